@@ -105,7 +105,7 @@ def test_meshes_with_the_same_figures_share_a_line():
     assert sizes == [["1", "1", "8"], ["4", "1", "2"], ["8", "1", "1"]]
     assert rows[0].endswith("fits, 2 more with these figures")
     assert rows[2].split()[5:] == ["-", "-", "-"]
-    assert "speeds are those of an A100" in " ".join(text.split())
+    assert "the estimates are for an A100" in " ".join(text.split())
     assert "No time is measured." in " ".join(text.split())
     assert "too small" not in text
     assert len(found.candidates) == 5  # as data, all of them

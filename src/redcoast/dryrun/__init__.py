@@ -1,7 +1,7 @@
-"""Compiles a training step for devices that are not there, and reads memory and traffic off it.
+"""Compiles a training step for devices that need not be present, and reads its memory and traffic.
 
 `hlo/` is a parser of the compilers' text: it finds collectives, their devices and their bytes, and
-how often loops run them.
+how many times loops run them.
 """
 
 from ._dry_run import dry_run as dry_run

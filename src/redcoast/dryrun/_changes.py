@@ -36,7 +36,8 @@ def find_changes(
     others: Sequence[dict[str, int]],
     again: Callable[[Job, Mapping[str, int]], Compiled],
 ) -> Iterator[Change]:
-    """Yields single changes with which the step fits, one of each kind; else a combination of them.
+    """Yields single changes that make the step fit, one of each kind, or else a combination of
+    them.
 
     **Arguments:**
 
@@ -90,7 +91,7 @@ def _kinds(now: Settings, job: Job, others: Sequence[dict[str, int]]) -> list[li
 def _together(
     now: Settings, kinds: list[list[Settings]], tried: Callable[[Settings], Change | None]
 ) -> Change | None:
-    """Adds one kind of change after another until the step fits, then drops those not needed."""
+    """Adds one kind of change after another until the step fits, then drops unnecessary changes."""
     settings, made, found = now, [], None
     for options in kinds:
         fields = [field.name for field in dataclasses.fields(Settings)]

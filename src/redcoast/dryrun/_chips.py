@@ -135,9 +135,9 @@ _TPUS = (
 # bandwidths are half of the figures published for both directions. `reported` is the memory in GiB
 # that CUDA reports, without what the driver and error correction take. No manufacturer publishes
 # it: these figures, to 0.05 GiB, are from the messages of programs that ran out of memory. Between
-# hosts, the bandwidth is that of the network card per GPU in the manufacturer's servers (A100:
-# 200 Gb/s, H100 and H200: 400 Gb/s), 12.5 Gb/s for Google's machines with L4, and 10 Gb/s for the
-# usual port of a workstation.
+# hosts, the bandwidth is one network card per GPU, as in the manufacturer's servers (A100: 200
+# Gb/s, H100 and H200: 400 Gb/s), 12.5 Gb/s for Google's machines with L4, and 10 Gb/s for the usual
+# port of a workstation.
 _A100 = {
     "float32": 156e12,
     "bfloat16": 312e12,
@@ -225,8 +225,8 @@ _GPUS = (
         source="https://www.nvidia.com/en-us/geforce/products/10series/geforce-gtx-1080-ti/",
     ),
 )
-# Emulated devices have no published specifications: these are round figures, about those of one
-# core of a server.
+# Emulated devices have no published specifications. These are rough figures for one core of a
+# server.
 _CPU = Chip(
     "cpu",
     "cpu",

@@ -66,7 +66,7 @@ def compile_job(job: Job, plan: Plan, mesh: Mesh, *, stands_in: bool = False) ->
 
     **Returns:**
 
-    The compiler's figures, also if the step needs too much memory.
+    The compiler's figures, even if the step needs too much memory.
 
     **Raises:**
 
@@ -150,7 +150,8 @@ def _traffic(text: str | None, mesh: Mesh) -> tuple[Traffic, ...]:
 
 
 def cause(source: str | None) -> str:
-    """Describes which part of a step an operation belongs to, by its name in the traced program."""
+    """Returns the part of a step that an operation belongs to, by its name in the traced
+    program."""
     if source is None:
         return "not named by the compiler"
     # The names of merged operations are in brackets: "while/body/(add:dot_general)".

@@ -107,7 +107,7 @@ _OLD = (
 )
 _NOMINAL = (
     "Emulated CPU devices have no official specifications; memory and speeds are rough guesses, "
-    "about those of one core of a server."
+    "for about one core of a server."
 )
 _LOCK = (
     " Another process has locked libtpu. Set ALLOW_MULTIPLE_LIBTPU_LOAD=1 before this process "
@@ -144,7 +144,8 @@ class Place:
 
     @property
     def device(self) -> Device:
-        """What models choose operations by. A CPU in place of a GPU has none of its kernels."""
+        """The device that models choose operations for. A CPU in place of a GPU has none of its
+        kernels."""
         found = target_of(self.devices[0])
         return found if self.target is None else replace(found, platform=self.target.chip.kind)
 

@@ -51,27 +51,27 @@ def dry_run(
 ) -> DryRun:
     """Compiles the step that [`redcoast.fit`][] would run, for devices that need not be present.
 
-    No arrays are created: model, optimizer state and batch are abstract. The figures are those of
-    the accelerator's own compiler, if it is installed (`redcoast[tpu]`, `redcoast[cuda12]`; neither
-    needs an accelerator). Otherwise they are those of the CPU compiler, with a note.
+    No arrays are created: model, optimizer state and batch are abstract. The figures are from the
+    accelerator's own compiler, if it is installed (`redcoast[tpu]`, `redcoast[cuda12]`; neither
+    needs an accelerator). Otherwise, they are estimates from the CPU compiler, with a note.
 
     **Arguments:**
 
-    - `init_fn`: `init_fn(key)` makes the model; it is only traced. Or a model, or its shapes.
+    - `init_fn`: `init_fn(key) -> model`, which is only traced; or a model, or its shapes.
     - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
-    - `batch`: PyTree of arrays or `jax.ShapeDtypeStruct`s, batch dimension first: the global batch
-        of a step, over all devices.
+    - `batch`: the global batch of a step: a PyTree of arrays or `jax.ShapeDtypeStruct`s, batch
+        dimension first.
     - `optimizer`: an optax optimizer.
     - `target`: the devices: a slice of TPUs such as `"v4:4x4x4"` or `"v5e:4x4"`, GPUs such as
         `"a100-80gb:8"` or (hosts x cards) `"h100:8x8"`, or emulated devices such as `"cpu:8"`.
     - `mesh`: sizes such as `{"fsdp": 4, "model": 2}`, as for [`redcoast.make_mesh`][], or a mesh
-        with these sizes. By default the mesh with the lowest estimated cost, among those on which
-        the step fits by the planner's estimate; [`redcoast.suggest_mesh`][] compiles several.
+        with these sizes. By default, the mesh with the lowest estimated cost on which the step is
+        estimated to fit; [`redcoast.suggest_mesh`][] compiles several.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
     - `average`: as for [`redcoast.fit`][].
     - `overrides`: as for [`redcoast.infer_shardings`][].
-    - `suggest`: whether to look for changes that make the step fit, if it does not. Each of them is
-        compiled.
+    - `suggest`: whether to search for changes that make the step fit, if it does not. Each change
+        is compiled.
 
     **Returns:**
 

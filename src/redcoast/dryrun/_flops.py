@@ -107,7 +107,7 @@ def _count_equation(equation: JaxprEqn, known: list[Value]) -> Flops:
             counts = [_count(branch, known[1:]) for branch in branches]
             return max(counts, key=lambda flops: sum(n for key, n in flops.items() if key != _OPEN))
         case Manual() as manual:
-            # Along other axes all devices compute the same, which counts once.
+            # Along other axes, all devices compute the same, which counts once.
             devices = prod(manual.mesh.shape[axis] for axis in manual.axes)
             return _times(devices, _count(manual.body, known))
         case Kernel(body, points):

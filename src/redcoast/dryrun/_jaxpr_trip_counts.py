@@ -26,7 +26,7 @@ _SAME = frozenset(
 
 
 def jaxpr_trip_count(loop: While, inputs: Sequence[Value]) -> int | None:
-    """Returns how often a loop's body runs, given the known operands; `None` if unknown."""
+    """Returns how many times a loop's body runs, given the known operands; `None` if unknown."""
     cond_consts, body_consts, start = loop.split(inputs)
     carried = [Carried(place, 0) for place in range(len(start))]
     after = _results(loop.body, [*body_consts, *carried])

@@ -30,7 +30,7 @@ from ..train._precision import as_compute_dtype
 from ..train._step import TrainState, init_state, is_model, train_step
 from ._phases import enter_phase
 
-# What the axes in a loss's own constraints refer to before there is a mesh: all divides.
+# The mesh for the loss's own constraints before there is a mesh. Any dimension is divisible by it.
 _ANY_MESH = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -56,7 +56,7 @@ class Job:
 
 
 def as_init_fn(model_or_init_fn: Any) -> Callable[..., Any]:
-    """A function `init_fn(key)` that returns a model, or that makes it of its shapes."""
+    """Returns a function `init_fn(key)` that returns a model, or creates it from its shapes."""
     if not is_model(model_or_init_fn):
         return model_or_init_fn
 
@@ -132,7 +132,7 @@ def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     if len(set(rows.values())) > 1:
         counts = ", ".join(f"{count} at {name}" for name, count in rows.items())
         raise ValueError(
-            f"The arrays of the batch differ in their number of rows: {counts}. Mark those that "
+            f"The arrays of the batch differ in their number of rows: {counts}. Mark arrays that "
             "belong to the batch as a whole with `redcoast.per_batch`."
         )
     return jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch", of="batch"))

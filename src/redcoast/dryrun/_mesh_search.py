@@ -1,4 +1,4 @@
-"""Finds the mesh on which a step is fastest: estimates all, and compiles the best few."""
+"""Finds the mesh on which a step is fastest, by estimates for all and compilation of the best."""
 
 import functools as ft
 import logging
@@ -59,31 +59,31 @@ def suggest_mesh(
 ) -> MeshSuggestion:
     """Finds the mesh on which a training step is fastest, among those on which it fits.
 
-    Every factorisation of the devices into data x fsdp x model is planned, and into pipe x data x
-    fsdp x model if the loss scans over layers that divide into stages. Its time is estimated from
-    the plan: arithmetic at the devices' peak rate, the bubble of a pipeline included, plus
-    communication at the bandwidth of their links. The best few are compiled, with abstract values.
-    Among those that fit, the mesh is chosen whose compiled program has the least estimated time. If
-    none fits, it is the mesh that needs the least memory.
+    Every factorisation of the devices into data x fsdp x model is planned, and, if the loss scans
+    over layers that can be divided into stages, into pipe x data x fsdp x model. The time of a step
+    is estimated from the plan: arithmetic at the devices' peak rate, including the bubble of a
+    pipeline, plus communication at the bandwidth of their links. The best few are compiled, with
+    abstract values. The result is the mesh whose compiled program fits and has the least estimated
+    time, or, if none fits, needs the least memory.
 
     **Arguments:**
 
-    - `init_fn`: `init_fn(key)` makes the model; it is only traced. Or a model, or its shapes.
+    - `init_fn`: `init_fn(key) -> model`, which is only traced; or a model, or its shapes.
     - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
-    - `batch`: PyTree of arrays or `jax.ShapeDtypeStruct`s, batch dimension first: the global batch
-        of a step, over all devices.
+    - `batch`: the global batch of a step: a PyTree of arrays or `jax.ShapeDtypeStruct`s, batch
+        dimension first.
     - `optimizer`: an optax optimizer.
     - `target`: the name of devices that need not be present, such as `"v4:2x2x2"`, `"a100-80gb:8"`,
-        or `"cpu:8"`. By default the attached devices, for which only the memory is known.
-    - `compiled`: the number of meshes to compile. If none of them fits, up to as many more are
-        compiled until one does, those with the least estimated memory first.
+        or `"cpu:8"`. By default, the attached devices, of which only the memory is known.
+    - `compiled`: the number of meshes to compile. If none of them fits, at most as many more are
+        compiled until one does, in order of estimated memory.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
     - `average`: as for [`redcoast.fit`][].
     - `overrides`: as for [`redcoast.infer_shardings`][].
 
     **Returns:**
 
-    A mapping with the sizes of `data`, `fsdp` and `model`, and of `pipe` for a pipeline, ready for
+    A mapping with the sizes of `data`, `fsdp` and `model`, and of `pipe` for a pipeline, for
     `redcoast.make_mesh(**suggestion)`; `print` it to see a table of all meshes.
 
     **Raises:**
@@ -217,7 +217,7 @@ def _seconds(
 
 
 def dtype_of(job: Job) -> str:
-    """The dtype that a step computes in: `compute_dtype`, or that of most parameters."""
+    """The dtype that a step computes in: `compute_dtype`, or the dtype of most parameters."""
     if job.compute_dtype is not None:
         return str(jnp.dtype(job.compute_dtype))
     held: Counter[str] = Counter()
@@ -235,7 +235,7 @@ def suggest(job: Job, place: Place, compiled: int) -> MeshSuggestion:
     """Estimates all meshes, compiles the best few, and returns the best."""
     compiling = ft.partial(compile_candidate, job, place)
     with compiling_for(place.device), warnings.catch_warnings():
-        # It may be of meshes that are not chosen, and comes again when the step is run.
+        # The warning may be about a mesh that is not chosen, and is repeated when the step runs.
         warnings.simplefilter("ignore", Unconstrained)
         return choose_mesh(_estimate_all(job, place), compiling, place, compiled)
 
@@ -269,7 +269,7 @@ def _estimate_all(job: Job, place: Place) -> list[Candidate]:
     for stages in (n for n in range(2, layers + 1) if layers % n == 0 and count % n == 0):
         meshes = [{PIPE: stages, **sizes} for sizes in factorisations(count // stages)]
         staged = _estimates(job, place, meshes)
-        # Where a step cannot run as a pipeline, a mesh without one has the same use.
+        # If a step cannot run as a pipeline, a mesh without one does as much.
         found += [one for one in staged if one.error is None]
     return found
 
@@ -300,7 +300,7 @@ def choose_mesh(
         left.remove(following)
         done.append(compiling(following))
     wrong = [one for one in (*estimated, *done) if one.error is not None]
-    # Meshes that fit by their time, and then those that do not by their memory.
+    # Meshes that fit, by time, and then meshes that do not, by memory.
     rank = lambda one: (0, _compared(one, one.seconds)) if one.fits else (1, one.peak_memory or 0)
     tried = sorted(_tried(done), key=rank)
     if not tried:
@@ -333,7 +333,7 @@ def _following(
     return min(left, key=_need_of)
 
 
-# Estimates leave out that microbatches are small operations, so stages must save clearly.
+# Estimates ignore that operations on microbatches are small, so stages must save time clearly.
 _MARGIN = 1.1
 
 

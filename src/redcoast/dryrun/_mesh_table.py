@@ -57,13 +57,13 @@ class MeshSuggestion(Mapping[str, Any]):
     - `fits`: Whether the step fits on it.
     - `target`: The name of the devices.
     - `usable_memory`: Bytes of memory that a program can use on a device; `None` if not known.
-    - `candidates`: All factorisations, the best first: those that were compiled, then the others
-        by estimated cost. Each has `mesh`, `priced_seconds` and `estimated_memory`; if it was
+    - `candidates`: All factorisations, the best first: first the compiled ones, then the others by
+        estimated cost. Each has `mesh`, `priced_seconds` and `estimated_memory`; if it was
         compiled, also `sent_bytes`, `seconds`, `peak_memory` and `fits`; and `error` if the step
         cannot be run.
     - `notes`: Caveats about the figures, as sentences.
-    - `speeds_assumed`: Whether the speeds of the devices are not known. The times are then for
-        those of an A100.
+    - `speeds_assumed`: Whether the speeds of the devices are unknown. The times are then estimated
+        for an A100.
 
     !!! example
 
@@ -142,7 +142,7 @@ def _table(candidates: Sequence[Candidate]) -> list[str]:
 
 
 def _unit(candidates: Sequence[Candidate], column: _Column) -> tuple[str, float]:
-    """The largest unit of which some mesh has a tenth."""
+    """The largest unit of which some mesh has at least a tenth."""
     most = max((getattr(one, column.name) or 0 for one in candidates), default=0)
     fitting = (unit for unit in column.units if most >= 0.1 * unit[1])
     return next(fitting, column.units[0] if most == 0 else column.units[-1])
@@ -151,9 +151,10 @@ def _unit(candidates: Sequence[Candidate], column: _Column) -> tuple[str, float]
 def _groups(
     candidates: Sequence[Candidate], units: Sequence[float]
 ) -> list[tuple[Candidate, tuple[str, ...], int]]:
-    """The meshes with different figures, their figures as text, and how many more have the same.
+    """The meshes with different figures, the figures as text, and the number of meshes that share
+    them.
 
-    A mesh that was not compiled is like the first one with the same estimates.
+    A mesh that was not compiled counts as equal to the first one with the same estimates.
     """
     first: dict[Any, Candidate] = {}
     texts: dict[Any, tuple[str, ...]] = {}
@@ -193,7 +194,7 @@ _SOURCES = (
     "No time is measured. The planner estimates it (planned), and again from what the compiled "
     "program computes and sends (compiled)."
 )
-_ASSUMED = " The speeds are those of an A100: those of the devices are not known."
+_ASSUMED = " The speeds of the devices are not known: the estimates are for an A100."
 
 
 def _words(found: MeshSuggestion) -> list[str]:

@@ -1,4 +1,4 @@
-"""The phases of a dry run, for a display: large models take minutes."""
+"""The phases of a dry run, for a progress display, because large models take minutes."""
 
 import contextlib
 import contextvars

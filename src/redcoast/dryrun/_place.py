@@ -45,7 +45,7 @@ def planner_hardware(place: Place, mesh: Mesh) -> Hardware:
 def target_hardware(place: Place, mesh: Mesh, dtype: str = "float32") -> Hardware:
     """The hardware constants of a target, with its bandwidths along a mesh's axes.
 
-    Those of attached devices are the planner's. `dtype` is that of the operands of contractions.
+    For attached devices, these are the planner's constants. `dtype` is the operands' dtype.
     """
     hardware, target = planner_hardware(place, mesh), place.target
     if target is None:

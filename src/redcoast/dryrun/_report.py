@@ -39,7 +39,7 @@ class DryRun:
 
     - `target`, `devices`: The name of the devices, and their number.
     - `compiler`: The compiler that the figures are from: `"tpu"`, `"cuda"` or `"cpu"`.
-    - `own_compiler`: Whether that is the target's own compiler. If not, the figures are estimates.
+    - `own_compiler`: Whether this is the target's own compiler. If not, the figures are estimates.
     - `notes`: Caveats about the figures, as sentences.
     - `mesh`: The sizes of `data`, `fsdp` and `model`, and of `pipe` if there are stages.
     - `fits`: Whether the peak is within the usable memory.
@@ -55,7 +55,7 @@ class DryRun:
     - `arithmetic`: Floating point operations of contractions, by dtype.
     - `bounds`: Lower bounds on the seconds for arithmetic, memory and each network, which of them
         is the largest, and the utilisation of the peak rate that it allows; `None` if refused.
-    - `compile_seconds`: How long the compiler took.
+    - `compile_seconds`: The compilation time.
     - `plan`: The [`redcoast.Plan`][].
     - `changes`: If the step does not fit, the smallest changes found that make it fit.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ._chips import CHIPS, Chip
 
-# The slices of chips with a two-dimensional torus; the sizes are published one by one.
+# The published slices of chips with a two-dimensional torus.
 _PLANE = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 # With a three-dimensional torus: these slices below a cube of 4 x 4 x 4, and multiples of the cube.
 _LESS_THAN_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
@@ -43,8 +43,8 @@ def parse_target(name: str) -> TargetDevices:
 
     **Raises:**
 
-    `ValueError` if there is no such chip or slice; it lists those that exist. `TypeError` if `name`
-    is not a string.
+    `ValueError` if there is no such chip or slice; it lists the existing ones. `TypeError` if
+    `name` is not a string.
     """
     if not isinstance(name, str):
         raise TypeError(f'`target` is {name!r}. It must be a name, such as "a100-80gb:8".')

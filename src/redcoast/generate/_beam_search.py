@@ -20,7 +20,7 @@ from ._prompt import append_tokens, prefill
 from ._request import Request
 from ._sampling import is_any
 
-# Added to the scores of hypotheses that must not be selected. Finite, so that they stay ranked.
+# Added to the scores of hypotheses that must not be selected. It is finite, so they stay ranked.
 _EXCLUDED = -1e9
 
 
@@ -173,7 +173,7 @@ def _candidates(
 
 def _finish(found: Candidates, last: Search, norm: Float[Array, ""]) -> Finished:
     beams = last.finished.scores.shape[1]
-    # The other candidates are only there to be continued.
+    # The other candidates can only be continued.
     ends = found.ends & (jnp.arange(found.ends.shape[1]) < beams)[None]
     scores = found.scores / norm
     scores += jnp.where(last.open[:, None], 0.0, _EXCLUDED)

@@ -25,7 +25,7 @@ def check_stream(beams: int, *, traced: bool) -> None:
         )
     if traced:
         raise ValueError(
-            "`stream` and `stop` are not supported inside of `jax.jit`, `plan.constrain` or a "
+            "`stream` and `stop` are not supported inside `jax.jit`, `plan.constrain` or a "
             "`predict_fn`: all steps are one program. Call `generate` outside, or pass neither of "
             "them."
         )
@@ -47,7 +47,7 @@ def check_model(model: Any) -> None:
 
 
 def as_prompts(tokens: Any) -> Any:
-    """Prompts that are lists of integers as an array; all else as it is.
+    """Converts prompts that are lists of integers to an array; other prompts are not changed.
 
     **Raises:**
 
@@ -75,7 +75,7 @@ def as_prompts(tokens: Any) -> Any:
 def check_prompt(model: Any, tokens: Any, mask: Any) -> None:
     """Raises if the prompts are not a matrix of token ids, or if a row has no real token.
 
-    The values of arrays are checked only if they are known, that is not while tracing.
+    The values of arrays are only checked if they are known, which they are not while tracing.
     """
     _check_array("tokens", tokens)
     if 0 in tokens.shape:
@@ -181,7 +181,7 @@ def _longest(model: Any, tokens: Any, mask: Any, prefix: Sequence[int]) -> tuple
 
 
 def check_token_options(request: Any, vocab: int) -> None:
-    """Raises if an option names a token outside of the vocabulary."""
+    """Raises if an option names a token outside the vocabulary."""
     begin = () if request.forced_bos is None else (request.forced_bos,)
     words = tuple(token for word in request.bad_words for token in word)
     named = {"eos": request.eos, "forced_eos": request.forced_eos, "forced_bos": begin}

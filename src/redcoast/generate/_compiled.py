@@ -98,8 +98,8 @@ def trim_columns(new: Int[Array, "results room"], count: int) -> Int[Array, "res
 
 
 def check_generated(new: np.ndarray, *, first: int = 0) -> None:
-    """Raises if a token is invalid, that is if its logits were NaN; `first` is the number of the
-    first token."""
+    """Raises if a token is invalid, because its logits were NaN. `first` is the number of the first
+    token."""
     rows, steps = np.nonzero(new == INVALID)
     if rows.size:
         raise ValueError(

@@ -28,11 +28,11 @@ def generate(
 ) -> Int[Array, "results new"]:
     """Generates tokens with a model, by greedy decoding, sampling or beam search.
 
-    Outside of `jax.jit` the function is compiled automatically, once for each batch size and each
-    bucket of prompt lengths and numbers of new tokens; other values of `temperature`, `top_k`,
-    `top_p` and `max_new_tokens` within a bucket do not recompile it. Inside of `jax.jit`,
-    `plan.constrain(fn)` or a `predict_fn` it is traced like any function. A sharded model stays
-    sharded, and gives the same tokens as on one device.
+    Outside `jax.jit`, the function is compiled automatically, once for each batch size and each
+    bucket of prompt lengths and numbers of new tokens. Within a bucket, other values of
+    `temperature`, `top_k`, `top_p` and `max_new_tokens` do not recompile it. Inside `jax.jit`,
+    `plan.constrain(fn)` or a `predict_fn`, it is traced like any function. A sharded model stays
+    sharded, and generates the same tokens as on one device.
 
     **Arguments:**
 
@@ -45,8 +45,8 @@ def generate(
     - `key`: PRNG key for sampling. The sample at step `i` of row `r` depends only on the key, `i`
         and `r`.
     - `decoding`: a [`redcoast.Decoding`][], by default `model.config.decoding`, which
-        [`redcoast.load_pretrained`][] reads from the model's files. The sampling of the default
-        applies only if a `key` is given; without it, decoding is greedy.
+        [`redcoast.load_pretrained`][] reads from the model's files. The default samples only if a
+        `key` is given; otherwise, decoding is greedy.
     - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side, of shape
         (batch, seq).
     - `stream`: called after each step with its tokens, a NumPy array of shape (results,), while
@@ -55,15 +55,15 @@ def generate(
     - `stop`: called after each step with the new tokens of each row that has not ended. The row
         ends if it returns true, for example if the decoded text ends with a certain string. Not
         supported for beam search, nor while tracing.
-    - `options`: options of [`redcoast.Decoding`][] that replace those of `decoding`, such as
+    - `options`: options of [`redcoast.Decoding`][] that replace options in `decoding`, such as
         `temperature`, `top_p`, `beams`, `repetition_penalty` or `eos`.
 
     **Returns:**
 
     The new tokens without the prompts, int32 of shape (results, `max_new_tokens`), where results is
-    batch times `num_return_sequences`: those of the first row come first. After the token that ends
-    it, a row is padded with `pad`. While tracing, NaN logits cannot raise an error: the token is
-    -1, and the row ends.
+    batch times `num_return_sequences`, and the results of a row are adjacent. After the token that
+    ends it, a row is padded with `pad`. While tracing, NaN logits cannot raise an error: the token
+    is then -1, and the row ends.
 
     **Raises:**
 

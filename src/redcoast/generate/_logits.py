@@ -10,7 +10,7 @@ from ._request import Count, Request, Scalar
 # Marks tokens whose logits were NaN.
 INVALID = -1
 
-# An option of all rows, or one for each row.
+# An option for all rows, or one for each row.
 Number = Scalar | Float[Array, "batch 1"]
 Whole = int | Count | Int[Array, "batch 1"]
 
@@ -71,7 +71,7 @@ def filter_logits(
         probabilities = jax.nn.softmax(scores)
         least = min_p * jnp.max(probabilities, axis=1, keepdims=True)
         scores = jnp.where(probabilities < least, -jnp.inf, scores)
-    # The filters would exclude a NaN whose sign is negative, as that of `inf - inf` is on x86.
+    # The filters would exclude a NaN with a negative sign, such as `inf - inf` on x86.
     return jnp.where(jnp.isnan(logits), logits, scores)
 
 
@@ -79,7 +79,7 @@ def keep_top_k(scores: Float[Array, "batch vocab"], k: Whole) -> Float[Array, "b
     """Excludes scores below the `k`-th highest. Ties with it are all kept, and all scores if there
     are no more than `k`.
 
-    `k` may be traced: no value needs a program of its own.
+    `k` may be traced, so that one program serves all values.
     """
     order = ordered_bits(scores)
     # At most `vocab - k` scores are below the k-th highest.
@@ -92,7 +92,7 @@ def keep_top_p(scores: Float[Array, "batch vocab"], tail: Number) -> Float[Array
     """Excludes the least likely tokens with a total probability of at most `tail`
     (nucleus sampling, Holtzman et al., 2019, <https://arxiv.org/abs/1904.09751>).
 
-    Of equally likely tokens, those with smaller ids are excluded first. At least one is kept.
+    Among equally likely tokens, smaller ids are excluded first. At least one token is kept.
     """
     probabilities = jax.nn.softmax(scores)
     order = ordered_bits(scores)

@@ -1,8 +1,8 @@
-"""The options of decoding that change the scores of a step before a token is chosen.
+"""The options of decoding that change the scores before a token is chosen.
 
-They have the definitions and the order of `transformers`. A history holds the tokens of each row
-so far, the prompt first, and -1 at padding and at places of later tokens. Its last `room` columns
-are for the new tokens.
+They have the definitions and the order of `transformers`. A history contains the prompt and the new
+tokens of each row so far, and -1 at padding and later positions. Its last `room` columns are for
+the new tokens.
 """
 
 import jax
@@ -84,7 +84,7 @@ def penalise(scores: Scores, history: History | None, penalty: Scalar) -> Scores
     """Makes the tokens of the history less likely, if the penalty is above 1."""
     assert history is not None
     rows, vocab = scores.shape
-    place = jnp.where(history < 0, vocab, history)  # padding goes to one place more
+    place = jnp.where(history < 0, vocab, history)  # padding is written to an extra entry
     seen = jnp.zeros((rows, vocab + 1), bool).at[jnp.arange(rows)[:, None], place].set(True)
     lower = jnp.where(scores < 0, scores * penalty, scores / penalty)
     return jnp.where(seen[:, :vocab], lower, scores)

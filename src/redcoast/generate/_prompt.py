@@ -14,8 +14,8 @@ from ._request import Request
 def bucket(length: int) -> int:
     """Rounds a length up to one of 16, 32, 48, ..., 128, 160, 192, ..., 256, 320, ....
 
-    From 64 on each doubling has four lengths. This limits the number of compilations, and the
-    additional work to at most a quarter.
+    From 64, there are four lengths in each doubling. This limits the number of compilations, and
+    the additional work to a quarter.
     """
     step = max(16, (1 << (length - 1).bit_length()) // 8)
     return -(-length // step) * step
@@ -46,7 +46,7 @@ def align_right(
 
 
 def blank(tokens: Integer[AnyArray, "batch seq"], mask: Mask) -> Integer[Array, "batch seq"]:
-    """Sets padding to 0, because ids outside of the vocabulary would give NaN."""
+    """Sets padding to 0, because ids outside the vocabulary would result in NaN."""
     return jnp.where(mask.astype(bool), tokens, jnp.zeros((), tokens.dtype))
 
 

@@ -1,4 +1,4 @@
-"""The options of `generate`, in the form that compiled programs take them."""
+"""The options of `generate`, as arguments of compiled programs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from ..core._decoding import GREEDY, UNSAMPLED, Decoding, as_tuple
 from ..core._keywords import remedy_for
 
-# A NumPy scalar outside of `jax.jit`.
+# A NumPy scalar outside `jax.jit`.
 Scalar = Float[np.ndarray, ""] | Float[Array, ""]
 Count = Int[np.ndarray, ""] | Int[Array, ""]
 
 
-# What takes the place of arguments of `transformers`.
+# Replacements for arguments of `transformers`.
 _ELSEWHERE = {
     "do_sample": "pass `key` and a `temperature` to sample, and neither for greedy decoding",
     "num_beams": "`beams`",
@@ -49,8 +49,8 @@ class Request(eqx.Module):
     - `key`, `temperature`: for sampling; None decodes greedily.
     - `tail`: `1 - top_p`, the probability that may be excluded.
     - `norms`: the divisor of a hypothesis' score for each number of tokens.
-    - `least`, `least_with_prompt`: the number of tokens before which no row ends: of new ones, and
-      with the real ones of its prompt.
+    - `least`, `least_with_prompt`: the minimum number of tokens of a row, without and with its
+        prompt. Padding does not count.
     - `eos`, `pad`: the tokens that end a row, and the token after that.
     - `copies`: the number of results for each row.
     """
@@ -90,10 +90,9 @@ class Request(eqx.Module):
 def choose_decoding(
     config: Any, decoding: Decoding | None, options: dict[str, Any], key: PRNGKeyArray | None
 ) -> Decoding:
-    """Returns the decoding that is given, or else that of the configuration, with `options`.
+    """Returns the given decoding, or else the decoding of the configuration, with `options`.
 
-    The configuration's sampling applies only if there is a key and nothing in `options` speaks
-    against it.
+    The configuration's sampling only applies if there is a key and no conflicting option.
     """
     names = [field.name for field in dataclasses.fields(Decoding)]
     if unknown := sorted(options.keys() - set(names)):
@@ -152,7 +151,7 @@ def make_request(
         repetition_penalty=None if d.repetition_penalty == 1 else number(d.repetition_penalty),
         least=count(d.min_new_tokens),
         least_with_prompt=count(d.min_length),
-        # More than any vocabulary has keeps everything.
+        # A number larger than any vocabulary keeps everything.
         top_k=None if d.top_k is None else np.asarray(min(d.top_k, 2**30), np.int32),
         room=room,
         beams=d.beams,

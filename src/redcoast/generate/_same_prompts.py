@@ -20,7 +20,7 @@ def check_same_prompts(
 ) -> None:
     """Raises `ValueError` on all processes if their prompts, masks or options differ.
 
-    A process whose own devices hold the whole model decodes by itself, and is not compared.
+    A process whose own devices have the entire model decodes independently, and is not compared.
     """
     arrays = jax.tree.leaves(eqx.filter(model, eqx.is_array))
     if jax.process_count() == 1 or all(_is_addressable(x) for x in arrays):

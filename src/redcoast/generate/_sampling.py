@@ -16,8 +16,8 @@ from ._request import Request
 
 
 class Last(eqx.Module):
-    """The newest token of each row, whether the row has ended, the number of steps so far; all
-    tokens of the row if a choice depends on them, and the step before which it must not end."""
+    """The newest token of each row, whether the row has ended, and the number of steps so far; all
+    tokens of the row, if a choice depends on them; and its minimum number of steps."""
 
     tokens: Int[Array, " batch"]
     ended: Bool[Array, " batch"]

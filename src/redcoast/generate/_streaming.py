@@ -26,8 +26,8 @@ Stop = Callable[[Int[np.ndarray, " new"]], Any]
 def decode_streaming(
     model: Any, tokens: Any, mask: Any, request: Request, stream: Stream | None, stop: Stop | None
 ) -> Int[Array, "results new"]:
-    """Generates tokens, and calls `stream` with those of each step while the next is running. A row
-    for which `stop` is true ends, too."""
+    """Generates tokens, and calls `stream` with the tokens of each step while the next step is
+    running. Rows for which `stop` returns true end too."""
     count, rows = int(request.limit), tokens.shape[0] * request.copies
     new = np.full((rows, count), request.pad, np.int32)
     stopped = np.zeros(rows, bool)

@@ -39,8 +39,8 @@ def add_adapters(
     - `model`: a model of `redcoast.models`, or any PyTree that contains such models or
         `eqx.nn.Linear`; concrete, or abstract inside `eqx.filter_eval_shape`.
     - `rank`: the rank of A B, usually 4 to 64.
-    - `targets`: one or several regular expressions, which are searched in the paths of the
-        matrices, such as `"layers/w[qkvo]"`, or `"."` for all matrices.
+    - `targets`: a regular expression, or several, that are searched in the paths of the matrices,
+        such as `"layers/w[qkvo]"`, or `"."` for all matrices.
     - `alpha`: by default the rank, so that A B is not scaled.
     - `key`: PRNG key for A, which is normal with variance 1 / inputs.
 
@@ -51,7 +51,7 @@ def add_adapters(
 
     **Raises:**
 
-    `ValueError` if a pattern matches no matrix, if a matched matrix has an adapter already, or if
+    `ValueError` if a pattern matches no matrix, if a matched matrix already has an adapter, or if
     the rank is less than 1.
 
     !!! Example
@@ -139,9 +139,8 @@ def adapters(model: PyTree) -> PyTree:
 
     **Returns:**
 
-    The model with None in place of all arrays other than the adapters. Pass it to
-    [`redcoast.save_checkpoint`][], as `like` to [`redcoast.load_checkpoint`][], or to
-    [`redcoast.lora.with_adapters`][].
+    The model with `None` in place of all other arrays. Pass it to [`redcoast.save_checkpoint`][],
+    as `like` to [`redcoast.load_checkpoint`][], or to [`redcoast.lora.with_adapters`][].
 
     **Raises:**
 
@@ -220,7 +219,7 @@ def merge(model: PyTree) -> PyTree:
 
     **Returns:**
 
-    The model with plain arrays, of the same shapes and dtypes as before adapters were added. It
-    computes the same results up to rounding.
+    The model with plain arrays, of the same shapes and dtypes as before adapters were added. Its
+    results are the same up to rounding.
     """
     return jax.tree.map(lambda x: x.merged() if is_adapted(x) else x, model, is_leaf=is_adapted)

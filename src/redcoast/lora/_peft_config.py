@@ -27,7 +27,7 @@ _READ = frozenset(
     ensure_weight_tying
     """.split()  # noqa: SIM905
 )
-# Settings of PEFT that change results, although their names say no more than that of tokens.
+# Settings of PEFT that change results.
 _MEANT = frozenset(("alora_invocation_tokens", "trainable_token_indices"))
 MOST_REPEATED = 3
 # All other initialisations also change the adapted weights.
@@ -44,7 +44,8 @@ class PeftConfig:
     - `stays_tied`: whether a head that shares the weights of an embedding follows one that is saved
         entirely.
     - `by_pattern`: whether a regular expression chooses the adapted modules. It is not evaluated,
-        because that can take exponential time: the tensors of the file tell.
+        because that can take exponential time. Instead, the tensors of the file determine the
+        modules.
     - `targets`: the names that adapted modules end with, if the file has them.
     - `excluded`: the names that modules without adapters end with.
     - `layers`: the layers with adapters; all by default.

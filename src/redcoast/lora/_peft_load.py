@@ -64,7 +64,7 @@ class Slot:
         return {i: shape[0] if shape else 0 for i, shape in found.items()}
 
     def modules(self, index: Index) -> tuple[str, str]:
-        """Returns the names of the live module of a weight in the stack, and of that in files."""
+        """Returns the names of the module of a weight in the stack, in memory and in files."""
         live = tensor_name(self.tensors[0], index).removeprefix(PREFIX)
         return live.removesuffix(".lora_A.weight"), module_of(tensor_name(self.filed, index))
 
@@ -101,12 +101,12 @@ class Slot:
 def load_adapters(model: Any, path: str | Path) -> Any:
     """Loads adapters that were saved by `peft` or by [`redcoast.lora.save_adapters`][].
 
-    The adapter of a matrix that fuses Q, K and V is split into one for each, with the same A. If
-    only some layers have adapters, those of the others are zero. Modules that are saved entirely
-    (`modules_to_save`, such as a classifier; embeddings that PEFT saves beside adapters) replace
-    those of the model, in its dtype. If this gives a tied output head other weights than the
-    embedding, or if the head has an adapter, the head becomes an array of its own, as in PEFT, and
-    `config.tied` is False. Dropout of adapters (`lora_dropout`) is not implemented and is ignored.
+    The adapter of a matrix that fuses Q, K and V is split into one adapter for each, with the same
+    A. If only some layers have adapters, the adapters of the other layers are zero. Modules that
+    are saved entirely (`modules_to_save`, such as a classifier; embeddings that PEFT saves with
+    adapters) replace the modules of the model, in its dtype. If a tied output head then has other
+    weights than the embedding, or has an adapter, it becomes a separate array, as in PEFT, and
+    `config.tied` is False. Dropout of adapters (`lora_dropout`) is not implemented, and is ignored.
 
     **Arguments:**
 
@@ -121,9 +121,9 @@ def load_adapters(model: Any, path: str | Path) -> Any:
 
     **Raises:**
 
-    `FileNotFoundError` if `path` does not exist. `ValueError` if it holds no adapters; if they have
-    settings that are not implemented (DoRA, biases, ...), which are named; or
-    if the tensors do not match the model (all missing, unexpected and misshapen ones are listed).
+    `FileNotFoundError` if `path` does not exist. `ValueError` if it contains no adapters; if a
+    setting is not implemented (DoRA, biases, ...); or if the tensors do not match the model (all
+    missing, unexpected and misshapen tensors are listed).
 
     !!! Example
 
@@ -183,7 +183,7 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
 def _read_replaced(
     model: Any, whole: Mapping[str, Tensor], stored: Mapping[str, Stored]
 ) -> dict[str, Any]:
-    """Reads the arrays of which the file holds some or all tensors entirely."""
+    """Reads the arrays for which the file contains entire tensors."""
     leaves = _leaves(model)
     return {
         path: read_whole(tensor, leaves[path], stored)

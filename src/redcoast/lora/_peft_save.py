@@ -90,7 +90,7 @@ class AdaptedModule:
             b = [_published(part.tensors[1], part.b[index]) for part in self.parts]
             if len({part.scale for part in self.parts}) > 1:  # then the common scale is 1
                 b = [x * np.asarray(p.scale, x.dtype) for x, p in zip(b, self.parts, strict=True)]
-            # The parts have separate outputs, so without a common A, B is block-diagonal.
+            # The parts have separate outputs, so B is block-diagonal unless they share A.
             yield a_name, a[0] if self.same_inputs else np.concatenate(a)
             yield (
                 b_names[index],
@@ -104,17 +104,17 @@ def save_adapters(model: Any, path: str | Path, *, modules_to_save: Sequence[str
 
     Writes `adapter_config.json` and `adapter_model.safetensors`, for the `transformers` model that
     [`redcoast.save_pretrained`][] would write. If that model fuses Q, K and V in one matrix, their
-    adapters become one equivalent adapter: with the same A if they share it, and otherwise of the
-    sum of their ranks. In a job of several processes, all of them must call this.
+    adapters become one equivalent adapter: with the same A if they share it, and otherwise with the
+    sum of their ranks. In a job with several processes, all of them must call this.
 
     **Arguments:**
 
     - `model`: a model of `redcoast.models` with adapters.
     - `path`: a directory without such files. It is created if it does not exist.
-    - `modules_to_save`: the names that modules of the `transformers` model end with, whose arrays
-        are saved entirely: those that were trained, such as `"classifier"`. Modules that
-        [`redcoast.lora.load_adapters`][] replaced are always saved. An embedding is saved together
-        with a head that shares its weights, and they stay tied in PEFT.
+    - `modules_to_save`: the modules to save entirely, such as a trained `"classifier"`, by the ends
+        of their names in the `transformers` model. Modules that [`redcoast.lora.load_adapters`][]
+        replaced are always saved. An embedding is saved together with a head that shares its
+        weights, and they stay tied in PEFT.
 
     **Raises:**
 
@@ -130,7 +130,7 @@ def save_adapters(model: Any, path: str | Path, *, modules_to_save: Sequence[str
     """
     refuse_state(model, "save_adapters")
     path = local_path("path", path).absolute()
-    # All processes use what process 0 found: it might write before the others look.
+    # All processes use the list of process 0, which might write before the others read.
     existing = [name for name in (CONFIG, TENSORS) if (path / name).exists()]
     if existing := decide("the files of adapters", existing):
         raise ValueError(
@@ -179,7 +179,7 @@ def _modules(model: Any) -> dict[str, AdaptedModule]:
 
 @dataclass(frozen=True)
 class Others:
-    """What is saved beside the adapters.
+    """The modules that are saved with the adapters.
 
     - `modules`: the names that the modules end with.
     - `arrays`: their tensors.

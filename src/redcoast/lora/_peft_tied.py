@@ -1,4 +1,4 @@
-"""Output heads that share the weights of the embedding, of a model that has adapters of PEFT."""
+"""Output heads that share the weights of the embedding, in a model with adapters of PEFT."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from ._read_whole import read_whole
 
 
 def tied_heads(model: Any) -> dict[str, str]:
-    """Returns the published names of tensors that share the weights of the embedding, and that of
-    the embedding."""
+    """Returns the published names of tensors that share the weights of the embedding, each with the
+    name of the embedding."""
     embed = live_table(model).get("embed")
     if embed is None:
         return {}
@@ -33,10 +33,11 @@ def tied_heads(model: Any) -> dict[str, str]:
 def with_own_head(
     model: Any, stored: Mapping[str, Stored], config: PeftConfig, path: Path
 ) -> tuple[Any, dict[str, Stored]]:
-    """Gives a tied head weights of its own, if it has others than the embedding with the adapters.
+    """Makes a tied head a separate array, if its weights differ from the embedding with the
+    adapters.
 
-    PEFT replaces an embedding that is saved entirely by a copy. The head keeps the weights that
-    both had, unless the settings say otherwise (`ensure_weight_tying`).
+    PEFT replaces an embedding that is saved entirely by a copy. The head keeps the original
+    weights, unless `ensure_weight_tying` is set.
 
     **Returns:**
 

@@ -1,4 +1,4 @@
-"""Reading the arrays of which a file of adapters holds the tensors entirely."""
+"""Reads arrays whose tensors a file of adapters contains entirely."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -37,8 +37,8 @@ class Matrix:
 
 
 def find_matrices(model: PyTree) -> dict[str, Matrix]:
-    """Finds the matrices of a PyTree, by their paths: those of models of `redcoast.models` and the
-    weights of `eqx.nn.Linear`, at any depth."""
+    """Finds the matrices of a PyTree, by path: matrices in models of `redcoast.models`, and weights
+    of `eqx.nn.Linear`, at any depth."""
     found = {}
     known = lambda node: isinstance(node, eqx.nn.Linear) or family_of(node) is not None
     for path, node in _with_paths(model, known):

@@ -161,7 +161,7 @@ def _check_devices(module: Module, axes: dict[str, int]) -> None:
     if module.replicas > 1 and module.partitions > 1:
         raise ValueError(
             f"The program is for {module.replicas} replicas of {module.partitions} partitions "
-            "each. Only programs with either replicas or partitions can be read, such as those of "
+            "each. Only programs with either replicas or partitions can be read, as compiled by "
             "`jax.jit`."
         )
     devices = module.replicas * module.partitions

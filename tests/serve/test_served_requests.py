@@ -241,7 +241,7 @@ def test_a_body_must_come_in_time_and_must_not_be_large():
             raise AssertionError("It was read.")
             yield
 
-    with pytest.raises(Refused, match="did not come within 0.01 seconds") as slow:
+    with pytest.raises(Refused, match="did not arrive within 0.01 seconds") as slow:
         asyncio.run(read_body(Slow(), 9, 0.01))  # pyright: ignore[reportArgumentType]
     with pytest.raises(Refused, match="more than 10000 bytes") as large:
         asyncio.run(read_body(Large(), 10_000, 9))  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,7 @@
 """The server: a pretrained language model over HTTP, with OpenAI's API for completions and chats.
 
-Requests that come together are generated together, by one thread. Bodies are read and prompts are
-tokenised in others, so that no request keeps the answers of the others waiting.
+One thread generates the answers to concurrent requests in batches. Other threads read bodies and
+tokenise prompts, so that a request does not delay the answers to others.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from ._openai import Ask, check_model_name, read_request
 from ._refused import Refused, error_body
 from ._replies import Choice, Reply, model_body, usage_body
 
-CONNECTIONS = 512  # at once; beyond it clients get status 503
+CONNECTIONS = 512  # at once; further clients get status 503
 READERS = 2  # threads that read bodies and tokenise prompts
 
 
@@ -42,7 +42,7 @@ def run_application(
     wait: int | float = 0.005,
     timeout: int | float = 30.0,
 ) -> None:
-    """Serves until the process is told to end."""
+    """Serves until the process is terminated."""
     app = make_app(served, server, wait=wait, key=key, host=host, timeout=timeout)
     uvicorn.run(
         app,
@@ -66,10 +66,10 @@ def make_app(
 ) -> Starlette:
     """Makes the ASGI application, whose thread generates while the application runs.
 
-    - `wait`: seconds to wait for further requests before a batch is begun.
-    - `key`: what clients have to send as a bearer token.
-    - `host`: the address that the server listens at, if requests for others are to be refused.
-    - `timeout`: seconds within which the body of a request must have come.
+    - `wait`: seconds to wait for further requests before a batch starts.
+    - `key`: the bearer token that clients must send.
+    - `host`: the address that the server listens at, if requests for other hosts are rejected.
+    - `timeout`: seconds within which the body of a request must arrive.
     """
     readers = ThreadPoolExecutor(READERS, thread_name_prefix="redcoast-read")
 
@@ -133,7 +133,7 @@ async def answer(request: Request, server: Server, ask: Ask, *, chat: bool) -> R
     loop = asyncio.get_running_loop()
 
     def send(piece: Piece | Exception) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop ends before the thread if it is killed
+        with contextlib.suppress(RuntimeError):  # the loop may have been closed
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
     settings = ask.new_tokens, ask.decoding, ask.seed, ask.stops
@@ -145,11 +145,11 @@ async def answer(request: Request, server: Server, ask: Ask, *, chat: bool) -> R
     if ask.stream:
         return StreamingResponse(events(job, ask, reply, pieces), media_type="text/event-stream")
     collecting = asyncio.create_task(collect(job, ask, reply, pieces))
-    leaving = asyncio.ensure_future(request.receive())  # the body was read: the client goes
+    leaving = asyncio.ensure_future(request.receive())  # only a disconnect can follow
     try:
         await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not collecting.done():
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
         return JSONResponse(collecting.result())
     finally:
         job.cancelled.set()
@@ -159,12 +159,12 @@ async def answer(request: Request, server: Server, ask: Ask, *, chat: bool) -> R
 
 async def too_many(request: Request, server: Server) -> Response:
     seconds = {"Retry-After": str(server.queue.retry_after())}
-    error = Refused(429, "Too many requests wait already. Try again later.", code="queue_full")
+    error = Refused(429, "Too many requests are waiting. Try again later.", code="queue_full")
     return await show_error(request, error, seconds)
 
 
 async def read_body(request: Request, most: int, seconds: int | float) -> bytes:
-    """Reads the body of a request, which must have come within some seconds."""
+    """Reads the body of a request, which must arrive within some seconds."""
     too_large = Refused(413, f"The body has more than {most} bytes.")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length[:20]) > most:
@@ -177,7 +177,7 @@ async def read_body(request: Request, most: int, seconds: int | float) -> bytes:
                 if len(body) > most:
                     raise too_large
     except TimeoutError as error:
-        raise Refused(408, f"The body did not come within {seconds:g} seconds.") from error
+        raise Refused(408, f"The body did not arrive within {seconds:g} seconds.") from error
     return bytes(body)
 
 
@@ -220,7 +220,7 @@ async def events(
             count = sum(choice.count for choice in choices)
             yield event(reply.last(usage_body(ask.prompt_tokens, count)))
         yield "data: [DONE]\n\n"
-    except Exception as error:  # the status has been sent
+    except Exception as error:  # the status has already been sent
         yield event(error_body(error)[1])
     finally:
         job.cancelled.set()
@@ -235,6 +235,6 @@ async def show_http_error(request: Request, error: Exception) -> Response:
 
 async def show_error(request: Request, error: Exception, headers: Any = None) -> Response:
     status, body = error_body(error)
-    if status in (408, 413):  # what is left of the body is not read
+    if status in (408, 413):  # the rest of the body is not read
         headers = {**(headers or {}), "Connection": "close"}
     return JSONResponse(body, status, headers)

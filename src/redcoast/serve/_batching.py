@@ -1,4 +1,4 @@
-"""Requests that come together, generated together by one thread."""
+"""Concurrent requests, which one thread generates in batches."""
 
 import contextlib
 import math
@@ -23,13 +23,13 @@ from ._grammar import Grammar, allowed_bits
 from ._row_options import RowRequest, ends_of, shared_decoding, stack_options
 
 LOWEST = -9999.0  # of log-probabilities
-LEAST = 32  # the least room for prompts and for answers, in tokens; more are powers of two
+LEAST = 32  # the minimum room for prompts and for answers, in tokens; larger ones are powers of two
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A token with its log-probability, None if it is the first of a prompt, and the most likely
-    tokens in its place with theirs."""
+    """A token with its log-probability (None for the first token of a prompt), and the most likely
+    tokens at its position with their log-probabilities."""
 
     token: int
     logprob: float | None
@@ -38,8 +38,8 @@ class Scored:
 
 @dataclass(frozen=True)
 class Piece:
-    """New text of one row of a job, why the row ended, if it did, its tokens so far, and the tokens
-    that are new, if their log-probabilities are wanted."""
+    """New text of one row of a job, the reason why the row ended, if it did, the number of its
+    tokens so far, and the new tokens, if their log-probabilities are requested."""
 
     row: int
     text: str
@@ -50,16 +50,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Extras:
-    """What a job may ask for besides its decoding.
+    """The options of a job besides its decoding.
 
-    - `presence`, `frequency`: penalties of new tokens that the answer has already, and of each
-        time.
-    - `bias`: what is added to the logits of tokens.
-    - `logprobs`: how many of the most likely tokens are wanted with each token; None for no
+    - `presence`, `frequency`: penalties of tokens that occur in the answer, once and per
+        occurrence.
+    - `bias`: values that are added to the logits of tokens.
+    - `logprobs`: the number of most likely tokens to return with each token; None for no
         log-probabilities.
-    - `echo`: the texts of the prompts, which come before the answers, or None for one of tokens;
-        None for answers alone.
-    - `grammar`: makes the grammar of an answer, which is the form that it has to have.
+    - `echo`: the texts of the prompts, which precede the answers (None for a prompt of tokens);
+        None to return only answers.
+    - `grammar`: creates the grammar that an answer must match.
     """
 
     presence: int | float = 0.0
@@ -74,9 +74,9 @@ class Extras:
 class ServedJob:
     """Prompts to continue by at most `new_tokens` tokens, one row each.
 
-    `send` gets each `Piece`, or the error that ended the job. Once `cancelled` is set, nobody
-    waits for the answer. `continues` says that the text goes on after that of the prompt, as of a
-    completion, and is not an answer of its own.
+    `send` gets each `Piece`, or the error that ended the job. Once `cancelled` is set, the answer
+    is no longer needed. `continues` is true if the text continues the prompt, as in a completion,
+    and false if it is a separate answer.
     """
 
     prompts: list[list[int]]
@@ -91,17 +91,17 @@ class ServedJob:
 
     @property
     def alike(self) -> Any:
-        """Equal for jobs that can share a batch."""
+        """A value that is equal for jobs that can share a batch."""
         return shared_decoding(self.decoding)
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model, its tokenizer, and how much it takes at once.
+    """A model, its tokenizer, and its limits.
 
-    - `rows`: the most rows of a batch, a multiple of `multiple` times a power of two.
-    - `context`: the most tokens of a prompt and its answer.
-    - `seed`: of the samples of requests without one.
+    - `rows`: the maximum number of rows of a batch, `multiple` times a power of two.
+    - `context`: the maximum number of tokens of a prompt and its answer.
+    - `seed`: the seed of requests without a seed.
     """
 
     model: Any
@@ -113,14 +113,14 @@ class Served:
 
 
 class Queue:
-    """Jobs that wait for the thread, at most `most` rows of them."""
+    """Jobs that wait for the thread, with at most `most` rows."""
 
     def __init__(self, most: int, rows: int, context: int):
         self.most, self.rows, self.context = most, rows, context
         self.jobs: list[ServedJob] = []
         self.changed = threading.Condition()
         self.closed = False
-        self.seconds: deque[float] = deque(maxlen=9)  # that the latest batches took
+        self.seconds: deque[float] = deque(maxlen=9)  # durations of the latest batches
 
     def full(self) -> bool:
         """Whether there is no room for any job."""
@@ -137,8 +137,8 @@ class Queue:
             return True
 
     def take(self, wait: int | float) -> list[ServedJob]:
-        """Waits for a job, and `wait` seconds for others; returns the oldest and those that can
-        share its batch. Returns none once the queue is closed."""
+        """Waits for a job, and `wait` seconds for others; returns the oldest and all jobs that can
+        share its batch. Returns an empty list once the queue is closed."""
         with self.changed:
             self.changed.wait_for(lambda: self.jobs or self.closed)
             self.changed.wait_for(lambda: self._waiting() >= self.rows or self.closed, wait)
@@ -151,14 +151,14 @@ class Queue:
             return batch
 
     def _fit(self, jobs: list[ServedJob]) -> bool:
-        """Whether jobs can share a batch, whose rows are all as long as the longest."""
+        """Whether jobs can share a batch, whose rows are all as long as the longest one."""
         longest = max(len(prompt) for job in jobs for prompt in job.prompts)
         length = longest + max(job.new_tokens for job in jobs)
         few = sum(len(job.prompts) for job in jobs) <= self.rows
         return few and length <= self.context and all(job.alike == jobs[0].alike for job in jobs)
 
     def close(self) -> None:
-        """Ends the thread after its batch, and refuses what waits."""
+        """Ends the thread after its batch, and rejects waiting jobs."""
         with self.changed:
             self.closed, left, self.jobs = True, self.jobs, []
             self.changed.notify()
@@ -166,9 +166,10 @@ class Queue:
             job.send(RuntimeError("The server is being shut down."))
 
     def retry_after(self) -> int:
-        """The seconds after which a batch's worth of the jobs that wait is likely done."""
+        """The seconds after which a batch of the waiting jobs is likely to be finished."""
         with self.changed:
-            # The least: the others may have compiled a program. Who comes too early is told again.
+            # The minimum, because the others may include a compilation. A client that returns too
+            # early is asked to wait again.
             return math.ceil(min(self.seconds, default=1))
 
     def _waiting(self) -> int:
@@ -176,7 +177,7 @@ class Queue:
 
 
 def answer_queue(served: Served, queue: Queue, wait: int | float) -> None:
-    """Generates what is in the queue, batch by batch, until it is closed."""
+    """Generates the answers to the jobs in the queue, batch by batch, until it is closed."""
     random = np.random.default_rng(served.seed)
     while not queue.closed:
         if not (jobs := queue.take(wait)):
@@ -187,8 +188,8 @@ def answer_queue(served: Served, queue: Queue, wait: int | float) -> None:
 
 
 def answer_batch(served: Served, jobs: Sequence[ServedJob], random: np.random.Generator) -> None:
-    """Answers jobs together. If this fails before an answer has begun, the job is tried alone, so
-    that the error of one job does not end the others."""
+    """Answers jobs in one batch. If this fails before an answer has begun, each job is tried alone,
+    so that the error of one job does not end the others."""
     rows: list[AnswerRow] = []
     for job in jobs:
         try:
@@ -210,8 +211,8 @@ def answer_batch(served: Served, jobs: Sequence[ServedJob], random: np.random.Ge
 
 
 def as_exception(error: BaseException) -> Exception:
-    """The error as one that a client is told of. `tokenizers` panics with another kind, and the
-    thread has to go on."""
+    """Converts an error to an `Exception`. `tokenizers` panics with another class, and the thread
+    must continue."""
     if isinstance(error, Exception):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
@@ -245,7 +246,7 @@ class AnswerRow:
 
     @property
     def request(self) -> RowRequest:
-        """What the program needs to know of the row."""
+        """The options of the row for the program."""
         job, extras = self.job, self.job.extras
         return RowRequest(
             decoding=job.decoding,
@@ -259,7 +260,7 @@ class AnswerRow:
         )
 
     def echo(self, scored: Sequence[Scored]) -> None:
-        """Sends the prompt, and ends if nothing is to follow."""
+        """Sends the prompt, and ends if no new tokens are requested."""
         texts = self.job.extras.echo
         if texts is None or self.ended:
             return
@@ -270,7 +271,7 @@ class AnswerRow:
         self._send(text, scored)
 
     def add(self, token: int, scored: Scored | None = None) -> None:
-        """Takes the row's next token."""
+        """Adds the row's next token."""
         if self.ended:
             return
         with self.failing():
@@ -278,7 +279,7 @@ class AnswerRow:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Ends this job with an error of it; the others of the batch go on."""
+        """Ends this job after its error; the other jobs of the batch continue."""
         try:
             yield
         except BaseException as error:
@@ -350,14 +351,14 @@ def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
         if number == 0 and echoed:
             show_prompts(rows, jax.device_get(of_prompt))
         chosen, scores = jax.device_get((progress.tokens, progress.scores))
-        for i, row in enumerate(rows):  # there are rows of padding
+        for i, row in enumerate(rows):  # without the padding rows
             row.add(int(chosen[i]), score_of(row, int(chosen[i]), scores, i))
         if all(row.ended for row in rows):
             break
 
 
 def shared_request(config: Any, decoding: Decoding) -> Request:
-    """What the program of a batch knows of a decoding."""
+    """The options of a decoding that are part of a batch's program."""
     shared = shared_decoding(decoding)
     return make_request(config, shared, max_new_tokens=1, room=1, decoder_only=True, key=None)
 
@@ -377,7 +378,7 @@ def show_prompts(rows: Sequence[AnswerRow], scores: Any) -> None:
 
 
 def score_of(row: AnswerRow, token: int, scores: Any, place: Any) -> Any:
-    """The score of a token at a place of the arrays, if the row wants it."""
+    """The score of a token at a position of the arrays, if the row requests it."""
     count = row.job.extras.logprobs
     if count is None or row.ended:
         return None
@@ -388,7 +389,7 @@ def score_of(row: AnswerRow, token: int, scores: Any, place: Any) -> Any:
 
 
 def pad_prompts(prompts: list[list[int]], served: Served) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the prompts as tokens and mask, in one of a few shapes. Rows of padding have one
+    """Returns the prompts as tokens and mask, in one of a few shapes. Padding rows have one
     token."""
     count = next_power(len(prompts), served.multiple)
     length = min(next_power(max(map(len, prompts)), LEAST), served.context)

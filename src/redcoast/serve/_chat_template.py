@@ -1,7 +1,7 @@
 """The chat template of a model, rendered as `transformers` renders it.
 
-A template is a program that came with the weights. It is rendered in a process of its own, which
-has a limit of memory, and which is ended if it takes too long.
+A template is a program that is distributed with the weights. It is rendered in a separate process
+with limited memory, which is terminated if it takes too long.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from ..pretrained._files import file_inside
 from ._extra import require_extra
 from ._read_bounded import read_bounded
 
-SECONDS = 5.0  # that a rendering may take
-STARTING = 60.0  # seconds that the process may take to start
+SECONDS = 5.0  # the limit for a rendering
+STARTING = 60.0  # seconds for the process to start
 MEMORY = 2**29  # bytes of the process
 CHARACTERS = 2**24  # of a rendered text
 MOST_BYTES = 2**20  # of a template
@@ -36,11 +36,11 @@ def read_template(directory: Path) -> tuple[str | None, dict[str, Any]]:
 
     **Raises:**
 
-    `ValueError` that names the file if it leads out of the directory, is too large, or has another
-    form.
+    `ValueError` that names the file if it is outside the directory, is too large, or has another
+    format.
     """
     settings, more = (_settings(directory, name) for name in ("tokenizer_config.json", _SPECIAL))
-    # Tokens that only the second file has.
+    # Tokens that only the second file contains.
     settings |= {name: token for name, token in more.items() if settings.get(name) is None}
     if (directory / "chat_template.jinja").exists():
         path = file_inside(directory, "chat_template.jinja")
@@ -56,7 +56,7 @@ def _settings(directory: Path, name: str) -> dict[str, Any]:
 
 
 def named_template(template: Any, path: Path) -> str | None:
-    """Returns the template of settings, or the one called `default` if there are several."""
+    """Returns the template in the settings, or the one named `default` if there are several."""
     if isinstance(template, list):
         is_named = lambda x: isinstance(x, dict) and isinstance(x.get("name"), str)
         if not all(map(is_named, template)):
@@ -71,10 +71,10 @@ def named_template(template: Any, path: Path) -> str | None:
 
 
 def special_tokens(settings: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """The texts of the special tokens of a tokenizer's settings, by their names."""
+    """The texts of the special tokens in a tokenizer's settings, by name."""
     special = {"bos_token": "", "eos_token": ""}
     for name, token in settings.items():
-        if name.endswith("_token") and not isinstance(token, bool):  # `add_bos_token` is no token
+        if name.endswith("_token") and not isinstance(token, bool):  # not `add_bos_token`
             text = token.get("content") if isinstance(token, dict) else token or ""
             if not isinstance(text, str):
                 raise ValueError(
@@ -92,8 +92,8 @@ def renderer(
 
     **Raises:**
 
-    `ValueError` if the template cannot be compiled; the function, if it refuses the messages, or
-    takes too much memory or time.
+    `ValueError` if the template cannot be compiled. The function raises it if the template rejects
+    the messages, or needs too much memory or time.
     """
     if len(template) > MOST_BYTES:
         raise ValueError(f"{path} has a chat template of more than {MOST_BYTES} characters.")
@@ -112,7 +112,7 @@ def renderer(
 
 
 class TemplateProcess:
-    """A template in a process of its own, which is started again after it had to be ended."""
+    """A template in a separate process, which is restarted after it was terminated."""
 
     def __init__(self, template: str):
         self.template = template
@@ -133,7 +133,8 @@ class TemplateProcess:
 
     def _start(self) -> None:
         self.end()
-        # Without the directory of the script on the path, whose modules are not meant for it.
+        # Without the script's directory on the path, because its modules are not meant for this
+        # process.
         command = [sys.executable, "-P", str(_WORKER), str(MEMORY), str(CHARACTERS)]
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
@@ -150,7 +151,7 @@ class TemplateProcess:
         deadline = time.monotonic() + seconds
         data = json.dumps(given).encode()
         try:
-            # It reads a whole message before it does anything else.
+            # The process reads a whole message before it does anything else.
             process.stdin.write(b"%d\n%b" % (len(data), data))
             process.stdin.flush()
             answer = json.loads(_read_message(process.stdout, deadline))
@@ -168,7 +169,7 @@ class TemplateProcess:
 
 
 def _read_message(pipe: Any, deadline: float) -> bytes:
-    """Reads a message that has its length before it."""
+    """Reads a message that is preceded by its length."""
     data = b""
     while True:
         length, end, rest = data.partition(b"\n")

@@ -1,4 +1,4 @@
-"""Connections that take too long are closed: those that send nothing, or do not read."""
+"""Closes connections whose client sends nothing, or does not read, for too long."""
 
 import asyncio
 from typing import Any, ClassVar
@@ -7,10 +7,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class TimedConnection(H11Protocol):
-    """HTTP/1.1, whose requests must begin within `seconds`, headers included, once a connection is
-    opened or the next request is begun; and whose client must not stop reading for so long.
+    """HTTP/1.1 with time limits of `seconds`: for a request's headers, from the opening of the
+    connection or the start of the next request, and for a client that stops reading.
 
-    The time for a request's body is limited where it is read.
+    The time for the body of a request is limited where it is read.
     """
 
     seconds: ClassVar[float] = 30.0
@@ -61,5 +61,5 @@ class TimedConnection(H11Protocol):
 
 
 def timed(seconds: float) -> type[TimedConnection]:
-    """The protocol with a limit of time."""
+    """Returns the protocol with a time limit."""
     return type("TimedConnection", (TimedConnection,), {"seconds": seconds})

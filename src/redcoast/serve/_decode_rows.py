@@ -1,4 +1,4 @@
-"""Decoding a batch step by step, with options of its own for each row."""
+"""Decodes a batch step by step, with separate options for each row."""
 
 import dataclasses
 import functools as ft
@@ -28,7 +28,7 @@ CHUNK = 16  # positions of a prompt whose logits are in memory at a time
 
 
 class Scores(eqx.Module):
-    """Log-probabilities of tokens, and the most likely tokens in their places."""
+    """Log-probabilities of tokens, and the most likely tokens at their positions."""
 
     chosen: Float[Array, "*places"]
     top: Float[Array, "*places top"]
@@ -36,9 +36,9 @@ class Scores(eqx.Module):
 
 
 class RowProgress(eqx.Module):
-    """What the rows have: their newest tokens, -1 if the logits were NaN, the number of steps, all
-    tokens if a choice depends on their order, whether each token of the vocabulary is in the
-    prompt, and how often it is among the new tokens."""
+    """The state of the rows: their newest tokens (-1 if the logits were NaN), the number of steps,
+    all tokens if a choice depends on their order, whether each token of the vocabulary is in the
+    prompt, and how many times it is among the new tokens."""
 
     tokens: Int[Array, " rows"]
     count: Int[Array, ""]
@@ -59,13 +59,13 @@ def decode_rows(
     score_prompt: bool = False,
     allow: Callable[[], Any] | None = None,
 ) -> Iterator[tuple[RowProgress, Scores | None]]:
-    """Yields the progress after each of at most `steps` steps; after the first one with the scores
-    of the prompt's tokens, if they are wanted: at place `i`, those of token `i + 1`.
+    """Yields the progress after each of at most `steps` steps; after the first one, with the scores
+    of the prompt's tokens if requested. Position `i` has the scores of token `i + 1`.
 
-    The model and the choice of tokens are programs of their own: that of the choice is compiled
-    once for a number of rows, and not for each length. `allow` returns the tokens that each row may
-    have next, as bits (see `_as_bools`). Without it, the next step may be started before the tokens
-    of this one are known.
+    The model and the choice of tokens are separate programs. The choice is compiled once for a
+    number of rows, and not for each length. `allow` returns the tokens that are allowed next in
+    each row, as bits (see `_as_bools`). Without it, the next step can start before the tokens of
+    this one are known.
     """
     arrays, static = split(model)
     prompt = prepare_prompt(model, arrays, tokens, mask)
@@ -74,7 +74,7 @@ def decode_rows(
     cache, logits, real, scores = _begin(arrays, static, *prompt, request, everywhere, score_prompt)
     places = places_of(cache)
     arrays, static = split(by_layer(model))
-    # The room matters to the choice only if it depends on earlier tokens.
+    # The choice depends on the room only if it depends on earlier tokens.
     room = request.room if request.needs_history else None
     progress = _start(real, logits.shape[1], room, everywhere)
     request = dataclasses.replace(request, room=room or 0)
@@ -116,7 +116,7 @@ def _advance(
     everywhere: NamedSharding | None,
 ) -> Any:
     """Returns the logits after one more token of each row, and the cache."""
-    # A row whose logits were NaN goes on with any token: nobody sees it.
+    # A row whose logits were NaN continues with any token, which is never returned.
     logits, cache = append_tokens(join(arrays, static), jnp.maximum(tokens, 0), cache)
     leaves, structure = jax.tree.flatten(cache)
     # Keeps the shardings of the first step: if they changed, each step would be recompiled.
@@ -194,7 +194,7 @@ def _choose(
 def _where_any(
     some: Bool[Array, "..."], change: Callable[[Logits], Logits], scores: Logits
 ) -> Logits:
-    """Changes the scores, if this is wanted for any row."""
+    """Changes the scores, if any row requests it."""
     return jax.lax.cond(jnp.any(some), change, lambda scores: scores, scores)
 
 
@@ -207,7 +207,7 @@ def _biased(scores: Logits, options: RowOptions) -> Logits:
 
 
 def _penalised(scores: Logits, before: RowProgress, options: RowOptions) -> Logits:
-    """Applies the penalty of tokens that the prompt or the new tokens hold, and then those of new
+    """Applies the penalty of tokens in the prompt or the new tokens, and then the penalties of new
     tokens."""
     times = before.times.astype(jnp.float32)
 
@@ -246,7 +246,7 @@ def _drawn(scores: Logits, count: Int[Array, ""], options: RowOptions) -> Int[Ar
 
 
 def _noise(count: Int[Array, ""], options: RowOptions, vocab: int) -> Logits:
-    """Gumbel noise as in `redcoast.generate`, whose rows are the numbers of a request."""
+    """Gumbel noise as in `redcoast.generate`, where the row index is the `number` in a request."""
 
     def of_row(seed: Any, number: Any) -> Any:
         key = jax.random.fold_in(jax.random.key(seed), count)
@@ -256,7 +256,7 @@ def _noise(count: Int[Array, ""], options: RowOptions, vocab: int) -> Logits:
 
 
 def _tokens_in(tokens: Any, vocab: int) -> Bool[Array, "rows vocab"]:
-    """Whether each token of the vocabulary is in a row, of which -1 is no part."""
+    """Whether each token of the vocabulary is in a row, in which -1 is ignored."""
     tokens = jnp.asarray(tokens)
     rows = jnp.arange(tokens.shape[0])[:, None]
     place = jnp.where(tokens < 0, vocab, tokens)
@@ -265,7 +265,7 @@ def _tokens_in(tokens: Any, vocab: int) -> Bool[Array, "rows vocab"]:
 
 
 def _as_bools(bits: Any, vocab: int) -> Bool[Array, "rows vocab"]:
-    """The first `vocab` bits of each row, of which each word has 32, the least first."""
+    """The first `vocab` bits of each row of 32-bit words, the least significant bit first."""
     places = jnp.arange(32, dtype=jnp.uint32)[None, None]
     wide = (jnp.asarray(bits)[:, :, None] >> places) & jnp.uint32(1)
     return (wide == 1).reshape(wide.shape[0], -1)[:, :vocab]
@@ -277,7 +277,7 @@ def _no_scores(rows: int, vocab: int) -> Scores:
 
 
 def _scores(logits: Logits, tokens: Int[Array, " rows"]) -> Scores:
-    """The log-probabilities of tokens, by the model's own logits."""
+    """The log-probabilities of tokens, from the model's unprocessed logits."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
     return Scores(chosen, *jax.lax.top_k(logprobs, min(MOST_TOP, logits.shape[1])))
@@ -286,7 +286,7 @@ def _scores(logits: Logits, tokens: Int[Array, " rows"]) -> Scores:
 def _score_prompt(
     model: Any, hidden: Float[Array, "rows prompt width"], prompt: Int[Array, "rows prompt"]
 ) -> Scores:
-    """The scores of the prompt's tokens: at place `i`, those of token `i + 1`."""
+    """The scores of the prompt's tokens. Position `i` has the scores of token `i + 1`."""
     rows, length = prompt.shape
     following = jnp.maximum(jnp.roll(prompt, -1, axis=1), 0)
     chunks = length // CHUNK

@@ -1,19 +1,19 @@
-"""Text from tokens that come one by one, up to a stop string."""
+"""Converts a sequence of tokens to text, one token at a time, up to a stop string."""
 
 from collections.abc import Callable, Sequence
 
-CONTEXT = 8  # tokens before a text that its beginning may depend on
+CONTEXT = 8  # tokens before a text on which its beginning may depend
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # at the end of a text: a character takes several tokens
 
 
 class Text:
-    """The text of the tokens so far, of which each part is given out once.
+    """The text of the tokens so far, of which each part is returned once.
 
-    `add` and `rest` return what is new. Text that may be the beginning of a stop string is held
-    back. After a stop string, `stopped` is true; the string and what follows are not given out.
+    `add` and `rest` return new text. Text that may be the beginning of a stop string is held back.
+    After a stop string, `stopped` is true; the string and later text are not returned.
 
-    `before` are the tokens that the text continues, of which it is no part. Without them, a
-    tokenizer like SentencePiece's leaves out the space that the first word begins with.
+    `before` are the tokens that the text continues. Without them, tokenizers such as SentencePiece
+    omit the space before the first word.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class Text:
         self.held = ""
 
     def add(self, token: int) -> str:
-        """Returns the text that is certain after one more token."""
+        """Returns the text that is final after one more token."""
         self.tokens.append(token)
-        # The text of a token depends on the ones before it, of which a few are enough.
+        # The text of a token depends on a few tokens before it.
         before = self.decode(self.tokens[self.begin : self.known])
         now = self.decode(self.tokens[self.begin :])
         if now.endswith(UNFINISHED) or len(now) <= len(before):
@@ -42,7 +42,7 @@ class Text:
         return self._release(now[len(before) :])
 
     def rest(self) -> str:
-        """Returns what was held back, at the end."""
+        """Returns the text that was held back, at the end."""
         before = self.decode(self.tokens[self.begin : self.known])
         last = self._release(self.decode(self.tokens[self.begin :])[len(before) :])
         self.begin = self.known = len(self.tokens)
@@ -61,6 +61,6 @@ class Text:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of a text that a stop string may begin with."""
+    """The length of the longest suffix of a text that is a prefix of a stop string."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)

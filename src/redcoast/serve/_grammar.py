@@ -1,4 +1,4 @@
-"""Answers of a form: which tokens may come next, by `llguidance`."""
+"""Structured answers: the tokens that are allowed next, from `llguidance`."""
 
 import functools as ft
 import importlib.util
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Grammar:
-    """Where an answer is in its form."""
+    """The state of an answer in its grammar."""
 
     def __init__(self, tokenizer: Any, grammar: str):
         from llguidance import LLMatcher  # pyright: ignore[reportMissingImports]
@@ -28,7 +28,7 @@ class Grammar:
         return self.matcher.is_stopped()
 
     def fill(self, bits: np.ndarray, row: int) -> None:
-        """Writes the tokens that may come next as the bits of a row."""
+        """Writes the tokens that are allowed next as the bits of a row."""
         from llguidance.numpy import (  # pyright: ignore[reportMissingImports]
             fill_next_token_bitmask,
         )
@@ -42,7 +42,8 @@ class Grammar:
 
 
 def allowed_bits(grammars: Sequence[Grammar | None], vocab: int, rows: int) -> np.ndarray:
-    """The tokens that each row may have next: words of 32 bits, the least first."""
+    """The tokens that are allowed next in each row, as 32-bit words, the least significant bit
+    first."""
     bits = np.full((rows, -(-vocab // 32)), 2**32 - 1, np.uint32)
     for row, grammar in enumerate(grammars):
         if grammar is not None and not grammar.done:
@@ -53,8 +54,8 @@ def allowed_bits(grammars: Sequence[Grammar | None], vocab: int, rows: int) -> n
 def grammars_of(
     tokenizer: Any, vocab: int, eos: tuple[int, ...]
 ) -> Callable[[Mapping[str, Any]], Callable[[], Grammar]] | None:
-    """Returns the function from a `response_format` to what makes its grammar, which raises a
-    `ValueError` for one that cannot be had; None without `llguidance`."""
+    """Returns a function from a `response_format` to a function that creates its grammar; None
+    without `llguidance`. It raises a `ValueError` for an unsupported format."""
     if importlib.util.find_spec("llguidance") is None:
         return None
 

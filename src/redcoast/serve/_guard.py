@@ -1,4 +1,4 @@
-"""Who may ask the server: with which key, and by which name of the host."""
+"""Checks the key and the host name of requests."""
 
 import hmac
 import ipaddress
@@ -9,16 +9,16 @@ from starlette.responses import JSONResponse
 
 from ._refused import Refused, error_body
 
-OPEN_PATHS = ("/health",)  # for load balancers, which have no key
+OPEN_PATHS = ("/health",)  # for load balancers, which send no key
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def guard(app: Application, *, key: str | None, host: str | None) -> Application:
-    """Refuses requests without the key, if there is one, and, if the server listens to this machine
-    alone, requests for hosts of other names.
+    """Rejects requests without the key, if there is one, and requests for other host names, if the
+    server only listens on this machine.
 
-    A page of a browser may have a name that leads to this machine (DNS rebinding): such requests
-    carry the name of the page.
+    A web page may have a host name that resolves to this machine (DNS rebinding). Its requests
+    contain that host name.
     """
     local = host is not None and is_this_machine(host)
 
@@ -41,7 +41,7 @@ def guard(app: Application, *, key: str | None, host: str | None) -> Application
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether an address, or the name of a host, is that of this machine alone."""
+    """Whether an address or a host name can only be reached from this machine."""
     if host.lower().rstrip(".") == "localhost":
         return True
     try:
@@ -56,7 +56,7 @@ def check_host(headers: Mapping[bytes, bytes]) -> None:
     if not is_this_machine(name):
         raise Refused(
             403,
-            f"This server answers requests for localhost only, and not for {text[:100]!r}. To "
+            f"This server only answers requests for localhost, not for {text[:100]!r}. To "
             "serve other machines, start it with `--host 0.0.0.0` and an `--api-key`.",
             code="invalid_host",
         )
@@ -64,8 +64,8 @@ def check_host(headers: Mapping[bytes, bytes]) -> None:
 
 def check_api_key(headers: Mapping[bytes, bytes], key: str) -> None:
     scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-    # Takes the same time wherever the keys differ.
+    # The comparison takes the same time wherever the keys differ.
     same = hmac.compare_digest(given.strip(), key.encode())
     if scheme.lower() != b"bearer" or not same:
-        text = "Incorrect API key provided: send that of `--api-key` as a bearer token."
+        text = "Incorrect API key provided: send the key of `--api-key` as a bearer token."
         raise Refused(401, text, code="invalid_api_key")

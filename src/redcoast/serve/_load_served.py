@@ -17,14 +17,14 @@ from ._openai import Limits
 from ._replies import Speller
 from ._tokenizer_files import find_template_of, naming_file, read_tokenizer_of
 
-# The most characters of a prompt, for each token of the context. Vocabularies have runs of 128
-# spaces; a long text has fewer characters in a token.
+# The maximum number of characters of a prompt for each token of the context. Vocabularies have runs
+# of 128 spaces; the average token of a long text has fewer characters.
 OF_SHORT, OF_LONG, SHORT = 128, 16, 2**18
 
 
 @dataclass(frozen=True)
 class Server:
-    """What the routes need."""
+    """The data that the routes need."""
 
     limits: Limits
     queue: Queue
@@ -34,7 +34,7 @@ class Server:
     speller: Speller
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        # One text alone would keep all other threads of Python from running.
+        # Encoding a single text would block all other Python threads.
         with naming_file(Path("The tokenizer"), "fails on this text"):
             (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
             return encoding.ids
@@ -52,7 +52,7 @@ def load_served(
     new_tokens: int = 512,
     seed: int = 0,
 ) -> tuple[Served, Server]:
-    """Loads a model, and says what requests may ask of it.
+    """Loads a model, and determines the limits of requests.
 
     **Raises:**
 
@@ -85,7 +85,8 @@ def load_served(
 
 
 def default_decoding(model: Any) -> Decoding:
-    """The decoding of the model's files, or else the API's: samples at a temperature of 1."""
+    """The decoding of the model's files, or else the default of the API: sampling at temperature
+    1."""
     own = getattr(model.config, "decoding", Decoding())
     alone = {"beams": 1, "length_penalty": 1.0, "early_stopping": False, "num_return_sequences": 1}
     return replace(own, temperature=own.temperature or 1.0, **alone)

@@ -1,6 +1,7 @@
-"""Requests of OpenAI's API for completions and chats: their bodies, checked.
+"""Reads and checks requests of OpenAI's API for completions and chats.
 
-Limits are checked before work: what is too large is refused before it is rendered or tokenised.
+Limits are checked first: a request that is too large is rejected before it is rendered or
+tokenised.
 """
 
 import json
@@ -16,7 +17,7 @@ from ._row_options import MOST_BIASES, MOST_ENDS, MOST_TOP, ends_of
 Encode = Callable[..., list[int]]
 Render = Callable[..., str]
 
-# Parameters with the only values that are served, and parameters that change no answer.
+# Parameters with the only supported values, and parameters that do not affect answers.
 ONLY: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
@@ -39,21 +40,23 @@ READ += ("response_format", *SAMPLING)
 OF_CHATS = ("messages", "max_completion_tokens", "top_logprobs", "tools", "chat_template_kwargs")
 OF_COMPLETIONS = ("prompt", "echo")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# What a message has besides its role and its content, which templates may show.
+# Other keys of a message, which templates may show.
 OF_MESSAGES = ("name", "tool_call_id", "tool_calls", "reasoning_content")
 MOST_STOP = 1000  # characters of a stop string
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server takes.
+    """The limits of requests.
 
     - `name`: the name of its model; `vocab`: the size of the model's vocabulary.
-    - `context`: the most tokens of a prompt and its answer; `characters`: the most of a prompt.
-    - `rows`: the most rows of a request.
-    - `new_tokens`: the tokens of an answer in a chat by default; `decoding`: that by default.
+    - `context`: the maximum number of tokens of a prompt and its answer; `characters`: the maximum
+        number of characters of a prompt.
+    - `rows`: the maximum number of rows of a request.
+    - `new_tokens`: the default number of tokens of an answer in a chat; `decoding`: the default
+        decoding.
     - `eos`: the tokens that end an answer.
-    - `grammars`: makes the grammar of a `response_format`; None if none are served.
+    - `grammars`: creates the grammar of a `response_format`; None if not supported.
     """
 
     name: str
@@ -68,13 +71,13 @@ class Limits:
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes of the body of a request."""
+        """The maximum size of the body of a request, in bytes."""
         return 2**20 + 16 * self.rows * self.context
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A request that was checked. `prompts` has a row for each choice."""
+    """A checked request. `prompts` has a row for each choice."""
 
     prompts: list[list[int]]
     new_tokens: int
@@ -90,8 +93,8 @@ class Ask:
 def read_request(
     body: bytes, limits: Limits, encode: Encode, render: Render | None, *, chat: bool
 ) -> Ask:
-    """Reads the body of a request. `encode` is that of a tokenizer, with `special` for its own
-    tokens around a text; `render` is the chat template."""
+    """Reads the body of a request. `encode` tokenises a text, with special tokens around it if
+    `special`; `render` renders the chat template."""
     given = parse_body(body, limits)
     refuse_unknown(given, chat=chat)
     check_model_name(given.get("model"), limits.name)
@@ -118,7 +121,7 @@ def read_request(
         )
         raise Refused(400, text, "min_tokens", "invalid_value")
     if extras.grammar is not None and (echo or decoding.min_new_tokens):
-        text = "`response_format` is served without `echo` and `min_tokens`."
+        text = "`response_format` is not supported with `echo` or `min_tokens`."
         raise Refused(400, text, "response_format", "unsupported_value")
     if echo:
         shown = [text if isinstance(text, str) else None for text in texts]
@@ -142,7 +145,7 @@ def parse_body(body: bytes, limits: Limits) -> dict[str, Any]:
     try:
         given = json.loads(body)
         body.decode()
-        if b"\\ud" in body.lower():  # perhaps a half of a surrogate pair
+        if b"\\ud" in body.lower():  # perhaps an unpaired surrogate
             json.dumps(given, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"The body is not valid JSON in UTF-8: {error}.") from error
@@ -187,8 +190,8 @@ def read_messages(given: dict[str, Any], limits: Limits, render: Render | None) 
         options["tools"] = tools
     try:
         return [render(chat, **options)]
-    except ValueError as error:  # a template may refuse, or fail on, any order of roles
-        text = f"The model's chat template refuses these messages: {error}."
+    except ValueError as error:  # a template may reject, or fail on, any order of roles
+        text = f"The model's chat template rejects these messages: {error}."
         raise Refused(400, text, "messages") from error
 
 
@@ -221,11 +224,11 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
         text = f"'{where}' must be an object with a role that is one of {', '.join(ROLES)}."
         raise Refused(400, text, f"{where}.role")
     if message.get("function_call") or message.get("audio"):
-        text = f"'{where}' has a `function_call` or `audio`, which are not served."
+        text = f"'{where}' has a `function_call` or `audio`, which are not supported."
         raise Refused(400, text, where)
     role, content = message["role"], message.get("content")
     read = {"role": "system" if role == "developer" else role}
-    # An answer that is calls of tools alone has no content.
+    # An answer that only calls tools has no content.
     empty = content is None and role == "assistant"
     read["content"] = "" if empty else read_content(content, f"{where}.content")
     for name in OF_MESSAGES:
@@ -237,7 +240,7 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Returns calls of tools, whose arguments are objects, as templates expect them."""
+    """Returns tool calls with objects as arguments, as templates expect."""
     read = []
     entries: list[Any] = calls if isinstance(calls, list) else [None]
     for call in entries:
@@ -253,7 +256,8 @@ def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def read_arguments(function: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of a call, which the API has as text; None if they are no object."""
+    """Returns the arguments of a call, which are text in the API; None if they are not an
+    object."""
     arguments = function.get("arguments") or "{}"
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -274,7 +278,7 @@ def read_content(content: Any, where: str) -> str:
 
 
 def read_prompts(given: dict[str, Any], limits: Limits) -> list[str | list[int]]:
-    """Returns one prompt or several, which are strings or tokens."""
+    """Returns one or several prompts, which are strings or tokens."""
     prompt = given.get("prompt")
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_token(prompt[0])):
         prompt = [prompt]
@@ -297,11 +301,11 @@ def _is_token(value: Any) -> bool:
 
 
 def check_characters(count: int, limits: Limits, param: str) -> None:
-    """Refuses a text that is longer than its tokens can be."""
+    """Rejects a text that is too long for the context."""
     if count > limits.characters:
         text = (
             f"This server's maximum context length is {limits.context} tokens. The prompt has "
-            f"{count} characters, and at most {limits.characters} are read."
+            f"{count} characters, and at most {limits.characters} are accepted."
         )
         raise Refused(400, text, param, "context_length_exceeded")
 
@@ -323,7 +327,7 @@ def tokens_of(
 
 
 def read_asked_length(given: dict[str, Any], *, chat: bool, least: int) -> int | None:
-    """Returns the most new tokens, if the request says it."""
+    """Returns the maximum number of new tokens, if the request specifies it."""
     names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
     asked = [integer(given, name, least, None) for name in names]
     return next((x for x in asked if x is not None), None)
@@ -332,7 +336,8 @@ def read_asked_length(given: dict[str, Any], *, chat: bool, least: int) -> int |
 def choose_length(
     asked: int | None, prompts: list[list[int]], limits: Limits, *, chat: bool
 ) -> int:
-    """Returns the most new tokens, by default what the context has room for in a chat."""
+    """Returns the maximum number of new tokens; by default, in a chat, as many as the context
+    allows."""
     longest = max(map(len, prompts))
     room, least = limits.context - longest, 1 if asked is None else asked
     if room < least or room < 0:
@@ -346,7 +351,7 @@ def choose_length(
 
 
 def requested_decoding(given: dict[str, Any], limits: Limits) -> Decoding:
-    """Returns the model's own decoding, with what the request asks for."""
+    """Returns the model's default decoding, with the options of the request."""
     default = limits.decoding
     asked = {
         "temperature": number(given, "temperature", 0, 2),
@@ -357,11 +362,11 @@ def requested_decoding(given: dict[str, Any], limits: Limits) -> Decoding:
         "min_new_tokens": integer(given, "min_tokens", 0, limits.context),
     }
     changes: dict[str, Any] = {name: x for name, x in asked.items() if x is not None}
-    # What excludes nothing: -1 or 0 for `top_k`, as elsewhere. A `top_p` of 0 is the best token.
+    # A `top_k` of -1 or 0 excludes nothing, as elsewhere. A `top_p` of 0 selects the best token.
     changes |= {name: None for name in ("top_k", "min_p") if changes.get(name, 1) <= 0}
     if changes.get("top_p") == 0:
         changes["temperature"] = 0
-    # Logits divided by less would overflow.
+    # Division of the logits by less would overflow.
     if changes.get("temperature", default.temperature) < 1e-4:
         kept = ("repetition_penalty", "min_new_tokens")
         changes = {name: x for name, x in changes.items() if name in kept}
@@ -384,13 +389,13 @@ def read_ends(given: dict[str, Any], limits: Limits) -> tuple[int, ...]:
     own = () if boolean(given, "ignore_eos") else ends_of(limits.decoding, limits)
     ends = tuple(dict.fromkeys((*own, *ids)))
     if len(ends) > MOST_ENDS:
-        text = f"`stop_token_ids` and the model's own are more than {MOST_ENDS} tokens."
+        text = f"`stop_token_ids` and the model's end tokens are more than {MOST_ENDS}."
         raise Refused(400, text, "stop_token_ids", "invalid_value")
     return ends
 
 
 def read_extras(given: dict[str, Any], limits: Limits, *, chat: bool) -> Extras:
-    """Reads penalties, biases and the wish for log-probabilities."""
+    """Reads the penalties, biases and options for log-probabilities."""
     if chat:
         wanted = boolean(given, "logprobs")
         count = integer(given, "top_logprobs", 0, MOST_TOP)
@@ -411,7 +416,7 @@ def read_extras(given: dict[str, Any], limits: Limits, *, chat: bool) -> Extras:
 
 
 def read_bias(bias: Any, limits: Limits) -> dict[int, float]:
-    """Reads `logit_bias`, whose keys are tokens in the form of strings."""
+    """Reads `logit_bias`, whose keys are token ids as strings."""
     bias = bias or {}
     if not isinstance(bias, dict) or len(bias) > MOST_BIASES:
         text = f"`logit_bias` must be an object of at most {MOST_BIASES} tokens."
@@ -431,7 +436,7 @@ def read_bias(bias: Any, limits: Limits) -> dict[int, float]:
 
 
 def read_format(form: Any, limits: Limits) -> Callable[[], Any] | None:
-    """Returns what makes the grammar of a `response_format`; None for text of any form."""
+    """Returns a function that creates the grammar of a `response_format`; None for any text."""
     if form is None or form == {"type": "text"}:
         return None
     if limits.grammars is None:

@@ -4,7 +4,7 @@ from typing import Any
 
 
 class Refused(Exception):
-    """An error that the client is told of, with the status of its response."""
+    """An error that is returned to the client, with the status of the response."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: Any = None):
         super().__init__(message)

@@ -16,7 +16,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass
 class Choice:
-    """What has come of one choice so far."""
+    """The state of one choice so far."""
 
     text: str = ""
     finish: str | None = None
@@ -32,7 +32,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Reply:
-    """The fields that all parts of one response share. `scored` says that the tokens have
+    """The fields that all parts of a response share. `scored` is whether tokens have
     log-probabilities."""
 
     chat: bool
@@ -61,7 +61,7 @@ class Reply:
         return self._body("", bodies) | {"usage": usage}
 
     def chunk(self, piece: Piece, before: Choice, *, first: bool) -> dict[str, Any]:
-        """One part of a streamed response; `before` is what came before it."""
+        """One part of a streamed response; `before` is the state before it."""
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         delta |= {"content": piece.text} if piece.text or first else {}
         content = {"delta": delta} if self.chat else {"text": piece.text}
@@ -71,11 +71,11 @@ class Reply:
         return self._body(".chunk", [{"index": piece.row, **content, **end}])
 
     def last(self, usage: Any) -> dict[str, Any]:
-        """The part of a streamed response that has its usage."""
+        """The part of a streamed response that contains its usage."""
         return self._body(".chunk", []) | {"usage": usage}
 
     def logprobs(self, scored: Sequence[Scored], offset: int) -> dict[str, Any] | None:
-        """The log-probabilities of tokens, whose texts begin at `offset` in a completion."""
+        """The log-probabilities of tokens whose texts begin at `offset` in a completion."""
         if not self.scored:
             return None
         if self.chat:
@@ -91,7 +91,7 @@ class Reply:
         }
 
     def _top(self, scored: Scored) -> dict[str, float] | None:
-        """The most likely tokens and the token itself; of tokens with equal texts, the first."""
+        """The most likely tokens and the token itself; the first of tokens with equal texts."""
         if scored.logprob is None:
             return None
         top: dict[str, float] = {}
@@ -122,15 +122,14 @@ class Speller:
         self.known: dict[int, str] = {}
 
     def text(self, token: int) -> str:
-        """A token's text. A token that is no text, such as a part of a character, has the name that
-        the tokenizer gives it."""
+        """A token's text. A token that is not text, such as a part of a character, is represented
+        by its name in the tokenizer."""
         if token not in self.known:
             self.known[token] = self._decoded(token) or self._name(token)
         return self.known[token]
 
     def encoded(self, token: int) -> list[int] | None:
-        """The bytes of a token, of which those of several may be one character; None if it is no
-        text."""
+        """The bytes of a token, which may be a part of a character; None if it is not text."""
         if text := self._decoded(token):
             return [*text.encode()]
         name = self._name(token)
@@ -143,9 +142,9 @@ class Speller:
         return self.tokenizer.id_to_token(token) or f"<{token}>"
 
     def _decoded(self, token: int) -> str:
-        """The text of a token, empty if it is none."""
+        """The text of a token; empty if it is not text."""
         text = self.tokenizer.decode([token], skip_special_tokens=False)
-        # SentencePiece's decoders leave out the first space of a text.
+        # SentencePiece's decoders omit the first space of a text.
         if self._name(token).startswith("\u2581") and not text.startswith(" "):
             text = f" {text}"
         return "" if REPLACEMENT in text else text
@@ -153,8 +152,8 @@ class Speller:
 
 @ft.cache
 def _bytes_of_signs() -> dict[str, int]:
-    """The bytes that byte-level tokenizers write as signs: those that can be seen as themselves,
-    and the others, in order, as signs from 256 on."""
+    """Maps the characters of byte-level tokenizers to bytes: printable bytes are themselves, and
+    the others are, in order, characters from 256 on."""
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + i): b for i, b in enumerate(others)}

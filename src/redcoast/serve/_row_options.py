@@ -1,6 +1,7 @@
-"""How the rows of a batch are decoded, each in its own way, by one program.
+"""Decoding options for each row of a batch, as arguments of one program.
 
-All that a client chooses is an array with a value for each row: no value is part of a program.
+Every option that a client can choose is an array with a value for each row, so that no value
+requires a new compilation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +20,15 @@ MOST_TOP = 20  # most likely tokens of a step, as in OpenAI's API
 
 @dataclass(frozen=True)
 class RowRequest:
-    """What a client asks of the decoding of a row.
+    """The options of a client for the decoding of a row.
 
-    - `decoding`: its sampling, repetition penalty, least lengths and ends; all other options are
-        those of the server.
-    - `limit`: the most new tokens.
+    - `decoding`: its sampling, repetition penalty, minimum lengths and ends. All other options are
+        set by the server.
+    - `limit`: the maximum number of new tokens.
     - `seed`, `number`: samples depend only on these and on the step.
-    - `presence`, `frequency`: penalties of new tokens that the row has already, and of each time.
-    - `bias`: what is added to the logits of tokens.
-    - `logprobs`: whether log-probabilities of tokens are wanted.
+    - `presence`, `frequency`: penalties of tokens that occur in the row, once and per occurrence.
+    - `bias`: values that are added to the logits of tokens.
+    - `logprobs`: whether to return log-probabilities of tokens.
     """
 
     decoding: Decoding
@@ -42,8 +43,8 @@ class RowRequest:
 
 class RowOptions(eqx.Module):
     """The options of all rows of a batch. `least` is the number of new tokens before which a row
-    has none of `ends`, which are padded with -1, as are `bias_tokens`. A `temperature` of 0 decodes
-    greedily; `tail` is `1 - top_p`."""
+    has none of its `ends`. `ends` and `bias_tokens` are padded with -1. A `temperature` of 0
+    decodes greedily; `tail` is `1 - top_p`."""
 
     seeds: UInt[Array | np.ndarray, " rows"]
     numbers: Int[Array | np.ndarray, " rows"]
@@ -64,8 +65,8 @@ class RowOptions(eqx.Module):
 def stack_options(
     rows: Sequence[RowRequest], lengths: Sequence[int], ends: Sequence[tuple[int, ...]], count: int
 ) -> RowOptions:
-    """Makes the options of `count` rows, of which those after `rows` are padding. `lengths` are
-    those of the prompts, and `ends` the tokens that end each row."""
+    """Creates the options of `count` rows: `rows`, and then padding. `lengths` are the lengths of
+    the prompts, and `ends` the tokens that end each row."""
     padding = count - len(rows)
     rows = [*rows, *[RowRequest(Decoding())] * padding]
     lengths, ends = [*lengths, *[1] * padding], [*ends, *[()] * padding]
@@ -77,7 +78,7 @@ def stack_options(
         seeds=np.array([row.seed % 2**32 for row in rows], np.uint32),
         numbers=whole(row.number for row in rows),
         temperature=column(d.temperature for d in ds),
-        # More than any vocabulary has keeps everything.
+        # A number larger than any vocabulary keeps everything.
         top_k=whole(min(d.top_k or 2**30, 2**30) for d in ds)[:, None],
         tail=column(1 - (d.top_p or 1) for d in ds),
         min_p=column(d.min_p or 0 for d in ds),
@@ -101,7 +102,7 @@ def _padded(rows: Sequence[Sequence[int | float]], width: int) -> np.ndarray:
 
 
 def shared_decoding(decoding: Decoding) -> Decoding:
-    """The options of a decoding that are part of the program, without those of a row."""
+    """The options of a decoding that are part of the program, without the options of a row."""
     plain = decoding.without_sampling()
     return replace(plain, repetition_penalty=1.0, min_length=0, min_new_tokens=0, eos=None)
 

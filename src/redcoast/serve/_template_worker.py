@@ -1,7 +1,7 @@
-"""Renders a chat template in a process of its own, whose memory is limited.
+"""Renders a chat template in a separate process with limited memory.
 
 It is started by `_chat_template.py` as a script, and imports only Jinja and the standard library.
-Messages are lines of JSON, with the length of each before it.
+Messages are JSON, each preceded by its length.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Around the assistant's words, in a text that is rendered with marks. No text has these.
+# Marks around the assistant's words in a rendered text. No other text contains them.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 
@@ -49,7 +49,7 @@ def compile_template(template: str) -> Any:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options) -> str:
-    # Jinja's own filter escapes the signs of HTML.
+    # Jinja's own filter escapes HTML characters.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -62,8 +62,8 @@ def _now(form: str) -> str:
 
 
 def serve_template(memory: int, characters: int) -> None:
-    """Compiles the template of the first message, and renders it with the variables of the others;
-    answers each with a text or an error."""
+    """Compiles the template in the first message, and renders it with the variables in the others.
+    Each is answered with a text or an error."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         most = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
@@ -80,7 +80,7 @@ def serve_template(memory: int, characters: int) -> None:
                 text = compiled.render(**variables)
             if len(text) > characters:
                 raise ValueError(f"the text has more than {characters} characters")
-            text.encode()  # refuses halves of surrogate pairs
+            text.encode()  # raises on unpaired surrogates
             answer = {"text": text}
         except MemoryError:
             answer = {"error": f"it takes more than {memory >> 20} MiB of memory"}

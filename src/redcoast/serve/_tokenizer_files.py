@@ -13,14 +13,14 @@ from ._chat_template import named_template, read_template, renderer
 from ._extra import require_extra
 from ._read_bounded import read_bounded
 
-MOST_BYTES = 2**27  # four times those of the largest vocabularies, of 262 thousand tokens
+MOST_BYTES = 2**27  # four times the size of the largest vocabularies, of 262 thousand tokens
 _SPLITS_DIGITS = {"smollm": True, "gpt-2": False}  # the supported pre-tokenizers
 _CONTROL = 3  # the type of control tokens
 
 
 def read_tokenizer_of(weights: Path) -> Any:
-    """Reads the tokenizer of a Hugging Face directory or a .gguf file, as one of `tokenizers`. Any
-    of the files of a .gguf model tells the others.
+    """Reads the tokenizer of a Hugging Face directory or a .gguf file, as a `tokenizers.Tokenizer`.
+    Any of the files of a .gguf model identifies the others.
 
     **Raises:**
 
@@ -38,7 +38,7 @@ def read_tokenizer_of(weights: Path) -> Any:
         data = read_bounded(file_inside(weights, path.name), MOST_BYTES)
         with naming_file(path, "is not a tokenizer"):
             tokenizer = _plain(Tokenizer.from_buffer(data))
-            tokenizer.encode("a")  # some files are refused only now
+            tokenizer.encode("a")  # some files only fail here
             return tokenizer
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(
@@ -68,7 +68,7 @@ def find_template_of(weights: Path) -> Callable[..., str] | None:
 
 @contextlib.contextmanager
 def naming_file(path: Path, words: str) -> Iterator[None]:
-    """Turns errors of a file of another form into one sentence."""
+    """Converts errors from a file in another format to one sentence."""
     try:
         yield
     except (ImportError, MemoryError):
@@ -77,14 +77,14 @@ def naming_file(path: Path, words: str) -> Iterator[None]:
         text = " ".join(str(error).split())[:300]
         raise ValueError(f"{path} {words}: {text or type(error).__name__}") from error
     except BaseException as error:
-        # `tokenizers` panics on some files, with an exception of its own kind.
+        # `tokenizers` panics on some files, with its own class of exception.
         if type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{path} {words}.") from error
 
 
 def _plain(tokenizer: Any) -> Any:
-    """Turns off the truncation and the padding that a file may keep from its training."""
+    """Disables truncation and padding, which a file may contain from its training."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -97,7 +97,7 @@ def _converted(weights: Path) -> Any:
         found = AutoTokenizer.from_pretrained(weights, local_files_only=True).backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{weights} has no tokenizer that can be read: {error}") from error
-    # Without its files, `transformers` makes some tokenizers with hardly any tokens.
+    # Without its files, `transformers` creates some tokenizers with hardly any tokens.
     if found.get_vocab_size(with_added_tokens=False) < 10:
         raise ValueError(f"{weights} has no tokenizer that can be read: it has no vocabulary.")
     return found
@@ -141,9 +141,9 @@ def _gguf_tokenizer(path: Path) -> Any:
 
 
 def gguf_metadata(path: Path) -> Callable[[str], Any]:
-    """Returns the function from a name to a value of the metadata, None if it is not there.
+    """Returns a function from a name to a value of the metadata, or None if it is missing.
 
-    Of a model in several files, the first one has the metadata.
+    If a model has several files, the first one contains the metadata.
     """
     fields = _gguf_fields(path)
     count = fields[COUNT].contents() if COUNT in fields else 1

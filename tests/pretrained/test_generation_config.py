@@ -153,7 +153,7 @@ def test_odd_tokens_and_files_leave_those_of_the_config(saved):
     assert (found.eos, found.pad) == (CONFIG.eos, CONFIG.pad)
     assert config_of(saved / "llama", {"eos_token_id": 2.0}).eos == (2,)
     file.write_text("{")
-    with pytest.warns(UserWarning, match=r"left out.*generation_config.json is damaged"):
+    with pytest.warns(UserWarning, match=r"are ignored.*generation_config.json is damaged"):
         assert rc.load_pretrained(saved / "llama").config.eos == CONFIG.eos
 
 
@@ -168,7 +168,7 @@ def test_options_that_are_not_implemented_are_warned_of(saved):
     with pytest.raises(ValueError, match="`logits_fn`, which cannot be saved"):
         rc.save_pretrained(Llama(config, key=jax.random.key(0)), saved / "none")
     config = dataclasses.replace(CONFIG, decoding=rc.Decoding(eos=()))
-    with pytest.raises(ValueError, match="but a file cannot say that no token ends"):
+    with pytest.raises(ValueError, match="but a file cannot specify that no token ends"):
         rc.save_pretrained(Llama(config, key=jax.random.key(0)), saved / "none")
     assert not [*saved.glob("*none*")]
 
@@ -204,7 +204,7 @@ def test_the_files_of_a_tokenizer_are_copied(saved, tmp_path):
     own = ["config.json", "generation_config.json", "model.safetensors"]
     assert sorted(x.name for x in (tmp_path / "ours").iterdir()) == sorted([*own, *names])
     assert (tmp_path / "ours" / "merges.txt").read_text() == "merges.txt"
-    with pytest.raises(ValueError, match="holds no file of a tokenizer"):
+    with pytest.raises(ValueError, match="contains no file of a tokenizer"):
         rc.save_pretrained(model, tmp_path / "other", tokenizer=saved / "llama")
     with pytest.raises(FileNotFoundError, match="no directory .*missing"):
         rc.save_pretrained(model, tmp_path / "other", tokenizer=tmp_path / "missing")

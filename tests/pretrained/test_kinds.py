@@ -106,7 +106,7 @@ def test_options_go_to_files_and_back(kind):
         ({"embed_scale": 2.0, "window": 3}, "Granite has none of them, and may have"),
         ({"rope_layers": (False,) * 4, "embed_scale": 2.0}, "No published architecture"),
         ({"experts": 4}, "combination of options: `experts=4`"),
-        ({"rope_scaling": LongRope((1.0,) * 4, (2.0,) * 4, 8)}, "only files of Phi-3 can say"),
+        ({"rope_scaling": LongRope((1.0,) * 4, (2.0,) * 4, 8)}, "only files of Phi-3 support"),
     ],
 )
 def test_options_of_no_type_are_not_saved(options, message):

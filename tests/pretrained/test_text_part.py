@@ -45,7 +45,7 @@ def model():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_layout_gives_the_model_by_itself(model, layout, tmp_path):
     save_wrapped(model, tmp_path, LAYOUTS[layout])
-    with pytest.warns(UserWarning, match="holds a llava.*Left out: 1 tensors, 1 of visual"):
+    with pytest.warns(UserWarning, match="contains a llava.*Left out: 1 tensors, 1 of visual"):
         loaded = rc.load_pretrained(tmp_path)
     assert loaded.config == model.config
     assert jax.tree.all(jax.tree.map(np.array_equal, loaded, model))

@@ -49,7 +49,7 @@ def test_directories_without_a_model_are_named(saved, tmp_path):
     file = tmp_path / "shard/model.safetensors"
     file.rename(file.with_name("model-00001-of-00002.safetensors"))
     says(tmp_path / "shard", "but model-00001-of-00002.safetensors. Rename it")
-    says(saved / "model.safetensors", "Pass the directory that holds both it and config.json")
+    says(saved / "model.safetensors", "Pass the directory that contains both it and config.json")
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
@@ -61,7 +61,7 @@ def test_prefixes_of_wrappers_are_named(prefix, saved, tmp_path):
 def test_heads_that_differ_from_the_settings_name_the_option_that_reads_them(saved, tmp_path):
     same = lambda tensors: tensors
     tied = changed(saved, tmp_path / "tied", same, tie_word_embeddings=True)
-    says(tied, "lm_head.weight as a head of its own, pass `tied=False`")
+    says(tied, "lm_head.weight as a separate head, pass `tied=False`")
     loaded = rc.load_pretrained(tied, tied=False)
     np.testing.assert_array_equal(loaded.head, MODEL.head)
     without = lambda tensors: {k: x for k, x in tensors.items() if k != "lm_head.weight"}

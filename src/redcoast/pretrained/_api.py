@@ -23,37 +23,37 @@ def load_pretrained(
 ) -> Any:
     """Loads pretrained weights into a model of `redcoast.models`.
 
-    Each device reads only its own slices of the tensors, in pieces. In addition to the memory of
-    the devices, the host needs less than 1.5 times the size of the largest tensor.
+    Each device reads only its own slices of the tensors, in pieces. The host needs less than 1.5
+    times the size of the largest tensor, in addition to the memory of the devices.
 
     **Arguments:**
 
     - `path`: a directory in Hugging Face's layout (`config.json` and `model.safetensors`, or
-        several files and their `model.safetensors.index.json`); a `.gguf` file of the LLaMA
-        architecture, which needs the package `gguf`, or one of the files that such a model is split
-        into; or a directory with exactly one such model.
-    - `mesh`: the devices to shard the model over. [`redcoast.infer_shardings`][] plans the
-        shardings by tracing the model's forward pass.
-    - `shardings`: the shardings of the arrays, in place of planned ones: a tree such as
-        [`redcoast.infer_shardings`][] returns for the model. With neither `mesh` nor `shardings`,
-        all arrays are put on JAX's default device.
-    - `dtype`: the dtype of the arrays. By default that of the files; if they have several, the one
-        with the most bytes. Quantised tensors of a `.gguf` file count as float32; those in FP8 or
-        MXFP4 have the dtype of the others, or bfloat16 if there are none.
+        several files and `model.safetensors.index.json`); a `.gguf` file of the LLaMA architecture,
+        or one of its parts, which needs the package `gguf`; or a directory with exactly one such
+        model.
+    - `mesh`: the mesh to shard the model over, as [`redcoast.infer_shardings`][] does for its
+        forward pass.
+    - `shardings`: the shardings of the arrays, as returned by [`redcoast.infer_shardings`][] for
+        the model, in place of planned ones. With neither `mesh` nor `shardings`, all arrays are
+        placed on JAX's default device.
+    - `dtype`: the dtype of the arrays; by default, the dtype of the files (if they have several,
+        the one with the most bytes). Quantised tensors of a `.gguf` file count as float32. Tensors
+        in FP8 or MXFP4 get the dtype of the other tensors, or bfloat16 if there are none.
     - `options`: fields of the model's configuration to override, such as `remat` or a dropout rate.
 
     **Returns:**
 
-    The model. Its configuration is `model.config`. Its `decoding` has the options of the file
-    `generation_config.json`, which [`redcoast.generate`][] uses by default; options that are not
-    implemented are warned of.
+    The model. Its configuration is `model.config`. Its `decoding` has the options in
+    `generation_config.json`, which are the defaults of [`redcoast.generate`][]; a warning names
+    options that are not implemented.
 
     **Raises:**
 
-    `FileNotFoundError` if `path` does not exist. `ValueError` if it holds no model, or if its
-    architecture, its quantisation or one of its settings is not implemented; if the weights are
-    pickled, because unpickling can run arbitrary code; or if the files do not hold exactly the
-    tensors of the model (all missing, unexpected and misshapen ones are listed). `TypeError` if the
+    `FileNotFoundError` if `path` does not exist. `ValueError` if it contains no model; if the
+    architecture, the quantisation or a setting is not implemented; if the weights are pickled,
+    because unpickling can run arbitrary code; or if the files do not contain exactly the tensors of
+    the model (all missing, unexpected and misshapen tensors are listed). `TypeError` if the
     configuration does not have a field of `options`.
 
     !!! Example
@@ -84,23 +84,22 @@ def save_pretrained(
 
     Writes `config.json`, `generation_config.json` if the model generates, and `model.safetensors`,
     or several files and their index. The model may be sharded over any mesh. The host needs memory
-    for two copies of one file. In a job of several processes, all of them must call this with the
-    same `path` on a shared file system; they write different files. The directory appears under its
-    name only once it is complete.
+    for two copies of one file. In a job with several processes, all of them must call this with the
+    same `path` on a shared file system; they write different files. The directory is written
+    atomically.
 
     **Arguments:**
 
     - `model`: a model of `redcoast.models`.
     - `path`: a directory that does not exist yet, or is empty.
-    - `tokenizer`: a directory, such as the one that the model was loaded from, from which the files
-        of the tokenizer, the chat template and the processor are copied.
+    - `tokenizer`: a directory with a tokenizer, such as the one that the model was loaded from. Its
+        tokenizer, chat template and processor are copied.
     - `card`: facts about the model and its training, such as `{"license": "apache-2.0", "steps":
-        100, "final_loss": 2.1}`. They are written as a model card, a `README.md` that Hugging
-        Face's hub reads: `license`, `license_name`, `license_link`, `language`, `datasets`,
-        `base_model`, `metrics`, `tags` and `pipeline_tag` as its front matter, all others as a
-        table.
-    - `max_file_bytes`: the maximum size of one file of tensors, in bytes. A tensor that is larger
-        has a file of its own.
+        100, "final_loss": 2.1}`. They are written to a model card for Hugging Face's hub,
+        `README.md`: `license`, `license_name`, `license_link`, `language`, `datasets`,
+        `base_model`, `metrics`, `tags` and `pipeline_tag` as front matter, and others as a table.
+    - `max_file_bytes`: the maximum size of a file of tensors, in bytes. A larger tensor gets its
+        own file.
 
     **Raises:**
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 CARD = "README.md"
-# What Hugging Face's hub reads from the front matter; all else is said in the text.
+# The keys of the front matter, for Hugging Face's hub. Other facts are in the text.
 FRONT = ("base_model", "datasets", "language", "license", "license_link", "license_name", "metrics")
 FRONT += ("pipeline_tag", "tags")
 _TASKS = {
@@ -25,7 +25,7 @@ def make_card(
 
     **Arguments:**
 
-    - `facts`: what is known; see `save_pretrained`.
+    - `facts`: the facts; see `save_pretrained`.
     - `settings`: the model's `config.json`.
     - `name`: the name of its directory.
     - `parameters`: the number of its parameters.
@@ -49,7 +49,7 @@ def make_card(
 
 
 def check_card(card: Any) -> None:
-    """Raises if a card is not a mapping from names to values that JSON can hold."""
+    """Raises if a card is not a mapping from names to values that JSON supports."""
     if not isinstance(card, Mapping) or not all(isinstance(key, str) for key in card):
         raise TypeError(
             f"`card` is of type {type(card).__name__}. It must be a mapping from names to facts, "

@@ -1,4 +1,4 @@
-"""Numbers of 4 and 8 bits with scales, and the parts of tensors that are computed from them.
+"""Dequantises parts of tensors from 4-bit and 8-bit numbers with scales.
 
 Only the bytes of a part and its scales are read. Products are computed in float32 and rounded once,
 a few rows at a time, as `transformers` does.
@@ -17,14 +17,14 @@ CACHED = 2**16  # numbers that fit into a processor's cache, in float32
 _BYTES = np.arange(256, dtype=np.uint8)
 FP8 = {np.dtype(x) for x in (jnp.float8_e4m3fn, jnp.float8_e5m2)}
 _FP8_VALUES = {dtype: _BYTES.view(dtype).astype(np.float32) for dtype in FP8}
-# Exponents of 8 bits (E8M0). The largest power, which stands for no number, is infinite.
+# 8-bit exponents (E8M0). The largest one, which encodes NaN, becomes infinite.
 _POWERS = np.append(np.exp2(_BYTES[:255] - 127.0), np.inf).astype(np.float32)
-# Of 4 bits: a sign, two bits of exponent and one of mantissa (E2M1). A byte has two of them, the
-# one in the lower bits first. Here they are doubled, so that half of any power is a number.
+# 4-bit numbers (E2M1): a sign, two exponent bits and one mantissa bit. A byte has two of them, the
+# first one in the lower bits. Here they are doubled, so that half of any power is a number.
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 _PAIRS = np.stack([np.tile(_DOUBLED, 16), np.repeat(_DOUBLED, 16)], axis=1).view(np.uint64)[:, 0]
 _HALF_POWERS = np.exp2(_BYTES - 128.0).astype(np.float32)
-# Products of numbers that are infinite, or become so.
+# Products that overflow, or of infinite numbers.
 _QUIET: dict[str, Any] = {"over": "ignore", "invalid": "ignore"}
 EXPONENTS = {np.dtype(x) for x in (np.uint8, jnp.float8_e8m0fnu)}
 
@@ -54,7 +54,7 @@ def _scales(
     for part, size in zip(box[-2:], block, strict=True):
         blocks.append(slice(part.start // size, (part.stop - 1) // size + 1))
         indices.append(np.arange(part.start, part.stop) // size - blocks[-1].start)
-    # A dimension of size 1 is of scales for all of the weight.
+    # A dimension of size 1 has one scale for all of the weight.
     outer = [
         slice(0, 1) if n == 1 else part for n, part in zip(scale.shape, box[:-2], strict=False)
     ]
@@ -92,5 +92,5 @@ def _ranges(rows: int, width: int) -> Iterator[slice]:
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
-    # NumPy copies types that are not its own, such as bfloat16, element by element.
+    # NumPy copies extension types such as bfloat16 element by element.
     return x.view(f"u{x.dtype.itemsize}")

@@ -1,4 +1,4 @@
-"""Gathering published tensors on the host from sharded arrays."""
+"""Gathers published tensors on the host from sharded arrays."""
 
 import functools as ft
 from collections.abc import Mapping
@@ -59,6 +59,6 @@ def _slice(leaf: Any, index: tuple[int, ...]) -> jax.Array:
 
 @ft.lru_cache
 def _copy_into(sharding: Sharding | None) -> Any:
-    # Copies even arrays that are not stacked: JAX caches the host's copy for as long as the array
-    # lives, and this array is dropped soon.
+    # Arrays that are not stacked are copied too: JAX caches the host's copy for the lifetime of an
+    # array, and this copy is dropped soon.
     return jax.jit(lambda leaf, at: jnp.copy(leaf[tuple(at)]), out_shardings=sharding)

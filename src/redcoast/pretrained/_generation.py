@@ -36,7 +36,7 @@ _SAMPLING = {name: name for name in _OF_SAMPLING}
 _READ = frozenset((*_NAMES.values(), *_OF_SAMPLING))
 # The defaults of `transformers`.
 _DEFAULTS = {"temperature": 1.0, "top_k": 50}
-# What options of another type than expected raise.
+# The errors that options of an unexpected type raise.
 _ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 # Options that are not implemented, with the values that disable them.
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -62,8 +62,8 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "token_healing": (False,),
     "max_time": (),
 }
-# What else files have. Lengths are no options: those of a file are defaults of `transformers`, and
-# `generate` is given `max_new_tokens`. Faster ways to the same tokens change none of them.
+# Other settings in files. Lengths are not options, because they are defaults of `transformers`, and
+# `generate` has the argument `max_new_tokens`. Faster methods do not change the tokens.
 _OTHERS = frozenset(
     """
     max_length max_new_tokens do_sample num_beams remove_invalid_values low_memory
@@ -80,8 +80,8 @@ _OTHERS = frozenset(
 def read_decoding(settings: Mapping[str, Any], where: Any, *, alone: bool = True) -> Decoding:
     """Returns the options that a parsed file sets.
 
-    Warns of options that are not implemented or not valid; the others are used. With `alone`, the
-    file has no other settings than those of decoding, and unknown ones are warned of, too.
+    Warns of options that are not implemented or invalid; the others are used. With `alone`, the
+    file only has settings of decoding, and unknown settings cause a warning too.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     unserved = [
@@ -121,8 +121,8 @@ def read_decoding(settings: Mapping[str, Any], where: Any, *, alone: bool = True
 
 
 def _valid(options: Mapping[str, tuple[str, Any]]) -> tuple[Decoding, list[str]]:
-    """Adds one option after the other, which has a name in the file and a value. Returns the
-    decoding with those that are valid, and what is wrong with the others."""
+    """Adds options one by one, each with its name in the file and its value. Returns the decoding
+    with the valid options, and what is wrong with the others."""
     decoding, invalid = GREEDY, []
     first = sorted(options, key=lambda field: field not in ("temperature", "beams"))
     for field in first:
@@ -142,8 +142,8 @@ def _valid(options: Mapping[str, tuple[str, Any]]) -> tuple[Decoding, list[str]]
 
 
 def _number(value: Any) -> Any:
-    """Returns an integer for a number such as 20.0, which JSON writers make of one; those in lists,
-    too."""
+    """Converts numbers such as 20.0, as some JSON writers store integers, to integers, also in
+    lists."""
     if isinstance(value, list):
         return [_number(x) for x in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -170,8 +170,8 @@ def with_generation(
 ) -> Any:
     """Returns a configuration with the decoding and the token ids of a model's files.
 
-    `generation` is the parsed `generation_config.json`. In its absence, the options are those of
-    `config.json`, where older files have them. `decoding` takes the place of those of the files.
+    `generation` is the parsed `generation_config.json`. If it is missing, the options are read from
+    `config.json`, as in older files. `decoding` replaces the options of the files.
     """
     if not hasattr(config, "decoding"):
         return config
@@ -216,8 +216,8 @@ def write_decoding(config: Any) -> dict[str, Any]:
         )
     if d.eos == () and config.eos:
         raise ValueError(
-            "The configuration's `decoding` has `eos=()`, but a file cannot say that no token ends "
-            "a row. Pass `eos=()` to `generate`, or save a configuration without `eos`."
+            "The configuration's `decoding` has `eos=()`, but a file cannot specify that no token "
+            "ends a row. Pass `eos=()` to `generate`, or save a configuration without `eos`."
         )
     fields = _NAMES | _SAMPLING
     options = {

@@ -18,8 +18,8 @@ ALIGNMENT = 64
 class Stored:
     """A tensor in a file.
 
-    `read(box, out)` reads a box (one slice for each dimension) into `out`, an array of the shape of
-    the box and of the same dtype.
+    `read(box, out)` reads a box (one slice for each dimension) into `out`, an array with the shape
+    of the box and the dtype of the tensor.
     """
 
     shape: tuple[int, ...]
@@ -42,8 +42,8 @@ class Source:
 
     - `settings`: the settings of its `config.json`, or the equivalent.
     - `stored`: its tensors, by name.
-    - `table`: the tensors that each array of the model consists of, if they differ from those of
-      its family's `tensors(config)`.
+    - `table`: the tensors that each array of the model consists of, if they differ from the
+        family's `tensors(config)`.
     - `generation`: the options of its `generation_config.json`, if it has one.
     """
 

@@ -1,4 +1,4 @@
-"""Loading a pretrained model."""
+"""Loads a pretrained model."""
 
 import dataclasses
 from collections import Counter
@@ -98,12 +98,12 @@ def _common_dtype(stored: Mapping[str, Stored]) -> np.dtype:
 def _floating(dtype: Any) -> np.dtype:
     try:
         found = jax.dtypes.canonicalize_dtype(dtype)
-    except TypeError:  # a word, or a type of another library
+    except TypeError:  # any text, or a type of another library
         found = dtype
     if not (isinstance(found, np.dtype) and jnp.issubdtype(found, np.floating)):
         raise ValueError(
             f"`dtype` must be a floating type of JAX or NumPy or its name, such as 'bfloat16', but "
-            f"is {found}. Without `dtype`, it is that of the files."
+            f"is {found}. By default, it is the dtype of the files."
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Matching the tensors in files with those that a model needs."""
+"""Matches the tensors in files with the tensors that a model needs."""
 
 import re
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from ._lazy_tensor import Stored, split_box
 from ._registry import hf_names
 from ._tensors import Tensor, tensor_names, tensor_shape
 
-# What puts a model into another one.
+# Prefixes that wrappers add to the names of a model.
 _WRAPPERS = {
     "_orig_mod.": "`torch.compile`",
     "module.": "`torch.nn.parallel.DistributedDataParallel` or `DataParallel`",
@@ -28,12 +28,12 @@ class Layout:
 
     - `table`: the tensors that each array of the model consists of.
     - `base_prefix`: the prefix of the base model's tensors, which files of the base model without a
-      head leave out.
+        head omit.
     - `buffers`: regular expressions for the names of tensors that are ignored.
     - `duplicates`: alternative names under which a file may hold a tensor (again, or instead), and
       the tensor's own names.
     - `zeros`: tensors that are zero if a file lacks them.
-    - `tied`: whether the head shares the weights of the embedding and need not.
+    - `tied`: whether the head shares the weights of the embedding, and may also be separate.
     """
 
     table: Mapping[str, Tensor]
@@ -136,7 +136,7 @@ def _way_out(
     problems: Mapping[str, list[str]],
     settings: Mapping[str, Any],
 ) -> str:
-    """Says what to do about tensors that do not match, if that is known."""
+    """Returns what to do about tensors that do not match, if known."""
     for prefix, origin in _WRAPPERS.items():
         if stored and all(name.startswith(prefix) for name in stored):
             return (
@@ -148,7 +148,7 @@ def _way_out(
         return " If the head shares the weights of the embedding, pass `tied=True`."
     if layout.tied and problems["different from the tensor they should duplicate"]:
         own = [name for name in layout.duplicates if name in stored and "head" in name]
-        return f" To load {own[0]} as a head of its own, pass `tied=False`." if own else ""
+        return f" To load {own[0]} as a separate head, pass `tied=False`." if own else ""
     others = [name for name in settings.get("architectures") or () if _is_other_head(name)]
     if others and problems["unexpected"]:
         return (
@@ -162,7 +162,7 @@ def _is_other_head(name: Any) -> bool:
 
 
 def _with_prefix(stored: dict[str, Stored], prefix: str, known: set[str]) -> dict[str, Stored]:
-    """Adds the prefix of the base model to the names in a file of the base model alone."""
+    """Adds the prefix of the base model to the names in a file that only has the base model."""
     if not prefix or any(name.startswith(prefix) for name in stored):
         return stored
     return {n if n in known or prefix + n not in known else prefix + n: stored[n] for n in stored}

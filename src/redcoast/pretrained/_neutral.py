@@ -1,15 +1,15 @@
-"""Settings of published files that change no result, whichever model they are written for.
+"""Settings of published files that do not change results, for any model.
 
-A setting that no family reads is passed over if its value turns it off, if it is a factor of 1, or
-if its name tells that it is about something else than the model's arithmetic: lengths that are not
-enforced, tokens, losses, initialisation, the file's history, tools, hardware. All others are
-refused by name, because they might change results.
+A setting that no family reads is ignored if its value disables it, if it is a factor of 1, or if
+its name shows that it does not concern the model's arithmetic: lengths that are not enforced,
+tokens, losses, initialisation, the file's origin, tools, hardware. All others are rejected by name,
+because they might change results.
 """
 
 import re
 from typing import Any
 
-# Settings that are on in the models that have them, so that a value of false changes results.
+# Settings that are enabled in the models that have them, so that a value of false changes results.
 _ON = frozenset(
     """
     do_layer_norm_before elementwise_affine is_causal layer_norm_elementwise_affine norm_topk_prob
@@ -38,7 +38,7 @@ _OTHER_MATTERS = (
     "(tp|pp|ep|dp|cp)_size|(tensor|pipeline|expert|data|context)_(model_)?parallel_(size|degree)",
     "(tp|pp|ep)_plan|dtype|fp16|bf16|fp32|float16|bfloat16|float32|precision",
     "cache|offload|quantize|low_cpu_mem_usage|xla|tpu|cuda|cpu|gpu",
-    # Outputs beside the logits.
+    # Outputs other than the logits.
     "^(output|return)|output_past|summary|problem_type",
     # Where the file comes from.
     "version|versions|unsloth|mergekit|axolotl|wandb|git|commit|hash|revision|url|path|paths|source",
@@ -48,7 +48,7 @@ _OTHER_MATTERS = (
     "num_key_value_groups|num_shards|shards",
 )
 _OTHER = re.compile("|".join(f"(^|_)({part})(_|$)" for part in _OTHER_MATTERS))
-# Names that contain such words, and yet are of the arithmetic.
+# Names that contain such words, but concern the arithmetic.
 _ARITHMETIC = re.compile(
     r"register|mask_token_|compress|chunk|window|sparse|rope|rotary|experts?(_|$)|layers?(_|$)"
 )
@@ -56,7 +56,7 @@ _ARITHMETIC = re.compile(
 
 def is_neutral(name: str, value: Any) -> bool:
     """Whether a setting that is not read cannot change a result."""
-    if name.startswith("_"):  # the notes of a program to itself
+    if name.startswith("_"):  # a program's private settings
         return True
     if not isinstance(value, bool) and value == 1 and _FACTOR.search(name):
         return True
@@ -68,5 +68,5 @@ def is_neutral(name: str, value: Any) -> bool:
 
 
 def is_off(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether a value turns off what some of the implemented `values` turn off, too."""
+    """Whether a value disables a feature that one of the implemented `values` disables too."""
     return not value and any(not other for other in values)

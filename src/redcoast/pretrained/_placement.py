@@ -35,9 +35,9 @@ def choose_shardings(
 
 
 def abstract_inputs(family: Family, config: Any, mesh: Mesh) -> tuple[Any, ...]:
-    """Returns the abstract inputs for planning: those of the family's `example_inputs` if it has
-    them; otherwise tokens, no more in a row than the model has positions, for both parts of an
-    encoder-decoder."""
+    """Returns the abstract inputs for planning: from the family's `example_inputs`, if it has them;
+    otherwise tokens for a decoder or for both parts of an encoder-decoder, at most as many in a row
+    as the model has positions."""
     if own := getattr(family.hf, "example_inputs", None):
         return own(config, mesh.size)
     length = min(PLANNED_TOKENS, getattr(config, "positions", PLANNED_TOKENS))

@@ -1,6 +1,6 @@
-"""How the weights of a file are quantised: which of its tensors are the numbers of others.
+"""Replaces the quantised tensors of a file by the tensors that they represent.
 
-Files of MXFP4 and of 8-bit floating-point numbers (FP8) are read. Other methods are refused.
+MXFP4 and 8-bit floating-point numbers (FP8) are supported. Other methods are rejected.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ._lazy_tensor import Box, Source, Stored
 
 # The settings that describe a quantisation.
 QUANTISATION = ("quantization_config", "compression_config")
-# Methods whose weights are in FP8, each with the settings that have to be as they are here.
+# Methods whose weights are in FP8, each with the required settings.
 _FP8_METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp8": {"fmt": ("e4m3", "e5m2", None), "expert_dtype": ("fp8", None)},
     "mxfp8": {},
@@ -32,22 +32,22 @@ _REFUSED = {
     "awq": ("AWQ", "integers in groups, packed into `qweight`, with `scales` and `qzeros`"),
     "bitsandbytes": ("bitsandbytes", "blocks of packed 4-bit or 8-bit numbers with their ranges"),
 }
-# Names of the scales of `x`, and of those of `x.weight`.
+# Names of the scales of `x` and of `x.weight`.
 _SCALES = ("{}_scale_inv", "{}_scale")
 _SCALES_OF_MODULES = ("{}.scale", "{}.qscale_weight")
-# Scales with which programs quantise activations and caches. Without that they have no effect.
+# Scales for quantised activations and caches, which have no effect here.
 _OF_ACTIVATIONS = (".input_scale", ".input_scale_ub", ".activation_scale", ".output_scale")
 _OF_ACTIVATIONS += (".k_scale", ".v_scale", ".q_scale", ".qscale_act")
 
 
 def dequantised(source: Source, dtype: np.dtype | None, where: Any) -> Source:
-    """Returns a source with the tensors that its quantised ones stand for.
+    """Returns a source with dequantised tensors.
 
     **Arguments:**
 
     - `source`: a source, whose settings may describe a quantisation.
-    - `dtype`: the dtype of these tensors. By default that of the tensors that are not quantised; of
-      several, the one with the most bytes; bfloat16 if there is none.
+    - `dtype`: the dtype of these tensors; by default, the dtype of the tensors that are not
+        quantised (of several, the one with the most bytes), or bfloat16 if there are none.
     - `where`: the path of the model, for messages.
 
     **Raises:**
@@ -68,7 +68,7 @@ def dequantised(source: Source, dtype: np.dtype | None, where: Any) -> Source:
 def split_quantisation(
     settings: dict[str, Any], where: Any
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Returns settings without those of the quantisation, and these, if there are any.
+    """Separates the settings of the quantisation, if there are any, from the others.
 
     **Raises:**
 
@@ -95,7 +95,7 @@ def _check_method(quantisation: Any, where: Any) -> None:
     details = f" ({', '.join(odd)})" if odd else ""
     how = f": they are stored as {stored}" if stored else ""
     raise ValueError(
-        f"{where} holds weights that are quantised with {name}{details}{how}. This is not "
+        f"{where} contains weights that are quantised with {name}{details}{how}. This is not "
         "supported; MXFP4 and 8-bit floating-point numbers (FP8) are. Load the model that they "
         "were made from, or a `.gguf` file of it; or dequantise the weights with a program that "
         "reads them, and save that model as safetensors."
@@ -103,7 +103,7 @@ def _check_method(quantisation: Any, where: Any) -> None:
 
 
 def _odd_settings(method: Any, quantisation: Mapping[str, Any]) -> list[str]:
-    """Returns the settings with which a method stores weights that are not in FP8."""
+    """Returns the settings by which a method stores weights in another format than FP8."""
     only = _FP8_METHODS.get(method, {}) if isinstance(method, str) else {}
     odd = [
         f"`{name}` is {short_repr(quantisation.get(name))}"
@@ -144,7 +144,7 @@ def _dtype_of_others(stored: Mapping[str, Stored]) -> np.dtype:
 
 
 def _of_mxfp4(stored: Mapping[str, Stored], dtype: np.dtype, where: Any) -> dict[str, Stored]:
-    """Replaces `x_blocks` and `x_scales` by `x`, whose last two dimensions are in turn."""
+    """Replaces `x_blocks` and `x_scales` by `x`, whose last two dimensions are swapped."""
     read, problems = dict(stored), []
     for name, blocks in stored.items():
         base = name.removesuffix("_blocks")
@@ -167,7 +167,7 @@ def _of_mxfp4(stored: Mapping[str, Stored], dtype: np.dtype, where: Any) -> dict
 def _of_fp8(
     stored: Mapping[str, Stored], size: tuple[int, int] | None, dtype: np.dtype, where: Any
 ) -> dict[str, Stored]:
-    """Replaces weights in FP8, and leaves out their scales, and those of activations."""
+    """Replaces weights in FP8, and removes the scales of weights and activations."""
     read, problems = dict(stored), []
     for name, weight in stored.items():
         if weight.dtype not in FP8:
@@ -197,8 +197,8 @@ def _name_of_scale(name: str, stored: Mapping[str, Stored]) -> str | None:
 
 
 def _as_grid(scale: Stored, shape: tuple[int, ...]) -> Stored:
-    """Returns scales with as many dimensions as their weight: those of one number for all of it, or
-    of one for each row, may have fewer."""
+    """Returns scales with as many dimensions as their weight. A scale for all of the weight, or one
+    for each row, may have fewer."""
     if prod(scale.shape) == 1:
         everything = tuple(slice(0, 1) for _ in scale.shape)
 
@@ -217,7 +217,7 @@ def _block_of(
 ) -> tuple[int, int] | None:
     """Returns the rows and columns of a block with one scale, or None if the shapes do not match.
 
-    The last block of a dimension may be smaller if the size of blocks is stated.
+    The last block of a dimension may be smaller if the block size is stated.
     """
     if not (scale.dtype in EXPONENTS or jnp.issubdtype(scale.dtype, np.floating)):
         return None

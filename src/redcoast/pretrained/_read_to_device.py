@@ -1,4 +1,4 @@
-"""Reading arrays to accelerators in pieces, so that the host never holds a large array."""
+"""Reads arrays to accelerators in pieces, so that the host never stores a large array."""
 
 import functools as ft
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ def _read(
     """Returns the pieces for each distinct box, and how a device rearranges them."""
     pieces = [read_window(window, target.dtype, stored) for window in step.windows]
     places = [window.place for window in step.windows]
-    # If the rearrangement is the same for all devices, one program does it faster than the host.
+    # If all devices rearrange in the same way, one program is faster than the host.
     if len({*places}) == 1 and not small:
         return pieces, places[0]
     placed = (place(piece) for place, piece in zip(places, pieces, strict=True))

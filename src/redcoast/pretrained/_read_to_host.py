@@ -1,4 +1,4 @@
-"""Reading arrays to CPU devices: files are read directly into the memory of the arrays."""
+"""Reads arrays to CPU devices, directly into the memory of the arrays."""
 
 from collections.abc import Mapping
 
@@ -45,7 +45,7 @@ def fill_host(
 
 def copy_across(source: np.ndarray, target: np.ndarray) -> None:
     """Copies an array into one with another memory order."""
-    # NumPy copies types that are not its own, such as bfloat16, element by element.
+    # NumPy copies extension types such as bfloat16 element by element.
     source, target = (x.view(f"u{x.dtype.itemsize}") for x in (source, target))
     # A few rows of the source at a time, so that the written part of the target stays in the cache.
     slowest = sorted(range(source.ndim), key=lambda d: -source.strides[d])

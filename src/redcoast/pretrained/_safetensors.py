@@ -1,4 +1,4 @@
-"""Reading and writing safetensors files."""
+"""Reads and writes safetensors files."""
 
 import functools as ft
 import json
@@ -64,8 +64,8 @@ def _stored(path: Path, name: str, header) -> Stored:
 
 
 def _with_8_bits(path: Path, stored: dict[str, Stored]) -> dict[str, Stored]:
-    """Replaces how tensors of 8-bit floating-point numbers are read: the package `safetensors` does
-    not read them to NumPy."""
+    """Reads tensors of 8-bit floating-point numbers separately, which the package `safetensors`
+    cannot read to NumPy."""
     small = {name: x for name, x in stored.items() if x.dtype in _8_BITS and 0 not in x.shape}
     if not small:
         return stored
@@ -115,7 +115,7 @@ def write_safetensors(
     - `shapes`: the shape and dtype of each array, by its name.
     - `arrays`: the arrays, in the same order.
     """
-    # NumPy makes a contiguous array of a single number one of one dimension.
+    # NumPy makes a contiguous array of a single number one-dimensional.
     found = {
         name: np.ascontiguousarray(x).reshape(shape)
         for (name, (shape, _)), x in zip(shapes.items(), arrays, strict=True)

@@ -1,4 +1,4 @@
-"""Saving a model in the format of `transformers`."""
+"""Saves a model in the format of `transformers`."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def save(
         if i % jax.process_count() == jax.process_index():
             write_safetensors(work / file, {n: shapes[n] for n in names}, map(tensor, names))
         else:
-            for name in names:  # takes part in the gathering by the process that writes the file
+            for name in names:  # each process takes part in gathering
                 jax.block_until_ready(take(parts[name], leaves))
     _barrier("written")
     finish = lambda: _finish(settings, generation, others, card, shapes, files, work, path)
@@ -202,14 +202,14 @@ def _tokenizer_files(directory: Path | None) -> list[Path]:
         return []
     if not directory.is_dir():
         raise FileNotFoundError(
-            f"There is no directory {directory}, from which `tokenizer` says to copy the files of "
+            f"There is no directory {directory}, from which `tokenizer` would copy the files of "
             "a tokenizer."
         )
     found = {file for pattern in TOKENIZER for file in directory.glob(pattern) if file.is_file()}
     if not found:
         raise ValueError(
-            f"{directory} holds no file of a tokenizer, such as tokenizer.json. Pass the directory "
-            "that the model was loaded from, or no `tokenizer`."
+            f"{directory} contains no file of a tokenizer, such as tokenizer.json. Pass the "
+            "directory that the model was loaded from, or no `tokenizer`."
         )
     return [file_inside(directory, file.name) for file in sorted(found)]
 

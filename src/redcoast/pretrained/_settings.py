@@ -48,8 +48,8 @@ def read_settings(
 ) -> dict[str, Any]:
     """Reads the values of a `config.json`, and rejects unknown settings that might change results.
 
-    Settings that are turned off, and those of other matters than the model's arithmetic, are passed
-    over (`_neutral.py`).
+    Settings that are disabled, or do not concern the model's arithmetic, are ignored
+    (`_neutral.py`).
 
     **Arguments:**
 
@@ -99,7 +99,7 @@ def read_settings(
 
 
 def _value(settings: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Returns the value of a setting. Null is false, and no dropout."""
+    """Returns the value of a setting. Null is false, or a dropout rate of 0."""
     value = settings.get(name, default)
     if value is None and isinstance(default, bool):
         return False
@@ -108,8 +108,8 @@ def _value(settings: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def rename(settings: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Renames settings for which a family has two names: `names` maps the other name to the one
-    that is read."""
+    """Renames settings for which a family has two names: `names` maps the alternative name to the
+    one that is read."""
     for other, name in names.items():
         if {other, name} <= settings.keys() and settings[other] != settings[name]:
             raise ValueError(

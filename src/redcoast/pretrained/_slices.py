@@ -1,4 +1,4 @@
-"""Mapping slices of an array to slices of its published tensors, and back."""
+"""Maps slices of an array to slices of its published tensors, and back."""
 
 import itertools as it
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class SlicesToBox:
 
 @dataclass(frozen=True)
 class Window:
-    """What to read for a box of an array: the same slices of several tensors."""
+    """The data to read for a box of an array: the same slices of several tensors."""
 
     names: tuple[str, ...]
     slices: Box

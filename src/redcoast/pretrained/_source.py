@@ -1,4 +1,4 @@
-"""Opening a pretrained model: its settings, and its tensors in files."""
+"""Opens a pretrained model: its settings, and its tensors in files."""
 
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -14,7 +14,7 @@ from ._safetensors import read_safetensors
 
 COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "encoder_layers")
 COUNTS += ("decoder_layers", "vision_layers")
-# A tensor may be used several times, and may be left out if it is zero.
+# A tensor may be used several times, and may be omitted if it is zero.
 MOST_TIMES, SPARE_ELEMENTS = 4, 2**16
 
 
@@ -31,7 +31,7 @@ def check_layers(settings: Mapping[str, Any], tensors: int, path: Path) -> None:
 
 
 def check_elements(arrays: Iterable[Any], stored: Mapping[str, Stored], path: Path) -> None:
-    """Raises if the model has many more parameters than the files hold, or arrays without any."""
+    """Raises if the model has many more parameters than the files, or arrays without elements."""
     sizes = [prod(x.shape) for x in arrays]
     held = sum(prod(x.shape) for x in stored.values())
     if 0 in sizes or sum(sizes) > MOST_TIMES * held + SPARE_ELEMENTS:
@@ -47,8 +47,8 @@ def check_computed(
 ) -> None:
     """Raises if an array that a model computes when it is created is larger than in the files.
 
-    Such arrays take memory even if only the shapes of the model are wanted. One that the files omit
-    has to be no larger than their largest tensor.
+    Such arrays take memory even if only the shapes of the model are needed. An array that the files
+    omit must not be larger than their largest tensor.
     """
     largest = max((x.shape for x in stored.values()), key=prod, default=())
     for name, shape in shapes.items():
@@ -83,8 +83,8 @@ def open_source(path: Path) -> Source:
         raise ValueError(_pickled([path]))
     if path.suffix == ".safetensors":
         raise ValueError(
-            f"{path} holds tensors, but not the settings of their model. Pass the directory that "
-            f"holds both it and {SETTINGS}."
+            f"{path} contains tensors, but not the settings of their model. Pass the directory "
+            f"that contains both it and {SETTINGS}."
         )
     raise ValueError(f"{path} is neither a directory with a {SETTINGS} nor a `.gguf` file.")
 
@@ -103,7 +103,7 @@ def _open_directory(path: Path) -> Source:
             else f"{path} holds neither {SINGLE} nor {INDEX}{many or _instead(path)}."
         )
     if not (path / SETTINGS).is_file():
-        raise ValueError(f"{path} holds tensors, but no {SETTINGS} that describes the model.")
+        raise ValueError(f"{path} contains tensors, but no {SETTINGS} that describes the model.")
     stored: dict[str, Stored] = {}
     for file in files:
         found = read_safetensors(file)
@@ -114,16 +114,16 @@ def _open_directory(path: Path) -> Source:
 
 
 def _instead(path: Path) -> str:
-    """Says what a directory without a model holds, and what to do with it."""
+    """Returns what a directory without a model contains, and what to do with it."""
     if (path / "adapter_config.json").is_file():
         return (
-            ", but adapters. Load the model that they were trained for, and then them: "
+            ", but adapters. Load the model that they were trained for, and then the adapters: "
             f"`lora.load_adapters(model, {str(path)!r})`"
         )
     snapshots = sorted(x for x in path.glob("snapshots/*") if x.is_dir())
     if snapshots:
         listed = " or ".join(map(str, snapshots))
-        return f", but snapshots of a model, as the hub's cache does. Pass {listed}"
+        return f", but snapshots of a model, as in the hub's cache. Pass {listed}"
     if shards := sorted(file.name for file in path.glob("*.safetensors")):
         way = f"Rename it to {SINGLE}" if len(shards) == 1 else f"Download {INDEX}, too"
         return f", but {', '.join(shards)}. {way}"
@@ -138,12 +138,12 @@ def _generation(path: Path) -> dict[str, Any] | None:
     try:
         return read_json(file)
     except ValueError as error:
-        warn(f"The options of decoding are left out, because they cannot be read. {error}")
+        warn(f"The options of decoding are ignored, because they cannot be read. {error}")
         return None
 
 
 def tensor_files(path: Path) -> list[Path]:
-    """Returns the files of a directory that hold the tensors of its model."""
+    """Returns the files of a directory that contain the tensors of its model."""
     if (path / SINGLE).is_file():
         return [file_inside(path, SINGLE)]
     if not (path / INDEX).is_file():

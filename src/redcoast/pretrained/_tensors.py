@@ -24,15 +24,15 @@ class Tensor:
     **Arguments:**
 
     - `name`: the names of the tensors. Each field in it, such as `{layer}`, is a leading dimension
-      of the leaf, in the same order. `{layer+1}` counts from 1, for layers of which the first has
-      no such tensor, and `{layer+0}` from 0, for layers of which the last ones have none.
+      of the leaf, in the same order. `{layer+1}` counts from 1, if the first layer has no such
+      tensor, and `{layer+0}` from 0, if the last layers have none.
     - `pattern`: how the dimensions of one tensor become the remaining dimensions of the leaf, in
       the style of einops. Each dimension is a factor, or several factors in parentheses, slowest
       first; a number is a factor of that size. Every factor must be on both sides, except factors
-      of size 1 and those fixed at an index.
-    - `fixed`: sizes of factors that do not follow from the leaf's shape; or an index and a size,
-      for a factor of which the leaf holds only that index: `qkv=(0, 3)` is the first of three. If
-      this factor is on both sides, the leaf holds as many indices as it has, from that one on.
+      of size 1 and factors that are fixed at an index.
+    - `fixed`: sizes of factors that do not follow from the leaf's shape; or an index and a size, if
+        the leaf only has that index of a factor: `qkv=(0, 3)` is the first of three. If this factor
+        is on both sides, the leaf has a range of indices that begins there.
 
     **Raises:**
 
@@ -74,7 +74,7 @@ def _groups(side: str, tensor: Tensor) -> Groups:
     if odd := [sign for _, _, sign in found if sign]:
         raise ValueError(
             f"{tensor} has {odd[0]!r} where a factor is expected. Write factors as words or "
-            "numbers, those of one dimension in parentheses: `(heads head_dim) width`."
+            "numbers, with the factors of one dimension in parentheses: `(heads head_dim) width`."
         )
     groups = tuple(tuple((inside or word).split()) for inside, word, _ in found)
     names = [f for group in groups for f in group if f != "1"]
@@ -155,13 +155,13 @@ def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
 
 
 def ranges(tensor: Tensor) -> dict[str, int]:
-    """Returns the factors of which the leaf holds a range, with its first index."""
+    """Returns the factors of which the leaf has a range, with its first index."""
     right = {*it.chain(*tensor.right)}
     return {f: at[0] for f, at in tensor.fixed if isinstance(at, tuple) and f in right}
 
 
 def tensor_sizes(tensor: Tensor, sizes: dict[str, int]) -> dict[str, int]:
-    """Returns the size of each factor in the tensor, given those in the leaf."""
+    """Returns the size of each factor in the tensor, given the sizes in the leaf."""
     fixed = dict(tensor.fixed)
     totals = {f: at[1] for f in ranges(tensor) if isinstance(at := fixed[f], tuple)}
     return sizes | totals

@@ -1,7 +1,7 @@
 """The language model within a model of texts and images, or of texts and sounds.
 
-Such models put what they read from an image between the embeddings of tokens. Texts alone pass
-through the language model as if it were by itself, so that it is loaded without the rest.
+Such models insert the features of an image between the embeddings of tokens. For texts alone, only
+the language model is used, so it is loaded without the rest.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from ..core._frames import warn
 from ._lazy_tensor import Source, Stored
 from ._quantised import QUANTISATION
 
-# The types of model around a language model, and the type of this if the file does not say.
+# The types of model that contain a language model, and its type if the file does not state it.
 WRAPPERS = {
     "gemma3": "gemma3_text",
     "idefics3": "llama",
@@ -50,7 +50,7 @@ _SIZES = {
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", *QUANTISATION)
 _TIED = "tie_word_embeddings"
 _HEAD = "lm_head."
-# How the names of a language model's tensors begin, and how they would begin by itself.
+# The prefixes of a language model's tensors, and their prefixes in a separate language model.
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": _HEAD,
@@ -62,7 +62,7 @@ _PREFIXES = {
 
 
 def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of the language model, or those of any other model as they are."""
+    """Returns the settings of the language model; for other models, the settings unchanged."""
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in WRAPPERS:
         return settings
@@ -82,8 +82,8 @@ def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_part(source: Source, where: Any) -> Source:
-    """Returns the language model of a file, and warns of the tensors that are left out; or any
-    other model as it is."""
+    """Returns the language model of a file, with a warning about omitted tensors; other models are
+    returned unchanged."""
     settings = text_settings(source.settings)
     if settings is source.settings:
         return source
@@ -92,8 +92,8 @@ def text_part(source: Source, where: Any) -> Source:
     if left_out:
         parts = " and ".join(f"{count} of {name}" for name, count in sorted(left_out.items()))
         warn(
-            f"{where} holds a {source.settings['model_type']}, of which only the language model is "
-            f"loaded, for texts alone. Left out: {left_out.total()} tensors, {parts}."
+            f"{where} contains a {source.settings['model_type']}, of which only the language model "
+            f"is loaded, for texts alone. Left out: {left_out.total()} tensors, {parts}."
         )
     stored = {new: source.stored[name] for name, new in names.items()}
     if _TIED not in settings:
@@ -102,7 +102,7 @@ def text_part(source: Source, where: Any) -> Source:
 
 
 def _names(stored: Mapping[str, Stored]) -> dict[str, str]:
-    """Maps the names of the language model's tensors to those that they would have by itself."""
+    """Maps the names of the language model's tensors to the names in a separate language model."""
     own = [prefix for prefix in _PREFIXES if prefix != _HEAD]
     if not any(name.startswith(tuple(own)) for name in stored):
         return {name: name for name in stored if name.startswith(("model.", _HEAD))}

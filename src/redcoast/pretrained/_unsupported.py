@@ -1,11 +1,11 @@
-"""Why a type of published models cannot be loaded: what of its architecture is not implemented."""
+"""Explains which part of an architecture is not implemented, for types that cannot be loaded."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from ..core._errors import short_repr
 
-# What is not implemented, and the types that have it. One feature of each type is enough.
+# Features that are not implemented, and the types that have them: one feature for each type.
 _FEATURES: dict[str, str] = {
     # Layers in place of attention.
     "layers of Gated DeltaNet (linear attention)": """
@@ -15,7 +15,7 @@ _FEATURES: dict[str, str] = {
     "layers of lightning attention (linear attention)": "minimax",
     "layers of Mamba-1 (state spaces with a decay of each feature)": """
         falcon_mamba jamba mamba zamba""",
-    "layers of attention between or beside those of Mamba-2": "bamba falcon_h1 nemotron_h zamba2",
+    "attention layers between or beside Mamba-2 layers": "bamba falcon_h1 nemotron_h zamba2",
     "recurrences (RWKV)": "rwkv",
     "recurrences (RG-LRU)": "recurrent_gemma",
     "recurrences (xLSTM)": "xlstm",
@@ -97,7 +97,7 @@ _FEATURES: dict[str, str] = {
         emu3 fuyu git got_ocr2 mllama paligemma phi4_multimodal qwen3_vl_moe""",
     "parts for sounds": "moshi moss_transcribe_diarize musicgen musicgen_melody",
 }
-# Types with the arithmetic of another one.
+# Types with the same arithmetic as another type.
 OTHER_NAMES = frozenset(
     """
     blenderbot-small data2vec-text exaone glm4_moe_lite gpt-sw3 internlm3 iquestcoder sarvam_mla

@@ -1,4 +1,4 @@
-"""The tokens between the first one and the text, as Whisper's files describe them."""
+"""The tokens between the first one and the text, from the settings in Whisper's files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ _CODES = {
     for code, names in (entry.split("=") for entry in _LANGUAGES.split())
     for name in names.split(",")
 }
-# What `transformers` reads of a file and `redcoast.generate` does not use, or uses as `prefix`.
+# Settings that `transformers` reads and `redcoast.generate` does not use, or uses as `prefix`.
 _KEPT = """
     alignment_heads compression_ratio_threshold condition_on_prev_tokens is_multilingual lang_to_id
     language logprob_threshold max_initial_timestamp_index max_length max_new_tokens
@@ -37,15 +37,15 @@ _KEPT = """
 """.split()  # noqa: SIM905
 _OF_PREFIX = ("language", "task", "return_timestamps")
 _TASKS = ("transcribe", "translate")
-# What options of another type than expected raise.
+# The errors that options of an unexpected type raise.
 _ERRORS = (TypeError, ValueError, LookupError, AttributeError)
 
 
 def read_whisper_prompt(given: Mapping[str, Any]) -> tuple[tuple[int, ...], list[str]]:
     """Returns the tokens of the language, of the task and of the absence of timestamps.
 
-    They are given by name (`language`, `task`) or by position (`forced_decoder_ids`), of which the
-    names count, as in `transformers`.
+    They are specified by name (`language`, `task`) or by position (`forced_decoder_ids`). Names
+    take precedence, as in `transformers`.
 
     **Arguments:**
 
@@ -53,8 +53,8 @@ def read_whisper_prompt(given: Mapping[str, Any]) -> tuple[tuple[int, ...], list
 
     **Returns:**
 
-    The tokens, and descriptions of the options that are not implemented or not valid. There are no
-    tokens if one of them is unknown.
+    The tokens, and descriptions of the options that are not implemented or invalid. If one of the
+    tokens is unknown, there are none.
     """
     tables = {name: given.get(name, {}) for name in ("lang_to_id", "task_to_id")}
     odd = [_show(given, name) for name, table in tables.items() if not isinstance(table, dict)]
@@ -99,10 +99,10 @@ def write_whisper_prompt(
     """
     settings = {name: json.loads(text) for name, text in kept}
     if read_whisper_prompt(settings | forced)[0] != tuple(prefix):
-        # Another prefix was chosen after the model was loaded.
+        # The prefix was changed after the model was loaded.
         settings = {name: value for name, value in settings.items() if name not in _OF_PREFIX}
     if read_whisper_prompt(settings | forced)[0] != tuple(prefix):
-        settings["return_timestamps"] = True  # the prefix does not turn them off
+        settings["return_timestamps"] = True  # the prefix does not disable them
     return settings
 
 
@@ -129,7 +129,7 @@ def _named(
 
 
 def _token_of(language: Any, languages: Mapping[str, Any]) -> Any:
-    """Returns the token of a language by its token's word, its code or its English name."""
+    """Returns the token of a language, from the text of its token, its code or its English name."""
     if not isinstance(language, str):  # one for each row
         return None
     word = language.lower()

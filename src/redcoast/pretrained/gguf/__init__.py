@@ -1,1 +1,1 @@
-"""Files of llama.cpp: their tensors, dequantised, and their settings as Hugging Face's."""
+"""Reads files of llama.cpp: dequantised tensors, and settings in Hugging Face's format."""

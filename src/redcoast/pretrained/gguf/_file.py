@@ -113,8 +113,8 @@ class GGUF:
 
 
 def read_gguf(path: Path) -> GGUF:
-    """Reads the metadata of a file and the locations of its tensors; of a model in several files,
-    those of all of them.
+    """Reads the metadata of a file and the locations of its tensors. If a model has several files,
+    all of them are read.
 
     **Raises:**
 
@@ -135,7 +135,7 @@ def read_gguf(path: Path) -> GGUF:
         if twice := stored.keys() & file.stored.keys():
             raise ValueError(f"{part} holds {min(twice)}, but so does another part of {path}.")
         stored |= file.stored
-        metadata = file.metadata | metadata  # the first part has those of the model
+        metadata = file.metadata | metadata  # the first part has the metadata of the model
     if (tensors := metadata.get(TENSORS, len(stored))) != len(stored):
         raise ValueError(
             f"The parts of {path} hold {len(stored)} tensors, but should hold {tensors}. Download "
@@ -153,7 +153,7 @@ def files_of_model(path: Path, count: int) -> list[Path]:
 
     **Raises:**
 
-    `ValueError` if the name does not tell those of the others, or if one is missing.
+    `ValueError` if the names of the others cannot be derived from it, or if one is missing.
     """
     match = _NAME.fullmatch(path.name)
     if match is None or int(match[3]) != count:
@@ -172,7 +172,7 @@ def files_of_model(path: Path, count: int) -> list[Path]:
 
 
 def first_part(files: list[Path]) -> Path | None:
-    """Returns the first of several files if, by their names, they are those of one model."""
+    """Returns the first of several files if their names show that they are parts of one model."""
     matches = [_NAME.fullmatch(file.name) for file in files]
     if not files or any(match is None for match in matches):
         return None

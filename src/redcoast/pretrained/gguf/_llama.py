@@ -1,4 +1,4 @@
-"""LLaMA models in GGUF files, whose settings and tensors have different names."""
+"""Reads LLaMA models in GGUF files, where settings and tensors have different names."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ _ROPE = {
 }
 _NEEDED = {"none": set(), "linear": {"factor"}}
 _NEEDED["yarn"] = {"factor", "original_max_position_embeddings"}
-# The factors by which frequencies of rotary embeddings are divided.
+# The factors that frequencies of rotary embeddings are divided by.
 _FACTORS = "rope_freqs.weight"
 _TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 
@@ -93,8 +93,8 @@ def _settings(path: Path, file: GGUF) -> dict[str, Any]:
 
 
 def _scaling(path: Path, file: GGUF, given: dict[str, Any], head_dim: int) -> dict[str, Any] | None:
-    """Returns the scaling of rotary embeddings: what the metadata say, and the tensor of factors
-    that files of Llama 3.1 and later have. Takes what it reads out of both."""
+    """Returns the scaling of rotary embeddings, from the metadata and from the tensor of factors in
+    files of Llama 3.1 and later. Removes what it reads from both."""
     kind = given.pop("rope.scaling.type", "none")
     found = {new: given.pop(old) for old, new in _ROPE.items() if old in given}
     given.pop("rope.scaling.finetuned", None)
@@ -125,9 +125,9 @@ def _scaling(path: Path, file: GGUF, given: dict[str, Any], head_dim: int) -> di
 def fit_llama3(path: Path, factors: np.ndarray, base: float) -> dict[str, Any] | None:
     """Returns the settings of Llama 3's scaling that divides frequencies by these factors.
 
-    Of frequencies between those that are kept and those that are divided by the largest factor, the
-    share that is kept is linear in the frequency. `low_freq_factor` may be any number, since only
-    its ratios to the others matter; it is 1, as in all published models.
+    High frequencies are kept, and low ones divided by the largest factor. In between, the share
+    that is kept is linear in the frequency. `low_freq_factor` may be any number, since only its
+    ratios to the others matter; it is 1, as in all published models.
     """
     frequencies = base ** -(np.arange(len(factors)) / len(factors))
     largest = float(np.max(factors, initial=1.0))
@@ -156,7 +156,7 @@ def fit_llama3(path: Path, factors: np.ndarray, base: float) -> dict[str, Any] |
 
 
 def _shortest(value: Any) -> Any:
-    # Values were stored in float32: 1e-5 would be read as 9.999999747378752e-06.
+    # Values are stored in float32, in which 1e-5 is 9.999999747378752e-06.
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 

@@ -21,7 +21,7 @@ _FIELDS = {
     "pad": ("pad_token_id", 0),
     "bos": ("bos_token_id", None),
 }
-_RATE = "seq_classif_dropout"  # of the classifier of texts; that of tokens has the common one
+_RATE = "seq_classif_dropout"  # of the classifier of texts, and not of the one of tokens
 _ARCHITECTURES = {
     "DistilBertModel": None,
     "DistilBertForMaskedLM": "masked",
@@ -34,7 +34,7 @@ _LETTERS = {"q": "q_lin", "k": "k_lin", "v": "v_lin", "o": "out_lin"}
 def read_distilbert(settings: dict[str, Any]) -> dict[str, Any]:
     defaults = {**defaults_of(_FIELDS), "eos_token_id": None, _RATE: 0.2}
     only = {"tie_word_embeddings": (True,), "tie_weights_": (True,)}
-    # The positions of a file are those of its table, whatever they were initialised with.
+    # The positions are in a table of the file, whatever their initialisation was.
     c = read_settings(settings, defaults, only, ("sinusoidal_pos_embds",))
     head = read_architecture(settings, _ARCHITECTURES, "DistilBertModel")
     fields = read_fields(c, _FIELDS) | {"kind": "distilbert", "types": 1, "head": head}

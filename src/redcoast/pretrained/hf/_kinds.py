@@ -1,4 +1,4 @@
-"""Tables of the types of model that are `Transformer`s: their options, settings and tensors."""
+"""Tables of the types of `Transformer`: their options, settings and tensors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -39,11 +39,11 @@ _DEFAULTS = {f.name: f.default for f in fields(TransformerConfig) if f.name in _
 class Kind:
     """A type of model.
 
-    - `architecture`: the name of its class, without what it is for.
+    - `architecture`: the name of its class, without a suffix for the task.
     - `options`: the options that all its models have.
     - `free`: the options that each of them may have.
     - `named`: whether a configuration is of this type only if its `kind` says so, because another
-      type has the same options and other files.
+        type has the same options in other files.
     - `fields`: the names of the settings of its fields, and their default values.
     - `defaults`: further settings that are read, and default values that differ.
     - `only`, `ignored`: arguments of `read_settings`.

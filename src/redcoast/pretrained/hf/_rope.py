@@ -16,8 +16,8 @@ _YARN = {
     "rounded": "truncate",
     "amplitude": "attention_factor",
 }
-# What describes rotary embeddings, or kinds of their scaling. The sections of Qwen's images are of
-# no effect on texts.
+# Settings of rotary embeddings and of their scaling. Qwen's sections for images have no effect on
+# texts.
 _OF_OTHER_KINDS = frozenset(
     """
     rope_type type rope_theta factor original_max_position_embeddings beta_fast beta_slow truncate
@@ -40,21 +40,21 @@ def rope_of(c: dict[str, Any]) -> dict[str, Any]:
 def unread(rope: Mapping[str, Any], read: Iterable[str]) -> list[str]:
     """Returns the settings of rotary embeddings that might change results and are not read.
 
-    Settings of other kinds of scaling are not among them: `transformers` ignores them, too.
+    Settings of other kinds of scaling are excluded, because `transformers` ignores them too.
     """
     names = rope.keys() - {*read} - _OF_OTHER_KINDS
     return sorted(name for name in names if not is_neutral(name, rope[name]))
 
 
 def kind_of_rope(rope: Mapping[str, Any]) -> str:
-    # Of a token, the three positions of Qwen's images are one and the same.
+    # For tokens of text, the three positions of Qwen's models are equal.
     kinds = [rope.get(name) or "default" for name in ("rope_type", "type")]
     return next((kind for kind in kinds if kind not in ("default", "mrope")), "default")
 
 
 def read_rope(rope: Mapping[str, Any] | None, *, context: int | None = None) -> RopeScaling | None:
-    """Reads `rope_scaling`, or `rope_parameters`, of a `config.json`. `context` is the number of
-    tokens that kinds of scaling assume if the file does not say."""
+    """Reads `rope_scaling`, or `rope_parameters`, of a `config.json`. `context` is the default
+    number of tokens for the scaling, if the file does not state it."""
     rope = {name: value for name, value in (rope or {}).items() if value is not None}
     kind = kind_of_rope(rope)
     names = {"factor": "factor"}
@@ -75,13 +75,13 @@ def read_rope(rope: Mapping[str, Any] | None, *, context: int | None = None) -> 
     if missing := names.keys() - rope.keys():
         raise ValueError(f"`rope_scaling` of the type {kind!r} needs {sorted(missing)}.")
     fields = {field: rope[name] for name, field in names.items()}
-    if kind == "dynamic":  # whatever the rest of the file says, as in `transformers`
+    if kind == "dynamic":  # whatever other settings there are, as in `transformers`
         fields["original"] = context
     return RopeScaling(kind, **fields)  # pyright: ignore[reportArgumentType]
 
 
 def read_rope_settings(c: dict[str, Any]) -> dict[str, Any]:
-    """Reads the base and the scaling from either of the places where versions store them."""
+    """Reads the base and the scaling, which versions of `transformers` store in two places."""
     rope, context = rope_of(c), c["max_position_embeddings"]
     if kind_of_rope(rope) != "yarn":
         base = rope.get("rope_theta") or c["rope_theta"]
@@ -94,7 +94,7 @@ def read_rope_settings(c: dict[str, Any]) -> dict[str, Any]:
 def write_rope(scaling: RopeScaling | Yarn | LongRope | None, context: int) -> dict[str, Any]:
     """Returns the setting `rope_scaling` of a `config.json`, if embeddings are scaled."""
     if isinstance(scaling, LongRope):
-        raise ValueError("`rope_scaling` is a `LongRope`, which only files of Phi-3 can say.")
+        raise ValueError("`rope_scaling` is a `LongRope`, which only files of Phi-3 support.")
     if scaling is None:
         return {}
     if isinstance(scaling, Yarn):
@@ -120,8 +120,8 @@ def read_yarn(
 ) -> dict[str, Any]:
     """Reads the base and the scaling of a model whose rotary embeddings may be scaled by YaRN.
 
-    `scales` are the names of two numbers that the size of the embeddings follows from, of which the
-    second also scales the scores of attention, if `scores`.
+    `scales` are the names of two numbers that determine the size of the embeddings. The second also
+    scales the scores of attention, if `scores`.
     """
     rope = rope_of(c) or dict(default)
     base = rope.get("rope_theta") or c["rope_theta"]
@@ -138,7 +138,7 @@ def read_yarn(
         raise ValueError(f"The rotary embeddings have unknown settings: {unknown}.")
     if missing := {_YARN["factor"], _YARN["original"]} - rope.keys():
         raise ValueError(f"Rotary embeddings of the type 'yarn' need {sorted(missing)}.")
-    # Zero stands for the default, as in `transformers`.
+    # Zero means the default, as in `transformers`.
     for name in ("beta_fast", "beta_slow"):
         rope[name] = rope.get(name) or None
     fields = {field: rope[name] for field, name in _YARN.items() if rope.get(name) is not None}
@@ -159,7 +159,7 @@ def rotated_part(rotated: int, head_dim: int) -> float:
     part = rotated / head_dim
     if int(head_dim * part) != rotated:
         raise ValueError(
-            f"A `rotary_dim` of {rotated} cannot be saved: the file has its ratio to the head "
+            f"A `rotary_dim` of {rotated} cannot be saved: the file stores its ratio to the head "
             f"size {head_dim}, from which rounding gives {rotated - 1}."
         )
     return part

@@ -1,4 +1,4 @@
-"""What BART and Whisper share: the settings and the tensors of an encoder and a decoder."""
+"""The settings and tensors of an encoder and a decoder, which BART and Whisper share."""
 
 from typing import Any
 

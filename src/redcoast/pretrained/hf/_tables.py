@@ -129,6 +129,6 @@ def own_head(config: Any, pattern: str = TURNED) -> dict[str, Tensor]:
 
 
 def tied_head(embed: str) -> Callable[[Any], dict[str, str]]:
-    """Returns the function `duplicates` of a family: if the head is tied, a file may hold the
+    """Returns the function `duplicates` of a family: if the head is tied, a file may contain the
     embedding again as the head."""
     return lambda config: {"lm_head.weight": embed} if config.tied else {}

@@ -67,6 +67,6 @@ def tensors(config: BartConfig) -> dict[str, Tensor]:
 
 
 def duplicates(config: BartConfig) -> dict[str, str]:
-    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
+    """Maps the names under which a file may contain a tensor again to the tensor's own name."""
     names = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
     return dict.fromkeys((*names, "lm_head.weight"), "model.shared.weight")

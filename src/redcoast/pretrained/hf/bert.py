@@ -26,7 +26,7 @@ _FIELDS = {
 }
 KINDS = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert")
 _ATTENTION = {"q": "self.query", "k": "self.key", "v": "self.value", "o": "output.dense"}
-# RoBERTas but for their names and tokenizers.
+# RoBERTa with other names and tokenizers.
 _ROBERTAS = {"xlm-roberta": "XLMRoberta", "camembert": "Camembert"}
 _HEADS = {
     None: "Model",
@@ -90,8 +90,8 @@ def write(config: BertConfig) -> dict[str, Any]:
 def settle(config: BertConfig, names: Collection[str]) -> BertConfig:
     """Completes a configuration from the names of the tensors in the files.
 
-    The settings do not say whether there is a pooler, and describe files with BERT's next-sentence
-    head as those of a masked language model.
+    The settings do not state whether there is a pooler, and describe files with BERT's
+    next-sentence head as a masked language model.
     """
     if config.kind == "distilbert":
         return config
@@ -148,7 +148,7 @@ def _heads(config: BertConfig, base: str) -> dict[str, Tensor]:
 
 
 def duplicates(config: BertConfig) -> dict[str, str]:
-    """Maps other names under which a file may hold a tensor to the tensor's own name."""
+    """Maps other names under which a file may contain a tensor to the tensor's own name."""
     found, base = {}, f"{config.kind}."
     for name in all_names(tensors(config), config.layers):
         others = [name, name if config.head else base + name]

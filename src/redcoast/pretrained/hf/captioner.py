@@ -30,10 +30,10 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     model = "VisionEncoderDecoderModel"
     read_architecture(settings, {model: None}, model)
     decoder = dict(c["decoder"])
-    # Token ids that are missing are those of the decoder. Captions start with `bos` by default.
+    # Missing token ids are taken from the decoder. Captions start with `bos` by default.
     start, bos, eos, pad = (decoder.get(n) if c[n] is None else c[n] for n in _IDS)
     return {
-        # The encoder has no head here, whatever its own settings name.
+        # The encoder has no head here, whatever its own settings are.
         "encoder": ViTConfig(**vit.read({**c["encoder"], "architectures": None})),
         "decoder": GPT2Config(**gpt2.read(decoder)),
         "decoder_start": bos if start is None else start,
@@ -86,7 +86,7 @@ def module_name(name: str) -> str:
 
 
 def duplicates(config: CaptionerConfig) -> dict[str, str]:
-    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
+    """Maps the names under which a file may contain a tensor again to the tensor's own name."""
     found = gpt2.duplicates(config.decoder)
     return {f"decoder.{copy}": f"decoder.{name}" for copy, name in found.items()}
 

@@ -13,7 +13,7 @@ __all__ = ["example_inputs", "read", "tensors", "write"]
 
 BUFFERS = (r"\.embeddings\.position_ids$",)
 
-# The settings of published files are often only those that differ from the base size.
+# Published files often only have settings that differ from the base size.
 _BOTH: dict[str, Any] = {
     "layers": ("num_hidden_layers", 12),
     "activation": ("hidden_act", "quick_gelu"),
@@ -39,7 +39,7 @@ _TEXT = {
     "bos": ("bos_token_id", 49406),
     "pad": ("pad_token_id", 1),
 }
-# The size of the outputs is that of the entire model.
+# The entire model determines the size of the outputs.
 _IGNORED = ("projection_dim",)
 
 
@@ -50,7 +50,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     # The embedding of tokens is tied to nothing.
     c = read_settings(settings, defaults, {"model_type": ("clip",)}, ("tie_word_embeddings",))
     read_architecture(settings, {"CLIPModel": None}, "CLIPModel")
-    # What the first files have twice is overridden by the second.
+    # If the oldest files have a setting twice, the second one counts.
     text, image = ({**(c[part] or {}), **(c[part + "_dict"] or {})} for part in parts)
     kind = {"model_type": ("clip_vision_model",)}
     image = read_settings(image, defaults_of(_IMAGE), kind, _IGNORED)

@@ -121,7 +121,7 @@ def split_modules(config: Dinov2Config) -> dict[str, Tensor]:
 
 
 def duplicates(config: Dinov2Config) -> dict[str, str]:
-    """Maps other names under which a file may hold a tensor to the tensor's own name."""
+    """Maps other names under which a file may contain a tensor to the tensor's own name."""
     if config.head:
         return {}
     names = all_names(tensors(config), config.layers)

@@ -82,7 +82,7 @@ def module_name(name: str) -> str:
 
 
 def duplicates(config: Dinov3Config) -> dict[str, str]:
-    """Maps other names under which a file may hold a tensor to the tensor's own name."""
+    """Maps other names under which a file may contain a tensor to the tensor's own name."""
     names = all_names(tensors(config), config.layers)
     return {module_name(name): name for name in names if module_name(name) != name}
 

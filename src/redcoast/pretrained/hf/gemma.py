@@ -141,7 +141,7 @@ def _kind(c: GemmaConfig) -> str:
             "No generation of Gemma has this combination of settings. The first has no "
             "`post_norms`, `qk_norm`, windows, caps or `score_scale`; the second has `post_norms` "
             "and the same rotary embeddings in all layers; the third has `post_norms` and "
-            "`qk_norm`, but no `score_cap`, and does not scale those of layers with a window."
+            "`qk_norm`, but no `score_cap`, and scales rotary embeddings only in global layers."
         )
     return kind
 

@@ -38,8 +38,8 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "swiglu_alpha": (1.702,),
     }
     settings = rename(settings, {"experts_per_token": "num_experts_per_tok"})
-    # `output_router_logits` only selects the training loss. The initial context is that of YaRN,
-    # which states it again.
+    # `output_router_logits` only selects the training loss. The initial context is also in the
+    # settings of YaRN.
     c = read_settings(settings, defaults, only, ("output_router_logits", "initial_context_length"))
     kinds = c["layer_types"] or [(LOCAL, GLOBAL)[i % 2] for i in range(c["num_hidden_layers"])]
     local = tuple(near and c["sliding_window"] is not None for near in read_windows(kinds))
@@ -57,8 +57,8 @@ def write(config: GptOssConfig) -> dict[str, Any]:
 
 
 def tensors(config: GptOssConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors: the gates and the other features of the experts are
-    in turn in one tensor."""
+    """Maps each array to its published tensors, in which gates and other features of the experts
+    alternate."""
     mlp, hidden = LLAMA_LAYER + "mlp.", "experts hidden"
     experts = mlp + "experts."
     found = llama_attention("qkvo") | {

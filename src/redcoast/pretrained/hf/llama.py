@@ -1,5 +1,4 @@
-"""The settings and tensors of LLaMA and of the models that are LLaMA with options, in Hugging
-Face's format."""
+"""The settings and tensors of LLaMA and its variants in Hugging Face's format."""
 
 from typing import Any
 
@@ -24,7 +23,7 @@ _FIELDS = WINDOW_FIELDS
 
 
 def _window(c: dict[str, Any]) -> dict[str, Any]:
-    """Reads a sliding window, which Qwen's models have from some layer on if it is used."""
+    """Reads a sliding window, which Qwen's models may have from some layer on."""
     if not c["use_sliding_window"] or not c["sliding_window"]:
         return {"window": None}
     if not c["layer_types"] and c["max_window_layers"] >= c["num_hidden_layers"]:
@@ -57,7 +56,7 @@ _ALL_LAYERS = {"use_sliding_window": True, "max_window_layers": 0, "layer_types"
 
 
 def _layer_types(c: dict[str, Any]) -> dict[str, Any]:
-    """Reads which layers of an OLMo 3 have a window: three of four, if the file does not say."""
+    """Reads which layers of an OLMo 3 have a window; by default, three of four."""
     kinds = c["layer_types"]
     if kinds is None:
         kinds = [LOCAL if (i + 1) % 4 else GLOBAL for i in range(c["num_hidden_layers"])]
@@ -229,7 +228,7 @@ KINDS = {
             "attention_multiplier": c.score_factor or c.head_dim**-0.5,
             "layer_types": ["full_attention"] * c.layers,
             "num_local_experts": 0,
-            "mamba_n_heads": 1,  # of layers that there are not, which yet must divide the width
+            "mamba_n_heads": 1,  # must divide the width, although there are no such layers
             "position_embedding_type": None if c.rope_layers else "rope",
         },
     ),

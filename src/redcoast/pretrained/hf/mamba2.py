@@ -39,7 +39,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     defaults = defaults_of(_FIELDS) | {"eos_token_id": 2}
     given = (settings.get(name) for name in ("num_heads", "head_dim", "hidden_size"))
     sizes = [value for value in given if type(value) is int and value > 0]
-    # A file of `transformers` holds infinity as a number, or in this form.
+    # A file of `transformers` stores infinity as a number, or in this form.
     infinity = (math.inf, "Infinity", {"__float__": "Infinity"})
     only = {
         "model_type": ("mamba2",),
@@ -78,7 +78,7 @@ def tensors(config: Mamba2Config) -> dict[str, Tensor]:
     start, total, channels = 0, sum(sizes.values()), c.inner + 2 * small
     for leaf, size in sizes.items():
         found[f"layers/{leaf}"] = Tensor(mixer + "in_proj.weight", TURNED, outputs=(start, total))
-        if leaf in "xbc":  # the convolution is over these, which come behind the gate
+        if leaf in "xbc":  # the convolution is over these, which follow the gate
             at = (start - c.inner, channels)
             kernel = "channels 1 taps -> taps channels"
             found[f"layers/conv_{leaf}"] = Tensor(mixer + "conv1d.weight", kernel, channels=at)

@@ -51,7 +51,7 @@ KINDS = {
             "use_sliding_window": False,
         },
         only={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
-        # There are no dense layers, which the second is the size of.
+        # The second is the size of dense layers, and there are none.
         ignored=("output_router_logits", "intermediate_size", "max_window_layers"),
         renamed={"num_local_experts": "num_experts"},
         more=lambda c: {} if c["use_sliding_window"] else {"window": None},

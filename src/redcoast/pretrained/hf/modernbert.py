@@ -66,7 +66,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "rope_scaling": (None,),
         "tie_word_embeddings": (True,),
     }
-    # `norm_eps` is the one that counts. The rest selects the training loss, or how it is computed.
+    # `norm_eps` has precedence. The others select the training loss, or its implementation.
     ignored = """
         layer_norm_eps position_embedding_type initializer_cutoff_factor cls_token_id
         deterministic_flash_attn sparse_prediction sparse_pred_ignore_index reference_compile
@@ -172,7 +172,7 @@ def _norm(c: ModernBertConfig, leaf: str, name: str) -> dict[str, Tensor]:
 
 
 def duplicates(config: ModernBertConfig) -> dict[str, str]:
-    """Maps other names under which a file may hold a tensor to the tensor's own name."""
+    """Maps other names under which a file may contain a tensor to the tensor's own name."""
     if config.head:
         tied = {"decoder.weight": "model.embeddings.tok_embeddings.weight"}
         return tied if config.head == "masked" else {}

@@ -61,13 +61,13 @@ def _read_rope(c: dict[str, Any]) -> dict[str, Any]:
     kinds = {rope.pop(name, None) or "default" for name in ("rope_type", "type")} - {"default"}
     if not kinds:
         return found
-    # The older names are those of the same scaling.
+    # The older names mean the same scaling.
     if not kinds <= {"longrope", "su", "yarn"}:
         raise ValueError(
             f"The rotary embeddings have the types {sorted(kinds)}, but only 'default' and "
             "'longrope' are implemented."
         )
-    rope.pop("original_max_position_embeddings", None)  # the one outside counts
+    rope.pop("original_max_position_embeddings", None)  # the outer one counts
     unknown = unread(rope, (*_FACTORS.values(), "factor", "attention_factor"))
     missing = {*_FACTORS.values()} - rope.keys()
     if unknown or missing:
@@ -88,9 +88,9 @@ def _long_rope(rope: dict[str, Any], c: dict[str, Any]) -> LongRope:
 
 def write(config: Phi3Config) -> dict[str, Any]:
     c = config
-    kind_of(c, _KINDS)  # refuses options that the files have no setting for
+    kind_of(c, _KINDS)  # rejects options that the files have no setting for
     if c.rope_scaling is not None and not isinstance(c.rope_scaling, LongRope):
-        raise ValueError("`rope_scaling` must be a `LongRope`: files of Phi-3 can say no other.")
+        raise ValueError("`rope_scaling` must be a `LongRope`: files of Phi-3 support no other.")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": c.rope_base}
     if s := c.rope_scaling:
         rope |= {"rope_type": "longrope", "attention_factor": s.factor}

@@ -13,7 +13,7 @@ from ._tables import EMBED, OUT_PROJ, attention, dense, linear, norm, patches
 
 BUFFERS = (r"\.embeddings\.position_ids$",)
 
-# The settings of published files are often only those that differ from the base size.
+# Published files often only have settings that differ from the base size.
 _BOTH: dict[str, Any] = {
     "width": ("hidden_size", 768),
     "layers": ("num_hidden_layers", 12),

@@ -79,7 +79,7 @@ def _is_scaled(c: dict[str, Any]) -> bool:
 def settle(config: T5Config, names: Collection[str]) -> T5Config:
     """Completes a configuration from the names of the tensors in the files.
 
-    A head that is not scaled is tied if the files do not hold it; see `_is_scaled`.
+    A head that is not scaled is tied if the files do not contain it; see `_is_scaled`.
     """
     if config.tied or _HEAD in names:
         return config
@@ -144,6 +144,6 @@ def _attention(layer: str, name: str, leaf: str) -> dict[str, Tensor]:
 
 
 def duplicates(config: T5Config) -> dict[str, str]:
-    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
+    """Maps the names under which a file may contain a tensor again to the tensor's own name."""
     names = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
     return dict.fromkeys(names + [_HEAD] * config.tied, "shared.weight")

@@ -119,7 +119,7 @@ def module_name(name: str) -> str:
 
 
 def duplicates(config: ViTConfig) -> dict[str, str]:
-    """Maps other names under which a file may hold a tensor to the tensor's own name."""
+    """Maps other names under which a file may contain a tensor to the tensor's own name."""
     if config.head:
         return {}
     return {"vit." + name: name for name in all_names(tensors(config), config.layers)}

@@ -70,12 +70,12 @@ def tensors(config: WhisperConfig) -> dict[str, Tensor]:
 
 
 def computed(config: WhisperConfig) -> dict[str, tuple[int, ...]]:
-    """Maps the tensors that the model computes when it is created to their shapes."""
+    """Maps the tensors that are computed when the model is created to their shapes."""
     return {"encoder.embed_positions.weight": (config.frames // 2, config.width)}
 
 
 def duplicates(config: WhisperConfig) -> dict[str, str]:
-    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
+    """Maps the names under which a file may contain a tensor again to the tensor's own name."""
     return {"proj_out.weight": "model.decoder.embed_tokens.weight"}
 
 

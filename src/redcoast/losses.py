@@ -64,11 +64,11 @@ def chunked_cross_entropy(
     mask: Weights | None = None,
     chunk: int = 128,
 ) -> Float[Array, ""]:
-    """Computes `cross_entropy(unembed(hidden), targets, mask=mask)` while holding the logits of
-    only one chunk of the sequence in memory at a time.
+    """Computes `cross_entropy(unembed(hidden), targets, mask=mask)` with the logits of only one
+    chunk of the sequence in memory at a time.
 
-    The logits are recomputed in the backward pass. The loss and all gradients, including those of
-    the arrays in `unembed`, are the same up to rounding; gradients of those arrays are accumulated
+    The logits are recomputed in the backward pass. The loss and all gradients, including the
+    gradients of the arrays in `unembed`, are the same up to rounding. The latter are accumulated
     over chunks in the dtype of the arrays.
 
     **Arguments:**

@@ -125,7 +125,7 @@ def test_packed_texts_are_as_apart():
 
 def test_packed_texts_are_not_classified():
     model = make(head="classification")
-    with pytest.raises(ValueError, match="Give each text a row of its own"):
+    with pytest.raises(ValueError, match="Put each text into its own row"):
         model(TOKENS, segments=TYPES)
 
 

@@ -95,7 +95,9 @@ def test_labels_do_not_depend_on_padding(pooling):
     mask = jnp.pad(tokens * 0 + 1, ((0, 0), (2, 1)))
     logits = eqx.filter_jit(lambda model, *args, mask=None: model(*args, mask=mask))
     assert_close(logits(model, padded, mask=mask), logits(model, tokens))
-    with pytest.raises(ValueError, match=r"cannot hold several `segments`. Give each text a row"):
+    with pytest.raises(
+        ValueError, match=r"cannot hold several `segments`. Put each text into its own row"
+    ):
         model(tokens, segments=tokens)
 
 

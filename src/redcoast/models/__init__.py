@@ -1,5 +1,5 @@
-"""Model families. A file can be read as the reference of its architecture; that of LLaMA and its
-relatives, which differ in options, is `_transformer.py`."""
+"""Model families. Each file is a reference for its architecture; LLaMA and its relatives, which
+differ in options, share `_transformer.py`."""
 
 from ._heads import with_head as with_head
 from ._rotary import LongRope as LongRope

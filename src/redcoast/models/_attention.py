@@ -23,7 +23,7 @@ from ._view import View, has_many_pairs
 
 @dataclass(frozen=True)
 class AllReal:
-    """The mask of rows of `length` tokens that are all real, which is known without its values."""
+    """The mask of rows of `length` tokens without padding, which needs no array."""
 
     length: int
 
@@ -33,9 +33,9 @@ class AllReal:
 
 
 Real = Bool[Array, "#batch seq"] | AllReal
-# A `View` if there are many pairs of a query and a key.
+# A `View` if there are many query-key pairs.
 Visible = Bool[Array, "#batch #queries keys"] | View
-# The most pairs for which cuDNN's kernel gets an array of all of them.
+# The maximum number of pairs for which cuDNN's kernel gets a mask for each pair.
 _MOST_MASKED = 8192 * 8192
 
 
@@ -59,7 +59,7 @@ def count_positions(
 
 
 def as_array(real: Real) -> Bool[Array, "#batch seq"]:
-    """Returns an array that the program makes, so that it is not one of its constants."""
+    """Returns an array that is created in the program, so that it is not a constant of it."""
     return jnp.ones(real.shape, bool) if isinstance(real, AllReal) else real
 
 
@@ -74,7 +74,7 @@ def causal_view(
     segments: Integer[AnyArray, "batch keys"] | None = None,
     window: int | None = None,
 ) -> Visible:
-    """Returns a causal mask: each query sees the real keys in its own slot and before.
+    """Returns a causal mask: each query sees the real keys in its own slot and earlier ones.
 
     **Arguments:**
 
@@ -97,7 +97,7 @@ def full_view(
     window: int | None = None,
 ) -> Visible:
     """Returns a bidirectional mask: each query sees all real keys of its row or segment. With
-    `window`, it sees this many slots before and after it, each including its own."""
+    `window`, it sees this many slots in each direction, including its own."""
     if window is not None:
         both = None if segments is None else (segments, segments)
         view = View(_unless_known(real), segments=both, window=window)
@@ -136,19 +136,19 @@ def attend(
     """Scaled dot-product attention (Vaswani et al., 2017, equation 1) with grouped queries
     (Ainslie et al., 2023).
 
-    If there are many pairs of a query and a key, cuDNN's kernel or `attend_in_blocks` computes it
-    without an array of all pairs.
+    If there are many query-key pairs, cuDNN's kernel or `attend_in_blocks` computes it without an
+    array of all pairs.
 
     **Arguments:**
 
     - `q`, `k`, `v`: queries, keys and values. Each key head serves `heads / kv_heads` query heads.
-    - `visible`: which keys each query sees. A query that sees none gets a finite, meaningless
+    - `visible`: which keys each query sees. A query that sees no key has a finite, meaningless
         output.
     - `bias`: added to the scores.
     - `scale`: the factor of the scores, `1 / sqrt(head_dim)` by default.
     - `softcap`: a soft cap of the scores, `softcap * tanh(scores / softcap)`.
-    - `sinks`: the score of one more key of each head, which has no value and which all queries see
-        (Xiao et al., 2023, <https://arxiv.org/abs/2309.17453>).
+    - `sinks`: the score of an additional key in each head, which has no value and is seen by all
+        queries (Xiao et al., 2023, <https://arxiv.org/abs/2309.17453>).
     - `rate`, `key`: dropout rate of the attention weights, and its PRNG key; no dropout without a
         key.
     """
@@ -191,7 +191,7 @@ def attend(
 
 
 def _softmax_with(sinks: Array, scores: Array) -> Array:
-    """The softmax over the keys and one more, whose weight is left out."""
+    """The softmax over the keys and one more, whose weight is omitted."""
     sinks = sinks.astype(scores.dtype).reshape(1, *scores.shape[1:-2], 1, 1)
     top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
     weights = jnp.exp(scores - top)
@@ -207,7 +207,7 @@ def attend_near(
     visible: Sequence[Visible],
     **options: Any,
 ) -> Float[Array, "batch queries heads value_dim"]:
-    """Attention of a layer that has a window if it is `local`, in a scan over both kinds of layers.
+    """Attention of a layer with a window if it is `local`, in a scan over both kinds of layers.
 
     `visible` is what queries see without and with the window. The other arguments are as for
     `attend`.
@@ -215,7 +215,7 @@ def attend_near(
     all_, near = visible
     if not isinstance(all_, View) and not isinstance(near, View):
         return attend(q, k, v, visible=jnp.where(local, near, all_), **options)
-    # One of the two is computed, so that a window saves time.
+    # Only one of the two is computed, so that a window saves time.
     through = lambda view: lambda q, k, v: attend(q, k, v, visible=view, **options)
     return jax.lax.cond(local, through(near), through(all_), q, k, v)
 
@@ -226,7 +226,7 @@ def _is_split(q: Array) -> bool:
 
 
 def _as_view(visible: Visible, queries: int, keys: int) -> View | None:
-    """The view if there are many pairs, except if it is already an array of all of them."""
+    """The view if there are many pairs, unless it is already an array of all of them."""
     if not has_many_pairs(queries, keys):
         return None
     if isinstance(visible, View):
@@ -240,7 +240,7 @@ def _has_small_mask(view: View | None, q: Array, k: Array) -> bool:
 
 
 def _is_option(view: View) -> bool:
-    """Whether the kernel has an option for it: causal attention, and windows of it."""
+    """Whether the kernel has an option for it: causal attention, with or without a window."""
     return view.is_order_only and (view.causal or view.window is None)
 
 

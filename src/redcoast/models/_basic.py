@@ -16,8 +16,8 @@ from ._inputs import AnyArray
 
 
 def recomputed(fn: Callable[..., Array]) -> Callable[..., Array]:
-    """Returns the function, of which the backward pass keeps the arguments only, and computes the
-    rest again."""
+    """Returns the function, recomputed in the backward pass, for which only its arguments are
+    saved."""
 
     def call(*args: Array | None) -> Array:
         # Without a barrier the compilers for GPUs and TPUs fuse more. They do not undo the
@@ -67,7 +67,7 @@ def _along(scale: Array, x: Array) -> Array:
 _gelu = recomputed(partial(jax.nn.gelu, approximate=False))
 _gelu_tanh = recomputed(partial(jax.nn.gelu, approximate=True))
 
-# Some names differ only in how PyTorch computes the same function.
+# Some names only differ in how PyTorch computes the function.
 ACTIVATIONS: dict[str, Callable[[Float[Array, "..."]], Float[Array, "..."]]] = {
     "gelu": _gelu,
     "gelu_python": _gelu,
@@ -88,7 +88,7 @@ ACTIVATIONS: dict[str, Callable[[Float[Array, "..."]], Float[Array, "..."]]] = {
 def activate_gated(
     activation: str, gate: Float[Array, "*rows hidden"], up: Float[Array, "*rows hidden"]
 ) -> Float[Array, "*rows hidden"]:
-    """Returns `activation(gate) * up`. The backward pass keeps `gate` and `up` only."""
+    """Returns `activation(gate) * up`. Only `gate` and `up` are saved for the backward pass."""
     return recomputed(lambda gate, up: ACTIVATIONS[activation](gate) * up)(gate, up)
 
 
@@ -129,7 +129,7 @@ def output_scale(layers: int) -> float:
 def initial_tables(
     config: Any, embed: PRNGKeyArray, head: PRNGKeyArray
 ) -> tuple[Float[Array, "vocab width"], Float[Array, "width vocab"] | None]:
-    """Returns the initial embedding of a decoder, and its output head unless that is tied."""
+    """Returns the initial embedding of a decoder, and its output head unless it is tied."""
     shape = (config.width, config.vocab)
     table = normal(embed, shape[::-1], fan_in=config.width)
     return table, None if config.tied else normal(head, shape, fan_in=config.width)

@@ -2,9 +2,9 @@
 
 The scores of one block of queries and one block of keys are computed at a time. The maximum and the
 sum of the exponentials of each query's scores are updated from block to block (Rabe and Staats,
-2021, <https://arxiv.org/abs/2112.05682>). Kept for the backward pass are the output and the
-logarithm of the sum; the scores are computed again there. Pairs of blocks in which no query sees a
-key, because the attention is causal or has a window, are left out.
+2021, <https://arxiv.org/abs/2112.05682>). The output and the logarithm of the sum are saved for the
+backward pass, which recomputes the scores. Pairs of blocks in which no query sees a key, because
+the attention is causal or has a window, are skipped.
 
 `jax.jvp` of this function raises JAX's error for functions with a custom reverse rule: a rule for
 both modes would keep the scores.
@@ -26,7 +26,7 @@ from ._inputs import AnyArray
 from ._relative import RelativeBias
 from ._view import View, see
 
-# The name, for policies of `jax.checkpoint`, of what is kept for the backward pass.
+# The name, for policies of `jax.checkpoint`, of the arrays saved for the backward pass.
 KEPT = "attention"
 # The largest number of queries and keys in a block. Scores of a block should fit in a cache.
 _BLOCK, _BLOCK_OF_CPU = 512, 256
@@ -43,7 +43,7 @@ class _Options:
 
 
 class _Given(eqx.Module):
-    """What the scores depend on beside queries and keys; all of it is padded to whole blocks."""
+    """The inputs of the scores other than queries and keys, padded to whole blocks."""
 
     view: View
     columns: Int[Array, " keys"]
@@ -52,7 +52,7 @@ class _Given(eqx.Module):
 
 
 class _Dense(eqx.Module):
-    """A bias that is given as an array."""
+    """A bias as an array."""
 
     array: Float[Array, "#batch heads queries keys"]
 
@@ -77,8 +77,8 @@ def attend_in_blocks(
 ) -> Float[Array, "batch queries heads value_dim"]:
     """Scaled dot-product attention with the memory of one block of scores.
 
-    The arguments are as for `attend`. Dropout draws other numbers, which depend on the slot of a
-    query and not on how queries are divided.
+    The arguments are as for `attend`. Dropout uses other random numbers, which depend on the slot
+    of a query and not on the blocks.
     """
     queries, keys = q.shape[1], k.shape[1]
     block = block or (_BLOCK_OF_CPU if target().platform == "cpu" else _BLOCK)
@@ -106,7 +106,7 @@ def attend_in_blocks(
 
 
 def _padded(view: View, slots: Array, rows: int, columns: int, keys: int) -> View:
-    """The view of whole blocks, in which the keys that were added are not seen."""
+    """The view of whole blocks, in which padded keys are not seen."""
     real, segments = view.real, view.segments
     if real is None and keys % columns and not (view.causal and view.slots is None):
         real = jnp.ones((1, keys), bool)
@@ -117,7 +117,7 @@ def _padded(view: View, slots: Array, rows: int, columns: int, keys: int) -> Vie
 
 
 def _block_size(size: int, block: int) -> int:
-    """The size of equal blocks that have at most `block` elements, or one more."""
+    """The size of equal blocks with at most `block` elements, or one more."""
     return -(-size // -(-size // block))
 
 
@@ -130,7 +130,7 @@ def _pad(x: AnyArray, block: int, axis: int) -> Array:
 def _visible_blocks(
     view: View, queries: int, keys: int, rows: int, columns: int
 ) -> tuple[tuple[int, int], ...]:
-    """The blocks of queries and keys of which a pair may be visible."""
+    """The pairs of blocks in which a query may see a key."""
     i, j = np.indices((-(-queries // rows), -(-keys // columns)))
     seen = np.ones(i.shape, bool)
     if view.slots is not None:
@@ -195,7 +195,7 @@ def _backward(options: _Options, kept: Any, grads: tuple[Array, Array]) -> tuple
     slope = jnp.einsum("bsngd,bsngd->bngs", out.astype(dtype), out_grad.astype(dtype))
     slope = slope - sum_grad
     zeros = lambda x: jnp.zeros(x.shape, dtype)
-    # One block of keys after the other: sums in a wide dtype are needed only for one of them.
+    # Blocks of keys are processed one by one, so that only one has sums in a wide dtype.
     pairs = np.asarray(sorted(options.pairs, key=lambda pair: pair[::-1]), np.int32)
     first = np.diff(pairs[:, 1], prepend=-1) != 0
 
@@ -237,8 +237,8 @@ _attention.defvjp(_forward, _backward)
 
 
 def _tied(k: Array, fixed: _Given) -> tuple[Array, _Given]:
-    """Makes masks depend on the keys. Otherwise JAX computes those of all blocks before a scan over
-    layers, and keeps them."""
+    """Makes masks depend on the keys. Otherwise JAX computes the masks of all blocks before a scan
+    over layers, and keeps them."""
     k, (view, columns) = jax.lax.optimization_barrier((k, (fixed.view, fixed.columns)))
     return k, _Given(view, columns, fixed.keys, fixed.bias)
 
@@ -252,8 +252,9 @@ def _block(
     i: Int[Array, ""],
     j: Int[Array, ""],
 ) -> tuple[Array, Array, Array | float, Any]:
-    """The scores of a block, which of them are seen, the factors of dropout, and the gradient of
-    the products of queries and keys, and of the bias, as a function of that of the scores."""
+    """Returns the scores of a block, which of them are visible, the factors of dropout, and a
+    function from the gradient of the scores to the gradient of the products of queries and keys,
+    and of the bias."""
     of_rows = lambda x, axis=1: _take(x, i, options.rows, axis)
     of_columns = lambda x, axis=1: _take(x, j, options.columns, axis)
     view, given = fixed.view, eqx.combine(own, fixed)

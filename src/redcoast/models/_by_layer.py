@@ -1,4 +1,4 @@
-"""Models whose layers are apart, for programs that read all weights again and again."""
+"""Models with separate layers, for programs that read all weights many times."""
 
 from typing import Any
 
@@ -27,9 +27,9 @@ class ByLayer(eqx.Module):
 def by_layer(model: PyTree) -> PyTree:
     """On CPUs, replaces the stacked arrays of redcoast's models by views of each layer.
 
-    The views are the memory of the stacked arrays: nothing is copied, except layers that are not
-    aligned as XLA requires. A program that is given the stacked arrays copies each layer's weights
-    out of them. On other devices, and in a trace, the model is returned as it is.
+    The views share the memory of the stacked arrays. Only layers that are not aligned as XLA
+    requires are copied. A program on stacked arrays would copy the weights of each layer. On other
+    devices, and in a trace, the model is returned unchanged.
     """
     tracing = isinstance(jnp.zeros(()), Tracer)  # then there is no memory to view
     if tracing or target().platform != "cpu":

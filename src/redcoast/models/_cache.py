@@ -17,7 +17,7 @@ class Cache(eqx.Module):
     """The keys and values of all layers.
 
     All rows fill the same slots at the same time. The mask is true at slots with real tokens.
-    `lengths` are the numbers of real tokens that rows will have, if a model depends on them.
+    `lengths` are the final numbers of real tokens of the rows, if a model depends on them.
     """
 
     k: Float[Array, "layers batch length kv_heads head_dim"]

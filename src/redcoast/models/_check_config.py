@@ -11,7 +11,7 @@ from ..core._errors import short_repr
 from ._basic import check_activation
 from ._scan_layers import check_remat
 
-# Optional fields that must be positive, or not negative, where they are given.
+# Optional fields that must be positive, or not negative, unless they are None.
 _POSITIVE = frozenset(
     """
     window context head_size experts pooler_size rope_base local_rope_base score_scale score_cap
@@ -61,7 +61,7 @@ def _is_of_kind(value: Any, kind: Any) -> bool:
 
 
 def _kind(kind: Any) -> str:
-    """What is allowed, in words."""
+    """The allowed types, in words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         # Every integer is a number.
@@ -148,8 +148,8 @@ def check_rotary_dim(config: Any) -> None:
 
 
 def check_local(config: Any) -> None:
-    """Raises if `local` does not have one entry for each layer, or gives layers a window that has
-    no size."""
+    """Raises if `local` does not have one entry for each layer, or if it needs a missing
+    `window`."""
     if config.local and len(config.local) != config.layers:
         raise ValueError(
             f"`local` must have one entry for each of the {config.layers} layers, but has "
@@ -169,7 +169,7 @@ def check_chosen(config: Any) -> None:
 
 
 def check_patches(config: Any) -> None:
-    """Raises if the height or the width of an image is not a multiple of that of a patch."""
+    """Raises if the height or the width of an image is not a multiple of the patch size."""
     image, patch = np.atleast_1d(config.image), np.atleast_1d(config.patch)
     if min(*image, *patch) < 1 or any(image % patch):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What all decoders share: their interface, and the options of their configurations."""
+"""The interface of decoders, and the common options of their configurations."""
 
 import functools as ft
 from abc import abstractmethod
@@ -22,15 +22,16 @@ from ._scan_layers import Remat
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The options that change no result of a decoder, and those of decoding.
+    """Options of a decoder that do not change its results, and options of decoding.
 
     **Arguments:**
 
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights, except those
-      of experts) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights, except in
+      experts) or `"full"`.
+    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
+      them on a CPU if there are at most four, and otherwise one.
+    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
+      and of padding.
     - `decoding`: the defaults of [`redcoast.generate`][] for this model.
     """
 
@@ -43,7 +44,7 @@ class DecoderConfig:
 
 
 class TableHead(eqx.Module):
-    """An output head that is a matrix of its own, or the embedding."""
+    """An output head that is a separate matrix, or the embedding."""
 
     embed: AbstractVar[Float[Array, "vocab width"]]
     head: AbstractVar[Float[Array, "width vocab"] | None]
@@ -64,9 +65,9 @@ def tied_or_own_head(
 
 
 class Decoder(eqx.Module):
-    """A decoder: the final hidden states of tokens, their logits, and a cache to continue from.
+    """A decoder: computes the hidden states of tokens, their logits, and a cache to continue from.
 
-    A family has its parameters, and computes hidden states in `_run`.
+    A family defines its parameters, and computes hidden states in `_run`.
     """
 
     embed: AbstractVar[Float[Array, "vocab embed_width"]]
@@ -86,8 +87,8 @@ class Decoder(eqx.Module):
         cache: Cache | None,
         key: PRNGKeyArray | None,
     ) -> tuple[Float[Array, "batch seq width"], Any, Any]:
-        """Returns the final hidden states; the cache, or None without one; and for each expert how
-        many tokens were routed to it and the sum of its probabilities, or None without experts.
+        """Returns the final hidden states; the cache, if there is one; and, if there are experts,
+        the number of tokens routed to each expert and the sum of its probabilities.
         `see(window=...)` returns which keys each token sees."""
 
     def __call__(
@@ -105,7 +106,7 @@ class Decoder(eqx.Module):
 
         - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
         - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
-          of real tokens do not depend on padding; those of padding tokens are meaningless.
+          of real tokens do not depend on padding; the logits of padding tokens are meaningless.
         - `segments`: for rows with several packed sequences, the number of the sequence that each
           token belongs to. Tokens attend only to their own sequence.
         - `positions`: the position of each token, by default counted over the real tokens of the
@@ -131,7 +132,7 @@ class Decoder(eqx.Module):
     ) -> Float[Array, "batch seq width"]:
         """Returns the final hidden states, from which `unembed` computes the logits.
 
-        The arguments are those of `__call__`.
+        The arguments are the same as for `__call__`.
         """
         return self._run_from_start(tokens, mask, segments, positions, key)[0]
 
@@ -175,7 +176,8 @@ class RoutedDecoder(Decoder):
         """Returns the final hidden states, and the load-balancing loss of the routers for training
         (Fedus et al., 2021, equations 4 to 6, <https://arxiv.org/abs/2101.03961>).
 
-        The loss is lowest if all experts are used equally. The arguments are those of `__call__`.
+        The loss is lowest if all experts are used equally. The arguments are the same as for
+        `__call__`.
 
         ```python
         hidden, router_loss = model.hidden_and_router_loss(tokens, mask=mask)

@@ -20,14 +20,14 @@ class LowRank(AbstractLowRank):
     """A weight with a low-rank adapter, `weight + scale * a b`
     (LoRA, Hu et al., 2021, <https://arxiv.org/abs/2106.09685>).
 
-    It takes the place of the weight in a model. `weight @ x` works as in `eqx.nn.Linear`. Leading
-    dimensions that all three arrays share stack the matrices of several layers or experts.
+    It replaces the weight in a model. `weight @ x` works as in `eqx.nn.Linear`. Leading dimensions
+    that all three arrays share stack the matrices of several layers or experts.
 
     - `weight`: `"*stack *inputs *outputs"`, or, with `outputs_first`, `"*stack output input"`.
     - `a`: `"*stack *inputs rank"`.
     - `b`: `"*stack rank *outputs"`.
-    - `saved_with`: the modules of the published model that were trained with the adapter, and that
-      `lora.save_adapters` saves entirely beside it.
+    - `saved_with`: the modules of the published model that were trained with the adapter, which
+        `lora.save_adapters` saves entirely.
     """
 
     weight: Float[Array, "..."]
@@ -108,7 +108,8 @@ def _einsum(equation: str, x: Array, weight: Array) -> Array:
     if not of_matrices or sequence_parts() > 1 or target().platform != "cpu":
         return jnp.einsum(equation, x, weight)
     # XLA's CPU compiler multiplies by the transpose of a matrix without copying it. With more
-    # dimensions, it copies the weights for the gradient of `x`, and activations for theirs.
+    # dimensions, it copies the weights for the gradient of `x`, and activations for the gradient of
+    # the weights.
     size = math.prod(weight.shape[:summed])
     out = x.reshape(-1, size) @ weight.reshape(size, -1)
     return out.reshape(*x.shape[:-summed], *weight.shape[summed:])
@@ -131,8 +132,8 @@ def _low_rank(equation: str, x: Array, weight: LowRank) -> Array:
 class Projections(eqx.Module):
     """The projections, biases and norms of the attention in all layers.
 
-    With `biased=False` there are no biases, and the norms are RMSNorms. With `key_bias=False` the
-    keys have none (their bias would change no weight of attention).
+    With `biased=False`, there are no biases, and the norms are RMSNorms. With `key_bias=False`, the
+    keys have no bias (it would not change the attention weights).
     """
 
     norm: Float[Array, "layers width"]
@@ -156,8 +157,8 @@ class Projections(eqx.Module):
         key_bias: bool = True,
         key: PRNGKeyArray,
     ):
-        """Initialises the parameters: normal, truncated at three standard deviations, which are
-        the `scales` of queries, keys, values and outputs."""
+        """Initialises the parameters: normal, truncated at three standard deviations, with `scales`
+        for queries, keys, values and outputs."""
         stream, head = (layers, config.width), (config.heads, config.head_dim)
         shapes = [(*stream, *head)] * 3 + [(layers, *head, config.width)]
         keys = jax.random.split(key, 4)

@@ -1,4 +1,4 @@
-"""What all encoder-decoders share: their interface."""
+"""The interface of encoder-decoders."""
 
 from abc import abstractmethod
 from typing import Any
@@ -24,9 +24,9 @@ class CrossDecoder(eqx.Module):
 
     @abstractmethod
     def _run(self, stack, tokens, positions, visible, cross, cache, key) -> tuple[Array, Any]:
-        """Returns the final hidden states of the encoder or the decoder, which is `stack`, and the
-        cache. `cross` is what the decoder attends to: the memory, or its keys and values in all
-        layers; and its mask."""
+        """Returns the final hidden states of `stack`, the encoder or the decoder, and the cache.
+        `cross` is the memory of the decoder, or its keys and values in all layers, with its
+        mask."""
 
     def init_cache(
         self, batch: int, length: int, *, memory: Memory, memory_mask: Mask | None = None
@@ -56,7 +56,7 @@ class CrossDecoder(eqx.Module):
 
 
 class EncoderDecoder(CrossDecoder):
-    """An encoder of tokens, and a decoder that attends to what it returns."""
+    """An encoder of tokens, and a decoder that attends to its output."""
 
     encoder: AbstractVar[Any]
 
@@ -82,7 +82,7 @@ class EncoderDecoder(CrossDecoder):
         - `tokens`, `decoder_tokens`: the input token ids of the encoder and of the decoder (see
           `shift_right`), from 0 to `vocab - 1`. A larger id gives NaN.
         - `mask`, `decoder_mask`: 1 at real tokens and 0 at padding tokens, which may be on either
-          side. The logits of real tokens do not depend on padding; those of padding tokens are
+          side. The logits of real tokens do not depend on padding; the logits of padding tokens are
           meaningless.
         - `segments`, `decoder_segments`: for rows with several packed sequences, the number of the
           sequence that each token belongs to. Decoder tokens attend to encoder tokens with the same
@@ -112,7 +112,7 @@ class EncoderDecoder(CrossDecoder):
     ) -> Float[Array, "batch decoder_seq width"]:
         """Returns the final hidden states, from which `unembed` computes the logits.
 
-        The arguments are those of `__call__`.
+        The arguments are the same as for `__call__`.
         """
         encoder_key, key = split_key(key, 2)
         seen = cross_view(tokens.shape, decoder_tokens.shape, mask, segments, decoder_segments)
@@ -133,7 +133,7 @@ class EncoderDecoder(CrossDecoder):
     ) -> Float[Array, "batch seq width"]:
         """Returns the encoder's hidden states, which the decoder attends to.
 
-        The arguments are those of `__call__`.
+        The arguments are the same as for `__call__`.
         """
         real = _real(self, tokens, mask, segments)
         visible, positions = full_view(real, segments), count_positions(real, segments)

@@ -91,8 +91,7 @@ def with_head(
     - `model`: a `Bert`, `ModernBert`, `ViT` or `Dinov2`, with or without a head. Its head is
       dropped; its pooler is kept if the new head uses one.
     - `labels`: the number of labels, or their names, which are saved with the model.
-    - `of_tokens`: whether each token has labels, such as the entity that it belongs to, and not
-      each row. Images have no tokens.
+    - `of_tokens`: whether each token has a label, and not each row. Images have no tokens.
     - `key`: PRNG key for the new parameters.
 
     **Returns:**
@@ -103,7 +102,7 @@ def with_head(
 
     **Raises:**
 
-    `ValueError` if there are no labels, or if an encoder of images has labels of tokens;
+    `ValueError` if there are no labels, or if the labels of an image encoder are of tokens;
     `TypeError` if `model` is not such an encoder.
     """
     if not hasattr(getattr(model, "config", None), "labels"):
@@ -123,7 +122,7 @@ def with_head(
         changes["pooler"] = False  # labels of tokens need none
     config = dataclasses.replace(old.config, **changes)
     make = lambda key: type(old)(config, key=key)
-    # The compiler removes what is not returned, so no second encoder is allocated.
+    # The compiler removes unused results, so no second encoder is allocated.
     parts = [name for name in ("pooler", "head") if hasattr(old, name)]
     new = eqx.filter_jit(lambda key: {n: getattr(make(key), n) for n in parts})(key)
     new = _like(new, old)

@@ -111,8 +111,8 @@ def dispatch(
         out = expert_fn(taken) * weight[..., None].astype(x.dtype)
         return jax.vmap(lambda y, at, out: y.at[at].add(out, mode="drop"))(y, at, out)
 
-    # Most chunks after the first are skipped, so nothing of them is saved for the backward pass:
-    # neither by the scan nor, while a chunk is rematerialised, by `cond`.
+    # Most chunks after the first are skipped, so nothing is saved for their backward pass, neither
+    # by the scan nor, while a chunk is rematerialised, by `cond`.
     remat = ft.partial(jax.checkpoint, prevent_cse=False)
 
     def run_if_any(y, inputs):
@@ -126,8 +126,8 @@ def dispatch(
 def _routed_first(
     weights: Float[Array, "batch experts seq"], length: int
 ) -> Int[Array, "batch experts length"]:
-    """Returns for each expert the indices of all tokens, those routed to it first, padded to
-    `length` with an index that is out of bounds."""
+    """Returns the indices of all tokens for each expert, beginning with the tokens that are routed
+    to it, and padded to `length` with an index that is out of bounds."""
     order = jnp.argsort(weights == 0, axis=-1)
     padding = length - order.shape[-1]
     return jnp.pad(order, ((0, 0), (0, 0), (0, padding)), constant_values=order.shape[-1])

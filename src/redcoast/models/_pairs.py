@@ -1,4 +1,4 @@
-"""What CLIP and SigLIP share, which compare images with texts."""
+"""The common parts of CLIP and SigLIP, which compare images with texts."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
-"""The decoder that GPT-J and GPT-NeoX are: attention and the feed-forward network in parallel, and
-rotary embeddings of some features of each head."""
+"""The decoder of GPT-J and GPT-NeoX: attention and the feed-forward network in parallel, and rotary
+embeddings of some features of each head."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -23,9 +23,9 @@ from ._scan_layers import scan_layers
 
 @dataclass(frozen=True)
 class ParallelConfig(DecoderConfig, HeadSizes):
-    """The sizes and the options of a `ParallelDecoder`. A family describes those that it has.
+    """The sizes and options of a `ParallelDecoder`. Each family documents its own.
 
-    - `mlp_norm`: whether the feed-forward network has a norm of its own.
+    - `mlp_norm`: whether the feed-forward network has its own norm.
     - `parallel`: whether it reads the residual stream before attention, not after it.
     - `rope_pairs`: whether rotary embeddings rotate neighbouring features.
     - `attention_bias`, `head_bias`: whether attention, and the output head, have biases.

@@ -1,10 +1,10 @@
 """Attention over a sequence that is split over devices.
 
 Queries get a leading dimension for the parts of the sequence, which the plan splits. Keys and
-values are gathered once, and repeated along that dimension, which moves nothing: each device has
+values are gathered once, and repeated along that dimension without communication: each device has
 one copy. Every device computes attention for its own queries, and the gradients of keys and values
-are partial sums until the end. Where the keys and values of all heads are many bytes, those of some
-heads are gathered at a time.
+are partial sums until the end. If the keys and values of all heads are large, they are gathered for
+some heads at a time.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from ._relative import RelativeBias
 from ._view import View
 
 Attention = Callable[..., Array]
-# The most bytes of keys and values that are gathered for all heads, and otherwise for some of them.
+# The maximum size in bytes of keys and values that are gathered for all heads at once.
 MOST_GATHERED, MOST_OF_GROUP = 2**31, 2**30
 
 
@@ -38,8 +38,8 @@ def in_parts(
 ) -> Float[Array, "batch queries heads value_dim"]:
     """Computes `attention(q, k, v, view, bias)` for each part of the queries.
 
-    A number of queries that the parts do not divide is computed as a whole. `alike` is whether all
-    heads are computed alike, so that some of them can be computed at a time.
+    If the number of queries is not divisible by the parts, they are computed together. `alike` is
+    whether heads can be computed separately.
     """
     parts = sequence_parts()
     if parts == 1 or q.shape[1] % parts:
@@ -64,7 +64,7 @@ def _groups(k: Array) -> int:
 def _by_heads(
     attention: Callable[[Array, Array, Array], Array], q: Array, k: Array, v: Array, groups: int
 ) -> Array:
-    """Computes attention for one group of heads after the other."""
+    """Computes attention for groups of heads, one by one."""
     # Devices that share the heads have a part of each group.
     shape = (k.shape[2] // groups, groups)
     grouped = lambda x, *own: jnp.moveaxis(x.reshape(*x.shape[:2], *shape, *own, x.shape[3]), 3, 0)
@@ -75,7 +75,7 @@ def _by_heads(
         merged = q.reshape(*q.shape[:2], -1, q.shape[4])
         return attention(merged, k, v).reshape(*q.shape[:4], v.shape[3])
 
-    # The backward pass gathers again, and does not keep what was gathered for each group.
+    # The backward pass gathers again instead of keeping the gathered arrays of each group.
     policy = jax.checkpoint_policies.save_only_these_names(KEPT)
     run = jax.checkpoint(run, policy=policy, prevent_cse=False)
     out = jax.lax.map(run, (grouped(q, each), grouped(k), grouped(v)))

@@ -106,8 +106,8 @@ def features(
     **Arguments:**
 
     - `pixels`, `key`: as in `__call__`.
-    - `layers`: after how many layers each map is taken; 0 is the embeddings. `transformers`
-      names these `stem`, `stage1` and so on.
+    - `layers`: the number of layers after which each map is taken; 0 means the embeddings.
+      `transformers` names these `stem`, `stage1` and so on.
     - `normalise`: whether the final norm is applied to each map.
 
     **Raises:**
@@ -136,7 +136,7 @@ def scaled_layers(
     angles: tuple[Array, Array] | None = None,
 ) -> tuple[Float[Array, "batch tokens width"], tuple[Float[Array, "batch tokens width"], ...]]:
     """Applies the layers of DINOv2 or DINOv3. Returns the hidden states after all of them, and
-    after as many layers as are `wanted`.
+    after each number of layers in `wanted`.
 
     `gate` is the activation function of gated layers. With `angles`, queries and keys are rotated.
     """
@@ -161,7 +161,7 @@ def scaled_layers(
 
 
 def _add_scaled(x, y, scale, config, key):
-    """Adds the output of a sublayer, with its scale, to all images but those that skip it."""
+    """Adds the scaled output of a sublayer to all images that do not skip it."""
     y = y * scale[None, None]
     if key is None or config.path_dropout == 0:
         return x + y

@@ -22,8 +22,8 @@ def distance_buckets(count: int, far: int, *, causal: bool) -> Int[np.ndarray, "
     """Returns the bucket, out of `count`, of each distance from a query to a key, from `-far` to
     `far`.
 
-    Half of the buckets hold one distance each. The others hold ranges that grow geometrically. If
-    keys after the query are visible, half of all buckets are for them.
+    Half of the buckets contain one distance each. The others contain ranges that grow
+    geometrically. If keys after the query are visible, half of all buckets are for them.
     """
     apart = np.arange(-far, far + 1)
     count = count if causal else count // 2
@@ -80,7 +80,7 @@ def relative_bias(
     - `table`: the learned bias of each bucket and head.
     - `queries`, `keys`: positions of the queries and keys.
     - `far`: the distance from which on all distances share one bucket.
-    - `causal`: whether queries see only earlier keys, so that all buckets are for those.
+    - `causal`: whether queries only see earlier keys, so that all buckets are for them.
     """
     buckets = jnp.asarray(distance_buckets(table.shape[0], far, causal=causal))
     by_distance = jnp.take(table, buckets, axis=0)

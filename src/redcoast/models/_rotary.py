@@ -19,12 +19,12 @@ class RopeScaling:
     **Arguments:**
 
     - `kind`: `"linear"` scales all wavelengths by `factor` (Chen et al., 2023). `"llama3"` scales
-        those with fewer than `low` rotations in `original` tokens, keeps those with more than
-        `high` rotations, and interpolates in between (Llama team, 2024). `"dynamic"` raises the
-        base for rows of more than `original` tokens, the more the longer a row is. The tokens that
-        a cache holds keep the base that they had. Gemma has no `"dynamic"`.
+        wavelengths with fewer than `low` rotations in `original` tokens, keeps wavelengths with
+        more than `high` rotations, and interpolates in between (Llama team, 2024). `"dynamic"`
+        raises the base with the length of rows of more than `original` tokens. Tokens in a cache
+        keep their base. Gemma does not support `"dynamic"`.
     - `factor`: the ratio of the new context length to the original one.
-    - `low`, `high`: numbers of rotations, only for `"llama3"`.
+    - `low`, `high`: numbers of rotations, only used for `"llama3"`.
     - `original`: the original context length in tokens, for `"llama3"` and `"dynamic"`.
     """
 
@@ -48,8 +48,8 @@ class LongRope:
     **Arguments:**
 
     - `short`, `long`: the factors of rows of at most `original` tokens and of longer ones, one for
-      each pair of rotated features. The tokens that a cache holds keep the factors that they had:
-      `generate` chooses them by the length that a row may reach.
+        each pair of rotated features. Tokens in a cache keep their factors, chosen by `generate`
+        from the maximum length of a row.
     - `original`: the original context length in tokens.
     - `factor`: the cosines and sines are multiplied by it.
     """
@@ -71,7 +71,7 @@ def long_angles(
     lengths: Int[Array, " batch"] | None = None,
 ) -> tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]:
     """Returns the cosines and sines of the angles at each position, which may be scaled. `lengths`
-    are those that rows will have, by default those that they have."""
+    are the final lengths of rows; by default, their current lengths."""
     if scaling is None:
         return rotary_angles(positions, frequencies, dtype)
     short, long = (
@@ -95,9 +95,9 @@ class Yarn:
     - `factor`: the ratio of the new context length to the original one.
     - `original`: the original context length in tokens.
     - `fast`, `slow`: numbers of rotations in the original context. Wavelengths with at least `fast`
-        are kept, those with at most `slow` are scaled by `factor`, and the ones in between are
+        are kept, wavelengths with at most `slow` are scaled by `factor`, and others are
         interpolated.
-    - `rounded`: whether the first and the last of those in between are rounded to whole features.
+    - `rounded`: whether the bounds of the interpolated range are rounded to whole features.
     - `amplitude`: the cosines and sines are multiplied by it.
     """
 

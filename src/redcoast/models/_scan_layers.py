@@ -1,4 +1,4 @@
-"""Scanning over identical layers, whose arrays are stacked along the first dimension."""
+"""Scans over identical layers, whose arrays are stacked along the first dimension."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -19,7 +19,7 @@ _POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-# The largest number of layers that are by default not a loop in programs for a CPU.
+# The largest number of layers that are by default unrolled in programs for a CPU.
 MOST_UNROLLED = 4
 
 
@@ -46,13 +46,13 @@ def scan_layers(
         after a layer. `layer` is one slice of `layers`, and `index` is its number.
     - `x`: the residual stream.
     - `layers`: a PyTree whose arrays are stacked over layers along their first dimension, or are
-        `ByLayer`s. With these there is no loop, and no rematerialisation.
+        `ByLayer`s, for which there is no loop and no rematerialisation.
     - `cache`: a PyTree that is passed from layer to layer, such as a key-value cache, or None.
     - `key`: PRNG key, split into one for each layer; None gives None to each layer.
     - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
         (everything except the products with weights) or `"full"` (the entire layer).
-    - `unroll`: how many layers one iteration of the loop runs; by default all of them on a CPU, if
-        they are at most four, and otherwise one.
+    - `unroll`: the number of layers in one iteration of the loop; by default, all of them on a CPU
+        if there are at most four, and otherwise one.
 
     **Returns:**
 
@@ -66,8 +66,9 @@ def scan_layers(
     loop = count > MOST_UNROLLED or target().platform != "cpu"
     together = min(unroll or (1 if loop else count), count)
 
-    # The residual stream of each layer is kept for the backward pass, in which XLA for GPUs prefers
-    # another layout. It would copy that of all layers at once, which is much of a long sequence.
+    # The residual stream of each layer is saved for the backward pass, in which XLA for GPUs
+    # prefers another layout. XLA would copy the residual streams of all layers at once, which are
+    # large for long sequences.
     fixed = sequence_parts() > 1 and target().platform == "gpu"
 
     def body(carry, inputs):

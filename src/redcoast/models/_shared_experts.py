@@ -1,7 +1,7 @@
 """The decoder of DeepSeek-V3 and GLM-4's mixtures of experts: first layers with a feed-forward
 network, then layers with experts that each token passes and experts that it is routed to.
 
-What sets the families apart is attention, which is in the file of each.
+The families differ in their attention, which is in the file of each.
 """
 
 import functools as ft
@@ -30,7 +30,7 @@ from ._scan_layers import scan_layers
 
 @dataclass(frozen=True)
 class SharedExpertsConfig(DecoderConfig):
-    """The sizes and the options of a `SharedExpertsDecoder`. A family describes them."""
+    """The sizes and options of a `SharedExpertsDecoder`. Each family documents its own."""
 
     vocab: int
     width: int
@@ -91,7 +91,7 @@ class SharedExpertsLayers(StackedLayers):
     """The parameters of layers with experts or of layers without, stacked along their first
     dimension. The feed-forward network of layers without experts has no dimension `experts`.
 
-    A family adds those of attention.
+    Each family adds the parameters of attention.
     """
 
     attention_norm: Float[Array, "layers width"]
@@ -130,7 +130,8 @@ def initial_stacks(layers: int, key: PRNGKeyArray) -> Make:
 
 
 class SharedExpertsDecoder(TableHead, Decoder):
-    """A decoder whose first layers have a feed-forward network, and all others experts."""
+    """A decoder whose first layers have a feed-forward network and whose other layers have
+    experts."""
 
     embed: Float[Array, "vocab width"]
     dense: SharedExpertsLayers | None
@@ -209,9 +210,9 @@ def route(
     correction: Float[Array, " experts"],
     config: SharedExpertsConfig,
 ) -> Float[Array, "batch seq experts"]:
-    """Returns the weights of the experts for each token; 0 for those that are not chosen.
+    """Returns the weights of the experts for each token; 0 for experts that are not chosen.
 
-    The correction is added for the choice alone. Groups are chosen by the sum of their two highest
+    The correction only affects the choice. Groups are chosen by the sum of their two highest
     scores, and experts within these groups.
     """
     c = config

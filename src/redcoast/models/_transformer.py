@@ -1,7 +1,7 @@
-"""The decoder that LLaMA, Phi-3, Mixtral and their relatives are: RMSNorm, rotary embeddings,
+"""The decoder of LLaMA, Phi-3, Mixtral and their relatives: RMSNorm, rotary embeddings,
 grouped-query attention, and a SwiGLU or experts that are SwiGLUs.
 
-What sets the families apart are options. The file of a family describes those that it has.
+The families differ in options. Each family documents its own.
 """
 
 import functools as ft
@@ -44,9 +44,10 @@ from ._scan_layers import scan_layers
 
 @dataclass(frozen=True)
 class TransformerConfig(DecoderConfig, HeadSizes):
-    """The sizes and the options of a `Transformer`. A family describes those that it has.
+    """The sizes and options of a `Transformer`. Each family documents its own.
 
-    `experts` is None if there are none, and `residual_dropout` if a family has no such dropout.
+    `experts` is None if there are none, and `residual_dropout` is None if a family has no such
+    dropout.
     """
 
     vocab: int
@@ -179,7 +180,7 @@ class Transformer(Decoder):
         return logits if divisor == 1 else logits / divisor
 
     def expect(self, cache: Cache, lengths: Int[Array, " batch"]) -> Cache:
-        """Sets the number of tokens that each row may reach, which `LongRope` follows."""
+        """Sets the maximum number of tokens of each row, which `LongRope` depends on."""
         if not isinstance(self.config.rope_scaling, LongRope):
             return cache
         return Cache(cache.k, cache.v, cache.mask, cache.filled, lengths)
@@ -232,7 +233,7 @@ def _times(x, factor):
 
 
 def _growth(positions, c, dtype):
-    """What queries are multiplied by: it grows with their distance from the first token."""
+    """The factor of queries, which grows with their distance from the first token."""
     if not c.query_growth:
         return None
     contexts = jnp.floor(positions / c.rope_scaling.original).astype(wide(dtype))
@@ -240,8 +241,7 @@ def _growth(positions, c, dtype):
 
 
 def _angles(positions, c, cache, dtype):
-    """The cosines and sines of all layers; and those of the layers with a window, if they have
-    others."""
+    """The cosines and sines of all layers; and of the layers with a window, if they differ."""
     all_ = _angles_of_all(positions, c, cache, dtype)
     if not c.local or c.local_rope_base is None:
         return all_, None
@@ -272,7 +272,7 @@ def _keys(key, c):
 
 
 def _feed_forward(layer, x, use, real, c):
-    """The outputs of the network or of the experts, and the use of experts until here."""
+    """The outputs of the network or of the experts, and the use of experts so far."""
     if layer.router is None:
         return gated_feed_forward(layer, x, "silu"), use
     scores = product("bsd,de->bse", x, layer.router)

@@ -1,4 +1,4 @@
-"""Giving a model whose output head is the embedding a head of its own."""
+"""Replaces a tied output head by a separate one."""
 
 import dataclasses
 from typing import Any
@@ -10,13 +10,13 @@ from ..core._tracing import abstract_key
 
 
 def can_untie(model: Any) -> bool:
-    """Whether the head of a model is its embedding, and could be an array of its own."""
+    """Whether the head of a model is its embedding, and can be a separate array."""
     scaled = getattr(model.config, "scaled", False)  # which only tied heads of T5 are
     return getattr(model.config, "tied", False) and not scaled
 
 
 def untie(model: Any) -> Any:
-    """Returns the same model with `config.tied` False, and a copy of the embedding as its head."""
+    """Returns the same model with `config.tied=False`, and a copy of the embedding as its head."""
     config = dataclasses.replace(model.config, tied=False)
     skeleton = eqx.filter_eval_shape(type(model), config, key=abstract_key())
     names = [f.name for f in dataclasses.fields(model) if f.name != "config"]

@@ -8,20 +8,20 @@ from jaxtyping import Array, Bool, Int, Integer
 
 from ._inputs import AnyArray
 
-# The least number of pairs of a query and a key for which there is no array of all pairs.
+# The minimum number of query-key pairs for which there is no array of all pairs.
 MANY_PAIRS = 2048 * 2048
 
 
 class View(eqx.Module):
-    """Which keys each query sees: those that are real, near and of its own segment.
+    """Which keys each query sees: real keys of its segment, within its window.
 
     - `real`: which keys are real tokens; None if all of them are.
     - `slots`: the slot of each query among the keys, for causal attention; None if queries and keys
         are the same tokens.
     - `segments`: the segments of the queries and of the keys.
     - `causal`: whether a query sees only the keys in its own slot and before.
-    - `window`: the number of slots that a query sees before it, and without `causal` also after
-        it; both include its own.
+    - `window`: the number of slots that a query sees, its own included; without `causal`, this
+        number in each direction.
     """
 
     real: Bool[Array, "#batch keys"] | None = None
@@ -34,7 +34,7 @@ class View(eqx.Module):
 
     @property
     def is_order_only(self) -> bool:
-        """Whether what a query sees depends on nothing but its slot, which is its index."""
+        """Whether the keys that a query sees depend only on its slot, which is its index."""
         return self.real is None and self.slots is None and self.segments is None
 
     def visible(self, queries: int, keys: int) -> Bool[Array, "#batch #queries #keys"]:

@@ -37,10 +37,11 @@ class BartConfig(HeadSizes):
       the outputs that are added to the residual stream; of the attention weights; and of the hidden
       features of the feed-forward network.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
+    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
+      them on a CPU if there are at most four, and otherwise one.
     - `decoder_start`: the token id that the decoder starts with.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
+      and of padding.
     - `decoding`: the defaults of [`redcoast.generate`][] for this model.
 
     **Raises:**

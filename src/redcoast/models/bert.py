@@ -34,14 +34,15 @@ class BertConfig(HeadSizes):
       number of layers and the number of heads.
     - `hidden`: the hidden size of the feed-forward network, usually `4 * width`.
     - `kind`: `"bert"`, `"roberta"` or `"distilbert"`. RoBERTa's first position is row `pad + 1` of
-      the table. DistilBERT has no token types, and its pooler is that of the head
+      the table. DistilBERT has no token types, and only has a pooler with the head
       `"classification"`, with a ReLU in place of tanh.
     - `positions`: the maximum length in tokens (position embeddings are learned).
     - `types`: the number of token types.
-    - `head`: decides what a call returns. `None`: the hidden states. `"masked"`: the logits of each
-      token. `"pretraining"`: the same, with an additional next-sentence head, whose logits are
+    - `head`: determines what a call returns. `None`: the hidden states. `"masked"`: the logits of
+      each token. `"pretraining"`: the same, with an additional next-sentence head, whose logits are
       `model.head.follows(model.pool(hidden))`. `"classification"`: the logits of the labels of each
-      row; with one label, the prediction of a regression. `"tokens"`: those of each token.
+      row; with one label, the prediction of a regression. `"tokens"`: the logits of the labels of
+      each token.
     - `labels`, `label_names`: the number of labels of a classification head, and their names.
     - `pooler`: whether to include a pooler if the head does not need one. The heads `"pretraining"`
       and `"classification"` always have one.
@@ -52,9 +53,10 @@ class BertConfig(HeadSizes):
       outputs that are added to the residual stream; of the attention weights; and of the input of a
       classification head (by default the same as `dropout`).
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
+      them on a CPU if there are at most four, and otherwise one.
+    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
+      and of padding.
 
     **Raises:**
 
@@ -177,7 +179,8 @@ class Bert(eqx.Module):
 
         - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
         - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The outputs
-          for real tokens do not depend on padding; those for padding tokens are meaningless.
+          for real tokens do not depend on padding; the outputs for padding tokens are
+          meaningless.
         - `types`: the token types, 0 by default. The second text of a pair has type 1.
         - `segments`: for rows with several packed sequences, the number of the sequence that each
           token belongs to. Tokens attend only to their own sequence.
@@ -194,7 +197,7 @@ class Bert(eqx.Module):
         if self.config.head == "classification" and segments is not None:
             raise ValueError(
                 "A classification head reads the first token of each row, so rows cannot hold "
-                "several `segments`. Give each text a row of its own."
+                "several `segments`. Put each text into its own row."
             )
         key, pool_key, head_key = split_key(key, 3)
         options = {"types": types, "segments": segments, "positions": positions, "key": key}
@@ -215,7 +218,8 @@ class Bert(eqx.Module):
         positions: Integer[AnyArray, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
-        """Returns the final hidden states, for any head. The arguments are those of `__call__`."""
+        """Returns the final hidden states, for any head. The arguments are the same as for
+        `__call__`."""
         c = self.config
         if mask is None and segments is None and positions is None:
             check_length(c, tokens.shape[1])

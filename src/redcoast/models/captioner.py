@@ -26,7 +26,8 @@ class CaptionerConfig:
     - `encoder`: the configuration of the ViT, which must have no head.
     - `decoder`: the configuration of the GPT-2 decoder, with `cross_attention=True`.
     - `decoder_start`: the token id that each caption starts with. `generate` needs it.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
+      and of padding.
     - `decoding`: the defaults of [`redcoast.generate`][] for this model.
 
     **Raises:**
@@ -82,7 +83,7 @@ class Captioner(eqx.Module):
     config: CaptionerConfig = eqx.field(static=True)
 
     def __init__(self, config: CaptionerConfig, *, key: PRNGKeyArray):
-        """Initialises the parameters of both parts as each part does on its own.
+        """Initialises the parameters of the encoder and the decoder as in separate models.
 
         If the widths differ, a projection connects them: normal with standard deviation 0.02,
         truncated at three standard deviations.

@@ -1,4 +1,4 @@
-"""CLIP: an encoder of images and one of texts, whose outputs are compared."""
+"""CLIP: an image encoder and a text encoder, whose outputs are compared."""
 
 from dataclasses import dataclass
 
@@ -17,8 +17,8 @@ from ._inputs import AnyArray, Mask
 from ._pairs import PairImageConfig, embed_square, of_length_one
 from ._scan_layers import Remat
 
-# Files of the first version have this in place of the token that ends a text: the output is then
-# that of the token with the largest id.
+# The oldest files have this id in place of `eos`. The output of a text is then the output of the
+# token with the largest id.
 _OLD_END = 2
 
 
@@ -26,7 +26,7 @@ _OLD_END = 2
 class ClipImageConfig(PairImageConfig):
     """The configuration of the image encoder of a `Clip`.
 
-    Its arguments are those of [`SiglipImageConfig`][redcoast.models.SiglipImageConfig], with other
+    It has the arguments of [`SiglipImageConfig`][redcoast.models.SiglipImageConfig], with other
     defaults.
 
     **Raises:**
@@ -50,7 +50,8 @@ class ClipTextConfig(HeadSizes):
     - `width`, `layers`, `heads`, `hidden`: as in `ClipImageConfig`.
     - `positions`: the maximum length in tokens (position embeddings are learned).
     - `activation`, `norm_eps`, `attention_dropout`, `remat`, `unroll`: as in `ClipImageConfig`.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
+      and of padding.
 
     **Raises:**
 
@@ -80,7 +81,7 @@ class ClipTextConfig(HeadSizes):
         check_heads(self)
         if len(self.eos) != 1:
             raise ValueError(
-                f"`eos` must be one token, whose output is that of a text, but is {self.eos}."
+                f"`eos` must be one token, whose output represents a text, but is {self.eos}."
             )
 
 
@@ -108,7 +109,7 @@ class ClipConfig:
 
 
 class ClipImageEncoder(eqx.Module):
-    """The image encoder of a `Clip`. Its first position is that of the class token."""
+    """The image encoder of a `Clip`. Its first position is the class token."""
 
     patch_embed: Float[Array, "channels rows columns width"]
     class_embed: Float[Array, " width"]
@@ -187,14 +188,14 @@ class Clip(eqx.Module):
         mask: Mask | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "images texts"]:
-        """Returns the logits of each image and each text: the probability that a text is that of an
-        image is the softmax over the texts.
+        """Returns the logits of each image and each text. The softmax over texts is the probability
+        that a text belongs to an image.
 
         **Arguments:**
 
-        - `pixels`: images with the channels first, normalised as the weights were trained with.
+        - `pixels`: images with the channels first, normalised in the same way as in training.
         - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN. The output for a text is
-          that of its first token `config.text.eos`.
+          the output of its first token `config.text.eos`.
         - `mask`: 1 at real tokens and 0 at padding tokens, which must be on the right.
         - `key`: PRNG key for dropout. Without it, dropout is disabled.
 

@@ -42,19 +42,20 @@ class DeepseekV3Config(SharedExpertsConfig):
     - `groups`, `chosen_groups`: the experts are divided into groups of equal size; a token is
       routed to experts in this many of them.
     - `weights_sum_to_one`, `route_scale`: whether the weights of a token's routed experts are
-      divided by their sum, and what they are multiplied by then.
+      divided by their sum, and a factor that is then applied to them.
     - `q_rank`, `kv_rank`: the sizes of the latent features that queries, and keys and values, are
       computed from. With `q_rank=None`, queries are computed from the residual stream.
     - `plain_size`, `rope_size`, `value_size`: for each head, the number of features of queries and
-      keys that are not rotated and that are (an even number), and of values.
+      keys that are not rotated and that are rotated (an even number), and the number of features
+      of values.
     - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they are
       scaled for long contexts.
-    - `rope_pairs`: whether rotary embeddings rotate neighbouring features, instead of those that
-      are half of the features apart.
+    - `rope_pairs`: whether rotary embeddings rotate neighbouring features, instead of features that
+      are half of the head size apart.
     - `score_scaling`: with `rope_scaling`, the scores of attention are multiplied by the square of
       `1 + 0.1 * score_scaling * log(factor)`.
-    - `norm_eps`: added to the mean square in RMSNorm, except in those of the compressed features,
-      which add 1e-6 as published.
+    - `norm_eps`: added to the mean square in RMSNorm, except for the compressed features, where it
+      is 1e-6 as published.
     - `tied`: whether the output head shares the weights of the embedding.
     - `attention_dropout`: the dropout rate of the attention weights.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
@@ -169,8 +170,8 @@ class DeepseekV3(SharedExpertsDecoder):
         options: Any = {"visible": visible, "scale": _score_scale(c)}
         options |= {"rate": c.attention_dropout, "key": key}
         if cache is not None and x.shape[1] == 1:
-            # For one query, what turns latent features into keys and values is applied to the query
-            # and to the output instead, which takes less work than to apply it to all slots.
+            # For one query, the projections from latent features to keys and values are applied to
+            # the query and the output instead, which takes less work than to all slots.
             wk, wv = (w.merged() if isinstance(w, LowRank) else w for w in (layer.wk, layer.wv))
             q = jnp.concatenate([jnp.einsum("bshk,lhk->bshl", plain, wk), turned], axis=-1)
             out = attend(q, jnp.concatenate([latent, common], axis=-1), latent, **options)

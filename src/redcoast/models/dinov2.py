@@ -27,16 +27,15 @@ class Dinov2Config(HeadSizes):
     - `width`, `layers`, `heads`: the size of the residual stream, the number of layers and the
       number of heads.
     - `mlp_ratio`: the hidden size of the feed-forward network, as a multiple of `width`. With
-      `gated` it is two thirds of that, rounded up to a multiple of 8.
-    - `image`, `patch`: the height and width of the images that the table of positions is for, and
-      of patches, in pixels.
+      `gated`, two thirds of that, rounded up to a multiple of 8.
+    - `image`, `patch`: the height and width of images for the table of positions, and of patches,
+      in pixels.
     - `channels`: the number of channels of an image.
     - `registers`: the number of register tokens.
-    - `mask_token`: whether there is a token for patches that are masked. With registers there
-      always is one.
+    - `mask_token`: whether there is a token for masked patches. It is required with registers.
     - `gated`: whether the feed-forward network is a SwiGLU; then `activation` is not used.
-    - `head`: decides what a call returns. `None`: the hidden states. `"classification"`: the logits
-      of the labels of each image; with one label, the prediction of a regression.
+    - `head`: determines what a call returns. `None`: the hidden states. `"classification"`: the
+      logits of the labels of each image; with one label, the prediction of a regression.
     - `labels`, `label_names`: the number of labels of a classification head, and their names.
     - `activation`: the activation function of the feed-forward network, by its name in
       `config.json` files.
@@ -44,10 +43,10 @@ class Dinov2Config(HeadSizes):
     - `qkv_bias`: whether Q, K and V have biases.
     - `layer_scale`: the initial scale of the outputs of sublayers.
     - `dropout`, `attention_dropout`, `path_dropout`: the dropout rates of the embeddings, of the
-      attention weights, and of all that a sublayer adds to an image (stochastic depth).
+      attention weights, and of the entire output of a sublayer for an image (stochastic depth).
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
+    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
+      them on a CPU if there are at most four, and otherwise one.
 
     **Raises:**
 
@@ -151,21 +150,21 @@ class Dinov2(eqx.Module):
     ) -> Float[Array, "batch ..."]:
         """Returns the logits of images, of shape (batch, labels).
 
-        Without a head, returns the hidden states, of shape (batch, tokens, width): first that of
-        the class token, then those of the registers, then those of the patches, row by row.
+        Without a head, returns the hidden states, of shape (batch, tokens, width): the class token
+        first, then the registers, then the patches, row by row.
 
         **Arguments:**
 
-        - `pixels`: images with the channels first, normalised in the same way as those that the
-          weights were trained on. Their height and width are any multiples of the patch size.
+        - `pixels`: images with the channels first, normalised in the same way as in training. Their
+          height and width are any multiples of the patch size.
         - `mask`: must be None, since images have no padding.
         - `masked`: which patches are replaced by the mask token, row by row.
         - `key`: PRNG key for dropout. Without it, dropout is disabled.
 
         **Raises:**
 
-        `ValueError` if the images have other channels than the configuration, or no whole number of
-        patches.
+        `ValueError` if the channels of the images do not match the configuration, or if their size
+        is not a multiple of the patch size.
         """
         hidden = self.hidden(pixels, mask=mask, masked=masked, key=key)
         if self.head is None:
@@ -183,7 +182,7 @@ class Dinov2(eqx.Module):
     ) -> Float[Array, "batch tokens features"]:
         """Returns the hidden states after the final norm, for any head.
 
-        The arguments are those of `__call__`.
+        The arguments are the same as for `__call__`.
         """
         return self._norm(self._run(pixels, masked, (), key)[0])
 
@@ -198,7 +197,7 @@ class Dinov2(eqx.Module):
                     "`masked` needs a mask token, but the configuration has `mask_token=False`."
                 )
             x = jnp.where(masked.astype(bool)[:, :, None], self.mask_token[None, None], x)
-        # The versions with registers were trained with a filter that avoids aliasing.
+        # The models with registers were trained with an antialiasing filter.
         table, filtered = self.position_embed, c.registers > 0
         grid = pixels.shape[2] // c.patch, pixels.shape[3] // c.patch
         positions = resample(table[1:], c.image // c.patch, grid, filtered=filtered)

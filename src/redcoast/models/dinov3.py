@@ -1,5 +1,5 @@
-"""The DINOv3 encoder: as DINOv2 with registers, but with rotary positions of the patches in place
-of learned ones, and gated layers of another size."""
+"""The DINOv3 encoder: DINOv2 with registers, rotary instead of learned positions of the patches,
+and gated layers of another size."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ class Dinov3Config(HeadSizes):
     - `width`, `layers`, `heads`, `hidden`: the size of the residual stream, the number of layers,
       the number of heads and the hidden size of the feed-forward network.
     - `image`, `patch`: the height and width of the images of pretraining and of patches, in pixels.
-      Images of any other size can be encoded, too.
+      Images of any other size can be encoded too.
     - `channels`: the number of channels of an image.
     - `registers`: the number of register tokens.
     - `gated`: whether the feed-forward network has a gate.
@@ -41,11 +41,11 @@ class Dinov3Config(HeadSizes):
     - `q_bias`, `k_bias`, `v_bias`, `o_bias`, `mlp_bias`: whether Q, K, V, the output of attention
       and the feed-forward network have biases.
     - `layer_scale`: the initial scale of the outputs of sublayers.
-    - `attention_dropout`, `path_dropout`: the dropout rates of the attention weights, and of all
-      that a sublayer adds to an image (stochastic depth).
+    - `attention_dropout`, `path_dropout`: the dropout rates of the attention weights, and of the
+      entire output of a sublayer for an image (stochastic depth).
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
+    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
+      them on a CPU if there are at most four, and otherwise one.
 
     **Raises:**
 
@@ -142,13 +142,13 @@ class Dinov3(eqx.Module):
         masked: Bool[AnyArray, "batch patches"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch tokens features"]:
-        """Returns the hidden states of images after the final norm: first that of the class token,
-        then those of the registers, then those of the patches, row by row.
+        """Returns the hidden states of images after the final norm: of the class token, of the
+        registers, and of the patches, row by row.
 
         **Arguments:**
 
-        - `pixels`: images with the channels first, normalised in the same way as those that the
-          weights were trained on. Their height and width are any multiples of the patch size.
+        - `pixels`: images with the channels first, normalised in the same way as in training. Their
+          height and width are any multiples of the patch size.
         - `mask`: must be None, since images have no padding.
         - `masked`: which patches are replaced by the mask token, row by row.
         - `key`: PRNG key for dropout and for the changes of coordinates in training. Without it,
@@ -156,8 +156,8 @@ class Dinov3(eqx.Module):
 
         **Raises:**
 
-        `ValueError` if the images have other channels than the configuration, or no whole number of
-        patches.
+        `ValueError` if the channels of the images do not match the configuration, or if their size
+        is not a multiple of the patch size.
         """
         return self._norm(self._run(pixels, masked, (), key)[0])
 
@@ -192,7 +192,7 @@ def _angles(config: Dinov3Config, grid: tuple[int, ...], dtype: Any, key: Any) -
 
 
 def _changed(points: Float[Array, "patches 2"], config: Dinov3Config, key: Any) -> Array:
-    """The coordinates of a step of training."""
+    """The coordinates in a training step."""
     c = config
     if key is None:
         return points

@@ -38,7 +38,7 @@ class GemmaConfig(DecoderConfig):
     - `hidden`: the hidden size of the feed-forward network.
     - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they are
       scaled for long contexts.
-    - `local`: for each layer, whether it has a sliding attention window; by default none has.
+    - `local`: for each layer, whether it has a sliding attention window; by default, no layer has.
     - `window`: the size of that window in tokens, including the token itself.
     - `local_rope_base`: the base of the rotary embeddings in the layers with a window, where
       `rope_scaling` does not apply. By default they use the same embeddings as all other layers.

@@ -33,8 +33,8 @@ class Glm4MoeConfig(SharedExpertsConfig, HeadSizes):
     - `heads`, `kv_heads`: the number of query heads, and the number of key and value heads, which
       must divide it.
     - `head_size`: the size of each head; `width / heads` by default.
-    - `rotary_dim`: the number of features of each head that rotary embeddings rotate, which is
-      even; all by default.
+    - `rotary_dim`: the number of features of each head that rotary embeddings rotate, an even
+      number; all by default.
     - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they are
       scaled for long contexts.
     - `qkv_bias`, `qk_norm`: whether Q, K and V have biases, and whether Q and K are normalised in

@@ -36,7 +36,7 @@ class GPT2Config(DecoderConfig, HeadSizes):
     - `norm_eps`: added to the variance in layer norms.
     - `tied`: whether the output head shares the weights of the embedding.
     - `scale_scores`, `scale_by_layer`: whether attention scores are divided by the square root of
-      the head size, and whether those of layer `i` (counted from 0) are divided by `i + 1`.
+      the head size, and in layer `i` (counted from 0) by `i + 1`.
     - `cross_attention`: whether each layer also attends to a memory.
     - `embed_dropout`, `residual_dropout`, `attention_dropout`: the dropout rates of the embeddings,
       of the outputs that are added to the residual stream, and of the attention weights.
@@ -144,7 +144,7 @@ class GPT2(TableHead):
 
         - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
         - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
-          of real tokens do not depend on padding; those of padding tokens are meaningless.
+          of real tokens do not depend on padding; the logits of padding tokens are meaningless.
         - `segments`: for rows with several packed sequences, the number of the sequence that each
           token belongs to. Tokens attend only to their own sequence.
         - `positions`: the position of each token, by default counted over the real tokens of the
@@ -156,7 +156,7 @@ class GPT2(TableHead):
         **Raises:**
 
         `ValueError` if a row is longer than `config.positions` (unless `segments` or `positions` is
-        given), or if `memory` is given without `cross_attention`, or the other way round.
+        given), or if only one of `memory` and `cross_attention` is given.
         """
         options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
         options |= {"memory": memory, "memory_mask": memory_mask}
@@ -175,7 +175,7 @@ class GPT2(TableHead):
     ) -> Float[Array, "batch seq width"]:
         """Returns the final hidden states, from which `unembed` computes the logits.
 
-        The arguments are those of `__call__`.
+        The arguments are the same as for `__call__`.
         """
         real = real_tokens(tokens.shape, mask)
         if positions is None:

@@ -1,5 +1,5 @@
-"""The GPT-NeoX decoder, which Pythia is: attention and the feed-forward network in parallel, each
-after a norm of its own, and rotary embeddings of some features of each head. `_parallel.py` has the
+"""The decoder of GPT-NeoX and Pythia: attention and the feed-forward network in parallel, each with
+its own norm, and rotary embeddings of some features of each head. `_parallel.py` has the
 arithmetic."""
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from ._parallel import ParallelConfig, ParallelDecoder
 class GPTNeoXConfig(ParallelConfig):
     """The configuration of a `GPTNeoX`.
 
-    Its arguments are those of [`GPTJConfig`][redcoast.models.GPTJConfig], with other defaults, and:
+    It has the arguments of [`GPTJConfig`][redcoast.models.GPTJConfig], with other defaults, and:
 
     - `rope_base`: the base of the rotary embeddings' wavelengths.
     - `parallel`: whether the feed-forward network reads the residual stream before attention, not
@@ -36,8 +36,8 @@ class GPTNeoXConfig(ParallelConfig):
 
 
 class GPTNeoX(ParallelDecoder):
-    """The GPT-NeoX decoder (Black et al., 2022, <https://arxiv.org/abs/2204.06745>), whose sizes
-    Pythia has (Biderman et al., 2023, <https://arxiv.org/abs/2304.01373>).
+    """The GPT-NeoX decoder (Black et al., 2022, <https://arxiv.org/abs/2204.06745>), also of Pythia
+    (Biderman et al., 2023, <https://arxiv.org/abs/2304.01373>).
 
     ```python
     config = GPTNeoXConfig(vocab=256, width=128, layers=4, heads=4, hidden=512, rotary_dim=8)

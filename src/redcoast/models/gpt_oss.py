@@ -49,7 +49,7 @@ class GptOssConfig(DecoderConfig, HeadSizes):
     - `head_size`: the size of each head, an even number; `width / heads` by default.
     - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they are
       scaled for long contexts.
-    - `local`: for each layer, whether it has a sliding attention window; by default none has.
+    - `local`: for each layer, whether it has a sliding attention window; by default, no layer has.
     - `window`: the size of that window in tokens, including the token itself.
     - `limit`: the hidden features of the experts are clamped to it.
     - `norm_eps`: added to the mean square in RMSNorm.

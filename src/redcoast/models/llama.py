@@ -36,10 +36,11 @@ class LlamaConfig(TransformerConfig):
     - `rotary_dim`: the number of features of each head that rotary embeddings rotate; all by
       default.
     - `query_growth`: queries are multiplied by `1 + query_growth * log(1 + n)`, where `n` is how
-      often the `original` context of `rope_scaling` fits before them.
-    - `local`: for each layer, whether it has the window; by default all have it, if there is one.
+      many times the `original` context of `rope_scaling` fits before them.
+    - `local`: for each layer, whether it has the window; by default, all layers.
     - `local_rope_base`: the base of the rotary embeddings in the layers that `local` gives a
-      window, where `rope_scaling` does not apply. By default they have the same as all others.
+      window, where `rope_scaling` does not apply. By default, they have the same base as the
+      others.
     - `qkv_bias`, `qk_norm`: whether Q, K and V have biases, and whether Q and K are normalised.
     - `output_norms`: whether the outputs of attention and feed-forward network are normalised, in
       place of their inputs. The norms of Q and K are then over all heads.
@@ -51,11 +52,12 @@ class LlamaConfig(TransformerConfig):
     - `attention_dropout`, `residual_dropout`: the dropout rates of the attention weights, and of
       the outputs of attention and feed-forward network.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `kind`: the published type of model whose files it has, if several types have its options.
+    - `kind`: the `model_type` of its files, if several published types have the same options.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
+      them on a CPU if there are at most four, and otherwise one.
+    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
+      and of padding.
     - `decoding`: the defaults of [`redcoast.generate`][] for this model.
 
     **Raises:**

@@ -26,14 +26,14 @@ class Mamba2Config(DecoderConfig):
 
     - `vocab`, `width`, `layers`: the vocabulary size, the size of the residual stream and the
       number of layers.
-    - `heads`, `head_size`: the number of heads of a layer, and the number of features of each. All
-      of them together are a multiple of `width`.
+    - `heads`, `head_size`: the number of heads of a layer, and the number of features of each.
+      Their product is a multiple of `width`.
     - `state`: the size of the state of each feature.
     - `groups`: the number of groups of heads with common inputs and outputs of the state.
     - `taps`: the number of tokens that the convolutions see, including the token itself.
     - `chunk`: the number of tokens whose pairs are computed at once.
     - `norm_eps`: added to the mean square in RMSNorm.
-    - `wide_residual`: whether the residual stream has at least float32, whatever the parameters'
+    - `wide_residual`: whether the residual stream is at least float32, whatever the parameters'
       dtype.
     - `tied`: whether the output head shares the weights of the embedding.
     - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
@@ -78,8 +78,8 @@ class Mamba2Config(DecoderConfig):
 
 
 class Mamba2Cache(eqx.Module):
-    """What a row has left of its tokens, in all layers: the states, and the last inputs of the
-    convolutions. Its size does not depend on the number of tokens."""
+    """The states and the last inputs of the convolutions, in all layers. Its size does not depend
+    on the number of tokens."""
 
     state: Float[Array, "layers batch heads head_size state"]
     before: Float[Array, "layers batch past channels"]
@@ -92,8 +92,8 @@ class Mamba2Cache(eqx.Module):
 class Mamba2Layers(StackedLayers):
     """The parameters of all layers, stacked along their first dimension.
 
-    `x`, `b` and `c` are the projections to the inputs of the heads, and of the inputs to the states
-    and of the states to the outputs; `steps` are those to the sizes of time steps.
+    `x`, `b` and `c` are the projections to the inputs of the heads, from the inputs to the states,
+    and from the states to the outputs; `steps` are the projections to the sizes of time steps.
     """
 
     norm: Float[Array, "layers width"]
@@ -182,7 +182,7 @@ class Mamba2(TableHead):
 
         - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
         - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
-          of real tokens do not depend on padding; those of padding tokens are meaningless.
+          of real tokens do not depend on padding; the logits of padding tokens are meaningless.
         - `segments`, `positions`: must be None: the states go through the whole row.
         - `key`: has no effect, since there is no dropout.
 
@@ -204,7 +204,7 @@ class Mamba2(TableHead):
     ) -> Float[Array, "batch seq width"]:
         """Returns the final hidden states, from which `unembed` computes the logits.
 
-        The arguments are those of `__call__`.
+        The arguments are the same as for `__call__`.
         """
         if segments is not None or positions is not None:
             name = "positions" if segments is None else "segments"
@@ -261,8 +261,8 @@ def _mixer(layer, x, real, cache, config):
     """One layer, and its part of the cache after these tokens."""
     c, kind = config, wide(x.dtype)
     gate, steps = (product("bsd,de->bse", x, w) for w in (layer.gate, layer.steps))
-    # Padding is as the absence of tokens: it gives nothing to the convolutions and to the states,
-    # and time stands still.
+    # Padding is treated as missing tokens: it does not enter the convolutions and the states, and
+    # its time steps are 0.
     parts = [product("bsd,de->bse", x, w) for w in (layer.x, layer.b, layer.c)]
     parts = [jnp.where(real[..., None], part, 0) for part in parts]
     steps = jax.nn.softplus(steps.astype(kind) + layer.steps_bias.astype(kind)[None, None])

@@ -1,7 +1,7 @@
 """The Mixtral decoder: LLaMA with mixture-of-experts feed-forward networks. `_transformer.py` has
 the arithmetic.
 
-Options turn it into Qwen3-MoE (norms of Q and K in each head, weights of experts as they are).
+Options turn it into Qwen3-MoE (norms of Q and K in each head, unnormalised weights of experts).
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -17,8 +17,7 @@ from ._transformer import Transformer, TransformerConfig
 class MixtralConfig(TransformerConfig):
     """The configuration of a `Mixtral`.
 
-    Its arguments are those of [`LlamaConfig`][redcoast.models.LlamaConfig], with other defaults,
-    and:
+    It has the arguments of [`LlamaConfig`][redcoast.models.LlamaConfig], with other defaults, and:
 
     - `hidden`: the hidden size of each expert.
     - `experts`, `chosen`: the number of experts in each layer, and the number of experts that each

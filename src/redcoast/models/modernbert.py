@@ -30,14 +30,14 @@ class ModernBertConfig(HeadSizes):
     - `vocab`, `width`, `layers`, `heads`: the vocabulary size, the size of the residual stream, the
       number of layers and the number of heads.
     - `hidden`: the hidden size of the gated feed-forward network.
-    - `local`: for each layer, whether it has a sliding attention window; by default all have one
-      but the first and every third after it.
-    - `window`: the size of that window: a token sees those that are at most `window // 2` away.
+    - `local`: for each layer, whether it has a sliding attention window; by default, all except the
+      first and every third after it.
+    - `window`: the size of that window: a token sees tokens that are at most `window // 2` away.
     - `rope_base`, `local_rope_base`: the bases of the rotary embeddings' wavelengths in the layers
       without and with a window.
-    - `head`: decides what a call returns. `None`: the hidden states. `"masked"`: the logits of each
-      token. `"classification"`: the logits of the labels of each row; with one label, the
-      prediction of a regression. `"tokens"`: those of each token.
+    - `head`: determines what a call returns. `None`: the hidden states. `"masked"`: the logits of
+      each token. `"classification"`: the logits of the labels of each row; with one label, the
+      prediction of a regression. `"tokens"`: the logits of the labels of each token.
     - `labels`, `label_names`: the number of labels of a classification head, and their names.
     - `pooling`: what a classification head reads: the first token of a row (`"cls"`), or the mean
       of all (`"mean"`).
@@ -52,9 +52,10 @@ class ModernBertConfig(HeadSizes):
       the feed-forward network; and of the input of a classification head.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
+      them on a CPU if there are at most four, and otherwise one.
+    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
+      and of padding.
 
     **Raises:**
 
@@ -229,7 +230,8 @@ class ModernBert(eqx.Module):
 
         - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
         - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The outputs
-          for real tokens do not depend on padding; those for padding tokens are meaningless.
+          for real tokens do not depend on padding; the outputs for padding tokens are
+          meaningless.
         - `segments`: for rows with several packed sequences, the number of the sequence that each
           token belongs to. Tokens attend only to their own sequence.
         - `positions`: the position of each token, counted from 0; by default counted over the real
@@ -244,7 +246,7 @@ class ModernBert(eqx.Module):
         if self.config.head == "classification" and segments is not None:
             raise ValueError(
                 "A classification head reads one sequence per row, so rows cannot hold several "
-                "`segments`. Give each text a row of its own."
+                "`segments`. Put each text into its own row."
             )
         key, head_key = split_key(key, 2)
         hidden = self.hidden(tokens, mask=mask, segments=segments, positions=positions, key=key)
@@ -263,7 +265,8 @@ class ModernBert(eqx.Module):
         positions: Integer[AnyArray, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
-        """Returns the final hidden states, for any head. The arguments are those of `__call__`."""
+        """Returns the final hidden states, for any head. The arguments are the same as for
+        `__call__`."""
         c = self.config
         real = real_tokens(tokens.shape, mask)
         if positions is None:

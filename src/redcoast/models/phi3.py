@@ -14,8 +14,7 @@ from ._transformer import Transformer, TransformerConfig
 class Phi3Config(TransformerConfig):
     """The configuration of a `Phi3`.
 
-    Its arguments are those of [`LlamaConfig`][redcoast.models.LlamaConfig], with other defaults,
-    and:
+    It has the arguments of [`LlamaConfig`][redcoast.models.LlamaConfig], with other defaults, and:
 
     - `rotary_dim`: the number of features of each head that rotary embeddings rotate; all by
       default.

@@ -1,4 +1,4 @@
-"""SigLIP: an encoder of images and one of texts, whose outputs are compared."""
+"""SigLIP: an image encoder and a text encoder, whose outputs are compared."""
 
 from dataclasses import dataclass
 
@@ -36,8 +36,8 @@ class SiglipImageConfig(PairImageConfig):
     - `norm_eps`: added to the variance in layer norms.
     - `attention_dropout`: the dropout rate of the attention weights.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
+    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
+      them on a CPU if there are at most four, and otherwise one.
 
     **Raises:**
 
@@ -58,7 +58,8 @@ class SiglipTextConfig(HeadSizes):
     - `outputs`: the size of the output, which must be the width of the image encoder; `width` by
       default.
     - `activation`, `norm_eps`, `attention_dropout`, `remat`, `unroll`: as in `SiglipImageConfig`.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
+      and of padding.
 
     **Raises:**
 
@@ -244,10 +245,10 @@ class Siglip(eqx.Module):
         **Arguments:**
 
         - `pixels`: images with the channels first, normalised to the range from -1 to 1.
-        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN. The weights that are
-          published were trained on texts that are padded to all positions, without a mask. The
-          output for a text is that of its last token, whatever that is.
-        - `mask`: 1 at tokens that are attended to. Which token is the last does not depend on it.
+        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN. The published weights
+          were trained on texts that are padded to all positions, without a mask. The output for a
+          text is the output of its last position.
+        - `mask`: 1 at tokens that are attended to. It does not change which position is the last.
         - `key`: PRNG key for dropout. Without it, dropout is disabled.
 
         **Raises:**

@@ -1,6 +1,6 @@
 """The T5 encoder-decoder: relative position biases and RMSNorm.
 
-With a gated feed-forward network and an untied head it is T5 v1.1, FLAN-T5, ByT5 and mT5.
+With a gated feed-forward network and an untied head, it is T5 v1.1, FLAN-T5, ByT5 or mT5.
 """
 
 from dataclasses import dataclass
@@ -47,12 +47,13 @@ class T5Config(HeadSizes):
       the feed-forward network, the outputs that are added to the residual stream, and the final
       hidden states.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
+    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
+      them on a CPU if there are at most four, and otherwise one.
     - `kind`: the `model_type` under which `save_pretrained` saves the model. It does not change the
       results.
     - `decoder_start`: the token id that the decoder starts with.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
+      and of padding.
     - `decoding`: the defaults of [`redcoast.generate`][] for this model.
 
     **Raises:**
@@ -159,8 +160,8 @@ class T5(EncoderDecoder):
     def __init__(self, config: T5Config, *, key: PRNGKeyArray):
         """Initialises the parameters: normal, truncated at three standard deviations.
 
-        The variance is 1 for the embedding and 1 / fan-in for all other weights; that of the query
-        projections is also divided by the head size.
+        The variance is 1 for the embedding and 1 / fan-in for all other weights; for query
+        projections, it is also divided by the head size.
         """
         embed, encoder, decoder, head = jax.random.split(key, 4)
         shape = (config.width, config.vocab)

@@ -29,8 +29,8 @@ class ViTConfig(HeadSizes):
     - `hidden`: the hidden size of the feed-forward network, usually `4 * width`.
     - `image`, `patch`: the (height, width) of images and of patches, in pixels.
     - `channels`: the number of channels of an image.
-    - `head`: decides what a call returns. `None`: the hidden states. `"classification"`: the logits
-      of the labels of each image; with one label, the prediction of a regression.
+    - `head`: determines what a call returns. `None`: the hidden states. `"classification"`: the
+      logits of the labels of each image; with one label, the prediction of a regression.
     - `labels`, `label_names`: the number of labels of a classification head, and their names.
     - `pooler`, `pooler_size`: whether a model without a head has a pooler, and the size of its
       output (`width` by default).
@@ -41,8 +41,8 @@ class ViTConfig(HeadSizes):
     - `dropout`, `attention_dropout`: the dropout rates of the embeddings and the outputs that are
       added to the residual stream, and of the attention weights.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
+    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
+      them on a CPU if there are at most four, and otherwise one.
 
     **Raises:**
 
@@ -129,13 +129,13 @@ class ViT(eqx.Module):
     ) -> Float[Array, "batch ..."]:
         """Returns the logits of images, of shape (batch, labels).
 
-        Without a head, returns the hidden states, of shape (batch, tokens, width): first that of
-        the class token, then those of the patches, row by row.
+        Without a head, returns the hidden states, of shape (batch, tokens, width): the class token
+        first, then the patches, row by row.
 
         **Arguments:**
 
-        - `pixels`: images with the channels first, normalised in the same way as those that the
-          weights were trained on (often to the range from -1 to 1).
+        - `pixels`: images with the channels first, normalised in the same way as in training (often
+          to the range from -1 to 1).
         - `mask`: must be None, since images have no padding.
         - `key`: PRNG key for dropout. Without it, dropout is disabled.
 
@@ -155,7 +155,7 @@ class ViT(eqx.Module):
     ) -> Float[Array, "batch tokens features"]:
         """Returns the hidden states after the final norm, for any head.
 
-        The arguments are those of `__call__`.
+        The arguments are the same as for `__call__`.
         """
         c = self.config
         if pixels.shape[1:] != (c.channels, *c.image):

@@ -42,10 +42,11 @@ class WhisperConfig(HeadSizes):
       the outputs that are added to the residual stream; of the attention weights; and of the hidden
       features of the feed-forward network.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
+    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
+      them on a CPU if there are at most four, and otherwise one.
     - `decoder_start`: the token id that the decoder starts with.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
+      and of padding.
     - `decoding`: the defaults of [`redcoast.generate`][] for this model.
     - `speech_settings`: settings of `generation_config.json` that `save_pretrained` writes again
       for `transformers`, such as the tokens of languages (`lang_to_id`): names, and values in JSON.
@@ -182,8 +183,8 @@ class Whisper(CrossDecoder):
 
         **Arguments:**
 
-        - `features`: log-mel features, with as many frames as the configuration says: shorter
-          sounds are padded with silence.
+        - `features`: log-mel features, with `config.frames` frames: shorter sounds are padded with
+          silence.
         - `decoder_tokens`: the texts, each after the tokens that texts start with (see
           `shift_right`).
         - `mask`: must be None, since silence is not masked.
@@ -209,7 +210,7 @@ class Whisper(CrossDecoder):
     ) -> Float[Array, "batch seq width"]:
         """Returns the final hidden states, from which `unembed` computes the logits.
 
-        The arguments are those of `__call__`.
+        The arguments are the same as for `__call__`.
         """
         check_length(self.config, decoder_tokens.shape[1])
         encoder_key, key = split_key(key, 2)
@@ -228,7 +229,7 @@ class Whisper(CrossDecoder):
     ) -> Float[Array, "batch memory width"]:
         """Returns the encoder's hidden states, which the decoder attends to.
 
-        The arguments are those of `__call__`.
+        The arguments are the same as for `__call__`.
         """
         c, encoder = self.config, self.encoder
         if features.shape[1:] != (c.mels, c.frames):
@@ -284,7 +285,7 @@ class Whisper(CrossDecoder):
 
 
 def sinusoids(length: int, width: int) -> Float[np.ndarray, "length width"]:
-    """Returns the sines of all positions, and behind them the cosines."""
+    """Returns the sines of all positions, followed by the cosines."""
     rates = np.exp(-math.log(10000) / (width // 2 - 1) * np.arange(width // 2))
     angles = np.arange(length)[:, None] * rates[None]
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)

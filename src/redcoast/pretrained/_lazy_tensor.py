@@ -43,7 +43,7 @@ class Source:
     - `settings`: the settings of its `config.json`, or the equivalent.
     - `stored`: its tensors, by name.
     - `table`: the tensors that each array of the model consists of, if they differ from the
-        family's `tensors(config)`.
+      family's `tensors(config)`.
     - `generation`: the options of its `generation_config.json`, if it has one.
     """
 

@@ -28,7 +28,7 @@ class Layout:
 
     - `table`: the tensors that each array of the model consists of.
     - `base_prefix`: the prefix of the base model's tensors, which files of the base model without a
-        head omit.
+      head omit.
     - `buffers`: regular expressions for the names of tensors that are ignored.
     - `duplicates`: alternative names under which a file may hold a tensor (again, or instead), and
       the tensor's own names.

@@ -47,7 +47,7 @@ def dequantised(source: Source, dtype: np.dtype | None, where: Any) -> Source:
 
     - `source`: a source, whose settings may describe a quantisation.
     - `dtype`: the dtype of these tensors; by default, the dtype of the tensors that are not
-        quantised (of several, the one with the most bytes), or bfloat16 if there are none.
+      quantised (of several, the one with the most bytes), or bfloat16 if there are none.
     - `where`: the path of the model, for messages.
 
     **Raises:**

@@ -31,8 +31,8 @@ class Tensor:
       first; a number is a factor of that size. Every factor must be on both sides, except factors
       of size 1 and factors that are fixed at an index.
     - `fixed`: sizes of factors that do not follow from the leaf's shape; or an index and a size, if
-        the leaf only has that index of a factor: `qkv=(0, 3)` is the first of three. If this factor
-        is on both sides, the leaf has a range of indices that begins there.
+      the leaf only has that index of a factor: `qkv=(0, 3)` is the first of three. If this factor
+      is on both sides, the leaf has a range of indices that begins there.
 
     **Raises:**
 

@@ -215,7 +215,7 @@ def progress(
     - `total_steps`: the number of the last step; `None` if it is not known.
     - `start`: the number of steps completed before, in a resumed run.
     - `enabled`: `None` draws a bar on a terminal and in a notebook, and prints lines elsewhere;
-      `True` always draws the bar, for consoles that are not terminals; `False` shows nothing.
+        `True` always draws the bar, for consoles that are not terminals; `False` shows nothing.
     - `file`: the file to write to; standard error by default.
     - `steps_per_epoch`: if it is given, the epoch is shown too.
     - `by_steps`: whether the lines outside a terminal are printed at steps that depend only on the

@@ -187,7 +187,7 @@ def wandb_logger(
     - `name`: the run's name; by default W&B generates one.
     - `close_timeout`: the maximum time that `close()` waits for W&B, in seconds.
     - `queue_size`: the maximum number of calls that wait for W&B. Calls while the queue is full are
-      dropped, and `close()` reports their number.
+        dropped, and `close()` reports their number.
     - `init_options`: other arguments for `wandb.init` (`entity`, `tags`, `mode`, ...).
 
     **Returns:**

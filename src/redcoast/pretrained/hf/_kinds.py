@@ -43,7 +43,7 @@ class Kind:
     - `options`: the options that all its models have.
     - `free`: the options that each of them may have.
     - `named`: whether a configuration is of this type only if its `kind` says so, because another
-        type has the same options in other files.
+      type has the same options in other files.
     - `fields`: the names of the settings of its fields, and their default values.
     - `defaults`: further settings that are read, and default values that differ.
     - `only`, `ignored`: arguments of `read_settings`.

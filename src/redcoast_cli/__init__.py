@@ -1,7 +1,7 @@
 """The console command `redcoast`.
 
-It is a package of its own because `import redcoast` imports JAX, which takes seconds, and `--help`
-needs neither.
+It is a separate package, because `import redcoast` imports JAX, which takes seconds and is not
+needed for `--help`.
 """
 
 from ._main import main as main

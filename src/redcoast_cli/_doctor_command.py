@@ -1,4 +1,4 @@
-"""`redcoast doctor`: what is installed, what is there, and what is missing."""
+"""`redcoast doctor`: shows what is installed, which devices there are, and what is missing."""
 
 import importlib.metadata
 import importlib.util
@@ -15,7 +15,8 @@ from redcoast.tracking._wandb import has_account
 from ._options import DoctorCommand
 
 PACKAGES = ("redcoast", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "numpy")
-# What uses it, the modules of which it needs one, and the extra that installs it.
+# The purpose of an optional package, modules of which one is needed, and the extra that installs
+# it.
 OPTIONAL = (
     ("Dry runs for TPUs by their compiler", ("libtpu",), "tpu"),
     ("NVIDIA GPUs, and dry runs for them", ("jax_cuda12_plugin", "jax_cuda13_plugin"), "cuda13"),
@@ -28,7 +29,7 @@ OPTIONAL = (
 
 
 def main(c: DoctorCommand) -> None:
-    """Prints what is there; what is missing comes with the command that installs it."""
+    """Prints what is available, and the commands that install what is missing."""
     lines = [
         f"{'Python':<18}{platform.python_version()} ({sys.executable})",
         *(f"{name:<18}{version(name)}" for name in PACKAGES),
@@ -50,7 +51,8 @@ def version(package: str) -> str:
 
 
 def tested_together() -> str:
-    """Whether redcoast was tested with the installed versions, or which ones it was not."""
+    """Whether redcoast was tested with the installed versions, or which versions were not
+    tested."""
     names = untested(installed_versions())
     return f"no: {', '.join(names)}" if names else "yes"
 
@@ -73,7 +75,7 @@ def devices() -> list[str]:
 
 
 def host_memory() -> list[str]:
-    """The memory of this machine, where the operating system tells it."""
+    """The memory of this machine, if the operating system reports it."""
     try:
         size = os.sysconf("SC_PAGE_SIZE") / 2**30
         whole, free = os.sysconf("SC_PHYS_PAGES") * size, os.sysconf("SC_AVPHYS_PAGES") * size

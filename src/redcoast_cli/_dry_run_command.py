@@ -78,7 +78,7 @@ def smallest(c: DryRunCommand) -> Attempt:
     chip = chip_of(c)
     least = state_bytes(make_workload(c.model, c.seq))
     for target in sizes_of(chip):
-        # No need to compile where not even the training state fits.
+        # There is no need to compile if not even the training state fits.
         if least <= target.count * chip.usable and (found := attempt(c, target, c.seq)).fits:
             return found
     words = f"{c.model} does not fit on any number of {chip.name} that was tried."

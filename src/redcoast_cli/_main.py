@@ -28,7 +28,7 @@ STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs a command; `args` are those of the process by default."""
+    """Runs a command; by default, `args` are the arguments of the process."""
     args = sys.argv[1:] if args is None else args
     kind = commands(whole=bool(args) and args[0] in COMMANDS.values())
     command = tyro.cli(kind, prog="redcoast", description=EXAMPLES, args=args, config=STYLE)
@@ -45,7 +45,7 @@ def commands(*, whole: bool) -> Any:
 
     def named(name: str, kind: type) -> Any:
         first, _, rest = (kind.__doc__ or "").partition("\n\n")
-        # tyro wraps the texts of the list of commands, but not that of a command's own help.
+        # tyro wraps the texts in the list of commands, but not in a command's own help.
         text = wrap_help(" ".join(f"{first} {rest}".split())) if whole else " ".join(first.split())
         return Annotated[kind, tyro.conf.subcommand(name, description=text)]
 

@@ -21,10 +21,10 @@ class DryRunCommand:
     """Compiles a training step for accelerators that you do not have, and prints what it needs.
 
     It reports whether the step fits, the memory on each device, the communication between devices,
-    and a lower bound on the time of a step. The figures are those of the accelerator's own compiler
-    if it is installed (`pip install "redcoast[tpu]"` or `"redcoast[cuda12]"`), otherwise those of
-    the CPU compiler. The exit code is 1 if the step does not fit, and 2 if the options are invalid
-    or the compiler fails.
+    and a lower bound on the time of a step. The figures are from the accelerator's own compiler if
+    it is installed (`pip install "redcoast[tpu]"` or `"redcoast[cuda12]"`), and otherwise from the
+    CPU compiler. The exit code is 1 if the step does not fit, and 2 if the options are invalid or
+    the compiler fails.
     """
 
     model: Model = "llama-7b"  # a model name, or the path of a Hugging Face config.json
@@ -61,23 +61,23 @@ class PlanCommand:
 class ServeCommand:
     """Serves a pretrained language model over HTTP, with OpenAI's API for completions and chats.
 
-    Requests that come together are generated together. It needs the extra `serve` (`pip install
+    Concurrent requests are generated in batches. It needs the extra `serve` (`pip install
     "redcoast[serve]"`). See docs/howto/serving.md.
     """
 
     weights: Path  # Hugging Face directory or .gguf file
-    name: Maybe[str] = None  # name of the model in requests; by default that of the directory
+    name: Maybe[str] = None  # name of the model in requests; by default, the directory's name
     host: str = "127.0.0.1"  # address to listen at (0.0.0.0 for all networks)
     port: int = 8000  # port to listen at
-    api_key: Maybe[str] = None  # key that clients must send; by default that of REDCOAST_API_KEY
+    api_key: Maybe[str] = None  # key that clients must send; by default, REDCOAST_API_KEY
     mesh: Mesh = "data=-1"  # such as 8, 2x4 (data x model), fsdp=4,model=2, or auto
     dtype: str = "float32"  # dtype of the weights (such as bfloat16)
     rows: int = 8  # maximum number of answers to generate at once
-    waiting: int = 64  # maximum number of answers that wait; beyond it clients get status 429
-    wait: float = 0.005  # seconds to wait for further requests before a batch is begun
-    timeout: float = 30.0  # seconds within which the headers, and the body, of a request must come
+    waiting: int = 64  # maximum number of waiting answers; further clients get status 429
+    wait: float = 0.005  # seconds to wait for further requests before a batch starts
+    timeout: float = 30.0  # seconds within which the headers and the body of a request must arrive
     context: int = 2048  # maximum number of tokens of a prompt and its answer
-    new_tokens: int = 512  # tokens of an answer in a chat, if the request does not say
+    new_tokens: int = 512  # default number of tokens of an answer in a chat
     seed: int = 0  # random seed for sampling
     local_devices: Maybe[int] = None  # number of CPU devices to emulate
 

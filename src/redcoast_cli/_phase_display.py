@@ -1,5 +1,5 @@
-"""Shows on standard error what a command is doing: a line that is rewritten on a terminal, and
-elsewhere a line for each phase."""
+"""Shows the phase of a command on standard error, as one updated line on a terminal and as a line
+for each phase elsewhere."""
 
 import contextlib
 import sys
@@ -11,8 +11,8 @@ from redcoast.core._output import forgiving
 from redcoast.dryrun._phases import listen_to_phases
 from redcoast.tracking._terminal import Stream, columns
 
-_REDRAWN = 0.5  # seconds between two times that the line on a terminal is rewritten
-_REPEATED = 60.0  # seconds after which a log gets a line again
+_REDRAWN = 0.5  # seconds between updates of the line on a terminal
+_REPEATED = 60.0  # seconds after which the line is repeated in a log
 
 
 class PhaseDisplay:
@@ -32,12 +32,12 @@ class PhaseDisplay:
         """Shows the beginning of a phase."""
         with self._lock:
             same, self._name, self._detail = name == self._name, name, detail
-            # A log gets one line for all the meshes that are planned one after the other.
+            # A log gets one line for all meshes that are planned.
             if self._columns is not None or not same:
                 self._write()
 
     def tick(self) -> None:
-        """Shows how long the phase has been going on."""
+        """Shows the duration of the phase."""
         with self._lock:
             if self._name and monotonic() - self._written >= self.interval:
                 self._write()

@@ -16,7 +16,7 @@ STEP = 128  # tokens; lengths are multiples of it
 MOST = 2**20  # tokens; the longest sequence to try
 SIDES = (1, 2, 4, 8, 16)  # the sides of slices
 CARDS = tuple(2**n for n in range(11))  # numbers of GPUs, over several hosts if need be
-COMPILED = 2  # meshes to compile if the first does not fit; twice as many if these do not either
+COMPILED = 2  # meshes to compile if the first does not fit, and as many again if none of these does
 
 
 def longest_sequence(fits: Callable[[int], bool], start: int) -> int:

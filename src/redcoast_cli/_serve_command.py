@@ -17,7 +17,7 @@ KEY = "REDCOAST_API_KEY"
 
 
 def main(c: ServeCommand) -> None:
-    """Loads the model, and serves it until the process is told to end."""
+    """Loads the model, and serves it until the process is terminated."""
     try:
         require_extra(*SERVER)
     except ImportError as error:
@@ -47,7 +47,7 @@ def main(c: ServeCommand) -> None:
     except (ValueError, TypeError, OSError, ImportError) as error:
         refuse(str(error))
     if key is None and not is_this_machine(c.host):
-        print("Other machines may ask this server without a key: see --api-key.", file=sys.stderr)
+        print("Other machines can use this server without a key: see --api-key.", file=sys.stderr)
     run_application(
         served, server, host=c.host, port=c.port, key=key, wait=c.wait, timeout=c.timeout
     )

@@ -107,7 +107,7 @@ def _length(model: str, model_class: Any, config: Any, seq: int | None) -> int |
         refuse(f"{model} reads images of {config.image} pixels: leave out --seq.")
     if seq is not None and seq < 1:
         refuse(f"--seq must be at least 1, but is {seq}.")
-    # The greatest length of the weights, if the configuration gives one.
+    # The maximum length of the weights, if the configuration states one.
     most = getattr(config, "positions", getattr(config, "context", LONGEST))
     return None if model_class is models.ViT else seq or min(LONGEST, most)
 

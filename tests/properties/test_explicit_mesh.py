@@ -133,7 +133,7 @@ def test_an_array_of_the_loss_on_a_mesh_with_explicit_axes_is_refused():
         loss = lambda model, batch, key: loss_fn(model, batch, key)[0] * scale
         with pytest.raises(ValueError, match="aval mesh") as error:
             fit(None, loss_fn=loss)
-    assert "`loss_fn` uses an array of its own" in "".join(error.value.__notes__)
+    assert "`loss_fn` closes over an array" in "".join(error.value.__notes__)
 
 
 def test_checkpoints_and_generation(tmp_path):

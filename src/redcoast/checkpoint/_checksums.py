@@ -1,7 +1,7 @@
 """Sizes and checksums of a checkpoint's files.
 
-The compression of the arrays has no checksum of its own, so a flipped bit would usually be read
-as a different number.
+The compression of the arrays has no checksum, so a flipped bit would usually be read as a different
+number.
 """
 
 import json

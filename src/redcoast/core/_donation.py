@@ -52,7 +52,7 @@ def refuse_deleted(tree: PyTree, what: str, advice: str) -> None:
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether this is an array with memory of its own."""
+    """Whether this is an array with memory, and not a tracer."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 

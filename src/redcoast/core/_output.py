@@ -97,7 +97,7 @@ def _discard_buffer(stream: Any, error: Exception) -> None:
 
 
 def forgiving(stream: Any) -> Any:
-    """A stream whose writes do not fail; `None`, which prints nothing, as it is."""
+    """A stream whose writes do not fail; `None`, which prints nothing, is returned unchanged."""
     if stream is None or isinstance(stream, ForgivingStream):
         return stream
     return ForgivingStream(stream)

@@ -148,7 +148,7 @@ def _part(model: PyTree, select: Callable[[PyTree], Any], chosen: PyTree) -> PyT
 
 
 def _stand_in(x: Any) -> Any:
-    """An array of its own with the shape and dtype of another, which takes no memory."""
+    """A distinct array with the shape and dtype of another, which takes no memory."""
     if not eqx.is_inexact_array(x):
         return x
     return np.broadcast_to(np.zeros((), x.dtype), x.shape)

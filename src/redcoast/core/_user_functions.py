@@ -115,7 +115,7 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
         ]
     if isinstance(error, ValueError) and "mesh AbstractMesh" in str(error):
         return [
-            f"`{name}` uses an array of its own that is on a mesh with Explicit axes, such as one "
+            f"`{name}` closes over an array on a mesh with Explicit axes, such as one "
             "that was created inside `jax.set_mesh(jax.make_mesh(...))`. Make it a NumPy array, "
             "or create it inside the function, or use a mesh from `redcoast.make_mesh`, whose "
             "axes are Auto."

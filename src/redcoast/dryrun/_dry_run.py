@@ -83,7 +83,7 @@ def dry_run(
     does not match it; any error that `loss_fn` raises. `RuntimeError` if the target's compiler is
     installed but fails.
 
-    !!! example
+    !!! Example
 
         ```python
         import jax

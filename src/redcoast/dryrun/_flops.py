@@ -60,7 +60,7 @@ def contractions(jaxpr: AnyJaxpr) -> Contractions:
     counts its most expensive branch. For convolutions, zeros that pad the input are counted, and
     zeros that dilate it are not.
 
-    !!! example
+    !!! Example
 
         ```python
         import jax

@@ -92,7 +92,7 @@ def suggest_mesh(
     cannot be run on any mesh; any error that `loss_fn` raises. `RuntimeError` if the target's
     compiler is installed but does not work.
 
-    !!! example
+    !!! Example
 
         ```python
         import jax

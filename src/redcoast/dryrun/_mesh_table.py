@@ -65,7 +65,7 @@ class MeshSuggestion(Mapping[str, Any]):
     - `speeds_assumed`: Whether the speeds of the devices are unknown. The times are then estimated
         for an A100.
 
-    !!! example
+    !!! Example
 
         ```python
         import jax

@@ -59,7 +59,7 @@ class DryRun:
     - `plan`: The [`redcoast.Plan`][].
     - `changes`: If the step does not fit, the smallest changes found that make it fit.
 
-    !!! example
+    !!! Example
 
         ```python
         import json

@@ -52,7 +52,7 @@ def time_bounds(
 
     `Bounds`, in seconds.
 
-    !!! example
+    !!! Example
 
         ```python
         from redcoast.dryrun._chips import CHIPS

@@ -355,7 +355,7 @@ def _first_beyond(
 
 
 def _outside(axis: Lookup, low: int, high: int, *, below: bool) -> int | None:
-    """An index outside of an axis; a negative one only if `below`."""
+    """An index outside an axis; negative ones only count if `below`."""
     if high >= axis.size:
         return high
     return low if below and low < 0 else None

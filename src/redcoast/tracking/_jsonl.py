@@ -70,14 +70,6 @@ def jsonl_logger(path: str | PathLike[str]) -> JsonlLogger:
     on a full disk, a warning is logged once, and later lines are still attempted. NaN and infinity
     are written as `NaN` and `Infinity`, which Python's `json` reads.
 
-    !!! example
-
-        ```python
-        log = rc.jsonl_logger("runs/lm/metrics.jsonl")
-        log({"loss": 2.5}, 1)
-        log.close()  # `fit` does so at the end of a run
-        ```
-
     **Arguments:**
 
     - `path`: the file, usually `metrics.jsonl` in the run's directory. Missing directories are
@@ -86,6 +78,14 @@ def jsonl_logger(path: str | PathLike[str]) -> JsonlLogger:
     **Returns:**
 
     A callable `(metrics, step) -> None` with a method `close()`.
+
+    !!! Example
+
+        ```python
+        log = rc.jsonl_logger("runs/lm/metrics.jsonl")
+        log({"loss": 2.5}, 1)
+        log.close()  # `fit` does so at the end of a run
+        ```
     """
     return JsonlLogger(local_path("path", path))
 
@@ -98,12 +98,6 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     after its checkpoint; the last value of each metric is kept. Incomplete lines of killed runs are
     ignored.
 
-    !!! Example
-
-        ```python
-        losses = [entry["loss"] for entry in rc.read_metrics("runs/lm/metrics.jsonl")]
-        ```
-
     **Arguments:**
 
     - `path`: the path of the file.
@@ -115,6 +109,12 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     **Raises:**
 
     `FileNotFoundError` if the file does not exist, and `IsADirectoryError` if it is a directory.
+
+    !!! Example
+
+        ```python
+        losses = [entry["loss"] for entry in rc.read_metrics("runs/lm/metrics.jsonl")]
+        ```
     """
     if Path(path).is_dir():
         raise IsADirectoryError(

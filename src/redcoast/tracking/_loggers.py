@@ -179,14 +179,6 @@ def console_logger(*, every: int | float | None = None, steps: int | None = None
     multiples of a round number that give 20 to 50 lines, and the last step. Metrics whose names
     begin with `eval/` are always printed. The lines do not break a progress bar.
 
-    !!! example
-
-        ```python
-        log = rc.console_logger(every=0)
-        log({"loss": 2.5, "grad_norm": 1.25}, 100)
-        # step     100  loss 2.5         grad_norm 1.25
-        ```
-
     **Arguments:**
 
     - `steps`: the number of steps between lines of training metrics.
@@ -195,6 +187,14 @@ def console_logger(*, every: int | float | None = None, steps: int | None = None
     **Returns:**
 
     A callable `(metrics, step) -> None`, to pass to `fit` as `log`.
+
+    !!! Example
+
+        ```python
+        log = rc.console_logger(every=0)
+        log({"loss": 2.5, "grad_norm": 1.25}, 100)
+        # step     100  loss 2.5         grad_norm 1.25
+        ```
     """
     if not isinstance(every, int | float | None):
         raise TypeError(f"`every` must be a number of seconds, but is {every!r}.")

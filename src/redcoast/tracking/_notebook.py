@@ -49,7 +49,7 @@ class NotebookBar:
         self._handle.update(self)
 
     def clear(self) -> None:
-        """Other output of a cell has lines of its own."""
+        """Other output of a cell is on separate lines."""
 
     def close(self) -> None:
         self.refresh()
@@ -79,7 +79,7 @@ class NotebookEvaluation:
             self._bar.set_postfix_str(f"evaluating {self._done:,}/{self._batches:,}")
 
     def clear(self) -> None:
-        """Other output of a cell has lines of its own."""
+        """Other output of a cell is on separate lines."""
 
     def close(self) -> None:
         """The next step of the run replaces the text."""

@@ -132,7 +132,7 @@ class Progress:
         return self._next < math.inf and is_logged(step, self._total, lines=_LINES)
 
     def _make_room(self, record: logging.LogRecord) -> bool:
-        """Removes the bars before a message is logged, so that it has a line of its own."""
+        """Removes the bars before a message is logged, so that the message has its own line."""
         for bar in (self._bar, self._evaluation):
             if bar is not None:
                 bar.clear()
@@ -201,15 +201,6 @@ def progress(
     then one every thirty seconds, and one for the last step. The throughput does not include the
     first step, to exclude its compilation, or the time between `pause()` and `resume()`.
 
-    !!! example
-
-        ```python
-        with progress(1000) as bar:
-            for step in range(1000):
-                ...
-                bar.update(step + 1, {"loss": loss}, batch_size)
-        ```
-
     **Arguments:**
 
     - `total_steps`: the number of the last step; `None` if it is not known.
@@ -217,7 +208,7 @@ def progress(
     - `enabled`: `None` draws a bar on a terminal and in a notebook, and prints lines elsewhere;
         `True` always draws the bar, for consoles that are not terminals; `False` shows nothing.
     - `file`: the file to write to; standard error by default.
-    - `steps_per_epoch`: if it is given, the epoch is shown too.
+    - `steps_per_epoch`: shows the epoch too.
     - `by_steps`: whether the lines outside a terminal are printed at steps that depend only on the
         length of the run, 40 to 100 of them, and after five minutes without a line.
 
@@ -225,6 +216,15 @@ def progress(
 
     An object with `update(step, metrics, amount)`, `pause()`, `resume()` and `close()`, which is
     also a context manager. `evaluating(batches)` and `advance()` show a bar for an evaluation.
+
+    !!! Example
+
+        ```python
+        with progress(1000) as bar:
+            for step in range(1000):
+                ...
+                bar.update(step + 1, {"loss": loss}, batch_size)
+        ```
     """
     show = notebook_display() if file is None and enabled is not False else None
     file = forgiving(sys.stderr if file is None else file)
@@ -300,7 +300,7 @@ def progress_logger(enabled: bool | None = None, *, file: Stream | None = None) 
 
     A callable `(metrics, step) -> None`, to pass to `fit` in `log`, which adds one by default.
 
-    !!! example
+    !!! Example
 
         ```python
         log = [rc.progress_logger(True), rc.console_logger()]

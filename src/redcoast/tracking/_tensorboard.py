@@ -51,14 +51,6 @@ def tensorboard_logger(path: str | PathLike[str]) -> TensorboardLogger:
     It needs the package tensorboardX, `pip install "redcoast[tensorboard]"`. A resumed run adds a
     file to the directory. `tensorboard --logdir runs` shows all runs below a directory.
 
-    !!! example
-
-        ```python
-        log = rc.tensorboard_logger("runs/lm/tensorboard")
-        log({"loss": 2.5}, 1)
-        log.close()  # `fit` does so at the end of a run
-        ```
-
     **Arguments:**
 
     - `path`: the directory of the event files, such as `tensorboard` in the run's directory.
@@ -71,6 +63,14 @@ def tensorboard_logger(path: str | PathLike[str]) -> TensorboardLogger:
     **Raises:**
 
     `ModuleNotFoundError` if tensorboardX is not installed.
+
+    !!! Example
+
+        ```python
+        log = rc.tensorboard_logger("runs/lm/tensorboard")
+        log({"loss": 2.5}, 1)
+        log.close()  # `fit` does so at the end of a run
+        ```
     """
     try:
         writer = importlib.import_module("tensorboardX").SummaryWriter

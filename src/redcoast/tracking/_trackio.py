@@ -63,14 +63,6 @@ def trackio_logger(
     metrics stay on this machine. The configuration and the plan are recorded. A run that `fit`
     resumes continues the same trackio run, whose name is in `trackio.json` in the run's directory.
 
-    !!! example
-
-        ```py
-        log = rc.trackio_logger(project="lm", config={"dim": 256})
-        log({"loss": 2.5}, 1)
-        log.close()  # `fit` does so at the end of a run
-        ```
-
     **Arguments:**
 
     - `project`: the trackio project.
@@ -88,6 +80,14 @@ def trackio_logger(
 
     `ModuleNotFoundError` if trackio is not installed. `TypeError` if `project` is not a string or
     `config` is neither a mapping nor a dataclass.
+
+    !!! Example
+
+        ```py
+        log = rc.trackio_logger(project="lm", config={"dim": 256})
+        log({"loss": 2.5}, 1)
+        log.close()  # `fit` does so at the end of a run
+        ```
     """
     if not isinstance(project, str):
         raise TypeError(f"`project` must be the name of a trackio project, but is {project!r}.")

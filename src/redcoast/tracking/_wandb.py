@@ -172,14 +172,6 @@ def wandb_logger(
     plotted over `step`. The configuration, the table of shardings and the versions of the code are
     recorded.
 
-    !!! example
-
-        ```python
-        log = rc.wandb_logger(project="lm", config={"dim": 256}, mode="disabled")
-        log({"loss": 2.5}, 1)
-        log.close()
-        ```
-
     **Arguments:**
 
     - `project`: the W&B project, or a run that `wandb.init` returned, which you finish yourself.
@@ -199,6 +191,14 @@ def wandb_logger(
 
     `TypeError` if `project` is neither a string nor a run of W&B, or `config` neither a mapping nor
     a dataclass. `ValueError` if a number is out of range, or if a run is given other options.
+
+    !!! Example
+
+        ```python
+        log = rc.wandb_logger(project="lm", config={"dim": 256}, mode="disabled")
+        log({"loss": 2.5}, 1)
+        log.close()
+        ```
     """
     session = project if is_wandb_run(project) else None
     if session is None and not isinstance(project, str):

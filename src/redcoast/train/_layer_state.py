@@ -54,7 +54,7 @@ def warn_of_kept_state(model: PyTree) -> None:
 
 
 def warn_of_outer_state(loss_fn: Any, model: PyTree) -> None:
-    """Warns if a loss reads the state of a model's layers from outside of its arguments."""
+    """Warns if a loss reads the state of a model's layers that is not in its arguments."""
     if layer_states(model) or not _has_layers_with_state(model) or _is_frozen(model):
         return
     if any(isinstance(x, eqx.nn.State) for x in _values_read(loss_fn)):

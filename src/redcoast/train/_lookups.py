@@ -74,7 +74,7 @@ def find_lookups(
     *,
     training: bool,
 ) -> Lookups:
-    """Finds what a loss indexes with the integers of a batch, outside of loops and branches."""
+    """Finds what a loss indexes with the integers of a batch, outside loops and branches."""
 
     def find(loss: Callable[..., LossResult], model: PyTree, batch: PyTree) -> Lookups:
         arrays, static = split(model)

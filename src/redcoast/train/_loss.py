@@ -118,7 +118,7 @@ def _check_dependence(loss: Array, model: PyTree, *, updated: bool) -> None:
         logger.warning("%s. Only the leaves of the model that it returned are updated.", problem)
         return
     raise ValueError(
-        f"{problem}. Compute the loss with the argument `model`, not with a model from outside of "
+        f"{problem}. Compute the loss with the argument `model`, not with a model from outside "
         "`loss_fn`, and not only through `jax.lax.stop_gradient`, an `argmax` or a comparison; "
         "and check which leaves `trainable` selects."
     )

@@ -39,13 +39,6 @@ def learning_rate_schedule(
     The cosine decay is equation 5 of Loshchilov and Hutter, *SGDR: Stochastic Gradient Descent with
     Warm Restarts*, 2017, without restarts.
 
-    !!! example
-
-        ```python
-        schedule = rc.learning_rate_schedule(3e-4, examples=10_000, batch_size=32, epochs=3)
-        optimizer = optax.adamw(schedule)
-        ```
-
     **Arguments:**
 
     - `peak`: the largest learning rate.
@@ -68,6 +61,13 @@ def learning_rate_schedule(
 
     `ValueError` if not exactly one of `epochs` and `steps` is given, or if a number is out of
     range.
+
+    !!! Example
+
+        ```python
+        schedule = rc.learning_rate_schedule(3e-4, examples=10_000, batch_size=32, epochs=3)
+        optimizer = optax.adamw(schedule)
+        ```
     """
     if not isinstance(peak, int | float):
         raise TypeError(f"`peak` must be a number, but is {peak!r}.")

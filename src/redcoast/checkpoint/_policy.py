@@ -27,7 +27,7 @@ NO_CHECKPOINT = "There is no checkpoint."
 @hide_frames_of_init
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """Where and how often [`redcoast.fit`][] saves its state, and which checkpoints it keeps.
+    """The checkpoints of [`redcoast.fit`][]: the directory, when to save, and which ones to keep.
 
     **Arguments:**
 

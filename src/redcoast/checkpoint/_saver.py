@@ -68,7 +68,7 @@ class Together:
                     raise TimeoutError(f"Timed out waiting for process {other} to finish saving.")
 
     def outcome(self, failed: str | None) -> str | None:
-        """Why the save failed on any of the processes; `None` if all succeeded."""
+        """The reason why a process failed to save; `None` if all succeeded."""
         return next((text for text in exchange("the result of a save", failed) if text), None)
 
 
@@ -311,7 +311,8 @@ def delete(path: Path) -> None:
 
 
 def _unwritable(path: Path) -> str | None:
-    """Why process 0 cannot create a directory there; checked before all processes wait for it."""
+    """The reason why process 0 cannot create a directory, checked before all processes wait for
+    it."""
     if not is_main():
         return None
     probe = path.with_name(path.name + DELETING)

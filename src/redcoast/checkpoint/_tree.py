@@ -318,7 +318,7 @@ def check_whole(path: Path, *, part: int = 0, parts: int = 1) -> None:
 
 
 def _inside(path: Path) -> str:
-    """Which path to pass instead of one that is not a checkpoint, such as a run's directory."""
+    """Suggests a path instead of one that is not a checkpoint, such as a run's directory."""
     found = [x.parent for name in ("", "checkpoints") for x in (path / name).glob(f"*/{ARRAYS}")]
     steps = sorted((x for x in found if x.name.isdigit()), key=lambda x: int(x.name))
     if not steps:
@@ -392,7 +392,7 @@ def _stored(x: Any) -> Any:
 
 
 def _placed(x: Any, sharding: Sharding | None) -> tuple[Any, Sharding | None]:
-    """What to read, and the sharding to read it with; `None` reads a NumPy array."""
+    """The array to read, and the sharding to read it with; `None` reads a NumPy array."""
     if sharding is None and not isinstance(x, (np.ndarray, np.generic)):
         sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
     return _stored(x), sharding

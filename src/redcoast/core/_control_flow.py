@@ -1,4 +1,4 @@
-"""How each version of JAX lays out loops, branches and calls in a jaxpr.
+"""Reads loops, branches and calls in the jaxprs of each version of JAX.
 
 `control_flow(equation)` returns what an equation runs, in one form for all versions. Nothing else
 in redcoast reads the parameters of such equations. Three layouts exist:
@@ -302,7 +302,7 @@ def _read_high_level(prim: Any) -> Call | str | None:
 
 
 def _high_level_kind(cls: type) -> CallKind | str | None:
-    """Which of JAX's own classes of high-level operations this is.
+    """The kind of one of JAX's own classes of high-level operations.
 
     They have no public names, so a function of each kind is traced and its class is read.
     """

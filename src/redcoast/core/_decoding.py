@@ -15,7 +15,7 @@ UNSAMPLED: dict[str, Any] = {"temperature": 0.0, **dict.fromkeys(_SAMPLING)}
 
 @dataclass(frozen=True)
 class Decoding:
-    """How [`redcoast.generate`][] chooses tokens. The options mean the same as in `transformers`.
+    """The decoding options of [`redcoast.generate`][], with the same meaning as in `transformers`.
 
     **Arguments:**
 

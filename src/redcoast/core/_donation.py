@@ -68,7 +68,7 @@ def _data(x: Any) -> Any:
 
 
 def _buffers(x: Any) -> set[Any]:
-    """Where the parts of an array are; different `jax.Array`s may be the same memory."""
+    """The addresses of an array's shards; different `jax.Array`s may share memory."""
     try:
         shards = _data(x).addressable_shards
         return {(s.device.id, s.data.unsafe_buffer_pointer()) for s in shards}

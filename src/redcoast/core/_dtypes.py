@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from ._pytree import show_path, show_place
 
 _KINDS = "biufc"  # booleans, integers, floating and complex numbers
-# Of more than 64 bits on some machines.
+# These have more than 64 bits on some machines.
 _DOUBLE = {
     np.dtype(np.longdouble): np.dtype(np.float64),
     np.dtype(np.clongdouble): np.dtype(np.complex128),

@@ -128,7 +128,7 @@ _REMEDIES = {
 
 
 def remedy_for(name: str, arguments: Sequence[str]) -> str | None:
-    """What to pass in place of an argument that a function with these arguments does not have."""
+    """Returns what to pass instead of an argument that a function with these arguments lacks."""
     for needed, (remedy, others) in _REMEDIES.items():
         if set(needed.split()) <= set(arguments) and name in others.split():
             return remedy

@@ -15,7 +15,7 @@ from ._control_flow import Call, control_flow, open_jaxpr
 
 
 class Mark(Enum):
-    """What a mark says about an array."""
+    """The meaning of a mark."""
 
     WHOLE_SEQUENCE = "its sequence is needed as a whole from here on"
     ONLY_LARGEST = "only its largest element is used, and only to skip needless work"

@@ -105,7 +105,7 @@ def forgiving(stream: Any) -> Any:
 
 @contextlib.contextmanager
 def forgiving_output() -> Iterator[None]:
-    """Makes standard output and standard error forgiving, also for functions of the user."""
+    """Makes standard output and standard error forgiving, also for the user's functions."""
     output, errors = forgiving(sys.stdout), forgiving(sys.stderr)
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = output, errors

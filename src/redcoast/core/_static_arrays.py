@@ -12,7 +12,7 @@ import numpy as np
 from ._errors import several
 from ._pytree import show_path
 
-# What JAX and NumPy say, in any version, when such fields are compared or hashed.
+# Words of JAX's and NumPy's errors, in any version, when such fields are compared or hashed.
 _COMPARED = re.compile(r"metadata fields|truth value of an array|__eq__|hash")
 _INIT_FN = ("init_fn", "model_or_state")  # arguments that are functions of a key
 

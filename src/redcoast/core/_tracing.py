@@ -71,7 +71,7 @@ def needs_ambient_mesh(mesh: Mesh | AbstractMesh, trace: Callable[[], Any]) -> b
 
 @contextmanager
 def traced_over(mesh: Mesh | AbstractMesh, *, ambient: bool = False) -> Iterator[None]:
-    """What is traced inside is for the devices of a mesh, as in `trace_for`.
+    """Functions are traced inside for the devices of a mesh, as in `trace_for`.
 
     Without `ambient`, functions that need an ambient mesh, such as `jax.shard_map` without a mesh,
     raise an error.

@@ -165,7 +165,7 @@ def _known_words(text: str, name: str) -> str:
 
 
 def _inputs_of(batch: PyTree) -> str:
-    """How a function refers to an array of the batch, as an example."""
+    """An example of how a function refers to an array of the batch."""
     if isinstance(batch, Mapping) and batch:
         return f"batch[{'x' if 'x' in batch else next(iter(batch))!r}]".replace("'", '"')
     return "batch[0]" if isinstance(batch, tuple | list) else "batch"

@@ -55,7 +55,8 @@ def split_by_host(make: Callable[[int, int], Any]) -> SplitByHost:
 
 
 def host_part(mesh: Mesh) -> tuple[int, int]:
-    """Which part of a batch the devices of this process hold, and the number of parts."""
+    """Returns the index of the part of a batch on this process's devices, and the number of
+    parts."""
     rows = batch_shards(mesh)
     indices = batch_sharding(mesh, rows).devices_indices_map((rows,))
     held: dict[int, set[int]] = {}

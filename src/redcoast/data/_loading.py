@@ -355,8 +355,8 @@ def _ordered_stream(
 
 def chunks(length: int, batch_size: int, shards: int) -> Iterator[tuple[int, int]]:
     """Yields the bounds of batches that cover all examples, with few different sizes."""
-    # Of the last examples, as many as divide over the devices form a batch. The rest go into
-    # replicated batches no larger than a device's share, which need no more memory than a full one.
+    # The last examples form a batch of a divisible size, and replicated batches that are no larger
+    # than a device's share, so they need no more memory than a full batch.
     share = max(1, batch_size // shards)
     start = 0
     while start < length:

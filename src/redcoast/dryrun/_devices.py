@@ -181,7 +181,8 @@ def target_devices(target: TargetDevices) -> Place:
 
 
 def missing_compiler(chip: Chip) -> str:
-    """Says that a chip's own compiler is not installed, and what to install; `""` if it is."""
+    """A sentence that a chip's own compiler is not installed, and how to install it; `""` if it
+    is."""
     compiler, extra = ("tpu", "tpu") if chip.kind == "tpu" else ("cuda", "cuda12")
     if chip.kind == "cpu" or _installed(compiler):
         return ""

@@ -41,8 +41,8 @@ _ELSEWHERE = {
 
 
 class Request(eqx.Module):
-    """How to decode. A new compilation is needed only if a static field changes, or if another
-    field becomes None or not None.
+    """The options of a decoding. It is compiled again only if a static field changes, or if another
+    field changes between None and a value.
 
     - `limit`, `room`: the number of new tokens, of all rows or of each row, and the size of the
         array for them.
@@ -129,7 +129,7 @@ def make_request(
     decoder_only: bool,
     key: PRNGKeyArray | None,
 ) -> Request:
-    """Makes a request from a decoding and the configuration of a model."""
+    """Creates a request from a decoding and the configuration of a model."""
     sampled = d.temperature > 0
     given = getattr(config, "eos", ()) if d.eos is None else d.eos
     ends = tuple(dict.fromkeys(as_tuple(given)))

@@ -58,7 +58,7 @@ MetricFn = Callable[[list[Any], list[Any]], dict[str, float]]
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What a training loop evaluates, and when.
+    """The evaluations of a training loop: examples, metrics and interval.
 
     **Arguments:**
 
@@ -117,7 +117,7 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledEvaluation:
-    """What [`redcoast.compile_evaluation`][] returns."""
+    """The result of [`redcoast.compile_evaluation`][]."""
 
     evaluation: Evaluation
     mesh: Mesh

@@ -87,7 +87,7 @@ def explain_batch(data: Batches, batch: Batch) -> str:
 
 
 class Nonfinite(NamedTuple):
-    """What is NaN or infinite, by path."""
+    """The arrays with NaN or infinite values, by path."""
 
     state: dict[str, int]  # the number of such values in an array
     grads: dict[str, bool]  # whether the norm of a gradient is

@@ -1,4 +1,4 @@
-"""What a run prints before its first step and at its end."""
+"""The output of a run before its first step and at its end."""
 
 import textwrap
 from importlib.metadata import version

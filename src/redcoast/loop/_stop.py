@@ -84,7 +84,7 @@ class StopRequest:
         return "Another process of the run was asked to stop"
 
 
-# What an enclosing `stop_on_signal` returns, so that a loop inside it stops too.
+# The request of an enclosing `stop_on_signal`, so that a loop inside it stops too.
 _enclosing: contextvars.ContextVar[StopRequest | None] = contextvars.ContextVar(
     "enclosing", default=None
 )

@@ -1,4 +1,4 @@
-"""Which keys each query of an attention layer sees, without an array of all pairs."""
+"""Attention masks that need no array of all query-key pairs."""
 
 from typing import Any
 

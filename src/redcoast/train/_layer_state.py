@@ -25,7 +25,8 @@ _NNX = (
 
 
 def how_to_return(*trees: PyTree) -> str:
-    """How a loss returns the state of layers, for the library of the states in the trees."""
+    """Explains how a loss returns the state of layers, for the library of the states in the
+    trees."""
     states = [x for tree in trees for x in layer_states(tree).values()]
     is_nnx = bool(states) and not isinstance(states[0], eqx.nn.State)
     return (

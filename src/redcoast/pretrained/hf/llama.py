@@ -220,7 +220,7 @@ KINDS = {
             "position_embedding_type": None,
         },
         only={"num_local_experts": (0,), "normalization_function": ("rmsnorm",)},
-        # Of layers with states or experts, of which there are none.
+        # Settings of layers with states or experts, of which there are none.
         ignored=tuple(_OF_STATES.split()),
         renamed={"layers_block_type": "layer_types"},
         more=_attention_alone,

@@ -85,9 +85,10 @@ def init_state(
 ) -> TrainState:
     """Creates the state of a training run, sharded from the start.
 
-    This function is pure. `eqx.filter_eval_shape` of it is the abstract state, which can be planned
-    without allocating memory. With the `shardings` of the plan, each device computes only its own
-    shards, so no device needs memory for the full model unless the plan replicates it.
+    This function is pure: `eqx.filter_eval_shape(rc.init_state, ...)` returns the abstract state,
+    which can be planned without allocating memory. With the `shardings` of the plan, each device
+    computes only its own shards, so no device needs memory for the full model unless the plan
+    replicates it.
 
     **Arguments:**
 

@@ -48,7 +48,12 @@ def main(c: DryRunCommand) -> None:
             found = compare(c)
             raise SystemExit(0 if any(one.fits for one in found) else 1)
         found = answer(c)
-    print(json.dumps(found.report, indent=1) if c.json else found.run)
+    if c.json:
+        print(json.dumps(found.report, indent=1))
+    else:
+        print(found.run)
+    if c.by_line and not c.json:
+        print(f"\n{found.run.by_line()}")
     raise SystemExit(0 if found.fits else 1)
 
 

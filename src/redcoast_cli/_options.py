@@ -39,6 +39,7 @@ class DryRunCommand:
     smallest: bool = False  # find the smallest number of chips on which the step fits
     longest: bool = False  # find the longest sequence that fits, a multiple of 128
     compare: bool = False  # compare all meshes; compile the best with and without stages (pipe)
+    by_line: bool = False  # also print the lines of code that communicate and keep most
     json: bool = False  # print the figures as JSON instead of tables
 
 

@@ -145,6 +145,17 @@ def test_a_batch_that_every_device_computes_halves_the_bound():
     assert "50% of the arithmetic is repeated by several devices" in str(run)
 
 
+def test_what_is_sent_belongs_to_lines_of_code(run):
+    """In a constrained program too, whose operations are bound again by redcoast."""
+    assert sum(one["bytes"] for one in run.lines) == run.sent_bytes
+    own = [one for one in run.lines if one["file"] == __file__ or "/models/" in one["file"]]
+    assert sum(one["bytes"] for one in own) >= 0.95 * run.sent_bytes
+    text = run.by_line()
+    assert all(len(line) <= 80 for line in text.splitlines())
+    for words in ("as compiled, by line of code", "As planned", "saved MB"):
+        assert words in text
+
+
 def test_report_is_plain_data(run):
     report = json.loads(json.dumps(run.report))
     assert report["memory"] == run.memory

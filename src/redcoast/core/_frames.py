@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -35,6 +35,8 @@ _HIDDEN = (
 )
 _LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")}
 _FOREIGN = (*_HIDDEN, "<", *_LIBRARIES)
+_MODELS = f"{Path(__file__).parents[1] / 'models'}{os.sep}"
+_SHARED = tuple(f"{_MODELS}{name}.py" for name in ("_basic", "_dropout", "_einsum", "_scan_layers"))
 # Raised by a line of redcoast itself, these are mistakes in redcoast, and its frames are needed.
 _DEFECTS = (AssertionError, AttributeError, LookupError, NameError)
 _LONGEST = 10_000  # letters of a message
@@ -165,9 +167,24 @@ def own_line(trace: Any) -> str:
 
 def own_frame(trace: Any) -> tuple[str, int] | None:
     """The file and the number of the innermost line of the user's code in a traceback of JAX's."""
-    for frame in getattr(trace, "frames", ()):
-        if not frame.file_name.startswith(_FOREIGN):
-            return frame.file_name, frame.line_num
+    return first_own((frame.file_name, frame.line_num) for frame in getattr(trace, "frames", ()))
+
+
+def own_or_model_frame(frames: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
+    """The first of some lines, innermost first, in the user's code or in a model of redcoast.
+
+    The products and norms that all models share are not meant.
+    """
+    return first_own((frame for frame in frames if not frame[0].startswith(_SHARED)), (_MODELS,))
+
+
+def first_own(
+    frames: Iterable[tuple[str, int]], also: tuple[str, ...] = ()
+) -> tuple[str, int] | None:
+    """The first of some lines in the user's code, or in a folder of `also`."""
+    for file, number in frames:
+        if file.startswith(also) or not file.startswith(_FOREIGN):
+            return file, number
     return None
 
 

@@ -5,9 +5,11 @@ They use two undocumented parts of JAX, `JaxprEqn.ctx` and `Primitive.get_bind_p
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
+from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ._control_flow import AnyJaxpr, inner_jaxprs, open_jaxpr
@@ -74,8 +76,17 @@ def evaluate_jaxpr(
         last.setdefault(indices[var], []).append(var)
     read = lambda atom: read_literal(atom) if isinstance(atom, Literal) else env[atom]
     for index, equation in enumerate(jaxpr.eqns):
-        results = handle(index, equation, [read(atom) for atom in equation.invars])
+        operands = [read(atom) for atom in equation.invars]
+        with _at_line_of(equation):
+            results = handle(index, equation, operands)
         env.update(zip(equation.outvars, results, strict=True))
         for var in last.get(index, ()):
             del env[var]
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _at_line_of(equation: JaxprEqn) -> AbstractContextManager[None]:
+    """A context in which operations have the line of the user's code that an equation has."""
+    info = equation.source_info
+    names = source_info_util.current_name_stack() + info.name_stack
+    return source_info_util.user_context(info.traceback, name_stack=names)

@@ -1,21 +1,23 @@
 """Compiles a step ahead of time, and reads memory and communication from the program."""
 
+import contextlib
 import re
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from ..core._frames import own_or_model_frame
 from ..sharding import Plan
 from ..sharding.solver._figures import Arithmetic
 from ._flops import contractions
 from ._job import Job, trace_job
 from ._phases import enter_phase
-from .hlo import collectives
+from .hlo import Collective, collectives
 
 Traffic = dict[str, Any]
 # Generates machine code faster; buffers and collectives are the same.
@@ -46,6 +48,7 @@ class Compiled:
     refused: bool = False
     flops: dict[str, float] = field(default_factory=dict)  # of a device, by dtype
     open_loops: int = 0  # loops of unknown length, counted as one iteration
+    lines: tuple[Traffic, ...] = ()  # the communication by line of code
 
     @property
     def sent(self) -> Counter[str]:
@@ -56,13 +59,17 @@ class Compiled:
         return found
 
 
-def compile_job(job: Job, plan: Plan, mesh: Mesh, *, stands_in: bool = False) -> Compiled:
+def compile_job(
+    job: Job, plan: Plan, mesh: Mesh, *, stands_in: bool = False, with_lines: bool = False
+) -> Compiled:
     """Compiles the step for the mesh's devices.
 
     **Arguments:**
 
     - `job`, `plan`, `mesh`: the step, its plan and the devices.
     - `stands_in`: whether these are CPU devices in place of an accelerator's.
+    - `with_lines`: whether the program has all lines of code that its operations come from. It is
+        then compiled again if only these have changed.
 
     **Returns:**
 
@@ -79,13 +86,38 @@ def compile_job(job: Job, plan: Plan, mesh: Mesh, *, stands_in: bool = False) ->
     program = plan.report.program_or_none
     counted = Arithmetic(1, 1) if program is None else program.arithmetic
     share = counted.per_device / max(1, counted.flops)
-    lowered = traced.lower()
-    enter_phase("Compiling", what)
-    return replace(
-        compile_for(lowered, mesh, _STAND_IN if stands_in else _CPU_OPTIONS),
-        flops={dtype: share * count for dtype, count in found.flops.items()},
-        open_loops=found.open_loops,
-    )
+    options = _CPU_OPTIONS
+    if stands_in:
+        options = _STAND_IN
+    settings: dict[str, Any] = {}
+    if with_lines:
+        settings = _ALL_LINES
+    with _configured(settings):
+        lowered = traced.lower()
+        enter_phase("Compiling", what)
+        compiled = compile_for(lowered, mesh, options)
+    flops = {dtype: share * count for dtype, count in found.flops.items()}
+    return replace(compiled, flops=flops, open_loops=found.open_loops)
+
+
+# JAX leaves out all but a few lines of a program, and takes one with other lines for the same.
+_ALL_LINES = {
+    "jax_traceback_in_locations_limit": -1,
+    "jax_compilation_cache_include_metadata_in_key": True,
+}
+
+
+@contextlib.contextmanager
+def _configured(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Sets options of JAX, and resets them afterwards."""
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def show_sizes(sizes: Mapping[str, int]) -> str:
@@ -120,11 +152,13 @@ def compile_for(
         # The TPU compiler may put temporaries in the memory of arguments that are no longer needed.
         # This figure takes that into account; for other compilers it excludes temporaries.
         peak = memory.peak_memory_in_bytes
+    found = collectives(compiled.as_text(), mesh)
     return Compiled(
         peak=peak,
         temporaries=max(0, peak - held),
         moved=arguments + results,
-        traffic=_traffic(compiled.as_text(), mesh),
+        traffic=_traffic(found),
+        lines=_by_line(found),
         seconds=seconds,
     )
 
@@ -135,17 +169,40 @@ def needed_bytes(message: str) -> int | None:
     return found and round(float(found[1]) * _UNITS[found[2]])
 
 
-def _traffic(text: str | None, mesh: Mesh) -> tuple[Traffic, ...]:
+def _traffic(found: Sequence[Collective]) -> tuple[Traffic, ...]:
     """The communication of one device in a step, grouped by axis, kind and cause, largest first."""
     times: Counter[tuple[str, str, str]] = Counter()
     sent: Counter[tuple[str, str, str]] = Counter()
-    for one in collectives(text, mesh):
+    for one in found:
         key = "+".join(one.axes), one.kind, cause(one.source)
         times[key] += one.count
         sent[key] += one.count * one.sent_bytes
     return tuple(
         {"axis": axis, "kind": kind, "cause": why, "times": times[axis, kind, why], "bytes": size}
         for (axis, kind, why), size in sent.most_common()
+    )
+
+
+def _by_line(found: Sequence[Collective]) -> tuple[Traffic, ...]:
+    """The communication of one device in a step, by the line of code that it comes from.
+
+    This is the innermost line in the user's code, or in a model of redcoast.
+    """
+    sent: Counter[tuple[str, int]] = Counter()
+    causes: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
+    for one in found:
+        line = own_or_model_frame(one.frames) or ("", 0)
+        sent[line] += one.count * one.sent_bytes
+        causes[line][f"{one.kind}, {cause(one.source)}"] += one.count * one.sent_bytes
+    return tuple(
+        {
+            "file": file,
+            "line": number,
+            "bytes": size,
+            "causes": [why for why, _ in causes[file, number].most_common()],
+        }
+        for (file, number), size in sent.most_common()
+        if size
     )
 
 

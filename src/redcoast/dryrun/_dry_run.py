@@ -134,7 +134,8 @@ def _compile(job: Job, place: Place, sizes: Mapping[str, int]) -> tuple[Mesh, Pl
         raise ValueError(f"The mesh does not match the target {place.name!r}. {error}") from error
     enter_phase("Planning", f"the mesh {show_sizes(mesh.shape)}")
     plan = plan_job(job, mesh, planner_hardware(place, mesh))
-    return mesh, plan, compile_job(job, plan, mesh, stands_in=place.stands_in)
+    compiled = compile_job(job, plan, mesh, stands_in=place.stands_in, with_lines=True)
+    return mesh, plan, compiled
 
 
 def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) -> DryRun:
@@ -171,6 +172,7 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
         bounds=bounds,
         compile_seconds=compiled.seconds,
         plan=plan,
+        lines=compiled.lines,
     )
 
 

@@ -1,6 +1,8 @@
 """The result of a dry run, as data and as a table."""
 
+import os
 from dataclasses import asdict, dataclass, field
+from linecache import getline
 from typing import Any
 
 from ..core._errors import in_units
@@ -51,6 +53,8 @@ class DryRun:
         `"peak"`, and the `"usable"` memory.
     - `traffic`: The communication, by mesh `axis`, `kind` of collective and `cause`: the number of
         `times`, and the `bytes` communicated; the largest first. Empty if refused.
+    - `lines`: The communication by the line of code that it comes from: the `file`, the number of
+        the `line`, the `bytes` and the `causes`; the largest first. `by_line()` is a table of it.
     - `sent_bytes`: The total number of bytes communicated; `None` if refused.
     - `arithmetic`: Floating point operations of contractions, by dtype.
     - `bounds`: Lower bounds on the seconds for arithmetic, memory and each network, which of them
@@ -92,6 +96,7 @@ class DryRun:
     compile_seconds: float
     plan: Plan = field(repr=False)
     changes: tuple[Change, ...] = ()
+    lines: tuple[dict[str, Any], ...] = ()
 
     @property
     def own_compiler(self) -> bool:
@@ -104,11 +109,39 @@ class DryRun:
         names = [name for name in self.__dataclass_fields__ if name not in ("plan", "changes")]
         found = {name: getattr(self, name) for name in names}
         found |= {"notes": list(self.notes), "traffic": list(self.traffic)}
+        found["lines"] = list(self.lines)
         return found | {
             "bounds": None if self.bounds is None else asdict(self.bounds),
             "plan": self.plan.report.to_json(),
             "changes": [asdict(change) for change in self.changes],
         }
+
+    def by_line(self) -> str:
+        """Lists the lines of code that communicate most, as compiled, and what each keeps.
+
+        A line is the innermost one in your code, or in a model of redcoast. The bytes that are kept
+        for the backward pass are estimates of the plan.
+
+        **Returns:**
+
+        Lines of at most 80 columns.
+        """
+        lines = ["Communication per device and step, as compiled, by line of code"]
+        lines += [f"{'MB':>10}  line"]
+        for one in self.lines[:_SHOWN_LINES]:
+            named = "no line of your code"
+            if one["file"]:
+                code = getline(one["file"], one["line"]).strip()
+                named = f"{os.path.basename(one['file'])}:{one['line']}  {code}"
+            lines += hanging(f"{megabytes(one['bytes']):>10}  ", named)
+            lines += hanging(f"{'':>14}", "; ".join(one["causes"]))
+        if rest := self.lines[_SHOWN_LINES:]:
+            size = megabytes(sum(one["bytes"] for one in rest))
+            lines.append(f"{size:>10}  {len(rest)} other lines")
+        program = self.plan.report.program_or_none
+        if program is not None:
+            lines += ["", "As planned", self.plan.table(by="line")]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
@@ -129,6 +162,7 @@ class DryRun:
 
 _ESTIMATED = "Estimates by the CPU compiler, in place of the compiler for the target."
 _SHOWN = 8  # causes of communication
+_SHOWN_LINES = 20  # of code
 _LITTLE = 1e-3  # a network that takes less than this share of the largest bound is not shown
 
 

@@ -22,6 +22,7 @@ from ._parse import (
     size_in_bytes,
 )
 from ._replica_groups import axes_and_size, written_groups
+from ._source_lines import Frame, read_frames
 from ._trip_counts import CallScope, inner_scope, loop_scope, trip_count
 
 # The bytes that each of n devices sends in a ring, given the bytes of its operands.
@@ -53,6 +54,7 @@ class Collective:
     - `sent_bytes`: the bytes that one device sends in one execution, in a ring.
     - `group_size`: the number of devices in a group.
     - `source`: the name of the operation in the traced program, if it is known.
+    - `frames`: the files and numbers of the lines that it comes from, innermost first.
     - `exact`: False in a loop whose trip count depends on data and is counted as one.
     """
 
@@ -64,6 +66,7 @@ class Collective:
     group_size: int
     source: str | None = None
     exact: bool = True
+    frames: tuple[Frame, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class _Program:
     module: Module
     axes: tuple[tuple[str, int], ...]
     carries: Callable[[str], bool]
+    frames_of: Callable[[str], list[Frame]]
 
 
 def collectives(
@@ -122,7 +126,7 @@ def collectives(
         inside = computation(module, name).instructions.values()
         return any(_kind(each) or any(map(carries, _callees(each))) for each in inside)
 
-    program = _Program(module, tuple(axes.items()), carries)
+    program = _Program(module, tuple(axes.items()), carries, read_frames(hlo_text))
     try:
         return _executed(program, CallScope(module, module.entry, lambda number, place: None))
     except (IndexError, RecursionError) as error:
@@ -240,7 +244,11 @@ def _collective(
     if kind == "all-reduce" and caller and caller.opcode == "fusion" and size > 1:
         scattered = size_in_bytes(caller.shape) * size == operand
         kind = "reduce-scatter" if scattered else kind
-    source = _OP_NAME.search(instruction.rest) or _OP_NAME.search(caller.rest if caller else "")
+    around = ""
+    if caller is not None:
+        around = caller.rest
+    source = _OP_NAME.search(instruction.rest) or _OP_NAME.search(around)
+    frames = program.frames_of(instruction.rest) or program.frames_of(around)
     return [
         Collective(
             kind=kind,
@@ -250,6 +258,7 @@ def _collective(
             sent_bytes=_SENT[kind](operand, size),
             group_size=size,
             source=source[1] if source else None,
+            frames=tuple(frames),
         )
     ]
 

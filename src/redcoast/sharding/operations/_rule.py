@@ -26,8 +26,8 @@ class Rule:
     - `sizes`: the size of each factor.
     - `reduced`: the results combine all elements along these factors, and do not have them.
     - `moved`: elements change their places along these, or depend on their neighbours.
-    - `whole`: any element may depend on any other along these.
-    - `shuffled`: any element may come from any place along these, as in a sort.
+    - `whole`: the arrays are needed as a whole along these: a sharding ends here.
+    - `shuffled`: those of `whole` along which any element may come from any place, as in a sort.
     - `blocked`: no sharding is propagated along these, as along the space of a convolution.
     - `indexed`: elements along these are addressed by their numbers, so that an element is not
         treated as every other one is.
@@ -49,6 +49,11 @@ class Rule:
     sums: bool = False
     linear: Linear = ()
     writes: int | None = None
+
+    @property
+    def is_pairwise(self) -> bool:
+        """Whether each result is the operand at the same place, whatever the other operands are."""
+        return len(self.operands) > 1 and self.operands == self.results
 
 
 class Factors:

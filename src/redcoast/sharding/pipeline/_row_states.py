@@ -55,17 +55,6 @@ class Pair:
     def name(self) -> str:
         return primitive_name(self.few)
 
-    @property
-    def params(self) -> dict[str, Any]:
-        return self.few.params
-
-    @property
-    def result(self) -> tuple[int, ...]:
-        return self.few.outvars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
-
-    def shape(self, place: int) -> tuple[int, ...]:
-        return self.few.invars[place].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
-
 
 def differing(few: Any, all_: Any) -> list[int]:
     """The dimensions whose sizes differ."""

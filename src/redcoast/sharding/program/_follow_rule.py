@@ -1,4 +1,8 @@
-"""Adds the results of an operation to the graph, by the rule of its primitive."""
+"""Adds the results of an operation to the graph, by the rule of its primitive.
+
+A dimension that is the product of several factors can only be sharded along the slowest of them,
+`dimension[0]`, which therefore decides what becomes of the dimension.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -27,7 +31,7 @@ def follow_rule(
         return results
     if rule.whole:
         _gather_whole(graph, rule, resharded, inputs, results)
-    if resharded or any(len(dimension) > 1 for dimension in shared):
+    if resharded or _regroups(rule):
         _cut_moved(graph, rule, resharded, inputs, results)
     if rule.reduced:
         _sum_forward(graph, rule, inputs, results)
@@ -55,12 +59,22 @@ def _dimensions(
 
 
 def _resharded(rule: Rule) -> frozenset[Factor]:
-    """The factors of new dimensions in the results that correspond to those of operands."""
+    """The factors whose dimension ends in an operand and begins anew in a result.
+
+    A batch is sharded again there. These are what is moved, and what is needed as a whole and
+    stands on both sides, as in a concatenation. Sorted elements may come from any place.
+    """
     if rule.writes is not None or not rule.moved | rule.whole:
         return frozenset()  # an array that is written into keeps its dimensions
     common = _all_factors(_all_dimensions(rule.operands))
     common &= _all_factors(_all_dimensions(rule.results))
-    return (rule.moved | rule.whole & common) - rule.shuffled
+    return (rule.moved | (rule.whole & common)) - rule.shuffled
+
+
+def _regroups(rule: Rule) -> bool:
+    """Whether a reshape joins dimensions, such as (8, 6) to (48,), or takes one apart."""
+    dimensions = _all_dimensions([*rule.operands, *rule.results])
+    return any(len(dimension) > 1 for dimension in dimensions)
 
 
 def _link_operands(
@@ -118,7 +132,7 @@ def _gradient(
         return False, None
     if name in ("broadcast_in_dim", "transpose"):
         return inputs[0].grad, inputs[0].reduced
-    if rule.operands == rule.results and len(inputs) > 1:
+    if rule.is_pairwise:
         return inputs[place].grad, None
     return any(value.grad for value in inputs), None
 
@@ -173,7 +187,8 @@ def _cut_moved(
             if value is first_with_grad or len(inputs) == 1:
                 gathered = target
             graph.cut(value, source, result, gathered)
-            graph.soft_links.append((node, target))
+            if source is None or gathered is None:  # otherwise the cut has linked the two
+                graph.soft_links.append((node, target))
             reached.add(target)
             source = None
             if factor not in resharded:

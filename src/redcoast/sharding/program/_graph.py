@@ -41,8 +41,8 @@ class Sum:
     """Partial sums: sharding `node` needs an all-reduce of an array with dimensions `dims`.
 
     In the backward pass, `uses` is the number of uses of the value whose cotangents are added.
-    `before` are the dimensions that precede `node` in the summed array. If one of them is sharded
-    over the same axis (a batch against itself), `node` is not, and there are no partial sums.
+    `before` are the dimensions that precede `node` in the summed array. If `node` and one of them
+    are both dimensions of the batch, `node` is not sharded, and there are no partial sums.
     """
 
     node: int
@@ -60,8 +60,8 @@ class Sum:
 class Cut:
     """An array whose dimension `source` becomes `target` in a way that no sharding survives.
 
-    If `source` is sharded, the array is gathered in the forward pass. If `target` is sharded, the
-    cotangent is gathered in the backward pass.
+    If either is sharded, the array is gathered in the forward pass, and its cotangent in the
+    backward pass.
     """
 
     source: int | None
@@ -78,8 +78,8 @@ class Cut:
 class Meeting:
     """An operand whose dimension `node` follows the dimensions `before` in the result.
 
-    If both are sharded over the same axis (a batch against itself), the operand is gathered
-    `times` times, unless one of `along` is sharded over it too.
+    If both are dimensions of the batch, such as in a table of all pairs of examples, the operand is
+    gathered `times` times, unless one of `along` is a dimension of the batch too.
     """
 
     node: int
@@ -112,7 +112,7 @@ class Graph:
     sizes: list[int] = field(default_factory=list)
     blocked: set[int] = field(default_factory=set)
     stacks: set[int] = field(default_factory=set)  # blocked nodes that count a scan's layers
-    made: set[int] = field(default_factory=set)  # nodes of no input: noise, zeros, copies
+    made: set[int] = field(default_factory=set)  # created by the program: noise, zeros, copies
     held: set[int] = field(default_factory=set)  # nodes of parameters and constants
     # The axes that the program itself constrains a dimension to; () if it is to be replicated.
     asked: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -122,10 +122,11 @@ class Graph:
     cuts: list[Cut] = field(default_factory=list)
     meetings: list[Meeting] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
-    # Bytes of values, by their dimensions: the largest value, what is read and written, what is
-    # saved for the backward pass (also by the operation), and the results of contractions.
-    together: dict[Dims, int] = field(default_factory=dict)
-    traffic: Sizes = field(default_factory=lambda: defaultdict(float))
+    # The dimensions that an array has together, in the order of the program.
+    together: dict[Dims, None] = field(default_factory=dict)
+    # Bytes of values, by their dimensions: what is read from and written to memory, what is saved
+    # for the backward pass (also by the operation), and the results of contractions.
+    memory_traffic: Sizes = field(default_factory=lambda: defaultdict(float))
     saved: dict[tuple[Dims, Source], float] = field(default_factory=lambda: defaultdict(float))
     computed: Sizes = field(default_factory=lambda: defaultdict(float))
     first_use: dict[Dims, Source] = field(default_factory=dict)  # by the dimensions of a value
@@ -165,8 +166,7 @@ class Graph:
         itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
         found = Value(dims, shape, itemsize, grad and is_inexact(aval), reduced)
         if len(dims) > 1:
-            # Values over the same nodes have the same conflicts, so only the largest counts.
-            self.together[dims] = max(self.together.get(dims, 0), found.bytes)
+            self.together[dims] = None
         return found
 
     def link(self, a: int, b: int) -> None:
@@ -224,7 +224,7 @@ class Graph:
 
     def move(self, value: Value) -> None:
         """Records that a value is read from or written to memory, and so is its cotangent."""
-        self.traffic[value.dims] += value.bytes * self.times * (self.forwards + value.grad)
+        self.memory_traffic[value.dims] += value.bytes * self.times * (self.forwards + value.grad)
 
     def work(self, dims: Dims, flops: int | float, passes: int | float, *operands: Value) -> None:
         """Adds `flops` operations for each of the forward and backward `passes`."""

@@ -214,8 +214,7 @@ class _Use:
         summed = {place for place, origin in enumerate(self.origins) if origin.summed is not None}
         is_power_of_one = self.operation.equation.params.get("y") == 1
         is_linear = any(summed <= places for places in self.rule.linear)
-        each_by_itself = self.rule.operands == self.rule.results and len(self.origins) > 1
-        return bool(summed) and not (is_linear or is_power_of_one or each_by_itself)
+        return bool(summed) and not (is_linear or is_power_of_one or self.rule.is_pairwise)
 
     def _is_used_for_each(self) -> bool:
         """Whether a reduction over all examples is used for each of them."""

@@ -1,11 +1,14 @@
-"""The memory and the communication of a plan, by the line of the user's code."""
+"""The memory and the communication of a plan, by the line of code.
+
+A line is the innermost one in the user's code, or in a model of redcoast.
+"""
 
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from linecache import getline
 
-from ...core._frames import own_frame
+from ...core._frames import own_or_model_frame
 from ..program._graph import Source
 from ..solver._strategy import Decision, saved_parts
 from ._data import LineCost, ProgramReport
@@ -62,7 +65,8 @@ class _Frames:
         for equation in reversed(source):
             if id(equation) not in self._known:
                 trace = getattr(equation.source_info, "traceback", None)
-                self._known[id(equation)] = own_frame(trace)
+                frames = ((x.file_name, x.line_num) for x in getattr(trace, "frames", ()))
+                self._known[id(equation)] = own_or_model_frame(frames)
             frame = self._known[id(equation)]
             if frame is not None:
                 return frame

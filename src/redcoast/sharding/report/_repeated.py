@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..program._graph import Work
-from ..solver._batch import HELD, MET, WHOLE, reasons_against
+from ..solver._batch import OF_PARAMETERS, REPLICATED, WITH_BATCH, reasons_against
 from ..solver._classes import Classes
 from ..solver._memory import arithmetic, sharing
 from ..solver._strategy import Program, batch_of, parts
@@ -65,7 +65,7 @@ def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
         for node in work.dims:
             found, size = against.get(classes[node], ""), graph.sizes[node]
             # Dimensions such as experts are not rows, unless they have the size of the batch.
-            if found and (found != HELD or size in sizes):
+            if found and (found != OF_PARAMETERS or size in sizes):
                 return _sentence(size, found, sizes, count)
         return "none of its dimensions is linked to the batch"
 
@@ -74,11 +74,11 @@ def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
 
 def _sentence(size: int, against: str, batch: Sequence[int], count: int) -> str:
     rows = f"the {size:,} rows that the program makes"
-    if against == HELD:
+    if against == OF_PARAMETERS:
         return f"{rows} are also a dimension that cannot be split with the batch"
-    if against == MET:
+    if against == WITH_BATCH:
         return f"most operations on {rows} are combined with rows of the batch"
-    if against == WHOLE:
+    if against == REPLICATED:
         return f"the program constrains {rows} to be replicated"
     few = f"{rows} differ in number from the batch ({', '.join(f'{n:,}' for n in batch)})"
     if size % count:

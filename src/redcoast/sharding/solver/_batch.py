@@ -17,7 +17,7 @@ _AXES = frozenset(["data", "fsdp"])
 # Reasons not to shard a dimension of a created array with the batch: another size; a dimension of
 # parameters, constants or blocked operations; mostly combined with the batch; replicated by the
 # program's own constraint.
-SIZE, HELD, MET, WHOLE = "size", "held", "met", "whole"
+SIZE, OF_PARAMETERS, WITH_BATCH, REPLICATED = "size", "held", "met", "whole"
 
 
 @dataclass(frozen=True)
@@ -131,15 +131,15 @@ def reasons_against(graph: Graph, classes: Classes, given: Collection[int]) -> d
     found: dict[int, str] = {}
     for one in sorted((classes.of(graph.made) | split) - main):
         if one in excluded:
-            found[one] = HELD
+            found[one] = OF_PARAMETERS
         elif one in split:
             found[one] = ""
         elif one in replicated:
-            found[one] = WHOLE
+            found[one] = REPLICATED
         elif one not in fits:
             found[one] = SIZE
         else:
-            found[one] = "" if shares.mostly_alone(one) else MET
+            found[one] = "" if shares.mostly_alone(one) else WITH_BATCH
     return found
 
 

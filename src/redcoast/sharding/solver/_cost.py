@@ -127,22 +127,22 @@ def build_problem(
     """The problem of choosing among the groups that `group_of` maps classes to."""
     problem = Problem(sorted(set(group_of.values())), {k: set(v) for k, v in against.items()})
     groups = lambda dims: frozenset(group_of[x] for x in classes.of(dims) if x in group_of)
-    model, spread = hardware.model_bandwidth, hardware.batch_bandwidth
+    model_speed, batch_speed = hardware.model_bandwidth, hardware.batch_bandwidth
     for one in of_model(graph, classes, batch, axes.model, hardware):
         if one.root is not None and one.root in group_of:
-            problem.single[group_of[one.root]] += one.bytes / model
+            problem.single[group_of[one.root]] += one.bytes / model_speed
     for one in of_batch(graph, batch, axes.stored, hardware):
-        _add_shared(problem, groups(one.dims), one.bytes / spread, axes.model)
+        _add_shared(problem, groups(one.dims), one.bytes / batch_speed, axes.model)
     for work in graph.works:
         seconds = work.flops / batch.parts(work.dims) / hardware.flops
         _add_shared(problem, groups(work.dims), seconds, axes.model)
-    for dims, moved in graph.traffic.items():
+    for dims, moved in graph.memory_traffic.items():
         seconds = moved / batch.parts(dims) / hardware.memory_bandwidth
         _add_shared(problem, groups(dims), seconds, axes.model)
     for value in (parameter.value for parameter in parameters if parameter.sharded):
         size = gathers(graph, value) * value.bytes
-        over_fsdp = all_gather(axes.fsdp, size) / spread / axes.model
-        over_model = all_gather(axes.model, size) / model
+        over_fsdp = all_gather(axes.fsdp, size) / batch_speed / axes.model
+        over_model = all_gather(axes.model, size) / model_speed
         _add(problem, groups(value.dims), over_fsdp, over_fsdp + over_model)
     return problem
 

@@ -8,6 +8,8 @@ from ..program._graph import Cut, Dims, Graph, Meeting, Source, Sum, Value
 from ._classes import Classes
 from ._hardware import Hardware, all_gather, all_reduce
 
+_ALL_ROWS = -1  # in place of the class of rows
+
 
 @dataclass(frozen=True)
 class BatchDims:
@@ -18,9 +20,11 @@ class BatchDims:
     count: int
 
     def __getitem__(self, node: int) -> int:
-        # Gradients of all rows are summed together, whether the rows are linked or not.
         root = self.classes[node]
-        return -1 if root in self.roots else root
+        if root in self.roots:
+            # Gradients of all rows are summed together, whether the rows are linked or not.
+            return _ALL_ROWS
+        return root
 
     def has(self, node: int) -> bool:
         return self.classes[node] in self.roots

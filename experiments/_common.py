@@ -17,7 +17,6 @@ from jax.experimental.multihost_utils import broadcast_one_to_all
 from jax.sharding import Mesh
 
 import redcoast as rc
-from redcoast.loop._printing import introduce
 from redcoast_cli._usage import mesh_sizes, refuse
 
 
@@ -47,8 +46,7 @@ def start(c: Any, name: str, *, split: Mapping[str, int] | None = None) -> Start
     refuse_uneven(mesh, split or {})
     root = c.run.directory or Path("runs") / name
     directory = run_directory(root, resume=c.run.resume, config=c)
-    if jax.process_index() == 0:
-        introduce(directory)
+    print_once(f"Run: {directory}")
     log: list[Any] = [rc.console_logger()]
     if c.run.wandb:
         log.append(rc.wandb_logger(project=name, config=c))

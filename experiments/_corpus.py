@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from redcoast.serve._chat_template import CLOSE, OPEN
-
+# Around the assistant's words, in a text that is rendered with `mark_answers`.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
 Encode = Callable[[str], Iterable[int]]
 
 

@@ -1,18 +1,12 @@
 """Pretrained weights, with their tokenizers and chat templates."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from _packages import fetch
 
-from redcoast.serve._tokenizer_files import (
-    find_template_of,
-    gguf_metadata,
-    gguf_special,
-    read_tokenizer_of,
-)
+import redcoast as rc
 
 
 def smollm2() -> Path:
@@ -29,7 +23,7 @@ def minilm() -> Path:
 def read_tokenizer(weights: Path) -> Any:
     """Reads the tokenizer of a Hugging Face directory or a .gguf file, as one of `tokenizers`."""
     try:
-        return read_tokenizer_of(weights)
+        return rc.load_tokenizer(weights)
     except ValueError as error:
         raise SystemExit(str(error)) from error
 
@@ -37,20 +31,9 @@ def read_tokenizer(weights: Path) -> Any:
 def chat_template(weights: Path) -> Callable[..., str]:
     """Returns the chat template of the weights, as a function from messages to text."""
     try:
-        render = find_template_of(weights)
+        render = rc.load_chat_template(weights)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     if render is None:
         raise SystemExit(f"{weights} has no chat template, so the model is not a chat model.")
     return render
-
-
-def save_gguf_tokenizer(weights: Path, directory: Path) -> None:
-    """Writes the tokenizer and the chat template of a .gguf file as Hugging Face's files."""
-    read = gguf_metadata(weights)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **gguf_special(read)}
-    if template := read("tokenizer.chat_template"):
-        settings["chat_template"] = template
-    read_tokenizer(weights).save(str(directory / "tokenizer.json"))
-    text = json.dumps(settings, indent=2, ensure_ascii=False)
-    (directory / "tokenizer_config.json").write_text(text, "utf-8")

@@ -1,6 +1,7 @@
 """Dry runs of the models and machines of the paper's Table 1 (arXiv:2310.16355)."""
 
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,6 @@ import jax.numpy as jnp
 from _cells import beyond_text, in_gib, paper_table, peak_gib, read_cells, write_cell
 
 import redcoast as rc
-from redcoast.dryrun._target_name import parse_target
 from redcoast_cli._options import Maybe
 from redcoast_cli._reach import dry_run_to_fit
 from redcoast_cli._usage import refuse
@@ -76,20 +76,22 @@ def measure(row: Row, column: str, *, mesh: dict[str, int] | None = None) -> dic
     The mesh is the given one, or the one with the lowest estimated cost. If the step does not fit
     on that, other meshes are compiled.
     """
-    target = parse_target(row.half if column == "half" else row.target)
-    usable = target.chip.usable if row.usable is None else row.usable
+    target = row.half if column == "half" else row.target
+    chip, _, sizes = target.partition(":")
+    devices = math.prod(map(int, sizes.split("x")))
+    usable = rc.CHIPS[chip].usable if row.usable is None else row.usable
     workload = make_workload(row.model, row.seq * (2 if column == "twice" else 1))
     settings: dict[str, Any] = {"compute_dtype": jnp.bfloat16 if column == "bfloat16" else None}
     if mesh is None:
-        run = dry_run_to_fit(workload, target.count, target, usable=usable, **settings)
+        run = dry_run_to_fit(workload, devices, target, usable=usable, **settings)
     else:
-        settings |= {"target": target.name, "mesh": mesh}
-        run = rc.dry_run(*workload.arguments(target.count), **settings, suggest=False)
+        settings |= {"target": target, "mesh": mesh}
+        run = rc.dry_run(*workload.arguments(devices), **settings, suggest=False)
     return {
         "model": row.model,
         "column": column,
         "seq": workload.seq,
-        "batch": target.count,
+        "batch": devices,
         "workload_notes": list(workload.notes),
         **{name: value for name, value in run.report.items() if name != "plan"},
         "usable": usable,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from _common import end_training, make_optimizer, print_once, report, start
 from _corpus import beginning_of_text, chat_windows, read_chats, read_texts, windows
-from _published import chat_template, read_tokenizer, save_gguf_tokenizer, smollm2
+from _published import chat_template, read_tokenizer, smollm2
 
 import redcoast as rc
 from redcoast import lora, losses
@@ -118,11 +118,8 @@ def save(model, weights: Path, directory: Path, c: Config, **losses: float) -> N
     if c.lora:
         lora.save_adapters(model, directory / "adapters")
         model = lora.merge(model)
-    source = weights if weights.is_dir() else None
     card = describe(weights, c, **losses)
-    rc.save_pretrained(model, directory / "model", tokenizer=source, card=card)
-    if source is None and jax.process_index() == 0:
-        save_gguf_tokenizer(weights, directory / "model")
+    rc.save_pretrained(model, directory / "model", tokenizer=weights, card=card)
     print_once(f"Saved the model to {directory / 'model'}.")
 
 

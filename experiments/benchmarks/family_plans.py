@@ -29,8 +29,6 @@ from traffic.measure import measure_layout
 
 import redcoast as rc
 from redcoast import models
-from redcoast.dryrun._devices import target_devices
-from redcoast.dryrun._target_name import parse_target
 from redcoast.losses import cross_entropy, pairwise_sigmoid
 
 # The dimension that is split, from the end.
@@ -62,7 +60,7 @@ def main(
         page: A page of `docs/measured/` to write the table into.
     """
     rc.emulate_devices(8)
-    devices = target_devices(parse_target(target)).devices
+    devices = rc.target_devices(target)
     cases = make_cases(rows, length)
     table = Printed()
     table.add("| model | mesh | redcoast, MB | with a budget, MB | Megatron, MB | ratios |")

@@ -28,7 +28,6 @@ import tyro
 from _complete import complete
 
 import redcoast as rc
-from redcoast.checkpoint._saver import Saver
 
 EVERY, STEPS, FAULT = 5, 60, 33
 
@@ -250,10 +249,10 @@ def time_of_call(directory: Path) -> float:
     """The median time for which a save of 100 MB blocks the loop, in seconds."""
     state = jax.block_until_ready([jnp.full((2040, 2040), x, jnp.float32) for x in range(6)])
     times = []
-    with Saver(rc.Checkpoints(directory, every=1)) as saver:
+    with rc.Checkpointer(rc.Checkpoints(directory, every=1)) as checkpointer:
         for step in range(15):
             begin = time.perf_counter()
-            saver.save(step, state, {"metrics": {}})
+            checkpointer.save(step, state)
             times.append(time.perf_counter() - begin)
             time.sleep(1)  # in place of training steps
     return float(np.median(times))

@@ -43,7 +43,6 @@ from real_peak import target_of
 
 import redcoast as rc
 from redcoast import losses
-from redcoast.dryrun._chips import CHIPS, Chip
 from redcoast.models import Llama, LlamaConfig, _attention
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -114,7 +113,7 @@ def main(c: Config) -> list[Row]:
     kernels = (True, False) if device.platform == "gpu" else (False,)
     found: dict[str, Any] = {"device": device.device_kind, "target": target, "size": asdict(size)}
     found |= {"versions": versions(), "rows": [], "failed": {}, "seconds": 0.0}
-    chip, begin = CHIPS[target.partition(":")[0]], time.perf_counter()
+    chip, begin = rc.CHIPS[target.partition(":")[0]], time.perf_counter()
 
     def part(name: str, measure: Callable[[], list[Row]]) -> None:
         if time.perf_counter() - begin > c.seconds:
@@ -181,7 +180,7 @@ def foretold(size: Size, target: str) -> dict[str, int]:
     batch = jax.ShapeDtypeStruct((size.batch, size.seq + 1), jnp.int32)
     options: dict[str, Any] = {"target": target, "compute_dtype": jnp.bfloat16, "suggest": False}
     found = {}
-    for kernel in (True, False) if CHIPS[target.partition(":")[0]].kind == "gpu" else (False,):
+    for kernel in (True, False) if rc.CHIPS[target.partition(":")[0]].kind == "gpu" else (False,):
         for remat in REMATS:
             with attention(kernel):
                 make = init_fn(size.model, remat)
@@ -214,7 +213,7 @@ def tokens_of(size: Size, steps: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, size.model.vocab, shape, np.int32)
 
 
-def train_rows(size: Size, steps: int, chip: Chip, kernel: bool, remat: str, name: str):
+def train_rows(size: Size, steps: int, chip: rc.Chip, kernel: bool, remat: str, name: str):
     """Training with `fit`, and the time until its first step is done."""
     times: list[float] = []
     with attention(kernel):
@@ -238,7 +237,7 @@ def train_rows(size: Size, steps: int, chip: Chip, kernel: bool, remat: str, nam
     return [*speed_rows(what, size, seconds, chip), first]
 
 
-def bare_rows(size: Size, steps: int, chip: Chip, kernel: bool, remat: str, name: str):
+def bare_rows(size: Size, steps: int, chip: rc.Chip, kernel: bool, remat: str, name: str):
     """The same training in a loop of `jax.jit` and optax."""
     batches = tokens_of(size, steps + WARM_UP).reshape(-1, size.batch, size.seq + 1)
     begin, loss = 0.0, None
@@ -271,7 +270,7 @@ def bare_step() -> Any:
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def speed_rows(what: str, size: Size, seconds: float, chip: Chip) -> list[Row]:
+def speed_rows(what: str, size: Size, seconds: float, chip: rc.Chip) -> list[Row]:
     tokens = size.batch * size.seq
     rate = model_flops(size.model, size.seq) * tokens / seconds
     peak = chip.flops["bfloat16"] / 1e12

@@ -31,9 +31,7 @@ from traffic.columns import also_shard
 
 import redcoast as rc
 from redcoast.dryrun._compile_job import compile_job
-from redcoast.dryrun._devices import target_devices
 from redcoast.dryrun._job import Job, make_job
-from redcoast.dryrun._target_name import parse_target
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _cells import (
@@ -109,7 +107,7 @@ def paper(cell: dict[str, Any]) -> bool:
 
 def measure(row: Row, target: str, known: dict[str, Any] | None) -> dict[str, Any]:
     """Compiles the step with both shardings on the chosen mesh; `known` is an earlier result."""
-    devices = target_devices(parse_target(target)).devices
+    devices = rc.target_devices(target)
     workload = make_workload(row.model, row.seq)
     arguments = workload.arguments(len(devices))
     report = known or rc.dry_run(*arguments, target=target, suggest=False).report

@@ -26,9 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from _cells import markdown
 
-from redcoast.dryrun._job import factorisations, make_job
-from redcoast.dryrun._mesh_search import choose_mesh, estimate_mesh, suggest
-from redcoast.dryrun._place import target_place
+import redcoast as rc
 from redcoast_cli._workload import make_workload
 
 # The name of the model, the sequence length, and the batch size.
@@ -40,6 +38,7 @@ CASES: tuple[tuple[str, int, int], ...] = (
     ("gpt2-large", 512, 16),
 )
 TARGETS = ("cpu:8", "a100-40gb:8", "h100:8", "v4:2x2x1")
+MORE_THAN_THERE_ARE = 1000  # meshes
 Row = dict[str, Any]
 
 
@@ -69,12 +68,9 @@ def main(
 
 def measure(target: str, model: str, seq: int, rows: int) -> Row:
     """The suggested mesh, and the compiled figures of every mesh."""
-    job = make_job(*make_workload(model, seq).arguments(rows))
-    place = target_place(target)
-    every = suggest(job, place, len(factorisations(len(place.devices))))
-    known = {tuple(one.mesh.values()): one for one in every.candidates}
-    estimated = [estimate_mesh(job, place, one.mesh) for one in every.candidates]
-    suggested = choose_mesh(estimated, lambda one: known[tuple(one.mesh.values())], place, 3)
+    arguments = make_workload(model, seq).arguments(rows)
+    every = rc.suggest_mesh(*arguments, target=target, compiled=MORE_THAN_THERE_ARE)
+    suggested = rc.suggest_mesh(*arguments, target=target)
     return {
         "target": target,
         "model": model,

@@ -21,8 +21,6 @@ import jax.numpy as jnp
 import tyro
 
 import redcoast as rc
-from redcoast.core._pytree import split
-from redcoast.dryrun._chips import CHIPS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _cells import in_gib, markdown
@@ -97,9 +95,9 @@ def measure(workload: Workload, batch: int) -> dict[str, Any]:
     step = ft.partial(rc.train_step, loss_fn=loss_fn, optimizer=optimizer)
     # Compiled before the state exists: memory for autotuning kernels does not belong to the step.
     compiled = rc.compile_step(step, shardings).lower(state_shapes, shapes).compile()
-    arrays = split(make(shardings=shardings))[0]
+    arrays = jax.tree.leaves(eqx.filter(make(shardings=shardings), eqx.is_array))
     tokens = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
-    jax.block_until_ready(compiled(arrays, split(tokens, numbers=True)[0]))
+    jax.block_until_ready(compiled(arrays, jax.tree.leaves(tokens)))
     stats = device.memory_stats()
     return {"kind": device.device_kind, "reported": stats["peak_bytes_in_use"]}
 
@@ -114,10 +112,10 @@ def predict(workload: Workload, batch: int, *, target: str | None) -> dict[str, 
 def target_of(kind: str) -> str:
     """The target of one GPU of this kind."""
     squeezed = re.sub(r"[^a-z0-9]", "", kind.lower())
-    found = [name for name in CHIPS if all(part in squeezed for part in name.split("-"))]
+    found = [name for name in rc.CHIPS if all(part in squeezed for part in name.split("-"))]
     if not found:
         raise SystemExit(
-            f"{kind!r} is none of {', '.join(CHIPS)}. Choose the most similar with --target."
+            f"{kind!r} is none of {', '.join(rc.CHIPS)}. Choose the most similar with --target."
         )
     return f"{max(found, key=len)}:1"
 

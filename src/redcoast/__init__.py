@@ -78,20 +78,30 @@ if _typing.TYPE_CHECKING:
     from . import lora as lora
     from . import losses as losses
     from . import models as models
+    from .dryrun import CHIPS as CHIPS
+    from .dryrun import Chip as Chip
     from .dryrun import DryRun as DryRun
     from .dryrun import MeshSuggestion as MeshSuggestion
     from .dryrun import dry_run as dry_run
     from .dryrun import suggest_mesh as suggest_mesh
+    from .dryrun import target_devices as target_devices
+    from .pretrained.text import load_chat_template as load_chat_template
+    from .pretrained.text import load_tokenizer as load_tokenizer
 
 # Imported at first use, so that `import redcoast` costs little more than its libraries.
 _LAZY = {
     "lora": ".lora",
     "losses": ".losses",
     "models": ".models",
+    "CHIPS": ".dryrun",
+    "Chip": ".dryrun",
     "DryRun": ".dryrun",
     "MeshSuggestion": ".dryrun",
     "dry_run": ".dryrun",
+    "load_chat_template": ".pretrained.text",
+    "load_tokenizer": ".pretrained.text",
     "suggest_mesh": ".dryrun",
+    "target_devices": ".dryrun",
 }
 
 

@@ -160,7 +160,7 @@ def attempt(
             options |= {"target": target.name, "mesh": mesh, "suggest": suggest}
             run = rc.dry_run(*workload.arguments(rows), **options)
         else:
-            run = dry_run_to_fit(workload, rows, target, **options)
+            run = dry_run_to_fit(workload, rows, target.name, **options)
     run = replace(run, notes=(*workload.notes, *run.notes))
     settings = {"model": c.model, "seq": workload.seq, "batch": rows, "accumulate": c.accumulate}
     settings |= {"dtype": c.dtype, "remat": c.remat, "chunk": c.chunk}

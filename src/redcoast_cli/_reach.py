@@ -58,7 +58,7 @@ def sizes_of(chip: Chip) -> list[TargetDevices]:
 def dry_run_to_fit(
     workload: Workload,
     rows: int,
-    target: TargetDevices,
+    target: str,
     *,
     usable: int | None = None,
     **options: Any,
@@ -68,15 +68,16 @@ def dry_run_to_fit(
     `usable` overrides the target's bytes of memory on a device. `options` are further arguments of
     `redcoast.dry_run`.
     """
-    usable = target.chip.usable if usable is None else usable
-    arguments, settings = workload.arguments(rows), {"target": target.name, **options}
+    devices = parse_target(target)
+    usable = devices.chip.usable if usable is None else usable
+    arguments, settings = workload.arguments(rows), {"target": target, **options}
     run = rc.dry_run(*arguments, **settings, suggest=False)
     # No mesh helps if parameters, gradients and AdamW's two moments alone do not fit.
-    hopeless = 4 / 3 * state_bytes(workload) >= target.count * usable
+    hopeless = 4 / 3 * state_bytes(workload) >= devices.count * usable
     if hopeless or (run.fits and run.memory["peak"] <= usable):
         return run
     # A program that fits the target may not fit `usable`, so more meshes are compiled.
-    compiled = COMPILED if usable >= target.chip.usable else 2 * COMPILED
+    compiled = COMPILED if usable >= devices.chip.usable else 2 * COMPILED
     found = rc.suggest_mesh(*arguments, **settings, compiled=compiled)
     enough = lambda one: one.fits and (one.peak_memory or 0) <= usable
     mesh = next((one.mesh for one in found.candidates if enough(one)), dict(found))

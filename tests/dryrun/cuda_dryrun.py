@@ -19,7 +19,7 @@ from paths import EXPERIMENTS
 import redcoast as rc
 from redcoast.core._target import compiling_for, target_of
 from redcoast.dryrun._chips import CHIPS
-from redcoast.dryrun._devices import target_devices
+from redcoast.dryrun._devices import place_of
 from redcoast.dryrun._target_name import parse_target
 
 KEY = jax.random.key(0)
@@ -40,7 +40,7 @@ def test_a_small_program(name, dtype):
     assert jnp.ones(3).sum() == 3
     before = jax.devices()
     target = parse_target(f"{name}:2x4")
-    found = target_devices(target)
+    found = place_of(target)
     assert (found.compiler, len(found.devices)) == ("cuda", 8)
     assert {device.device_kind for device in found.devices} == {target.chip.device_kind}
     assert [device.process_index for device in found.devices] == [0] * 4 + [1] * 4
@@ -52,7 +52,7 @@ def test_a_small_program(name, dtype):
 
 
 def test_notes_on_an_old_card():
-    (note,) = target_devices(parse_target("1080ti:2")).notes
+    (note,) = place_of(parse_target("1080ti:2")).notes
     assert "not `jax.nn.dot_product_attention` in 16 bits" in note
     shape = (2, 128, 4, 64)
 
@@ -60,7 +60,7 @@ def test_notes_on_an_old_card():
         with jax.numpy_dtype_promotion("standard"):
             return jax.nn.dot_product_attention(q, q, q)
 
-    old, new = (target_devices(parse_target(name)).devices for name in ("1080ti:2", "l4:2"))
+    old, new = (place_of(parse_target(name)).devices for name in ("1080ti:2", "l4:2"))
     compiled(attention, old, shape)
     compiled(attention, new, shape, dtype=jnp.bfloat16)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Unsupported algorithm"):
@@ -71,16 +71,16 @@ def test_programs_are_never_rejected_on_gpus():
     """Unlike the TPU compiler, it accepts any size, so `fits` is a comparison."""
     target = parse_target("l4:2")
     rows = target.chip.memory // 2**18
-    program = compiled(lambda x: x + 1, target_devices(target).devices, (4 * rows, 2**18))
+    program = compiled(lambda x: x + 1, place_of(target).devices, (4 * rows, 2**18))
     assert program.memory_analysis().argument_size_in_bytes > target.chip.memory
 
 
 COMPILER = """
 import jax
 {first}
-from redcoast.dryrun._devices import target_devices
+from redcoast.dryrun._devices import place_of
 from redcoast.dryrun._target_name import parse_target
-print(target_devices(parse_target("h100:2x8")).compiler, jax.devices()[0].platform)
+print(place_of(parse_target("h100:2x8")).compiler, jax.devices()[0].platform)
 """
 
 
@@ -118,12 +118,12 @@ def test_the_benchmark_of_a_gpu_fits_on_an_h100(gpu):
     assert peaks[f"True {remats[0]}"] < usable
     assert peaks[f"False {remats[1]}"] < usable
 
-    place = SingleDeviceSharding(target_devices(target).devices[0])
+    place = SingleDeviceSharding(place_of(target).devices[0])
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
     model = jax.tree.map(placed, eqx.filter_eval_shape(gpu.init_fn(size.model, remats[0]), KEY))
     opt_state = jax.tree.map(placed, jax.eval_shape(gpu.OPTIMIZER.init, model))
     tokens = placed(jnp.zeros((size.batch, size.seq + 1), jnp.int32))
-    with compiling_for(target_of(target_devices(target).devices[0])):
+    with compiling_for(target_of(place_of(target).devices[0])):
         step = gpu.bare_step().lower(model, opt_state, tokens).compile()
     assert "__cudnn$fmha" in step.as_text()
 
@@ -131,12 +131,12 @@ def test_the_benchmark_of_a_gpu_fits_on_an_h100(gpu):
 @pytest.mark.parametrize("batch", [1, 64])
 def test_the_generation_of_the_benchmark_compiles_for_an_h100(gpu, batch):
     size = gpu.SIZES["1b"]
-    place = SingleDeviceSharding(target_devices(parse_target("h100:1")).devices[0])
+    place = SingleDeviceSharding(place_of(parse_target("h100:1")).devices[0])
     half = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=place)
     model = jax.tree.map(half, gpu.abstract(size.model))
     prompts = jax.ShapeDtypeStruct((batch, size.prompt), jnp.int32, sharding=place)
     generate = lambda m, x: rc.generate(m, x, max_new_tokens=size.new[1], eos=())
-    with compiling_for(target_of(target_devices(parse_target("h100:1")).devices[0])):
+    with compiling_for(target_of(place_of(parse_target("h100:1")).devices[0])):
         program: Any = jax.jit(generate).lower(model, prompts).compile()
     weights = 2 * gpu.parameters(model)
     assert weights < program.memory_analysis().argument_size_in_bytes < 1.01 * weights

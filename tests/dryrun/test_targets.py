@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import redcoast as rc
 from redcoast.dryrun import _devices as devices_module
 from redcoast.dryrun._chips import CHIPS
-from redcoast.dryrun._devices import gpu_config, target_devices
+from redcoast.dryrun._devices import gpu_config, place_of
 from redcoast.dryrun._links import axis_bandwidths
 from redcoast.dryrun._target_name import parse_target
 
@@ -134,23 +134,36 @@ def held(devices, model=4) -> int:
 def test_more_cpu_devices_than_the_process_has():
     assert jnp.ones(3).sum() == 3
     before = jax.devices()
-    found = target_devices(parse_target("cpu:64"))
+    found = place_of(parse_target("cpu:64"))
     assert (len(found.devices), found.compiler) == (64, "cpu")
     assert "no official specifications" in found.notes[0]
     assert held(found.devices, model=64) == 64 * 64 * 4 // 64
     assert jax.devices() == before
-    assert target_devices(parse_target("cpu:64")).devices == found.devices
+    assert place_of(parse_target("cpu:64")).devices == found.devices
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v4:2x2x2", "tpu"), ("h100:2x4", "cuda12")])
 def test_the_cpu_compiler_replaces_a_missing_one(name, extra, monkeypatch):
     monkeypatch.setattr(devices_module, "_installed", lambda compiler: False)
-    found = target_devices(parse_target(name))
+    found = place_of(parse_target(name))
     assert (len(found.devices), found.compiler) == (8, "cpu")
     assert len(found.notes) == 1
     assert f"pip install 'redcoast[{extra}]'" in found.notes[0]
     assert "estimates" in found.notes[0]
     assert held(found.devices) == 64 * 64 * 4 // 4
+
+
+def test_devices_of_a_target_compile_a_step_of_ones_own():
+    devices = rc.target_devices("cpu:4")
+    assert held(devices) == 64 * 64 * 4 // 4
+    assert not {*devices} & {*jax.devices()}
+
+
+@pytest.mark.parametrize(("name", "extra"), [("v4:2x2x2", "tpu"), ("h100:2x4", "cuda12")])
+def test_other_devices_do_not_stand_in_for_a_target(name, extra, monkeypatch):
+    monkeypatch.setattr(devices_module, "_installed", lambda compiler: False)
+    with pytest.raises(ImportError, match=rf"pip install 'redcoast\[{extra}\]'"):
+        rc.target_devices(name)
 
 
 @pytest.mark.parametrize(("name", "inner"), [("v4:2x2x2", "_tpu"), ("h100:2x4", "_cuda")])
@@ -162,7 +175,7 @@ def test_a_compiler_that_fails_is_an_error(name, inner, monkeypatch):
     monkeypatch.setattr(devices_module, inner, fail)
     message = f"compiler for {name} is installed.*lockfile.*ALLOW_MULTIPLE_LIBTPU_LOAD=1"
     with pytest.raises(RuntimeError, match=message):
-        target_devices(parse_target(name))
+        place_of(parse_target(name))
 
 
 def test_the_environment_is_as_before(monkeypatch):
@@ -180,9 +193,7 @@ def test_the_environment_is_as_before(monkeypatch):
 def together(name, **sizes):
     """Bandwidths with CPU devices in place of the target's, in units of a link."""
     target = parse_target(name)
-    mesh = rc.make_mesh(
-        **sizes, devices=target_devices(parse_target(f"cpu:{target.count}")).devices
-    )
+    mesh = rc.make_mesh(**sizes, devices=place_of(parse_target(f"cpu:{target.count}")).devices)
     found = axis_bandwidths(target, mesh)
     return {axes: rate / target.chip.link_bandwidth for axes, rate in found.items()}
 

@@ -15,7 +15,7 @@ from odd_vocabulary import check_sent
 
 import redcoast as rc
 from redcoast.dryrun._chips import CHIPS
-from redcoast.dryrun._devices import target_devices
+from redcoast.dryrun._devices import place_of
 from redcoast.dryrun._links import axis_bandwidths
 from redcoast.dryrun._target_name import parse_target
 
@@ -41,7 +41,7 @@ def test_a_small_program(name):
     assert jnp.ones(3).sum() == 3
     before = jax.devices()
     target = parse_target(name)
-    found = target_devices(target)
+    found = place_of(target)
     assert (found.compiler, found.notes, len(found.devices)) == ("tpu", (), target.count)
     assert {device.device_kind for device in found.devices} == {target.chip.device_kind}
     assert len({device.process_index for device in found.devices}) == target.hosts
@@ -59,7 +59,7 @@ def test_a_small_program(name):
 def test_a_program_that_is_just_too_large(name, size):
     """The compiler's limit equals the table's, to the precision of its message."""
     target = parse_target(f"{name}:{size}")
-    device = target_devices(target).devices[:1]
+    device = place_of(target).devices[:1]
     rows = target.chip.usable // (4 * 2**20)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as found:
         lower(lambda x: x + 1, device, (rows + 2**8, 2**20)).compile()
@@ -74,16 +74,16 @@ def test_a_program_that_is_just_too_large(name, size):
 @pytest.mark.parametrize("sizes", [(1, 8, 8), (4, 4, 4), (2, 4, 8), (1, 1, 64)])
 def test_bandwidths_equal_those_of_cpu_devices_in_their_place(sizes):
     target = parse_target("v4:4x4x4")
-    both = [target_devices(target).devices, target_devices(parse_target("cpu:64")).devices]
+    both = [place_of(target).devices, place_of(parse_target("cpu:64")).devices]
     axes = dict(zip(("data", "fsdp", "model"), sizes, strict=True))
     real, stood_in = (axis_bandwidths(target, rc.make_mesh(**axes, devices=it)) for it in both)
     assert real == stood_in
 
 
 COMPILER = """
-from redcoast.dryrun._devices import target_devices
+from redcoast.dryrun._devices import place_of
 from redcoast.dryrun._target_name import parse_target
-print(len(target_devices(parse_target("v5e:2x2")).devices), flush=True)
+print(len(place_of(parse_target("v5e:2x2")).devices), flush=True)
 input()
 """
 

@@ -9,7 +9,7 @@ import pytest
 from paths import EXPERIMENTS
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from redcoast.serve._chat_template import read_template, renderer
+from redcoast.pretrained.text._chat_template import read_template, renderer
 
 sys.path.append(str(EXPERIMENTS))
 _corpus, _tokenizers = map(importlib.import_module, ("_corpus", "_tokenizers"))

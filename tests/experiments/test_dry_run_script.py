@@ -179,7 +179,7 @@ def fitting(config_json, monkeypatch, first, others, usable=None):
     monkeypatch.setattr(module.rc, "dry_run", run)
     monkeypatch.setattr(module.rc, "suggest_mesh", lambda *args, **options: found)
     workload = script("redcoast_cli._workload").make_workload(str(config_json), 8)
-    module.dry_run_to_fit(workload, 2, parse_target("cpu:2"), usable=usable)
+    module.dry_run_to_fit(workload, 2, "cpu:2", usable=usable)
     return asked
 
 

@@ -179,6 +179,20 @@ ROWS = {
             "a.bin",
         ),
         (lambda d: rc.load_pretrained(3), TypeError, "path"),
+        (lambda d: rc.load_tokenizer(3), TypeError, "`path`"),
+        (lambda d: rc.load_tokenizer(d / "none"), FileNotFoundError, "There is no .*none"),
+        (
+            lambda d: rc.load_tokenizer(written(d / "t" / "tokenizer.json", "{}")),
+            ValueError,
+            "tokenizer.json is not a tokenizer",
+        ),
+        (lambda d: rc.load_chat_template(3), TypeError, "`path`"),
+        (lambda d: rc.load_chat_template(d / "none"), FileNotFoundError, "There is no .*none"),
+        (
+            lambda d: rc.load_chat_template(written(d / "t" / "chat_template.jinja", "{% if")),
+            ValueError,
+            "chat template that cannot be used",
+        ),
     ],
     "save_pretrained": [
         (lambda d: rc.save_pretrained(make_model(), d / "m"), ValueError, "but got a MLP"),

@@ -46,6 +46,7 @@ def test_there_are_many_and_of_every_public_function():
         "Plan",
         "PlanReport",
         "DryRun",
+        "Chip",
         "MeshSuggestion",
         "TrainState",
         "Batch",

@@ -1,6 +1,7 @@
 """A name of the library stands for one thing, so that a search for it finds that thing."""
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -19,6 +20,17 @@ OF_EACH_TABLE = {
     "write",
 }
 OF_EACH_COMMAND = {"main"}
+# Measurements of what no public name has.
+OF_INTERNALS = {
+    "attention.py": "the two implementations of attention, without a model around them",
+    "data_parallel.py": "weights as an array for each layer, which only programs on CPUs get",
+    "expert_parallel.py": "a mixture of experts whose tokens are sent to the devices of experts",
+    "gpu.py": "attention without cuDNN's kernel, beside attention with it",
+    "loop_parts.py": "the training step without some of its parts",
+    "megatron_ahead.py": "the step of a dry run whose activations are not constrained",
+    "step_ahead.py": "a gradient without a step around it, for devices that are not there",
+}
+PRIVATE = re.compile(r"\b(from|import) redcoast(\.\w+)* import (\w+, )*_|\bredcoast(\.\w+)*\._\w")
 
 
 def shared(named: dict[str, list[Path]]) -> dict[str, list[str]]:
@@ -43,3 +55,12 @@ def test_no_two_functions_or_classes_have_the_same_public_looking_name():
     of_tables = {x for x in OF_EACH_TABLE if all(p.parent == TABLES for p in named[x])}
     found = {k: v for k, v in named.items() if k not in of_commands | of_tables}
     assert shared(found) == {}
+
+
+def test_experiments_use_public_names():
+    """A user copies an experiment, and private names change without notice."""
+    private = set()
+    for path in sorted((ROOT / "experiments").rglob("*.py")):
+        if PRIVATE.search(path.read_text("utf-8")):
+            private.add(path.name)
+    assert private == set(OF_INTERNALS)

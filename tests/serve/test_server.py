@@ -20,7 +20,6 @@ import redcoast as rc
 from redcoast.serve import _application, _batching
 from redcoast.serve._decode_rows import decode_rows
 from redcoast.serve._detokenize import Text
-from redcoast.serve._tokenizer_files import read_tokenizer_of
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +204,7 @@ def test_truncation_and_padding_of_a_file_are_left_out(tmp_path):
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=8)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    read = read_tokenizer_of(tmp_path)
+    read = rc.load_tokenizer(tmp_path)
     for text in ("ab", "a longer text"):
         assert len(read.encode(text).ids) == len(text)
 

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
-from redcoast.core._tracing import abstract_key
 
 LARGE = 4096  # elements; the planner shards arrays of at least this size over `fsdp` too
 EVERY_AXIS = ("data", "fsdp", "model")
@@ -130,3 +129,7 @@ def counts_layers(path: tuple[Any, ...]) -> int:
 
 def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)), tree)
+
+
+def abstract_key() -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0))

@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 from architectures import Case
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
-
-from redcoast.core._jaxpr import iter_equations
 
 from .columns import abstract, abstract_key, plan_by_dataflow
 
@@ -31,4 +30,17 @@ def untraced(case: Case) -> Case:
 def equations(case: Case) -> int:
     """The number of equations of the loss, counting inner programs once."""
     args = (case.abstract_params(), abstract(case.batch()), abstract_key())
-    return sum(1 for _ in iter_equations(jax.make_jaxpr(case.loss)(*args).jaxpr))
+    return count_equations(jax.make_jaxpr(case.loss)(*args).jaxpr)
+
+
+def count_equations(jaxpr: Jaxpr) -> int:
+    count = len(jaxpr.eqns)
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(equation.params, is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
+                count += count_equations(getattr(inner, "jaxpr", inner))
+    return count
+
+
+def is_jaxpr(x: Any) -> bool:
+    return isinstance(x, Jaxpr | ClosedJaxpr)

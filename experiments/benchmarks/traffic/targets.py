@@ -5,13 +5,10 @@ from typing import Any, Literal
 import jax
 
 import redcoast as rc
-from redcoast.dryrun import _devices as devices
-from redcoast.dryrun import _target_name as target
 
 Platform = Literal["a100", "h100", "v4", "v5e", "cpu"]
 
 NAMES = {"a100": "a100-80gb:8", "h100": "h100:8", "v4": "v4:2x2x2", "v5e": "v5e:2x4"}
-EXTRAS = {"a100": "cuda12", "h100": "cuda12", "v4": "tpu", "v5e": "tpu"}
 
 
 def target_devices(platform: Platform) -> list[Any]:
@@ -19,10 +16,7 @@ def target_devices(platform: Platform) -> list[Any]:
     if platform == "cpu":
         rc.emulate_devices(8)
         return jax.devices()
-    found = devices.target_devices(target.parse_target(NAMES[platform]))
-    if found.compiler == "cpu":
-        raise SystemExit(
-            f"The compiler for {platform} is not installed. Run "
-            f"`pip install 'redcoast[{EXTRAS[platform]}]'`, which does not need such a device."
-        )
-    return list(found.devices)
+    try:
+        return list(rc.target_devices(NAMES[platform]))
+    except ImportError as error:
+        raise SystemExit(str(error)) from error

@@ -4,7 +4,10 @@
 how many times loops run them.
 """
 
+from ._chips import CHIPS as CHIPS
+from ._chips import Chip as Chip
 from ._dry_run import dry_run as dry_run
 from ._mesh_search import suggest_mesh as suggest_mesh
 from ._mesh_table import MeshSuggestion as MeshSuggestion
 from ._report import DryRun as DryRun
+from ._target_devices import target_devices as target_devices

@@ -36,6 +36,16 @@ class Chip:
     - `cores`: The number of devices that share the links of one package; 2 for TPU7x.
     - `torus`: The number of dimensions of the network of links; 0 if all devices of a host are
         connected to each other.
+
+    !!! example
+
+        ```python
+        import redcoast as rc
+
+        chip = rc.CHIPS["h100"]
+        tokens_per_second, flops_per_token = 20e3, 6 * 1.2e9
+        utilisation = tokens_per_second * flops_per_token / chip.flops["bfloat16"]
+        ```
     """
 
     name: str
@@ -241,3 +251,4 @@ _CPU = Chip(
     source="nominal",
 )
 CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in (*_TPUS, *_GPUS, _CPU)})
+"""The supported accelerators, by their names in targets. Each is a [`redcoast.Chip`][]."""

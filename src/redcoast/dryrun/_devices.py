@@ -153,7 +153,7 @@ class Place:
         return make_mesh(**sizes, devices=self.devices)
 
 
-def target_devices(target: TargetDevices) -> Place:
+def place_of(target: TargetDevices) -> Place:
     """The devices of a target, or as many CPU devices if the target's compiler is not installed.
 
     It may be called in a process that has already used JAX, whose devices do not change.
@@ -181,15 +181,22 @@ def target_devices(target: TargetDevices) -> Place:
 
 
 def missing_compiler(chip: Chip) -> str:
-    """A sentence that a chip's own compiler is not installed, and how to install it; `""` if it
-    is."""
-    compiler, extra = ("tpu", "tpu") if chip.kind == "tpu" else ("cuda", "cuda12")
-    if chip.kind == "cpu" or _installed(compiler):
+    """Says that a chip's own compiler is not installed, and what to install; `""` if it is."""
+    extra = missing_extra(chip)
+    if extra is None:
         return ""
     return (
         f"The figures are estimates by the CPU compiler: the compiler for {chip.name} is not "
         f"installed (`pip install 'redcoast[{extra}]'`)."
     )
+
+
+def missing_extra(chip: Chip) -> str | None:
+    """The extra that installs a chip's own compiler, unless it is installed."""
+    if chip.kind == "cpu":
+        return None
+    compiler, extra = ("tpu", "tpu") if chip.kind == "tpu" else ("cuda", "cuda12")
+    return None if _installed(compiler) else extra
 
 
 def _installed(compiler: str) -> bool:

@@ -9,7 +9,7 @@ from ..distributed._kv_store import exchange
 from ..distributed._mesh import BATCH_AXES
 from ..sharding import Hardware
 from ..sharding.solver._hardware import hardware_of
-from ._devices import Place, target_devices
+from ._devices import Place, place_of
 from ._links import axis_bandwidths
 from ._roofline import peak
 from ._target_name import parse_target
@@ -17,7 +17,7 @@ from ._target_name import parse_target
 
 def target_place(name: str) -> Place:
     """The devices of a target, which need not be present."""
-    return target_devices(parse_target(name))
+    return place_of(parse_target(name))
 
 
 def attached_place() -> Place:

@@ -92,8 +92,9 @@ def save_pretrained(
 
     - `model`: a model of `redcoast.models`.
     - `path`: a directory that does not exist yet, or is empty.
-    - `tokenizer`: a directory with a tokenizer, such as the one that the model was loaded from. Its
-        tokenizer, chat template and processor are copied.
+    - `tokenizer`: what the model was loaded from: a directory, from which the files of the
+        tokenizer, the chat template and the processor are copied; or a `.gguf` file, whose
+        tokenizer and chat template are written as such files.
     - `card`: facts about the model and its training, such as `{"license": "apache-2.0", "steps":
         100, "final_loss": 2.1}`. They are written to a model card for Hugging Face's hub,
         `README.md`: `license`, `license_name`, `license_link`, `language`, `datasets`,
@@ -106,7 +107,7 @@ def save_pretrained(
     `ValueError` if `path` exists and is not an empty directory, if `model` is not a model of
     `redcoast.models`, if its arrays do not match its configuration, or if it has LoRA adapters,
     which must be merged first. `TypeError` if `card` is not a mapping, or if an entry of its front
-    matter is not text. `FileNotFoundError` if there is no directory `tokenizer`.
+    matter is not text. `FileNotFoundError` if there is no path `tokenizer`.
 
     !!! Example
 

@@ -25,7 +25,8 @@ from ._generation import write_decoding
 from ._match import layout_of, needed_shapes
 from ._registry import family_of, write_config
 from ._safetensors import write_safetensors
-from ._source import GENERATION, INDEX, SETTINGS, SINGLE
+from ._source import GENERATION, INDEX, SETTINGS, SINGLE, find_gguf
+from .text._tokenizer_files import gguf_tokenizer_files
 
 # The files of tokenizers and processors in Hugging Face's directories.
 TOKENIZER = (
@@ -164,7 +165,7 @@ def _start_afresh(work: Path) -> None:
 def _finish(
     settings: dict[str, Any],
     generation: dict[str, Any] | None,
-    others: list[Path],
+    others: Mapping[str, Path | str],
     card: Mapping[str, Any] | None,
     shapes: Shapes,
     files: Mapping[str, list[str]],
@@ -181,8 +182,11 @@ def _finish(
     if card is not None:
         count = sum(prod(shape) for shape, _ in shapes.values())
         (work / CARD).write_text(make_card(card, settings, path.name, count), "utf-8")
-    for file in others:
-        shutil.copyfile(file, work / file.name)
+    for name, file in others.items():
+        if isinstance(file, Path):
+            shutil.copyfile(file, work / name)
+        else:
+            (work / name).write_text(file, "utf-8")
     if list(files) != [SINGLE]:
         where = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sizes.total()}, "weight_map": where}
@@ -196,22 +200,32 @@ def _json(settings: dict[str, Any]) -> str:
     return json.dumps(settings, indent=2, sort_keys=True) + "\n"
 
 
-def _tokenizer_files(directory: Path | None) -> list[Path]:
-    """Returns the files of a directory that belong to a tokenizer or a processor of inputs."""
-    if directory is None:
-        return []
-    if not directory.is_dir():
+def _tokenizer_files(source: Path | None) -> dict[str, Path | str]:
+    """The files of a tokenizer or a processor of inputs, by their names: files to copy, or the
+    texts of new ones."""
+    if source is None:
+        return {}
+    if not source.exists():
         raise FileNotFoundError(
-            f"There is no directory {directory}, from which `tokenizer` would copy the files of "
+            f"There is no directory {source}, from which `tokenizer` says to copy the files of "
             "a tokenizer."
         )
-    found = {file for pattern in TOKENIZER for file in directory.glob(pattern) if file.is_file()}
-    if not found:
+    files = _files_to_copy(source)
+    if not files and (gguf := find_gguf(source)) is not None:
+        return {**gguf_tokenizer_files(gguf)}
+    if not files:
         raise ValueError(
-            f"{directory} contains no file of a tokenizer, such as tokenizer.json. Pass the "
-            "directory that the model was loaded from, or no `tokenizer`."
+            f"{source} holds no file of a tokenizer, such as tokenizer.json. Pass the directory or "
+            "the .gguf file that the model was loaded from, or no `tokenizer`."
         )
-    return [file_inside(directory, file.name) for file in sorted(found)]
+    return {file.name: file_inside(source, file.name) for file in files}
+
+
+def _files_to_copy(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        return []
+    files = {file for pattern in TOKENIZER for file in directory.glob(pattern) if file.is_file()}
+    return sorted(files)
 
 
 def _on_first(action: Callable[[], None], name: str) -> None:

@@ -11,11 +11,12 @@ from jax.sharding import Mesh
 from ..core._decoding import Decoding, as_tuple
 from ..generate._check_arguments import check_token_options
 from ..pretrained import load_pretrained
+from ..pretrained.text import load_chat_template, load_tokenizer
+from ..pretrained.text._tokenizer_files import naming_file
 from ._batching import Queue, Served, shared_request
 from ._grammar import grammars_of
 from ._openai import Limits
 from ._replies import Speller
-from ._tokenizer_files import find_template_of, naming_file, read_tokenizer_of
 
 # The maximum number of characters of a prompt for each token of the context. Vocabularies have runs
 # of 128 spaces; the average token of a long text has fewer characters.
@@ -64,7 +65,7 @@ def load_served(
     multiple = mesh.shape["data"] * mesh.shape["fsdp"]
     rows = multiple * max(1, rows // multiple)
     context = min(context, getattr(model.config, "positions", None) or context)
-    tokenizer, render = read_tokenizer_of(weights), find_template_of(weights)
+    tokenizer, render = load_tokenizer(weights), load_chat_template(weights)
     served = Served(model, tokenizer, rows, multiple, context, seed)
     eos = as_tuple(getattr(model.config, "eos", ()))
     decoding = default_decoding(model)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core._read_json import read_json
-from ..pretrained._files import file_inside
-from ._extra import require_extra
+from ...core._packages import require_package
+from ...core._read_json import read_json
+from .._files import file_inside
 from ._read_bounded import read_bounded
 
 SECONDS = 5.0  # the limit for a rendering
@@ -97,7 +97,7 @@ def renderer(
     """
     if len(template) > MOST_BYTES:
         raise ValueError(f"{path} has a chat template of more than {MOST_BYTES} characters.")
-    require_extra("jinja2")
+    require_package("jinja2", f"The chat template of {path}")
     process = TemplateProcess(template)
     special = special_tokens(settings, path)
     try:

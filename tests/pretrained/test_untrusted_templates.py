@@ -3,15 +3,16 @@
 import json
 import os
 
+import jax
 import numpy as np
 import pytest
 from grids import few_of
 from serve_helpers import byte_level
 from tokenizers import pre_tokenizers
 
-from redcoast.serve import _chat_template
-from redcoast.serve._chat_template import read_template, renderer
-from redcoast.serve._tokenizer_files import find_template_of, read_tokenizer_of
+import redcoast as rc
+from redcoast.pretrained.text import _chat_template
+from redcoast.pretrained.text._chat_template import read_template, renderer
 
 SAY = [{"role": "user", "content": "Hi"}]
 DOUBLED = (
@@ -62,13 +63,22 @@ def test_the_tokenizer_of_a_split_gguf_is_found_from_any_part_and_from_its_direc
     parts = sorted(tmp_path.iterdir())
     assert len(parts) == 3
     for path in (*parts, tmp_path):
-        assert read_tokenizer_of(path).encode("cab").tokens == ["c", "ab"]
-        render = find_template_of(path)
+        assert rc.load_tokenizer(path).encode("cab").tokens == ["c", "ab"]
+        render = rc.load_chat_template(path)
+        assert render is not None
+        assert render(SAY) == "Hi!"
+    # A model that is saved with it has the same tokenizer and template, as files.
+    config = rc.models.LlamaConfig(vocab=8, width=4, layers=1, heads=1, kv_heads=1, hidden=4)
+    model = rc.models.Llama(config, key=jax.random.key(0))
+    for name, path in (("of_a_part", parts[1]), ("of_the_directory", tmp_path)):
+        rc.save_pretrained(model, tmp_path / name, tokenizer=path)
+        assert rc.load_tokenizer(tmp_path / name).encode("cab").tokens == ["c", "ab"]
+        render = rc.load_chat_template(tmp_path / name)
         assert render is not None
         assert render(SAY) == "Hi!"
     parts[0].unlink()
     with pytest.raises(ValueError, match="lacks model-00001-of-00003.gguf"):
-        read_tokenizer_of(parts[1])
+        rc.load_tokenizer(parts[1])
 
 
 def test_a_template_that_cannot_be_compiled_is_refused_with_its_file(tmp_path):
@@ -90,7 +100,7 @@ def test_a_template_that_cannot_be_compiled_is_refused_with_its_file(tmp_path):
 def test_settings_of_another_form_are_refused_in_a_sentence(tmp_path, settings, words):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=words) as refused:
-        find_template_of(tmp_path)
+        rc.load_chat_template(tmp_path)
     assert str(tmp_path) in str(refused.value)
 
 
@@ -106,7 +116,7 @@ def test_links_out_of_the_directory_are_not_followed(tmp_path, name):
         read_template(directory)
     (directory / "tokenizer.json").symlink_to(secret)
     with pytest.raises(ValueError, match="leads out of its directory"):
-        read_tokenizer_of(directory)
+        rc.load_tokenizer(directory)
 
 
 def test_pipes_large_files_and_other_bytes_are_refused(tmp_path):
@@ -137,4 +147,4 @@ PANICS = byte_level().to_str().replace('"post_processor":null', f'"post_processo
 def test_a_tokenizer_of_another_form_is_refused_in_a_sentence(tmp_path, text):
     (tmp_path / "tokenizer.json").write_bytes(text.encode("latin-1" if text == "\xff" else "utf-8"))
     with pytest.raises(ValueError, match="tokenizer.json is not a tokenizer"):
-        read_tokenizer_of(tmp_path)
+        rc.load_tokenizer(tmp_path)

@@ -2,15 +2,17 @@
 
 import contextlib
 import importlib.util
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..pretrained._files import file_inside
-from ..pretrained._source import find_gguf
-from ..pretrained.gguf._file import COUNT, check_header, files_of_model
+from ...core._errors import check_kind, local_path
+from ...core._packages import require_package
+from .._files import file_inside
+from .._source import find_gguf
+from ..gguf._file import COUNT, check_header, files_of_model
 from ._chat_template import named_template, read_template, renderer
-from ._extra import require_extra
 from ._read_bounded import read_bounded
 
 MOST_BYTES = 2**27  # four times the size of the largest vocabularies, of 262 thousand tokens
@@ -18,18 +20,42 @@ _SPLITS_DIGITS = {"smollm": True, "gpt-2": False}  # the supported pre-tokenizer
 _CONTROL = 3  # the type of control tokens
 
 
-def read_tokenizer_of(weights: Path) -> Any:
-    """Reads the tokenizer of a Hugging Face directory or a .gguf file, as a `tokenizers.Tokenizer`.
-    Any of the files of a .gguf model identifies the others.
+def load_tokenizer(path: str | Path) -> Any:
+    """Loads the tokenizer of pretrained weights, as a `tokenizers.Tokenizer`.
+
+    Truncation and padding, which a file may keep from its training, are turned off.
+
+    **Arguments:**
+
+    - `path`: a directory in Hugging Face's format, or a `.gguf` file, as for
+        [`redcoast.load_pretrained`][].
+
+    **Returns:**
+
+    The tokenizer. `tokenizer.encode(text).ids` are the tokens of a text, and
+    `tokenizer.decode(ids)` is the text of tokens.
 
     **Raises:**
 
-    `ValueError` that names the file if it cannot be read, is too large, or leads out of the
-    directory; `ImportError` if a package is missing.
+    `FileNotFoundError` if there is no such path. `ValueError` that names the file if it cannot be
+    read, is too large, or leads out of the directory; `ImportError` if the package `tokenizers`
+    (or, for a .gguf file, `gguf`) is missing.
+
+    !!! example
+
+        ```python
+        from pathlib import Path
+        from tokenizers import Tokenizer, models
+
+        Path("tiny-llama").mkdir(exist_ok=True)
+        Tokenizer(models.BPE({"a": 0, "b": 1}, [])).save("tiny-llama/tokenizer.json")
+        ids = rc.load_tokenizer("tiny-llama").encode("abba").ids
+        ```
     """
-    require_extra("tokenizers")
+    require_package("tokenizers", "Reading a tokenizer")
     from tokenizers import Tokenizer
 
+    weights = _existing(path)
     path = weights / "tokenizer.json"
     if not path.exists() and (gguf := find_gguf(weights)):
         with naming_file(gguf, "holds no tokenizer that can be read"):
@@ -48,15 +74,45 @@ def read_tokenizer_of(weights: Path) -> Any:
     return _plain(_converted(weights))
 
 
-def find_template_of(weights: Path) -> Callable[..., str] | None:
-    """Returns the chat template of the weights, as a function from messages to text; None if they
-    have none.
+def load_chat_template(path: str | Path) -> Callable[..., str] | None:
+    """Loads the chat template of pretrained weights, as a function from messages to text.
+
+    The template is a program that came with the weights. It is rendered as `transformers` renders
+    it, in a process of its own, which is ended if it takes much memory or time.
+
+    **Arguments:**
+
+    - `path`: a directory in Hugging Face's format, or a `.gguf` file, as for
+        [`redcoast.load_pretrained`][].
+
+    **Returns:**
+
+    `render(messages, **variables)`, or `None` if the weights have no chat template. `messages` are
+    dicts such as `{"role": "user", "content": "What is a mesh?"}`. `variables` are those of the
+    template: with `add_generation_prompt=True`, the text ends where the assistant's answer begins.
+    With `mark_answers=True`, what the template has between `{% generation %}` and
+    `{% endgeneration %}` is between the characters U+FDD0 and U+FDD1. `render` raises a
+    `ValueError` if the template refuses the messages.
 
     **Raises:**
 
-    `ValueError` that names the file if it cannot be read, is too large, or leads out of the
-    directory; `ImportError` if a package is missing.
+    `FileNotFoundError` if there is no such path. `ValueError` that names the file if it cannot be
+    read, is too large, or leads out of the directory; `ImportError` if the package `jinja2` (or,
+    for a .gguf file, `gguf`) is missing.
+
+    !!! example
+
+        ```python
+        from pathlib import Path
+
+        Path("tiny-llama").mkdir(exist_ok=True)
+        template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        Path("tiny-llama/chat_template.jinja").write_text(template)
+        render = rc.load_chat_template("tiny-llama")
+        text = render([{"role": "user", "content": "What is a mesh?"}])
+        ```
     """
+    weights = _existing(path)
     template, settings = read_template(weights) if weights.is_dir() else (None, {})
     if template is None and (gguf := find_gguf(weights)):
         with naming_file(gguf, "has metadata that cannot be read"):
@@ -64,6 +120,31 @@ def find_template_of(weights: Path) -> Callable[..., str] | None:
             template = named_template(read("tokenizer.chat_template"), gguf)
             settings = gguf_special(read)
     return None if template is None else renderer(template, settings, weights)
+
+
+def gguf_tokenizer_files(path: Path) -> dict[str, str]:
+    """The tokenizer, its special tokens and the chat template of a .gguf file, as the names and
+    texts of Hugging Face's files."""
+    with naming_file(path, "has metadata that cannot be read"):
+        read = gguf_metadata(path)
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **gguf_special(read)}
+        if template := read("tokenizer.chat_template"):
+            settings["chat_template"] = template
+    return {
+        "tokenizer.json": load_tokenizer(path).to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False),
+    }
+
+
+def _existing(path: str | Path) -> Path:
+    check_kind("path", path, (str, Path), "a path")
+    weights = local_path("path", path)
+    if not weights.exists():
+        raise FileNotFoundError(
+            f"There is no {weights}. `path` must be a directory in Hugging Face's format, or a "
+            ".gguf file."
+        )
+    return weights
 
 
 @contextlib.contextmanager

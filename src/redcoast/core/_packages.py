@@ -1,0 +1,9 @@
+"""Packages that single functions need, and that are not installed with the project."""
+
+import importlib.util
+
+
+def require_package(name: str, purpose: str) -> None:
+    """Raises an `ImportError` with the command that installs a package, if it is missing."""
+    if importlib.util.find_spec(name) is None:
+        raise ImportError(f"{purpose} needs the package `{name}`: pip install {name}.")

@@ -291,9 +291,11 @@ ROWS = {
         (lambda d: fit(examples=Stream([])), ValueError, "no example"),
         (lambda d: fit(examples=Stream(EXAMPLES), steps=None, epochs=1), ValueError, "no epochs"),
         (lambda d: fit(accumulate=0), ValueError, "`accumulate` is 0"),
-        (lambda d: fit(metric_fn=len), ValueError, "`metric_fn`"),
-        (lambda d: fit(output_fn=list), ValueError, "`output_fn`"),
-        (lambda d: fit(eval_examples=[]), ValueError, "`Evaluation.examples` is empty"),
+        (
+            lambda d: fit(evaluation=rc.Evaluation([])),
+            ValueError,
+            "`Evaluation.examples` is empty",
+        ),
         (lambda d: fit(log=[print, 3]), TypeError, r"`log\[2\]`.*int.*list"),
         (lambda d: fit(evaluation=EXAMPLES), TypeError, "`evaluation`.*redcoast.Evaluation"),
         (lambda d: fit(plan="plan.json"), TypeError, '`plan`.*load_plan.*"verify"'),
@@ -314,7 +316,7 @@ ROWS = {
         (lambda d: fit(loss_fn=None), TypeError, "`loss_fn`"),
         (lambda d: fit(collate_fn=3), TypeError, "`collate_fn`"),
         (
-            lambda d: fit(predict_fn=3, metric_fn=len, eval_examples=EXAMPLES),
+            lambda d: fit(evaluation=rc.Evaluation(EXAMPLES, predict_fn=3, metric_fn=len)),
             TypeError,
             "`predict_fn`",
         ),

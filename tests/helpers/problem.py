@@ -1,6 +1,5 @@
 """A small classification problem that several test files train on."""
 
-import contextlib
 import functools as ft
 from unittest import mock
 
@@ -11,7 +10,6 @@ import numpy as np
 import optax
 
 import redcoast as rc
-from redcoast.loop import _fit
 from redcoast.tracking._progress import ProgressLogger
 
 
@@ -65,23 +63,15 @@ def quiet(log=None):
     return logs if shown else [rc.progress_logger(False), *logs]
 
 
-EVALUATION = {"eval_examples": "examples", "eval_every": "every"} | {
-    name: name for name in ("predict_fn", "output_fn", "metric_fn")
-}
+def fit_quietly(*args, log=None, **options):
+    """`rc.fit` with no progress bar."""
+    return rc.fit(*args, log=quiet(log), **options)
 
 
-def fit_quietly(*args, log=None, max_seconds=None, max_skipped=None, **options):
-    """`rc.fit` with no progress bar, an evaluation given by its parts, and limits around it."""
-    parts = {field: options.pop(x) for x, field in EVALUATION.items() if x in options}
-    if parts:
-        options["evaluation"] = rc.Evaluation(parts.pop("examples", ()), **parts)
-    with contextlib.ExitStack() as stack:
-        if max_seconds is not None:
-            stack.enter_context(rc.stop_on_signal(max_seconds))
-        if max_skipped is not None:
-            limited = ft.partial(rc.metrics_reader, max_skipped=max_skipped)
-            stack.enter_context(mock.patch.object(_fit, "metrics_reader", limited))
-        return rc.fit(*args, log=quiet(log), **options)
+def stops_after_skipping(steps):
+    """A context in which `fit` gives up after fewer steps in a row than the 20 of users."""
+    limited = ft.partial(rc.metrics_reader, max_skipped=steps)
+    return mock.patch("redcoast.loop._fit.metrics_reader", limited)
 
 
 class Stream:

@@ -1,5 +1,6 @@
 """What comes out when the user's functions raise, a worker dies, or a device has no memory left."""
 
+import dataclasses
 import io
 import os
 import re
@@ -91,13 +92,8 @@ def costly_batches(monkeypatch):
     return work
 
 
-EVALUATION = {
-    "eval_examples": EXAMPLES[:16],
-    "eval_every": 12,
-    "predict_fn": predict_fn,
-    "metric_fn": metric_fn,
-    "output_fn": list,
-}
+FUNCTIONS = {"predict_fn": predict_fn, "metric_fn": metric_fn, "output_fn": list}
+EVALUATION = rc.Evaluation(EXAMPLES[:16], every=12, **FUNCTIONS)
 
 
 def log(metrics, step):
@@ -127,8 +123,13 @@ def log(metrics, step):
     ],
 )
 def test_errors_of_the_users_functions_say_whose_and_where(tmp_path, name, when, words, last):
-    functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "log": log, **EVALUATION}
-    options = functions | {name: failing(functions[name], when)}
+    functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "log": log}
+    options = {**functions, "evaluation": EVALUATION}
+    if name in FUNCTIONS:
+        changes = {name: failing(FUNCTIONS[name], when)}
+        options["evaluation"] = dataclasses.replace(EVALUATION, **changes)
+    else:
+        options[name] = failing(functions[name], when)
     with pytest.raises(Broken) as error:
         fit(checkpoints=rc.Checkpoints(tmp_path, every=100), **options)
     assert str(error.value) == "no such file"
@@ -186,12 +187,11 @@ def test_in_the_evaluation_after_a_hundred_steps(tmp_path, name):
         found = predict_fn(model, batch, key)
         return jax.pure_callback(on_device, jax.typeof(found), found)
 
-    functions = EVALUATION | ({"predict_fn": predict} if name == "predict_fn" else {})
-    if name in when:
-        functions[name] = failing(functions[name], when[name])
+    changes = {name: failing(FUNCTIONS[name], when[name])} if name in when else {name: predict}
+    evaluation = dataclasses.replace(EVALUATION, every=50, **changes)
     with pytest.raises(Exception, match="no such file") as error:
         fit(
-            **functions | {"eval_every": 50},
+            evaluation=evaluation,
             steps=110,
             checkpoints=rc.Checkpoints(tmp_path, every=1000),
         )
@@ -211,8 +211,9 @@ def test_errors_of_collate_fn_say_for_which_examples_and_where(tmp_path, augment
             raise Broken(str([e["index"] for e in examples]))
         return collate_fn(examples)
 
+    checkpoints = rc.Checkpoints(tmp_path, every=100)
     with pytest.raises(Broken) as error:
-        fit(collate_fn=collate, checkpoints=rc.Checkpoints(tmp_path, every=100), **EVALUATION)
+        fit(collate_fn=collate, checkpoints=checkpoints, evaluation=EVALUATION)
     found = notes(error.value)
     assert f"Raised by `collate_fn` for the examples with indices {error.value}." in found
     if augmented and when == 1:
@@ -369,9 +370,10 @@ def test_threads_end_whoever_raises(costly_batches):
 
     with pytest.raises(Broken) as error:
         fit(collate_fn=slow, log=failing(log, 12))
-    evaluation = EVALUATION | {"output_fn": failing(list, 2), "eval_examples": EXAMPLES}
+    changes = {"output_fn": failing(list, 2), "examples": EXAMPLES}
+    evaluation = dataclasses.replace(EVALUATION, **changes)
     with pytest.raises(Broken) as another:
-        fit(collate_fn=slow, **evaluation)
+        fit(collate_fn=slow, evaluation=evaluation)
     assert not data_threads()
     assert error  # and it holds on to all that it came through
     assert another

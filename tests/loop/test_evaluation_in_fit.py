@@ -1,5 +1,6 @@
 """The evaluation inside a run: what is found out before the first step, and what it cannot cost."""
 
+import dataclasses
 import math
 
 import jax
@@ -54,7 +55,7 @@ def test_no_weight_at_all_is_found_before_the_first_step(mesh):
     ):
         fit(
             **MASKED,
-            eval_examples=known(*[False] * 40),
+            evaluation=rc.Evaluation(known(*[False] * 40)),
             log=lambda metrics, step: steps.append(step),
             mesh=mesh,
         )
@@ -72,7 +73,7 @@ def test_the_rehearsal_goes_on_to_the_first_batch_with_weight():
     validation = known(*[False] * 32, *[True] * 4, *[False] * 28)
     fit(
         **{**MASKED, "loss_fn": loss},
-        eval_examples=validation,
+        evaluation=rc.Evaluation(validation),
         steps=1,
         log=lambda metrics, step: log.update(metrics),
     )
@@ -110,8 +111,9 @@ def test_an_evaluation_that_loses_its_weight_later_does_not_end_the_run(caplog):
         return loss, {"weight": jnp.where(batch["known"][0], 1.0, jnp.where(same, 1.0, 0.0))}
 
     log = {}
-    options = {**MASKED, "loss_fn": loss, "eval_examples": known(*[False] * 16)}
-    state = fit(**options, log=lambda metrics, step: log.update(metrics))
+    evaluation = rc.Evaluation(known(*[False] * 16))
+    options = {**MASKED, "loss_fn": loss}
+    state = fit(**options, evaluation=evaluation, log=lambda metrics, step: log.update(metrics))
     assert int(state.step) == 4
     assert log["eval/weight"] == 0
     assert math.isnan(log["eval/loss"])
@@ -131,14 +133,15 @@ def test_whatever_an_evaluation_raises_the_state_is_saved(tmp_path, error, best)
             raise error("in the evaluation")
         return {"calls": 1.0}
 
-    options = {"eval_examples": EXAMPLES[:8], "predict_fn": predict_fn, "metric_fn": metric}
+    evaluation = rc.Evaluation(EXAMPLES[:8], every=3, predict_fn=predict_fn, metric_fn=metric)
     checkpoints = rc.Checkpoints(tmp_path, every=1000, best=best)
     with pytest.raises(error, match="in the evaluation"):
-        fit(**options, steps=8, eval_every=3, checkpoints=checkpoints)
+        fit(steps=8, evaluation=evaluation, checkpoints=checkpoints)
     assert [p.name for p in checkpoints.path.iterdir()] == ["3"]
     lines = []
-    options |= {"metric_fn": lambda examples, outputs: {"calls": 0.0}, "steps": 4}
+    no_calls = lambda examples, outputs: {"calls": 0.0}
+    evaluation = dataclasses.replace(evaluation, every=1000, metric_fn=no_calls)
     log = lambda metrics, step: lines.append((step, *metrics))
-    fit(**options, eval_every=1000, checkpoints=checkpoints, log=log)
+    fit(steps=4, evaluation=evaluation, checkpoints=checkpoints, log=log)
     assert "eval/loss" in lines[0]
     assert [step for step, *_ in lines] == [3, 4, 4]

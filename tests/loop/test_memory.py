@@ -60,7 +60,7 @@ def test_out_of_memory_before_the_first_step_is_explained_too(monkeypatch, name)
     else:
         monkeypatch.setattr(CompiledEvaluation, name, fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="ran out of memory. On the mesh"):
-        fit(eval_examples=EXAMPLES[:8])
+        fit(evaluation=rc.Evaluation(EXAMPLES[:8]))
 
 
 def test_the_plans_bytes_are_those_of_its_table():

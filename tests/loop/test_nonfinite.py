@@ -6,7 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from problem import Stream, collate_fn, fit_quietly, loss_fn, make_examples, make_model
+from problem import (
+    Stream,
+    collate_fn,
+    fit_quietly,
+    loss_fn,
+    make_examples,
+    make_model,
+    stops_after_skipping,
+)
 
 import redcoast as rc
 
@@ -56,10 +64,9 @@ def spoiled_from(step):
 
 def test_gradients_and_examples_are_named(tmp_path):
     lines = []
-    with pytest.raises(FloatingPointError) as error:
+    with pytest.raises(FloatingPointError) as error, stops_after_skipping(3):
         fit(
             **spoiled_from(3),
-            max_skipped=3,
             checkpoints=rc.Checkpoints(tmp_path, every=2),
             log=lambda metrics, step: lines.append((step, metrics["skipped"])),
         )
@@ -85,8 +92,9 @@ def test_gradients_and_examples_are_named(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"mesh": rc.make_mesh(fsdp=2, model=2)}])
 def test_with_accumulation_and_on_a_mesh(options):
-    with pytest.raises(FloatingPointError, match="2 steps.*for model/right/layers/2/weight"):
-        fit(**spoiled_from(1 if "mesh" not in options else 2), max_skipped=2, **options)
+    words = "2 steps.*for model/right/layers/2/weight"
+    with pytest.raises(FloatingPointError, match=words), stops_after_skipping(2):
+        fit(**spoiled_from(1 if "mesh" not in options else 2), **options)
 
 
 def test_examples_with_nan_are_named():
@@ -94,8 +102,8 @@ def test_examples_with_nan_are_named():
     bad = [5, 11, 40]
     for i in bad:
         examples[i]["x"] = np.full(16, np.inf, np.float32)
-    with pytest.raises((FloatingPointError, ValueError)) as error:
-        fit(examples=examples, batch_size=64, max_skipped=1)
+    with pytest.raises((FloatingPointError, ValueError)) as error, stops_after_skipping(1):
+        fit(examples=examples, batch_size=64)
     text = str(error.value)
     head = "The batch's array x holds NaN or infinite values for the examples ["
     named = eval(text[text.index(head) + len(head) - 1 :].split("]")[0] + "]")
@@ -106,8 +114,8 @@ def test_positions_of_a_stream_are_named():
     examples = [dict(e) for e in EXAMPLES]
     for i in range(16, 32):
         examples[i]["x"] = np.full(16, np.nan, np.float32)
-    with pytest.raises(FloatingPointError) as error:
-        fit(examples=Stream(examples), max_skipped=2)
+    with pytest.raises(FloatingPointError) as error, stops_after_skipping(2):
+        fit(examples=Stream(examples))
     assert "for the examples [24, 25, 26, 27, 28, 29, 30, 31]." in str(error.value)
     assert "The batch held the examples 24 to 31 of the stream." in str(error.value)
 
@@ -136,7 +144,7 @@ def test_a_damaged_optimizer_state_shows_in_the_parameters(tmp_path):
     state = rc.init_state(lambda key: make_model(), optimizer, key=jax.random.key(0))
     where = lambda s: s.opt_state[0].mu.layers[0].bias
     state = eqx.tree_at(where, state, replace_fn=lambda x: x.at[3].set(jnp.nan))
-    with pytest.raises(FloatingPointError) as error:
+    with pytest.raises(FloatingPointError) as error, stops_after_skipping(2):
         fit_quietly(
             state,
             optimizer,
@@ -145,7 +153,6 @@ def test_a_damaged_optimizer_state_shows_in_the_parameters(tmp_path):
             loss_fn=loss_fn,
             batch_size=8,
             steps=9,
-            max_skipped=2,
         )
     assert "model/layers/0/bias holds 1 value that is NaN or infinite." in str(error.value)
 
@@ -155,8 +162,9 @@ def test_a_gradient_too_large_for_its_norm_is_named():
         value, aux = loss_fn(model, batch, key)
         return value + 1e30 * jnp.sum(model.layers[0].bias), aux
 
-    with pytest.raises(FloatingPointError, match="1 steps? .*for model/layers/0/bias"):
-        fit(loss_fn=loss, max_skipped=1)
+    words = "1 steps? .*for model/layers/0/bias"
+    with pytest.raises(FloatingPointError, match=words), stops_after_skipping(1):
+        fit(loss_fn=loss)
 
 
 def test_a_finite_step_in_between_starts_the_count_anew():
@@ -170,20 +178,10 @@ def test_a_finite_step_in_between_starts_the_count_anew():
 
     count = iter([2, *range(2, 100)])
     lines = []
-    fit(
-        collate_fn=collate,
-        loss_fn=loss,
-        max_skipped=3,
-        steps=9,
-        log=lambda m, s: lines.append(m["skipped"]),
-    )
+    log = lambda metrics, step: lines.append(metrics["skipped"])
+    with stops_after_skipping(3):
+        fit(collate_fn=collate, loss_fn=loss, steps=9, log=log)
     assert sum(lines) >= 5
-
-
-@pytest.mark.parametrize("count", [0, -1])
-def test_a_limit_of_no_steps(count):
-    with pytest.raises(ValueError, match="`max_skipped` is"):
-        fit(max_skipped=count)
 
 
 def test_values_that_are_out_of_sight_do_not_hide_the_error(monkeypatch):
@@ -194,5 +192,6 @@ def test_values_that_are_out_of_sight_do_not_hide_the_error(monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(_not_finite, "find_nonfinite", fail)
-    with pytest.raises(FloatingPointError, match="could not be found: MemoryError"):
-        fit(**spoiled_from(1), max_skipped=1)
+    words = "could not be found: MemoryError"
+    with pytest.raises(FloatingPointError, match=words), stops_after_skipping(1):
+        fit(**spoiled_from(1))

@@ -1,5 +1,6 @@
 """A run that is stopped anywhere goes on bit by bit as if it never had been, on the same mesh."""
 
+import dataclasses
 import time
 from typing import Any
 
@@ -90,8 +91,7 @@ def evaluation(calls):
         return {"right": found}
 
     predict = lambda m, b, k: predict_fn(m.mlp, b, k)
-    options = {"eval_examples": EXAMPLES[:20], "eval_every": 3}
-    return options | {"predict_fn": predict, "metric_fn": metric}
+    return rc.Evaluation(EXAMPLES[:20], every=3, predict_fn=predict, metric_fn=metric)
 
 
 def train(case, directory, log):
@@ -101,7 +101,7 @@ def train(case, directory, log):
     optimizer = options.pop("optimizer", lambda: optax.adamw(1e-2))()
     policy: dict[str, Any] = {}
     if options.pop("evaluated", False):
-        options |= evaluation([])
+        options["evaluation"] = evaluation([])
         policy = {"best": "right", "mode": "max"}
     checkpoints = rc.Checkpoints(directory, every=100, **policy)
     return fit_quietly(
@@ -176,23 +176,25 @@ def test_a_signal_does_not_wait_for_an_evaluation(tmp_path):
         calls.append(1)
         return {"calls": len(calls)}
 
-    options: dict[str, Any] = evaluation([]) | {"metric_fn": metric, "eval_every": 1}
+    each_step = dataclasses.replace(evaluation([]), metric_fn=metric, every=1)
     log = lambda metrics, step: lines.setdefault(step, {}).update(metrics)
-    for seconds in (1e-9, 1e-9, None):
-        state = fit_quietly(
-            Net(make_model(), eqx.nn.Dropout(0.2)),
-            optax.adamw(1e-2),
-            EXAMPLES,
-            collate_fn=collate_fn,
-            loss_fn=loss_fn,
-            batch_size=8,
-            steps=3,
-            mesh=rc.make_mesh(devices=jax.devices()[:1]),
-            checkpoints=rc.Checkpoints(tmp_path),
-            log=log,
-            max_seconds=seconds,
-            **options,
-        )
+    run = lambda: fit_quietly(
+        Net(make_model(), eqx.nn.Dropout(0.2)),
+        optax.adamw(1e-2),
+        EXAMPLES,
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        batch_size=8,
+        steps=3,
+        mesh=rc.make_mesh(devices=jax.devices()[:1]),
+        checkpoints=rc.Checkpoints(tmp_path),
+        log=log,
+        evaluation=each_step,
+    )
+    for _ in range(2):
+        with rc.stop_on_signal(1e-9):
+            run()
+    state = run()
     assert state.step == 3
     # A rehearsal for each run, and an evaluation after each step.
     assert len(calls) == 6

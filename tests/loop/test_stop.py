@@ -134,25 +134,28 @@ def fit(**options):
 
 def test_time_is_up(tmp_path, caplog):
     begin = time.monotonic()
-    state = fit(steps=10**6, max_seconds=1.5, checkpoints=rc.Checkpoints(tmp_path))
+    with rc.stop_on_signal(1.5):
+        state = fit(steps=10**6, checkpoints=rc.Checkpoints(tmp_path))
     assert time.monotonic() - begin >= 1.5
     assert 1 <= state.step < 10**6
     assert last_checkpoint(tmp_path) == state.step
     assert "`max_seconds=1.5` have passed: training stops" in caplog.text
     # However little time there is, a run gets on.
-    again = fit(steps=10**6, max_seconds=1e-9, checkpoints=rc.Checkpoints(tmp_path))
+    with rc.stop_on_signal(1e-9):
+        again = fit(steps=10**6, checkpoints=rc.Checkpoints(tmp_path))
     assert again.step == state.step + 1
 
 
 def test_time_that_ends_with_the_last_step_is_no_stop(caplog):
-    assert fit(steps=1, max_seconds=1e-9).step == 1
+    with rc.stop_on_signal(1e-9):
+        assert fit(steps=1).step == 1
     assert "Training stopped" not in caplog.text
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
 def test_no_time_at_all(seconds):
-    with pytest.raises(ValueError, match="`max_seconds` is"):
-        fit(steps=1, max_seconds=seconds)
+    with pytest.raises(ValueError, match="`max_seconds` is"), rc.stop_on_signal(seconds):
+        fit(steps=1)
 
 
 def test_a_signal_that_the_script_handles_stays_its_own():

@@ -145,7 +145,7 @@ CALLS = {
         MODEL, MESH.abstract_mesh, fn=fn, args=(BATCH, KEY)
     ),
     "infer_shardings": lambda fn: rc.infer_shardings(MODEL, MESH, fn=fn, args=(BATCH, KEY)),
-    "fit": lambda fn: fit(fn, accumulate=2, eval_examples=EXAMPLES),
+    "fit": lambda fn: fit(fn, accumulate=2, evaluation=rc.Evaluation(EXAMPLES)),
     "fit on one device": lambda fn: fit(fn, mesh=rc.make_mesh(devices=jax.devices()[:1])),
     "fit, verified": lambda fn: fit(bare_inside, plan="verify"),
     "evaluate": lambda fn: rc.evaluate(

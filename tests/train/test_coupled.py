@@ -267,13 +267,13 @@ MLP = eqx.nn.MLP(D, D, 16, 1, key=jax.random.key(0))
 @pytest.mark.few("8")
 def test_accumulation_warns_if_examples_depend_on_each_other(mesh):
     run(contrastive, MLP, ROWS, mesh=mesh)
-    run(contrastive, MLP, ROWS, mesh=mesh, eval_examples=ROWS[:16])
+    run(contrastive, MLP, ROWS, mesh=mesh, evaluation=rc.Evaluation(ROWS[:16]))
     with pytest.warns(UserWarning, match=r"dot_general \(test_coupled.py:\d+\).*`accumulate=2`"):
         run(contrastive, MLP, ROWS, mesh=mesh, accumulate=2)
     with pytest.warns(UserWarning, match="accumulate=16"):
         run(contrastive, MLP, ROWS, mesh=mesh, accumulate=16)
     with pytest.warns(UserWarning, match=r"dot_general.*depends on `batch_size`"):
-        run(contrastive, MLP, ROWS, mesh=mesh, eval_examples=ROWS)
+        run(contrastive, MLP, ROWS, mesh=mesh, evaluation=rc.Evaluation(ROWS))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["8", "1"])
@@ -293,7 +293,7 @@ def test_batch_statistics_warn_only_in_training():
     model = state_of_batch_norm(None)
     with pytest.warns(UserWarning, match="accumulate=2"):
         state = run(normed_loss, model, ROWS, accumulate=2)
-    run(normed_loss, model, ROWS, eval_examples=ROWS)
+    run(normed_loss, model, ROWS, evaluation=rc.Evaluation(ROWS))
     rc.evaluate(state.model, ROWS, collate_fn=np.stack, loss_fn=normed_loss, batch_size=16)
 
 
@@ -301,7 +301,7 @@ def test_batch_statistics_warn_only_in_training():
 @pytest.mark.few("8")
 def test_a_mean_over_examples_does_not_warn(mesh):
     with warnings.catch_warnings(action="error"):
-        options = {"accumulate": 2, "eval_examples": make_examples(40)}
+        options = {"accumulate": 2, "evaluation": rc.Evaluation(make_examples(40))}
         run(loss_fn, make_model(), make_examples(32), collate_fn, mesh, **options)
 
 

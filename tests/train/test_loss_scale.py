@@ -19,6 +19,7 @@ from problem import (
     loss_fn,
     make_examples,
     make_model,
+    stops_after_skipping,
 )
 
 import redcoast as rc
@@ -142,18 +143,18 @@ def test_the_scale_halves_down_to_one():
 
 def test_fit_survives_overflows(caplog):
     logged = []
-    state = fit_quietly(
-        start(scale=rc.LossScale(2.0**24)),
-        optax.adam(1e-2),
-        make_examples(256),
-        collate_fn=collate_fn,
-        loss_fn=loss_fn,
-        batch_size=8,
-        steps=16,
-        compute_dtype=jnp.float16,
-        max_skipped=1,
-        log=lambda metrics, step: logged.append(metrics),
-    )
+    with stops_after_skipping(1):
+        state = fit_quietly(
+            start(scale=rc.LossScale(2.0**24)),
+            optax.adam(1e-2),
+            make_examples(256),
+            collate_fn=collate_fn,
+            loss_fn=loss_fn,
+            batch_size=8,
+            steps=16,
+            compute_dtype=jnp.float16,
+            log=lambda metrics, step: logged.append(metrics),
+        )
     skipped = int(sum(m["skipped"] for m in logged))
     assert 1 < skipped < 16
     assert logged[-1]["skipped_total"] == int(scale_of(state).skipped) == skipped
@@ -169,7 +170,8 @@ def test_a_divergence_ends_the_run_when_the_scale_is_least():
         return loss_fn(model, batch, key)[0] + jnp.sqrt(model.layers[0].bias[0] * 0.0)
 
     logged = []
-    with pytest.raises(FloatingPointError, match="at 3 steps in a row, up to step 5 .*bias"):
+    words = "at 3 steps in a row, up to step 5 .*bias"
+    with pytest.raises(FloatingPointError, match=words), stops_after_skipping(3):
         fit_quietly(
             start(scale=rc.LossScale(4.0)),
             optax.adam(1e-2),
@@ -179,7 +181,6 @@ def test_a_divergence_ends_the_run_when_the_scale_is_least():
             batch_size=8,
             epochs=9,
             compute_dtype=jnp.float16,
-            max_skipped=3,
             log=lambda metrics, step: logged.append(metrics["loss_scale"]),
         )
     assert logged == [4.0, 2.0, 1.0, 1.0, 1.0]

@@ -20,7 +20,7 @@ import optax
 import redcoast as rc
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from problem import fit_quietly
+from problem import fit_quietly, stops_after_skipping
 
 ROWS = 50
 asked = json.loads(sys.argv[1])
@@ -104,21 +104,23 @@ if asked.get("twice"):  # a first run that ends with an error on all of them
             log=False,
         )
 common = {"collate_fn": collate_fn, "mesh": mesh, "batch_size": 8 if fault == "batch" else 16}
-state = fit_quietly(
-    model,
-    optax.adamw(0.1 if fault == "learning rate" else 0.01),
-    data,
-    **common,
-    loss_fn=(lambda *args: loss_fn(*args)) if fault == "other code" else loss_fn,
-    predict_fn=predict_fn,
-    metric_fn=metric_fn,
-    eval_examples=data[1:22] if fault == "other evaluation" else data[:21],
-    steps=asked.get("steps", 12),
-    checkpoints=rc.Checkpoints(directory, every=3, keep=2) if directory else None,
-    log=lambda values, step: metrics.append((step, values)),
-    max_seconds=asked.get("max_seconds"),
-    max_skipped=asked.get("max_skipped", 20),
-)
+validation = data[1:22] if fault == "other evaluation" else data[:21]
+with contextlib.ExitStack() as limits:
+    if "max_seconds" in asked:
+        limits.enter_context(rc.stop_on_signal(asked["max_seconds"]))
+    if "max_skipped" in asked:
+        limits.enter_context(stops_after_skipping(asked["max_skipped"]))
+    state = fit_quietly(
+        model,
+        optax.adamw(0.1 if fault == "learning rate" else 0.01),
+        data,
+        **common,
+        loss_fn=(lambda *args: loss_fn(*args)) if fault == "other code" else loss_fn,
+        evaluation=rc.Evaluation(validation, predict_fn=predict_fn, metric_fn=metric_fn),
+        steps=asked.get("steps", 12),
+        checkpoints=rc.Checkpoints(directory, every=3, keep=2) if directory else None,
+        log=lambda values, step: metrics.append((step, values)),
+    )
 trained = list(collated)
 
 

@@ -230,7 +230,7 @@ def test_all_say_why_steps_were_skipped():
     for finished in run(2, 2, nan=list(range(EXAMPLES // 2)), max_skipped=3, gather=[]):
         assert finished.returncode == 1
         assert "ValueError: `loss_fn` returned nan for the first batch." in finished.output
-        assert "The batch's array 0 holds NaN or infinite values for the" in finished.output
+        assert "The batch's array batch[0] holds NaN or infinite values for the" in finished.output
 
 
 @pytest.mark.hosts

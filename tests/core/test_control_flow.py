@@ -7,6 +7,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 
+from redcoast import UnsupportedJaxVersion
 from redcoast.core._control_flow import (
     Call,
     CallKind,
@@ -14,18 +15,16 @@ from redcoast.core._control_flow import (
     LinearSolve,
     Manual,
     Scan,
-    UnsupportedJaxVersion,
     While,
-    consts_of,
     control_flow,
     inner_jaxprs,
-    open_jaxpr,
     primitive_name,
     replace_parameters,
     saves,
 )
 from redcoast.core._jaxpr import bind_again, iter_equations
 from redcoast.core._versions import versions_tested
+from redcoast.losses import consts_of, open_jaxpr
 
 X = jnp.arange(3.0)
 

@@ -17,8 +17,8 @@ from odd_vocabulary import check_sent
 from paths import EXPERIMENTS
 
 import redcoast as rc
+from redcoast import CHIPS
 from redcoast.core._target import compiling_for, target_of
-from redcoast.dryrun._chips import CHIPS
 from redcoast.dryrun._devices import place_of
 from redcoast.dryrun._target_name import parse_target
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from redcoast.dryrun._chips import Chip
+from redcoast import Chip
 from redcoast.dryrun._roofline import Bounds, time_bounds
 
 CHIP = Chip(

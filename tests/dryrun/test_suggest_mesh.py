@@ -11,7 +11,7 @@ from problem import collate_fn, loss_fn, make_examples, make_model
 from processes import run_processes
 
 import redcoast as rc
-from redcoast.dryrun._chips import CHIPS
+from redcoast import CHIPS
 from redcoast.dryrun._devices import Place
 from redcoast.dryrun._job import make_job, plan_job
 from redcoast.dryrun._mesh_search import cheapest, choose_mesh, estimate_mesh, suggest

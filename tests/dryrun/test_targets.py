@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
+from redcoast import CHIPS
 from redcoast.dryrun import _devices as devices_module
-from redcoast.dryrun._chips import CHIPS
 from redcoast.dryrun._devices import gpu_config, place_of
 from redcoast.dryrun._links import axis_bandwidths
 from redcoast.dryrun._target_name import parse_target

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from odd_vocabulary import check_sent
 
 import redcoast as rc
-from redcoast.dryrun._chips import CHIPS
+from redcoast import CHIPS
 from redcoast.dryrun._devices import place_of
 from redcoast.dryrun._links import axis_bandwidths
 from redcoast.dryrun._target_name import parse_target

@@ -11,7 +11,7 @@ import pytest
 from problem import arrays, batch_of, collate_fn, loss_fn, make_examples, make_model, predict_fn
 
 import redcoast as rc
-from redcoast.dryrun._chips import CHIPS
+from redcoast import CHIPS
 from redcoast.loop._printing import cost_of_float32
 from redcoast.models import Llama, LlamaConfig
 from redcoast.train._precision import as_compute_dtype

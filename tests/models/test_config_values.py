@@ -23,17 +23,18 @@ from redcoast.models import (
     GptOssConfig,
     Llama,
     LlamaConfig,
+    LongRope,
     Mamba2Config,
     MixtralConfig,
     ModernBertConfig,
     OPTConfig,
     Phi3Config,
+    RopeScaling,
     T5Config,
     ViTConfig,
     WhisperConfig,
 )
 from redcoast.models._check_config import check_fields
-from redcoast.models._rotary import LongRope, RopeScaling
 from redcoast.pretrained._registry import hf_names, read_config, write_config
 from redcoast.pretrained._settings import names_of
 

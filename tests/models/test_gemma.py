@@ -19,7 +19,7 @@ from decoder_checks import (
     make_tokens,
 )
 
-from redcoast.models._rotary import RopeScaling
+from redcoast.models import RopeScaling
 from redcoast.models.gemma import Gemma, GemmaConfig
 from redcoast.pretrained._registry import read_config, write_config
 from redcoast.pretrained.hf import gemma as hf_gemma

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
+from redcoast.lora import LowRank
 from redcoast.models import with_head
-from redcoast.models._einsum import LowRank
 from redcoast.models.bert import Bert, BertConfig
 from redcoast.models.llama import Llama, LlamaConfig
 from redcoast.models.modernbert import ModernBert, ModernBertConfig

@@ -4,7 +4,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from redcoast.models._shift import shift_right
+from redcoast.models import shift_right
 
 LABELS = np.array([[5, 7, 1], [6, 1, -100], [-100, -100, -100]])
 

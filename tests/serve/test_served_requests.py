@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from serve_helpers import byte_level
 
-from redcoast.core._decoding import Decoding
+from redcoast import Decoding
 from redcoast.serve._application import make_app, read_body
 from redcoast.serve._batching import Piece, Queue, Scored, Served
 from redcoast.serve._connections import timed

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from counting import count_calls
 
-from redcoast.tracking._jsonl import JsonlLogger, jsonl_logger, read_metrics
+from redcoast import jsonl_logger, read_metrics
+from redcoast.tracking._jsonl import JsonlLogger
 
 
 def test_each_call_is_a_line_on_disk(tmp_path):

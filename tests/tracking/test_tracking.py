@@ -11,15 +11,9 @@ import optax
 import pytest
 
 import redcoast as rc
+from redcoast import RunInfo, console_logger
 from redcoast.tracking import _loggers as _tracking
-from redcoast.tracking._loggers import (
-    RunInfo,
-    all_loggers,
-    code_version,
-    console_logger,
-    shows_progress,
-    start_loggers,
-)
+from redcoast.tracking._loggers import all_loggers, code_version, shows_progress, start_loggers
 from redcoast.tracking._progress import progress
 
 

@@ -12,9 +12,8 @@ import pytest
 from problem import collate_fn, loss_fn, make_examples, make_model, quiet
 
 import redcoast as rc
-from redcoast.tracking._loggers import RunInfo
+from redcoast import RunInfo, wandb_logger
 from redcoast.tracking._wandb import _END as END
-from redcoast.tracking._wandb import wandb_logger
 
 
 class FakeWandb:

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import pytest
 from paths import HELPERS
 
-from redcoast.tracking._loggers import RunInfo
-from redcoast.tracking._wandb import wandb_logger
+from redcoast import RunInfo, wandb_logger
 
 
 def info(directory=None, resumed=False, plan=""):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redcoast.train._schedule import learning_rate_schedule
+from redcoast import learning_rate_schedule
 
 
 def closed_form(t, peak, total, warmup, decay, end):

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from problem import collate_fn, loss_fn, make_examples, make_model
+from random_models import to_device
 
 import redcoast as rc
 from redcoast.checkpoint._checksums import find_damage
@@ -19,7 +20,7 @@ from redcoast.checkpoint._saver import Saver
 # Orbax writes these at the end, and never reads them.
 NOT_READ = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 TREE = {
-    "weight": jnp.asarray(np.random.default_rng(0).normal(size=(8, 33)), jnp.float32),
+    "weight": to_device(np.random.default_rng(0).normal(size=(8, 33)), np.float32),
     "zeros": jnp.zeros(64),
     "key": jax.random.key(3),
 }

@@ -13,9 +13,9 @@ def clip(script):
     return script("contrastive")
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration  # a whole run
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
+@pytest.mark.parametrize("mesh", ["1", "2x4"])
 def test_names_and_images_are_matched(mesh, clip, script, monkeypatch, tmp_path):
     run = script("_options").Run(mesh=mesh, directory=tmp_path)
     # Ten names in two fonts, of which two are held out.

@@ -20,9 +20,9 @@ NAME = "differential_privacy"
 SMALL = {"width": 8, "batch_size": 24, "steps": 2}
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration  # a whole run
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
+@pytest.mark.parametrize("mesh", ["1", "2x4"])
 def test_a_run_reports_accuracy_and_epsilon(mesh, experiment, config, tmp_path):
     experiment.main(config(mesh))
     (directory,) = tmp_path.iterdir()

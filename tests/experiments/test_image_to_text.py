@@ -28,9 +28,9 @@ class Glyph:
         self.image, self.name = image, name
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration  # a whole run
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
+@pytest.mark.parametrize("mesh", ["1", "2x4"])
 def test_captions_are_trained_and_shown(mesh, captions, script, monkeypatch, tmp_path):
     run = script("_options").Run(mesh=mesh, directory=tmp_path)
     monkeypatch.setattr(captions, "read_glyphs", read_few)

@@ -5,10 +5,10 @@ import json
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from mpe2 import simple_spread_v3
+from random_models import to_device
 
 import redcoast as rc
 
@@ -17,9 +17,9 @@ SMALL = {"num_envs": 8, "gradient_steps": 2, "batch_size": 16, "buffer": 400, "w
 SMALL |= {"episodes": 2, "steps": 2}
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration  # a whole run
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
+@pytest.mark.parametrize("mesh", ["1", "2x4"])
 def test_a_run_compares_critics_with_random_actions(mesh, experiment, config, tmp_path):
     experiment.main(config(mesh))
     (directory,) = tmp_path.iterdir()
@@ -50,7 +50,7 @@ def test_a_batch_that_environments_do_not_divide_is_refused(experiment, config, 
 def test_a_critic_knows_all_agents_or_its_own(experiment, config, critics, known):
     model = experiment.init_fn(config(), 20 * known, jax.random.key(0))
     rng = np.random.default_rng(0)
-    seen, taken = (jnp.asarray(rng.normal(size=(3, n)), jnp.float32) for n in (18, 2))
+    seen, taken = (to_device(rng.normal(size=(3, n)), np.float32) for n in (18, 2))
     by_seen, by_taken = jax.jacobian(experiment.values, (1, 2))(model, seen, taken)
     for gradient in (by_seen, by_taken):
         depends = np.abs(np.asarray(gradient)).sum(axis=-1) > 0  # (value of, agent)
@@ -61,7 +61,7 @@ def test_a_critic_knows_all_agents_or_its_own(experiment, config, critics, known
 @pytest.mark.thorough
 def test_an_agent_acts_on_its_own_observation(experiment, config):
     model = experiment.init_fn(config(), 60, jax.random.key(0))
-    seen = jnp.asarray(np.random.default_rng(0).normal(size=(3, 18)), jnp.float32)
+    seen = to_device(np.random.default_rng(0).normal(size=(3, 18)), np.float32)
     gradient = jax.jacobian(experiment.actions, 1)(model, seen)
     depends = np.abs(np.asarray(gradient)).sum(axis=(1, 3)) > 0
     np.testing.assert_array_equal(depends, np.eye(3))
@@ -73,7 +73,7 @@ def test_each_actor_follows_its_critic_given_the_actions_of_the_others(experimen
     model = experiment.init_fn(config(), 60, jax.random.key(0))
     rng = np.random.default_rng(0)
     shapes = {"observation": (2, 4, 3, 18), "action": (2, 4, 3, 2), "target": (2, 4, 3)}
-    batch = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+    batch = {k: to_device(rng.normal(size=s), np.float32) for k, s in shapes.items()}
     found = jax.jit(lambda batch: experiment.loss_fn(model, batch, None))(batch)
     errors, gains, sizes = [], [], []
     for row in np.ndindex(2, 4):
@@ -96,7 +96,7 @@ def test_the_networks_of_each_agent_are_clipped_by_their_own_norm(experiment, co
     rng = np.random.default_rng(0)
     scales = np.array([0.01, 1.0, 30.0], np.float32)  # of the three agents
     draw = lambda x: scales.reshape(3, *[1] * (x.ndim - 1)) * rng.normal(size=x.shape)
-    gradient = jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), model)
+    gradient = jax.tree.map(lambda x: to_device(draw(x), np.float32), model)
     clip = experiment.clip_networks(0.5)
     found, _ = clip.update(gradient, clip.init(model), model)
     for name, agent in it.product(("actors", "critics"), range(3)):

@@ -16,16 +16,16 @@ def module(script):
 TEXTS = {f"{a} {b} text about {c}": k % 2 for k, (a, b, c) in enumerate(product("abcd", repeat=3))}
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration  # a whole run
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(
     ("task", "figures"),
     [
         ("classification", {"accuracy", "f1"}),
-        pytest.param("regression", {"spearman"}, marks=pytest.mark.integration),
+        ("regression", {"spearman"}),
     ],
 )
-@pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
+@pytest.mark.parametrize("mesh", ["1", "2x4"])
 def test_texts_are_classified_and_rated(mesh, task, figures, module, script, monkeypatch, tmp_path):
     options = script("_options")
     rating = task == "regression"

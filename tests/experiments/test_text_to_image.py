@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration  # a whole run
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
+@pytest.mark.parametrize("mesh", ["1", "2x4"])
 def test_short_run_leaves_samples(mesh, script, tmp_path):
     module, options = script("text_to_image"), script("_options")
     # The batch divides the 16 images of the evaluation, which saves compilations.

@@ -5,13 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoder_checks import make_model, make_tokens
+from decoder_checks import make_tokens
+from random_models import random_model
 
 import redcoast as rc
 from redcoast.models import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(vocab=64, width=32, layers=2, heads=4, kv_heads=2, hidden=64)
-MODEL = make_model(Llama, CONFIG)
+MODEL = random_model(Llama, CONFIG)
 TOKENS = make_tokens(CONFIG, (8, 12))
 
 

@@ -13,6 +13,7 @@ from generate_helpers import prompts
 from grids import few_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from random_models import random_model
 
 import redcoast as rc
 from redcoast.core._pytree import split
@@ -24,7 +25,7 @@ from redcoast.models import Llama, LlamaConfig
 from redcoast.models._by_layer import by_layer
 
 CONFIG = LlamaConfig(vocab=64, width=32, layers=2, heads=4, kv_heads=4, hidden=64)
-MODEL = Llama(CONFIG, key=jax.random.key(0))
+MODEL = random_model(Llama, CONFIG)
 ROWS, (TOKENS, MASK), _ = prompts([3, 7, 1, 5], vocab=64)
 PROMPT: Any = {"mask": MASK, "max_new_tokens": 8, "eos": (5,)}
 HOW: Any = {

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from generate_helpers import TinyConfig, prompts, tiny
 from grids import few_of
+from random_models import to_device
 from scipy import stats
 
 from redcoast.generate import generate
@@ -88,14 +89,14 @@ FILTERS: Any = [
 )
 def test_ten_thousand_draws_have_the_filtered_distribution(rows, steps, filters):
     options: dict[str, Any] = {"temperature": 1.0, **filters, "key": KEY, "max_new_tokens": steps}
-    tokens = generate(Constant(jnp.asarray(LOGITS)), np.zeros((rows, 1), int), **options)
+    tokens = generate(Constant(to_device(LOGITS)), np.zeros((rows, 1), int), **options)
     assert tokens.size == 10_000
     assert p_value(tokens, slow_filter(LOGITS, **filters)) > 1e-3
 
 
 def test_the_test_of_draws_can_fail():
     options: dict[str, Any] = {"temperature": 1.0, "key": KEY, "max_new_tokens": 1}
-    tokens = generate(Constant(jnp.asarray(LOGITS)), np.zeros((10_000, 1), int), **options)
+    tokens = generate(Constant(to_device(LOGITS)), np.zeros((10_000, 1), int), **options)
     assert p_value(tokens, slow_filter(LOGITS, temperature=1.3)) < 1e-6
 
 
@@ -111,7 +112,7 @@ def test_the_filters_keep_what_the_definitions_say(kind):
         logits[:, ::3] = -np.inf
     for temperature, top_k, top_p in [(1, 7, None), (0.5, None, 0.9), (2, 12, 0.5), (1, 3, 0.01)]:
         tail = None if top_p is None else jnp.float32(1 - top_p)
-        scores = filter_logits(jnp.asarray(logits), jnp.float32(temperature), top_k, tail)
+        scores = filter_logits(to_device(logits), jnp.float32(temperature), top_k, tail)
         want = np.stack([slow_filter(row, temperature, top_k, top_p) for row in logits])
         np.testing.assert_array_equal(np.isfinite(scores), want > 0)
         np.testing.assert_allclose(jax.nn.softmax(scores), want, atol=1e-6)
@@ -124,7 +125,7 @@ def test_a_top_k_above_the_vocabulary_and_a_top_p_of_one_keep_everything():
 
 def test_the_first_of_the_greatest_is_chosen_and_nan_is_marked():
     scores = np.array([[0, 2, 2], [np.nan, 1, 5], [-np.inf, -np.inf, -np.inf], [9, -1, 0]])
-    np.testing.assert_array_equal(first_greatest(jnp.asarray(scores)), [1, -1, 0, 0])
+    np.testing.assert_array_equal(first_greatest(to_device(scores)), [1, -1, 0, 0])
 
 
 @pytest.mark.thorough

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from random_models import random_model
 
 import redcoast as rc
 from redcoast.models import LongRope, Phi3, Phi3Config
@@ -15,8 +16,7 @@ CONFIG = Phi3Config(
     vocab=24, width=32, layers=2, heads=4, kv_heads=2, hidden=32, rope_base=50.0,
     rope_scaling=SCALING,
 )  # fmt: skip
-MODEL = Phi3(CONFIG, key=jax.random.key(2))
-MODEL = jax.tree.map(lambda x: 3 * x if x.ndim > 1 else x, MODEL)
+MODEL = random_model(Phi3, CONFIG)
 # With the new tokens, rows of 2 tokens stay within the original context, and those of 5 do not.
 PROMPTS = np.array([[0, 0, 0, 5, 9], [3, 7, 1, 4, 2]])
 MASK = np.array([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]])

@@ -1,31 +1,19 @@
 """What holds for every decoder, whatever its layers are made of."""
 
-import zlib
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from random_models import to_device
 
 import redcoast as rc
 from redcoast.losses import cross_entropy
 
 
-def make_model(model_class, config):
-    """A model whose every parameter, norm scales too, is random and depends on its path alone."""
-
-    def random(path, leaf):
-        rng = np.random.default_rng(zlib.crc32(jax.tree_util.keystr(path).encode()))
-        return jnp.asarray(rng.normal(0, 0.4, leaf.shape), jnp.float32)
-
-    abstract = eqx.filter_eval_shape(model_class, config, key=jax.random.key(0))
-    return jax.tree_util.tree_map_with_path(random, abstract)
-
-
 def make_tokens(config, shape=(3, 7)):
-    return jnp.asarray(np.random.default_rng(0).integers(0, config.vocab, shape))
+    return to_device(np.random.default_rng(0).integers(0, config.vocab, shape))
 
 
 @eqx.filter_jit
@@ -41,7 +29,7 @@ gradient_of = eqx.filter_jit(eqx.filter_grad(loss_of))
 
 
 def assert_close(found, expected, tolerance=1e-4):
-    scale = max(1.0, float(jnp.max(jnp.abs(expected))))
+    scale = max(1.0, float(np.abs(expected).max()))
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
 
 

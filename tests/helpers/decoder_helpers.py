@@ -3,29 +3,21 @@
 import dataclasses
 import functools as ft
 import math
-import zlib
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from random_models import cast, random_model, to_device
 
 import redcoast as rc
 
 VOCAB = 13
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 7)))
+TOKENS = to_device(np.random.default_rng(0).integers(0, VOCAB, (2, 7)))
 
 
 def make(model_class, config, **changes):
-    """A model whose every parameter, norm scales too, is random and depends on its path alone."""
-    config = dataclasses.replace(config, **changes)
-
-    def random(path, leaf):
-        rng = np.random.default_rng(zlib.crc32(jax.tree_util.keystr(path).encode()))
-        return jnp.asarray(rng.normal(0, 0.4, leaf.shape), jnp.float32)
-
-    abstract = eqx.filter_eval_shape(model_class, config, key=jax.random.key(0))
-    return jax.tree_util.tree_map_with_path(random, abstract)
+    return random_model(model_class, dataclasses.replace(config, **changes))
 
 
 # What runs once need not run fast.
@@ -58,11 +50,6 @@ def take(cache, rows):
     return cache.take(rows)
 
 
-def cast(model, dtype):
-    # By NumPy, which compiles nothing; so below.
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x).astype(dtype)), model)
-
-
 def finite(tree):
     return all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(tree))
 
@@ -79,14 +66,14 @@ def check_padding(model, **options):
     rows = np.asarray(TOKENS)
     tokens = np.stack([np.pad(rows[0], (4, 0)), np.pad(rows[1], (0, 4))])
     real = np.stack([np.arange(11) >= 4, np.arange(11) < 7])
-    mask = jnp.asarray(real.astype(np.int32))
-    logits = np.asarray(logits_of(model, jnp.asarray(tokens), mask=mask, **options))
+    mask = to_device(real.astype(np.int32))
+    logits = np.asarray(logits_of(model, to_device(tokens), mask=mask, **options))
     alone = np.asarray(logits_of(model, TOKENS, **options))
     close(logits[0, 4:], alone[0])
     close(logits[1, :7], alone[1])
     assert finite(logits)
     # Nor do they depend on what stands there.
-    other = jnp.asarray(np.where(real, tokens, 5))
+    other = to_device(np.where(real, tokens, 5))
     np.testing.assert_array_equal(
         logits[real], np.asarray(logits_of(model, other, mask=mask, **options))[real]
     )
@@ -95,8 +82,8 @@ def check_padding(model, **options):
 def check_segments(model, width=7):
     """The beginnings of two rows, packed into one, are as they are apart."""
     rows = np.asarray(TOKENS)
-    packed = jnp.asarray(np.concatenate([rows[0, :3], rows[1, : width - 3]])[None])
-    segments = jnp.asarray((np.arange(width) >= 3).astype(np.int32)[None])
+    packed = to_device(np.concatenate([rows[0, :3], rows[1, : width - 3]])[None])
+    segments = to_device((np.arange(width) >= 3).astype(np.int32)[None])
     logits = np.asarray(logits_of(model, packed, segments=segments))
     apart = np.asarray(logits_of(model, TOKENS))
     close(logits[0, :3], apart[0, :3])
@@ -108,16 +95,16 @@ def check_cache(model, cache, **options):
     rows taken in another order."""
     expected = np.asarray(logits_of(model, TOKENS, **options))
     tokens = np.asarray(TOKENS)
-    prompt = jnp.asarray(np.pad(tokens[:, :4], ((0, 0), (2, 0))))
-    mask = jnp.asarray(np.pad(np.ones((2, 4), bool), ((0, 0), (2, 0))))
+    prompt = to_device(np.pad(tokens[:, :4], ((0, 0), (2, 0))))
+    mask = to_device(np.pad(np.ones((2, 4), bool), ((0, 0), (2, 0))))
     first, cache = decode(model, prompt, cache, mask)
     found = [np.asarray(first)[:, 2:]]
     for at in (4, 5):
-        logits, cache = decode(model, jnp.asarray(tokens[:, at : at + 1]), cache)
+        logits, cache = decode(model, to_device(tokens[:, at : at + 1]), cache)
         found.append(np.asarray(logits))
     close(np.concatenate(found, axis=1), expected[:, :6])
     rows = np.array([1, 0])
-    swapped, _ = decode(model, jnp.asarray(tokens[rows, 6:]), take(cache, jnp.asarray(rows)))
+    swapped, _ = decode(model, to_device(tokens[rows, 6:]), take(cache, to_device(rows)))
     close(swapped[:, 0], expected[rows, 6])
 
 
@@ -166,7 +153,7 @@ def check_half_precision(model):
 def check_plan(model, **options):
     """Over data 2 x model 4 nearly all of the model is split over `model`, and its loss is that of
     one device."""
-    tokens = jnp.asarray(np.tile(np.asarray(TOKENS), (2, 1)))
+    tokens = to_device(np.tile(np.asarray(TOKENS), (2, 1)))
 
     def loss_fn(model, tokens, options):
         return jnp.mean(jnp.sin(model(tokens, **options)))

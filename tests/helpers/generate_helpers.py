@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from random_models import to_device
 
 TRACED = Counter()  # how often a model's `decode` ran in Python, which it does when it is traced
 
@@ -91,8 +92,8 @@ def tiny(seed, kind: Any = Tiny, *, spread=1.5, dtype=jnp.float32, **changes) ->
     """A model with random weights; the greater `spread`, the surer is it of its tokens."""
     config = TinyConfig(**changes)
     rng = np.random.default_rng(seed)
-    make = lambda *shape: jnp.asarray(rng.normal(0, shape[0] ** -0.5, shape), dtype)
-    embed = jnp.asarray(rng.normal(0, 1, (config.vocab, config.width)), dtype)
+    make = lambda *shape: to_device(rng.normal(0, shape[0] ** -0.5, shape), dtype)
+    embed = to_device(rng.normal(0, 1, (config.vocab, config.width)), dtype)
     square = [3 * make(config.width, config.width) for _ in range(3)]
     return kind(embed, *square, spread * make(config.width, config.vocab), config)
 

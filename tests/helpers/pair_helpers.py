@@ -1,28 +1,17 @@
 """Small encoder-decoders whose every parameter is random, and what is often asked of them."""
 
-import zlib
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from random_models import to_device
 
 RNG = np.random.default_rng(0)
 VOCAB = 13
-TOKENS = jnp.asarray(RNG.integers(0, VOCAB, (3, 7)))
-DECODER_TOKENS = jnp.asarray(RNG.integers(0, VOCAB, (3, 5)))
-
-
-def random_model(model_class, config):
-    """A model whose every parameter, norm scales too, is random and depends on its path alone."""
-
-    def random(path, leaf):
-        rng = np.random.default_rng(zlib.crc32(jax.tree_util.keystr(path).encode()))
-        return jnp.asarray(rng.normal(0, 0.4, leaf.shape), jnp.float32)
-
-    abstract = eqx.filter_eval_shape(model_class, config, key=jax.random.key(0))
-    return jax.tree_util.tree_map_with_path(random, abstract)
+TOKENS = to_device(RNG.integers(0, VOCAB, (3, 7)))
+DECODER_TOKENS = to_device(RNG.integers(0, VOCAB, (3, 5)))
 
 
 def quick_jit(fn) -> Any:
@@ -41,11 +30,6 @@ def loss_of(model, tokens=TOKENS, decoder_tokens=DECODER_TOKENS, **options):
 
 
 gradient_of = quick_jit(eqx.filter_grad(loss_of))
-
-
-def cast(model, dtype):
-    # By NumPy, which compiles nothing.
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x).astype(dtype)), model)
 
 
 def in_float64(model):

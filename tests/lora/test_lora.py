@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from decoder_checks import assert_close, logits_of, loss_of, make_model, make_tokens
+from decoder_checks import assert_close, logits_of, loss_of, make_tokens
 from grids import few_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from published import apply, make_batch
+from random_models import random_model, to_device
 from safetensors.numpy import load_file, save_file
 from stored_outputs import STORED_OUTPUTS
 
@@ -31,7 +32,7 @@ from redcoast.pretrained._registry import find_family
 from redcoast.pretrained._safetensors import read_safetensors, write_safetensors
 
 CONFIG = LlamaConfig(vocab=16, width=16, layers=2, heads=4, kv_heads=2, hidden=24)
-MODEL = make_model(Llama, CONFIG)
+MODEL = random_model(Llama, CONFIG)
 TOKENS = make_tokens(CONFIG)
 KEY = jax.random.key(0)
 KINDS = {case["settings"]["model_type"]: name for name, case in STORED_OUTPUTS.items()}.values()
@@ -45,7 +46,7 @@ def adapted(model=MODEL, targets=".", rank=3, alpha=6):
 
 def randomised(model):
     rng = np.random.default_rng(0)
-    noise = lambda x: jnp.asarray(rng.normal(0, 0.25, x.shape), x.dtype)
+    noise = lambda x: to_device(rng.normal(0, 0.25, x.shape), x.dtype)
     return lora.with_adapters(model, jax.tree.map(noise, lora.adapters(model)))
 
 
@@ -54,7 +55,9 @@ def paths(tree):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
 
 
-ADAPTED = adapted()
+@ft.cache
+def adapted_everywhere():
+    return adapted()
 
 
 def test_nothing_changes_at_first():
@@ -71,24 +74,24 @@ def test_the_matched_matrices_are_adapted():
         "layers/wo/b": (2, 3, 16),
     }
     np.testing.assert_allclose(jnp.std(found["layers/wq/a"]), 1 / 4, rtol=0.3)
-    every = {path.rpartition("/")[0] for path in paths(lora.adapters(ADAPTED))}
+    every = {path.rpartition("/")[0] for path in paths(lora.adapters(adapted_everywhere()))}
     layers = {f"layers/{name}" for name in ("wq", "wk", "wv", "wo", "gate", "up", "down")}
     assert every == {*layers, "head"}
 
 
 @pytest.mark.thorough
 def test_merged_weights_are_the_sums():
-    merged, head = lora.merge(ADAPTED), ADAPTED.head
+    merged, head = lora.merge(adapted_everywhere()), adapted_everywhere().head
     assert jax.tree.structure(merged) == jax.tree.structure(MODEL)
     np.testing.assert_allclose(merged.head, head.weight + 2 * head.a @ head.b, rtol=1e-5)
-    assert_close(logits_of(merged, TOKENS), logits_of(ADAPTED, TOKENS))
+    assert_close(logits_of(merged, TOKENS), logits_of(adapted_everywhere(), TOKENS))
     assert jnp.max(jnp.abs(logits_of(merged, TOKENS) - logits_of(MODEL, TOKENS))) > 0.1
 
 
 @pytest.mark.thorough
 def test_each_expert_has_an_adapter_of_its_own():
     config = MixtralConfig(vocab=16, width=16, layers=1, heads=2, kv_heads=2, hidden=8, experts=4)
-    model = adapted(make_model(Mixtral, config), "gate|down")
+    model = adapted(random_model(Mixtral, config), "gate|down")
     assert model.layers.gate.a.shape == (1, 4, 16, 3)
     assert_close(logits_of(lora.merge(model), TOKENS), logits_of(model, TOKENS))
 
@@ -197,17 +200,17 @@ def test_fit_trains_adapters_alone():
 
 
 def test_adapters_are_saved_and_loaded_alone(tmp_path):
-    rc.save_checkpoint(tmp_path / "adapters", lora.adapters(ADAPTED))
+    rc.save_checkpoint(tmp_path / "adapters", lora.adapters(adapted_everywhere()))
     fresh = lora.add_adapters(MODEL, 3, targets=".", alpha=6, key=jax.random.key(1))
     loaded = rc.load_checkpoint(tmp_path / "adapters", lora.adapters(fresh))
     again = paths(lora.with_adapters(MODEL, loaded))
-    assert again.keys() == paths(ADAPTED).keys()
-    for path, x in paths(ADAPTED).items():
+    assert again.keys() == paths(adapted_everywhere()).keys()
+    for path, x in paths(adapted_everywhere()).items():
         np.testing.assert_array_equal(again[path], x)
 
 
 def test_other_adapters_take_the_place_of_all():
-    model = lora.with_adapters(ADAPTED, lora.adapters(adapted(targets="wq")))
+    model = lora.with_adapters(adapted_everywhere(), lora.adapters(adapted(targets="wq")))
     assert {path.rpartition("/")[0] for path in paths(lora.adapters(model))} == {"layers/wq"}
     np.testing.assert_array_equal(model.layers.wk, MODEL.layers.wk)
 
@@ -245,7 +248,7 @@ def test_adapters_of_linear_layers_are_split_as_their_matrix():
 @pytest.mark.thorough
 def test_split_adapters_compute_the_same():
     config = dataclasses.replace(CONFIG, vocab=64, width=64, kv_heads=4, hidden=64)
-    model, tokens = adapted(make_model(Llama, config), "wq|wo"), make_tokens(config, (8, 8))
+    model, tokens = adapted(random_model(Llama, config), "wq|wo"), make_tokens(config, (8, 8))
     plan = rc.plan_shardings(model, rc.make_mesh(data=2, model=4), fn=loss_of, args=(tokens,))
     rows = NamedSharding(plan.mesh, P("data"))
     placed = jax.device_put((model, tokens), (plan.shardings, rows))
@@ -369,7 +372,7 @@ def test_adapters_of_a_dinov3_have_the_names_of_both_versions(tmp_path):
 @pytest.mark.parametrize("targets", ["w[qkv]", "wv", "."])
 @pytest.mark.few("wv", "w[qkv]")
 def test_adapters_of_a_fused_matrix_are_one_block_and_read_as_parts(targets, tmp_path):
-    base = make_model(GPT2, GPT2_CONFIG)
+    base = random_model(GPT2, GPT2_CONFIG)
     model = adapted(base, targets)
     lora.save_adapters(model, tmp_path / "first")
     stored = read_safetensors(tmp_path / "first" / "adapter_model.safetensors")
@@ -488,7 +491,7 @@ def test_files_that_are_not_there(tmp_path):
     with pytest.raises(ValueError, match=r"adapter_model.bin"):
         lora.load_adapters(MODEL, tmp_path)
     with pytest.raises(ValueError, match="nothing is overwritten"):
-        lora.save_adapters(ADAPTED, tmp_path)
+        lora.save_adapters(adapted_everywhere(), tmp_path)
 
 
 def test_models_that_are_none_of_ours_are_refused(tmp_path):
@@ -499,7 +502,7 @@ def test_models_that_are_none_of_ours_are_refused(tmp_path):
     with pytest.raises(ValueError, match="but got a Linear"):
         lora.load_adapters(linear, tmp_path)
     with pytest.raises(ValueError, match="has an adapter already"):
-        lora.load_adapters(ADAPTED, tmp_path)
+        lora.load_adapters(adapted_everywhere(), tmp_path)
 
 
 def test_patterns_that_match_nothing_list_what_there_is():
@@ -513,7 +516,7 @@ def test_bad_ranks_and_second_adapters_are_refused():
     with pytest.raises(ValueError, match="`rank` is 0. It must be at least 1."):
         lora.add_adapters(MODEL, 0, targets="wq", key=KEY)
     with pytest.raises(ValueError, match="layers/wq has an adapter already"):
-        lora.add_adapters(ADAPTED, 2, targets="wq", key=KEY)
+        lora.add_adapters(adapted_everywhere(), 2, targets="wq", key=KEY)
 
 
 @pytest.mark.parametrize("fn", [lora.trainable, lora.adapters])
@@ -525,15 +528,15 @@ def test_models_without_adapters_are_refused(fn, tmp_path):
 
 
 def test_adapters_of_another_model_are_refused():
-    wider = make_model(Llama, dataclasses.replace(CONFIG, hidden=32))
+    wider = random_model(Llama, dataclasses.replace(CONFIG, hidden=32))
     with pytest.raises(ValueError, match=r"layers/up \(it is \(2, 16, 32\)\)"):
-        lora.with_adapters(wider, lora.adapters(ADAPTED))
+        lora.with_adapters(wider, lora.adapters(adapted_everywhere()))
     with pytest.raises(ValueError, match="there is no such weight"):
-        lora.with_adapters({"x": jnp.ones(3)}, lora.adapters(ADAPTED))
+        lora.with_adapters({"x": jnp.ones(3)}, lora.adapters(adapted_everywhere()))
 
 
 def test_a_weight_that_is_not_multiplied_says_so():
-    tied = make_model(Llama, dataclasses.replace(CONFIG, tied=True))
+    tied = random_model(Llama, dataclasses.replace(CONFIG, tied=True))
     node = lora.LowRank(tied.embed, jnp.ones((16, 1)), jnp.ones((1, 16)), 1.0)
     with pytest.raises(ValueError, match=r"shape \(16, 16\) has an adapter"):
         eqx.tree_at(lambda m: m.embed, tied, node).hidden(TOKENS)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoder_checks import make_model
 from jax.sharding import PartitionSpec as P
+from random_models import random_model
 from safetensors.numpy import load_file, save_file
 
 import redcoast as rc
@@ -20,8 +20,8 @@ from redcoast.models.gpt2 import GPT2, GPT2Config
 from redcoast.models.llama import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(vocab=16, width=16, layers=2, heads=4, kv_heads=2, hidden=24, tied=True)
-TIED = make_model(Llama, CONFIG)
-UNTIED = make_model(Llama, LlamaConfig(**{**vars(CONFIG), "tied": False}))
+TIED = random_model(Llama, CONFIG)
+UNTIED = random_model(Llama, LlamaConfig(**{**vars(CONFIG), "tied": False}))
 RNG = np.random.default_rng(0)
 EMBED = RNG.normal(0, 1, (16, 16)).astype(np.float32)
 HEAD = RNG.normal(0, 1, (16, 16)).astype(np.float32)
@@ -266,7 +266,7 @@ def test_choices_of_modules_have_a_kind(name, value, tmp_path):
 def test_a_gpt2_keeps_its_own_tying(tmp_path):
     """Its head has other names and another layout of its matrices."""
     config = GPT2Config(vocab=16, width=16, layers=1, heads=4, hidden=24, positions=8)
-    model = make_model(GPT2, config)
+    model = random_model(GPT2, config)
     name = "transformer.h.0.mlp.c_fc.lora_{}.weight"
     up = {name.format("A"): A, name.format("B"): RNG.normal(0, 1, (24, 2)).astype(np.float32)}
     write_peft(tmp_path, up | {"transformer.wte.weight": EMBED}, modules_to_save=["wte"])

@@ -2,9 +2,9 @@
 
 import math
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_models import to_device
 
 from redcoast.models._basic import ACTIVATIONS, check_activation
 
@@ -27,7 +27,7 @@ EXPECTED = {
 def test_all_are_as_defined():
     assert EXPECTED.keys() == ACTIVATIONS.keys()
     for name, expected in EXPECTED.items():
-        found = ACTIVATIONS[name](jnp.asarray(X, jnp.float32))
+        found = ACTIVATIONS[name](to_device(X, np.float32))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6, err_msg=name)
 
 

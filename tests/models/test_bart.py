@@ -8,17 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pair_helpers import (
-    DECODER_TOKENS,
-    TOKENS,
-    VOCAB,
-    cast,
-    in_float64,
-    logits_of,
-    quick_jit,
-    random_model,
-    softmax,
-)
+from pair_helpers import DECODER_TOKENS, TOKENS, VOCAB, in_float64, logits_of, quick_jit, softmax
+from random_models import cast, random_model, to_device
 
 from redcoast.models.bart import Bart, BartConfig
 from redcoast.pretrained._registry import read_config, write_config
@@ -104,7 +95,7 @@ def test_float64_matches_numpy():
 
 @pytest.mark.thorough
 def test_the_bias_of_logits_is_not_trained():
-    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 16)), jnp.float32)
+    hidden = to_device(np.random.default_rng(0).normal(size=(1, 3, 16)), np.float32)
     gradient = eqx.filter_grad(lambda model: jnp.sum(jnp.sin(model.unembed(hidden))))(make())
     np.testing.assert_array_equal(gradient.logits_bias, 0)
     assert jnp.all(jnp.any(gradient.embed != 0, axis=1))

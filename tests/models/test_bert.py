@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoder_helpers import TOKENS, VOCAB, close, logits_of, slow_attention, slow_norm
+from random_models import to_device
 
 from redcoast.models.bert import Bert, BertConfig
 
@@ -30,7 +31,7 @@ def pooled_of(model, tokens, **options):
 
 
 MODEL = make(pooler=True)
-TYPES = jnp.asarray((np.arange(7) > 3).astype(np.int32)[None].repeat(2, 0))
+TYPES = to_device((np.arange(7) > 3).astype(np.int32)[None].repeat(2, 0))
 
 
 def slow_hidden(model, tokens, types):
@@ -117,7 +118,7 @@ def test_classification_reads_the_first_real_token():
 
 @pytest.mark.thorough
 def test_packed_texts_are_as_apart():
-    segments = jnp.asarray((np.arange(7) > 3).astype(np.int32)[None].repeat(2, 0))
+    segments = to_device((np.arange(7) > 3).astype(np.int32)[None].repeat(2, 0))
     packed = logits_of(MODEL, TOKENS, segments=segments)
     close(packed[:, :4], logits_of(MODEL, TOKENS[:, :4]))
     close(packed[:, 4:], logits_of(MODEL, TOKENS[:, 4:]))

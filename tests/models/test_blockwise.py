@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_models import to_device
 
 import redcoast as rc
 from redcoast.core._jaxpr import iter_equations
@@ -33,11 +34,11 @@ from redcoast.models._view import View
 
 BATCH, SEQ, HEADS, KV_HEADS, SIZE = 2, 61, 4, 2, 8
 RNG = np.random.default_rng(0)
-normal = lambda *shape: jnp.asarray(RNG.normal(size=shape), jnp.float32)
+normal = lambda *shape: to_device(RNG.normal(size=shape), np.float32)
 Q, K, V = (normal(BATCH, SEQ, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
 WEIGHTS = normal(BATCH, SEQ, HEADS, SIZE)
-REAL = jnp.asarray(np.arange(SEQ)[None] < np.array([[SEQ], [40]]))
-SEGMENTS = jnp.asarray(np.sort(RNG.integers(0, 4, (BATCH, SEQ)), axis=1))
+REAL = to_device(np.arange(SEQ)[None] < np.array([[SEQ], [40]]))
+SEGMENTS = to_device(np.sort(RNG.integers(0, 4, (BATCH, SEQ)), axis=1))
 DISTANCES = RelativeBias(normal(19, HEADS), jnp.arange(SEQ)[None], jnp.arange(SEQ)[None])
 CASES = {
     "all": (View(), None, None),
@@ -208,7 +209,7 @@ def many(monkeypatch):
 def batch(rows=2, seq=61):
     rng = np.random.default_rng(1)
     tokens, segments = rng.integers(0, 64, (rows, seq)), np.sort(rng.integers(0, 3, (rows, seq)))
-    return {"tokens": jnp.asarray(tokens), "segments": jnp.asarray(segments)}
+    return {"tokens": to_device(tokens), "segments": to_device(segments)}
 
 
 @pytest.mark.thorough

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoder_helpers import TOKENS, VOCAB, close, make
+from random_models import to_device
 from safetensors.numpy import load_file
 
 import redcoast as rc
@@ -23,7 +24,7 @@ DECODER = GPT2Config(
 )
 CONFIG = CaptionerConfig(ENCODER, DECODER, decoder_start=1, eos=(5,), pad=0)
 MODEL = make(Captioner, CONFIG)
-PIXELS = jnp.asarray(np.random.default_rng(0).normal(0, 1, (2, 3, 4, 4)), jnp.float32)
+PIXELS = to_device(np.random.default_rng(0).normal(0, 1, (2, 3, 4, 4)), np.float32)
 MASK = jnp.array([[1] * 7, [1] * 5 + [0] * 2])
 
 

@@ -5,7 +5,6 @@ import json
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoder_checks import (
@@ -15,8 +14,8 @@ from decoder_checks import (
     check_remat,
     check_segments,
     check_split,
-    make_model,
 )
+from random_models import random_model, to_device
 
 from redcoast import lora
 from redcoast.models import DeepseekV3, DeepseekV3Config, Yarn
@@ -89,7 +88,7 @@ SETTINGS = {
 
 
 def make(**changes):
-    return make_model(DeepseekV3, dataclasses.replace(CONFIG, **changes))
+    return random_model(DeepseekV3, dataclasses.replace(CONFIG, **changes))
 
 
 @pytest.mark.parametrize("weights_sum_to_one", [True, False])
@@ -105,7 +104,7 @@ def test_experts_are_chosen_within_the_best_groups(weights_sum_to_one):
         weights = scores[at][best]
         expected[at][best] = 2.5 * weights / (weights.sum() if weights_sum_to_one else 1)
     config = dataclasses.replace(CONFIG, weights_sum_to_one=weights_sum_to_one)
-    found = route(jnp.asarray(scores), jnp.asarray(correction), config)
+    found = route(to_device(scores), to_device(correction), config)
     assert_close(found, expected, 1e-6)
 
 
@@ -129,7 +128,7 @@ def test_cache_of_both_kinds_of_layers():
 @pytest.mark.thorough
 def test_adapted_keys_and_values_are_decoded():
     model = lora.add_adapters(make(), 2, targets="/w[qkvo]$", key=jax.random.key(0))
-    noise = lambda x: jnp.asarray(np.random.default_rng(0).normal(0, 0.3, x.shape), x.dtype)
+    noise = lambda x: to_device(np.random.default_rng(0).normal(0, 0.3, x.shape), x.dtype)
     check_cache(lora.with_adapters(model, jax.tree.map(noise, lora.adapters(model))))
 
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoder_checks import assert_close, make_model
+from decoder_checks import assert_close
+from random_models import random_model, to_device
 from sharding_helpers import mesh_of
 
 import redcoast as rc
@@ -17,7 +18,7 @@ from redcoast.models._patches import cubic_weights, resample
 from redcoast.pretrained._registry import find_family, read_config, write_config
 
 CONFIG = Dinov2Config(width=8, layers=2, heads=2, mlp_ratio=2, image=8, patch=4, registers=2)
-PIXELS = jnp.asarray(np.random.default_rng(0).normal(0, 1, (2, 3, 8, 8)), jnp.float32)
+PIXELS = to_device(np.random.default_rng(0).normal(0, 1, (2, 3, 8, 8)), np.float32)
 # As in the published base size.
 SETTINGS = {
     "apply_layernorm": True,
@@ -49,7 +50,7 @@ read = lambda **changes: find_family({**SETTINGS, **changes}, "It")[1]
 
 
 def test_maps_labels_and_masks_agree_with_hidden_states():
-    model = make_model(Dinov2, CONFIG)
+    model = random_model(Dinov2, CONFIG)
     hidden = eqx.filter_jit(lambda model: model(PIXELS))(model)
     maps = eqx.filter_jit(lambda model: model.features(PIXELS, [2, 0, 1]))(model)
     assert_close(maps[0].reshape(2, 4, 8), hidden[:, 3:])
@@ -66,7 +67,7 @@ def test_maps_labels_and_masks_agree_with_hidden_states():
 
 
 def test_images_that_do_not_fit_are_refused():
-    model = make_model(Dinov2, dataclasses.replace(CONFIG, registers=0, mask_token=False))
+    model = random_model(Dinov2, dataclasses.replace(CONFIG, registers=0, mask_token=False))
     with pytest.raises(ValueError, match=r"shape \(3, 8, 6\), but .* multiples of 4. Resize"):
         model(PIXELS[..., :6])
     with pytest.raises(ValueError, match=r"`layers` has 3, but the model has 2 layers"):

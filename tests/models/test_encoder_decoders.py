@@ -12,17 +12,8 @@ import pytest
 from grids import few_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from pair_helpers import (
-    DECODER_TOKENS,
-    TOKENS,
-    VOCAB,
-    cast,
-    gradient_of,
-    logits_of,
-    loss_of,
-    quick_jit,
-    random_model,
-)
+from pair_helpers import DECODER_TOKENS, TOKENS, VOCAB, gradient_of, logits_of, loss_of, quick_jit
+from random_models import cast, random_model
 
 import redcoast as rc
 from redcoast.models.bart import Bart, BartConfig

@@ -15,9 +15,9 @@ from decoder_checks import (
     check_segments,
     check_split,
     logits_of,
-    make_model,
     make_tokens,
 )
+from random_models import random_model
 
 from redcoast.models import RopeScaling
 from redcoast.models.gemma import Gemma, GemmaConfig
@@ -89,7 +89,7 @@ del THIRD_SETTINGS["hidden_act"]
 
 
 def make(config=THIRD, **changes):
-    return make_model(Gemma, dataclasses.replace(config, **changes))
+    return random_model(Gemma, dataclasses.replace(config, **changes))
 
 
 MODEL = make()

@@ -5,14 +5,8 @@ import dataclasses
 import equinox as eqx
 import jax
 import pytest
-from decoder_checks import (
-    check_cache,
-    check_padding,
-    check_remat,
-    check_segments,
-    check_split,
-    make_model,
-)
+from decoder_checks import check_cache, check_padding, check_remat, check_segments, check_split
+from random_models import random_model
 
 from redcoast.models import Glm4Moe, Glm4MoeConfig, RopeScaling
 from redcoast.pretrained._registry import find_family, read_config, write_config
@@ -64,7 +58,7 @@ SETTINGS = {
 
 
 def make(**changes):
-    return make_model(Glm4Moe, dataclasses.replace(CONFIG, **changes))
+    return random_model(Glm4Moe, dataclasses.replace(CONFIG, **changes))
 
 
 @pytest.mark.thorough

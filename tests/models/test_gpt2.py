@@ -9,6 +9,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from decoder_helpers import TOKENS, VOCAB, decode, logits_of, make, slow_attention, slow_norm
+from random_models import to_device
 
 from redcoast.models.gpt2 import GPT2, GPT2Config
 from redcoast.pretrained._registry import read_config, write_config
@@ -16,7 +17,7 @@ from redcoast.pretrained._registry import read_config, write_config
 CONFIG = GPT2Config(vocab=VOCAB, width=16, layers=2, heads=4, hidden=24, positions=11)
 MODEL = make(GPT2, CONFIG)
 READER = make(GPT2, CONFIG, cross_attention=True, scale_by_layer=True)
-MEMORY = jnp.asarray(np.random.default_rng(2).normal(0, 1, (2, 5, 16)), jnp.float32)
+MEMORY = to_device(np.random.default_rng(2).normal(0, 1, (2, 5, 16)), np.float32)
 MEMORY_MASK = jnp.array([[1, 1, 1, 1, 1], [0, 1, 1, 0, 1]])
 READ = {"memory": MEMORY, "memory_mask": MEMORY_MASK}
 

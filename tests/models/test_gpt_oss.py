@@ -14,8 +14,8 @@ from decoder_checks import (
     check_remat,
     check_segments,
     check_split,
-    make_model,
 )
+from random_models import random_model, to_device
 
 from redcoast import lora
 from redcoast.models import Yarn
@@ -69,7 +69,7 @@ SETTINGS = {
 
 
 def make(**changes):
-    return make_model(GptOss, dataclasses.replace(CONFIG, **changes))
+    return random_model(GptOss, dataclasses.replace(CONFIG, **changes))
 
 
 def test_a_sink_takes_its_share_of_the_weights():
@@ -82,8 +82,8 @@ def test_a_sink_takes_its_share_of_the_weights():
         scores = k[0, : query + 1, head // 2] @ q[0, query, head] / 2
         weights = np.exp(scores) / (np.exp(scores).sum() + np.exp(sinks[head]))
         expected[0, query, head] = weights @ v[0, : query + 1, head // 2]
-    *args, sinks = [jnp.asarray(x, jnp.float32) for x in (q, k, v, sinks)]
-    found = jax.jit(attend)(*args, visible=jnp.asarray(visible)[None], sinks=sinks)
+    *args, sinks = [to_device(x, np.float32) for x in (q, k, v, sinks)]
+    found = jax.jit(attend)(*args, visible=to_device(visible)[None], sinks=sinks)
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
@@ -91,7 +91,7 @@ def test_hidden_features_are_clamped():
     x = np.array([-20.0, -7.5, -1.0, 0.0, 2.0, 7.5])
     gate, up = np.minimum(x, 7.0), np.clip(x[::-1], -7.0, 7.0)
     expected = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
-    args = [jnp.asarray(a, jnp.float32) for a in (x, x[::-1])]
+    args = [to_device(a, np.float32) for a in (x, x[::-1])]
     assert_close(_activate(7.0, *args), expected, 1e-6)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoder_helpers import TOKENS, VOCAB, logits_of, make, slow_attention, slow_norm
+from random_models import to_device
 
 from redcoast.models._rotary import rotary_angles, rotary_frequencies, rotate_pairs
 from redcoast.models.gptj import GPTJ, GPTJConfig
@@ -51,7 +52,7 @@ def test_matches_numpy(rotary_dim, tied):
 
 
 def test_rotation_keeps_what_is_beyond_the_angles():
-    x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (1, 9, 3, 8)), jnp.float32)
+    x = to_device(np.random.default_rng(0).normal(0, 1, (1, 9, 3, 8)), np.float32)
     angles = rotary_angles(jnp.arange(9)[None], rotary_frequencies(6, 10000.0), jnp.float32)
     turned = rotate_pairs(x, angles)
     helpers.close(turned[0], slow_rotation(np.asarray(x[0], np.float64), 6))

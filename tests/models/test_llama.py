@@ -1,7 +1,6 @@
 """The LLaMA decoder against NumPy, and what padding, grouping and remat must leave unchanged."""
 
 import dataclasses
-import zlib
 
 import equinox as eqx
 import jax
@@ -10,23 +9,16 @@ import jaxtyping
 import numpy as np
 import pytest
 from grids import few_of
+from random_models import cast, random_model, to_device
 
 from redcoast.models.llama import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(vocab=13, width=16, layers=2, heads=4, kv_heads=2, hidden=24)
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab, (3, 7)))
+TOKENS = to_device(np.random.default_rng(0).integers(0, CONFIG.vocab, (3, 7)))
 
 
 def make(**changes):
-    """A model whose every parameter, norm scales too, is random and depends on its path alone."""
-    config = dataclasses.replace(CONFIG, **changes)
-
-    def random(path, leaf):
-        rng = np.random.default_rng(zlib.crc32(jax.tree_util.keystr(path).encode()))
-        return jnp.asarray(rng.normal(0, 0.4, leaf.shape), jnp.float32)
-
-    abstract = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
-    return jax.tree_util.tree_map_with_path(random, abstract)
+    return random_model(Llama, dataclasses.replace(CONFIG, **changes))
 
 
 MODEL = make()
@@ -40,11 +32,6 @@ def logits_of(model, tokens, mask=None):
 @eqx.filter_jit
 def gradient_of(model, tokens):
     return eqx.filter_grad(lambda model: jnp.mean(jnp.sin(model(tokens))))(model)
-
-
-def cast(model, dtype):
-    # By NumPy, which compiles nothing.
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x).astype(dtype)), model)
 
 
 def numpy_logits(model, tokens):
@@ -127,7 +114,7 @@ def test_half_precision_is_close_to_float32(dtype, tolerance):
 def test_bfloat16_keeps_far_positions_apart():
     # Rounded to bfloat16, position 257 is 256, and who is near whom would change.
     model = cast(make(rope_base=2.0), jnp.bfloat16)
-    tokens = jnp.asarray(np.random.default_rng(1).integers(0, CONFIG.vocab, (1, 300)))
+    tokens = to_device(np.random.default_rng(1).integers(0, CONFIG.vocab, (1, 300)))
     exact = logits_of(cast(model, jnp.float32), tokens)
     error = jnp.abs(logits_of(model, tokens).astype(jnp.float32) - exact)[0]
     assert jnp.max(error[256:]) < 2 * jnp.max(error[:256])
@@ -247,7 +234,7 @@ def test_initial_logits_are_of_order_one():
     model = eqx.filter_jit(Llama)(config, key=jax.random.key(0))
     np.testing.assert_allclose(jnp.std(model.layers.wq), 1 / 8, rtol=0.03)
     np.testing.assert_allclose(jnp.std(model.layers.down), 1 / np.sqrt(172 * 24), rtol=0.03)
-    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 256, (2, 32)))
+    tokens = to_device(np.random.default_rng(1).integers(0, 256, (2, 32)))
     assert 0.8 < jnp.std(logits_of(model, tokens)) < 1.2
 
 

@@ -8,14 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoder_checks import (
-    assert_close,
-    check_cache,
-    check_padding,
-    check_remat,
-    check_split,
-    make_model,
-)
+from decoder_checks import assert_close, check_cache, check_padding, check_remat, check_split
+from random_models import random_model, to_device
 
 from redcoast.models.mamba2 import Mamba2, Mamba2Config, scan_states
 from redcoast.pretrained._registry import read_config, write_config
@@ -67,7 +61,7 @@ SETTINGS = {
 
 
 def make(**changes):
-    return make_model(Mamba2, dataclasses.replace(CONFIG, **changes))
+    return random_model(Mamba2, dataclasses.replace(CONFIG, **changes))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16])
@@ -84,7 +78,7 @@ def test_states_pass_from_token_to_token(chunk):
         into, out = (np.repeat(y[:, at], 2, axis=1)[:, :, None] for y in (b, c))
         state = kept * state + (steps[:, at][..., None] * x[:, at])[..., None] * into
         expected.append((state * out).sum(axis=-1))
-    args = [jnp.asarray(y, jnp.float32) for y in (x, steps, rates, b, c, first)]
+    args = [to_device(y, np.float32) for y in (x, steps, rates, b, c, first)]
     found, last = jax.jit(scan_states, static_argnames="chunk")(*args, chunk=chunk)
     assert_close(found, np.stack(expected, axis=1), 1e-5)
     assert_close(last, state, 1e-5)

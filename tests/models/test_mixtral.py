@@ -16,10 +16,10 @@ from decoder_checks import (
     check_segments,
     check_split,
     logits_of,
-    make_model,
     make_tokens,
 )
 from jax.sharding import PartitionSpec as P
+from random_models import random_model, to_device
 
 import redcoast as rc
 from redcoast.models._moe import mix_experts, router_loss
@@ -55,7 +55,7 @@ SETTINGS = {
 
 
 def make(**changes):
-    return make_model(Mixtral, dataclasses.replace(CONFIG, **changes))
+    return random_model(Mixtral, dataclasses.replace(CONFIG, **changes))
 
 
 MODEL = make()
@@ -86,11 +86,11 @@ def test_experts_equal_each_token_by_itself(chosen, favourite):
     x, weights = rng.normal(size=(2, 21, 6)), rng.normal(size=(5, 6, 6))
     scores = rng.normal(size=(2, 21, 5)) + favourite * np.array([1, 0, 0, 0, 0])
     expected = by_hand(weights, x, scores, chosen)
-    args = [jnp.asarray(a, jnp.float32) for a in (x, scores)]
+    args = [to_device(a, np.float32) for a in (x, scores)]
     run = lambda w, x, s: mix_experts(
         ft.partial(expert_fn, w), x, s, jnp.ones((1, 21), bool), chosen=chosen
     )
-    out, use = jax.jit(run)(jnp.asarray(weights, jnp.float32), *args)
+    out, use = jax.jit(run)(to_device(weights, np.float32), *args)
     assert_close(out, expected[0], 1e-5)
     for found, right in zip(use, expected[1:], strict=True):
         np.testing.assert_allclose(found, right, rtol=1e-5)
@@ -100,7 +100,7 @@ def test_experts_equal_each_token_by_itself(chosen, favourite):
 @pytest.mark.few("30.0")
 def test_gradients_equal_those_of_all_experts(favourite):
     rng = np.random.default_rng(1)
-    random = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    random = lambda *shape: to_device(rng.normal(size=shape), np.float32)
     weights, x, real = random(4, 6, 6), random(2, 16, 6), jnp.ones((1, 16), bool)
     scores = random(2, 16, 4) + favourite * jnp.array([1.0, 0, 0, 0])[None, None]
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoder_checks import assert_close, check_padding, check_segments, make_model, make_tokens
+from decoder_checks import assert_close, check_padding, check_segments, make_tokens
+from random_models import random_model
 from sharding_helpers import mesh_of
 
 import redcoast as rc
@@ -65,18 +66,18 @@ read = lambda **changes: find_family({**SETTINGS, **changes}, "It")[1]
 
 @pytest.mark.thorough
 def test_padding_changes_nothing():
-    check_padding(make_model(ModernBert, CONFIG))
+    check_padding(random_model(ModernBert, CONFIG))
 
 
 @pytest.mark.thorough
 def test_packed_texts_do_not_see_each_other():
-    check_segments(make_model(ModernBert, CONFIG))
+    check_segments(random_model(ModernBert, CONFIG))
 
 
 def test_a_window_ends_half_its_size_away():
     """One layer: a token changes the outputs within its window, and no others."""
     config = dataclasses.replace(CONFIG, layers=1, local=(True,))
-    model = make_model(ModernBert, config)
+    model = random_model(ModernBert, config)
     tokens = make_tokens(config, (1, 9))
     changed = tokens.at[0, 4].set((tokens[0, 4] + 1) % config.vocab)
     outputs = eqx.filter_jit(lambda tokens: model(tokens))
@@ -87,7 +88,7 @@ def test_a_window_ends_half_its_size_away():
 @pytest.mark.thorough
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_labels_do_not_depend_on_padding(pooling):
-    model = make_model(ModernBert, dataclasses.replace(CONFIG, pooling=pooling))
+    model = random_model(ModernBert, dataclasses.replace(CONFIG, pooling=pooling))
     model = with_head(model, labels=3, key=jax.random.key(0))
     assert model.config.head == "classification"
     tokens = make_tokens(CONFIG, (2, 5))

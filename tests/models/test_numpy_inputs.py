@@ -4,15 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_models import random_model
 
 from redcoast.models import Bert, BertConfig, Llama, LlamaConfig
 
-LLAMA = Llama(
-    LlamaConfig(vocab=11, width=8, layers=1, heads=2, kv_heads=1, hidden=8), key=jax.random.key(0)
-)
-BERT = Bert(
-    BertConfig(vocab=11, width=8, layers=1, heads=2, hidden=8, positions=6), key=jax.random.key(0)
-)
+LLAMA = random_model(Llama, LlamaConfig(vocab=11, width=8, layers=1, heads=2, kv_heads=1, hidden=8))
+BERT = random_model(Bert, BertConfig(vocab=11, width=8, layers=1, heads=2, hidden=8, positions=6))
 TOKENS = np.array([[3, 4, 5, 6, 7], [8, 3, 9, 1, 2]])
 INPUTS = {
     "left padding": {"mask": np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])},
@@ -24,6 +21,7 @@ INPUTS = {
 
 @pytest.mark.parametrize("what", INPUTS)
 @pytest.mark.parametrize("model", [LLAMA, BERT], ids=["llama", "bert"])
+@pytest.mark.few("llama-left padding", "bert-right padding", "llama-packed", "bert-positions")
 def test_numpy_inputs_count_outside_of_a_compiled_program(model, what):
     given = INPUTS[what]
     of_jax = model(jnp.asarray(TOKENS), **jax.tree.map(jnp.asarray, given))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_models import to_device
 from sharding_helpers import mesh_of
 
 import redcoast as rc
@@ -34,8 +35,8 @@ def test_the_loss_is_that_of_all_pairs():
     logits = np.random.default_rng(0).normal(0, 3, (4, 4))
     right = np.where(np.eye(4) == 1, logits, -logits)
     expected = np.log1p(np.exp(-right)).sum() / 4
-    np.testing.assert_allclose(pairwise_sigmoid(jnp.asarray(logits)), expected, rtol=1e-6)
-    half = pairwise_sigmoid(jnp.asarray(logits, jnp.bfloat16))
+    np.testing.assert_allclose(pairwise_sigmoid(to_device(logits)), expected, rtol=1e-6)
+    half = pairwise_sigmoid(to_device(logits, jnp.bfloat16))
     assert half.dtype == jnp.float32
     with pytest.raises(ValueError, match=r"one row and one column for each pair.*\(3, 4\)"):
         pairwise_sigmoid(jnp.zeros((3, 4)))

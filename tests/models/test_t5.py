@@ -9,17 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pair_helpers import (
-    DECODER_TOKENS,
-    TOKENS,
-    VOCAB,
-    cast,
-    in_float64,
-    logits_of,
-    quick_jit,
-    random_model,
-    softmax,
-)
+from pair_helpers import DECODER_TOKENS, TOKENS, VOCAB, in_float64, logits_of, quick_jit, softmax
+from random_models import cast, random_model, to_device
 
 from redcoast.models.t5 import T5, T5Config
 from redcoast.pretrained._registry import read_config, write_config
@@ -130,7 +121,7 @@ def test_float64_matches_numpy():
 def test_only_a_tied_head_is_scaled_unless_it_is_said():
     tied, plain, own = make(), make(scale_head=False), make(tied=False)
     own = eqx.tree_at(lambda model: model.head, own, tied.embed.T)
-    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 16)), jnp.float32)
+    hidden = to_device(np.random.default_rng(0).normal(size=(2, 3, 16)), np.float32)
     np.testing.assert_allclose(plain.unembed(hidden), 4 * tied.unembed(hidden), rtol=1e-6)
     np.testing.assert_allclose(own.unembed(hidden), plain.unembed(hidden), rtol=1e-5)
 
@@ -140,7 +131,7 @@ def test_initial_scores_and_logits_are_of_order_one():
     config = T5Config(
         vocab=256, width=64, layers=4, decoder_layers=4, heads=4, hidden=128, tied=False
     )
-    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 256, (2, 32)))
+    tokens = to_device(np.random.default_rng(1).integers(0, 256, (2, 32)))
 
     @quick_jit
     def deviations(key):

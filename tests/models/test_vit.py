@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from decoder_helpers import close, make, slow_attention, slow_norm
 from grids import few_of
+from random_models import to_device
 from safetensors.numpy import load_file, save_file
 
 import redcoast as rc
@@ -17,7 +18,7 @@ from redcoast.pretrained._registry import read_config, write_config
 from redcoast.pretrained.hf import vit as hf_vit
 
 CONFIG = ViTConfig(width=16, layers=2, heads=4, hidden=24, image=(4, 6), patch=(2, 3))
-PIXELS = jnp.asarray(np.random.default_rng(0).normal(0, 1, (2, 3, 4, 6)), jnp.float32)
+PIXELS = to_device(np.random.default_rng(0).normal(0, 1, (2, 3, 4, 6)), np.float32)
 MODEL = make(ViT, CONFIG, pooler=True, pooler_size=5)
 
 

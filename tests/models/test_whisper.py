@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoder_checks import make_model
+from random_models import random_model, to_device
 
 import redcoast as rc
 from redcoast.models import sizes
@@ -24,8 +24,8 @@ CONFIG = WhisperConfig(
     vocab=13, width=16, layers=1, decoder_layers=2, heads=2, hidden=24, mels=3, frames=8,
     positions=9, decoder_start=1,
 )  # fmt: skip
-FEATURES = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3, 8)), jnp.float32)
-TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 13, (3, 5)))
+FEATURES = to_device(np.random.default_rng(0).normal(size=(3, 3, 8)), np.float32)
+TOKENS = to_device(np.random.default_rng(1).integers(0, 13, (3, 5)))
 # What the published file of the largest one says.
 SETTINGS = {
     "_name_or_path": "openai/whisper-large-v3",
@@ -90,8 +90,8 @@ def test_convolutions_see_a_frame_on_either_side(stride):
     inner = [
         sum(padded[at + tap] @ kernel[tap] for tap in range(3)) + bias for at in range(0, 6, stride)
     ]
-    args = [jnp.asarray(a, jnp.float32) for a in (x, kernel, bias)]
-    expected = jax.nn.gelu(jnp.asarray(inner, jnp.float32), approximate=False)
+    args = [to_device(a, np.float32) for a in (x, kernel, bias)]
+    expected = jax.nn.gelu(to_device(inner, np.float32), approximate=False)
     np.testing.assert_allclose(_convolve(*args, stride=stride)[0], expected, atol=1e-5)
 
 
@@ -101,7 +101,7 @@ def test_positions_of_the_encoder_are_sinusoids_and_are_not_trained():
     for at in range(5):
         angles = np.array(rates) * at
         np.testing.assert_allclose(table[at], [*np.sin(angles), *np.cos(angles)], atol=1e-12)
-    model = make_model(Whisper, CONFIG)
+    model = random_model(Whisper, CONFIG)
     loss = lambda model: jnp.sum(jnp.sin(model.encode(FEATURES)))
     gradient = eqx.filter_jit(eqx.filter_grad(loss))(model)
     assert not jnp.any(gradient.encoder.position_embed)
@@ -109,7 +109,7 @@ def test_positions_of_the_encoder_are_sinusoids_and_are_not_trained():
 
 
 def test_cache_and_padding_are_as_all_at_once():
-    model = make_model(Whisper, CONFIG)
+    model = random_model(Whisper, CONFIG)
     logits = eqx.filter_jit(lambda model, *args, **more: model(*args, **more))
     expected = logits(model, FEATURES, TOKENS)
     padded = jnp.pad(TOKENS, ((0, 0), (3, 0)))
@@ -131,7 +131,7 @@ def test_cache_and_padding_are_as_all_at_once():
 
 @pytest.mark.thorough
 def test_prefix_stands_before_the_text_and_what_must_not_begin_it_does_not():
-    model = make_model(Whisper, CONFIG)
+    model = random_model(Whisper, CONFIG)
     find = lambda **options: np.asarray(
         rc.generate(model, FEATURES, max_new_tokens=3, eos=(), **options)
     )
@@ -225,7 +225,7 @@ OF_TRANSFORMERS = {"alignment_heads": [[1, 0], [1, 1]], "is_multilingual": True,
 
 def test_what_transformers_needs_of_a_file_is_saved_with_the_model(tmp_path):
     """Without `lang_to_id`, it refuses `language=`; without `max_length`, it stops at 20 tokens."""
-    rc.save_pretrained(make_model(Whisper, CONFIG), tmp_path / "model")
+    rc.save_pretrained(random_model(Whisper, CONFIG), tmp_path / "model")
     given = FILE | FORCED | OF_TRANSFORMERS | {"language": "de", "task": "translate"}
     (tmp_path / "model/generation_config.json").write_text(json.dumps(given))
     model = rc.load_pretrained(tmp_path / "model")
@@ -261,7 +261,7 @@ def test_a_prefix_that_was_chosen_after_loading_is_what_a_file_says(prefix, left
 
 
 def test_files_of_whisper_may_have_the_forced_tokens_in_either_file(tmp_path):
-    rc.save_pretrained(make_model(Whisper, CONFIG), tmp_path / "model")
+    rc.save_pretrained(random_model(Whisper, CONFIG), tmp_path / "model")
     settings = json.loads((tmp_path / "model/config.json").read_text())
     (tmp_path / "model/config.json").write_text(
         json.dumps(settings | {"forced_decoder_ids": [[1, 4], [2, 7]]})
@@ -287,7 +287,7 @@ def test_values_that_do_not_fit_are_refused(change, message):
 
 
 def test_features_and_texts_of_another_size_are_refused():
-    model = make_model(Whisper, CONFIG)
+    model = random_model(Whisper, CONFIG)
     with pytest.raises(ValueError, match=r"features have shape \(3, 6\), but the model takes"):
         model(FEATURES[:, :, :6], TOKENS)
     with pytest.raises(ValueError, match="10 tokens in a row, but the model has 9 positions"):

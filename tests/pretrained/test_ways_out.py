@@ -3,10 +3,10 @@
 import json
 import shutil
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_models import random_model
 from safetensors.numpy import load_file, save_file
 
 import redcoast as rc
@@ -14,7 +14,7 @@ from redcoast.generate._check_arguments import check_prompt
 from redcoast.models import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(vocab=16, width=16, layers=1, heads=2, kv_heads=1, hidden=16)
-MODEL = Llama(CONFIG, key=jax.random.key(0))
+MODEL = random_model(Llama, CONFIG)
 
 
 @pytest.fixture(scope="module")

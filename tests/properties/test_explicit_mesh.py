@@ -95,7 +95,7 @@ def given_or_ambient(how, mesh):
 
 @pytest.mark.parametrize("shape", few_of([(2, 1, 4), (1, 8, 1), (1, 1, 1)], (2, 1, 4)))
 @pytest.mark.parametrize("how", few_of(["given", "ambient"], "ambient"))
-@pytest.mark.parametrize("run", STATES)
+@pytest.mark.parametrize("run", few_of(STATES, *STATES[1:]))
 def test_states_are_the_same_and_on_the_mesh_that_was_given(run, how, shape):
     explicit = mesh_of(AxisType.Explicit, shape)
     expected = run(mesh_of(AxisType.Auto, shape))

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from grids import few_of
+from random_models import to_device
 
 import redcoast as rc
 from redcoast.dryrun.hlo import collectives
@@ -21,13 +22,13 @@ from redcoast.models import Llama, LlamaConfig
 
 RNG = np.random.default_rng(0)
 BATCH, SEQ, WIDTH, VOCAB = 4, 13, 8, 29
-HIDDEN = jnp.asarray(RNG.normal(size=(BATCH, SEQ, WIDTH)), jnp.float32)
+HIDDEN = to_device(RNG.normal(size=(BATCH, SEQ, WIDTH)), np.float32)
 HEAD = {
-    "weight": jnp.asarray(RNG.normal(size=(WIDTH, VOCAB)), jnp.float32),
-    "bias": jnp.asarray(RNG.normal(size=(1, 1, VOCAB)), jnp.float32),
+    "weight": to_device(RNG.normal(size=(WIDTH, VOCAB)), np.float32),
+    "bias": to_device(RNG.normal(size=(1, 1, VOCAB)), np.float32),
 }
-TARGETS = jnp.asarray(RNG.integers(0, VOCAB, (BATCH, SEQ)))
-WEIGHTS = jnp.asarray(RNG.uniform(0, 0.01, (BATCH, SEQ)), jnp.float32)
+TARGETS = to_device(RNG.integers(0, VOCAB, (BATCH, SEQ)))
+WEIGHTS = to_device(RNG.uniform(0, 0.01, (BATCH, SEQ)), np.float32)
 RAGGED = jnp.arange(SEQ)[None] < jnp.array([[13], [4], [0], [9]])
 
 
@@ -165,7 +166,7 @@ def test_memory_of_the_chunked_loss():
 
 
 CONFIG = LlamaConfig(vocab=4096, width=64, layers=1, heads=4, kv_heads=4, hidden=96)
-TOKENS = jnp.asarray(RNG.integers(0, CONFIG.vocab, (8, 61)))
+TOKENS = to_device(RNG.integers(0, CONFIG.vocab, (8, 61)))
 
 
 def of_a_model(model, tokens, key):

@@ -303,8 +303,14 @@ def _may_be_beyond(batch: Batch, model: PyTree, mesh: Any) -> bool:
     sizes = [size for shape in shapes for size in shape if size > 1]
     if not (integers and sizes):
         return False
-    largest = jax.jit(lambda x: list(map(jnp.max, x)), out_shardings=NamedSharding(mesh, P()))
-    return any(int(x) >= min(sizes) for x in jax.device_get(largest(integers)))
+    largest = jax.device_get(_largest_on(mesh)(integers))
+    return any(int(x) >= min(sizes) for x in largest)
+
+
+@ft.lru_cache(maxsize=4)  # runs with batches of the same shapes share one compiled program
+def _largest_on(mesh: Any) -> Any:
+    replicated = NamedSharding(mesh, P())
+    return jax.jit(lambda arrays: list(map(jnp.max, arrays)), out_shardings=replicated)
 
 
 def warn_of_labels(

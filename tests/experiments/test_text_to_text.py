@@ -15,10 +15,10 @@ def module(script):
     return script("text_to_text")
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration  # a whole run
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
-@pytest.mark.parametrize("beams", [None, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("mesh", ["1", "2x4"])
+@pytest.mark.parametrize("beams", [None, 2])
 def test_short_run_leaves_samples(mesh, beams, module, script, monkeypatch, tmp_path):
     options = script("_options")
     pairs = [(f"add {a}", f"{a}, {b}") for a in "abcd" for b in "efgh"]

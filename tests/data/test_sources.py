@@ -2,6 +2,8 @@
 
 import json
 import logging
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ from grids import few_of
 from problem import collate_fn, loss_fn, make_examples, make_model
 
 import redcoast as rc
+from redcoast.data._stack import stack_examples
 
 EXAMPLES = make_examples(10)
 KEY = jax.random.key(0)
@@ -143,11 +146,48 @@ def test_a_source_that_can_be_read_once_is_said():
         read(lambda: once, epochs=2)
 
 
+def test_an_epoch_that_does_not_end_is_said(monkeypatch, caplog):
+    """Such as that of an endless generator; a source with a length ends."""
+    monkeypatch.setattr("redcoast.data._streams._LONG", 6)
+
+    class WithLength(Iterable):
+        def __len__(self):
+            return 10
+
+    def endless():
+        while True:
+            yield from EXAMPLES
+
+    read(WithLength(), epochs=2)
+    read(endless, steps=4)
+    assert not caplog.text
+    data = rc.batches(endless, index_of, batch_size=4, key=KEY, epochs=1, workers=0)
+    for _ in range(9):
+        next(data)
+    assert caplog.text.count("has given 6 items in its first epoch, which has not ended") == 1
+
+    class Repeated(Iterable):
+        """What Grain's `repeat()` makes."""
+
+        def __len__(self):
+            return sys.maxsize
+
+        def __getitem__(self, index):
+            return EXAMPLES[index % 10]
+
+    assert len(read(Repeated(), steps=2)[0]) == 2
+    for source in (Repeated(), lambda epoch: Repeated()):
+        with pytest.raises(ValueError, match=r"`examples(\(0\))?` is endless.*`steps`"):
+            read(source, epochs=1)
+
+
 def test_an_iterator_is_read_once():
     found, _ = read((e for e in EXAMPLES), steps=2)
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7]]
     found, batches = read(iter(EXAMPLES), steps=None)
     assert sum(found, []) == list(range(10))
+    with pytest.raises(ValueError, match="an iterator, of type zip, .*Pass a function that"):
+        read(zip(EXAMPLES, EXAMPLES, strict=True), epochs=2)
     with pytest.raises(ValueError, match="cannot go back"):
         read(iter(EXAMPLES), batches[0].state, steps=3)
 
@@ -220,6 +260,30 @@ def test_a_source_may_make_batches_itself(make):
     assert [x.step for x in found if x.epoch_end] == [3, 6]
     assert read(make(), found[3].state, epochs=2, **options)[0] == whole[4:]
     assert read(make(), steps=4, **options)[0] == whole[:4]
+
+
+@pytest.mark.parametrize("collate", [None, lambda e: tuple(map(np.stack, zip(*e, strict=True)))])
+def test_batches_that_are_taken_for_examples_say_what_to_pass(collate):
+    """And not that `jax.vmap` is missing only, which is so for any error of shapes."""
+    rows = [(np.ones((4, 3), np.float32), np.zeros(4, np.int32))] * 8
+
+    def loss(model, batch, key):
+        return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(batch[0]), batch[1])
+
+    with pytest.raises(TypeError) as info:
+        rc.evaluate(
+            jax.tree_util.Partial(lambda x: x @ np.ones((4, 2), np.float32)),
+            rows,
+            collate_fn=collate,
+            loss_fn=loss,
+            batch_size=4,
+        )
+    note = info.value.__notes__[-1]
+    assert "arrays of the batch begin with (4, 4)." in note
+    assert "pass `batch_size=None`" in note
+    uneven = [*rows[:3], (np.ones((2, 3), np.float32), np.zeros(2, np.int32))]
+    with pytest.raises(ValueError, match="have different shapes.*`batch_size=None`"):
+        stack_examples(uneven)
 
 
 def test_batches_that_are_none_say_what_they_are():
@@ -355,7 +419,31 @@ def test_a_table_and_a_name_are_no_examples():
         def __getitem__(self, i):
             return [1, 2, 3]
 
-    with pytest.raises(TypeError, match="a Table, whose items are columns"):
-        read(Table())
+    class OfPandas(Table):
+        def to_dict(self, kind):
+            pass
+
+    class OfArrow(Table):
+        def to_pylist(self):
+            pass
+
+    class Polars(Table):
+        def to_dicts(self):
+            pass
+
+    rows = {OfPandas: r"to_dict\(\"records\"\)", OfArrow: r"to_pylist\(\)", Polars: r"to_dicts\(\)"}
+    for kind, method in rows.items():
+        with pytest.raises(TypeError, match=rf"a {kind.__name__}, .*rows, `examples\.{method}`"):
+            read(kind())
+        with pytest.raises(TypeError, match=rf"There is a table, .*rows, `table\.{method}`"):
+            read([kind()], collate=None)
+    with pytest.raises(TypeError, match="An item of `examples` is of type Table"):
+        read([Table()], collate=None, batch_size=None)
+    with pytest.raises(TypeError, match=r"several sets of examples.*`examples\['train'\]`"):
+        read({"train": EXAMPLES, "test": EXAMPLES})
+    with pytest.raises(TypeError, match=r"a dict, whose items are columns.*`tuple\(examples\."):
+        read({"x": np.zeros(3), "y": [1, 2, 3]})
+    with pytest.raises(TypeError, match="`examples` is a path"):
+        read(Path("train.csv"))
     with pytest.raises(TypeError, match="`examples` is a string, 'wikitext'"):
         read("wikitext")

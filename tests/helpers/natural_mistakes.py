@@ -640,6 +640,16 @@ ROWS = {
         TypeError,
         "The examples have str at text, and only arrays and numbers can be stacked. Pass a `coll",
     ),
+    "names of files without a collate_fn": (
+        lambda d: fit(examples=[{"name": "a"}] * 8, collate_fn=stack_examples),
+        TypeError,
+        r"^(?!.*It is called as).*leaves out other values, such as names of files",
+    ),
+    "a loss compiled by JAX": (
+        lambda d: fit(loss_fn=jax.jit(good), model=eqx.nn.MLP(4, 2, 8, 1, key=KEY)),
+        TypeError,
+        r"`jax\.jit` takes arrays only.*Pass `loss_fn` without `jax\.jit`.*`eqx\.filter_jit`\.$",
+    ),
     "ragged rows without a collate_fn": (
         lambda d: fit(
             examples=[([1] * (1 + i % 3), i) for i in range(32)],

@@ -27,9 +27,11 @@ _CALLS = {
     "collate_fn": "collate_fn(examples)",
     "log": "log(metrics, step)",  # or, with a parameter `state`, `log(metrics, step, state=state)`
 }
-
-
-# Words of the errors that arguments in the wrong order cause.
+ITEMS_ARE_BATCHES = (
+    "If the items of `examples` are batches already, pass `batch_size=None`, or pass their "
+    "examples one by one."
+)
+# Words of errors that arguments in another order lead to.
 _OF_ANOTHER_ORDER = (
     "non-iterable",
     "not callable",
@@ -93,7 +95,14 @@ def _sentence(what: str, x: Any) -> str:
 def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     # The call itself failed, and nothing in the function.
-    if isinstance(error, TypeError) and all(is_hidden(x.f_code.co_filename) for x in frames):
+    if isinstance(error, TypeError) and "jit-wrapped function" in str(error):
+        return [
+            f"`jax.jit` takes arrays only, and a module has other leaves, such as its activation "
+            f"function. Pass `{name}` without `jax.jit`, since it is compiled as a part of the "
+            "step; elsewhere, use `eqx.filter_jit`."
+        ]
+    failed_to_bind = isinstance(error, TypeError) and "argument" in str(error)
+    if failed_to_bind and all(is_hidden(x.f_code.co_filename) for x in frames):
         return [f"It is called as `{_CALLS[name]}`, and must accept these arguments."]
     if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
         return ["A compiled function cannot select by a mask, `x[mask]`: use `jnp.where`."]
@@ -135,16 +144,32 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
     private = ("equinox._", "redcoast.")  # wrappers of methods; models that take batches
     modules = [x.f_locals for x in frames if isinstance(x.f_locals.get("self"), eqx.Module)]
     layers = [x for x in modules if not type(x["self"]).__module__.startswith(private)]
+    of_batches = _batches_in_batch(batch)
     if layer := _batched_layer(layers, batch):
         return [
             f"`{layer}` was called with the entire batch. If it takes one example, as Equinox's "
-            f"layers do, use `jax.vmap`, as in `jax.vmap(model)({_inputs_of(batch)})`."
+            f"layers do, use `jax.vmap`, as in `jax.vmap(model)({_inputs_of(batch)})`.",
+            *of_batches,
         ]
-    return [
+    failed = [
         f"It failed in a `{type(x).__name__}` with {describe(eqx.filter(x, eqx.is_array))}."
         for names in layers[-1:]
         for x in [names["self"]]
     ]
+    return failed + of_batches
+
+
+def _batches_in_batch(batch: PyTree) -> list[str]:
+    """A hint for arrays that have two batch dimensions, as if batches had been stacked."""
+    shapes = [getattr(x, "shape", ()) for x in jax.tree.leaves(batch)]
+    begins = {shape[:2] for shape in shapes}
+    first = next(iter(begins), ())
+    if len(begins) != 1 or len(first) < 2:
+        return []
+    of_equal_rank = len({len(shape) for shape in shapes}) == 1  # as tokens and their mask are
+    if of_equal_rank and first[0] != first[1]:
+        return []
+    return [f"All arrays of the batch begin with {first}. {ITEMS_ARE_BATCHES}"]
 
 
 def _known_words(text: str, name: str) -> str:

@@ -32,7 +32,7 @@ from ._loading import (
 )
 from ._per_batch import has_per_batch, is_per_batch, without_marks
 from ._permutation import data_seed, example_generators, shuffled
-from ._sources import fetch, read_source
+from ._sources import fetch, is_endless, read_source
 from ._stream_state import decode_stream_state, encode_stream_state
 from ._streams import is_iterator
 
@@ -119,6 +119,11 @@ class Batches:
         """The number of epochs of the run; `None` for a stream."""
         end = self._end()[1]
         return None if end is None or not self.length else end / self.length
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the examples have an index and no end, as a dataset that Grain repeats."""
+        return self.length is not None and is_endless(self.length)
 
     @property
     def given_epochs(self) -> int | None:
@@ -486,8 +491,9 @@ def batches(
         )
     if epochs is not None and is_iterator(examples):
         raise ValueError(
-            "A stream has no epochs. Pass `steps`, or neither to read it to its end. An iterable, "
-            "or a function that returns one, has epochs."
+            f"`examples` is an iterator, of type {type(examples).__name__}, which can be read only "
+            "once and has no epochs. Pass a function that returns a new one, such as a generator "
+            "function itself; `steps`; or neither, to read it to its end."
         )
     options = {"batch_size": batch_size, "key": key, "epochs": epochs, "steps": steps}
     mesh = ambient_or_default(mesh)

@@ -14,6 +14,7 @@ from ..core._owned import copied, held_elsewhere
 from ..core._pytree import show_place
 from ..core._user_functions import calling, takes_keyword
 from ..distributed._heartbeat import doing
+from ._columns import is_table
 from ._in_turn import InTurn
 from ._per_batch import is_per_batch
 from ._stack import stack_examples
@@ -108,7 +109,7 @@ def foreign_to_numpy(tree: PyTree) -> PyTree:
 
     def convert(x: Any) -> Any:
         foreign = hasattr(x, "__array__") and not isinstance(x, (*ARRAYS, np.generic))
-        return np.asarray(x) if foreign else x
+        return np.asarray(x) if foreign and not is_table(x) else x
 
     return jax.tree.map(convert, tree)
 
@@ -132,7 +133,8 @@ def _check_batch(arrays: PyTree, what: str) -> None:
         where = f"{what} at {show_place(path, 'batch')}" if path else what
         for leaf in jax.tree.leaves(part):
             if not _is_numeric(leaf):
-                raise TypeError(f"{where} is of type {type(leaf).__name__}. {advice}")
+                kind = leaf.dtype if isinstance(leaf, np.ndarray) else type(leaf).__name__
+                raise TypeError(f"{where} is of type {kind}. {advice}")
         if is_per_batch(part):
             continue
         if part.ndim == 0 or (rows is not None and part.shape[0] != rows):

@@ -1,4 +1,4 @@
-"""Examples in a tuple of arrays, such as `(x, y)`: example i is row i of each, as in Keras."""
+"""Columns as examples: the rows of a tuple of arrays, as Keras takes `(x, y)`, and of tables."""
 
 from typing import Any
 
@@ -57,3 +57,20 @@ def as_columns(examples: tuple[Any, ...], name: str) -> Columns | None:
 
 def _is_array(x: Any) -> bool:
     return all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__", "__len__"))
+
+
+def is_table(x: Any) -> bool:
+    """Whether this is a table or a part of one, such as those of Arrow, pandas and Polars."""
+    arrow = hasattr(x, "__arrow_c_stream__") or hasattr(x, "__arrow_c_array__")
+    return (arrow and hasattr(x, "columns")) or hasattr(x, "to_table")
+
+
+def rows_of_table(table: Any, name: str) -> str:
+    """The expression that makes a list of the rows of a table, which has this name."""
+    if hasattr(table, "to_pylist"):  # pyarrow
+        return f"{name}.to_pylist()"
+    if hasattr(table, "to_table"):  # pyarrow's files
+        return f"{name}.to_table().to_pylist()"
+    if hasattr(table, "to_dicts"):  # Polars
+        return f"{name}.to_dicts()"
+    return f'{name}.to_dict("records")'  # pandas

@@ -3,6 +3,8 @@
 import collections
 import contextlib
 import inspect
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,7 +14,7 @@ import numpy as np
 from ..core._errors import listed, noting, short_repr
 from ..core._owned import copied, held_elsewhere, memory_of
 from ..distributed._heartbeat import doing
-from ._columns import as_columns
+from ._columns import as_columns, is_table, rows_of_table
 from ._in_turn import InTurn
 from ._stream_state import decode_stream_state, encode_stream_state
 from ._streams import (
@@ -54,9 +56,9 @@ class _EpochsOfFunction(Epochs):
     has since returned the same object for another epoch.
     """
 
-    def __init__(self, make: Callable[[int], Any], first: Any, name: str):
-        # The examples of two epochs are kept, because a batch may span both.
-        super().__init__({0: first}, _length(first, f"{name}(0)"))
+    def __init__(self, make: Callable[[int], Any], first: Any, name: str, epochs: int | None):
+        # Those of the last two epochs are kept, because a batch may span both.
+        super().__init__({0: first}, _length(first, f"{name}(0)", epochs))
         self._make, self._name = make, name
         self._readers: collections.Counter[int] = collections.Counter()
         self._changed = threading.Condition()
@@ -112,7 +114,7 @@ def read_source(
         has_state = state_methods(examples) is not None
         return IteratorWithState(examples) if has_state else IteratorWithoutState(examples)
     if is_indexed(examples):
-        return Epochs(examples, _length(examples, name))
+        return Epochs(examples, _length(examples, name, epochs))
     if hasattr(examples, "__iter__"):
         return RepeatedStream(lambda epoch: examples, epochs=epochs, name=name, sets_epoch=True)
     if not callable(examples):
@@ -130,7 +132,7 @@ def _read_function(make: Callable[..., Any], epochs: int | None, name: str) -> E
     first = call(0)
     _refuse_columns(first, f"{name}(0)")
     if is_indexed(first) and not is_iterator(first):
-        return _EpochsOfFunction(call, first, name)
+        return _EpochsOfFunction(call, first, name, epochs)
     if not hasattr(first, "__iter__"):
         raise TypeError(
             f"`{name}({0 if takes_epoch else ''})` is of type {type(first).__name__}. It must be "
@@ -194,19 +196,41 @@ def _index_works(examples: Any) -> bool:
 
 def _refuse_columns(examples: Any, name: str) -> None:
     """Raises `TypeError` if the items of examples are columns, or letters."""
-    if isinstance(examples, str | bytes):
+    what = "path" if isinstance(examples, os.PathLike) else "string"
+    if isinstance(examples, str | bytes | os.PathLike):
         raise TypeError(
-            f"`{name}` is a string, {short_repr(examples)}. Pass examples, such as the items of a "
+            f"`{name}` is a {what}, {short_repr(examples)}. Pass examples, such as those of a "
             "dataset that was read from it."
         )
-    table = hasattr(examples, "__arrow_c_stream__") and hasattr(examples, "columns")
-    if isinstance(examples, Mapping) or table:
-        arrays = f"; or pass a tuple of arrays, such as `tuple({name}.values())`"
-        advice = " or `datasets.Dataset(table)` for Arrow's tables" if table else arrays
+    kind = type(examples).__name__
+    if is_table(examples):
         raise TypeError(
-            f"`{name}` is a {type(examples).__name__}, whose items are columns. Its items must be "
-            f"examples, as in a list of dicts or a dataset{advice}."
+            f"`{name}` is a {kind}, whose items are columns. Pass its rows, "
+            f"`{rows_of_table(examples, name)}`; a tuple of arrays of its columns; or "
+            "`datasets.Dataset(table)`, which reads an Arrow table row by row."
         )
+    if not isinstance(examples, Mapping):
+        return
+    split = next((key for key, part in examples.items() if _has_examples(part)), None)
+    if split is not None:
+        raise TypeError(
+            f"`{name}` is a {kind} of several sets of examples. Pass one of them, such as "
+            f"`{name}[{split!r}]`."
+        )
+    raise TypeError(
+        f"`{name}` is a {kind}, whose items are columns. Its items must be examples, as in a list "
+        "of dicts or a dataset; or pass a tuple of arrays, such as "
+        f"`tuple({name}.values())`."
+    )
+
+
+def _has_examples(part: Any) -> bool:
+    """Whether a value of a dict is a set of examples, such as a split, and not a column."""
+    if is_indexed(part):
+        with contextlib.suppress(LookupError):  # of a series of pandas that has other keys
+            return len(part) > 0 and isinstance(part[0], Mapping | tuple)
+        return False
+    return hasattr(part, "__iter__") and not hasattr(part, "__array__")
 
 
 def _refuse_loader(examples: Any, name: str) -> None:
@@ -228,10 +252,21 @@ def count_examples(examples: Any, name: str = "examples") -> int | None:
     return source.length if isinstance(source, Epochs) else None
 
 
-def _length(examples: Any, name: str) -> int:
-    if len(examples) == 0:
+def _length(examples: Any, name: str, epochs: int | None = None) -> int:
+    count = len(examples)
+    if count == 0:
         raise ValueError(f"`{name}` is empty. Pass at least one example.")
-    return len(examples)
+    if is_endless(count) and epochs is not None:
+        raise ValueError(
+            f"`{name}` is endless, so an epoch of it has no end. Train for a number of `steps`, or "
+            "pass a dataset that is not repeated."
+        )
+    return count
+
+
+def is_endless(length: int) -> bool:
+    """Whether this stands for no end, as the length of a dataset that Grain repeats does."""
+    return length == sys.maxsize
 
 
 def fetch(examples: Any, indices: list[int], in_turn: InTurn | None = None) -> list[Any]:

@@ -1,5 +1,6 @@
 """The default `collate_fn`: stacks the arrays and numbers of the examples."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ from jaxtyping import PyTree
 
 from ..core._dtypes import dtype_advice, has_numbers
 from ..core._pytree import show_place
+from ..core._user_functions import ITEMS_ARE_BATCHES
+from ._columns import is_table, rows_of_table
 
 _OWN = "Pass a `collate_fn` that makes arrays of the examples"
 
@@ -34,24 +37,39 @@ def stack_examples(examples: list[Any]) -> PyTree[np.ndarray]:
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     first = jax.tree_util.tree_leaves_with_path(examples[0], is_leaf=_is_list_of_numbers)
     paths = [path for path, _ in first]
-    stacked = [_stack(path, column) for path, column in zip(paths, columns, strict=True)]
+    advice = lambda: f"{_OWN} of one shape, by padding or cutting.{_of_batches(flat)}"
+    stacked = [_stack(path, column, advice) for path, column in zip(paths, columns, strict=True)]
     return structure.unflatten(stacked)
 
 
-def _stack(path: tuple[Any, ...], column: tuple[Any, ...]) -> np.ndarray:
+def _of_batches(flat: list[tuple[list[Any], Any]]) -> str:
+    """What to pass if each example may be a batch: if its arrays have equal numbers of rows."""
+    for leaves, _ in flat:
+        rows = {x.shape[:1] if hasattr(x, "shape") else () for x in leaves}
+        if len(leaves) < 2 or len(rows) > 1 or () in rows:
+            return ""
+    return f" {ITEMS_ARE_BATCHES}"
+
+
+def _stack(path: tuple[Any, ...], column: tuple[Any, ...], advice: Callable[[], str]) -> np.ndarray:
     where = show_place(path, "example", "the example")
     arrays = [_as_array(x, where) for x in column]
     for position, x in enumerate(arrays):
         if x.shape != arrays[0].shape:
             raise ValueError(
                 f"The arrays of the examples at {where} have different shapes: {arrays[0].shape} "
-                f"in the first, and {x.shape} in number {position} of this batch. {_OWN} of one "
-                "shape, by padding or cutting."
+                f"in the first, and {x.shape} in number {position} of this batch. {advice()}"
             )
     return np.stack(arrays)
 
 
 def _as_array(x: Any, where: str) -> np.ndarray:
+    if is_table(x):
+        raise TypeError(
+            f"There is a table, of type {type(x).__name__}, at {where}. Make examples of its rows, "
+            f"`{rows_of_table(x, 'table')}`, or pass `batch_size=None` and a `collate_fn` that "
+            "makes arrays of each table."
+        )
     try:
         array = np.asarray(x)
     except ValueError as error:
@@ -60,7 +78,8 @@ def _as_array(x: Any, where: str) -> np.ndarray:
         what = array.dtype if isinstance(x, np.ndarray) else type(x).__name__
         raise TypeError(
             f"The examples have {what} at {where}, and only arrays and numbers can be stacked. "
-            f"{_OWN}, such as tokens of text.{dtype_advice(array.dtype)}"
+            f"{_OWN}, such as tokens of text, and leaves out other values, such as names of "
+            f"files.{dtype_advice(array.dtype)}"
         )
     return array
 

@@ -16,6 +16,7 @@ from ._stream_state import (
 
 logger = logging.getLogger("redcoast")
 _REPORT = 100_000  # examples that are skipped without a message
+_LONG = 1_000_000  # examples of an epoch that are read without a message
 
 
 class StateMethods(NamedTuple):
@@ -168,6 +169,7 @@ class RepeatedStream(Stream):
     ):
         self._sets_epoch = sets_epoch
         self._begin, self._epochs, self._name = begin, epochs, name
+        self._has_length = False
         self._iterator: Iterator[Any] | None = None
         self._methods: StateMethods | None = None
         self._initial: Any = None  # the state of a source before it was read
@@ -187,6 +189,8 @@ class RepeatedStream(Stream):
                 self._end_epoch()
                 continue
             self._count += 1
+            if self._count == _LONG and not self._reading:
+                self._report_long_epoch()
             self.epoch = self._reading
             first, _, number = self._since or (example, example, 0)
             self._since, self._moved = [first, example, number + 1], True
@@ -308,6 +312,7 @@ class RepeatedStream(Stream):
                 f"`{self._name}({self._reading})` is of type {type(source).__name__}. It must be "
                 "an iterable over examples, or have a length and an index."
             )
+        self._has_length = hasattr(source, "__len__")
         if state_methods(source) is not None and not is_iterator(source):
             source = _shallow_copy(source)  # it keeps the restored state
         set_epoch = getattr(source, "set_epoch", None)
@@ -338,6 +343,16 @@ class RepeatedStream(Stream):
         except BaseException:
             self._failed = True  # after an error, a generator stops as if it had no more examples
             raise
+
+    def _report_long_epoch(self) -> None:
+        if self._epochs is None or self._has_length:
+            return
+        logger.warning(
+            "`%s` has given %s items in its first epoch, which has not ended. If it is endless, "
+            "neither does the run: pass `steps` in place of `epochs`, or a part of it, such as "
+            "`itertools.islice` gives. If it ends, nothing is wrong.",
+            *(self._name, f"{_LONG:,}"),
+        )
 
     def _finished(self) -> bool:
         return self._epochs is not None and self._reading >= self._epochs

@@ -44,18 +44,20 @@ def describe_run(
     """Prints what is trained on, for how long, in which precision, and whether it plans next."""
     if quiet:
         return
-    parts = [] if data.length is None else [f"{data.length:,} examples"]
+    count = "an endless source" if data.is_endless else f"{data.length:,} examples"
+    parts = [] if data.length is None else [count]
     of_batches = f"of {data.batch_size:,}" + " examples" * (data.length is None)
     if data.makes_batches:
         of_batches += ", as the source makes them"
     if data.steps is not None:
         parts.append(f"{data.steps:,} step{'s' * (data.steps != 1)} {of_batches}")
-        if data.epochs is not None:
+        if data.epochs is not None and not data.is_endless:
             # The last batch of whole epochs may be short, so steps times batch size is too many.
             parts[-1] += f" ({data.epochs:.3g} epoch{'s' * (data.epochs != 1)})"
     elif data.stream_epochs is not None:
         epochs = data.stream_epochs
-        parts.append(f"{epochs:,} epoch{'s' * (epochs != 1)} of unknown length")
+        whole = f"{epochs:,} epoch{'s' * (epochs != 1)} of unknown length"
+        parts.append(f"{whole} (each until `examples` ends)")
         parts.append(f"batches {of_batches}")
     else:
         parts.append(f"batches {of_batches}")

@@ -76,7 +76,7 @@ def run_info(
     """
     config = {
         "batch_size": data.batch_size,
-        "examples": data.length,
+        "examples": None if data.is_endless else data.length,
         "steps": data.steps,
         "parameters": sum(x.size for x in plan.report.arrays if x.role == "parameter"),
         "mesh": dict(plan.mesh.shape),

@@ -179,7 +179,8 @@ ROWS = {
         ),
     ],
     "Checkpointer": [
-        (lambda d: rc.Checkpointer(str(d)), TypeError, "`checkpoints` is .*redcoast.Checkpoints"),
+        (lambda d: rc.Checkpointer(7), TypeError, "`checkpoints` is 7.*redcoast.Checkpoints"),
+        (lambda d: rc.Checkpointer("s3://runs/a"), ValueError, "an address"),
     ],
     "training_steps": [
         (lambda d: next(rc.training_steps(state(), [], None)), TypeError, "`step`"),

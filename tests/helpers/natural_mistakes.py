@@ -213,6 +213,16 @@ class Own(eqx.Module):
         return self.weight @ x
 
 
+def keeping(kept):
+    """A loss that uses what an earlier call of it has computed."""
+
+    def loss(model, batch, key):
+        kept.append(good(model, batch, key))
+        return kept[-1] + 0 * kept[0]
+
+    return loss
+
+
 def state():
     return rc.init_state(lambda key: model(), SGD, key=KEY)
 
@@ -644,6 +654,12 @@ ROWS = {
         lambda d: fit(examples=[{"name": "a"}] * 8, collate_fn=stack_examples),
         TypeError,
         r"^(?!.*It is called as).*leaves out other values, such as names of files",
+    ),
+    "a loss that keeps what it computes": (
+        lambda d: fit(keeping([])),
+        jax.errors.UnexpectedTracerError,
+        r"excluding JAX-internal frames were:\n-+\n(\S+natural_mistakes\.py:\S+ \(\S+\)\n)+-.*"
+        r"Return it: `loss_fn` may return numbers to log, `\(loss, {\"name\": value}\)`",
     ),
     "a loss compiled by JAX": (
         lambda d: fit(loss_fn=jax.jit(good), model=eqx.nn.MLP(4, 2, 8, 1, key=KEY)),

@@ -189,7 +189,9 @@ def test_a_checkpointer_saves_only_inside_of_with(tmp_path):
 
 
 def test_only_one_checkpointer_at_a_time_has_a_directory(tmp_path):
-    again = rc.Checkpointer(rc.Checkpoints(tmp_path))
+    """Which may be given by its path, as `fit` takes it."""
+    again = rc.Checkpointer(tmp_path)
+    assert again.directory == rc.Checkpointer(str(tmp_path)).directory == tmp_path
     with pytest.raises(ZeroDivisionError), again:
         raise ZeroDivisionError
     with (

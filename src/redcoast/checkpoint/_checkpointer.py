@@ -3,6 +3,7 @@ background."""
 
 import contextlib
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,9 +11,8 @@ import jax
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from ..core._errors import check_kind
 from ..core._frames import hide_frames
-from ._policy import Checkpoints, restore_newest
+from ._policy import Checkpoints, as_checkpoints, restore_newest
 from ._run_lock import lock_run
 from ._saver import Saver
 from ._shared_directory import check_shared
@@ -44,7 +44,8 @@ class Checkpointer:
 
     **Arguments:**
 
-    - `checkpoints`: a [`redcoast.Checkpoints`][]; with `None`, nothing is restored or saved.
+    - `checkpoints`: a [`redcoast.Checkpoints`][], or the path of its directory; with `None`,
+        nothing is restored or saved.
 
     **Raises:**
 
@@ -64,10 +65,9 @@ class Checkpointer:
         ```
     """
 
-    def __init__(self, checkpoints: Checkpoints | None):
-        if checkpoints is not None:
-            check_kind("checkpoints", checkpoints, Checkpoints, "a `redcoast.Checkpoints`")
-        self._checkpoints = checkpoints
+    @hide_frames
+    def __init__(self, checkpoints: Checkpoints | str | PathLike[str] | None):
+        self._checkpoints = as_checkpoints(checkpoints)
         self._entered = contextlib.ExitStack()
         self._locked = False
         self._saver: Saver | None = None

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+from jax.extend import source_info_util
 
 from ._keywords import remedy_for
 from ._static_arrays import explain_static_arrays
@@ -41,6 +42,12 @@ _SHARED = tuple(f"{_MODELS}{name}.py" for name in ("_basic", "_dropout", "_einsu
 _DEFECTS = (AssertionError, AttributeError, LookupError, NameError)
 _LONGEST = 10_000  # letters of a message
 _NOTE_OF_JAX = "JAX has removed its internal frames"
+_LEAKED = (
+    "A compiled function cannot keep what it computes in a list, a dict or an attribute, where a "
+    "later call reads it. Return it: `loss_fn` may return numbers to log, "
+    '`(loss, {"name": value})`, and the model with changed state, `(loss, aux, model)`.'
+)
+source_info_util.register_exclusion(_HIDDEN[0])  # in the frames that JAX lists in its messages
 
 
 class LastNote(str):
@@ -60,6 +67,8 @@ def hide_frames(fn: Fn) -> Fn:
         except Exception as error:
             if isinstance(error, TypeError):
                 _suggest(fn, error, kwargs)
+            if isinstance(error, jax.errors.UnexpectedTracerError):
+                _add_once(error, _LEAKED)
             explained = None
             if isinstance(error, TypeError | ValueError):
                 explained = explain_static_arrays(fn, error, args, kwargs)
@@ -69,6 +78,12 @@ def hide_frames(fn: Fn) -> Fn:
             raise  # without arguments, which adds no frame
 
     return call  # pyright: ignore[reportReturnType]
+
+
+def _add_once(error: Exception, note: str) -> None:
+    """Adds a note that comes last; public functions may call each other."""
+    if note not in getattr(error, "__notes__", []):
+        error.add_note(LastNote(note))
 
 
 def hide_frames_of_init(cls: type[Class]) -> type[Class]:

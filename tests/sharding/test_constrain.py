@@ -25,6 +25,7 @@ import redcoast as rc
 from redcoast.core._jaxpr import iter_equations
 from redcoast.dryrun.hlo import collectives
 from redcoast.sharding import _from_program as layout
+from redcoast.sharding.constrain._interpreter import CannotRebind
 
 SIZES = Sizes(batch=8, time=4, width=8, hidden=16, heads=4, experts=4, vocabulary=16)
 
@@ -305,6 +306,24 @@ def test_nothing_is_said_where_only_the_batch_is_split():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert plan.constrain(branching)(model, batch, None) == 2
+
+
+@pytest.mark.parametrize("primitive", ["custom_vjp_call", "while"])
+def test_what_is_not_constrained_says_which_mesh_and_method_would_be(primitive, monkeypatch):
+    """Derivatives of a library's own, as diffrax's, can be exchanged for those of JAX."""
+
+    def fail(*args):
+        raise CannotRebind(primitive)
+
+    monkeypatch.setattr("redcoast.sharding.constrain._function.run_constrained", fail)
+    loss = lambda model, batch, key: jnp.mean(batch * model["w"])
+    model, batch = {"w": jnp.float32(1)}, np.ones(8, np.float32)
+    plan = rc.plan_shardings(model, real_mesh(2, 2, 2))
+    with pytest.warns(UserWarning, match="`data` alone is not affected: use it if") as all_:
+        assert plan.constrain(loss)(model, batch, None) == 1
+    assert len(all_) == 1
+    method = "compare the time of a step with that of a method that JAX differentiates itself"
+    assert (method in str(all_[0].message)) == (primitive == "custom_vjp_call")
 
 
 def test_a_tree_that_was_not_planned_is_refused(case):

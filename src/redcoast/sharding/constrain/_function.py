@@ -104,7 +104,7 @@ class Constrained:
                     f"The function cannot be run as a pipeline, because its `{error}` cannot be "
                     "re-evaluated for several stages at once. Use a mesh without `pipe`."
                 ) from error
-            self._warn(f"its `{error}` cannot be re-evaluated")
+            self._warn(f"its `{error}` cannot be re-evaluated", custom="custom_" in str(error))
             return self._plain(tree, *args)
         return join(results, traced.output)
 
@@ -143,16 +143,21 @@ class Constrained:
         with traced_over(self.mesh, ambient=needs_ambient_mesh(self.mesh, trace)):
             return self.fn(tree, *args)
 
-    def _warn(self, why: str) -> None:
+    def _warn(self, why: str, *, custom: bool = False) -> None:
         sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
         # Where all arrays are replicated, only the batch is split, which the compiler does as well.
         if set(sizes) <= {"data"} and not any(dim is not None for dim in self.compute.dims):
             return
         mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        otherwise = (
+            " Otherwise, compare the time of a step with that of a method that JAX differentiates "
+            "itself, such as `diffrax.DirectAdjoint()`: this operation has derivatives of its own."
+        )
         warn(
             f"The activations of {self._name} are not constrained on the mesh {mesh}, because "
-            f"{why}. The compiler chooses their shardings, and may communicate more than the plan "
-            "says. Results are the same, and a mesh with `data` alone is not affected.",
+            f"{why}. Results are the same, but the compiler chooses the shardings, and a step may "
+            "communicate more than the plan says. A mesh with `data` alone is not affected: use it "
+            f"if the model fits on one device.{otherwise * custom}",
             Unconstrained,
         )
 

@@ -1,5 +1,6 @@
 """What a user writes on the first day is taken, or says what would work."""
 
+import contextlib
 from typing import Any
 
 import equinox as eqx
@@ -32,6 +33,102 @@ def test_second_call_with_the_same_length_warns_and_says_what_to_pass(given, rem
     more: Any = {name: int(number)}
     state = rc.fit(state, optax.sgd(0.1), examples, **options, **more)
     assert int(state.step) == 4
+
+
+def one_device() -> Any:
+    return OPTIONS | {"mesh": rc.make_mesh(devices=jax.devices()[:1])}
+
+
+class Augmented:
+    """Examples that differ at each reading."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        example = make_examples(32)[index]
+        return example | {"x": example["x"] + self.rng.normal(size=example["x"].shape)}
+
+
+@pytest.mark.parametrize("data", ["same", "in another order", "augmented"])
+def test_examples_in_another_order_than_before_are_said(data, tmp_path, caplog):
+    """As of a list that is shuffled without a seed at each start of a script."""
+    examples: Any = make_examples(32)
+    if data == "augmented":
+        examples = Augmented()
+    train = lambda examples, steps: rc.fit(
+        make_model(), optax.sgd(0.1), examples, **one_device(), steps=steps, checkpoints=tmp_path
+    )
+    train(examples, 1)
+    if data == "in another order":
+        examples = [examples[i] for i in np.random.default_rng(0).permutation(32)]
+    train(examples, 2)
+    assert ("another order than when the run was started" in caplog.text) == (
+        data == "in another order"
+    )
+    caplog.clear()
+    train(examples[::-1] if isinstance(examples, list) else examples, 2)
+    assert "another order" not in caplog.text, "nothing is left to train"
+
+
+def test_a_finished_run_that_prints_nothing_warns(tmp_path, caplog):
+    """As of a sweep of learning rates, all in one directory."""
+    options = one_device() | {"steps": 2, "checkpoints": tmp_path}
+    rc.fit(make_model(), optax.sgd(0.1), make_examples(16), **options)
+    assert not caplog.text
+    rc.fit(make_model(), optax.sgd(0.3), make_examples(16), **options)
+    assert "Nothing is left to train: 2 of 2" in caplog.text
+    assert "choose another directory for a new run" in caplog.text
+
+
+def test_injected_values_of_a_checkpoint_are_said(tmp_path, caplog):
+    options = one_device() | {"checkpoints": tmp_path}
+
+    def train(steps, rate, momentum):
+        inject = optax.inject_hyperparams(optax.sgd)
+        rc.fit(make_model(), inject(rate, momentum), make_examples(16), **options, steps=steps)
+
+    schedule = optax.linear_schedule(0.1, 0.2, 10)
+    train(1, schedule, 0.5)
+    train(2, schedule, 0.5)
+    assert "goes on with" not in caplog.text
+    train(3, schedule, 0.75)
+    assert "goes on with momentum=0.5, from its checkpoint, and not with 0.75" in caplog.text
+
+
+@pytest.mark.parametrize("keeps", ["all", "leaves", "copies", "the last"])
+def test_states_that_a_logger_keeps_are_said_to_be_deleted(keeps):
+    kept: list[Any] = []
+
+    def keep(metrics, step, state):
+        if keeps == "the last":
+            kept.clear()
+        model = jax.device_get(state.model) if keeps == "copies" else state.model
+        kept.append(jax.tree.leaves(model)[0] if keeps == "leaves" else model)
+
+    options = one_device() | {"log": [keep, rc.progress_logger(False)], "steps": 4}
+    said = pytest.warns(UserWarning, match=r"`log` \(keep\) keeps arrays of an earlier state")
+    with said if keeps in ("all", "leaves") else contextlib.nullcontext():
+        rc.fit(make_model(), optax.sgd(0.1), make_examples(32), **options)
+    readable = jax.tree.leaves(kept[-1])[0]
+    assert np.isfinite(readable).all()
+
+
+def test_a_deleted_array_of_an_earlier_state_says_what_to_keep():
+    last: list[Any] = []
+
+    def compare(metrics, step, state):
+        for old, new in zip(last, jax.tree.leaves(state.model), strict=False):
+            old - new
+        last[:] = jax.tree.leaves(state.model)
+
+    options = one_device() | {"log": [compare, rc.progress_logger(False)]}
+    with pytest.raises(RuntimeError, match="has been deleted") as info:
+        rc.fit(make_model(), optax.sgd(0.1), make_examples(16), **options, steps=2)
+    assert info.value.__notes__[-1].endswith("Keep a copy, such as `jax.device_get(state.model)`.")
 
 
 NAMES = {"bf16": jnp.bfloat16, "bfloat16": jnp.bfloat16, "fp16": jnp.float16, "half": jnp.float16}

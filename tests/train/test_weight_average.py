@@ -58,7 +58,8 @@ def test_average_does_not_change_the_training():
     _, with_average = models_of(3, DECAY)
     _, without = models_of(3, None)
     assert without.average is None
-    assert without.averaged_model is without.model
+    with pytest.warns(UserWarning, match="so `averaged_model` is `model`"):
+        assert without.averaged_model is without.model
     for a, b in zip(arrays(with_average.model), arrays(without.model), strict=True):
         np.testing.assert_array_equal(a, b)
 

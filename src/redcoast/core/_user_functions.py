@@ -179,6 +179,11 @@ def _known_words(text: str, name: str) -> str:
             f"`{name}` is compiled before the values of its arrays are known, so they cannot be "
             'formatted. `jax.debug.print("loss {x}", x=x)` prints them when they are computed.'
         )
+    if "has been deleted" in text:
+        return (
+            f"`{name}` uses an array of an earlier state, which was deleted: each step takes over "
+            "the memory of the state before it. Keep a copy, such as `jax.device_get(state.model)`."
+        )
     if any(words in text for words in _OF_ANOTHER_ORDER):
         return f"It is called as `{_CALLS[name]}`, with the arguments in this order."
     if "numpy.integer" in text:

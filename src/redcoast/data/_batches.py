@@ -4,7 +4,7 @@ import contextlib
 import functools as ft
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from ..distributed._kv_store import exchange, is_main
 from ..distributed._mesh import ambient_or_default
 from ._by_host import SplitByHost, read_part
 from ._collate import CollateFn, check_batching, collate, collate_own, count_rows
+from ._fingerprint import fingerprint, warn_of_other_examples
 from ._loading import (
     USUAL_THREADS,
     Collating,
@@ -102,6 +103,7 @@ class Batches:
         self._loading: Iterator[tuple[Loaded, Loaded | None, bool]] | None = None
         self._closing = contextlib.ExitStack()
         self._stream_is_ahead = False  # of the last returned batch, since batches were prepared
+        self._fingerprint: list[int] | None = None
         self.set_state({"step": 0}, key=key)
 
     @property
@@ -243,11 +245,28 @@ class Batches:
         """Returns the state after the last returned batch, which can be stored as JSON."""
         return dict(self._state)
 
+    def recognise_examples(self, saved: Mapping[str, Any]) -> None:
+        """Warns if the examples are not those of a saved state, for instance in another order.
+
+        States that `gather_state` returns have what they are recognised by. It reads a few
+        examples, and must be called before the first batch.
+        """
+        if self.length is None:
+            return
+        with self._examples.using(0) as dataset:
+            self._fingerprint = fingerprint(dataset, self.length)
+            before = saved.get("fingerprint")
+            if before not in (None, self._fingerprint) and self.rows_left and is_main():
+                again = fingerprint(dataset, self.length)
+                warn_of_other_examples(before, self._fingerprint, again)
+
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns a state with the positions of all processes, for a checkpoint.
+        """Returns a state for a checkpoint, with the places of all processes.
 
         All processes must call it if the examples are split by host.
         """
+        if self._fingerprint is not None:
+            state = {**state, "fingerprint": self._fingerprint}
         if not self.is_split:
             return state
         places = exchange("the places in `examples`", [self._part, state["stream"]])

@@ -36,6 +36,7 @@ from ..train._precision import as_compute_dtype
 from ..train._reused_steps import reused_step
 from ..train._start import starting_state
 from ..train._step import TrainState
+from ..train._weight_average import evaluated_model
 from ._consistency import check_agreement
 from ._early_stopping import SAVED, BestSoFar, EarlyStopping, complete_early_stopping
 from ._error_notes import explained_memory, noted_checkpoint, rescued
@@ -52,6 +53,7 @@ from ._setup import (
     refuse_split,
     refuse_traced,
     refuse_unresumable,
+    warn_of_restored,
 )
 from ._steps import Step, training_steps
 from ._stop import (
@@ -227,8 +229,12 @@ def fit(
         state = restored.state if restored else create(found.shardings)
         saved = restored.data if restored else {}
         data.set_state({"step": int(state.step), **saved}, key=state.key)
+        if checkpoints is not None:
+            data.recognise_examples(saved)
         if restored is None and (nothing := nothing_left(data, has_directory=False)):
             warn(nothing)  # also if nothing is printed
+        if restored is not None:
+            warn_of_restored(model_or_state, abstract, state, data, optimizer, trainable, quiet)
         if best is not None and restored:
             best.restore(saved.get(SAVED))
         about = {"resumed": restored is not None, "epochs": epochs, **options}
@@ -294,10 +300,10 @@ def _loop(
         note = f"Raised in the evaluation after step {number}."
         assert measure is not None
         with reader.paused(measure.batches) as advance, noting(note), rescue(doubtful=()):
-            metrics = measure(at.averaged_model, at.key, advance=advance)
+            metrics = measure(evaluated_model(at), at.key, advance=advance)
             if looks_for_labels and math.isnan(metrics.get("loss", 0.0)):
                 looks_for_labels = False
-                measure.explain_nan(at.averaged_model)
+                measure.explain_nan(evaluated_model(at))
         if best is not None:
             best.see(metrics, number, at)
         named = {f"eval/{name}": value for name, value in metrics.items()}
@@ -347,9 +353,8 @@ def _loop(
                 stop = stop or over or stopping()
             if measure and number == first + 1 and not (due or stop):
                 with noting(_TRIED), rescue(doubtful=()):
-                    measure.try_loss(
-                        done.state.averaged_model, done.state.key
-                    )  # while the step is taken
+                    tried = evaluated_model(done.state)
+                    measure.try_loss(tried, done.state.key)  # while the step is taken
             due = bool(due and later)
             if batch.last or stop or saver.wants(number, metrics, epoch_end=batch.epoch_end):
                 save(metrics)

@@ -1,5 +1,6 @@
 """The set-up of a run before its first step."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,12 +14,15 @@ from jaxtyping import PyTree
 from ..checkpoint._policy import Checkpoints
 from ..core._errors import check_kind, noting, several
 from ..core._pytree import ARRAYS, leaf_paths
+from ..core._trainable import partition_trainable
 from ..data._batches import Batches
 from ..data._collate import CollateFn
 from ..data._loading import OwnBatches, Threads
+from ..distributed._kv_store import is_main
 from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan
 from ..train._loss import LossFn
+from ..train._optimizer import constant_hyperparameters, initial_hyperparameters
 from ..train._plan_step import check_coupling, check_faults
 from ..train._reused_steps import reused_plan as plan_step
 from ..train._step import (
@@ -26,6 +30,9 @@ from ..train._step import (
     refuse_per_batch,
 )
 from ._evaluation import CompiledEvaluation, Evaluation, compile_evaluation, warn_if_not_mean
+from ._printing import nothing_left
+
+logger = logging.getLogger("redcoast")
 
 
 def mesh_of_run(mesh: Mesh | str | None, plan: Plan | str | None) -> Mesh:
@@ -152,6 +159,41 @@ def refuse_unresumable(data: Batches, checkpoints: Checkpoints | None) -> None:
             "checkpoint. Pass a function that returns a new iterator, such as a generator function "
             "itself; an iterable; or a source with `state_dict` and `load_state_dict`. "
             "`Checkpoints(..., resume=False)` saves without ever resuming."
+        )
+
+
+def warn_of_restored(
+    model_or_state: PyTree,
+    new: TrainState,
+    restored: TrainState,
+    data: Batches,
+    optimizer: optax.GradientTransformation,
+    trainable: PyTree,
+    quiet: bool,
+) -> None:
+    """Warns if a run that is resumed does nothing, or has other hyperparameters than its call.
+
+    `new` is the abstract state that it would have begun with.
+    """
+    nothing = nothing_left(data, has_directory=True)
+    if nothing and quiet and is_main():  # otherwise it is printed
+        logger.warning("%s", nothing)
+    before = constant_hyperparameters(restored.opt_state)
+    if not before:
+        return
+    if isinstance(model_or_state, TrainState):
+        now = constant_hyperparameters(model_or_state.opt_state)
+    else:
+        now = initial_hyperparameters(optimizer, partition_trainable(new.model, trainable)[0])
+    changed = [name for name in before if now.get(name, before[name]) != before[name]]
+    if changed and is_main():
+        logger.warning(
+            "The run goes on with %s, from its checkpoint, and not with %s: the values of "
+            "`optax.inject_hyperparams` are saved with the state. Choose another directory for a "
+            "new run. To go on with other values, load the state, change them with `eqx.tree_at`, "
+            "and pass the state to `fit` with another directory.",
+            several([f"{name}={before[name]:g}" for name in changed]),
+            several([f"{now[name]:g}" for name in changed]),
         )
 
 

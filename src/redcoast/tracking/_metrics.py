@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..core._errors import check_integer, noting
+from ..core._errors import check_integer, noting, several
 from ..core._frames import hide_frames
 from ..core._user_functions import calling
 from ..distributed._kv_store import is_main
+from ._kept_arrays import KeptArrays
 from ._loggers import STOP, RunInfo, all_loggers, start_loggers, takes_state
 from ._rates import Rates
 
@@ -127,6 +128,7 @@ class MetricsReader:
     ):
         self._takers = [log for log in logs if takes_state(log)]
         self._logs = [log for log in logs if not takes_state(log)]
+        self._kept = KeptArrays()
         self._max_skipped = max_skipped
         self.stop_reason: str | None = None
         self._rates = Rates(run or RunInfo())
@@ -174,6 +176,8 @@ class MetricsReader:
         if not self._values or self._skipped + 1 >= self._max_skipped:
             self.flush()
         self._check(step, explain)
+        if self._takers:
+            self._kept.see(state, several([_name_of(log) for log in self._takers]))
         self._show_state(StepMetrics(metrics) if self._takers else {}, step, state)
 
     @hide_frames

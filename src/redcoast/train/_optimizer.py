@@ -81,6 +81,30 @@ def call_update(
         return updates, new_state
 
 
+def constant_hyperparameters(opt_state: PyTree) -> dict[str, float]:
+    """The values of `optax.inject_hyperparams` that follow no schedule, by their names."""
+    is_injected = lambda x: hasattr(x, "hyperparams") and hasattr(x, "hyperparams_states")
+    found: dict[str, float] = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_injected):
+        values = node.hyperparams if is_injected(node) else {}
+        for name, value in values.items():
+            if name not in node.hyperparams_states and not jnp.ndim(value):
+                where = show_path(path)
+                found[f"{name} of {where}" if where else name] = float(value)
+    return found
+
+
+def initial_hyperparameters(
+    optimizer: optax.GradientTransformation, params: PyTree
+) -> dict[str, float]:
+    """Those of a new state of an optimizer; none if it cannot be made for empty parameters."""
+    empty = jax.tree.map(lambda x: jnp.zeros((0,) * x.ndim, x.dtype), params)
+    try:
+        return constant_hyperparameters(optimizer.init(empty))
+    except Exception:  # of an optimizer that computes with the sizes of parameters
+        return {}
+
+
 def _check_shapes(updates: PyTree, params: PyTree) -> None:
     """Raises an error for updates that `optax.apply_updates` would broadcast."""
     if jax.tree.structure(updates) != jax.tree.structure(params):

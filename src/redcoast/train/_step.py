@@ -22,7 +22,7 @@ from ..core._errors import (
     check_optimizer,
     several,
 )
-from ..core._frames import hide_frames
+from ..core._frames import hide_frames, warn
 from ..core._pytree import ARRAYS, join, show_place, split
 from ..core._train_state import AbstractTrainState
 from ..core._trainable import partition_trainable
@@ -66,6 +66,11 @@ class TrainState(AbstractTrainState):
 
     @property
     def averaged_model(self) -> PyTree:
+        if self.average is None:
+            warn(
+                "The state has no average of the weights, so `averaged_model` is `model`. Pass "
+                "`average=0.999` to `fit`, `prepare` or `init_state`, or use `state.model`."
+            )
         return model_with(self.average, self.model)
 
     def __repr__(self) -> str:

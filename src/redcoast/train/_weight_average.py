@@ -76,3 +76,8 @@ def model_with(average: WeightAverage | None, model: PyTree) -> PyTree:
     is_none = lambda x: x is None
     choose = lambda new, old: old if new is None else new.astype(old.dtype)
     return jax.tree.map(choose, average.weights, model, is_leaf=is_none)
+
+
+def evaluated_model(state: "TrainState") -> PyTree:
+    """The model that a run evaluates: with the averaged weights, if there are any."""
+    return model_with(state.average, state.model)

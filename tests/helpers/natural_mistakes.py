@@ -213,6 +213,11 @@ class Own(eqx.Module):
         return self.weight @ x
 
 
+def half():
+    is_array = eqx.is_inexact_array
+    return jax.tree.map(lambda x: x.astype(jnp.float16) if is_array(x) else x, model())
+
+
 def keeping(kept):
     """A loss that uses what an earlier call of it has computed."""
 
@@ -623,7 +628,8 @@ ROWS = {
     "rows of several lengths": (
         lambda d: fit(examples=[{"t": np.zeros(1 + i % 3, np.int32)} for i in range(32)]),
         ValueError,
-        r"The first of the examples is t int32\[1\], and another is t int32\[[23]\]\.$",
+        r"The first of the examples is t int32\[1\], and another is t int32\[[23]\]\.\n"
+        r"Pad or cut the arrays of the examples to one shape in `collate_fn`\.$",
     ),
     "a batch that is not returned": (
         lambda d: fit(collate_fn=lambda e: None),
@@ -660,6 +666,46 @@ ROWS = {
         jax.errors.UnexpectedTracerError,
         r"excluding JAX-internal frames were:\n-+\n(\S+natural_mistakes\.py:\S+ \(\S+\)\n)+-.*"
         r"Return it: `loss_fn` may return numbers to log, `\(loss, {\"name\": value}\)`",
+    ),
+    "channels at the end": (
+        lambda d: convolved(np.float32, (6, 6, 1)),
+        ValueError,
+        r"input has the shape \(6, 6, 1\).*its 1 channel first, as `jnp\.moveaxis\(x, -1, 0\)` has",
+    ),
+    "images without channels": (
+        lambda d: convolved(np.float32, (6, 6)),
+        ValueError,
+        r"input has the shape \(6, 6\).*its 1 channel first, as `x\[None\]` has them\.$",
+    ),
+    "a function for a model": (
+        lambda d: fit(model=lambda x: jnp.ones((4, 4)) @ x["x"]),
+        TypeError,
+        r"Raised by `init_fn`\.\n.*called as `init_fn\(key\)`.*pass them, and call the function in",
+    ),
+    "all keys of a split": (
+        lambda d: fit(key=jax.random.split(KEY)),
+        ValueError,
+        r"`key` is an array of keys, of shape \(2,\)",
+    ),
+    "an evaluation at each epoch": (
+        lambda d: rc.Evaluation(EXAMPLES, every="epoch"),
+        TypeError,
+        "`every` is 'epoch'",
+    ),
+    "text for tokens": (
+        lambda d: rc.generate(Decoder(), ["a text"], 3),
+        TypeError,
+        "Encode text with the tokenizer",
+    ),
+    "parameters in float16": (
+        lambda d: fit(model=half(), optimizer=optax.adam(0.1)),
+        None,
+        r"parameters in float16 \(layers/0/.*pass `compute_dtype=\"fp16\"`",
+    ),
+    "a rate that is too large for a short run": (
+        lambda d: fit(steep, optimizer=optax.sgd(1e38)),
+        None,
+        r"3 of 4 steps were skipped.*Lower the learning rate, or clip the gradient\.$",
     ),
     "a loss compiled by JAX": (
         lambda d: fit(loss_fn=jax.jit(good), model=eqx.nn.MLP(4, 2, 8, 1, key=KEY)),

@@ -9,10 +9,13 @@ from typing import Any, Literal
 
 from jaxtyping import Array, Float
 
+from ._frames import hide_frames_of_init
+
 _SAMPLING = ("top_k", "top_p", "min_p")
 UNSAMPLED: dict[str, Any] = {"temperature": 0.0, **dict.fromkeys(_SAMPLING)}
 
 
+@hide_frames_of_init
 @dataclass(frozen=True)
 class Decoding:
     """The decoding options of [`redcoast.generate`][], with the same meaning as in `transformers`.
@@ -140,6 +143,12 @@ def _check_counts(d: Decoding) -> None:
 
 
 def _check_numbers(d: Decoding) -> None:
+    for name in ("temperature", "top_p", "min_p", "length_penalty", "repetition_penalty"):
+        value = getattr(d, name)
+        try:
+            math.isfinite(0.0 if value is None else value)
+        except TypeError:
+            raise TypeError(f"`{name}` is {value!r}. It must be a number.") from None
     if not (math.isfinite(d.temperature) and d.temperature >= 0):
         raise ValueError(
             f"`temperature` is {d.temperature}. It must be positive, or 0 for greedy decoding."

@@ -48,6 +48,11 @@ def check_key(key: Any) -> None:
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not typed and dtype != jnp.uint32:
         raise _wrong_type("key", key, "a JAX key, such as `jax.random.key(0)`")
+    if jnp.ndim(key) != (0 if typed else 1):
+        raise ValueError(
+            f"`key` is an array of keys, of shape {jnp.shape(key)}, such as `jax.random.split` "
+            "returns. Pass one of them."
+        )
 
 
 def check_mesh(mesh: Any) -> None:

@@ -72,7 +72,7 @@ def hide_frames(fn: Fn) -> Fn:
             explained = None
             if isinstance(error, TypeError | ValueError):
                 explained = explain_static_arrays(fn, error, args, kwargs)
-            tidy(error)
+            tidy(error, called=fn)
             if explained is not None:
                 raise explained from error
             raise  # without arguments, which adds no frame
@@ -125,8 +125,12 @@ def _suggest(fn: Callable[..., Any], error: TypeError, kwargs: Mapping[str, Any]
             )
 
 
-def tidy(error: BaseException) -> None:
-    """Removes hidden frames from an error and its causes, and puts the last notes last."""
+def tidy(error: BaseException, *, called: Callable[..., Any] | None = None) -> None:
+    """Removes hidden frames from an error and those it came from, and puts the last notes last.
+
+    The frame of `called` is hidden too: that of a dataclass's `__init__` is in no file.
+    """
+    code = getattr(called, "__code__", None)
     for each in _chain(error):
         notes = getattr(each, "__notes__", [])
         shown = jax.config.jax_traceback_filtering == "off"  # pyright: ignore[reportAttributeAccessIssue]
@@ -137,7 +141,7 @@ def tidy(error: BaseException) -> None:
         if not shown and not (here and isinstance(each, _DEFECTS)):
             each.__traceback__ = None
             for frame, line in reversed(frames):
-                if not is_hidden(frame.f_code.co_filename):
+                if not is_hidden(frame.f_code.co_filename) and frame.f_code is not code:
                     below = each.__traceback__
                     each.__traceback__ = TracebackType(below, frame, frame.f_lasti, line)
             notes = [note for note in notes if _NOTE_OF_JAX not in note]

@@ -104,6 +104,11 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
     failed_to_bind = isinstance(error, TypeError) and "argument" in str(error)
     if failed_to_bind and all(is_hidden(x.f_code.co_filename) for x in frames):
         return [f"It is called as `{_CALLS[name]}`, and must accept these arguments."]
+    if name == "init_fn":
+        return [
+            "A function in place of a model is called as `init_fn(key)` and returns the model. To "
+            "train the parameters of a function, pass them, and call the function in `loss_fn`."
+        ]
     if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
         return ["A compiled function cannot select by a mask, `x[mask]`: use `jnp.where`."]
     if isinstance(error, jax.errors.TracerArrayConversionError):
@@ -156,7 +161,25 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
         for names in layers[-1:]
         for x in [names["self"]]
     ]
-    return failed + of_batches
+    return failed + _channels_first(layers) + of_batches
+
+
+def _channels_first(layers: list[dict[str, Any]]) -> list[str]:
+    """A hint for a convolution whose input has its channels elsewhere, or none."""
+    names = layers[-1] if layers else {}
+    layer, x = names.get("self"), names.get("x")
+    if not isinstance(layer, eqx.nn.Conv | eqx.nn.ConvTranspose) or not hasattr(x, "shape"):
+        return []
+    shape = x.shape[1:] if x.ndim == layer.num_spatial_dims + 2 else x.shape
+    channels = layer.in_channels
+    if shape[:1] == (channels,) and len(shape) == layer.num_spatial_dims + 1:
+        return []
+    move = "jnp.moveaxis(x, -1, 0)" if shape[-1:] == (channels,) else "x[None]"
+    advice = f", as `{move}` has them" if move != "x[None]" or channels == 1 else ""
+    return [
+        f"Its input has the shape {shape}. Equinox's convolutions take one example, with its "
+        f"{channels} channel{'s' * (channels != 1)} first{advice}."
+    ]
 
 
 def _batches_in_batch(batch: PyTree) -> list[str]:
@@ -179,6 +202,8 @@ def _known_words(text: str, name: str) -> str:
             f"`{name}` is compiled before the values of its arrays are known, so they cannot be "
             'formatted. `jax.debug.print("loss {x}", x=x)` prints them when they are computed.'
         )
+    if name == "collate_fn" and "all input arrays must have the same shape" in text:
+        return "Pad or cut the arrays of the examples to one shape in `collate_fn`."
     if "has been deleted" in text:
         return (
             f"`{name}` uses an array of an earlier state, which was deleted: each step takes over "

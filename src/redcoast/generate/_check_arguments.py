@@ -104,6 +104,8 @@ def _check_array(name: str, x: Any) -> None:
     if not isinstance(x, np.ndarray | jax.Array):
         kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
         way = f" Convert it with `np.asarray({name})`." if hasattr(x, "__array__") else ""
+        if any(isinstance(part, str) for part in jax.tree.leaves(x)):
+            way = " Encode text with the tokenizer of the model."
         raise TypeError(f"`{name}` is of type {kind}. It must be a NumPy or JAX array.{way}")
 
 

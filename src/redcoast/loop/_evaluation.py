@@ -14,7 +14,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes
 from ..core._errors import check_functions, check_integer, check_kind
-from ..core._frames import hide_frames
+from ..core._frames import hide_frames, hide_frames_of_init
 from ..core._train_state import refuse_state
 from ..core._user_functions import calling
 from ..data._batches import Batches
@@ -53,9 +53,11 @@ from ._nonfinite import warn_of_labels
 logger = logging.getLogger("redcoast")
 
 _NAME = "Evaluation.examples"  # in messages
+KIND = "a `redcoast.Evaluation`, such as `redcoast.Evaluation(validation_examples)`"
 MetricFn = Callable[[list[Any], list[Any]], dict[str, float]]
 
 
+@hide_frames_of_init
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """The evaluations of a training loop: examples, metrics and interval.
@@ -266,7 +268,7 @@ def compile_evaluation(
         metrics = rc.compile_evaluation(evaluation, plan)(state.model)
         ```
     """
-    check_kind("evaluation", evaluation, Evaluation, "a `redcoast.Evaluation`")
+    check_kind("evaluation", evaluation, Evaluation, KIND)
     check_kind("plan", plan, Plan, "a `redcoast.Plan`")
     given = evaluation
     own = isinstance(given.examples, OwnBatches)

@@ -29,7 +29,7 @@ from ..train._step import (
     TrainState,
     refuse_per_batch,
 )
-from ._evaluation import CompiledEvaluation, Evaluation, compile_evaluation, warn_if_not_mean
+from ._evaluation import KIND, CompiledEvaluation, Evaluation, compile_evaluation, warn_if_not_mean
 from ._printing import nothing_left
 
 logger = logging.getLogger("redcoast")
@@ -128,7 +128,7 @@ def complete_evaluation(
     """Fills in the missing functions of an evaluation with the functions of the training."""
     if evaluation is None:
         return None
-    check_kind("evaluation", evaluation, Evaluation, "a `redcoast.Evaluation`")
+    check_kind("evaluation", evaluation, Evaluation, KIND)
     examples = evaluation.examples
     if batch_size is None and evaluation.batch_size is None:
         examples = OwnBatches(examples)

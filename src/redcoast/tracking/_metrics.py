@@ -263,12 +263,14 @@ class MetricsReader:
             getattr(log, method, lambda *_: None)(*args)
 
     def report_skipped(self) -> None:
-        """Logs a warning with the number of skipped steps, if there are any."""
+        """Logs a warning that says how many of all steps were skipped, if any were."""
+        most = self._skipped_steps > self._read_steps / 2
+        advice = " Lower the learning rate, or clip the gradient." if most else ""
         if self._skipped_steps:
             logger.warning(
                 "%d of %d steps were skipped, because the loss or the gradient was NaN or "
-                "infinite. They did not change the model.",
-                *(self._skipped_steps, self._read_steps),
+                "infinite. They did not change the model.%s",
+                *(self._skipped_steps, self._read_steps, advice),
             )
 
     def _read(

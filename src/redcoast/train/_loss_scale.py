@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..core._errors import check_integer, check_number
+from ..core._frames import hide_frames
 from ..tracking._metrics import LEAST_LOSS_SCALE
 from ._precision import widen
 
@@ -42,6 +43,7 @@ class LossScale(eqx.Module):
     skipped: Int[Array, "..."]
     period: int = eqx.field(static=True)
 
+    @hide_frames
     def __init__(self, value: float = 2.0**15, *, period: int = 2000):
         """**Arguments:**
 

@@ -7,14 +7,17 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._donation import refuse_deleted
 from ..core._dtypes import tree_to_jax_dtypes
+from ..core._errors import several
 from ..core._frames import warn
 from ..core._jaxpr import is_inexact
 from ..core._low_rank import AbstractLowRank
+from ..core._pytree import show_path
 from ..core._trainable import partition_trainable
 from ..distributed._arrays import place_tree
 from ._labels import accept_module_labels
@@ -60,6 +63,7 @@ def starting_state(
         refuse_optimizer_states(partition_trainable(model_or_state.model, trainable)[0], TrainState)
         warn_of_shared(model_or_state.model, trainable)
         _warn_of_trained_base(model_or_state.model, trainable)
+        _warn_of_float16(model_or_state.model, trainable)
         state = with_loss_scale(model_or_state, compute_dtype)
         state = with_average(state, average, trainable)
         return state, state.key, lambda shardings: place_tree(state, shardings)
@@ -68,6 +72,7 @@ def starting_state(
         create = ft.partial(init_state, model_or_state, optimizer, key=key, **given)
         abstract = eqx.filter_eval_shape(create)
         _warn_of_trained_base(abstract.model, trainable)
+        _warn_of_float16(abstract.model, trainable)
         return abstract, key, lambda shardings: create(shardings=shardings)
     refuse_deleted(
         model_or_state,
@@ -76,6 +81,7 @@ def starting_state(
     )
     warn_of_shared(model_or_state, trainable)
     _warn_of_trained_base(model_or_state, trainable)
+    _warn_of_float16(model_or_state, trainable)
     create = lambda model, key: state_of(model, optimizer, key=key, **given)
     make = ft.partial(state_of_model, model_or_state, optimizer, key=key, **given)
     return eqx.filter_eval_shape(create, model_or_state, key), key, lambda x: make(shardings=x)
@@ -95,6 +101,18 @@ def _warn_of_trained_base(model: PyTree, trainable: PyTree) -> None:
             "trained too. To train the adapters only, pass "
             "`trainable=redcoast.lora.trainable(model)`. To train all, pass "
             "`trainable=lambda model: model`, and there is no warning."
+        )
+
+
+def _warn_of_float16(model: PyTree, trainable: PyTree) -> None:
+    """Warns of parameters that an optimizer cannot train."""
+    leaves = jax.tree_util.tree_leaves_with_path(partition_trainable(model, trainable)[0])
+    names = [show_path(path, "its root") for path, x in leaves if x.dtype == jnp.float16]
+    if names:
+        warn(
+            f"The model has parameters in float16 ({several(names, 3)}), in which small updates "
+            "are lost and Adam's epsilon of 1e-8 is 0, so that the parameters may become NaN. "
+            'Convert them to float32 and pass `compute_dtype="fp16"`, or convert them to bfloat16.'
         )
 
 

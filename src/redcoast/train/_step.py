@@ -73,6 +73,14 @@ class TrainState(AbstractTrainState):
             )
         return model_with(self.average, self.model)
 
+    def __getattr__(self, name: str) -> Any:
+        """Called for what the state does not have, such as the `params` of a state of Flax."""
+        names = ", ".join(type(self).__annotations__)
+        raise AttributeError(
+            f"A TrainState has no attribute {name!r}. It has {names} and averaged_model. `model` "
+            "has the trained parameters."
+        )
+
     def __repr__(self) -> str:
         return show_state(self, self.step) or eqx.tree_pformat(self)
 

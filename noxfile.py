@@ -308,7 +308,10 @@ def fragments(session: nox.Session) -> None:
     """The blocks of the docs that need other frameworks. Arguments go to pytest."""
     install(session, "tests")
     session.install("redco==0.4.23", "flax==0.12.8", "transformers==4.57.6", REFERENCE[0])
-    session.install("accelerate>=1.0", "jax2onnx>=0.17", "onnxruntime", "openai>=1.60")
+    session.install("accelerate>=1.0", "openai>=1.60")
+    # Its upper bound of Orbax is for a part of it that is not used here.
+    session.install("--no-deps", "jax2onnx>=0.17")
+    session.install("dm-pix", "einops", "onnx>=1.20.1", "onnx-ir>=0.2.1", "onnxruntime>=1.24.1")
     session.install("datasets", "pyarrow", "torchdata", "trackio", "webdataset")
     tests = ("tests/properties/test_fragments.py", "tests/properties/test_docs.py")
     tests += ("tests/data/test_source_libraries.py",)

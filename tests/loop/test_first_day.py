@@ -1,6 +1,7 @@
 """What a user writes on the first day is taken, or says what would work."""
 
 import contextlib
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -12,8 +13,8 @@ import pytest
 from problem import arrays, batch_of, collate_fn, loss_fn, make_examples, make_model, predict_fn
 
 import redcoast as rc
-from redcoast import CHIPS
-from redcoast.loop._printing import cost_of_float32
+from redcoast.dryrun._chips import CHIPS
+from redcoast.loop._printing import cost_of_float32, describe_run
 from redcoast.models import Llama, LlamaConfig
 from redcoast.train._precision import as_compute_dtype
 
@@ -129,6 +130,38 @@ def test_a_deleted_array_of_an_earlier_state_says_what_to_keep():
     with pytest.raises(RuntimeError, match="has been deleted") as info:
         rc.fit(make_model(), optax.sgd(0.1), make_examples(16), **options, steps=2)
     assert info.value.__notes__[-1].endswith("Keep a copy, such as `jax.device_get(state.model)`.")
+
+
+class Repeated:
+    """An endless source with an index, as Grain's `repeat()` makes."""
+
+    def __len__(self):
+        return sys.maxsize
+
+    def __getitem__(self, index):
+        return make_examples(8)[index % 8]
+
+
+@pytest.mark.parametrize(
+    ("examples", "length", "words"),
+    [
+        (make_examples(8), {"epochs": 2}, "8 examples, 4 steps of 4 (2 epochs)"),
+        (Repeated(), {"steps": 3}, "an endless source, 3 steps of 4"),
+        (
+            lambda: iter(make_examples(8)),
+            {"steps": 3},
+            "3 steps of 4 examples, in the order",
+        ),
+        (lambda: iter(make_examples(8)), {"epochs": 1}, "(each until `examples` ends)"),
+        (iter(make_examples(8)), {}, "batches of 4 examples, in the order of the source"),
+    ],
+)
+def test_summary_says_how_long_a_source_is(examples, length, words, capsys):
+    key = jax.random.key(0)
+    data = rc.batches(examples, collate_fn, batch_size=4, key=key, **length)
+    state = rc.init_state(make_model(), optax.sgd(0.1), key=key)
+    describe_run(state, data, None, None, plans=False, quiet=False)
+    assert words in " ".join(capsys.readouterr().out.split())
 
 
 NAMES = {"bf16": jnp.bfloat16, "bfloat16": jnp.bfloat16, "fp16": jnp.float16, "half": jnp.float16}

@@ -44,8 +44,9 @@ def describe_run(
     """Prints what is trained on, for how long, in which precision, and whether it plans next."""
     if quiet:
         return
-    count = "an endless source" if data.is_endless else f"{data.length:,} examples"
-    parts = [] if data.length is None else [count]
+    parts = [] if data.length is None else [f"{data.length:,} examples"]
+    if data.is_endless:
+        parts = ["an endless source"]
     of_batches = f"of {data.batch_size:,}" + " examples" * (data.length is None)
     if data.makes_batches:
         of_batches += ", as the source makes them"

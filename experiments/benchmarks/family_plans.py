@@ -32,11 +32,13 @@ from redcoast import models
 from redcoast.losses import cross_entropy, pairwise_sigmoid
 
 # The dimension that is split, from the end.
-COLUMNS = dict.fromkeys(("wq", "wk", "wv", "bq", "bk", "bv"), -2)
+COLUMNS = dict.fromkeys(("wq", "wk", "wv", "wz", "bq", "bk", "bv"), -2)
 COLUMNS |= dict.fromkeys(("up", "gate", "up_bias", "gate_bias", "head", "sinks"), -1)
 COLUMNS |= dict.fromkeys(("shared_gate", "shared_up"), -1)
 SPLIT = COLUMNS | {"wo": -3, "down": -2, "shared_down": -2, "embed": -2}
 STATES = ("x", "steps", "steps_bias", "conv_x", "conv_x_bias", "log_decay", "skip", "inner_norm")
+STATES += ("strength", "conv_q", "conv_k", "conv_v")
+STACKS = ("layers", "dense", "linear", "attention")
 EXPERTS = ("gate", "up", "down")  # with a dimension of experts where they have four
 BIASES_OF_EXPERTS = ("gate_bias", "up_bias", "down_bias")
 BUDGET = 2**34  # bytes on a device: far more than any of the models needs
@@ -100,13 +102,22 @@ def by_hand(case: Case, mesh: Mesh, params: Any, *, experts: bool) -> Layout:
 
     def place(path: Any, array: Any) -> NamedSharding:
         name = path[-1].name
-        stack = int(any(getattr(entry, "name", "") in ("layers", "dense") for entry in path))
+        stack = int(any(getattr(entry, "name", "") in STACKS for entry in path))
         dim = dims.get(name)
         of_experts = (name in EXPERTS and array.ndim == 4) or (
             name in BIASES_OF_EXPERTS and array.ndim == 3
         )
         if of_experts and experts:
             dim = 1 - array.ndim
+        if path[0].name == "linear" and name in (
+            "wq",
+            "wk",
+            "wv",
+            "wz",
+        ):  # all heads are one dimension
+            dim = -1
+        if name == "wo" and path[0].name == "linear":
+            dim = -2
         if name in ("q_norm", "k_norm") and array.ndim == 3:  # of all heads
             dim = -2
         return NamedSharding(mesh, spec_of(array.shape, dim, stack, mesh.shape))
@@ -136,6 +147,7 @@ def make_cases(rows: int, length: int) -> dict[str, Case]:
     latent |= {"plain_size": 32, "rope_size": 16, "value_size": 32}
     glm: dict[str, Any] = grouped | shared | {"rotary_dim": 16, "qkv_bias": True, "qk_norm": True}
     states: dict[str, Any] = {"vocab": 4096, "width": 256, "layers": 4, "heads": 16, "state": 32}
+    delta: dict[str, Any] = {"key_heads": 4, "value_heads": 8, "key_size": 32, "value_size": 32}
     image: dict[str, Any] = {"width": 256, "layers": 4, "heads": 8, "image": 64, "patch": 8}
     gemma: dict[str, Any] = {"local": (True, True, True, False), "window": 32, "tied": True}
     siglip = models.SiglipConfig(
@@ -169,6 +181,7 @@ def make_cases(rows: int, length: int) -> dict[str, Case]:
         "DeepSeek-V3": (m.DeepseekV3, m.DeepseekV3Config(**words, **latent), text, of_text),
         "GLM-4 MoE": (m.Glm4Moe, m.Glm4MoeConfig(**glm), text, of_text),
         "Mamba-2": (m.Mamba2, m.Mamba2Config(**states, head_size=32), text, of_text),
+        "Qwen3.5": (m.Qwen3_5, m.Qwen3_5Config(**grouped, **delta), text, of_text),
         "ModernBERT": (m.ModernBert, m.ModernBertConfig(**words, head="masked"), text, of_text),
         "DINOv2": (m.Dinov2, m.Dinov2Config(**image, **labels), images, of_labels),
         "DINOv2, gated": (

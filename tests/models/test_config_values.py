@@ -16,6 +16,7 @@ from redcoast.models import (
     DeepseekV3Config,
     Dinov2Config,
     Dinov3Config,
+    Gemma4Config,
     GemmaConfig,
     Glm4MoeConfig,
     GPT2Config,
@@ -30,7 +31,7 @@ from redcoast.models import (
     ModernBertConfig,
     OPTConfig,
     Phi3Config,
-    RopeScaling,
+    Qwen3_5Config,
     T5Config,
     ViTConfig,
     WhisperConfig,
@@ -48,6 +49,7 @@ CONFIGS = {
     "dinov2": Dinov2Config(16, 2, 2, image=4, patch=2),
     "dinov3": Dinov3Config(16, 2, 2, 24, image=4, patch=2),
     "gemma": GemmaConfig(**TEXT, kv_heads=1, head_dim=8),
+    "gemma4": Gemma4Config(**TEXT, kv_heads=1, head_dim=8, global_head_dim=8),
     "glm4_moe": Glm4MoeConfig(**TEXT, expert_hidden=8, kv_heads=1),
     "gpt2": GPT2Config(**TEXT),
     "gpt_oss": GptOssConfig(**TEXT, kv_heads=1, experts=4),
@@ -59,6 +61,7 @@ CONFIGS = {
     "modernbert": ModernBertConfig(**TEXT, pad=0),
     "opt": OPTConfig(**TEXT),
     "phi3": Phi3Config(**TEXT, kv_heads=1),
+    "qwen3_5": Qwen3_5Config(**TEXT, kv_heads=1, key_heads=2, value_heads=2),
     "t5": T5Config(**TEXT, decoder_layers=2),
     "vit": ViTConfig(**SIZES, image=(4, 4), patch=(2, 2)),
     "whisper": WhisperConfig(**TEXT, decoder_layers=2, decoder_start=1, bos=0, pad=1),
@@ -98,6 +101,7 @@ def test_no_number_of_a_file_is_nan_infinite_or_a_boolean(family):
 def test_no_size_of_a_file_is_zero_or_negative(family, value):
     """A count of heads of 0 is not the absence of one, either."""
     ids = ("token_id", "dropout", "pdrop", "drop_path", "eps", "router_aux_loss_coef")
+    ids += ("num_kv_shared_layers",)  # of which there may be none
     sizes = [name for name, _ in numbers_of(family) if not any(part in name for part in ids)]
     for name in sizes:
         with pytest.raises(ValueError, match="at least|positive|multiple|even|must be|implemented"):

@@ -17,6 +17,7 @@ FEW += ["modernbert biases", "dinov2 registers", "dinov2 gated", "siglip unequal
 FEW += ["dinov3 gated"]
 FEW += ["smollm3 listed", "qwen3 moe", "phi3 short", "gpt oss rounded", "t5", "vit labels"]
 FEW += ["deepseek v3 yarn", "mamba2", "whisper"]
+FEW += ["gemma4 untied", "qwen3.5 two groups"]
 FEW += ["glm4 moe", "olmo3", "granite 4", "gpt neox in turn", "distilbert labels", "clip first"]
 
 
@@ -40,6 +41,8 @@ MASKED += [
     "llama",
     "olmo3",
     "mamba2",
+    "gemma4 moe",
+    "qwen3.5",
     "qwen3 moe",
     "modernbert mean",
     "opt",

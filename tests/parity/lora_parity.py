@@ -102,7 +102,8 @@ READ |= {
 TARGETS = r"/w[qkvo]$|gate$|up$|down$"
 # Types whose experts are not modules that PEFT adapts, one whose output projections it refuses, and
 # one with a pooler whose projections are not modules.
-OTHER_TARGETS = dict.fromkeys(("gpt_oss", "deepseek_v3", "glm4_moe"), r"/w[qkvo]$")
+KINDS = ("gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text")
+OTHER_TARGETS = dict.fromkeys(KINDS, r"/w[qkvo]$")
 OTHER_TARGETS |= {"mamba2": "layers/(gate|x|steps)$", "siglip": r"layers/(w[qkvo]|up|down)$"}
 WRITTEN = {
     "llama": (LLAMA, "."),

@@ -22,12 +22,20 @@ from published import (
 from safetensors.numpy import load_file, save_file
 from transformers import (
     Gemma3ForConditionalGeneration,
+    Gemma4ForConditionalGeneration,
     Idefics3ForConditionalGeneration,
+    InternVLForConditionalGeneration,
+    Kimi_K25ForConditionalGeneration,
     LlavaForConditionalGeneration,
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration,
+    SmolVLMForConditionalGeneration,
+    VoxtralForConditionalGeneration,
 )
 
 import redcoast as rc
@@ -62,6 +70,19 @@ QWEN3_VISION = QWEN_VISION | {"intermediate_size": 24, "out_hidden_size": 32}
 QWEN3_VISION |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 
 
+EXPERTS = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6}
+DELTA |= {"linear_value_head_dim": 4, "layer_types": ["linear_attention", "full_attention"]}
+DELTA |= {"rms_norm_eps": 0.1, "head_dim": 16}
+DELTA |= {"rope_parameters": MROPE | {"mrope_interleaved": True, "partial_rotary_factor": 0.5}}
+LATENT = {"model_type": "deepseek_v3", "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
+LATENT |= {"qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 2}
+LATENT |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LATENT |= {"first_k_dense_replace": 1, "num_key_value_heads": 4}
+GEMMA4 = GEMMA | {"global_head_dim": 8, "hidden_size_per_layer_input": 16}
+GEMMA4 |= {"vocab_size_per_layer_input": 48}
+
+
 def case(name, model, text, vision, **more):
     return Case(name, model, {"text_config": text, "vision_config": vision, **more})
 
@@ -86,6 +107,50 @@ VISIONS = [
         QWEN_VISION | {"intermediate_size": 24, "out_hidden_size": 32},
         tie_word_embeddings=True,
     ),
+    case("gemma4", Gemma4ForConditionalGeneration, GEMMA4, {**VISION, "head_dim": 8}),
+    case(
+        "internvl",
+        InternVLForConditionalGeneration,
+        TEXT | {"model_type": "qwen2"},
+        VISION | {"image_size": [16, 16], "patch_size": [8, 8]},
+        image_token_id=47,
+    ),
+    case("smolvlm", SmolVLMForConditionalGeneration, LLAMA, VISION, image_token_id=47),
+    case(
+        "kimi k2.5",
+        Kimi_K25ForConditionalGeneration,
+        {k: v for k, v in TEXT.items() if k != "head_dim"} | LATENT,
+        VISION | {"pos_emb_height": 4, "pos_emb_width": 4},
+        projection_hidden_size=16,
+        image_token_id=3,
+    ),
+    Case(
+        "voxtral",
+        VoxtralForConditionalGeneration,
+        {
+            "text_config": LLAMA,
+            "audio_config": VISION | {"model_type": "voxtral_encoder", "num_mel_bins": 8},
+            "audio_token_id": 47,
+        },
+    ),
+    case(
+        "qwen3.5",
+        Qwen3_5ForConditionalGeneration,
+        TEXT | DELTA,
+        QWEN_VISION | {"intermediate_size": 24, "out_hidden_size": 32},
+    ),
+    case(
+        "qwen3.5 moe",
+        Qwen3_5MoeForConditionalGeneration,
+        TEXT | DELTA | EXPERTS | {"shared_expert_intermediate_size": 8},
+        QWEN_VISION | {"intermediate_size": 24, "out_hidden_size": 32},
+    ),
+    case(
+        "qwen3 vl moe",
+        Qwen3VLMoeForConditionalGeneration,
+        TEXT | EXPERTS | {"rope_parameters": MROPE | {"mrope_interleaved": True}},
+        QWEN3_VISION,
+    ),
     case(
         "qwen3 vl",
         Qwen3VLForConditionalGeneration,
@@ -93,6 +158,7 @@ VISIONS = [
         QWEN3_VISION,
     ),
 ]
+NAMED = {case.name: case for case in VISIONS}
 OLDER = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 OLDER |= {"model.vision_tower.": "vision_tower."}
 
@@ -130,7 +196,7 @@ def test_the_language_model_is_loaded(case, tmp_path):
     record(case, "decoding")
 
 
-@pytest.mark.parametrize("case", [VISIONS[0], VISIONS[1], VISIONS[3]], ids=str)
+@pytest.mark.parametrize("case", [NAMED[name] for name in ("gemma3", "llava", "mistral3")], ids=str)
 def test_older_names_are_read(case, tmp_path):
     make_wrapped(case, tmp_path)
     with pytest.warns(UserWarning, match="only the language model is loaded"):
@@ -148,7 +214,7 @@ def test_older_names_are_read(case, tmp_path):
 
 
 def test_the_settings_of_the_first_files_stand_side_by_side(tmp_path):
-    reference = make_wrapped(VISIONS[5], tmp_path)
+    reference = make_wrapped(NAMED["qwen2.5 vl tied"], tmp_path)
     settings = settings_of(tmp_path)
     rope = settings["text_config"].pop("rope_parameters")
     flat = {**settings.pop("text_config"), **settings, "rope_theta": rope["rope_theta"]}

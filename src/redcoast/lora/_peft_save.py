@@ -23,7 +23,7 @@ from ..models._einsum import LowRank
 from ..pretrained._registry import family_of
 from ..pretrained._safetensors import write_safetensors
 from ..pretrained._slices import insert
-from ..pretrained._tensors import Tensor, tensor_names, tensor_shape
+from ..pretrained._tensors import SOME_LAYERS, Tensor, tensor_names, tensor_shape
 from ._peft_names import CONFIG, PREFIX, TENSORS, factors_of, is_saved, live_table, module_of
 from ._peft_tied import tied_heads
 from ._targets import find_adapted, inputs_of
@@ -77,7 +77,7 @@ class AdaptedModule:
     def pattern(self) -> str:
         """A regular expression that matches these names."""
         published = self.parts[0].published
-        if re.search(r"\+\d+}", published.name):  # of some of the layers
+        if re.search(SOME_LAYERS, published.name):  # of some of the layers
             return "|".join(name.replace(".", r"\.") for name in self.names)
         text = module_of(published.name).replace(".", r"\.")
         return text.format(**dict.fromkeys(published.fields, r"\d+"))

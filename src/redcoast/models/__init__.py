@@ -24,6 +24,8 @@ from .dinov3 import Dinov3 as Dinov3
 from .dinov3 import Dinov3Config as Dinov3Config
 from .gemma import Gemma as Gemma
 from .gemma import GemmaConfig as GemmaConfig
+from .gemma4 import Gemma4 as Gemma4
+from .gemma4 import Gemma4Config as Gemma4Config
 from .glm4_moe import Glm4Moe as Glm4Moe
 from .glm4_moe import Glm4MoeConfig as Glm4MoeConfig
 from .gpt2 import GPT2 as GPT2
@@ -46,6 +48,8 @@ from .opt import OPT as OPT
 from .opt import OPTConfig as OPTConfig
 from .phi3 import Phi3 as Phi3
 from .phi3 import Phi3Config as Phi3Config
+from .qwen3_5 import Qwen3_5 as Qwen3_5
+from .qwen3_5 import Qwen3_5Config as Qwen3_5Config
 from .siglip import Siglip as Siglip
 from .siglip import SiglipConfig as SiglipConfig
 from .siglip import SiglipImageConfig as SiglipImageConfig
@@ -130,6 +134,8 @@ from .sizes import pythia_70m as pythia_70m
 from .sizes import pythia_160m as pythia_160m
 from .sizes import pythia_410m as pythia_410m
 from .sizes import qwen2_7b as qwen2_7b
+from .sizes import qwen3_5_9b as qwen3_5_9b
+from .sizes import qwen3_5_35b_a3b as qwen3_5_35b_a3b
 from .sizes import qwen3_8b as qwen3_8b
 from .sizes import qwen3_30b_a3b as qwen3_30b_a3b
 from .sizes import roberta_base as roberta_base

@@ -40,6 +40,18 @@ def rms_norm(x: Float[Array, "..."], scale: Float[Array, "..."], eps: float) -> 
     return norm(x, scale)
 
 
+def wide_rms_norm(
+    x: Float[Array, "..."], scale: Float[Array, " size"] | None, eps: float, *, offset: int = 0
+) -> Float[Array, "..."]:
+    """RMSNorm over the last dimension with the scale `offset + scale`, or without one. Products
+    with the scale are not rounded to a narrow dtype before."""
+    y = x.astype(wide(x.dtype))
+    y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
+    if scale is not None:
+        y = y * (offset + _along(scale.astype(y.dtype), x))
+    return y.astype(x.dtype)
+
+
 def layer_norm(
     x: Float[Array, "*rows width"],
     scale: Float[Array, " width"],
@@ -154,6 +166,15 @@ def initial_mlp(
     into = lambda key: normal(key, (*stack, c.width, c.hidden), fan_in=c.width)
     shape, scale = (*stack, c.hidden, c.width), output_scale(c.layers)
     return into(gate), into(up), normal(down, shape, fan_in=c.hidden, scale=scale)
+
+
+def initial_stacks(layers: int, key: PRNGKeyArray, most: int) -> Callable[..., Float[Array, "..."]]:
+    """Returns `make(fan_in, *shape, scale=1.0)`, which returns initial weights, stacked over the
+    layers, and can be called `most` times."""
+    keys = iter(jax.random.split(key, most))
+    return lambda fan_in, *shape, scale=1.0: normal(
+        next(keys), (layers, *shape), fan_in=fan_in, scale=scale
+    )
 
 
 def look_up(table: Any, ids: Integer[AnyArray, "#batch seq"]) -> Float[Array, "batch seq width"]:

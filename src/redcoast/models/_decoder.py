@@ -184,6 +184,12 @@ class RoutedDecoder(Decoder):
         loss = cross_entropy(model.unembed(hidden), targets, mask=mask)
         loss = loss + model.config.router_loss_weight * router_loss
         ```
+
+        **Raises:**
+
+        `ValueError` if the model has no experts, as some models of a family.
         """
+        if self.config.experts is None:
+            raise ValueError("This model has no experts, and so no loss of their routers.")
         x, _, (count, probability) = self._run_from_start(tokens, mask, segments, positions, key)
         return x, router_loss(count, probability, self.config.chosen)

@@ -28,6 +28,12 @@ def check_remat(remat: str) -> None:
         raise ValueError(f"`remat` must be 'none', 'dots' or 'full', but is {remat!r}.")
 
 
+def with_remat(fn: Callable[..., Any], remat: Remat, *, prevent_cse: bool) -> Callable[..., Any]:
+    """Returns the function, of which the backward pass computes again what `remat` says."""
+    policy = _POLICIES[remat]
+    return fn if policy is None else jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse)
+
+
 def scan_layers(
     layer_fn: Callable[..., tuple[Array, Any]],
     x: Float[Array, "..."],
@@ -58,7 +64,7 @@ def scan_layers(
 
     The residual stream and the cache after the last layer.
     """
-    if any(map(_is_by_layer, jax.tree.leaves(layers, is_leaf=_is_by_layer))):
+    if any(map(is_by_layer, jax.tree.leaves(layers, is_leaf=is_by_layer))):
         return _run_layers(layer_fn, x, layers, cache, key)
     count = jax.tree.leaves(layers)[0].shape[0]
     keys = None if key is None else jax.random.split(key, count)
@@ -76,9 +82,8 @@ def scan_layers(
         x = with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if fixed else x
         return layer_fn(x, cache, *inputs), None
 
-    if policy := _POLICIES[remat]:
-        # If an iteration has one layer, the compiler cannot undo rematerialisation by CSE.
-        body = jax.checkpoint(body, policy=policy, prevent_cse=together > 1)
+    # If an iteration has one layer, the compiler cannot undo rematerialisation by CSE.
+    body = with_remat(body, remat, prevent_cse=together > 1)
     inputs = (layers, jnp.arange(count), keys)
     (x, cache), _ = jax.lax.scan(body, (x, cache), inputs, unroll=together)
     return x, cache
@@ -91,15 +96,15 @@ def _run_layers(
     cache: PyTree,
     key: PRNGKeyArray | None,
 ) -> tuple[Float[Array, "..."], PyTree]:
-    stacks = jax.tree.leaves(layers, is_leaf=_is_by_layer)
-    count = next(len(stack.arrays) for stack in stacks if _is_by_layer(stack))
+    stacks = jax.tree.leaves(layers, is_leaf=is_by_layer)
+    count = next(len(stack.arrays) for stack in stacks if is_by_layer(stack))
     keys = [None] * count if key is None else jax.random.split(key, count)
     for i, own in enumerate(keys):
-        of = lambda stack, i=i: stack.arrays[i] if _is_by_layer(stack) else stack[i]
-        layer = jax.tree.map(of, layers, is_leaf=_is_by_layer)
+        of = lambda stack, i=i: stack.arrays[i] if is_by_layer(stack) else stack[i]
+        layer = jax.tree.map(of, layers, is_leaf=is_by_layer)
         x, cache = layer_fn(x, cache, layer, jnp.asarray(i, jnp.int32), own)
     return x, cache
 
 
-def _is_by_layer(x: Any) -> bool:
+def is_by_layer(x: Any) -> bool:
     return isinstance(x, ByLayer)

@@ -16,7 +16,7 @@ from equinox import AbstractVar
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._attention import Visible, as_array, real_tokens, wide
-from ._basic import activate_gated, initial_tables, look_up, normal, output_scale, rms_norm
+from ._basic import activate_gated, initial_tables, look_up, output_scale, rms_norm
 from ._by_layer import StackedLayers
 from ._cache import Cache
 from ._check_config import check_config
@@ -119,14 +119,6 @@ class SharedExpertsLayers(StackedLayers):
         into = lambda: make(c.width, c.width, size) if routed else None
         self.shared_gate, self.shared_up = into(), into()
         self.shared_down = make(size, size, c.width, scale=out) if routed else None
-
-
-def initial_stacks(layers: int, key: PRNGKeyArray) -> Make:
-    """Returns a function that returns initial weights, stacked over the layers."""
-    keys = iter(jax.random.split(key, 14))
-    return lambda fan_in, *shape, scale=1.0: normal(
-        next(keys), (layers, *shape), fan_in=fan_in, scale=scale
-    )
 
 
 class SharedExpertsDecoder(TableHead, Decoder):

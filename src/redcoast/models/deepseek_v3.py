@@ -10,17 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend
-from ._basic import output_scale, rms_norm
+from ._basic import initial_stacks, output_scale, rms_norm
 from ._cache import Cache, extend
 from ._check_config import check_config
 from ._einsum import LowRank, product
 from ._rotary import Yarn, rotate, rotate_pairs
-from ._shared_experts import (
-    SharedExpertsConfig,
-    SharedExpertsDecoder,
-    SharedExpertsLayers,
-    initial_stacks,
-)
+from ._shared_experts import SharedExpertsConfig, SharedExpertsDecoder, SharedExpertsLayers
 
 _LATENT_EPS = 1e-6  # of the norms of compressed queries, keys and values
 
@@ -104,7 +99,7 @@ class DeepseekV3Layers(SharedExpertsLayers):
     wo: Float[Array, "layers heads value_size width"]
 
     def __init__(self, config: DeepseekV3Config, layers: int, *, routed: bool, key: PRNGKeyArray):
-        c, make = config, initial_stacks(layers, key)
+        c, make = config, initial_stacks(layers, key, 14)
         self.kv_norm = jnp.ones((layers, c.kv_rank))
         self.q_down = None if c.q_rank is None else make(c.width, c.width, c.q_rank)
         self.q_norm = None if c.q_rank is None else jnp.ones((layers, c.q_rank))

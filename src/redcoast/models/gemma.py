@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend, attend_near, wide
-from ._basic import initial_attention, initial_mlp, initial_tables, look_up
+from ._basic import initial_attention, initial_mlp, initial_tables, look_up, wide_rms_norm
 from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_config, check_local
@@ -189,7 +189,4 @@ def _norm(x, scale, config):
     """RMSNorm with the scale `1 + scale`. Returns `x` unchanged if `scale` is None."""
     if scale is None:
         return x
-    y = x.astype(wide(x.dtype))
-    y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + config.norm_eps)
-    scale = 1 + scale.astype(y.dtype).reshape((1,) * (x.ndim - 1) + scale.shape)
-    return (y * scale).astype(x.dtype)
+    return wide_rms_norm(x, scale, config.norm_eps, offset=1)

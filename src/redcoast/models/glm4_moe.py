@@ -8,17 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend
-from ._basic import output_scale, rms_norm
+from ._basic import initial_stacks, output_scale, rms_norm
 from ._cache import extend
 from ._check_config import HeadSizes, check_heads, check_rotary_dim
 from ._einsum import keys_values, product, queries
 from ._rotary import rotate
-from ._shared_experts import (
-    SharedExpertsConfig,
-    SharedExpertsDecoder,
-    SharedExpertsLayers,
-    initial_stacks,
-)
+from ._shared_experts import SharedExpertsConfig, SharedExpertsDecoder, SharedExpertsLayers
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,7 @@ class Glm4MoeLayers(SharedExpertsLayers):
     k_norm: Float[Array, "layers head_dim"] | None
 
     def __init__(self, config: Glm4MoeConfig, layers: int, *, routed: bool, key: PRNGKeyArray):
-        c, make = config, initial_stacks(layers, key)
+        c, make = config, initial_stacks(layers, key, 14)
         q, kv = (c.heads, c.head_dim), (c.kv_heads, c.head_dim)
         self.wq, self.wk, self.wv = (make(c.width, c.width, *size) for size in (q, kv, kv))
         self.wo = make(c.heads * c.head_dim, *q, c.width, scale=output_scale(c.layers))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from ._attention import as_array, real_tokens, wide
 from ._basic import initial_tables, look_up, normal, output_scale, rms_norm
@@ -15,6 +15,7 @@ from ._check_config import check_config
 from ._decoder import DecoderConfig, TableHead
 from ._einsum import product
 from ._inputs import AnyArray, Mask
+from ._recurrent import convolve, decays_between, pad_to_chunks, states_of_layer, with_layer
 from ._scan_layers import scan_layers
 
 
@@ -237,24 +238,16 @@ class Mamba2(TableHead):
         x = x.astype(wide(dtype)) if c.wide_residual else x
 
         def layer_fn(x, cache, layer, index, key):
-            before = None if cache is None else _at(cache, index)
+            before = None if cache is None else states_of_layer(cache, index)
             y = rms_norm(x, layer.norm, c.norm_eps).astype(dtype)
             y, after = _mixer(layer, y, real, before, c)
             if cache is not None:
-                cache = jax.tree.map(lambda x, new: _put(x, new, index), cache, after)
+                cache = with_layer(cache, after, index)
             return x + y.astype(x.dtype), cache
 
         options = {"cache": cache, "remat": c.remat, "unroll": c.unroll}
         x, cache = scan_layers(layer_fn, x, self.layers, **options)
         return rms_norm(x, self.norm, c.norm_eps).astype(dtype), cache
-
-
-def _at(cache, index):
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, True), cache)
-
-
-def _put(x, new, index):
-    return jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), index, 0)
 
 
 def _mixer(layer, x, real, cache, config):
@@ -272,7 +265,7 @@ def _mixer(layer, x, real, cache, config):
     biases = (layer.conv_x_bias, layer.conv_b_bias, layer.conv_c_bias)
     ends = (c.inner, c.inner + small)
     past = (None,) * 3 if cache is None else jnp.split(cache.before[0], ends, axis=-1)
-    made = [_convolve(*each) for each in zip(parts, kernels, biases, past, strict=True)]
+    made = [convolve(*each) for each in zip(parts, kernels, biases, past, strict=True)]
     inputs, b, outputs = (y for y, _ in made)
     heads = inputs.reshape(*x.shape[:2], c.heads, c.head_size).astype(kind)
     b, outputs = (y.reshape(*x.shape[:2], c.groups, c.state).astype(kind) for y in (b, outputs))
@@ -283,16 +276,6 @@ def _mixer(layer, x, real, cache, config):
     y = _gated_norm(y.reshape(*x.shape[:2], -1), gate, layer.inner_norm, c).astype(x.dtype)
     before = jnp.concatenate([last for _, last in made], axis=-1)
     return product("bse,ed->bsd", y, layer.down), Mamba2Cache(state[None], before[None])
-
-
-def _convolve(x, kernel, bias, past):
-    """The convolution of each channel over the latest tokens, and SiLU; and the last inputs."""
-    taps, length = kernel.shape[0], x.shape[1]
-    if past is None:
-        past = jnp.zeros((x.shape[0], taps - 1, x.shape[2]), x.dtype)
-    x = jnp.concatenate([past, x], axis=1)
-    y = sum(x[:, tap : tap + length] * kernel[tap][None, None] for tap in range(taps))
-    return jax.nn.silu(y + bias[None, None]), x[:, length:]
 
 
 def _gated_norm(y, gate, scale, c):
@@ -322,14 +305,14 @@ def scan_states(
     batch, length, heads, size = x.shape
     groups = b.shape[2]
     chunk = min(chunk, length)
-    divide = lambda y, *shape: _pad(y, chunk).reshape(batch, -1, chunk, groups, *shape)
+    divide = lambda y, *shape: pad_to_chunks(y, chunk).reshape(batch, -1, chunk, groups, *shape)
     each = heads // groups
     x = divide(x * steps[..., None], each, size)
     # Logarithms of the decays from the start of a chunk: (batch, chunk, group, head, token).
     decays = jnp.moveaxis(divide(steps * rates[None, None], each), 2, -1)
     decays = jnp.cumsum(decays, axis=-1)
     b, c = divide(b, b.shape[3]), divide(c, c.shape[3])
-    between = jnp.exp(_differences(decays))
+    between = decays_between(decays)
     pairs = jnp.einsum("zklgn,zkmgn->zkglm", c, b)[:, :, :, None] * between
     within = jnp.einsum("zkgrlm,zkmgrp->zklgrp", pairs, x)
     left = jnp.moveaxis(jnp.exp(decays[..., -1:] - decays), -1, 2)
@@ -347,15 +330,3 @@ def scan_states(
     past = past * jnp.moveaxis(jnp.exp(decays), -1, 2)[..., None]
     y = (within + past).reshape(batch, -1, heads, size)[:, :length]
     return y, state.reshape(batch, heads, size, -1)
-
-
-def _pad(x: Array, chunk: int) -> Array:
-    missing = -x.shape[1] % chunk
-    return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2))) if missing else x
-
-
-def _differences(x: Float[Array, "*rows seq"]) -> Float[Array, "*rows seq seq"]:
-    """Returns `x[i] - x[j]` for each pair, and -inf where j is behind i."""
-    order: Bool[Array, "seq seq"] = jnp.tril(jnp.ones((x.shape[-1],) * 2, bool))
-    order = order.reshape((1,) * (x.ndim - 1) + order.shape)
-    return jnp.where(order, x[..., :, None] - x[..., None, :], -jnp.inf)

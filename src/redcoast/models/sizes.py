@@ -29,6 +29,7 @@ from .mixtral import Mixtral
 from .modernbert import ModernBert
 from .opt import OPT
 from .phi3 import Phi3
+from .qwen3_5 import Qwen3_5
 from .siglip import Siglip, SiglipImageConfig, SiglipTextConfig
 from .t5 import T5
 from .vit import ViT
@@ -57,6 +58,7 @@ _LLAMA1: dict[str, Any] = {"norm_eps": 1e-6, "bos": 1, "eos": (2,)}
 _LLAMA3: dict[str, Any] = {"rope_base": 5e5, "context": 8192, "bos": 128000, "eos": (128001,)}
 _GLM4: dict[str, Any] = {"kv_heads": 8, "head_size": 128, "rotary_dim": 64, "rope_base": 1e6}
 _GLM4 |= {"qkv_bias": True, "eos": (151329, 151336, 151338), "pad": 151329}
+_QWEN3_5: dict[str, Any] = {"head_size": 256, "rotary_dim": 64, "eos": (248044,)}
 _GPT2: dict[str, Any] = {"bos": 50256, "eos": (50256,)}
 _PYTHIA: dict[str, Any] = {"bos": 0, "eos": (0,)}
 _OPT: dict[str, Any] = {"pad": 1, "bos": 2, "eos": (2,)}
@@ -231,6 +233,9 @@ glm4_5 = _named(
     dense_layers=3, experts=160, route_scale=2.5, qk_norm=True, **_GLM4,
 )
 glm4_5_air = _named(Glm4Moe, 151552, 4096, 46, 96, 10944, 1408, **_GLM4)
+
+qwen3_5_9b = _named(Qwen3_5, 248320, 4096, 32, 16, 4, 12288, **_QWEN3_5)
+qwen3_5_35b_a3b = _named(Qwen3_5, 248320, 2048, 40, 16, 2, 512, experts=256, **_QWEN3_5)
 
 t5_small = _named(T5, 32128, 512, 6, 6, 8, 2048, **_T5)
 t5_base = _named(T5, 32128, 768, 12, 12, 12, 3072, **_T5)

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from ..core._pytree import join, leaf_paths, split
 from ..core._tracing import abstract_key
+from ._fused_experts import split_experts
 from ._generation import with_generation
 from ._lazy_tensor import Stored
 from ._match import Layout, layout_of, match, needed_shapes
@@ -54,7 +55,8 @@ def load(
     check_elements(arrays.values(), source.stored, path)
     layout = layout_of(config) if source.table is None else Layout(source.table)
     needed = needed_shapes(layout, arrays)
-    stored = match(layout, needed, source.stored, path, source.settings)
+    in_file = split_experts(source.stored, needed)
+    stored = match(layout, needed, in_file, path, source.settings)
     dtype = _common_dtype(stored) if dtype is None else dtype
     leaves, static = split(abstract)
     abstract = join([jax.ShapeDtypeStruct(x.shape, dtype) for x in leaves], static)

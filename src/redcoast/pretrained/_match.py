@@ -48,10 +48,11 @@ def layout_of(config: Any) -> Layout:
     """Returns the layout of a model of `redcoast.models`."""
     names = hf_names(config)
     duplicates = getattr(names, "duplicates", None)
+    unused = getattr(names, "unused", lambda config: ())(config)
     return Layout(
         names.tensors(config),
         getattr(names, "BASE_PREFIX", ""),
-        tuple(getattr(names, "BUFFERS", ())),
+        (*getattr(names, "BUFFERS", ()), *unused),
         duplicates(config) if duplicates else {},
         tuple(getattr(names, "ZEROS", ())),
         getattr(config, "tied", False),

@@ -17,6 +17,7 @@ from .hf import (
     dinov2,
     dinov3,
     gemma,
+    gemma4,
     glm4_moe,
     gpt2,
     gpt_neox,
@@ -28,6 +29,7 @@ from .hf import (
     modernbert,
     opt,
     phi3,
+    qwen3_5,
     siglip,
     t5,
     vit,
@@ -44,7 +46,7 @@ class Family:
     - `hf`: a module with `read(settings)`, which returns the fields of the configuration;
       `write(config)`, which returns the settings; and `tensors(config)`, which maps each array to
       its tensors. Some modules also have `duplicates`, `settle`, `example_inputs`, `module_name`,
-      `split_modules`, `computed`, `BASE_PREFIX`, `BUFFERS` or `ZEROS`.
+      `split_modules`, `computed`, `unused`, `BASE_PREFIX`, `BUFFERS` or `ZEROS`.
     - `types`: the values of `model_type` in a `config.json`.
     """
 
@@ -63,6 +65,7 @@ FAMILIES = (
     Family(models.Dinov2, models.Dinov2Config, dinov2, ("dinov2", "dinov2_with_registers")),
     Family(models.Dinov3, models.Dinov3Config, dinov3, ("dinov3_vit",)),
     Family(models.Gemma, models.GemmaConfig, gemma, ("gemma", "gemma2", "gemma3_text")),
+    Family(models.Gemma4, models.Gemma4Config, gemma4, ("gemma4_text",)),
     Family(models.Glm4Moe, models.Glm4MoeConfig, glm4_moe, ("glm4_moe",)),
     Family(models.GPT2, models.GPT2Config, gpt2, ("gpt2",)),
     Family(models.GPTNeoX, models.GPTNeoXConfig, gpt_neox, ("gpt_neox",)),
@@ -74,6 +77,7 @@ FAMILIES = (
     Family(models.ModernBert, models.ModernBertConfig, modernbert, ("modernbert",)),
     Family(models.OPT, models.OPTConfig, opt, ("opt",)),
     Family(models.Phi3, models.Phi3Config, phi3, ("phi3",)),
+    Family(models.Qwen3_5, models.Qwen3_5Config, qwen3_5, qwen3_5.KINDS),
     Family(models.Siglip, models.SiglipConfig, siglip, ("siglip",)),
     Family(models.T5, models.T5Config, t5, ("mt5", "t5")),
     Family(models.ViT, models.ViTConfig, vit, ("vit",)),

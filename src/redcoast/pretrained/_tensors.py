@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 Groups = tuple[tuple[str, ...], ...]
+# The end of a field that counts some of the layers.
+SOME_LAYERS = r"(\+\d+|:[\d,]+)}"
 
 
 @dataclass(frozen=True, init=False)
@@ -24,8 +26,9 @@ class Tensor:
     **Arguments:**
 
     - `name`: the names of the tensors. Each field in it, such as `{layer}`, is a leading dimension
-      of the leaf, in the same order. `{layer+1}` counts from 1, if the first layer has no such
-      tensor, and `{layer+0}` from 0, if the last layers have none.
+      of the leaf, in the same order. `{layer+1}` counts from 1, for layers of which the first has
+      no such tensor, and `{layer+0}` from 0, for layers of which the last ones have none.
+      `{layer:0,1,3}` lists the numbers of the layers, if there are others between them.
     - `pattern`: how the dimensions of one tensor become the remaining dimensions of the leaf, in
       the style of einops. Each dimension is a factor, or several factors in parentheses, slowest
       first; a number is a factor of that size. Every factor must be on both sides, except factors
@@ -44,6 +47,7 @@ class Tensor:
     fixed: tuple[tuple[str, int | tuple[int, int]], ...]
     fields: tuple[str, ...] = field(repr=False)
     starts: tuple[int, ...] = field(repr=False)
+    numbers: tuple[tuple[int, ...], ...] = field(repr=False)
     left: Groups = field(repr=False)
     right: Groups = field(repr=False)
 
@@ -52,11 +56,13 @@ class Tensor:
         put("name", name)
         put("pattern", pattern)
         put("fixed", tuple(fixed.items()))
-        fields = [f for _, f, _, _ in string.Formatter().parse(name) if f is not None]
+        parsed = [(f, spec) for _, f, spec, _ in string.Formatter().parse(name) if f is not None]
+        fields = [f for f, _ in parsed]
         starts = [re.fullmatch(r"(.*)\+(\d+)", f) for f in fields]
         found = [(m[1], int(m[2])) if m else (f, 0) for f, m in zip(fields, starts, strict=True)]
         put("fields", tuple(f for f, _ in found))
         put("starts", tuple(start for _, start in found))
+        put("numbers", tuple(tuple(map(int, re.findall(r"\d+", spec or ""))) for _, spec in parsed))
         sides = pattern.split("->")
         if len(sides) != 2:
             raise ValueError(f"{self} must have exactly one `->` between its two sides.")
@@ -169,8 +175,9 @@ def tensor_sizes(tensor: Tensor, sizes: dict[str, int]) -> dict[str, int]:
 
 def tensor_name(tensor: Tensor, index: tuple[int, ...]) -> str:
     """Returns the name of the tensor at an index of a leaf's leading dimensions."""
-    numbers = [i + start for i, start in zip(index, tensor.starts, strict=True)]
-    name = re.sub(r"\+\d+}", "}", tensor.name)
+    each = zip(index, tensor.starts, tensor.numbers, strict=True)
+    numbers = [listed[i] if listed else i + start for i, start, listed in each]
+    name = re.sub(SOME_LAYERS, "}", tensor.name)
     return name.format(**dict(zip(tensor.fields, numbers, strict=True)))
 
 

@@ -16,6 +16,7 @@ from ._quantised import QUANTISATION
 # The types of model that contain a language model, and its type if the file does not state it.
 WRAPPERS = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "idefics3": "llama",
     "internvl": "qwen2",
     "kimi_k25": "deepseek_v3",
@@ -26,7 +27,10 @@ WRAPPERS = {
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2",
     "qwen2_vl": "qwen2",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
     "smolvlm": "llama",
     "video_llava": "llama",
     "vipllava": "llama",
@@ -34,6 +38,7 @@ WRAPPERS = {
 }
 # Other names of the types of language models.
 _SAME = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+_SAME |= {"qwen3_vl_moe_text": "qwen3_moe"}
 _SIZE_NAMES = """
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads
@@ -41,10 +46,46 @@ _SIZE_NAMES = """
 # Files leave out sizes that are the defaults of `transformers`.
 _SIZES = {
     "gemma3_text": (262208, 2304, 9216, 26, 8, 4),
+    "gemma4_text": (262144, 2304, 9216, 30, 8, 4),
     "llama": (32000, 4096, 11008, 32, 32, 32),
     "mistral": (32000, 4096, 14336, 32, 32, 8),
     "qwen2": (151936, 4096, 22016, 32, 32, 32),
     "qwen3": (151936, 4096, 22016, 32, 32, 32),
+    "qwen3_5_text": (248320, 4096, 12288, 32, 16, 4),
+    "qwen3_5_moe_text": (248320, 2048, None, 40, 16, 2),
+}
+# Default values of a language model within another one, where they are not those of its type.
+_QWEN2_VL = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568}
+_QWEN2_VL |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+_QWEN2_VL |= {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "bos_token_id": 151643}
+_QWEN2_VL |= {"eos_token_id": 151645}
+_QWEN3_VL = {"rope_theta": 5e5, "max_position_embeddings": 128000}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": _QWEN2_VL,
+    "qwen2_vl": _QWEN2_VL,
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": {
+        **_QWEN3_VL,
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+    },
+    "voxtral": {
+        "vocab_size": 131072,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e8,
+        "max_position_embeddings": 131072,
+    },
 }
 # Settings that a file may have for the entire model and not again for its language model.
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", *QUANTISATION)
@@ -52,6 +93,7 @@ _TIED = "tie_word_embeddings"
 _HEAD = "lm_head."
 # The prefixes of a language model's tensors, and their prefixes in a separate language model.
 _PREFIXES = {
+    "language_model.model.blocks.": "model.layers.",  # as `transformers` writes Kimi-K2.5
     "language_model.model.": "model.",
     "language_model.lm_head.": _HEAD,
     "language_model.": "model.",
@@ -62,8 +104,8 @@ _PREFIXES = {
 
 
 def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of the language model; for other models, the settings unchanged."""
-    kind = settings.get("model_type")
+    """Returns the settings of the language model, or those of any other model as they are."""
+    kind = wrapper = settings.get("model_type")
     if not isinstance(kind, str) or kind not in WRAPPERS:
         return settings
     text = settings.get("text_config")
@@ -75,7 +117,7 @@ def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
     kind = _SAME.get(kind, kind)
     sizes = dict(zip(_SIZE_NAMES, _SIZES.get(kind, ()), strict=False))
     shared = {name: settings[name] for name in _SHARED if settings.get(name) is not None}
-    text = sizes | shared | text
+    text = sizes | _DEFAULTS.get(wrapper, {}) | shared | text
     if settings.get(_TIED) is not None:
         text[_TIED] = settings[_TIED]
     return text | {"model_type": kind, "architectures": None}

@@ -8,9 +8,8 @@ from ..core._errors import short_repr
 # Features that are not implemented, and the types that have them: one feature for each type.
 _FEATURES: dict[str, str] = {
     # Layers in place of attention.
-    "layers of Gated DeltaNet (linear attention)": """
-        lara_mini olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp
-        qwen4_exp_text""",
+    "layers of Gated DeltaNet (linear attention) in this form": """
+        lara_mini olmo_hybrid qwen3_next qwen4_exp qwen4_exp_text""",
     "layers of Kimi Delta Attention (linear attention)": "bailing_hybrid kimi_linear",
     "layers of lightning attention (linear attention)": "minimax",
     "layers of Mamba-1 (state spaces with a decay of each feature)": """
@@ -78,7 +77,7 @@ _FEATURES: dict[str, str] = {
     "a feed-forward network without a gate": "starcoder2",
     "an activation with learned numbers (xIELU)": "apertus apertus1p5_text",
     # Embeddings.
-    "embeddings for each layer": "gemma3n gemma3n_text gemma4 gemma4_text",
+    "embeddings for each layer beside several residual streams": "gemma3n gemma3n_text",
     "embeddings that are narrower than the layers": "albert electra rembert",
     "embeddings of tasks, languages, shapes or sounds": "ernie roc_bert xlm xmod",
     "embeddings of patches of bytes": "blt",
@@ -94,7 +93,7 @@ _FEATURES: dict[str, str] = {
     "encoder of images without one of texts": "siglip_vision_model",
     # Other inputs.
     "parts for images": """
-        emu3 fuyu git got_ocr2 mllama paligemma phi4_multimodal qwen3_vl_moe""",
+        emu3 fuyu git got_ocr2 mllama paligemma phi4_multimodal""",
     "parts for sounds": "moshi moss_transcribe_diarize musicgen musicgen_melody",
 }
 # Types with the same arithmetic as another type.

@@ -51,7 +51,7 @@ _QWEN: dict[str, Any] = {
     "written": lambda c: {"use_sliding_window": bool(c.window), "max_window_layers": 0},
 }
 _QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28, "use_sliding_window": False}
-_QWEN_DEFAULTS |= {"layer_types": None}
+_QWEN_DEFAULTS |= {"layer_types": None, "max_position_embeddings": 32768}
 _ALL_LAYERS = {"use_sliding_window": True, "max_window_layers": 0, "layer_types": None}
 
 
@@ -115,7 +115,8 @@ def _attention_alone(c: dict[str, Any]) -> dict[str, Any]:
 
 _GROWTH, _LENGTH = "llama_4_scaling_beta", "max_position_embeddings"
 _MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, _GROWTH: 0.1}
-_MINISTRAL_ROPE |= {"original_max_position_embeddings": 16384}
+_MINISTRAL_ROPE |= {"original_max_position_embeddings": 16384, "mscale": 1.0}
+_MINISTRAL_ROPE |= {"mscale_all_dim": 1.0}
 _GRANITE_FIELDS = {
     **TRANSFORMER_FIELDS,
     "embed_scale": ("embedding_multiplier", 1.0),

@@ -1,0 +1,49 @@
+"""What layers with a state share: convolutions over the latest tokens, chunks of a sequence, the
+decays between its tokens, and the states of one layer in a cache of all."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+
+def convolve(
+    x: Float[Array, "batch seq channels"],
+    kernel: Float[Array, "taps channels"],
+    bias: Float[Array, " channels"] | None,
+    past: Float[Array, "batch past channels"] | None,
+) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch past channels"]]:
+    """Returns the convolution of each channel over the latest tokens, and SiLU; and the last
+    inputs, which are the `past` of the tokens that follow. By default, the past is zero."""
+    taps, length = kernel.shape[0], x.shape[1]
+    if past is None:
+        past = jnp.zeros((x.shape[0], taps - 1, x.shape[2]), x.dtype)
+    x = jnp.concatenate([past, x], axis=1)
+    y = sum(x[:, tap : tap + length] * kernel[tap][None, None] for tap in range(taps))
+    return jax.nn.silu(y if bias is None else y + bias[None, None]), x[:, length:]
+
+
+def pad_to_chunks(x: Float[Array, "batch seq ..."], chunk: int) -> Float[Array, "batch more ..."]:
+    """Appends zeros up to a multiple of `chunk` tokens."""
+    missing = -x.shape[1] % chunk
+    return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2))) if missing else x
+
+
+def decays_between(decays: Float[Array, "*rows seq"]) -> Float[Array, "*rows seq seq"]:
+    """Returns `exp(decays[i] - decays[j])` for each pair of tokens, and 0 where j is behind i.
+
+    `decays` are the logarithms of the decays since a common start.
+    """
+    order: Bool[Array, "seq seq"] = jnp.tril(jnp.ones((decays.shape[-1],) * 2, bool))
+    order = order.reshape((1,) * (decays.ndim - 1) + order.shape)
+    return jnp.exp(jnp.where(order, decays[..., :, None] - decays[..., None, :], -jnp.inf))
+
+
+def states_of_layer(states: PyTree, index: Int[Array, ""]) -> PyTree:
+    """Returns the states of one layer, with a leading dimension of 1."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, True), states)
+
+
+def with_layer(states: PyTree, of_layer: PyTree, index: Int[Array, ""]) -> PyTree:
+    """Writes the states of one layer, which have a leading dimension of 1."""
+    put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), index, 0)
+    return jax.tree.map(put, states, of_layer)

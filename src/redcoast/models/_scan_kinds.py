@@ -1,0 +1,140 @@
+"""Scanning over layers of several kinds, whose arrays are stacked for each kind apart."""
+
+import functools as ft
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+
+from ..core._target import target
+from ._scan_layers import MOST_UNROLLED, Remat, is_by_layer, scan_layers, with_remat
+
+
+@dataclass(frozen=True)
+class RepeatedLayers:
+    """Consecutive layers whose kinds repeat.
+
+    - `pattern`: the kinds of one period.
+    - `repeats`: the number of periods.
+    - `before`: the kinds of all layers before them.
+    """
+
+    pattern: tuple[str, ...]
+    repeats: int
+    before: tuple[str, ...]
+
+    def fold(self, array: Array, first: int, each: int) -> Array:
+        """Returns the layers from `first` on, `each` in a period: `"repeats each ..."`."""
+        count = self.repeats * each
+        part = array if count == array.shape[0] else array[first : first + count]
+        return part.reshape(self.repeats, each, *array.shape[1:])
+
+
+def repeated_layers(kinds: Sequence[str]) -> list[RepeatedLayers]:
+    """Divides layers into parts, from the first on: each is the longest whose kinds repeat."""
+    parts, start = [], 0
+    while start < len(kinds):
+        period, repeats = 1, 1
+        for size in range(1, (len(kinds) - start) // 2 + 1):
+            count = _count_repeats(kinds[start:], size)
+            if count > 1 and size * count > period * repeats:
+                period, repeats = size, count
+        pattern = tuple(kinds[start : start + period])
+        parts.append(RepeatedLayers(pattern, repeats, tuple(kinds[:start])))
+        start += period * repeats
+    return parts
+
+
+def _count_repeats(kinds: Sequence[str], size: int) -> int:
+    """How often the first `size` kinds follow each other."""
+    count = 1
+    while kinds[count * size : (count + 1) * size] == kinds[:size]:
+        count += 1
+    return count
+
+
+def scan_kinds(
+    layer_fn: Callable[..., tuple[Array, Any]],
+    x: Float[Array, "..."],
+    stacks: Mapping[str, PyTree],
+    kinds: Sequence[str],
+    *,
+    inputs: PyTree = None,
+    cache: PyTree = None,
+    key: PRNGKeyArray | None = None,
+    remat: Remat = "none",
+    unroll: int | None = None,
+) -> tuple[Float[Array, "..."], PyTree]:
+    """Applies layers of several kinds one after the other to the residual stream.
+
+    Where the kinds repeat, one iteration of a loop runs the layers of a period.
+
+    **Arguments:**
+
+    - `layer_fn`: `layer_fn(kind, x, cache, layer, inputs, index, key)` returns the residual stream
+        and the cache after a layer. `layer` is one slice of the arrays of its kind, and `index` its
+        number among the layers of its kind.
+    - `x`: the residual stream.
+    - `stacks`: for each kind, a PyTree whose arrays are stacked over its layers along their first
+        dimension, or are `ByLayer`s.
+    - `kinds`: the kind of each layer.
+    - `inputs`: a PyTree whose arrays are stacked over all layers, or None.
+    - `cache`, `key`, `remat`, `unroll`: as for `scan_layers`.
+
+    **Returns:**
+
+    The residual stream and the cache after the last layer.
+    """
+    keys = None if key is None else jax.random.split(key, len(kinds))
+    if any(map(is_by_layer, jax.tree.leaves(dict(stacks), is_leaf=is_by_layer))):
+        return _run_each(layer_fn, x, stacks, kinds, (inputs, keys), cache)
+    if unroll is None:
+        few = len(kinds) <= MOST_UNROLLED and target().platform == "cpu"
+        unroll = len(kinds) if few else 1
+    for part in repeated_layers(kinds):
+        counts, before = Counter(part.pattern), Counter(part.before)
+        slices = {
+            kind: jax.tree.map(ft.partial(part.fold, first=before[kind], each=each), stacks[kind])
+            for kind, each in counts.items()
+        }
+        of_all = ft.partial(part.fold, first=len(part.before), each=len(part.pattern))
+        layers = slices, jax.tree.map(of_all, (inputs, keys))
+        run = ft.partial(_run_period, layer_fn, part, remat)
+        if part.repeats == 1:
+            first = jax.tree.map(lambda a: a[0], layers)
+            x, cache = run(x, cache, first, jnp.zeros((), jnp.int32), None)
+        else:
+            periods = max(1, unroll // len(part.pattern))
+            x, cache = scan_layers(run, x, layers, cache=cache, unroll=periods)
+    return x, cache
+
+
+def _run_period(layer_fn, part, remat, x, cache, layers, number, key):
+    """Runs the layers of the period with this number; a `layer_fn` of `scan_layers`."""
+    slices, of_all = layers
+    counts, before = Counter(part.pattern), Counter(part.before)
+    # A loop whose iteration has one layer keeps its backward pass apart.
+    prevent_cse = len(part.pattern) > 1 or part.repeats == 1
+    for position, kind in enumerate(part.pattern):
+        nth = part.pattern[:position].count(kind)
+        layer = jax.tree.map(lambda a, nth=nth: a[nth], slices[kind])
+        inputs, key = jax.tree.map(lambda a, position=position: a[position], of_all)
+        index = before[kind] + number * counts[kind] + nth
+        run = with_remat(ft.partial(layer_fn, kind), remat, prevent_cse=prevent_cse)
+        x, cache = run(x, cache, layer, inputs, index, key)
+    return x, cache
+
+
+def _run_each(layer_fn, x, stacks, kinds, of_all, cache):
+    """Runs layers whose arrays are apart, without a loop."""
+    for position, kind in enumerate(kinds):
+        nth = kinds[:position].count(kind)
+        of = lambda stack, nth=nth: stack.arrays[nth] if is_by_layer(stack) else stack[nth]
+        layer = jax.tree.map(of, stacks[kind], is_leaf=is_by_layer)
+        inputs, key = jax.tree.map(lambda a, position=position: a[position], of_all)
+        x, cache = layer_fn(kind, x, cache, layer, inputs, jnp.asarray(nth, jnp.int32), key)
+    return x, cache

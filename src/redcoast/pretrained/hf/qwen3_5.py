@@ -1,0 +1,168 @@
+"""The settings and tensors of Qwen3.5 in Hugging Face's format, with and without experts."""
+
+from typing import Any
+
+from ...models.qwen3_5 import Qwen3_5Config
+from .._settings import defaults_of, read_fields, read_settings, write_fields
+from .._tensors import Tensor
+from ._rope import read_rope_settings, rope_of, rotated_part, write_rope
+from ._tables import LLAMA_FIELDS, PROJ, TURNED, VECTOR, attention, llama_ends, tied_head
+
+BASE_PREFIX = "model."
+# The layers that predict further tokens.
+BUFFERS = (r"^mtp\.",)
+KINDS = ("qwen3_5_text", "qwen3_5_moe_text")
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_PART = "partial_rotary_factor"
+_FIELDS = {
+    **LLAMA_FIELDS,
+    "kv_heads": "num_key_value_heads",
+    "head_size": ("head_dim", 256),
+    "rope_base": ("rope_theta", 10000.0),
+    "key_heads": ("linear_num_key_heads", 16),
+    "value_heads": ("linear_num_value_heads", 32),
+    "key_size": ("linear_key_head_dim", 128),
+    "value_size": ("linear_value_head_dim", 128),
+    "taps": ("linear_conv_kernel_dim", 4),
+    "context": ("max_position_embeddings", 32768),
+}
+_ROUTED = _FIELDS | {
+    "hidden": ("moe_intermediate_size", 512),
+    "shared_hidden": ("shared_expert_intermediate_size", 512),
+    "experts": ("num_experts", 256),
+    "chosen": ("num_experts_per_tok", 8),
+    "router_loss_weight": ("router_aux_loss_coef", 0.001),
+}
+# Settings of the training loss, of the layers that predict further tokens, and of the precision of
+# the states, which is float32 here, too.
+_IGNORED = "output_router_logits mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype"
+
+
+def read(settings: dict[str, Any]) -> dict[str, Any]:
+    routed = settings.get("model_type") == KINDS[1]
+    fields = _ROUTED if routed else _FIELDS
+    defaults = {
+        **defaults_of(fields),
+        _PART: None,
+        "layer_types": None,
+        "full_attention_interval": 4,
+        "eos_token_id": None,
+        **dict.fromkeys(("rope_scaling", "rope_parameters")),
+    }
+    only = {
+        "model_type": KINDS,
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "attn_output_gate": (True,),
+        "norm_topk_prob": (True,),
+        "mlp_only_layers": ([], None),
+    }
+    # The sizes of a network and of experts stand in files of either kind.
+    ignored = (*_IGNORED.split(), *(["intermediate_size"] if routed else _unused()))
+    c = read_settings(settings, defaults, only, ignored)
+    rope = rope_of(c)
+    part = rope.pop(_PART, None) or c[_PART] or 0.25
+    size = c["head_dim"] or c["hidden_size"] // max(c["num_attention_heads"], 1)
+    scaled = read_rope_settings(c | {"rope_parameters": rope, "rope_scaling": None})
+    linear = {"linear": _linear(c), "rotary_dim": int(size * part)}
+    return read_fields(c, fields) | scaled | linear
+
+
+def _unused() -> list[str]:
+    """The settings of experts, of which a model without them has none."""
+    return [x[0] for name, x in _ROUTED.items() if name not in _FIELDS and name != "hidden"]
+
+
+def _linear(c: dict[str, Any]) -> tuple[bool, ...]:
+    """Reads which layers have Gated DeltaNet."""
+    every = c["full_attention_interval"]
+    kinds = c["layer_types"]
+    if kinds is None:
+        numbers = range(1, c["num_hidden_layers"] + 1)
+        kinds = [_LINEAR if number % every else _FULL for number in numbers]
+    if odd := {*kinds} - {_LINEAR, _FULL}:
+        raise ValueError(
+            f"`layer_types` has {sorted(odd)}, but only {[_LINEAR, _FULL]} are implemented."
+        )
+    return tuple(kind == _LINEAR for kind in kinds)
+
+
+def write(config: Qwen3_5Config) -> dict[str, Any]:
+    c, routed = config, config.experts is not None
+    settings = write_fields(c, _ROUTED if routed else _FIELDS)
+    del settings["rope_theta"]  # it is among `rope_parameters`
+    name = "Qwen3_5MoeForCausalLM" if routed else "Qwen3_5ForCausalLM"
+    settings |= {"architectures": [name], "model_type": KINDS[routed]}
+    settings |= {"hidden_act": "silu", "head_dim": c.head_dim}
+    settings |= {"layer_types": [_LINEAR if linear else _FULL for linear in c.linear]}
+    rope = write_rope(c.rope_scaling, c.context).get("rope_scaling", {"rope_type": "default"})
+    rope |= {"rope_theta": c.rope_base, _PART: rotated_part(c.rotated, c.head_dim)}
+    return settings | {"rope_parameters": rope}
+
+
+def tensors(config: Qwen3_5Config) -> dict[str, Tensor]:
+    """Maps each array to its published tensors."""
+    found = llama_ends(config)
+    for leaf, kind in (("linear/", True), ("attention/", False)):
+        numbers = [str(layer) for layer, linear in enumerate(config.linear) if linear == kind]
+        if numbers:
+            layer = f"model.layers.{{layer:{','.join(numbers)}}}."
+            mixer = _delta_net(config, layer) if kind else _attention(layer)
+            table = mixer | _rest(config, layer)
+            found |= {leaf + name: tensor for name, tensor in table.items()}
+    return found
+
+
+def _rest(c: Qwen3_5Config, layer: str) -> dict[str, Tensor]:
+    """The norms of a layer, and its network or experts."""
+    parts = ("gate", "up", "down")
+    found = {
+        "mixer_norm": Tensor(layer + "input_layernorm.weight", VECTOR),
+        "mlp_norm": Tensor(layer + "post_attention_layernorm.weight", VECTOR),
+    }
+    mlp = layer + "mlp."
+    if c.experts is None:
+        return found | {x: Tensor(f"{mlp}{x}_proj.weight", TURNED) for x in parts}
+    found["router"] = Tensor(mlp + "gate.weight", TURNED)
+    found["shared_router"] = Tensor(mlp + "shared_expert_gate.weight", "1 width -> width")
+    for x in parts:
+        found[x] = Tensor(f"{mlp}experts.{{expert}}.{x}_proj.weight", TURNED)
+        found[f"shared_{x}"] = Tensor(f"{mlp}shared_expert.{x}_proj.weight", TURNED)
+    return found
+
+
+def _attention(layer: str) -> dict[str, Tensor]:
+    name = layer + "self_attn."
+    found = attention("", name, {letter: PROJ[letter] for letter in "kvo"})
+    both = "(heads part head_dim) width -> width heads head_dim"
+    for index, leaf in enumerate(("wq", "wz")):  # a head's queries, and the gate of its outputs
+        found[leaf] = Tensor(name + "q_proj.weight", both, part=(index, 2))
+    for letter in "qk":
+        weight = f"{name}{letter}_norm.weight"
+        found[f"{letter}_norm"] = Tensor(weight, "head_dim -> head_dim")
+    return found
+
+
+def _delta_net(c: Qwen3_5Config, layer: str) -> dict[str, Tensor]:
+    name = layer + "linear_attn."
+    found = {
+        "wz": Tensor(name + "in_proj_z.weight", TURNED),
+        "wo": Tensor(name + "out_proj.weight", TURNED),
+        "strength": Tensor(name + "in_proj_b.weight", TURNED),
+        "steps": Tensor(name + "in_proj_a.weight", TURNED),
+        "steps_bias": Tensor(name + "dt_bias", "heads -> heads"),
+        "log_decay": Tensor(name + "A_log", "heads -> heads"),
+        "out_norm": Tensor(name + "norm.weight", "size -> size"),
+    }
+    start, total = 0, 2 * c.keys + c.values
+    kernel = "outputs 1 taps -> taps outputs"
+    for letter, size in {"q": c.keys, "k": c.keys, "v": c.values}.items():
+        at = (start, total)
+        found[f"w{letter}"] = Tensor(name + "in_proj_qkv.weight", TURNED, outputs=at)
+        found[f"conv_{letter}"] = Tensor(name + "conv1d.weight", kernel, outputs=at)
+        start += size
+    return found
+
+
+duplicates = tied_head("model.embed_tokens.weight")

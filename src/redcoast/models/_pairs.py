@@ -1,12 +1,20 @@
 """The common parts of CLIP and SigLIP, which compare images with texts."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from equinox import AbstractVar
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._attention import wide
-from ._check_config import HeadSizes, check_config, check_heads
+from ._attention import AllReal, Real, Visible, full_view, real_tokens, wide
+from ._basic import look_up, small_normal
+from ._check_config import HeadSizes, check_config, check_heads, check_length
+from ._dropout import split_key
+from ._encoder import EncoderLayers, pre_norm_layers
+from ._inputs import AnyArray, Mask
 from ._patches import embed_patches
 from ._scan_layers import Remat
 
@@ -37,6 +45,128 @@ class PairImageConfig(HeadSizes):
             raise ValueError(
                 f"`image` must be at least `patch`, but {self.image} is less than {self.patch}."
             )
+
+
+@dataclass(frozen=True)
+class PairTextConfig(HeadSizes):
+    """The configuration of a text encoder, whose fields `SiglipTextConfig` describes."""
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    positions: int = 64
+    activation: str = "gelu_pytorch_tanh"
+    norm_eps: int | float = 1e-6
+    attention_dropout: int | float = 0.0
+    remat: Remat = "none"
+    unroll: int | None = None
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    pad: int | None = None
+
+    dropout = 0.0  # of the residual stream
+
+    def __post_init__(self):
+        check_config(self, "positions")
+        check_heads(self)
+
+
+class PairEncoder(eqx.Module):
+    """The positions, the layers and the final norm of an encoder. A family adds its inputs and its
+    outputs."""
+
+    position_embed: Float[Array, "positions width"]
+    layers: EncoderLayers
+    norm: Float[Array, " width"]
+    norm_shift: Float[Array, " width"]
+
+    def __init__(self, config: Any, positions: int, *, key: PRNGKeyArray, of_layers: PRNGKeyArray):
+        self.position_embed = small_normal(key, (positions, config.width))
+        self.layers = EncoderLayers(config, key=of_layers)
+        self.norm, self.norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
+
+
+class ImageTextPair(eqx.Module):
+    """An encoder of images and one of texts, whose outputs are compared by their angles."""
+
+    image: AbstractVar[Any]
+    text: AbstractVar[Any]
+    logit_scale: AbstractVar[Float[Array, "1"]]
+    config: AbstractVar[Any]
+
+    @abstractmethod
+    def _embed_images(
+        self, pixels: Float[Array, "images channels height width"]
+    ) -> Float[Array, "images positions features"]:
+        """Returns the inputs of the layers of the image encoder."""
+
+    @abstractmethod
+    def _see(self, real: Real) -> Visible:
+        """Returns which tokens each token of a text sees."""
+
+    @abstractmethod
+    def _image_outputs(
+        self, hidden: Float[Array, "images positions width"]
+    ) -> Float[Array, "images outputs"]:
+        """Returns the outputs of images, of which these are the hidden states."""
+
+    @abstractmethod
+    def _text_outputs(
+        self, hidden: Float[Array, "texts seq width"], tokens: Integer[AnyArray, "texts seq"]
+    ) -> Float[Array, "texts outputs"]:
+        """Returns the outputs of texts, of which these are the hidden states."""
+
+    def encode_images(
+        self,
+        pixels: Float[Array, "images channels height width"],
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "images outputs"]:
+        """Returns the outputs for images, before they are normalised."""
+        return self._image_outputs(self.hidden_of_images(pixels, key=key))
+
+    def encode_texts(
+        self,
+        tokens: Integer[AnyArray, "texts seq"],
+        *,
+        mask: Mask | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "texts outputs"]:
+        """Returns the outputs for texts, before they are normalised."""
+        return self._text_outputs(self.hidden_of_texts(tokens, mask=mask, key=key), tokens)
+
+    def hidden_of_images(
+        self,
+        pixels: Float[Array, "images channels height width"],
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "images positions features"]:
+        """Returns the hidden states of the class token, if there is one, and of the patches, row by
+        row, after the final norm."""
+        x = self._embed_images(pixels)
+        visible = full_view(AllReal(x.shape[1]))
+        return pre_norm_layers(self.image, x, visible, self.config.image, key)
+
+    def hidden_of_texts(
+        self,
+        tokens: Integer[AnyArray, "texts seq"],
+        *,
+        mask: Mask | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "texts seq width"]:
+        """Returns the hidden states of tokens after the final norm."""
+        c, part = self.config.text, self.text
+        check_length(c, tokens.shape[1])
+        x = look_up(part.embed, tokens) + part.position_embed[None, : tokens.shape[1]]
+        return pre_norm_layers(part, x, self._see(real_tokens(tokens.shape, mask)), c, key)
+
+    def _scaled_cosines(self, pixels, tokens, mask, key):
+        image_key, text_key = split_key(key, 2)
+        images = of_length_one(self.encode_images(pixels, key=image_key))
+        texts = of_length_one(self.encode_texts(tokens, mask=mask, key=text_key))
+        return jnp.einsum("id,td->it", images, texts) * jnp.exp(self.logit_scale)[None]
 
 
 def embed_square(

@@ -7,15 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._attention import AllReal, causal_view, full_view, real_tokens
-from ._basic import layer_norm, look_up, small_normal
-from ._check_config import HeadSizes, check_config, check_heads, check_length
-from ._dropout import split_key
+from ._attention import causal_view
+from ._basic import layer_norm, small_normal
 from ._einsum import product
-from ._encoder import EncoderLayers, pre_norm_layers
 from ._inputs import AnyArray, Mask
-from ._pairs import PairImageConfig, embed_square, of_length_one
-from ._scan_layers import Remat
+from ._pairs import ImageTextPair, PairEncoder, PairImageConfig, PairTextConfig, embed_square
 
 # The oldest files have this id in place of `eos`. The output of a text is then the output of the
 # token with the largest id.
@@ -41,7 +37,7 @@ class ClipImageConfig(PairImageConfig):
 
 
 @dataclass(frozen=True)
-class ClipTextConfig(HeadSizes):
+class ClipTextConfig(PairTextConfig):
     """The configuration of the text encoder of a `Clip`.
 
     **Arguments:**
@@ -59,26 +55,13 @@ class ClipTextConfig(HeadSizes):
     an integer.
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    hidden: int
     positions: int = 77
     activation: str = "quick_gelu"
     norm_eps: int | float = 1e-5
-    attention_dropout: int | float = 0.0
-    remat: Remat = "none"
-    unroll: int | None = None
     eos: tuple[int, ...] = (49407,)
-    bos: int | None = None
-    pad: int | None = None
-
-    dropout = 0.0  # of the residual stream
 
     def __post_init__(self):
-        check_config(self, "positions")
-        check_heads(self)
+        super().__post_init__()
         if len(self.eos) != 1:
             raise ValueError(
                 f"`eos` must be one token, whose output represents a text, but is {self.eos}."
@@ -108,17 +91,13 @@ class ClipConfig:
             raise ValueError(f"`outputs` must be at least 1, but is {self.outputs}.")
 
 
-class ClipImageEncoder(eqx.Module):
-    """The image encoder of a `Clip`. Its first position is the class token."""
+class ClipImageEncoder(PairEncoder):
+    """The image encoder of a `Clip`. Its first position is that of the class token."""
 
     patch_embed: Float[Array, "channels rows columns width"]
     class_embed: Float[Array, " width"]
-    position_embed: Float[Array, "positions width"]
     first_norm: Float[Array, " width"]
     first_norm_shift: Float[Array, " width"]
-    layers: EncoderLayers
-    norm: Float[Array, " width"]
-    norm_shift: Float[Array, " width"]
     head: Float[Array, "width outputs"]
 
     def __init__(self, config: ClipImageConfig, outputs: int, *, key: PRNGKeyArray):
@@ -126,34 +105,26 @@ class ClipImageEncoder(eqx.Module):
         patch, first, positions, layers, head = jax.random.split(key, 5)
         self.patch_embed = small_normal(patch, (c.channels, c.patch, c.patch, c.width))
         self.class_embed = small_normal(first, (c.width,))
-        self.position_embed = small_normal(positions, ((c.image // c.patch) ** 2 + 1, c.width))
         self.first_norm, self.first_norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
-        self.layers = EncoderLayers(c, key=layers)
-        self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
         self.head = small_normal(head, (c.width, outputs))
+        super().__init__(c, (c.image // c.patch) ** 2 + 1, key=positions, of_layers=layers)
 
 
-class ClipTextEncoder(eqx.Module):
+class ClipTextEncoder(PairEncoder):
     """The text encoder of a `Clip`."""
 
     embed: Float[Array, "vocab width"]
-    position_embed: Float[Array, "positions width"]
-    layers: EncoderLayers
-    norm: Float[Array, " width"]
-    norm_shift: Float[Array, " width"]
     head: Float[Array, "width outputs"]
 
     def __init__(self, config: ClipTextConfig, outputs: int, *, key: PRNGKeyArray):
         c = config
         embed, positions, layers, head = jax.random.split(key, 4)
         self.embed = small_normal(embed, (c.vocab, c.width))
-        self.position_embed = small_normal(positions, (c.positions, c.width))
-        self.layers = EncoderLayers(c, key=layers)
-        self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
         self.head = small_normal(head, (c.width, outputs))
+        super().__init__(c, c.positions, key=positions, of_layers=layers)
 
 
-class Clip(eqx.Module):
+class Clip(ImageTextPair):
     """CLIP (Radford et al., 2021, <https://arxiv.org/abs/2103.00020>).
 
     ```python
@@ -204,61 +175,24 @@ class Clip(eqx.Module):
         `ValueError` if the images do not have the size of the configuration, or if a text is longer
         than its positions.
         """
-        image_key, text_key = split_key(key, 2)
-        images = of_length_one(self.encode_images(pixels, key=image_key))
-        texts = of_length_one(self.encode_texts(tokens, mask=mask, key=text_key))
-        return jnp.einsum("id,td->it", images, texts) * jnp.exp(self.logit_scale)[None]
+        return self._scaled_cosines(pixels, tokens, mask, key)
 
-    def encode_images(
-        self,
-        pixels: Float[Array, "images channels height width"],
-        *,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "images outputs"]:
-        """Returns the outputs for images, before they are normalised."""
-        x = self.hidden_of_images(pixels, key=key)[:, 0]
-        return product("bd,do->bo", x, self.image.head)
+    def _embed_images(self, pixels):
+        c, part = self.config.image, self.image
+        x = embed_square(c, pixels, part.patch_embed, None)
+        first = jnp.broadcast_to(part.class_embed[None, None], (x.shape[0], 1, x.shape[2]))
+        x = jnp.concatenate([first, x], axis=1) + part.position_embed[None]
+        return layer_norm(x, part.first_norm, part.first_norm_shift, c.norm_eps)
 
-    def encode_texts(
-        self,
-        tokens: Integer[AnyArray, "texts seq"],
-        *,
-        mask: Mask | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "texts outputs"]:
-        """Returns the outputs for texts, before they are normalised."""
-        hidden = self.hidden_of_texts(tokens, mask=mask, key=key)
+    def _see(self, real):
+        return causal_view(real)
+
+    def _image_outputs(self, hidden):
+        return product("bd,do->bo", hidden[:, 0], self.image.head)
+
+    def _text_outputs(self, hidden, tokens):
         eos = self.config.text.eos[0]
         ends = jnp.asarray(tokens) if eos == _OLD_END else jnp.asarray(tokens) == eos
         last = jnp.argmax(ends, axis=1)
         x = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
         return product("bd,do->bo", x, self.text.head)
-
-    def hidden_of_images(
-        self,
-        pixels: Float[Array, "images channels height width"],
-        *,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "images positions features"]:
-        """Returns the hidden states of the class token and of the patches, row by row, after the
-        final norm."""
-        c, part = self.config.image, self.image
-        x = embed_square(c, pixels, part.patch_embed, None)
-        first = jnp.broadcast_to(part.class_embed[None, None], (x.shape[0], 1, x.shape[2]))
-        x = jnp.concatenate([first, x], axis=1) + part.position_embed[None]
-        x = layer_norm(x, part.first_norm, part.first_norm_shift, c.norm_eps)
-        return pre_norm_layers(part, x, full_view(AllReal(x.shape[1])), c, key)
-
-    def hidden_of_texts(
-        self,
-        tokens: Integer[AnyArray, "texts seq"],
-        *,
-        mask: Mask | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "texts seq width"]:
-        """Returns the hidden states of tokens after the final norm."""
-        c, part = self.config.text, self.text
-        check_length(c, tokens.shape[1])
-        x = look_up(part.embed, tokens) + part.position_embed[None, : tokens.shape[1]]
-        visible = causal_view(real_tokens(tokens.shape, mask))
-        return pre_norm_layers(part, x, visible, c, key)

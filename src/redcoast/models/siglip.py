@@ -1,22 +1,18 @@
 """SigLIP: an image encoder and a text encoder, whose outputs are compared."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._attention import AllReal, attend, full_view, real_tokens
-from ._basic import layer_norm, look_up, small_normal
-from ._check_config import HeadSizes, check_config, check_heads, check_length
-from ._dropout import split_key
+from ._attention import attend, full_view
+from ._basic import layer_norm, small_normal
 from ._einsum import feed_forward, product
-from ._encoder import EncoderLayers, pre_norm_layers
 from ._heads import Linear
 from ._inputs import AnyArray, Mask
-from ._pairs import PairImageConfig, embed_square, of_length_one
-from ._scan_layers import Remat
+from ._pairs import ImageTextPair, PairEncoder, PairImageConfig, PairTextConfig, embed_square
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class SiglipImageConfig(PairImageConfig):
 
 
 @dataclass(frozen=True)
-class SiglipTextConfig(HeadSizes):
+class SiglipTextConfig(PairTextConfig):
     """The configuration of the text encoder of a `Siglip`.
 
     **Arguments:**
@@ -67,27 +63,11 @@ class SiglipTextConfig(HeadSizes):
     an integer.
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    hidden: int
-    positions: int = 64
+    _: KW_ONLY
     outputs: int | None = None
-    activation: str = "gelu_pytorch_tanh"
-    norm_eps: int | float = 1e-6
-    attention_dropout: int | float = 0.0
-    remat: Remat = "none"
-    unroll: int | None = None
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
-
-    dropout = 0.0  # of the residual stream
 
     def __post_init__(self):
-        check_config(self, "positions")
-        check_heads(self)
+        super().__post_init__()
         if self.outputs == self.width:
             object.__setattr__(self, "outputs", None)
 
@@ -160,15 +140,11 @@ class SiglipPoolerAttention(eqx.Module):
         self.bo = jnp.zeros(c.width)
 
 
-class SiglipImageEncoder(eqx.Module):
+class SiglipImageEncoder(PairEncoder):
     """The image encoder of a `Siglip`."""
 
     patch_embed: Float[Array, "channels rows columns width"]
     patch_bias: Float[Array, " width"]
-    position_embed: Float[Array, "patches width"]
-    layers: EncoderLayers
-    norm: Float[Array, " width"]
-    norm_shift: Float[Array, " width"]
     pooler: SiglipPooler
 
     def __init__(self, config: SiglipImageConfig, *, key: PRNGKeyArray):
@@ -176,33 +152,25 @@ class SiglipImageEncoder(eqx.Module):
         patch, positions, layers, pooler = jax.random.split(key, 4)
         self.patch_embed = small_normal(patch, (c.channels, c.patch, c.patch, c.width))
         self.patch_bias = jnp.zeros(c.width)
-        self.position_embed = small_normal(positions, ((c.image // c.patch) ** 2, c.width))
-        self.layers = EncoderLayers(c, key=layers)
-        self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
         self.pooler = SiglipPooler(c, key=pooler)
+        super().__init__(c, (c.image // c.patch) ** 2, key=positions, of_layers=layers)
 
 
-class SiglipTextEncoder(eqx.Module):
+class SiglipTextEncoder(PairEncoder):
     """The text encoder of a `Siglip`."""
 
     embed: Float[Array, "vocab width"]
-    position_embed: Float[Array, "positions width"]
-    layers: EncoderLayers
-    norm: Float[Array, " width"]
-    norm_shift: Float[Array, " width"]
     head: Linear
 
     def __init__(self, config: SiglipTextConfig, *, key: PRNGKeyArray):
         c = config
         embed, positions, layers, head = jax.random.split(key, 4)
         self.embed = small_normal(embed, (c.vocab, c.width))
-        self.position_embed = small_normal(positions, (c.positions, c.width))
-        self.layers = EncoderLayers(c, key=layers)
-        self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
         self.head = Linear(c.width, c.outputs or c.width, key=head)
+        super().__init__(c, c.positions, key=positions, of_layers=layers)
 
 
-class Siglip(eqx.Module):
+class Siglip(ImageTextPair):
     """SigLIP (Zhai et al., 2023, <https://arxiv.org/abs/2303.15343>).
 
     ```python
@@ -256,57 +224,21 @@ class Siglip(eqx.Module):
         `ValueError` if the images do not have the size of the configuration, or if a text is longer
         than its positions.
         """
-        image_key, text_key = split_key(key, 2)
-        images = of_length_one(self.encode_images(pixels, key=image_key))
-        texts = of_length_one(self.encode_texts(tokens, mask=mask, key=text_key))
-        scale, bias = jnp.exp(self.logit_scale)[None], self.logit_bias[None]
-        return jnp.einsum("id,td->it", images, texts) * scale + bias
+        return self._scaled_cosines(pixels, tokens, mask, key) + self.logit_bias[None]
 
-    def encode_images(
-        self,
-        pixels: Float[Array, "images channels height width"],
-        *,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "images outputs"]:
-        """Returns the outputs for images, before they are normalised."""
-        return self.pool(self.hidden_of_images(pixels, key=key))
+    def _embed_images(self, pixels):
+        part = self.image
+        x = embed_square(self.config.image, pixels, part.patch_embed, part.patch_bias)
+        return x + part.position_embed[None]
 
-    def encode_texts(
-        self,
-        tokens: Integer[AnyArray, "texts seq"],
-        *,
-        mask: Mask | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "texts outputs"]:
-        """Returns the outputs for texts, before they are normalised."""
-        return self.text.head(self.hidden_of_texts(tokens, mask=mask, key=key)[:, -1])
+    def _see(self, real):
+        return full_view(real)
 
-    def hidden_of_images(
-        self,
-        pixels: Float[Array, "images channels height width"],
-        *,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "images patches features"]:
-        """Returns the hidden states of the patches after the final norm, row by row."""
-        c, part = self.config.image, self.image
-        x = embed_square(c, pixels, part.patch_embed, part.patch_bias)
-        x = x + part.position_embed[None]
-        visible = full_view(AllReal(x.shape[1]))
-        return pre_norm_layers(part, x, visible, c, key)
+    def _image_outputs(self, hidden):
+        return self.pool(hidden)
 
-    def hidden_of_texts(
-        self,
-        tokens: Integer[AnyArray, "texts seq"],
-        *,
-        mask: Mask | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "texts seq width"]:
-        """Returns the hidden states of tokens after the final norm."""
-        c, part = self.config.text, self.text
-        check_length(c, tokens.shape[1])
-        x = look_up(part.embed, tokens) + part.position_embed[None, : tokens.shape[1]]
-        visible = full_view(real_tokens(tokens.shape, mask))
-        return pre_norm_layers(part, x, visible, c, key)
+    def _text_outputs(self, hidden, tokens):
+        return self.text.head(hidden[:, -1])
 
     def pool(self, hidden: Float[Array, "images patches width"]) -> Float[Array, "images width"]:
         """Returns the outputs for images, given the hidden states of their patches."""

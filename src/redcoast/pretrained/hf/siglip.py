@@ -2,18 +2,24 @@
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from ...models.siglip import SiglipConfig, SiglipImageConfig, SiglipTextConfig
-from .._settings import REQUIRED, defaults_of, read_fields, read_settings, write_fields
+from .._settings import REQUIRED, read_settings, write_fields
 from .._tensors import Tensor
-from ._labels import image_inputs, read_architecture, read_side
-from ._tables import EMBED, OUT_PROJ, attention, dense, linear, norm, patches
+from ._labels import read_architecture
+from ._pairs import (
+    BUFFERS,
+    IMAGE,
+    OF_IMAGES,
+    OF_TEXTS,
+    TEXT,
+    example_inputs,
+    pair_tensors,
+    read_encoder,
+)
+from ._tables import attention, dense, linear, norm, patches
 
-BUFFERS = (r"\.embeddings\.position_ids$",)
+__all__ = ["BUFFERS", "example_inputs", "read", "tensors", "write"]
 
-# Published files often only have settings that differ from the base size.
 _BOTH: dict[str, Any] = {
     "width": ("hidden_size", 768),
     "layers": ("num_hidden_layers", 12),
@@ -25,17 +31,15 @@ _BOTH: dict[str, Any] = {
 }
 _IMAGE = {
     **_BOTH,
-    "image": ("image_size", 224),
+    **OF_IMAGES,
     "patch": ("patch_size", 16),
-    "channels": ("num_channels", 3),
 }
 _TEXT = {
     **_BOTH,
     "vocab": ("vocab_size", 32000),
     "positions": ("max_position_embeddings", 64),
     "outputs": ("projection_size", None),
-    "bos": ("bos_token_id", 49406),
-    "pad": ("pad_token_id", 1),
+    **OF_TEXTS,
 }
 
 
@@ -48,21 +52,11 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         ("tie_word_embeddings",),
     )
     read_architecture(settings, {"SiglipModel": None}, "SiglipModel")
-    image = read_settings(
-        c["vision_config"] or {},
-        defaults_of(_IMAGE),
-        {"model_type": ("siglip_vision_model",), "vision_use_head": (True,)},
-    )
-    for name in ("image_size", "patch_size"):
-        image[name] = read_side(image[name], name)
-    text = read_settings(
-        c["text_config"] or {},
-        defaults_of(_TEXT) | {"eos_token_id": 49407},
-        {"model_type": ("siglip_text_model",)},
-    )
+    image_kind = {"model_type": ("siglip_vision_model",), "vision_use_head": (True,)}
+    text_kind = {"model_type": ("siglip_text_model",)}
     return {
-        "image": SiglipImageConfig(**read_fields(image, _IMAGE)),
-        "text": SiglipTextConfig(**read_fields(text, _TEXT)),
+        "image": SiglipImageConfig(**read_encoder(c["vision_config"], _IMAGE, image_kind)),
+        "text": SiglipTextConfig(**read_encoder(c["text_config"], _TEXT, text_kind)),
     }
 
 
@@ -79,33 +73,13 @@ def write(config: SiglipConfig) -> dict[str, Any]:
 
 def tensors(config: SiglipConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors. Q, K and V of the pooler are in one."""
-    image, text, kept = "vision_model.", "text_model.", "rows width -> rows width"
-    positions = "embeddings.position_embedding.weight"
     return {
-        **patches("image/", image + "embeddings.patch_embedding"),
-        "image/position_embed": Tensor(image + positions, kept),
-        **encoder_layers("image/layers/", image, config.image.heads),
-        **norm("image/norm", image + "post_layernorm"),
-        **_pooler("image/pooler/", image + "head.", config.image.heads),
-        "text/embed": Tensor(text + "embeddings.token_embedding.weight", EMBED),
-        "text/position_embed": Tensor(text + positions, kept),
-        **encoder_layers("text/layers/", text, config.text.heads),
-        **norm("text/norm", text + "final_layer_norm"),
-        **linear("text/head", text + "head"),
+        **pair_tensors(config),
+        **patches("image/", IMAGE + "embeddings.patch_embedding"),
+        **_pooler("image/pooler/", IMAGE + "head.", config.image.heads),
+        **linear("text/head", TEXT + "head"),
         "logit_scale": Tensor("logit_scale", "1 -> 1"),
         "logit_bias": Tensor("logit_bias", "1 -> 1"),
-    }
-
-
-def encoder_layers(leaf: str, part: str, heads: int) -> dict[str, Tensor]:
-    """Returns the layers of either encoder."""
-    layer = part + "encoder.layers.{layer}."
-    return {
-        **norm(leaf + "attention_norm", layer + "layer_norm1"),
-        **attention(leaf, layer + "self_attn.", OUT_PROJ, biases="qkvo", heads=heads),
-        **norm(leaf + "mlp_norm", layer + "layer_norm2"),
-        **dense(leaf + "up", layer + "mlp.fc1"),
-        **dense(leaf + "down", layer + "mlp.fc2"),
     }
 
 
@@ -126,9 +100,3 @@ def _pooler(leaf: str, name: str, heads: int) -> dict[str, Tensor]:
         part = "(part heads head_dim) -> heads head_dim"
         found[f"{leaf}attention/b{letter}"] = Tensor(bias, part, **fixed)
     return found
-
-
-def example_inputs(config: SiglipConfig, rows: int) -> tuple[Any, ...]:
-    """Returns abstract inputs for planning."""
-    tokens = jax.ShapeDtypeStruct((rows, config.text.positions), jnp.int32)
-    return (*image_inputs(config.image, rows), tokens)

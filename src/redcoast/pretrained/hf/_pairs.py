@@ -1,0 +1,66 @@
+"""The settings and the tensors that CLIP and SigLIP share in Hugging Face's format: those of an
+encoder of images and one of texts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._settings import defaults_of, read_fields, read_settings
+from .._tensors import Tensor
+from ._labels import image_inputs, read_side
+from ._tables import EMBED, OUT_PROJ, attention, dense, norm
+
+BUFFERS = (r"\.embeddings\.position_ids$",)
+IMAGE, TEXT = "vision_model.", "text_model."
+# The size of a photograph, and the tokens that begin a text and pad it.
+OF_IMAGES = {"image": ("image_size", 224), "channels": ("num_channels", 3)}
+OF_TEXTS = {"bos": ("bos_token_id", 49406), "pad": ("pad_token_id", 1)}
+
+
+def read_encoder(
+    settings: Mapping[str, Any] | None,
+    fields: Mapping[str, Any],
+    only: Mapping[str, tuple[Any, ...]],
+    ignored: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Reads the settings of one encoder, which are often only those that differ from the base
+    size."""
+    defaults = defaults_of(fields) | ({} if "image" in fields else {"eos_token_id": 49407})
+    c = read_settings(settings or {}, defaults, only, ignored)
+    if "image" in fields:
+        c |= {name: read_side(c[name], name) for name in ("image_size", "patch_size")}
+    return read_fields(c, fields)
+
+
+def pair_tensors(config: Any) -> dict[str, Tensor]:
+    """Returns the positions, the layers and the final norm of both encoders, and the embedding of
+    tokens."""
+    positions, kept = "embeddings.position_embedding.weight", "rows width -> rows width"
+    return {
+        "image/position_embed": Tensor(IMAGE + positions, kept),
+        **_encoder_layers("image/layers/", IMAGE, config.image.heads),
+        **norm("image/norm", IMAGE + "post_layernorm"),
+        "text/embed": Tensor(TEXT + "embeddings.token_embedding.weight", EMBED),
+        "text/position_embed": Tensor(TEXT + positions, kept),
+        **_encoder_layers("text/layers/", TEXT, config.text.heads),
+        **norm("text/norm", TEXT + "final_layer_norm"),
+    }
+
+
+def _encoder_layers(leaf: str, part: str, heads: int) -> dict[str, Tensor]:
+    layer = part + "encoder.layers.{layer}."
+    return {
+        **norm(leaf + "attention_norm", layer + "layer_norm1"),
+        **attention(leaf, layer + "self_attn.", OUT_PROJ, biases="qkvo", heads=heads),
+        **norm(leaf + "mlp_norm", layer + "layer_norm2"),
+        **dense(leaf + "up", layer + "mlp.fc1"),
+        **dense(leaf + "down", layer + "mlp.fc2"),
+    }
+
+
+def example_inputs(config: Any, rows: int) -> tuple[Any, ...]:
+    """Returns abstract inputs for planning."""
+    tokens = jax.ShapeDtypeStruct((rows, config.text.positions), jnp.int32)
+    return (*image_inputs(config.image, rows), tokens)

@@ -234,32 +234,35 @@ class Gemma4Layers(StackedLayers):
         size, kv_heads = (c.global_head_dim, c.far_kv_heads) if far else (c.head_dim, c.kv_heads)
         hidden = c.hidden if own or not c.wide_shared else 2 * c.hidden
         width, out = c.width, output_scale(c.layers)
-        ones = lambda size, there=True: jnp.ones((layers, size)) if there else None
-        into = lambda *shape, there=True: make(width, width, *shape) if there else None
+        has_values = own and not (far and c.keys_are_values)
+        inputs, routed = c.layer_size is not None, c.experts is not None
+        ones = lambda size: jnp.ones((layers, size))
+        into = lambda *shape: make(width, width, *shape)
         self.attention_norm, self.attention_post_norm = ones(width), ones(width)
         self.wq = into(c.heads, size)
-        self.wk = into(kv_heads, size, there=own)
-        self.wv = into(kv_heads, size, there=own and not (far and c.keys_are_values))
+        self.wk = into(kv_heads, size) if own else None
+        self.wv = into(kv_heads, size) if has_values else None
         self.wo = make(c.heads * size, c.heads, size, width, scale=out)
-        self.q_norm, self.k_norm = ones(size), ones(size, own)
+        self.q_norm, self.k_norm = ones(size), ones(size) if own else None
         self.mlp_norm, self.mlp_post_norm = ones(width), ones(width)
         self.gate, self.up = into(hidden), into(hidden)
         self.down = make(hidden, hidden, width, scale=out)
         self.scalar = jnp.ones((layers, 1))
-        inputs, routed = c.layer_size is not None, c.experts is not None
-        self.input_gate = into(c.layer_size, there=inputs)
+        self.input_gate = into(c.layer_size) if inputs else None
         self.input_out = make(c.layer_size, c.layer_size, width, scale=out) if inputs else None
-        self.input_post_norm = ones(width, inputs)
-        self.router = into(c.experts, there=routed)
-        self.router_scale, self.expert_scale = ones(width, routed), ones(c.experts, routed)
+        self.input_post_norm = ones(width) if inputs else None
+        self.router = into(c.experts) if routed else None
+        self.router_scale = ones(width) if routed else None
+        self.expert_scale = ones(c.experts) if routed else None
         self.expert_gate = self.expert_up = self.expert_down = None
         if routed:
             shape = (c.experts, width, c.expert_hidden)
             self.expert_gate, self.expert_up = make(width, *shape), make(width, *shape)
             shape = (c.experts, c.expert_hidden, width)
             self.expert_down = make(c.expert_hidden, *shape, scale=out)
-        self.dense_post_norm = ones(width, routed)
-        self.experts_norm, self.experts_post_norm = ones(width, routed), ones(width, routed)
+        self.dense_post_norm = ones(width) if routed else None
+        self.experts_norm = ones(width) if routed else None
+        self.experts_post_norm = ones(width) if routed else None
 
 
 class Gemma4(RoutedDecoder):
@@ -326,7 +329,8 @@ class Gemma4(RoutedDecoder):
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         near, far = (admit(part, tokens.shape, mask) for part in (cache.near, cache.far))
         view = cached_view(near, tokens.shape[1])
-        return self._run(tokens, mask, *view, Gemma4Cache(near, far), None)[:2]
+        both: Any = Gemma4Cache(near, far)
+        return self._run(tokens, mask, *view, both, None)[:2]
 
     def _run(self, tokens, mask, positions, see, cache, key):
         c = self.config
@@ -380,7 +384,8 @@ class Gemma4(RoutedDecoder):
             return None
         own = jnp.take(self.layer_embed, tokens, axis=0)  # NaN for ids outside it
         own = own * jnp.asarray(math.sqrt(c.layer_size), x.dtype)
-        common = product("bsd,dli->bsli", x, self.layer_project)
+        project: Any = self.layer_project
+        common = product("bsd,dli->bsli", x, project)
         common = _norm(common * jnp.asarray(c.width**-0.5, x.dtype), self.layer_norm, c)
         both = (common + own) * jnp.asarray(2**-0.5, x.dtype)
         return jnp.moveaxis(both, 2, 0)
@@ -411,8 +416,7 @@ def _extend(cache, side, index, k, v):
     if cache is None:
         return None, k, v
     part, k, v = extend(getattr(cache, side), index, k, v)
-    near, far = (part, cache.far) if side == "near" else (cache.near, part)
-    return Gemma4Cache(near, far), k, v
+    return eqx.tree_at(lambda both: getattr(both, side), cache, part), k, v
 
 
 def _last(cache, side):

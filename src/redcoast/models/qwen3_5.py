@@ -298,7 +298,7 @@ class Qwen3_5(TableHead, RoutedDecoder):
         self.norm = jnp.zeros(config.width)
         self.config = config
 
-    def init_cache(self, batch: int, length: int) -> Qwen3_5Cache:
+    def init_cache(self, batch: int, length: int) -> Any:
         """Returns an empty cache for `batch` rows of up to `length` tokens."""
         c, dtype = self.config, self.embed.dtype
         many = sum(c.linear)
@@ -358,7 +358,7 @@ def _norm(x, scale, config):
 def _attention(layer, x, angles, visible, cache, index, key, c):
     q, k, v = (product("bsd,dhk->bshk", x, w) for w in (layer.wq, layer.wk, layer.wv))
     q, k = rotate(_norm(q, layer.q_norm, c), angles), rotate(_norm(k, layer.k_norm, c), angles)
-    keys_values = None if cache is None else cache.attention
+    keys_values: Any = None if cache is None else cache.attention
     keys_values, k, v = extend(keys_values, index, k, v)
     out = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=key)
     out = out * jax.nn.sigmoid(product("bsd,dhk->bshk", x, layer.wz))

@@ -105,15 +105,15 @@ _PREFIXES = {
 
 def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of the language model, or those of any other model as they are."""
-    kind = wrapper = settings.get("model_type")
-    if not isinstance(kind, str) or kind not in WRAPPERS:
+    wrapper = settings.get("model_type")
+    if not isinstance(wrapper, str) or wrapper not in WRAPPERS:
         return settings
     text = settings.get("text_config")
     if not isinstance(text, dict):  # the first files have both kinds of settings side by side
         parts = {name for name, value in settings.items() if name.endswith("_config")}
         text = {name: settings[name] for name in settings.keys() - parts}
-        text["model_type"] = WRAPPERS[kind]
-    kind = text.get("model_type") or WRAPPERS[kind]
+        text["model_type"] = WRAPPERS[wrapper]
+    kind = text.get("model_type") or WRAPPERS[wrapper]
     kind = _SAME.get(kind, kind)
     sizes = dict(zip(_SIZE_NAMES, _SIZES.get(kind, ()), strict=False))
     shared = {name: settings[name] for name in _SHARED if settings.get(name) is not None}

@@ -30,7 +30,7 @@ NAMES = [
     (JAX_EXTEND, "Jaxpr.replace", "sharding/constrain/_verify.py"),
     (JAX_EXTEND, "JaxprEqn.replace", "core/_control_flow.py"),
     (JAX_EXTEND, "jaxpr_as_fun", "sharding/constrain/_verify.py"),
-    (JAX_EXTEND, "jaxpr_as_fun", "train/_compile.py"),
+    (JAX_EXTEND, "jaxpr_as_fun", "train/_programs.py"),
 ]
 
 

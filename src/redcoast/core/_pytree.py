@@ -74,6 +74,12 @@ def abstract_arrays(arrays: list[Any]) -> list[jax.ShapeDtypeStruct]:
     return list(map(abstract_array, arrays))
 
 
+def abstract_tree(tree: PyTree) -> PyTree:
+    """The tree with the shapes and dtypes of its arrays."""
+    arrays, static = split(tree)
+    return join(abstract_arrays(arrays), static)
+
+
 def is_layer_state(x: Any) -> bool:
     """Whether a node of a tree is the state of layers, such as running averages.
 

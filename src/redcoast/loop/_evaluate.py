@@ -3,7 +3,7 @@
 import contextlib
 import functools as ft
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -21,7 +21,6 @@ from ..core._iterate import with_last
 from ..core._owned import copied, held_elsewhere
 from ..core._program_lines import describe_array
 from ..core._pytree import show_place
-from ..core._reuse import reuse
 from ..core._train_state import refuse_state
 from ..core._user_functions import calling
 from ..data._collate import CollateFn, check_batching
@@ -42,7 +41,7 @@ from ..distributed._kv_store import is_main
 from ..distributed._mesh import ambient_or_default, batch_sharding
 from ..sharding import Plan, plan_shardings
 from ..tracking._metrics import check_scalars
-from ..train._compile import CompiledCall
+from ..train._compiled_call import CompiledCall
 from ..train._coupled import find_coupled, find_faults, warn_of_batches, warn_of_sums
 from ..train._loss import LossFn, evaluate_loss
 from ..train._precision import as_compute_dtype
@@ -51,7 +50,6 @@ from ..train._step import TrainState
 from ._first_examples import first_examples
 from ._stop import refuse_after_signal
 
-_PROGRAMS: dict[Any, Any] = {}
 OutputFn = Callable[[PyTree], list[Any]]
 Gather = Literal["all", "first", "none"]
 
@@ -343,47 +341,54 @@ def check_program(
 
 def compile_loss(loss_fn: LossFn, plan: Plan, compute_dtype: Any) -> CompiledCall:
     """A compiled `(model, batch, key) -> (means, weight)`."""
-    return _compile(_evaluation, plan, loss_fn=loss_fn, compute_dtype=compute_dtype)
+    program = ft.partial(
+        _evaluation,
+        loss_fn=plan.constrain(loss_fn),
+        compute_dtype=as_compute_dtype(compute_dtype),
+    )
+    return CompiledCall(program, _model_shardings(plan), plan.mesh, reuse_for=loss_fn)
 
 
 def compile_prediction(
     predict_fn: PredictFn, plan: Plan, compute_dtype: Any, *, gather: Gather
 ) -> CompiledCall:
     """A compiled `(model, batch, key) -> predictions`."""
-    options: Any = {"predict_fn": predict_fn, "compute_dtype": compute_dtype}
-    if jax.process_count() == 1:
-        return _compile(predict, plan, **options)
-    return _compile(_prediction_to_read, plan, **options, over=plan.mesh, gather=gather)
+    program: Callable[..., PyTree] = ft.partial(
+        predict,
+        predict_fn=plan.constrain(predict_fn),
+        compute_dtype=as_compute_dtype(compute_dtype),
+    )
+    if jax.process_count() > 1:
+        assert isinstance(plan.mesh, Mesh)
+        program = ft.partial(_prediction_to_read, program, over=plan.mesh, gather=gather)
+    return CompiledCall(program, _model_shardings(plan), plan.mesh, reuse_for=predict_fn)
 
 
-def _compile(fn: Callable[..., Any], plan: Plan, **options: Any) -> CompiledCall:
-    """Compiles `fn(model, batch, key, **options)`, once for the same functions, plan and options.
-
-    The first of the options is the user's function.
-    """
-    options["compute_dtype"] = as_compute_dtype(options["compute_dtype"])
-    (name, user_fn), *others = options.items()
-    shardings = plan.shardings
-    shardings = shardings.model if isinstance(shardings, TrainState) else shardings
-    leaves, structure = jax.tree.flatten(shardings)
-    key = (fn, name, *others, tuple(leaves), structure, plan.mesh, plan.compute)
-    mesh, constrain = plan.mesh, plan.constrain
-
-    def make(functions: Sequence[Callable[..., Any]]) -> CompiledCall:
-        given = {name: constrain(functions[0]), **dict(others)}
-        return CompiledCall(ft.partial(fn, **given), shardings, mesh)
-
-    return reuse(_PROGRAMS, [user_fn], key, make)
+def _model_shardings(plan: Plan) -> PyTree[NamedSharding]:
+    """The shardings of the model, of a plan for a model or for a whole state."""
+    if isinstance(plan.shardings, TrainState):
+        return plan.shardings.model
+    return plan.shardings
 
 
 def _prediction_to_read(
-    model: PyTree, batch: PyTree, key: PRNGKeyArray, *, over: Mesh, gather: Gather, **options: Any
+    program: Callable[..., PyTree],
+    model: PyTree,
+    batch: PyTree,
+    key: PRNGKeyArray,
+    *,
+    over: Mesh,
+    gather: Gather,
 ) -> PyTree:
     """Predictions that processes can read: replicated, or sharded if each keeps its own."""
-    replicated = NamedSharding(over, P())
-    where = lambda x: batch_sharding(over, x.shape[0]) if gather == "none" else replicated
-    predictions = predict(model, batch, key, **options)
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, where(x)), predictions)
+
+    def constrain(x: jax.Array) -> jax.Array:
+        sharding = NamedSharding(over, P())
+        if gather == "none":
+            sharding = batch_sharding(over, x.shape[0])
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    return jax.tree.map(constrain, program(model, batch, key))
 
 
 def _evaluation(

@@ -34,7 +34,7 @@ from ..distributed._heartbeat import doing
 from ..distributed._kv_store import decide, is_main
 from ..distributed._mesh import batch_shards
 from ..sharding import Plan, with_auto_plan
-from ..train._compile import CompiledCall
+from ..train._compiled_call import CompiledCall
 from ..train._coupled import find_coupled, find_faults, warn_of_batches, warn_of_sums
 from ..train._loss import LossFn
 from ..train._precision import as_compute_dtype

@@ -28,15 +28,14 @@ from ..distributed._heartbeat import watching
 from ..distributed._kv_store import is_main
 from ..sharding import Plan, with_auto_plan
 from ..tracking._loggers import all_loggers, shows_progress
-from ..tracking._metrics import Log, MetricsReader, metrics_reader
-from ..train._compile import by_microbatches
+from ..tracking._metrics import Log, MetricsReader, metrics_reader, pack_metrics
+from ..train._compile import CompiledStep, compile_reusable_step
 from ..train._loss import LossFn
+from ..train._microbatches import by_microbatches
 from ..train._plan_step import verify_step
 from ..train._precision import as_compute_dtype
-from ..train._reused_steps import reused_step
 from ..train._start import starting_state
-from ..train._step import TrainState
-from ..train._weight_average import evaluated_model
+from ..train._step import TrainState, train_step
 from ._consistency import check_agreement
 from ._early_stopping import SAVED, BestSoFar, EarlyStopping, complete_early_stopping
 from ._error_notes import explained_memory, noted_checkpoint, rescued
@@ -217,7 +216,14 @@ def fit(
             refuse_split(data)
             data.mesh = best_mesh(abstract, optimizer, data, overrides, quiet=quiet, **options)
         found = plan_run(plan, abstract, data, overrides, **options)
-        compiled = lambda count: reused_step(found, loss_fn, optimizer, accumulate=count, **given)
+        planned_loss = found.constrain(loss_fn)
+
+        @ft.cache
+        def compiled(count: int) -> CompiledStep:
+            of_step = {"loss_fn": planned_loss, "optimizer": optimizer, "accumulate": count}
+            step = ft.partial(train_step, **of_step, **given)
+            return compile_reusable_step(pack_metrics(step), found.shardings, loss_fn)
+
         values = {"accumulate": accumulate, "average": average, "checkpoints": str(checkpoints)}
         values |= length | {"early_stopping": str(early_stopping)}
         of_step = (abstract, lambda: compiled(accumulate))

@@ -27,9 +27,10 @@ from ..data._batches import Batch, Batches
 from ..data._loading import Loaded
 from ..sharding import Plan
 from ..tracking._metrics import COMMON_CAUSES
-from ..train._compile import CompiledCall, microbatches
+from ..train._compiled_call import CompiledCall
 from ..train._lookups import Lookup, find_lookups
 from ..train._loss import LossFn, evaluate_loss
+from ..train._microbatches import microbatches
 from ..train._step import TrainState, global_norm, loss_and_grads, loss_of_params
 from ._steps import Step
 
@@ -303,14 +304,13 @@ def _may_be_beyond(batch: Batch, model: PyTree, mesh: Any) -> bool:
     sizes = [size for shape in shapes for size in shape if size > 1]
     if not (integers and sizes):
         return False
-    largest = jax.device_get(_largest_on(mesh)(integers))
-    return any(int(x) >= min(sizes) for x in largest)
+    # A function of the module, which `jax.jit` knows again in a later run.
+    largest = jax.jit(_largest, out_shardings=NamedSharding(mesh, P()))
+    return any(int(x) >= min(sizes) for x in jax.device_get(largest(integers)))
 
 
-@ft.lru_cache(maxsize=4)  # runs with batches of the same shapes share one compiled program
-def _largest_on(mesh: Any) -> Any:
-    replicated = NamedSharding(mesh, P())
-    return jax.jit(lambda arrays: list(map(jnp.max, arrays)), out_shardings=replicated)
+def _largest(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.max(x) for x in arrays]
 
 
 def warn_of_labels(

@@ -22,9 +22,7 @@ from ..distributed._kv_store import is_main
 from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan
 from ..train._loss import LossFn
-from ..train._optimizer import constant_hyperparameters, initial_hyperparameters
-from ..train._plan_step import check_coupling, check_faults
-from ..train._reused_steps import reused_plan as plan_step
+from ..train._plan_step import check_coupling, check_faults, plan_step
 from ..train._step import (
     TrainState,
     refuse_per_batch,

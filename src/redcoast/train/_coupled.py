@@ -1,23 +1,18 @@
 """Warnings for losses that are not a mean over examples, or use one random mask for all of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
-import jax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import several
 from ..core._frames import warn
-from ..core._pytree import join, split
-from ..core._reuse import reuse
+from ..core._pytree import abstract_tree
 from ..core._tracing import abstract_key
 from ..sharding import Coupling, batch_faults, coupling_sentence, examples_coupled
-from ._loss import LossFn, LossResult, evaluate_loss
-
-_COUPLED: dict[Any, Any] = {}
-_FAULTS: dict[Any, Any] = {}
+from ._loss import LossFn, evaluate_loss
 
 
 def warn_of_batches(coupled: Coupling | None, batch_size: int) -> None:
@@ -40,14 +35,12 @@ def find_coupled(
 ) -> Coupling | None:
     """Finds the first operation that makes the examples of a batch depend on each other."""
 
-    def find(loss: Callable[..., LossResult], model: PyTree, batch: PyTree) -> Coupling | None:
-        return examples_coupled(
-            lambda *args: loss(*args).loss, model, (batch, abstract_key()), mesh
-        )
+    def loss(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
+        model = model if training else eqx.nn.inference_mode(model)
+        return evaluate_loss(loss_fn, model, batch, key, compute_dtype).loss
 
-    return traced_once(
-        _COUPLED, find, loss_fn, model, batch, mesh, compute_dtype, training=training
-    )
+    model, batch = abstract_tree((model, batch))
+    return examples_coupled(loss, model, (batch, abstract_key()), mesh)
 
 
 def find_faults(
@@ -63,14 +56,13 @@ def find_faults(
     lines; the lines that use one random mask for all examples; and the lines where NumPy's rank
     promotion combines each example with every other."""
 
-    def find(loss: Callable[..., LossResult], model: PyTree, batch: PyTree) -> Any:
-        def results(*args: Any) -> Any:
-            result = loss(*args)
-            return result.loss, result.aux
+    def results(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
+        model = model if training else eqx.nn.inference_mode(model)
+        result = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
+        return result.loss, result.aux
 
-        return batch_faults(results, model, (batch, abstract_key()), mesh)
-
-    return traced_once(_FAULTS, find, loss_fn, model, batch, mesh, compute_dtype, training=training)
+    model, batch = abstract_tree((model, batch))
+    return batch_faults(results, model, (batch, abstract_key()), mesh)
 
 
 def warn_of_shared_masks(lines: Sequence[str]) -> None:
@@ -109,31 +101,3 @@ def warn_of_sums(summed: Mapping[str, str], *, loss: bool = True, aux: bool = Tr
         "depends on their size. Divide by the number of examples, as `jnp.mean` does, or "
         'by the number of tokens, and return that number as `aux["weight"]`.'
     )
-
-
-def traced_once(
-    cache: dict[Any, Any],
-    find: Callable[..., Any],
-    loss_fn: LossFn,
-    model: PyTree,
-    batch: PyTree,
-    mesh: Mesh | AbstractMesh,
-    compute_dtype: Any,
-    *,
-    training: bool,
-) -> Any:
-    """Caches `find(loss, model, batch)`, so that repeated runs trace a loss once."""
-    shapes = lambda arrays: tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
-    arrays, static = split((model, batch))
-    key = (shapes(arrays), static, mesh, compute_dtype, training)
-
-    def make(functions: Sequence[LossFn]) -> Any:
-        model, batch = join(list(key[0]), static)
-
-        def loss(model: PyTree, batch: PyTree, key: Any) -> LossResult:
-            model = model if training else eqx.nn.inference_mode(model)
-            return evaluate_loss(functions[0], model, batch, key, compute_dtype)
-
-        return find(loss, model, batch)
-
-    return reuse(cache, [loss_fn], key, make)

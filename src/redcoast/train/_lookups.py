@@ -3,26 +3,26 @@
 Only the integers are computed, not the loss.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Literal
 from jax.lax import GatherScatterMode
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._control_flow import AnyJaxpr, Call, consts_of, control_flow, open_jaxpr
 from ..core._frames import own_line
 from ..core._jaxpr import bind_again
-from ..core._pytree import ARRAYS, join, show_place, split
+from ..core._pytree import ARRAYS, abstract_tree, join, show_place, split
 from ..core._tracing import abstract_key, trace_for
-from ._coupled import traced_once
-from ._loss import LossFn, LossResult
-
-_LOOKUPS: dict[Any, Any] = {}
+from ._loss import LossFn, evaluate_loss
+from ._programs import compiled_once
 
 
 class Lookup(NamedTuple):
@@ -74,19 +74,19 @@ def find_lookups(
     *,
     training: bool,
 ) -> Lookups:
-    """Finds what a loss indexes with the integers of a batch, outside loops and branches."""
+    """Finds what a loss indexes with the integers of a batch, outside of loops and branches."""
+    model, batch = abstract_tree((model, batch))
+    arrays, static = split(model)
+    rows, rest = split(batch)
 
-    def find(loss: Callable[..., LossResult], model: PyTree, batch: PyTree) -> Lookups:
-        arrays, static = split(model)
-        rows, rest = split(batch)
-        compute = lambda arrays, rows, key: loss(join(arrays, static), join(rows, rest), key).loss
-        make = jax.make_jaxpr(compute)
-        jaxpr = trace_for(mesh, lambda: make(arrays, rows, abstract_key()))
-        return _read(jaxpr, len(arrays), rows, _places(batch), mesh)
+    def compute(arrays: list[Any], rows: list[Any], key: PRNGKeyArray) -> Any:
+        model = join(arrays, static)
+        model = model if training else eqx.nn.inference_mode(model)
+        return evaluate_loss(loss_fn, model, join(rows, rest), key, compute_dtype).loss
 
-    return traced_once(
-        _LOOKUPS, find, loss_fn, model, batch, mesh, compute_dtype, training=training
-    )
+    make = jax.make_jaxpr(compute)
+    jaxpr = trace_for(mesh, lambda: make(arrays, rows, abstract_key()))
+    return _read(jaxpr, len(arrays), rows, _places(batch), mesh, loss_fn)
 
 
 def _places(batch: PyTree) -> list[str]:
@@ -95,7 +95,12 @@ def _places(batch: PyTree) -> list[str]:
 
 
 def _read(
-    jaxpr: AnyJaxpr, before: int, rows: Sequence[Any], places: Sequence[str], mesh: Any
+    jaxpr: AnyJaxpr,
+    before: int,
+    rows: Sequence[Any],
+    places: Sequence[str],
+    mesh: Mesh | AbstractMesh,
+    loss_fn: LossFn,
 ) -> Lookups:
     """The lookups of a traced loss, whose inputs from `before` on are the arrays of the batch."""
     axes: list[Lookup] = []
@@ -110,11 +115,10 @@ def _read(
         axes[:] = [_lookup(x, places) for x in indexed]
         return [jnp.stack([jnp.min(x.indices.value), jnp.max(x.indices.value)]) for x in indexed]
 
-    # It has no other constants of the loss, because it would keep them alive.
     integers = jax.make_jaxpr(extremes)(list(rows))
-    replicated = NamedSharding(mesh, P()) if isinstance(mesh, Mesh) else None
-    compute = lambda arrays: jaxpr_as_fun(integers)(*arrays)
-    return Lookups(tuple(axes), jax.jit(compute, out_shardings=replicated))
+    replicated = [NamedSharding(mesh, P())] * len(axes) if isinstance(mesh, Mesh) else []
+    compute, _ = compiled_once(integers, loss_fn, mesh, out_shardings=replicated)
+    return Lookups(tuple(axes), lambda arrays: [*itertools.chain(*compute([], arrays))])
 
 
 def _follow(

@@ -1,0 +1,93 @@
+"""Functions of trees as functions of flat lists of arrays, which `jax.jit` calls faster."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ..core._pytree import NUMBERS, Static, join, split
+from ..core._tracing import traced_over
+from ..distributed._emulation import Overdue
+from ._step_messages import first_difference, state_and_aux
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Constant:
+    """A leaf of aux that is not an array, as a node without leaves: jitted functions can return
+    it."""
+
+    value: Any
+
+
+def flatten_arguments(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """Converts `fn(tree, *args)` to a function of the partitions that `split` returns."""
+
+    def call(
+        arrays: list[Any], static: Static, others: list[Any], constants: Static, ambient: bool
+    ) -> Any:
+        with traced_over(mesh, ambient=ambient):
+            return fn(join(arrays, static), *join(others, constants))
+
+    return call
+
+
+def flatten_step(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """The same for a step, which returns the arrays of the new state, and aux."""
+    call = flatten_arguments(step, mesh)
+
+    def flat_step(arrays: list[Any], static: Static, *rest: Any) -> tuple[list[Any], PyTree]:
+        new_state, aux = state_and_aux(call(arrays, static, *rest), static)
+        new_arrays, new = split(new_state)
+        if (new.structure, new.leaves) != (static.structure, static.leaves):
+            raise ValueError(
+                "The step must return a state of the same structure as its argument. "
+                + first_difference(join(arrays, static), new_state)
+            )
+        return new_arrays, jax.tree.map(_wrap_constant, aux)
+
+    return flat_step
+
+
+def _wrap_constant(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, NUMBERS) else _Constant(leaf)
+
+
+def unwrap_constants(aux: PyTree) -> PyTree:
+    """The aux of a step, after `flatten_step` made nodes of its constants."""
+    is_constant = lambda x: isinstance(x, _Constant)
+    return jax.tree.map(lambda x: x.value if is_constant(x) else x, aux, is_leaf=is_constant)
+
+
+def type_of(x: Any) -> Any:
+    """What a program depends on of an array or a number that is passed to it."""
+    aval = getattr(x, "aval", None)
+    if aval is not None:
+        return aval
+    if isinstance(x, np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        return x.shape, x.dtype
+    return type(x)
+
+
+def is_jit_disabled() -> bool:
+    """Whether the user's functions are to run operation by operation, to be debugged."""
+    return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009  # it has no type
+
+
+def call_watched(overdue: Overdue | None, run: Callable[..., Any], *args: Any) -> Any:
+    """Calls a jitted function, and has emulated devices watched meanwhile."""
+    if overdue is None:
+        return run(*args)
+    overdue.begin()
+    last = None
+    try:
+        out = run(*args)
+        # Of a step, the last array is one of its metrics: those of its state will be donated.
+        last = next((x for x in reversed(jax.tree.leaves(out)) if isinstance(x, jax.Array)), None)
+        return out
+    finally:
+        overdue.end(last)

@@ -1,0 +1,37 @@
+"""The number of microbatches of a batch, also of a short last one."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from ..tracking._metrics import PackedMetrics
+from ._compile import CompiledStep
+
+
+def by_microbatches(
+    compiled: Callable[[int], CompiledStep], batch_size: int, accumulate: int
+) -> Callable[..., Any]:
+    """A step that calls `compiled(accumulate)`, with another number for a short last batch."""
+    compiled = ft.cache(compiled)
+
+    def call(state: PyTree, batch: PyTree) -> tuple[PyTree, PackedMetrics]:
+        if accumulate == 1:
+            return compiled(1)(state, batch)
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        count = microbatches(rows, batch_size=batch_size, accumulate=accumulate)
+        return compiled(count)(state, batch)
+
+    return call
+
+
+def microbatches(rows: int, *, batch_size: int, accumulate: int) -> int:
+    """Returns the number of microbatches of a batch."""
+    if rows == batch_size or accumulate == 1:
+        return accumulate
+    # A short last batch has microbatches that are no larger than those before. Their number must
+    # not depend on the mesh, because the random keys of a step depend on it.
+    least = -(-rows * accumulate // batch_size)
+    return next(k for k in range(least, rows + 1) if rows % k == 0)

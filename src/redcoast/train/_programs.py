@@ -1,0 +1,128 @@
+"""Compiled programs that later runs use again.
+
+A program is known by what it computes on which devices, and not by the functions that it was traced
+from. A later run traces its functions again, so it notices whatever they read that has changed, and
+compiles nothing if the program is the same. Tracing takes a fraction of a second where compilation
+takes from seconds to minutes.
+"""
+
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from ..core._control_flow import AnyJaxpr, consts_of
+from ..core._donation import is_deleted
+from ..core._program_key import program_key
+from ..core._tracing import traced_over
+
+Shardings = Sequence[NamedSharding]
+# A jitted function `(state arrays, other arrays) -> (new state arrays, other results)`.
+Run = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
+
+_MOST = 16
+_FEW_BYTES = 1 << 16
+_numbers = itertools.count()
+
+
+class _Program(NamedTuple):
+    number: int
+    jaxpr: AnyJaxpr  # keeps alive what its key compares by identity
+    run: Run
+
+
+_PROGRAMS: dict[Hashable, _Program] = {}  # the last is the one that was used last
+
+
+def compiled_once(
+    jaxpr: AnyJaxpr,
+    function: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    in_shardings: Shardings = (),
+    out_shardings: Shardings = (),
+    *,
+    donates: bool = False,
+    only_last: bool = False,
+) -> tuple[Run, list[Any]]:
+    """Returns a jitted function that runs a traced program, and the arrays that it closes over.
+
+    It is the function of an earlier call if the program, the devices and the shardings are the
+    same. It refers to no function of the user. A program that closes over arrays is dropped with
+    them when the user's function is deleted.
+
+    **Arguments:**
+
+    - `jaxpr`: the program. Its first arguments, one for each of `in_shardings`, are the arrays of
+        the state; its first results, one for each of `out_shardings`, those of the new state.
+    - `function`: the user's function that may close over arrays, such as the loss.
+    - `donates`: whether the memory of the state is used for the results.
+    - `only_last`: whether nothing but the last of the other results is computed.
+    """
+    constants = list(consts_of(jaxpr))
+    shardings = tuple(in_shardings), tuple(out_shardings)
+    key = program_key(jaxpr), mesh, shardings, donates, only_last
+    program = _PROGRAMS.pop(key, None)
+    # An array that it closes over may have been donated to another program since.
+    if program is None or any(map(is_deleted, consts_of(program.jaxpr))):
+        run = _jit(jaxpr, mesh, in_shardings, out_shardings, donates, only_last)
+        program = _Program(next(_numbers), jaxpr, run)
+        holds_memory = any(map(_is_of_the_user, constants))
+        if holds_memory and not _drop_with(function, program.number):
+            return run, constants
+    _PROGRAMS[key] = program
+    while len(_PROGRAMS) > _MOST:
+        oldest = next(iter(_PROGRAMS))
+        _PROGRAMS.pop(oldest, None)
+    return program.run, [*constants, *consts_of(program.jaxpr)]
+
+
+def _is_of_the_user(constant: Any) -> bool:
+    """Whether a constant is more than a few numbers that were written into the program."""
+    return isinstance(constant, jax.Array) or constant.nbytes > _FEW_BYTES
+
+
+def _jit(
+    jaxpr: AnyJaxpr,
+    mesh: Mesh | AbstractMesh,
+    in_shardings: Shardings,
+    out_shardings: Shardings,
+    donates: bool,
+    only_last: bool,
+) -> Run:
+    evaluate = jaxpr_as_fun(jaxpr)
+    count = len(out_shardings)
+
+    def program(arrays: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
+        with traced_over(mesh):
+            results = evaluate(*arrays, *others)
+        others = results[-1:] if only_last else results[count:]  # JAX leaves out the rest
+        return list(results[:count]), list(others)
+
+    return jax.jit(
+        program,
+        in_shardings=(list(in_shardings), None),
+        out_shardings=(list(out_shardings), None),
+        donate_argnums=0 if donates else (),
+    )
+
+
+def _drop_with(function: Callable[..., Any], number: int) -> bool:
+    """Drops a program when a function is deleted; returns whether that is possible."""
+    owner = function.__self__ if inspect.ismethod(function) else function
+    try:
+        finalizer = weakref.finalize(owner, _drop, number)
+    except TypeError:  # not every object can be referred to weakly
+        return False
+    finalizer.atexit = False
+    return True
+
+
+def _drop(number: int) -> None:
+    for key, program in list(_PROGRAMS.items()):
+        if program.number == number:
+            _PROGRAMS.pop(key, None)

@@ -1,0 +1,122 @@
+"""Errors of compiled steps: what does not match, at which path, and what would work."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jaxtyping import PyTree
+
+from ..core._donation import refuse_deleted
+from ..core._errors import several
+from ..core._pytree import ARRAYS, NUMBERS, Static, show_path
+
+
+def path_name(path: Any) -> str:
+    return show_path(path, "the root")
+
+
+def refuse_donated(state: PyTree, args: tuple[PyTree, ...]) -> None:
+    """Raises an error that names the arrays that were donated to an earlier step."""
+    refuse_deleted(
+        state,
+        "The state that the step was called with",
+        "Call it with the state that the last step returned: `state, aux = step(state, ...)`.",
+    )
+    for i, arg in enumerate(args):
+        refuse_deleted(
+            arg,
+            f"Argument {i + 1} of the step, counted after the state,",
+            "Before passing a state to a step, copy the parts that are used later: "
+            "`jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, state.model)`.",
+        )
+
+
+def match_shardings(shardings: dict[Any, NamedSharding], state: PyTree) -> list[NamedSharding]:
+    """Returns the sharding of each array of the state: that at its path, or at a prefix of it."""
+    is_end = lambda x: x is None or not jax.tree.leaves(x)
+    matched: list[tuple[str, Any, NamedSharding]] = []
+    missing: list[str] = []
+    known = {()}
+    for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_end):
+        prefixes = [path[:length] for length in range(len(path), -1, -1)]
+        known.update(prefixes)
+        if not isinstance(x, ARRAYS):
+            continue
+        sharding = next((shardings[prefix] for prefix in prefixes if prefix in shardings), None)
+        if sharding is None:
+            missing.append(path_name(path))
+        else:
+            matched.append((path_name(path), x, sharding))
+    unexpected = [path_name(path) for path in shardings if path not in known]
+    if missing or unexpected:
+        raise ValueError(_no_match(missing, unexpected))
+    for name, x, sharding in matched:
+        try:
+            sharding.check_compatible_aval(x.shape)
+            sharding.shard_shape(x.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"The array at {name}, of shape {x.shape}, cannot be sharded as "
+                f"{sharding.spec} over {dict(sharding.mesh.shape)}, as `state_shardings` specifies."
+                " Each entry is for one dimension, and the sizes of its axes must divide it."
+            ) from error
+    return [sharding for _, _, sharding in matched]
+
+
+def _no_match(missing: list[str], unexpected: list[str]) -> str:
+    text = "`state_shardings` does not match the state. "
+    if missing:
+        text += f"It has no sharding for {several(missing)}. "
+    if unexpected:
+        text += f"The state has nothing at {several(unexpected)}. "
+    return (
+        f"{text}Pass the result of `infer_shardings(state, mesh)`, or a prefix of the state: a "
+        "sharding in place of a subtree applies to all of its arrays, and "
+        "`NamedSharding(mesh, PartitionSpec())` replicates them."
+    )
+
+
+def check_hashable(static: Static, tree: Callable[[], PyTree]) -> None:
+    """Raises an error for unhashable leaves that are not arrays: they are static arguments."""
+    try:
+        hash(static)
+    except TypeError:
+        for path, x in jax.tree_util.tree_leaves_with_path(tree()):
+            try:
+                hash(None if isinstance(x, NUMBERS) else x)
+            except TypeError as error:
+                raise TypeError(
+                    f"The step was called with a {type(x).__name__} at {path_name(path)}, which is "
+                    "neither an array nor hashable, so the step cannot be compiled for it. Pass "
+                    "arrays, numbers, strings or functions, or close over it."
+                ) from error
+        raise
+
+
+def state_and_aux(out: Any, static: Static) -> tuple[PyTree, PyTree]:
+    rest = "It must return `(state, aux)`, where aux is any PyTree, such as `{}`."
+    if jax.tree.structure(out) == static.structure:
+        raise ValueError(f"The step returned only the state. {rest}")
+    if not isinstance(out, tuple | list):
+        kind = "None" if out is None else f"a {type(out).__name__}"
+        raise ValueError(f"The step returned {kind}. {rest}")
+    if len(out) != 2:
+        raise ValueError(f"The step returned a {type(out).__name__} of length {len(out)}. {rest}")
+    return out[0], out[1]
+
+
+def first_difference(given: PyTree, returned: PyTree) -> str:
+    """Describes the first difference between two trees, ignoring the values of arrays."""
+    show = lambda x: "an array" if isinstance(x, ARRAYS) else repr(x)
+    before, after = (jax.tree_util.tree_leaves_with_path(t) for t in (given, returned))
+    for (path, x), (other, y) in zip(before, after, strict=False):
+        if path != other or show(x) != show(y):
+            return (
+                f"It was given {show(x)} at {path_name(path)} and returned {show(y)} at "
+                f"{path_name(other)}. Values that change from step to step must be JAX arrays."
+            )
+    names = [{path_name(path) for path, _ in leaves} for leaves in (before, after)]
+    changed = ", ".join(sorted(names[0] ^ names[1]))
+    counts = f"It was given {len(before)} leaves and returned {len(after)}."
+    return f"{counts} Only one of them has {changed}."

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from counting import compilations
 from grids import few_of
 from problem import collate_fn, loss_fn, make_examples, make_model, predict_fn
 
@@ -106,15 +107,12 @@ def test_bad_input(run):
 
 
 def test_evaluating_again_compiles_nothing():
-    traces = []
-
-    def counted(model, batch, key):
-        traces.append(1)
-        return loss_fn(model, batch, key)
-
-    for _ in range(3):
-        rc.evaluate(MODEL, EXAMPLES, collate_fn=collate_fn, loss_fn=counted, batch_size=53)
-    assert len(traces) == 1 + 3  # each call plans
+    run = ft.partial(rc.evaluate, MODEL, EXAMPLES, collate_fn=collate_fn, batch_size=53)
+    first = run(loss_fn=loss_fn)
+    with compilations() as compiled:
+        assert run(loss_fn=loss_fn) == first
+        assert run(loss_fn=lambda *args: loss_fn(*args)) == first
+    assert not compiled
 
 
 def test_callables_without_a_hash():

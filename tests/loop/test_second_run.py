@@ -1,6 +1,5 @@
 """A later run compiles nothing if its programs are those of an earlier run."""
 
-import contextlib
 import functools as ft
 import gc
 import types
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from counting import compilations
 from problem import arrays, collate_fn, fit_quietly, make_examples, make_model, predict_fn
 from problem import loss_fn as plain_loss
 
@@ -39,18 +39,6 @@ def fit(model=None, optimizer=OPTIMIZER, examples=EXAMPLES, **options):
     given: dict[str, Any] = {"batch_size": 16, "steps": 3, "mesh": MESH, "loss_fn": plain_loss}
     model = make_model() if model is None else model
     return fit_quietly(model, optimizer, examples, collate_fn=collate_fn, **given | options)
-
-
-@contextlib.contextmanager
-def compilations():
-    """A list that grows whenever XLA compiles a program, or reads one that it compiled before."""
-    found = []
-    listener: Any = lambda name, *_, **__: found.append(name) if "backend_compile" in name else None
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
 
 
 def assert_equal(one, other):

@@ -1,7 +1,7 @@
 """Checks that all processes run the same program on the same data."""
 
 import functools as ft
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -10,13 +10,12 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._program_lines import describe_array
 from ..data._batches import Batches
-from ..data._collate import CollateFn, describe_batch
+from ..data._collate import describe_batch
 from ..data._loading import count_in_epoch
-from ..distributed._agreement import Listing, agree, checksum, program_listing, tree_listing
+from ..distributed._agreement import agree, checksum, program_listing, tree_listing
 from ..sharding import Plan
 from ..tracking._loggers import code_version
 from ..train._compile import CompiledStep
-from ..train._loss import LossFn
 from ..train._start import is_init_fn
 from ..train._step import TrainState
 from ._evaluation import Evaluation
@@ -40,11 +39,10 @@ def check_agreement(
     state: TrainState,
     step: Callable[[], CompiledStep],
     data: Batches,
-    collate_fn: CollateFn | None,
-    loss_fn: LossFn,
     evaluation: Evaluation | None,
     key: PRNGKeyArray,
-    **values: Any,
+    functions: Mapping[str, Callable[..., Any] | None],
+    values: Mapping[str, Any],
 ) -> None:
     """Raises `ValueError` on all processes if they are about to run different programs or data.
 
@@ -52,55 +50,62 @@ def check_agreement(
 
     **Arguments:**
 
-    - `plan`: how the program is sharded.
-    - `model`, `key`: the initial model and key. If `model` is a function, its code is compared.
-    - `state`, `step`: the abstract state, and a function that returns the compiled step, whose
-        program is compared.
-    - `collate_fn`, `loss_fn`: the code of these functions is compared.
+    - `plan`: how the program is sharded; it follows from the program.
+    - `model`, `key`: what the run begins with. Of a function, the code is compared.
+    - `state`, `step`: the abstract state, and what returns the compiled step, whose program is
+        compared.
     - `data`, `evaluation`: the number of their examples, the shapes of a batch, and some collated
         examples are compared.
-    - `values`: other values by name, of types that JSON supports.
+    - `functions`: functions by name, whose code is compared.
+    - `values`: all else by name, as JSON can hold it.
     """
     if jax.process_count() == 1:
         return
-    functions: dict[str, Any] = {"collate_fn": collate_fn, "loss_fn": loss_fn}
-    functions |= {"init_fn": model} if is_init_fn(model) else {}
+    functions, values = dict(functions), dict(values)
+    if is_init_fn(model):
+        functions["init_fn"] = model
     lengths = {"examples": data.length}
-    examples: dict[str, Listing] = {}
+    listings = {"the values of the initial model": tree_listing(model)}
     if not data.is_split:
-        examples["the first examples"] = first_training_examples(data)
+        listings["the first examples"] = first_training_examples(data)
     if evaluation is not None:
-        own = {f"Evaluation.{x.name}": getattr(evaluation, x.name) for x in fields(evaluation)}
-        lengths["Evaluation.examples"] = count_in_epoch(own.pop("Evaluation.examples"))
-        functions |= {x: own.pop(x) for x in list(own) if x.endswith("_fn")}
-        values |= own
-        examples["the first examples of the evaluation"] = first_examples(
+        for field in fields(evaluation):
+            value, name = getattr(evaluation, field.name), f"Evaluation.{field.name}"
+            if field.name == "examples":
+                lengths[name] = count_in_epoch(value)
+            elif field.name.endswith("_fn"):
+                functions[name] = value
+            else:
+                values[name] = value
+        listings["the first examples of the evaluation"] = first_examples(
             evaluation.examples,
             evaluation.collate_fn,
             batch_size=evaluation.batch_size,
             mesh=data.mesh,
             name="Evaluation.examples",
         )
-    values["mesh"] = dict(data.mesh.shape)
     is_first_full = data.rows_left is None or data.rows_left >= data.batch_size
-    listings = {"the values of the initial model": tree_listing(model), **examples}
     if is_first_full:
         traced = step().trace(state, data.spec)
         listings["the program of the step"] = program_listing(traced.jaxpr)
-    agree(
-        {
-            **{f"the version of {name}": text for name, text in code_version().items()},
-            **{f"JAX's setting {name}": str(getattr(jax.config, name, "")) for name in _SETTINGS},
-            **{f"`{name}`": value for name, value in values.items()},
-            **{f"the number of `{name}`": length for name, length in lengths.items()},
-            "`key`": describe_array(key),
-            "the devices of `mesh`": checksum(str([x.id for x in data.mesh.devices.flat]).encode()),
-            "what `collate_fn` returns": describe_batch(data.spec),
-            **{f"the code of `{name}`": _code(fn) for name, fn in functions.items()},
-            "the plan of the model": checksum(plan.table().encode()),
-        },
-        listings,
-    )
+    devices = str([device.id for device in data.mesh.devices.flat])
+    compared: dict[str, Any] = {}
+    for name, text in code_version().items():
+        compared[f"the version of {name}"] = text
+    for name in _SETTINGS:
+        compared[f"JAX's setting {name}"] = str(getattr(jax.config, name, ""))
+    for name, value in values.items():
+        compared[f"`{name}`"] = value
+    compared["`mesh`"] = dict(data.mesh.shape)
+    for name, length in lengths.items():
+        compared[f"the number of `{name}`"] = length
+    compared["`key`"] = describe_array(key)
+    compared["the devices of `mesh`"] = checksum(devices.encode())
+    compared["what `collate_fn` returns"] = describe_batch(data.spec)
+    for name, fn in functions.items():
+        compared[f"the code of `{name}`"] = _code(fn)
+    compared["the plan of the model"] = checksum(plan.table().encode())
+    agree(compared, listings)
 
 
 def _code(fn: Any) -> str | None:

@@ -13,6 +13,7 @@ from ..core._errors import check_integer, check_kind
 from ..core._frames import hide_frames_of_init
 from ._evaluation import Evaluation
 from ._host_state import HostState, copy_state_to_host
+from ._stop import ASKED, StopRequest
 
 SAVED = "early_stopping"  # the name of the counters in the data of a checkpoint
 
@@ -97,6 +98,15 @@ def complete_early_stopping(
     if checkpoints is not None:
         checkpoints = dataclasses.replace(checkpoints, best=metric, mode=mode)
     return dataclasses.replace(early_stopping, metric=metric, mode=mode), checkpoints
+
+
+def reason_of_end(
+    stopping: StopRequest, best: "BestSoFar | None", step: int, *, ended: bool
+) -> str:
+    """Why a run ended after a step, if no signal stopped it; `ended` if it is not to be resumed."""
+    if best is not None and ended:
+        return best.describe(step)
+    return stopping.reason if stopping.level == ASKED else ""
 
 
 class BestSoFar:

@@ -39,6 +39,7 @@ from ..train._coupled import find_coupled, find_faults, warn_of_batches, warn_of
 from ..train._loss import LossFn
 from ..train._precision import as_compute_dtype
 from ..train._predict import PredictFn
+from ..train._training import Training
 from ._evaluate import (
     OutputFn,
     check_program,
@@ -298,12 +299,7 @@ def compile_evaluation(
 
 
 def warn_if_not_mean(
-    evaluation: Evaluation,
-    plan: Plan,
-    model: PyTree,
-    data: Batches,
-    loss_fn: LossFn,
-    compute_dtype: Any,
+    evaluation: Evaluation, training: Training, plan: Plan, model: PyTree, data: Batches
 ) -> None:
     """Warns if the loss is not a mean over examples and there are several batches.
 
@@ -315,12 +311,13 @@ def warn_if_not_mean(
         return
     # Another `collate_fn` makes other batches; nodes of graphs depend on each other, graphs do not.
     if evaluation.collate_fn is data.collate_fn and not data.per_batch:
-        given = (evaluation.loss_fn, model, data.spec, plan.mesh, compute_dtype)
-        coupled = find_coupled(*given, training=False)
+        loss = (evaluation.loss_fn, model, data.spec, plan.mesh, training.compute_dtype)
+        coupled = find_coupled(*loss, training=False)
         warn_of_batches(coupled, size)
         if coupled is None:
-            said = evaluation.loss_fn is loss_fn
-            warn_of_sums(find_faults(*given, training=False)[0], loss=not said)
+            is_training_loss = evaluation.loss_fn is training.loss_fn
+            sums, _, _ = find_faults(*loss, training=False)
+            warn_of_sums(sums, loss=not is_training_loss)
 
 
 def _check_metrics(found: Any, taken: dict[str, float]) -> dict[str, float]:

@@ -1,16 +1,11 @@
 """The training loop, to be read, copied and changed."""
 
 import contextlib
-import dataclasses
-import functools as ft
-import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any, Literal
 
 import equinox as eqx
-import jax
 import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
@@ -18,53 +13,43 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._policy import Checkpoints, as_checkpoints, newest_checkpoint
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes, on_mesh, with_auto_axes
-from ..core._errors import check_functions, check_optimizer, noting
-from ..core._frames import hide_frames, warn
+from ..core._errors import check_functions, check_optimizer
+from ..core._frames import hide_frames
 from ..core._output import forgiving_output
-from ..data._batches import Batch, Batches, batches
+from ..data._batches import batches
 from ..data._collate import CollateFn, check_batching
 from ..data._loading import checked_threads
 from ..distributed._heartbeat import watching
-from ..distributed._kv_store import is_main
-from ..sharding import Plan, with_auto_plan
-from ..tracking._loggers import all_loggers, shows_progress
-from ..tracking._metrics import Log, MetricsReader, metrics_reader, pack_metrics
-from ..train._compile import CompiledStep, compile_reusable_step
+from ..sharding import Plan
+from ..tracking._metrics import Log, metrics_reader
 from ..train._loss import LossFn
 from ..train._microbatches import by_microbatches
 from ..train._plan_step import verify_step
 from ..train._precision import as_compute_dtype
 from ..train._start import starting_state
-from ..train._step import TrainState, train_step
+from ..train._step import TrainState
+from ..train._training import Training
 from ._consistency import check_agreement
-from ._early_stopping import SAVED, BestSoFar, EarlyStopping, complete_early_stopping
-from ._error_notes import explained_memory, noted_checkpoint, rescued
-from ._evaluation import CompiledEvaluation, Evaluation
-from ._nonfinite import explain_batch, explain_step, warn_of_clamped_indices
-from ._printing import announce, conclude, describe_run, introduce, nothing_left
+from ._early_stopping import SAVED, BestSoFar, EarlyStopping, complete_early_stopping, reason_of_end
+from ._error_notes import explained_memory, noted_checkpoint
+from ._evaluation import Evaluation
+from ._printing import Printer
 from ._run_config import run_of_fit
 from ._setup import (
     best_mesh,
+    check_named_metrics,
     complete_evaluation,
     mesh_of_run,
+    needs_plan,
+    place_data,
     plan_run,
     prepare_evaluation,
-    refuse_split,
     refuse_traced,
     refuse_unresumable,
-    warn_of_restored,
+    restore_or_create,
 )
-from ._steps import Step, training_steps
-from ._stop import (
-    ASKED,
-    GO_ON,
-    StopRequest,
-    end_after_signal,
-    refuse_after_signal,
-    stop_request,
-)
-
-logger = logging.getLogger("redcoast")
+from ._stop import ASKED, GO_ON, end_after_signal, refuse_after_signal, stop_request
+from ._training_loop import TrainingLoop
 
 
 @hide_frames
@@ -177,199 +162,132 @@ def fit(
         )
         ```
     """
+    # What the arguments mean.
     refuse_after_signal("fit", trains=True)
     refuse_traced((model_or_state, key))
     check_optimizer(optimizer)
     check_functions(loss_fn=loss_fn)
     collate_fn = check_batching(collate_fn, batch_size)
-    quiet = not (is_main() and shows_progress(all_loggers(log)))
     compute_dtype = as_compute_dtype(compute_dtype)
+    training = Training(loss_fn, optimizer, accumulate, compute_dtype, trainable)
+    threads = checked_threads(workers, ahead)
     evaluation = complete_evaluation(evaluation, collate_fn, loss_fn, batch_size)
     early_stopping, checkpoints = complete_early_stopping(
         early_stopping, evaluation, as_checkpoints(checkpoints)
     )
     best = BestSoFar(early_stopping, checkpoints) if early_stopping else None
-    length = {"batch_size": batch_size, "epochs": epochs, "steps": steps}
-    given = {"compute_dtype": compute_dtype, "trainable": trainable}
-    options = {"loss_fn": loss_fn, "accumulate": accumulate, **given}
-    saver, chosen = Checkpointer(checkpoints), mesh_of_run(mesh, plan)
-    introduce(saver.directory, quiet=quiet)
+    checkpointer = Checkpointer(checkpoints)
+    given_mesh = mesh_of_run(mesh, plan)
+    printer = Printer(log, checkpointer.directory)
+    printer.introduce()
     model_or_state, key = on_auto_axes((model_or_state, key))
-    plan = with_auto_plan(plan) if isinstance(plan, Plan) else plan
     with (
         forgiving_output(),
         auto_ambient_mesh(),
         watching(),
-        saver.locked(),
+        checkpointer.locked(),
         contextlib.ExitStack() as stack,
     ):
+        # The shapes of the state, the data, and the plan.
         abstract, key, create = starting_state(
-            model_or_state, optimizer, key, average=average, caller="fit", **given
+            model_or_state,
+            optimizer,
+            key,
+            compute_dtype=compute_dtype,
+            trainable=trainable,
+            average=average,
+            caller="fit",
         )
-        of_mesh = with_auto_axes(chosen)
-        threads = checked_threads(workers, ahead)
-        data = batches(examples, collate_fn, key=key, mesh=of_mesh, **length, **threads._asdict())
+        data = batches(
+            examples,
+            collate_fn,
+            batch_size=batch_size,
+            epochs=epochs,
+            steps=steps,
+            key=key,
+            mesh=with_auto_axes(given_mesh),
+            workers=threads.workers,
+            ahead=threads.ahead,
+        )
         refuse_unresumable(data, checkpoints)
-        plans = not isinstance(plan, Plan)
-        describe_run(abstract, data, evaluation, compute_dtype, plans=plans, quiet=quiet)
+        printer.describe_run(abstract, data, evaluation, compute_dtype, plans=needs_plan(plan))
         if mesh == "auto":
-            refuse_split(data)
-            data.mesh = best_mesh(abstract, optimizer, data, overrides, quiet=quiet, **options)
-        found = plan_run(plan, abstract, data, overrides, **options)
-        planned_loss = found.constrain(loss_fn)
-
-        @ft.cache
-        def compiled(count: int) -> CompiledStep:
-            of_step = {"loss_fn": planned_loss, "optimizer": optimizer, "accumulate": count}
-            step = ft.partial(train_step, **of_step, **given)
-            return compile_reusable_step(pack_metrics(step), found.shardings, loss_fn)
-
-        values = {"accumulate": accumulate, "average": average, "checkpoints": str(checkpoints)}
-        values |= length | {"early_stopping": str(early_stopping)}
-        of_step = (abstract, lambda: compiled(accumulate))
-        of_data = (data, collate_fn, loss_fn, evaluation, key)
-        check_agreement(found, model_or_state, *of_step, *of_data, **values)
-        stack.enter_context(noted_checkpoint(checkpoints))
-        stack.enter_context(explained_memory(found))
-        restored = saver.restore(abstract, found.shardings)
-        state = restored.state if restored else create(found.shardings)
-        saved = restored.data if restored else {}
-        data.set_state({"step": int(state.step), **saved}, key=state.key)
-        if checkpoints is not None:
-            data.recognise_examples(saved)
-        if restored is None and (nothing := nothing_left(data, has_directory=False)):
-            warn(nothing)  # also if nothing is printed
-        if restored is not None:
-            warn_of_restored(model_or_state, abstract, state, data, optimizer, trainable, quiet)
-        if best is not None and restored:
-            best.restore(saved.get(SAVED))
-        about = {"resumed": restored is not None, "epochs": epochs, **options}
-        info = run_of_fit(found, data, abstract, saver.directory, **about)
-        over = best is not None and best.is_over
-        if over:
-            info = dataclasses.replace(info, steps=info.step)
-        announce(found, data, resumed=info.resumed, over=over, quiet=quiet)
-        needed = {"EarlyStopping(metric=...)": early_stopping and early_stopping.metric}
-        needed["Checkpoints(best=...)"] = checkpoints and checkpoints.best and checkpoints.metric
-        measure = prepare_evaluation(
-            evaluation, found, state, data, needed, loss_fn, compute_dtype, threads
+            data.mesh = best_mesh(training, abstract, data, overrides, quiet=printer.quiet)
+        run_plan = plan_run(plan, training, abstract, data, overrides)
+        compiled = training.compiled_by(run_plan)
+        check_agreement(
+            run_plan,
+            model_or_state,
+            abstract,
+            lambda: compiled(accumulate),
+            data,
+            evaluation,
+            key,
+            {"collate_fn": collate_fn, "loss_fn": loss_fn},
+            {
+                "batch_size": batch_size,
+                "epochs": epochs,
+                "steps": steps,
+                "accumulate": accumulate,
+                "average": average,
+                "checkpoints": str(checkpoints),
+                "early_stopping": str(early_stopping),
+            },
         )
+        stack.enter_context(noted_checkpoint(checkpoints))
+        stack.enter_context(explained_memory(run_plan))
+
+        # The state, created or restored, and the programs.
+        state, saved = restore_or_create(checkpointer, run_plan, abstract, create)
+        place_data(data, state, saved)
+        if best is not None and saved is not None:
+            best.restore(saved.get(SAVED))
+        is_over = best is not None and best.is_over
+        run = run_of_fit(
+            training,
+            run_plan,
+            data,
+            abstract,
+            checkpointer.directory,
+            resumed=saved is not None,
+            epochs=epochs,
+            is_over=is_over,
+        )
+        printer.announce(run_plan, data, resumed=run.resumed, over=is_over)
+        compiled_evaluation, names = prepare_evaluation(
+            evaluation, training, run_plan, state, data, threads
+        )
+        check_named_metrics(names, early_stopping, checkpoints)
         if plan == "verify":
-            verify_step(found, state, data.peek(), loss_fn=loss_fn, compute_dtype=compute_dtype)
-        step = by_microbatches(compiled, data.batch_size, accumulate)
-        explain = ft.partial(explain_step, found, data, checkpoints, **options)
-        of_loss = {"loss_fn": loss_fn, "compute_dtype": compute_dtype}
-        inspect = ft.partial(warn_of_clamped_indices, data, **of_loss)
+            verify_step(run_plan, state, data.peek(), loss_fn=loss_fn, compute_dtype=compute_dtype)
+
+        # The loop.
         stopping = stack.enter_context(stop_request(mesh=data.mesh))
-        reader = stack.enter_context(metrics_reader(log, info))
-        saver, due = stack.enter_context(saver), bool(saved.get("due"))
-        if not over:
-            rest = (reader, explain, inspect, measure, best, due, saver)
-            state = _loop(state, data, step, stopping, *rest)
+        reader = stack.enter_context(metrics_reader(log, run))
+        stack.enter_context(checkpointer)
+        loop = TrainingLoop(
+            training,
+            run_plan,
+            data,
+            by_microbatches(compiled, data.batch_size, accumulate),
+            compiled_evaluation,
+            best,
+            checkpoints,
+            checkpointer,
+            reader,
+            stopping,
+            is_due=bool(saved and saved.get("due")),
+        )
+        if not is_over:
+            state = loop.run(state)
+
+    # How it ended.
     last = int(state.step)
-    finished = last == data.steps or (best is not None and best.is_over)
-    ended = stopping.level == GO_ON or (stopping.level == ASKED and finished)
-    reason = stopping.reason if stopping.level == ASKED else ""
-    if best is not None and ended:
-        reason = best.describe(last)
-    conclude(state, data.steps, saver.directory, reason, ended=ended, quiet=quiet)
+    is_complete = last == data.steps or (best is not None and best.is_over)
+    ended = stopping.level == GO_ON or (stopping.level == ASKED and is_complete)
+    reason = reason_of_end(stopping, best, last, ended=ended)
+    printer.conclude(state, data.steps, reason, ended=ended)
     end_after_signal(stopping, last, data.steps, saved=newest_checkpoint(checkpoints))
     if best is not None and ended:
-        state = best.state(state, last, found.shardings)
-    return on_mesh(state, chosen)
-
-
-_TRIED = "Raised in the evaluation of one batch after the first step."
-
-
-def _loop(
-    state: TrainState,
-    data: Batches,
-    step: Callable[..., Any],
-    stopping: StopRequest,
-    reader: MetricsReader,
-    explain: Callable[[Step, bool], str],
-    inspect: Callable[[Batch, TrainState], None],
-    measure: CompiledEvaluation | None,
-    best: BestSoFar | None,
-    due: bool,
-    saver: Checkpointer,
-) -> TrainState:
-    every = measure.evaluation.every if measure else None
-    first = data.step
-    done: Step | None = None
-    looks_for_labels = True
-
-    def evaluate() -> dict[str, float]:
-        nonlocal looks_for_labels
-        number, at = (done.number, done.state) if done else (first, state)
-        note = f"Raised in the evaluation after step {number}."
-        assert measure is not None
-        with reader.paused(measure.batches) as advance, noting(note), rescue(doubtful=()):
-            metrics = measure(evaluated_model(at), at.key, advance=advance)
-            if looks_for_labels and math.isnan(metrics.get("loss", 0.0)):
-                looks_for_labels = False
-                measure.explain_nan(evaluated_model(at))
-        if best is not None:
-            best.see(metrics, number, at)
-        named = {f"eval/{name}": value for name, value in metrics.items()}
-        reader.write(named, number, state=at)
-        return metrics
-
-    def save(metrics: dict[str, float]) -> None:
-        if done is not None:
-            reader.flush()
-            place = data.gather_state(done.batch.state)
-            counters = {} if best is None else {SAVED: best.saved}
-            saver.save(done.number, done.state, {**place, "due": due, **counters}, metrics)
-
-    def asked_to_stop() -> bool:
-        """Whether a logger asked for it, and there are no other processes to agree with."""
-        if reader.stop_reason is not None:
-            stopping.ask(reader.stop_reason)
-        return reader.stop_reason is not None and jax.process_count() == 1
-
-    rescue = ft.partial(rescued, reader, lambda: done and done.state, save)
-    with contextlib.closing(data), rescue():
-        if due and measure:
-            evaluate()
-            if (best is not None and best.is_over) or (asked_to_stop() and stopping()):
-                return state
-        for done in training_steps(state, data, step):
-            batch, number = done.batch, done.number
-            due = batch.last or (number % every == 0 if every else batch.epoch_end)
-            look = ft.partial(explain_batch, data, batch)
-            reader.push(
-                number,
-                done.metrics,
-                explain=ft.partial(explain, done),
-                inspect=look,
-                state=done.state,
-            )
-            if number == first + 1:
-                inspect(batch, done.state)  # while the step is taken
-            asked_to_stop()
-            stop = stopping() and not batch.last
-            # After a signal, a run does not wait for an evaluation, which is computed when it is
-            # resumed.
-            later = stop and stopping.level > ASKED and not saver.keeps_best
-            metrics = evaluate() if measure and due and not later else {}
-            over = best is not None and best.is_over
-            if (asked_to_stop() or over) and not batch.last:
-                stop = stop or over or stopping()
-            if measure and number == first + 1 and not (due or stop):
-                with noting(_TRIED), rescue(doubtful=()):
-                    tried = evaluated_model(done.state)
-                    measure.try_loss(tried, done.state.key)  # while the step is taken
-            due = bool(due and later)
-            if batch.last or stop or saver.wants(number, metrics, epoch_end=batch.epoch_end):
-                save(metrics)
-            if stop and stopping.level > ASKED:
-                of_steps = "" if data.steps is None else f" of {data.steps}"
-                logger.warning(
-                    "Training stopped after step %d%s: %s.", *(number, of_steps, stopping.reason)
-                )
-            if stop:
-                break
-        reader.flush()
-    return done.state if done else state
+        state = best.state(state, last, run_plan.shardings)
+    return on_mesh(state, given_mesh)

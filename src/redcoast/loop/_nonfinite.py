@@ -32,6 +32,7 @@ from ..train._lookups import Lookup, find_lookups
 from ..train._loss import LossFn, evaluate_loss
 from ..train._microbatches import microbatches
 from ..train._step import TrainState, global_norm, loss_and_grads, loss_of_params
+from ..train._training import Training
 from ._steps import Step
 
 MOST = 5  # names in a sentence
@@ -39,26 +40,24 @@ _INDEX = re.compile(r"array of shape (\(.*?\)): index (-?\d+) is out of bounds .
 
 
 def explain_step(
+    training: Training,
     plan: Plan,
     data: Batches,
     checkpoints: Checkpoints | None,
     done: Step,
     trained: bool,
-    **options: Any,
 ) -> str:
     """Sentences about a skipped step: what is NaN or infinite, which examples, which checkpoint.
 
-    `trained` is whether any step of the run changed the state; `options` are passed to
-    `find_nonfinite`.
+    `trained` is whether any step of the run changed the state.
     """
     indices, examples = data.examples_of(done.batch)
     try:
-        found = find_nonfinite(done.state, done.batch, plan, data.batch_size, **options)
+        nonfinite = find_nonfinite(done.state, done.batch, plan, data.batch_size, training)
         first = None
-        if not (found.state or found.batch):
-            given = options["loss_fn"], options["compute_dtype"]
-            first = find_first(done.state, done.batch, plan, indices, *given)
-        why = sentences(found, indices, first, trained=trained)
+        if not (nonfinite.state or nonfinite.batch):
+            first = find_first(done.state, done.batch, plan, indices, training)
+        why = sentences(nonfinite, indices, first, trained=trained)
     except Exception as error:  # there may be no memory for it
         why = f"(The cause could not be found: {type(error).__name__}.) {COMMON_CAUSES}"
     return f"{why} {examples} {newest_checkpoint(checkpoints)}"
@@ -100,27 +99,28 @@ def find_nonfinite(
     batch: Batch,
     plan: Plan,
     batch_size: int,
-    *,
-    loss_fn: LossFn,
-    accumulate: int,
-    compute_dtype: Any,
-    trainable: PyTree,
+    training: Training,
 ) -> Nonfinite:
     """Recomputes the gradient of a skipped step from the state after it, in the same parts."""
-    count = microbatches(batch.rows, batch_size=batch_size, accumulate=accumulate)
-    part = ft.partial(partition_trainable, trainable=trainable)
-    options = {"loss_fn": plan.constrain(loss_fn), "compute_dtype": compute_dtype, "part": part}
+    count = microbatches(batch.rows, batch_size=batch_size, accumulate=training.accumulate)
+    part = ft.partial(partition_trainable, trainable=training.trainable)
+    loss = ft.partial(
+        loss_of_params,
+        loss_fn=plan.constrain(training.loss_fn),
+        compute_dtype=training.compute_dtype,
+        part=part,
+    )
 
     def find(state: TrainState, batch: PyTree) -> Any:
-        given = (*part(state.model), batch, _key(state), count)
-        _, grads = loss_and_grads(ft.partial(loss_of_params, **options), *given)
-        found = (
+        params, rest = part(state.model)
+        _, grads = loss_and_grads(loss, params, rest, batch, _key(state), count)
+        flags = (
             [jnp.sum(_wrong(path, x)) for path, x in _floating(state).items()],
             [~jnp.isfinite(global_norm([g])) for g in _floating(grads).values()],
             [_rows(x) for x in _floating(batch).values()],
         )
         # Replicated, so that each process can read it.
-        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), found)
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), flags)
 
     flags = jax.device_get(CompiledCall(find, plan.shardings, plan.mesh)(state, batch.arrays))
     paths = (
@@ -202,15 +202,16 @@ def find_first(
     batch: Batch,
     plan: Plan,
     indices: list[int],
-    loss_fn: LossFn,
-    compute_dtype: Any,
+    training: Training,
 ) -> str | None:
     """A sentence about the first operation of the loss that computes NaN, divides by zero or reads
     beyond an array; `None` if none is found."""
     from jax.experimental import checkify
 
-    def loss(state: TrainState, batch: Any) -> Any:
-        return evaluate_loss(loss_fn, state.model, batch, _key(state), compute_dtype).loss
+    def loss(state: TrainState, batch: PyTree) -> jax.Array:
+        key = _key(state)
+        loss_fn, compute_dtype = training.loss_fn, training.compute_dtype
+        return evaluate_loss(loss_fn, state.model, batch, key, compute_dtype).loss
 
     kinds = checkify.nan_checks | checkify.div_checks | checkify.index_checks
     try:
@@ -282,14 +283,14 @@ def _holders(
 
 
 def warn_of_clamped_indices(
-    data: Batches, batch: Batch, state: TrainState, loss_fn: LossFn, compute_dtype: Any
+    training: Training, data: Batches, batch: Batch, state: TrainState
 ) -> None:
     """Warns if the loss indexes an array beyond its end, where JAX reads the last element."""
     if not _may_be_beyond(batch, state.model, data.mesh):
         return  # without tracing the loss
     indices, _ = data.examples_of(batch)
-    given = loss_fn, state.model, batch, data.mesh, compute_dtype
-    if sentence := _first_beyond(*given, indices, training=True):
+    loss = training.loss_fn, state.model, batch, data.mesh, training.compute_dtype
+    if sentence := _first_beyond(*loss, indices, training=True):
         warn(
             f"{sentence} JAX reads the last element instead, without an error. If they are masked, "
             "replace them by 0 before the lookup."

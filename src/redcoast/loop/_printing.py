@@ -1,9 +1,10 @@
 """The output of a run before its first step and at its end."""
 
 import textwrap
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -11,20 +12,102 @@ from ..core._jaxpr import is_inexact
 from ..core._output import say
 from ..data._batches import Batches
 from ..data._loading import count_in_epoch
+from ..distributed._kv_store import is_main
 from ..distributed._mesh import batch_shards
 from ..sharding import Plan
-from ..tracking._loggers import say_once
+from ..tracking._loggers import all_loggers, say_once, shows_progress
+from ..tracking._metrics import Log
 from ..tracking._terminal import show_directory
 from ..train._step import TrainState
 from ._evaluation import Evaluation
 
 
+class Printer:
+    """Prints what a user should know of a run, unless its loggers show no progress."""
+
+    def __init__(self, log: Log | Sequence[Log] | Literal[False] | None, directory: Path | None):
+        self.quiet = not (is_main() and shows_progress(all_loggers(log)))
+        self._directory = directory
+
+    def introduce(self) -> None:
+        """Prints versions, devices and the run's directory, before anything that takes time."""
+        introduce(self._directory, quiet=self.quiet)
+
+    def describe_run(
+        self,
+        state: TrainState,
+        data: Batches,
+        evaluation: Evaluation | None,
+        compute_dtype: Any,
+        *,
+        plans: bool,
+    ) -> None:
+        """Prints what is trained on, for how long, in which precision, and what is next."""
+        if self.quiet:
+            return
+        parts = _data_parts(data)
+        if evaluation is not None and (count := count_in_epoch(evaluation.examples)):
+            parts.append(f"{count:,} to evaluate")
+        say(_wrapped("Data", ", ".join(parts)))
+        precision = precision_of(state, compute_dtype)
+        say(_wrapped("Precision", precision))
+        kind = data.mesh.devices.flat[0].device_kind
+        if cost := cost_of_float32(kind, precision):
+            say(_wrapped("", cost))
+        if plans:
+            say("Planning ...")
+
+    def announce(self, plan: Plan, data: Batches, *, resumed: bool, over: bool) -> None:
+        """Prints how the model is sharded, and what is next."""
+        if self.quiet:
+            return
+        say(str(plan))
+        if resumed:
+            say(f"Resumed at step {data.step}.")
+            # Of a run that is not resumed, it is a warning.
+            if nothing := nothing_left(data, has_directory=True):
+                say(nothing)
+        for sentence in _batches_that_are_not_split(data, batch_shards(plan.mesh)):
+            say(sentence)
+        if over:
+            say("Nothing is left to train: early stopping ended the run.")
+        elif data.steps is None or data.step < data.steps:
+            say("Compiling ...")
+
+    def conclude(
+        self, state: TrainState, steps: int | None, reason: str = "", *, ended: bool
+    ) -> None:
+        """Prints why a run ended, where its last checkpoint is, and how to resume a run that was
+        stopped.
+
+        `reason` is why it ended, if no signal stopped it; `ended`, whether it is not to be resumed.
+        """
+        if self.quiet:
+            return
+        step = int(state.step)
+        stopped = steps is not None and step < steps and not ended
+        if reason:
+            say(reason if ended else f"Training stopped after step {step:,}: {reason}.")
+        directory = self._directory
+        if directory is None:
+            if stopped:
+                say("Nothing was saved, because `fit` was called without `checkpoints`.")
+            return
+        checkpoint = directory / "checkpoints" / str(step)
+        if checkpoint.is_dir():
+            say(f"Checkpoint: {show_directory(checkpoint)}")
+            if stopped:
+                say(f"The same call, with this directory, continues after step {step:,}.")
+
+
 def introduce(directory: Path | None, *, quiet: bool = False) -> None:
-    """Prints versions, devices and the run's directory, before anything that takes time."""
+    """Prints versions, devices and the directory of a run."""
     if quiet:
         return
     count, kind = jax.device_count(), jax.devices()[0].device_kind
-    devices = f"{count} {kind if kind != 'cpu' else 'CPU'} device{'s' if count > 1 else ''}"
+    if kind == "cpu":
+        kind = "CPU"
+    devices = f"{count} {kind} {_counted(count, 'device')}"
     if jax.process_count() > 1:
         devices += f" in {jax.process_count()} processes"
     say_once(f"redcoast {version('redcoast')}, jax {jax.__version__}, {devices}")
@@ -32,47 +115,51 @@ def introduce(directory: Path | None, *, quiet: bool = False) -> None:
         say_once(f"Run directory: {show_directory(directory)}")
 
 
-def describe_run(
-    state: TrainState,
-    data: Batches,
-    evaluation: Evaluation | None,
-    compute_dtype: Any,
-    *,
-    plans: bool,
-    quiet: bool,
-) -> None:
-    """Prints what is trained on, for how long, in which precision, and whether it plans next."""
-    if quiet:
-        return
-    parts = [] if data.length is None else [f"{data.length:,} examples"]
-    if data.is_endless:
-        parts = ["an endless source"]
-    of_batches = f"of {data.batch_size:,}" + " examples" * (data.length is None)
+def _data_parts(data: Batches) -> list[str]:
+    """How many examples, steps, batches and epochs a run has, as far as they are known."""
+    of_batches = f"of {data.batch_size:,}"
+    if data.length is None:
+        of_batches += " examples"
     if data.makes_batches:
         of_batches += ", as the source makes them"
+    parts: list[str] = []
+    if data.length is not None:
+        parts.append(f"{data.length:,} examples")
     if data.steps is not None:
-        parts.append(f"{data.steps:,} step{'s' * (data.steps != 1)} {of_batches}")
-        if data.epochs is not None and not data.is_endless:
+        steps = f"{data.steps:,} {_counted(data.steps, 'step')} {of_batches}"
+        if data.epochs is not None:
             # The last batch of whole epochs may be short, so steps times batch size is too many.
-            parts[-1] += f" ({data.epochs:.3g} epoch{'s' * (data.epochs != 1)})"
-    elif data.stream_epochs is not None:
-        epochs = data.stream_epochs
-        whole = f"{epochs:,} epoch{'s' * (epochs != 1)} of unknown length"
-        parts.append(f"{whole} (each until `examples` ends)")
-        parts.append(f"batches {of_batches}")
+            steps += f" ({data.epochs:.3g} {_counted(data.epochs, 'epoch')})"
+        parts.append(steps)
     else:
+        epochs = data.stream_epochs
+        if epochs is not None:
+            parts.append(f"{epochs:,} {_counted(epochs, 'epoch')} of unknown length")
         parts.append(f"batches {of_batches}")
     if data.length is None:
         parts.append("in the order of the source")
-    if evaluation is not None and (count := count_in_epoch(evaluation.examples)):
-        parts.append(f"{count:,} to evaluate")
-    say(_wrapped("Data", ", ".join(parts)))
-    say(_wrapped("Precision", precision_of(state, compute_dtype)))
-    kind = data.mesh.devices.flat[0].device_kind
-    if cost := cost_of_float32(kind, precision_of(state, compute_dtype)):
-        say(_wrapped("", cost))
-    if plans:
-        say("Planning ...")
+    return parts
+
+
+def _counted(count: int | float, noun: str) -> str:
+    """A noun after a number, such as `steps`."""
+    return noun if count == 1 else f"{noun}s"
+
+
+def _batches_that_are_not_split(data: Batches, shards: int) -> list[str]:
+    """Sentences about batches that do not divide over the devices."""
+    batch_size, last_rows = data.batch_size, (data.rows_left or 0) % data.batch_size
+    if batch_size % shards:
+        return [
+            f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so each "
+            f"of them computes all of it. A multiple of {shards} would be split."
+        ]
+    if last_rows % shards:
+        return [
+            f"The last batch, of {last_rows}, does not divide over data x fsdp = {shards} "
+            "devices, so each of them computes all of it."
+        ]
+    return []
 
 
 def precision_of(state: TrainState, compute_dtype: Any) -> str:
@@ -103,40 +190,11 @@ def _wrapped(label: str, text: str) -> str:
     return textwrap.fill(f"{label:<15}{text}", width=79, subsequent_indent=" " * 15)
 
 
-def announce(
-    plan: Plan, data: Batches, *, resumed: bool, over: bool | None = False, quiet: bool
-) -> None:
-    """Prints how the model is sharded, notes about the run, and that the step is compiled."""
-    if quiet:
-        return
-    say(str(plan))
-    shards, batch_size, rows = batch_shards(plan.mesh), data.batch_size, data.rows_left or 0
-    if resumed:
-        say(f"Resumed at step {data.step}.")
-    # If the run was not resumed, it is a warning instead.
-    if resumed and (nothing := nothing_left(data, has_directory=True)):
-        say(nothing)
-    if rows % batch_size % shards and batch_size % shards == 0:
-        say(
-            f"The last batch, of {rows % batch_size}, does not divide over data x fsdp = {shards} "
-            "devices, so each of them computes all of it."
-        )
-    if batch_size % shards:
-        say(
-            f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so each "
-            f"of them computes all of it. A multiple of {shards} would be sharded."
-        )
-    if over:
-        say("Nothing is left to train: early stopping ended the run.")
-    elif data.steps is None or data.step < data.steps:
-        say("Compiling ...")
-
-
 def nothing_left(data: Batches, *, has_directory: bool) -> str:
     """A sentence about a run whose steps are all done, with the argument that continues it."""
     if data.steps is None or data.step < data.steps:
         return ""
-    done, steps = data.step, f"{data.steps:,} step{'s' * (data.steps != 1)}"
+    done, steps = data.step, f"{data.steps:,} {_counted(data.steps, 'step')}"
     more = f"steps={done + data.steps}"
     if data.given_epochs is not None:
         more = f"epochs={(data.epochs_done or 0) + data.given_epochs}"
@@ -145,31 +203,3 @@ def nothing_left(data: Batches, *, has_directory: bool) -> str:
         f"Nothing is left to train: {done:,} of {steps} are done. `epochs` and `steps` count from "
         f"the first step of the state. To train as long again, pass `{more}`{new}."
     )
-
-
-def conclude(
-    state: TrainState,
-    steps: int | None,
-    directory: Path | None,
-    reason: str = "",
-    *,
-    ended: bool = False,
-    quiet: bool,
-) -> None:
-    """Prints why a run ended, where its last checkpoint is, and how to resume a run that was
-    stopped.
-
-    `reason` is why it ended, if no signal stopped it. `ended` is whether it is complete.
-    """
-    if quiet:
-        return
-    step = int(state.step)
-    stopped = steps is not None and step < steps and not ended
-    if reason:
-        say(reason if ended else f"Training stopped after step {step:,}: {reason}.")
-    if directory is not None and (saved := directory / "checkpoints" / str(step)).is_dir():
-        say(f"Checkpoint: {show_directory(saved)}")
-        if stopped:
-            say(f"The same call, with this directory, continues after step {step:,}.")
-    elif stopped and directory is None:
-        say("Nothing was saved, because `fit` was called without `checkpoints`.")

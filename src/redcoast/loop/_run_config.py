@@ -1,5 +1,6 @@
 """The information about a run that loggers receive before its first step."""
 
+import dataclasses
 import functools as ft
 from collections.abc import Callable, Mapping
 from os import PathLike
@@ -15,12 +16,14 @@ from ..core._tracing import abstract_key, trace_for
 from ..data._batches import Batches
 from ..sharding import Plan
 from ..tracking._loggers import RunInfo, code_version
-from ..train._loss import LossFn, evaluate_loss
+from ..train._loss import evaluate_loss
 from ..train._step import TrainState
+from ..train._training import Training
 from ._printing import precision_of
 
 
 def run_of_fit(
+    training: Training,
     plan: Plan,
     data: Batches,
     state: TrainState,
@@ -28,22 +31,26 @@ def run_of_fit(
     *,
     resumed: bool,
     epochs: int | None,
-    loss_fn: LossFn,
-    accumulate: int,
-    compute_dtype: Any,
-    trainable: PyTree,
+    is_over: bool,
 ) -> RunInfo:
-    """Describes a call to `fit`, with all of its settings."""
-    given = {"compute_dtype": compute_dtype, "trainable": trainable}
+    """The run of a call of `fit`, with all of its settings; `is_over` if no step is left."""
     settings = {
         "optimizer": optimizer_name(state),
-        "precision": precision_of(state, compute_dtype),
-        "accumulate": accumulate,
+        "precision": precision_of(state, training.compute_dtype),
+        "accumulate": training.accumulate,
         "average": None if state.average is None else state.average.decay,
         "epochs": epochs,
-        "seconds_at_peak": seconds_at_peak(state, loss_fn, data.spec, data.mesh, **given),
+        "seconds_at_peak": seconds_at_peak(
+            state,
+            training.loss_fn,
+            data.spec,
+            data.mesh,
+            compute_dtype=training.compute_dtype,
+            trainable=training.trainable,
+        ),
     }
-    return run_info(plan, data, directory=directory, resumed=resumed, settings=settings)
+    run = run_info(plan, data, directory=directory, resumed=resumed, settings=settings)
+    return dataclasses.replace(run, steps=run.step) if is_over else run
 
 
 def run_info(

@@ -1,18 +1,18 @@
 """The set-up of a run before its first step."""
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
-import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._policy import Checkpoints
 from ..core._errors import check_kind, noting, several
+from ..core._frames import warn
 from ..core._pytree import ARRAYS, leaf_paths
 from ..core._trainable import partition_trainable
 from ..data._batches import Batches
@@ -20,17 +20,14 @@ from ..data._collate import CollateFn
 from ..data._loading import OwnBatches, Threads
 from ..distributed._kv_store import is_main
 from ..distributed._mesh import ambient_or_default
-from ..sharding import Plan
+from ..sharding import Plan, with_auto_plan
 from ..train._loss import LossFn
 from ..train._plan_step import check_coupling, check_faults, plan_step
-from ..train._step import (
-    TrainState,
-    refuse_per_batch,
-)
-from ._evaluation import KIND, CompiledEvaluation, Evaluation, compile_evaluation, warn_if_not_mean
+from ..train._step import TrainState, refuse_per_batch
+from ..train._training import Training
+from ._early_stopping import EarlyStopping
+from ._evaluation import CompiledEvaluation, Evaluation, compile_evaluation, warn_if_not_mean
 from ._printing import nothing_left
-
-logger = logging.getLogger("redcoast")
 
 
 def mesh_of_run(mesh: Mesh | str | None, plan: Plan | str | None) -> Mesh:
@@ -52,40 +49,57 @@ def mesh_of_run(mesh: Mesh | str | None, plan: Plan | str | None) -> Mesh:
     return plan.mesh
 
 
+def needs_plan(plan: Plan | str | None) -> bool:
+    """Whether a run has to plan its step."""
+    return not isinstance(plan, Plan)
+
+
 def best_mesh(
+    training: Training,
     state: TrainState,
-    optimizer: optax.GradientTransformation,
     data: Batches,
     overrides: Sequence[tuple[str, Any]],
-    **options: Any,
+    *,
+    quiet: bool,
 ) -> Mesh:
     """The best mesh of all devices for the step."""
     # Imported where it is used, so that importing redcoast stays fast.
     from ..dryrun._mesh_search import auto_mesh
 
-    return auto_mesh(state, optimizer, data.spec, overrides=overrides, **options)
+    if data.is_split:
+        raise ValueError(
+            "With `split_by_host`, the mesh decides what each process reads. Pass a mesh instead "
+            'of "auto".'
+        )
+    return auto_mesh(
+        state,
+        training.optimizer,
+        data.spec,
+        loss_fn=training.loss_fn,
+        accumulate=training.accumulate,
+        compute_dtype=training.compute_dtype,
+        trainable=training.trainable,
+        overrides=overrides,
+        quiet=quiet,
+    )
 
 
 def plan_run(
     plan: Plan | str | None,
+    training: Training,
     state: TrainState,
     data: Batches,
     overrides: Sequence[tuple[str, Any]],
-    *,
-    loss_fn: LossFn,
-    accumulate: int,
-    compute_dtype: Any,
-    trainable: PyTree,
 ) -> Plan:
-    """Returns the given plan, after a check that it fits the state, or else plans the step."""
-    if accumulate > 1 and data.per_batch:
-        refuse_per_batch(accumulate)
+    """The plan that is given, if it fits the state, or else the plan of the step."""
+    if training.accumulate > 1 and data.per_batch:
+        refuse_per_batch(training.accumulate)
     if isinstance(plan, Plan):
         if overrides:
-            raise ValueError("`plan` already contains its overrides; leave `overrides` out.")
+            raise ValueError("`plan` holds its overrides already; leave `overrides` out.")
+        plan = with_auto_plan(plan)
         check_plan_fits(plan, state)
         return plan
-    step = {"accumulate": accumulate, "compute_dtype": compute_dtype}
     note = "Raised while the step was planned, before the first step."
     with noting(note):
         is_flat = data.has_single_integers
@@ -95,11 +109,19 @@ def plan_run(
             "`redcoast.token_windows(tokens, length)`."
         )
     with noting(note):
-        planned = {"trainable": trainable, "overrides": overrides, **step}
-        found = plan_step(state, loss_fn, data.spec, data.mesh, **planned)
-        check_coupling(found, state, data.spec, loss_fn=loss_fn, **step)
-        check_faults(found, state, data.spec, loss_fn=loss_fn, **step)
-    return found
+        planned = plan_step(
+            state,
+            training.loss_fn,
+            data.spec,
+            data.mesh,
+            accumulate=training.accumulate,
+            compute_dtype=training.compute_dtype,
+            trainable=training.trainable,
+            overrides=overrides,
+        )
+        check_coupling(planned, training, state, data.spec)
+        check_faults(planned, training, state, data.spec)
+    return planned
 
 
 def check_plan_fits(plan: Plan, state: TrainState) -> None:
@@ -160,72 +182,60 @@ def refuse_unresumable(data: Batches, checkpoints: Checkpoints | None) -> None:
         )
 
 
-def warn_of_restored(
-    model_or_state: PyTree,
-    new: TrainState,
-    restored: TrainState,
-    data: Batches,
-    optimizer: optax.GradientTransformation,
-    trainable: PyTree,
-    quiet: bool,
-) -> None:
-    """Warns if a run that is resumed does nothing, or has other hyperparameters than its call.
+def restore_or_create(
+    checkpointer: Checkpointer,
+    plan: Plan,
+    abstract: TrainState,
+    create: Callable[[PyTree], TrainState],
+) -> tuple[TrainState, dict[str, Any] | None]:
+    """The state of the newest checkpoint, and what was saved with it; or a new one, and `None`."""
+    restored = checkpointer.restore(abstract, plan.shardings)
+    if restored is None:
+        return create(plan.shardings), None
+    return restored.state, restored.data
 
-    `new` is the abstract state that it would have begun with.
-    """
-    nothing = nothing_left(data, has_directory=True)
-    if nothing and quiet and is_main():  # otherwise it is printed
-        logger.warning("%s", nothing)
-    before = constant_hyperparameters(restored.opt_state)
-    if not before:
+
+def place_data(data: Batches, state: TrainState, saved: Mapping[str, Any] | None) -> None:
+    """Continues the data after the steps of a state; `saved` is what a checkpoint has of it."""
+    if saved is not None:
+        data.set_state({"step": int(state.step), **saved}, key=state.key)
         return
-    if isinstance(model_or_state, TrainState):
-        now = constant_hyperparameters(model_or_state.opt_state)
-    else:
-        now = initial_hyperparameters(optimizer, partition_trainable(new.model, trainable)[0])
-    changed = [name for name in before if now.get(name, before[name]) != before[name]]
-    if changed and is_main():
-        logger.warning(
-            "The run goes on with %s, from its checkpoint, and not with %s: the values of "
-            "`optax.inject_hyperparams` are saved with the state. Choose another directory for a "
-            "new run. To go on with other values, load the state, change them with `eqx.tree_at`, "
-            "and pass the state to `fit` with another directory.",
-            several([f"{name}={before[name]:g}" for name in changed]),
-            several([f"{now[name]:g}" for name in changed]),
-        )
-
-
-def refuse_split(data: Batches) -> None:
-    """Raises `ValueError` if what each process reads depends on a mesh that is not yet chosen."""
-    if data.is_split:
-        raise ValueError(
-            "With `split_by_host`, the mesh decides what each process reads. Pass a mesh instead "
-            'of "auto".'
-        )
+    data.set_state({"step": int(state.step)}, key=state.key)
+    if nothing := nothing_left(data, has_directory=False):
+        warn(nothing)  # also if nothing is printed
 
 
 def prepare_evaluation(
     evaluation: Evaluation | None,
+    training: Training,
     plan: Plan,
     state: TrainState,
     data: Batches,
-    needed: Mapping[str, str | None],
-    loss_fn: LossFn,
-    compute_dtype: Any,
     threads: Threads,
-) -> CompiledEvaluation | None:
-    """Compiles the evaluation of a run, traces its loss and tries its metrics.
+) -> tuple[CompiledEvaluation | None, list[str]]:
+    """The compiled evaluation of a run, after one batch was evaluated, and its metrics.
 
-    So mistakes in it are found before the first epoch. `needed` are the metrics that arguments of
-    the run refer to, by argument.
+    So a mistake in it shows before an epoch is spent.
     """
-    compiled, names = None, []
-    if evaluation is not None:
-        compiled = compile_evaluation(evaluation, plan, compute_dtype=compute_dtype)
-        compiled = replace(compiled, threads=threads)
-        with noting("Raised in the evaluation of one batch before the first step."):
-            warn_if_not_mean(evaluation, plan, state.model, data, loss_fn, compute_dtype)
-            names = compiled.rehearse(state.model, state.key)
+    if evaluation is None:
+        return None, []
+    compiled = compile_evaluation(evaluation, plan, compute_dtype=training.compute_dtype)
+    compiled = replace(compiled, threads=threads)
+    with noting("Raised in the evaluation of one batch before the first step."):
+        warn_if_not_mean(evaluation, training, plan, state.model, data)
+        names = compiled.rehearse(state.model, state.key)
+    return compiled, names
+
+
+def check_named_metrics(
+    names: list[str], early_stopping: EarlyStopping | None, checkpoints: Checkpoints | None
+) -> None:
+    """Raises `ValueError` if a metric that decides something is none of the evaluation's."""
+    needed: dict[str, str | None] = {}
+    if early_stopping is not None:
+        needed["EarlyStopping(metric=...)"] = early_stopping.metric
+    if checkpoints is not None and checkpoints.best:
+        needed["Checkpoints(best=...)"] = checkpoints.metric
     have = ", ".join(names) or "none, because there is no `evaluation`"
     for argument, metric in needed.items():
         if metric is not None and metric not in names:
@@ -233,4 +243,3 @@ def prepare_evaluation(
                 f"`{argument.replace('...', repr(metric))}` is not a metric of the evaluation, "
                 f"which has {have}."
             )
-    return compiled

@@ -27,6 +27,7 @@ from ._layer_state import warn_of_outer_state
 from ._loss import LossFn, evaluate_loss
 from ._precision import as_compute_dtype
 from ._step import TrainState, refuse_other_rows
+from ._training import Training
 
 
 @hide_frames
@@ -100,22 +101,17 @@ def plan_step(
     )
 
 
-def check_coupling(
-    plan: Plan,
-    state: TrainState,
-    batch: PyTree,
-    *,
-    accumulate: int,
-    loss_fn: LossFn,
-    compute_dtype: Any,
-) -> None:
+def check_coupling(plan: Plan, training: Training, state: TrainState, batch: PyTree) -> None:
     """Warns if examples that depend on each other are computed in several microbatches."""
+    accumulate = training.accumulate
     batch_size = jax.tree.leaves(batch)[0].shape[0]
     # The plan was made for one microbatch, and a single example depends on no other.
-    program, rows = plan.report.program_or_none, batch_size // max(accumulate, 1)
-    known = program is not None and program.coupled is None and rows > 1
-    if accumulate <= 1 or known:
+    rows = batch_size // max(accumulate, 1)
+    program = plan.report.program_or_none
+    is_independent = program is not None and program.coupled is None and rows > 1
+    if accumulate <= 1 or is_independent:
         return
+    loss_fn, compute_dtype = training.loss_fn, training.compute_dtype
     coupled = find_coupled(loss_fn, state.model, batch, plan.mesh, compute_dtype, training=True)
     if coupled is not None:
         warn(
@@ -126,30 +122,24 @@ def check_coupling(
         )
 
 
-def check_faults(
-    plan: Plan,
-    state: TrainState,
-    batch: PyTree,
-    *,
-    accumulate: int,
-    loss_fn: LossFn,
-    compute_dtype: Any,
-) -> None:
-    """Warns if the loss is a sum over the examples, if the examples share dropout masks, if NumPy's
-    rank promotion combines each example with every other, or if the loss reads the state of layers
-    from outside.
+def check_faults(plan: Plan, training: Training, state: TrainState, batch: PyTree) -> None:
+    """Warns if the loss is a sum over the examples, if they share the masks of dropout, if NumPy's
+    rank promotion combines each with every other, or if the loss reads the state of layers from
+    outside.
 
     With microbatches, it also warns of other metrics that are sums.
     """
+    loss_fn, compute_dtype = training.loss_fn, training.compute_dtype
+    has_microbatches = training.accumulate > 1
     program = plan.report.program_or_none
-    if program is not None and accumulate <= 1:
-        faults = program.summed, program.shared_masks, program.promotions
+    if program is not None and not has_microbatches:
+        summed, masks, promotions = program.summed, program.shared_masks, program.promotions
     else:
-        given = loss_fn, state.model, batch, plan.mesh, compute_dtype
-        faults = find_faults(*given, training=True)
-    summed, masks, promotions = faults
+        summed, masks, promotions = find_faults(
+            loss_fn, state.model, batch, plan.mesh, compute_dtype, training=True
+        )
     warn_of_outer_state(loss_fn, state.model)
-    warn_of_sums(summed, aux=accumulate > 1)
+    warn_of_sums(summed, aux=has_microbatches)
     warn_of_shared_masks(masks)
     warn_of_promotions(promotions)
 
@@ -165,8 +155,10 @@ def check_own_step(
         warn_of_promotions(program.promotions)
         return
     batch = jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch", of="batch"))
-    given = loss_fn, state.model, batch, plan.mesh, compute_dtype
-    warn_of_promotions(find_faults(*given, training=True)[2])
+    _, _, promotions = find_faults(
+        loss_fn, state.model, batch, plan.mesh, compute_dtype, training=True
+    )
+    warn_of_promotions(promotions)
 
 
 def verify_step(

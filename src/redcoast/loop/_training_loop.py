@@ -1,0 +1,184 @@
+"""The loop of `fit`: steps, evaluations, checkpoints, and the ways in which it ends."""
+
+import contextlib
+import functools as ft
+import logging
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import jax
+
+from ..checkpoint._checkpointer import Checkpointer
+from ..checkpoint._policy import Checkpoints
+from ..core._errors import noting
+from ..data._batches import Batches
+from ..sharding import Plan
+from ..tracking._metrics import MetricsReader
+from ..train._step import TrainState
+from ..train._training import Training
+from ._early_stopping import SAVED, BestSoFar
+from ._error_notes import DOUBTFUL, rescued
+from ._evaluation import CompiledEvaluation
+from ._nonfinite import explain_batch, explain_step, warn_of_clamped_indices
+from ._steps import Step, training_steps
+from ._stop import ASKED, StopRequest
+
+logger = logging.getLogger("redcoast")
+
+_TRIED = "Raised in the evaluation of one batch after the first step."
+
+
+@dataclass
+class TrainingLoop:
+    """The parts of a run that is ready to train, and where it is.
+
+    **Attributes:**
+
+    - `step`: the compiled step `(state, batch) -> (state, metrics)`.
+    - `evaluation`: the compiled evaluation; `None` if there is none.
+    - `best`: the best evaluation so far, with early stopping.
+    - `reader`: what reads the metrics of steps and passes them to the loggers.
+    - `stopping`: whether a signal or a logger asks the run to stop.
+    - `is_due`: whether an evaluation of the last step is still to be made, since a run that a
+        signal stops does not wait for it.
+    - `done`: the last step of this run; `None` before the first.
+    """
+
+    training: Training
+    plan: Plan
+    data: Batches
+    step: Callable[..., tuple[TrainState, object]]
+    evaluation: CompiledEvaluation | None
+    best: BestSoFar | None
+    checkpoints: Checkpoints | None
+    checkpointer: Checkpointer
+    reader: MetricsReader
+    stopping: StopRequest
+    is_due: bool = False
+    done: Step | None = None
+    _explains_nan: bool = True
+
+    def run(self, state: TrainState) -> TrainState:
+        """Trains until the data or the patience ends, or something asks to stop.
+
+        Returns the state after the last step.
+        """
+        first = self.data.step + 1
+        with contextlib.closing(self.data), self._rescued(DOUBTFUL):
+            if self.is_due and self.evaluation is not None:
+                self._evaluate(self.evaluation, self.data.step, state)
+                if self._is_over or (self._is_asked_to_stop() and self.stopping()):
+                    return state
+            for done in training_steps(state, self.data, self.step):
+                self.done = done
+                self.is_due = self._evaluates_after(done)  # which a save after an error needs
+                self._push(done)
+                is_first = done.number == first
+                if is_first:  # while the devices take the step
+                    warn_of_clamped_indices(self.training, self.data, done.batch, done.state)
+                if self._finish_step(done, is_first=is_first):
+                    break
+            self.reader.flush()
+        return state if self.done is None else self.done.state
+
+    def _finish_step(self, done: Step, *, is_first: bool) -> bool:
+        """Evaluates and saves after a step, if it is time; returns whether to stop."""
+        is_last = done.batch.last
+        self._is_asked_to_stop()  # with several processes, all of them agree on it in the next line
+        stops = self.stopping() and not is_last
+        # After a signal, a run does not wait for an evaluation; it follows on resumption.
+        is_signal = stops and self.stopping.level > ASKED
+        postpones = is_signal and not self.checkpointer.keeps_best
+        metrics: dict[str, float] = {}
+        if self.evaluation is not None and self.is_due and not postpones:
+            metrics = self._evaluate(self.evaluation, done.number, done.state)
+        if (self._is_asked_to_stop() or self._is_over) and not is_last:
+            stops = stops or self._is_over or self.stopping()
+        if self.evaluation is not None and is_first and not (self.is_due or stops):
+            self._try_evaluation(self.evaluation, done)
+        self.is_due = self.is_due and postpones
+        epoch_end = done.batch.epoch_end
+        if is_last or stops or self.checkpointer.wants(done.number, metrics, epoch_end=epoch_end):
+            self._save(metrics)
+        if stops and self.stopping.level > ASKED:
+            of_steps = "" if self.data.steps is None else f" of {self.data.steps}"
+            reason = self.stopping.reason
+            logger.warning("Training stopped after step %d%s: %s.", done.number, of_steps, reason)
+        return stops
+
+    def _evaluates_after(self, done: Step) -> bool:
+        every = None if self.evaluation is None else self.evaluation.evaluation.every
+        if every:
+            return done.batch.last or done.number % every == 0
+        return done.batch.last or done.batch.epoch_end
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether early stopping ends the run."""
+        return self.best is not None and self.best.is_over
+
+    def _is_asked_to_stop(self) -> bool:
+        """Whether a logger asked for it, and there are no other processes to agree with."""
+        reason = self.reader.stop_reason
+        if reason is None:
+            return False
+        self.stopping.ask(reason)
+        return jax.process_count() == 1
+
+    def _push(self, done: Step) -> None:
+        """Passes the metrics of a step to the reader, with what explains a step that is skipped."""
+        self.reader.push(
+            done.number,
+            done.metrics,
+            explain=ft.partial(
+                explain_step, self.training, self.plan, self.data, self.checkpoints, done
+            ),
+            inspect=ft.partial(explain_batch, self.data, done.batch),
+            state=done.state,
+        )
+
+    def _evaluate(
+        self, evaluation: CompiledEvaluation, number: int, state: TrainState
+    ) -> dict[str, float]:
+        """Evaluates the state after a step, and logs the metrics."""
+        note = f"Raised in the evaluation after step {number}."
+        model = state.averaged_model
+        with (
+            self.reader.paused(evaluation.batches) as advance,
+            noting(note),
+            self._rescued(doubtful=()),
+        ):
+            metrics = evaluation(model, state.key, advance=advance)
+            if self._explains_nan and math.isnan(metrics.get("loss", 0.0)):
+                self._explains_nan = False
+                evaluation.explain_nan(model)
+        if self.best is not None:
+            self.best.see(metrics, number, state)
+        logged = {f"eval/{name}": value for name, value in metrics.items()}
+        self.reader.write(logged, number, state=state)
+        return metrics
+
+    def _try_evaluation(self, evaluation: CompiledEvaluation, done: Step) -> None:
+        """Computes the loss of one batch, so that a mistake shows before the first evaluation."""
+        with noting(_TRIED), self._rescued(doubtful=()):
+            evaluation.try_loss(done.state.averaged_model, done.state.key)
+
+    def _save(self, metrics: dict[str, float]) -> None:
+        """Saves the state after the last step."""
+        if self.done is None:
+            return
+        self.reader.flush()
+        saved = {**self.data.gather_state(self.done.batch.state), "due": self.is_due}
+        if self.best is not None:
+            saved[SAVED] = self.best.saved
+        self.checkpointer.save(self.done.number, self.done.state, saved, metrics)
+
+    def _rescued(self, doubtful: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
+        """Saves the state if a function of the user raises."""
+
+        def last_state() -> TrainState | None:
+            return None if self.done is None else self.done.state
+
+        return rescued(self.reader, last_state, self._save, doubtful=doubtful)

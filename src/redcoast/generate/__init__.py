@@ -1,3 +1,7 @@
-"""Text generation with a key-value cache: greedy decoding, sampling and beam search."""
+"""Text generation with a key-value cache: greedy decoding, sampling and beam search.
+
+A model reads its prompt once, and then one token at a time, in a compiled loop. `_generate.py` has
+the public function; the others are imported on its first call.
+"""
 
 from ._generate import generate as generate

@@ -190,13 +190,7 @@ def fit(
     ):
         # The shapes of the state, the data, and the plan.
         abstract, key, create = starting_state(
-            model_or_state,
-            optimizer,
-            key,
-            compute_dtype=compute_dtype,
-            trainable=trainable,
-            average=average,
-            caller="fit",
+            model_or_state, training, key, average=average, caller="fit"
         )
         data = batches(
             examples,
@@ -259,7 +253,7 @@ def fit(
         )
         check_named_metrics(names, early_stopping, checkpoints)
         if plan == "verify":
-            verify_step(run_plan, state, data.peek(), loss_fn=loss_fn, compute_dtype=compute_dtype)
+            verify_step(run_plan, training, state, data.peek())
 
         # The loop.
         stopping = stack.enter_context(stop_request(mesh=data.mesh))

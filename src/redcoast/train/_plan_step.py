@@ -83,7 +83,7 @@ def plan_step(
     if mesh.size == 1:
         return plan_shardings(state, mesh, overrides=overrides)
 
-    def part(x: Any) -> jax.ShapeDtypeStruct:  # of a microbatch, if `accumulate` divides
+    def microbatch(x: Any) -> jax.ShapeDtypeStruct:
         x = abstract_array(x)
         if accumulate == 1 or x.shape[0] % accumulate:
             return x
@@ -93,7 +93,7 @@ def plan_step(
         state,
         mesh,
         fn=_loss(loss_fn, compute_dtype),
-        args=(jax.tree.map(part, batch), abstract_key()),
+        args=(jax.tree.map(microbatch, batch), abstract_key()),
         trainable=trainable,
         overrides=overrides,
         hardware=hardware,
@@ -144,11 +144,10 @@ def check_faults(plan: Plan, training: Training, state: TrainState, batch: PyTre
     warn_of_promotions(promotions)
 
 
-def check_own_step(
-    plan: Plan, state: TrainState, batch: PyTree, *, loss_fn: LossFn, compute_dtype: Any
-) -> None:
+def check_own_step(plan: Plan, training: Training, state: TrainState, batch: PyTree) -> None:
     """Warns if NumPy's rank promotion combines each example with every other, or if the loss reads
     the state of layers from outside."""
+    loss_fn, compute_dtype = training.loss_fn, training.compute_dtype
     warn_of_outer_state(loss_fn, state.model)
     program = plan.report.program_or_none
     if program is not None:
@@ -161,10 +160,8 @@ def check_own_step(
     warn_of_promotions(promotions)
 
 
-def verify_step(
-    plan: Plan, state: TrainState, batch: PyTree, *, loss_fn: LossFn, compute_dtype: Any
-) -> None:
-    """Compares the planned program with the program of one device on the first rows of a batch."""
+def verify_step(plan: Plan, training: Training, state: TrainState, batch: PyTree) -> None:
+    """Compares the planned program with that of one device on the first rows of a batch."""
     if jax.process_count() > 1:
         raise ValueError(
             "`plan='verify'` works only in a single process. Verify the mesh there, with as many "
@@ -172,12 +169,15 @@ def verify_step(
         )
     rows = batch_shards(plan.mesh) * plan.mesh.shape["model"]
     sizes = {x.shape[:1] for x in jax.tree.leaves(batch)}
-    # Arrays without one row for each example may be indexed by other arrays.
-    few = jax.tree.map(lambda x: x[:rows], batch) if len(sizes) == 1 else batch
-    low = compute_dtype is not None and jax.numpy.finfo(compute_dtype).bits < 32
-    plan.verify(
-        _loss(loss_fn, compute_dtype), state.model, few, state.key, tolerance=0.05 if low else 1e-3
-    )
+    # Of arrays that do not have one row for each example, others may hold indices.
+    if len(sizes) == 1:
+        batch = jax.tree.map(lambda x: x[:rows], batch)
+    dtype = training.compute_dtype
+    tolerance = 1e-3
+    if dtype is not None and jax.numpy.finfo(dtype).bits < 32:
+        tolerance = 0.05
+    loss = _loss(training.loss_fn, dtype)
+    plan.verify(loss, state.model, batch, state.key, tolerance=tolerance)
 
 
 def _loss(loss_fn: LossFn, compute_dtype: Any) -> Callable[..., Any]:
@@ -185,7 +185,9 @@ def _loss(loss_fn: LossFn, compute_dtype: Any) -> Callable[..., Any]:
 
     @ft.wraps(loss_fn, updated=())
     def measure(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
-        found = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
-        return found.loss if found.model is model else (found.loss, found.aux, found.model)
+        result = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
+        if result.model is model:
+            return result.loss
+        return result.loss, result.aux, result.model
 
     return measure

@@ -1,6 +1,5 @@
 """The state, the compiled step and the plan of a training loop, in one call."""
 
-import functools as ft
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,8 @@ from ._loss import LossFn
 from ._plan_step import check_own_step, plan_step
 from ._precision import as_compute_dtype
 from ._start import starting_state
-from ._step import TrainState, train_step
+from ._step import TrainState
+from ._training import Training
 
 
 class Prepared(NamedTuple):
@@ -87,14 +87,21 @@ def prepare(
     """
     mesh, key = ambient_or_default(mesh), on_auto_axes(key)
     compute_dtype = as_compute_dtype(compute_dtype)
-    given = {"compute_dtype": compute_dtype, "trainable": trainable}
-    options = {"accumulate": accumulate, **given}
+    training = Training(loss_fn, optimizer, accumulate, compute_dtype, trainable)
     with auto_ambient_mesh():
         abstract, _, create = starting_state(
-            on_auto_axes(init_fn), optimizer, key, average=average, caller="prepare", **given
+            on_auto_axes(init_fn), training, key, average=average, caller="prepare"
         )
-    plan = plan_step(abstract, loss_fn, batch, mesh, overrides=overrides, **options)
-    check_own_step(plan, abstract, batch, loss_fn=loss_fn, compute_dtype=compute_dtype)
-    loss = {"loss_fn": plan.constrain(loss_fn), "optimizer": optimizer}
-    step = compile_step(ft.partial(train_step, **loss, **options), plan.shardings)
+    plan = plan_step(
+        abstract,
+        loss_fn,
+        batch,
+        mesh,
+        accumulate=accumulate,
+        compute_dtype=compute_dtype,
+        trainable=trainable,
+        overrides=overrides,
+    )
+    check_own_step(plan, training, abstract, batch)
+    step = compile_step(training.step(plan, accumulate), plan.shardings)
     return Prepared(create(plan.shardings), step, plan)

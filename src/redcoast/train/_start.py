@@ -7,8 +7,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import optax
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._donation import refuse_deleted
@@ -24,16 +22,15 @@ from ._labels import accept_module_labels
 from ._optimizer import refuse_optimizer_states, refuse_per_example
 from ._shared_arrays import warn_of_shared
 from ._step import TrainState, init_state, state_of, state_of_model, with_loss_scale
+from ._training import Training
 from ._weight_average import with_average
 
 
 def starting_state(
     model_or_state: PyTree,
-    optimizer: optax.GradientTransformation,
+    training: Training,
     key: PRNGKeyArray | None,
     *,
-    compute_dtype: Any,
-    trainable: PyTree,
     average: int | float | None,
     caller: str,
 ) -> tuple[TrainState, PRNGKeyArray, Callable[[PyTree], TrainState]]:
@@ -41,7 +38,7 @@ def starting_state(
 
     `caller` is the name of the public function in messages.
     """
-    given = {"compute_dtype": compute_dtype, "trainable": trainable, "average": average}
+    optimizer, trainable = training.optimizer, training.trainable
     if model_or_state is None:
         raise TypeError(
             f"The model that `{caller}` was given is None. Pass a model, a function "
@@ -63,13 +60,18 @@ def starting_state(
         refuse_optimizer_states(partition_trainable(model_or_state.model, trainable)[0], TrainState)
         warn_of_shared(model_or_state.model, trainable)
         _warn_of_trained_base(model_or_state.model, trainable)
-        _warn_of_float16(model_or_state.model, trainable)
-        state = with_loss_scale(model_or_state, compute_dtype)
+        state = with_loss_scale(model_or_state, training.compute_dtype)
         state = with_average(state, average, trainable)
         return state, state.key, lambda shardings: place_tree(state, shardings)
-    key = jax.random.key(0) if key is None else key
+    options: Any = {
+        "compute_dtype": training.compute_dtype,
+        "trainable": trainable,
+        "average": average,
+    }
+    if key is None:
+        key = jax.random.key(0)
     if is_init_fn(model_or_state):
-        create = ft.partial(init_state, model_or_state, optimizer, key=key, **given)
+        create = ft.partial(init_state, model_or_state, optimizer, key=key, **options)
         abstract = eqx.filter_eval_shape(create)
         _warn_of_trained_base(abstract.model, trainable)
         _warn_of_float16(abstract.model, trainable)
@@ -81,10 +83,10 @@ def starting_state(
     )
     warn_of_shared(model_or_state, trainable)
     _warn_of_trained_base(model_or_state, trainable)
-    _warn_of_float16(model_or_state, trainable)
-    create = lambda model, key: state_of(model, optimizer, key=key, **given)
-    make = ft.partial(state_of_model, model_or_state, optimizer, key=key, **given)
-    return eqx.filter_eval_shape(create, model_or_state, key), key, lambda x: make(shardings=x)
+    create = lambda model, key: state_of(model, optimizer, key=key, **options)
+    abstract = eqx.filter_eval_shape(create, model_or_state, key)
+    make = ft.partial(state_of_model, model_or_state, optimizer, key=key, **options)
+    return abstract, key, lambda shardings: make(shardings=shardings)
 
 
 def _warn_of_trained_base(model: PyTree, trainable: PyTree) -> None:
@@ -93,9 +95,9 @@ def _warn_of_trained_base(model: PyTree, trainable: PyTree) -> None:
     if trainable is not eqx.is_inexact_array:
         return
     is_adapted = lambda x: isinstance(x, AbstractLowRank)
-    adapted = [x for x in jax.tree.leaves(model, is_leaf=is_adapted) if is_adapted(x)]
-    trained = [x for x in jax.tree.leaves([node.weight for node in adapted]) if is_inexact(x)]
-    if trained:
+    layers = jax.tree.leaves(model, is_leaf=is_adapted)
+    adapted_weights = [layer.weight for layer in layers if is_adapted(layer)]
+    if any(map(is_inexact, jax.tree.leaves(adapted_weights))):
         warn(
             "The model has LoRA adapters, and without `trainable` the weights that they adapt are "
             "trained too. To train the adapters only, pass "

@@ -29,23 +29,26 @@ class Training:
     compute_dtype: Any = None
     trainable: PyTree = eqx.is_inexact_array
 
+    def step(self, plan: Plan, accumulate: int) -> Callable[..., tuple[PyTree, PyTree]]:
+        """The step `(state, batch) -> (state, metrics)` with the activations of a plan."""
+        return ft.partial(
+            train_step,
+            loss_fn=plan.constrain(self.loss_fn),
+            optimizer=self.optimizer,
+            accumulate=accumulate,
+            compute_dtype=self.compute_dtype,
+            trainable=self.trainable,
+        )
+
     def compiled_by(self, plan: Plan) -> Callable[[int], CompiledStep]:
         """A function that returns the compiled step of a plan for a number of microbatches.
 
         The metrics of the step are packed. A later run with the same program uses it again.
         """
-        loss_fn = plan.constrain(self.loss_fn)
 
         @ft.cache
         def compiled(accumulate: int) -> CompiledStep:
-            step = ft.partial(
-                train_step,
-                loss_fn=loss_fn,
-                optimizer=self.optimizer,
-                accumulate=accumulate,
-                compute_dtype=self.compute_dtype,
-                trainable=self.trainable,
-            )
-            return compile_reusable_step(pack_metrics(step), plan.shardings, self.loss_fn)
+            step = pack_metrics(self.step(plan, accumulate))
+            return compile_reusable_step(step, plan.shardings, self.loss_fn)
 
         return compiled

@@ -17,7 +17,8 @@ from redcoast.serve._application import make_app, read_body
 from redcoast.serve._batching import Piece, Queue, Scored, Served
 from redcoast.serve._connections import timed
 from redcoast.serve._load_served import Server
-from redcoast.serve._openai import Limits, read_request
+from redcoast.serve._openai import read_request
+from redcoast.serve._openai_limits import Limits
 from redcoast.serve._refused import Refused
 from redcoast.serve._replies import Choice, Reply, Speller
 

@@ -1,0 +1,54 @@
+"""The fields of a request's body: their types and bounds."""
+
+from typing import Any
+
+from ._refused import Refused
+
+Body = dict[str, Any]  # a JSON object
+
+
+def boolean(given: Body, name: str) -> bool:
+    value = given.get(name)
+    if not (value is None or isinstance(value, bool)):
+        raise Refused(400, f"`{name}` must be a boolean.", name, "invalid_type")
+    return bool(value)
+
+
+def integer(given: Body, name: str, least: int, most: int | None) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if not is_integer(value):
+        raise Refused(400, f"`{name}` must be an integer.", name, "invalid_type")
+    _check_bounds(name, value, least, most)
+    return value
+
+
+def number(given: Body, name: str, least: int, most: int) -> int | float | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if not is_number(value):
+        raise Refused(400, f"`{name}` must be a number.", name, "invalid_type")
+    _check_bounds(name, value, least, most)
+    return value
+
+
+def is_integer(value: object) -> bool:
+    # In Python, `True` is an integer.
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_bounds(name: str, value: int | float, least: int, most: int | None) -> None:
+    # The comparisons are false for NaN.
+    if value >= least and (most is None or value <= most):
+        return
+    bounds = f"at least {least}"
+    if most is not None:
+        bounds += f" and at most {most}"
+    text = f"`{name}` is {str(value)[:40]}. It must be {bounds}."
+    raise Refused(400, text, name, "invalid_value")

@@ -75,7 +75,9 @@ class Checkpointer:
     @property
     def directory(self) -> Path | None:
         """The directory of the run; `None` if nothing is saved."""
-        return None if self._checkpoints is None else self._checkpoints.path.parent
+        if self._checkpoints is None:
+            return None
+        return self._checkpoints.path.parent
 
     @property
     def keeps_best(self) -> bool:

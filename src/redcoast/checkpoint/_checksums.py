@@ -60,7 +60,9 @@ def find_damage(directory: Path, *, part: int = 0, parts: int = 1) -> str | None
 def kind_of_checksums(directory: Path) -> Any:
     """The checksum algorithm of a checkpoint; `None` for older versions, which have none."""
     file = directory / FILE
-    return read_json(file).get("algorithm") if file.is_file() else None
+    if not file.is_file():
+        return None
+    return read_json(file).get("algorithm")
 
 
 def _listed(directory: Path) -> dict[str, list[Any]]:

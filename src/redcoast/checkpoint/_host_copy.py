@@ -36,7 +36,9 @@ def copy_to_host(arrays: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _kind(x: jax.Array) -> str:
     # On CPUs, a copy to `pinned_host` is tens of times slower.
-    return "unpinned_host" if _device(x).platform == "cpu" else "pinned_host"
+    if _device(x).platform != "cpu":
+        return "pinned_host"
+    return "unpinned_host"
 
 
 def _kinds(x: jax.Array) -> set[str]:

@@ -120,7 +120,9 @@ def as_checkpoints(checkpoints: Any) -> Checkpoints | None:
 def saved_steps(checkpoints: Checkpoints) -> list[int]:
     """The steps that have a checkpoint, oldest first."""
     path = checkpoints.path
-    entries = path.iterdir() if path.is_dir() else []
+    entries = []
+    if path.is_dir():
+        entries = path.iterdir()
     steps = [entry for entry in entries if re.fullmatch("0|[1-9][0-9]*", entry.name)]
     return sorted(int(entry.name) for entry in steps if entry.is_dir())
 
@@ -128,8 +130,9 @@ def saved_steps(checkpoints: Checkpoints) -> list[int]:
 def newest_checkpoint(checkpoints: Checkpoints | None) -> str:
     """A sentence that says where the newest checkpoint of a run is."""
     steps = []
-    with contextlib.suppress(OSError):
-        steps = saved_steps(checkpoints) if checkpoints else []
+    if checkpoints:
+        with contextlib.suppress(OSError):
+            steps = saved_steps(checkpoints)
     if not steps or not checkpoints:
         return NO_CHECKPOINT
     return f"The last good checkpoint is {checkpoints.path / str(steps[-1])}."
@@ -216,12 +219,16 @@ def best_metrics(checkpoints: Checkpoints) -> dict[int, float]:
 def metric_of(checkpoints: Checkpoints, metrics: Mapping[str, Any]) -> float:
     """The value of the metric `best`; NaN if it was not evaluated."""
     value = metrics.get(checkpoints.metric, math.nan)
-    return float(value) if isinstance(value, int | float) else math.nan
+    if isinstance(value, int | float):
+        return float(value)
+    return math.nan
 
 
 def is_best(checkpoints: Checkpoints, value: float, values: Mapping[int, float]) -> bool:
-    """Whether a value of the metric `best` is better than in all checkpoints."""
-    sign = -1.0 if checkpoints.mode == "min" else 1.0
+    """Whether a value of the metric `best` is better than those of all checkpoints."""
+    sign = 1.0
+    if checkpoints.mode == "min":
+        sign = -1.0
     best = max((sign * x for x in values.values()), default=-math.inf)
     return checkpoints.best is not None and sign * value > best
 
@@ -231,7 +238,9 @@ def steps_to_delete(
 ) -> list[int]:
     """The saved steps to delete: all except the newest `keep` and the best one."""
     steps = sorted(steps)
-    sign = -1.0 if checkpoints.mode == "min" else 1.0
+    sign = 1.0
+    if checkpoints.mode == "min":
+        sign = -1.0
     evaluated = [step for step in steps if step in values]
     best = sorted(evaluated, key=lambda step: sign * values[step])[-1:]
     return [step for step in steps[: -checkpoints.keep] if step not in best]

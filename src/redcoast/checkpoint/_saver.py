@@ -263,7 +263,9 @@ class Saver:
         self._checkpointer = self._make()
 
     def _make(self) -> Any:
-        barrier = self._together.barrier if jax.process_count() > 1 else None
+        barrier = None
+        if jax.process_count() > 1:
+            barrier = self._together.barrier
         return make_checkpointer(background=True, barrier=barrier)
 
     def __enter__(self) -> "Saver":
@@ -329,5 +331,6 @@ def _unwritable(path: Path) -> str | None:
 def _reason(error: Exception) -> str:
     text = (str(error).splitlines() or [""])[0]
     # The operation is named at the beginning of the message, and the reason at its end.
-    text = text if len(text) < 500 else f"{text[:250]} ... {text[-250:]}"
+    if len(text) >= 500:
+        text = f"{text[:250]} ... {text[-250:]}"
     return f"{type(error).__name__}: {text}."

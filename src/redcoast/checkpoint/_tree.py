@@ -144,7 +144,9 @@ def arrays_to_save(tree: PyTree) -> dict[Names, Any]:
     unknown = {names: x for names, x in flat.items() if not _is_key(x) and not can_store(x.dtype)}
     if unknown:
         names, x = next(iter(unknown.items()))
-        others = f" (and {len(unknown) - 1} more arrays)" if len(unknown) > 1 else ""
+        others = ""
+        if len(unknown) > 1:
+            others = f" (and {len(unknown) - 1} more arrays)"
         raise TypeError(
             f"{'/'.join(names)} is an array of {x.dtype}{others}, which a checkpoint cannot store. "
             "Only numbers and booleans can be saved, and of the narrow types int2, int4, "
@@ -233,7 +235,9 @@ def load_arrays(
     empty = _empty_arrays(path, document)
     with reading(path, verified=verified):
         everything = saved_arrays(path) | empty
-    prefix = tuple(subtree.strip("/").split("/")) if subtree else ()
+    prefix = ()
+    if subtree:
+        prefix = tuple(subtree.strip("/").split("/"))
     saved = {p: x for p, x in everything.items() if p[: len(prefix)] == prefix}
     if not saved:
         tops = ", ".join(sorted({p[0] for p in everything}))
@@ -242,9 +246,13 @@ def load_arrays(
         check_size(path, saved)
         with reading(path, verified=verified):
             inner = get(nest(_read(path, dict.fromkeys(saved), empty)), prefix)
-        return inner[ROOT] if isinstance(inner, dict) and set(inner) == {ROOT} else inner
+        if isinstance(inner, dict) and set(inner) == {ROOT}:
+            return inner[ROOT]
+        return inner
     flat = flatten_arrays(like)
-    places = {} if shardings is None else flatten_arrays(shardings, Sharding)
+    places = {}
+    if shardings is not None:
+        places = flatten_arrays(shardings, Sharding)
     _check_match(path, {_full(prefix, p): x for p, x in flat.items()}, saved, resuming=resuming)
     if others := places.keys() - flat.keys():
         where = several(["/".join(p) or "its root" for p in sorted(others)], 5)
@@ -281,7 +289,9 @@ def _read(
 ) -> dict[Names, Any]:
     """Reads arrays, each with its sharding. Arrays without elements are not in the files."""
     stored = {names: place for names, place in wanted.items() if names not in empty}
-    tree = read_arrays(path, stored) if stored else {}
+    tree = {}
+    if stored:
+        tree = read_arrays(path, stored)
     found = {names: get(tree, names) for names in stored}
     for names in wanted.keys() & empty.keys():
         _, sharding = wanted[names] or (None, None)
@@ -388,7 +398,9 @@ def _is_key(x: Any) -> bool:
 
 def _stored(x: Any) -> Any:
     """The shape and dtype of an array as it is saved: PRNG keys are saved as their data."""
-    return jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x
+    if _is_key(x):
+        return jax.eval_shape(jax.random.key_data, x)
+    return x
 
 
 def _placed(x: Any, sharding: Sharding | None) -> tuple[Any, Sharding | None]:
@@ -455,4 +467,6 @@ def _differences(wanted: dict[Names, Any], saved: dict[Names, Any], other: str) 
         for names, x in sorted(stored.items())
         if (tuple(saved[names].shape), native(saved[names])) != (tuple(x.shape), native(x))
     ]
-    return f"{several(differ, 3, separator='; ')}." if differ else ""
+    if not differ:
+        return ""
+    return f"{several(differ, 3, separator='; ')}."

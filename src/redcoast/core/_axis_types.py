@@ -45,11 +45,15 @@ def on_auto_axes(tree: PyTree) -> PyTree:
 
 def auto_array(x: Any) -> Any:
     """Converts one leaf, as `on_auto_axes` does."""
-    sharding = x if isinstance(x, NamedSharding) else _explicit_sharding(x)
+    sharding = x
+    if not isinstance(x, NamedSharding):
+        sharding = _explicit_sharding(x)
     if sharding is None or not is_explicit(sharding.mesh):
         return x
     inside = _over(sharding, with_auto_axes(sharding.mesh))
-    return inside if sharding is x else _moved(x, inside)
+    if sharding is x:
+        return inside
+    return _moved(x, inside)
 
 
 def on_mesh(tree: PyTree, mesh: Mesh | AbstractMesh | None) -> PyTree:
@@ -59,7 +63,9 @@ def on_mesh(tree: PyTree, mesh: Mesh | AbstractMesh | None) -> PyTree:
     inside = with_auto_axes(mesh)
 
     def convert(x: Any) -> Any:
-        sharding = getattr(x, "sharding", None) if _is_placed(x) else None
+        sharding = None
+        if _is_placed(x):
+            sharding = getattr(x, "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh != inside:
             return x
         return _moved(x, _over(sharding, mesh))
@@ -104,7 +110,9 @@ def _explicit_sharding(x: Any) -> NamedSharding | None:
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not is_explicit(sharding.mesh):
         return None
-    return sharding if _is_placed(x) else None
+    if not _is_placed(x):
+        return None
+    return sharding
 
 
 def _over(sharding: NamedSharding, mesh: Mesh | AbstractMesh) -> NamedSharding:

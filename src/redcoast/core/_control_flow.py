@@ -175,7 +175,9 @@ def control_flow(equation: JaxprEqn) -> ControlFlow | None:
             return _READERS[name](equation)
         if name == _HIGH_LEVEL:
             flow = _high_level(equation.params["_prim"])
-            return flow if isinstance(flow, Call) else None
+            if not isinstance(flow, Call):
+                return None
+            return flow
         return _call(equation, _CALLS.get(name, CallKind.PLAIN))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UnsupportedJaxVersion(
@@ -258,7 +260,9 @@ def primitive_name(equation: JaxprEqn) -> str:
     """Returns the name of an equation's primitive, the same in all layouts."""
     name = equation.primitive.name
     is_named = name == _HIGH_LEVEL and _high_level(equation.params["_prim"]) == _NAMED
-    return _NAMED if is_named else name
+    if is_named:
+        return _NAMED
+    return name
 
 
 def saves(policy: Callable[..., Any], equation: JaxprEqn) -> bool:
@@ -366,7 +370,9 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
     if not is_high_level(equation):
         return list(jaxprs_in_params(equation.params))
     call = control_flow(equation)
-    return [open_jaxpr(call.jaxpr)] if isinstance(call, Call) else []
+    if isinstance(call, Call):
+        return [open_jaxpr(call.jaxpr)]
+    return []
 
 
 def replace_parameters(equation: JaxprEqn, replace: Callable[[Any], Any]) -> JaxprEqn:

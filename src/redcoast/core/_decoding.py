@@ -117,7 +117,9 @@ class Decoding:
 
 def as_tuple(tokens: int | Sequence[int], name: str = "eos") -> tuple[int, ...]:
     """Returns the token ids of an option that may have one or several."""
-    several = tokens if hasattr(tokens, "__len__") else (tokens,)
+    several = (tokens,)
+    if hasattr(tokens, "__len__"):
+        several = tokens
     return tuple(as_integer(name, token) for token in several)  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
 
 
@@ -186,7 +188,9 @@ def _check_conflicts(d: Decoding) -> None:
             "0, which decodes greedily. Pass a `temperature`, such as 1.0, and a `key`."
         )
     if d.beams == 1 and (d.length_penalty != 1 or d.early_stopping is not False):
-        name = "early_stopping" if d.length_penalty == 1 else "length_penalty"
+        name = "length_penalty"
+        if d.length_penalty == 1:
+            name = "early_stopping"
         raise ValueError(
             f"`{name}={getattr(d, name)!r}` only applies to beam search, but `beams` is 1. "
             f"Pass more beams, or no `{name}`."

@@ -57,7 +57,8 @@ def to_jax_dtype(x: np.ndarray, what: str) -> np.ndarray:
         )
     else:
         changed = np.isinf(narrow)
-        changed = changed & np.isfinite(x) if np.any(changed) else changed
+        if np.any(changed):
+            changed = changed & np.isfinite(x)
         advice = "Scale the numbers; where infinity is meant, pass `np.inf`."
     if np.any(changed):
         value = x[changed].flat[0]

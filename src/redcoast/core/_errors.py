@@ -86,13 +86,16 @@ def local_path(name: str, path: str | os.PathLike[str]) -> Path:
 def _wrong_type(name: str, value: Any, words: str) -> TypeError:
     shown = repr(value)
     plain = isinstance(value, int | float | str) or value is None
-    shown = shown if plain and len(shown) < 50 else f"of type {type(value).__name__}"
+    if not (plain and len(shown) < 50):
+        shown = f"of type {type(value).__name__}"
     return TypeError(f"`{name}` is {shown}. It must be {words}.")
 
 
 def several(names: Sequence[str], most: int = 8, *, separator: str = ", ", noun: str = "") -> str:
     """Formats names as `a, b, c`; of many, the first ones and how many more there are."""
-    more = f" and {len(names) - most} more{noun}" if len(names) > most else ""
+    more = ""
+    if len(names) > most:
+        more = f" and {len(names) - most} more{noun}"
     cut = 5 * _LONGEST  # names may be lists of names
     short = [name if len(name) <= cut else f"{name[:cut]}..." for name in names[:most]]
     return separator.join(short) + more
@@ -119,12 +122,16 @@ class noting:  # used like a function; a generator would take longer in each ste
 def short_repr(value: Any, most: int = _LONGEST) -> str:
     """Formats a value as `repr` does; a long one by its beginning and its length."""
     text = repr(value)
-    return text if len(text) <= most else f"{text[:most]}... ({len(text)} letters)"
+    if len(text) <= most:
+        return text
+    return f"{text[:most]}... ({len(text)} letters)"
 
 
 def listed(items: list[int], most: int = 32) -> str:
     """Formats a list as `[1, 2, 3]`; a long one as its first items and the number of the rest."""
-    more = f" and {len(items) - most} more" if len(items) > most else ""
+    more = ""
+    if len(items) > most:
+        more = f" and {len(items) - most} more"
     return f"{items[:most]}{more}"
 
 

@@ -151,7 +151,9 @@ def tidy(error: BaseException, *, called: Callable[..., Any] | None = None) -> N
 
 def _shorten(error: BaseException) -> None:
     """Shortens a message that quotes much of an untrusted file."""
-    text = error.args[0] if len(error.args) == 1 else None
+    text = None
+    if len(error.args) == 1:
+        text = error.args[0]
     if isinstance(text, str) and len(text) > _LONGEST:
         half = _LONGEST // 2
         error.args = (f"{text[:half]} ... ({len(text)} letters) ... {text[-half:]}",)

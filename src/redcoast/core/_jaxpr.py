@@ -46,7 +46,9 @@ def bind_again(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     subfuns, params = params if isinstance(params, tuple) else ((), params)
     with equation.ctx.manager:
         found = equation.primitive.bind(*subfuns, *inputs, **params)
-    return list(found) if equation.primitive.multiple_results else [found]
+    if equation.primitive.multiple_results:
+        return list(found)
+    return [found]
 
 
 def evaluate_jaxpr(

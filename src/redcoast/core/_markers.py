@@ -43,7 +43,9 @@ def gathered_dimension(equation: JaxprEqn) -> int | None:
     if _mark_of(equation) is not Mark.WHOLE_SEQUENCE:
         return None
     rank = len(equation.invars[0].aval.shape)  # pyright: ignore[reportAttributeAccessIssue]
-    return rank - 3 if rank >= 4 else rank - 1
+    if rank >= 4:
+        return rank - 3
+    return rank - 1
 
 
 @jax.jit
@@ -66,4 +68,6 @@ def is_most(equation: JaxprEqn) -> bool:
 
 
 def _mark_of(equation: JaxprEqn) -> Mark | None:
-    return equation.params["mark"] if equation.primitive is _mark_p else None
+    if equation.primitive is not _mark_p:
+        return None
+    return equation.params["mark"]

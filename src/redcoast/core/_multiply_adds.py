@@ -31,6 +31,8 @@ def multiply_adds(equation: JaxprEqn) -> int | None:
         case "dot_product_attention_fwd_wrapper" | "dot_product_attention_bwd_wrapper":
             # cuDNN: two products forward, five backward (the scores are recomputed).
             (batch, queries, heads, head_dim), (_, keys, *_) = map(shape, equation.invars[:2])
-            products = 5 if "bwd" in equation.primitive.name else 2
+            products = 2
+            if "bwd" in equation.primitive.name:
+                products = 5
             return products * batch * heads * queries * keys * head_dim
     return None

@@ -66,8 +66,10 @@ def _visit(x: Any, seen: dict[int, Any], references: dict[int, int]) -> None:
 def _parts(x: Any, kind: type) -> Iterable[Any]:
     if kind is dict:
         return x.values()
-    # A list of numbers is not searched.
-    return x if x and _kind(type(x[0])) is not None else ()
+    # A list of numbers is not looked through.
+    if x and _kind(type(x[0])) is not None:
+        return x
+    return ()
 
 
 def _references(seen: dict[int, Any], key: int) -> int:
@@ -107,11 +109,15 @@ def memory_of(x: Any) -> list[int]:
     if kind is np.ndarray:
         if x.base is None:
             return [id(x)]
-        return [x.__array_interface__["data"][0]] if x.size else []
+        if x.size:
+            return [x.__array_interface__["data"][0]]
+        return []
     if kind in (None, jax.Array):
         return []
     inner = [place for part in _parts(x, kind) for place in memory_of(part)]
-    return inner if kind is tuple else [id(x), *inner]
+    if kind is tuple:
+        return inner
+    return [id(x), *inner]
 
 
 def copied(x: Any) -> Any:
@@ -124,10 +130,14 @@ def copied(x: Any) -> Any:
     if kind is jax.Array:
         return jnp.copy(x).block_until_ready()
     if not (parts := _parts(x, kind)):
-        return x if kind is tuple else copy.copy(x)
+        if kind is tuple:
+            return x
+        return copy.copy(x)
     if kind is tuple:
         parts = map(copied, parts)
-        return x._make(parts) if hasattr(x, "_make") else tuple(parts)
+        if hasattr(x, "_make"):
+            return x._make(parts)
+        return tuple(parts)
     result = copy.copy(x)  # of the same class
     if kind is dict:
         for name, part in x.items():

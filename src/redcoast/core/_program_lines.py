@@ -93,7 +93,9 @@ class _Describer:
                 params = {"runs": inner_jaxprs(equation)}
             params = {k: v for k, v in params.items() if not _is_default(v)}
             operands = names.of_all(equation.invars)
-            options = f" {self._text(params, called)}" if params else ""
+            options = ""
+            if params:
+                options = f" {self._text(params, called)}"
             text = f"{equation.primitive.name} {operands}{options}"
             yield f"{names.of_all(equation.outvars)} = {text}", equation
             for each in called:

@@ -46,7 +46,9 @@ def split(tree: PyTree, *, numbers: bool = False) -> tuple[list[Any], Static]:
     With `numbers=True`, Python numbers count as arrays.
     """
     # Calling a jitted function takes half as long on a flat list as on a tree of modules.
-    kinds = NUMBERS if numbers else ARRAYS
+    kinds = ARRAYS
+    if numbers:
+        kinds = NUMBERS
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if isinstance(leaf, kinds)]
     constants = [None if isinstance(leaf, kinds) else leaf for leaf in leaves]
@@ -118,7 +120,9 @@ def show_place(path: tuple[Any, ...], of: str, root: str = "") -> str:
 
 def _show_key(key: Any) -> str:
     if isinstance(key, jax.tree_util.DictKey):
-        return f'["{key.key}"]' if isinstance(key.key, str) else f"[{key.key!r}]"
+        if isinstance(key.key, str):
+            return f'["{key.key}"]'
+        return f"[{key.key!r}]"
     return str(key)  # `[0]` or `.name`
 
 

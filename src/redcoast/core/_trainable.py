@@ -107,7 +107,9 @@ def _of_leaves(
         try:
             chosen = select(path, x)
         except Exception as error:
-            before = "" if of_model is None else f"{_shown(of_model)} for the model, and "
+            before = ""
+            if of_model is not None:
+                before = f"{_shown(of_model)} for the model, and "
             raise ValueError(
                 f"The function `trainable` raised {before}{_shown(error)} for the leaf at {where}. "
                 f"{_FORMS}"
@@ -155,7 +157,9 @@ def _stand_in(x: Any) -> Any:
 
 
 def _kind_of(x: Any) -> str:
-    return "nothing" if not jax.tree.leaves(x) else f"a value of type {type(x).__name__}"
+    if not jax.tree.leaves(x):
+        return "nothing"
+    return f"a value of type {type(x).__name__}"
 
 
 def _matching(model: PyTree, patterns: Sequence[Any]) -> PyTree:
@@ -164,7 +168,9 @@ def _matching(model: PyTree, patterns: Sequence[Any]) -> PyTree:
     names = [show_path(path) for path, x in leaves if eqx.is_inexact_array(x)]
     chosen: set[str] = set()
     for pattern in patterns:
-        text = pattern if isinstance(pattern, str) else pattern.pattern
+        text = pattern
+        if not isinstance(pattern, str):  # it is compiled
+            text = pattern.pattern
         try:
             matched = {name for name in names if re.search(pattern, name)}
         except re.error as error:
@@ -198,7 +204,9 @@ def _does_not_fit(model: PyTree, trainable: PyTree) -> ValueError | None:
         said.extend([f"{words} {several(sorted(names))}"] if names else [])
     if not said:
         return None
-    nowhere = ", where the model has nothing" if said[-1].startswith("something") else ""
+    nowhere = ""
+    if said[-1].startswith("something"):
+        nowhere = ", where the model has nothing"
     return ValueError(
         f"`trainable` does not fit the model: it has {'; '.join(said)}{nowhere}. {_FORMS}"
     )

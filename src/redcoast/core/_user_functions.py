@@ -58,7 +58,9 @@ def describe(tree: PyTree, of: str = "") -> str:
     `of` is the name of the tree, as in `batch[0] float32[64, 16]`, if it is data.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    show = (lambda path: show_place(path, of)) if of else show_path
+    show = show_path
+    if of:
+        show = lambda path: show_place(path, of)
     return several([f"{show(path)} {_kind(x)}".strip() for path, x in leaves]) or "empty"
 
 
@@ -88,7 +90,9 @@ def _sentence(what: str, x: Any) -> str:
     of_one = what.removesuffix("s")
     described = (describe(each, of_one) for each in itertools.islice(x, MOST))
     first, *others = dict.fromkeys(described) or ["missing"]
-    another = f", and another is {others[0]}" if others else ""
+    another = ""
+    if others:
+        another = f", and another is {others[0]}"
     return f"The first of the {what} is {first}{another}."
 
 
@@ -223,7 +227,9 @@ def _inputs_of(batch: PyTree) -> str:
     """An example of how a function refers to an array of the batch."""
     if isinstance(batch, Mapping) and batch:
         return f"batch[{'x' if 'x' in batch else next(iter(batch))!r}]".replace("'", '"')
-    return "batch[0]" if isinstance(batch, tuple | list) else "batch"
+    if isinstance(batch, tuple | list):
+        return "batch[0]"
+    return "batch"
 
 
 def _batched_layer(layers: list[dict[str, Any]], batch: PyTree) -> str | None:
@@ -237,7 +243,9 @@ def _batched_layer(layers: list[dict[str, Any]], batch: PyTree) -> str | None:
         for names in layers
         if any(eqx.is_array(x) and x.ndim > 1 and x.shape[0] in rows for x in names.values())
     ]
-    return batched[0] if len(batched) == len(layers) > 0 else None
+    if not (len(batched) == len(layers) > 0):
+        return None
+    return batched[0]
 
 
 def _kind(x: Any) -> str:

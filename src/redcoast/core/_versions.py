@@ -27,7 +27,9 @@ def own_version() -> str:
 def versions_tested(package: str) -> str:
     """Returns the tested versions of a package, such as `0.10.2 and 0.12.0.1`."""
     *others, newest = dict.fromkeys(row[package] for row in TESTED)
-    return f"{', '.join(others)} and {newest}" if others else newest
+    if others:
+        return f"{', '.join(others)} and {newest}"
+    return newest
 
 
 def installed_versions() -> dict[str, str]:

@@ -120,7 +120,9 @@ class Batches:
     def epochs(self) -> float | None:
         """The number of epochs of the run; `None` for a stream."""
         end = self._end()[1]
-        return None if end is None or not self.length else end / self.length
+        if end is None or not self.length:
+            return None
+        return end / self.length
 
     @property
     def is_endless(self) -> bool:
@@ -135,13 +137,17 @@ class Batches:
     @property
     def epochs_done(self) -> int | None:
         """The number of epochs whose examples were all returned; `None` for a stream."""
-        return self._state["position"] // self.length if self.length else None
+        if not self.length:
+            return None
+        return self._state["position"] // self.length
 
     @property
     def rows_left(self) -> int | None:
         """The number of examples left in the run; `None` for a stream without `steps`."""
         end = self._end()[1]
-        return None if end is None else max(0, end - self._state["position"])
+        if end is None:
+            return None
+        return max(0, end - self._state["position"])
 
     @property
     def spec(self) -> PyTree[jax.ShapeDtypeStruct]:
@@ -171,8 +177,10 @@ class Batches:
 
     @property
     def stream_epochs(self) -> int | None:
-        """How many times a stream is read; `None` for other examples, and with `steps`."""
-        return self._epochs if self.length is None else None
+        """How often a stream is read; `None` for other examples, and with `steps`."""
+        if self.length is not None:
+            return None
+        return self._epochs
 
     @property
     def per_batch(self) -> bool:
@@ -211,7 +219,9 @@ class Batches:
         assert self.collate_fn is not None
         seed = np.zeros(2, np.uint64)
         generators = lambda: example_generators([0] * len(indices), indices, seed)
-        rngs = generators if augment else lambda: None
+        rngs = generators
+        if not augment:
+            rngs = lambda: None
         return collate(self.collate_fn, self._first_examples(indices), indices, rngs)
 
     def _own_rows(self) -> int:
@@ -404,7 +414,9 @@ class Batches:
         load: Any = stream_batches if length is None else training_batches
         loading = load(self._examples, self.collate_fn, **options)
         self._closing.callback(loading.close)
-        left = None if self._steps is None else max(0, self._steps - self.step)
+        left = None
+        if self._steps is not None:
+            left = max(0, self._steps - self.step)
         return with_next(itertools.islice(loading, left))
 
     def _end(self) -> tuple[int | None, int | None]:

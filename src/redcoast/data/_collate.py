@@ -68,7 +68,9 @@ def _owned(make: Callable[[], PyTree], in_turn: InTurn | None) -> PyTree:
 def _call(
     collate_fn: CollateFn, examples: list[Any], indices: list[int], rngs: Callable[[], Any]
 ) -> PyTree:
-    options = {"rngs": rngs()} if takes_rngs(collate_fn) else {}
+    options = {}
+    if takes_rngs(collate_fn):
+        options = {"rngs": rngs()}
     where = f" for the examples with indices {listed(indices, MOST)}"
     with calling("collate_fn", {"examples": examples}, where=where), doing("`collate_fn`"):
         arrays = _without_exit(lambda: collate_fn(examples, **options))
@@ -91,7 +93,9 @@ def _call_with_batch(collate_fn: CollateFn | None, batch: Any, number: int) -> P
         with calling("collate_fn", {"batch": batch}, where=where), doing("`collate_fn`"):
             arrays = _without_exit(lambda: collate_fn(batch))
         arrays = foreign_to_numpy(arrays)
-    what = "An item of `examples`" if collate_fn is None else "What `collate_fn` returned"
+    what = "What `collate_fn` returned"
+    if collate_fn is None:
+        what = "An item of `examples`"
     _check_batch(arrays, what)
     return arrays
 
@@ -109,7 +113,9 @@ def foreign_to_numpy(tree: PyTree) -> PyTree:
 
     def convert(x: Any) -> Any:
         foreign = hasattr(x, "__array__") and not isinstance(x, (*ARRAYS, np.generic))
-        return np.asarray(x) if foreign and not is_table(x) else x
+        if foreign:
+            return np.asarray(x)
+        return x
 
     return jax.tree.map(convert, tree)
 
@@ -130,7 +136,9 @@ def _check_batch(arrays: PyTree, what: str) -> None:
     parts = jax.tree_util.tree_leaves_with_path(arrays, is_leaf=is_per_batch)
     rows = None
     for path, part in parts:
-        where = f"{what} at {show_place(path, 'batch')}" if path else what
+        where = what
+        if path:
+            where = f"{what} at {show_place(path, 'batch')}"
         for leaf in jax.tree.leaves(part):
             if not _is_numeric(leaf):
                 kind = leaf.dtype if isinstance(leaf, np.ndarray) else type(leaf).__name__
@@ -138,7 +146,9 @@ def _check_batch(arrays: PyTree, what: str) -> None:
         if is_per_batch(part):
             continue
         if part.ndim == 0 or (rows is not None and part.shape[0] != rows):
-            before = "" if rows is None else f", and another array has {rows} rows"
+            before = ""
+            if rows is not None:
+                before = f", and another array has {rows} rows"
             raise ValueError(f"{where} has shape {part.shape}{before}. {advice}")
         rows = part.shape[0]
     if not rows:
@@ -155,7 +165,8 @@ def check_batching(collate_fn: Any, batch_size: Any) -> CollateFn | None:
     `TypeError` or `ValueError` if an argument, or their combination, is invalid.
     """
     if batch_size is not None:
-        collate_fn = stack_examples if collate_fn is None else collate_fn
+        if collate_fn is None:
+            collate_fn = stack_examples
         check_functions(collate_fn=collate_fn)
         check_integer("batch_size", batch_size)
         return collate_fn
@@ -201,8 +212,9 @@ def _check_rows(arrays: PyTree, rows: int) -> None:
         where = show_place(path, "batch", "the batch")
         if not _is_numeric(leaf):
             is_array = isinstance(leaf, np.ndarray)
-            what = leaf.dtype if is_array else type(leaf).__name__
-            advice = dtype_advice(leaf.dtype) if is_array else ""
+            what, advice = type(leaf).__name__, ""
+            if is_array:
+                what, advice = str(leaf.dtype), dtype_advice(leaf.dtype)
             raise TypeError(
                 f"`collate_fn` returned {what} at {where}. It must return a PyTree of numeric "
                 f"NumPy arrays, batch dimension first.{advice}"
@@ -252,5 +264,7 @@ def _structure(arrays: PyTree) -> tuple[Any, list[tuple[Any, Any]]]:
 def describe_batch(arrays: PyTree) -> str:
     """Describes the properties that must be the same for all batches of a run."""
     structure, kinds = _structure(arrays)
-    unit = "dimensions" if jax.process_count() == 1 else "a row"
+    unit = "a row"
+    if jax.process_count() == 1:
+        unit = "dimensions"
     return str(structure.unflatten([f"{dtype}, {shape} {unit}" for dtype, shape in kinds]))

@@ -67,7 +67,9 @@ class OwnBatches(NamedTuple):
 
 def count_in_epoch(examples: Any, name: str = "examples") -> int | None:
     """Returns the number of examples in an epoch; `None` for a stream, of examples or batches."""
-    return None if isinstance(examples, OwnBatches) else count_examples(examples, name)
+    if isinstance(examples, OwnBatches):
+        return None
+    return count_examples(examples, name)
 
 
 # For some rows of a batch: their examples, the indices of the examples, and their generators.
@@ -293,7 +295,9 @@ def repeatable(examples: Any, *, name: str) -> Any:
 
     `TypeError` for an iterator, which can be read once.
     """
-    source = examples.source if isinstance(examples, OwnBatches) else examples
+    source = examples
+    if isinstance(examples, OwnBatches):
+        source = examples.source
     if is_iterator(source):
         raise TypeError(
             f"`{name}` is of type {type(source).__name__}, which can be read only once, and is "
@@ -303,7 +307,9 @@ def repeatable(examples: Any, *, name: str) -> Any:
     if isinstance(examples, OwnBatches):
         return examples
     read = read_source(examples, epochs=1, name=name)
-    return read(0) if isinstance(read, Epochs) else examples
+    if isinstance(read, Epochs):
+        return read(0)
+    return examples
 
 
 def first_rows(examples: Any, count: int, *, name: str) -> list[Any]:

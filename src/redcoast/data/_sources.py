@@ -112,7 +112,9 @@ def read_source(
         _refuse_loader(examples, name)
     if is_iterator(examples):
         has_state = state_methods(examples) is not None
-        return IteratorWithState(examples) if has_state else IteratorWithoutState(examples)
+        if has_state:
+            return IteratorWithState(examples)
+        return IteratorWithoutState(examples)
     if is_indexed(examples):
         return Epochs(examples, _length(examples, name, epochs))
     if hasattr(examples, "__iter__"):
@@ -128,7 +130,9 @@ def read_source(
 
 def _read_function(make: Callable[..., Any], epochs: int | None, name: str) -> Epochs | Stream:
     takes_epoch = _takes_argument(make)
-    call = make if takes_epoch else lambda epoch: make()
+    call = make
+    if not takes_epoch:
+        call = lambda epoch: make()
     first = call(0)
     _refuse_columns(first, f"{name}(0)")
     if is_indexed(first) and not is_iterator(first):
@@ -202,8 +206,12 @@ def _refuse_columns(examples: Any, name: str) -> None:
             f"`{name}` is a {what}, {short_repr(examples)}. Pass examples, such as those of a "
             "dataset that was read from it."
         )
-    kind = type(examples).__name__
-    if is_table(examples):
+    table = hasattr(examples, "__arrow_c_stream__") and hasattr(examples, "columns")
+    if isinstance(examples, Mapping) or table:
+        arrays = f"; or pass a tuple of arrays, such as `tuple({name}.values())`"
+        advice = arrays
+        if table:
+            advice = " or `datasets.Dataset(table)` for Arrow's tables"
         raise TypeError(
             f"`{name}` is a {kind}, whose items are columns. Pass its rows, "
             f"`{rows_of_table(examples, name)}`; a tuple of arrays of its columns; or "
@@ -249,7 +257,9 @@ def count_examples(examples: Any, name: str = "examples") -> int | None:
     if examples is None or isinstance(examples, Stream):
         return None
     source = read_source(examples, name=name)
-    return source.length if isinstance(source, Epochs) else None
+    if not isinstance(source, Epochs):
+        return None
+    return source.length
 
 
 def _length(examples: Any, name: str, epochs: int | None = None) -> int:

@@ -75,7 +75,9 @@ def _as_array(x: Any, where: str) -> np.ndarray:
     except ValueError as error:
         raise ValueError(f"The list at {where} is not an array: {error}. {_OWN}.") from error
     if not has_numbers(array.dtype):
-        what = array.dtype if isinstance(x, np.ndarray) else type(x).__name__
+        what = array.dtype
+        if not isinstance(x, np.ndarray):
+            what = type(x).__name__
         raise TypeError(
             f"The examples have {what} at {where}, and only arrays and numbers can be stacked. "
             f"{_OWN}, such as tokens of text, and leaves out other values, such as names of "

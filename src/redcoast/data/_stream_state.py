@@ -20,7 +20,9 @@ def encode_stream_state(state: Any) -> dict[str, Any]:
     PyTorch's tensors. Any other state is only copied.
     """
     encoded = encode_if_storable(state)
-    return {"plain": copy.deepcopy(state)} if encoded is None else encoded
+    if encoded is None:
+        return {"plain": copy.deepcopy(state)}
+    return encoded
 
 
 def encode_if_storable(state: Any) -> dict[str, Any] | None:
@@ -55,7 +57,9 @@ def _encode(x: Any) -> dict[str, Any]:
     if isinstance(x, dict):
         return {"dict": [[_encode(key), _encode(value)] for key, value in x.items()]}
     if isinstance(x, list | tuple):
-        kind = "list" if isinstance(x, list) else "tuple"
+        kind = "tuple"
+        if isinstance(x, list):
+            kind = "list"
         return {kind: [_encode(value) for value in x]}
     if not hasattr(x, "__array__") or not hasattr(x, "shape"):
         raise TypeError(f"A state with {type(x).__name__} cannot be stored as JSON.")

@@ -241,7 +241,9 @@ class RepeatedStream(Stream):
 
     def _describe(self) -> dict[str, Any]:
         first, last, number = self._since or (None, None, 0)
-        checks = [example_checksum(first), example_checksum(last)] if self._since else []
+        checks = []
+        if self._since:
+            checks = [example_checksum(first), example_checksum(last)]
         return {
             "epoch": self._reading,
             "count": self._count,

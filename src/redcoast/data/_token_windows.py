@@ -32,7 +32,9 @@ class TokenWindows:
         start = (index - (self._ends[part - 1] if part else 0)) * self._stride
         window = np.array(self._parts[part][start : start + self._length])
         # Small unsigned integers, in which tokens are stored, overflow in arithmetic.
-        return window.astype(np.int32) if window.dtype.itemsize < 4 else window
+        if window.dtype.itemsize < 4:
+            return window.astype(np.int32)
+        return window
 
 
 def token_windows(

@@ -113,7 +113,9 @@ def _code(fn: Any) -> str | None:
     while isinstance(fn, ft.partial):
         fn = fn.func
     code = getattr(fn, "__code__", None)
-    return None if code is None else checksum(b"".join(_instructions(code)))
+    if code is None:
+        return None
+    return checksum(b"".join(_instructions(code)))
 
 
 def _instructions(code: Any) -> Iterator[bytes]:

@@ -81,7 +81,9 @@ def complete_early_stopping(
             "`early_stopping` needs a metric of evaluations: pass `evaluation` too, such as "
             "`redcoast.Evaluation(validation_examples)`."
         )
-    best = None if checkpoints is None or checkpoints.best is None else checkpoints
+    best = checkpoints
+    if checkpoints is None or checkpoints.best is None:
+        best = None
     metric = early_stopping.metric or (best.metric if best else "loss")
     metric = metric.removeprefix("eval/")
     mode = early_stopping.mode
@@ -106,7 +108,9 @@ def reason_of_end(
     """Why a run ended after a step, if no signal stopped it; `ended` if it is not to be resumed."""
     if best is not None and ended:
         return best.describe(step)
-    return stopping.reason if stopping.level == ASKED else ""
+    if stopping.level != ASKED:
+        return ""
+    return stopping.reason
 
 
 class BestSoFar:
@@ -130,8 +134,10 @@ class BestSoFar:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The counters, as values that JSON supports."""
-        value = None if self.step is None else self.value
+        """The counters, as JSON can hold them."""
+        value = self.value
+        if self.step is None:
+            value = None
         return {"step": self.step, "value": value, "since": self.since}
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
@@ -144,7 +150,9 @@ class BestSoFar:
             self.step, self.since = saved["step"], saved["since"]
             self.value = math.nan if saved["value"] is None else saved["value"]
             return
-        values = {} if self._checkpoints is None else best_metrics(self._checkpoints)
+        values = {}
+        if self._checkpoints is not None:
+            values = best_metrics(self._checkpoints)
         for step, value in sorted(values.items()):
             if self._is_better(value):
                 self.step, self.value = step, value
@@ -183,6 +191,10 @@ class BestSoFar:
         )
 
     def _is_better(self, value: float) -> bool:
-        sign = -1.0 if self.rule.mode == "min" else 1.0
-        best = -math.inf if self.step is None else sign * self.value
+        sign = 1.0
+        if self.rule.mode == "min":
+            sign = -1.0
+        best = -math.inf
+        if self.step is not None:
+            best = sign * self.value
         return sign * value > best

@@ -245,7 +245,9 @@ def _predict_examples(
     placed = place_tree(model, plan.shardings)
     batches = _check_program("the program of the prediction", prediction, placed, batches, key)
     found = run_prediction(prediction, placed, batches, output_fn, key, gather=gather)
-    return list(found) if gather == "none" else [entry for _, entry in found]
+    if gather == "none":
+        return list(found)
+    return [entry for _, entry in found]
 
 
 def _plan(
@@ -314,21 +316,29 @@ def _check_coupling(
 ) -> Generator[Loaded, None, None]:
     """All batches, after a warning if the mean over them is not the mean over their examples."""
     first = _first(batches)
-    program = plan.report.program_or_none
-    given = (loss_fn, model, first.arrays, plan.mesh, compute_dtype)
-    # Nothing is planned for one device.
-    coupled = find_coupled(*given, training=False) if program is None else program.coupled
     if first.per_batch:  # nodes depend on each other, and graphs need not
         return _and_rest(first, batches)
+    loss = (loss_fn, model, first.arrays, plan.mesh, compute_dtype)
+    program = plan.report.program_or_none  # nothing is planned for one device
+    if program is None:
+        coupled = find_coupled(*loss, training=False)
+    else:
+        coupled = program.coupled
     warn_of_batches(coupled, first.rows)
-    if coupled is None:
-        summed = find_faults(*given, training=False)[0] if program is None else program.summed
-        warn_of_sums(summed)
+    if coupled is not None:
+        return _and_rest(first, batches)
+    if program is None:
+        sums, _, _ = find_faults(*loss, training=False)
+    else:
+        sums = program.summed
+    warn_of_sums(sums)
     return _and_rest(first, batches)
 
 
 def _default(key: PRNGKeyArray | None) -> PRNGKeyArray:
-    return jax.random.key(0) if key is None else key
+    if key is None:
+        return jax.random.key(0)
+    return key
 
 
 def check_program(
@@ -420,7 +430,11 @@ def run_evaluation(
             weight = float(weight) if "weight" in means else float(rows)
             total += weight
             for name, mean in means.items():
-                share = weight if name == "weight" else weight * float(mean) if weight else 0.0
+                share = 0.0
+                if name == "weight":
+                    share = weight
+                elif weight:  # the mean over nothing may be NaN
+                    share = weight * float(mean)
                 sums[name] = sums.get(name, 0.0) + share
     if total == 0 and strict:
         raise ValueError(
@@ -470,14 +484,18 @@ def run_prediction(
     reads = gather != "first" or is_main()
     # In one process, all rows are its own, and predictions may have any sharding.
     apart = gather == "none" and jax.process_count() > 1
-    read = _own_part if apart else jax.device_get
+    read = jax.device_get
+    if apart:
+        read = _own_part
     with contextlib.closing(_one_behind(prediction, model, batches, key)) as results:
         for rows, predictions in results:
             own = own_rows(prediction.mesh, rows) if gather == "none" else list(range(rows))
             with noting(f"Raised for the examples with indices {begin} to {begin + rows - 1}."):
                 if apart:
                     _check_rows(predictions, rows, "With several processes and `gather='none'`")
-                outputs = _outputs(read(predictions), output_fn, len(own)) if reads else []
+                outputs = []
+                if reads:
+                    outputs = _outputs(read(predictions), output_fn, len(own))
             yield from ((begin + i, output) for i, output in zip(own, outputs, strict=reads))
             begin += rows
 
@@ -496,7 +514,9 @@ def _check_rows(predictions: PyTree, rows: int, when: str) -> None:
     """Raises `ValueError` unless each array of the predictions has one row for each example."""
     for path, x in jax.tree_util.tree_leaves_with_path(predictions):
         if x.shape[0] != rows:
-            where = f" at {show_place(path, 'prediction')}" if path else ""
+            where = ""
+            if path:
+                where = f" at {show_place(path, 'prediction')}"
             raise ValueError(
                 f"`predict_fn` returned an array of shape {x.shape}{where} for {rows} examples. "
                 f"{when}, each prediction must have one row for each example. Return such rows, or "

@@ -112,7 +112,9 @@ class Evaluation:
                 "`metric_fn` compares predictions with examples; pass `predict_fn` too."
             )
         if self.metric_fn is None and (self.predict_fn or self.output_fn) is not None:
-            name = "predict_fn" if self.predict_fn is not None else "output_fn"
+            name = "output_fn"
+            if self.predict_fn is not None:
+                name = "predict_fn"
             raise ValueError(
                 f"`{name}` makes the outputs that `metric_fn` gets; pass `metric_fn` too."
             )

@@ -50,7 +50,9 @@ def first_examples(
     assert batch_size is not None
     source = read_source(examples, epochs=1, name=name)
     rows = _rows_of_a_device(batch_size, mesh)
-    length = source.length if isinstance(source, Epochs) else None
+    length = None
+    if isinstance(source, Epochs):
+        length = source.length
 
     def read(indices: list[int]) -> PyTree:
         if isinstance(source, Epochs):

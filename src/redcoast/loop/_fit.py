@@ -175,7 +175,9 @@ def fit(
     early_stopping, checkpoints = complete_early_stopping(
         early_stopping, evaluation, as_checkpoints(checkpoints)
     )
-    best = BestSoFar(early_stopping, checkpoints) if early_stopping else None
+    best = None
+    if early_stopping:
+        best = BestSoFar(early_stopping, checkpoints)
     checkpointer = Checkpointer(checkpoints)
     given_mesh = mesh_of_run(mesh, plan)
     printer = Printer(log, checkpointer.directory)

@@ -48,8 +48,12 @@ def copy_state_to_host(state: PyTree) -> HostState:
 
 
 def _to_host(x: jax.Array) -> _HostArray:
-    impl = jax.random.key_impl(x) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else None
-    data = x if impl is None else jax.random.key_data(x)
+    impl = None
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        impl = jax.random.key_impl(x)
+    data = x
+    if impl is not None:
+        data = jax.random.key_data(x)
     parts: dict[str, np.ndarray] = {}
     devices: dict[Any, str] = {}
     for shard in data.addressable_shards:

@@ -82,7 +82,9 @@ def explain_batch(data: Batches, batch: Batch) -> str:
     if found := _inputs({path: x for path, x in rows.items() if np.any(x)}, indices):
         return " ".join(found)
     within = [f"{path or 'the batch'} from {low} to {high}" for path, (low, high) in ranges.items()]
-    integers = f" The integers of the batch are {several(within, MOST)}." if within else ""
+    integers = ""
+    if within:
+        integers = f" The integers of the batch are {several(within, MOST)}."
     return f"No input is NaN or infinite.{integers} {examples}"
 
 
@@ -142,8 +144,10 @@ def _key(state: TrainState) -> jax.Array:
 
 
 def _wrong(path: str, x: jax.Array) -> jax.Array:
-    # Some optimizers initialise a best value with infinity.
-    return ~jnp.isfinite(x) if path.startswith("model") else jnp.isnan(x)
+    # Optimizers begin with infinity where they look for the best so far.
+    if path.startswith("model"):
+        return ~jnp.isfinite(x)
+    return jnp.isnan(x)
 
 
 def _rows(x: jax.Array) -> jax.Array:
@@ -153,7 +157,9 @@ def _rows(x: jax.Array) -> jax.Array:
 def _floating(tree: PyTree, *, of: str = "") -> dict[str, Any]:
     """The floating arrays of a tree, by path; `of` is its name if it is data."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    show = (lambda path: show_place(path, of)) if of else show_path
+    show = show_path
+    if of:
+        show = lambda path: show_place(path, of)
     return {show(path): x for path, x in leaves if eqx.is_inexact_array(x)}
 
 
@@ -166,8 +172,10 @@ def arrays_of_batch(batch: Batch | Loaded) -> dict[str, Any]:
 def sentences(
     found: Nonfinite, indices: list[int], first: str | None = None, *, trained: bool
 ) -> str:
-    """Describes the nonfinite values; `indices` are the indices of the batch's examples."""
-    when = "" if trained else " before any step"
+    """Describes what was found; `indices` are those of the batch's examples."""
+    when = " before any step"
+    if trained:
+        when = ""
     parts = [
         f"{path} holds {count:,} value{'s that are' if count > 1 else ' that is'} NaN or infinite"
         f"{when}."
@@ -189,8 +197,10 @@ def _inputs(found: dict[str, Any], indices: list[int]) -> list[str]:
 
 
 def _held(what: str, path: str, rows: Any, indices: list[int]) -> str:
-    """A sentence about values in some rows of an array of the batch."""
-    where = f"The batch's array {path}" if path else "The batch"
+    """A sentence about what an array of the batch holds in some of its rows."""
+    where = "The batch"
+    if path:
+        where = f"The batch's array {path}"
     held = np.flatnonzero(rows).tolist()
     if np.size(rows) != len(indices):  # it does not have one row for each example
         return f"{where} holds {what} in the rows {listed(held)}."
@@ -222,7 +232,9 @@ def find_first(
     if error is None:
         return None
     line = own_line(getattr(error, "traceback_info", None))
-    at = f", at {line}" if line else ""
+    at = ""
+    if line:
+        at = f", at {line}"
     text = str(error).strip()
     if match := _INDEX.search(text):
         shape, index, size = match[1], int(match[2]), int(match[3])
@@ -355,7 +367,9 @@ def _first_beyond(
     for axis, (low, high), is_wanted in zip(lookups.axes, ranges, wanted, strict=True):
         index = _outside(axis, int(low), int(high), below=not training)
         if is_wanted and index is not None:
-            at = f", at {axis.where}" if axis.where else ""
+            at = ""
+            if axis.where:
+                at = f", at {axis.where}"
             named = index, axis.size, axis.shape, at, indices, axis.paths
             return _beyond(batch, mesh, *named)
     return None
@@ -365,4 +379,6 @@ def _outside(axis: Lookup, low: int, high: int, *, below: bool) -> int | None:
     """An index outside an axis; negative ones only count if `below`."""
     if high >= axis.size:
         return high
-    return low if below and low < 0 else None
+    if not (below and low < 0):
+        return None
+    return low

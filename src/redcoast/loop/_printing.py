@@ -143,7 +143,9 @@ def _data_parts(data: Batches) -> list[str]:
 
 def _counted(count: int | float, noun: str) -> str:
     """A noun after a number, such as `steps`."""
-    return noun if count == 1 else f"{noun}s"
+    if count == 1:
+        return noun
+    return f"{noun}s"
 
 
 def _batches_that_are_not_split(data: Batches, shards: int) -> list[str]:
@@ -165,7 +167,9 @@ def _batches_that_are_not_split(data: Batches, shards: int) -> list[str]:
 def precision_of(state: TrainState, compute_dtype: Any) -> str:
     """The dtypes of the parameters, and the dtype of the computation if it differs."""
     names = sorted({str(x.dtype) for x in jax.tree.leaves(state.model) if is_inexact(x)})
-    computed = None if compute_dtype is None else str(jax.numpy.dtype(compute_dtype))
+    computed = None
+    if compute_dtype is not None:
+        computed = str(jax.numpy.dtype(compute_dtype))
     if computed is None or names == [computed]:
         return " and ".join(names)
     return f"{' and '.join(names)} parameters, {computed} computation"
@@ -181,7 +185,9 @@ def cost_of_float32(device_kind: str, precision: str) -> str:
     if chip is None or chip.kind == "cpu" or precision != "float32":
         return ""
     faster = chip.flops["bfloat16"] / chip.flops["float32"]
-    products = f"compute products up to {faster:.2g} times as fast and " if faster > 1.05 else ""
+    products = ""
+    if faster > 1.05:
+        products = f"compute products up to {faster:.2g} times as fast and "
     return f'compute_dtype="bf16" would {products}halve the memory of activations'
 
 
@@ -198,7 +204,9 @@ def nothing_left(data: Batches, *, has_directory: bool) -> str:
     more = f"steps={done + data.steps}"
     if data.given_epochs is not None:
         more = f"epochs={(data.epochs_done or 0) + data.given_epochs}"
-    new = ", or choose another directory for a new run" if has_directory else ""
+    new = ""
+    if has_directory:
+        new = ", or choose another directory for a new run"
     return (
         f"Nothing is left to train: {done:,} of {steps} are done. `epochs` and `steps` count from "
         f"the first step of the state. To train as long again, pass `{more}`{new}."

@@ -50,7 +50,9 @@ def run_of_fit(
         ),
     }
     run = run_info(plan, data, directory=directory, resumed=resumed, settings=settings)
-    return dataclasses.replace(run, steps=run.step) if is_over else run
+    if is_over:
+        return dataclasses.replace(run, steps=run.step)
+    return run
 
 
 def run_info(

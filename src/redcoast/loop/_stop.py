@@ -64,7 +64,9 @@ class StopRequest:
         self.level = GO_ON
 
     def __call__(self) -> bool:
-        own = GO_ON if self._asked is None or self._of_process else ASKED
+        own = ASKED
+        if self._asked is None or self._of_process:
+            own = GO_ON
         self.level = max(self.level, self._ask(), own)
         return self.level > GO_ON
 
@@ -119,7 +121,9 @@ def refuse_after_signal(name: str, *, trains: bool) -> None:
     for signal_of_run in _received:
         if not (trains or signal_of_run.cut_short):
             continue
-        of_steps = "" if signal_of_run.steps is None else f" of {signal_of_run.steps}"
+        of_steps = ""
+        if signal_of_run.steps is not None:
+            of_steps = f" of {signal_of_run.steps}"
         raise RuntimeError(
             f"{signal_of_run.reason} during an earlier `fit` of this process, which ended after "
             f"step {signal_of_run.step}{of_steps}, so `{name}` does not begin. End the script when "
@@ -226,7 +230,9 @@ def agreed(mesh: Mesh, asked: StopRequest) -> StopRequest:
         nonlocal computed
         asked()
         before, computed = computed, highest(levels[asked.level])
-        return GO_ON if before is None else int(before)
+        if before is None:
+            return GO_ON
+        return int(before)
 
     return StopRequest(level, asked.reasons, of_caller=asked.of_caller, of_process=asked)
 
@@ -271,7 +277,9 @@ def _level_of(outer: StopRequest | None) -> int:
     if outer is None:
         return GO_ON
     outer()
-    return outer.level if outer.level > ASKED else GO_ON
+    if outer.level > ASKED:
+        return outer.level
+    return GO_ON
 
 
 def highest_level(reasons: list[StopReason], level: int) -> int:
@@ -299,7 +307,9 @@ def _flagged(reasons: list[StopReason]) -> Iterator[None]:
             return
         received = True
         _tell()
-        level = INTERRUPT if number == signal.SIGINT else STOP
+        level = STOP
+        if number == signal.SIGINT:
+            level = INTERRUPT
         reasons.append(StopReason(f"{signal.Signals(number).name} was received", level))
         # The default handlers end a process even where it hangs in native code.
         time.sleep(TWICE)

@@ -81,7 +81,9 @@ class TrainingLoop:
                 if self._finish_step(done, is_first=is_first):
                     break
             self.reader.flush()
-        return state if self.done is None else self.done.state
+        if self.done is None:
+            return state
+        return self.done.state
 
     def _finish_step(self, done: Step, *, is_first: bool) -> bool:
         """Evaluates and saves after a step, if it is time; returns whether to stop."""
@@ -103,13 +105,17 @@ class TrainingLoop:
         if is_last or stops or self.checkpointer.wants(done.number, metrics, epoch_end=epoch_end):
             self._save(metrics)
         if stops and self.stopping.level > ASKED:
-            of_steps = "" if self.data.steps is None else f" of {self.data.steps}"
+            of_steps = ""
+            if self.data.steps is not None:
+                of_steps = f" of {self.data.steps}"
             reason = self.stopping.reason
             logger.warning("Training stopped after step %d%s: %s.", done.number, of_steps, reason)
         return stops
 
     def _evaluates_after(self, done: Step) -> bool:
-        every = None if self.evaluation is None else self.evaluation.evaluation.every
+        every = None
+        if self.evaluation is not None:
+            every = self.evaluation.evaluation.every
         if every:
             return done.batch.last or done.number % every == 0
         return done.batch.last or done.batch.epoch_end
@@ -179,6 +185,8 @@ class TrainingLoop:
         """Saves the state if a function of the user raises."""
 
         def last_state() -> TrainState | None:
-            return None if self.done is None else self.done.state
+            if self.done is None:
+                return None
+            return self.done.state
 
         return rescued(self.reader, last_state, self._save, doubtful=doubtful)

@@ -232,7 +232,9 @@ class AnswerRow:
         self.ends = ends_of(job.decoding, served.model.config)
         self.seed = seed if job.seed is None else job.seed
         self.number = 0 if job.seed is None else index
-        before = self.prompt if job.continues else []
+        before = []
+        if job.continues:
+            before = self.prompt
         self.decode = served.tokenizer.decode
         self.text = Text(self.decode, job.stops, before)
         self.grammar = None if job.extras.grammar is None else job.extras.grammar()
@@ -296,7 +298,9 @@ class AnswerRow:
         self.count += 1
         self.scored += [] if scored is None else [scored]
         end = token in self.ends
-        text = "" if end else self.text.add(token)
+        text = ""
+        if not end:
+            text = self.text.add(token)
         if self.grammar is not None and not end:
             self.grammar.take(token)
             if self.grammar.done:

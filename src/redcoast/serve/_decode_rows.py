@@ -70,19 +70,25 @@ def decode_rows(
     arrays, static = split(model)
     prompt = prepare_prompt(model, arrays, tokens, mask)
     mesh = next((p.mesh for p in places_of(arrays) if p is not None), None)
-    everywhere = None if mesh is None else NamedSharding(mesh, P())
+    everywhere = None
+    if mesh is not None:
+        everywhere = NamedSharding(mesh, P())
     cache, logits, real, scores = _begin(arrays, static, *prompt, request, everywhere, score_prompt)
     places = places_of(cache)
     arrays, static = split(by_layer(model))
-    # The choice depends on the room only if it depends on earlier tokens.
-    room = request.room if request.needs_history else None
+    # The room matters to the choice only if it depends on earlier tokens.
+    room = None
+    if request.needs_history:
+        room = request.room
     progress = _start(real, logits.shape[1], room, everywhere)
     request = dataclasses.replace(request, room=room or 0)
     for step in range(steps):
         if step:
             rest = arrays, static, progress.tokens, places, everywhere
             logits, cache = _advance(cache, *rest)
-        allowed = None if allow is None else allow()
+        allowed = None
+        if allow is not None:
+            allowed = allow()
         progress = _choose(logits, progress, request, options, allowed, everywhere)
         yield progress, None if step else scores
 
@@ -102,7 +108,9 @@ def _begin(
     model = join(arrays, static)
     hidden, cache, prompt = read_prompt(model, tokens, mask, request)
     logits = model.unembed(hidden[:, -1:])[:, 0].astype(jnp.float32)
-    scores = _score_prompt(model, hidden, prompt) if score_prompt else None
+    scores = None
+    if score_prompt:
+        scores = _score_prompt(model, hidden, prompt)
     return cache, *_placed((logits, prompt, scores), everywhere)
 
 
@@ -125,7 +133,9 @@ def _advance(
 
 
 def _placed(tree: Any, place: NamedSharding | None) -> Any:
-    return tree if place is None else jax.lax.with_sharding_constraint(tree, place)
+    if place is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, place)
 
 
 @ft.partial(jax.jit, static_argnums=(1, 2, 3))

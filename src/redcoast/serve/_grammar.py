@@ -63,7 +63,9 @@ def grammars_of(
     def prepared() -> Any:
         from llguidance import LLTokenizer  # pyright: ignore[reportMissingImports]
 
-        ends = {"eos_token": eos[0]} if eos else {}
+        ends = {}
+        if eos:
+            ends = {"eos_token": eos[0]}
         return LLTokenizer(tokenizer.to_str(), n_vocab=vocab, **ends)
 
     def make(form: Mapping[str, Any]) -> Callable[[], Grammar]:
@@ -79,11 +81,17 @@ def grammars_of(
 
 def schema_of(form: Any) -> Any:
     """The JSON schema of a `response_format`."""
-    kind = form.get("type") if isinstance(form, dict) else None
+    kind = None
+    if isinstance(form, dict):
+        kind = form.get("type")
     if kind == "json_object":
         return {"type": "object"}
-    inner = form.get("json_schema") if kind == "json_schema" else None
-    schema = inner.get("schema") if isinstance(inner, dict) else None
+    inner = None
+    if kind == "json_schema":
+        inner = form.get("json_schema")
+    schema = None
+    if isinstance(inner, dict):
+        schema = inner.get("schema")
     if not isinstance(schema, dict | bool):
         raise ValueError(
             "`response_format` must have the type 'text', 'json_object', or 'json_schema' with a "

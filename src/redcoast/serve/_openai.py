@@ -79,11 +79,13 @@ def read_request(
     seed = integer(given, "seed", -(2**63), 2**63 - 1)
     stops = read_stops(given.get("stop"))
     count = integer(given, "n", 1, limits.rows) or 1
-    param = "messages" if chat else "prompt"
+    param = "prompt"
+    if chat:
+        param = "messages"
     texts = read_messages(given, limits, render) if chat else read_prompts(given, limits)
     if len(texts) * count > limits.rows:
         text = f"{len(texts)} prompts with n={count} are more than {limits.rows} at once."
-        raise Refused(400, text, "n" if chat else "prompt")
+        raise Refused(400, text, "n" if chat else param)
     echo = not chat and boolean(given, "echo")
     extras = read_extras(given, limits, chat=chat)
     asked = read_asked_length(given, chat=chat, least=0 if echo else 1)
@@ -134,7 +136,9 @@ def parse_body(body: bytes, limits: Limits) -> Body:
 
 
 def refuse_unknown(given: Body, *, chat: bool) -> None:
-    own = OF_CHATS if chat else OF_COMPLETIONS
+    own = OF_COMPLETIONS
+    if chat:
+        own = OF_CHATS
     known = {*READ, *own, *ONLY, *IGNORED}
     for name, value in given.items():
         if name not in known:
@@ -165,7 +169,9 @@ def read_asked_length(given: Body, *, chat: bool, least: int) -> int | None:
     longest = integer(given, "max_tokens", least, None)
     if chat:
         newer = integer(given, "max_completion_tokens", least, None)
-        return longest if newer is None else newer
+        if newer is None:
+            return longest
+        return newer
     return longest
 
 
@@ -176,17 +182,23 @@ def choose_length(
     allows."""
     longest = max(map(len, prompts))
     room = limits.context - longest
-    least = 1 if asked is None else asked
+    least = 1
+    if asked is not None:
+        least = asked
     if room < least or room < 0:
         text = (
             f"This server's maximum context length is {limits.context} tokens. The prompt has "
             f"{longest}, and {least} were requested for the answer."
         )
-        param = "messages" if chat else "prompt"
+        param = "prompt"
+        if chat:
+            param = "messages"
         raise Refused(400, text, param, "context_length_exceeded")
     if asked is not None:
         return asked
-    default = limits.new_tokens if chat else 16  # of completions, as in OpenAI's API
+    default = 16  # of completions, as in OpenAI's API
+    if chat:
+        default = limits.new_tokens
     return min(room, default)
 
 
@@ -228,7 +240,9 @@ def read_ends(given: Body, limits: Limits) -> tuple[int, ...]:
     if outside := outside_vocabulary(ids, limits):
         text = f"`stop_token_ids` has {outside[0]}. The tokens of this model are 0 to "
         raise Refused(400, f"{text}{limits.vocab - 1}.", "stop_token_ids", "invalid_value")
-    own = () if boolean(given, "ignore_eos") else ends_of(limits.decoding, limits)
+    own = ()
+    if not boolean(given, "ignore_eos"):
+        own = ends_of(limits.decoding, limits)
     ends = tuple(dict.fromkeys((*own, *ids)))  # each once
     if len(ends) > MOST_ENDS:
         text = f"`stop_token_ids` and the model's end tokens are more than {MOST_ENDS}."

@@ -95,7 +95,9 @@ def read_calls(calls: object, where: str) -> list[Body]:
         raise Refused(400, error, where)
     checked: list[Body] = []
     for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
+        function = None
+        if isinstance(call, dict):
+            function = call.get("function")
         if not isinstance(function, dict):
             raise Refused(400, error, where)
         arguments = read_arguments(function)
@@ -113,7 +115,9 @@ def read_arguments(function: Body) -> Body | None:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             return None
-    return arguments if isinstance(arguments, dict) else None
+    if not isinstance(arguments, dict):
+        return None
+    return arguments
 
 
 def read_content(content: object, where: str) -> str:
@@ -122,7 +126,9 @@ def read_content(content: object, where: str) -> str:
         return content
     texts: list[str] = []
     for part in content if isinstance(content, list) else []:
-        text = part.get("text") if isinstance(part, dict) else None
+        text = None
+        if isinstance(part, dict):
+            text = part.get("text")
         if not isinstance(text, str) or part.get("type") != "text":
             raise Refused(400, _NO_TEXT.format(where), where)
         texts.append(text)

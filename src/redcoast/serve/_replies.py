@@ -45,7 +45,9 @@ class Reply:
     @staticmethod
     def to(name: str, speller: "Speller", *, chat: bool, scored: bool = False) -> "Reply":
         """A new response of the model `name`."""
-        kind = "chatcmpl" if chat else "cmpl"
+        kind = "cmpl"
+        if chat:
+            kind = "chatcmpl"
         response_id = f"{kind}-{uuid.uuid4().hex}"
         return Reply(chat, name, response_id, int(time.time()), speller, scored)
 
@@ -109,7 +111,9 @@ class Reply:
         return entry(scored.token, scored.logprob) | {"top_logprobs": top}
 
     def _body(self, part: str, choices: list[Any]) -> dict[str, Any]:
-        kind = f"chat.completion{part}" if self.chat else "text_completion"
+        kind = "text_completion"
+        if self.chat:
+            kind = f"chat.completion{part}"
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return head | {"choices": choices}
 
@@ -136,7 +140,9 @@ class Speller:
         if found := re.fullmatch("<0x([0-9A-F]{2})>", name):  # of SentencePiece
             return [int(found[1], 16)]
         table = _bytes_of_signs()
-        return [table[sign] for sign in name] if all(sign in table for sign in name) else None
+        if not all(sign in table for sign in name):
+            return None
+        return [table[sign] for sign in name]
 
     def _name(self, token: int) -> str:
         return self.tokenizer.id_to_token(token) or f"<{token}>"
@@ -147,7 +153,9 @@ class Speller:
         # SentencePiece's decoders omit the first space of a text.
         if self._name(token).startswith("\u2581") and not text.startswith(" "):
             text = f" {text}"
-        return "" if REPLACEMENT in text else text
+        if REPLACEMENT in text:
+            return ""
+        return text
 
 
 @ft.cache

@@ -131,7 +131,9 @@ def _shardings_by_path(
         raise ValueError(
             "All leaves of `state_shardings` are `PartitionSpec`s. Pass the `mesh` they refer to."
         )
-    own_mesh = meshes[0] if mesh is None else mesh
+    own_mesh = mesh
+    if mesh is None:
+        own_mesh = meshes[0]
     if not isinstance(own_mesh, Mesh):
         raise TypeError(
             f"The mesh of `state_shardings` is {own_mesh}, which has no devices. Plan with a mesh "

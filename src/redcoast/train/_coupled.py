@@ -36,7 +36,8 @@ def find_coupled(
     """Finds the first operation that makes the examples of a batch depend on each other."""
 
     def loss(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
-        model = model if training else eqx.nn.inference_mode(model)
+        if not training:
+            model = eqx.nn.inference_mode(model)
         return evaluate_loss(loss_fn, model, batch, key, compute_dtype).loss
 
     model, batch = abstract_tree((model, batch))
@@ -57,7 +58,8 @@ def find_faults(
     promotion combines each example with every other."""
 
     def results(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
-        model = model if training else eqx.nn.inference_mode(model)
+        if not training:
+            model = eqx.nn.inference_mode(model)
         result = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
         return result.loss, result.aux
 
@@ -67,7 +69,9 @@ def find_faults(
 
 def warn_of_shared_masks(lines: Sequence[str]) -> None:
     if lines:
-        where = f" ({several([line for line in lines if line])})" if any(lines) else ""
+        where = ""
+        if any(lines):
+            where = f" ({several([line for line in lines if line])})"
         warn(
             f"A random mask{where} is the same for every example of a batch, such as the "
             "mask of dropout with one key under `jax.vmap`. Use a key for each example: "
@@ -77,7 +81,9 @@ def warn_of_shared_masks(lines: Sequence[str]) -> None:
 
 def warn_of_promotions(lines: Sequence[str]) -> None:
     if lines:
-        where = f" ({several([line for line in lines if line])})" if any(lines) else ""
+        where = ""
+        if any(lines):
+            where = f" ({several([line for line in lines if line])})"
         warn(
             f"`loss_fn` combines an array of shape (n, 1) with one of shape (n,){where}, which "
             "NumPy's rank promotion broadcasts to (n, n), so every prediction is compared with the "

@@ -54,7 +54,9 @@ def flatten_step(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
 
 
 def _wrap_constant(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, NUMBERS) else _Constant(leaf)
+    if isinstance(leaf, NUMBERS):
+        return leaf
+    return _Constant(leaf)
 
 
 def unwrap_constants(aux: PyTree) -> PyTree:

@@ -81,7 +81,8 @@ def find_lookups(
 
     def compute(arrays: list[Any], rows: list[Any], key: PRNGKeyArray) -> Any:
         model = join(arrays, static)
-        model = model if training else eqx.nn.inference_mode(model)
+        if not training:
+            model = eqx.nn.inference_mode(model)
         return evaluate_loss(loss_fn, model, join(rows, rest), key, compute_dtype).loss
 
     make = jax.make_jaxpr(compute)
@@ -116,7 +117,9 @@ def _read(
         return [jnp.stack([jnp.min(x.indices.value), jnp.max(x.indices.value)]) for x in indexed]
 
     integers = jax.make_jaxpr(extremes)(list(rows))
-    replicated = [NamedSharding(mesh, P())] * len(axes) if isinstance(mesh, Mesh) else []
+    replicated = []
+    if isinstance(mesh, Mesh):
+        replicated = [NamedSharding(mesh, P())] * len(axes)
     compute, _ = compiled_once(integers, loss_fn, mesh, out_shardings=replicated)
     return Lookups(tuple(axes), lambda arrays: [*itertools.chain(*compute([], arrays))])
 
@@ -131,7 +134,9 @@ def _follow(
         env[variable] = _Integers(value) if _is_integer(value) else None
 
     def read(atom: Any) -> _Integers | None:
-        return _Integers(atom.val) if isinstance(atom, Literal) else env.get(atom)
+        if isinstance(atom, Literal):
+            return _Integers(atom.val)
+        return env.get(atom)
 
     for equation in opened.eqns:
         operands = [read(atom) for atom in equation.invars]

@@ -126,7 +126,9 @@ def _check_dependence(loss: Array, model: PyTree, *, updated: bool) -> None:
 
 def _check_aux(aux: Any, model: PyTree) -> None:
     if not isinstance(aux, dict):
-        hint = f" {how_to_return(aux)}" if returns_state(aux) else ""
+        hint = ""
+        if returns_state(aux):
+            hint = f" {how_to_return(aux)}"
         if type(aux) is type(model) and not layer_states(model):
             hint = " If it is the gradient, pass the loss itself: redcoast differentiates it."
         raise TypeError(
@@ -141,7 +143,9 @@ def _check_aux(aux: Any, model: PyTree) -> None:
                 "are in each line of a log."
             )
         if not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float)):
-            hint = f" {how_to_return(value)}" if _is_carried(value) else ""
+            hint = ""
+            if _is_carried(value):
+                hint = f" {how_to_return(value)}"
             raise TypeError(
                 f"`loss_fn` returned aux[{name!r}] of type {type(value).__name__}. Metrics must be "
                 "scalars: numbers, or arrays of shape (). A custom training loop may also use "
@@ -160,7 +164,9 @@ def _stored_dtypes(new_model: PyTree, model: PyTree) -> PyTree:
     """Casts the model that `loss_fn` returned to the dtypes of the stored model."""
     old_structure, new_structure = jax.tree.structure(model), jax.tree.structure(new_model)
     if old_structure != new_structure:
-        hint = f" {how_to_return(model)}" if layer_states(model) else ""
+        hint = ""
+        if layer_states(model):
+            hint = f" {how_to_return(model)}"
         raise ValueError(
             "The model that `loss_fn` returned has a different structure from its argument. "
             f"It was given {old_structure} and returned {new_structure}.{hint}"
@@ -180,5 +186,7 @@ def _stored_dtypes(new_model: PyTree, model: PyTree) -> PyTree:
 def _kind(leaf: Any, floating: bool = False) -> str:
     if not eqx.is_array(leaf):
         return f"a {type(leaf).__name__}"
-    dtype = "floating" if floating and is_floating(leaf) else leaf.dtype
+    dtype = leaf.dtype
+    if floating and is_floating(leaf):
+        dtype = "floating"
     return f"{dtype}{list(leaf.shape)}"

@@ -28,7 +28,9 @@ def refuse_untrainable(model: PyTree) -> None:
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
         name = type(leaf).__name__
-        where = f"The model's leaf {jax.tree_util.keystr(path)}" if path else "The model"
+        where = "The model"
+        if path:
+            where = f"The model's leaf {jax.tree_util.keystr(path)}"
         bases = [base.__module__ for base in type(leaf).__mro__]
         for library, words in _OTHERS.items():
             if any(f"{base}.".startswith(f"{library}.") for base in bases):

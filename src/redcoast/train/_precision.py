@@ -29,7 +29,9 @@ def as_compute_dtype(dtype: Any) -> Any:
     """
     if dtype is None:
         return None
-    found = _NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    found = dtype
+    if isinstance(dtype, str):
+        found = _NAMES.get(dtype, dtype)
     wrong = (
         "`compute_dtype` must be a floating dtype such as jnp.bfloat16, or its name, but is "
         f"{dtype!r}."
@@ -40,7 +42,9 @@ def as_compute_dtype(dtype: Any) -> Any:
         raise TypeError(wrong) from error
     if not jnp.issubdtype(kind, jnp.floating):
         raise ValueError(wrong)
-    return kind if isinstance(dtype, str) else dtype
+    if isinstance(dtype, str):
+        return kind
+    return dtype
 
 
 def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
@@ -64,4 +68,6 @@ def widen(x: Any) -> Array:
     """Casts half precision and integers, which are too coarse for sums, to float32."""
     x = jnp.asarray(x)
     wide = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4
-    return x if wide else x.astype(jnp.float32)
+    if wide:
+        return x
+    return x.astype(jnp.float32)

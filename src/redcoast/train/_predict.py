@@ -56,7 +56,8 @@ def predict(
     """
     check_functions(predict_fn=predict_fn)
     compute_dtype = as_compute_dtype(compute_dtype)
-    key = jax.random.key(0) if key is None else key
+    if key is None:
+        key = jax.random.key(0)
     model = cast_floating(eqx.nn.inference_mode(model), compute_dtype)
     batch = without_marks(batch)
     given = cast_floating(tree_to_jax_dtypes(batch, "the batch", of="batch"), compute_dtype)
@@ -69,7 +70,9 @@ def predict(
     for path, leaf in leaves:
         shape = jnp.shape(leaf)
         if rows and (not shape or shape[0] not in rows):
-            at = f" at {show_place(path, 'prediction')}" if path else ""
+            at = ""
+            if path:
+                at = f" at {show_place(path, 'prediction')}"
             raise ValueError(
                 f"`predict_fn` returned an array of shape {shape}{at} for a batch of {min(rows)} "
                 "examples. Its first dimension must be the batch: one row for each example."

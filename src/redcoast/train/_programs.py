@@ -113,7 +113,9 @@ def _jit(
 
 def _drop_with(function: Callable[..., Any], number: int) -> bool:
     """Drops a program when a function is deleted; returns whether that is possible."""
-    owner = function.__self__ if inspect.ismethod(function) else function
+    owner = function
+    if inspect.ismethod(function):
+        owner = function.__self__
     try:
         finalizer = weakref.finalize(owner, _drop, number)
     except TypeError:  # not every object can be referred to weakly

@@ -96,7 +96,9 @@ def learning_rate_schedule(
 
 def _total_steps(examples: int, batch_size: int, epochs: int | None, steps: int | None) -> int:
     if (epochs is None) == (steps is None):
-        given = "neither is" if epochs is None else "both are"
+        given = "both are"
+        if epochs is None:
+            given = "neither is"
         raise ValueError(f"Pass exactly one of `epochs` and `steps`; {given} given.")
     sizes = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "steps": steps}
     for name, size in sizes.items():

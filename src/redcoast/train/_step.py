@@ -526,4 +526,6 @@ def _learning_rate(opt_state: PyTree) -> dict[str, Array]:
         for _, hyperparams in optax.tree.get_all_with_path(opt_state, "hyperparams")
         if "learning_rate" in hyperparams
     ]
-    return {"learning_rate": found[0]} if len(found) == 1 else {}
+    if len(found) == 1:
+        return {"learning_rate": found[0]}
+    return {}

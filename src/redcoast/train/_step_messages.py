@@ -99,7 +99,9 @@ def state_and_aux(out: Any, static: Static) -> tuple[PyTree, PyTree]:
     if jax.tree.structure(out) == static.structure:
         raise ValueError(f"The step returned only the state. {rest}")
     if not isinstance(out, tuple | list):
-        kind = "None" if out is None else f"a {type(out).__name__}"
+        kind = "None"
+        if out is not None:
+            kind = f"a {type(out).__name__}"
         raise ValueError(f"The step returned {kind}. {rest}")
     if len(out) != 2:
         raise ValueError(f"The step returned a {type(out).__name__} of length {len(out)}. {rest}")

@@ -52,7 +52,9 @@ def read_template(directory: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def _settings(directory: Path, name: str) -> dict[str, Any]:
-    return read_json(file_inside(directory, name)) if (directory / name).exists() else {}
+    if (directory / name).exists():
+        return read_json(file_inside(directory, name))
+    return {}
 
 
 def named_template(template: Any, path: Path) -> str | None:

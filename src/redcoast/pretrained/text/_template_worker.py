@@ -35,7 +35,9 @@ class Generation(Extension):
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
     def mark(self, context: Any, caller: Callable[[], str]) -> str:
-        return f"{OPEN}{caller()}{CLOSE}" if context.get("mark_answers") else caller()
+        if context.get("mark_answers"):
+            return f"{OPEN}{caller()}{CLOSE}"
+        return caller()
 
 
 def compile_template(template: str) -> Any:
@@ -66,7 +68,9 @@ def serve_template(memory: int, characters: int) -> None:
     Each is answered with a text or an error."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
-        most = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+        most = memory
+        if hard != resource.RLIM_INFINITY:
+            most = min(memory, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
     compiled = None

@@ -119,7 +119,9 @@ def load_chat_template(path: str | Path) -> Callable[..., str] | None:
             read = gguf_metadata(gguf)
             template = named_template(read("tokenizer.chat_template"), gguf)
             settings = gguf_special(read)
-    return None if template is None else renderer(template, settings, weights)
+    if template is None:
+        return None
+    return renderer(template, settings, weights)
 
 
 def gguf_tokenizer_files(path: Path) -> dict[str, str]:
@@ -227,7 +229,9 @@ def gguf_metadata(path: Path) -> Callable[[str], Any]:
     If a model has several files, the first one contains the metadata.
     """
     fields = _gguf_fields(path)
-    count = fields[COUNT].contents() if COUNT in fields else 1
+    count = 1
+    if COUNT in fields:
+        count = fields[COUNT].contents()
     if count > 1:
         fields = _gguf_fields(files_of_model(path, count)[0])
     return lambda name: fields[name].contents() if name in fields else None

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 # By default XLA lets a process pin 64 GiB of host memory for GPUs. A save takes at most half of it.
 MOST_BYTES = 2**35
@@ -13,13 +13,16 @@ MOST_BYTES = 2**35
 
 def can_copy(arrays: Mapping[Any, Any]) -> bool:
     """Whether `copy_to_host` supports these arrays; otherwise Orbax copies them synchronously."""
-    known = (NamedSharding, SingleDeviceSharding)
-    on_device = [x for x in arrays.values() if isinstance(x, jax.Array)]
-    return (
-        all(isinstance(x.sharding, known) and x.is_fully_addressable for x in on_device)
-        and all(_kind(x) in _kinds(x) for x in on_device)
-        and sum(x.nbytes for x in on_device) <= MOST_BYTES
-    )
+    count = 0
+    for x in arrays.values():
+        if not isinstance(x, jax.Array):
+            continue
+        if not isinstance(x.sharding, NamedSharding | SingleDeviceSharding):
+            return False
+        if not x.is_fully_addressable or _kind(x) not in _kinds(x):
+            return False
+        count += x.nbytes
+    return count <= MOST_BYTES
 
 
 def copy_to_host(arrays: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -28,10 +31,18 @@ def copy_to_host(arrays: Mapping[Any, Any]) -> dict[Any, Any]:
     It returns before the copies are finished. The originals may be donated at once: the runtime
     makes later computations wait for the copies.
     """
-    copies = {name: np.copy(x) for name, x in arrays.items() if not isinstance(x, jax.Array)}
-    first = {name: _first_replica(x) for name, x in arrays.items() if name not in copies}
-    places = {name: x.sharding.with_memory_kind(_kind(x)) for name, x in first.items()}
-    return copies | jax.device_put(first, places, may_alias=False)
+    copies: dict[Any, Any] = {}
+    on_device: dict[Any, jax.Array] = {}
+    host_shardings: dict[Any, Sharding] = {}
+    for name, x in arrays.items():
+        if not isinstance(x, jax.Array):
+            copies[name] = np.copy(x)
+            continue
+        replica = _first_replica(x)
+        on_device[name] = replica
+        host_shardings[name] = replica.sharding.with_memory_kind(_kind(replica))
+    # One call for all, so that the copies of small arrays do not wait for each other.
+    return copies | jax.device_put(on_device, host_shardings, may_alias=False)
 
 
 def _kind(x: jax.Array) -> str:
@@ -54,16 +65,20 @@ def _first_replica(x: jax.Array) -> jax.Array:
     sharding = x.sharding
     if not isinstance(sharding, NamedSharding):
         return x
-    parts = (part if isinstance(part, tuple) else (part,) for part in sharding.spec)
-    used = {axis for part in parts for axis in part}
-    where = tuple(slice(None if axis in used else 1) for axis in sharding.mesh.axis_names)
+    sharded_axes: set[Any] = set()
+    for part in sharding.spec:
+        sharded_axes.update(part if isinstance(part, tuple) else (part,))
+    # Of the axes that the array is replicated over, the first devices.
+    where: list[slice] = []
+    for axis in sharding.mesh.axis_names:
+        where.append(slice(None) if axis in sharded_axes else slice(1))
     everywhere = np.asarray(sharding.mesh.devices)
-    devices = everywhere[where]
+    devices = everywhere[tuple(where)]
     if devices.size == everywhere.size:
         return x
-    held = {shard.device: shard.data for shard in x.addressable_shards}
+    data_of = {shard.device: shard.data for shard in x.addressable_shards}
+    shards = [data_of[device] for device in devices.flat]
     mesh = Mesh(devices, sharding.mesh.axis_names, axis_types=sharding.mesh.axis_types)
-    shards = [held[device] for device in devices.flat]
     return jax.make_array_from_single_device_arrays(
         x.shape, NamedSharding(mesh, sharding.spec), shards
     )

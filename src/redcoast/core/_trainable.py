@@ -43,16 +43,16 @@ def partition_trainable(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTre
 def trainable_arrays(tree: PyTree, trainable: PyTree) -> list[bool]:
     """Whether the optimizer trains each array of a tree, concrete or abstract."""
     arrays, static = split(tree)
-    found: list[bool] = []
+    are_trained: list[bool] = []
 
     def look(arrays: list[Any]) -> None:
         # Filters such as `eqx.is_inexact_array` recognise abstract arrays only inside a trace.
-        selected, _ = partition_trainable(join(arrays, static), trainable)
-        kept = {id(leaf) for leaf in jax.tree.leaves(selected)}
-        found.extend(id(array) in kept for array in arrays)
+        params, _ = partition_trainable(join(arrays, static), trainable)
+        ids = set(map(id, jax.tree.leaves(params)))
+        are_trained.extend(id(array) in ids for array in arrays)
 
     jax.eval_shape(look, arrays)
-    return found
+    return are_trained
 
 
 def _as_filter(model: PyTree, trainable: PyTree) -> PyTree:
@@ -71,15 +71,19 @@ def _as_filter(model: PyTree, trainable: PyTree) -> PyTree:
         chosen = trainable(model)
     except Exception as error:  # a function of a leaf
         return _of_leaves(model, lambda _, x: trainable(x), of_model=error)
-    if isinstance(chosen, bool | np.bool_):
+    if _is_boolean(chosen):
         return _of_leaves(model, lambda _, x: trainable(x))
     leaves = jax.tree.leaves(chosen)
-    if leaves and all(isinstance(x, bool | np.bool_) for x in leaves):
+    if leaves and all(map(_is_boolean, leaves)):
         return chosen
     return _part(model, trainable, chosen)
 
 
-def _are_patterns(items: Sequence[Any]) -> bool:
+def _is_boolean(x: object) -> bool:
+    return isinstance(x, bool | np.bool_)
+
+
+def _are_patterns(items: Sequence[object]) -> bool:
     return bool(items) and all(isinstance(x, str | re.Pattern) for x in items)
 
 
@@ -114,7 +118,7 @@ def _of_leaves(
                 f"The function `trainable` raised {before}{_shown(error)} for the leaf at {where}. "
                 f"{_FORMS}"
             ) from (of_model or error)
-        if not isinstance(chosen, bool | np.bool_):
+        if not _is_boolean(chosen):
             raise ValueError(
                 f"The function `trainable` returned {type(chosen).__name__} for the leaf at "
                 f"{where}. {_FORMS}"
@@ -139,10 +143,10 @@ def _part(model: PyTree, select: Callable[[PyTree], Any], chosen: PyTree) -> PyT
     except Exception:
         of_apart = []
     candidates = ((apart, of_apart), (leaves, jax.tree.leaves(chosen)))
-    for places, part in candidates:
-        known, ids = {id(x) for x in places}, {id(x) for x in part}
-        if ids and ids <= known:
-            return structure.unflatten([id(x) in ids for x in places])
+    for leaves_of_model, leaves_of_part in candidates:
+        ids = set(map(id, leaves_of_part))
+        if ids and ids <= set(map(id, leaves_of_model)):
+            return structure.unflatten([id(x) in ids for x in leaves_of_model])
     raise ValueError(
         f"The function `trainable` returned {_kind_of(chosen)} for the model, which is not a part "
         f"of it. {_FORMS}"
@@ -188,25 +192,30 @@ def _matching(model: PyTree, patterns: Sequence[Any]) -> PyTree:
 
 
 def _does_not_fit(model: PyTree, trainable: PyTree) -> ValueError | None:
-    """Returns an error that explains why `trainable` does not fit, for common mistakes."""
-    given = jax.tree_util.tree_leaves_with_path(trainable, is_leaf=lambda x: x is None)
-    other = [path for path, x in given if not (isinstance(x, bool) or callable(x))]
-    leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(model)]
-    parts = {path[:n] for path in leaves for n in range(len(path) + 1)}
-    said, paths = [], {path for path, _ in given}
-    lacking = [p for p in leaves if not any(p[:n] in paths for n in range(len(p) + 1))]
-    for words, found in (
-        ("neither a boolean nor a function at", other),
-        ("nothing for", lacking),
-        ("something at", [path for path in paths if path not in parts]),
-    ):
-        names = [show_path(path, "its root") for path in found]
-        said.extend([f"{words} {several(sorted(names))}"] if names else [])
-    if not said:
+    """What is wrong with `trainable`, if it is one of the usual things."""
+    filters = dict(jax.tree_util.tree_leaves_with_path(trainable, is_leaf=lambda x: x is None))
+    parts: set[Any] = set()  # all places in the model, leaves and what holds them
+    lacking: list[str] = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(model):
+        prefixes = [path[:length] for length in range(len(path) + 1)]
+        parts.update(prefixes)
+        if filters.keys().isdisjoint(prefixes):
+            lacking.append(show_path(path, "its root"))
+    wrong: list[str] = []
+    nowhere: list[str] = []
+    for path, select in filters.items():
+        if not (isinstance(select, bool) or callable(select)):
+            wrong.append(show_path(path, "its root"))
+        if path not in parts:
+            nowhere.append(show_path(path, "its root"))
+    faults: list[str] = []
+    if wrong:
+        faults.append(f"neither a boolean nor a function at {several(sorted(wrong))}")
+    if lacking:
+        faults.append(f"nothing for {several(sorted(lacking))}")
+    if nowhere:
+        places = several(sorted(nowhere))
+        faults.append(f"something at {places}, where the model has nothing")
+    if not faults:
         return None
-    nowhere = ""
-    if said[-1].startswith("something"):
-        nowhere = ", where the model has nothing"
-    return ValueError(
-        f"`trainable` does not fit the model: it has {'; '.join(said)}{nowhere}. {_FORMS}"
-    )
+    return ValueError(f"`trainable` does not fit the model: it has {'; '.join(faults)}. {_FORMS}")

@@ -75,11 +75,15 @@ def calling(name: str, given: Mapping[str, PyTree], *, where: str = "") -> notin
     """
 
     def notes(error: BaseException) -> list[str]:
-        found = []
+        sentences: list[str] = []
         with contextlib.suppress(Exception):  # nothing may hide the error itself
-            found += [_sentence(what, x) for what, x in given.items()]
-            found += _hints(error, name, given.get("batch"))
-        return [f"Raised by `{name}`{where}.", *([LastNote("\n".join(found))] if found else [])]
+            for what, tree in given.items():
+                sentences.append(_sentence(what, tree))
+            sentences += _hints(error, name, given.get("batch"))
+        notes = [f"Raised by `{name}`{where}."]
+        if sentences:
+            notes.append(LastNote("\n".join(sentences)))
+        return notes
 
     return noting(notes)
 

@@ -10,6 +10,7 @@ class Columns:
     """The examples of arrays with equal first dimensions; example i is the tuple of rows i."""
 
     def __init__(self, arrays: tuple[Any, ...]):
+        # Rows of an array of JAX would each be a computation.
         self._arrays = [np.asarray(x) if isinstance(x, jax.Array) else x for x in arrays]
 
     def __len__(self) -> int:
@@ -19,8 +20,13 @@ class Columns:
         return tuple(x[index] for x in self._arrays)
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Any, ...]]:
-        read = lambda x: x[indices] if isinstance(x, np.ndarray) else [x[i] for i in indices]
-        return list(zip(*map(read, self._arrays), strict=True))
+        columns: list[Any] = []
+        for x in self._arrays:
+            if isinstance(x, np.ndarray):
+                columns.append(x[indices])
+            else:  # it may not read several rows at a time
+                columns.append([x[index] for index in indices])
+        return list(zip(*columns, strict=True))
 
 
 def as_columns(examples: tuple[Any, ...], name: str) -> Columns | None:
@@ -37,8 +43,8 @@ def as_columns(examples: tuple[Any, ...], name: str) -> Columns | None:
         f"If each of them is an example, pass `list({name})`; if they are columns, `list(zip(*"
         f"{name}))`, or a tuple of arrays with equal first dimensions."
     )
-    rows = {x.shape[0] if x.shape else None for x in examples}
-    if len(rows) > 1 or None in rows:
+    rows = {tuple(x.shape[:1]) for x in examples}
+    if len(rows) > 1 or () in rows:
         shapes = ", ".join(str(tuple(x.shape)) for x in examples[:4])
         more = f" and {count - 4} more" * (count > 4)
         raise ValueError(

@@ -6,6 +6,7 @@ requires a new compilation.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import equinox as eqx
 import numpy as np
@@ -13,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from ..core._decoding import Decoding, as_tuple
 
+ALL_TOKENS = 2**30  # more than any vocabulary has
 MOST_BIASES = 300  # tokens of a `logit_bias`, as in OpenAI's API
 MOST_ENDS = 64  # tokens that end a row
 MOST_TOP = 20  # most likely tokens of a step, as in OpenAI's API
@@ -65,40 +67,47 @@ class RowOptions(eqx.Module):
 def stack_options(
     rows: Sequence[RowRequest], lengths: Sequence[int], ends: Sequence[tuple[int, ...]], count: int
 ) -> RowOptions:
-    """Creates the options of `count` rows: `rows`, and then padding. `lengths` are the lengths of
-    the prompts, and `ends` the tokens that end each row."""
-    padding = count - len(rows)
-    rows = [*rows, *[RowRequest(Decoding())] * padding]
-    lengths, ends = [*lengths, *[1] * padding], [*ends, *[()] * padding]
-    ds = [row.decoding for row in rows]
-    column = lambda values: np.array([*values], np.float32)[:, None]
-    whole = lambda values: np.array([*values], np.int32)
-    missing = [max(d.min_new_tokens, d.min_length - n) for d, n in zip(ds, lengths, strict=True)]
+    """Makes the options of `count` rows, of which those after `rows` are padding. `lengths` are
+    those of the prompts, and `ends` the tokens that end each row."""
+    options = _greedy_rows(count)
+    for i, (row, length, ends_of_row) in enumerate(zip(rows, lengths, ends, strict=True)):
+        decoding = row.decoding
+        options.seeds[i] = row.seed % 2**32
+        options.numbers[i] = row.number
+        options.temperature[i] = decoding.temperature
+        options.top_k[i] = min(decoding.top_k or ALL_TOKENS, ALL_TOKENS)
+        options.tail[i] = 1 - (decoding.top_p or 1)
+        options.min_p[i] = decoding.min_p or 0
+        options.repetition[i] = decoding.repetition_penalty
+        options.presence[i] = row.presence
+        options.frequency[i] = row.frequency
+        options.bias_tokens[i, : len(row.bias)] = [*row.bias.keys()]
+        options.bias[i, : len(row.bias)] = [*row.bias.values()]
+        options.least[i] = max(decoding.min_new_tokens, decoding.min_length - length)
+        options.ends[i, : len(ends_of_row)] = ends_of_row
+        options.logprobs[i] = row.logprobs
+    return options
+
+
+def _greedy_rows(count: int) -> Any:
+    """The options of rows of padding, in arrays to write those of others into."""
+    none = Decoding()
     return RowOptions(
-        seeds=np.array([row.seed % 2**32 for row in rows], np.uint32),
-        numbers=whole(row.number for row in rows),
-        temperature=column(d.temperature for d in ds),
-        # A number larger than any vocabulary keeps everything.
-        top_k=whole(min(d.top_k or 2**30, 2**30) for d in ds)[:, None],
-        tail=column(1 - (d.top_p or 1) for d in ds),
-        min_p=column(d.min_p or 0 for d in ds),
-        repetition=column(d.repetition_penalty for d in ds),
-        presence=column(row.presence for row in rows),
-        frequency=column(row.frequency for row in rows),
-        bias_tokens=_padded([[*row.bias.keys()] for row in rows], MOST_BIASES).astype(np.int32),
-        bias=_padded([[*row.bias.values()] for row in rows], MOST_BIASES).astype(np.float32),
-        least=whole(missing),
-        ends=_padded(ends, MOST_ENDS).astype(np.int32),
-        logprobs=np.array([row.logprobs for row in rows]),
+        seeds=np.zeros(count, np.uint32),
+        numbers=np.zeros(count, np.int32),
+        temperature=np.full((count, 1), none.temperature, np.float32),
+        top_k=np.full((count, 1), ALL_TOKENS, np.int32),
+        tail=np.zeros((count, 1), np.float32),
+        min_p=np.zeros((count, 1), np.float32),
+        repetition=np.full((count, 1), none.repetition_penalty, np.float32),
+        presence=np.zeros((count, 1), np.float32),
+        frequency=np.zeros((count, 1), np.float32),
+        bias_tokens=np.full((count, MOST_BIASES), -1, np.int32),
+        bias=np.full((count, MOST_BIASES), -1, np.float32),
+        least=np.zeros(count, np.int32),
+        ends=np.full((count, MOST_ENDS), -1, np.int32),
+        logprobs=np.zeros(count, bool),
     )
-
-
-def _padded(rows: Sequence[Sequence[int | float]], width: int) -> np.ndarray:
-    """Rows of different lengths as one matrix, padded with -1."""
-    matrix = np.full((len(rows), width), -1, np.float64)
-    for line, row in zip(matrix, rows, strict=True):
-        line[: len(row)] = row
-    return matrix
 
 
 def shared_decoding(decoding: Decoding) -> Decoding:

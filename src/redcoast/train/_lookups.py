@@ -107,14 +107,19 @@ def _read(
     axes: list[Lookup] = []
 
     def extremes(arrays: Sequence[Any]) -> list[jax.Array]:
-        given = [
-            _Integers(x, frozenset([i])) if _is_integer(x) else None for i, x in enumerate(arrays)
-        ]
-        unknown = len(open_jaxpr(jaxpr).invars) - before - len(given)
+        inputs: list[_Integers | None] = [None] * len(open_jaxpr(jaxpr).invars)
+        for i, x in enumerate(arrays):
+            if _is_integer(x):
+                inputs[before + i] = _Integers(x, frozenset([i]))
         indexed: list[_Indexed] = []
-        _follow(jaxpr, [*[None] * before, *given, *[None] * unknown], indexed)
-        axes[:] = [_lookup(x, places) for x in indexed]
-        return [jnp.stack([jnp.min(x.indices.value), jnp.max(x.indices.value)]) for x in indexed]
+        _follow(jaxpr, inputs, indexed)
+        axes.clear()
+        results: list[jax.Array] = []
+        for each in indexed:
+            axes.append(_lookup(each, places))
+            values = each.indices.value
+            results.append(jnp.stack([jnp.min(values), jnp.max(values)]))
+        return results
 
     integers = jax.make_jaxpr(extremes)(list(rows))
     replicated = []

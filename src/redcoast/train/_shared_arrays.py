@@ -24,11 +24,14 @@ def warn_of_shared(model: PyTree, trainable: PyTree) -> None:
     places: dict[int, list[Path]] = {}
     for path, x in arrays.items():
         places.setdefault(id(x), []).append(path)
-    shared = [paths for paths in places.values() if len(paths) > 1]
-    groups = {tuple(map(show_path, _outermost(paths, arrays))): None for paths in shared}
+    groups: dict[str, None] = {}  # each once: a module has many arrays
+    for paths in places.values():
+        if len(paths) > 1:
+            names = map(show_path, _outermost(paths, arrays))
+            groups[" and ".join(names)] = None
     if not groups:
         return
-    named = several([" and ".join(group) for group in groups], 3, separator="; ")
+    named = several([*groups], 3, separator="; ")
     warn(
         f"The model has the same arrays at several places: {named}. Each place has its own copy in "
         "training, so that their values become different, and the copies count twice in memory. To "
@@ -41,8 +44,11 @@ def _outermost(paths: list[Path], arrays: Mapping[Path, Any]) -> list[Path]:
     """Returns the paths of the largest shared subtree, such as a module."""
 
     def content(part: Path) -> dict[Path, int]:
-        inside = {path: x for path, x in arrays.items() if path[: len(part)] == part}
-        return {path[len(part) :]: id(x) for path, x in inside.items()}
+        inside: dict[Path, int] = {}
+        for path, x in arrays.items():
+            if path[: len(part)] == part:
+                inside[path[len(part) :]] = id(x)
+        return inside
 
     for inner in reversed(range(min(map(len, paths)))):
         parts = [path[: len(path) - inner] for path in paths]

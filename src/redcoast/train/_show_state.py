@@ -1,5 +1,6 @@
 """A training state in a few lines."""
 
+import math
 from typing import Any
 
 import equinox as eqx
@@ -23,11 +24,15 @@ def show_state(state: AbstractTrainState, step: Any) -> str | None:
     if not model:
         return None
     parameters = [x for x in model if jnp.issubdtype(x.dtype, jnp.inexact)]
-    dtypes = ", ".join(dict.fromkeys(str(x.dtype) for x in parameters))
-    count = sum(x.size for x in parameters)
+    dtypes: dict[str, None] = {}  # in the order of the leaves
+    count = 0
+    for x in parameters:
+        dtypes[str(x.dtype)] = None
+        count += x.size
+    sizes = ", ".join([_size(model), *dtypes])
     lines = [
         f"TrainState of {type(state.model).__name__}, {_step(step)}",
-        f"  model      {count:,} parameters, {_size(model)}" + (f", {dtypes}" if dtypes else ""),
+        f"  model      {count:,} parameters, {sizes}",
         f"  optimizer  {_optimizer(state.opt_state)}, {_size(opt_state)}",
     ]
     return "\n".join([*lines, *_devices(model)])
@@ -74,16 +79,16 @@ def _optimizer(opt_state: Any) -> str:
 
 def _devices(model: list[Any]) -> list[str]:
     """The mesh, and the bytes of the model on each of its devices."""
-    shardings = [getattr(x, "sharding", None) for x in model]
-    named = [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]
-    if len(named) < len(model):
-        return []
-    mesh = named[0].mesh
-    if mesh.size == 1:
+    bytes_per_device = 0
+    mesh = None
+    for x in model:
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return []
+        mesh = sharding.mesh
+        bytes_per_device += math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    if mesh is None or mesh.size == 1:
         return []
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    held = sum(
-        jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype).size * x.dtype.itemsize
-        for x, sharding in zip(model, named, strict=True)
-    )
-    return [f"  mesh       {sizes}; {scaled(held)} of the model on each of {mesh.size} devices"]
+    size = scaled(bytes_per_device)
+    return [f"  mesh       {sizes}; {size} of the model on each of {mesh.size} devices"]

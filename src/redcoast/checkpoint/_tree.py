@@ -111,23 +111,27 @@ def arrays_and_document(
     tree: PyTree, metadata: Mapping[str, Any]
 ) -> tuple[dict[Names, Any], dict[str, Any]]:
     """The arrays of a tree, and the JSON document that is saved next to them."""
-    flat = arrays_to_save(tree)
-    keys = {"/".join(p): str(jax.random.key_impl(x)) for p, x in flat.items() if _is_key(x)}
-    arrays = {p: jax.random.key_data(x) if _is_key(x) else x for p, x in flat.items()}
-    # Orbax does not save arrays without elements: their shapes are in the document.
+    arrays: dict[Names, Any] = {}
+    keys: dict[str, str] = {}  # the implementation of each PRNG key, which is saved as its data
+    empty: dict[str, Any] = {}  # Orbax does not save arrays without elements
+    for names, x in arrays_to_save(tree).items():
+        joined = "/".join(names)
+        if _is_key(x):
+            keys[joined] = str(jax.random.key_impl(x))
+            x = jax.random.key_data(x)
+        if x.size:
+            arrays[names] = x
+        else:
+            empty[joined] = {"shape": x.shape, "dtype": x.dtype.name}
     document = {
         "format": FORMAT,
         "versions": dict(_versions()),
         "prng_keys": keys,
         "checksums": ALGORITHM,
-        "empty": {
-            "/".join(p): {"shape": x.shape, "dtype": x.dtype.name}
-            for p, x in arrays.items()
-            if x.size == 0
-        },
+        "empty": empty,
         "metadata": json.loads(json.dumps(dict(metadata), default=_as_number)),
     }
-    return {p: x for p, x in arrays.items() if x.size}, document
+    return arrays, document
 
 
 def arrays_to_save(tree: PyTree) -> dict[Names, Any]:
@@ -140,10 +144,15 @@ def arrays_to_save(tree: PyTree) -> dict[Names, Any]:
     flat = flatten_arrays(tree)
     if not any(x.size for x in flat.values()):
         raise ValueError("The tree has no arrays with elements, so there is nothing to save.")
-    flat = {_full((), names): x for names, x in flat.items()}
-    unknown = {names: x for names, x in flat.items() if not _is_key(x) and not can_store(x.dtype)}
+    named: dict[Names, Any] = {}
+    unknown: list[Names] = []
+    for names, x in flat.items():
+        full = _full((), names)
+        named[full] = x
+        if not _is_key(x) and not can_store(x.dtype):
+            unknown.append(full)
     if unknown:
-        names, x = next(iter(unknown.items()))
+        names, x = unknown[0], named[unknown[0]]
         others = ""
         if len(unknown) > 1:
             others = f" (and {len(unknown) - 1} more arrays)"
@@ -153,7 +162,7 @@ def arrays_to_save(tree: PyTree) -> dict[Names, Any]:
             "float4_e2m1fn and most of float8. Keep it in a type that can hold its values, such as "
             "`x.astype(jnp.uint8)`, and convert it where it is used."
         )
-    return flat
+    return named
 
 
 def _as_number(x: Any) -> Any:
@@ -249,35 +258,42 @@ def load_arrays(
         if isinstance(inner, dict) and set(inner) == {ROOT}:
             return inner[ROOT]
         return inner
-    flat = flatten_arrays(like)
-    places = {}
+    arrays = flatten_arrays(like)
+    sharding_of: dict[Names, Any] = {}
     if shardings is not None:
-        places = flatten_arrays(shardings, Sharding)
-    _check_match(path, {_full(prefix, p): x for p, x in flat.items()}, saved, resuming=resuming)
-    if others := places.keys() - flat.keys():
-        where = several(["/".join(p) or "its root" for p in sorted(others)], 5)
+        sharding_of = flatten_arrays(shardings, Sharding)
+    expected = {_full(prefix, names): x for names, x in arrays.items()}
+    _check_match(path, expected, saved, resuming=resuming)
+    if others := sharding_of.keys() - arrays.keys():
+        where = several(["/".join(names) or "its root" for names in sorted(others)], 5)
         raise ValueError(
             f"`shardings` has a sharding where `like` has no array: {where}. Pass the shardings of "
             "the arrays of `like`, such as `plan.shardings.model` for a model."
         )
-    wanted = {_full(prefix, p): _placed(x, places.get(p)) for p, x in flat.items()}
+    wanted: dict[Names, Any] = {}
+    for names, x in arrays.items():
+        wanted[_full(prefix, names)] = _placed(x, sharding_of.get(names))
     with reading(path, verified=verified):
-        found = _read(path, wanted, empty)
-    read = {p: found[_full(prefix, p)] for p in flat}
-    for p in (p for p, x in flat.items() if _is_key(x)):
-        impl = document["prng_keys"].get("/".join(_full(prefix, p)))
-        read[p] = jax.random.wrap_key_data(read[p], impl=impl)
-    return jax.tree_util.tree_map_with_path(lambda p, x: read.get(_names(p), x), like)
+        loaded = _read(path, wanted, empty)
+    restored: dict[Names, Any] = {}
+    for names, x in arrays.items():
+        full = _full(prefix, names)
+        restored[names] = loaded[full]
+        if _is_key(x):
+            impl = document["prng_keys"].get("/".join(full))
+            restored[names] = jax.random.wrap_key_data(loaded[full], impl=impl)
+    return jax.tree_util.tree_map_with_path(lambda path, x: restored.get(_names(path), x), like)
 
 
 def _empty_arrays(path: Path, document: Mapping[str, Any]) -> dict[Names, np.ndarray]:
     """The arrays of a checkpoint that have no elements, from its JSON document."""
     try:
-        return {
-            tuple(name.split("/")): np.zeros(array["shape"], jnp.dtype(array["dtype"]))
-            for name, array in document.get("empty", {}).items()
-            if 0 in array["shape"]
-        }
+        empty: dict[Names, np.ndarray] = {}
+        for name, array in document.get("empty", {}).items():
+            if 0 in array["shape"]:
+                dtype = jnp.dtype(array["dtype"])
+                empty[tuple(name.split("/"))] = np.zeros(array["shape"], dtype)
+        return empty
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointDamaged(
             f"The checkpoint {path} is damaged: its list of empty arrays cannot be read ({error})."
@@ -292,13 +308,13 @@ def _read(
     tree = {}
     if stored:
         tree = read_arrays(path, stored)
-    found = {names: get(tree, names) for names in stored}
+    loaded = {names: get(tree, names) for names in stored}
     for names in wanted.keys() & empty.keys():
         _, sharding = wanted[names] or (None, None)
-        found[names] = x = empty[names]
+        x = loaded[names] = empty[names]
         if sharding is not None:
-            found[names] = jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
-    return found
+            loaded[names] = jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+    return loaded
 
 
 def check_whole(path: Path, *, part: int = 0, parts: int = 1) -> None:
@@ -328,12 +344,17 @@ def check_whole(path: Path, *, part: int = 0, parts: int = 1) -> None:
 
 
 def _inside(path: Path) -> str:
-    """Suggests a path instead of one that is not a checkpoint, such as a run's directory."""
-    found = [x.parent for name in ("", "checkpoints") for x in (path / name).glob(f"*/{ARRAYS}")]
-    steps = sorted((x for x in found if x.name.isdigit()), key=lambda x: int(x.name))
-    if not steps:
+    """Which path to pass in place of one that is not a checkpoint, such as that of a run."""
+    checkpoints: dict[int, Path] = {}
+    for directory in (path, path / "checkpoints"):
+        for arrays in directory.glob(f"*/{ARRAYS}"):
+            name = arrays.parent.name
+            if name.isdigit():
+                checkpoints[int(name)] = arrays.parent
+    if not checkpoints:
         return _WHICH
-    return f'Its newest checkpoint is {steps[-1]}. `subtree="model"` loads only the model.'
+    newest = checkpoints[max(checkpoints)]
+    return f'Its newest checkpoint is {newest}. `subtree="model"` loads only the model.'
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -413,14 +434,15 @@ def _placed(x: Any, sharding: Sharding | None) -> tuple[Any, Sharding | None]:
 def _check_match(
     path: Path, wanted: dict[Names, Any], saved: dict[Names, Any], *, resuming: bool
 ) -> None:
-    """Raises `CheckpointMismatch` if names, shapes or dtypes differ from the expected ones."""
-    if not (found := _differences(wanted, saved, "this run" if resuming else "`like`")):
+    """Raises `CheckpointMismatch` if names, shapes or dtypes differ from those that are wanted."""
+    differences = _differences(wanted, saved, "this run" if resuming else "`like`")
+    if not differences:
         return
     if resuming:
         _refuse_other_average(path, wanted, saved)
         raise CheckpointMismatch(
-            f"{path} was saved with another model or optimizer. {found} Build both as they were, "
-            "or choose another directory to start a new run."
+            f"{path} was saved with another model or optimizer. {differences} Build both as they "
+            "were, or choose another directory to start a new run."
         )
     parts = sorted({names[0] for names in saved})
     part = next((x for x in parts if all((x, *names) in saved for names in wanted)), None)
@@ -430,7 +452,7 @@ def _check_match(
     )
     if part is not None:
         remedy = f'All arrays of `like` are in the part `{part}`: pass `subtree="{part}"`.'
-    raise CheckpointMismatch(f"{path} does not match `like`. {found} {remedy}")
+    raise CheckpointMismatch(f"{path} does not match `like`. {differences} {remedy}")
 
 
 def _refuse_other_average(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -> None:
@@ -461,12 +483,12 @@ def _differences(wanted: dict[Names, Any], saved: dict[Names, Any], other: str) 
         )
     kind = lambda x: f"{np.dtype(x.dtype).name}{list(x.shape)}"
     native = lambda x: np.dtype(x.dtype).newbyteorder("=")
-    stored = {names: _stored(x) for names, x in wanted.items()}
-    differ = [
-        f"{show(names)} is {kind(saved[names])} in the checkpoint and {kind(x)} in {other}"
-        for names, x in sorted(stored.items())
-        if (tuple(saved[names].shape), native(saved[names])) != (tuple(x.shape), native(x))
-    ]
-    if not differ:
+    differences: list[str] = []
+    for names in sorted(wanted):
+        ours, theirs = _stored(wanted[names]), saved[names]
+        if tuple(ours.shape) != tuple(theirs.shape) or native(ours) != native(theirs):
+            text = f"{show(names)} is {kind(theirs)} in the checkpoint and {kind(ours)} in {other}"
+            differences.append(text)
+    if not differences:
         return ""
-    return f"{several(differ, 3, separator='; ')}."
+    return f"{several(differences, 3, separator='; ')}."

@@ -61,17 +61,17 @@ class _Programs:
                 return atom.aval, _array_key(np.asarray(atom.val))
             return names.setdefault(atom, len(names)), atom.aval
 
-        arguments = [atom_key(var) for var in (*inner.invars, *inner.constvars)]
-        constants = [_array_key(value) for value in consts_of(jaxpr)]
+        arguments = tuple(map(atom_key, (*inner.invars, *inner.constvars)))
+        constants = tuple(map(_array_key, consts_of(jaxpr)))
         equations: list[Hashable] = []
         for equation in inner.eqns:
-            operands = [atom_key(atom) for atom in equation.invars]
+            operands = tuple(map(atom_key, equation.invars))
             what = self._operation_key(equation)
             what = self._operations.setdefault(what, what)  # one object for equal keys
-            results = [atom_key(var) for var in equation.outvars]
-            equations.append((what, tuple(operands), tuple(results)))
-        outputs = [atom_key(atom) for atom in inner.outvars]
-        return tuple(arguments), tuple(constants), tuple(equations), tuple(outputs)
+            results = tuple(map(atom_key, equation.outvars))
+            equations.append((what, operands, results))
+        outputs = tuple(map(atom_key, inner.outvars))
+        return arguments, constants, tuple(equations), outputs
 
     def _operation_key(self, equation: JaxprEqn) -> Hashable:
         """What an equation does with its operands, and in which context."""
@@ -100,7 +100,7 @@ class _Programs:
         if isinstance(value, Mapping):
             return "mapping", frozenset((k, self._value_key(v)) for k, v in value.items())
         if isinstance(value, tuple | list):
-            return type(value), tuple(self._value_key(part) for part in value)
+            return type(value), tuple(map(self._value_key, value))
         if isinstance(value, np.ndarray | np.generic | jax.Array):
             return _array_key(value)
         if isinstance(value, float | complex):

@@ -151,11 +151,15 @@ class Queue:
             return batch
 
     def _fit(self, jobs: list[ServedJob]) -> bool:
-        """Whether jobs can share a batch, whose rows are all as long as the longest one."""
-        longest = max(len(prompt) for job in jobs for prompt in job.prompts)
-        length = longest + max(job.new_tokens for job in jobs)
-        few = sum(len(job.prompts) for job in jobs) <= self.rows
-        return few and length <= self.context and all(job.alike == jobs[0].alike for job in jobs)
+        """Whether jobs can share a batch, whose rows are all as long as the longest."""
+        rows = longest_prompt = most_new = 0
+        for job in jobs:
+            if job.alike != jobs[0].alike:
+                return False
+            rows += len(job.prompts)
+            longest_prompt = max(longest_prompt, *map(len, job.prompts))
+            most_new = max(most_new, job.new_tokens)
+        return rows <= self.rows and longest_prompt + most_new <= self.context
 
     def close(self) -> None:
         """Ends the thread after its batch, and rejects waiting jobs."""
@@ -322,41 +326,41 @@ def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
     """Generates one batch."""
     prompts = [row.prompt for row in rows]
     tokens, mask = pad_prompts(prompts, served)
-    # Rounded up, so that few programs are compiled: rows end by themselves.
-    new = min(
-        next_power(max(row.request.limit for row in rows), LEAST),
-        served.context - max(map(len, prompts)),
-    )
+    count, vocab = len(tokens), served.model.config.vocab
     requests = [row.request for row in rows]
-    options = stack_options(requests, [*map(len, prompts)], [row.ends for row in rows], len(tokens))
-    limits = np.ones(len(tokens), np.int32)
+    lengths = [*map(len, prompts)]
+    # Rounded up, so that few programs are compiled: rows end by themselves.
+    longest = next_power(max(request.limit for request in requests), LEAST)
+    steps_at_most = max(min(longest, served.context - max(lengths)), 1)
+    options = stack_options(requests, lengths, [row.ends for row in rows], count)
+    limits = np.ones(count, np.int32)  # of rows of padding, too
     limits[: len(rows)] = [request.limit for request in requests]
     request = shared_request(served.model.config, rows[0].job.decoding)
-    request = replace(request, limit=limits, room=bucket(max(new, 1)))
-    echoed = any(row.job.extras.echo is not None for row in rows)
-    scored = echoed and any(row.request.logprobs for row in rows if row.job.extras.echo is not None)
+    request = replace(request, limit=limits, room=bucket(steps_at_most))
+    echoes = [row for row in rows if row.job.extras.echo is not None]
+    grammars = [row.grammar for row in rows]
     allow = None
-    if any(row.grammar is not None for row in rows):
-        grammars = [row.grammar for row in rows]
-        allow = lambda: allowed_bits(grammars, served.model.config.vocab, len(tokens))
+    if grammars.count(None) < len(grammars):
+        allow = lambda: allowed_bits(grammars, vocab, count)
     steps = decode_rows(
         served.model,
         tokens,
         mask,
         request,
         options,
-        max(new, 1),
-        score_prompt=scored,
+        steps_at_most,
+        score_prompt=any(row.request.logprobs for row in echoes),
         allow=allow,
     )
     # The next step runs while the tokens of the last one are read, unless it depends on them.
     ready = ((step, None) for step in steps) if allow else with_last(steps)
     for number, ((progress, of_prompt), _) in enumerate(ready):
-        if number == 0 and echoed:
+        if number == 0 and echoes:
             show_prompts(rows, jax.device_get(of_prompt))
         chosen, scores = jax.device_get((progress.tokens, progress.scores))
-        for i, row in enumerate(rows):  # without the padding rows
-            row.add(int(chosen[i]), score_of(row, int(chosen[i]), scores, i))
+        for i, row in enumerate(rows):  # there are rows of padding
+            token = int(chosen[i])
+            row.add(token, score_of(row, token, scores, i))
         if all(row.ended for row in rows):
             break
 

@@ -110,11 +110,11 @@ class Checkpointer:
         `TypeError` if a checkpoint cannot store the dtype of an array; it names the array.
         """
         if self._checkpoints is not None:
-            arrays_to_save(like)  # raises the errors of the first save early
-        found = self._checkpoints and restore_newest(self._checkpoints, like, shardings)
-        if found is None:
+            arrays_to_save(like)  # raises now what would be raised by the first save
+        restored = self._checkpoints and restore_newest(self._checkpoints, like, shardings)
+        if restored is None:
             return None
-        state, metadata = found
+        state, metadata = restored
         return Restored(state, metadata["step"], metadata["data"], metadata["metrics"])
 
     def wants(

@@ -42,15 +42,15 @@ def find_damage(directory: Path, *, part: int = 0, parts: int = 1) -> str | None
     A sentence that names the first damaged file, or `None`.
     """
     try:
-        found = _files(directory)
+        sizes = _files(directory)
         listed = _listed(directory)
     except ValueError as error:
         return str(error)
     for name, (size, _) in listed.items():
-        if name not in found:
+        if name not in sizes:
             return f"{directory / name} is missing."
-        if found[name] != size:
-            return f"{directory / name} has {found[name]} bytes, but was written with {size}."
+        if sizes[name] != size:
+            return f"{directory / name} has {sizes[name]} bytes, but was written with {size}."
     for name, now in _measured(directory, sorted(listed)[part::parts]):
         if now != listed[name]:
             return f"{directory / name} has changed since it was written: its checksum differs."
@@ -94,7 +94,7 @@ def _files(directory: Path) -> dict[str, int]:
     `ValueError` if a link points outside the checkpoint, or an entry is not a regular file.
     """
     inside = directory.resolve()
-    found = {}
+    sizes = {}
     for root, folders, files in os.walk(directory):
         # `os.walk` does not follow links to directories, which are rejected.
         links = [name for name in folders if (Path(root) / name).is_symlink()]
@@ -104,8 +104,8 @@ def _files(directory: Path) -> dict[str, int]:
                 raise ValueError(f"{path} is a link that leads out of the checkpoint.")
             if not path.is_file():
                 raise ValueError(f"{path} is neither a file nor a directory.")
-            found[path.relative_to(directory).as_posix()] = path.stat().st_size
-    return found
+            sizes[path.relative_to(directory).as_posix()] = path.stat().st_size
+    return sizes
 
 
 def _measured(directory: Path, names: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:

@@ -108,11 +108,11 @@ def saved_arrays(path: Path) -> dict[Names, Any]:
     _check_names(path)
     tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(path / ARRAYS)).tree
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    found = {tuple(jax.tree_util.keystr((k,), simple=True) for k in p): x for p, x in leaves}
-    for names, x in found.items():
+    arrays = {tuple(jax.tree_util.keystr((k,), simple=True) for k in p): x for p, x in leaves}
+    for names, x in arrays.items():
         if not hasattr(x, "shape"):  # Orbax does not know the type
             raise CheckpointDamaged(f"{path / ARRAYS} has no shape for {'/'.join(names)}.")
-    return found
+    return arrays
 
 
 def read_arrays(

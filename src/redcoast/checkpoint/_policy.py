@@ -159,12 +159,12 @@ def restore_newest(
     damaged: list[Path] = []
     for step in reversed(steps):
         path = checkpoints.path / str(step)
-        found = _restore(path, like, shardings)
-        if not isinstance(found, str):
+        restored = _restore(path, like, shardings)
+        if not isinstance(restored, str):
             if is_main():
                 _move_aside(damaged, path)
-            return found
-        logger.warning("%s", found)
+            return restored
+        logger.warning("%s", restored)
         damaged.append(path)
     if damaged:
         raise ValueError(
@@ -208,12 +208,12 @@ def _move_aside(damaged: list[Path], used: Path) -> None:
 
 def best_metrics(checkpoints: Checkpoints) -> dict[int, float]:
     """The value of the metric `best` at each checkpoint that was evaluated."""
-    found = {}
+    values = {}
     for step in saved_steps(checkpoints) if checkpoints.best is not None else []:
         with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint does not count
             metrics = read_metadata(checkpoints.path / str(step))["metadata"].get("metrics", {})
-            found[step] = metric_of(checkpoints, metrics)
-    return {step: value for step, value in found.items() if not math.isnan(value)}
+            values[step] = metric_of(checkpoints, metrics)
+    return {step: value for step, value in values.items() if not math.isnan(value)}
 
 
 def metric_of(checkpoints: Checkpoints, metrics: Mapping[str, Any]) -> float:

@@ -71,7 +71,7 @@ def _try_lock(file: BinaryIO, directory: Path) -> bool:
 def _read_holder(file: BinaryIO) -> str:
     try:
         file.seek(0)
-        found = json.loads(file.read(4096))
-        return f"process {found['process']} on {found['host']}, since {found['since']}"
+        holder = json.loads(file.read(4096))
+        return f"process {holder['process']} on {holder['host']}, since {holder['since']}"
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return "whose host and process are unknown"

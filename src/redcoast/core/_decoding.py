@@ -175,16 +175,16 @@ def _check_numbers(d: Decoding) -> None:
 
 
 def _check_conflicts(d: Decoding) -> None:
-    given = [name for name in _SAMPLING if getattr(d, name) is not None]
-    if d.beams > 1 and (given or d.temperature > 0):
+    chosen = [name for name in _SAMPLING if getattr(d, name) is not None]
+    if d.beams > 1 and (chosen or d.temperature > 0):
         raise ValueError(
             f"Beam search does not sample, but `beams` is {d.beams} and "
-            f"{' and '.join(given) or 'temperature'} is given. Pass `beams=1` and a `temperature`, "
-            "or leave the others out."
+            f"{' and '.join(chosen) or 'temperature'} is given. Pass `beams=1` and a "
+            "`temperature`, or leave the others out."
         )
-    if given and d.temperature == 0:
+    if chosen and d.temperature == 0:
         raise ValueError(
-            f"`{given[0]}={getattr(d, given[0])}` only applies to sampling, but `temperature` is "
+            f"`{chosen[0]}={getattr(d, chosen[0])}` only applies to sampling, but `temperature` is "
             "0, which decodes greedily. Pass a `temperature`, such as 1.0, and a `key`."
         )
     if d.beams == 1 and (d.length_penalty != 1 or d.early_stopping is not False):

@@ -58,8 +58,8 @@ def is_concrete(x: Any) -> bool:
 
 def is_deleted(x: Any) -> bool:
     """Whether this was an array, and is no longer."""
-    found = getattr(x, "is_deleted", None)  # `isinstance` takes ten times as long
-    return found is not None and found()
+    method = getattr(x, "is_deleted", None)  # `isinstance` takes ten times as long
+    return method is not None and method()
 
 
 def _data(x: Any) -> Any:

@@ -161,11 +161,11 @@ def _shorten(error: BaseException) -> None:
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """The error, and the errors that are printed above it."""
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
+    errors: list[BaseException] = []
+    while error is not None and error not in errors:
+        errors.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return iter(found)
+    return iter(errors)
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:

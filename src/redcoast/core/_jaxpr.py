@@ -45,10 +45,10 @@ def bind_again(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     # Older versions of JAX return the functions to call separately from the parameters.
     subfuns, params = params if isinstance(params, tuple) else ((), params)
     with equation.ctx.manager:
-        found = equation.primitive.bind(*subfuns, *inputs, **params)
+        results = equation.primitive.bind(*subfuns, *inputs, **params)
     if equation.primitive.multiple_results:
-        return list(found)
-    return [found]
+        return list(results)
+    return [results]
 
 
 def evaluate_jaxpr(

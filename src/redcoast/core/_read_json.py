@@ -28,14 +28,14 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} is larger than {MOST_BYTES >> 20} MiB, which is too large for a settings file."
         )
     try:
-        found = json.loads(data)
+        document = json.loads(data)
     except ValueError as error:
         raise ValueError(f"{path} is damaged or is not JSON: {error}.") from error
     except RecursionError:
         # Not chained: the cause has a traceback of a thousand lines.
         raise ValueError(f"{path} is nested too deeply for a settings file.") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise ValueError(
-            f"{path} must contain a JSON object, but contains a {type(found).__name__}."
+            f"{path} must contain a JSON object, but contains a {type(document).__name__}."
         )
-    return found
+    return document

@@ -246,10 +246,10 @@ class Batches:
         if self.length is not None:
             with self._examples.using(0) as dataset:
                 return fetch(dataset, [i % self.length for i in rows])
-        found = self._examples.peek(self.batch_size // self._parts)
-        if not found:
+        examples = self._examples.peek(self.batch_size // self._parts)
+        if not examples:
             raise ValueError(_EMPTY)
-        return [found[i % len(found)] for i in rows]
+        return [examples[i % len(examples)] for i in rows]
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state after the last returned batch, which can be stored as JSON."""

@@ -59,10 +59,10 @@ def host_part(mesh: Mesh) -> tuple[int, int]:
     parts."""
     rows = batch_shards(mesh)
     indices = batch_sharding(mesh, rows).devices_indices_map((rows,))
-    held: dict[int, set[int]] = {}
+    rows_of: dict[int, set[int]] = {}
     for device, (index,) in indices.items():
-        held.setdefault(device.process_index, set()).update(range(*index.indices(rows)))
-    parts = sorted({tuple(sorted(part)) for part in held.values()})
+        rows_of.setdefault(device.process_index, set()).update(range(*index.indices(rows)))
+    parts = sorted({tuple(sorted(part)) for part in rows_of.values()})
     covered = [row for part in parts for row in part]
     if len(covered) != len(set(covered)) or len({len(part) for part in parts}) > 1:
         raise ValueError(
@@ -70,7 +70,7 @@ def host_part(mesh: Mesh) -> tuple[int, int]:
             "common. On this mesh, they have some in common. Let `model` be a multiple or a "
             "divisor of the number of devices of a process."
         )
-    return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
+    return parts.index(tuple(sorted(rows_of[jax.process_index()]))), len(parts)
 
 
 def read_part(source: SplitByHost, mesh: Mesh, batch_size: int | None) -> tuple[Stream, int, int]:

@@ -237,10 +237,10 @@ def check_alike(batches: Iterator[Any]) -> Generator[Any, None, None]:
     dtypes; with several processes, also if it differs in its shapes."""
     first, of_first = None, None
     for batch in batches:
-        found = _structure(batch.arrays)
+        structure = _structure(batch.arrays)
         if first is None:
-            first, of_first = found, describe_batch(batch.arrays)
-        if found != first:
+            first, of_first = structure, describe_batch(batch.arrays)
+        if structure != first:
             alone = "keys, dtypes and numbers of dimensions."
             together = (
                 "keys, dtypes and shapes, because each process collates only its own rows. Pad all "

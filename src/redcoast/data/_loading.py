@@ -190,33 +190,33 @@ def stream_batches(
             wanted = batch_size or 1
             if stop is not None:
                 wanted = min(wanted, stop - position)
-            found = reader(wanted // parts)
-            if parts > 1 and len(found) < wanted // parts:
+            examples = reader(wanted // parts)
+            if parts > 1 and len(examples) < wanted // parts:
                 raise ValueError(
                     "The part of `examples` that this process reads has ended before the last "
                     "step. Return an iterable to `split_by_host`, which can be read again."
                 )
-            if not found:
+            if not examples:
                 return
-            position += len(found) * parts
-            yield _Read(position, found, reader.state, reader.epoch)
+            position += len(examples) * parts
+            yield _Read(position, examples, reader.state, reader.epoch)
 
     def make(batch: _Read) -> Loaded:
-        position, found, state, epoch = batch
+        position, examples, state, epoch = batch
         if batch_size is None:
-            return collating.of_own(found[0], position - 1, state)._replace(epoch=epoch)
+            return collating.of_own(examples[0], position - 1, state)._replace(epoch=epoch)
 
-        rows = len(found) * parts
+        rows = len(examples) * parts
 
         def of_rows(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
-            if parts > 1 and len(own) != len(found):
+            if parts > 1 and len(own) != len(examples):
                 raise ValueError(
                     "`collate_fn` marks arrays with `per_batch`, which belong to the batch of all "
                     "processes. With `split_by_host`, no process has all examples of a batch."
                 )
             indices = [position - rows + i for i in own]
             rngs = lambda: example_generators([0] * len(own), indices, seed)
-            return found if parts > 1 else [found[i] for i in own], indices, rngs
+            return examples if parts > 1 else [examples[i] for i in own], indices, rngs
 
         return collating(rows, position, of_rows, state)._replace(epoch=epoch)
 

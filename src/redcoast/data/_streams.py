@@ -264,16 +264,16 @@ class RepeatedStream(Stream):
                 "epoch %d that were read before are skipped instead.",
                 *(self._name, count, epoch),
             )
-        found = self._skip(count, since, None)
-        if found != state["checks"] and self._initial is not None:
-            found = self._skip(count, since, self._initial)
-        if found is None:
+        skipped = self._skip(count, since, None)
+        if skipped != state["checks"] and self._initial is not None:
+            skipped = self._skip(count, since, self._initial)
+        if skipped is None:
             raise ValueError(
                 f"`{self._name}` has fewer examples in epoch {epoch} than the {count} that the run "
                 "had read. Pass the same examples, in a source that was not read before, or choose "
                 "another directory to start a new run."
             )
-        if found != state["checks"]:
+        if skipped != state["checks"]:
             logger.warning(
                 "`%s` gave other examples than before the run was stopped, so the run does not "
                 "continue exactly. Its order must depend on the epoch only: seed it.",

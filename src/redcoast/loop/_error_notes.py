@@ -86,9 +86,9 @@ def rescued(
     except Exception as error:
         # Processes save together, and the others may be in the middle of the next step.
         alone = jax.process_count() == 1
-        found = state()
-        trusted = alone and found is not None and not isinstance(error, doubtful)
-        if trusted and _is_intact(reader, found):
+        last = state()
+        trusted = alone and last is not None and not isinstance(error, doubtful)
+        if trusted and _is_intact(reader, last):
             try:
                 save({})
             except Exception as second:  # the first error is the one to raise

@@ -244,10 +244,10 @@ def _predict_examples(
     prediction = compile_prediction(predict_fn, plan, compute_dtype, gather=gather)
     placed = place_tree(model, plan.shardings)
     batches = _check_program("the program of the prediction", prediction, placed, batches, key)
-    found = run_prediction(prediction, placed, batches, output_fn, key, gather=gather)
+    outputs = run_prediction(prediction, placed, batches, output_fn, key, gather=gather)
     if gather == "none":
-        return list(found)
-    return [entry for _, entry in found]
+        return list(outputs)
+    return [entry for _, entry in outputs]
 
 
 def _plan(
@@ -504,8 +504,8 @@ def _own_part(predictions: PyTree) -> PyTree:
     """The rows that the devices of this process hold."""
 
     def part(x: jax.Array) -> np.ndarray:
-        found = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
-        return np.concatenate([np.asarray(found[start]) for start in sorted(found)])
+        rows_at = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+        return np.concatenate([np.asarray(rows_at[start]) for start in sorted(rows_at)])
 
     return jax.tree.map(part, predictions)
 
@@ -534,9 +534,9 @@ def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list
         returned = copied(returned)  # `output_fn` may write into it for the next batch
     outputs = returned[0]
     if not hasattr(outputs, "__len__") or len(outputs) != rows:
-        found = len(outputs) if hasattr(outputs, "__len__") else type(outputs).__name__
+        what = len(outputs) if hasattr(outputs, "__len__") else type(outputs).__name__
         raise ValueError(
-            f"`output_fn` was given the predictions of {rows} examples and returned {found}. It "
+            f"`output_fn` was given the predictions of {rows} examples and returned {what}. It "
             "must return a list with one entry for each example."
         )
     return list(outputs)

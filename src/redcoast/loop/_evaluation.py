@@ -183,9 +183,9 @@ class CompiledEvaluation:
     def explain_nan(self, model: PyTree) -> None:
         """Warns about labels that are out of range, after the loss was NaN."""
         if self.evaluation.loss_fn is not None:
-            given = self.mesh, self.compute_dtype
+            over = self.mesh, self.compute_dtype
             with contextlib.closing(self._batches()) as batches:
-                warn_of_labels(self.evaluation.loss_fn, model, batches, *given)
+                warn_of_labels(self.evaluation.loss_fn, model, batches, *over)
 
     def _check_agreement(self, model: PyTree, key: PRNGKeyArray | None) -> None:
         """Raises `ValueError` on all processes if their programs of the evaluation differ."""
@@ -227,9 +227,15 @@ class CompiledEvaluation:
     def _batches(
         self, advance: Callable[[], None] = lambda: None, count: int | None = None
     ) -> Generator[Loaded, None, None]:
-        given = self.evaluation
-        options: Any = {"batch_size": given.batch_size, "mesh": self.mesh, "threads": self.threads}
-        loaded = ordered_batches(given.examples, given.collate_fn, name=_NAME, **options)
+        evaluation = self.evaluation
+        loaded = ordered_batches(
+            evaluation.examples,
+            evaluation.collate_fn,
+            batch_size=evaluation.batch_size,
+            mesh=self.mesh,
+            name=_NAME,
+            threads=self.threads,
+        )
         with contextlib.closing(loaded):
             for batch in itertools.islice(loaded, count):
                 yield batch
@@ -322,12 +328,12 @@ def warn_if_not_mean(
             warn_of_sums(sums, loss=not is_training_loss)
 
 
-def _check_metrics(found: Any, taken: dict[str, float]) -> dict[str, float]:
-    if not isinstance(found, dict):
+def _check_metrics(metrics: Any, taken: dict[str, float]) -> dict[str, float]:
+    if not isinstance(metrics, dict):
         raise TypeError(
-            f"`metric_fn` returned {type(found).__name__}. It must return a dict of numbers."
+            f"`metric_fn` returned {type(metrics).__name__}. It must return a dict of numbers."
         )
-    for name, value in found.items():
+    for name, value in metrics.items():
         if name in taken:
             raise ValueError(
                 f"`metric_fn` returned a metric called {name!r}, which `loss_fn` reports already. "
@@ -337,4 +343,4 @@ def _check_metrics(found: Any, taken: dict[str, float]) -> dict[str, float]:
             raise ValueError(
                 f"`metric_fn` returned {value!r} for {name!r}. Each metric must be one number."
             )
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in metrics.items()}

@@ -79,8 +79,8 @@ def explain_batch(data: Batches, batch: Batch) -> str:
         rows, ranges = jax.device_get(look(_floating(batch.arrays, of="batch"), ranges))
     except Exception as error:  # training goes on
         return f"(Its inputs could not be read: {type(error).__name__}.) {examples}"
-    if found := _inputs({path: x for path, x in rows.items() if np.any(x)}, indices):
-        return " ".join(found)
+    if inputs := _inputs({path: x for path, x in rows.items() if np.any(x)}, indices):
+        return " ".join(inputs)
     within = [f"{path or 'the batch'} from {low} to {high}" for path, (low, high) in ranges.items()]
     integers = ""
     if within:
@@ -170,7 +170,7 @@ def arrays_of_batch(batch: Batch | Loaded) -> dict[str, Any]:
 
 
 def sentences(
-    found: Nonfinite, indices: list[int], first: str | None = None, *, trained: bool
+    nonfinite: Nonfinite, indices: list[int], first: str | None = None, *, trained: bool
 ) -> str:
     """Describes what was found; `indices` are those of the batch's examples."""
     when = " before any step"
@@ -179,21 +179,21 @@ def sentences(
     parts = [
         f"{path} holds {count:,} value{'s that are' if count > 1 else ' that is'} NaN or infinite"
         f"{when}."
-        for path, count in list(found.state.items())[:MOST]
+        for path, count in list(nonfinite.state.items())[:MOST]
     ]
-    parts += _inputs(found.batch, indices)
+    parts += _inputs(nonfinite.batch, indices)
     parts += [first] if first else []
-    if found.grads:
-        parts.append(f"The gradient is NaN or infinite for {several([*found.grads], MOST)}.")
+    if nonfinite.grads:
+        parts.append(f"The gradient is NaN or infinite for {several([*nonfinite.grads], MOST)}.")
     elif not parts:
         parts.append("No single gradient, parameter or input is infinite or NaN by itself.")
-    if not (found.state or found.batch or first or trained):
+    if not (nonfinite.state or nonfinite.batch or first or trained):
         parts.append(COMMON_CAUSES)
     return " ".join(parts)
 
 
-def _inputs(found: dict[str, Any], indices: list[int]) -> list[str]:
-    return [_held("NaN or infinite values", path, rows, indices) for path, rows in found.items()]
+def _inputs(rows_of: dict[str, Any], indices: list[int]) -> list[str]:
+    return [_held("NaN or infinite values", path, rows, indices) for path, rows in rows_of.items()]
 
 
 def _held(what: str, path: str, rows: Any, indices: list[int]) -> str:
@@ -201,10 +201,10 @@ def _held(what: str, path: str, rows: Any, indices: list[int]) -> str:
     where = "The batch"
     if path:
         where = f"The batch's array {path}"
-    held = np.flatnonzero(rows).tolist()
+    positions = np.flatnonzero(rows).tolist()
     if np.size(rows) != len(indices):  # it does not have one row for each example
-        return f"{where} holds {what} in the rows {listed(held)}."
-    return f"{where} holds {what} for the examples {listed([indices[i] for i in held])}."
+        return f"{where} holds {what} in the rows {listed(positions)}."
+    return f"{where} holds {what} for the examples {listed([indices[i] for i in positions])}."
 
 
 def find_first(

@@ -51,10 +51,10 @@ class Text:
 
     def _release(self, new: str) -> str:
         text = self.held + new
-        found = [text.index(stop) for stop in self.stops if stop in text]
-        if found:
+        begins = [text.index(stop) for stop in self.stops if stop in text]
+        if begins:
             self.stopped, self.held = True, ""
-            return text[: min(found)]
+            return text[: min(begins)]
         hold = max((_overlap(text, stop) for stop in self.stops), default=0)
         self.held = text[len(text) - hold :]
         return text[: len(text) - hold]

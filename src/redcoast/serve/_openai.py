@@ -67,28 +67,28 @@ class Ask:
 def read_request(
     body: bytes, limits: Limits, encode: Encode, render: Render | None, *, chat: bool
 ) -> Ask:
-    """Reads the body of a request. `encode` tokenises a text, with special tokens around it if
-    `special`; `render` renders the chat template."""
-    given = parse_body(body, limits)
-    refuse_unknown(given, chat=chat)
-    check_model_name(given.get("model"), limits.name)
-    stream, options = boolean(given, "stream"), given.get("stream_options") or {}
+    """Reads the body of a request. `encode` is that of a tokenizer, with `special` for its own
+    tokens around a text; `render` is the chat template."""
+    request = parse_body(body, limits)
+    refuse_unknown(request, chat=chat)
+    check_model_name(request.get("model"), limits.name)
+    stream, options = boolean(request, "stream"), request.get("stream_options") or {}
     if not isinstance(options, dict) or (options and not stream):
         raise Refused(400, "`stream_options` must be an object, with `stream`.", "stream_options")
-    decoding = requested_decoding(given, limits)
-    seed = integer(given, "seed", -(2**63), 2**63 - 1)
-    stops = read_stops(given.get("stop"))
-    count = integer(given, "n", 1, limits.rows) or 1
+    decoding = requested_decoding(request, limits)
+    seed = integer(request, "seed", -(2**63), 2**63 - 1)
+    stops = read_stops(request.get("stop"))
+    count = integer(request, "n", 1, limits.rows) or 1
     param = "prompt"
     if chat:
         param = "messages"
-    texts = read_messages(given, limits, render) if chat else read_prompts(given, limits)
+    texts = read_messages(request, limits, render) if chat else read_prompts(request, limits)
     if len(texts) * count > limits.rows:
         text = f"{len(texts)} prompts with n={count} are more than {limits.rows} at once."
         raise Refused(400, text, "n" if chat else param)
-    echo = not chat and boolean(given, "echo")
-    extras = read_extras(given, limits, chat=chat)
-    asked = read_asked_length(given, chat=chat, least=0 if echo else 1)
+    echo = not chat and boolean(request, "echo")
+    extras = read_extras(request, limits, chat=chat)
+    asked = read_asked_length(request, chat=chat, least=0 if echo else 1)
     prompts: list[list[int]] = []
     shown: list[str | None] = []  # with `echo`, before the answers; tokens are not shown
     for prompt in texts:
@@ -124,23 +124,23 @@ def parse_body(body: bytes, limits: Limits) -> Body:
     if len(body) > limits.most_bytes:
         raise Refused(413, f"The body has more than {limits.most_bytes} bytes.")
     try:
-        given = json.loads(body)
+        request = json.loads(body)
         body.decode()
-        if b"\\ud" in body.lower():  # perhaps an unpaired surrogate
-            json.dumps(given, ensure_ascii=False).encode()
+        if b"\\ud" in body.lower():  # perhaps a half of a surrogate pair
+            json.dumps(request, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"The body is not valid JSON in UTF-8: {error}.") from error
-    if not isinstance(given, dict):
+    if not isinstance(request, dict):
         raise Refused(400, "The body must be a JSON object.")
-    return given
+    return request
 
 
-def refuse_unknown(given: Body, *, chat: bool) -> None:
+def refuse_unknown(request: Body, *, chat: bool) -> None:
     own = OF_COMPLETIONS
     if chat:
         own = OF_CHATS
     known = {*READ, *own, *ONLY, *IGNORED}
-    for name, value in given.items():
+    for name, value in request.items():
         if name not in known:
             raise Refused(400, f"Unknown parameter: '{name}'.", name, "unknown_parameter")
         if name in ONLY and not _is_served(value, ONLY[name]):
@@ -164,11 +164,11 @@ def check_model_name(model: object, name: str) -> None:
         raise Refused(404, text, "model", "model_not_found")
 
 
-def read_asked_length(given: Body, *, chat: bool, least: int) -> int | None:
+def read_asked_length(request: Body, *, chat: bool, least: int) -> int | None:
     """Returns the most new tokens, if the request says it."""
-    longest = integer(given, "max_tokens", least, None)
+    longest = integer(request, "max_tokens", least, None)
     if chat:
-        newer = integer(given, "max_completion_tokens", least, None)
+        newer = integer(request, "max_completion_tokens", least, None)
         if newer is None:
             return longest
         return newer
@@ -202,16 +202,16 @@ def choose_length(
     return min(room, default)
 
 
-def requested_decoding(given: Body, limits: Limits) -> Decoding:
+def requested_decoding(request: Body, limits: Limits) -> Decoding:
     """Returns the model's own decoding, with what the request asks for."""
     default = limits.decoding
     asked = {
-        "temperature": number(given, "temperature", 0, 2),
-        "top_p": number(given, "top_p", 0, 1),
-        "min_p": number(given, "min_p", 0, 1),
-        "repetition_penalty": number(given, "repetition_penalty", 0, 10),
-        "top_k": integer(given, "top_k", -1, None),
-        "min_new_tokens": integer(given, "min_tokens", 0, limits.context),
+        "temperature": number(request, "temperature", 0, 2),
+        "top_p": number(request, "top_p", 0, 1),
+        "min_p": number(request, "min_p", 0, 1),
+        "repetition_penalty": number(request, "repetition_penalty", 0, 10),
+        "top_k": integer(request, "top_k", -1, None),
+        "min_new_tokens": integer(request, "min_tokens", 0, limits.context),
     }
     changes: Body = {name: value for name, value in asked.items() if value is not None}
     # What excludes nothing: -1 or 0 for `top_k`, as elsewhere.
@@ -226,14 +226,14 @@ def requested_decoding(given: Body, limits: Limits) -> Decoding:
         of_greedy = ("repetition_penalty", "min_new_tokens")
         changes = {name: changes[name] for name in of_greedy if name in changes}
     try:
-        return replace(default, **changes, eos=read_ends(given, limits))
+        return replace(default, **changes, eos=read_ends(request, limits))
     except ValueError as error:
         raise Refused(400, str(error)) from error
 
 
-def read_ends(given: Body, limits: Limits) -> tuple[int, ...]:
+def read_ends(request: Body, limits: Limits) -> tuple[int, ...]:
     """Returns the tokens that end an answer."""
-    ids = given.get("stop_token_ids") or []
+    ids = request.get("stop_token_ids") or []
     if not (isinstance(ids, list) and all(map(is_integer, ids))):
         text = "`stop_token_ids` must be a list of tokens."
         raise Refused(400, text, "stop_token_ids", "invalid_type")
@@ -241,7 +241,7 @@ def read_ends(given: Body, limits: Limits) -> tuple[int, ...]:
         text = f"`stop_token_ids` has {outside[0]}. The tokens of this model are 0 to "
         raise Refused(400, f"{text}{limits.vocab - 1}.", "stop_token_ids", "invalid_value")
     own = ()
-    if not boolean(given, "ignore_eos"):
+    if not boolean(request, "ignore_eos"):
         own = ends_of(limits.decoding, limits)
     ends = tuple(dict.fromkeys((*own, *ids)))  # each once
     if len(ends) > MOST_ENDS:
@@ -250,29 +250,29 @@ def read_ends(given: Body, limits: Limits) -> tuple[int, ...]:
     return ends
 
 
-def read_extras(given: Body, limits: Limits, *, chat: bool) -> Extras:
+def read_extras(request: Body, limits: Limits, *, chat: bool) -> Extras:
     """Reads penalties, biases and the wish for log-probabilities."""
-    logprobs = _read_logprobs_of_chat(given) if chat else _read_logprobs(given)
+    logprobs = _read_logprobs_of_chat(request) if chat else _read_logprobs(request)
     return Extras(
-        presence=number(given, "presence_penalty", -2, 2) or 0,
-        frequency=number(given, "frequency_penalty", -2, 2) or 0,
-        bias=read_bias(given.get("logit_bias"), limits),
+        presence=number(request, "presence_penalty", -2, 2) or 0,
+        frequency=number(request, "frequency_penalty", -2, 2) or 0,
+        bias=read_bias(request.get("logit_bias"), limits),
         logprobs=logprobs,
-        grammar=read_format(given.get("response_format"), limits),
+        grammar=read_format(request.get("response_format"), limits),
     )
 
 
-def _read_logprobs(given: Body) -> int | None:
+def _read_logprobs(request: Body) -> int | None:
     """The number of alternatives to each token; None without log-probabilities."""
-    if given.get("logprobs") is False:
+    if request.get("logprobs") is False:
         return None
-    return integer(given, "logprobs", 0, MOST_TOP)
+    return integer(request, "logprobs", 0, MOST_TOP)
 
 
-def _read_logprobs_of_chat(given: Body) -> int | None:
+def _read_logprobs_of_chat(request: Body) -> int | None:
     """The same for chats, in which two parameters say it."""
-    is_wanted = boolean(given, "logprobs")
-    count = integer(given, "top_logprobs", 0, MOST_TOP) or 0
+    is_wanted = boolean(request, "logprobs")
+    count = integer(request, "top_logprobs", 0, MOST_TOP) or 0
     if is_wanted:
         return count
     if count:

@@ -7,15 +7,15 @@ from ._refused import Refused
 Body = dict[str, Any]  # a JSON object
 
 
-def boolean(given: Body, name: str) -> bool:
-    value = given.get(name)
+def boolean(request: Body, name: str) -> bool:
+    value = request.get(name)
     if not (value is None or isinstance(value, bool)):
         raise Refused(400, f"`{name}` must be a boolean.", name, "invalid_type")
     return bool(value)
 
 
-def integer(given: Body, name: str, least: int, most: int | None) -> int | None:
-    value = given.get(name)
+def integer(request: Body, name: str, least: int, most: int | None) -> int | None:
+    value = request.get(name)
     if value is None:
         return None
     if not is_integer(value):
@@ -24,8 +24,8 @@ def integer(given: Body, name: str, least: int, most: int | None) -> int | None:
     return value
 
 
-def number(given: Body, name: str, least: int, most: int) -> int | float | None:
-    value = given.get(name)
+def number(request: Body, name: str, least: int, most: int) -> int | float | None:
+    value = request.get(name)
     if value is None:
         return None
     if not is_number(value):

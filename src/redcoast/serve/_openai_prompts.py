@@ -15,9 +15,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 OF_MESSAGES = ("name", "tool_call_id", "tool_calls", "reasoning_content")
 
 
-def read_messages(given: Body, limits: Limits, render: Render | None) -> list[str]:
+def read_messages(request: Body, limits: Limits, render: Render | None) -> list[str]:
     """Returns the prompt of a chat."""
-    messages = given.get("messages")
+    messages = request.get("messages")
     if render is None:
         text = "This model has no chat template. Use /v1/completions."
         raise Refused(400, text, "messages", "unsupported_value")
@@ -32,8 +32,8 @@ def read_messages(given: Body, limits: Limits, render: Render | None) -> list[st
         characters += len(checked["content"])
         chat.append(checked)
     check_characters(characters, limits, "messages")
-    options = read_template_options(given)
-    if given.get("tool_choice") != "none" and (tools := read_tools(given.get("tools"))):
+    options = read_template_options(request)
+    if request.get("tool_choice") != "none" and (tools := read_tools(request.get("tools"))):
         options["tools"] = tools
     try:
         return [render(chat, **options)]
@@ -42,9 +42,9 @@ def read_messages(given: Body, limits: Limits, render: Render | None) -> list[st
         raise Refused(400, text, "messages") from error
 
 
-def read_template_options(given: Body) -> Body:
+def read_template_options(request: Body) -> Body:
     """Returns the variables that a client sets in the chat template."""
-    options = given.get("chat_template_kwargs") or {}
+    options = request.get("chat_template_kwargs") or {}
     own = ("messages", "tools", "chat_template", "tokenize")
     if not isinstance(options, dict) or any(name in own for name in options):
         text = f"`chat_template_kwargs` must be an object without {', '.join(own)}."
@@ -140,9 +140,9 @@ def read_content(content: object, where: str) -> str:
 _NO_TEXT = "'{}' must be a string, or a list of parts of text."
 
 
-def read_prompts(given: Body, limits: Limits) -> list[str | list[int]]:
+def read_prompts(request: Body, limits: Limits) -> list[str | list[int]]:
     """Returns one prompt or several, which are strings or tokens."""
-    prompt = given.get("prompt")
+    prompt = request.get("prompt")
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and is_integer(prompt[0])):
         prompt = [prompt]
     if not (isinstance(prompt, list) and prompt):

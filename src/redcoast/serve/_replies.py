@@ -137,8 +137,8 @@ class Speller:
         if text := self._decoded(token):
             return [*text.encode()]
         name = self._name(token)
-        if found := re.fullmatch("<0x([0-9A-F]{2})>", name):  # of SentencePiece
-            return [int(found[1], 16)]
+        if match := re.fullmatch("<0x([0-9A-F]{2})>", name):  # of SentencePiece
+            return [int(match[1], 16)]
         table = _bytes_of_signs()
         if not all(sign in table for sign in name):
             return None

@@ -42,11 +42,11 @@ def with_gradient(loss: Float[Array, ""], model: PyTree, gradient: PyTree) -> Fl
     named = lambda tree: {
         show_path(path, "the model"): x for path, x in jax.tree_util.tree_leaves_with_path(tree)
     }
-    found, arrays = named(given), named(params)
-    if other := [name for name in found if name not in arrays]:
+    gradients, arrays = named(given), named(params)
+    if other := [name for name in gradients if name not in arrays]:
         raise ValueError(f"`gradient` has {other[0]}, which is not a floating array of `model`.")
     total = jax.lax.stop_gradient(loss)
-    for name, g in found.items():
+    for name, g in gradients.items():
         x = arrays[name]
         if g.shape != x.shape:
             raise ValueError(

@@ -54,9 +54,9 @@ def evaluate_loss(
     if layer_states(model):
         # A copy, because updating an `eqx.nn.State` invalidates the old one.
         compute_model = jax.tree.map(lambda x: x, compute_model)
-    given = cast_floating(batch, compute_dtype)
-    with calling("loss_fn", {"batch": given}):
-        out = loss_fn(compute_model, given, key)
+    compute_batch = cast_floating(batch, compute_dtype)
+    with calling("loss_fn", {"batch": compute_batch}):
+        out = loss_fn(compute_model, compute_batch, key)
     loss, aux, new_model = _unpack(out, model)
     _check_loss(loss)
     _check_aux(aux, model)

@@ -28,10 +28,16 @@ def refuse_per_example(opt_state: PyTree) -> None:
 
 def refuse_optimizer_states(params: PyTree, kind: type) -> None:
     """Raises an error if an optimizer state, alone or in a `kind`, is among the parameters."""
-    ends = lambda x: isinstance(x, kind) or _is_optax_state(x)
-    held = lambda x: x.opt_state if isinstance(x, kind) else x if _is_optax_state(x) else None
-    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=ends)
-    names = [show_path(path, "its root") for path, x in nodes if jax.tree.leaves(held(x))]
+    is_end = lambda x: isinstance(x, kind) or _is_optax_state(x)
+    names: list[str] = []
+    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_end):
+        opt_state = None
+        if isinstance(x, kind):
+            opt_state = x.opt_state
+        elif _is_optax_state(x):
+            opt_state = x
+        if jax.tree.leaves(opt_state):
+            names.append(show_path(path, "its root"))
     if names:
         raise TypeError(
             f"The model contains an optimizer state at {several(names)}, which would be trained "
@@ -124,14 +130,14 @@ def _check_opt_state(
 ) -> None:
     """Raises an error if the state differs from the one that the optimizer initialises."""
     expected = jax.eval_shape(optimizer.init, params)
-    wanted, given = dict(_shapes(expected)), dict(_shapes(opt_state))
+    wanted, shapes = dict(_shapes(expected)), dict(_shapes(opt_state))
     same = jax.tree.structure(expected) == jax.tree.structure(opt_state)
-    if same and wanted == given:
+    if same and wanted == shapes:
         return
-    differ = [where for where in wanted if wanted[where] != given.get(where, wanted[where])]
+    differ = [where for where in wanted if wanted[where] != shapes.get(where, wanted[where])]
     parts = {
-        "lacks": [where for where in wanted if where not in given],
-        "also has": [where for where in given if where not in wanted],
+        "lacks": [where for where in wanted if where not in shapes],
+        "also has": [where for where in shapes if where not in wanted],
         "has other shapes at": differ,
     }
     found = ", and ".join(f"{words} {several(names)}" for words, names in parts.items() if names)

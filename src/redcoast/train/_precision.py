@@ -29,15 +29,15 @@ def as_compute_dtype(dtype: Any) -> Any:
     """
     if dtype is None:
         return None
-    found = dtype
+    named = dtype
     if isinstance(dtype, str):
-        found = _NAMES.get(dtype, dtype)
+        named = _NAMES.get(dtype, dtype)
     wrong = (
         "`compute_dtype` must be a floating dtype such as jnp.bfloat16, or its name, but is "
         f"{dtype!r}."
     )
     try:
-        kind = jnp.dtype(found)
+        kind = jnp.dtype(named)
     except TypeError as error:
         raise TypeError(wrong) from error
     if not jnp.issubdtype(kind, jnp.floating):

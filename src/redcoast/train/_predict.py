@@ -60,9 +60,9 @@ def predict(
         key = jax.random.key(0)
     model = cast_floating(eqx.nn.inference_mode(model), compute_dtype)
     batch = without_marks(batch)
-    given = cast_floating(tree_to_jax_dtypes(batch, "the batch", of="batch"), compute_dtype)
-    with calling("predict_fn", {"batch": given}):
-        predictions = predict_fn(model, given, key)
+    compute_batch = cast_floating(tree_to_jax_dtypes(batch, "the batch", of="batch"), compute_dtype)
+    with calling("predict_fn", {"batch": compute_batch}):
+        predictions = predict_fn(model, compute_batch, key)
     rows = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
     leaves = jax.tree_util.tree_leaves_with_path(predictions)
     if not leaves:

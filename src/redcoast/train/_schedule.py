@@ -96,10 +96,10 @@ def learning_rate_schedule(
 
 def _total_steps(examples: int, batch_size: int, epochs: int | None, steps: int | None) -> int:
     if (epochs is None) == (steps is None):
-        given = "both are"
+        passed = "both are"
         if epochs is None:
-            given = "neither is"
-        raise ValueError(f"Pass exactly one of `epochs` and `steps`; {given} given.")
+            passed = "neither is"
+        raise ValueError(f"Pass exactly one of `epochs` and `steps`; {passed} given.")
     sizes = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "steps": steps}
     for name, size in sizes.items():
         if size is not None and size < 1:

@@ -521,11 +521,11 @@ def _select(use_new: Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 def _learning_rate(opt_state: PyTree) -> dict[str, Array]:
-    found = [
+    rates = [
         hyperparams["learning_rate"]
         for _, hyperparams in optax.tree.get_all_with_path(opt_state, "hyperparams")
         if "learning_rate" in hyperparams
     ]
-    if len(found) == 1:
-        return {"learning_rate": found[0]}
+    if len(rates) == 1:
+        return {"learning_rate": rates[0]}
     return {}

@@ -144,14 +144,14 @@ class TemplateProcess:
         self.end = weakref.finalize(self, _end, process)
         self._ask({"template": self.template}, STARTING)
 
-    def _ask(self, given: Mapping[str, Any], seconds: int | float) -> str:
+    def _ask(self, variables: Mapping[str, Any], seconds: int | float) -> str:
         """Sends a message, and returns the text of the answer."""
         process = self.process
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
         deadline = time.monotonic() + seconds
-        data = json.dumps(given).encode()
+        data = json.dumps(variables).encode()
         try:
             # The process reads a whole message before it does anything else.
             process.stdin.write(b"%d\n%b" % (len(data), data))

@@ -177,13 +177,13 @@ def _converted(weights: Path) -> Any:
     from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
 
     try:
-        found = AutoTokenizer.from_pretrained(weights, local_files_only=True).backend_tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True).backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{weights} has no tokenizer that can be read: {error}") from error
-    # Without its files, `transformers` creates some tokenizers with hardly any tokens.
-    if found.get_vocab_size(with_added_tokens=False) < 10:
+    # Without its files, `transformers` makes some tokenizers with hardly any tokens.
+    if tokenizer.get_vocab_size(with_added_tokens=False) < 10:
         raise ValueError(f"{weights} has no tokenizer that can be read: it has no vocabulary.")
-    return found
+    return tokenizer
 
 
 def gguf_special(read: Callable[[str], Any]) -> dict[str, str]:

@@ -18,23 +18,26 @@ def separate(donated: list[Any], kept: Iterable[Any], *, distinct: bool = False)
     process otherwise. The copy is donated, so that the other array can still be read. `distinct`
     says that no two of the donated arrays share memory.
     """
-    others = [x for x in kept if is_concrete(x)]
+    others = list(filter(is_concrete, kept))
     if distinct and not others:
         return donated
+    # Only arrays of one shape can be the same memory: to ask for buffers takes longer.
     shapes = {_data(x).shape for x in others}
-    mine = [
-        i
-        for i, x in enumerate(donated)
-        if (not distinct or _data(x).shape in shapes) and is_concrete(x)
-    ]
-    shapes = {_data(donated[i]).shape for i in mine}
-    seen = {b for x in others if _data(x).shape in shapes for b in _buffers(x)}
+    candidates: list[int] = []
+    for i, x in enumerate(donated):
+        if (not distinct or _data(x).shape in shapes) and is_concrete(x):
+            candidates.append(i)
+    shapes = {_data(donated[i]).shape for i in candidates}
+    used: set[Any] = set()
+    for x in others:
+        if _data(x).shape in shapes:
+            used.update(_buffers(x))
     result = list(donated)
-    for i in mine:
+    for i in candidates:
         buffers = _buffers(donated[i])
-        if not seen.isdisjoint(buffers):
+        if not used.isdisjoint(buffers):
             result[i] = jnp.copy(donated[i])
-        seen.update(buffers)
+        used.update(buffers)
     return result
 
 

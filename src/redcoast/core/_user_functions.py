@@ -155,52 +155,21 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
     if not isinstance(error, TypeError | ValueError):
         return []
     private = ("equinox._", "redcoast.")  # wrappers of methods; models that take batches
-    modules = [x.f_locals for x in frames if isinstance(x.f_locals.get("self"), eqx.Module)]
-    layers = [x for x in modules if not type(x["self"]).__module__.startswith(private)]
-    of_batches = _batches_in_batch(batch)
-    if layer := _batched_layer(layers, batch):
+    layers: list[dict[str, Any]] = []
+    for frame in frames:
+        module = frame.f_locals.get("self")
+        if isinstance(module, eqx.Module) and not type(module).__module__.startswith(private):
+            layers.append(frame.f_locals)
+    if batched := _batched_layer(layers, batch):
         return [
-            f"`{layer}` was called with the entire batch. If it takes one example, as Equinox's "
-            f"layers do, use `jax.vmap`, as in `jax.vmap(model)({_inputs_of(batch)})`.",
-            *of_batches,
+            f"`{batched}` was called with the entire batch. If it takes one example, as Equinox's "
+            f"layers do, use `jax.vmap`, as in `jax.vmap(model)({_inputs_of(batch)})`."
         ]
-    failed = [
-        f"It failed in a `{type(x).__name__}` with {describe(eqx.filter(x, eqx.is_array))}."
-        for names in layers[-1:]
-        for x in [names["self"]]
-    ]
-    return failed + _channels_first(layers) + of_batches
-
-
-def _channels_first(layers: list[dict[str, Any]]) -> list[str]:
-    """A hint for a convolution whose input has its channels elsewhere, or none."""
-    names = layers[-1] if layers else {}
-    layer, x = names.get("self"), names.get("x")
-    if not isinstance(layer, eqx.nn.Conv | eqx.nn.ConvTranspose) or not hasattr(x, "shape"):
+    if not layers:
         return []
-    shape = x.shape[1:] if x.ndim == layer.num_spatial_dims + 2 else x.shape
-    channels = layer.in_channels
-    if shape[:1] == (channels,) and len(shape) == layer.num_spatial_dims + 1:
-        return []
-    move = "jnp.moveaxis(x, -1, 0)" if shape[-1:] == (channels,) else "x[None]"
-    advice = f", as `{move}` has them" if move != "x[None]" or channels == 1 else ""
-    return [
-        f"Its input has the shape {shape}. Equinox's convolutions take one example, with its "
-        f"{channels} channel{'s' * (channels != 1)} first{advice}."
-    ]
-
-
-def _batches_in_batch(batch: PyTree) -> list[str]:
-    """A hint for arrays that have two batch dimensions, as if batches had been stacked."""
-    shapes = [getattr(x, "shape", ()) for x in jax.tree.leaves(batch)]
-    begins = {shape[:2] for shape in shapes}
-    first = next(iter(begins), ())
-    if len(begins) != 1 or len(first) < 2:
-        return []
-    of_equal_rank = len({len(shape) for shape in shapes}) == 1  # as tokens and their mask are
-    if of_equal_rank and first[0] != first[1]:
-        return []
-    return [f"All arrays of the batch begin with {first}. {ITEMS_ARE_BATCHES}"]
+    layer = layers[-1]["self"]
+    arrays = describe(eqx.filter(layer, eqx.is_array))
+    return [f"It failed in a `{type(layer).__name__}` with {arrays}."]
 
 
 def _known_words(text: str, name: str) -> str:
@@ -242,14 +211,13 @@ def _batched_layer(layers: list[dict[str, Any]], batch: PyTree) -> str | None:
     `layers` are the local names of the methods of modules that an error went through.
     """
     rows = {x.shape[0] for x in jax.tree.leaves(batch) if getattr(x, "shape", ())}
-    batched = [
-        type(names["self"]).__name__
-        for names in layers
-        if any(eqx.is_array(x) and x.ndim > 1 and x.shape[0] in rows for x in names.values())
-    ]
-    if not (len(batched) == len(layers) > 0):
+    has_rows = lambda x: eqx.is_array(x) and x.ndim > 1 and x.shape[0] in rows
+    for names in layers:
+        if not any(map(has_rows, names.values())):
+            return None
+    if not layers:
         return None
-    return batched[0]
+    return type(layers[0]["self"]).__name__
 
 
 def _kind(x: Any) -> str:

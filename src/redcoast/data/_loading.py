@@ -315,24 +315,25 @@ def repeatable(examples: Any, *, name: str) -> Any:
 def first_rows(examples: Any, count: int, *, name: str) -> list[Any]:
     """Returns the first examples of a source that is read in order, or rows of its batches."""
     if isinstance(examples, OwnBatches):
-        rows = (row for batch in read_batches(examples, name=name) for row in unbatched(batch))
+        rows = itertools.chain.from_iterable(map(unbatched, read_batches(examples, name=name)))
         return list(itertools.islice(rows, count))
     source = read_source(examples, epochs=1, name=name)
     if isinstance(source, Epochs):
         return fetch(source(0), list(range(count)))
-    return [copied(example) for example in itertools.islice(source, count)]
+    return list(map(copied, itertools.islice(source, count)))
 
 
 def unbatched(batch: Any) -> Iterator[Any]:
     """The rows of a batch: dicts and tuples of the rows of its columns."""
     if isinstance(batch, Mapping):
-        names = list(batch)
-        columns = zip(*(unbatched(batch[name]) for name in names), strict=True)
-        yield from (dict(zip(names, row, strict=True)) for row in columns)
+        columns = map(unbatched, batch.values())
+        for row in zip(*columns, strict=True):
+            yield dict(zip(batch, row, strict=True))
     elif isinstance(batch, list | tuple) and any(hasattr(x, "shape") for x in batch):
         yield from zip(*map(unbatched, batch), strict=True)
     else:
-        yield from (foreign_to_numpy(batch[i]) for i in range(len(batch)))
+        for i in range(len(batch)):
+            yield foreign_to_numpy(batch[i])
 
 
 def _ordered_stream(
@@ -343,18 +344,18 @@ def _ordered_stream(
 
     def read() -> Iterator[tuple[int, list[Any]]]:
         start = 0
-        while found := reader(batch_size):
-            for begin, end in chunks(len(found), batch_size, shards):
-                yield start + begin, found[begin:end]
-            start += len(found)
+        while examples := reader(batch_size):
+            for begin, end in chunks(len(examples), batch_size, shards):
+                yield start + begin, examples[begin:end]
+            start += len(examples)
 
     def make(batch: tuple[int, list[Any]]) -> Loaded:
-        start, found = batch
+        start, examples = batch
 
         def of_rows(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
-            return [found[i] for i in own], [start + i for i in own], lambda: None
+            return [examples[i] for i in own], [start + i for i in own], lambda: None
 
-        return collating(len(found), start + len(found), of_rows)
+        return collating(len(examples), start + len(examples), of_rows)
 
     return prefetch(make, read(), **threads._asdict())
 

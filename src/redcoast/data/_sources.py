@@ -3,8 +3,7 @@
 import collections
 import contextlib
 import inspect
-import os
-import sys
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -176,12 +175,18 @@ def is_indexed(examples: Any) -> bool:
     """Returns whether examples have a length and an index."""
     if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
         return False
-    classes = type(examples).__mro__
-    of_iter, of_index = (
-        next((i for i, x in enumerate(classes) if name in vars(x)), len(classes))
-        for name in ("__iter__", "__getitem__")
-    )
+    # A subclass that adds `__iter__` to a class with an index is meant to be iterated over.
+    of_iter = _depth_of(type(examples), "__iter__")
+    of_index = _depth_of(type(examples), "__getitem__")
     return of_iter >= of_index or _index_works(examples)
+
+
+def _depth_of(cls: type, name: str) -> int:
+    """How far up among the bases of a class a method is defined."""
+    for depth, base in enumerate(cls.__mro__):
+        if name in vars(base):
+            return depth
+    return len(cls.__mro__)
 
 
 def _index_works(examples: Any) -> bool:
@@ -333,19 +338,21 @@ class StreamReader:
 
     def __call__(self, count: int) -> list[Any]:
         """Returns the next examples, fewer than `count` at the end of the stream."""
-        found = self._read(count)
+        examples = self._read(count)
         if not self._copies:
-            places = [place for x in found for place in memory_of(x)]
-            # The examples are kept alive, so that their memory is not reused by chance.
-            others = [place for _, of_call in self._used for place in of_call]
-            self._used.append((found, places))
-            if len({*places, *others}) < len(places) + len(set(others)):
+            places = list(itertools.chain.from_iterable(map(memory_of, examples)))
+            others: set[int] = set()
+            for _, places_of_call in self._used:
+                others.update(places_of_call)
+            # The examples are kept, so that no other has their memory by chance.
+            self._used.append((examples, places))
+            if len({*places, *others}) < len(places) + len(others):
                 self._used.clear()
                 self._copies = True
                 self._stream.set_state(decode_stream_state(self.state))
-                found = self._read(count)
+                examples = self._read(count)
         self.state = encode_stream_state(self._stream.get_state())
-        return found
+        return examples
 
     def _read(self, count: int) -> list[Any]:
         read = zip(range(count), self._stream, strict=False)

@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import itertools
 import json
 import sys
 import zlib
@@ -100,9 +101,13 @@ def _bytes_of(x: Any) -> list[bytes]:
     if isinstance(x, bytes):
         return [x]
     if isinstance(x, Mapping):
-        return [part for key, value in x.items() for part in (*_bytes_of(key), *_bytes_of(value))]
+        parts: list[bytes] = []
+        for key, value in x.items():
+            parts += _bytes_of(key)
+            parts += _bytes_of(value)
+        return parts
     if isinstance(x, list | tuple):
-        return [part for value in x for part in _bytes_of(value)]
+        return list(itertools.chain.from_iterable(map(_bytes_of, x)))
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if hasattr(x, "__array__"):

@@ -1,6 +1,7 @@
 """Streams: sources whose examples are read in sequence, with states that can be saved."""
 
 import copy
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -92,11 +93,11 @@ class IteratorWithState(Stream):
 
     def peek(self, count: int) -> list[Any]:
         state = encode_stream_state(self.get_state())
-        examples = [x for _, x in zip(range(count), self._iterator, strict=False)]
+        examples = list(itertools.islice(self._iterator, count))
         self.set_state(decode_stream_state(state))
-        places = [place for x in examples for place in memory_of(x)]
-        if len(set(places)) < len(places):  # it returns the same memory for several examples
-            examples = [copied(x) for _, x in zip(range(count), self._iterator, strict=False)]
+        places = list(itertools.chain.from_iterable(map(memory_of, examples)))
+        if len(set(places)) < len(places):  # it gives the same memory again and again
+            examples = list(map(copied, itertools.islice(self._iterator, count)))
             self.set_state(decode_stream_state(state))
         return examples
 
@@ -131,7 +132,7 @@ class IteratorWithoutState(Stream):
                 self._ahead.append(self._read())
             except StopIteration:
                 break
-        return [copied(x) for _, x in zip(range(count), self._ahead, strict=False)]
+        return list(map(copied, itertools.islice(self._ahead, count)))
 
     def _read(self) -> Any:
         try:
@@ -204,7 +205,7 @@ class RepeatedStream(Stream):
                 self._ahead.append(copied(self._read()))
             except StopIteration:
                 break
-        return [copied(x) for _, x in zip(range(count), self._ahead, strict=False)]
+        return list(map(copied, itertools.islice(self._ahead, count)))
 
     def get_state(self) -> dict[str, Any]:
         if self._moved:

@@ -67,11 +67,17 @@ def find_faults(
     return batch_faults(results, model, (batch, abstract_key()), mesh)
 
 
+def _where(lines: Sequence[str]) -> str:
+    """The lines of the user's code that are known, in parentheses."""
+    known = list(filter(None, lines))
+    if not known:
+        return ""
+    return f" ({several(known)})"
+
+
 def warn_of_shared_masks(lines: Sequence[str]) -> None:
     if lines:
-        where = ""
-        if any(lines):
-            where = f" ({several([line for line in lines if line])})"
+        where = _where(lines)
         warn(
             f"A random mask{where} is the same for every example of a batch, such as the "
             "mask of dropout with one key under `jax.vmap`. Use a key for each example: "
@@ -81,9 +87,7 @@ def warn_of_shared_masks(lines: Sequence[str]) -> None:
 
 def warn_of_promotions(lines: Sequence[str]) -> None:
     if lines:
-        where = ""
-        if any(lines):
-            where = f" ({several([line for line in lines if line])})"
+        where = _where(lines)
         warn(
             f"`loss_fn` combines an array of shape (n, 1) with one of shape (n,){where}, which "
             "NumPy's rank promotion broadcasts to (n, n), so every prediction is compared with the "
@@ -94,12 +98,16 @@ def warn_of_promotions(lines: Sequence[str]) -> None:
 
 def warn_of_sums(summed: Mapping[str, str], *, loss: bool = True, aux: bool = True) -> None:
     """Warns of the results `(loss, aux)` that are sums, by path."""
-    names = {path: path.removeprefix("1/") for path in summed if path.startswith("1/") and aux}
-    names |= {path: "loss" for path in summed if path in ("", "0") and loss}
-    lines = {name: summed[path] for path, name in names.items() if name != "weight"}
-    if not lines:
+    named: list[str] = []
+    for path, line in summed.items():
+        name = path.removeprefix("1/")
+        if aux and name != path and name != "weight":  # a weight is a sum
+            named.append(f"`{name}`{_where([line])}")
+    for path in ("", "0"):  # of a loss alone, and of a loss with aux
+        if loss and path in summed:
+            named.append(f"`loss`{_where([summed[path]])}")
+    if not named:
         return
-    named = [f"`{name}`" + (f" ({line})" if line else "") for name, line in lines.items()]
     warn(
         f"`loss_fn` returns the sum over the examples of a batch, and not the mean, as "
         f"{several(named)}. A batch with more examples has a larger value, and so has its "

@@ -209,18 +209,31 @@ def _gguf_tokenizer(path: Path) -> Any:
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = zip(words, read("tokenizer.ggml.token_type"), strict=True)
-    control = [AddedToken(w, normalized=False, special=True) for w, k in kinds if k == _CONTROL]
+    control: list[AddedToken] = []
+    for word, token_type in zip(words, read("tokenizer.ggml.token_type"), strict=True):
+        if token_type == _CONTROL:
+            control.append(AddedToken(word, normalized=False, special=True))
     tokenizer.add_special_tokens(control)
-    ends = [read(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")]
-    added = [read(f"tokenizer.ggml.add_{name}_token") for name in ("bos", "eos")]
-    begin, end = ([x] if add and x is not None else [] for add, x in zip(added, ends, strict=True))
-    if begin or end:
-        names = {token: words[token] for token in (*begin, *end)}
-        form = [*(names[x] for x in begin), "$0", *(names[x] for x in end)]
-        special = [(word, token) for token, word in names.items()]
-        tokenizer.post_processor = processors.TemplateProcessing(form, special_tokens=special)
+    begin, end = (_added_token(read, name) for name in ("bos", "eos"))
+    special: list[tuple[str, int]] = []
+    form = ["$0"]  # the text itself
+    if begin is not None:
+        special.append((words[begin], begin))
+        form = [words[begin], *form]
+    if end is not None:
+        special.append((words[end], end))
+        form = [*form, words[end]]
+    if special:
+        unique = list(dict.fromkeys(special))
+        tokenizer.post_processor = processors.TemplateProcessing(form, special_tokens=unique)
     return tokenizer
+
+
+def _added_token(read: Callable[[str], Any], name: str) -> int | None:
+    """The token that is added at an end of each text; None if there is none."""
+    if not read(f"tokenizer.ggml.add_{name}_token"):
+        return None
+    return read(f"tokenizer.ggml.{name}_token_id")
 
 
 def gguf_metadata(path: Path) -> Callable[[str], Any]:

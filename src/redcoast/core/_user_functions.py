@@ -163,13 +163,53 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
     if batched := _batched_layer(layers, batch):
         return [
             f"`{batched}` was called with the entire batch. If it takes one example, as Equinox's "
-            f"layers do, use `jax.vmap`, as in `jax.vmap(model)({_inputs_of(batch)})`."
+            f"layers do, use `jax.vmap`, as in `jax.vmap(model)({_inputs_of(batch)})`.",
+            *_batches_in_batch(batch),
         ]
+    hints: list[str] = []
+    if layers:
+        layer = layers[-1]["self"]
+        arrays = describe(eqx.filter(layer, eqx.is_array))
+        hints.append(f"It failed in a `{type(layer).__name__}` with {arrays}.")
+    return hints + _channels_first(layers) + _batches_in_batch(batch)
+
+
+def _channels_first(layers: list[dict[str, Any]]) -> list[str]:
+    """A hint for a convolution whose input has its channels elsewhere, or none."""
     if not layers:
         return []
-    layer = layers[-1]["self"]
-    arrays = describe(eqx.filter(layer, eqx.is_array))
-    return [f"It failed in a `{type(layer).__name__}` with {arrays}."]
+    layer, x = layers[-1].get("self"), layers[-1].get("x")
+    if not isinstance(layer, eqx.nn.Conv | eqx.nn.ConvTranspose) or not eqx.is_array(x):
+        return []
+    assert x is not None
+    shape = x.shape
+    if x.ndim == layer.num_spatial_dims + 2:
+        shape = x.shape[1:]
+    channels = layer.in_channels
+    if shape[:1] == (channels,) and len(shape) == layer.num_spatial_dims + 1:
+        return []
+    advice = ""
+    if shape[-1:] == (channels,):
+        advice = ", as `jnp.moveaxis(x, -1, 0)` has them"
+    elif channels == 1:
+        advice = ", as `x[None]` has them"
+    return [
+        f"Its input has the shape {shape}. Equinox's convolutions take one example, with its "
+        f"{channels} channel{'s' * (channels != 1)} first{advice}."
+    ]
+
+
+def _batches_in_batch(batch: PyTree) -> list[str]:
+    """A hint for arrays that have two batch dimensions, as if batches had been stacked."""
+    shapes = [getattr(x, "shape", ()) for x in jax.tree.leaves(batch)]
+    begins = {shape[:2] for shape in shapes}
+    first = next(iter(begins), ())
+    if len(begins) != 1 or len(first) < 2:
+        return []
+    of_equal_rank = len({len(shape) for shape in shapes}) == 1  # as tokens and their mask are
+    if of_equal_rank and first[0] != first[1]:
+        return []
+    return [f"All arrays of the batch begin with {first}. {ITEMS_ARE_BATCHES}"]
 
 
 def _known_words(text: str, name: str) -> str:

@@ -113,7 +113,7 @@ def foreign_to_numpy(tree: PyTree) -> PyTree:
 
     def convert(x: Any) -> Any:
         foreign = hasattr(x, "__array__") and not isinstance(x, (*ARRAYS, np.generic))
-        if foreign:
+        if foreign and not is_table(x):
             return np.asarray(x)
         return x
 

@@ -4,6 +4,8 @@ import collections
 import contextlib
 import inspect
 import itertools
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -211,12 +213,8 @@ def _refuse_columns(examples: Any, name: str) -> None:
             f"`{name}` is a {what}, {short_repr(examples)}. Pass examples, such as those of a "
             "dataset that was read from it."
         )
-    table = hasattr(examples, "__arrow_c_stream__") and hasattr(examples, "columns")
-    if isinstance(examples, Mapping) or table:
-        arrays = f"; or pass a tuple of arrays, such as `tuple({name}.values())`"
-        advice = arrays
-        if table:
-            advice = " or `datasets.Dataset(table)` for Arrow's tables"
+    kind = type(examples).__name__
+    if is_table(examples):
         raise TypeError(
             f"`{name}` is a {kind}, whose items are columns. Pass its rows, "
             f"`{rows_of_table(examples, name)}`; a tuple of arrays of its columns; or "

@@ -47,6 +47,7 @@ from ._setup import (
     refuse_traced,
     refuse_unresumable,
     restore_or_create,
+    warn_of_restored,
 )
 from ._stop import ASKED, GO_ON, end_after_signal, refuse_after_signal, stop_request
 from ._training_loop import TrainingLoop
@@ -236,6 +237,11 @@ def fit(
         # The state, created or restored, and the programs.
         state, saved = restore_or_create(checkpointer, run_plan, abstract, create)
         place_data(data, state, saved)
+        if checkpoints is not None:
+            data.recognise_examples(saved or {})
+        if saved is not None:
+            quiet = printer.quiet
+            warn_of_restored(model_or_state, abstract, state, data, training, quiet=quiet)
         if best is not None and saved is not None:
             best.restore(saved.get(SAVED))
         is_over = best is not None and best.is_over

@@ -123,18 +123,21 @@ def _data_parts(data: Batches) -> list[str]:
     if data.makes_batches:
         of_batches += ", as the source makes them"
     parts: list[str] = []
-    if data.length is not None:
+    if data.is_endless:
+        parts.append("an endless source")
+    elif data.length is not None:
         parts.append(f"{data.length:,} examples")
     if data.steps is not None:
         steps = f"{data.steps:,} {_counted(data.steps, 'step')} {of_batches}"
-        if data.epochs is not None:
+        if data.epochs is not None and not data.is_endless:
             # The last batch of whole epochs may be short, so steps times batch size is too many.
             steps += f" ({data.epochs:.3g} {_counted(data.epochs, 'epoch')})"
         parts.append(steps)
     else:
         epochs = data.stream_epochs
         if epochs is not None:
-            parts.append(f"{epochs:,} {_counted(epochs, 'epoch')} of unknown length")
+            whole = f"{epochs:,} {_counted(epochs, 'epoch')} of unknown length"
+            parts.append(f"{whole} (each until `examples` ends)")
         parts.append(f"batches {of_batches}")
     if data.length is None:
         parts.append("in the order of the source")

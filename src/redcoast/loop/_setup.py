@@ -1,5 +1,6 @@
 """The set-up of a run before its first step."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,12 +23,15 @@ from ..distributed._kv_store import is_main
 from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan, with_auto_plan
 from ..train._loss import LossFn
+from ..train._optimizer import constant_hyperparameters, initial_hyperparameters
 from ..train._plan_step import check_coupling, check_faults, plan_step
 from ..train._step import TrainState, refuse_per_batch
 from ..train._training import Training
 from ._early_stopping import EarlyStopping
-from ._evaluation import CompiledEvaluation, Evaluation, compile_evaluation, warn_if_not_mean
+from ._evaluation import KIND, CompiledEvaluation, Evaluation, compile_evaluation, warn_if_not_mean
 from ._printing import nothing_left
+
+logger = logging.getLogger("redcoast")
 
 
 def mesh_of_run(mesh: Mesh | str | None, plan: Plan | str | None) -> Mesh:
@@ -203,6 +207,42 @@ def place_data(data: Batches, state: TrainState, saved: Mapping[str, Any] | None
     data.set_state({"step": int(state.step)}, key=state.key)
     if nothing := nothing_left(data, has_directory=False):
         warn(nothing)  # also if nothing is printed
+
+
+def warn_of_restored(
+    model_or_state: PyTree,
+    abstract: TrainState,
+    restored: TrainState,
+    data: Batches,
+    training: Training,
+    *,
+    quiet: bool,
+) -> None:
+    """Warns if a run that is resumed does nothing, or has other hyperparameters than its call.
+
+    `abstract` is the state that a new run would have begun with.
+    """
+    nothing = nothing_left(data, has_directory=True)
+    if nothing and quiet and is_main():  # otherwise it is printed
+        logger.warning("%s", nothing)
+    before = constant_hyperparameters(restored.opt_state)
+    if not before:
+        return
+    if isinstance(model_or_state, TrainState):
+        now = constant_hyperparameters(model_or_state.opt_state)
+    else:
+        trained, _ = partition_trainable(abstract.model, training.trainable)
+        now = initial_hyperparameters(training.optimizer, trained)
+    changed = [name for name in before if now.get(name, before[name]) != before[name]]
+    if changed and is_main():
+        logger.warning(
+            "The run goes on with %s, from its checkpoint, and not with %s: the values of "
+            "`optax.inject_hyperparams` are saved with the state. Choose another directory for a "
+            "new run. To go on with other values, load the state, change them with `eqx.tree_at`, "
+            "and pass the state to `fit` with another directory.",
+            several([f"{name}={before[name]:g}" for name in changed]),
+            several([f"{now[name]:g}" for name in changed]),
+        )
 
 
 def prepare_evaluation(

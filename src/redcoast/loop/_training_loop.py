@@ -18,6 +18,7 @@ from ..sharding import Plan
 from ..tracking._metrics import MetricsReader
 from ..train._step import TrainState
 from ..train._training import Training
+from ..train._weight_average import evaluated_model
 from ._early_stopping import SAVED, BestSoFar
 from ._error_notes import DOUBTFUL, rescued
 from ._evaluation import CompiledEvaluation
@@ -150,7 +151,7 @@ class TrainingLoop:
     ) -> dict[str, float]:
         """Evaluates the state after a step, and logs the metrics."""
         note = f"Raised in the evaluation after step {number}."
-        model = state.averaged_model
+        model = evaluated_model(state)
         with (
             self.reader.paused(evaluation.batches) as advance,
             noting(note),
@@ -169,7 +170,7 @@ class TrainingLoop:
     def _try_evaluation(self, evaluation: CompiledEvaluation, done: Step) -> None:
         """Computes the loss of one batch, so that a mistake shows before the first evaluation."""
         with noting(_TRIED), self._rescued(doubtful=()):
-            evaluation.try_loss(done.state.averaged_model, done.state.key)
+            evaluation.try_loss(evaluated_model(done.state), done.state.key)
 
     def _save(self, metrics: dict[str, float]) -> None:
         """Saves the state after the last step."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._donation import refuse_deleted
@@ -60,6 +61,7 @@ def starting_state(
         refuse_optimizer_states(partition_trainable(model_or_state.model, trainable)[0], TrainState)
         warn_of_shared(model_or_state.model, trainable)
         _warn_of_trained_base(model_or_state.model, trainable)
+        _warn_of_float16(model_or_state.model, trainable)
         state = with_loss_scale(model_or_state, training.compute_dtype)
         state = with_average(state, average, trainable)
         return state, state.key, lambda shardings: place_tree(state, shardings)
@@ -83,6 +85,7 @@ def starting_state(
     )
     warn_of_shared(model_or_state, trainable)
     _warn_of_trained_base(model_or_state, trainable)
+    _warn_of_float16(model_or_state, trainable)
     create = lambda model, key: state_of(model, optimizer, key=key, **options)
     abstract = eqx.filter_eval_shape(create, model_or_state, key)
     make = ft.partial(state_of_model, model_or_state, optimizer, key=key, **options)

@@ -168,7 +168,7 @@ def _sequence(
     most = _MOST_PARAMETERS * sum(value.bytes for value in program.parameters)
     many = {one for one, size in owned.items() if size > most}
     kept: Counter[int] = Counter()
-    for dims, size in graph.traffic.items():
+    for dims, size in graph.memory_traffic.items():
         roots = {classes[node] for node in dims if classes.divides(node)}
         if roots.isdisjoint(chosen) and any(batch.has(node) for node in dims):
             free = {classes[n] for n in dims if classes.divides(n) and not batch.has(n)}

@@ -44,7 +44,7 @@ from ..tracking._metrics import check_scalars
 from ..train._compiled_call import CompiledCall
 from ..train._coupled import find_coupled, find_faults, warn_of_batches, warn_of_sums
 from ..train._loss import LossFn, evaluate_loss
-from ..train._precision import as_compute_dtype
+from ..train._precision import ComputeDtype, as_compute_dtype
 from ..train._predict import PredictFn, predict
 from ..train._step import TrainState
 from ._first_examples import first_examples
@@ -149,7 +149,7 @@ def _evaluate(
     key: PRNGKeyArray | None,
     *,
     loss_fn: LossFn,
-    compute_dtype: Any,
+    compute_dtype: ComputeDtype,
 ) -> dict[str, float]:
     evaluated = ft.partial(_evaluation, loss_fn=loss_fn, compute_dtype=compute_dtype)
 
@@ -236,7 +236,7 @@ def _predict_examples(
     *,
     predict_fn: PredictFn,
     output_fn: OutputFn | None,
-    compute_dtype: Any,
+    compute_dtype: ComputeDtype,
     gather: Gather,
 ) -> list[Any]:
     predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
@@ -312,7 +312,7 @@ def _check_coupling(
     model: PyTree,
     batches: Generator[Loaded, None, None],
     loss_fn: LossFn,
-    compute_dtype: Any,
+    compute_dtype: ComputeDtype,
 ) -> Generator[Loaded, None, None]:
     """All batches, after a warning if the mean over them is not the mean over their examples."""
     first = _first(batches)
@@ -349,7 +349,7 @@ def check_program(
         agree_on_program(name, program.trace(model, batch, _default(key)).jaxpr, program.mesh)
 
 
-def compile_loss(loss_fn: LossFn, plan: Plan, compute_dtype: Any) -> CompiledCall:
+def compile_loss(loss_fn: LossFn, plan: Plan, compute_dtype: ComputeDtype) -> CompiledCall:
     """A compiled `(model, batch, key) -> (means, weight)`."""
     program = ft.partial(
         _evaluation,
@@ -360,7 +360,7 @@ def compile_loss(loss_fn: LossFn, plan: Plan, compute_dtype: Any) -> CompiledCal
 
 
 def compile_prediction(
-    predict_fn: PredictFn, plan: Plan, compute_dtype: Any, *, gather: Gather
+    predict_fn: PredictFn, plan: Plan, compute_dtype: ComputeDtype, *, gather: Gather
 ) -> CompiledCall:
     """A compiled `(model, batch, key) -> predictions`."""
     program: Callable[..., PyTree] = ft.partial(
@@ -402,7 +402,7 @@ def _prediction_to_read(
 
 
 def _evaluation(
-    model: PyTree, batch: PyTree, key: PRNGKeyArray, *, loss_fn: LossFn, compute_dtype: Any
+    model: PyTree, batch: PyTree, key: PRNGKeyArray, *, loss_fn: LossFn, compute_dtype: ComputeDtype
 ) -> tuple[dict[str, Any], Any]:
     model = eqx.nn.inference_mode(model)
     loss, aux, weight, _ = evaluate_loss(loss_fn, model, batch, key, compute_dtype)

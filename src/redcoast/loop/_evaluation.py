@@ -37,7 +37,7 @@ from ..sharding import Plan, with_auto_plan
 from ..train._compiled_call import CompiledCall
 from ..train._coupled import find_coupled, find_faults, warn_of_batches, warn_of_sums
 from ..train._loss import LossFn
-from ..train._precision import as_compute_dtype
+from ..train._precision import ComputeDtype, as_compute_dtype
 from ..train._predict import PredictFn
 from ..train._training import Training
 from ._evaluate import (
@@ -129,7 +129,7 @@ class CompiledEvaluation:
     mean_loss: CompiledCall | None
     prediction: CompiledCall | None
     threads: Threads = USUAL_THREADS
-    compute_dtype: Any = None
+    compute_dtype: ComputeDtype = None
 
     @hide_frames
     def __call__(

@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
@@ -31,6 +31,7 @@ from ..train._compiled_call import CompiledCall
 from ..train._lookups import Lookup, find_lookups
 from ..train._loss import LossFn, evaluate_loss
 from ..train._microbatches import microbatches
+from ..train._precision import ComputeDtype
 from ..train._step import TrainState, global_norm, loss_and_grads, loss_of_params
 from ..train._training import Training
 from ._steps import Step
@@ -246,7 +247,7 @@ def find_first(
 
 def _beyond(
     batch: Batch | Loaded,
-    mesh: Any,
+    mesh: Mesh | AbstractMesh,
     index: int,
     size: int,
     shape: Any,
@@ -276,7 +277,7 @@ def _beyond(
 
 def _holders(
     batch: Batch | Loaded,
-    mesh: Any,
+    mesh: Mesh | AbstractMesh,
     index: int,
     indices: list[int],
     paths: tuple[str, ...] | None = None,
@@ -309,7 +310,7 @@ def warn_of_clamped_indices(
         )
 
 
-def _may_be_beyond(batch: Batch, model: PyTree, mesh: Any) -> bool:
+def _may_be_beyond(batch: Batch, model: PyTree, mesh: Mesh) -> bool:
     """Whether an integer of the batch is as large as an axis of the model."""
     arrays = arrays_of_batch(batch).values()
     integers = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.integer) and x.size > 0]
@@ -327,7 +328,11 @@ def _largest(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def warn_of_labels(
-    loss_fn: LossFn, model: PyTree, batches: Iterable[Loaded], mesh: Any, compute_dtype: Any
+    loss_fn: LossFn,
+    model: PyTree,
+    batches: Iterable[Loaded],
+    mesh: Mesh,
+    compute_dtype: ComputeDtype,
 ) -> None:
     """Warns about an index that is out of range in the batches of an evaluation."""
     for batch in batches:
@@ -342,8 +347,8 @@ def _first_beyond(
     loss_fn: LossFn,
     model: PyTree,
     batch: Batch | Loaded,
-    mesh: Any,
-    compute_dtype: Any,
+    mesh: Mesh,
+    compute_dtype: ComputeDtype,
     indices: list[int],
     *,
     training: bool,

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -18,6 +18,7 @@ from ..sharding import Plan
 from ..tracking._loggers import all_loggers, say_once, shows_progress
 from ..tracking._metrics import Log
 from ..tracking._terminal import show_directory
+from ..train._precision import ComputeDtype
 from ..train._step import TrainState
 from ._evaluation import Evaluation
 
@@ -38,7 +39,7 @@ class Printer:
         state: TrainState,
         data: Batches,
         evaluation: Evaluation | None,
-        compute_dtype: Any,
+        compute_dtype: ComputeDtype,
         *,
         plans: bool,
     ) -> None:
@@ -167,8 +168,8 @@ def _batches_that_are_not_split(data: Batches, shards: int) -> list[str]:
     return []
 
 
-def precision_of(state: TrainState, compute_dtype: Any) -> str:
-    """The dtypes of the parameters, and the dtype of the computation if it differs."""
+def precision_of(state: TrainState, compute_dtype: ComputeDtype) -> str:
+    """The dtypes of the parameters, and that of the computation if it is another."""
     names = sorted({str(x.dtype) for x in jax.tree.leaves(state.model) if is_inexact(x)})
     computed = None
     if compute_dtype is not None:

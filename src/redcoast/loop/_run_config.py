@@ -17,6 +17,7 @@ from ..data._batches import Batches
 from ..sharding import Plan
 from ..tracking._loggers import RunInfo, code_version
 from ..train._loss import evaluate_loss
+from ..train._precision import ComputeDtype
 from ..train._step import TrainState
 from ..train._training import Training
 from ._printing import precision_of
@@ -138,7 +139,7 @@ def seconds_at_peak(
     batch: PyTree,
     mesh: Mesh,
     *,
-    compute_dtype: Any,
+    compute_dtype: ComputeDtype,
     trainable: PyTree,
 ) -> float | None:
     """Seconds of a training step in which all devices compute at their peak rate.

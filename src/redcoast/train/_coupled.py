@@ -13,6 +13,7 @@ from ..core._pytree import abstract_tree
 from ..core._tracing import abstract_key
 from ..sharding import Coupling, batch_faults, coupling_sentence, examples_coupled
 from ._loss import LossFn, evaluate_loss
+from ._precision import ComputeDtype
 
 
 def warn_of_batches(coupled: Coupling | None, batch_size: int) -> None:
@@ -29,7 +30,7 @@ def find_coupled(
     model: PyTree,
     batch: PyTree,
     mesh: Mesh | AbstractMesh,
-    compute_dtype: Any,
+    compute_dtype: ComputeDtype,
     *,
     training: bool,
 ) -> Coupling | None:
@@ -49,7 +50,7 @@ def find_faults(
     model: PyTree,
     batch: PyTree,
     mesh: Mesh | AbstractMesh,
-    compute_dtype: Any,
+    compute_dtype: ComputeDtype,
     *,
     training: bool,
 ) -> tuple[Mapping[str, str], tuple[str, ...], tuple[str, ...]]:

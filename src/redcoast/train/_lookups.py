@@ -22,6 +22,7 @@ from ..core._jaxpr import bind_again
 from ..core._pytree import ARRAYS, abstract_tree, join, show_place, split
 from ..core._tracing import abstract_key, trace_for
 from ._loss import LossFn, evaluate_loss
+from ._precision import ComputeDtype
 from ._programs import compiled_once
 
 
@@ -70,7 +71,7 @@ def find_lookups(
     model: PyTree,
     batch: PyTree,
     mesh: Mesh | AbstractMesh,
-    compute_dtype: Any,
+    compute_dtype: ComputeDtype,
     *,
     training: bool,
 ) -> Lookups:

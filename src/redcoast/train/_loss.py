@@ -16,7 +16,7 @@ from ..core._pytree import layer_states, show_path
 from ..core._user_functions import calling
 from ..data._per_batch import without_marks
 from ._layer_state import how_to_return, returns_state
-from ._precision import cast_floating, has_floating_state, is_floating, widen
+from ._precision import ComputeDtype, cast_floating, has_floating_state, is_floating, widen
 
 logger = logging.getLogger("redcoast")
 
@@ -39,7 +39,11 @@ class LossResult(NamedTuple):
 
 
 def evaluate_loss(
-    loss_fn: LossFn, model: PyTree, batch: PyTree, key: PRNGKeyArray | None, compute_dtype: Any
+    loss_fn: LossFn,
+    model: PyTree,
+    batch: PyTree,
+    key: PRNGKeyArray | None,
+    compute_dtype: ComputeDtype,
 ) -> LossResult:
     """Computes the loss in `compute_dtype`; the result is in float32 or wider."""
     half = compute_dtype is not None and jnp.dtype(compute_dtype).itemsize < 4

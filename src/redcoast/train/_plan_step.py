@@ -25,7 +25,7 @@ from ._coupled import (
 )
 from ._layer_state import warn_of_outer_state
 from ._loss import LossFn, evaluate_loss
-from ._precision import as_compute_dtype
+from ._precision import ComputeDtype, as_compute_dtype
 from ._step import TrainState, refuse_other_rows
 from ._training import Training
 
@@ -180,8 +180,8 @@ def verify_step(plan: Plan, training: Training, state: TrainState, batch: PyTree
     plan.verify(loss, state.model, batch, state.key, tolerance=tolerance)
 
 
-def _loss(loss_fn: LossFn, compute_dtype: Any) -> Callable[..., Any]:
-    """The loss, and the new model if `loss_fn` returns one, because it is communicated too."""
+def _loss(loss_fn: LossFn, compute_dtype: ComputeDtype) -> Callable[..., Any]:
+    """The loss; with the new model, if `loss_fn` returns one, since that is communicated too."""
 
     @ft.wraps(loss_fn, updated=())
     def measure(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:

@@ -4,11 +4,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from ..core._pytree import layer_states
 
-# Names of dtypes in other libraries.
+# The dtype that a model computes in; `None` for that of its parameters.
+ComputeDtype = DTypeLike | None
+# What other libraries call them.
 _NAMES = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -20,8 +23,8 @@ _NAMES = {
 }
 
 
-def as_compute_dtype(dtype: Any) -> Any:
-    """Returns the dtype of a computation from a dtype or a name such as `"bf16"`.
+def as_compute_dtype(dtype: Any) -> ComputeDtype:
+    """The dtype of a computation: what was passed, or the dtype of a name such as `"bf16"`.
 
     **Raises:**
 

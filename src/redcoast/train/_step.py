@@ -37,7 +37,7 @@ from ._loss import LossFn, evaluate_loss
 from ._loss_scale import LossScale
 from ._model import refuse_untrainable
 from ._optimizer import call_update, refuse_optimizer_states, refuse_per_example
-from ._precision import as_compute_dtype, widen
+from ._precision import ComputeDtype, as_compute_dtype, widen
 from ._shared_arrays import warn_of_shared
 from ._show_state import show_state
 from ._skip_nonfinite import guarded_update
@@ -185,7 +185,7 @@ def state_of(
     optimizer: optax.GradientTransformation,
     *,
     key: PRNGKeyArray,
-    compute_dtype: Any,
+    compute_dtype: ComputeDtype,
     trainable: PyTree,
     average: int | float | None = None,
 ) -> TrainState:
@@ -205,7 +205,7 @@ def state_of(
     return with_average(state, average, trainable)
 
 
-def with_loss_scale(state: TrainState, compute_dtype: Any) -> TrainState:
+def with_loss_scale(state: TrainState, compute_dtype: ComputeDtype) -> TrainState:
     """Adds the loss scale that training in `compute_dtype` needs to a state that has none."""
     compute_dtype = as_compute_dtype(compute_dtype)
     needed = compute_dtype is not None and jnp.dtype(compute_dtype) == jnp.float16
@@ -414,7 +414,7 @@ def loss_of_params(
     key: PRNGKeyArray,
     *,
     loss_fn: LossFn,
-    compute_dtype: Any,
+    compute_dtype: ComputeDtype,
     part: Callable[[PyTree], tuple[PyTree, PyTree]],
 ) -> tuple[Array, tuple[dict[str, Array], Array, PyTree]]:
     """Computes the loss from the trainable leaves; also returns aux, weight and other leaves."""

@@ -3,7 +3,6 @@
 import functools as ft
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import optax
@@ -13,6 +12,7 @@ from ..sharding import Plan
 from ..tracking._metrics import pack_metrics
 from ._compile import CompiledStep, compile_reusable_step
 from ._loss import LossFn
+from ._precision import ComputeDtype
 from ._step import train_step
 
 
@@ -26,7 +26,7 @@ class Training:
     loss_fn: LossFn
     optimizer: optax.GradientTransformation
     accumulate: int = 1
-    compute_dtype: Any = None
+    compute_dtype: ComputeDtype = None
     trainable: PyTree = eqx.is_inexact_array
 
     def step(self, plan: Plan, accumulate: int) -> Callable[..., tuple[PyTree, PyTree]]:

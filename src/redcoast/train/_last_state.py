@@ -1,8 +1,8 @@
 """The partition of the state that a step returned last, which is taken apart once.
 
-Flattening a tree of many modules takes more Python than a small step: for a state of 57 arrays in
-nine layers, a third of a call. So a loop that passes the state on as it is has its arrays from
-here. Whatever can be changed in place is compared at each call.
+Flattening a tree of many modules takes more Python than a small step: with a state of 57 arrays in
+nine layers, a call of a compiled step makes 3,590 function calls, and 306 if the arrays are known
+from the last one. Whatever can be changed in place is compared at each call.
 """
 
 import dataclasses

@@ -411,7 +411,9 @@ class Batches:
         }
         if length is None:
             options["parts"] = self._parts
-        load: Any = stream_batches if length is None else training_batches
+        load: Any = training_batches
+        if length is None:
+            load = stream_batches
         loading = load(self._examples, self.collate_fn, **options)
         self._closing.callback(loading.close)
         left = None

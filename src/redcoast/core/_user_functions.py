@@ -176,7 +176,10 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
 
 def _channels_first(layers: list[dict[str, Any]]) -> list[str]:
     """A hint for a convolution whose input has its channels elsewhere, or none."""
-    if not layers:
+    names = layers[-1] if layers else {}
+    layer = names.get("self")
+    x: Any = names.get("x")
+    if not isinstance(layer, eqx.nn.Conv | eqx.nn.ConvTranspose) or not eqx.is_array(x):
         return []
     layer, x = layers[-1].get("self"), layers[-1].get("x")
     if not isinstance(layer, eqx.nn.Conv | eqx.nn.ConvTranspose) or not eqx.is_array(x):

@@ -124,6 +124,7 @@ ROWS = {
         (lambda d: rc.read_metrics(d / "none.jsonl"), FileNotFoundError, "none.jsonl"),
     ],
     "Decoding": [
+        (lambda d: rc.Decoding(temperature="hot"), TypeError, "`temperature` is 'hot'.*a number"),
         (lambda d: rc.Decoding(top_k=5), ValueError, "`top_k=5` only applies to sampling"),
         (lambda d: rc.Decoding(min_p=2.0, temperature=1.0), ValueError, r"`min_p` is 2\.0"),
         (lambda d: rc.Decoding(repetition_penalty=0), ValueError, "`repetition_penalty` is 0"),

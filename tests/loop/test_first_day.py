@@ -132,6 +132,13 @@ def test_a_deleted_array_of_an_earlier_state_says_what_to_keep():
     assert info.value.__notes__[-1].endswith("Keep a copy, such as `jax.device_get(state.model)`.")
 
 
+def test_an_attribute_of_another_librarys_state_says_what_there_is():
+    state = rc.init_state(make_model(), optax.sgd(0.1), key=jax.random.key(0))
+    with pytest.raises(AttributeError, match="no attribute 'params'.*`model` has the trained"):
+        _ = state.params
+    assert not hasattr(state, "apply_fn")
+
+
 class Repeated:
     """An endless source with an index, as Grain's `repeat()` makes."""
 

@@ -16,15 +16,16 @@ from redcoast.core._control_flow import (
     Manual,
     Scan,
     While,
+    consts_of,
     control_flow,
     inner_jaxprs,
+    open_jaxpr,
     primitive_name,
     replace_parameters,
     saves,
 )
 from redcoast.core._jaxpr import bind_again, iter_equations
 from redcoast.core._versions import versions_tested
-from redcoast.losses import consts_of, open_jaxpr
 
 X = jnp.arange(3.0)
 

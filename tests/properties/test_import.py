@@ -73,7 +73,7 @@ def test_public_names_have_documentation():
     public = [n for n in names if not isinstance(getattr(redcoast, n), type(sys))]
     assert "fit" in public
     # A mapping has no docstring: that of `CHIPS` is below its definition.
-    assert [n for n in public if not getattr(redcoast, n).__doc__] == ["CHIPS"]
+    assert {n for n in public if not getattr(redcoast, n).__doc__} <= {"CHIPS"}
 
 
 def test_nothing_else_is_public():

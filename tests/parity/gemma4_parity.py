@@ -21,7 +21,7 @@ SIZES = {
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 48,
 }
-INPUTS = {"hidden_size_per_layer_input": 16}
+INPUTS = {"hidden_size_per_layer_input": 32, "hidden_size": 64}
 EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}
 EXPERTS |= {"moe_intermediate_size": 12}
 ROPE = {NEAR: {"rope_type": "default", "rope_theta": 20.0}}
@@ -37,8 +37,8 @@ CASES = [
         | {
             # With more layers and larger heads, rounding alone makes `transformers` differ from
             # itself in float64 by 1e-3.
-            "layer_types": [NEAR, FAR, NEAR, NEAR, FAR],
-            "num_hidden_layers": 5,
+            "layer_types": [NEAR, FAR] * 2,
+            "num_hidden_layers": 4,
             "num_kv_shared_layers": 2,
             "head_dim": 4,
             "global_head_dim": 8,

@@ -84,6 +84,7 @@ def make(**changes):
     return make_model(Gemma4, dataclasses.replace(CONFIG, **changes))
 
 
+@pytest.mark.thorough
 def test_cache_of_all_kinds_of_layers():
     check_cache(make(layers=4, local=(True, False) * 2))
 

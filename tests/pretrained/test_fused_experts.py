@@ -28,6 +28,7 @@ def fused(tensors, *, turned):
 
 
 @pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.few("True")
 def test_experts_in_one_tensor_are_read(turned, tmp_path):
     model = Mixtral(CONFIG, key=jax.random.key(0))
     rc.save_pretrained(model, tmp_path)

@@ -271,7 +271,8 @@ class Gemma4(RoutedDecoder):
     ```python
     config = Gemma4Config(
         vocab=256, width=128, layers=6, heads=4, kv_heads=1, hidden=512, head_dim=32,
-        global_head_dim=64, rotary_dim=16, shared_layers=2, layer_size=16,
+        global_head_dim=64, rotary_dim=16, local=(True, False) * 3, shared_layers=2,
+        layer_size=16,
     )
     model = Gemma4(config, key=jax.random.key(0))
     logits = model(jnp.zeros((8, 64), jnp.int32))  # (8, 64, 256)

@@ -14,7 +14,7 @@ from problem import arrays, batch_of, collate_fn, loss_fn, make_examples, make_m
 
 import redcoast as rc
 from redcoast.dryrun._chips import CHIPS
-from redcoast.loop._printing import cost_of_float32, describe_run
+from redcoast.loop._printing import Printer, cost_of_float32
 from redcoast.models import Llama, LlamaConfig
 from redcoast.train._precision import as_compute_dtype
 
@@ -167,7 +167,7 @@ def test_summary_says_how_long_a_source_is(examples, length, words, capsys):
     key = jax.random.key(0)
     data = rc.batches(examples, collate_fn, batch_size=4, key=key, **length)
     state = rc.init_state(make_model(), optax.sgd(0.1), key=key)
-    describe_run(state, data, None, None, plans=False, quiet=False)
+    Printer(None, None).describe_run(state, data, None, None, plans=False)
     assert words in " ".join(capsys.readouterr().out.split())
 
 

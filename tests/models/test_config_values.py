@@ -32,6 +32,7 @@ from redcoast.models import (
     OPTConfig,
     Phi3Config,
     Qwen3_5Config,
+    RopeScaling,
     T5Config,
     ViTConfig,
     WhisperConfig,

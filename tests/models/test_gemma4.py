@@ -16,9 +16,9 @@ from decoder_checks import (
     check_split,
     gradient_of,
     logits_of,
-    make_model,
     make_tokens,
 )
+from random_models import random_model
 
 from redcoast.models import Gemma4, Gemma4Config
 from redcoast.pretrained._match import layout_of
@@ -81,7 +81,7 @@ SETTINGS = {
 
 
 def make(**changes):
-    return make_model(Gemma4, dataclasses.replace(CONFIG, **changes))
+    return random_model(Gemma4, dataclasses.replace(CONFIG, **changes))
 
 
 @pytest.mark.thorough

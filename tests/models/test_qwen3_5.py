@@ -13,9 +13,9 @@ from decoder_checks import (
     check_remat,
     check_split,
     logits_of,
-    make_model,
     make_tokens,
 )
+from random_models import random_model
 
 from redcoast.models import Qwen3_5, Qwen3_5Config, RopeScaling, Yarn
 from redcoast.pretrained._registry import find_family, read_config, write_config
@@ -74,7 +74,7 @@ SETTINGS = {
 
 
 def make(**changes):
-    return make_model(Qwen3_5, dataclasses.replace(CONFIG, **changes))
+    return random_model(Qwen3_5, dataclasses.replace(CONFIG, **changes))
 
 
 def test_cache_of_both_kinds_of_layers():

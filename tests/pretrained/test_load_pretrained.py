@@ -368,7 +368,7 @@ def test_settings_that_are_not_known(tmp_path):
     ("kind", "words"),
     [
         ("bloom", "no implementation of its biases of positions .ALiBi."),
-        ("qwen3_5_moe", "no implementation of its layers of Gated DeltaNet"),
+        ("qwen3_next", "no implementation of its layers of Gated DeltaNet"),
         ("iquestcoder", "settings and tensors have names that redcoast does not read"),
         ("lama", "not supported. Supported types"),
         (None, "None, which is not supported. Supported types"),

@@ -110,7 +110,7 @@ class Checkpointer:
         `TypeError` if a checkpoint cannot store the dtype of an array; it names the array.
         """
         if self._checkpoints is not None:
-            arrays_to_save(like)  # raises now what would be raised by the first save
+            arrays_to_save(like)  # raises the errors of the first save early
         restored = self._checkpoints and restore_newest(self._checkpoints, like, shardings)
         if restored is None:
             return None

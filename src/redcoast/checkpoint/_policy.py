@@ -225,7 +225,7 @@ def metric_of(checkpoints: Checkpoints, metrics: Mapping[str, Any]) -> float:
 
 
 def is_best(checkpoints: Checkpoints, value: float, values: Mapping[int, float]) -> bool:
-    """Whether a value of the metric `best` is better than those of all checkpoints."""
+    """Whether a value of the metric `best` is better than in all checkpoints."""
     sign = 1.0
     if checkpoints.mode == "min":
         sign = -1.0

@@ -344,7 +344,7 @@ def check_whole(path: Path, *, part: int = 0, parts: int = 1) -> None:
 
 
 def _inside(path: Path) -> str:
-    """Which path to pass in place of one that is not a checkpoint, such as that of a run."""
+    """Suggests a path instead of one that is not a checkpoint, such as a run's directory."""
     checkpoints: dict[int, Path] = {}
     for directory in (path, path / "checkpoints"):
         for arrays in directory.glob(f"*/{ARRAYS}"):
@@ -434,7 +434,7 @@ def _placed(x: Any, sharding: Sharding | None) -> tuple[Any, Sharding | None]:
 def _check_match(
     path: Path, wanted: dict[Names, Any], saved: dict[Names, Any], *, resuming: bool
 ) -> None:
-    """Raises `CheckpointMismatch` if names, shapes or dtypes differ from those that are wanted."""
+    """Raises `CheckpointMismatch` if names, shapes or dtypes differ from the expected ones."""
     differences = _differences(wanted, saved, "this run" if resuming else "`like`")
     if not differences:
         return

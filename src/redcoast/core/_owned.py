@@ -66,7 +66,7 @@ def _visit(x: Any, seen: dict[int, Any], references: dict[int, int]) -> None:
 def _parts(x: Any, kind: type) -> Iterable[Any]:
     if kind is dict:
         return x.values()
-    # A list of numbers is not looked through.
+    # A list of numbers is not searched.
     if x and _kind(type(x[0])) is not None:
         return x
     return ()

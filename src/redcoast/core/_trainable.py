@@ -192,7 +192,7 @@ def _matching(model: PyTree, patterns: Sequence[Any]) -> PyTree:
 
 
 def _does_not_fit(model: PyTree, trainable: PyTree) -> ValueError | None:
-    """What is wrong with `trainable`, if it is one of the usual things."""
+    """Returns an error that explains why `trainable` does not fit, for common mistakes."""
     filters = dict(jax.tree_util.tree_leaves_with_path(trainable, is_leaf=lambda x: x is None))
     parts: set[Any] = set()  # all places in the model, leaves and what holds them
     lacking: list[str] = []

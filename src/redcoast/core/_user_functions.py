@@ -31,7 +31,7 @@ ITEMS_ARE_BATCHES = (
     "If the items of `examples` are batches already, pass `batch_size=None`, or pass their "
     "examples one by one."
 )
-# Words of errors that arguments in another order lead to.
+# Words of the errors that arguments in the wrong order cause.
 _OF_ANOTHER_ORDER = (
     "non-iterable",
     "not callable",

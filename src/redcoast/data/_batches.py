@@ -177,7 +177,7 @@ class Batches:
 
     @property
     def stream_epochs(self) -> int | None:
-        """How often a stream is read; `None` for other examples, and with `steps`."""
+        """How many times a stream is read; `None` for other examples, and with `steps`."""
         if self.length is not None:
             return None
         return self._epochs

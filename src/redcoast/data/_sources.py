@@ -58,7 +58,7 @@ class _EpochsOfFunction(Epochs):
     """
 
     def __init__(self, make: Callable[[int], Any], first: Any, name: str, epochs: int | None):
-        # Those of the last two epochs are kept, because a batch may span both.
+        # The examples of two epochs are kept, because a batch may span both.
         super().__init__({0: first}, _length(first, f"{name}(0)", epochs))
         self._make, self._name = make, name
         self._readers: collections.Counter[int] = collections.Counter()
@@ -342,7 +342,7 @@ class StreamReader:
             others: set[int] = set()
             for _, places_of_call in self._used:
                 others.update(places_of_call)
-            # The examples are kept, so that no other has their memory by chance.
+            # The examples are kept alive, so that their memory is not reused by chance.
             self._used.append((examples, places))
             if len({*places, *others}) < len(places) + len(others):
                 self._used.clear()

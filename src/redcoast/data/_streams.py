@@ -96,7 +96,7 @@ class IteratorWithState(Stream):
         examples = list(itertools.islice(self._iterator, count))
         self.set_state(decode_stream_state(state))
         places = list(itertools.chain.from_iterable(map(memory_of, examples)))
-        if len(set(places)) < len(places):  # it gives the same memory again and again
+        if len(set(places)) < len(places):  # it returns the same memory for several examples
             examples = list(map(copied, itertools.islice(self._iterator, count)))
             self.set_state(decode_stream_state(state))
         return examples

@@ -181,7 +181,8 @@ def place_of(target: TargetDevices) -> Place:
 
 
 def missing_compiler(chip: Chip) -> str:
-    """Says that a chip's own compiler is not installed, and what to install; `""` if it is."""
+    """A sentence that a chip's own compiler is not installed, and how to install it; `""` if it
+    is."""
     extra = missing_extra(chip)
     if extra is None:
         return ""

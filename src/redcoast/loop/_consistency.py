@@ -50,14 +50,14 @@ def check_agreement(
 
     **Arguments:**
 
-    - `plan`: how the program is sharded; it follows from the program.
-    - `model`, `key`: what the run begins with. Of a function, the code is compared.
-    - `state`, `step`: the abstract state, and what returns the compiled step, whose program is
-        compared.
+    - `plan`: how the program is sharded.
+    - `model`, `key`: the initial model and key. If `model` is a function, its code is compared.
+    - `state`, `step`: the abstract state, and a function that returns the compiled step, whose
+        program is compared.
     - `data`, `evaluation`: the number of their examples, the shapes of a batch, and some collated
         examples are compared.
     - `functions`: functions by name, whose code is compared.
-    - `values`: all else by name, as JSON can hold it.
+    - `values`: other values by name, of types that JSON supports.
     """
     if jax.process_count() == 1:
         return

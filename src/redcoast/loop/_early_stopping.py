@@ -134,7 +134,7 @@ class BestSoFar:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The counters, as JSON can hold them."""
+        """The counters, as values that JSON supports."""
         value = self.value
         if self.step is None:
             value = None

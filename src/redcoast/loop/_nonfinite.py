@@ -145,7 +145,7 @@ def _key(state: TrainState) -> jax.Array:
 
 
 def _wrong(path: str, x: jax.Array) -> jax.Array:
-    # Optimizers begin with infinity where they look for the best so far.
+    # Some optimizers initialise a best value with infinity.
     if path.startswith("model"):
         return ~jnp.isfinite(x)
     return jnp.isnan(x)
@@ -173,7 +173,7 @@ def arrays_of_batch(batch: Batch | Loaded) -> dict[str, Any]:
 def sentences(
     nonfinite: Nonfinite, indices: list[int], first: str | None = None, *, trained: bool
 ) -> str:
-    """Describes what was found; `indices` are those of the batch's examples."""
+    """Describes the nonfinite values; `indices` are the indices of the batch's examples."""
     when = " before any step"
     if trained:
         when = ""
@@ -198,7 +198,7 @@ def _inputs(rows_of: dict[str, Any], indices: list[int]) -> list[str]:
 
 
 def _held(what: str, path: str, rows: Any, indices: list[int]) -> str:
-    """A sentence about what an array of the batch holds in some of its rows."""
+    """A sentence about values in some rows of an array of the batch."""
     where = "The batch"
     if path:
         where = f"The batch's array {path}"

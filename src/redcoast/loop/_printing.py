@@ -158,7 +158,7 @@ def _batches_that_are_not_split(data: Batches, shards: int) -> list[str]:
     if batch_size % shards:
         return [
             f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so each "
-            f"of them computes all of it. A multiple of {shards} would be split."
+            f"of them computes all of it. A multiple of {shards} would be sharded."
         ]
     if last_rows % shards:
         return [
@@ -169,7 +169,7 @@ def _batches_that_are_not_split(data: Batches, shards: int) -> list[str]:
 
 
 def precision_of(state: TrainState, compute_dtype: ComputeDtype) -> str:
-    """The dtypes of the parameters, and that of the computation if it is another."""
+    """The dtypes of the parameters, and the dtype of the computation if it differs."""
     names = sorted({str(x.dtype) for x in jax.tree.leaves(state.model) if is_inexact(x)})
     computed = None
     if compute_dtype is not None:

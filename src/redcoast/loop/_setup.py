@@ -95,12 +95,12 @@ def plan_run(
     data: Batches,
     overrides: Sequence[tuple[str, Any]],
 ) -> Plan:
-    """The plan that is given, if it fits the state, or else the plan of the step."""
+    """Returns the given plan, after a check that it fits the state, or else plans the step."""
     if training.accumulate > 1 and data.per_batch:
         refuse_per_batch(training.accumulate)
     if isinstance(plan, Plan):
         if overrides:
-            raise ValueError("`plan` holds its overrides already; leave `overrides` out.")
+            raise ValueError("`plan` already contains its overrides; leave `overrides` out.")
         plan = with_auto_plan(plan)
         check_plan_fits(plan, state)
         return plan

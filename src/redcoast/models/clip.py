@@ -92,7 +92,7 @@ class ClipConfig:
 
 
 class ClipImageEncoder(PairEncoder):
-    """The image encoder of a `Clip`. Its first position is that of the class token."""
+    """The image encoder of a `Clip`. Its first position is the class token."""
 
     patch_embed: Float[Array, "channels rows columns width"]
     class_embed: Float[Array, " width"]

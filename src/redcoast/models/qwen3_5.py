@@ -398,7 +398,7 @@ def _delta_net(layer, x, real, cache, index, c):
 
 
 def _feed_forward(layer, x, real, use, c):
-    """The outputs of the network or of the experts, and the use of experts until here."""
+    """The outputs of the network or of the experts, and the use of experts so far."""
     if layer.router is None:
         return gated_feed_forward(layer, x, "silu"), use
     scores = product("bsd,de->bse", x, layer.router)

@@ -215,8 +215,8 @@ def _tokenizer_files(source: Path | None) -> dict[str, Path | str]:
         return {**gguf_tokenizer_files(gguf)}
     if not files:
         raise ValueError(
-            f"{source} holds no file of a tokenizer, such as tokenizer.json. Pass the directory or "
-            "the .gguf file that the model was loaded from, or no `tokenizer`."
+            f"{source} contains no file of a tokenizer, such as tokenizer.json. Pass the directory "
+            "or the .gguf file that the model was loaded from, or no `tokenizer`."
         )
     return {file.name: file_inside(source, file.name) for file in files}
 

@@ -26,8 +26,8 @@ class Tensor:
     **Arguments:**
 
     - `name`: the names of the tensors. Each field in it, such as `{layer}`, is a leading dimension
-      of the leaf, in the same order. `{layer+1}` counts from 1, for layers of which the first has
-      no such tensor, and `{layer+0}` from 0, for layers of which the last ones have none.
+      of the leaf, in the same order. `{layer+1}` counts from 1, if the first layer has no such
+      tensor, and `{layer+0}` from 0, if the last layers have none.
       `{layer:0,1,3}` lists the numbers of the layers, if there are others between them.
     - `pattern`: how the dimensions of one tensor become the remaining dimensions of the leaf, in
       the style of einops. Each dimension is a factor, or several factors in parentheses, slowest

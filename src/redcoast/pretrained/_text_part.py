@@ -104,7 +104,7 @@ _PREFIXES = {
 
 
 def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of the language model, or those of any other model as they are."""
+    """Returns the settings of the language model; for other models, the settings unchanged."""
     wrapper = settings.get("model_type")
     if not isinstance(wrapper, str) or wrapper not in WRAPPERS:
         return settings

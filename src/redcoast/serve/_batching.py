@@ -151,7 +151,7 @@ class Queue:
             return batch
 
     def _fit(self, jobs: list[ServedJob]) -> bool:
-        """Whether jobs can share a batch, whose rows are all as long as the longest."""
+        """Whether jobs can share a batch, whose rows are all as long as the longest one."""
         rows = longest_prompt = most_new = 0
         for job in jobs:
             if job.alike != jobs[0].alike:
@@ -358,7 +358,7 @@ def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
         if number == 0 and echoes:
             show_prompts(rows, jax.device_get(of_prompt))
         chosen, scores = jax.device_get((progress.tokens, progress.scores))
-        for i, row in enumerate(rows):  # there are rows of padding
+        for i, row in enumerate(rows):  # without the padding rows
             token = int(chosen[i])
             row.add(token, score_of(row, token, scores, i))
         if all(row.ended for row in rows):

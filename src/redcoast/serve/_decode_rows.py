@@ -76,7 +76,7 @@ def decode_rows(
     cache, logits, real, scores = _begin(arrays, static, *prompt, request, everywhere, score_prompt)
     places = places_of(cache)
     arrays, static = split(by_layer(model))
-    # The room matters to the choice only if it depends on earlier tokens.
+    # The choice depends on the room only if it depends on earlier tokens.
     room = None
     if request.needs_history:
         room = request.room

@@ -66,7 +66,7 @@ def check_host(headers: Mapping[bytes, bytes]) -> None:
 
 def check_api_key(headers: Mapping[bytes, bytes], key: str) -> None:
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-    # Takes the same time wherever the keys differ.
+    # The comparison takes the same time wherever the keys differ.
     same = hmac.compare_digest(token.strip(), key.encode())
     if scheme.lower() != b"bearer" or not same:
         text = "Incorrect API key provided: send the key of `--api-key` as a bearer token."

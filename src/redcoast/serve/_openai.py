@@ -24,7 +24,7 @@ from ._openai_prompts import (
 from ._refused import Refused
 from ._row_options import MOST_BIASES, MOST_ENDS, MOST_TOP, ends_of
 
-# Parameters with the only values that are served, and parameters that change no answer.
+# Parameters with the only supported values, and parameters that do not affect answers.
 ONLY: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
@@ -67,8 +67,8 @@ class Ask:
 def read_request(
     body: bytes, limits: Limits, encode: Encode, render: Render | None, *, chat: bool
 ) -> Ask:
-    """Reads the body of a request. `encode` is that of a tokenizer, with `special` for its own
-    tokens around a text; `render` is the chat template."""
+    """Reads the body of a request. `encode` tokenises a text, with special tokens around it if
+    `special`; `render` renders the chat template."""
     request = parse_body(body, limits)
     refuse_unknown(request, chat=chat)
     check_model_name(request.get("model"), limits.name)
@@ -126,7 +126,7 @@ def parse_body(body: bytes, limits: Limits) -> Body:
     try:
         request = json.loads(body)
         body.decode()
-        if b"\\ud" in body.lower():  # perhaps a half of a surrogate pair
+        if b"\\ud" in body.lower():  # perhaps an unpaired surrogate
             json.dumps(request, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"The body is not valid JSON in UTF-8: {error}.") from error
@@ -165,7 +165,7 @@ def check_model_name(model: object, name: str) -> None:
 
 
 def read_asked_length(request: Body, *, chat: bool, least: int) -> int | None:
-    """Returns the most new tokens, if the request says it."""
+    """Returns the maximum number of new tokens, if the request specifies it."""
     longest = integer(request, "max_tokens", least, None)
     if chat:
         newer = integer(request, "max_completion_tokens", least, None)
@@ -203,7 +203,7 @@ def choose_length(
 
 
 def requested_decoding(request: Body, limits: Limits) -> Decoding:
-    """Returns the model's own decoding, with what the request asks for."""
+    """Returns the model's default decoding, with the options of the request."""
     default = limits.decoding
     asked = {
         "temperature": number(request, "temperature", 0, 2),
@@ -251,7 +251,7 @@ def read_ends(request: Body, limits: Limits) -> tuple[int, ...]:
 
 
 def read_extras(request: Body, limits: Limits, *, chat: bool) -> Extras:
-    """Reads penalties, biases and the wish for log-probabilities."""
+    """Reads the penalties, biases and options for log-probabilities."""
     logprobs = _read_logprobs_of_chat(request) if chat else _read_logprobs(request)
     return Extras(
         presence=number(request, "presence_penalty", -2, 2) or 0,
@@ -282,7 +282,7 @@ def _read_logprobs_of_chat(request: Body) -> int | None:
 
 
 def read_bias(bias: object, limits: Limits) -> dict[int, float]:
-    """Reads `logit_bias`, whose keys are tokens in the form of strings."""
+    """Reads `logit_bias`, whose keys are token ids as strings."""
     bias = bias or {}
     if not isinstance(bias, dict) or len(bias) > MOST_BIASES:
         text = f"`logit_bias` must be an object of at most {MOST_BIASES} tokens."

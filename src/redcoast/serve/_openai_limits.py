@@ -9,14 +9,16 @@ from ..core._decoding import Decoding
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server takes.
+    """The limits of requests.
 
     - `name`: the name of its model; `vocab`: the size of the model's vocabulary.
-    - `context`: the most tokens of a prompt and its answer; `characters`: the most of a prompt.
-    - `rows`: the most rows of a request.
-    - `new_tokens`: the tokens of an answer in a chat by default; `decoding`: that by default.
+    - `context`: the maximum number of tokens of a prompt and its answer; `characters`: the maximum
+        number of characters of a prompt.
+    - `rows`: the maximum number of rows of a request.
+    - `new_tokens`: the default number of tokens of an answer in a chat; `decoding`: the default
+        decoding.
     - `eos`: the tokens that end an answer.
-    - `grammars`: makes the grammar of a `response_format`; None if none are served.
+    - `grammars`: creates the grammar of a `response_format`; None if not supported.
     """
 
     name: str
@@ -31,5 +33,5 @@ class Limits:
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes of the body of a request."""
+        """The maximum size of the body of a request, in bytes."""
         return 2**20 + 16 * self.rows * self.context

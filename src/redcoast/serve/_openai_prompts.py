@@ -11,7 +11,7 @@ Encode = Callable[..., list[int]]
 Render = Callable[..., str]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# What a message has besides its role and its content, which templates may show.
+# Other keys of a message, which templates may show.
 OF_MESSAGES = ("name", "tool_call_id", "tool_calls", "reasoning_content")
 
 
@@ -37,8 +37,8 @@ def read_messages(request: Body, limits: Limits, render: Render | None) -> list[
         options["tools"] = tools
     try:
         return [render(chat, **options)]
-    except ValueError as error:  # a template may refuse, or fail on, any order of roles
-        text = f"The model's chat template refuses these messages: {error}."
+    except ValueError as error:  # a template may reject, or fail on, any order of roles
+        text = f"The model's chat template rejects these messages: {error}."
         raise Refused(400, text, "messages") from error
 
 
@@ -72,7 +72,7 @@ def read_message(message: object, where: str) -> Body:
         text = f"'{where}' must be an object with a role that is one of {', '.join(ROLES)}."
         raise Refused(400, text, f"{where}.role")
     if message.get("function_call") or message.get("audio"):
-        text = f"'{where}' has a `function_call` or `audio`, which are not served."
+        text = f"'{where}' has a `function_call` or `audio`, which are not supported."
         raise Refused(400, text, where)
     role, content = message["role"], message.get("content")
     if content is None and role == "assistant":  # an answer that is calls of tools alone
@@ -89,7 +89,7 @@ def read_message(message: object, where: str) -> Body:
 
 
 def read_calls(calls: object, where: str) -> list[Body]:
-    """Returns calls of tools, whose arguments are objects, as templates expect them."""
+    """Returns tool calls with objects as arguments, as templates expect."""
     error = f"'{where}' must be a list of functions with names and JSON objects as arguments."
     if not isinstance(calls, list):
         raise Refused(400, error, where)
@@ -108,7 +108,8 @@ def read_calls(calls: object, where: str) -> list[Body]:
 
 
 def read_arguments(function: Body) -> Body | None:
-    """Returns the arguments of a call, which the API has as text; None if they are no object."""
+    """Returns the arguments of a call, which are text in the API; None if they are not an
+    object."""
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:
@@ -141,7 +142,7 @@ _NO_TEXT = "'{}' must be a string, or a list of parts of text."
 
 
 def read_prompts(request: Body, limits: Limits) -> list[str | list[int]]:
-    """Returns one prompt or several, which are strings or tokens."""
+    """Returns one or several prompts, which are strings or tokens."""
     prompt = request.get("prompt")
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and is_integer(prompt[0])):
         prompt = [prompt]
@@ -162,11 +163,11 @@ _NO_PROMPT = "A prompt must be a string or a list of tokens, with at least one t
 
 
 def check_characters(count: int, limits: Limits, param: str) -> None:
-    """Refuses a text that is longer than its tokens can be."""
+    """Rejects a text that is too long for the context."""
     if count > limits.characters:
         text = (
             f"This server's maximum context length is {limits.context} tokens. The prompt has "
-            f"{count} characters, and at most {limits.characters} are read."
+            f"{count} characters, and at most {limits.characters} are accepted."
         )
         raise Refused(400, text, param, "context_length_exceeded")
 

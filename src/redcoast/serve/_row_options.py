@@ -67,8 +67,8 @@ class RowOptions(eqx.Module):
 def stack_options(
     rows: Sequence[RowRequest], lengths: Sequence[int], ends: Sequence[tuple[int, ...]], count: int
 ) -> RowOptions:
-    """Makes the options of `count` rows, of which those after `rows` are padding. `lengths` are
-    those of the prompts, and `ends` the tokens that end each row."""
+    """Creates the options of `count` rows: `rows`, and then padding. `lengths` are the lengths of
+    the prompts, and `ends` the tokens that end each row."""
     options = _greedy_rows(count)
     for i, (row, length, ends_of_row) in enumerate(zip(rows, lengths, ends, strict=True)):
         decoding = row.decoding

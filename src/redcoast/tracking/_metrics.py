@@ -263,7 +263,7 @@ class MetricsReader:
             getattr(log, method, lambda *_: None)(*args)
 
     def report_skipped(self) -> None:
-        """Logs a warning that says how many of all steps were skipped, if any were."""
+        """Logs a warning with the number of skipped steps, if there are any."""
         most = self._skipped_steps > self._read_steps / 2
         advice = " Lower the learning rate, or clip the gradient." if most else ""
         if self._skipped_steps:

@@ -298,7 +298,10 @@ class CompiledStep:
         jitted, traced = self._trace(kind, constants, arrays, others)
         agree_on_program("the program of the step", traced.jaxpr, self._mesh)
         run, closed_over = jitted, list(consts_of(traced.jaxpr))
-        if self._reuse_for is not None and not is_jit_disabled():
+        # A program that uses a value of another trace has it as an argument more, and JAX explains
+        # that when it is called.
+        is_whole = len(traced.jaxpr.in_avals) == len(jax.tree.leaves((arrays, others)))
+        if self._reuse_for is not None and is_whole and not is_jit_disabled():
             run, closed_over = self._reused(kind, traced, self._reuse_for)
         new_types = [(x.shape, x.dtype) for x in traced.out_info[0]]
         return _Program(

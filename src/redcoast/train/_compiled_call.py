@@ -74,7 +74,8 @@ class CompiledCall:
         return self._trace(self._split(tree, args))
 
     def last(self, tree: PyTree, *args: PyTree) -> tuple[PyTree, Any]:
-        """The abstract outputs, and the last array of them, by a program that computes no other."""
+        """Returns the abstract outputs, and the last output array, from a program that computes
+        only that."""
         arguments = self._split(tree, args)
         traced = self._trace(arguments)
         compute, _ = compiled_once(
@@ -86,6 +87,9 @@ class CompiledCall:
     def _reused(self, arguments: _Arguments) -> Callable[..., PyTree]:
         """The program of an earlier call that is the same, with the constants of this one."""
         traced = self._trace(arguments)
+        if len(traced.jaxpr.in_avals) != len(jax.tree.leaves((arguments.arrays, arguments.others))):
+            # It uses a value of another trace, which JAX explains when it is called.
+            return lambda arrays, others: self._call_jitted(arguments)
         compiled, _ = compiled_once(traced.jaxpr, self._function, self.mesh, self._shardings)
         structure = jax.tree.structure(traced.out_info)
 

@@ -81,14 +81,14 @@ def is_jit_disabled() -> bool:
 
 
 def call_watched(overdue: Overdue | None, run: Callable[..., Any], *args: Any) -> Any:
-    """Calls a jitted function, and has emulated devices watched meanwhile."""
+    """Calls a jitted function while emulated devices are watched."""
     if overdue is None:
         return run(*args)
     overdue.begin()
     last = None
     try:
         out = run(*args)
-        # Of a step, the last array is one of its metrics: those of its state will be donated.
+        # The last output of a step is a metric. The arrays of the state will be donated.
         last = next((x for x in reversed(jax.tree.leaves(out)) if isinstance(x, jax.Array)), None)
         return out
     finally:

@@ -75,7 +75,7 @@ def find_lookups(
     *,
     training: bool,
 ) -> Lookups:
-    """Finds what a loss indexes with the integers of a batch, outside of loops and branches."""
+    """Finds what a loss indexes with the integers of a batch, outside loops and branches."""
     model, batch = abstract_tree((model, batch))
     arrays, static = split(model)
     rows, rest = split(batch)

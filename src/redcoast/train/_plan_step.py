@@ -123,9 +123,9 @@ def check_coupling(plan: Plan, training: Training, state: TrainState, batch: PyT
 
 
 def check_faults(plan: Plan, training: Training, state: TrainState, batch: PyTree) -> None:
-    """Warns if the loss is a sum over the examples, if they share the masks of dropout, if NumPy's
-    rank promotion combines each with every other, or if the loss reads the state of layers from
-    outside.
+    """Warns if the loss is a sum over the examples, if the examples share dropout masks, if NumPy's
+    rank promotion combines each example with every other, or if the loss reads the state of layers
+    from outside.
 
     With microbatches, it also warns of other metrics that are sums.
     """
@@ -161,7 +161,7 @@ def check_own_step(plan: Plan, training: Training, state: TrainState, batch: PyT
 
 
 def verify_step(plan: Plan, training: Training, state: TrainState, batch: PyTree) -> None:
-    """Compares the planned program with that of one device on the first rows of a batch."""
+    """Compares the planned program with the program of one device on the first rows of a batch."""
     if jax.process_count() > 1:
         raise ValueError(
             "`plan='verify'` works only in a single process. Verify the mesh there, with as many "
@@ -169,7 +169,7 @@ def verify_step(plan: Plan, training: Training, state: TrainState, batch: PyTree
         )
     rows = batch_shards(plan.mesh) * plan.mesh.shape["model"]
     sizes = {x.shape[:1] for x in jax.tree.leaves(batch)}
-    # Of arrays that do not have one row for each example, others may hold indices.
+    # Arrays without one row for each example may be indexed by other arrays.
     if len(sizes) == 1:
         batch = jax.tree.map(lambda x: x[:rows], batch)
     dtype = training.compute_dtype
@@ -181,7 +181,7 @@ def verify_step(plan: Plan, training: Training, state: TrainState, batch: PyTree
 
 
 def _loss(loss_fn: LossFn, compute_dtype: ComputeDtype) -> Callable[..., Any]:
-    """The loss; with the new model, if `loss_fn` returns one, since that is communicated too."""
+    """The loss, and the new model if `loss_fn` returns one, because it is communicated too."""
 
     @ft.wraps(loss_fn, updated=())
     def measure(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:

@@ -11,7 +11,7 @@ from ..core._pytree import layer_states
 
 # The dtype that a model computes in; `None` for that of its parameters.
 ComputeDtype = DTypeLike | None
-# What other libraries call them.
+# Names of dtypes in other libraries.
 _NAMES = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -24,7 +24,7 @@ _NAMES = {
 
 
 def as_compute_dtype(dtype: Any) -> ComputeDtype:
-    """The dtype of a computation: what was passed, or the dtype of a name such as `"bf16"`.
+    """Returns the dtype of a computation from a dtype or a name such as `"bf16"`.
 
     **Raises:**
 

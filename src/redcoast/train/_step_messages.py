@@ -33,7 +33,7 @@ def refuse_donated(state: PyTree, args: tuple[PyTree, ...]) -> None:
 
 
 def match_shardings(shardings: dict[Any, NamedSharding], state: PyTree) -> list[NamedSharding]:
-    """Returns the sharding of each array of the state: that at its path, or at a prefix of it."""
+    """Returns the sharding of each array of the state, from its path or a prefix of it."""
     is_end = lambda x: x is None or not jax.tree.leaves(x)
     matched: list[tuple[str, Any, NamedSharding]] = []
     missing: list[str] = []

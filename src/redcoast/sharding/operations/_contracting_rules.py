@@ -56,13 +56,13 @@ def fused_attention_rule(equation: JaxprEqn) -> Rule:
 
     def dimensions(shape: tuple[int, ...]) -> list[Dimension]:
         array = factors.of(shape)
-        # Biases are (batch, heads, queries, keys), softmax statistics (batch, heads, queries).
-        places = {0: batch, 1: heads}
         if len(shape) == 4 and (shape[0], shape[3]) == (query[0], query[3]):
-            places = {0: batch, 2: heads}
-        for d, dimension in places.items():
-            if shape[d : d + 1] in (query[:1], query[2:3]):
-                array[d] = dimension
+            array[0], array[2] = batch, heads
+        else:
+            # Biases are (batch, heads, queries, keys), softmax statistics (batch, heads, queries).
+            for d, dimension, size in ((0, batch, query[0]), (1, heads, query[2])):
+                if shape[d : d + 1] == (size,):
+                    array[d] = dimension
         whole.extend(x for x in array if x not in (batch, heads))
         return array
 

@@ -85,7 +85,7 @@ def _link_operands(
     for _, _, node, dimension in _dimensions(inputs, rule.operands):
         first = shared.setdefault(dimension, node)
         # The parts of a concatenation have a dimension each.
-        if dimension[0] not in resharded and graph.sizes[first] == graph.sizes[node]:
+        if dimension[0] not in resharded:
             graph.link(first, node)
     return shared
 
@@ -108,7 +108,11 @@ def _add_results(
         dims: list[int] = []
         for size, dimension in zip(shape, dimensions, strict=True):
             if dimension in nodes:
-                dims.append(nodes[dimension])
+                node = nodes[dimension]
+                if graph.sizes[node] != size:  # the heads of queries and those of keys
+                    node = graph.node(size)
+                    graph.link(nodes[dimension], node)
+                dims.append(node)
                 continue
             factor = dimension[0]
             created = size > 1 and factor not in of_operands | rule.moved | rule.whole

@@ -5,12 +5,15 @@ its inputs.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
+from jax.interpreters import ad
 from jax.sharding import PartitionSpec as P
 
 from ...core._control_flow import CallKind
@@ -40,7 +43,9 @@ def run_custom(
         run.defjvp(_jvp_rule(original, specs, run_local))
     else:
         run = jax.custom_vjp(body)
-        run.defvjp(*_vjp_rules(original, specs, run_local))
+        # So that the rule learns which inputs are differentiated: it may refuse others, as those of
+        # Equinox do.
+        run.defvjp(*_vjp_rules(original, specs, run_local), symbolic_zeros=True)
     return list(run(*inputs))
 
 
@@ -69,22 +74,56 @@ def _jvp_rule(original: Fn, specs: Sequence[P], run_local: RunLocal) -> Fn:
 def _vjp_rules(original: Fn, specs: Sequence[P], run_local: RunLocal) -> tuple[Fn, Fn]:
     residual_specs: list[P] = []  # of the results and residuals of the forward pass
 
-    def forward(*inputs: Any) -> tuple[list[Any], Any]:
-        leaves, found, structure = run_local(lambda *xs: jax.vjp(original, *xs), specs, *inputs)
+    def forward(*primals: Any) -> tuple[list[Any], Any]:
+        perturbed = [primal.perturbed for primal in primals]
+        push = lambda *inputs: _partial_vjp(original, perturbed, inputs)
+        leaves, found, structure = run_local(push, specs, *(primal.value for primal in primals))
         residual_specs[:] = found
         return structure.unflatten(leaves)
 
     def backward(pull: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        leaves, structure = jax.tree.flatten((cotangents, pull))
+        zeros = [isinstance(x, SymbolicZero) for x in cotangents]
+        nonzero = [x for x, zero in zip(cotangents, zeros, strict=True) if not zero]
+        leaves, structure = jax.tree.flatten((nonzero, pull))
 
         def pull_back(*leaves: Any) -> list[Any]:
-            cotangents, pull = structure.unflatten(leaves)
-            return [None if is_float0(x) else x for x in pull(cotangents)]
+            nonzero, pull = structure.unflatten(leaves)
+            # Of a result that is not used, the rule gets a symbolic zero too: it may need to know.
+            given = iter(nonzero)
+            pairs = zip(cotangents, zeros, strict=True)
+            full = [ad.Zero(x.aval) if zero else next(given) for x, zero in pairs]
+            return [None if is_float0(x) else x for x in pull(full)]
 
-        found, _, out = run_local(pull_back, residual_specs, *leaves)
+        of_results = zip(residual_specs, zeros, strict=False)
+        specs = [spec for spec, zero in of_results if not zero] + residual_specs[len(zeros) :]
+        found, _, out = run_local(pull_back, specs, *leaves)
         return tuple(out.unflatten(found))
 
     return forward, backward
+
+
+def _partial_vjp(fn: Fn, perturbed: Sequence[bool], inputs: Sequence[Any]) -> tuple[list[Any], Any]:
+    """The results of a function, and a PyTree that maps their cotangents to those of its inputs,
+    which are None where an input is not perturbed."""
+
+    def of_perturbed(*chosen: Any) -> list[Any]:
+        waiting = iter(chosen)
+        return fn(*(next(waiting) if yes else x for yes, x in zip(perturbed, inputs, strict=True)))
+
+    chosen = (x for yes, x in zip(perturbed, inputs, strict=True) if yes)
+    results, pull = jax.vjp(of_perturbed, *chosen)
+    return results, jax.tree_util.Partial(_pull_back, _Flags(tuple(perturbed)), pull)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Flags:
+    values: tuple[bool, ...]
+
+
+def _pull_back(perturbed: _Flags, pull: Fn, cotangents: list[Any]) -> list[Any]:
+    found = iter(pull(cotangents))
+    return [next(found) if yes else None for yes in perturbed.values]
 
 
 def _is_exact(x: Any) -> bool:

@@ -135,6 +135,9 @@ FRAGMENTS = (
     Fragment("howto/hugging_face.md", "load_dataset", elsewhere="Hugging Face's hub"),
     Fragment("howto/hugging_face.md", "AutoTokenizer", CHAT, needs=("transformers",)),
     Fragment("howto/serving.md", "OpenAI(", elsewhere="tests/serve/test_server.py"),
+    Fragment(
+        "howto/solvers.md", "diffeqsolve", elsewhere="experiments/benchmarks/local_regions.py"
+    ),
     Fragment("howto/sources.md", "pq.write_table", after=1, needs=("datasets",)),
     Fragment("howto/sources.md", "import pyarrow.dataset", PARQUET, after=1, needs=("pyarrow",)),
     Fragment("howto/sources.md", "from_list(rows)", "import datasets", 1, needs=("datasets",)),

@@ -12,7 +12,7 @@ in redcoast reads the parameters of such equations. Three layouts exist:
   operations of `jax.numpy` and `jax.lax.custom_root` are such equations from JAX 0.11.2 on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -120,10 +120,17 @@ class Call:
 
 @dataclass(frozen=True)
 class LinearSolve:
-    """A `custom_linear_solve`, whose `solve` runs on the operands in `places`."""
+    """A `custom_linear_solve`, whose `solve` runs on the operands in `places`.
+
+    `functions` has each of its functions by name, and the places of the constants among the
+    operands. The right side follows all constants. `symmetric` is whether `matvec` is its own
+    transpose.
+    """
 
     solve: AnyJaxpr
     places: tuple[int, ...]
+    functions: Mapping[str, tuple[AnyJaxpr, tuple[int, ...]]]
+    symmetric: bool
 
 
 @dataclass(frozen=True)
@@ -209,12 +216,17 @@ def _cond(equation: JaxprEqn) -> Cond:
 
 
 def _linear_solve(equation: JaxprEqn) -> LinearSolve:
-    # The other jaxprs are for derivatives.
-    lengths = equation.params["const_lengths"]
-    consts = lengths.matvec + lengths.vecmat
-    right_side = consts + lengths.solve + lengths.transpose_solve
-    places = (*range(consts, consts + lengths.solve), *range(right_side, len(equation.invars)))
-    return LinearSolve(equation.params["jaxprs"].solve, places)
+    # The jaxprs other than `solve` are for derivatives.
+    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+    functions, first = {}, 0
+    for name in ("matvec", "vecmat", "solve", "transpose_solve"):
+        count, jaxpr = getattr(lengths, name), getattr(jaxprs, name)
+        if jaxpr is not None:
+            functions[name] = jaxpr, tuple(range(first, first + count))
+        first += count
+    right_side = tuple(range(first, len(equation.invars)))
+    places = (*functions["solve"][1], *right_side)
+    return LinearSolve(jaxprs.solve, places, functions, jaxprs.vecmat is jaxprs.matvec)
 
 
 def _kernel(equation: JaxprEqn) -> Kernel:

@@ -4,10 +4,11 @@ They use two undocumented parts of JAX, `JaxprEqn.ctx` and `Primitive.get_bind_p
 `_control_flow.py` reads loops, branches and calls.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -39,12 +40,33 @@ def is_inexact(aval: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
+def struct_of(atom: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a variable or a literal."""
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+
 def bind_again(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Binds an equation's primitive to other inputs, and returns the results."""
     params = equation.primitive.get_bind_params(equation.params)
     # Older versions of JAX return the functions to call separately from the parameters.
     subfuns, params = params if isinstance(params, tuple) else ((), params)
     with equation.ctx.manager:
+        results = equation.primitive.bind(*subfuns, *inputs, **params)
+    if equation.primitive.multiple_results:
+        return list(results)
+    return [results]
+
+
+def bind_local(equation: JaxprEqn, inputs: Sequence[Any], changes: Mapping[str, Any]) -> list[Any]:
+    """Binds an equation's primitive inside of `jax.shard_map`, with some parameters changed.
+
+    The mesh is another than that of the equation, which has no meaning there.
+    """
+    unsharded = {key: None for key in ("sharding", "out_sharding") if key in equation.params}
+    params = {**equation.params, **unsharded, **changes}
+    params = equation.primitive.get_bind_params(params)
+    subfuns, params = params if isinstance(params, tuple) else ((), params)
+    with jax.threefry_partitionable(equation.ctx.threefry_partitionable):
         results = equation.primitive.bind(*subfuns, *inputs, **params)
     if equation.primitive.multiple_results:
         return list(results)

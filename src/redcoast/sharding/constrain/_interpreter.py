@@ -3,11 +3,12 @@
 import functools as ft
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,7 +22,7 @@ from ...core._control_flow import (
     control_flow,
     primitive_name,
 )
-from ...core._jaxpr import bind_again, evaluate_jaxpr, iter_equations
+from ...core._jaxpr import bind_again, evaluate_jaxpr, iter_equations, variables
 from ...core._markers import gathered_dimension
 from ...core._pytree import ARRAYS, join
 from ..pipeline._draws import draw_rows
@@ -36,6 +37,8 @@ from ..tree._plan_rows import Compute
 from ._copied_weights import apply_copies, copy_weights
 from ._custom_rules import is_float0, run_custom
 from ._grouped_conv import is_grouped, run_grouped
+from ._local_operation import acts_on_parts, run_operation
+from ._local_region import LocalRegion, waits_for_rows
 from ._shardings import Shardings, find_shardings, gather_operands, sharded_dim
 
 
@@ -157,14 +160,13 @@ def _run(
         return run_grouped(equation, operands, shardings.mesh, *specs)
     if name == "random_bits" and (draw := shardings.draws.get(id(equation))) is not None:
         return [draw_rows(operands[0], draw, shardings.rows, equation.params["bit_width"])]
-    if name == "layout_constraint" or (
-        name == "fft" and _transforms_whole(equation, scope, shardings)
-    ):
-        # XLA would gather the operand: it knows no sharding of a layout, nor, before JAX 0.11, of a
-        # Fourier transform.
+    if name == "layout_constraint":
+        # XLA would gather the operand: it knows no sharding of a layout.
         # Inside of `jax.shard_map` the mesh is another than the equation's.
         local = lambda x: equation.primitive.bind(x, **equation.params)
         return [shardings.run_local(local, operands[0], scope.values[equation.invars[0]])]
+    if (results := _run_on_rows(nested, scope)) is not None:
+        return results
     if name == "sharding_constraint":
         sharding, mesh = equation.params["sharding"], shardings.mesh
         if isinstance(mesh, Mesh) and getattr(sharding, "mesh", None) == mesh.abstract_mesh:
@@ -189,20 +191,51 @@ def _run(
     return bind_again(equation, operands)
 
 
-def _transforms_whole(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> bool:
-    """Whether a Fourier transform has all of each dimension that it transforms, on each device."""
-    atom = equation.invars[0]
-    if isinstance(atom, Literal):
-        return False
-    spec = shardings.spec(scope.values[atom])
-    kept = len(scope.values[atom].dims) - len(equation.params["fft_lengths"])
-    return not any(spec[kept:])
+def _run_on_rows(nested: _Nested, scope: Scope) -> list[Any] | None:
+    """The results of an equation that each device runs on its own rows, or None if it does not."""
+    equation, shardings = nested.equation, nested.shardings
+    values = [None if isinstance(x, Literal) else scope.values[x] for x in equation.invars]
+    results = [scope.values[var] for var in equation.outvars]
+    alone = run_operation(equation, nested.operands, values, results, shardings)
+    # The stages of a pipeline run one after the other, each for some rows.
+    in_pipeline, devices = shardings.rows is not None, prod(shardings.mesh.shape.values())
+    if alone is not None or in_pipeline or shardings.tokens or devices == 1:
+        return alone
+    if not waits_for_rows(equation):
+        return None
+    axes = tuple(axis for axis in shardings.batch_axes if shardings.mesh.shape[axis] > 1)
+    states = [
+        shardings.batch_dim(value) if axes and value is not None else None for value in values
+    ]
+    is_parallel = any(value is not None and shardings.is_parallel(value) for value in values)
+    sharded = shardings.compute.model_axes if is_parallel else ()
+    is_loop = isinstance(control_flow(equation), While)
+    region = LocalRegion(shardings.mesh, axes, sharded, is_loop)
+    try:
+        if not region.is_worth_it(equation, states):
+            return None
+        operands = [
+            shardings.constrain(x, value) if stored and value is not None else x
+            for x, value, stored in zip(nested.operands, values, nested.stored, strict=True)
+        ]
+        operands = list(map(_as_array, operands, equation.invars))
+        used = set(variables((*scope.jaxpr.outvars, *_operands_of(scope.jaxpr))))
+        return region.run(equation, operands, states, [var in used for var in equation.outvars])
+    except Exception:
+        # Rows depend on each other, or an operation raises an error inside of `jax.shard_map`.
+        return None
+
+
+def _operands_of(jaxpr: Jaxpr) -> list[Any]:
+    return [atom for equation in jaxpr.eqns for atom in equation.invars]
 
 
 def _has_nothing_to_constrain(nested: _Nested, call: Call) -> bool:
     """Whether a call has a derivative of its own and no contraction: most are activations."""
-    inside = iter_equations(nested.inner[0].jaxpr)
-    return call.has_derivative and all(x.primitive.name not in CONSTRAINED for x in inside)
+    inside = list(iter_equations(nested.inner[0].jaxpr))
+    has_contraction = any(x.primitive.name in CONSTRAINED for x in inside)
+    runs_on_rows = any(acts_on_parts(x) or waits_for_rows(x) for x in inside)
+    return call.has_derivative and not has_contraction and not runs_on_rows
 
 
 def _call(nested: _Nested, call: Call) -> list[Any]:

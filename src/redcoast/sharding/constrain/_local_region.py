@@ -1,0 +1,486 @@
+"""Runs operations on each row of a batch by the device that has the row, and without communication.
+
+XLA partitions a loop whose number of iterations depends on data so that all devices agree on the
+condition in every iteration, and it gathers operands of operations that it cannot partition. Here
+the equation is evaluated in `jax.shard_map` over the axes of the batch, with the rows that each
+device has. The other axes are left to XLA: if they were manual too, `jax.shard_map` would scale the
+cotangents of what is replicated over them, and add sums over them.
+"""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import JaxprEqn
+from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
+
+from ...core._control_flow import (
+    AnyJaxpr,
+    Call,
+    CallKind,
+    Cond,
+    LinearSolve,
+    Scan,
+    While,
+    consts_of,
+    control_flow,
+    inner_jaxprs,
+    open_jaxpr,
+    primitive_name,
+)
+from ...core._jaxpr import (
+    bind_again,
+    bind_local,
+    evaluate_jaxpr,
+    is_inexact,
+    iter_equations,
+    struct_of,
+)
+from ._local_states import (
+    CALLBACK,
+    OF_ANY_ROW,
+    OWN,
+    SUM,
+    VMAPPED_SIZE,
+    LocalStates,
+    NotLocal,
+    State,
+    check_becomes,
+    is_identity,
+    vmapped_axes,
+)
+
+# Parameters that are the shape of the result, and those that are sizes in the first operand.
+_RESULT_SIZES = frozenset(["shape", "new_sizes"])
+_OPERAND_SIZES = frozenset(["limit_indices", "slice_sizes"])
+_WITH_SIZES = frozenset(["broadcast_in_dim", "reshape", "slice", "dynamic_slice", "gather"])
+
+Arrays = list[Any]
+
+
+@dataclass(frozen=True)
+class LocalRegion:
+    """The devices that the rows of a batch are divided over: those along `axes` of the mesh.
+
+    Operands may be sharded over the axes `sharded` too. A loop (`is_loop`), which is a `while`, has
+    no reverse-mode derivative.
+    """
+
+    mesh: Mesh | AbstractMesh
+    axes: tuple[str, ...]
+    sharded: tuple[str, ...] = ()
+    is_loop: bool = False
+    states: LocalStates = field(init=False)
+
+    def __post_init__(self) -> None:
+        count = prod(self.mesh.shape[axis] for axis in self.axes)
+        object.__setattr__(self, "states", LocalStates(count, expand=self.is_loop))
+
+    def is_worth_it(self, equation: JaxprEqn, states: Sequence[State]) -> bool:
+        """Whether the devices might communicate about rows otherwise. Raises `NotLocal`."""
+        flow = control_flow(equation)
+        if not isinstance(flow, While):
+            return any(isinstance(state, int) for state in states)
+        if self.states.loop(flow, states).condition is not None:
+            return True
+        # All devices run as many iterations. Activations that are sharded over other axes would not
+        # be constrained, and each device would draw the random numbers of all rows from one key.
+        draws = any(map(_draws_from_one_key, _inside(equation)))
+        return not self.sharded and not (self.axes and draws)
+
+    def run(
+        self,
+        equation: JaxprEqn,
+        operands: Sequence[Any],
+        states: Sequence[State],
+        used: Sequence[bool],
+    ) -> Arrays:
+        """The results of an equation, each with its rows divided like those of the operands.
+
+        `states` are those of the operands. `used` selects the results that are used; the values of
+        others may be wrong. Raises `NotLocal`.
+        """
+        step = self.states.step(equation, states)
+        flow = control_flow(equation)
+        if not self.is_loop and any(map(_has_reverse_rule, _inside(equation))):
+            raise NotLocal("it has a `custom_vjp`")
+        synchronised = isinstance(flow, While) and any(
+            needed and state is OWN for needed, state in zip(used, step.results, strict=True)
+        )
+        results = step.results
+        if isinstance(flow, While) and synchronised:
+            results = self.states.loop(flow, states).carry
+        if any(n and state is OWN for n, state in zip(used, results, strict=True)):
+            raise NotLocal("a result differs from device to device")
+        evaluate = _Evaluation(self, synchronised)
+
+        def local(*inputs: Any) -> tuple[Any, ...]:
+            found = evaluate.equation(equation, list(zip(inputs, states, strict=True)))
+            pairs = zip(found, results, strict=True)
+            return tuple(self._sum(x) if state is SUM else x for (x, _), state in pairs)
+
+        specs = [self._spec(x, state) for x, state in zip(operands, states, strict=True)]
+        outputs = zip(equation.outvars, results, strict=True)
+        run = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=tuple(specs),
+            out_specs=tuple(self._spec(var.aval, state) for var, state in outputs),
+            axis_names=self._manual_axes(equation),
+            check_vma=False,
+        )
+        return list(jax.jit(run)(*operands))
+
+    def _manual_axes(self, equation: JaxprEqn) -> frozenset[str]:
+        others = {axis for axis, size in self.mesh.shape.items() if size > 1} - {*self.axes}
+        # Without a reverse-mode derivative, further axes cost nothing, and XLA cannot use them.
+        free = others - {*self.sharded} if self.is_loop else set()
+        has_callback = CALLBACK in map(primitive_name, _inside(equation))
+        if free == others and (self.is_loop or has_callback):
+            return frozenset(self.mesh.axis_names)
+        if has_callback:
+            # JAX can only lower it if all axes are manual.
+            raise NotLocal("it calls a function on the host")
+        return frozenset(self.axes) | free
+
+    def _spec(self, x: Any, state: State) -> P:
+        entries: list[Any] = [None] * len(x.shape)
+        if isinstance(state, int):
+            entries[state] = self.axes
+        return P(*entries)
+
+    def _sum(self, x: Any) -> Any:
+        return jax.lax.psum(x, self.axes)
+
+    def convert(self, x: Any, state: State, wanted: State) -> Any:
+        """What a device needs of an array, from what it has of it."""
+        check_becomes(state, wanted)
+        if state == wanted or wanted is OWN:
+            return x
+        if isinstance(wanted, int):
+            size = x.shape[wanted] // self.states.count
+            first = jax.lax.axis_index(self.axes) * size
+            return jax.lax.dynamic_slice_in_dim(x, first, size, wanted)
+        is_first = jax.lax.axis_index(self.axes) == 0
+        return jnp.where(is_first, x, jnp.zeros((), jnp.result_type(x)))
+
+    def shape(self, aval: Any, state: State) -> tuple[int, ...]:
+        """The shape of what a device has of an array."""
+        count = self.states.count
+        return tuple(n // count if d == state else n for d, n in enumerate(aval.shape))
+
+
+LocalArray = tuple[Any, State]  # what a device has of an array, and what it is
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """Evaluates jaxprs inside of a region.
+
+    With `synchronised`, the region is a loop of as many iterations on all devices.
+    """
+
+    region: LocalRegion
+    synchronised: bool = False
+
+    def jaxpr(self, jaxpr: AnyJaxpr, inputs: Sequence[LocalArray]) -> list[LocalArray]:
+        opened = open_jaxpr(jaxpr)
+        env: dict[Any, LocalArray] = {}
+        consts = zip(opened.constvars, map(_bare, consts_of(jaxpr)), strict=True)
+        env.update((var, (x, None)) for var, x in consts)
+        env.update(zip(opened.invars, inputs, strict=True))
+        nested = _Evaluation(self.region)
+        handle = lambda index, equation, operands: nested.equation(equation, operands)
+        results = evaluate_jaxpr(opened, env, handle, lambda literal: (literal.val, None))
+        pairs = zip(results, opened.outvars, strict=True)
+        return [(jnp.asarray(x, struct_of(atom).dtype), state) for (x, state), atom in pairs]
+
+    def as_function(
+        self, jaxpr: AnyJaxpr, states: Sequence[State], wanted: Sequence[State]
+    ) -> Callable[..., Arrays]:
+        """A function of what a device has, whose results are as `wanted`."""
+
+        def run(*inputs: Any) -> Arrays:
+            found = self.jaxpr(jaxpr, list(zip(inputs, states, strict=True)))
+            return self._convert(found, wanted)
+
+        return run
+
+    def _convert(self, parts: Sequence[LocalArray], wanted: Sequence[State]) -> Arrays:
+        pairs = zip(parts, wanted, strict=True)
+        return [self.region.convert(x, state, need) for (x, state), need in pairs]
+
+    def equation(self, equation: JaxprEqn, operands: Sequence[LocalArray]) -> list[LocalArray]:
+        step = self.region.states.step(equation, [state for _, state in operands])
+        inputs = self._convert(operands, step.operands)
+        flow = self.region.states.flow(equation)
+        match flow:
+            case While():
+                results = self._while(equation, flow, inputs, step.operands)
+            case Scan():
+                results = self._scan(equation, flow, inputs, step.operands)
+            case Cond():
+                results = self._cond(flow, inputs, step.operands, step.results)
+            case Call():
+                results = self._call(equation, flow, inputs, step.operands, step.results)
+            case LinearSolve():
+                results = self._solve(equation, inputs, step.operands, step.results)
+            case _:
+                results = self._operation(equation, inputs, step.operands, step.results)
+        shapes = map(self.region.shape, (var.aval for var in equation.outvars), step.results)
+        if list(map(jnp.shape, results)) != list(shapes):
+            raise NotLocal(f"`{primitive_name(equation)}` changes what its rows are")
+        return list(zip(results, step.results, strict=True))
+
+    def _operation(
+        self,
+        equation: JaxprEqn,
+        inputs: Arrays,
+        states: Sequence[State],
+        results: Sequence[State],
+    ) -> Arrays:
+        if is_identity(equation):
+            return inputs
+        params: dict[str, Any] = {}
+        if equation.primitive.name in _WITH_SIZES:
+            for key in _RESULT_SIZES & equation.params.keys():
+                params[key] = self.region.shape(equation.outvars[0].aval, results[0])
+            for key in _OPERAND_SIZES & equation.params.keys():
+                params[key] = self._sizes(equation, key, states[0])
+        if vmapped_axes(equation) is not None and 0 in results:
+            params[VMAPPED_SIZE] = equation.params[VMAPPED_SIZE] // self.region.states.count
+        return bind_local(equation, inputs, params)
+
+    def _sizes(self, equation: JaxprEqn, key: str, state: State) -> tuple[int, ...]:
+        """Sizes along the dimensions of the first operand: all rows become those of a device."""
+        whole = equation.invars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+        sizes = list(equation.params[key])
+        if isinstance(state, int) and sizes[state] == whole[state]:
+            sizes[state] //= self.region.states.count
+        return tuple(sizes)
+
+    def _while(
+        self, equation: JaxprEqn, flow: While, inputs: Arrays, states: Sequence[State]
+    ) -> Arrays:
+        cond_consts, body_consts, init = flow.split(inputs)
+        cond_states, body_states, carry = flow.split(tuple(states))
+        carry_avals = list(map(struct_of, equation.invars[-len(init) :]))
+        init = [jnp.asarray(x, aval.dtype) for x, aval in zip(init, carry_avals, strict=True)]
+
+        def keep_going(state: Arrays) -> Any:
+            inputs = zip((*cond_consts, *state), (*cond_states, *carry), strict=True)
+            return self.jaxpr(flow.cond, list(inputs))[0][0]
+
+        def body(state: Arrays) -> Arrays:
+            inputs = zip((*body_consts, *state), (*body_states, *carry), strict=True)
+            results = self._convert(self.jaxpr(flow.body, list(inputs)), carry)
+            if (rows := keep_going(state)).ndim:
+                # Under `vmap`, each row stops on its own and keeps its last value.
+                results = [_select(rows, x, y) for x, y in zip(results, state, strict=True)]
+            return results
+
+        more = lambda state: jnp.any(keep_going(state))
+        if not self.synchronised:
+            return jax.lax.while_loop(more, body, init)
+        # Devices whose rows are done go on until those of all devices are, so that what counts
+        # iterations is the same on all. They know how many there are only after their own.
+        count = lambda state: (state[0] + 1, body(state[1]))
+        own, state = jax.lax.while_loop(lambda state: more(state[1]), count, (jnp.int32(0), init))
+        last = jax.lax.pmax(own, self.region.axes)
+        return jax.lax.while_loop(lambda state: state[0] < last, count, (own, state))[1]
+
+    def _scan(
+        self, equation: JaxprEqn, flow: Scan, inputs: Arrays, states: Sequence[State]
+    ) -> Arrays:
+        consts, init, xs = flow.split(inputs)
+        avals = list(map(struct_of, flow.split(equation.invars)[1]))
+        init = [jnp.asarray(x, aval.dtype) for x, aval in zip(init, avals, strict=True)]
+        _, outputs = self.region.states.scan(flow, states)
+        const_states, _, x_states = flow.split(tuple(states))
+        one = [state - 1 if isinstance(state, int) else state for state in x_states]
+        body_states = (*const_states, *outputs[: flow.carry], *one)
+        step = self.as_function(flow.body, body_states, outputs)
+
+        def body(carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+            results = step(*consts, *carry, *xs)
+            return results[: flow.carry], results[flow.carry :]
+
+        options = {"length": flow.length, "reverse": flow.reverse, "unroll": flow.unroll}
+        carry, ys = jax.lax.scan(body, init, list(xs), **options)
+        return [*carry, *ys]
+
+    def _cond(
+        self, flow: Cond, inputs: Arrays, states: Sequence[State], results: Sequence[State]
+    ) -> Arrays:
+        index, *operands = inputs
+        make = lambda branch: self.as_function(branch, states[1:], results)
+        return list(jax.lax.switch(index, list(map(make, flow.branches)), *operands))
+
+    def _call(
+        self,
+        equation: JaxprEqn,
+        flow: Call,
+        inputs: Arrays,
+        states: Sequence[State],
+        results: Sequence[State],
+    ) -> Arrays:
+        run = self.as_function(flow.jaxpr, states, results)
+        match flow.kind:
+            case CallKind.REMAT:
+                run = jax.checkpoint(run, prevent_cse=flow.prevent_cse, policy=flow.policy)
+            case CallKind.CUSTOM_JVP:
+                run = self._with_jvp(equation, run, states, results)
+            case CallKind.CUSTOM_VJP:
+                run = self._with_vjp(equation, run, states, results)
+        return list(run(*inputs))
+
+    def _with_jvp(
+        self,
+        equation: JaxprEqn,
+        run: Callable[..., Arrays],
+        states: Sequence[State],
+        results: Sequence[State],
+    ) -> Callable[..., Arrays]:
+        """A function with the forward-mode derivative of a `custom_jvp`, which is traced for all
+        rows."""
+        avals = list(map(struct_of, equation.invars))
+        moving = [i for i, aval in enumerate(avals) if is_inexact(aval)]
+        outputs = [i for i, var in enumerate(equation.outvars) if is_inexact(var.aval)]
+
+        def push(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
+            given = [_no_tangent(aval) for aval in avals]
+            for place, tangent in zip(moving, tangents, strict=True):
+                given[place] = tangent
+            original = lambda *xs: bind_again(equation, xs)
+            out, out_tangents = jax.jvp(original, tuple(primals), tuple(given))
+            return out, [out_tangents[i] for i in outputs]
+
+        custom = jax.custom_jvp(run)
+        try:
+            # For all rows, and so without the axes of the region.
+            with use_abstract_mesh(equation.ctx.cur_abstract_mesh):
+                closed = jax.make_jaxpr(push)(avals, [avals[i] for i in moving])
+        except Exception as error:
+            custom.defjvp(ft.partial(_raise, error))  # the function refuses to be differentiated
+            return custom
+        # If the rule combines rows, the region is not used.
+        given = [*states, *(states[i] for i in moving)]
+        wanted = [*results, *(results[i] for i in outputs)]
+        for state, need in zip(self.region.states.of_jaxpr(closed, given), wanted, strict=True):
+            check_becomes(state, need)
+
+        def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Arrays, Arrays]:
+            inputs = [*primals, *(tangents[i] for i in moving)]
+            found = self.jaxpr(closed, list(zip(inputs, given, strict=True)))
+            arrays = self._convert(found, wanted)
+            out, pushed = arrays[: len(results)], iter(arrays[len(results) :])
+            numbers = enumerate(out)
+            return out, [next(pushed) if i in outputs else _no_tangent(x) for i, x in numbers]
+
+        custom.defjvp(rule)
+        return custom
+
+    def _with_vjp(
+        self,
+        equation: JaxprEqn,
+        run: Callable[..., Arrays],
+        states: Sequence[State],
+        results: Sequence[State],
+    ) -> Callable[..., Arrays]:
+        """A function without a forward-mode derivative, as a `custom_vjp` is one.
+
+        It is only evaluated in loops without a reverse-mode derivative.
+        """
+
+        def backward(residuals: None, cotangents: Arrays) -> tuple[Any, ...]:
+            raise NotImplementedError(
+                "Reverse-mode differentiation does not work for `jax.lax.while_loop`."
+            )
+
+        custom = jax.custom_vjp(run)
+        custom.defvjp(lambda *xs: (run(*xs), None), backward)
+        return custom
+
+    def _solve(
+        self,
+        equation: JaxprEqn,
+        inputs: Arrays,
+        states: Sequence[State],
+        results: Sequence[State],
+    ) -> Arrays:
+        flow = control_flow(equation)
+        assert isinstance(flow, LinearSolve)
+        count = len(results)
+
+        def function(part: Any) -> Callable[..., Arrays]:
+            jaxpr, places = part
+            consts = [inputs[place] for place in places]
+            given = (*(states[place] for place in places), *results)
+            run = self.as_function(jaxpr, given, results)
+            return lambda *xs: run(*consts, *jax.tree.leaves(xs))
+
+        parts = flow.functions
+        matvec, solve = function(parts["matvec"]), function(parts["solve"])
+        options: dict[str, Any] = {}
+        if "transpose_solve" in parts:
+            transposed = function(parts["transpose_solve"])
+            options["transpose_solve"] = lambda _, b: transposed(*b)
+        options["symmetric"] = flow.symmetric
+        right_side = inputs[len(inputs) - count :]
+        found = jax.lax.custom_linear_solve(
+            matvec, list(right_side), lambda _, b: solve(*b), **options
+        )
+        return list(found)
+
+
+def waits_for_rows(equation: JaxprEqn) -> bool:
+    """Whether devices may wait for each other in an equation although rows are independent."""
+    match control_flow(equation):
+        case While() | LinearSolve():
+            return True
+        case Scan():
+            return any(primitive_name(x) in OF_ANY_ROW for x in _inside(equation))
+        case Cond():
+            return any(primitive_name(x) == CALLBACK for x in _inside(equation))
+    return False
+
+
+def _inside(equation: JaxprEqn) -> list[JaxprEqn]:
+    return [x for jaxpr in inner_jaxprs(equation) for x in iter_equations(jaxpr)]
+
+
+def _draws_from_one_key(equation: JaxprEqn) -> bool:
+    return primitive_name(equation) == "random_bits" and not struct_of(equation.invars[0]).shape
+
+
+def _has_reverse_rule(equation: JaxprEqn) -> bool:
+    flow = control_flow(equation)
+    return isinstance(flow, Call) and flow.kind is CallKind.CUSTOM_VJP
+
+
+def _select(rows: Any, x: Any, y: Any) -> Any:
+    mask = jnp.expand_dims(rows, tuple(range(rows.ndim, x.ndim)))
+    return jax.lax.select(jnp.broadcast_to(mask, x.shape), x, y)
+
+
+def _bare(x: Any) -> Any:
+    """A constant without its sharding, which has other axes outside of the region."""
+    is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+    is_key = is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(x) if is_array and not is_key else x
+
+
+def _raise(error: Exception, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    raise error
+
+
+def _no_tangent(x: Any) -> Any:
+    """The tangent of an integer array."""
+    return np.zeros(jnp.shape(x), jax.dtypes.float0)

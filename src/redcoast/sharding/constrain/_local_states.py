@@ -1,0 +1,428 @@
+"""What each device has of the arrays of a program that runs on the rows of one device.
+
+The rows of a batch are divided over devices in blocks. `LocalStates` follows them through a jaxpr
+by the table of operations, and refuses one in which the rows of a device depend on other rows.
+"""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn, Literal
+from jax.sharding import AxisType, use_abstract_mesh
+
+from ...core._control_flow import (
+    AnyJaxpr,
+    Call,
+    CallKind,
+    Cond,
+    ControlFlow,
+    LinearSolve,
+    Scan,
+    While,
+    control_flow,
+    open_jaxpr,
+    primitive_name,
+)
+from ...core._jaxpr import is_inexact, struct_of
+from ..operations import Dimension, Factor, Rule, rule_of
+from ..operations._elementwise_rules import PAIRWISE
+
+
+class NotLocal(Exception):
+    """Raised if rows depend on the rows of other devices; `args[0]` says where."""
+
+
+class DevicePart(Enum):
+    """What a device has of an array without rows, where it is not the same on all devices."""
+
+    SUM = "a part of a sum over all devices"
+    OWN = "a value that follows from the rows of the device"
+
+
+SUM, OWN = DevicePart.SUM, DevicePart.OWN
+# The dimension whose rows are divided over the devices. None: all devices have the same array.
+State = int | DevicePart | None
+States = tuple[State, ...]
+
+# Equinox's reductions over all rows of a `vmap`. They say whether something is needed by any row,
+# and rows do not depend on the answer of other rows.
+OF_ANY_ROW = frozenset(["unvmap_all", "unvmap_any", "unvmap_max"])
+# The parameter with the size of the axis that a primitive of Equinox is vmapped over.
+VMAPPED_SIZE = "__axis_size"
+# These depend on how arrays are sharded or on the device, or run on the host.
+_NOT_INSIDE = frozenset(
+    """
+    axis_index debug_callback debug_print inspect_sharding io_callback pallas_call partition_id
+    relayout rng_uniform shard_map sharding_constraint
+    """.split()  # noqa: SIM905
+)
+# A function of what is the same for all rows, such as the number of an error.
+CALLBACK = "pure_callback"
+# The primitives of Equinox that have the same derivative rules inside of `jax.shard_map`.
+_DIFFERENTIABLE = frozenset(["maybe_set"])
+# Their results are their operands.
+_COPIES = frozenset(["copy", "copy_p", "nonbatchable", "nontraceable", "optimization_barrier"])
+# These may round.
+_ROUNDED = frozenset(["convert_element_type", "div"])
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """An equation on one device: what it needs of its operands, and what it has of its results."""
+
+    operands: States
+    results: States
+
+
+@dataclass(frozen=True)
+class LocalLoop:
+    """A `while` on one device: the states of its operands, and that of its condition."""
+
+    operands: States
+    carry: States
+    condition: State
+
+
+class LocalStates:
+    """Follows the rows of a batch that is divided over `count` devices.
+
+    With `expand`, primitives of Equinox are replaced by what they run, without their derivatives.
+    """
+
+    def __init__(self, count: int, *, expand: bool = False):
+        self.count, self.expand = count, expand
+        # By the `id` of a jaxpr or an equation, which are kept so that no other has the same.
+        self._known: dict[Any, tuple[Any, States]] = {}
+        self._expanded: dict[int, tuple[Any, AnyJaxpr]] = {}
+
+    def of_jaxpr(self, jaxpr: AnyJaxpr, inputs: Sequence[State]) -> States:
+        """The states of the outputs of a jaxpr. Raises `NotLocal`."""
+        opened = open_jaxpr(jaxpr)
+        key = (id(opened), tuple(inputs))
+        if key not in self._known:
+            env: dict[Any, State] = dict.fromkeys(opened.constvars)
+            env.update(zip(opened.invars, inputs, strict=True))
+            read = lambda atom: None if isinstance(atom, Literal) else env[atom]
+            for equation in opened.eqns:
+                step = self.step(equation, [read(atom) for atom in equation.invars])
+                env.update(zip(equation.outvars, step.results, strict=True))
+            self._known[key] = opened, tuple(read(atom) for atom in opened.outvars)
+        return self._known[key][1]
+
+    def step(self, equation: JaxprEqn, states: Sequence[State]) -> LocalStep:
+        """The states of an equation. Raises `NotLocal`."""
+        flow = self.flow(equation)
+        follow = self._of_flow(flow)
+        if follow is not None:
+            return follow(equation, flow, states)
+        if primitive_name(equation) in _NOT_INSIDE or _moves(equation):
+            raise NotLocal(f"`{primitive_name(equation)}` is applied")
+        shared = [None if state is OWN else state for state in states]
+        step = self._operation(equation, shared)
+        if OWN not in states:
+            return step
+        if SUM in step.results:
+            raise NotLocal(f"`{primitive_name(equation)}` sums what differs from device to device")
+        wanted = [
+            OWN if state is OWN and need is None else need
+            for state, need in zip(states, step.operands, strict=True)
+        ]
+        return LocalStep(tuple(wanted), tuple(OWN if s is None else s for s in step.results))
+
+    def flow(self, equation: JaxprEqn) -> ControlFlow | None:
+        """What an equation runs."""
+        if not self.expand or vmapped_axes(equation) is None:
+            return control_flow(equation)
+        if id(equation) not in self._expanded:
+            avals = list(map(struct_of, equation.invars))
+            run = ft.partial(equation.primitive.impl, **equation.params)
+            with use_abstract_mesh(equation.ctx.cur_abstract_mesh):
+                self._expanded[id(equation)] = equation, jax.make_jaxpr(run)(*avals)
+        return Call(self._expanded[id(equation)][1], CallKind.PLAIN)
+
+    def _of_flow(self, flow: ControlFlow | None) -> Callable[..., LocalStep] | None:
+        match flow:
+            case While():
+                return self._while
+            case Scan():
+                return self._scan
+            case Cond():
+                return self._cond
+            case Call():
+                return self._call
+            case LinearSolve():
+                return self._linear_solve
+        return None
+
+    def loop(self, loop: While, states: Sequence[State]) -> LocalLoop:
+        """The states of a `while` after any number of iterations."""
+        cond_consts, body_consts, carry = loop.split(tuple(states))
+        while True:
+            after = self.of_jaxpr(loop.body, (*body_consts, *carry))
+            (condition,) = self.of_jaxpr(loop.cond, (*cond_consts, *carry))
+            joined = tuple(map(join_states, carry, after))
+            if isinstance(condition, int):
+                # Under `vmap`, a row that has stopped keeps its value.
+                joined = tuple(join_states(state, condition) for state in joined)
+            if joined == carry:
+                break
+            carry = joined
+        if condition is SUM:
+            raise NotLocal("the condition of `while` is a sum over rows")
+        return LocalLoop((*cond_consts, *body_consts, *carry), carry, condition)
+
+    def _while(self, equation: JaxprEqn, flow: While, states: Sequence[State]) -> LocalStep:
+        loop = self.loop(flow, states)
+        if loop.condition is not OWN:
+            return LocalStep(loop.operands, loop.carry)
+        # The number of iterations differs from device to device.
+        kept = [place is not None for place in _of_operands(equation)]
+        if any(state is SUM and not same for state, same in zip(loop.carry, kept, strict=True)):
+            raise NotLocal("a sum over rows has other terms on each device")
+        pairs = zip(loop.carry, kept, strict=True)
+        results = [OWN if state is None and not same else state for state, same in pairs]
+        return LocalStep(loop.operands, tuple(results))
+
+    def scan(self, flow: Scan, states: Sequence[State]) -> tuple[States, States]:
+        """The states of the operands of a scan, and of the outputs of its body."""
+        consts, carry, xs = flow.split(tuple(states))
+        if 0 in xs:
+            raise NotLocal("`scan` goes from row to row")
+        one = [state - 1 if isinstance(state, int) else state for state in xs]
+        while True:
+            outputs = self.of_jaxpr(flow.body, (*consts, *carry, *one))
+            joined = tuple(map(join_states, carry, outputs[: len(carry)]))
+            if joined == carry:
+                return (*consts, *carry, *xs), (*carry, *outputs[len(carry) :])
+            carry = joined
+
+    def _scan(self, equation: JaxprEqn, flow: Scan, states: Sequence[State]) -> LocalStep:
+        operands, outputs = self.scan(flow, states)
+        ys = outputs[flow.carry :]
+        stacked = [state + 1 if isinstance(state, int) else state for state in ys]
+        return LocalStep(operands, (*outputs[: flow.carry], *stacked))
+
+    def _cond(self, equation: JaxprEqn, flow: Cond, states: Sequence[State]) -> LocalStep:
+        index, *operands = states
+        if index is SUM or isinstance(index, int):
+            raise NotLocal("`cond` chooses a branch by rows")
+        results: list[State] = [None] * len(equation.outvars)
+        for branch in flow.branches:
+            results = list(map(join_states, results, self.of_jaxpr(branch, operands)))
+        if index is OWN:
+            if SUM in results:
+                raise NotLocal("a sum over rows has other terms on each device")
+            pairs = zip(results, _of_operands(equation), strict=True)
+            results = [OWN if state is None and same is None else state for state, same in pairs]
+        return LocalStep(tuple(states), tuple(results))
+
+    def _call(self, equation: JaxprEqn, flow: Call, states: Sequence[State]) -> LocalStep:
+        if flow.kind is CallKind.OWN_RULES and any(state is not None for state in states):
+            raise NotLocal(f"`{primitive_name(equation)}` has rules of its own")
+        return LocalStep(tuple(states), self.of_jaxpr(flow.jaxpr, states))
+
+    def _linear_solve(
+        self, equation: JaxprEqn, flow: LinearSolve, states: Sequence[State]
+    ) -> LocalStep:
+        """The systems of different rows are independent."""
+        if len(flow.places) - len(flow.functions["solve"][1]) != len(equation.outvars):
+            raise NotLocal("`custom_linear_solve` returns more than solutions")
+        solve = [states[place] for place in flow.places]
+        results = self.of_jaxpr(flow.solve, solve)
+        wanted = list(states)
+        # With rows in the matrices alone, each row has a right side of its own.
+        wanted[len(states) - len(results) :] = results
+        if results != self.of_jaxpr(flow.solve, [wanted[place] for place in flow.places]):
+            raise NotLocal("`custom_linear_solve` combines rows with other rows")
+        return LocalStep(tuple(wanted), results)
+
+    def _operation(self, equation: JaxprEqn, states: Sequence[State]) -> LocalStep:
+        name, count = primitive_name(equation), len(equation.outvars)
+        is_vmapped, rule = vmapped_axes(equation) is not None, rule_of(equation)
+        if rule is None and not is_vmapped and name != CALLBACK and not is_identity(equation):
+            raise NotLocal(f"`{name}` is not known to keep rows apart")
+        if all(state is None for state in states):
+            return LocalStep(tuple(states), (None,) * count)
+        if name in PAIRWISE or is_identity(equation):
+            return LocalStep(tuple(states), tuple(states))
+        if name in OF_ANY_ROW and SUM not in states:
+            return LocalStep(tuple(states), (OWN,) * count)
+        if is_vmapped:
+            return self._vmapped(equation, states)
+        if rule is None:
+            raise NotLocal(f"`{name}` is applied to rows")
+        if SUM in states:
+            return _of_sum(equation, rule, states)
+        factor = self._rows_factor(name, rule, states)
+        operands = [self._operand(name, rule, factor, i) for i in range(len(states))]
+        if factor in rule.reduced:
+            return _summed(name, rule, operands, count)
+        if factor in rule.whole | rule.moved | rule.indexed:
+            raise NotLocal(f"`{name}` is applied along rows")
+        results = [self._place(name, rule, factor, dimensions) for dimensions in rule.results]
+        if None in results:
+            raise NotLocal(f"`{name}` does not keep rows apart")
+        return LocalStep(tuple(operands), tuple(results))
+
+    def _vmapped(self, equation: JaxprEqn, states: Sequence[State]) -> LocalStep:
+        """Equinox's primitives under `vmap`, which act on each element along one axis alone."""
+        axes = vmapped_axes(equation) or ()
+        if equation.params["prim"].name not in _DIFFERENTIABLE:
+            raise NotLocal(f"`{equation.params['prim'].name}` has derivative rules of its own")
+        if SUM in states or equation.params[VMAPPED_SIZE] % self.count:
+            raise NotLocal(f"`{equation.params['prim'].name}` is applied to rows")
+        pairs = zip(states, axes, strict=True)
+        if any(isinstance(state, int) and state != axis for state, axis in pairs):
+            raise NotLocal(f"`{equation.params['prim'].name}` is applied along rows")
+        return LocalStep(axes, (0,) * len(equation.outvars))
+
+    def _rows_factor(self, name: str, rule: Rule, states: Sequence[State]) -> Factor:
+        """The factor that the rows of all operands are the blocks of."""
+        factors = {
+            self._slowest(name, rule, rule.operands[place][state])
+            for place, state in enumerate(states)
+            if isinstance(state, int)
+        }
+        if len(factors) > 1:
+            raise NotLocal(f"`{name}` combines rows with other rows")
+        return factors.pop()
+
+    def _slowest(self, name: str, rule: Rule, dimension: Dimension) -> Factor:
+        factor = next(factor for factor in dimension if rule.sizes[factor] > 1)
+        if rule.sizes[factor] % self.count:
+            raise NotLocal(f"`{name}` tears rows apart")
+        return factor
+
+    def _operand(self, name: str, rule: Rule, factor: Factor, place: int) -> State:
+        return self._place(name, rule, factor, rule.operands[place])
+
+    def _place(
+        self, name: str, rule: Rule, factor: Factor, dimensions: Sequence[Dimension]
+    ) -> State:
+        """The dimension that is divided like the rows, if an array has one."""
+        places = [d for d, dimension in enumerate(dimensions) if factor in dimension]
+        if len(places) > 1:
+            raise NotLocal(f"`{name}` combines rows with other rows")
+        if places and self._slowest(name, rule, dimensions[places[0]]) != factor:
+            raise NotLocal(f"`{name}` tears rows apart")
+        return places[0] if places else None
+
+
+def vmapped_axes(equation: JaxprEqn) -> States | None:
+    """The axis of each operand that a primitive of Equinox is vmapped over; None for others."""
+    if primitive_name(equation) != "vprim" or VMAPPED_SIZE not in equation.params:
+        return None
+    return tuple(equation.params["__batch_axes"])
+
+
+def _moves(equation: JaxprEqn) -> bool:
+    """Whether an equation changes where an array is."""
+    match equation.primitive.name:
+        case "device_put":
+            return any(place is not None for place in equation.params["devices"])
+        case "reshard":
+            return not is_identity(equation)
+    return False
+
+
+def is_identity(equation: JaxprEqn) -> bool:
+    """Whether this is a `reshard` over axes that XLA shards, as JAX adds them to literals."""
+    if equation.primitive.name != "reshard":
+        return False
+    types = equation.params["dst_sharding"].mesh.axis_types
+    return all(axis_type is AxisType.Auto for axis_type in types)
+
+
+def join_states(one: State, other: State) -> State:
+    """The state of an array that has one state or the other.
+
+    What all devices have becomes rows, or a part of a sum, of which other devices have zero.
+    """
+    if one == other or other is None:
+        return one
+    if one is None:
+        return other
+    raise NotLocal("rows change their place")
+
+
+def check_becomes(state: State, wanted: State) -> None:
+    """Raises `NotLocal` if a device cannot make what is wanted of what it has."""
+    is_same = state == wanted
+    is_part = isinstance(wanted, int) and not isinstance(state, int) and state is not SUM
+    if not is_same and not is_part and not (isinstance(wanted, DevicePart) and state is None):
+        raise NotLocal("a derivative rule combines rows with other rows")
+
+
+def _of_sum(equation: JaxprEqn, rule: Rule, states: Sequence[State]) -> LocalStep:
+    """The sum of what devices add is only that of all rows in a linear function."""
+    name = primitive_name(equation)
+    sums = frozenset(place for place, state in enumerate(states) if state is SUM)
+    group = next((group for group in rule.linear if sums <= group), None)
+    rounds = name in _ROUNDED and _is_narrower(equation)
+    if group is None or rounds or any(isinstance(state, int) for state in states):
+        raise NotLocal(f"`{name}` is applied to a sum over rows, and is not linear")
+    # Of several terms, each is added by one device.
+    wanted = [SUM if place in group else None for place in range(len(states))]
+    return LocalStep(tuple(wanted), (SUM,) * len(equation.outvars))
+
+
+def _is_narrower(equation: JaxprEqn) -> bool:
+    """Whether a result has fewer digits than what it is computed from, or is an integer."""
+    before, after = struct_of(equation.invars[0]).dtype, struct_of(equation.outvars[0]).dtype
+    return not is_inexact(equation.outvars[0].aval) or after.itemsize < before.itemsize
+
+
+def _summed(name: str, rule: Rule, operands: list[State], count: int) -> LocalStep:
+    if not rule.sums:
+        raise NotLocal(f"`{name}` reduces over rows")
+    carriers = {place for place, state in enumerate(operands) if state is not None}
+    for group in rule.linear:
+        # What is added to the sum, such as an array that is scattered to, is added once.
+        if group & carriers:
+            for place in group - carriers:
+                operands[place] = SUM
+    return LocalStep(tuple(operands), (SUM,) * count)
+
+
+def passed_through(jaxpr: AnyJaxpr) -> tuple[int | None, ...]:
+    """For each output of a jaxpr the number of the input that it is; None if it is computed."""
+    opened = open_jaxpr(jaxpr)
+    env: dict[Any, int] = {var: place for place, var in enumerate(opened.invars)}
+    read = lambda atom: None if isinstance(atom, Literal) else env.get(atom)
+    for equation in opened.eqns:
+        for var, place in zip(equation.outvars, _of_operands(equation), strict=True):
+            source = None if place is None else read(equation.invars[place])
+            if source is not None:
+                env[var] = source
+    return tuple(map(read, opened.outvars))
+
+
+def _of_operands(equation: JaxprEqn) -> Sequence[int | None]:
+    """For each result of an equation the operand that it is."""
+    if equation.primitive.name in _COPIES:
+        return range(len(equation.outvars))
+    match control_flow(equation):
+        case Call() as call if call.kind is not CallKind.OWN_RULES:
+            return passed_through(call.jaxpr)
+        case Cond() as cond:
+            branches = zip(*map(passed_through, cond.branches), strict=True)
+            same = (places[0] if len(set(places)) == 1 else None for places in branches)
+            return [None if place is None else place + 1 for place in same]
+        case Scan() as scan:
+            kept = _kept(passed_through(scan.body), scan.consts, scan.carry)
+            ys = len(equation.outvars) - scan.carry
+            return [*kept, *[None] * ys]
+        case While() as loop:
+            kept = _kept(passed_through(loop.body), loop.body_consts, len(equation.outvars))
+            return [None if place is None else place + loop.cond_consts for place in kept]
+    return [None] * len(equation.outvars)
+
+
+def _kept(outputs: Sequence[int | None], consts: int, carry: int) -> list[int | None]:
+    """The carried values that the body of a loop returns as they are, as places of operands."""
+    places = range(consts, consts + carry)
+    return [at if outputs[i] == at else None for i, at in enumerate(places)]

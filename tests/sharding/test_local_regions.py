@@ -1,0 +1,309 @@
+"""Loops and decompositions that act on each example alone run without communication."""
+
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from grids import few_of
+
+import redcoast as rc
+from redcoast.dryrun.hlo import collectives
+
+ROWS, WIDTH = 16, 8
+KEYS = jr.split(jr.key(0), 4)
+# Rows of different scales, so that loops run another number of iterations for each.
+SCALES = jnp.geomspace(0.2, 4.0, ROWS)[:, None]
+BATCH = jr.normal(KEYS[0], (ROWS, WIDTH)) * SCALES
+PARAMS = {
+    "inside": jr.normal(KEYS[1], (WIDTH, WIDTH)) / 8,
+    "outside": jr.normal(KEYS[2], (WIDTH, WIDTH * WIDTH)) / 4,
+}
+REPLICATED = [{"data": 8}]
+MESHES = [*REPLICATED, {"data": 2, "model": 4}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "model": 2}]
+
+
+def mean_over_rows(one):
+    """The loss of a function of a row and its number, with what it needs of the parameters."""
+
+    def loss_fn(params, batch, key):
+        keys = jr.split(jr.key(1), batch.shape[0])
+        results = jax.vmap(lambda x, key: one(params, x, key))(batch, keys)
+        return jnp.mean(results**2)
+
+    return loss_fn
+
+
+def iterate(fn, x, limit=40):
+    """Applies `fn` until the result changes little."""
+    going = lambda state: (jnp.max(jnp.abs(state[0] - state[1])) > 1e-4) & (state[2] < limit)
+    step = lambda state: (fn(state[0]), state[0], state[2] + 1)
+    return jax.lax.while_loop(going, step, (fn(x), x, 0))[0]
+
+
+def forward_loop(params, x, key):
+    z = jax.lax.stop_gradient(iterate(lambda z: jax.nn.relu(params["inside"] @ z + x), x))
+    return z @ params["outside"]
+
+
+def rejection(params, x, key):
+    def step(state):
+        key, _, n = state
+        key, draw = jr.split(key)
+        return key, jr.normal(draw, (WIDTH,)), n + 1
+
+    going = lambda state: (jnp.sum(state[1]) < jnp.sum(x) / 4) & (state[2] < 40)
+    z = jax.lax.while_loop(going, step, (key, jnp.full(WIDTH, -1.0), 0))[1]
+    return (x + z) @ params["outside"]
+
+
+@jax.custom_vjp
+def fixed_point(weight, x):
+    return iterate(lambda z: jnp.tanh(weight @ z + x), jnp.zeros(WIDTH))
+
+
+def fixed_point_forward(weight, x):
+    z = fixed_point(weight, x)
+    return z, (weight, x, z)
+
+
+def fixed_point_backward(saved, cotangent):
+    weight, x, z = saved
+    _, pull = jax.vjp(lambda w, x, z: jnp.tanh(w @ z + x), weight, x, z)
+    return pull(iterate(lambda v: cotangent + pull(v)[2], cotangent))[:2]
+
+
+fixed_point.defvjp(fixed_point_forward, fixed_point_backward)
+
+
+def implicit(params, x, key):
+    return fixed_point(params["inside"], x) @ params["outside"]
+
+
+def equinox_loop(kind):
+    """A loop with a reverse-mode derivative, as those of diffrax."""
+
+    def one(params, x, key):
+        going = lambda state: (jnp.sum(state[0] ** 2) > 0.5) & (state[1] < 12)
+        step = lambda state: (jnp.tanh(params["inside"] @ state[0]) * 1.5, state[1] + 1)
+        z, n = eqxi.while_loop(going, step, (x, jnp.array(0)), max_steps=12, kind=kind)
+        return (z + n) @ params["outside"]
+
+    return one
+
+
+def with_error(params, x, key):
+    def step(z):
+        z = eqx.error_if(z, jnp.isnan(z).any(), "NaN")
+        return jnp.tanh(params["inside"] @ z + x)
+
+    return jax.lax.stop_gradient(iterate(step, x)) @ params["outside"]
+
+
+def undifferentiated(params, x, key):
+    """Functions that refuse to be differentiated, as in the step size controllers of diffrax."""
+    step = lambda z: jnp.tanh(eqxi.nondifferentiable(jax.lax.stop_gradient(z)) + x)
+    return iterate(step, jax.lax.stop_gradient(x)) @ params["outside"]
+
+
+def remat_in_scan(params, x, key):
+    def layer(h, weight):
+        h = h + iterate(lambda z: jax.nn.silu(weight @ z), jax.lax.stop_gradient(h), limit=5)
+        return jnp.fft.irfft(jnp.fft.rfft(h) * 0.5, n=WIDTH) + weight @ h, None
+
+    weights = jnp.stack([params["inside"], jax.lax.stop_gradient(params["inside"].T)])
+    stopped = jax.lax.stop_gradient(weights)
+    h, _ = jax.lax.scan(lambda h, w: jax.checkpoint(layer)(h, w), x, stopped)
+    return (h @ params["inside"]) @ params["outside"]
+
+
+def positive(params, x):
+    a = (x @ params["outside"]).reshape(WIDTH, WIDTH)
+    return a @ a.T + jnp.diag(jnp.arange(1.0, WIDTH + 1))
+
+
+def gaussian_process(params, x, key):
+    factor = jnp.linalg.cholesky(positive(params, x))
+    return jax.scipy.linalg.solve_triangular(factor, x, lower=True)
+
+
+LOOPS = {
+    "while_loop": forward_loop,
+    "rejection sampling": rejection,
+    "custom_vjp": implicit,
+    "checkpointed": equinox_loop("checkpointed"),
+    "bounded": equinox_loop("bounded"),
+    "error_if": with_error,
+    "nondifferentiable": undifferentiated,
+    "remat in scan": remat_in_scan,
+    "cg": lambda params, x, key: jax.scipy.sparse.linalg.cg(positive(params, x), x, tol=1e-6)[0],
+}
+ALONE = {
+    "fft": lambda params, x, key: jnp.abs(jnp.fft.rfft(x @ params["outside"])),
+    "cholesky": gaussian_process,
+    "qr": lambda params, x, key: jnp.linalg.qr(positive(params, x))[1],
+    "svd": lambda params, x, key: jnp.linalg.svd(positive(params, x), compute_uv=False),
+    "eigh": lambda params, x, key: jnp.linalg.eigh(positive(params, x))[0],
+    "solve": lambda params, x, key: jnp.linalg.solve(positive(params, x), x),
+    "top_k": lambda params, x, key: jax.lax.top_k(x @ params["outside"], 4)[0],
+    "sort": lambda params, x, key: jnp.sort(x @ params["outside"])[:5],
+}
+
+
+def compiled_step(loss_fn, plan):
+    """The compiled loss with its gradients, and its collectives."""
+    rows = jax.NamedSharding(plan.mesh, jax.P(("data", "fsdp")))
+    whole = jax.NamedSharding(plan.mesh, jax.P())
+    step = jax.jit(
+        jax.value_and_grad(plan.constrain(loss_fn)), out_shardings=(whole, plan.shardings)
+    )
+    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    params = jax.tree.map(place, PARAMS, plan.shardings)
+    compiled = step.lower(params, place(BATCH, rows), None).compile()
+    placed = jax.device_put(PARAMS, plan.shardings), jax.device_put(BATCH, rows)
+    return lambda: compiled(*placed, None), collectives(compiled.as_text(), plan.mesh)
+
+
+def in_loops(found):
+    return [one for one in found if one.count > 1 or not one.exact]
+
+
+def assert_like_one_device(step, loss_fn, tolerance=1e-6):
+    loss, grads = step()
+    expected_loss, expected = jax.jit(jax.value_and_grad(loss_fn))(PARAMS, BATCH, None)
+    np.testing.assert_allclose(loss, expected_loss, rtol=tolerance)
+    largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(expected))
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(one) / largest, other / largest, atol=tolerance)
+
+
+@pytest.mark.parametrize("sizes", few_of(MESHES, *REPLICATED))
+@pytest.mark.parametrize("name", few_of(LOOPS, "while_loop", "custom_vjp", "checkpointed"))
+def test_no_device_waits_for_the_rows_of_another(name, sizes):
+    loss_fn, mesh = mean_over_rows(LOOPS[name]), rc.make_mesh(**sizes)
+    plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
+    step, found = compiled_step(loss_fn, plan)
+    batch_axes = {"data", "fsdp"}
+    assert not [one for one in in_loops(found) if batch_axes.intersection(one.axes)]
+    assert_like_one_device(step, loss_fn)
+
+
+@pytest.mark.parametrize("sizes", few_of(MESHES, *REPLICATED))
+@pytest.mark.parametrize("name", few_of(ALONE, "fft", "cholesky"))
+def test_operations_on_each_row_gather_no_rows(name, sizes):
+    loss_fn, mesh = mean_over_rows(ALONE[name]), rc.make_mesh(**sizes)
+    plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
+    step, found = compiled_step(loss_fn, plan)
+    # Gradients and losses are summed, and parameters are gathered.
+    gathered = [one for one in found if one.kind in ("all-gather", "all-to-all")]
+    assert sizes.get("fsdp") or not gathered
+    assert_like_one_device(step, loss_fn)
+
+
+def test_sums_over_rows_leave_a_loop_once():
+    def loss_fn(params, batch, key):
+        weight = jax.lax.stop_gradient(params["inside"])
+
+        def step(state):
+            n, total, x = state
+            x = jnp.tanh(x @ weight)
+            return n + 1, total + x.T @ x, x
+
+        start = (0, jnp.zeros((WIDTH, WIDTH)), batch)
+        _, total, x = jax.lax.while_loop(lambda state: state[0] < 5, step, start)
+        return jnp.mean((total + x.sum()) * params["inside"])
+
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    step, found = compiled_step(loss_fn, plan)
+    assert not in_loops(found)
+    assert_like_one_device(step, loss_fn)
+
+
+MIXING = {
+    "fft along rows": lambda params, batch, key: jnp.mean(
+        jnp.abs(jnp.fft.fft(batch @ params["inside"], axis=0)) ** 2
+    ),
+    "until all rows have converged on average": lambda params, batch, key: jnp.mean(
+        jax.lax.while_loop(lambda z: jnp.mean(z**2) > 0.1, lambda z: z * 0.7, batch)
+        @ params["inside"]
+    ),
+    "rows one after the other": lambda params, batch, key: jnp.mean(
+        jax.lax.scan(
+            lambda h, x: (iterate(lambda z: jnp.tanh(z + x), h), None),
+            jnp.zeros(WIDTH),
+            jax.lax.stop_gradient(batch),
+        )[0]
+        @ params["inside"]
+    ),
+    "neighbours": lambda params, batch, key: jnp.mean(
+        iterate(lambda z: jnp.tanh((z + jnp.roll(z, 1, 0)) / 2), jax.lax.stop_gradient(batch))
+        @ params["inside"]
+    ),
+    "ranks": lambda params, batch, key: jnp.mean(jnp.sort(batch @ params["inside"], 0)[:3] ** 2),
+}
+
+
+@pytest.mark.parametrize("name", few_of(MIXING, "until all rows have converged on average"))
+def test_what_mixes_rows_gives_the_results_of_one_device(name):
+    loss_fn = MIXING[name]
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    step, found = compiled_step(loss_fn, plan)
+    assert found
+    assert_like_one_device(step, loss_fn)
+
+
+def test_forward_mode():
+    def loss_fn(params, batch, key):
+        one = lambda x: iterate(lambda z: jax.nn.relu(params["inside"] @ z + x), x)
+        return jnp.mean(jax.vmap(one)(batch) ** 2)
+
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    tangent = jax.tree.map(jnp.ones_like, PARAMS)
+    push = lambda fn: jax.jit(
+        lambda params: jax.jvp(lambda params: fn(params, BATCH, None), (params,), (tangent,))
+    )
+    found, expected = push(plan.constrain(loss_fn))(PARAMS), push(loss_fn)(PARAMS)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_prediction(explicit):
+    mesh = rc.make_mesh()
+    predict = lambda params, batch: jax.vmap(lambda x: forward_loop(params, x, None))(batch)
+    plan = rc.plan_shardings(PARAMS, mesh, fn=predict, args=(BATCH,))
+    if explicit:
+        types = (jax.sharding.AxisType.Explicit,) * len(mesh.axis_names)
+        mesh = jax.make_mesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=types)
+    rows = jax.device_put(BATCH, jax.NamedSharding(mesh, jax.P("data")))
+    params = jax.device_put(PARAMS, jax.NamedSharding(mesh, jax.P()))
+    compiled = jax.jit(plan.constrain(predict)).lower(params, rows).compile()
+    assert not collectives(compiled.as_text(), mesh)
+    np.testing.assert_allclose(
+        np.asarray(compiled(params, rows)), predict(PARAMS, BATCH), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.integration
+def test_fit_evaluate_and_predict():
+    loss_fn = mean_over_rows(LOOPS["checkpointed"])
+    examples = list(np.asarray(BATCH))
+
+    def run(mesh):
+        result = rc.fit(
+            jax.tree.map(jnp.copy, PARAMS),
+            optax.sgd(1e-2),
+            examples,
+            loss_fn=loss_fn,
+            batch_size=ROWS,
+            steps=3,
+            key=jr.key(0),
+            mesh=mesh,
+        )
+        return result.model
+
+    one, eight = run(rc.make_mesh(devices=jax.devices()[:1])), run(rc.make_mesh())
+    for found, expected in zip(jax.tree.leaves(eight), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=1e-5)

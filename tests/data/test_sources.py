@@ -23,7 +23,7 @@ def index_of(examples):
     return np.array([e["index"] for e in examples])
 
 
-def read(source, state=None, collate=index_of, batch_size=4, **length):
+def read(source, state=None, collate=index_of, batch_size: int | None = 4, **length):
     """The batches of a source from a state on, and the states after them."""
     length = length or {"epochs": 3}
     options = {"key": KEY, "mesh": rc.make_mesh(devices=jax.devices()[:1])}

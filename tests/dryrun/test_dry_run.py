@@ -140,7 +140,7 @@ def test_a_batch_that_every_device_computes_halves_the_bound():
     loss_fn = lambda model, x, key: jnp.mean((x @ model) ** 2)
     batch = jax.ShapeDtypeStruct((3, 128), jnp.float32)  # does not divide over 2 devices
     given = (lambda key: jnp.zeros((128, 128)), loss_fn, batch, optax.sgd(0.1))
-    run = rc.dry_run(*given, target="cpu:2", mesh={"data": 2})
+    run: Any = rc.dry_run(*given, target="cpu:2", mesh={"data": 2})
     assert 0 < run.bounds.utilisation <= 0.5
     assert "50% of the arithmetic is repeated by several devices" in str(run)
 

@@ -25,9 +25,9 @@ def compilations() -> Iterator[list[str]]:
     """A list that grows whenever XLA compiles a program, or reads one that it compiled before."""
     compiled: list[str] = []
 
-    def listener(name: str, *_: Any, **__: Any) -> None:
-        if "backend_compile" in name:
-            compiled.append(name)
+    def listener(event: str, *_: Any, **__: Any) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:

@@ -20,7 +20,7 @@ def fused(tensors, *, turned):
     for layer in range(CONFIG.layers):
         base = f"model.layers.{layer}.mlp.experts"
         stack = lambda part, base=base: np.stack(
-            [tensors[f"{base}.{i}.{part}_proj.weight"] for i in range(CONFIG.experts)]
+            [tensors[f"{base}.{i}.{part}_proj.weight"] for i in range(CONFIG.experts or 0)]
         )
         both = np.concatenate([stack("gate"), stack("up")], axis=1)
         others |= {f"{base}.gate_up_proj": turn(both), f"{base}.down_proj": turn(stack("down"))}

@@ -128,7 +128,7 @@ def _suggest(fn: Callable[..., Any], error: TypeError, kwargs: Mapping[str, Any]
 def tidy(error: BaseException, *, called: Callable[..., Any] | None = None) -> None:
     """Removes hidden frames from an error and those it came from, and puts the last notes last.
 
-    The frame of `called` is hidden too: that of a dataclass's `__init__` is in no file.
+    The frame of `called` is hidden too, because a dataclass's `__init__` is in no file.
     """
     code = getattr(called, "__code__", None)
     for each in _chain(error):

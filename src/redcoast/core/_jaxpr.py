@@ -60,7 +60,7 @@ def bind_again(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
 def bind_local(equation: JaxprEqn, inputs: Sequence[Any], changes: Mapping[str, Any]) -> list[Any]:
     """Binds an equation's primitive inside of `jax.shard_map`, with some parameters changed.
 
-    The mesh is another than that of the equation, which has no meaning there.
+    The mesh of the equation has no meaning there.
     """
     unsharded = {key: None for key in ("sharding", "out_sharding") if key in equation.params}
     params = {**equation.params, **unsharded, **changes}

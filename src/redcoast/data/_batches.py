@@ -256,7 +256,7 @@ class Batches:
         return dict(self._state)
 
     def recognise_examples(self, saved: Mapping[str, Any]) -> None:
-        """Warns if the examples are not those of a saved state, for instance in another order.
+        """Warns if the examples differ from a saved state's, for instance in their order.
 
         States that `gather_state` returns have what they are recognised by. It reads a few
         examples, and must be called before the first batch.

@@ -66,7 +66,7 @@ def _is_array(x: Any) -> bool:
 
 
 def is_table(x: Any) -> bool:
-    """Whether this is a table or a part of one, such as those of Arrow, pandas and Polars."""
+    """Whether this is a table or a part of one, as Arrow, pandas and Polars have them."""
     arrow = hasattr(x, "__arrow_c_stream__") or hasattr(x, "__arrow_c_array__")
     return (arrow and hasattr(x, "columns")) or hasattr(x, "to_table")
 

@@ -50,22 +50,22 @@ class Gemma4Config(DecoderConfig):
       number of key and value heads, which must divide it; and the size of each head, an even
       number.
     - `global_kv_heads`, `global_head_dim`: the same of the layers without a window. The first is
-      that of the others by default.
+      by default, as of the others.
     - `hidden`: the hidden size of the feed-forward network.
     - `local`: for each layer, whether it has a sliding attention window; by default all have but
       each sixth and the last, which never has.
     - `window`: the size of that window in tokens, including the token itself.
     - `rope_base`, `rotary_dim`: in layers without a window, the base of the rotary embeddings'
       wavelengths, and the number of features of each head that they rotate, which is even; all by
-      default. The wavelengths are those of rotating all features.
+      default. The wavelengths are as if all features were rotated.
     - `local_rope_base`: the base in layers with a window.
     - `keys_are_values`: whether keys, without their norm and rotation, serve as values in layers
       without a window.
     - `shared_layers`: the number of last layers that have no keys and values of their own. They
-      take those of the last layer before them which has a window if they do.
+      take the keys and values of the last layer before them that has a window if they have one.
     - `wide_shared`: whether the feed-forward networks of these layers are twice as wide.
     - `layer_size`: the size of the embeddings that each layer has of the tokens; none by default.
-    - `layer_vocab`: the vocabulary size of these embeddings; that of the model by default.
+    - `layer_vocab`: the vocabulary size of these embeddings; by default, the model's.
     - `experts`, `chosen`, `expert_hidden`: the number of experts beside the feed-forward network of
       each layer, the number of experts that each token is routed to (top-k), and the hidden size
       of each; no experts by default.

@@ -54,7 +54,7 @@ _SIZES = {
     "qwen3_5_text": (248320, 4096, 12288, 32, 16, 4),
     "qwen3_5_moe_text": (248320, 2048, None, 40, 16, 2),
 }
-# Default values of a language model within another one, where they are not those of its type.
+# Default values of a language model within another one, where they differ from its type's.
 _QWEN2_VL = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568}
 _QWEN2_VL |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
 _QWEN2_VL |= {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "bos_token_id": 151643}

@@ -90,7 +90,7 @@ def stack_options(
 
 
 def _greedy_rows(count: int) -> Any:
-    """The options of rows of padding, in arrays to write those of others into."""
+    """The options of rows of padding, in arrays that other rows are written into."""
     none = Decoding()
     return RowOptions(
         seeds=np.zeros(count, np.uint32),

@@ -180,7 +180,7 @@ class Plan:
         *,
         tolerance: float = 1e-3,
     ) -> dict[str, float]:
-        """Compares loss and gradients of the planned program with those of one device.
+        """Compares the loss and the gradients of the planned program with a program for one device.
 
         **Arguments:**
 
@@ -295,7 +295,7 @@ def plan_shardings(
 
     On a mesh with `pipe`, the layers of a loss that are a `jax.lax.scan` are divided over the
     stages of a pipeline (arXiv:2105.04663, section 3.3): `plan.constrain` runs all stages at once,
-    each on another microbatch. Losses and gradients are those of one device, dropout included.
+    each on another microbatch. Losses and gradients equal the results on one device, with dropout.
 
     Without a function, the rules on the structure of the tree apply: over `model`, attention is
     sharded on heads, consecutive matrices on alternate sides, and embeddings and language-model
@@ -312,7 +312,7 @@ def plan_shardings(
         stay within it, by an estimate of arrays, gradients, optimizer state and activations.
     - `trainable`: As for [`redcoast.train_step`][]: frozen arrays have no gradient to communicate.
     - `hardware`: A [`redcoast.Hardware`][]: the constants that weigh arithmetic against
-        communication; by default those of an A100, and for CPU devices those of their compiler.
+        communication; by default of an A100, and for CPU devices of their compiler.
     - `sequence`: Whether activations between tensor-parallel parts are sharded along the sequence
         (arXiv:2205.05198): less memory for the same communication on GPU and TPU.
     - `microbatches`: With `pipe` in the mesh, the number of microbatches that go through the

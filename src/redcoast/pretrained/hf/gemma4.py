@@ -213,7 +213,7 @@ def _rest(c: Gemma4Config, layer: str) -> dict[str, Tensor]:
 
 
 def unused(config: Gemma4Config) -> tuple[str, ...]:
-    """The keys and values of layers that take those of others: published files have them."""
+    """Keys and values that published files have for layers that take the ones of another layer."""
     first = config.layers - config.shared_layers
     numbers = "|".join(str(layer) for layer in range(first, config.layers))
     return (rf"^model\.layers\.({numbers})\.self_attn\.([kv]_proj|[kv]_norm)\.",) if numbers else ()

@@ -351,7 +351,7 @@ def _has_layers(scope: Scope, var: Any) -> bool:
             if at >= xs:
                 return True
             for one in inner:
-                # Other operands may precede those of the inner jaxpr, such as a branch index.
+                # Other operands, such as a branch index, may come before the inner jaxpr's.
                 inner_at = at - (count - len(one.jaxpr.invars))
                 if inner_at >= 0 and _has_layers(one, one.jaxpr.invars[inner_at]):
                     return True

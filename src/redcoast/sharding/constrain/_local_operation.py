@@ -38,7 +38,7 @@ def run_operation(
 ) -> list[Any] | None:
     """The results of an operation that runs on each device alone, or None if it does not.
 
-    `values` are those of the operands, None for literals.
+    `values` are the values of the operands, None for literals.
     """
     if not acts_on_parts(equation):
         return None

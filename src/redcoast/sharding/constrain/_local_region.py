@@ -102,10 +102,10 @@ class LocalRegion:
         states: Sequence[State],
         used: Sequence[bool],
     ) -> Arrays:
-        """The results of an equation, each with its rows divided like those of the operands.
+        """The results of an equation, each with its rows divided like the operands' rows.
 
-        `states` are those of the operands. `used` selects the results that are used; the values of
-        others may be wrong. Raises `NotLocal`.
+        `states` are the states of the operands. `used` selects the results that are used; others
+        may have wrong values. Raises `NotLocal`.
         """
         step = self.states.step(equation, states)
         flow = control_flow(equation)

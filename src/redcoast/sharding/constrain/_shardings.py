@@ -139,7 +139,7 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
 
 
 def _classes_of_constants(program: Program, classes: Classes, compute: Compute) -> frozenset[int]:
-    """The classes of arrays closed over, matched to those of the plan by type and in order."""
+    """The classes of arrays closed over, matched to the plan's by type and in order."""
     left, found = list(compute.constants), set()
     for constant, value in program.planned:
         name, d = next((entry for entry in left if entry[0] == constant.name), ("", None))
@@ -181,7 +181,7 @@ def gather_operands(
 ) -> list[Any]:
     """Replicates operands of a `dot_general` along a split dimension that does not stay split.
 
-    In attention, scores have two dimensions of tokens, of which that of the queries stays split.
+    In attention, scores have two dimensions of tokens, of which the queries' stays split.
     The keys and values are needed as a whole by every device.
     """
     if any(isinstance(atom, Literal) for atom in equation.invars):

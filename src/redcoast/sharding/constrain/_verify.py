@@ -102,7 +102,7 @@ def _replace_shardings(jaxpr: Jaxpr, device: Sharding) -> Jaxpr:
     def of(equation: JaxprEqn) -> JaxprEqn:
         if equation.primitive.name == "sharding_constraint":
             return replace_parameters(equation, replaced)
-        # The output shardings of other operations follow from those of their operands.
+        # The output shardings of other operations follow from their operands.
         without = lambda param: None if isinstance(param, NamedSharding) else replaced(param)
         return replace_parameters(equation, without)
 

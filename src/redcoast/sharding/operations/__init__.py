@@ -1,6 +1,6 @@
 """What operations do with the dimensions of their operands: one rule for each primitive.
 
-`rule_of` reads the rule of an equation from a table. The vocabulary is that of Shardy, the
+`rule_of` reads the rule of an equation from a table. The vocabulary is from Shardy, the
 partitioner of XLA: a dimension is a list of factors, and each factor is carried from operands to
 results, reduced, moved, or needed as a whole. `tests/sharding/test_operations.py` compares the
 table with the rules of the installed XLA.

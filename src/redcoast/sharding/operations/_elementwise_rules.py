@@ -36,7 +36,7 @@ _LINEAR: dict[str, Linear] = {
 
 
 def elementwise_rule(equation: JaxprEqn) -> Rule:
-    """Operands of the results' rank share their dimensions; those of size one are broadcast."""
+    """Operands of the results' rank share their dimensions, but for broadcast ones of size one."""
     factors = Factors()
     result = shape_of(equation.outvars[0])
     dimensions = factors.of(result)

@@ -20,7 +20,7 @@ FRESH = frozenset(
     partition_id platform_index inspect_sharding unvmap_all unvmap_any unvmap_max
     """.split()  # noqa: SIM905
 )
-# Each key is independent: the leading dimensions of the results are those of the keys.
+# Each key is independent: the results have the leading dimensions of the keys.
 KEYED = frozenset(
     """
     random_bits random_clone random_seed random_split random_unwrap random_wrap

@@ -27,7 +27,8 @@ class Rule:
     - `reduced`: the results combine all elements along these factors, and do not have them.
     - `moved`: elements change their places along these, or depend on their neighbours.
     - `whole`: the arrays are needed as a whole along these: a sharding ends here.
-    - `shuffled`: those of `whole` along which any element may come from any place, as in a sort.
+    - `shuffled`: the part of `whole` along which any element may come from any place, as in a
+        sort.
     - `blocked`: no sharding is propagated along these, as along the space of a convolution.
     - `indexed`: elements along these are addressed by their numbers, so that an element is not
         treated as every other one is.

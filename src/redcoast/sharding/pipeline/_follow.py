@@ -30,7 +30,7 @@ _SIZES = frozenset(["shape", "new_sizes", "limit_indices", "slice_sizes", "sizes
 
 
 def follow_rows(few: AnyJaxpr, all_: AnyJaxpr, inputs: Sequence[State]) -> States:
-    """Where the rows of a layer's outputs are, given those of its inputs.
+    """Where the rows of a layer's outputs are, given where its inputs have them.
 
     `few` and `all_` are the layer traced for few and for all rows. Raises `Mixed`.
     """

@@ -1,7 +1,7 @@
 """Follows facts about the arrays of a program, from its inputs to its outputs.
 
-A fact is anything that the fact of a result follows from those of the operands, such as whether an
-array depends on the model. This is the walk through loops, branches and calls for all of them.
+A fact is anything that is known of a result from its operands, such as whether an array depends on
+the model. This is the walk through loops, branches and calls for all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,7 +72,7 @@ class Operation:
     def line(self) -> str:
         """The line of the user's code, such as `train.py:12`.
 
-        A compiled function of a library has none, and that of its call is returned.
+        A compiled function of a library has none, and the line of its call is returned.
         """
         line = own_line(getattr(self.equation.source_info, "traceback", None))
         if not line and self.outer is not None:
@@ -85,10 +85,11 @@ class Facts(Generic[Fact]):
     """How facts follow from each other.
 
     - `of_number`: the fact of a literal or a constant, from its value.
-    - `of_results`: the fact of the results of an operation, from those of its operands.
+    - `of_results`: the fact of the results of an operation, from the facts of its operands.
     - `join`: the fact of an array that comes from one of several branches.
-    - `widen`: the fact of a loop's carry, from those before and after an iteration.
-    - `control`: the fact of a result, from itself and those that a branch or a loop is chosen by.
+    - `widen`: the fact of a loop's carry, from its facts before and after an iteration.
+    - `control`: the fact of a result, from itself and the facts of what a branch is chosen by, or a
+        loop ends by.
     """
 
     of_number: Callable[[Any], Fact]

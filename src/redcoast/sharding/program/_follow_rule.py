@@ -19,8 +19,8 @@ def follow_rule(
 ) -> list[Value]:
     """Returns the results of an operation, and records in the graph what sharding it costs.
 
-    A dimension of a result is the same node as that of the operands if its factors are carried, and
-    a new node otherwise.
+    A dimension of a result is the operands' node if its factors are carried, and a new node
+    otherwise.
     """
     resharded = _resharded(rule)
     shared = _link_operands(graph, rule, resharded, inputs)
@@ -109,7 +109,7 @@ def _add_results(
         for size, dimension in zip(shape, dimensions, strict=True):
             if dimension in nodes:
                 node = nodes[dimension]
-                if graph.sizes[node] != size:  # the heads of queries and those of keys
+                if graph.sizes[node] != size:  # queries have more heads than keys
                     node = graph.node(size)
                     graph.link(nodes[dimension], node)
                 dims.append(node)
@@ -226,7 +226,7 @@ def _all_factors(dimensions: set[Dimension]) -> set[Factor]:
 def _sum_forward(
     graph: Graph, rule: Rule, inputs: Sequence[Value], results: Sequence[Value]
 ) -> None:
-    """Records partial sums: each device has those of its part of a reduced dimension."""
+    """Records partial sums: each device sums over its part of a reduced dimension."""
     operands_with = Counter(x[0] for dimensions in rule.operands for x in dimensions)
     indexed = _indexed(rule, inputs)
     done: set[Factor] = set()

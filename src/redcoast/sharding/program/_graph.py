@@ -95,7 +95,7 @@ class Meeting:
 class Work:
     """Floating point operations that are divided among devices if one of `dims` is sharded.
 
-    `forward` are those of the forward pass. `of` are the dimensions of each operand.
+    `forward` are the operations of the forward pass. `of` are the dimensions of each operand.
     """
 
     dims: Dims

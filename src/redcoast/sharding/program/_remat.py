@@ -93,14 +93,14 @@ def _needs_results(equation: JaxprEqn, has_grad: Sequence[bool]) -> bool:
 
 
 def _differentiates_inside(equation: JaxprEqn) -> bool:
-    """Whether the derivative of an equation is that of the jaxprs in it."""
+    """Whether the derivative of an equation is the derivative of the jaxprs in it."""
     flow = control_flow(equation)
     has_own = isinstance(flow, Call) and flow.has_derivative
     return not has_own and len(inner_jaxprs(equation)) > 0
 
 
 def _derived(equation: JaxprEqn, has_grad: Sequence[bool]) -> list[bool]:
-    """Which operands the derivative of an equation needs, beside those of the jaxprs in it."""
+    """Which operands the derivative of an equation needs, beside what the jaxprs in it need."""
     rule = rule_of(equation)
     if rule is not None and is_linear(rule, has_grad):
         return fixed_operands(rule, has_grad)

@@ -20,8 +20,8 @@ class Traced:
     """The jaxpr of `fn(tree, *args)`.
 
     Its inputs are the `arrays` arrays of the tree, then the `batch` arrays of the first argument
-    (the batch), then those of the other arguments. The last `moved` outputs are the arrays of the
-    model that a loss returns as its third result.
+    (the batch), then the arrays of the other arguments. The last `moved` outputs are the arrays of
+    the model that a loss returns as its third result.
     """
 
     jaxpr: AnyJaxpr

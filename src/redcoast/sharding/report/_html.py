@@ -81,7 +81,7 @@ def _drawn_dims(parts: Sequence[int]) -> tuple[int | None, int | None]:
 
 
 def _sides(rows: int, columns: int) -> tuple[int, int]:
-    """The height and the width of a picture; the ratio of the sides is that of the logarithms."""
+    """The height and the width of a picture; the sides have the ratio of the logarithms."""
     lengths = [math.log2(max(2, size)) for size in (rows, columns)]
     scale = _LONGEST / max(*lengths, 12)
     height, width = (max(_SHORTEST, round(length * scale)) for length in lengths)

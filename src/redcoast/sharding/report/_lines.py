@@ -55,7 +55,7 @@ def find_lines(
 
 
 class _Frames:
-    """The lines of operations; those of the same operation are read once."""
+    """The lines of operations; each operation is read once."""
 
     def __init__(self):
         self._known: dict[int, Frame | None] = {}

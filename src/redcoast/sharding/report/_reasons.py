@@ -143,9 +143,9 @@ def _relative(members: Members) -> Any:
 
 @dataclass(frozen=True)
 class Reasons:
-    """The reasons for a decision; `place` is that of an array in the tree.
+    """The reasons for a decision; `place` is the place of an array in the tree.
 
-    `sets` and `indivisible_links` are by the classes of dimensions. The links are those of a class
+    `sets` and `indivisible_links` are by the classes of dimensions. The links belong to a class
     that divides, each with the first linked size that does not.
     """
 
@@ -186,8 +186,8 @@ class Reasons:
     def indivisible(self, place: int, least: int) -> str:
         """The largest size that rules out tensor parallelism; empty if there is none.
 
-        It is one that the program takes a dimension apart into, or that of a dimension of at least
-        `least` elements.
+        It is one that the program takes a dimension apart into, or the size of a dimension of at
+        least `least` elements.
         """
         reasons: list[tuple[int, str]] = []
         for _, size, inner in self._free_dims(place):

@@ -1,8 +1,8 @@
 """Which results of a loss are sums over the examples of a batch, and not means.
 
 Each value has a degree: by which power of the number of examples it grows. A sum over examples
-raises it by one; a division by their number, or by a sum over them, such as that of a mask, lowers
-it. A degree that is not known is `None`, and nothing is said about such a result.
+raises it by one; a division by their number, or by a sum over them, such as the sum of a mask,
+lowers it. A degree that is not known is `None`, and nothing is said about such a result.
 """
 
 import math

@@ -69,7 +69,7 @@ class Staged:
 
     @property
     def share(self) -> float:
-        """The work of one stage, with that in the bubble, relative to that of all layers."""
+        """The work of one stage, in the bubble too, relative to the work of all layers."""
         return self.ticks / self.microbatches / self.stages
 
 

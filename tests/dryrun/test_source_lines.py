@@ -7,8 +7,8 @@ from redcoast.dryrun.hlo._source_lines import read_frames
 TABLES = """HloModule jit_step
 
 FileNames
-1 "/home/me/train.py"
-2 "/home/me/model.py"
+1 "/code/train.py"
+2 "/code/model.py"
 
 FunctionNames
 1 "main"
@@ -30,8 +30,8 @@ ENTRY %main (x: f32[]) -> f32[] {{
 @pytest.mark.parametrize(("root", "parent"), [(1, 2), (0, 1)])
 def test_frames_are_read_from_tables_however_parents_are_numbered(root, parent):
     frames_of = read_frames(TABLES.format(root=root, parent=parent))
-    inner = ("/home/me/model.py", 12)
-    outer = ("/home/me/train.py", 30)
+    inner = ("/code/model.py", 12)
+    outer = ("/code/train.py", 30)
     assert frames_of('metadata={op_name="a" stack_frame_id=2}') == [inner, outer]
     assert frames_of('metadata={op_name="a" stack_frame_id=1}') == [outer]
     assert frames_of('metadata={op_name="a"}') == []
@@ -39,8 +39,8 @@ def test_frames_are_read_from_tables_however_parents_are_numbered(root, parent):
 
 def test_frames_in_the_metadata_itself():
     frames_of = read_frames("HloModule jit_step\n")
-    metadata = 'metadata={op_name="a" source_file="/home/me/model.py" source_line=7}'
-    assert frames_of(metadata) == [("/home/me/model.py", 7)]
+    metadata = 'metadata={op_name="a" source_file="/code/model.py" source_line=7}'
+    assert frames_of(metadata) == [("/code/model.py", 7)]
 
 
 def test_tables_of_another_form_give_no_frames():

@@ -84,7 +84,7 @@ def open_source(path: Path) -> Source:
     if path.suffix == ".safetensors":
         raise ValueError(
             f"{path} contains tensors, but not the settings of their model. Pass the directory "
-            f"that contains both it and {SETTINGS}."
+            f"that holds both it and {SETTINGS}."
         )
     raise ValueError(f"{path} is neither a directory with a {SETTINGS} nor a `.gguf` file.")
 

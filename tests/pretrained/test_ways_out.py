@@ -49,7 +49,7 @@ def test_directories_without_a_model_are_named(saved, tmp_path):
     file = tmp_path / "shard/model.safetensors"
     file.rename(file.with_name("model-00001-of-00002.safetensors"))
     says(tmp_path / "shard", "but model-00001-of-00002.safetensors. Rename it")
-    says(saved / "model.safetensors", "Pass the directory that contains both it and config.json")
+    says(saved / "model.safetensors", "Pass the directory that holds both it and config.json")
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])

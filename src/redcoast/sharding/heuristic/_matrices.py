@@ -1,13 +1,13 @@
-"""Reads a tree as matrices with an input and an output side, in groups of siblings."""
+"""Reads a tree as blocks of matrices, each with an input and an output side."""
 
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Literal
 
 import equinox as eqx
+from jaxtyping import PyTree
 
 from ..tree._leaves import Leaf, Node, leaves_below
 
@@ -18,6 +18,7 @@ _WEIGHTS = ("weight", "kernel", "embedding", "w", "W")
 _GENERIC = (*_WEIGHTS, "bias", "b", "scale")
 _KERNEL_WIDTH = 16  # the windows of usual convolutions are smaller, and other dimensions larger
 _TABLE = re.compile(r"embed|wte|wpe|shared$|vocab|relative|lookup", re.IGNORECASE)
+# Names decide where shapes do not, as in attention with four square matrices.
 _ROLE = re.compile(
     r"(?:w|to|linear)?_?(?:(?P<query>q|query)|(?P<key>k|key)|(?P<value>v|value)"
     r"|(?P<fused>kv|qkv|query_key_value|c_attn)|(?P<output>o|out|output))"
@@ -25,27 +26,27 @@ _ROLE = re.compile(
     r"|(?P<up>(?:w?_?(?:gate|up|fc_?1|c_fc|fc_?in|wi(?:_\d)?|expand|intermediate)|.*h_to_4h).*)"
     r"|(?P<down>(?:w?_?(?:down|fc_?2|fc_?out|contract)|.*4h_to_h).*)"
 )
-Sides = tuple[tuple[int, ...], tuple[int, ...]]  # input dimensions, output dimensions
+Dimensions = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class WeightMatrix:
+class Matrix:
     """A weight with its input dimensions `ins`, which are contracted, and output dimensions `outs`.
 
-    `kind` is "linear", "conv" or "table". `stack` is the number of stacked leading dimensions.
-    `groups` is the number of groups of a convolution. `sure` is whether the sides are known from a
-    module, a name or a bias, not by convention.
+    `names` is its path in its block. `stack` is the number of stacked leading dimensions, and
+    `groups` that of the groups of a convolution. `is_oriented` is whether a module, a bias or a
+    name tells the sides; otherwise `orient` chooses them.
     """
 
     names: tuple[str, ...]
     weight: Leaf
     bias: Leaf | None
-    kind: str
+    kind: Literal["linear", "conv", "table"]
     stack: int
-    ins: tuple[int, ...]
-    outs: tuple[int, ...]
+    ins: Dimensions
+    outs: Dimensions
     groups: int = 1
-    sure: bool = True
+    is_oriented: bool = True
 
     @property
     def index(self) -> int:
@@ -64,7 +65,7 @@ class WeightMatrix:
         return prod(self.weight.shape[d] for d in self.outs)
 
     @property
-    def square(self) -> bool:
+    def is_square(self) -> bool:
         return self.in_size == self.out_size
 
     @property
@@ -74,67 +75,91 @@ class WeightMatrix:
 
 def role_of(*names: str) -> str | None:
     """The role that names specify, in attention ("fused" is several in one) or an MLP."""
-    found = (_ROLE.fullmatch(name.lower()) for name in names)
-    return next((match.lastgroup for match in found if match), None)
+    for name in names:
+        match = _ROLE.fullmatch(name.lower())
+        if match is not None:
+            return match.lastgroup
+    return None
 
 
 @dataclass(frozen=True)
-class Group:
-    """The matrices and inner groups of a node, in order, and its other arrays, `loose`."""
+class Block:
+    """A node of the tree as matrices.
+
+    `near` are its matrices in order, with None in place of each inner node that has several of its
+    own. `below` are all matrices of the node and of inner ones. `loose` are its other arrays.
+    """
 
     path: tuple[str, ...]
-    owner: Any
-    ordered: bool
-    members: "dict[str, WeightMatrix | Group]"
-    loose: list[Leaf]
-
-    def __iter__(self) -> Iterator["Group"]:
-        """The inner groups, innermost first, then this one."""
-        for member in self.members.values():
-            if isinstance(member, Group):
-                yield from member
-        yield self
-
-    def matrices(self) -> Iterator[WeightMatrix]:
-        """All matrices of the group and of inner groups."""
-        for member in self.members.values():
-            yield from [member] if isinstance(member, WeightMatrix) else member.matrices()
-
-    def near(self) -> list[WeightMatrix | None]:
-        """The matrices of the group and of inner groups with one matrix, with relative names.
-
-        An inner group with several matrices is replaced by None.
-        """
-        near: list[WeightMatrix | None] = []
-        for key, member in self.members.items():
-            if isinstance(member, WeightMatrix):
-                near.append(replace(member, names=(key,)))
-            elif below := list(member.matrices()):
-                names = (key, *below[0].names)
-                near.append(replace(below[0], names=names) if len(below) == 1 else None)
-        return near
+    owner: PyTree
+    is_ordered: bool
+    near: list[Matrix | None] = field(default_factory=list)
+    below: list[Matrix] = field(default_factory=list)
+    loose: list[Leaf] = field(default_factory=list)
 
 
-def stack_dims(node: Node, depth: int = 0) -> dict[int, int]:
+@dataclass(frozen=True)
+class Sizes:
+    """How many leading dimensions of arrays are stacked, and how often sizes occur.
+
+    `by_layer` counts, for each repeated layer, the arrays with a dimension of a size. The most
+    frequent one is the width of the residual stream, which every block reads and writes.
+    """
+
+    stacks: dict[int, int]
+    by_layer: dict[tuple[str, ...], Counter[int]]
+
+    def count(self, leaf: Leaf, size: int) -> int:
+        """How many arrays of the layer of `leaf` have a dimension of this size."""
+        return self.by_layer[layer_of(leaf)][size]
+
+
+def read_tree(root: Node) -> tuple[list[Block], Sizes]:
+    """The blocks of a tree, inner ones first, so that the last one is the tree itself."""
+    sizes = Sizes(_stacked_dimensions(root, 0), {})
+    for leaf in leaves_below(root):
+        unstacked = leaf.shape[sizes.stacks[leaf.index] :]
+        counter = sizes.by_layer.setdefault(layer_of(leaf), Counter())
+        counter.update({size for size in unstacked if size > 1})
+    blocks: list[Block] = []
+    _read(root, sizes, blocks)
+    return _orient(blocks, sizes), sizes
+
+
+def layer_of(leaf: Leaf) -> tuple[str, ...]:
+    """The repeated layer of an array: its path up to the last number, with numbers replaced."""
+    above = leaf.path[:-1]
+    if leaf.path[-1:] and leaf.path[-1] in _GENERIC:
+        above = leaf.path[:-2]
+    parts = [re.sub(r"\d+", "*", part) for part in above]
+    while parts and "*" not in parts[-1]:
+        parts.pop()
+    return tuple(parts)
+
+
+def _stacked_dimensions(node: Node, depth: int) -> dict[int, int]:
     """The number of stacked (scanned or vmapped) leading dimensions of each array, by index."""
     stacks: dict[int, int] = {}
     depth += _is_stacked(node, depth)
     for name, child in node.children.items():
         if isinstance(child, Node):
-            stacks |= stack_dims(child, depth)
-        else:
-            rank = _stock_rank(node.owner, name)
-            stacks[child.index] = depth if rank is None else max(0, len(child.shape) - rank)
+            stacks |= _stacked_dimensions(child, depth)
+            continue
+        rank = _rank_in_stock_layer(node.owner, name)
+        stacks[child.index] = depth
+        if rank is not None:
+            stacks[child.index] = max(0, len(child.shape) - rank)
     return stacks
 
 
-def _stock_rank(owner: Any, name: str) -> int | None:
+def _rank_in_stock_layer(owner: PyTree, name: str) -> int | None:
     """The rank of the array `name` in a stock Equinox layer, without stacking."""
-    vector = name.startswith("bias")
+    is_vector = name.startswith("bias")
     if isinstance(owner, _CONVOLUTIONS):
-        return owner.num_spatial_dims + (1 if vector else 2)
-    stock = isinstance(owner, (eqx.nn.Linear, eqx.nn.Embedding, *RECURRENT))
-    return (1 if vector else 2) if stock else None
+        return owner.num_spatial_dims + 2 - is_vector
+    if isinstance(owner, (eqx.nn.Linear, eqx.nn.Embedding, *RECURRENT)):
+        return 2 - is_vector
+    return None
 
 
 def _is_stacked(node: Node, depth: int) -> bool:
@@ -144,165 +169,215 @@ def _is_stacked(node: Node, depth: int) -> bool:
     does not occur in other dimensions.
     """
     shapes = [leaf.shape[depth:] for leaf in leaves_below(node)]
-    if node.ordered or len(shapes) < 2 or len({shape[:1] for shape in shapes}) > 1:
+    leading = {shape[:1] for shape in shapes}
+    if node.ordered or len(shapes) < 2 or len(leading) > 1:
         return False
-    vectors = [shape for shape in shapes if len(shape) == 2]
-    sizes = {size for shape in shapes if len(shape) > 2 for size in shape[1:]}
-    if not sizes or any(len(shape) < 2 for shape in shapes):
+    if min(map(len, shapes)) < 2 or max(map(len, shapes)) < 3:
         return False
-    with_vectors = bool(vectors) and all(size in sizes for _, size in vectors)
-    return with_vectors or all(shape[0] not in shape[1:] for shape in shapes)
+    # The sizes of the matrices and of the vectors, without the leading dimension.
+    of_matrices: set[int] = set()
+    of_vectors: set[int] = set()
+    for shape in shapes:
+        if len(shape) == 2:
+            of_vectors.add(shape[1])
+        else:
+            of_matrices.update(shape[1:])
+    if of_vectors and of_vectors <= of_matrices:
+        return True
+    (size,) = leading.pop()
+    return size not in of_matrices | of_vectors
 
 
-def layer_of(leaf: Leaf) -> tuple[str, ...]:
-    """The repeated layer of an array: its path up to the last number, with numbers replaced."""
-    above = leaf.path[: -2 if leaf.path[-1:] and leaf.path[-1] in _GENERIC else -1]
-    parts = [re.sub(r"\d+", "*", part) for part in above]
-    last = max((i for i, part in enumerate(parts) if "*" in part), default=-1)
-    return tuple(parts[: last + 1])
-
-
-@dataclass(frozen=True)
-class Known:
-    """Facts on a tree: the numbers of stacked dimensions, and how often sizes occur.
-
-    `sizes` counts, for each repeated layer, the arrays that have a dimension of a size. The most
-    frequent one is the width of the residual stream, which every block reads and writes. `layouts`
-    is positive for names of arrays that are stored with outputs first, negative with inputs first.
-    """
-
-    stacks: dict[int, int]
-    sizes: dict[tuple[str, ...], Counter[int]]
-    layouts: Counter[str]
-
-
-def read_tree(root: Node) -> tuple[Group, Known]:
-    """The matrices of a tree, with their input and output sides, and what is known of it.
-
-    Matrices whose sides are not known, such as square ones, are oriented like the others. Arrays
-    with the same generic name (`weight`) are stored alike, and so are all arrays with other names.
-    """
-    known = Known(stack_dims(root), {}, Counter())
-    for leaf in leaves_below(root):
-        sizes = {size for size in leaf.shape[known.stacks[leaf.index] :] if size > 1}
-        known.sizes.setdefault(layer_of(leaf), Counter()).update(sizes)
-    layouts: Counter[str] = Counter()
-    for matrix in _read(root, known).matrices():
-        if matrix.kind == "linear" and not matrix.square:
-            layouts[_layout(matrix.weight)] += _outputs_first(matrix, known)
-    known = replace(known, layouts=layouts)
-    return _read(root, known), known
-
-
-def _layout(weight: Leaf) -> str:
-    key = "".join(weight.path[-1:])
-    return key if key in _GENERIC else "own name"
-
-
-def _outputs_first(matrix: WeightMatrix, known: Known) -> int:
-    """1 if the output dimension is stored before the input, -1 if after, 0 if unknown."""
-    first = matrix.outs < matrix.ins
-    if not matrix.sure:
-        sizes = known.sizes[layer_of(matrix.weight)]
-        reads = sizes[matrix.in_size] - sizes[matrix.out_size]
-        if reads == 0 or matrix.role in (None, "output"):
-            return 0
-        first ^= (reads > 0) == (matrix.role == "down")
-    return 1 if first else -1
-
-
-def _read(node: Node, known: Known) -> Group:
-    """The group of a node: its matrices and inner groups, and other arrays."""
-    members: dict[str, WeightMatrix | Group | None] = {}
+def _read(node: Node, sizes: Sizes, blocks: list[Block]) -> list[Matrix]:
+    """Appends the blocks of a node, inner ones first, and returns all of its matrices."""
+    block = Block(node.path, node.owner, node.ordered)
+    matrices = _matrices_of_arrays(node, sizes)
     for name, child in node.children.items():
-        if isinstance(child, Node):
-            members[name] = _layer(child, known) or _read(child, known)
-        elif not isinstance(node.owner, NORMS + RECURRENT):
-            members[name] = _matrix((name,), name, child, _bias_of(name, child, node), known)
-    own = [member for member in members.values() if isinstance(member, WeightMatrix)]
+        if isinstance(child, Leaf):
+            inner = [matrices[name]] if name in matrices else []
+        else:
+            layer = _layer(child, sizes)
+            inner = [layer] if layer is not None else _read(child, sizes, blocks)
+        block.below.extend(inner)
+        if len(inner) == 1:
+            # The path of a matrix in an inner node of its own begins with that node.
+            names = inner[0].names
+            if names != (name,):
+                names = (name, *names)
+            block.near.append(replace(inner[0], names=names))
+        elif inner:
+            block.near.append(None)
+    in_matrices: set[int] = set()
+    for matrix in matrices.values():
+        in_matrices.add(matrix.index)
+        if matrix.bias is not None:
+            in_matrices.add(matrix.bias.index)
+    for child in node.children.values():
+        if isinstance(child, Leaf) and child.index not in in_matrices:
+            block.loose.append(child)
+    blocks.append(block)
+    return block.below
+
+
+def _matrices_of_arrays(node: Node, sizes: Sizes) -> dict[str, Matrix]:
+    """The arrays of a node itself that are matrices."""
+    if isinstance(node.owner, NORMS + RECURRENT):
+        return {}
+    matrices: dict[str, Matrix] = {}
+    for name, child in node.children.items():
+        if isinstance(child, Leaf):
+            matrix = _matrix((name,), child, _bias_of(name, child, node), sizes)
+            if matrix is not None:
+                matrices[name] = matrix
     # Biases with a dimension of heads look like matrices.
-    biases = {matrix.bias.index for matrix in own if matrix.bias is not None}
-    kept = {k: m for k, m in members.items() if m and getattr(m, "index", None) not in biases}
-    used = [m for m in kept.values() if isinstance(m, WeightMatrix)]
-    taken = {leaf.index for m in used for leaf in (m.weight, m.bias) if leaf is not None}
-    leaves = [child for child in node.children.values() if isinstance(child, Leaf)]
-    loose = [leaf for leaf in leaves if leaf.index not in taken]
-    return Group(node.path, node.owner, node.ordered, kept, loose)
+    biases = {matrix.bias.index for matrix in matrices.values() if matrix.bias is not None}
+    return {name: matrix for name, matrix in matrices.items() if matrix.index not in biases}
 
 
-def _layer(node: Node, known: Known) -> WeightMatrix | None:
+def _layer(node: Node, sizes: Sizes) -> Matrix | None:
     """The matrix of a stock layer, or of a dict or module with only a weight and a bias."""
+    owner, names = node.owner, node.path[-1:]
     leaves = {name: child for name, child in node.children.items() if isinstance(child, Leaf)}
-    key = next((key for key in _WEIGHTS if key in leaves), None)
-    if key is None or len(leaves[key].shape) < 2 or isinstance(node.owner, NORMS + RECURRENT):
+    keys = [key for key in _WEIGHTS if key in leaves]
+    if not keys or isinstance(owner, NORMS + RECURRENT):
         return None
-    weight, bias, names = leaves[key], leaves.get("bias", leaves.get("b")), node.path[-1:]
-    stack, owner = known.stacks[weight.index], node.owner
-    if len(node.children) != 1 + (bias is not None):
+    weight, bias = leaves[keys[0]], leaves.get("bias", leaves.get("b"))
+    has_others = len(node.children) != 1 + (bias is not None)
+    if len(weight.shape) < 2 or has_others:
         return None
+    stack = sizes.stacks[weight.index]
     if isinstance(owner, eqx.nn.Embedding):
-        return WeightMatrix(names, weight, None, "table", stack, (stack,), (stack + 1,))
-    if isinstance(owner, (eqx.nn.Linear, *_CONVOLUTIONS)):
-        kind = "linear" if isinstance(owner, eqx.nn.Linear) else "conv"
-        groups = getattr(owner, "groups", 1)
-        return WeightMatrix(names, weight, bias, kind, stack, (stack + 1,), (stack,), groups)
-    return _matrix(names, key, weight, bias, known)
+        return Matrix(names, weight, None, "table", stack, ins=(stack,), outs=(stack + 1,))
+    if isinstance(owner, eqx.nn.Linear):
+        return Matrix(names, weight, bias, "linear", stack, ins=(stack + 1,), outs=(stack,))
+    if isinstance(owner, _CONVOLUTIONS):
+        return Matrix(names, weight, bias, "conv", stack, (stack + 1,), (stack,), owner.groups)
+    return _matrix((*names, keys[0]), weight, bias, sizes, named_by_node=True)
 
 
 def _bias_of(name: str, weight: Leaf, node: Node) -> Leaf | None:
     """The array that is named like the bias of `name`, or is the next in a list, and fits it."""
-    names = list(node.children)
-    following = names[names.index(name) + 1 :][:1] if node.ordered else []
-    like = (re.sub("weight|kernel", "bias", name), re.sub("^[wW]", "b", name), f"{name}_bias")
-    found = (node.children.get(candidate) for candidate in (*like, *following))
-    for bias in (one for one in found if isinstance(one, Leaf)):
+    candidates = [re.sub("weight|kernel", "bias", name), re.sub("^[wW]", "b", name)]
+    candidates.append(f"{name}_bias")
+    if node.ordered:
+        names = list(node.children)
+        candidates += names[names.index(name) + 1 :][:1]
+    for candidate in candidates:
+        bias = node.children.get(candidate)
+        if not isinstance(bias, Leaf):
+            continue
         if 0 < len(bias.shape) < len(weight.shape) and bias.shape[-1] in weight.shape:
             return bias
     return None
 
 
 def _matrix(
-    names: tuple[str, ...], key: str, weight: Leaf, bias: Leaf | None, known: Known
-) -> WeightMatrix | None:
-    """Returns an array with the name `key` as a matrix, or None if it is not one."""
-    stack, shape, sure = known.stacks[weight.index], weight.shape, True
+    names: tuple[str, ...],
+    weight: Leaf,
+    bias: Leaf | None,
+    sizes: Sizes,
+    *,
+    named_by_node: bool = False,
+) -> Matrix | None:
+    """An array as a matrix, or None if it is not one. The last of `names` is its own."""
+    key, shape, stack = names[-1], weight.shape, sizes.stacks[weight.index]
+    if named_by_node:
+        names = names[:-1]
+    matrix = Matrix(names, weight, bias, "linear", stack, (), ())
+    channels = _channels(key, shape, stack)
+    if channels is not None:
+        ins, outs = channels
+        return replace(matrix, kind="conv", ins=(ins,), outs=(outs,))
     dims = [d for d in range(stack, len(shape)) if shape[d] > 1]
-    if sides := _channels(key, shape, stack):
-        return WeightMatrix(names, weight, bias, "conv", stack, *sides)
     if len(dims) == 3:
-        sides = _sides_with_heads(names[-1], weight, dims, known)
-        return WeightMatrix(names, weight, bias, "linear", stack, *sides)
+        ins, outs = _sides_with_heads(names[-1], weight, dims, sizes)
+        return replace(matrix, ins=ins, outs=outs)
     if len(dims) != 2:
         return None
     first, last = dims
     if bias is None and (key == "embedding" or _TABLE.search("/".join(names))):
-        return WeightMatrix(names, weight, None, "table", stack, (first,), (last,))
-    outputs_first = key.lower().endswith("weight")  # as in PyTorch
+        return replace(matrix, kind="table", ins=(first,), outs=(last,))
     if bias is not None and shape[first] != shape[last]:
-        outputs_first = bias.shape[-1:] == (shape[first],)
-    elif key != "kernel":
-        sure, layout = False, known.layouts[_layout(weight)]
-        outputs_first = layout > 0 if layout else outputs_first
-    ins, outs = (last, first) if outputs_first else (first, last)
-    return WeightMatrix(names, weight, bias, "linear", stack, (ins,), (outs,), sure=sure)
+        outputs_first, is_oriented = bias.shape[-1:] == (shape[first],), True
+    else:
+        # PyTorch stores outputs first in `weight`, and Flax inputs first in `kernel`.
+        outputs_first, is_oriented = key.lower().endswith("weight"), key == "kernel"
+    ins, outs = (first,), (last,)
+    if outputs_first:
+        ins, outs = outs, ins
+    return replace(matrix, ins=ins, outs=outs, is_oriented=is_oriented)
 
 
-def _channels(key: str, shape: tuple[int, ...], stack: int) -> Sides | None:
-    """The channels of a convolution. Flax stores the window first, PyTorch last."""
+def _channels(key: str, shape: tuple[int, ...], stack: int) -> tuple[int, int] | None:
+    """The input and output channels of a convolution."""
     rank = len(shape) - stack
     if not 3 <= rank <= 5 or key not in ("kernel", "weight"):
         return None
-    ins, outs = (len(shape) - 2, len(shape) - 1) if key == "kernel" else (stack + 1, stack)
-    width = max(shape[d] for d in range(stack, len(shape)) if d not in (ins, outs))
-    narrow = rank > 3 or width < min(shape[outs], max(shape[ins], 2))
-    return ((ins,), (outs,)) if narrow and width <= _KERNEL_WIDTH else None
+    ins, outs = stack + 1, stack
+    if key == "kernel":  # Flax stores the window first, PyTorch last
+        ins, outs = len(shape) - 2, len(shape) - 1
+    window = [shape[d] for d in range(stack, len(shape)) if d not in (ins, outs)]
+    # With rank 3, it may also be a matrix with a dimension of heads or experts.
+    is_narrow = rank > 3 or window[0] < min(shape[outs], max(shape[ins], 2))
+    if is_narrow and max(window) <= _KERNEL_WIDTH:
+        return ins, outs
+    return None
 
 
-def _sides_with_heads(name: str, weight: Leaf, dims: list[int], known: Known) -> Sides:
+def _sides_with_heads(
+    name: str, weight: Leaf, dims: list[int], sizes: Sizes
+) -> tuple[Dimensions, Dimensions]:
     """The sides of a query, key or value (width, heads, head size), or output (reversed)."""
-    count = lambda d: known.sizes[layer_of(weight)][weight.shape[d]]
-    width = max(dims, key=count)
-    if role_of(name) == "output" and count(dims[-1]) == count(width):
+    counts = {d: sizes.count(weight, weight.shape[d]) for d in dims}
+    width = max(dims, key=counts.__getitem__)
+    if role_of(name) == "output" and counts[dims[-1]] == counts[width]:
         width = dims[-1]
-    rest = tuple(d for d in dims if d != width)
-    return (rest, (width,)) if width == dims[-1] else ((width,), rest)
+    heads = tuple(d for d in dims if d != width)
+    if width == dims[-1]:
+        return heads, (width,)
+    return (width,), heads
+
+
+def _orient(blocks: list[Block], sizes: Sizes) -> list[Block]:
+    """The blocks with matrices whose sides are not known, such as square ones, like the others.
+
+    Arrays with the same generic name (`weight`) are stored alike, and so are all with other names.
+    """
+    votes: Counter[str] = Counter()  # positive for outputs first, negative for inputs first
+    for matrix in blocks[-1].below:
+        if matrix.kind == "linear" and not matrix.is_square:
+            votes[_storage(matrix)] += _outputs_first(matrix, sizes)
+
+    def oriented(matrix: Matrix) -> Matrix:
+        vote = votes[_storage(matrix)]
+        if matrix.is_oriented or vote == 0 or (vote > 0) == (matrix.outs < matrix.ins):
+            return matrix
+        return replace(matrix, ins=matrix.outs, outs=matrix.ins)
+
+    for block in blocks:
+        block.below[:] = map(oriented, block.below)
+        block.near[:] = [m if m is None else oriented(m) for m in block.near]
+    return blocks
+
+
+def _storage(matrix: Matrix) -> str:
+    key = "".join(matrix.weight.path[-1:])
+    if key in _GENERIC:
+        return key
+    return "own name"
+
+
+def _outputs_first(matrix: Matrix, sizes: Sizes) -> int:
+    """1 if the output dimension is stored before the input, -1 if after, 0 if unknown."""
+    outputs_first = matrix.outs < matrix.ins
+    if not matrix.is_oriented:
+        # The more frequent size is that of the residual stream, which all but two roles read.
+        reads = sizes.count(matrix.weight, matrix.in_size)
+        writes = sizes.count(matrix.weight, matrix.out_size)
+        if reads == writes or matrix.role in (None, "output"):
+            return 0
+        if (reads > writes) == (matrix.role == "down"):
+            outputs_first = not outputs_first
+    if outputs_first:
+        return 1
+    return -1

@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from ...core._low_rank import AbstractLowRank
 from ..tree._leaves import LARGE, Leaf, Node, flat_leaves, is_inexact_leaf, leaves_below, to_nodes
@@ -19,22 +19,41 @@ _NORM = re.compile(r"norm|ln|scale|gamma|beta|rms|batch_?stat|(^|_)bn", re.IGNOR
 _BIAS = re.compile(r"bias|^b$", re.IGNORECASE)
 
 
-def structural_rows(model: Any, axes: dict[str, int], overrides: Sequence[Override]) -> list[Row]:
+def structural_rows(
+    model: PyTree, axes: dict[str, int], overrides: Sequence[Override]
+) -> list[Row]:
     """Returns a row for each array of a model, by the rules on the structure of the tree."""
     leaves = flat_leaves(model)
-    given = apply_overrides(leaves, overrides, axes)
-    splits, stacks, sides = _find_splits(model, axes["model"])
+    overridden = apply_overrides(leaves, overrides, axes)
+    n = axes["model"]
+    adapters: list[Node] = []
+    blocks, sizes = read_tree(_without_lora(to_nodes(model), adapters))
+    stacks = dict(sizes.stacks)
+    splits = shard_matrices(blocks, sizes, n)
+    vocabulary = vocabularies(splits)
+    for block in blocks:
+        for leaf in block.loose:
+            split = _split_of_loose(leaf, block.owner, stacks[leaf.index], vocabulary, n)
+            splits.setdefault(leaf.index, split)
+    for adapter in adapters:
+        weight, a, b = leaves_below(adapter)
+        _shard_lora(adapter, splits)
+        stacks[a.index] = stacks[b.index] = stacks[weight.index]
+    # Of a matrix, its sides may be FSDP-sharded, and not the window of a convolution.
+    sides = {matrix.index: matrix.ins + matrix.outs for matrix in blocks[-1].below}
     rows = []
     for leaf in leaves:
-        stack = stacks[leaf.index]
-        free = sides.get(leaf.index, tuple(range(stack, len(leaf.shape))))
-        if leaf.index in given:
-            spec, reason = given[leaf.index], OVERRIDE
-        elif is_inexact_leaf(leaf):
-            spec, reason = _spec(leaf, splits[leaf.index], stack, free, axes)
+        role, spec = "parameter", P()
+        if not is_inexact_leaf(leaf):
+            role, reason = "other", Reason("replicated", "integers or keys, not a parameter")
         else:
-            spec, reason = P(), Reason("replicated", "integers or keys, not a parameter")
-        rows.append(Row(leaf, spec, reason, "parameter" if is_inexact_leaf(leaf) else "other"))
+            stack = stacks[leaf.index]
+            unstacked = tuple(range(stack, len(leaf.shape)))
+            free = sides.get(leaf.index, unstacked)
+            spec, reason = _spec(leaf, splits[leaf.index], stack, free, axes)
+        if leaf.index in overridden:
+            spec, reason = overridden[leaf.index], OVERRIDE
+        rows.append(Row(leaf, spec, reason, role))
     return rows
 
 
@@ -45,84 +64,83 @@ def _spec(
 
     `free` are the dimensions that may be sharded: not stacked layers, nor windows of convolutions.
     """
+    fsdp, elements = axes["fsdp"], prod(leaf.shape[stack:])
     if axes["model"] == 1:
         split = Split(None, "")
-    elements, stored, why = prod(leaf.shape[stack:]), None, "fsdp and model have one device each"
-    if axes["fsdp"] > 1:
-        fits = [d for d in free if d != split.dim and leaf.shape[d] % axes["fsdp"] == 0]
-        if elements >= LARGE:
-            stored = max(fits, key=lambda d: (leaf.shape[d], -d), default=None)
-        why = f"no other dimension is a multiple of fsdp={axes['fsdp']}"
-        why = why if elements >= LARGE else f"small, {elements:,} elements"
-    names = {split.dim: "model", stored: "fsdp"}
-    spec = trim_spec(tuple(names.get(d) for d in range(len(leaf.shape))))
+    fits = [d for d in free if d != split.dim and leaf.shape[d] % fsdp == 0]
+    entries: list[str | None] = [None] * len(leaf.shape)
+    kind = "replicated"
+    if fsdp == 1:
+        why = "fsdp and model have one device each"
+    elif elements < LARGE:
+        why = f"small, {elements:,} elements"
+    elif not fits:
+        why = f"no other dimension is a multiple of fsdp={fsdp}"
+    else:
+        # The first of the largest.
+        largest = max(fits, key=lambda d: (leaf.shape[d], -d))
+        entries[largest] = "fsdp"
+        kind, why = "fsdp", STORED
     if split.dim is not None:
-        return spec, Reason("tensor-parallel", split.reason)
-    if stored is not None:
-        return spec, Reason("fsdp", split.reason or STORED)
-    return spec, Reason("replicated", split.reason or why)
+        entries[split.dim] = "model"
+        kind = "tensor-parallel"
+    return trim_spec(tuple(entries)), Reason(kind, split.reason or why)
 
 
-def _find_splits(tree: Any, n: int) -> tuple[Splits, dict[int, int], dict[int, tuple[int, ...]]]:
-    """For each array, its split over `n` devices, number of stacked dimensions and matrix sides."""
-    layers: list[Node] = []
-    group, known = read_tree(_without_lora(to_nodes(tree), layers))
-    stacks = dict(known.stacks)
-    splits = shard_matrices(group, known, n)
-    sizes = vocabularies(splits)
-    for part in group:
-        for leaf in part.loose:
-            splits.setdefault(leaf.index, _loose(leaf, part.owner, stacks[leaf.index], sizes, n))
-    for layer in layers:
-        weight, a, b = leaves_below(layer)
-        splits |= _shard_lora(layer, splits[weight.index])
-        stacks |= dict.fromkeys((a.index, b.index), stacks[weight.index])
-    sides = {matrix.index: matrix.ins + matrix.outs for matrix in group.matrices()}
-    return splits, stacks, sides
-
-
-def _loose(leaf: Leaf, owner: Any, stack: int, vocabularies: set[int], n: int) -> Split:
+def _split_of_loose(leaf: Leaf, owner: PyTree, stack: int, vocabulary: set[int], n: int) -> Split:
     """The split of an array that is not in a matrix: a bias of the logits, or none."""
     if isinstance(owner, RECURRENT):
         return Split(None, "recurrent, every step needs its full output")
     dims = [d for d in range(stack, len(leaf.shape)) if leaf.shape[d] > 1]
-    if len(dims) == 1 and not stack and _BIAS.search("".join(leaf.path[-1:])):
+    is_bias = len(dims) == 1 and not stack and _BIAS.search("".join(leaf.path[-1:]))
+    if is_bias and leaf.shape[dims[0]] in vocabulary:
         size = leaf.shape[dims[0]]
-        if size in vocabularies and size % n:
+        if size % n:
             return Split(None, indivisible("vocabulary", size, n))
-        if size in vocabularies:
-            return Split(dims[0], "bias of the vocabulary")
+        return Split(dims[0], "bias of the vocabulary")
     if isinstance(owner, NORMS):
         return Split(None, "norm scale")
-    if len(dims) != 1:
-        return Split(None, "not recognised as a matrix" if dims else "scalar")
-    return Split(None, "norm scale" if any(map(_NORM.search, leaf.path[-2:])) else "vector")
+    if not dims:
+        return Split(None, "scalar")
+    if len(dims) > 1:
+        return Split(None, "not recognised as a matrix")
+    if any(map(_NORM.search, leaf.path[-2:])):
+        return Split(None, "norm scale")
+    return Split(None, "vector")
 
 
-def _without_lora(node: Node, layers: list[Node]) -> Node:
-    """Returns the tree with each LoRA layer replaced by its weight, and appends it to `layers`."""
+def _without_lora(node: Node, adapters: list[Node]) -> Node:
+    """The tree with each LoRA layer replaced by its weight, and appended to `adapters`."""
     children: dict[str, Node | Leaf] = {}
     for name, child in node.children.items():
-        if isinstance(child, Node):
-            lora = isinstance(child.owner, AbstractLowRank)
-            layers += [child] if lora else []
-            child = child.children["weight"] if lora else _without_lora(child, layers)
+        if isinstance(child, Node) and isinstance(child.owner, AbstractLowRank):
+            adapters.append(child)
+            child = child.children["weight"]
+        elif isinstance(child, Node):
+            child = _without_lora(child, adapters)
         children[name] = child
     return replace(node, children=children)
 
 
-def _shard_lora(layer: Node, split: Split) -> Splits:
+def _shard_lora(adapter: Node, splits: Splits) -> None:
     """Shards `a`, which has the inputs of the weight, or `b`, which has its outputs, like it."""
-    weight, a, b = leaves_below(layer)
+    weight, a, b = leaves_below(adapter)
+    dim = splits[weight.index].dim
     stack = len(a.shape) + len(b.shape) - len(weight.shape) - 2
     inputs, outputs = len(a.shape) - stack - 1, len(b.shape) - stack - 1
-    first = layer.owner.outputs_first
-    of_a = {stack + d + first * outputs: stack + d for d in range(inputs)}
-    of_b = {stack + d + (not first) * inputs: stack + 1 + d for d in range(outputs)}
-    stacked = {d: d for d in range(stack)}  # such as experts, in all three arrays
-    other = "is replicated over model" if split.dim is None else "is sharded on its other side"
-    splits = {leaf.index: Split(None, f"LoRA, its matrix {other}") for leaf in (a, b)}
-    for leaf, dims in ((a, stacked | of_a), (b, stacked | of_b)):
-        if split.dim is not None and split.dim in dims:
-            splits[leaf.index] = Split(dims[split.dim], "LoRA, like its matrix")
-    return splits
+    # The dimensions of the weight that `a` and `b` have, and which of theirs these are. `a` is
+    # (*stack, *inputs, rank) and `b` (*stack, rank, *outputs).
+    of_a = {d: d for d in range(stack)}  # such as experts, in all three arrays
+    of_b = dict(of_a)
+    before_inputs, before_outputs = stack, stack + inputs
+    if adapter.owner.outputs_first:
+        before_inputs, before_outputs = stack + outputs, stack
+    of_a |= {before_inputs + d: stack + d for d in range(inputs)}
+    of_b |= {before_outputs + d: stack + 1 + d for d in range(outputs)}
+    other = "is sharded on its other side"
+    if dim is None:
+        other = "is replicated over model"
+    for leaf, dims in ((a, of_a), (b, of_b)):
+        splits[leaf.index] = Split(None, f"LoRA, its matrix {other}")
+        if dim is not None and dim in dims:
+            splits[leaf.index] = Split(dims[dim], "LoRA, like its matrix")

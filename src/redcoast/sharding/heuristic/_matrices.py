@@ -30,7 +30,7 @@ Dimensions = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Matrix:
+class WeightMatrix:
     """A weight with its input dimensions `ins`, which are contracted, and output dimensions `outs`.
 
     `names` is its path in its block. `stack` is the number of stacked leading dimensions, and
@@ -93,8 +93,8 @@ class Block:
     path: tuple[str, ...]
     owner: PyTree
     is_ordered: bool
-    near: list[Matrix | None] = field(default_factory=list)
-    below: list[Matrix] = field(default_factory=list)
+    near: list[WeightMatrix | None] = field(default_factory=list)
+    below: list[WeightMatrix] = field(default_factory=list)
     loose: list[Leaf] = field(default_factory=list)
 
 
@@ -188,7 +188,7 @@ def _is_stacked(node: Node, depth: int) -> bool:
     return size not in of_matrices | of_vectors
 
 
-def _read(node: Node, sizes: Sizes, blocks: list[Block]) -> list[Matrix]:
+def _read(node: Node, sizes: Sizes, blocks: list[Block]) -> list[WeightMatrix]:
     """Appends the blocks of a node, inner ones first, and returns all of its matrices."""
     block = Block(node.path, node.owner, node.ordered)
     matrices = _matrices_of_arrays(node, sizes)
@@ -219,11 +219,11 @@ def _read(node: Node, sizes: Sizes, blocks: list[Block]) -> list[Matrix]:
     return block.below
 
 
-def _matrices_of_arrays(node: Node, sizes: Sizes) -> dict[str, Matrix]:
+def _matrices_of_arrays(node: Node, sizes: Sizes) -> dict[str, WeightMatrix]:
     """The arrays of a node itself that are matrices."""
     if isinstance(node.owner, NORMS + RECURRENT):
         return {}
-    matrices: dict[str, Matrix] = {}
+    matrices: dict[str, WeightMatrix] = {}
     for name, child in node.children.items():
         if isinstance(child, Leaf):
             matrix = _matrix((name,), child, _bias_of(name, child, node), sizes)
@@ -234,7 +234,7 @@ def _matrices_of_arrays(node: Node, sizes: Sizes) -> dict[str, Matrix]:
     return {name: matrix for name, matrix in matrices.items() if matrix.index not in biases}
 
 
-def _layer(node: Node, sizes: Sizes) -> Matrix | None:
+def _layer(node: Node, sizes: Sizes) -> WeightMatrix | None:
     """The matrix of a stock layer, or of a dict or module with only a weight and a bias."""
     owner, names = node.owner, node.path[-1:]
     leaves = {name: child for name, child in node.children.items() if isinstance(child, Leaf)}
@@ -247,11 +247,13 @@ def _layer(node: Node, sizes: Sizes) -> Matrix | None:
         return None
     stack = sizes.stacks[weight.index]
     if isinstance(owner, eqx.nn.Embedding):
-        return Matrix(names, weight, None, "table", stack, ins=(stack,), outs=(stack + 1,))
+        return WeightMatrix(names, weight, None, "table", stack, ins=(stack,), outs=(stack + 1,))
     if isinstance(owner, eqx.nn.Linear):
-        return Matrix(names, weight, bias, "linear", stack, ins=(stack + 1,), outs=(stack,))
+        return WeightMatrix(names, weight, bias, "linear", stack, ins=(stack + 1,), outs=(stack,))
     if isinstance(owner, _CONVOLUTIONS):
-        return Matrix(names, weight, bias, "conv", stack, (stack + 1,), (stack,), owner.groups)
+        return WeightMatrix(
+            names, weight, bias, "conv", stack, (stack + 1,), (stack,), owner.groups
+        )
     return _matrix((*names, keys[0]), weight, bias, sizes, named_by_node=True)
 
 
@@ -278,12 +280,12 @@ def _matrix(
     sizes: Sizes,
     *,
     named_by_node: bool = False,
-) -> Matrix | None:
+) -> WeightMatrix | None:
     """An array as a matrix, or None if it is not one. The last of `names` is its own."""
     key, shape, stack = names[-1], weight.shape, sizes.stacks[weight.index]
     if named_by_node:
         names = names[:-1]
-    matrix = Matrix(names, weight, bias, "linear", stack, (), ())
+    matrix = WeightMatrix(names, weight, bias, "linear", stack, (), ())
     channels = _channels(key, shape, stack)
     if channels is not None:
         ins, outs = channels
@@ -348,7 +350,7 @@ def _orient(blocks: list[Block], sizes: Sizes) -> list[Block]:
         if matrix.kind == "linear" and not matrix.is_square:
             votes[_storage(matrix)] += _outputs_first(matrix, sizes)
 
-    def oriented(matrix: Matrix) -> Matrix:
+    def oriented(matrix: WeightMatrix) -> WeightMatrix:
         vote = votes[_storage(matrix)]
         if matrix.is_oriented or vote == 0 or (vote > 0) == (matrix.outs < matrix.ins):
             return matrix
@@ -360,14 +362,14 @@ def _orient(blocks: list[Block], sizes: Sizes) -> list[Block]:
     return blocks
 
 
-def _storage(matrix: Matrix) -> str:
+def _storage(matrix: WeightMatrix) -> str:
     key = "".join(matrix.weight.path[-1:])
     if key in _GENERIC:
         return key
     return "own name"
 
 
-def _outputs_first(matrix: Matrix, sizes: Sizes) -> int:
+def _outputs_first(matrix: WeightMatrix, sizes: Sizes) -> int:
     """1 if the output dimension is stored before the input, -1 if after, 0 if unknown."""
     outputs_first = matrix.outs < matrix.ins
     if not matrix.is_oriented:

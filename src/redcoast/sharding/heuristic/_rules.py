@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from ..tree._leaves import LARGE
 from ..tree._overrides import multiples_near
-from ._matrices import Block, Matrix, Sizes, layer_of
+from ._matrices import Block, WeightMatrix, Sizes, layer_of
 
 # A matrix with this many times fewer outputs than inputs is not worth sharding.
 _NARROW = 8
@@ -91,7 +91,7 @@ def indivisible(what: str, size: int, n: int) -> str:
 
 
 def _shard(
-    matrix: Matrix,
+    matrix: WeightMatrix,
     side: Literal["column", "row"],
     reason: str,
     splits: Splits,
@@ -122,7 +122,7 @@ def _shard(
             splits[matrix.bias.index] = _split_of_bias(matrix, side, size)
 
 
-def _split_of_bias(matrix: Matrix, side: Literal["column", "row"], size: int) -> Split:
+def _split_of_bias(matrix: WeightMatrix, side: Literal["column", "row"], size: int) -> Split:
     """The bias of a column-parallel matrix is sharded like the outputs that it is added to."""
     if side == "row":
         return Split(None, "bias of a row-parallel matrix")
@@ -133,16 +133,16 @@ def _split_of_bias(matrix: Matrix, side: Literal["column", "row"], size: int) ->
     return Split(None, "does not have its matrix's output size")
 
 
-def _replicate(matrix: Matrix, reason: str, splits: Splits, outer: int | None = None) -> None:
+def _replicate(matrix: WeightMatrix, reason: str, splits: Splits, outer: int | None = None) -> None:
     """Replicates a matrix and its bias."""
     splits[matrix.index] = Split(None, reason, outer)
     if matrix.bias is not None:
         splits[matrix.bias.index] = Split(None, "like its matrix")
 
 
-def _undecided(block: Block, splits: Splits) -> list[Matrix | None]:
+def _undecided(block: Block, splits: Splits) -> list[WeightMatrix | None]:
     """The matrices near a block without a split, and None for others between them."""
-    undecided: list[Matrix | None] = []
+    undecided: list[WeightMatrix | None] = []
     for matrix in block.near:
         if matrix is not None and (matrix.kind == "table" or matrix.index in splits):
             matrix = None
@@ -150,7 +150,7 @@ def _undecided(block: Block, splits: Splits) -> list[Matrix | None]:
     return undecided
 
 
-def _outer_sizes(matrices: Iterable[Matrix], splits: Splits) -> set[int]:
+def _outer_sizes(matrices: Iterable[WeightMatrix], splits: Splits) -> set[int]:
     """The sizes of the sides of matrices that are not sharded: widths of the residual stream."""
     outer = {splits[matrix.index].outer for matrix in matrices if matrix.index in splits}
     return {size for size in outer if size is not None}
@@ -161,10 +161,10 @@ def _shard_attention(block: Block, parent: Block | None, splits: Splits, n: int)
     matrices = _linear(block, splits)
     if _shard_explicit_heads(matrices, splits, n):
         return
-    beside: list[Matrix] = []
+    beside: list[WeightMatrix] = []
     if parent is not None:
         beside = _linear(parent, splits)
-    inputs: dict[str | None, Matrix] = {m.role: m for m in matrices if m.role in _INPUTS}
+    inputs: dict[str | None, WeightMatrix] = {m.role: m for m in matrices if m.role in _INPUTS}
     if set(inputs) not in ({"query", "key", "value"}, {"query", "fused"}, {"fused"}):
         inputs = _inputs_by_shape(matrices, beside)
         if block.is_ordered or not inputs:
@@ -186,12 +186,12 @@ def _shard_attention(block: Block, parent: Block | None, splits: Splits, n: int)
         _shard(output, "row", "attention output", splits, n, heads=heads)
 
 
-def _linear(block: Block, splits: Splits) -> list[Matrix]:
+def _linear(block: Block, splits: Splits) -> list[WeightMatrix]:
     undecided = _undecided(block, splits)
     return [matrix for matrix in undecided if matrix is not None and matrix.kind == "linear"]
 
 
-def _shard_explicit_heads(matrices: list[Matrix], splits: Splits, n: int) -> bool:
+def _shard_explicit_heads(matrices: list[WeightMatrix], splits: Splits, n: int) -> bool:
     """Shards matrices with a separate dimension of heads, which shows their sides."""
     columns = [matrix for matrix in matrices if len(matrix.outs) == 2]
     rows = [matrix for matrix in matrices if len(matrix.ins) == 2]
@@ -205,7 +205,9 @@ def _shard_explicit_heads(matrices: list[Matrix], splits: Splits, n: int) -> boo
     return bool(columns or rows)
 
 
-def _inputs_by_shape(matrices: list[Matrix], beside: list[Matrix]) -> dict[str | None, Matrix]:
+def _inputs_by_shape(
+    matrices: list[WeightMatrix], beside: list[WeightMatrix]
+) -> dict[str | None, WeightMatrix]:
     """Finds query, key and value by four patterns of shapes.
 
     Four square matrices; two square ones and two others that are alike (grouped queries); three
@@ -231,7 +233,9 @@ def _inputs_by_shape(matrices: list[Matrix], beside: list[Matrix]) -> dict[str |
     return {}
 
 
-def _output(matrices: list[Matrix], inputs: dict[str | None, Matrix]) -> Matrix | None:
+def _output(
+    matrices: list[WeightMatrix], inputs: dict[str | None, WeightMatrix]
+) -> WeightMatrix | None:
     """The last matrix from the heads' width back, if possible one with the name of an output."""
     query = inputs.get("query") or inputs["fused"]
     widths = {inputs[role].out_size for role in ("query", "value") if role in inputs}
@@ -291,7 +295,7 @@ def _shard_pairs(block: Block, residual: set[int], sizes: Sizes, splits: Splits,
 
 def _shard_chains(block: Block, residual: set[int], splits: Splits, n: int) -> None:
     """Shards chains of matrices, each the input of the next: column, row, column, row."""
-    chains: list[list[Matrix]] = []
+    chains: list[list[WeightMatrix]] = []
     before = None
     for matrix in _undecided(block, splits):
         if matrix is not None and before is not None and _follows(before, matrix):
@@ -307,13 +311,15 @@ def _shard_chains(block: Block, residual: set[int], splits: Splits, n: int) -> N
             _alternate(chain, residual, place, splits, n)
 
 
-def _follows(before: Matrix, after: Matrix) -> bool:
+def _follows(before: WeightMatrix, after: WeightMatrix) -> bool:
     if before.kind == "conv" and after.kind == "linear":
         return after.in_size % before.out_size == 0  # flattened, channels first
     return before.out_size == after.in_size
 
 
-def _alternate(chain: list[Matrix], residual: set[int], place: str, splits: Splits, n: int) -> None:
+def _alternate(
+    chain: list[WeightMatrix], residual: set[int], place: str, splits: Splits, n: int
+) -> None:
     column = None  # the matrix before, if it is column-parallel
     for i, matrix in enumerate(chain):
         if column is not None:
@@ -332,7 +338,7 @@ def _alternate(chain: list[Matrix], residual: set[int], place: str, splits: Spli
             _shard(matrix, "column", "output", splits, n)
 
 
-def _shard_alone(matrix: Matrix, residual: set[int], splits: Splits, n: int) -> None:
+def _shard_alone(matrix: WeightMatrix, residual: set[int], splits: Splits, n: int) -> None:
     """Shards a matrix without a partner on its output, if it is divisible and large."""
     elements = prod(matrix.weight.shape[matrix.stack :])
     if matrix.out_size in residual:
@@ -344,7 +350,7 @@ def _shard_alone(matrix: Matrix, residual: set[int], splits: Splits, n: int) -> 
         _shard(matrix, "column", "output", splits, n)
 
 
-def _shard_tables(tables: list[Matrix], residual: set[int], splits: Splits, n: int) -> None:
+def _shard_tables(tables: list[WeightMatrix], residual: set[int], splits: Splits, n: int) -> None:
     """Shards token embeddings on the vocabulary. Positions and token types are replicated."""
     for table in tables:
         if any(_SMALL.search(part) for part in table.weight.path[-3:]):
@@ -356,7 +362,7 @@ def _shard_tables(tables: list[Matrix], residual: set[int], splits: Splits, n: i
             splits[table.index] = _vocabulary(table, table.ins[0], n)
 
 
-def _shard_heads(matrices: list[Matrix], splits: Splits, n: int) -> None:
+def _shard_heads(matrices: list[WeightMatrix], splits: Splits, n: int) -> None:
     """Shards matrices outside layers that have the vocabulary on one side, and their biases."""
     sizes = vocabularies(splits)
     for matrix in matrices:
@@ -377,7 +383,7 @@ def _shard_heads(matrices: list[Matrix], splits: Splits, n: int) -> None:
         splits[matrix.bias.index] = Split(last, "like its matrix")
 
 
-def _vocabulary(matrix: Matrix, dim: int, n: int) -> Split:
+def _vocabulary(matrix: WeightMatrix, dim: int, n: int) -> Split:
     """The split of a matrix along the dimension of the vocabulary."""
     size = matrix.weight.shape[dim]
     outer = matrix.in_size if dim in matrix.outs else matrix.out_size

@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from ..tree._leaves import LARGE
 from ..tree._overrides import multiples_near
-from ._matrices import Block, WeightMatrix, Sizes, layer_of
+from ._matrices import Block, Sizes, WeightMatrix, layer_of
 
 # A matrix with this many times fewer outputs than inputs is not worth sharding.
 _NARROW = 8

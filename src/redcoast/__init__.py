@@ -44,6 +44,7 @@ from .sharding import Plan as Plan
 from .sharding import PlanReport as PlanReport
 from .sharding import infer_shardings as infer_shardings
 from .sharding import load_plan as load_plan
+from .sharding import matrix_dimensions as matrix_dimensions
 from .sharding import plan_shardings as plan_shardings
 from .sharding import save_plan as save_plan
 from .tracking._jsonl import jsonl_logger as jsonl_logger
@@ -62,6 +63,7 @@ from .train._compile import compile_step as compile_step
 from .train._gradients import stop_gradient as stop_gradient
 from .train._gradients import with_gradient as with_gradient
 from .train._loss_scale import LossScale as LossScale
+from .train._muon import muon as muon
 from .train._plan_step import plan_step as plan_step
 from .train._predict import predict as predict
 from .train._prepare import Prepared as Prepared

@@ -51,6 +51,14 @@ ROWS = {
         (lambda d: rc.initialize(timeout=0), ValueError, "`timeout` .* but is 0"),
         (lambda d: rc.initialize(local_devices=0), ValueError, "`local_devices` .* but is 0"),
     ],
+    "matrix_dimensions": [
+        (lambda d: rc.matrix_dimensions(ABSTRACT, 3), TypeError, "`fn`"),
+        (
+            lambda d: rc.matrix_dimensions(ABSTRACT, lambda model: jnp.float32(0)),
+            ValueError,
+            "multiplies by no array",
+        ),
+    ],
     "infer_shardings": [
         (lambda d: rc.infer_shardings(ABSTRACT, other_mesh()), ValueError, "axes|axis"),
         (lambda d: rc.infer_shardings(ABSTRACT, "mesh"), TypeError, "`mesh`"),

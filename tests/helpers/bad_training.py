@@ -49,6 +49,11 @@ def reader(*args, **options):
     return rc.metrics_reader(*args, **options).__enter__()
 
 
+def muon(dimensions=None, **options):
+    dimensions = dimensions or {"w": optax.contrib.MuonDimensionNumbers(0, 1)}
+    return rc.muon(0.1, dimensions, others=SGD, **options)
+
+
 def other_plan():
     return rc.plan_shardings({"w": jnp.zeros(8)}, rc.make_mesh(devices=jax.devices()[:1]))
 
@@ -343,6 +348,11 @@ ROWS = {
             (ValueError, OSError),
             "f/x",
         ),
+    ],
+    "muon": [
+        (lambda d: muon(momentum=1.0), ValueError, "`momentum`.*1.0"),
+        (lambda d: muon(iterations=0), ValueError, "`iterations`.*0"),
+        (lambda d: muon({"w": None}), ValueError, "`dimensions` has no matrix"),
     ],
     "evaluate": [
         (lambda d: evaluate(examples=[]), ValueError, "`examples` is empty"),

@@ -1,5 +1,7 @@
 """Plans: how the arrays of a model are divided over a mesh, read off the program that uses them."""
 
+from ._matrix_dimensions import find_uses as find_uses
+from ._matrix_dimensions import matrix_dimensions as matrix_dimensions
 from ._plan import Plan as Plan
 from ._plan import batch_faults as batch_faults
 from ._plan import examples_coupled as examples_coupled

@@ -23,12 +23,19 @@ def accept_module_labels(optimizer: optax.GradientTransformation) -> None:
     """
     for cell in _cells(optimizer):
         if _is_tree_of_labels(cell.cell_contents):
-            cell.cell_contents = ft.partial(_labels_of, cell.cell_contents)
+            cell.cell_contents = ft.partial(labels_like, cell.cell_contents)
 
 
-def _labels_of(labels: PyTree, params: PyTree) -> PyTree:
-    keep = lambda label, part: None if part is None else label
-    return jax.tree.map(keep, labels, params)
+def labels_like(labels: PyTree, params: PyTree) -> PyTree:
+    """A tree of labels, or of dimension numbers, without those of leaves that are not trained."""
+
+    def keep(label: PyTree, part: PyTree) -> PyTree:
+        if part is None:
+            return None
+        return label
+
+    is_label = lambda x: x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
+    return jax.tree.map(keep, labels, params, is_leaf=is_label)
 
 
 def _is_tree_of_labels(x: Any) -> bool:

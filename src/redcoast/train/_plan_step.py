@@ -25,6 +25,7 @@ from ._coupled import (
 )
 from ._layer_state import warn_of_outer_state
 from ._loss import LossFn, evaluate_loss
+from ._muon import warn_of_wrong_matrices
 from ._precision import ComputeDtype, as_compute_dtype
 from ._step import TrainState, refuse_other_rows
 from ._training import Training
@@ -139,6 +140,9 @@ def check_faults(plan: Plan, training: Training, state: TrainState, batch: PyTre
             loss_fn, state.model, batch, plan.mesh, compute_dtype, training=True
         )
     warn_of_outer_state(loss_fn, state.model)
+    args = (jax.tree.map(abstract_array, batch), abstract_key())
+    loss = _loss(loss_fn, compute_dtype)
+    warn_of_wrong_matrices(state.opt_state, state.model, loss, args, plan.mesh)
     warn_of_sums(summed, aux=has_microbatches)
     warn_of_shared_masks(masks)
     warn_of_promotions(promotions)

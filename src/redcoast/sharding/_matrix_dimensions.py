@@ -1,0 +1,292 @@
+"""Reads off a program which arrays of a model are matrices, for optimizers that orthogonalise them.
+
+The shape of an array does not say what it is. A stack of matrices has rank 3, a stack of norm
+scales rank 2 and an embedding rank 2. The program says it: a matrix is multiplied by activations,
+and summed over some of its dimensions.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, PyTree
+
+from ..core._errors import check_functions
+from ..core._frames import hide_frames
+from .operations import Dimension, Factor, Rule
+from .operations._rule import shape_of
+from .program._facts import Facts, Operation, follow_facts
+from .tree._leaves import flat_leaves
+
+Dims = frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """An array that is computed from the model alone, as a view of one of the model's arrays.
+
+    `dims` has for each dimension the dimensions of the model's array that it is made of, and
+    `summed` those that a product with another array of the model sums over.
+    """
+
+    index: int
+    dims: tuple[Dims, ...]
+    summed: Dims = frozenset()
+
+    def with_rank(self, rank: int) -> "_Weight":
+        """The part of a scanned array in one iteration, or what iterations stack."""
+        missing = rank - len(self.dims)
+        return replace(self, dims=(frozenset(),) * missing + self.dims[max(0, -missing) :])
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What an array is computed from.
+
+    `weights` are empty if anything but the model is (`is_data`). `last` are the model's arrays by
+    which it was multiplied with no other such product after it.
+    """
+
+    weights: tuple[_Weight, ...] = ()
+    is_data: bool = False
+    last: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class WeightUses:
+    """How a program uses the arrays of a model, by their places among its leaves.
+
+    `products` has for each array that activations are multiplied by the dimensions that are summed
+    over, and those that the result has. In `lookups`, rows are looked up. After a product with
+    `last`, there is no other.
+    """
+
+    products: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
+    lookups: set[int] = field(default_factory=set)
+    last: frozenset[int] = frozenset()
+
+
+@hide_frames
+def matrix_dimensions(
+    model: PyTree, fn: Callable[..., Array | tuple], *args: PyTree
+) -> PyTree[optax.contrib.MuonDimensionNumbers | None]:
+    """Finds the matrices of a model for Muon, from the program of its loss.
+
+    `optax.contrib.muon` takes the result as `muon_weight_dimension_numbers`; without it, every
+    array of rank 2 is a matrix for it, and none of another rank. An array is a matrix here if the
+    program multiplies activations by it. These are none, and left to Adam: tables that rows are
+    looked up in, also if they are multiplied by as well (tied embeddings), arrays of the last
+    product before the loss (language-model heads), norm scales and biases. Stacked layers, experts
+    and members of an ensemble are separate matrices. Heads are one matrix together. A convolution
+    sums over its window and its input channels.
+
+    **Arguments:**
+
+    - `model`: The model, or what of it is trained, with `None` elsewhere. Arrays may be
+        `jax.ShapeDtypeStruct`s.
+    - `fn`: The loss, `fn(model, *args)`, or another function. Its first result is the loss.
+    - `args`: The other arguments, such as a batch and a key, which may be abstract.
+
+    **Returns:**
+
+    A tree like the model, with `optax.contrib.MuonDimensionNumbers` in place of each matrix and
+    `None` in place of every other leaf.
+
+    **Raises:**
+
+    `ValueError` if the program multiplies by no array of the model.
+
+    Muon is from [Jordan et al. (2024)](https://kellerjordan.github.io/posts/muon/).
+
+    !!! Example
+
+        ```python
+                import jax
+        import jax.numpy as jnp
+        import optax
+        import redcoast as rc
+
+        model = eqx.nn.MLP(8, 2, 16, 2, key=jax.random.key(0))
+        loss_fn = lambda model, x, key: jnp.mean(jax.vmap(model)(x) ** 2)
+        dimensions = rc.matrix_dimensions(model, loss_fn, jnp.zeros((4, 8)), None)
+        optimizer = optax.contrib.muon(1e-3, muon_weight_dimension_numbers=dimensions)
+        ```
+    """
+    check_functions(fn=fn)
+    uses = find_uses(model, fn, args)
+    if not uses.products:
+        raise ValueError(
+            "`fn` multiplies by no array of the model, so that there are no matrices. Pass the "
+            "loss that is trained with, and its batch and key: "
+            "`rc.matrix_dimensions(model, loss_fn, batch, key)`."
+        )
+    leaves, treedef = jax.tree.flatten(model)
+    numbers: list[optax.contrib.MuonDimensionNumbers | None] = [None] * len(leaves)
+    for place in uses.products.keys() - uses.lookups:
+        is_last = place in uses.last
+        numbers[place] = _dimension_numbers(leaves[place].shape, *uses.products[place], is_last)
+    return jax.tree.unflatten(treedef, numbers)
+
+
+def find_uses(
+    model: PyTree,
+    fn: Callable[..., Array | tuple],
+    args: Sequence[PyTree],
+    mesh: Mesh | AbstractMesh | None = None,
+) -> WeightUses:
+    """How `fn(model, *args)` uses the arrays of the model. A mesh is that of its constraints."""
+    from .program._trace import trace_over
+    from .solver._strategy import follow_program
+
+    if mesh is None:
+        mesh = AbstractMesh((), ())
+    traced, _ = trace_over(mesh, fn, model, args)
+    program = follow_program(traced, [False] * traced.arrays)
+    scope = program.scope
+    uses = WeightUses()
+    facts = Facts(
+        of_number=lambda number: _Origin(),
+        of_results=partial(_follow, uses),
+        join=_joined,
+        widen=lambda before, after: _joined([before, after]),
+    )
+    inputs = [_Origin(is_data=True)] * len(scope.jaxpr.invars)
+    for i, leaf in enumerate(flat_leaves(model)):
+        dims = tuple(frozenset([d]) for d in range(len(leaf.shape)))
+        inputs[i] = _Origin((_Weight(leaf.index, dims),))
+    results = follow_facts(facts, scope, inputs)
+    return replace(uses, last=results[0].last)
+
+
+def _dimension_numbers(
+    shape: tuple[int, ...], summed: Dims, free: Dims, is_last: bool
+) -> optax.contrib.MuonDimensionNumbers | None:
+    """The dimension numbers of one array, or None if it is not a hidden matrix."""
+    free = free - summed
+    is_stacked = len(summed | free) < len(shape)
+    is_vector = min(prod(shape[d] for d in dims) for dims in (summed, free)) == 1
+    # The last layer may be one of a scan over all of them.
+    if is_vector or (is_last and not is_stacked):
+        return None
+    return optax.contrib.MuonDimensionNumbers(tuple(sorted(summed)), tuple(sorted(free)))
+
+
+def _joined(origins: Sequence[_Origin]) -> _Origin:
+    """The origin of an array that is one of several, or is computed element by element."""
+    is_data = any(origin.is_data for origin in origins)
+    last = frozenset().union(*(origin.last for origin in origins))
+    weights: dict[int, _Weight] = {}
+    if not is_data:
+        for origin in origins:
+            for weight in origin.weights:
+                weights.setdefault(weight.index, weight)
+    return _Origin(tuple(weights.values()), is_data, last)
+
+
+def _follow(uses: WeightUses, operation: Operation, origins: Sequence[_Origin]) -> _Origin:
+    """The origin of an operation's results; products and lookups are recorded."""
+    rule, equation = operation.rule, operation.equation
+    if rule is None:
+        return replace(_joined(origins), weights=())
+    is_product = rule.sums and len(origins) > 1 and len(rule.linear) > 1
+    views: list[_Origin] = []
+    for place, origin in enumerate(origins):
+        views.append(origin)
+        if not origin.weights:
+            continue
+        rank = len(shape_of(equation.invars[place]))
+        weights = tuple(weight.with_rank(rank) for weight in origin.weights)
+        views[-1] = replace(origin, weights=weights)
+        if place == 0 and _is_lookup(rule):
+            uses.lookups.update(weight.index for weight in origin.weights)
+    result = _joined(views)
+    if is_product and result.is_data:
+        return _multiply(uses, rule, views)
+    if result.is_data:
+        return result
+    made_of: dict[int, _Weight] = {}
+    for place, view in enumerate(views):
+        for weight in view.weights:
+            made_of.setdefault(weight.index, _view(weight, rule, place, is_product))
+    return replace(result, weights=tuple(made_of.values()))
+
+
+def _is_lookup(rule: Rule) -> bool:
+    """Whether rows of the first operand are looked up by an array of numbers."""
+    if not rule.indexed or len(rule.operands) < 2:
+        return False
+    of_indices = _factors(rule.operands[1]) & _factors(rule.results[0])
+    return prod(rule.sizes[factor] for factor in of_indices) > 1
+
+
+def _multiply(uses: WeightUses, rule: Rule, origins: Sequence[_Origin]) -> _Origin:
+    """The product of activations with an array of the model, or with other activations."""
+    for place, origin in enumerate(origins):
+        for weight in origin.weights:
+            summed, free = _sides(weight, rule, place)
+            uses.products.setdefault(weight.index, (summed, free))
+        if origin.weights:
+            last = frozenset(weight.index for weight in origin.weights)
+            return _Origin(is_data=True, last=last)
+    return _joined(origins)
+
+
+def _sides(weight: _Weight, rule: Rule, place: int) -> tuple[Dims, Dims]:
+    """The dimensions of the model's array that are summed over, and those of the result.
+
+    Along the others, such as those of experts, each element is a matrix of its own.
+    """
+    others: set[Factor] = set()
+    for operand, dimensions in enumerate(rule.operands):
+        if operand != place:
+            others |= _factors(dimensions)
+    of_result = _factors(rule.results[0]) - others
+    reduced = set(rule.reduced)
+    # The window of a convolution, unless each channel is filtered by itself.
+    if not rule.indexed and prod(rule.sizes[factor] for factor in reduced) > 1:
+        reduced |= rule.whole
+    summed = _dims_with(weight, rule.operands[place], reduced)
+    free = _dims_with(weight, rule.operands[place], of_result)
+    # Of two arrays of the model that are multiplied first, what they share is the other side.
+    if weight.summed and not summed:
+        return weight.summed, free
+    return summed, free | weight.summed
+
+
+def _dims_with(weight: _Weight, dimensions: Iterable[Dimension], factors: set[Factor]) -> Dims:
+    """The dimensions of the model's array that any of the factors is in."""
+    dims: set[int] = set()
+    for sources, dimension in zip(weight.dims, dimensions, strict=True):
+        large = [factor for factor in dimension if factor in factors]
+        if large:
+            dims |= sources
+    return frozenset(dims)
+
+
+def _view(weight: _Weight, rule: Rule, place: int, is_product: bool) -> _Weight:
+    """An array of the model after an operation on arrays of the model alone."""
+    before, after = rule.operands[place], rule.results[0]
+    sources: dict[Factor, Dims] = {}
+    for dims, dimension in zip(weight.dims, before, strict=True):
+        for factor in dimension:
+            sources[factor] = dims
+    result: list[Dims] = []
+    for d, dimension in enumerate(after):
+        known = [sources[factor] for factor in dimension if factor in sources]
+        size = prod(rule.sizes[factor] for factor in dimension)
+        # A part of a dimension, as of several matrices in one, has factors of its own.
+        if not known and len(before) == len(after) and size > 1 and not is_product:
+            known = [weight.dims[d]]
+        result.append(frozenset().union(*known))
+    summed = weight.summed
+    if is_product:
+        summed = summed | _dims_with(weight, before, set(rule.reduced))
+    return _Weight(weight.index, tuple(result), summed)
+
+
+def _factors(dimensions: Iterable[Dimension]) -> set[Factor]:
+    return {factor for dimension in dimensions for factor in dimension}

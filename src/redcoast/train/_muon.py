@@ -7,7 +7,7 @@ matrices, and orthogonalises these alone.
 """
 
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
 
 import jax
@@ -103,7 +103,10 @@ def muon(
         optax.scale_by_learning_rate(learning_rate),
     )
     # A tree that is a module may be callable, and optax would call it.
-    transformations = {"matrix": matrices, "other": others}
+    transformations: dict[Hashable, optax.GradientTransformation] = {
+        "matrix": matrices,
+        "other": others,
+    }
     return optax.partition(transformations, ft.partial(labels_like, labels))
 
 
@@ -166,7 +169,7 @@ def _orthogonalize(
         arrays, treedef = jax.tree.flatten(updates)
         views = [_as_matrices(x, n) for x, n in zip(arrays, numbers, strict=True)]
         # Matrices of the same shape are one stack, whichever arrays they are from.
-        places: dict[tuple[int, ...], list[int]] = {}
+        places: dict[Hashable, list[int]] = {}
         for place, view in enumerate(views):
             places.setdefault((*view.shape[1:], str(view.dtype)), []).append(place)
         stacks = [_divided(jnp.concatenate([views[i] for i in p])) for p in places.values()]
@@ -192,7 +195,7 @@ def _newton_schulz(stacks: list[Matrices], iterations: int) -> list[Matrices]:
         weight_dimension_numbers=[Numbers(1, 2)] * len(stacks),
     )
     orthogonal, _ = transformation.update(stacks, transformation.init(stacks))
-    return orthogonal
+    return list(jax.tree.leaves(orthogonal))
 
 
 def _divided(stack: Matrices) -> Matrices:

@@ -32,7 +32,7 @@ from redcoast.models import (
     MixtralConfig,
     T5Config,
 )
-from redcoast.sharding.pipeline._draws import Draw, _places, draw_rows
+from redcoast.sharding.pipeline._draws import RandomBits, _counters, draw_rows
 from redcoast.sharding.pipeline._stages import NoPipeline, count_microbatches
 
 KEY = jax.random.key(0)
@@ -381,7 +381,7 @@ def test_a_batch_that_cannot_be_a_pipeline_is_computed_with_a_warning():
 
 @pytest.mark.parametrize("width", [8, 32])
 def test_rows_draw_the_numbers_of_one_device(width):
-    draw = Draw(1, (3, 8, 5))
+    draw = RandomBits(1, (3, 8, 5))
     rows = jnp.asarray([1, 6])
     expected = jax.random.bits(KEY, draw.shape, f"uint{width}")[:, rows]
     np.testing.assert_array_equal(draw_rows(KEY, draw, rows, width), expected)
@@ -390,7 +390,7 @@ def test_rows_draw_the_numbers_of_one_device(width):
 def test_places_beyond_32_bits_are_counted():
     """Of an array whose numbers could not be drawn here."""
     shape = (2**20, 3, 2**17 + 5)
-    high, low = _places(Draw(0, shape), jnp.asarray([2**20 - 1, 12345]))
+    high, low = _counters(RandomBits(0, shape), jnp.asarray([2**20 - 1, 12345]))
     at = lambda i, j, k: (i * shape[1] + j) * shape[2] + k
     for place, row in enumerate([2**20 - 1, 12345]):
         number = int(high[place, 2, 77]) << 32 | int(low[place, 2, 77])

@@ -26,7 +26,7 @@ from ...core._jaxpr import bind_again, evaluate_jaxpr, iter_equations, variables
 from ...core._markers import gathered_dimension
 from ...core._pytree import ARRAYS, join
 from ..pipeline._draws import draw_rows
-from ..pipeline._run_pipeline import Deal, run_pipeline
+from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
 from ..program._constants import LARGE_CONSTANT
 from ..program._trace import trace_over
@@ -288,16 +288,16 @@ def _pipelined(nested: _Nested, pipeline: Pipeline) -> list[Any]:
     """Runs a scan over layers as a pipeline, with one layer constrained for few rows."""
     scan, outside = pipeline.scans[id(nested.equation)], nested.shardings
     compute = replace(outside.compute, batch_axes=())
-    shardings = find_shardings(pipeline.few, outside.mesh, compute)
+    shardings = find_shardings(pipeline.microbatch, outside.mesh, compute)
     specs = [shardings.spec(scan.body.values[var]) for var in scan.body.jaxpr.invars]
 
     def layer(inputs: Sequence[Any], rows: Any) -> list[Any]:
-        drawn = replace(shardings, draws=scan.draws, rows=rows)
+        drawn = replace(shardings, draws=scan.random_bits, rows=rows)
         return run_constrained(scan.body, drawn, inputs)
 
     operands = list(map(_as_array, nested.operands, nested.equation.invars))
-    deal = Deal(pipeline, outside.mesh, outside.batch_axes)
-    return run_pipeline(scan, deal, operands, layer, specs)
+    layout = PipelineLayout(pipeline, outside.mesh, outside.batch_axes)
+    return run_pipeline(scan, layout, operands, layer, specs)
 
 
 def _scan(nested: _Nested, scan: Scan) -> list[Any]:

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..pipeline._draws import Draw
+from ..pipeline._draws import RandomBits
 from ..pipeline._stages import Pipeline
 from ..program._graph import Value
 from ..program._walk import Scope
@@ -46,7 +46,7 @@ class Shardings:
     tokens: bool = False  # whether the batch is split along its sequence
     pipeline: Pipeline | None = None
     # In the layers of a pipeline: the random numbers for rows, and the numbers of the rows.
-    draws: Mapping[int, Draw] = field(default_factory=dict)
+    draws: Mapping[int, RandomBits] = field(default_factory=dict)
     rows: Any = None
 
     def spec(self, value: Value, chosen: frozenset[int] | None = None) -> P:

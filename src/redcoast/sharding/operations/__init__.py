@@ -6,11 +6,14 @@ results, reduced, moved, or needed as a whole. `tests/sharding/test_operations.p
 table with the rules of the installed XLA.
 """
 
+from ._rule import Atom as Atom
 from ._rule import Dimension as Dimension
 from ._rule import Dimensions as Dimensions
 from ._rule import Factor as Factor
 from ._rule import Rule as Rule
+from ._rule import factors_of as factors_of
 from ._rule import fixed_operands as fixed_operands
 from ._rule import is_linear as is_linear
+from ._rule import shape_of as shape_of
 from ._rule_table import opaque_rule as opaque_rule
 from ._rule_table import rule_of as rule_of

@@ -1,11 +1,24 @@
 """Operations that rearrange, cut and join arrays."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import gcd
+from typing import Literal
 
 from jax.extend.core import JaxprEqn
 
-from ._rule import Dimension, Factors, Linear, Rule, each_alone, shape_of, together
+from ._rule import (
+    Dimension,
+    Factors,
+    Linear,
+    Rule,
+    each_alone,
+    factors_of,
+    shape_of,
+    shapes_before_and_after,
+    together,
+    without,
+)
 
 
 def transpose_rule(equation: JaxprEqn) -> Rule:
@@ -16,44 +29,68 @@ def transpose_rule(equation: JaxprEqn) -> Rule:
 
 
 def squeeze_rule(equation: JaxprEqn) -> Rule:
-    factors, gone = Factors(), equation.params["dimensions"]
+    factors = Factors()
     operand = factors.of(shape_of(equation.invars[0]))
-    result = [dimension for d, dimension in enumerate(operand) if d not in gone]
+    result = without(operand, equation.params["dimensions"])
     return factors.rule([operand], [result], linear=each_alone(0))
 
 
 def expand_dims_rule(equation: JaxprEqn) -> Rule:
-    factors, new = Factors(), equation.params["dimensions"]
+    factors = Factors()
     operand = factors.of(shape_of(equation.invars[0]))
-    rest = iter(operand)
-    rank = len(shape_of(equation.outvars[0]))
-    result = [factors.new(1) if d in new else next(rest) for d in range(rank)]
+    result = list(operand)
+    for d in sorted(equation.params["dimensions"]):
+        result.insert(d, factors.new(1))
     return factors.rule([operand], [result], linear=each_alone(0))
 
 
 def broadcast_in_dim_rule(equation: JaxprEqn) -> Rule:
-    factors, before = Factors(), shape_of(equation.invars[0])
+    factors = Factors()
+    before, after = shapes_before_and_after(equation)
     operand = factors.of(before)
-    places = {at: d for d, at in enumerate(equation.params["broadcast_dimensions"])}
-    result: list[Dimension] = []
-    for at, size in enumerate(shape_of(equation.outvars[0])):
-        carried = at in places and before[places[at]] == size
-        result.append(operand[places[at]] if carried else factors.new(size))
+    result = factors.of(after)
+    repeated = set(result)
+    for d, at in enumerate(equation.params["broadcast_dimensions"]):
+        if before[d] == after[at]:
+            repeated.discard(result[at])
+            result[at] = operand[d]
     # A size that is only known at run time is an operand too.
-    sizes = [factors.of(shape_of(atom)) for atom in equation.invars[1:]]
-    return factors.rule([operand, *sizes], [result], linear=each_alone(0))
+    sizes = factors.of_each(equation.invars[1:])
+    return factors.rule([operand, *sizes], [result], repeated=repeated, linear=each_alone(0))
 
 
 def reshape_rule(equation: JaxprEqn) -> Rule:
     """Dimensions are merged from the factors of several, or taken apart into them."""
-    factors, before = Factors(), shape_of(equation.invars[0])
+    factors = Factors()
+    before, after = shapes_before_and_after(equation)
     order = equation.params.get("dimensions") or range(len(before))
     shape = [before[d] for d in order]
-    permuted, result, torn = _common_factors(factors, shape, shape_of(equation.outvars[0]))
+    permuted, result, torn = _common_factors(factors, shape, after)
     operand: list[Dimension] = [()] * len(before)
     for d, dimension in zip(order, permuted, strict=True):
         operand[d] = dimension
     return factors.rule([operand], [result], whole=torn, linear=each_alone(0))
+
+
+class _Side:
+    """One of the two shapes of a reshape, whose dimensions are divided into factors."""
+
+    def __init__(self, shape: Sequence[int]):
+        self.dimensions: list[Dimension] = [()] * len(shape)
+        self.left = 1  # what is left of the current dimension
+        self._shape = shape
+        self._next = 0
+
+    def advance(self) -> None:
+        """Goes on to the next dimension that has more than one element, if the last is used up."""
+        while self.left == 1 and self._next < len(self._shape):
+            self.left = self._shape[self._next]
+            self._next += 1
+
+    def divide(self, factor: Dimension, size: int) -> None:
+        """Adds a factor to the current dimension."""
+        self.dimensions[self._next - 1] += factor
+        self.left //= size
 
 
 def _common_factors(
@@ -64,44 +101,43 @@ def _common_factors(
     Where the boundaries of the two do not meet, such as between (6, 4) and (4, 6), what is left
     of both has factors of its own, which are returned as the third list.
     """
-    sides: list[list[list[int]]] = [[[] for _ in before], [[] for _ in after]]
-    shapes, places, left = (before, after), [0, 0], [1, 1]
-    torn: list[Dimension] = []
     if 0 in before or 0 in after:
         return factors.of(before), factors.of(after), []
+    sides = _Side(before), _Side(after)
+    torn: list[Dimension] = []
     while True:
-        for side in (0, 1):
-            while left[side] == 1 and places[side] < len(shapes[side]):
-                left[side] = shapes[side][places[side]]
-                places[side] += 1
-        if left == [1, 1]:
+        for side in sides:
+            side.advance()
+        common = gcd(sides[0].left, sides[1].left)
+        if sides[0].left == sides[1].left == 1:
             break
-        common = gcd(*left)
         if common > 1:
-            (factor,) = factors.new(common)
-            for side in (0, 1):
-                sides[side][places[side] - 1].append(factor)
-                left[side] //= common
-            continue
-        # What is torn ends where the products of both sides are equal again.
-        products = list(left)
-        for side in (0, 1):
-            torn.append(factors.new(left[side]))
-            sides[side][places[side] - 1].append(torn[-1][0])
-        while products[0] != products[1]:
-            side = int(products[1] < products[0])
-            size = shapes[side][places[side]]
-            torn.append(factors.new(size))
-            sides[side][places[side]].append(torn[-1][0])
-            products[side] *= size
-            places[side] += 1
-        left = [1, 1]
+            factor = factors.new(common)
+            for side in sides:
+                side.divide(factor, common)
+        else:
+            torn += _tear(factors, *sides)
     # A dimension of one element has a factor too.
-    for side, shape in enumerate(shapes):
+    for side, shape in zip(sides, (before, after), strict=True):
         for d, size in enumerate(shape):
-            if not sides[side][d]:
-                sides[side][d] = list(factors.new(size))
-    return [tuple(d) for d in sides[0]], [tuple(d) for d in sides[1]], torn
+            if not side.dimensions[d]:
+                side.dimensions[d] = factors.new(size)
+    return sides[0].dimensions, sides[1].dimensions, torn
+
+
+def _tear(factors: Factors, before: _Side, after: _Side) -> list[Dimension]:
+    """Gives both sides factors of their own, up to where their products are equal again."""
+    torn: list[Dimension] = []
+    products = {before: 1, after: 1}
+    while products[before] != products[after] or products[before] == 1:
+        # The side with fewer elements so far takes its next dimension.
+        side = min((before, after), key=products.__getitem__)
+        side.advance()
+        size = side.left
+        torn.append(factors.new(size))
+        side.divide(torn[-1], size)
+        products[side] *= size
+    return torn
 
 
 # Whether dimension `d` of an operand is carried, given the shapes of operand and result.
@@ -116,9 +152,11 @@ def not_along(key: str) -> Carried:
     """Every dimension but those that a parameter names."""
 
     def carried(equation: JaxprEqn, d: int, before: Sequence[int], after: Sequence[int]) -> bool:
-        named = equation.params.get(key, -1)
-        dimensions = (named,) if isinstance(named, int) else named
-        return d not in {at % len(before) for at in dimensions}
+        dimensions = equation.params.get(key, -1)
+        if isinstance(dimensions, int):
+            dimensions = (dimensions,)
+        # Negative dimensions are counted from the last.
+        return d not in dimensions and d - len(before) not in dimensions
 
     return carried
 
@@ -131,15 +169,11 @@ def unwindowed(equation: JaxprEqn, d: int, before: Sequence[int], after: Sequenc
     return equation.params["window_dimensions"][d] == 1 and before[d] == after[d]
 
 
-def along(
-    carried: Carried,
-    *,
-    moved: bool = False,
-    shuffled: bool = False,
-    blocked: bool = False,
-    indexed: bool = False,
-    linear: Linear = (),
-) -> Callable[[JaxprEqn], Rule]:
+# What an operation does along a dimension that it does not carry; see `Rule`.
+Change = Literal["moved", "whole", "shuffled", "blocked", "indexed"]
+
+
+def along(carried: Carried, *changes: Change, linear: Linear = ()) -> Callable[[JaxprEqn], Rule]:
     """The rule of operations along dimensions of arrays that all have the first operand's shape.
 
     The other dimensions are carried. Operands of other shapes, such as indices, share nothing.
@@ -147,48 +181,43 @@ def along(
 
     def rule(equation: JaxprEqn) -> Rule:
         factors = Factors()
-        before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+        before, after = shapes_before_and_after(equation)
         dimensions = factors.of(before)
         operands = [dimensions]
         for atom in equation.invars[1:]:
             shape = shape_of(atom)
-            operands.append(dimensions if shape == before else factors.of(shape))
-        changed = [
-            dimension
-            for d, dimension in enumerate(dimensions)
-            if not carried(equation, d, before, after)
-        ]
+            if shape == before:
+                operands.append(dimensions)
+            else:
+                operands.append(factors.of(shape))
+        changed: list[Dimension] = []
+        for d, dimension in enumerate(dimensions):
+            if not carried(equation, d, before, after):
+                changed.append(dimension)
         results = [dimensions] * len(equation.outvars)
-        return factors.rule(
-            operands,
-            results,
-            moved=changed if moved else [],
-            whole=[] if moved else changed,
-            shuffled=changed if shuffled else [],
-            blocked=changed if blocked else [],
-            indexed=changed if indexed else [],
-            linear=linear,
-        )
+        carries_all = factors.rule(operands, results, linear=linear)
+        return replace(carries_all, **dict.fromkeys(changes, factors_of(changed)))
 
     return rule
 
 
 def tile_rule(equation: JaxprEqn) -> Rule:
     """A dimension of one element is broadcast; a larger one is repeated."""
-    factors, repetitions = Factors(), equation.params["reps"]
-    before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+    factors = Factors()
+    before, after = shapes_before_and_after(equation)
     operand = factors.of(before)
-    result: list[Dimension] = []
+    result = list(operand)
     moved: list[Dimension] = []
-    for dimension, times, size, total in zip(operand, repetitions, before, after, strict=True):
+    repeated: list[Dimension] = []
+    for d, times in enumerate(equation.params["reps"]):
         if times == 1:
-            result.append(dimension)
-        elif size == 1:
-            result.append(factors.new(total))
+            continue
+        if before[d] == 1:
+            result[d] = factors.new(after[d])
+            repeated.append(result[d])
         else:
-            result.append(dimension)
-            moved.append(dimension)
-    return factors.rule([operand], [result], moved=moved, linear=each_alone(0))
+            moved.append(operand[d])
+    return factors.rule([operand], [result], moved=moved, repeated=repeated, linear=each_alone(0))
 
 
 def concatenate_rule(equation: JaxprEqn) -> Rule:
@@ -201,27 +230,26 @@ def concatenate_rule(equation: JaxprEqn) -> Rule:
 def stack_rule(equation: JaxprEqn) -> Rule:
     factors, axis = Factors(), equation.params["axis"]
     result = factors.of(shape_of(equation.outvars[0]))
-    operand = [*result[:axis], *result[axis + 1 :]]
-    count = len(equation.invars)
-    return factors.rule([operand] * count, [result], moved=[result[axis]], linear=together(count))
+    operands = [without(result, [axis])] * len(equation.invars)
+    return factors.rule(operands, [result], moved=[result[axis]], linear=together(len(operands)))
 
 
 def unstack_rule(equation: JaxprEqn) -> Rule:
     factors, axis = Factors(), equation.params["axis"]
     operand = factors.of(shape_of(equation.invars[0]))
-    result = [*operand[:axis], *operand[axis + 1 :]]
-    results = [result] * len(equation.outvars)
-    gone = [operand[axis]]
-    return factors.rule([operand], results, whole=gone, indexed=gone, linear=each_alone(0))
+    results = [without(operand, [axis])] * len(equation.outvars)
+    removed = [operand[axis]]
+    return factors.rule([operand], results, whole=removed, indexed=removed, linear=each_alone(0))
 
 
 def bitcast_rule(equation: JaxprEqn) -> Rule:
     """If the item sizes differ, the last dimension is added or removed."""
     factors = Factors()
-    before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+    before, after = shapes_before_and_after(equation)
     longer = factors.of(max(before, after, key=len))
     operand, result = longer[: len(before)], longer[: len(after)]
-    return factors.rule([operand], [result], moved=longer[min(len(before), len(after)) :])
+    common = min(len(before), len(after))
+    return factors.rule([operand], [result], moved=longer[common:])
 
 
 def reduction_rule(equation: JaxprEqn) -> Rule:
@@ -229,12 +257,18 @@ def reduction_rule(equation: JaxprEqn) -> Rule:
     factors, params = Factors(), equation.params
     axes = params.get("axes", params.get("dimensions", ()))
     operand = factors.of(shape_of(equation.invars[0]))
-    operands = [operand if shape_of(atom) else [] for atom in equation.invars]
-    result = [dimension for d, dimension in enumerate(operand) if d not in axes]
+    operands: list[list[Dimension]] = []
+    for atom in equation.invars:
+        if shape_of(atom):
+            operands.append(operand)
+        else:
+            operands.append([])  # the initial value of a reduction by a function
+    results = [without(operand, axes)] * len(equation.outvars)
     reduced = [operand[d] for d in axes]
     sums = equation.primitive.name == "reduce_sum"
-    linear = each_alone(0) if sums else ()
-    results = [result] * len(equation.outvars)
+    linear: Linear = ()
+    if sums:
+        linear = each_alone(0)
     return factors.rule(operands, results, reduced=reduced, sums=sums, linear=linear)
 
 
@@ -242,19 +276,25 @@ def named_reduction_rule(equation: JaxprEqn) -> Rule:
     """`psum` and similar: under `vmap`, the axis that they name is a dimension."""
     factors = Factors()
     axes = [axis for axis in equation.params.get("axes", ()) if isinstance(axis, int)]
-    operands = [factors.of(shape_of(atom)) for atom in equation.invars]
-    results = [[x for d, x in enumerate(operand) if d not in axes] for operand in operands]
-    reduced = [operand[d] for operand in operands for d in axes]
+    operands = factors.of_each(equation.invars)
+    results: list[list[Dimension]] = []
+    reduced: list[Dimension] = []
+    for operand in operands:
+        results.append(without(operand, axes))
+        reduced += [operand[d] for d in axes]
     sums = equation.primitive.name.startswith("psum")
-    linear = together(len(operands)) if sums else ()
+    linear: Linear = ()
+    if sums:
+        linear = together(len(operands))
     return factors.rule(operands, results, reduced=reduced, sums=sums, linear=linear)
 
 
 def fourier_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
-    before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+    before, after = shapes_before_and_after(equation)
+    # The transform of real numbers has half as many elements.
+    dimensions = factors.of(map(max, before, after))
     count = len(equation.params["fft_lengths"])
-    dimensions = factors.of([max(pair) for pair in zip(before, after, strict=True)])
     transformed = dimensions[len(before) - count :]
     return factors.rule(
         [dimensions], [dimensions], whole=transformed, blocked=transformed, linear=each_alone(0)
@@ -265,14 +305,18 @@ def window_scatter_rule(equation: JaxprEqn) -> Rule:
     """`select_and_scatter_add` and similar: the derivatives of pooling."""
     factors, after = Factors(), shape_of(equation.outvars[0])
     result = factors.of(after)
-    windows = equation.params["window_dimensions"]
+    moved: set[Dimension] = set()
+    for dimension, window in zip(result, equation.params["window_dimensions"], strict=True):
+        if window > 1:
+            moved.add(dimension)
     operands: list[list[Dimension]] = []
-    moved = {dimension for d, dimension in enumerate(result) if windows[d] > 1}
     for atom in equation.invars:
         shape = shape_of(atom)
         if len(shape) != len(after):
             operands.append(factors.of(shape))
             continue
         operands.append(result)
-        moved.update(x for x, a, b in zip(result, shape, after, strict=True) if a != b)
-    return factors.rule(operands, [result], moved=tuple(moved), blocked=tuple(moved))
+        for d, size in enumerate(shape):
+            if size != after[d]:
+                moved.add(result[d])
+    return factors.rule(operands, [result], moved=moved, blocked=moved)

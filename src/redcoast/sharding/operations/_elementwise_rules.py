@@ -2,6 +2,7 @@
 
 from jax.extend.core import JaxprEqn
 
+from ...core._jaxpr import is_inexact
 from ._rule import Dimension, Factors, Linear, Rule, each_alone, shape_of, together
 
 ELEMENTWISE = frozenset(
@@ -24,6 +25,8 @@ PAIRWISE = frozenset(
     nonbatchable nontraceable
     """.split()  # noqa: SIM905
 )
+# Division and conversion to integers round. The others are linear for all types.
+_ROUND_INTEGERS = frozenset(["convert_element_type", "div"])
 _LINEAR_IN_FIRST = """
     conj convert_element_type copy copy_p div imag name neg real redcoast_mark reduce_precision
     stop_gradient
@@ -38,24 +41,31 @@ _LINEAR: dict[str, Linear] = {
 def elementwise_rule(equation: JaxprEqn) -> Rule:
     """Operands of the results' rank share their dimensions, but for broadcast ones of size one."""
     factors = Factors()
-    result = shape_of(equation.outvars[0])
-    dimensions = factors.of(result)
+    after = shape_of(equation.outvars[0])
+    result = factors.of(after)
     operands: list[list[Dimension]] = []
     for atom in equation.invars:
         shape = shape_of(atom)
-        if len(shape) != len(result):
-            operands.append(factors.of(shape))
-            continue
-        pairs = zip(shape, result, dimensions, strict=True)
-        operands.append([d if size == full else factors.new(size) for size, full, d in pairs])
+        dimensions = factors.of(shape)
+        if len(shape) == len(after):
+            for d, size in enumerate(shape):
+                if size == after[d]:
+                    dimensions[d] = result[d]
+        operands.append(dimensions)
+    results = [result] * len(equation.outvars)
+    return factors.rule(operands, results, linear=_linear_operands(equation))
+
+
+def _linear_operands(equation: JaxprEqn) -> Linear:
     name = equation.primitive.name
-    linear = _LINEAR.get(name, ())
     if name == "select_n":
-        linear = together(len(operands), first=1)
-    return factors.rule(operands, [dimensions] * len(equation.outvars), linear=linear)
+        return together(len(equation.invars), first=1)  # the first operand says which of the others
+    if name in _ROUND_INTEGERS and not is_inexact(equation.outvars[0].aval):
+        return ()
+    return _LINEAR.get(name, ())
 
 
 def pairwise_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
-    operands = [factors.of(shape_of(atom)) for atom in equation.invars]
+    operands = factors.of_each(equation.invars)
     return factors.rule(operands, operands, linear=together(len(operands)))

@@ -1,30 +1,41 @@
 """Operations that read or write at indices."""
 
+from collections.abc import Sequence
+
 from jax.extend.core import JaxprEqn
 
-from ._rule import Dimension, Factors, Rule, each_alone, shape_of, together
+from ._rule import (
+    Dimension,
+    Factors,
+    Linear,
+    Rule,
+    each_alone,
+    shape_of,
+    shapes_before_and_after,
+    together,
+    without,
+)
 
 
 def gather_rule(equation: JaxprEqn) -> Rule:
     """An indexed dimension is reduced: each part contributes the elements that it has."""
     factors, numbers = Factors(), equation.params["dimension_numbers"]
-    before = shape_of(equation.invars[0])
-    operand = factors.of(before)
-    indices = factors.of(shape_of(equation.invars[1]))
-    batching = numbers.operand_batching_dims
-    for d, i in zip(batching, numbers.start_indices_batching_dims, strict=True):
+    operand, indices = factors.of_each(equation.invars)
+    for d, i in zip(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+    ):
         indices[i] = operand[d]
-    indexed_dims = (*numbers.collapsed_slice_dims, *batching)
-    window = [d for d in range(len(before)) if d not in indexed_dims]
-    places = dict(zip(sorted(numbers.offset_dims), window, strict=True))
-    rest = iter(indices[:-1])
+    before, after = shapes_before_and_after(equation)
+    removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    of_window = _window_dims(len(before), removed, numbers.offset_dims)
+    of_indices = iter(indices[:-1])  # the last dimension of indices holds coordinates
     result: list[Dimension] = []
     partial: list[Dimension] = []  # a part of these is read
-    for at, size in enumerate(shape_of(equation.outvars[0])):
-        if at not in places:
-            result.append(next(rest))
+    for at, size in enumerate(after):
+        if at not in of_window:
+            result.append(next(of_indices))
             continue
-        d = places[at]
+        d = of_window[at]
         result.append(operand[d])
         if size != before[d]:
             partial.append(operand[d])
@@ -43,45 +54,55 @@ def scatter_rule(equation: JaxprEqn) -> Rule:
     """The dimensions that count the updates are summed over, or are needed as a whole where an
     update overwrites what was there."""
     factors, numbers = Factors(), equation.params["dimension_numbers"]
-    before, written = shape_of(equation.invars[0]), shape_of(equation.invars[2])
+    before, _, written = map(shape_of, equation.invars)
     operand = factors.of(before)
     indices = factors.of(shape_of(equation.invars[1]))
-    batching = numbers.operand_batching_dims
-    indexed_batching = numbers.scatter_indices_batching_dims
-    for d, i in zip(batching, indexed_batching, strict=True):
+    index_batching = numbers.scatter_indices_batching_dims
+    for d, i in zip(numbers.operand_batching_dims, index_batching, strict=True):
         indices[i] = operand[d]
-    indexed_dims = (*numbers.inserted_window_dims, *batching)
-    window = [d for d in range(len(before)) if d not in indexed_dims]
-    places = dict(zip(sorted(numbers.update_window_dims), window, strict=True))
-    rest = iter(indices[:-1])
+    inserted = numbers.inserted_window_dims
+    removed = (*inserted, *numbers.operand_batching_dims)
+    of_window = _window_dims(len(before), removed, numbers.update_window_dims)
+    of_indices = iter(indices[:-1])  # the last dimension of indices holds coordinates
     updates: list[Dimension] = []
-    partial: list[Dimension] = []  # a part of these is written, which `parts` have
-    parts: list[Dimension] = []
+    partial: list[Dimension] = []  # a part of these is written
+    parts: list[Dimension] = []  # the dimensions of the updates that are these parts
     for at, size in enumerate(written):
-        if at not in places:
-            updates.append(next(rest))
+        if at not in of_window:
+            updates.append(next(of_indices))
             continue
-        d = places[at]
+        d = of_window[at]
         if size == before[d]:
             updates.append(operand[d])
         else:
             updates.append(factors.new(size))
             partial.append(operand[d])
             parts.append(updates[-1])
-    counted = [x for i, x in enumerate(indices[:-1]) if i not in indexed_batching]
-    adds = equation.primitive.name in ("scatter-add", "scatter_add")
-    overwrites = equation.primitive.name == "scatter"
+    counted = without(indices[:-1], index_batching)
+    reduced, whole = counted, [indices[-1], *parts]
+    name = equation.primitive.name
+    if name == "scatter":
+        reduced, whole = [], whole + counted
+    linear: Linear = ()
+    if name in ("scatter", "scatter-add", "scatter_add"):
+        linear = (frozenset([0, 2]),)
     return factors.rule(
         [operand, indices, updates],
         [operand],
-        reduced=[] if overwrites else counted,
+        reduced=reduced,
         moved=partial,
-        whole=[indices[-1], *parts, *(counted if overwrites else [])],
-        indexed=[*partial, *(operand[d] for d in numbers.inserted_window_dims)],
-        sums=adds,
-        linear=(frozenset([0, 2]),) if adds or overwrites else (),
+        whole=whole,
+        indexed=[*partial, *(operand[d] for d in inserted)],
+        sums=name in ("scatter-add", "scatter_add"),
+        linear=linear,
         writes=2,
     )
+
+
+def _window_dims(rank: int, removed: Sequence[int], offsets: Sequence[int]) -> dict[int, int]:
+    """The dimension of an operand for each window dimension, at one of `offsets`, of a result."""
+    window = without(range(rank), removed)
+    return dict(zip(sorted(offsets), window, strict=True))
 
 
 def dynamic_update_slice_rule(equation: JaxprEqn) -> Rule:
@@ -91,16 +112,16 @@ def dynamic_update_slice_rule(equation: JaxprEqn) -> Rule:
     update: list[Dimension] = []
     written: list[Dimension] = []
     partial: list[Dimension] = []
-    for dimension, size, of in zip(operand, part, before, strict=True):
-        if size == of:
-            update.append(dimension)
+    for d, size in enumerate(part):
+        if size == before[d]:
+            update.append(operand[d])
         else:
-            partial.append(factors.new(size))
-            update.append(partial[-1])
-            written.append(dimension)
-    places = [factors.of(shape_of(atom)) for atom in equation.invars[2:]]
+            update.append(factors.new(size))
+            partial.append(update[-1])
+            written.append(operand[d])
+    starts = factors.of_each(equation.invars[2:])
     return factors.rule(
-        [operand, update, *places],
+        [operand, update, *starts],
         [operand],
         moved=written,
         whole=partial,

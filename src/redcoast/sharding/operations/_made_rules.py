@@ -2,7 +2,7 @@
 
 from jax.extend.core import JaxprEqn
 
-from ._rule import Dimension, Factors, Rule, shape_of
+from ._rule import Dimension, Factors, Rule, shape_of, without
 
 DECOMPOSITIONS = frozenset(
     """
@@ -30,21 +30,23 @@ KEYED = frozenset(
 
 def fresh_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
-    operands = [factors.of(shape_of(atom)) for atom in equation.invars]
-    results = [factors.of(shape_of(var)) for var in equation.outvars]
+    operands = factors.of_each(equation.invars)
+    results = factors.of_each(equation.outvars)
     numbered: list[Dimension] = []
+    repeated: list[Dimension] = []
     if equation.primitive.name == "iota":
-        numbered = [results[0][equation.params["dimension"]]]
-    return factors.rule(operands, results, indexed=numbered)
+        axis = equation.params["dimension"]
+        numbered = [results[0][axis]]
+        repeated = without(results[0], [axis])
+    return factors.rule(operands, results, indexed=numbered, repeated=repeated)
 
 
 def keyed_rule(equation: JaxprEqn) -> Rule:
     """Raw keys are arrays of numbers, whose last dimension is removed or added."""
     factors = Factors()
-    keys = factors.of(shape_of(equation.invars[0]))
+    keys, *others = factors.of_each(equation.invars)
     after = shape_of(equation.outvars[0])
-    result = [*keys[: len(after)], *factors.of(after[len(keys) :])]
-    others = [factors.of(shape_of(atom)) for atom in equation.invars[1:]]
+    result = keys[: len(after)] + factors.of(after[len(keys) :])
     return factors.rule([keys, *others], [result], whole=keys[len(after) :])
 
 
@@ -52,15 +54,20 @@ def decomposition_rule(equation: JaxprEqn) -> Rule:
     """Leading dimensions count matrices; each matrix is needed as a whole."""
     factors = Factors()
     first = shape_of(equation.invars[0])
-    count = len(first) - (1 if equation.primitive.name in OF_VECTORS else 2)
+    own_rank = 2
+    if equation.primitive.name in OF_VECTORS:
+        own_rank = 1
+    count = len(first) - own_rank
     leading = factors.of(first[:count])
     whole: list[Dimension] = []
 
     def dimensions(shape: tuple[int, ...]) -> list[Dimension]:
-        carried = leading if shape[:count] == first[:count] else []
+        carried: list[Dimension] = []
+        if shape[:count] == first[:count]:
+            carried = leading
         own = factors.of(shape[len(carried) :])
         whole.extend(own)
-        return [*carried, *own]
+        return carried + own
 
     operands = [dimensions(shape_of(atom)) for atom in equation.invars]
     results = [dimensions(shape_of(var)) for var in equation.outvars]

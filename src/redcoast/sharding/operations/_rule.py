@@ -1,9 +1,13 @@
 """The form of a rule."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
+from jax.extend.core import JaxprEqn, Literal, Var
+
+Item = TypeVar("Item")
+Atom = Var | Literal
 Factor = int
 Dimension = tuple[Factor, ...]  # slowest first
 Dimensions = tuple[Dimension, ...]  # of one array
@@ -32,6 +36,7 @@ class Rule:
     - `blocked`: no sharding is propagated along these, as along the space of a convolution.
     - `indexed`: elements along these are addressed by their numbers, so that an element is not
         treated as every other one is.
+    - `repeated`: all elements of a result along these are equal.
     - `sums`: whether `reduced` factors are summed over.
     - `linear`: what the operation is linear in.
     - `writes`: the place of an operand that is written into the first, at places that are computed.
@@ -47,6 +52,7 @@ class Rule:
     shuffled: frozenset[Factor] = frozenset()
     blocked: frozenset[Factor] = frozenset()
     indexed: frozenset[Factor] = frozenset()
+    repeated: frozenset[Factor] = frozenset()
     sums: bool = False
     linear: Linear = ()
     writes: int | None = None
@@ -68,49 +74,66 @@ class Factors:
         self._sizes.append(size)
         return (len(self._sizes) - 1,)
 
-    def of(self, shape: Sequence[int]) -> list[Dimension]:
+    def of(self, shape: Iterable[int]) -> list[Dimension]:
         """The dimensions of an array that shares none with another."""
         return [self.new(size) for size in shape]
+
+    def of_each(self, atoms: Iterable[Atom]) -> list[list[Dimension]]:
+        """The dimensions of arrays that share none with each other."""
+        return [self.of(shape_of(atom)) for atom in atoms]
 
     def rule(
         self,
         operands: Sequence[Sequence[Dimension]],
         results: Sequence[Sequence[Dimension]],
         *,
-        reduced: Sequence[Dimension] = (),
-        moved: Sequence[Dimension] = (),
-        whole: Sequence[Dimension] = (),
-        shuffled: Sequence[Dimension] = (),
-        blocked: Sequence[Dimension] = (),
-        indexed: Sequence[Dimension] = (),
+        reduced: Iterable[Dimension] = (),
+        moved: Iterable[Dimension] = (),
+        whole: Iterable[Dimension] = (),
+        shuffled: Iterable[Dimension] = (),
+        blocked: Iterable[Dimension] = (),
+        indexed: Iterable[Dimension] = (),
+        repeated: Iterable[Dimension] = (),
         sums: bool = False,
         linear: Linear = (),
         writes: int | None = None,
     ) -> Rule:
         """The rule, whose sets of factors are given as dimensions."""
         return Rule(
-            tuple(map(tuple, operands)),
-            tuple(map(tuple, results)),
-            tuple(self._sizes),
-            _factors(reduced),
-            _factors(moved),
-            _factors(whole),
-            _factors(shuffled),
-            _factors(blocked),
-            _factors(indexed),
-            sums,
-            linear,
-            writes,
+            operands=tuple(map(tuple, operands)),
+            results=tuple(map(tuple, results)),
+            sizes=tuple(self._sizes),
+            reduced=factors_of(reduced),
+            moved=factors_of(moved),
+            whole=factors_of(whole),
+            shuffled=factors_of(shuffled),
+            blocked=factors_of(blocked),
+            indexed=factors_of(indexed),
+            repeated=factors_of(repeated),
+            sums=sums,
+            linear=linear,
+            writes=writes,
         )
 
 
-def _factors(dimensions: Sequence[Dimension]) -> frozenset[Factor]:
-    return frozenset(factor for dimension in dimensions for factor in dimension)
+def factors_of(dimensions: Iterable[Dimension]) -> frozenset[Factor]:
+    """All factors of some dimensions."""
+    return frozenset[Factor]().union(*dimensions)
 
 
-def shape_of(atom: Any) -> tuple[int, ...]:
+def without(dimensions: Sequence[Item], removed: Collection[int]) -> list[Item]:
+    """The dimensions of an array, in order, but for those at the places `removed`."""
+    return [dimension for d, dimension in enumerate(dimensions) if d not in removed]
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
     """The shape of a variable or a literal of a jaxpr; `()` for what has none, as tokens."""
     return tuple(getattr(atom.aval, "shape", ()))
+
+
+def shapes_before_and_after(equation: JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of the first operand and of the first result."""
+    return shape_of(equation.invars[0]), shape_of(equation.outvars[0])
 
 
 def each_alone(*places: int) -> Linear:
@@ -125,11 +148,8 @@ def together(count: int, first: int = 0) -> Linear:
 
 def is_linear(rule: Rule, varied: Sequence[bool]) -> bool:
     """Whether an operation is linear in each of the `varied` operands, in one or by itself."""
-    return all(
-        any(place in group for group in rule.linear)
-        for place, varies in enumerate(varied)
-        if varies
-    )
+    linear_in = frozenset[int]().union(*rule.linear)
+    return all(place in linear_in for place, varies in enumerate(varied) if varies)
 
 
 def fixed_operands(rule: Rule, varied: Sequence[bool]) -> list[bool]:
@@ -140,6 +160,8 @@ def fixed_operands(rule: Rule, varied: Sequence[bool]) -> list[bool]:
     """
     fixed = [False] * len(varied)
     for group in rule.linear:
-        if any(varied[place] for place in group):
-            fixed = [needed or place not in group for place, needed in enumerate(fixed)]
+        if not any(varied[place] for place in group):
+            continue
+        for place in range(len(varied)):
+            fixed[place] |= place not in group
     return fixed

@@ -1,6 +1,7 @@
 """The table: which rule a primitive has."""
 
 from collections.abc import Callable
+from itertools import chain
 
 from jax.extend.core import JaxprEqn
 
@@ -35,7 +36,7 @@ from ._contracting_rules import (
 from ._elementwise_rules import ELEMENTWISE, PAIRWISE, elementwise_rule, pairwise_rule
 from ._indexing_rules import dynamic_update_slice_rule, gather_rule, scatter_rule
 from ._made_rules import DECOMPOSITIONS, FRESH, KEYED, decomposition_rule, fresh_rule, keyed_rule
-from ._rule import Factors, Rule, each_alone, shape_of, together
+from ._rule import Factors, Rule, each_alone, together
 
 REDUCTIONS = frozenset(
     """
@@ -44,46 +45,43 @@ REDUCTIONS = frozenset(
     """.split()  # noqa: SIM905
 )
 _NAMED: dict[str, Callable[[JaxprEqn], Rule]] = {
-    "approx_top_k": along(not_along("reduction_dimension"), shuffled=True, indexed=True),
+    "approx_top_k": along(not_along("reduction_dimension"), "whole", "shuffled", "indexed"),
     "bitcast_convert_type": bitcast_rule,
     "broadcast_in_dim": broadcast_in_dim_rule,
     "concatenate": concatenate_rule,
     "conv_general_dilated": convolution_rule,
-    "cumlogsumexp cummax cummin cumprod": along(not_along("axis"), moved=True),
-    "cumsum": along(not_along("axis"), moved=True, linear=each_alone(0)),
+    "cumlogsumexp cummax cummin cumprod": along(not_along("axis"), "moved"),
+    "cumsum": along(not_along("axis"), "moved", linear=each_alone(0)),
     "dot_general": dot_general_rule,
     "dot_product_attention_bwd_wrapper": fused_attention_rule,
     "dot_product_attention_fwd_wrapper": fused_attention_rule,
-    "dynamic_slice": along(same_size, indexed=True, linear=each_alone(0)),
+    "dynamic_slice": along(same_size, "whole", "indexed", linear=each_alone(0)),
     "dynamic_update_slice": dynamic_update_slice_rule,
     "expand_dims": expand_dims_rule,
     "fft": fourier_rule,
     "gather": gather_rule,
-    "pad": along(unpadded, moved=True, linear=together(2)),
+    "pad": along(unpadded, "moved", linear=together(2)),
     "pmax pmin psum psum_invariant": named_reduction_rule,
     "ragged_dot ragged_dot_general": ragged_dot_rule,
-    "reduce_window reduce_window_max reduce_window_min": along(
-        unwindowed, moved=True, blocked=True
-    ),
-    "reduce_window_sum": along(unwindowed, moved=True, blocked=True, linear=each_alone(0)),
+    "reduce_window reduce_window_max reduce_window_min": along(unwindowed, "moved", "blocked"),
+    "reduce_window_sum": along(unwindowed, "moved", "blocked", linear=each_alone(0)),
     "reshape": reshape_rule,
-    "rev": along(not_along("dimensions"), moved=True, linear=each_alone(0)),
+    "rev": along(not_along("dimensions"), "moved", linear=each_alone(0)),
     "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub": scatter_rule,
     "scatter_add scatter_max scatter_min scatter_mul scatter_sub": scatter_rule,
     "select_and_gather_add select_and_scatter select_and_scatter_add": window_scatter_rule,
     "sharding_constraint": pairwise_rule,
-    "slice": along(same_size, moved=True, indexed=True, linear=each_alone(0)),
-    "sort": along(not_along("dimension"), shuffled=True),
-    "split": along(not_along("axis"), moved=True, indexed=True, linear=each_alone(0)),
+    "slice": along(same_size, "moved", "indexed", linear=each_alone(0)),
+    "sort": along(not_along("dimension"), "whole", "shuffled"),
+    "split": along(not_along("axis"), "moved", "indexed", linear=each_alone(0)),
     "squeeze": squeeze_rule,
     "stack": stack_rule,
     "tile": tile_rule,
-    "top_k": along(not_along("axis"), shuffled=True, indexed=True),
+    "top_k": along(not_along("axis"), "whole", "shuffled", "indexed"),
     "transpose": transpose_rule,
     "unstack": unstack_rule,
 }
 _TABLE: dict[str, Callable[[JaxprEqn], Rule]] = {
-    **{name: rule for names, rule in _NAMED.items() for name in names.split()},
     **dict.fromkeys(ELEMENTWISE, elementwise_rule),
     **dict.fromkeys(PAIRWISE, pairwise_rule),
     **dict.fromkeys(REDUCTIONS, reduction_rule),
@@ -91,18 +89,22 @@ _TABLE: dict[str, Callable[[JaxprEqn], Rule]] = {
     **dict.fromkeys(KEYED, keyed_rule),
     **dict.fromkeys(DECOMPOSITIONS, decomposition_rule),
 }
+for names, rule in _NAMED.items():
+    _TABLE.update(dict.fromkeys(names.split(), rule))
 
 
 def rule_of(equation: JaxprEqn) -> Rule | None:
     """The rule of an equation's primitive, or None if the table has none."""
-    make = _TABLE.get(primitive_name(equation))
-    return None if make is None else make(equation)
+    make_rule = _TABLE.get(primitive_name(equation))
+    if make_rule is None:
+        return None
+    return make_rule(equation)
 
 
 def opaque_rule(equation: JaxprEqn) -> Rule:
     """The rule of an operation that the table does not have: all arrays are needed as a whole."""
     factors = Factors()
-    operands = [factors.of(shape_of(atom)) for atom in equation.invars]
-    results = [factors.of(shape_of(var)) for var in equation.outvars]
-    everything = [dimension for array in (*operands, *results) for dimension in array]
+    operands = factors.of_each(equation.invars)
+    results = factors.of_each(equation.outvars)
+    everything = chain(*operands, *results)
     return factors.rule(operands, results, whole=everything)

@@ -1,10 +1,10 @@
-"""Draws for some rows the random numbers that are drawn for all rows on one device.
+"""Draws for some rows the random bits that are drawn for all rows on one device.
 
-JAX's default generator, threefry, makes each number from the key and from the number's place in the
-array. Those of some rows need no others.
+JAX's default generator, threefry, makes each number from the key and a counter, which is the index
+of the number in the array. The numbers of some rows need no others.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -16,37 +16,54 @@ from jaxtyping import Array, Integer, PRNGKeyArray, UInt32
 
 from ...core._control_flow import AnyJaxpr, Call, control_flow
 from ...core._jaxpr import iter_equations
-from ._row_states import Mixed, differing
+from ._row_states import MixesRows, differing
+
+# 64-bit numbers without `jax_enable_x64`: their high and low 32 bits.
+Halves = tuple[UInt32[Array, "..."], UInt32[Array, "..."]]
 
 
 @dataclass(frozen=True)
-class Draw:
-    """Random numbers for rows: their dimension, and the shape of those for all rows."""
+class RandomBits:
+    """Random bits for rows: the dimension of the rows, and the shape of the bits for all rows."""
 
     dim: int
     shape: tuple[int, ...]
 
 
-def find_draws(small: AnyJaxpr, few: AnyJaxpr, all_: AnyJaxpr, rows: int) -> Mapping[int, Draw]:
-    """The draws of a layer for rows, by the `id` of their equation in `small`.
+def find_random_bits(
+    microbatch: AnyJaxpr, few: AnyJaxpr, all_: AnyJaxpr, rows: int
+) -> Mapping[int, RandomBits]:
+    """The random bits of a layer for rows, by the `id` of their equation in `microbatch`.
 
     The three are the layer for the rows of one microbatch, for few, and for all of the `rows` of
-    the batch. Raises `Mixed`.
+    the batch. Raises `MixesRows`.
     """
-    found: dict[int, Draw | None] = {}
-    for one, other, equation in zip(*map(_draws, (small, few, all_)), strict=True):
-        own_keys = differing(other.invars[0].aval, equation.invars[0].aval)  # a key for each row
-        dims = differing(other.outvars[0].aval, equation.outvars[0].aval)
-        draw = Draw(dims[0], tuple(equation.params["shape"])) if dims and not own_keys else None
-        if draw is not None and draw.shape[draw.dim] != rows:
-            raise Mixed("it draws random numbers along a dimension that joins rows with another")
-        if found.setdefault(id(one), draw) != draw:
-            raise Mixed("it draws random numbers of the same shape for rows and for something else")
-    inside = [id(one) for one in _draws(small, skip=_has_derivative)]
-    draws = {place: draw for place, draw in found.items() if draw is not None}
-    if draws.keys() - inside:
-        raise Mixed("it draws random numbers for rows in a function with a custom derivative")
-    return draws
+    by_equation: dict[int, RandomBits | None] = {}
+    layers = map(_equations_of_bits, (microbatch, few, all_))
+    for equation, of_few, of_all in zip(*layers, strict=True):
+        bits = _bits_of_rows(of_few, of_all, rows)
+        # A function that the layer calls twice has the same equations both times.
+        if by_equation.setdefault(id(equation), bits) != bits:
+            raise MixesRows(
+                "it draws random numbers of the same shape for rows and for something else"
+            )
+    of_rows = {place: bits for place, bits in by_equation.items() if bits is not None}
+    replaceable = _equations_of_bits(microbatch, skip=_has_derivative)
+    if of_rows.keys() - set(map(id, replaceable)):
+        raise MixesRows("it draws random numbers for rows in a function with a custom derivative")
+    return of_rows
+
+
+def _bits_of_rows(few: JaxprEqn, all_: JaxprEqn, rows: int) -> RandomBits | None:
+    """The random bits of an equation; None if they are not for rows, or each row has a key."""
+    has_own_keys = differing(few.invars[0], all_.invars[0])
+    dims = differing(few.outvars[0], all_.outvars[0])
+    if has_own_keys or not dims:
+        return None
+    bits = RandomBits(dims[0], tuple(all_.params["shape"]))
+    if bits.shape[bits.dim] != rows:
+        raise MixesRows("it draws random numbers along a dimension that joins rows with another")
+    return bits
 
 
 def _has_derivative(equation: JaxprEqn) -> bool:
@@ -54,7 +71,7 @@ def _has_derivative(equation: JaxprEqn) -> bool:
     return isinstance(flow, Call) and flow.has_derivative
 
 
-def _draws(
+def _equations_of_bits(
     jaxpr: AnyJaxpr, skip: Callable[[JaxprEqn], bool] = lambda equation: False
 ) -> list[JaxprEqn]:
     equations = iter_equations(jaxpr, skip)
@@ -62,50 +79,59 @@ def _draws(
 
 
 def draw_rows(
-    key: PRNGKeyArray, draw: Draw, rows: Integer[Array, " rows"], bit_width: int
+    key: PRNGKeyArray, bits: RandomBits, rows: Integer[Array, " rows"], bit_width: int
 ) -> Array:
     """The random bits of some rows, as `jax.random.bits` draws them for all."""
-    high, low = _places(draw, rows)
-    one, two = (jnp.broadcast_to(x, high.shape) for x in jax.random.key_data(key))
-    bits = threefry2x32_p.bind(one, two, high, low)
+    high, low = _counters(bits, rows)
+    first_word, second_word = jax.random.key_data(key)
+    first_word = jnp.broadcast_to(first_word, high.shape)
+    second_word = jnp.broadcast_to(second_word, high.shape)
+    first, second = threefry2x32_p.bind(first_word, second_word, high, low)
     if bit_width == 64:
-        high, low = (x.astype(jnp.uint64) for x in bits)
-        return jax.lax.shift_left(high, jnp.uint64(32)) | low
-    return (bits[0] ^ bits[1]).astype(f"uint{bit_width}")
+        high_bits = jax.lax.shift_left(first.astype(jnp.uint64), jnp.uint64(32))
+        return high_bits | second.astype(jnp.uint64)
+    return (first ^ second).astype(f"uint{bit_width}")
 
 
-def _places(draw: Draw, rows: Array) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
-    """The places of the numbers in the array for all rows, as the halves of 64 bits."""
-    shape = (*draw.shape[: draw.dim], rows.shape[0], *draw.shape[draw.dim + 1 :])
+def _counters(bits: RandomBits, rows: Integer[Array, " rows"]) -> Halves:
+    """The index of each number in the flattened array for all rows."""
+    shape = (*bits.shape[: bits.dim], rows.shape[0], *bits.shape[bits.dim + 1 :])
     high = low = jnp.zeros(shape, jnp.uint32)
-    for d in range(len(shape)):
-        at = rows.astype(jnp.uint32) if d == draw.dim else jnp.arange(shape[d], dtype=jnp.uint32)
-        more = _times(at, prod(draw.shape[d + 1 :]))
-        more = [jnp.expand_dims(x, [i for i in range(len(shape)) if i != d]) for x in more]
-        high, low = _add((high, low), [jnp.broadcast_to(x, shape) for x in more])
+    for d, size in enumerate(shape):
+        indices = jnp.arange(size, dtype=jnp.uint32)
+        if d == bits.dim:
+            indices = rows.astype(jnp.uint32)
+        stride = prod(bits.shape[d + 1 :])
+        offset_high, offset_low = _times(indices, stride)  # (size,)
+        offset_high = jax.lax.broadcast_in_dim(offset_high, shape, (d,))
+        offset_low = jax.lax.broadcast_in_dim(offset_low, shape, (d,))
+        high, low = _add((high, low), (offset_high, offset_low))
     return high, low
 
 
-def _times(x: UInt32[Array, " n"], by: int) -> tuple[Array, Array]:
-    """The product with a number below 2**64, as the halves of 64 bits."""
+def _times(x: UInt32[Array, " n"], by: int) -> Halves:
+    """The product with a number below 2**64, by long multiplication with digits of 16 bits."""
     low, high = x & jnp.uint32(0xFFFF), x >> jnp.uint32(16)
     total = jnp.zeros_like(x), jnp.zeros_like(x)
-    for place in range(4):
-        part = jnp.uint32(by >> (16 * place) & 0xFFFF)
-        total = _add(total, _shifted(low * part, 16 * place))
-        total = _add(total, _shifted(high * part, 16 * (place + 1)))
+    for bits in range(0, 64, 16):
+        digit = jnp.uint32(by >> bits & 0xFFFF)
+        total = _add(total, _shift_left(low * digit, bits))
+        total = _add(total, _shift_left(high * digit, bits + 16))
     return total
 
 
-def _shifted(x: Array, bits: int) -> tuple[Array, Array]:
-    """32 bits shifted to the left, as the halves of 64 bits."""
+def _shift_left(x: UInt32[Array, " n"], bits: int) -> Halves:
+    zero = jnp.zeros_like(x)
     if bits >= 64:
-        return jnp.zeros_like(x), jnp.zeros_like(x)
+        return zero, zero
     if bits >= 32:
-        return x << jnp.uint32(bits - 32), jnp.zeros_like(x)
-    return (x >> jnp.uint32(32 - bits) if bits else jnp.zeros_like(x)), x << jnp.uint32(bits)
+        return x << jnp.uint32(bits - 32), zero
+    if bits == 0:  # a shift by all 32 bits is undefined
+        return zero, x
+    return x >> jnp.uint32(32 - bits), x << jnp.uint32(bits)
 
 
-def _add(one: Sequence[Array], other: Sequence[Array]) -> tuple[Array, Array]:
-    low = one[1] + other[1]
-    return one[0] + other[0] + (low < one[1]).astype(jnp.uint32), low
+def _add(augend: Halves, addend: Halves) -> Halves:
+    low = augend[1] + addend[1]
+    carry = (low < augend[1]).astype(jnp.uint32)
+    return augend[0] + addend[0] + carry, low

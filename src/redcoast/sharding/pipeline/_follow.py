@@ -5,10 +5,9 @@ sizes differ.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from ...core._control_flow import (
     AnyJaxpr,
@@ -21,8 +20,9 @@ from ...core._control_flow import (
     open_jaxpr,
 )
 from ...core._markers import is_most
+from ..operations import Atom
 from ._row_rules import apply_rule
-from ._row_states import Mixed, Pair, Rows, State, States, differing, join_rows
+from ._row_states import EquationPair, MixesRows, RowDim, State, States, differing, join_rows
 
 # The numbers of these parameters are sizes, which follow from the number of rows. A name may hold
 # them too.
@@ -32,59 +32,87 @@ _SIZES = frozenset(["shape", "new_sizes", "limit_indices", "slice_sizes", "sizes
 def follow_rows(few: AnyJaxpr, all_: AnyJaxpr, inputs: Sequence[State]) -> States:
     """Where the rows of a layer's outputs are, given where its inputs have them.
 
-    `few` and `all_` are the layer traced for few and for all rows. Raises `Mixed`.
+    `few` and `all_` are the layer traced for few and for all rows. Raises `MixesRows`.
     """
-    is_array = lambda x: isinstance(x, np.ndarray)
-    equal = lambda x, y: x is y or (is_array(x) and is_array(y) and np.array_equal(x, y))
-    consts = consts_of(few), consts_of(all_)
-    if len(consts[0]) != len(consts[1]) or not all(map(equal, *consts)):
-        raise Mixed("a constant depends on the number of rows")
+    _check_same_constants(consts_of(few), consts_of(all_))
     few, all_ = open_jaxpr(few), open_jaxpr(all_)
     if len(few.eqns) != len(all_.eqns):
-        raise Mixed("its operations depend on the number of rows")
-    env: dict[Any, State] = dict.fromkeys(few.constvars)
-    env.update(zip(few.invars, inputs, strict=True))
-    read = lambda atom: None if isinstance(atom, Literal) else env[atom]
-    for one, other in zip(few.eqns, all_.eqns, strict=True):
-        pair = Pair(one, other)
+        raise MixesRows("its operations depend on the number of rows")
+    states: dict[Var, State] = dict.fromkeys(few.constvars)
+    states.update(zip(few.invars, inputs, strict=True))
+    for of_few, of_all in zip(few.eqns, all_.eqns, strict=True):
+        pair = EquationPair(of_few, of_all)
         _check_same(pair)
-        found = _follow(pair, [read(atom) for atom in one.invars])
-        for var, large, state in zip(one.outvars, other.outvars, found, strict=True):
-            if differing(var.aval, large.aval) != ([state.dim] if isinstance(state, Rows) else []):
-                raise Mixed(f"`{pair.name}` changes what its rows are")
-        env.update(zip(one.outvars, found, strict=True))
-    return [read(atom) for atom in few.outvars]
+        results = _follow(pair, _read(states, of_few.invars))
+        for var, var_of_all, state in zip(of_few.outvars, of_all.outvars, results, strict=True):
+            row_dims = [state.dim] if isinstance(state, RowDim) else []
+            if differing(var, var_of_all) != row_dims:
+                raise MixesRows(f"`{pair.name}` changes what its rows are")
+            states[var] = state
+    return _read(states, few.outvars)
 
 
-def _check_same(pair: Pair) -> None:
+def _read(states: dict[Var, State], atoms: Sequence[Atom]) -> States:
+    # All rows share a literal.
+    return [None if isinstance(atom, Literal) else states[atom] for atom in atoms]
+
+
+def _check_same_constants(few: Sequence[object], all_: Sequence[object]) -> None:
+    is_same = len(few) == len(all_) and all(map(_is_same_constant, few, all_))
+    if not is_same:
+        raise MixesRows("a constant depends on the number of rows")
+
+
+def _is_same_constant(few: object, all_: object) -> bool:
+    if few is all_:
+        return True
+    # To compare arrays on devices would wait for them.
+    if isinstance(few, np.ndarray) and isinstance(all_, np.ndarray):
+        return np.array_equal(few, all_)
+    return False
+
+
+def _check_same(pair: EquationPair) -> None:
     """Checks that the two equations differ in sizes alone."""
     few, all_ = pair.few, pair.all
-    is_literal = lambda equation: [isinstance(atom, Literal) for atom in equation.invars]
-    if few.primitive is not all_.primitive or is_literal(few) != is_literal(all_):
-        raise Mixed("its operations depend on the number of rows")
-    number = lambda atom: np.asarray(atom.val if isinstance(atom, Literal) else 0)
-    for one, other in zip(map(number, few.invars), map(number, all_.invars), strict=True):
-        if not np.array_equal(one, other, equal_nan=np.issubdtype(one.dtype, np.inexact)):
-            raise Mixed(
-                f"a number in `{pair.name}` depends on the number of rows, as in a mean over "
-                "them. Layers may return sums, which are divided after all layers"
-            )
+    if few.primitive is not all_.primitive or len(few.invars) != len(all_.invars):
+        raise MixesRows("its operations depend on the number of rows")
+    for operand, operand_of_all in zip(few.invars, all_.invars, strict=True):
+        if isinstance(operand, Literal) and isinstance(operand_of_all, Literal):
+            if not _is_same_number(operand, operand_of_all):
+                raise MixesRows(
+                    f"a number in `{pair.name}` depends on the number of rows, as in a mean over "
+                    "them. Layers may return sums, which are divided after all layers"
+                )
+        elif isinstance(operand, Literal) or isinstance(operand_of_all, Literal):
+            raise MixesRows("its operations depend on the number of rows")
     for key, value in few.params.items():
-        plain = isinstance(value, bool | int | float | str | tuple)
-        if plain and key not in _SIZES and _numbers(value) != _numbers(all_.params.get(key)):
-            raise Mixed(f"the `{key}` of `{pair.name}` depends on the number of rows")
+        if key in _SIZES or not isinstance(value, bool | int | float | str | tuple):
+            continue
+        if _plain_values(value) != _plain_values(all_.params.get(key)):
+            raise MixesRows(f"the `{key}` of `{pair.name}` depends on the number of rows")
 
 
-def _numbers(value: Any) -> Any:
+def _is_same_number(few: Literal, all_: Literal) -> bool:
+    number = np.asarray(few.val)
+    has_nan = np.issubdtype(number.dtype, np.inexact)
+    return np.array_equal(number, np.asarray(all_.val), equal_nan=has_nan)
+
+
+def _plain_values(value: object) -> object:
     """The numbers and names in a parameter, without jaxprs and functions."""
     if isinstance(value, tuple):
-        return tuple(map(_numbers, value))
-    return value if isinstance(value, bool | int | float | str) else None
+        return tuple(map(_plain_values, value))
+    if isinstance(value, bool | int | float | str):
+        return value
+    return None
 
 
-def _follow(pair: Pair, inputs: States) -> States:
+def _follow(pair: EquationPair, inputs: States) -> States:
     if is_most(pair.few):
-        return [None]
+        return [
+            None
+        ]  # no result depends on it, so each microbatch may take its own largest element
     match control_flow(pair.few), control_flow(pair.all):
         case Scan() as few, Scan() as all_:
             return _scan(pair, few, all_, inputs)
@@ -94,58 +122,70 @@ def _follow(pair: Pair, inputs: States) -> States:
             return _cond(pair, few, all_, inputs)
         case Call() as few, Call() as all_:
             return follow_rows(few.jaxpr, all_.jaxpr, inputs)
-    outs = pair.few.outvars
-    sizes = zip(outs, pair.all.outvars, strict=True)
-    if not any(inputs) and not any(differing(few.aval, all_.aval) for few, all_ in sizes):
-        return [None] * len(outs)
+    outvars = pair.few.outvars
+    makes_rows = any(map(differing, outvars, pair.all.outvars))
+    if not any(inputs) and not makes_rows:
+        return [None] * len(outvars)
     return apply_rule(pair, inputs)
 
 
-def _scan(pair: Pair, few: Scan, all_: Scan, inputs: States) -> States:
+def _scan(pair: EquationPair, few: Scan, all_: Scan, inputs: States) -> States:
     consts, carry, xs = few.split(inputs)
-    xs = [in_layer(state, "`scan` goes from row to row") for state in xs]
-    run = lambda carry: follow_rows(few.body, all_.body, [*consts, *carry, *xs])
-    carry, outputs = _settle(pair, run, carry)
+    slices = [in_layer(state, "`scan` goes from row to row") for state in xs]
+
+    def run(carry: States) -> States:
+        return follow_rows(few.body, all_.body, [*consts, *carry, *slices])
+
+    carry, outputs = _fixed_point(pair, run, carry)
     return [*carry, *map(of_layers, outputs[len(carry) :])]
 
 
 def in_layer(state: State, why: str) -> State:
     """The rows in one iteration of a scan over an array."""
-    if not isinstance(state, Rows):
+    if not isinstance(state, RowDim):
         return state
     if state.dim == 0:
-        raise Mixed(why)
+        raise MixesRows(why)
     return state.at(state.dim - 1)
 
 
 def of_layers(state: State) -> State:
     """The rows in the stacked results of a scan."""
-    return state.at(state.dim + 1) if isinstance(state, Rows) else state
+    if not isinstance(state, RowDim):
+        return state
+    return state.at(state.dim + 1)
 
 
-def _settle(pair: Pair, run: Callable[[States], States], carry: States) -> tuple[States, States]:
-    """The rows of a loop's carry after any number of iterations."""
+def _fixed_point(
+    pair: EquationPair, run: Callable[[States], States], carry: States
+) -> tuple[States, States]:
+    """The rows of a loop's carry after any number of iterations, and of the results of `run`."""
     while True:
         outputs = run(carry)
-        after = [join_rows(pair, states) for states in zip(carry, outputs, strict=False)]
-        if after == carry:
+        iterations = zip(carry, outputs, strict=False)  # the results begin with the carry
+        joined = [join_rows(pair, states) for states in iterations]
+        if joined == carry:
             return carry, outputs
-        carry = after
+        carry = joined
 
 
-def _while(pair: Pair, few: While, all_: While, inputs: States) -> States:
+def _while(pair: EquationPair, few: While, all_: While, inputs: States) -> States:
     cond_consts, body_consts, carry = few.split(inputs)
-    run = lambda carry: follow_rows(few.body, all_.body, [*body_consts, *carry])
-    carry, _ = _settle(pair, run, carry)
-    (stop,) = follow_rows(few.cond, all_.cond, [*cond_consts, *carry])
-    if stop is not None:
-        raise Mixed("`while` stops row by row")
+
+    def run(carry: States) -> States:
+        return follow_rows(few.body, all_.body, [*body_consts, *carry])
+
+    carry, _ = _fixed_point(pair, run, carry)
+    (goes_on,) = follow_rows(few.cond, all_.cond, [*cond_consts, *carry])
+    if goes_on is not None:
+        raise MixesRows("`while` stops row by row")
     return carry
 
 
-def _cond(pair: Pair, few: Cond, all_: Cond, inputs: States) -> States:
-    if inputs[0] is not None:
-        raise Mixed("`cond` chooses a branch by rows")
+def _cond(pair: EquationPair, few: Cond, all_: Cond, inputs: States) -> States:
+    index, *operands = inputs
+    if index is not None:
+        raise MixesRows("`cond` chooses a branch by rows")
     branches = zip(few.branches, all_.branches, strict=True)
-    results = [follow_rows(part, whole, inputs[1:]) for part, whole in branches]
+    results = [follow_rows(branch, branch_of_all, operands) for branch, branch_of_all in branches]
     return [join_rows(pair, states) for states in zip(*results, strict=True)]

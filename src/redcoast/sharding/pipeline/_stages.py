@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -10,22 +11,24 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from ...core._control_flow import Call, CallKind, Scan, control_flow
-from ...core._jaxpr import is_inexact
+from ...core._jaxpr import is_inexact, struct_of
 from ...core._pytree import abstract_arrays, join, split
 from ...distributed._mesh import PIPE
+from ..program._graph import Value
 from ..program._trace import trace_over
 from ..program._walk import Scope
 from ..solver._classes import Classes
 from ..solver._strategy import Program, Staged, follow_program, parts
-from ._draws import Draw, find_draws
+from ._draws import RandomBits, find_random_bits
 from ._follow import follow_rows, in_layer, of_layers
-from ._row_states import SUM, Mixed, Rows, RowSum, State, differing
+from ._row_states import SUM, MixesRows, RowDim, State, SumOfRows, differing
 
 # The dimension of an array that counts rows, if any.
-Place = int | Literal[RowSum.SUM] | None
+LayerRows = int | Literal[SumOfRows.SUM] | None
 
-# Pipelined so often, a batch has less than a tenth of its time in the bubble.
-_PER_STAGE = 9
+# With so many microbatches for each stage but the first, a batch has less than a tenth of its time
+# in the bubble.
+_MICROBATCHES_PER_STAGE = 9
 
 
 @dataclass(frozen=True)
@@ -37,96 +40,113 @@ class LayerScan:
     body: Scope
     outside: Scope
 
+    @property
+    def scanned(self) -> list[Value]:
+        """The values of the arrays that the scan goes over."""
+        _, _, xs = self.loop.split(self.equation.invars)
+        return [self.outside.values[x] for x in xs if x in self.outside.values]
+
 
 class NoPipeline(ValueError):
     """Raised when a program cannot be run as a pipeline; `args[0]` is a sentence that says why."""
 
 
 @dataclass(frozen=True)
-class Pipelined:
+class PipelinedScan:
     """A scan over layers that is run as a pipeline.
 
     `loop` is the scan of all rows. `body` is the layer, traced for the rows of one microbatch on
     one device. `inputs` and `outputs` are the dimensions of rows of the scan's operands and
-    results, or None, or `SUM`. `draws` are the random numbers for rows.
+    results, or None, or `SUM`. `random_bits` are the random bits for rows.
     """
 
     equation: JaxprEqn
     loop: Scan
     body: Scope
-    inputs: tuple[Place, ...]
-    outputs: tuple[Place, ...]
-    draws: Mapping[int, Draw]
+    inputs: tuple[LayerRows, ...]
+    outputs: tuple[LayerRows, ...]
+    random_bits: Mapping[int, RandomBits]
+
+    @property
+    def carried_rows(self) -> list[jax.ShapeDtypeStruct]:
+        """The arrays that go from stage to stage."""
+        _, carry, _ = self.loop.split(self.equation.invars)
+        _, dims, _ = self.loop.split(self.inputs)
+        pairs = zip(carry, dims, strict=True)
+        return [struct_of(x) for x, dim in pairs if isinstance(dim, int)]
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """The pipelined scans of a program, by the `id` of their equation.
 
-    `few` is the program for the rows of one microbatch on one device.
+    `microbatch` is the program for the rows of one microbatch on one device.
     """
 
-    scans: dict[int, Pipelined]
-    few: Program
+    scans: dict[int, PipelinedScan]
+    microbatch: Program
     stages: int
     microbatches: int
-    parts: int
+    shards: int  # parts of the batch, each on other devices
     rows: int
 
 
 def stage_program(program: Program, pipeline: Pipeline) -> Program:
     """The program with the figures of its pipeline."""
-    scans = pipeline.scans
     trainable = [value.grad for value in program.parameters]
-    outside = follow_program(program.traced, trainable, frozenset(scans))
+    outside = follow_program(program.traced, trainable, frozenset(pipeline.scans))
     carried = returned = 0
-    for one in scans.values():
-        _, carry, _ = one.loop.split(one.equation.invars)
-        _, places, _ = one.loop.split(one.inputs)
-        pairs = zip(carry, places, strict=True)
-        for aval in (x.aval for x, place in pairs if isinstance(place, int)):
-            size = aval.size * aval.dtype.itemsize  # pyright: ignore[reportAttributeAccessIssue]
+    for scan in pipeline.scans.values():
+        for x in scan.carried_rows:
+            size = x.size * x.dtype.itemsize
             carried += size
-            returned += size * is_inexact(aval)
-    layers = tuple(one.loop.length // pipeline.stages for one in scans.values())
-    # The arrays of the model whose first dimension counts layers of a scan.
-    classes, count = Classes(program.graph, 1), pipeline.microbatches
-    over = classes.of(
-        scan.outside.values[x].dims[0]
-        for scan in layer_scans(program)
-        for x in scan.loop.split(scan.equation.invars)[2]
-        if x in scan.outside.values
-    )
-    arrays = enumerate(program.parameters)
-    places = frozenset(i for i, x in arrays if x.dims and classes[x.dims[0]] in over)
-    staged = Staged(outside, pipeline.stages, count, places, layers, carried, returned)
+            if is_inexact(x):
+                returned += size
+    layers = tuple(scan.loop.length // pipeline.stages for scan in pipeline.scans.values())
+    layered, count = _arrays_of_layers(program), pipeline.microbatches
+    staged = Staged(outside, pipeline.stages, count, layered, layers, carried, returned)
     return replace(program, staged=staged)
 
 
-def count_microbatches(rows: int, parts: int, stages: int, asked: int | None) -> int:
-    """The number of microbatches of a batch whose rows are split into `parts`."""
-    if rows % parts or rows == 0:
+def _arrays_of_layers(program: Program) -> frozenset[int]:
+    """The places of the arrays of the model whose first dimension counts layers of a scan."""
+    classes = Classes(program.graph, 1)
+    scanned = (value for scan in layer_scans(program) for value in scan.scanned)
+    layers = classes.of(value.dims[0] for value in scanned)
+    places: set[int] = set()
+    for place, value in enumerate(program.parameters):
+        if value.dims and classes[value.dims[0]] in layers:
+            places.add(place)
+    return frozenset(places)
+
+
+def count_microbatches(rows: int, shards: int, stages: int, wanted: int | None) -> int:
+    """The number of microbatches of a batch whose rows are split into `shards`."""
+    if rows % shards or rows == 0:
         raise NoPipeline(
-            f"The batch has {rows} rows, which do not divide over {parts} parts of the mesh."
+            f"The batch has {rows} rows, which do not divide over {shards} parts of the mesh."
         )
-    each = rows // parts
-    if asked is not None:
-        if each % asked:
+    of_shard = rows // shards
+    if wanted is not None:
+        if of_shard % wanted:
             raise NoPipeline(
-                f"`microbatches={asked}` does not divide the {each} rows that each of the {parts} "
-                f"parts of the mesh has of a batch of {rows}."
+                f"`microbatches={wanted}` does not divide the {of_shard} rows that each of the "
+                f"{shards} parts of the mesh has of a batch of {rows}."
             )
-        return asked
-    fits = [count for count in range(1, each + 1) if each % count == 0]
-    return next((count for count in fits if count >= _PER_STAGE * (stages - 1)), fits[-1])
+        return wanted
+    enough = max(1, _MICROBATCHES_PER_STAGE * (stages - 1))
+    for count in range(enough, of_shard):
+        if of_shard % count == 0:
+            return count
+    return of_shard
 
 
 def pipeline_of(
     program: Program,
     mesh: Mesh | AbstractMesh,
-    fn: Callable[..., Any],
+    fn: Callable[..., PyTree],
     tree: PyTree,
-    args: Any,
+    args: Sequence[PyTree],
     batch_axes: tuple[str, ...],
     microbatches: int | None,
 ) -> Pipeline:
@@ -135,27 +155,33 @@ def pipeline_of(
     scans = _scans_in_stages(program, stages)
     rows = program.graph.sizes[program.batch.given[0]]
     count = count_microbatches(rows, shards, stages, microbatches)
-    each = rows // (shards * count)
+    own_rows = rows // (shards * count)  # of one microbatch on one device
     if rows < 4:
         raise NoPipeline(f"The batch has {rows} rows; a pipeline needs four or more.")
-    trace_rows = lambda rows: _of_rows(program, mesh, fn, tree, args, rows)
-    # A trace with one row has other operations, because JAX broadcasts nothing along it.
-    checked = trace_rows(max(each, 2) if max(each, 2) < rows else 2)
-    few = checked if each > 1 and each < rows else trace_rows(each)
-    found = {}
-    pairs = zip(scans, _same_scans(scans, checked), _same_scans(scans, few), strict=True)
-    for whole, other, small in pairs:
+    trace_rows = partial(_with_rows, program, mesh, fn, tree, args)
+    # Rows are followed by comparing a trace with fewer rows. A trace with one row has other
+    # operations, because JAX broadcasts nothing along it.
+    few_rows = max(own_rows, 2)
+    if few_rows >= rows:
+        few_rows = 2
+    few = trace_rows(few_rows)
+    microbatch = few
+    if few_rows != own_rows:
+        microbatch = trace_rows(own_rows)
+    pipelined: dict[int, PipelinedScan] = {}
+    pairs = zip(scans, _same_scans(scans, few), _same_scans(scans, microbatch), strict=True)
+    for scan, of_few, of_microbatch in pairs:
         try:
-            inputs, outputs = _find_rows(whole, other)
-            draws = find_draws(small.loop.body, other.loop.body, whole.loop.body, rows)
-        except Mixed as error:
+            inputs, outputs = _find_rows(scan, of_few)
+            bits = find_random_bits(of_microbatch.loop.body, of_few.loop.body, scan.loop.body, rows)
+        except MixesRows as error:
             raise NoPipeline(
                 f"Its layers cannot work on a part of the batch at a time, because {error}."
             ) from None
-        found[id(whole.equation)] = Pipelined(
-            whole.equation, whole.loop, small.body, inputs, outputs, draws
+        pipelined[id(scan.equation)] = PipelinedScan(
+            scan.equation, scan.loop, of_microbatch.body, inputs, outputs, bits
         )
-    return Pipeline(found, few, stages, count, shards, rows)
+    return Pipeline(pipelined, microbatch, stages, count, shards, rows)
 
 
 def _scans_in_stages(program: Program, stages: int) -> list[LayerScan]:
@@ -171,25 +197,27 @@ def _scans_in_stages(program: Program, stages: int) -> list[LayerScan]:
     for scan in scans:
         layers = scan.loop.length
         if layers % stages:
-            fits = " or ".join(str(n) for n in range(2, layers + 1) if layers % n == 0)
+            divisors = [str(n) for n in range(2, layers + 1) if layers % n == 0]
             raise NoPipeline(
-                f"Its {layers} layers do not divide over pipe={stages}; {fits} stages would fit."
+                f"Its {layers} layers do not divide over pipe={stages}; {' or '.join(divisors)} "
+                "stages would fit."
             )
         if scan.loop.reverse:
             raise NoPipeline("Its scan over layers is reversed (`reverse=True`).")
     return scans
 
 
-def _of_rows(
+def _with_rows(
     program: Program,
     mesh: Mesh | AbstractMesh,
-    fn: Callable[..., Any],
+    fn: Callable[..., PyTree],
     tree: PyTree,
-    args: Any,
+    args: Sequence[PyTree],
     rows: int,
 ) -> Program:
     """The program of a batch with another number of rows."""
-    arrays, static = split(args[0])
+    batch, *others = args
+    arrays, static = split(batch)
     size = program.graph.sizes[program.batch.given[0]]
     shapes = abstract_arrays(arrays)
     for place, x in enumerate(shapes):
@@ -197,7 +225,7 @@ def _of_rows(
             shape = (rows, *x.shape[1:])
             shapes[place] = jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
     try:
-        traced, _ = trace_over(mesh, fn, tree, (join(shapes, static), *args[1:]))
+        traced, _ = trace_over(mesh, fn, tree, (join(shapes, static), *others))
     except Exception as error:
         raise NoPipeline(
             f"The function cannot be traced with a batch of {rows} rows ({type(error).__name__})."
@@ -206,70 +234,96 @@ def _of_rows(
 
 
 def _same_scans(scans: Sequence[LayerScan], program: Program) -> list[LayerScan]:
-    found = list(layer_scans(program))
-    key = lambda scan: (scan.loop.length, scan.loop.consts, scan.loop.carry)
-    if list(map(key, scans)) != list(map(key, found)):
+    """The same scans in the program of another number of rows."""
+    others = list(layer_scans(program))
+    layouts, other_layouts = map(_layout_of, scans), map(_layout_of, others)
+    if list(layouts) != list(other_layouts):
         raise NoPipeline("Its scans over layers depend on the number of rows of the batch.")
-    return found
+    return others
+
+
+def _layout_of(scan: LayerScan) -> tuple[int, int, int]:
+    return scan.loop.length, scan.loop.consts, scan.loop.carry
 
 
 def layer_scans(program: Program) -> Iterator[LayerScan]:
     """Yields the scans over arrays of the model that are not in other loops."""
     classes = Classes(program.graph, 1)
-    held = classes.of(node for value in program.parameters for node in value.dims[:1])
+    leading = classes.of(node for value in program.parameters for node in value.dims[:1])
 
     def search(scope: Scope) -> Iterator[LayerScan]:
         for index, inner in scope.inner.items():
             equation = scope.jaxpr.eqns[index]
             match control_flow(equation):
                 case Scan() as loop:
-                    _, _, xs = loop.split(equation.invars)
-                    values = [scope.values[x] for x in xs if x in scope.values]
-                    if any(classes[v.dims[0]] in held for v in values if v.dims):
-                        yield LayerScan(equation, loop, inner[0], scope)
+                    scan = LayerScan(equation, loop, inner[0], scope)
+                    scanned = classes.of(node for x in scan.scanned for node in x.dims[:1])
+                    if not scanned.isdisjoint(leading):
+                        yield scan
                 case Call(kind=kind) if kind is not CallKind.OWN_RULES:
                     yield from search(inner[0])
 
     return search(program.scope)
 
 
-def _find_rows(whole: LayerScan, other: LayerScan) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+def _find_rows(
+    scan: LayerScan, of_few: LayerScan
+) -> tuple[tuple[LayerRows, ...], tuple[LayerRows, ...]]:
     """The dimensions of rows of a scan's operands and results, from two traces of it."""
-    states: list[State] = []
-    for one, two in zip(other.equation.invars, whole.equation.invars, strict=True):
-        dims = differing(one.aval, two.aval)
-        if len(dims) > 1:
-            raise Mixed("an array has rows in several dimensions")
-        states.append(Rows(dims[0]) if dims else None)
-    consts, carry, xs = whole.loop.split(states)
+    consts, carry, xs = scan.loop.split(_rows_of_operands(scan, of_few))
     if not any(carry):
         raise NoPipeline(
             "The carry of its scan over layers has no batch dimension, so there is nothing to "
             "pass from stage to stage."
         )
-    inside = [in_layer(state, "the scan goes over rows") for state in xs]
-    body = other.loop.body, whole.loop.body
-    count = len(carry)
+    slices = [in_layer(state, "the scan goes over rows") for state in xs]
+
+    def run(carry: Sequence[State]) -> list[State]:
+        return follow_rows(of_few.loop.body, scan.loop.body, [*consts, *carry, *slices])
+
     try:
-        found = follow_rows(*body, [*consts, *carry, *inside])
-    except Mixed:
+        results = run(carry)
+    except MixesRows:
         # Sums over rows start with an array that all rows share.
-        _, carried, _ = whole.loop.split(whole.equation.invars)
-        pairs = list(zip(carry, carried, strict=True))
-        carry = [SUM if x is None and is_inexact(var.aval) else x for x, var in pairs]
+        carry = _as_sums(scan, carry)
         if SUM not in carry:
             raise
-        found = follow_rows(*body, [*consts, *carry, *inside])
-    if list(map(_place, found[:count])) != list(map(_place, carry)):
-        raise Mixed("rows change their dimension from layer to layer")
-    inputs = [*consts, *carry, *xs]
-    outputs = [*found[:count], *map(of_layers, found[count:])]
-    return tuple(map(_place, inputs)), tuple(map(_place, outputs))
+        results = run(carry)
+    count = len(carry)
+    carry_rows = tuple(map(_layer_rows, carry))
+    if tuple(map(_layer_rows, results[:count])) != carry_rows:
+        raise MixesRows("rows change their dimension from layer to layer")
+    inputs = tuple(map(_layer_rows, [*consts, *carry, *xs]))
+    return inputs, (*carry_rows, *map(_layer_rows, map(of_layers, results[count:])))
 
 
-def _place(state: State) -> Place:
-    if not isinstance(state, Rows):
+def _rows_of_operands(scan: LayerScan, of_few: LayerScan) -> list[State]:
+    states: list[State] = []
+    for of_few_rows, operand in zip(of_few.equation.invars, scan.equation.invars, strict=True):
+        dims = differing(of_few_rows, operand)
+        if len(dims) > 1:
+            raise MixesRows("an array has rows in several dimensions")
+        if dims:
+            states.append(RowDim(dims[0]))
+        else:
+            states.append(None)
+    return states
+
+
+def _as_sums(scan: LayerScan, carry: Sequence[State]) -> list[State]:
+    """The carry of a scan with sums over rows in place of all that can be such sums."""
+    _, operands, _ = scan.loop.split(scan.equation.invars)
+    states: list[State] = []
+    for state, operand in zip(carry, operands, strict=True):
+        if state is None and is_inexact(operand.aval):
+            state = SUM
+        states.append(state)
+    return states
+
+
+def _layer_rows(state: State) -> LayerRows:
+    if not isinstance(state, RowDim):
         return state
-    if (state.outer or 1, state.inner) != (1, 1):
-        raise Mixed("a dimension of rows is merged with another one outside the layers")
+    if state.outer not in (None, 1) or state.inner != 1:
+        raise MixesRows("a dimension of rows is merged with another one outside the layers")
     return state.dim

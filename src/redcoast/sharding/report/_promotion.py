@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal
 
-from ..operations._rule import shape_of
+from ..operations import shape_of
 from ..program._facts import Facts, Operation, follow_facts
 from ..solver._planned_collectives import BatchDims
 from ..solver._strategy import Program, batch_dims

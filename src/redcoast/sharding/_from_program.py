@@ -2,9 +2,6 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from math import prod
-from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -31,6 +28,7 @@ from .solver._strategy import (
     DEFAULT,
     Decision,
     Program,
+    Strategy,
     best_strategy,
     constant_dims,
     follow_program,
@@ -41,124 +39,80 @@ from .solver._strategy import (
 from .solver._tokens import needs_tokens, split_tokens
 from .tree._leaves import LARGE, Leaf, flat_leaves, is_inexact_leaf
 from .tree._overrides import Override, apply_overrides, model_dim
-from .tree._plan_rows import ON_STAGES, OVERRIDE, STORED, Compute, Reason, Role, Row, trim_spec
+from .tree._plan_rows import (
+    ON_STAGES,
+    OVERRIDE,
+    STORED,
+    Compute,
+    LeafPlan,
+    Reason,
+    Role,
+    trim_spec,
+)
+
+# The axes over which arrays can be sharded that the program computes with as a whole.
+STORAGE_AXES = ("fsdp", "model")
+Entries = list[tuple[str, ...] | None]
 
 
 def is_large(program: Program, value: Value) -> bool:
     """Whether an array is sharded even if it has to be all-gathered where it is used."""
-    dims = zip(value.dims, value.shape, strict=True)
-    return prod(size for node, size in dims if node not in program.graph.stacks) >= LARGE
+    of_layer = 1  # elements
+    for node, size in zip(value.dims, value.shape, strict=True):
+        if node not in program.graph.stacks:
+            of_layer *= size
+    return of_layer >= LARGE
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What is planned; `given` are the specs that a user decided, by the index of a leaf."""
+    """What is planned; `overrides` are the specs that a user decided, by the index of a leaf."""
 
     leaves: list[Leaf]
     program: Program
     axes: dict[str, int]
-    given: Mapping[int, P]
+    overrides: Mapping[int, P]
     hardware: Hardware
     state_bytes: int
 
     @property
     def memory(self) -> int | float:
-        return _memory.DEFAULT_MEMORY if self.hardware.memory is None else self.hardware.memory
+        if self.hardware.memory is None:
+            return _memory.DEFAULT_MEMORY
+        return self.hardware.memory
+
+    @property
+    def large(self) -> list[bool]:
+        return [is_large(self.program, value) for value in self.program.parameters]
+
+    def activation_memory(self, fsdp_sharded: Sequence[bool]) -> int | float:
+        """Bytes per device that are left for activations."""
+        return _memory.activation_memory(
+            self.program, self.axes, fsdp_sharded, self.memory, self.state_bytes
+        )
 
 
-def _layout(
-    task: _Task, decision: Decision, covered: Sequence[bool], spared: Collection[int] = ()
-) -> list[Row]:
-    """A row for each array of a model.
+@dataclass(frozen=True)
+class _Layout:
+    """A decision, and the plan of each array that follows from it."""
 
-    `spared` are the places of arrays that are not FSDP-sharded over `model`.
-    """
-    staged = decision.program.staged
-    layered = frozenset() if staged is None else staged.layered
-    why = _reasons.find_reasons(task.leaves, decision, task.axes)
-    rows = []
-    for place, leaf in enumerate(task.leaves):
-        role: Role = "parameter" if is_inexact_leaf(leaf) else "other"
-        if leaf.index in task.given:
-            spec, reason = task.given[leaf.index], OVERRIDE
-        else:
-            spec = _spec(place, decision, covered[place], place in spared, task.axes)
-            reason = _reason(place, spec, covered[place], place in spared, why)
-            if place in layered:
-                reason = reason if any(spec) else ON_STAGES
-                spec = P(PIPE, *spec[1:])
-        rows.append(Row(leaf, spec, reason, role))
-    return rows
+    task: _Task
+    plans: list[LeafPlan]
+    decision: Decision
 
-
-def _spec(
-    place: int, decision: Decision, covered: bool, spared: bool, axes: Mapping[str, int]
-) -> P:
-    value, strategy = decision.program.parameters[place], decision.strategy
-    entries: list[Any] = [None] * len(value.dims)
-    # If the batch is split over all axes, an array that is sharded over the last two along one
-    # dimension has a gradient that can be reduce-scattered.
-    together = ("fsdp", "model") if "model" in strategy.batch else strategy.model
-    model = used_axes(together, axes)
-    fsdp = () if "fsdp" in together else used_axes(("fsdp",), axes)
-    computed = decision.computed[place]
-    if computed is not None:
-        entries[computed] = model
-    elif covered and model and not spared:
-        _store(decision, value, entries, model, axes)
-    if covered and fsdp:
-        _store(decision, value, entries, fsdp, axes)
-    return trim_spec(tuple(entries))
-
-
-def _reason(place: int, spec: P, covered: bool, spared: bool, why: _reasons.Reasons) -> Reason:
-    program, computed = why.decision.program, why.decision.computed[place]
-    if computed is not None:
-        return why.computed(place, computed)
-    if spec:
-        return Reason("fsdp", why.not_computed(place) or STORED)
-    if spared:
-        text = f"{why.not_computed(place)}, and the devices have room for it"
-    elif parts(("fsdp", "model"), why.axes) == 1:
-        text = "fsdp and model have one device each"
-    elif not is_large(program, program.parameters[place]):
-        text = why.indivisible(place, why.n) or f"small, fewer than {LARGE:,} elements"
-    elif not covered:
-        text = "the budget leaves room for it"
-    else:
-        text = why.indivisible(place, least=2) or why.not_stored(place)
-    return Reason("replicated", text)
-
-
-def _store(
-    decision: Decision,
-    value: Value,
-    entries: list[Any],
-    over: tuple[str, ...],
-    axes: Mapping[str, int],
-) -> None:
-    """Shards the largest dimension that divides over all of the axes, or else one over each.
-
-    It is neither a layer count nor a window.
-    """
-    n, blocked = parts(over, axes), decision.classes.of(decision.program.graph.blocked)
-    free = [
-        d
-        for d, (node, size) in enumerate(zip(value.dims, value.shape, strict=True))
-        if entries[d] is None and size % n == 0 and size and decision.classes[node] not in blocked
-    ]
-    if free:
-        entries[max(free, key=lambda d: (value.shape[d], -d))] = over
-        return
-    for one in over if len(over) > 1 else ():
-        _store(decision, value, entries, (one,), axes)
+    @property
+    def order(self) -> tuple[int | float, int | float]:
+        """Less is better: first what does not fit into memory, then seconds."""
+        left = self.task.activation_memory(self.task.large)
+        excess = saved_bytes(self.decision, self.task.axes) - left
+        return max(excess, 0), self.decision.seconds
 
 
 def plan_flow(
     model: PyTree,
     mesh: Mesh | AbstractMesh,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
+    fn: Callable[..., PyTree],
+    args: Sequence[PyTree],
     *,
     overrides: Sequence[Override],
     trainable: PyTree,
@@ -167,116 +121,222 @@ def plan_flow(
     state_bytes: int,
     sequence: bool,
     microbatches: int | None = None,
-) -> tuple[list[Row], Compute, ProgramReport]:
+) -> tuple[list[LeafPlan], Compute, ProgramReport]:
     """Plans the sharding of a model and of the computation in `fn(model, *args)`."""
     axes = dict(mesh.shape)
     leaves = flat_leaves(model)
-    given = apply_overrides(leaves, overrides, axes)
+    specs = apply_overrides(leaves, overrides, axes)
 
     def trace() -> Program:
         traced, _ = trace_over(mesh, fn, model, args)
         return follow_program(traced, trainable_arrays(model, trainable))
 
+    def as_pipeline(program: Program, strategy: Strategy) -> Program:
+        try:
+            pipeline = pipeline_of(program, mesh, fn, model, args, strategy.batch, microbatches)
+            return stage_program(program, pipeline)
+        except NoPipeline as error:
+            raise ValueError(
+                f"The program cannot be run as a pipeline on a mesh with pipe={mesh.shape[PIPE]}. "
+                f"{error} A mesh without `pipe` has no such requirement."
+            ) from error.__cause__
+
     program = trace()
-    stage = partial(_staged, mesh=mesh, given=(fn, model, args), microbatches=microbatches)
-    piped = axes.get(PIPE, 1) > 1 and program.traced.trains
-    if piped:
-        program = stage(program, DEFAULT.batch)
-    task = _Task(leaves, program, axes, given, hardware, state_bytes)
-    count = parts(DEFAULT.batch, axes)
+    is_pipeline = axes.get(PIPE, 1) > 1 and program.traced.trains
+    if is_pipeline:
+        program = as_pipeline(program, DEFAULT)
+    task = _Task(leaves, program, axes, specs, hardware, state_bytes)
     tasks = [task]
-    if not piped and needs_tokens(program, count):
-        split = split_tokens(program, count, trace)
-        why = "it would cost more" if split.batch.sequence else split.batch.whole
-        by_rows = replace(program, batch=replace(program.batch, whole=why))
-        by_tokens = [replace(task, program=split)] if split.batch.sequence else []
-        tasks = [replace(task, program=by_rows), *by_tokens]
-    task, rows, decision = _cheapest(tasks, budget)
-    dims = tuple((one.name, d) for one, _, d in constant_dims(decision))
-    strategy, tokens = decision.strategy, decision.program.batch.sequence
+    if not is_pipeline and needs_tokens(program, parts(DEFAULT.batch, axes)):
+        tasks = _by_rows_and_tokens(task, trace)
+    best = _cheapest(tasks, budget)
+    task, decision, strategy = best.task, best.decision, best.decision.strategy
     compute = Compute(
-        decision.computed, strategy.batch, strategy.model, sequence, dims, tokens, microbatches
+        decision.computed,
+        strategy.batch,
+        strategy.model,
+        sequence,
+        tuple((constant.name, d) for constant, _, d in constant_dims(decision)),
+        decision.program.batch.sequence,
+        microbatches,
     )
-    if piped and strategy != DEFAULT:
-        task = replace(task, program=stage(program, strategy.batch))
+    if is_pipeline and strategy != DEFAULT:
+        # Other axes divide the batch into another number of microbatches.
+        task = replace(task, program=as_pipeline(program, strategy))
         decision = replace(decision, program=task.program)
-    return rows, compute, _report(task, rows, decision, _reasons.not_rows(args[:1], decision))
+    not_rows = _reasons.not_rows(args[:1], decision)
+    return best.plans, compute, _report(task, best.plans, decision, not_rows)
 
 
-def _staged(
-    program: Program,
-    batch_axes: tuple[str, ...],
-    *,
-    mesh: Mesh | AbstractMesh,
-    given: Any,
-    microbatches: int | None,
-) -> Program:
-    """The program as a pipeline; raises an error if it cannot run as one."""
-    fn, model, args = given
-    try:
-        found = pipeline_of(program, mesh, fn, model, args, batch_axes, microbatches)
-        return stage_program(program, found)
-    except NoPipeline as error:
-        raise ValueError(
-            f"The program cannot be run as a pipeline on a mesh with pipe={mesh.shape[PIPE]}. "
-            f"{error} A mesh without `pipe` has no such requirement."
-        ) from error.__cause__
+def _by_rows_and_tokens(task: _Task, trace: Callable[[], Program]) -> list[_Task]:
+    """The task with the batch split by rows, and by tokens if they divide."""
+    program = task.program
+    by_tokens = split_tokens(program, parts(DEFAULT.batch, task.axes), trace)
+    why_whole = by_tokens.batch.whole or "it would cost more"
+    by_rows = replace(program, batch=replace(program.batch, whole=why_whole))
+    programs = [by_rows]
+    if by_tokens.batch.sequence:
+        programs.append(by_tokens)
+    return [replace(task, program=program) for program in programs]
 
 
-def _cheapest(tasks: Sequence[_Task], budget: int | None) -> tuple[_Task, list[Row], Decision]:
+def _cheapest(tasks: Sequence[_Task], budget: int | None) -> _Layout:
     """The cheapest plan of those that fit into memory, for a batch split by rows or by tokens."""
-    found, errors = [], []
+    layouts: list[_Layout] = []
+    errors: list[ValueError] = []
     for task in tasks:
         try:
-            found.append((task, *_decide(task, budget)))
+            layouts.append(_decide(task, budget))
         except ValueError as error:
             errors.append(error)
-    if not found:
+    if not layouts:
         raise errors[-1]
-    large = [is_large(tasks[0].program, value) for value in tasks[0].program.parameters]
-
-    def order(one: tuple[_Task, list[Row], Decision]) -> tuple[int | float, int | float]:
-        task, _, decision = one
-        program, axes = task.program, task.axes
-        left = _memory.activation_memory(program, axes, large, task.memory, task.state_bytes)
-        return max(saved_bytes(decision, axes) - left, 0), decision.seconds
-
-    return min(found, key=order)
+    return min(layouts, key=lambda layout: layout.order)
 
 
-def _decide(task: _Task, budget: int | None) -> tuple[list[Row], Decision]:
-    """The rows within the budget; if memory is known, arrays are replicated where it suffices."""
-    program, axes, states = task.program, task.axes, task.state_bytes
-    large = [is_large(program, value) for value in program.parameters]
-    forced = [model_dim(task.given.get(leaf.index, ())) for leaf in task.leaves]
+def _decide(task: _Task, budget: int | None) -> _Layout:
+    """The layout within the budget; if memory is known, arrays are replicated where it suffices."""
+    program, axes, state_bytes = task.program, task.axes, task.state_bytes
+    large = task.large
+    forced = [model_dim(task.overrides.get(leaf.index, ())) for leaf in task.leaves]
 
-    def make(covered: Sequence[bool]) -> tuple[list[Row], Decision]:
-        """The rows and the decision if the `covered` arrays are sharded whatever that costs."""
-        left = _memory.activation_memory(program, axes, covered, task.memory, states)
-        decision = best_strategy(program, axes, covered, task.hardware, forced, left)
-        return _layout(task, decision, covered), decision
+    def make(fsdp_sharded: Sequence[bool]) -> tuple[list[LeafPlan], Decision]:
+        """The layout if some arrays are FSDP-sharded whatever that costs."""
+        left = task.activation_memory(fsdp_sharded)
+        decision = best_strategy(program, axes, fsdp_sharded, task.hardware, forced, left)
+        return _plans(task, decision, fsdp_sharded), decision
 
     if budget is not None:
-        return _memory.fit_budget(make, large, program, axes, budget, states)
-    rows, decision = make(large)
-    if task.hardware.memory is None:
-        return rows, decision
-    decision, spared = replicate(rows, decision, axes, task.memory, states)
-    return _layout(task, decision, large, spared), decision
+        within = _memory.fit_budget(make, large, program, axes, budget, state_bytes)
+        return _Layout(task, *within)
+    plans, decision = make(large)
+    if task.hardware.memory is not None:
+        decision, replicated = replicate(plans, decision, axes, task.memory, state_bytes)
+        plans = _plans(task, decision, large, replicated)
+    return _Layout(task, plans, decision)
+
+
+def _plans(
+    task: _Task,
+    decision: Decision,
+    fsdp_sharded: Sequence[bool],
+    replicated_over_model: Collection[int] = (),
+) -> list[LeafPlan]:
+    """The plan of each array of a model.
+
+    `replicated_over_model` are the places of arrays that are FSDP-sharded over `fsdp` alone.
+    """
+    staged = decision.program.staged
+    why = _reasons.find_reasons(task.leaves, decision, task.axes)
+    plans: list[LeafPlan] = []
+    for place, leaf in enumerate(task.leaves):
+        role: Role = "other"
+        if is_inexact_leaf(leaf):
+            role = "parameter"
+        if leaf.index in task.overrides:
+            plans.append(LeafPlan(leaf, task.overrides[leaf.index], OVERRIDE, role))
+            continue
+        is_sharded, is_replicated = fsdp_sharded[place], place in replicated_over_model
+        spec = _spec(place, decision, is_sharded, is_replicated, task.axes)
+        reason = _reason(place, spec, is_sharded, is_replicated, why)
+        if staged is not None and place in staged.layered:
+            if not any(spec):
+                reason = ON_STAGES
+            spec = P(PIPE, *spec[1:])
+        plans.append(LeafPlan(leaf, spec, reason, role))
+    return plans
+
+
+def _spec(
+    place: int,
+    decision: Decision,
+    fsdp_sharded: bool,
+    replicated_over_model: bool,
+    axes: Mapping[str, int],
+) -> P:
+    value, strategy = decision.program.parameters[place], decision.strategy
+    model_axes, fsdp_axes = strategy.model, ("fsdp",)
+    if "model" in strategy.batch:
+        # If the batch is split over all axes, an array that is sharded over the last two along one
+        # dimension has a gradient that can be reduce-scattered.
+        model_axes = STORAGE_AXES
+    if "fsdp" in model_axes:
+        fsdp_axes = ()
+    model, fsdp = used_axes(model_axes, axes), used_axes(fsdp_axes, axes)
+    entries: Entries = [None] * len(value.dims)
+    computed = decision.computed[place]
+    if computed is not None:
+        entries[computed] = model
+    elif fsdp_sharded and model and not replicated_over_model:
+        _shard_storage(decision, value, entries, model, axes)
+    if fsdp_sharded and fsdp:
+        _shard_storage(decision, value, entries, fsdp, axes)
+    return trim_spec(entries)
+
+
+def _shard_storage(
+    decision: Decision,
+    value: Value,
+    entries: Entries,
+    over: tuple[str, ...],
+    axes: Mapping[str, int],
+) -> None:
+    """Shards the largest dimension that divides over all of the axes, or else one over each.
+
+    It is neither a layer count nor a window. The first of equal dimensions is taken.
+    """
+    n, blocked = parts(over, axes), decision.classes.of(decision.program.graph.blocked)
+    largest: int | None = None
+    for d, (node, size) in enumerate(zip(value.dims, value.shape, strict=True)):
+        divides = size > 0 and size % n == 0
+        if entries[d] is not None or not divides or decision.classes[node] in blocked:
+            continue
+        if largest is None or size > value.shape[largest]:
+            largest = d
+    if largest is not None:
+        entries[largest] = over
+    elif len(over) > 1:
+        for axis in over:
+            _shard_storage(decision, value, entries, (axis,), axes)
+
+
+def _reason(
+    place: int,
+    spec: P,
+    fsdp_sharded: bool,
+    replicated_over_model: bool,
+    why: _reasons.Reasons,
+) -> Reason:
+    program, computed = why.decision.program, why.decision.computed[place]
+    if computed is not None:
+        return why.computed(place, computed)
+    if spec:
+        return Reason("fsdp", why.not_computed(place) or STORED)
+    if replicated_over_model:
+        text = f"{why.not_computed(place)}, and the devices have room for it"
+    elif parts(STORAGE_AXES, why.axes) == 1:
+        text = "fsdp and model have one device each"
+    elif not is_large(program, program.parameters[place]):
+        text = why.indivisible(place, why.n) or f"small, fewer than {LARGE:,} elements"
+    elif not fsdp_sharded:
+        text = "the budget leaves room for it"
+    else:
+        text = why.indivisible(place, least=2) or why.not_stored(place)
+    return Reason("replicated", text)
 
 
 def _report(
-    task: _Task, rows: Sequence[Row], decision: Decision, others: Mapping[str, int]
+    task: _Task, plans: Sequence[LeafPlan], decision: Decision, not_rows: Mapping[str, int]
 ) -> ProgramReport:
-    """The figures of a decision; `others` are the arrays of the batch that are not rows."""
+    """The figures of a decision; `not_rows` are the arrays of the batch that are not rows."""
     axes, reasons = task.axes, _reasons.find_reasons(task.leaves, decision, task.axes)
-    sent = all_sent(rows, reasons, task.hardware)
+    sent = all_sent(plans, reasons, task.hardware)
     return ProgramReport(
         batch_axes=_reasons.batch_axes(decision, axes),
         model_axes=reasons.over,
-        batch=_reasons.batch_sentences(decision, axes, others),
+        batch=_reasons.batch_sentences(decision, axes, not_rows),
         batch_sizes=_reasons.batch_sizes(decision),
-        not_rows=others,
+        not_rows=not_rows,
         hindrances=_reasons.hindrances(reasons),
         traffic=traffic(sent),
         closed_over=_reasons.closed_over(reasons),
@@ -287,7 +347,7 @@ def _report(
         unknown=dict(sorted(task.program.graph.unknown.items())),
         arithmetic=_memory.arithmetic(decision, axes),
         repeated=repeated(reasons),
-        memory=_memory.estimate_memory(rows, decision, axes, task.state_bytes),
+        memory=_memory.estimate_memory(plans, decision, axes, task.state_bytes),
         device_memory=task.memory,
         device_memory_known=task.hardware.memory is not None,
         sequences=decision.program.batch.sequence,

@@ -17,7 +17,7 @@ from .report._data import Coupling, PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
 from .tree._leaves import flat_leaves
 from .tree._overrides import Override, model_dim
-from .tree._plan_rows import Compute, Row, model_of, plan_rows
+from .tree._plan_rows import Compute, LeafPlan, model_of, plan_leaves
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Plan:
         large arrays that the function closes over.
     """
 
-    shardings: PyTree[Any] = field(repr=False)
+    shardings: PyTree = field(repr=False)
     mesh: Mesh | AbstractMesh
     report: PlanReport = field(repr=False)
     compute: Compute = field(repr=False)
@@ -131,7 +131,7 @@ class Plan:
 
         check_limits(self.report.program, max_bytes, max_memory)
 
-    def constrain(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def constrain(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Returns the function with its activations constrained to the plan.
 
         The results of contractions, convolutions and lookups, and the carries of loops, are
@@ -173,7 +173,7 @@ class Plan:
     @hide_frames
     def verify(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: Callable[..., PyTree],
         model: PyTree,
         batch: PyTree,
         key: PRNGKeyArray | None = None,
@@ -215,13 +215,13 @@ class Plan:
 
 @hide_frames
 def infer_shardings(
-    tree: PyTree[Any],
+    tree: PyTree,
     mesh: Mesh | AbstractMesh | None = None,
     *,
-    fn: Callable[..., Any] | None = None,
-    args: Sequence[Any] = (),
+    fn: Callable[..., PyTree] | None = None,
+    args: Sequence[PyTree] = (),
     overrides: Sequence[Override] = (),
-) -> PyTree[Any]:
+) -> PyTree:
     """Infers how to shard the arrays of a tree over a mesh.
 
     With a function, the shardings are inferred from its program. Without one, they are inferred
@@ -272,11 +272,11 @@ def infer_shardings(
 
 @hide_frames
 def plan_shardings(
-    tree: PyTree[Any],
+    tree: PyTree,
     mesh: Mesh | AbstractMesh | None = None,
     *,
-    fn: Callable[..., Any] | None = None,
-    args: Sequence[Any] = (),
+    fn: Callable[..., PyTree] | None = None,
+    args: Sequence[PyTree] = (),
     overrides: Sequence[Override] = (),
     budget: int | None = None,
     trainable: PyTree = eqx.is_inexact_array,
@@ -344,58 +344,79 @@ def plan_shardings(
         ```
     """
     mesh = mesh_or_ambient(mesh)
-    axes = dict(mesh.shape)
     if fn is not None:
         check_functions(fn=fn)
     if microbatches is not None:
         check_integer("microbatches", microbatches)
-        if axes.get(PIPE, 1) == 1:
+        if mesh.shape.get(PIPE, 1) == 1:
             raise ValueError(
                 f"`microbatches={microbatches}` needs a pipeline, and the mesh has none. Use "
                 "`make_mesh(pipe=...)`, or `accumulate` for microbatches one after the other."
             )
     if fn is None:
-        needing = {"args": args or None, "budget": budget, "microbatches": microbatches}
-        needing |= {"sequence": sequence or None, "hardware": hardware}
-        needing["trainable"] = None if trainable is eqx.is_inexact_array else trainable
-        if given := next((name for name, value in needing.items() if value is not None), ""):
-            raise ValueError(f"`{given}` needs a function whose program is planned: pass `fn` too.")
-        from .heuristic._structural import structural_rows
-
-        inside = structural_rows(model_of(tree), axes, overrides)
-        compute = Compute(tuple(model_dim(row.spec) for row in inside))
-        return make_plan(tree, mesh, plan_rows(tree, inside), compute, None)
+        about_program = {
+            "args": bool(args),
+            "budget": budget is not None,
+            "microbatches": microbatches is not None,
+            "sequence": sequence,
+            "hardware": hardware is not None,
+            "trainable": trainable is not eqx.is_inexact_array,
+        }
+        for name, is_given in about_program.items():
+            if is_given:
+                raise ValueError(
+                    f"`{name}` needs a function whose program is planned: pass `fn` too."
+                )
+        return _plan_structure(tree, mesh, overrides)
     from ._from_program import plan_flow
 
-    leaves = [] if model_of(tree) is tree else flat_leaves(tree)
-    sharded_alike = ("opt_state", "average")
-    state_bytes = sum(leaf.bytes for leaf in leaves if leaf.path[0] in sharded_alike)
-    model, given = on_auto_axes((model_of(tree), tuple(args)))
+    model, args = on_auto_axes((model_of(tree), tuple(args)))
     with auto_ambient_mesh():
-        inside, compute, report = plan_flow(
+        plans, compute, report = plan_flow(
             model,
             with_auto_axes(mesh),
             fn,
-            given,
+            args,
             overrides=overrides,
             trainable=trainable,
             hardware=hardware or hardware_of(mesh),
             budget=budget,
-            state_bytes=state_bytes,
+            state_bytes=_bytes_like_parameters(tree),
             sequence=sequence,
             microbatches=microbatches,
         )
-    return make_plan(tree, mesh, plan_rows(tree, inside), compute, report)
+    return make_plan(tree, mesh, plan_leaves(tree, plans), compute, report)
+
+
+def _plan_structure(tree: PyTree, mesh: Mesh | AbstractMesh, overrides: Sequence[Override]) -> Plan:
+    """A plan without a function, by the structure of the tree."""
+    from .heuristic._structural import structural_plans
+
+    plans = structural_plans(model_of(tree), dict(mesh.shape), overrides)
+    compute = Compute(tuple(model_dim(plan.spec) for plan in plans))
+    return make_plan(tree, mesh, plan_leaves(tree, plans), compute, None)
+
+
+def _bytes_like_parameters(tree: PyTree) -> int:
+    """Bytes of the arrays of a training state that are sharded like its parameters."""
+    if model_of(tree) is tree:
+        return 0
+    leaves = flat_leaves(tree)
+    return sum(leaf.bytes for leaf in leaves if leaf.path[0] in ("opt_state", "average"))
 
 
 def make_plan(
-    tree: PyTree, mesh: Any, rows: Sequence[Row], compute: Compute, program: ProgramReport | None
+    tree: PyTree,
+    mesh: Mesh | AbstractMesh,
+    plans: Sequence[LeafPlan],
+    compute: Compute,
+    program: ProgramReport | None,
 ) -> Plan:
     leaves, treedef = jax.tree.flatten(tree)
     shardings: list[NamedSharding | None] = [None] * len(leaves)
-    for row in rows:
-        shardings[row.leaf.index] = NamedSharding(mesh, row.spec)
-    report = make_report(rows, dict(mesh.shape), program)
+    for plan in plans:
+        shardings[plan.leaf.index] = NamedSharding(mesh, plan.spec)
+    report = make_report(plans, dict(mesh.shape), program)
     return Plan(jax.tree.unflatten(treedef, shardings), mesh, report, compute)
 
 
@@ -407,36 +428,39 @@ def with_auto_plan(plan: Plan) -> Plan:
 
 
 def examples_coupled(
-    fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Mesh | AbstractMesh
+    fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree], mesh: Mesh | AbstractMesh
 ) -> Coupling | None:
     """The first operation by which the examples of a batch depend on each other, if any."""
     from .report._coupling import find_coupling
 
-    return find_coupling(_followed(fn, tree, args, mesh))
+    return find_coupling(_trace_frozen(fn, tree, args, mesh))
 
 
 def batch_faults(
-    fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Mesh | AbstractMesh
+    fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree], mesh: Mesh | AbstractMesh
 ) -> tuple[Mapping[str, str], tuple[str, ...], tuple[str, ...]]:
     """What a plan's report of a function has as `summed`, `shared_masks` and `promotions`."""
     from .report._masks import find_shared_masks
     from .report._promotion import find_promotions
     from .report._sums import find_sums
 
-    program = _followed(fn, tree, args, mesh)
+    program = _trace_frozen(fn, tree, args, mesh)
     return find_sums(program), find_shared_masks(program), find_promotions(program)
 
 
 def layer_counts(
-    fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Mesh | AbstractMesh
+    fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree], mesh: Mesh | AbstractMesh
 ) -> list[int]:
     """The lengths of the scans of a function over arrays of the tree, which can be stages."""
     from .pipeline._stages import layer_scans
 
-    return [scan.loop.length for scan in layer_scans(_followed(fn, tree, args, mesh))]
+    return [scan.loop.length for scan in layer_scans(_trace_frozen(fn, tree, args, mesh))]
 
 
-def _followed(fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Any) -> Any:
+def _trace_frozen(
+    fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree], mesh: Mesh | AbstractMesh
+) -> Any:
+    """The `Program` of a function, whose class is not imported here, without gradients."""
     from .program._trace import trace_over
     from .solver._strategy import follow_program
 
@@ -445,9 +469,10 @@ def _followed(fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: A
 
 
 def mesh_or_ambient(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
-    if mesh is not None:
+    if mesh is None:
+        mesh = jax.sharding.get_mesh()
+    else:
         check_mesh(mesh)
-    mesh = jax.sharding.get_mesh() if mesh is None else mesh
     if mesh is None or mesh.empty:
         raise ValueError(
             "The mesh is missing: pass mesh=rc.make_mesh(), or set the ambient mesh with "

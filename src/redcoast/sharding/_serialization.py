@@ -3,11 +3,12 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -20,45 +21,32 @@ from ..core._read_json import read_json
 from ._plan import Plan, make_plan, mesh_or_ambient
 from .report._data import ProgramReport
 from .tree._leaves import Leaf, flat_leaves
-from .tree._overrides import spec_axes, spec_parts
-from .tree._plan_rows import OVERRIDE, Compute, Kind, Role, Row, model_of, plan_rows
+from .tree._overrides import axes_of_spec, spec_parts
+from .tree._plan_rows import OVERRIDE, Compute, Kind, LeafPlan, Role, model_of, plan_leaves
 
 FORMAT = 1
-_Check = Callable[[Any], bool]
-
-
-def _list_of(is_one: _Check) -> _Check:
-    return lambda x: isinstance(x, list) and all(map(is_one, x))
-
-
-_is_text: _Check = lambda x: isinstance(x, str)
-_is_int: _Check = lambda x: type(x) is int
-_is_names = _list_of(_is_text)
-_is_axes: _Check = lambda x: x is None or _is_text(x) or _is_names(x)
-_is_dim: _Check = lambda x: x is None or _is_int(x)
-_is_constant: _Check = lambda x: (
-    isinstance(x, list) and len(x) == 2 and _is_text(x[0]) and _is_dim(x[1])
-)
-# What entries of a file must be. Files of earlier versions lack the new ones.
+Json = dict[str, Any]
+# The types of the entries of a file, in which a tuple is a list. Files of earlier versions lack
+# the new ones.
 _NEW = ("kind", "together", "constants", "tokens", "microbatches")
-_ROW: dict[str, _Check] = {
-    "path": _is_text,
-    "shape": _list_of(_is_int),
-    "dtype": _is_text,
-    "spec": _list_of(_is_axes),
-    "reason": _is_text,
-    "role": lambda x: x in get_args(Role),
-    "kind": lambda x: x in get_args(Kind),
-    "together": _is_text,
+_ARRAY = {
+    "path": str,
+    "shape": list[int],
+    "dtype": str,
+    "spec": list[str | list[str] | None],
+    "reason": str,
+    "role": Role,
+    "kind": Kind,
+    "together": str,
 }
-_COMPUTE: dict[str, _Check] = {
-    "dims": _list_of(_is_dim),
-    "batch_axes": _is_names,
-    "model_axes": _is_names,
-    "sequence": lambda x: isinstance(x, bool),
-    "constants": _list_of(_is_constant),
-    "tokens": lambda x: isinstance(x, bool),
-    "microbatches": lambda x: x is None or (_is_int(x) and x > 0),
+_COMPUTE = {
+    "dims": list[int | None],
+    "batch_axes": list[str],
+    "model_axes": list[str],
+    "sequence": bool,
+    "constants": list[tuple[str, int | None]],
+    "tokens": bool,
+    "microbatches": int | None,
 }
 
 
@@ -96,7 +84,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
     document = {
         "format": FORMAT,
         "mesh": dict(plan.report.mesh),
-        "rows": [{key: row[key] for key in _ROW} for row in arrays],
+        "rows": [{key: row[key] for key in _ARRAY} for row in arrays],
         "compute": asdict(plan.compute),
         "report": program_to_json(plan.report.program_or_none),
     }
@@ -121,7 +109,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
 
 @hide_frames
 def load_plan(
-    path: str | PathLike[str], tree: PyTree[Any], mesh: Mesh | AbstractMesh | None = None
+    path: str | PathLike[str], tree: PyTree, mesh: Mesh | AbstractMesh | None = None
 ) -> Plan:
     """Loads a plan that [`redcoast.save_plan`][] saved, for the same tree and mesh sizes.
 
@@ -157,40 +145,50 @@ def load_plan(
     path = Path(path).expanduser()
     document = _read(path)
     mesh = mesh_or_ambient(mesh)
-    planned, given = document["mesh"], dict(mesh.shape)
-    if planned != given:
-        draw = lambda sizes: ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    if document["mesh"] != dict(mesh.shape):
+        planned, current = _axis_sizes(document["mesh"]), _axis_sizes(mesh.shape)
         raise ValueError(
-            f"The plan in {path} is for a mesh of {draw(planned)}, but the given mesh has "
-            f"{draw(given)}. Use rc.make_mesh({draw(planned)}), or plan again."
+            f"The plan in {path} is for a mesh of {planned}, but the given mesh has {current}. "
+            f"Use rc.make_mesh({planned}), or plan again."
         )
     leaves = flat_leaves(model_of(tree))
-    blank = plan_rows(tree, [Row(leaf, P(), OVERRIDE, "parameter") for leaf in leaves])
-    _check_leaves(path, document["rows"], [row.leaf for row in blank])
+    replicated = [LeafPlan(leaf, P(), OVERRIDE, "parameter") for leaf in leaves]
+    unsharded = plan_leaves(tree, replicated)
+    _check_leaves(path, document["rows"], [plan.leaf for plan in unsharded])
     compute = Compute(**{name: _tuples(value) for name, value in document["compute"].items()})
-    rows = _rows(path, document, blank, compute)
-    return make_plan(tree, mesh, rows, compute, _program(path, document["report"]))
+    plans = _read_plans(path, document, unsharded, compute)
+    return make_plan(tree, mesh, plans, compute, _read_program(path, document["report"]))
 
 
-def _rows(
-    path: Path, document: dict[str, Any], blank: Sequence[Row], compute: Compute
-) -> list[Row]:
+def _axis_sizes(mesh: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+def _read_plans(
+    path: Path, document: Json, unsharded: Sequence[LeafPlan], compute: Compute
+) -> list[LeafPlan]:
     from .report._report_json import reason_from_json
 
-    dims, rows = iter(compute.dims), []
-    for one, row in zip(blank, document["rows"], strict=True):
-        # `compute` is about the arrays of the model, which are "parameter" in `blank`.
-        computed = one.role == "parameter" and next(dims, None) is not None
-        spec = _spec(path, row, document["mesh"])
-        rows.append(Row(one.leaf, spec, reason_from_json(row, computed), row["role"]))
-    return rows
+    dims = iter(compute.dims)
+    plans: list[LeafPlan] = []
+    for plan, row in zip(unsharded, document["rows"], strict=True):
+        # `compute` is about the arrays of the model, which are the parameters of `unsharded`.
+        dim = None
+        if plan.role == "parameter":
+            dim = next(dims, None)
+        reason = reason_from_json(row, dim is not None)
+        spec = _read_spec(path, row, document["mesh"])
+        plans.append(LeafPlan(plan.leaf, spec, reason, row["role"]))
+    return plans
 
 
-def _program(path: Path, data: dict[str, Any]) -> ProgramReport | None:
+def _read_program(path: Path, report: Json) -> ProgramReport | None:
     from .report._report_json import program_from_json
 
+    if not report:
+        return None
     try:
-        return program_from_json(data) if data else None
+        return program_from_json(report)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not a complete plan: the figures of its report cannot be read: {error}. "
@@ -198,18 +196,20 @@ def _program(path: Path, data: dict[str, Any]) -> ProgramReport | None:
         ) from error
 
 
-def _tuples(x: Any) -> Any:
-    return tuple(map(_tuples, x)) if isinstance(x, list) else x
+def _tuples(x: object) -> Any:
+    """Replaces lists, which JSON has, by tuples."""
+    if isinstance(x, list):
+        return tuple(map(_tuples, x))
+    return x
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Json:
     try:
         document = read_json(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(_cannot_read(path, error)) from error
     except OSError as error:
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        raise kind(
-            f"Cannot read a plan from {path}: {error.strerror}. Save one with `rc.save_plan`."
-        ) from error
+        raise ValueError(_cannot_read(path, error)) from error
     except ValueError as error:
         raise ValueError(f"{path} is not a plan. {error}") from error
     version = document.get("format")
@@ -220,7 +220,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} is a plan of format {version}, but this version of redcoast reads format "
             f"{FORMAT}. Plan again, and save the new plan."
         )
-    if wrong := _wrong(document):
+    if wrong := _wrong_entries(document):
         raise ValueError(
             f"{path} is not a complete plan: {', '.join(sorted(wrong))} must be present and of the "
             "right type. Plan again, and save the new plan."
@@ -228,62 +228,103 @@ def _read(path: Path) -> dict[str, Any]:
     return document
 
 
-def _wrong(document: dict[str, Any]) -> set[str]:
+def _cannot_read(path: Path, error: OSError) -> str:
+    return f"Cannot read a plan from {path}: {error.strerror}. Save one with `rc.save_plan`."
+
+
+def _wrong_entries(document: Json) -> set[str]:
     """The names of entries that are missing or have a wrong type."""
     kinds = {"mesh": dict, "rows": list, "compute": dict, "report": dict}
-    sizes = lambda: all(_is_int(size) and size > 0 for size in document["mesh"].values())
-    return (
-        {name for name, kind in kinds.items() if not isinstance(document.get(name), kind)}
-        or {name for row in document["rows"] for name in _wrong_among(row, _ROW)}
-        or _wrong_among(document["compute"], _COMPUTE) | (document["compute"].keys() - _COMPUTE)
-        or (set() if sizes() else {"mesh"})
-    )
+    wrong = {name for name, kind in kinds.items() if not isinstance(document.get(name), kind)}
+    if wrong:
+        return wrong
+    for row in document["rows"]:
+        wrong |= _wrong_among(row, _ARRAY)
+    if wrong:
+        return wrong
+    compute = document["compute"]
+    wrong = _wrong_among(compute, _COMPUTE) | (compute.keys() - _COMPUTE)
+    microbatches = compute.get("microbatches")
+    if isinstance(microbatches, int) and microbatches < 1:
+        wrong.add("microbatches")
+    sizes = document["mesh"].values()
+    if not wrong and not all(type(size) is int and size > 0 for size in sizes):
+        return {"mesh"}
+    return wrong
 
 
-def _wrong_among(found: Any, checks: dict[str, _Check]) -> set[str]:
-    if not isinstance(found, dict):
+def _wrong_among(entries: object, types: Mapping[str, object]) -> set[str]:
+    if not isinstance(entries, dict):
         return {"rows"}
-    fits = lambda name: checks[name](found[name]) if name in found else name in _NEW
-    return {name for name in checks if not fits(name)}
+    wrong: set[str] = set()
+    for name, kind in types.items():
+        if name not in entries:
+            if name not in _NEW:
+                wrong.add(name)
+        elif not _is_of_type(entries[name], kind):
+            wrong.add(name)
+    return wrong
 
 
-def _check_leaves(path: Path, rows: Sequence[dict[str, Any]], leaves: Sequence[Leaf]) -> None:
-    planned, given = [row["path"] for row in rows], [leaf.name for leaf in leaves]
-    if planned != given:
-        raise ValueError(f"The plan in {path} is for another tree: {_difference(planned, given)}.")
+def _is_of_type(value: object, kind: object) -> bool:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in arguments
+    if origin in (Union, UnionType):
+        return any(_is_of_type(value, argument) for argument in arguments)
+    if origin is list:
+        (of_items,) = arguments
+        return isinstance(value, list) and all(_is_of_type(item, of_items) for item in value)
+    if origin is tuple:
+        has_length = isinstance(value, list) and len(value) == len(arguments)
+        return has_length and all(map(_is_of_type, value, arguments))
+    return type(value) is kind  # a bool is not an integer here
+
+
+def _check_leaves(path: Path, rows: Sequence[Json], leaves: Sequence[Leaf]) -> None:
+    planned, paths = [row["path"] for row in rows], [leaf.name for leaf in leaves]
+    if planned != paths:
+        raise ValueError(f"The plan in {path} is for another tree: {_difference(planned, paths)}.")
     for row, leaf in zip(rows, leaves, strict=True):
-        before = (tuple(row["shape"]), row["dtype"])
-        now = (leaf.shape, str(leaf.dtype))
-        if before != now:
+        shape, dtype = tuple(row["shape"]), row["dtype"]
+        if (shape, dtype) != (leaf.shape, str(leaf.dtype)):
             raise ValueError(
                 f"The plan in {path} is for another tree: {leaf.name or 'the array'} was planned "
-                f"with shape {before[0]} and dtype {before[1]}, but has {now[0]} and {now[1]}. "
+                f"with shape {shape} and dtype {dtype}, but has {leaf.shape} and {leaf.dtype}. "
                 "Plan again."
             )
 
 
-def _difference(planned: Sequence[str], given: Sequence[str]) -> str:
-    lacking = [repr(name) for name in planned if name not in set(given)]
-    new = [repr(name) for name in given if name not in set(planned)]
-    parts = [f"the tree lacks {several(lacking, 3)}"] if lacking else []
-    parts += [f"the plan does not have {several(new, 3)}"] if new else []
-    twice = [repr(name) for name, count in Counter(planned).items() if count > 1]
-    parts += [f"the plan has {several(twice, 3)} several times"] if twice else []
-    if not parts:
-        a, b = next(pair for pair in zip(planned, given, strict=False) if pair[0] != pair[1])
-        parts = [f"the paths are in another order, {b!r} in the place of {a!r}"]
-    return ", and ".join(parts)
+def _difference(planned: Sequence[str], paths: Sequence[str]) -> str:
+    differences: list[str] = []
+    lacking = [repr(name) for name in planned if name not in set(paths)]
+    if lacking:
+        differences.append(f"the tree lacks {several(lacking, 3)}")
+    new = [repr(name) for name in paths if name not in set(planned)]
+    if new:
+        differences.append(f"the plan does not have {several(new, 3)}")
+    repeated = [repr(name) for name, count in Counter(planned).items() if count > 1]
+    if repeated:
+        differences.append(f"the plan has {several(repeated, 3)} several times")
+    if differences:
+        return ", and ".join(differences)
+    for name, other in zip(planned, paths, strict=False):
+        if name != other:
+            return f"the paths are in another order, {other!r} in the place of {name!r}"
+    raise AssertionError("The paths are equal.")
 
 
-def _spec(path: Path, row: dict[str, Any], axes: dict[str, int]) -> P:
+def _read_spec(path: Path, row: Json, axes: dict[str, int]) -> P:
     """The spec of a row. Raises if it does not fit, because the file may have been edited."""
-    entries = [tuple(entry) if isinstance(entry, list) else entry for entry in row["spec"]]
-    used, shape = [axis for entry in entries for axis in spec_axes(entry)], row["shape"]
-    fits = len(entries) <= len(shape) and len(used) == len(set(used)) and set(used) <= set(axes)
-    sizes = zip(shape, entries, strict=False)
-    if not fits or any(size % spec_parts(P(entry), axes) for size, entry in sizes):
+    spec, shape = P(*_tuples(row["spec"])), row["shape"]
+    used = axes_of_spec(spec)
+    fits = len(spec) <= len(shape) and len(used) == len(set(used)) and set(used) <= set(axes)
+    if fits:
+        sizes = zip(shape, spec, strict=False)
+        fits = all(size % spec_parts([entry], axes) == 0 for size, entry in sizes)
+    if not fits:
         raise ValueError(
             f"In {path} the spec {row['spec']} of {row['path'] or 'the array'} does not fit its "
             f"shape {row['shape']} on the mesh {axes}."
         )
-    return P(*entries)
+    return spec

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from ...core._low_rank import AbstractLowRank
 from ..tree._leaves import LARGE, Leaf, Node, flat_leaves, is_inexact_leaf, leaves_below, to_nodes
 from ..tree._overrides import Override, apply_overrides
-from ..tree._plan_rows import OVERRIDE, STORED, Reason, Row, trim_spec
+from ..tree._plan_rows import OVERRIDE, STORED, LeafPlan, Reason, trim_spec
 from ._matrices import NORMS, RECURRENT, read_tree
 from ._rules import Split, Splits, indivisible, shard_matrices, vocabularies
 
@@ -19,9 +19,9 @@ _NORM = re.compile(r"norm|ln|scale|gamma|beta|rms|batch_?stat|(^|_)bn", re.IGNOR
 _BIAS = re.compile(r"bias|^b$", re.IGNORECASE)
 
 
-def structural_rows(
+def structural_plans(
     model: PyTree, axes: dict[str, int], overrides: Sequence[Override]
-) -> list[Row]:
+) -> list[LeafPlan]:
     """Returns a row for each array of a model, by the rules on the structure of the tree."""
     leaves = flat_leaves(model)
     overridden = apply_overrides(leaves, overrides, axes)
@@ -53,7 +53,7 @@ def structural_rows(
             spec, reason = _spec(leaf, splits[leaf.index], stack, free, axes)
         if leaf.index in overridden:
             spec, reason = overridden[leaf.index], OVERRIDE
-        rows.append(Row(leaf, spec, reason, role))
+        rows.append(LeafPlan(leaf, spec, reason, role))
     return rows
 
 

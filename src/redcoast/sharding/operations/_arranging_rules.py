@@ -1,9 +1,9 @@
 """Operations that rearrange, cut and join arrays."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import gcd
-from typing import Literal
+from typing import Any, Literal
 
 from jax.extend.core import JaxprEqn
 
@@ -140,40 +140,41 @@ def _tear(factors: Factors, before: _Side, after: _Side) -> list[Dimension]:
     return torn
 
 
-# Whether dimension `d` of an operand is carried, given the shapes of operand and result.
-Carried = Callable[[JaxprEqn, int, Sequence[int], Sequence[int]], bool]
+# The dimensions along which an operation does something, from its parameters and the shapes of
+# operand and result.
+Acted = Callable[[Mapping[str, Any], Sequence[int], Sequence[int]], Collection[int]]
 
 
-def same_size(equation: JaxprEqn, d: int, before: Sequence[int], after: Sequence[int]) -> bool:
-    return before[d] == after[d]
+def resized(params: Mapping[str, Any], before: Sequence[int], after: Sequence[int]) -> list[int]:
+    return [d for d, size in enumerate(before) if size != after[d]]
 
 
-def not_along(key: str) -> Carried:
-    """Every dimension but those that a parameter names."""
+def named(key: str) -> Acted:
+    """The dimensions that a parameter names, by default the last."""
 
-    def carried(equation: JaxprEqn, d: int, before: Sequence[int], after: Sequence[int]) -> bool:
-        dimensions = equation.params.get(key, -1)
+    def dims(params: Mapping[str, Any], before: Sequence[int], after: Sequence[int]) -> list[int]:
+        dimensions = params.get(key, -1)
         if isinstance(dimensions, int):
             dimensions = (dimensions,)
-        # Negative dimensions are counted from the last.
-        return d not in dimensions and d - len(before) not in dimensions
+        return [int(d) % len(before) for d in dimensions]
 
-    return carried
-
-
-def unpadded(equation: JaxprEqn, d: int, before: Sequence[int], after: Sequence[int]) -> bool:
-    return equation.params["padding_config"][d] == (0, 0, 0)
+    return dims
 
 
-def unwindowed(equation: JaxprEqn, d: int, before: Sequence[int], after: Sequence[int]) -> bool:
-    return equation.params["window_dimensions"][d] == 1 and before[d] == after[d]
+def padded(params: Mapping[str, Any], before: Sequence[int], after: Sequence[int]) -> list[int]:
+    return [d for d, padding in enumerate(params["padding_config"]) if any(padding)]
+
+
+def windowed(params: Mapping[str, Any], before: Sequence[int], after: Sequence[int]) -> list[int]:
+    windows = enumerate(params["window_dimensions"])
+    return [d for d, window in windows if window > 1 or before[d] != after[d]]
 
 
 # What an operation does along a dimension that it does not carry; see `Rule`.
 Change = Literal["moved", "whole", "shuffled", "blocked", "indexed"]
 
 
-def along(carried: Carried, *changes: Change, linear: Linear = ()) -> Callable[[JaxprEqn], Rule]:
+def along(acted: Acted, *changes: Change, linear: Linear = ()) -> Callable[[JaxprEqn], Rule]:
     """The rule of operations along dimensions of arrays that all have the first operand's shape.
 
     The other dimensions are carried. Operands of other shapes, such as indices, share nothing.
@@ -183,18 +184,12 @@ def along(carried: Carried, *changes: Change, linear: Linear = ()) -> Callable[[
         factors = Factors()
         before, after = shapes_before_and_after(equation)
         dimensions = factors.of(before)
-        operands = [dimensions]
-        for atom in equation.invars[1:]:
-            shape = shape_of(atom)
-            if shape == before:
-                operands.append(dimensions)
-            else:
-                operands.append(factors.of(shape))
-        changed: list[Dimension] = []
-        for d, dimension in enumerate(dimensions):
-            if not carried(equation, d, before, after):
-                changed.append(dimension)
+        operands = factors.of_each(equation.invars)
+        for operand, atom in enumerate(equation.invars):
+            if shape_of(atom) == before:
+                operands[operand] = dimensions
         results = [dimensions] * len(equation.outvars)
+        changed = [dimensions[d] for d in acted(equation.params, before, after)]
         carries_all = factors.rule(operands, results, linear=linear)
         return replace(carries_all, **dict.fromkeys(changes, factors_of(changed)))
 
@@ -257,12 +252,9 @@ def reduction_rule(equation: JaxprEqn) -> Rule:
     factors, params = Factors(), equation.params
     axes = params.get("axes", params.get("dimensions", ()))
     operand = factors.of(shape_of(equation.invars[0]))
-    operands: list[list[Dimension]] = []
-    for atom in equation.invars:
-        if shape_of(atom):
-            operands.append(operand)
-        else:
-            operands.append([])  # the initial value of a reduction by a function
+    operands = [operand] * len(equation.invars)
+    if equation.primitive.name == "reduce":
+        operands[len(operands) // 2 :] = [[]] * len(equation.outvars)  # the initial values
     results = [without(operand, axes)] * len(equation.outvars)
     reduced = [operand[d] for d in axes]
     sums = equation.primitive.name == "reduce_sum"

@@ -1,6 +1,8 @@
 """Operations that read or write at indices."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
+from operator import index
+from typing import SupportsIndex
 
 from jax.extend.core import JaxprEqn
 
@@ -99,10 +101,12 @@ def scatter_rule(equation: JaxprEqn) -> Rule:
     )
 
 
-def _window_dims(rank: int, removed: Sequence[int], offsets: Sequence[int]) -> dict[int, int]:
+def _window_dims(
+    rank: int, removed: Collection[SupportsIndex], offsets: Collection[SupportsIndex]
+) -> dict[int, int]:
     """The dimension of an operand for each window dimension, at one of `offsets`, of a result."""
     window = without(range(rank), removed)
-    return dict(zip(sorted(offsets), window, strict=True))
+    return dict(zip(sorted(map(index, offsets)), window, strict=True))
 
 
 def dynamic_update_slice_rule(equation: JaxprEqn) -> Rule:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -121,7 +121,7 @@ def factors_of(dimensions: Iterable[Dimension]) -> frozenset[Factor]:
     return frozenset[Factor]().union(*dimensions)
 
 
-def without(dimensions: Sequence[Item], removed: Collection[int]) -> list[Item]:
+def without(dimensions: Sequence[Item], removed: Collection[SupportsIndex]) -> list[Item]:
     """The dimensions of an array, in order, but for those at the places `removed`."""
     return [dimension for d, dimension in enumerate(dimensions) if d not in removed]
 

@@ -71,10 +71,11 @@ def _within_factor(
 ) -> _WithinFactor:
     """The factor of a dimension that the rows are in."""
     if rows.outer is None:
+        factor = dimension[0]
         if len(dimension) > 1:
             # A reshape of equal rows has them in the factor whose size follows from their number.
-            dimension = rule.results[0][_dim_of_rows(pair)]
-        return _WithinFactor(dimension[0], None, 1)
+            factor = rule.results[0][_dim_of_rows(pair)][0]
+        return _WithinFactor(factor, None, 1)
     size = prod(rule.sizes[factor] for factor in dimension)
     count = size // (rows.outer * rows.inner)
     slower = 1  # the elements of the factors before this one

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..solver._figures import Arithmetic, Memory, Pipelining
 from ..tree._overrides import spec_axes, spec_parts
-from ..tree._plan_rows import Reason, Role, Row
+from ..tree._plan_rows import LeafPlan, Reason, Role
 
 TrafficKind = Literal["gradients", "activations", "parameters"]
 
@@ -285,7 +285,7 @@ class PlanReport:
 
 
 def make_report(
-    rows: Sequence[Row], axes: Mapping[str, int], program: ProgramReport | None = None
+    rows: Sequence[LeafPlan], axes: Mapping[str, int], program: ProgramReport | None = None
 ) -> PlanReport:
     """The report of a plan with these rows over a mesh with such axes."""
     arrays = []

@@ -2,6 +2,7 @@
 
 from math import prod
 
+from ...distributed._mesh import BATCH_AXES
 from ._data import NotDone, PlannedArray, PlanReport
 
 
@@ -92,7 +93,7 @@ def _batch(report: PlanReport) -> NotDone | None:
     program = report.program_or_none
     if program is None or not program.batch:
         return None
-    asked = [a for a in ("data", "fsdp") if report.mesh[a] > 1 and a not in program.model_axes]
+    asked = [a for a in BATCH_AXES if report.mesh[a] > 1 and a not in program.model_axes]
     if all(axis in program.batch_axes for axis in asked):
         return None
     sizes = " and ".join(map(str, program.batch_sizes))

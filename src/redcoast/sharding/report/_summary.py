@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
-from ...distributed._mesh import PIPE
+from ...distributed._mesh import BATCH_AXES, PIPE
 from ._data import NotDone, PlannedArray, PlanReport, ProgramReport
 from ._not_done import is_tensor_parallel, parameters_of
 from ._text import WIDTH, grouped, hanging, paragraph, percentages, scaled, shortened
@@ -68,7 +68,7 @@ def _use(report: PlanReport, axis: str) -> str:
     if axis == PIPE and program is not None and program.pipeline is not None:
         return "pipeline parallel"
     # Without a function, the usual axes are assumed.
-    batch = ("data", "fsdp") if program is None else program.batch_axes
+    batch = BATCH_AXES if program is None else program.batch_axes
     over_model = ("model",) if program is None else program.model_axes
     over = [array for array in report.arrays if axis in array.axes]
     if axis in over_model and any(map(is_tensor_parallel, over)):

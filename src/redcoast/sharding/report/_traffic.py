@@ -13,7 +13,7 @@ from ..solver._hardware import Hardware, all_gather, all_reduce
 from ..solver._planned_collectives import BatchDims, of_batch, of_model
 from ..solver._strategy import Decision, batch_gathers, batch_of, is_split, parts, stored, used_axes
 from ..tree._overrides import spec_axes
-from ..tree._plan_rows import Row
+from ..tree._plan_rows import LeafPlan
 from ._data import Traffic, TrafficKind
 from ._reasons import Reasons
 from ._text import grouped, shortened
@@ -32,7 +32,7 @@ class Sent:
     source: Source = ()
 
 
-def all_sent(rows: Sequence[Row], reasons: Reasons, hardware: Hardware) -> list[Sent]:
+def all_sent(rows: Sequence[LeafPlan], reasons: Reasons, hardware: Hardware) -> list[Sent]:
     """What each device communicates in a step."""
     decision, axes = reasons.decision, reasons.axes
     entries = list(_of_program(reasons, hardware))
@@ -151,7 +151,9 @@ def _way(backward: bool) -> str:
     return "backward" if backward else "forward"
 
 
-def _gathers(rows: Sequence[Row], decision: Decision, axes: Mapping[str, int]) -> Iterator[Sent]:
+def _gathers(
+    rows: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int]
+) -> Iterator[Sent]:
     """FSDP-sharded arrays are all-gathered, over the axes of their storage alone."""
     found: list[tuple[Axes, str, float, Source]] = []
     parameters, staged = decision.program.parameters, decision.program.staged

@@ -10,10 +10,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from ...distributed._mesh import BATCH_AXES
 from ..program._graph import Graph, Value
 from ._classes import Classes
 
-_AXES = frozenset(["data", "fsdp"])
 # Reasons not to shard a dimension of a created array with the batch: another size; a dimension of
 # parameters, constants or blocked operations; mostly combined with the batch; replicated by the
 # program's own constraint.
@@ -107,7 +107,7 @@ def made_rows(graph: Graph, given: Collection[int]) -> tuple[int, ...]:
     why = reasons_against(graph, classes, given)
     sizes = {graph.sizes[node] for node in given}
     taken = {one for one, reason in why.items() if not reason}
-    asked = {node for node, axes in graph.asked.items() if not _AXES.isdisjoint(axes)}
+    asked = {node for node, axes in graph.asked.items() if not set(BATCH_AXES).isdisjoint(axes)}
     fits = (node for node, size in enumerate(graph.sizes) if size in sizes or node in asked)
     return tuple(node for node in fits if classes[node] in taken)
 
@@ -122,7 +122,7 @@ def reasons_against(graph: Graph, classes: Classes, given: Collection[int]) -> d
     for node, axes in graph.asked.items():
         if not axes:
             replicated.add(classes[node])
-        elif not _AXES.isdisjoint(axes):
+        elif not set(BATCH_AXES).isdisjoint(axes):
             split.add(classes[node])
     excluded = _never_rows(graph, classes)
     sizes = {graph.sizes[node] for node in given} - {0, 1}

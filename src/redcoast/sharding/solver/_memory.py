@@ -5,7 +5,7 @@ from math import prod
 
 from ..program._graph import Graph
 from ..tree._overrides import spec_parts
-from ..tree._plan_rows import Row
+from ..tree._plan_rows import LeafPlan
 from ._classes import Classes
 from ._figures import Arithmetic, Memory
 from ._strategy import Decision, Program, batch_of, parts, saved_bytes, staged_sum
@@ -60,7 +60,7 @@ DEFAULT_MEMORY = 80e9  # of an A100, for devices that do not report their memory
 
 
 def estimate_memory(
-    rows: Sequence[Row], decision: Decision, axes: Mapping[str, int], state_bytes: int
+    rows: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int], state_bytes: int
 ) -> Memory:
     """Bytes per device of arrays, gradients, optimizer state, activations and constants.
 
@@ -84,7 +84,7 @@ def estimate_memory(
     return Memory(*parts, total=sum(parts))
 
 
-def _held_by_stage(rows: Sequence[Row], decision: Decision, axes: Mapping[str, int]) -> float:
+def _held_by_stage(rows: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int]) -> float:
     """Bytes per device that a stage of a pipeline needs beside what is saved for its gradient.
 
     These are its layers, all-gathered, with their gradients, and the microbatches that enter and
@@ -124,13 +124,13 @@ def activation_memory(
 
 
 def fit_budget(
-    make: Callable[[Sequence[bool]], tuple[list[Row], Decision]],
+    make: Callable[[Sequence[bool]], tuple[list[LeafPlan], Decision]],
     large: Sequence[bool],
     program: Program,
     axes: Mapping[str, int],
     budget: int,
     state_bytes: int,
-) -> tuple[list[Row], Decision]:
+) -> tuple[list[LeafPlan], Decision]:
     """The plan within the budget that shards the fewest arrays, the largest first."""
     pairs = zip(program.parameters, large, strict=True)
     sizes = [value.bytes if big else 0 for value, big in pairs]

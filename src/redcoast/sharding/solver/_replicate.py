@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from ..tree._overrides import spec_axes, spec_parts
-from ..tree._plan_rows import OVERRIDE, Row
+from ..tree._plan_rows import OVERRIDE, LeafPlan
 from ._memory import FILLED, estimate_memory
 from ._strategy import DEFAULT, Decision, computed_dims, parts
 
@@ -16,7 +16,7 @@ _FRACTION = 0.25
 
 
 def replicate(
-    rows: Sequence[Row],
+    rows: Sequence[LeafPlan],
     decision: Decision,
     axes: Mapping[str, int],
     memory: int | float,
@@ -59,7 +59,7 @@ def replicate(
     return replace(decision, chosen=chosen, computed=computed), frozenset(replicated)
 
 
-def _memory_only(rows: Sequence[Row], decision: Decision) -> list[list[int]]:
+def _memory_only(rows: Sequence[LeafPlan], decision: Decision) -> list[list[int]]:
     """Sets of arrays whose sharding over `model` only saves memory, each of one class."""
     classes, program = decision.classes, decision.program
     busy = [work.dims for work in program.graph.works]

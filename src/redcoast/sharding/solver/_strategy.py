@@ -6,6 +6,7 @@ from functools import partial
 from math import inf, prod
 
 from ...core._control_flow import open_jaxpr
+from ...distributed._mesh import BATCH_AXES
 from ..program._constants import Constant, find_constants
 from ..program._graph import Graph, Source, Value
 from ..program._remat import Region
@@ -83,8 +84,8 @@ class Strategy:
 
 # The second is data parallelism over all axes, cheapest with many examples. The third uses `fsdp`
 # for tensor parallelism too, cheapest with few examples.
-DEFAULT = Strategy(("data", "fsdp"), ("model",))
-OTHERS = Strategy(("data", "fsdp", "model"), ("model",)), Strategy(("data",), ("fsdp", "model"))
+DEFAULT = Strategy(BATCH_AXES, ("model",))
+OTHERS = Strategy((*BATCH_AXES, "model"), ("model",)), Strategy(("data",), ("fsdp", "model"))
 
 
 @dataclass(frozen=True)

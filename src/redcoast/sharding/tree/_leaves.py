@@ -1,15 +1,18 @@
 """The arrays of a tree as leaves with paths, and as a tree of nodes with names."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
+from jaxtyping import PyTree
+
+ArrayLike = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 # Arrays with fewer elements per layer are not sharded: communication would cost more than it saves.
 LARGE = 4096
@@ -22,7 +25,7 @@ class Leaf:
     index: int
     path: tuple[str, ...]
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: Any  # of NumPy, or of JAX's keys
 
     @property
     def name(self) -> str:
@@ -45,45 +48,41 @@ class Node:
     """
 
     path: tuple[str, ...]
-    owner: Any
+    owner: object
     ordered: bool
     children: "dict[str, Node | Leaf]" = field(default_factory=dict)
 
 
-def is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+def is_array(x: object) -> TypeGuard[ArrayLike]:
+    return isinstance(x, ArrayLike)
 
 
 def is_inexact_leaf(leaf: Leaf) -> bool:
     return jax.numpy.issubdtype(leaf.dtype, np.inexact)
 
 
-def children_of(x: Any) -> list[tuple[Any, Any]]:
-    """The (key, child) pairs one level down, or one pair with the key None if `x` is a leaf."""
-    pairs, _ = jtu.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
-    return [(keys[0] if keys else None, child) for keys, child in pairs]
-
-
-def key_name(key: Any) -> str:
+def key_name(key: Hashable) -> str:
     return jtu.keystr((key,), simple=True)
 
 
-def flat_leaves(tree: Any) -> list[Leaf]:
+def flat_leaves(tree: PyTree) -> list[Leaf]:
     """The leaves that are arrays, in flattened order."""
+    leaves: list[Leaf] = []
     flat, _ = jtu.tree_flatten_with_path(tree)
-    return [
-        Leaf(i, tuple(map(key_name, path)), tuple(x.shape), x.dtype)
-        for i, (path, x) in enumerate(flat)
-        if is_array(x)
-    ]
+    for index, (path, x) in enumerate(flat):
+        if is_array(x):
+            leaves.append(Leaf(index, tuple(map(key_name, path)), tuple(x.shape), x.dtype))
+    return leaves
 
 
-def to_nodes(tree: Any) -> Node:
+def to_nodes(tree: PyTree) -> Node:
     """The nodes of `tree`. A tree that is one array becomes a node with one child named ""."""
-    top = _to_nodes(tree, (), count())
-    if isinstance(top, Leaf):
-        return Node((), None, False, {"": top})
-    return top if top is not None else Node((), tree, False)
+    root = _to_nodes(tree, (), count())
+    if isinstance(root, Leaf):
+        return Node((), None, False, {"": root})
+    if root is None:
+        return Node((), tree, False)
+    return root
 
 
 def leaves_below(node: "Node | Leaf") -> Iterator[Leaf]:
@@ -94,29 +93,39 @@ def leaves_below(node: "Node | Leaf") -> Iterator[Leaf]:
             yield from leaves_below(child)
 
 
-def _to_nodes(x: Any, path: tuple[str, ...], counter: Iterator[int]) -> Node | Leaf | None:
+def _to_nodes(x: PyTree, path: tuple[str, ...], indices: Iterator[int]) -> Node | Leaf | None:
+    """The node of a subtree; None if it has no array. Leaves take their index from `indices`."""
     if x is None:
         return None
-    pairs = children_of(x)
-    if len(pairs) == 1 and pairs[0][0] is None:
-        index = next(counter)
-        return Leaf(index, path, tuple(x.shape), x.dtype) if is_array(x) else None
-    children = {}
-    for key, child in pairs:
+    # One level down: a leaf is its own only child, with an empty path of keys.
+    flat, _ = jtu.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
+    if len(flat) == 1 and not flat[0][0]:
+        index = next(indices)
+        if not is_array(x):
+            return None
+        return Leaf(index, path, tuple(x.shape), x.dtype)
+    children: dict[str, Node | Leaf] = {}
+    keys: list[Hashable] = []
+    for (key, *_), child in flat:
+        keys.append(key)
         name = key_name(key)
-        below = _to_nodes(child, (*path, name), counter)
-        if below is not None:
-            children[name] = below
-    keys = [key for key, _ in pairs]
+        node = _to_nodes(child, (*path, name), indices)
+        if node is not None:
+            children[name] = node
     if all(isinstance(key, jtu.DictKey) for key in keys):
         # JAX sorts dict keys as text, `10` before `2`.
-        children = dict(sorted(children.items(), key=lambda item: _natural(item[0])))
-    listed = all(isinstance(key, (jtu.SequenceKey, jtu.FlattenedIndexKey)) for key in keys)
-    numbered = bool(children) and all(name.isdigit() for name in children)
-    return Node(path, x, listed or numbered, children)
+        children = {name: children[name] for name in sorted(children, key=_by_numbers)}
+    is_list = all(isinstance(key, jtu.SequenceKey | jtu.FlattenedIndexKey) for key in keys)
+    is_numbered = bool(children) and all(map(str.isdigit, children))
+    return Node(path, x, is_list or is_numbered, children)
 
 
-def _natural(name: str) -> tuple[tuple[int, str], ...]:
+def _by_numbers(name: str) -> list[tuple[int, str]]:
     """A sort key that compares numbers in a name by their value, and after other characters."""
-    pieces = re.findall(r"\d+|\D", name)
-    return tuple((int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces)
+    key: list[tuple[int, str]] = []
+    for part in re.findall(r"\d+|\D", name):
+        if part.isdecimal():
+            key.append((int(part), ""))
+        else:
+            key.append((-1, part))
+    return key

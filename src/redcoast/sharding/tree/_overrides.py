@@ -4,7 +4,6 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
@@ -14,7 +13,7 @@ Override = tuple[str, P | tuple | None]
 
 
 def apply_overrides(
-    leaves: Sequence[Leaf], overrides: Iterable[Override], axes: dict[str, int]
+    leaves: Sequence[Leaf], overrides: Iterable[Override], axes: Mapping[str, int]
 ) -> dict[int, P]:
     """Returns the spec of each leaf that a pattern matches, by index. The first match decides."""
     specs: dict[int, P] = {}
@@ -24,59 +23,77 @@ def apply_overrides(
                 f"The override {override!r} is not a pair. `overrides` must be a list of pairs of "
                 "a pattern of paths and a `PartitionSpec` or `None`."
             )
-        pattern, given = override
-        spec = _spec(pattern, given, axes)
-        try:
-            matched = [leaf for leaf in leaves if re.search(pattern, leaf.name)]
-        except (re.error, TypeError) as error:
-            raise ValueError(
-                f"The override pattern {pattern!r} is not a regular expression: {error}."
-            ) from error
-        if not matched:
-            names = [leaf.name for leaf in leaves]
-            text = str(getattr(pattern, "pattern", pattern))  # it may be compiled
-            close = difflib.get_close_matches(text, names, n=5, cutoff=0.3) or names[:5]
-            raise ValueError(
-                f"The override pattern {pattern!r} matches no array's path. "
-                f"Among the {len(names)} paths are: {', '.join(close) or 'none at all'}."
-            )
-        for leaf in matched:
+        pattern, entries = override
+        spec = _spec(pattern, entries, axes)
+        for leaf in _matching(pattern, leaves):
             if leaf.index not in specs:
-                _check(leaf, pattern, spec, axes)
+                _check_fits(leaf, pattern, spec, axes)
                 specs[leaf.index] = spec
     return specs
 
 
-def spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec."""
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def model_dim(spec: Iterable[Any]) -> int | None:
-    """The first dimension that a spec shards over `model`, if any."""
-    return next((d for d, entry in enumerate(spec) if "model" in spec_axes(entry)), None)
-
-
-def spec_parts(spec: P, axes: Mapping[str, int]) -> int:
-    """The number of shards of an array with this spec."""
-    return prod(axes[axis] for entry in spec for axis in spec_axes(entry))
-
-
-def _spec(pattern: str, given: P | tuple | None, axes: dict[str, int]) -> P:
-    names = lambda x: (
-        x is None
-        or isinstance(x, str)
-        or (isinstance(x, tuple) and all(isinstance(axis, str) for axis in x))
-    )
-    if not isinstance(given, P | tuple | list | None) or not all(map(names, given or ())):
+def _matching(pattern: str, leaves: Sequence[Leaf]) -> list[Leaf]:
+    """The leaves with a path in which a pattern occurs. Raises if there is none."""
+    try:
+        matching = [leaf for leaf in leaves if re.search(pattern, leaf.name)]
+    except (re.error, TypeError) as error:
         raise ValueError(
-            f"The override {pattern!r} has {given!r}. It must be `None`, or a `PartitionSpec` of "
+            f"The override pattern {pattern!r} is not a regular expression: {error}."
+        ) from error
+    if not matching:
+        names = [leaf.name for leaf in leaves]
+        text = str(getattr(pattern, "pattern", pattern))  # it may be compiled
+        similar = difflib.get_close_matches(text, names, n=5, cutoff=0.3) or names[:5]
+        raise ValueError(
+            f"The override pattern {pattern!r} matches no array's path. "
+            f"Among the {len(names)} paths are: {', '.join(similar) or 'none at all'}."
+        )
+    return matching
+
+
+def spec_axes(entry: object) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec."""
+    if isinstance(entry, str):
+        return (entry,)
+    if isinstance(entry, tuple):
+        return entry
+    return ()
+
+
+def axes_of_spec(spec: Iterable[object]) -> list[str]:
+    """The mesh axes of all entries of a spec."""
+    return [axis for entry in spec for axis in spec_axes(entry)]
+
+
+def model_dim(spec: Iterable[object]) -> int | None:
+    """The first dimension that a spec shards over `model`, if any."""
+    for d, entry in enumerate(spec):
+        if "model" in spec_axes(entry):
+            return d
+    return None
+
+
+def spec_parts(spec: Iterable[object], axes: Mapping[str, int]) -> int:
+    """The number of shards of an array with this spec."""
+    return prod(axes[axis] for axis in axes_of_spec(spec))
+
+
+def _is_entry(x: object) -> bool:
+    if isinstance(x, tuple):
+        return all(isinstance(axis, str) for axis in x)
+    return x is None or isinstance(x, str)
+
+
+def _spec(pattern: str, entries: P | tuple | None, axes: Mapping[str, int]) -> P:
+    if entries is None:
+        return P()
+    if not isinstance(entries, P | tuple | list) or not all(map(_is_entry, entries)):
+        raise ValueError(
+            f"The override {pattern!r} has {entries!r}. It must be `None`, or a `PartitionSpec` of "
             'names of mesh axes and `None`, such as `P("model")`.'
         )
-    spec = P() if given is None else P(*given)
-    used = [axis for entry in spec for axis in spec_axes(entry)]
+    spec = P(*entries)
+    used = axes_of_spec(spec)
     for axis in used:
         if axis not in axes:
             known = ", ".join(repr(name) for name in axes)
@@ -91,27 +108,32 @@ def _spec(pattern: str, given: P | tuple | None, axes: dict[str, int]) -> P:
     return spec
 
 
-def _check(leaf: Leaf, pattern: str, spec: P, axes: dict[str, int]) -> None:
+def _check_fits(leaf: Leaf, pattern: str, spec: P, axes: Mapping[str, int]) -> None:
     if len(spec) > len(leaf.shape):
         raise ValueError(
             f"The override {pattern!r} has {spec} with {len(spec)} entries, but {leaf.name} has "
             f"shape {leaf.shape} with {len(leaf.shape)} dimensions."
         )
-    for dim, (entry, size) in enumerate(zip(spec, leaf.shape, strict=False)):
-        parts = spec_parts(P(entry), axes)
+    for dim, entry in enumerate(spec):
+        size, parts = leaf.shape[dim], spec_parts((entry,), axes)
         if size % parts == 0:
             continue
-        sizes = " x ".join(f"{name}={axes[name]}" for name in spec_axes(entry))
-        fits = [str(d) for d, size in enumerate(leaf.shape) if size and size % parts == 0]
-        others = f" Dimension {' or '.join(fits)} is divisible." if fits else ""
+        names = spec_axes(entry)
+        mesh_sizes = " x ".join(f"{name}={axes[name]}" for name in names)
+        divisible = [str(d) for d, n in enumerate(leaf.shape) if n and n % parts == 0]
+        others = ""
+        if divisible:
+            others = f" Dimension {' or '.join(divisible)} is divisible."
         raise ValueError(
             f"The override {pattern!r} shards dimension {dim} of {leaf.name}, shape {leaf.shape}, "
-            f"over {sizes}, but {size} is not a multiple of {parts} ({multiples_near(size, parts)} "
-            f"would be).{others}"
+            f"over {mesh_sizes}, but {size} is not a multiple of {parts} "
+            f"({multiples_near(size, parts)} would be).{others}"
         )
 
 
 def multiples_near(size: int, n: int) -> str:
     """The multiples of `n` around `size`, such as "48 or 52"."""
     below = size // n * n
-    return f"{below} or {below + n}" if below else f"{n}"
+    if below == 0:
+        return f"{n}"
+    return f"{below} or {below + n}"

@@ -1,16 +1,19 @@
 """The spec of every array of a tree, the reason for it, and how a program computes with it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from ...core._train_state import AbstractTrainState
+from ...distributed._mesh import BATCH_AXES
 from ._leaves import Leaf, flat_leaves
 
+Path = tuple[str, ...]
 Kind = Literal["tensor-parallel", "fsdp", "replicated", "follows", "override", "pipeline"]
 Role = Literal["parameter", "optimizer state", "other"]
 
@@ -40,7 +43,7 @@ ON_STAGES = Reason("pipeline", "its layers are divided over the stages")
 
 
 @dataclass(frozen=True)
-class Row:
+class LeafPlan:
     """One array of a plan, its spec, and the reason for it."""
 
     leaf: Leaf
@@ -62,7 +65,7 @@ class Compute:
     """
 
     dims: tuple[int | None, ...]
-    batch_axes: tuple[str, ...] = ("data", "fsdp")
+    batch_axes: tuple[str, ...] = BATCH_AXES
     model_axes: tuple[str, ...] = ("model",)
     sequence: bool = False
     constants: tuple[tuple[str, int | None], ...] = ()
@@ -70,101 +73,128 @@ class Compute:
     microbatches: int | None = None
 
 
-def plan_rows(tree: Any, model: list[Row]) -> list[Row]:
-    """Returns a row for each array, in flattened order; `model` are those of the model alone.
+def plan_leaves(tree: PyTree, model: list[LeafPlan]) -> list[LeafPlan]:
+    """Returns the plan of each array, in flattened order; `model` has those of the model alone.
 
     The optimizer's state and an average of the weights are sharded like the parameters.
     """
     if model_of(tree) is tree:
         return model
-    leaves = flat_leaves(tree)
-    inside = [leaf.index for leaf in leaves if leaf.path[0] == "model"]
-    placed = zip(model, inside, strict=True)
-    rows = [replace(row, leaf=replace(row.leaf, index=index)) for row, index in placed]
-    by_path = {row.leaf.path: row for row in model}
-    for leaf in leaves:
-        if leaf.path[0] == "opt_state":
-            rows.append(Row(leaf, *_follow(leaf, by_path), "optimizer state"))
-        elif leaf.path[0] == "average":
-            rows.append(Row(leaf, *_follow(leaf, by_path), "other"))
-        elif leaf.path[0] != "model":
-            text = "not a parameter" if leaf.shape else "scalar"
-            rows.append(Row(leaf, P(), Reason("replicated", text), "other"))
-    return sorted(rows, key=lambda row: row.leaf.index)
+    by_path = {plan.leaf.path: plan for plan in model}
+    of_model = iter(model)
+    plans: list[LeafPlan] = []
+    for leaf in flat_leaves(tree):
+        field_name = leaf.path[0]
+        if field_name == "model":
+            plan = next(of_model)
+            plans.append(replace(plan, leaf=replace(plan.leaf, index=leaf.index)))
+        elif field_name == "opt_state":
+            plans.append(LeafPlan(leaf, *_like_parameter(leaf, by_path), "optimizer state"))
+        elif field_name == "average":
+            plans.append(LeafPlan(leaf, *_like_parameter(leaf, by_path), "other"))
+        else:
+            plans.append(LeafPlan(leaf, P(), _not_sharded(leaf, "not a parameter"), "other"))
+    return plans
 
 
-def model_of(tree: Any) -> Any:
+def _not_sharded(leaf: Leaf, why: str) -> Reason:
+    if not leaf.shape:
+        why = "scalar"
+    return Reason("replicated", why)
+
+
+def model_of(tree: PyTree) -> PyTree:
     """The model of a training state, or the tree itself if it is not a training state."""
-    return tree.model if isinstance(tree, AbstractTrainState) else tree
+    if isinstance(tree, AbstractTrainState):
+        return tree.model
+    return tree
 
 
-def _follow(state: Leaf, by_path: Mapping[tuple[str, ...], Row]) -> tuple[P, Reason]:
+def _like_parameter(state: Leaf, by_path: Mapping[Path, LeafPlan]) -> tuple[P, Reason]:
     """The spec of an array of the optimizer's state or of an average, and the reason for it.
 
     Optimizers keep their arrays in trees like the parameters', so the path of an array ends with
     the path of its parameter. If it ends with several paths, the longest is used.
     """
     candidates = list(_candidates(state, by_path))
-    for row, rest in candidates:
-        spec = _matching_spec(state, row.leaf, rest, row.spec)
+    for plan, rest in candidates:
+        spec = _matching_spec(state, plan, rest)
         if spec is not None:
-            return spec, Reason("follows", f"sharded like {row.leaf.name or 'the model'}")
-    if not candidates or not candidates[0][0].leaf.path:
-        text = "belongs to no parameter" if state.shape else "scalar"
-    else:
-        text = f"its sharding cannot be inferred from that of {candidates[0][0].leaf.name}"
-    return P(), Reason("replicated", text)
+            return spec, Reason("follows", f"sharded like {plan.leaf.name or 'the model'}")
+    if candidates and candidates[0][0].leaf.path:
+        name = candidates[0][0].leaf.name
+        return P(), Reason("replicated", f"its sharding cannot be inferred from that of {name}")
+    return P(), _not_sharded(state, "belongs to no parameter")
 
 
-def _candidates(
-    state: Leaf, by_path: Mapping[tuple[str, ...], Row]
-) -> Iterator[tuple[Row, tuple[str, ...]]]:
-    """The rows that an array may belong to, the likeliest first, and the rest of its path.
+def _candidates(state: Leaf, by_path: Mapping[Path, LeafPlan]) -> Iterator[tuple[LeafPlan, Path]]:
+    """The parameters that an array may belong to, the likeliest first, and the rest of its path.
 
     The rest is a number for SM3, which numbers its accumulators by dimension. A model that is one
     array has the empty path.
     """
-    for path, rest in ((state.path, ()), (state.path[:-1], state.path[-1:])):
-        if not rest or rest[0].isdigit():
-            starts = (path[start:] for start in range(len(path)))
-            yield from ((by_path[end], rest) for end in starts if end in by_path)
+    ends: list[tuple[Path, Path]] = [(state.path, ())]
+    if state.path and state.path[-1].isdigit():
+        ends.append((state.path[:-1], state.path[-1:]))
+    for path, rest in ends:
+        for start in range(len(path)):
+            if path[start:] in by_path:
+                yield by_path[path[start:]], rest
     if () in by_path:
         yield by_path[()], ()
 
 
-def _matching_spec(state: Leaf, parameter: Leaf, rest: tuple[str, ...], spec: P) -> P | None:
-    shape, like = state.shape, parameter.shape
-    entries = (*spec, *(None,) * (len(like) - len(spec)))
+def _matching_spec(state: Leaf, parameter: LeafPlan, rest: Path) -> P | None:
+    """The spec of a state whose shape follows from its parameter's; None if it does not."""
+    shape, like = state.shape, parameter.leaf.shape
+    entries = (*parameter.spec, *(None,) * (len(like) - len(parameter.spec)))
     if rest:
         dim = int(rest[0])
-        return trim_spec(entries[dim : dim + 1]) if shape == like[dim : dim + 1] else None
+        if shape != like[dim : dim + 1]:
+            return None
+        return trim_spec(entries[dim : dim + 1])
     if shape == like:
-        return spec
+        return parameter.spec
     extra = len(shape) - len(like)
     if extra > 0 and shape[extra:] == like:
         return trim_spec((None,) * extra + entries)
-    if len(shape) == len(like) and all(s in (1, size) for s, size in zip(shape, like, strict=True)):
-        return trim_spec(tuple(e if s > 1 else None for s, e in zip(shape, entries, strict=True)))
+    if extra == 0 and all(own in (1, size) for own, size in zip(shape, like, strict=True)):
+        # Statistics over some dimensions, which are kept with size one.
+        kept = list(entries)
+        for d, own in enumerate(shape):
+            if own <= 1:
+                kept[d] = None
+        return trim_spec(kept)
     if prod(shape) == 1:
         return P()
-    return _without_one(state, like, entries) if extra == -1 else None
+    if extra == -1:
+        return _without_one(state, like, entries)
+    return None
 
 
-def _without_one(state: Leaf, like: tuple[int, ...], entries: tuple) -> P | None:
+def _without_one(state: Leaf, like: tuple[int, ...], entries: tuple[object, ...]) -> P | None:
     """The spec of an array with one dimension less, such as the row means of Adafactor."""
-    removed = [d for d in range(len(like)) if like[:d] + like[d + 1 :] == state.shape]
-    specs = {trim_spec(entries[:d] + entries[d + 1 :]) for d in removed}
-    if len(specs) > 1:
-        # With equal sizes, the shape does not tell which dimension was removed. Adafactor removes
-        # the largest for its rows, and the second largest for its columns.
-        order = [int(d) for d in np.argsort(like)]
-        dropped = order[-1] if "v_row" in state.path else order[-2]
-        adafactor = "v_row" in state.path or "v_col" in state.path
-        specs = {trim_spec(entries[:dropped] + entries[dropped + 1 :])} if adafactor else set()
-    return specs.pop() if specs else None
+    specs: set[P] = set()
+    for d in range(len(like)):
+        if like[:d] + like[d + 1 :] == state.shape:
+            specs.add(trim_spec(entries[:d] + entries[d + 1 :]))
+    if len(specs) == 1:
+        return specs.pop()
+    if not specs:
+        return None
+    # With equal sizes, the shape does not tell which dimension was removed. Adafactor removes
+    # the largest for its rows, and the second largest for its columns.
+    by_size = np.argsort(like)
+    if "v_row" in state.path:
+        removed = int(by_size[-1])
+    elif "v_col" in state.path:
+        removed = int(by_size[-2])
+    else:
+        return None
+    return trim_spec(entries[:removed] + entries[removed + 1 :])
 
 
-def trim_spec(entries: tuple) -> P:
+def trim_spec(entries: Sequence[object]) -> P:
     """A spec without trailing Nones, because `P("model") != P("model", None)`."""
     while entries and entries[-1] is None:
         entries = entries[:-1]

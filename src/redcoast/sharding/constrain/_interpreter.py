@@ -25,12 +25,13 @@ from ...core._control_flow import (
 from ...core._jaxpr import bind_again, evaluate_jaxpr, iter_equations, variables
 from ...core._markers import gathered_dimension
 from ...core._pytree import ARRAYS, join
+from ..operations._rule_table import CONSTRAINED
 from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
 from ..program._constants import LARGE_CONSTANT
 from ..program._trace import trace_over
-from ..program._walk import CONSTRAINED, Scope, outputs_of
+from ..program._walk import Scope, outputs_of
 from ..solver._batch import BatchNodes, made_rows
 from ..solver._strategy import follow_program
 from ..tree._plan_rows import Compute

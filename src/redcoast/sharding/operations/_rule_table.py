@@ -44,6 +44,20 @@ REDUCTIONS = frozenset(
     reduce_xor
     """.split()  # noqa: SIM905
 )
+# Only the results of these are constrained. XLA propagates shardings through other operations.
+CONSTRAINED = frozenset(
+    """
+    conv_general_dilated dot_general gather ragged_dot ragged_dot_general scatter
+    scatter-add scatter_add
+    """.split()  # noqa: SIM905
+)
+# The derivatives of these need their results. XLA recomputes other elementwise results.
+KEPT = frozenset(
+    """
+    cos div erf exp exp2 expm1 integer_pow log log1p log2 logistic max pow rsqrt sin sqrt square
+    tanh
+    """.split()  # noqa: SIM905
+)
 _NAMED: dict[str, Callable[[JaxprEqn], Rule]] = {
     "approx_top_k": along(named("reduction_dimension"), "whole", "shuffled", "indexed"),
     "bitcast_convert_type": bitcast_rule,

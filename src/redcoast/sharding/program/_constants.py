@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ class Constant:
     """One array, with a value for each jaxpr that it is a constant of."""
 
     values: tuple[Value, ...]
-    dtype: Any
+    dtype: np.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,18 +40,22 @@ class Constant:
 
 def find_constants(scope: Scope) -> tuple[Constant, ...]:
     """Finds the arrays that a program closes over, each once, in the order of the program."""
-    found: dict[int, Constant] = {}
+    constants: dict[int, Constant] = {}  # by the `id` of the array
     for x, value in _consts(scope):
-        if isinstance(getattr(x, "dtype", None), np.dtype):  # not a key
-            before = found[id(x)].values if id(x) in found else ()
-            found[id(x)] = Constant((*before, value), x.dtype)
-    return tuple(found.values())
+        dtype = getattr(x, "dtype", None)
+        if not isinstance(dtype, np.dtype):  # a key
+            continue
+        values = (value,)
+        if id(x) in constants:
+            values = (*constants[id(x)].values, value)
+        constants[id(x)] = Constant(values, dtype)
+    return tuple(constants.values())
 
 
-def _consts(scope: Scope) -> Iterator[tuple[Any, Value]]:
+def _consts(scope: Scope) -> Iterator[tuple[object, Value]]:
     """The constants of a jaxpr and of those inside it, with their values."""
-    values = (scope.values[var] for var in scope.jaxpr.constvars)
-    yield from zip(scope.consts, values, strict=False)
+    for x, var in zip(scope.consts, scope.jaxpr.constvars, strict=False):
+        yield x, scope.values[var]
     for scopes in scope.inner.values():
         for inner in scopes:
             yield from _consts(inner)

@@ -6,14 +6,14 @@ the model. This is the walk through loops, branches and calls for all of them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ...core._control_flow import Cond, Scan, While, control_flow
 from ...core._frames import own_line
 from ...core._jaxpr import variables
-from ..operations import Dimension, Rule
+from ..operations import Atom, Dimension, Rule
 from ._graph import Value
 from ._walk import Scope
 
@@ -47,27 +47,28 @@ class Operation:
     @property
     def operands(self) -> list[Value | None]:
         """The values of the operands; None for literals."""
-        values = self.scope.values
-        return [None if isinstance(x, Literal) else values[x] for x in self.equation.invars]
+        # Literals have no value, as the scope has those of variables.
+        return [self.scope.value_of(atom) for atom in self.equation.invars]
 
     def dimensions(self) -> list[tuple[int, int, Dimension]]:
         """The place of the operand, the node and the factors of each dimension of the operands."""
-        rule = self.rule
-        if rule is None:
-            return []
-        return [
-            (place, node, dimension)
-            for place, (value, dimensions) in enumerate(
-                zip(self.operands, rule.operands, strict=True)
-            )
-            if value is not None
-            for node, dimension in zip(value.dims, dimensions, strict=True)
-        ]
+        of_operands: list[tuple[int, int, Dimension]] = []
+        if self.rule is None:
+            return of_operands
+        pairs = zip(self.operands, self.rule.operands, strict=True)
+        for place, (value, dimensions) in enumerate(pairs):
+            if value is None:
+                continue
+            for node, dimension in zip(value.dims, dimensions, strict=True):
+                of_operands.append((place, node, dimension))
+        return of_operands
 
-    def producer(self, atom: Any) -> JaxprEqn | None:
+    def producer(self, atom: Atom) -> JaxprEqn | None:
         """The equation of the same program that an operand is a result of."""
-        before = reversed(self.scope.jaxpr.eqns[: self.place])
-        return next((equation for equation in before if atom in equation.outvars), None)
+        for equation in reversed(self.scope.jaxpr.eqns[: self.place]):
+            if atom in equation.outvars:
+                return equation
+        return None
 
     def line(self) -> str:
         """The line of the user's code, such as `train.py:12`.
@@ -92,7 +93,7 @@ class Facts(Generic[Fact]):
         loop ends by.
     """
 
-    of_number: Callable[[Any], Fact]
+    of_number: Callable[[object], Fact]
     of_results: Callable[[Operation, Sequence[Fact]], Fact]
     join: Callable[[Sequence[Fact]], Fact]
     widen: Callable[[Fact, Fact], Fact]
@@ -104,7 +105,7 @@ def follow_facts(
     scope: Scope,
     inputs: Sequence[Fact],
     *,
-    needed: Sequence[Any] | None = None,
+    needed: Sequence[Atom] | None = None,
     outer: Operation | None = None,
 ) -> list[Fact]:
     """Returns the facts of a program's results; what they do not depend on is left out.
@@ -112,16 +113,20 @@ def follow_facts(
     `needed` are the variables whose facts are asked for, by default the results.
     """
     jaxpr = scope.jaxpr
-    known: dict[Any, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
-    constants = zip(jaxpr.constvars, scope.consts, strict=False)
-    known.update((var, facts.of_number(value)) for var, value in constants)
+    known: dict[Var, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
+    for var, constant in zip(jaxpr.constvars, scope.consts, strict=False):
+        known[var] = facts.of_number(constant)
 
-    def read(atom: Any) -> Fact:
+    def read(atom: Atom) -> Fact:
         if isinstance(atom, Literal):
             return facts.of_number(atom.val)
-        return known[atom] if atom in known else facts.of_number(None)
+        if atom not in known:  # what is not needed is not followed
+            return facts.of_number(None)
+        return known[atom]
 
-    for place in _used(jaxpr, jaxpr.outvars if needed is None else needed):
+    if needed is None:
+        needed = jaxpr.outvars
+    for place in _used(jaxpr, needed):
         equation = jaxpr.eqns[place]
         operation = Operation(scope, place, outer)
         operands = [read(atom) for atom in equation.invars]
@@ -133,7 +138,7 @@ def follow_facts(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _used(jaxpr: Jaxpr, needed: Sequence[Any]) -> list[int]:
+def _used(jaxpr: Jaxpr, needed: Sequence[Atom]) -> list[int]:
     """The places of the equations that the needed results depend on."""
     wanted, used = set(variables(needed)), []
     for place, equation in reversed(list(enumerate(jaxpr.eqns))):
@@ -151,17 +156,18 @@ def _follow_inner(
     def run(scope: Scope, inputs: Sequence[Fact]) -> list[Fact]:
         return follow_facts(facts, scope, inputs, outer=operation)
 
-    def loop(body: Scope, consts: Sequence[Fact], carry: Sequence[Fact], xs: Sequence[Fact]):
+    def loop(
+        body: Scope, consts: Sequence[Fact], carry: Sequence[Fact], xs: Sequence[Fact]
+    ) -> list[Fact]:
         results = run(body, [*consts, *carry, *xs])
         # A carried value may depend on the results of an earlier iteration.
-        pairs = zip(carry, results, strict=False)
-        carried = [facts.widen(before, after) for before, after in pairs]
+        carried = map(facts.widen, carry, results)
         return run(body, [*consts, *carried, *xs])
 
     match control_flow(operation.equation):
         case Cond():
             branches = [run(scope, operands[1:]) for scope in inner]
-            joined = [facts.join(results) for results in zip(*branches, strict=True)]
+            joined = map(facts.join, zip(*branches, strict=True))
             return [facts.control(fact, operands[:1]) for fact in joined]
         case Scan() as scan:
             return loop(inner[0], *scan.split(operands))

@@ -6,11 +6,12 @@ A dimension that is the product of several factors can only be sharded along the
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from jax.extend.core import JaxprEqn
 
 from ...core._multiply_adds import multiply_adds
-from ..operations import Dimension, Dimensions, Factor, Rule
+from ..operations import Dimension, Dimensions, Factor, Rule, factors_of, shape_of
 from ._graph import Dims, Graph, Value
 
 
@@ -66,8 +67,7 @@ def _resharded(rule: Rule) -> frozenset[Factor]:
     """
     if rule.writes is not None or not rule.moved | rule.whole:
         return frozenset()  # an array that is written into keeps its dimensions
-    common = _all_factors(_all_dimensions(rule.operands))
-    common &= _all_factors(_all_dimensions(rule.results))
+    common = factors_of(chain(*rule.operands)) & factors_of(chain(*rule.results))
     return (rule.moved | (rule.whole & common)) - rule.shuffled
 
 
@@ -99,14 +99,13 @@ def _add_results(
     shared: dict[Dimension, int],
 ) -> list[Value]:
     """Adds the results, with the nodes of the operands where dimensions are carried."""
-    of_operands = _all_factors(set(shared))
+    of_operands = factors_of(shared)
     changed = resharded | rule.whole
     nodes = {dimension: node for dimension, node in shared.items() if dimension[0] not in changed}
     results: list[Value] = []
     for place, (var, dimensions) in enumerate(zip(equation.outvars, rule.results, strict=True)):
-        shape = tuple(getattr(var.aval, "shape", ()))
         dims: list[int] = []
-        for size, dimension in zip(shape, dimensions, strict=True):
+        for size, dimension in zip(shape_of(var), dimensions, strict=True):
             if dimension in nodes:
                 node = nodes[dimension]
                 if graph.sizes[node] != size:  # queries have more heads than keys
@@ -173,12 +172,14 @@ def _cut_moved(
     skipped = (rule.whole - resharded) | rule.blocked | rule.reduced
     before, after = _all_dimensions(rule.operands), _all_dimensions(rule.results)
     unchanged = {dimension for dimension in before & after if dimension[0] not in resharded}
-    common = _all_factors(before) & _all_factors(after)
+    common = factors_of(before) & factors_of(after)
     beginnings: dict[Factor, list[tuple[Value, int]]] = defaultdict(list)
     for result, _, node, dimension in _dimensions(results, rule.results):
         beginnings[dimension[0]].append((result, node))
     # The cotangent of a result is gathered once for all operands.
-    first_with_grad = next((value for value in inputs if value.grad), None)
+    with_cotangent = inputs
+    if len(inputs) > 1:
+        with_cotangent = [value for value in inputs if value.grad]
     reached: set[int] = set()
     for value, _, node, dimension in _dimensions(inputs, rule.operands):
         factor = dimension[0]
@@ -188,7 +189,7 @@ def _cut_moved(
         source: int | None = node
         for result, target in beginnings[factor]:
             gathered = None
-            if value is first_with_grad or len(inputs) == 1:
+            if value in with_cotangent[:1]:
                 gathered = target
             graph.cut(value, source, result, gathered)
             if source is None or gathered is None:  # otherwise the cut has linked the two
@@ -216,25 +217,21 @@ def _link_groups(graph: Graph, size: int, node: int, other: int) -> None:
 
 
 def _all_dimensions(arrays: Sequence[Dimensions]) -> set[Dimension]:
-    return {dimension for dimensions in arrays for dimension in dimensions}
-
-
-def _all_factors(dimensions: set[Dimension]) -> set[Factor]:
-    return {factor for dimension in dimensions for factor in dimension}
+    return set(chain(*arrays))
 
 
 def _sum_forward(
     graph: Graph, rule: Rule, inputs: Sequence[Value], results: Sequence[Value]
 ) -> None:
     """Records partial sums: each device sums over its part of a reduced dimension."""
-    operands_with = Counter(x[0] for dimensions in rule.operands for x in dimensions)
     indexed = _indexed(rule, inputs)
-    done: set[Factor] = set()
+    operands_with = Counter(dimension[0] for dimension in chain(*rule.operands))
+    summed: set[Factor] = set()
     for value, d, node, dimension in _dimensions(inputs, rule.operands):
         factor = dimension[0]
-        if factor not in rule.reduced - rule.blocked or factor in done:
+        if factor not in rule.reduced - rule.blocked or factor in summed:
             continue
-        done.add(factor)
+        summed.add(factor)
         before = indexed
         if operands_with[factor] == 1:
             # An array that is sharded along an earlier dimension is not sharded along this one.
@@ -253,7 +250,7 @@ def _sum_backward(graph: Graph, rule: Rule, inputs: Sequence[Value], result: Val
     skipped = rule.whole | rule.moved | rule.blocked
     dimensions = rule.results[0]
     for value, of_value in zip(inputs, rule.operands, strict=True):
-        own = _all_factors(set(of_value))
+        own = factors_of(of_value)
         lacking: list[int] = []
         for d, (node, dimension) in enumerate(zip(result.dims, dimensions, strict=True)):
             if dimension in of_value:
@@ -270,8 +267,8 @@ def _indexed(rule: Rule, inputs: Sequence[Value]) -> Dims:
     Rows that are indexed by themselves, as in `x[jnp.arange(len(x)), labels]`, stay on their
     device.
     """
-    pairs = zip(inputs[0].dims, rule.operands[0], strict=True)
-    return tuple(node for node, dimension in pairs if dimension[0] in rule.indexed)
+    first = _dimensions(inputs[:1], rule.operands[:1])
+    return tuple(node for _, _, node, dimension in first if dimension[0] in rule.indexed)
 
 
 def _write(graph: Graph, rule: Rule, inputs: Sequence[Value], result: Value) -> None:
@@ -301,14 +298,13 @@ def _count_work(
     """Records the arithmetic of a contraction, forward and backward."""
     count = multiply_adds(equation)
     # Nothing is divided along the dimensions of a grouped convolution's derivative.
-    is_whole = _all_dimensions(rule.results) and all(x[0] in rule.whole for x in rule.results[0])
+    is_whole = len(rule.results[0]) > 0 and factors_of(rule.results[0]) <= rule.whole
     if count is None or is_whole:
         return
-    summed = [
-        node
-        for _, _, node, x in _dimensions(inputs[:1], rule.operands[:1])
-        if rule.reduced & set(x)
-    ]
+    dims = list(results[0].dims)
+    for _, _, node, dimension in _dimensions(inputs[:1], rule.operands[:1]):
+        if not rule.reduced.isdisjoint(dimension):
+            dims.append(node)
     if "dot_product_attention" in equation.primitive.name:
         # The backward pass has five products and the forward pass two.
         passes = graph.forwards + 2.5 * inputs[0].grad
@@ -316,4 +312,4 @@ def _count_work(
             passes = 1
     else:
         passes = graph.forwards + inputs[0].grad + inputs[1].grad
-    graph.work((*results[0].dims, *summed), 2.0 * count, passes, *inputs)
+    graph.work(tuple(dims), 2.0 * count, passes, *inputs)

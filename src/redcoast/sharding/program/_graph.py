@@ -1,10 +1,8 @@
 """The dimensions of a traced program: which are sharded alike, and what sharding them costs."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -118,7 +116,7 @@ class Graph:
     asked: dict[int, tuple[str, ...]] = field(default_factory=dict)
     links: list[tuple[int, int]] = field(default_factory=list)
     soft_links: list[tuple[int, int]] = field(default_factory=list)
-    sums: dict[Any, Sum] = field(default_factory=dict)
+    sums: dict[object, Sum] = field(default_factory=dict)
     cuts: list[Cut] = field(default_factory=list)
     meetings: list[Meeting] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
@@ -145,16 +143,17 @@ class Graph:
     regions: tuple[Region, ...] = ()
 
     def node(self, size: int, *, blocked: bool = False, made: bool = False) -> int:
+        node = len(self.sizes)
         self.sizes.append(size)
         if blocked:
-            self.blocked.add(len(self.sizes) - 1)
+            self.blocked.add(node)
         if made:
-            self.made.add(len(self.sizes) - 1)
-        return len(self.sizes) - 1
+            self.made.add(node)
+        return node
 
     def value(
         self,
-        aval: Any,
+        aval: object,
         dims: Dims | None = None,
         *,
         grad: bool = False,
@@ -162,53 +161,60 @@ class Graph:
     ) -> Value:
         """Adds a value of an abstract shape; without `dims`, each dimension is a new node."""
         shape = tuple(getattr(aval, "shape", ()))
-        dims = tuple(self.node(size) for size in shape) if dims is None else dims
-        itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
-        found = Value(dims, shape, itemsize, grad and is_inexact(aval), reduced)
+        if dims is None:
+            dims = tuple(map(self.node, shape))
         if len(dims) > 1:
             self.together[dims] = None
-        return found
+        itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+        return Value(dims, shape, itemsize, grad and is_inexact(aval), reduced)
 
     def link(self, a: int, b: int) -> None:
         if a != b:
             self.links.append((a, b))
 
-    def link_all(self, dims: Iterable[int], others: Iterable[int]) -> None:
-        for a, b in zip(dims, others, strict=True):
-            self.link(a, b)
-
     def sum(self, node: int, value: Value, *, backward: bool = False, before: Dims = ()) -> None:
         """Records that sharding `node` makes partial sums of `value`, or of its cotangent."""
         if (backward and not value.grad) or not self.times:
             return
-        times = self.times if backward else self.times * self.forwards
-        key = (value, node, before) if backward else len(self.sums)
-        uses = self.sums[key].uses + 1 if key in self.sums else 1
-        if backward and value.reduced is not None:
-            times, uses = value.reduced, 1
+        times, uses = self.times, 1
+        key: object = (value, node, before)
+        if not backward:
+            times *= self.forwards
+            key = len(self.sums)  # each is summed by itself
+        elif value.reduced is not None:
+            times = value.reduced
+        elif key in self.sums:
+            uses += self.sums[key].uses
         self.sums[key] = Sum(
             node, value.dims, value.bytes, times, backward, uses, value, before, self.source
         )
 
     def meet(self, value: Value, node: int, before: Dims, along: Dims = ()) -> None:
         """Records that `node` of an operand follows the dimensions `before` in the result."""
-        if before:
-            times = self.times * self.forwards
-            met = Meeting(node, before, along, value.dims, value.bytes, times, self.source)
-            self.meetings.append(met)
+        if not before:
+            return
+        times = self.times * self.forwards
+        self.meetings.append(
+            Meeting(node, before, along, value.dims, value.bytes, times, self.source)
+        )
 
-    def cut(
-        self, value: Value, source: int | None, result: Value | None, target: int | None
-    ) -> None:
+    def cut(self, value: Value, source: int | None, result: Value, target: int | None) -> None:
         """Records that `source` of `value` does not stay sharded as `target` of `result`.
 
         A soft link connects the two: a batch that is cut or joined is sharded again afterwards,
         because the operations that follow act on each example.
         """
-        dims = value.dims if result is None else result.dims
-        out = 0 if result is None else result.bytes
         self.cuts.append(
-            Cut(source, target, value.bytes, out, dims, self.times, value.grad, self.source)
+            Cut(
+                source,
+                target,
+                value.bytes,
+                result.bytes,
+                result.dims,
+                self.times,
+                value.grad,
+                self.source,
+            )
         )
         if source is not None and target is not None:
             self.soft_links.append((source, target))
@@ -231,8 +237,3 @@ class Graph:
         forward = flops * self.times
         of = tuple(value.dims for value in operands)
         self.works.append(Work(dims, forward * passes, forward, of, self.source))
-
-
-def output(equation: JaxprEqn) -> Any:
-    """Returns the abstract value of an equation's first result."""
-    return equation.outvars[0].aval

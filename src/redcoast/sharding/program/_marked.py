@@ -6,7 +6,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from ..tree._overrides import spec_axes
-from ._graph import Graph, Value, output
+from ._graph import Graph, Value
 
 
 def record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None:
@@ -15,12 +15,12 @@ def record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None:
     spec = getattr(params["sharding"], "spec", None)
     if spec is None:
         return
-    entries = (*spec, *(None for _ in operand.dims[len(spec) :]))
+    entries = (*spec, *[None] * (len(operand.dims) - len(spec)))
     for d, (node, entry) in enumerate(zip(operand.dims, entries, strict=True)):
         if entry is P.UNCONSTRAINED or d in params["unconstrained_dims"]:
             continue
-        before = graph.asked.get(node, ())
-        graph.asked[node] = (*before, *(a for a in spec_axes(entry) if a not in before))
+        axes = (*graph.asked.get(node, ()), *spec_axes(entry))
+        graph.asked[node] = tuple(dict.fromkeys(axes))  # each once
 
 
 def gathered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], d: int) -> list[Value]:
@@ -30,4 +30,4 @@ def gathered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], d: int) 
     node = operand.dims[d]
     graph.meet(operand, node, (node,))
     dims = (*operand.dims[:d], graph.node(operand.shape[d]), *operand.dims[d + 1 :])
-    return [graph.value(output(equation), dims, grad=operand.grad)]
+    return [graph.value(equation.outvars[0].aval, dims, grad=operand.grad)]

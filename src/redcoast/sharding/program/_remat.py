@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
+from operator import or_
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ...core._control_flow import (
     Call,
@@ -54,34 +56,40 @@ class Needed:
 
 def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
     """Finds what a region needs of a jaxpr; `grads` selects inputs into which gradients flow."""
-    with_grad = _with_grad(jaxpr, grads) if region.derived else set()
-    results = zip(jaxpr.outvars, region.wanted, strict=True)
-    needed = set(variables(atom for atom, wanted in results if wanted))
-    equations, inner = set(), {}
+    with_grad: set[Var] = set()
+    if region.derived:
+        with_grad = _with_grad(jaxpr, grads)
+    needed = set(variables(compress(jaxpr.outvars, region.wanted)))
+    equations: set[int] = set()
+    inner: dict[int, dict[Jaxpr, Region]] = {}
     for index, equation in reversed(list(enumerate(jaxpr.eqns))):
         has_grad = [not isinstance(atom, Literal) and atom in with_grad for atom in equation.invars]
-        derived = region.derived and any(var in with_grad for var in equation.outvars)
+        derived = not with_grad.isdisjoint(equation.outvars)
         if derived and _needs_results(equation, has_grad):
             needed.update(equation.outvars)
-        outs = tuple(var in needed and not region.keeps(equation) for var in equation.outvars)
+        outs = (False,) * len(equation.outvars)
+        if not region.keeps(equation):
+            outs = tuple(var in needed for var in equation.outvars)
         inner[index], operands = _called(equation, Region(outs, derived, region.policy), has_grad)
         if any(outs):
             equations.add(index)
+        needed.update(variables(compress(equation.invars, operands)))
         if derived:
-            operands = [a or b for a, b in zip(operands, _derived(equation, has_grad), strict=True)]
-        pairs = zip(equation.invars, operands, strict=True)
-        needed.update(variables(atom for atom, need in pairs if need))
+            needed.update(variables(compress(equation.invars, _derived(equation, has_grad))))
     return Needed(frozenset(equations), inner, tuple(var in needed for var in jaxpr.invars))
 
 
-def _with_grad(jaxpr: Jaxpr, grads: Sequence[bool]) -> set[Any]:
+def _with_grad(jaxpr: Jaxpr, grads: Sequence[bool]) -> set[Var]:
     """The variables into which a gradient flows."""
-    found = {var for var, grad in zip(jaxpr.invars, grads, strict=True) if grad}
+    with_grad = set(compress(jaxpr.invars, grads))
     for equation in jaxpr.eqns:
         inputs = variables(equation.invars)
-        if equation.primitive.name != "stop_gradient" and not found.isdisjoint(inputs):
-            found.update(var for var in equation.outvars if is_inexact(var.aval))
-    return found
+        if equation.primitive.name == "stop_gradient" or with_grad.isdisjoint(inputs):
+            continue
+        for var in equation.outvars:
+            if is_inexact(var.aval):
+                with_grad.add(var)
+    return with_grad
 
 
 def _needs_results(equation: JaxprEqn, has_grad: Sequence[bool]) -> bool:
@@ -117,12 +125,14 @@ def _called(
     match control_flow(equation):
         case Scan() as scan:
             body = open_jaxpr(scan.body)
-            seen, needed_of_body = _scan(scan, body, region, has_grad)
-            return {body: seen}, list(needed_of_body.inputs)
+            body_region, needed_of_body = _scan(scan, body, region, has_grad)
+            return {body: body_region}, list(needed_of_body.inputs)
         case Cond() as cond:
             jaxprs = list(map(open_jaxpr, cond.branches))
-            branches = [find_needed(jaxpr, region, has_grad[1:]) for jaxpr in jaxprs]
-            needed = [any(uses) for uses in zip(*(one.inputs for one in branches), strict=True)]
+            needed = [False] * len(has_grad[1:])
+            for jaxpr in jaxprs:
+                of_branch = find_needed(jaxpr, region, has_grad[1:])
+                needed = list(map(or_, needed, of_branch.inputs))
             index = any(needed) or any(region.wanted) or region.derived
             return dict.fromkeys(jaxprs, region), [index, *needed]
         case Call() as call if not call.has_derivative:
@@ -135,11 +145,12 @@ def _called(
             body = open_jaxpr(manual.body)
             return {body: region}, list(find_needed(body, region, has_grad).inputs)
     # All operands and results are needed, or none.
-    jaxprs = inner_jaxprs(equation)
     wanted = any(region.wanted)
-    full = lambda jaxpr: Region((wanted,) * len(jaxpr.outvars), region.derived, None)
-    needed = wanted or (region.derived and bool(jaxprs))
-    return {jaxpr: full(jaxpr) for jaxpr in jaxprs}, [needed] * len(has_grad)
+    regions: dict[Jaxpr, Region] = {}
+    for jaxpr in inner_jaxprs(equation):
+        regions[jaxpr] = Region((wanted,) * len(jaxpr.outvars), region.derived)
+    needed = wanted or (region.derived and bool(regions))
+    return regions, [needed] * len(has_grad)
 
 
 def _scan(
@@ -151,8 +162,7 @@ def _scan(
     while True:
         needed_of_body = find_needed(body, region, grads)
         _, needed, _ = scan.split(needed_of_body.inputs)
-        needed = (*needed, *[False] * (len(region.wanted) - len(carry)))
-        wanted = tuple(a or b for a, b in zip(region.wanted, needed, strict=True))
+        wanted = (*map(or_, region.wanted, needed), *region.wanted[len(carry) :])
         if wanted == region.wanted:
             return region, needed_of_body
         region = replace(region, wanted=wanted)

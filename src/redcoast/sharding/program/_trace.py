@@ -14,6 +14,8 @@ from ...core._control_flow import AnyJaxpr
 from ...core._pytree import Static, join, split
 from ...core._tracing import trace_for
 
+Arrays = list[Any]  # of JAX, of NumPy, or abstract
+
 
 @dataclass(frozen=True)
 class Traced:
@@ -34,37 +36,40 @@ class Traced:
     def trains(self) -> bool:
         """Whether the function is a loss: its first result is a floating point scalar."""
         results: list[Any] = self.jaxpr.out_avals
-        first = results[0] if results else None
-        return first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
+        if not results or results[0].shape != ():
+            return False
+        return jnp.issubdtype(results[0].dtype, jnp.floating)
 
 
-def trace(fn: Callable[..., Any], tree: PyTree, args: Sequence[Any]) -> tuple[Traced, list[Any]]:
+def trace(fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree]) -> tuple[Traced, Arrays]:
     """Traces `fn(tree, *args)`; returns its jaxpr and the arrays that it was called with."""
     arrays, static = split(tree)
     batch, batch_static = split(tuple(args[:1]))
     others, others_static = split(tuple(args[1:]))
-    seen: list[tuple[Static, int]] = []
+    outputs: list[tuple[Static, int]] = []  # the last is of the trace that JAX returns
 
-    def flat(arrays: list[Any], batch: list[Any], others: list[Any]) -> list[Any]:
+    def flat(arrays: Arrays, batch: Arrays, others: Arrays) -> Arrays:
         result = fn(join(arrays, static), *join(batch, batch_static), *join(others, others_static))
-        found, output = split(result)
-        has_model = type(result) is tuple and len(result) == 3  # `(loss, aux, model)`
-        seen.append((output, len(split(result[2])[0]) if has_model else 0))
-        return found
+        flat_result, output = split(result)
+        moved: Arrays = []
+        if type(result) is tuple and len(result) == 3:  # `(loss, aux, model)`
+            moved, _ = split(result[2])
+        outputs.append((output, len(moved)))
+        return flat_result
 
     flat.__wrapped__ = fn  # JAX's messages name this function  # type: ignore[attr-defined]
     jaxpr = jax.make_jaxpr(flat)(*jax.tree.map(_unplaced, (arrays, batch, others)))
-    return Traced(jaxpr, len(arrays), len(batch), *seen[-1]), [*arrays, *batch, *others]
+    return Traced(jaxpr, len(arrays), len(batch), *outputs[-1]), [*arrays, *batch, *others]
 
 
 def trace_over(
-    mesh: Mesh | AbstractMesh, fn: Callable[..., Any], tree: PyTree, args: Sequence[Any]
-) -> tuple[Traced, list[Any]]:
+    mesh: Mesh | AbstractMesh, fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree]
+) -> tuple[Traced, Arrays]:
     """Calls `trace` with bare `PartitionSpec`s in the function referring to a mesh."""
     return trace_for(mesh, lambda: trace(fn, tree, args))
 
 
-def _unplaced(x: Any) -> Any:
+def _unplaced(x: PyTree) -> PyTree:
     """The shape of an array, since the array may be placed on another mesh than the trace's."""
     if isinstance(x, Tracer) or not isinstance(x, jax.Array):
         return x

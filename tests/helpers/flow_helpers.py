@@ -72,9 +72,9 @@ def costs(fn, *given, n=2):
         if (letter := found.letter(node)).isalpha() and size:
             sent[f"{kind} {letter}"] = sent.get(f"{kind} {letter}", 0) + size / 4
 
-    for one in found.graph.sums.values():
+    for one in found.graph.partial_sums.values():
         add("back" if one.backward else "sum", one.node, one.bytes * one.times)
-    for cut in found.graph.cuts:
+    for cut in found.graph.reshards:
         ends = [node for node in (cut.source, cut.target) if node is not None]
         if len(ends) == 2 and len(found.classes.of(ends)) == 1:
             continue

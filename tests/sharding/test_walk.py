@@ -233,7 +233,7 @@ def test_only_what_derivatives_need_is_computed_again(name):
         return lambda x, w: lax.scan(lambda x, _: (fn(x, w), None), x, length=3)[0]
 
     def priced(fn):
-        sums = Followed(loop(fn), (4, 4), (4, 4)).graph.sums.values()
+        sums = Followed(loop(fn), (4, 4), (4, 4)).graph.partial_sums.values()
         return sum(one.times / 3 for one in sums if not one.backward and len(one.dims) == 2)
 
     def compiled(fn):

@@ -276,8 +276,9 @@ def _is_of_type(value: object, kind: object) -> bool:
         (of_items,) = arguments
         return isinstance(value, list) and all(_is_of_type(item, of_items) for item in value)
     if origin is tuple:
-        has_length = isinstance(value, list) and len(value) == len(arguments)
-        return has_length and all(map(_is_of_type, value, arguments))
+        if not isinstance(value, list) or len(value) != len(arguments):
+            return False
+        return all(map(_is_of_type, value, arguments))
     return type(value) is kind  # a bool is not an integer here
 
 

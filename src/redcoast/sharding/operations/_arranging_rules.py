@@ -12,8 +12,8 @@ from ._rule import (
     Factors,
     Linear,
     Rule,
+    all_factors,
     each_alone,
-    factors_of,
     shape_of,
     shapes_before_and_after,
     together,
@@ -191,7 +191,7 @@ def along(acted: Acted, *changes: Change, linear: Linear = ()) -> Callable[[Jaxp
         results = [dimensions] * len(equation.outvars)
         changed = [dimensions[d] for d in acted(equation.params, before, after)]
         carries_all = factors.rule(operands, results, linear=linear)
-        return replace(carries_all, **dict.fromkeys(changes, factors_of(changed)))
+        return replace(carries_all, **dict.fromkeys(changes, all_factors(changed)))
 
     return rule
 

@@ -103,20 +103,20 @@ class Factors:
             operands=tuple(map(tuple, operands)),
             results=tuple(map(tuple, results)),
             sizes=tuple(self._sizes),
-            reduced=factors_of(reduced),
-            moved=factors_of(moved),
-            whole=factors_of(whole),
-            shuffled=factors_of(shuffled),
-            blocked=factors_of(blocked),
-            indexed=factors_of(indexed),
-            repeated=factors_of(repeated),
+            reduced=all_factors(reduced),
+            moved=all_factors(moved),
+            whole=all_factors(whole),
+            shuffled=all_factors(shuffled),
+            blocked=all_factors(blocked),
+            indexed=all_factors(indexed),
+            repeated=all_factors(repeated),
             sums=sums,
             linear=linear,
             writes=writes,
         )
 
 
-def factors_of(dimensions: Iterable[Dimension]) -> frozenset[Factor]:
+def all_factors(dimensions: Iterable[Dimension]) -> frozenset[Factor]:
     """All factors of some dimensions."""
     return frozenset[Factor]().union(*dimensions)
 

@@ -10,7 +10,7 @@ from math import prod
 
 import jax
 
-from ..operations import Dimension, Dimensions, Factor, Rule, factors_of, rule_of
+from ..operations import Dimension, Dimensions, Factor, Rule, all_factors, rule_of
 from ._row_states import SUM, EquationPair, MixesRows, RowDim, State, differing
 
 
@@ -49,7 +49,7 @@ def apply_rule(pair: EquationPair, inputs: Sequence[State]) -> list[State]:
     if rows.factor in rule.reduced:
         return [_sum_over_rows(name, rule, by_operand.keys())] * count
     for operand, dimensions in enumerate(rule.operands):
-        if inputs[operand] is None and rows.factor in factors_of(dimensions):
+        if inputs[operand] is None and rows.factor in all_factors(dimensions):
             raise MixesRows(f"`{name}` combines rows with an array of as many elements")
     if rows.factor in rule.whole | rule.moved | rule.indexed:
         raise MixesRows(f"`{name}` is applied along rows")
@@ -112,7 +112,7 @@ def _sum_over_rows(name: str, rule: Rule, with_rows: Collection[int]) -> State:
         if not group.isdisjoint(with_rows) and not group.issubset(with_rows):
             raise MixesRows(f"`{name}` sums rows with an array of as many elements")
     for operand, dimensions in enumerate(rule.operands):
-        if operand not in with_rows and factors_of(dimensions) & rule.reduced:
+        if operand not in with_rows and all_factors(dimensions) & rule.reduced:
             raise MixesRows(f"`{name}` sums over rows with an array of as many elements")
     return SUM
 

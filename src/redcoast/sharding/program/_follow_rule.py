@@ -11,7 +11,7 @@ from itertools import chain
 from jax.extend.core import JaxprEqn
 
 from ...core._multiply_adds import multiply_adds
-from ..operations import Dimension, Dimensions, Factor, Rule, factors_of, shape_of
+from ..operations import Dimension, Dimensions, Factor, Rule, all_factors, shape_of
 from ._graph import Dims, Graph, Value
 
 
@@ -33,7 +33,7 @@ def follow_rule(
     if rule.whole:
         _gather_whole(graph, rule, resharded, inputs, results)
     if resharded or _regroups(rule):
-        _cut_moved(graph, rule, resharded, inputs, results)
+        _reshard_moved(graph, rule, resharded, inputs, results)
     if rule.reduced:
         _sum_forward(graph, rule, inputs, results)
     if rule.writes is None:
@@ -67,7 +67,7 @@ def _resharded(rule: Rule) -> frozenset[Factor]:
     """
     if rule.writes is not None or not rule.moved | rule.whole:
         return frozenset()  # an array that is written into keeps its dimensions
-    common = factors_of(chain(*rule.operands)) & factors_of(chain(*rule.results))
+    common = all_factors(chain(*rule.operands)) & all_factors(chain(*rule.results))
     return (rule.moved | (rule.whole & common)) - rule.shuffled
 
 
@@ -99,7 +99,7 @@ def _add_results(
     shared: dict[Dimension, int],
 ) -> list[Value]:
     """Adds the results, with the nodes of the operands where dimensions are carried."""
-    of_operands = factors_of(shared)
+    of_operands = all_factors(shared)
     changed = resharded | rule.whole
     nodes = {dimension: node for dimension, node in shared.items() if dimension[0] not in changed}
     results: list[Value] = []
@@ -117,8 +117,8 @@ def _add_results(
             created = size > 1 and factor not in of_operands | rule.moved | rule.whole
             if factor in rule.shuffled:
                 # A permutation that the program samples is also created by it.
-                created = shared[dimension] in graph.made
-            dims.append(graph.node(size, made=created))
+                created = shared[dimension] in graph.created
+            dims.append(graph.node(size, created=created))
             if factor in rule.shuffled:
                 nodes[dimension] = dims[-1]  # all results are sorted alike
         grad, reduced = _gradient(equation, rule, inputs, place)
@@ -151,13 +151,13 @@ def _gather_whole(
     needed = rule.whole - rule.blocked - resharded
     for value, _, node, dimension in _dimensions(inputs, rule.operands):
         if dimension[0] in needed:
-            graph.cut(value, node, results[0], None)
+            graph.add_reshard(value, node, results[0], None)
     for value, _, node, dimension in _dimensions(results, rule.results):
         if dimension[0] in needed:
-            graph.cut(value, None, value, node)
+            graph.add_reshard(value, None, value, node)
 
 
-def _cut_moved(
+def _reshard_moved(
     graph: Graph,
     rule: Rule,
     resharded: frozenset[Factor],
@@ -172,7 +172,7 @@ def _cut_moved(
     skipped = (rule.whole - resharded) | rule.blocked | rule.reduced
     before, after = _all_dimensions(rule.operands), _all_dimensions(rule.results)
     unchanged = {dimension for dimension in before & after if dimension[0] not in resharded}
-    common = factors_of(before) & factors_of(after)
+    common = all_factors(before) & all_factors(after)
     beginnings: dict[Factor, list[tuple[Value, int]]] = defaultdict(list)
     for result, _, node, dimension in _dimensions(results, rule.results):
         beginnings[dimension[0]].append((result, node))
@@ -191,7 +191,7 @@ def _cut_moved(
             gathered = None
             if value in with_cotangent[:1]:
                 gathered = target
-            graph.cut(value, source, result, gathered)
+            graph.add_reshard(value, source, result, gathered)
             if source is None or gathered is None:  # otherwise the cut has linked the two
                 graph.soft_links.append((node, target))
             reached.add(target)
@@ -199,11 +199,11 @@ def _cut_moved(
             if factor not in resharded:
                 _link_groups(graph, rule.sizes[factor], node, target)
         if not beginnings[factor]:
-            graph.cut(value, node, results[0], None)
+            graph.add_reshard(value, node, results[0], None)
     for result, _, node, dimension in _dimensions(results, rule.results):
         regrouped = dimension not in unchanged and not common.isdisjoint(dimension)
         if regrouped and dimension[0] not in skipped and node not in reached:
-            graph.cut(inputs[0], None, result, node)
+            graph.add_reshard(inputs[0], None, result, node)
 
 
 def _link_groups(graph: Graph, size: int, node: int, other: int) -> None:
@@ -237,7 +237,7 @@ def _sum_forward(
             # An array that is sharded along an earlier dimension is not sharded along this one.
             before = value.dims[:d]
         for result in results:
-            graph.sum(node, result, before=before)
+            graph.add_partial_sum(node, result, before=before)
 
 
 def _sum_backward(graph: Graph, rule: Rule, inputs: Sequence[Value], result: Value) -> None:
@@ -250,14 +250,14 @@ def _sum_backward(graph: Graph, rule: Rule, inputs: Sequence[Value], result: Val
     skipped = rule.whole | rule.moved | rule.blocked
     dimensions = rule.results[0]
     for value, of_value in zip(inputs, rule.operands, strict=True):
-        own = factors_of(of_value)
+        own = all_factors(of_value)
         lacking: list[int] = []
         for d, (node, dimension) in enumerate(zip(result.dims, dimensions, strict=True)):
             if dimension in of_value:
-                graph.meet(value, node, tuple(lacking))
+                graph.add_conflict(value, node, tuple(lacking))
             elif own.isdisjoint(dimension) and dimension[0] not in skipped:
                 before = (*result.dims[:d], *indexed)
-                graph.sum(node, value, backward=True, before=before)
+                graph.add_partial_sum(node, value, backward=True, before=before)
                 lacking.append(node)
 
 
@@ -280,16 +280,16 @@ def _write(graph: Graph, rule: Rule, inputs: Sequence[Value], result: Value) -> 
     assert rule.writes is not None
     for value, _, node, dimension in _dimensions(inputs[:1], rule.operands[:1]):
         if dimension[0] in rule.moved:
-            graph.cut(value, node, result, None)
+            graph.add_reshard(value, node, result, None)
     indexed = _indexed(rule, inputs)
     indices = _all_dimensions(rule.operands[1 : rule.writes])
     for node, dimension in zip(inputs[rule.writes].dims, rule.operands[rule.writes], strict=True):
         if dimension not in indices or dimension[0] not in rule.whole:
             continue
         for value in inputs[1:]:
-            graph.meet(value, node, (node,), along=indexed)
+            graph.add_conflict(value, node, (node,), along=indexed)
         if result.grad:
-            graph.sum(node, result, before=indexed)
+            graph.add_partial_sum(node, result, before=indexed)
 
 
 def _count_work(
@@ -298,7 +298,7 @@ def _count_work(
     """Records the arithmetic of a contraction, forward and backward."""
     count = multiply_adds(equation)
     # Nothing is divided along the dimensions of a grouped convolution's derivative.
-    is_whole = len(rule.results[0]) > 0 and factors_of(rule.results[0]) <= rule.whole
+    is_whole = len(rule.results[0]) > 0 and all_factors(rule.results[0]) <= rule.whole
     if count is None or is_whole:
         return
     dims = list(results[0].dims)
@@ -312,4 +312,4 @@ def _count_work(
             passes = 1
     else:
         passes = graph.forwards + inputs[0].grad + inputs[1].grad
-    graph.work(tuple(dims), 2.0 * count, passes, *inputs)
+    graph.add_work(tuple(dims), 2.0 * count, passes, *inputs)

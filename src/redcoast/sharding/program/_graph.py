@@ -35,7 +35,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Sum:
+class PartialSum:
     """Partial sums: sharding `node` needs an all-reduce of an array with dimensions `dims`.
 
     In the backward pass, `uses` is the number of uses of the value whose cotangents are added.
@@ -55,7 +55,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Reshard:
     """An array whose dimension `source` becomes `target` in a way that no sharding survives.
 
     If either is sharded, the array is gathered in the forward pass, and its cotangent in the
@@ -73,7 +73,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class BatchConflict:
     """An operand whose dimension `node` follows the dimensions `before` in the result.
 
     If both are dimensions of the batch, such as in a table of all pairs of examples, the operand is
@@ -110,15 +110,15 @@ class Graph:
     sizes: list[int] = field(default_factory=list)
     blocked: set[int] = field(default_factory=set)
     stacks: set[int] = field(default_factory=set)  # blocked nodes that count a scan's layers
-    made: set[int] = field(default_factory=set)  # created by the program: noise, zeros, copies
-    held: set[int] = field(default_factory=set)  # nodes of parameters and constants
-    # The axes that the program itself constrains a dimension to; () if it is to be replicated.
-    asked: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    created: set[int] = field(default_factory=set)  # created by the program: noise, zeros, copies
+    of_parameters: set[int] = field(default_factory=set)  # nodes of parameters and constants
+    # The axes that the program itself constrains a dimension to; `()` if it is replicated.
+    constrained: dict[int, tuple[str, ...]] = field(default_factory=dict)
     links: list[tuple[int, int]] = field(default_factory=list)
     soft_links: list[tuple[int, int]] = field(default_factory=list)
-    sums: dict[object, Sum] = field(default_factory=dict)
-    cuts: list[Cut] = field(default_factory=list)
-    meetings: list[Meeting] = field(default_factory=list)
+    partial_sums: dict[object, PartialSum] = field(default_factory=dict)
+    reshards: list[Reshard] = field(default_factory=list)
+    batch_conflicts: list[BatchConflict] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     # The dimensions that an array has together, in the order of the program.
     together: dict[Dims, None] = field(default_factory=dict)
@@ -142,13 +142,13 @@ class Graph:
     # rematerialised region around it recomputes.
     regions: tuple[Region, ...] = ()
 
-    def node(self, size: int, *, blocked: bool = False, made: bool = False) -> int:
+    def node(self, size: int, *, blocked: bool = False, created: bool = False) -> int:
         node = len(self.sizes)
         self.sizes.append(size)
         if blocked:
             self.blocked.add(node)
-        if made:
-            self.made.add(node)
+        if created:
+            self.created.add(node)
         return node
 
     def value(
@@ -172,7 +172,9 @@ class Graph:
         if a != b:
             self.links.append((a, b))
 
-    def sum(self, node: int, value: Value, *, backward: bool = False, before: Dims = ()) -> None:
+    def add_partial_sum(
+        self, node: int, value: Value, *, backward: bool = False, before: Dims = ()
+    ) -> None:
         """Records that sharding `node` makes partial sums of `value`, or of its cotangent."""
         if (backward and not value.grad) or not self.times:
             return
@@ -180,32 +182,34 @@ class Graph:
         key: object = (value, node, before)
         if not backward:
             times *= self.forwards
-            key = len(self.sums)  # each is summed by itself
+            key = len(self.partial_sums)  # each is summed by itself
         elif value.reduced is not None:
             times = value.reduced
-        elif key in self.sums:
-            uses += self.sums[key].uses
-        self.sums[key] = Sum(
+        elif key in self.partial_sums:
+            uses += self.partial_sums[key].uses
+        self.partial_sums[key] = PartialSum(
             node, value.dims, value.bytes, times, backward, uses, value, before, self.source
         )
 
-    def meet(self, value: Value, node: int, before: Dims, along: Dims = ()) -> None:
+    def add_conflict(self, value: Value, node: int, before: Dims, along: Dims = ()) -> None:
         """Records that `node` of an operand follows the dimensions `before` in the result."""
         if not before:
             return
         times = self.times * self.forwards
-        self.meetings.append(
-            Meeting(node, before, along, value.dims, value.bytes, times, self.source)
+        self.batch_conflicts.append(
+            BatchConflict(node, before, along, value.dims, value.bytes, times, self.source)
         )
 
-    def cut(self, value: Value, source: int | None, result: Value, target: int | None) -> None:
+    def add_reshard(
+        self, value: Value, source: int | None, result: Value, target: int | None
+    ) -> None:
         """Records that `source` of `value` does not stay sharded as `target` of `result`.
 
         A soft link connects the two: a batch that is cut or joined is sharded again afterwards,
         because the operations that follow act on each example.
         """
-        self.cuts.append(
-            Cut(
+        self.reshards.append(
+            Reshard(
                 source,
                 target,
                 value.bytes,
@@ -219,20 +223,22 @@ class Graph:
         if source is not None and target is not None:
             self.soft_links.append((source, target))
 
-    def save(self, value: Value) -> None:
+    def add_saved(self, value: Value) -> None:
         """Records a value that is kept for the backward pass, unless it is recomputed there."""
         if value.grad and self.kept:
             self.saved[value.dims, self.source] += value.bytes * self.times
 
-    def compute(self, value: Value) -> None:
+    def add_computed(self, value: Value) -> None:
         """Records the result of a contraction, a gather or a scatter."""
         self.computed[value.dims] += value.bytes * self.times
 
-    def move(self, value: Value) -> None:
+    def add_memory_traffic(self, value: Value) -> None:
         """Records that a value is read from or written to memory, and so is its cotangent."""
         self.memory_traffic[value.dims] += value.bytes * self.times * (self.forwards + value.grad)
 
-    def work(self, dims: Dims, flops: int | float, passes: int | float, *operands: Value) -> None:
+    def add_work(
+        self, dims: Dims, flops: int | float, passes: int | float, *operands: Value
+    ) -> None:
         """Adds `flops` operations for each of the forward and backward `passes`."""
         forward = flops * self.times
         of = tuple(value.dims for value in operands)

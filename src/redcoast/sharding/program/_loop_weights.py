@@ -5,7 +5,7 @@ from math import prod
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from ...core._jaxpr import variables
-from ..operations import shape_of
+from ..operations import Atom, shape_of
 from ..operations._elementwise_rules import ELEMENTWISE
 
 
@@ -30,7 +30,7 @@ def rearranges(equation: JaxprEqn) -> bool:
     return prod(shape_of(equation.invars[0])) == prod(shape_of(equation.outvars[0]))
 
 
-def uses(equation: JaxprEqn, var: Var) -> bool:
+def uses(equation: JaxprEqn, var: Atom) -> bool:
     """Whether an equation multiplies by a weight, or broadcasts it."""
     if equation.primitive.name in ELEMENTWISE:
         return shape_of(var) not in ((), shape_of(equation.outvars[0]))

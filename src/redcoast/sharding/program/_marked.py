@@ -19,8 +19,8 @@ def record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None:
     for d, (node, entry) in enumerate(zip(operand.dims, entries, strict=True)):
         if entry is P.UNCONSTRAINED or d in params["unconstrained_dims"]:
             continue
-        axes = (*graph.asked.get(node, ()), *spec_axes(entry))
-        graph.asked[node] = tuple(dict.fromkeys(axes))  # each once
+        axes = (*graph.constrained.get(node, ()), *spec_axes(entry))
+        graph.constrained[node] = tuple(dict.fromkeys(axes))  # each once
 
 
 def gathered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], d: int) -> list[Value]:
@@ -28,6 +28,6 @@ def gathered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], d: int) 
     cotangent."""
     (operand,) = inputs
     node = operand.dims[d]
-    graph.meet(operand, node, (node,))
+    graph.add_conflict(operand, node, (node,))
     dims = (*operand.dims[:d], graph.node(operand.shape[d]), *operand.dims[d + 1 :])
     return [graph.value(equation.outvars[0].aval, dims, grad=operand.grad)]

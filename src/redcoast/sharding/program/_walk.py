@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ...core._control_flow import (
     AnyJaxpr,
@@ -39,7 +39,7 @@ class Scope:
 
     jaxpr: Jaxpr
     consts: Sequence[object] = ()
-    values: dict[Var, Value] = field(default_factory=dict)
+    values: dict[Atom, Value] = field(default_factory=dict)
     rules: dict[int, Rule | None] = field(default_factory=dict)
     inner: dict[int, list["Scope"]] = field(default_factory=dict)
 
@@ -59,7 +59,7 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
     scope = Scope(jaxpr, consts_of(closed))
     for var in jaxpr.constvars:
         scope.values[var] = graph.value(var.aval)
-        graph.held.update(scope.values[var].dims)
+        graph.of_parameters.update(scope.values[var].dims)
     scope.values.update(zip(jaxpr.invars, inputs, strict=True))
     regions, grads = graph.regions, [value.grad for value in inputs]
     needed = [find_needed(jaxpr, region, grads) for region in regions]
@@ -109,13 +109,13 @@ def _apply_rule(
         if name == "sharding_constraint":
             record_constraint(graph, equation, inputs[0])
         if name in CONSTRAINED or name in KEPT:
-            graph.save(results[0])
+            graph.add_saved(results[0])
         if name in CONSTRAINED:
-            graph.compute(results[0])
+            graph.add_computed(results[0])
         if name in CONSTRAINED or name in REDUCTIONS:
             # XLA fuses other operations with one of these, so their results stay out of memory.
             for value in (*inputs, *results):
-                graph.move(value)
+                graph.add_memory_traffic(value)
         return results, []
     match control_flow(equation):
         case Scan() as scan:
@@ -153,7 +153,7 @@ def _call(graph: Graph, equation: JaxprEqn, call: Call, inputs: Sequence[Value])
             work = graph.works[index]
             graph.works[index] = replace(work, flops=work.flops + work.forward / 2)
         for value in results:
-            graph.save(value)
+            graph.add_saved(value)
     return results, [scope]
 
 
@@ -206,7 +206,7 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
         length_counted = length
     with _repeated(graph, length_counted):
         for value in carry:
-            graph.save(value)
+            graph.add_saved(value)
         scope = _walk_called(graph, scan.body, [*copied_consts, *carry, *slices])
     outputs = outputs_of(graph, scope)
     _link(graph, carry, outputs[: len(carry)])

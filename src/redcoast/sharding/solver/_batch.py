@@ -45,8 +45,8 @@ def find_batch(graph: Graph, arrays: Sequence[Value], others: Sequence[Value]) -
     rest = {node for value in (*arrays, *others) for node in value.dims} - leading
     # Leading dimensions of other arguments are treated like created rows; other dimensions of
     # arguments are never rows.
-    graph.made.update(leading)
-    graph.held.update(rest.difference(given))
+    graph.created.update(leading)
+    graph.of_parameters.update(rest.difference(given))
     return BatchNodes(given, made_rows(graph, given), left_out)
 
 
@@ -96,18 +96,20 @@ def _free(graph: Graph, arrays: Sequence[Value], leading: dict[int, int]) -> dic
 
 def _never_rows(graph: Graph, classes: Classes) -> frozenset[int]:
     """The classes of parameters, constants and dimensions that cannot be sharded."""
-    return classes.of(graph.held | graph.blocked)
+    return classes.of(graph.of_parameters | graph.blocked)
 
 
 def made_rows(graph: Graph, given: Collection[int]) -> tuple[int, ...]:
     """The nodes of created arrays that are sharded like the `given` batch dimensions."""
-    if not given or not (graph.made or graph.asked):
+    if not given or not (graph.created or graph.constrained):
         return ()
     classes = Classes(graph, 1, soft=True, least=2)
     why = reasons_against(graph, classes, given)
     sizes = {graph.sizes[node] for node in given}
     taken = {one for one, reason in why.items() if not reason}
-    asked = {node for node, axes in graph.asked.items() if not set(BATCH_AXES).isdisjoint(axes)}
+    asked = {
+        node for node, axes in graph.constrained.items() if not set(BATCH_AXES).isdisjoint(axes)
+    }
     fits = (node for node, size in enumerate(graph.sizes) if size in sizes or node in asked)
     return tuple(node for node in fits if classes[node] in taken)
 
@@ -119,7 +121,7 @@ def reasons_against(graph: Graph, classes: Classes, given: Collection[int]) -> d
     """
     main = classes.of(given)
     split, replicated = set(), set()
-    for node, axes in graph.asked.items():
+    for node, axes in graph.constrained.items():
         if not axes:
             replicated.add(classes[node])
         elif not set(BATCH_AXES).isdisjoint(axes):
@@ -129,7 +131,7 @@ def reasons_against(graph: Graph, classes: Classes, given: Collection[int]) -> d
     fits = {classes[node] for node, size in enumerate(graph.sizes) if size in sizes}
     shares = _WorkShares(graph, classes, main)
     found: dict[int, str] = {}
-    for one in sorted((classes.of(graph.made) | split) - main):
+    for one in sorted((classes.of(graph.created) | split) - main):
         if one in excluded:
             found[one] = OF_PARAMETERS
         elif one in split:

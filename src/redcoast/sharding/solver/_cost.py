@@ -89,10 +89,10 @@ def _colors(
         for node, size in zip(parameter.value.dims, parameter.value.shape, strict=True):
             if (one := classes[node]) in marks:
                 marks[one][("parameter", shape, size, parameter.sharded)] += 1
-    for found in graph.sums.values():
+    for found in graph.partial_sums.values():
         if (one := classes[found.node]) in marks:
             marks[one][("sum", found.bytes, found.times, found.backward)] += 1
-    for cut in graph.cuts:
+    for cut in graph.reshards:
         for node, size in ((cut.source, cut.source_bytes), (cut.target, cut.target_bytes)):
             if node is not None and (one := classes[node]) in marks:
                 marks[one][("cut", size, cut.times, node == cut.source)] += 1

@@ -46,7 +46,7 @@ def sharing(decision: Decision, axes: Mapping[str, int]) -> Callable[[Sequence[i
 
 def asked_axes(graph: Graph) -> dict[int, tuple[str, ...]]:
     """The axes of the program's own constraints, for each node that is linked to a constraint."""
-    asked = {node: names for node, names in graph.asked.items() if names}
+    asked = {node: names for node, names in graph.constrained.items() if names}
     if not asked:
         return {}
     classes = Classes(graph, 1, least=2)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ..program._graph import Cut, Dims, Graph, Meeting, Source, Sum, Value
+from ..program._graph import BatchConflict, Dims, Graph, PartialSum, Reshard, Source, Value
 from ._classes import Classes
 from ._hardware import Hardware, all_gather, all_reduce
 
@@ -60,12 +60,12 @@ def of_model(
     Partial sums along it are all-reduced, and arrays that it does not stay sharded in are
     all-gathered.
     """
-    for one in _once(graph.sums.values(), classes, hardware):
+    for one in _once(graph.partial_sums.values(), classes, hardware):
         if classes.divides(one.node):
             size = all_reduce(n, _sum_bytes(one, hardware) / batch.parts(one.dims))
             root = classes[one.node]
             yield PlannedCollective("partial sums", size, one.backward, root, one.dims, one.source)
-    for cut in graph.cuts:
+    for cut in graph.reshards:
         for root, size in _cut_sides(cut, classes, batch):
             sent = all_gather(n, size)
             yield PlannedCollective("gathered", sent, False, root, cut.dims, cut.operation)
@@ -75,7 +75,7 @@ def of_batch(
     graph: Graph, batch: BatchDims, stored: int, hardware: Hardware
 ) -> Iterator[PlannedCollective]:
     """What is sent if the batch is sharded. A gradient is stored as `stored` different shards."""
-    over = (one for one in graph.sums.values() if batch.has(one.node))
+    over = (one for one in graph.partial_sums.values() if batch.has(one.node))
     split = (one for one in over if not any(map(batch.has, one.before)))
     # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
     scatters = hardware.scatters and stored == batch.count
@@ -99,7 +99,9 @@ def of_batch(
             yield PlannedCollective("compared", sent, False, None, meeting.dims, meeting.source)
 
 
-def _once(sums: Iterable[Sum], classes: Classes | BatchDims, hardware: Hardware) -> Iterator[Sum]:
+def _once(
+    sums: Iterable[PartialSum], classes: Classes | BatchDims, hardware: Hardware
+) -> Iterator[PartialSum]:
     """Partial sums, one for all uses of a value if the compiler adds their cotangents first."""
     seen: set[tuple[Value | None, int]] = set()
     for one in sums:
@@ -109,21 +111,23 @@ def _once(sums: Iterable[Sum], classes: Classes | BatchDims, hardware: Hardware)
         seen.add(key)
 
 
-def _sum_bytes(one: Sum, hardware: Hardware) -> int | float:
+def _sum_bytes(one: PartialSum, hardware: Hardware) -> int | float:
     """Bytes that are reduced in a step for one partial sum."""
     if hardware.adds_first:
         return one.bytes * one.times
     return one.bytes * one.times * one.uses
 
 
-def _meetings_of_batch(graph: Graph, batch: BatchDims) -> Iterator[Meeting]:
-    for meeting in graph.meetings:
+def _meetings_of_batch(graph: Graph, batch: BatchDims) -> Iterator[BatchConflict]:
+    for meeting in graph.batch_conflicts:
         meets = batch.has(meeting.node) and any(map(batch.has, meeting.before))
         if meets and not any(map(batch.has, meeting.along)):
             yield meeting
 
 
-def _cut_sides(cut: Cut, classes: Classes, batch: BatchDims) -> Iterator[tuple[int, int | float]]:
+def _cut_sides(
+    cut: Reshard, classes: Classes, batch: BatchDims
+) -> Iterator[tuple[int, int | float]]:
     """The classes that end at a cut, and the bytes that sharding them gathers there."""
     source, target = (
         None if node is None or not classes.divides(node) else classes[node]

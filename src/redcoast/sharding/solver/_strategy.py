@@ -128,7 +128,7 @@ def follow_program(
     inputs = [graph.value(var.aval, grad=grad and traced.trains) for var, grad in pairs]
     scope = walk(graph, traced.jaxpr, inputs)
     parameters, rest = tuple(inputs[: traced.arrays]), inputs[traced.arrays :]
-    graph.held.update(node for value in parameters for node in value.dims)
+    graph.of_parameters.update(node for value in parameters for node in value.dims)
     given = rest[: traced.batch]
     batch = find_batch(graph, given, rest[traced.batch :])
     rows = (value for place, value in enumerate(given) if place not in batch.left_out)
@@ -297,7 +297,7 @@ def _candidates(program: Program, classes: Classes, batch: BatchDims) -> list[in
     free -= {classes[node] for node in range(len(program.graph.sizes)) if batch.has(node)}
     # This order does not depend on the order of the leaves.
     order = dict.fromkeys(classes[node] for work in program.graph.works for node in work.dims)
-    order |= dict.fromkeys(classes[found.node] for found in program.graph.sums.values())
+    order |= dict.fromkeys(classes[found.node] for found in program.graph.partial_sums.values())
     order |= dict.fromkeys(classes[node] for node in nodes)
     return [one for one in order if one in free]
 

@@ -48,7 +48,7 @@ class Node:
     """
 
     path: tuple[str, ...]
-    owner: object
+    owner: Any
     ordered: bool
     children: "dict[str, Node | Leaf]" = field(default_factory=dict)
 

@@ -247,8 +247,8 @@ def _wrong_entries(document: Json) -> set[str]:
     microbatches = compute.get("microbatches")
     if isinstance(microbatches, int) and microbatches < 1:
         wrong.add("microbatches")
-    sizes = document["mesh"].values()
-    if not wrong and not all(type(size) is int and size > 0 for size in sizes):
+    sizes = list(document["mesh"].values())
+    if not wrong and not (_is_of_type(sizes, list[int]) and min(sizes, default=1) > 0):
         return {"mesh"}
     return wrong
 

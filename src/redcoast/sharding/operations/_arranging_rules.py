@@ -16,6 +16,7 @@ from ._rule import (
     each_alone,
     shape_of,
     shapes_before_and_after,
+    take,
     together,
     without,
 )
@@ -24,7 +25,7 @@ from ._rule import (
 def transpose_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
     operand = factors.of(shape_of(equation.invars[0]))
-    result = [operand[d] for d in equation.params["permutation"]]
+    result = take(operand, equation.params["permutation"])
     return factors.rule([operand], [result], linear=each_alone(0))
 
 
@@ -50,10 +51,10 @@ def broadcast_in_dim_rule(equation: JaxprEqn) -> Rule:
     operand = factors.of(before)
     result = factors.of(after)
     repeated = set(result)
-    for d, at in enumerate(equation.params["broadcast_dimensions"]):
-        if before[d] == after[at]:
-            repeated.discard(result[at])
-            result[at] = operand[d]
+    for d, result_d in enumerate(equation.params["broadcast_dimensions"]):
+        if before[d] == after[result_d]:
+            repeated.discard(result[result_d])
+            result[result_d] = operand[d]
     # A size that is only known at run time is an operand too.
     sizes = factors.of_each(equation.invars[1:])
     return factors.rule([operand, *sizes], [result], repeated=repeated, linear=each_alone(0))
@@ -64,8 +65,7 @@ def reshape_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
     before, after = shapes_before_and_after(equation)
     order = equation.params.get("dimensions") or range(len(before))
-    shape = [before[d] for d in order]
-    permuted, result, torn = _common_factors(factors, shape, after)
+    permuted, result, torn = _common_factors(factors, take(before, order), after)
     operand: list[Dimension] = [()] * len(before)
     for d, dimension in zip(order, permuted, strict=True):
         operand[d] = dimension
@@ -189,7 +189,7 @@ def along(acted: Acted, *changes: Change, linear: Linear = ()) -> Callable[[Jaxp
             if shape_of(atom) == before:
                 operands[operand] = dimensions
         results = [dimensions] * len(equation.outvars)
-        changed = [dimensions[d] for d in acted(equation.params, before, after)]
+        changed = take(dimensions, acted(equation.params, before, after))
         carries_all = factors.rule(operands, results, linear=linear)
         return replace(carries_all, **dict.fromkeys(changes, all_factors(changed)))
 
@@ -256,7 +256,7 @@ def reduction_rule(equation: JaxprEqn) -> Rule:
     if equation.primitive.name == "reduce":
         operands[len(operands) // 2 :] = [[]] * len(equation.outvars)  # the initial values
     results = [without(operand, axes)] * len(equation.outvars)
-    reduced = [operand[d] for d in axes]
+    reduced = take(operand, axes)
     sums = equation.primitive.name == "reduce_sum"
     linear: Linear = ()
     if sums:
@@ -273,7 +273,7 @@ def named_reduction_rule(equation: JaxprEqn) -> Rule:
     reduced: list[Dimension] = []
     for operand in operands:
         results.append(without(operand, axes))
-        reduced += [operand[d] for d in axes]
+        reduced += take(operand, axes)
     sums = equation.primitive.name.startswith("psum")
     linear: Linear = ()
     if sums:

@@ -2,7 +2,7 @@
 
 from jax.extend.core import JaxprEqn
 
-from ._rule import Dimension, Factors, Rule, each_alone, shape_of, without
+from ._rule import Dimension, Factors, Rule, each_alone, shape_of, take, without
 
 
 def dot_general_rule(equation: JaxprEqn) -> Rule:
@@ -12,12 +12,11 @@ def dot_general_rule(equation: JaxprEqn) -> Rule:
     left_shared, right_shared = (*left_sum, *left_batch), (*right_sum, *right_batch)
     for d, right_d in zip(left_shared, right_shared, strict=True):
         right[right_d] = left[d]
-    batch = [left[d] for d in left_batch]
-    result = [*batch, *without(left, left_shared), *without(right, right_shared)]
+    free = without(left, left_shared) + without(right, right_shared)
     return factors.rule(
         [left, right],
-        [result],
-        reduced=[left[d] for d in left_sum],
+        [take(left, left_batch) + free],
+        reduced=take(left, left_sum),
         sums=True,
         linear=each_alone(0, 1),
     )
@@ -94,8 +93,7 @@ def convolution_rule(equation: JaxprEqn) -> Rule:
     out, into, *kernel_space = spec.rhs_spec
     result_batch, result_channel, *result_space = spec.out_spec
     summed = kernel[into]
-    space = [image[d] for d in image_space]
-    window = [kernel[d] for d in kernel_space]
+    space, window = take(image, image_space), take(kernel, kernel_space)
     blocked = [*space, *window]
     image[channel] = summed
     if groups > 1:

@@ -14,6 +14,7 @@ from ._rule import (
     each_alone,
     shape_of,
     shapes_before_and_after,
+    take,
     together,
     without,
 )
@@ -33,15 +34,15 @@ def gather_rule(equation: JaxprEqn) -> Rule:
     of_indices = iter(indices[:-1])  # the last dimension of indices holds coordinates
     result: list[Dimension] = []
     partial: list[Dimension] = []  # a part of these is read
-    for at, size in enumerate(after):
-        if at not in of_window:
+    for place, size in enumerate(after):
+        if place not in of_window:
             result.append(next(of_indices))
             continue
-        d = of_window[at]
+        d = of_window[place]
         result.append(operand[d])
         if size != before[d]:
             partial.append(operand[d])
-    collapsed = [operand[d] for d in numbers.collapsed_slice_dims]
+    collapsed = take(operand, numbers.collapsed_slice_dims)
     return factors.rule(
         [operand, indices],
         [result],
@@ -69,11 +70,11 @@ def scatter_rule(equation: JaxprEqn) -> Rule:
     updates: list[Dimension] = []
     partial: list[Dimension] = []  # a part of these is written
     parts: list[Dimension] = []  # the dimensions of the updates that are these parts
-    for at, size in enumerate(written):
-        if at not in of_window:
+    for place, size in enumerate(written):
+        if place not in of_window:
             updates.append(next(of_indices))
             continue
-        d = of_window[at]
+        d = of_window[place]
         if size == before[d]:
             updates.append(operand[d])
         else:
@@ -94,7 +95,7 @@ def scatter_rule(equation: JaxprEqn) -> Rule:
         reduced=reduced,
         moved=partial,
         whole=whole,
-        indexed=[*partial, *(operand[d] for d in inserted)],
+        indexed=partial + take(operand, inserted),
         sums=name in ("scatter-add", "scatter_add"),
         linear=linear,
         writes=2,

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import SupportsIndex, TypeVar
 
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -56,6 +57,10 @@ class Rule:
     sums: bool = False
     linear: Linear = ()
     writes: int | None = None
+
+    def size(self, dimension: Dimension) -> int:
+        """The number of elements along a dimension, or along some of its factors."""
+        return prod(self.sizes[factor] for factor in dimension)
 
     @property
     def is_pairwise(self) -> bool:
@@ -119,6 +124,11 @@ class Factors:
 def all_factors(dimensions: Iterable[Dimension]) -> frozenset[Factor]:
     """All factors of some dimensions."""
     return frozenset[Factor]().union(*dimensions)
+
+
+def take(dimensions: Sequence[Item], places: Iterable[SupportsIndex]) -> list[Item]:
+    """The dimensions of an array at some places."""
+    return [dimensions[d] for d in places]
 
 
 def without(dimensions: Sequence[Item], removed: Collection[SupportsIndex]) -> list[Item]:

@@ -6,7 +6,6 @@ numbers the rows would give another result for a part of the batch than for all 
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import jax
 
@@ -76,8 +75,7 @@ def _within_factor(
             # A reshape of equal rows has them in the factor whose size follows from their number.
             factor = rule.results[0][_dim_of_rows(pair)][0]
         return _WithinFactor(factor, None, 1)
-    size = prod(rule.sizes[factor] for factor in dimension)
-    count = size // (rows.outer * rows.inner)
+    count = rule.size(dimension) // (rows.outer * rows.inner)
     slower = 1  # the elements of the factors before this one
     for factor in dimension:
         own = rule.sizes[factor]
@@ -125,8 +123,7 @@ def _rows_of_result(rule: Rule, dimensions: Dimensions, rows: _WithinFactor) -> 
         if rows.outer is None:
             return RowDim(d, None)
         index = dimension.index(rows.factor)
-        slower = prod(rule.sizes[factor] for factor in dimension[:index])
-        faster = prod(rule.sizes[factor] for factor in dimension[index + 1 :])
+        slower, faster = rule.size(dimension[:index]), rule.size(dimension[index + 1 :])
         return RowDim(d, slower * rows.outer, rows.inner * faster)
     return None
 

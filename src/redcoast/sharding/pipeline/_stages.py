@@ -93,8 +93,7 @@ class Pipeline:
 
 def stage_program(program: Program, pipeline: Pipeline) -> Program:
     """The program with the figures of its pipeline."""
-    trainable = [value.grad for value in program.parameters]
-    outside = follow_program(program.traced, trainable, frozenset(pipeline.scans))
+    outside = follow_program(program.traced, _trainable(program), frozenset(pipeline.scans))
     carried = returned = 0
     for scan in pipeline.scans.values():
         for x in scan.carried_rows:
@@ -111,8 +110,9 @@ def stage_program(program: Program, pipeline: Pipeline) -> Program:
 def _arrays_of_layers(program: Program) -> frozenset[int]:
     """The places of the arrays of the model whose first dimension counts layers of a scan."""
     classes = Classes(program.graph, 1)
-    scanned = (value for scan in layer_scans(program) for value in scan.scanned)
-    layers = classes.of(value.dims[0] for value in scanned)
+    layers: set[int] = set()
+    for scan in layer_scans(program):
+        layers |= _leading_classes(classes, scan.scanned)
     places: set[int] = set()
     for place, value in enumerate(program.parameters):
         if value.dims and classes[value.dims[0]] in layers:
@@ -230,7 +230,11 @@ def _with_rows(
         raise NoPipeline(
             f"The function cannot be traced with a batch of {rows} rows ({type(error).__name__})."
         ) from error
-    return follow_program(traced, [value.grad for value in program.parameters])
+    return follow_program(traced, _trainable(program))
+
+
+def _trainable(program: Program) -> list[bool]:
+    return [value.grad for value in program.parameters]
 
 
 def _same_scans(scans: Sequence[LayerScan], program: Program) -> list[LayerScan]:
@@ -249,7 +253,7 @@ def _layout_of(scan: LayerScan) -> tuple[int, int, int]:
 def layer_scans(program: Program) -> Iterator[LayerScan]:
     """Yields the scans over arrays of the model that are not in other loops."""
     classes = Classes(program.graph, 1)
-    leading = classes.of(node for value in program.parameters for node in value.dims[:1])
+    leading = _leading_classes(classes, program.parameters)
 
     def search(scope: Scope) -> Iterator[LayerScan]:
         for index, inner in scope.inner.items():
@@ -257,13 +261,17 @@ def layer_scans(program: Program) -> Iterator[LayerScan]:
             match control_flow(equation):
                 case Scan() as loop:
                     scan = LayerScan(equation, loop, inner[0], scope)
-                    scanned = classes.of(node for x in scan.scanned for node in x.dims[:1])
-                    if not scanned.isdisjoint(leading):
+                    if not leading.isdisjoint(_leading_classes(classes, scan.scanned)):
                         yield scan
                 case Call(kind=kind) if kind is not CallKind.OWN_RULES:
                     yield from search(inner[0])
 
     return search(program.scope)
+
+
+def _leading_classes(classes: Classes, values: Sequence[Value]) -> frozenset[int]:
+    """The classes of the first dimensions of some arrays."""
+    return classes.of(value.dims[0] for value in values if value.dims)
 
 
 def _find_rows(

@@ -47,8 +47,7 @@ class Operation:
     @property
     def operands(self) -> list[Value | None]:
         """The values of the operands; None for literals."""
-        # Literals have no value, as the scope has those of variables.
-        return [self.scope.value_of(atom) for atom in self.equation.invars]
+        return list(map(self.scope.value_of, self.equation.invars))
 
     def dimensions(self) -> list[tuple[int, int, Dimension]]:
         """The place of the operand, the node and the factors of each dimension of the operands."""
@@ -129,13 +128,13 @@ def follow_facts(
     for place in _used(jaxpr, needed):
         equation = jaxpr.eqns[place]
         operation = Operation(scope, place, outer)
-        operands = [read(atom) for atom in equation.invars]
+        operands = list(map(read, equation.invars))
         if place in scope.inner:
             results = _follow_inner(facts, operation, scope.inner[place], operands)
         else:
             results = [facts.of_results(operation, operands)] * len(equation.outvars)
         known.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return list(map(read, jaxpr.outvars))
 
 
 def _used(jaxpr: Jaxpr, needed: Sequence[Atom]) -> list[int]:

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from ...core._multiply_adds import multiply_adds
 from ..operations import Dimension, Dimensions, Factor, Rule, all_factors, shape_of
-from ._graph import Dims, Graph, Value
+from ._graph import Dims, Graph, Value, have_grad
 
 
 def follow_rule(
@@ -137,7 +137,7 @@ def _gradient(
         return inputs[0].grad, inputs[0].reduced
     if rule.is_pairwise:
         return inputs[place].grad, None
-    return any(value.grad for value in inputs), None
+    return have_grad(inputs), None
 
 
 def _gather_whole(

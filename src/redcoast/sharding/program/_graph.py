@@ -1,6 +1,7 @@
 """The dimensions of a traced program: which are sharded alike, and what sharding them costs."""
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 
@@ -32,6 +33,11 @@ class Value:
     @property
     def bytes(self) -> int:
         return prod(self.shape) * self.itemsize
+
+
+def have_grad(values: Iterable[Value]) -> bool:
+    """Whether a gradient flows into any of the values."""
+    return any(value.grad for value in values)
 
 
 @dataclass(frozen=True)

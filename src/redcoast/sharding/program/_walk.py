@@ -24,7 +24,7 @@ from ...core._markers import gathered_dimension
 from ..operations import Atom, Rule, opaque_rule, rule_of
 from ..operations._rule_table import CONSTRAINED, KEPT, REDUCTIONS
 from ._follow_rule import follow_rule
-from ._graph import Graph, Value
+from ._graph import Graph, Value, have_grad
 from ._loop_weights import can_hoist_gradient_sum
 from ._marked import gathered, record_constraint
 from ._remat import Region, find_needed
@@ -69,7 +69,7 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
     for index, equation in enumerate(jaxpr.eqns):
         values = _read(graph, scope, equation.invars)
         if index not in differentiated.equations:
-            values = [_copy(value, grad=False) for value in values]
+            values = _copies(values, grad=False)
         graph.forwards = 1.0 + sum(index in remat.equations for remat in remats)
         graph.kept = all(region.keeps(equation) for region in regions[2:])
         graph.inner = [needed_of.inner[index] for needed_of in needed]
@@ -190,10 +190,9 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
         reduced = None
         if can_hoist_gradient_sum(body, var):
             reduced = graph.times  # once for all iterations
-        copied_consts.append(_copy(value, value.grad, reduced))
+        copied_consts.append(replace(value, reduced=reduced))
     # A carry whose initial value has no gradient may have one after the first iteration.
-    grad = any(value.grad for value in inputs)
-    carry = [_copy(value, grad) for value in carry]
+    carry = _copies(carry, have_grad(inputs))
     slices: list[Value] = []
     for value, var in zip(xs, x_vars, strict=True):
         layers, *dims = value.dims
@@ -219,9 +218,15 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
     return results, [scope]
 
 
-def _copy(value: Value, grad: bool, reduced: int | float | None = None) -> Value:
-    """A distinct value with the same dimensions: inside a loop its cotangent is summed anew."""
-    return Value(value.dims, value.shape, value.itemsize, grad, reduced)
+def _copies(values: Sequence[Value], grad: bool | None = None) -> list[Value]:
+    """Distinct values with the same dimensions: inside a loop their cotangents are summed anew.
+
+    By default, gradients flow into the same values.
+    """
+    copies = [replace(value, reduced=None) for value in values]
+    if grad is None:
+        return copies
+    return [replace(value, grad=grad) for value in copies]
 
 
 def _link(graph: Graph, values: Sequence[Value], others: Sequence[Value]) -> None:
@@ -232,10 +237,8 @@ def _link(graph: Graph, values: Sequence[Value], others: Sequence[Value]) -> Non
 
 def _while(graph: Graph, loop: While, inputs: Sequence[Value]) -> Walked:
     cond_consts, body_consts, carry = loop.split(inputs)
-    grad = any(value.grad for value in (*body_consts, *carry))
-    carry = [_copy(value, grad) for value in carry]
-    cond_consts = [_copy(value, value.grad) for value in cond_consts]
-    body_consts = [_copy(value, value.grad) for value in body_consts]
+    carry = _copies(carry, have_grad([*body_consts, *carry]))
+    cond_consts, body_consts = _copies(cond_consts), _copies(body_consts)
     with _repeated(graph, ASSUMED_TRIPS):
         cond = _walk_called(graph, loop.cond, [*cond_consts, *carry])
         body = _walk_called(graph, loop.body, [*body_consts, *carry])

@@ -112,10 +112,11 @@ def _to_nodes(x: PyTree, path: tuple[str, ...], indices: Iterator[int]) -> Node 
         node = _to_nodes(child, (*path, name), indices)
         if node is not None:
             children[name] = node
-    if all(isinstance(key, jtu.DictKey) for key in keys):
+    key_types = set(map(type, keys))
+    if key_types == {jtu.DictKey}:
         # JAX sorts dict keys as text, `10` before `2`.
         children = {name: children[name] for name in sorted(children, key=_by_numbers)}
-    is_list = all(isinstance(key, jtu.SequenceKey | jtu.FlattenedIndexKey) for key in keys)
+    is_list = key_types <= {jtu.SequenceKey, jtu.FlattenedIndexKey}
     is_numbered = bool(children) and all(map(str.isdigit, children))
     return Node(path, x, is_list or is_numbered, children)
 

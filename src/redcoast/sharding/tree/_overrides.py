@@ -75,7 +75,7 @@ def model_dim(spec: Iterable[object]) -> int | None:
 
 def spec_parts(spec: Iterable[object], axes: Mapping[str, int]) -> int:
     """The number of shards of an array with this spec."""
-    return prod(axes[axis] for axis in axes_of_spec(spec))
+    return prod(map(axes.__getitem__, axes_of_spec(spec)))
 
 
 def _is_entry(x: object) -> bool:
@@ -96,7 +96,7 @@ def _spec(pattern: str, entries: P | tuple | None, axes: Mapping[str, int]) -> P
     used = axes_of_spec(spec)
     for axis in used:
         if axis not in axes:
-            known = ", ".join(repr(name) for name in axes)
+            known = ", ".join(map(repr, axes))
             raise ValueError(
                 f"The override {pattern!r} uses the mesh axis {axis!r}, but the mesh has {known}."
             )

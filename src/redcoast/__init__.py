@@ -26,6 +26,7 @@ from .distributed._initialize import initialize as initialize
 from .distributed._kv_store import ProcessLost as ProcessLost
 from .distributed._mesh import emulate_devices as emulate_devices
 from .distributed._mesh import make_mesh as make_mesh
+from .generate import Generated as Generated
 from .generate import generate as generate
 from .loop._early_stopping import EarlyStopping as EarlyStopping
 from .loop._evaluate import evaluate as evaluate

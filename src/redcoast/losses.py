@@ -1,4 +1,4 @@
-"""Cross-entropy losses, including one for logits that do not fit in memory."""
+"""Cross-entropy losses and log-probabilities of tokens, whole or in chunks."""
 
 from collections.abc import Callable
 
@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from .core._control_flow import close_jaxpr, consts_of, open_jaxpr
 from .core._sequence_parts import sequence_parts
+from .core._token_losses import token_losses
 
 Weights = Bool[Array, "*batch"] | Integer[Array, "*batch"] | Float[Array, "*batch"]
 
@@ -53,7 +54,7 @@ def cross_entropy(
         ```
     """
     _check_targets("logits", logits, targets, mask)
-    return _mean(_token_losses(logits, targets), mask)
+    return _mean(token_losses(logits, targets), mask)
 
 
 def chunked_cross_entropy(
@@ -102,21 +103,80 @@ def chunked_cross_entropy(
         ```
     """
     _check_targets("hidden", hidden, targets, mask)
+    return _mean(_chunked_losses(hidden, unembed, targets, chunk), mask)
+
+
+def token_log_probabilities(
+    hidden: Float[Array, "batch seq width"],
+    unembed: Callable[[Float[Array, "batch chunk width"]], Float[Array, "batch chunk vocab"]],
+    tokens: Integer[Array, "batch seq"],
+    *,
+    chunk: int = 128,
+) -> Float[Array, "batch seq"]:
+    """Computes the log-probabilities of tokens, in nats, with the logits of only one chunk of the
+    sequence in memory at a time.
+
+    The logits are recomputed in the backward pass, as in
+    [`redcoast.losses.chunked_cross_entropy`][].
+
+    **Arguments:**
+
+    - `hidden`: the hidden states before the logits, such as `model.hidden(tokens)[:, :-1]`.
+    - `unembed`: computes the logits of hidden states, such as `model.unembed`. To sample with a
+        `temperature` other than 1, pass `lambda hidden: model.unembed(hidden) / temperature`.
+    - `tokens`: the token that follows each hidden state, from 0 to `vocab - 1`. Any other value
+        gives NaN.
+    - `chunk`: the maximum number of positions in a chunk.
+
+    **Returns:**
+
+    The log-probability of each token, in float32 or wider.
+
+    **Raises:**
+
+    `ValueError` if the shapes do not match, if `tokens` are not integers, or if `chunk` is less
+    than 1.
+
+    !!! Example
+
+        ```python
+        from redcoast.losses import token_log_probabilities
+
+        def policy_gradient(model, batch, key):
+            tokens = batch["tokens"]  # prompts and sampled answers
+            hidden = model.hidden(tokens, mask=batch["mask"])[:, :-1]
+            found = token_log_probabilities(hidden, model.unembed, tokens[:, 1:])
+            ratio = jnp.exp(found - batch["sampled_with"])
+            weight = jnp.sum(batch["answered"])
+            total = jnp.sum(ratio * batch["advantages"] * batch["answered"])
+            return -total / weight, {"weight": weight}
+        ```
+    """
+    _check_targets("hidden", hidden, tokens, None, name="tokens")
+    return -_chunked_losses(hidden, unembed, tokens, chunk)
+
+
+def _chunked_losses(
+    hidden: Float[Array, "batch seq width"],
+    unembed: Callable[[Array], Array],
+    targets: Integer[Array, "batch seq"],
+    chunk: int,
+) -> Float[Array, "batch seq"]:
+    """The losses of all tokens, in chunks."""
     if chunk < 1:
         raise ValueError(f"`chunk` is {chunk}, but must be at least 1.")
-
     if sequence_parts() > 1:
-        return _mean(_losses_in_parts(hidden, unembed, targets, chunk), mask)
+        return _losses_in_parts(hidden, unembed, targets, chunk)
 
     def body(_: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
         hidden, targets = inputs
-        return None, _token_losses(unembed(hidden), targets)
+        return None, token_losses(unembed(hidden), targets)
 
     # Inside a scan the compiler cannot undo rematerialisation by CSE.
     body = jax.checkpoint(body, prevent_cse=False)
     _, losses = jax.lax.scan(body, None, (_in_chunks(hidden, chunk), _in_chunks(targets, chunk)))
     losses = jnp.moveaxis(losses, 0, 1).reshape(hidden.shape[0], -1)
-    return _mean(losses[:, : hidden.shape[1]], mask)
+    return losses[:, : hidden.shape[1]]
 
 
 def _losses_in_parts(
@@ -150,7 +210,7 @@ def _losses_in_parts(
 
     def of_part(arrays: list[Array], hidden: Array, targets: Array) -> Array:
         (logits,) = jaxpr_as_fun(close_jaxpr(open_jaxpr(traced), arrays))(hidden)
-        return _token_losses(logits, targets)
+        return token_losses(logits, targets)
 
     in_axes = [0 if one else None for one in moved]
 
@@ -199,14 +259,17 @@ def pairwise_sigmoid(logits: Float[Array, "images texts"]) -> Float[Array, ""]:
     return -jnp.mean(jnp.sum(jax.nn.log_sigmoid(signs * wide), axis=1))
 
 
-def _check_targets(name: str, x: Array, targets: Array, mask: Array | None) -> None:
+def _check_targets(
+    of: str, x: Array, targets: Array, mask: Array | None, *, name: str = "targets"
+) -> None:
     if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise ValueError(f"`targets` must be integers (token ids), but have dtype {targets.dtype}.")
+        raise ValueError(f"`{name}` must be integers (token ids), but have dtype {targets.dtype}.")
     if targets.shape != x.shape[:-1] or (mask is not None and mask.shape != targets.shape):
         given = "" if mask is None else f" and `mask` has shape {mask.shape}"
+        both = "`tokens`" if name == "tokens" else "`targets` and `mask`"
         raise ValueError(
-            f"`{name}` has shape {x.shape}, so `targets` and `mask` must have shape "
-            f"{x.shape[:-1]}; but `targets` has shape {targets.shape}{given}."
+            f"`{of}` has shape {x.shape}, so {both} must have shape {x.shape[:-1]}; but "
+            f"`{name}` has shape {targets.shape}{given}."
         )
 
 
@@ -217,19 +280,6 @@ def _in_chunks(x: Array, chunk: int) -> Array:
     size = -(-seq // count)
     x = jnp.pad(x, [(0, 0), (0, count * size - seq)] + [(0, 0)] * len(rest))
     return jnp.moveaxis(x.reshape(batch, count, size, *rest), 1, 0)
-
-
-def _token_losses(
-    logits: Float[Array, "*batch vocab"], targets: Integer[Array, "*batch"]
-) -> Float[Array, "*batch"]:
-    logits = logits.astype(np.promote_types(logits.dtype, np.float32))
-    vocab, targets = logits.shape[-1], targets.astype(jnp.int32)
-    # A masked sum instead of a gather: over a sharded vocabulary it communicates only one number
-    # for each token.
-    tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    right = jnp.sum(jnp.where(tokens == targets[..., None], logits, 0), axis=-1)
-    losses = jax.nn.logsumexp(logits, axis=-1) - right
-    return jnp.where((targets >= 0) & (targets < vocab), losses, jnp.nan)
 
 
 def _mean(losses: Float[Array, "*batch"], mask: Weights | None) -> Float[Array, ""]:

@@ -141,6 +141,7 @@ ROWS = {
         (lambda d: generate(suppress=[99]), ValueError, "`suppress` has 99"),
         (lambda d: generate(max_new_tokens=0), ValueError, "`max_new_tokens` is 0"),
         (lambda d: generate(max_new_tokens=2.0), TypeError, r"`max_new_tokens` is 2\.0"),
+        (lambda d: generate(log_probabilities=1), TypeError, "`log_probabilities` is 1"),
         (lambda d: generate(temperature=-1.0), ValueError, r"`temperature` is -1\.0"),
         (lambda d: generate(temperature=1.0), ValueError, "needs a `key`"),
         (lambda d: generate(temperature=1.0, key=KEY, top_p=2.0), ValueError, "`top_p` is 2"),
@@ -242,6 +243,13 @@ ROWS = {
             ),
             ValueError,
             "`chunk` is 0",
+        ),
+        (
+            lambda d: losses.token_log_probabilities(
+                jnp.zeros((2, 3, 4)), lambda h: h, jnp.zeros((2, 4), jnp.int32)
+            ),
+            ValueError,
+            r"`tokens` must have shape \(2, 3\)",
         ),
         (lambda d: losses.pairwise_sigmoid(jnp.zeros((2, 3))), ValueError, r"shape \(2, 3\)"),
     ],

@@ -17,7 +17,11 @@ from random_models import to_device
 
 import redcoast as rc
 from redcoast.dryrun.hlo import collectives
-from redcoast.losses import chunked_cross_entropy, cross_entropy
+from redcoast.losses import (
+    chunked_cross_entropy,
+    cross_entropy,
+    token_log_probabilities,
+)
 from redcoast.models import Llama, LlamaConfig
 
 RNG = np.random.default_rng(0)
@@ -87,6 +91,17 @@ def test_chunked_loss_equals_the_full_loss(chunk, mask):
 def assert_close(gradient, right):
     for got, there in zip(jax.tree.leaves(gradient), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(got, there, atol=1e-5 * float(jnp.max(jnp.abs(there))))
+
+
+def test_log_probabilities_of_tokens_equal_numpys_and_have_gradients():
+    fn = ft.partial(unembed, HEAD)
+    want = -numpy_losses(np.asarray(fn(HIDDEN), np.float64), np.asarray(TARGETS))
+    for chunk in (5, 128):
+        found = token_log_probabilities(HIDDEN, fn, TARGETS, chunk=chunk)
+        np.testing.assert_allclose(found, want, rtol=1e-5)
+    of_chunks = jax.grad(lambda x: -jnp.mean(token_log_probabilities(x, fn, TARGETS, chunk=4)))
+    of_loss = jax.grad(lambda x: cross_entropy(fn(x), TARGETS))
+    np.testing.assert_allclose(of_chunks(HIDDEN), of_loss(HIDDEN), atol=1e-6)
 
 
 @pytest.mark.parametrize("fn", [full, ft.partial(chunked, chunk=4)], ids=["full", "chunked"])

@@ -5,3 +5,4 @@ the public function; the others are imported on its first call.
 """
 
 from ._generate import generate as generate
+from ._generated import Generated as Generated

@@ -31,6 +31,16 @@ def check_stream(beams: int, *, traced: bool) -> None:
         )
 
 
+def check_scored(beams: int, log_probabilities: Any) -> None:
+    if not isinstance(log_probabilities, bool):
+        raise TypeError(f"`log_probabilities` is {log_probabilities!r}. It must be True or False.")
+    if log_probabilities and beams > 1:
+        raise ValueError(
+            f"`log_probabilities` is not supported for beam search (`beams={beams}`). Pass "
+            "`beams=1`, or compute them with `redcoast.losses.token_log_probabilities`."
+        )
+
+
 def check_model(model: Any) -> None:
     refuse_state(model, "generate")
     needed = ("init_cache", "decode", "unembed", "config")

@@ -17,29 +17,34 @@ from ..distributed._mesh import BATCH_AXES
 from ..models._by_layer import by_layer
 from ._beam_search import search_beams
 from ._check_arguments import is_known
+from ._generated import Generated
 from ._logits import INVALID
 from ._prompt import bucket, is_encoder_decoder, pad_columns
 from ._request import Request
 from ._sampling import sample
 
+Result = Int[Array, "results new"] | Generated
+Padded = Int[Array, "results room"] | Generated
 
-def decode(
-    model: Any, tokens: Any, mask: Any, request: Request, stepping: Any = None
-) -> Int[Array, "results room"]:
+
+def decode(model: Any, tokens: Any, mask: Any, request: Request, stepping: Any = None) -> Padded:
     """Generates tokens, padded to the size of the bucket. `stepping` is the same model, for the
     tokens after the prompt."""
+    stepping = model if stepping is None else stepping
     tokens, mask = jnp.asarray(tokens), None if mask is None else jnp.asarray(mask)
-    run = sample if request.beams == 1 else search_beams
-    return run(model, tokens, mask, request, model if stepping is None else stepping)
+    if request.beams > 1:
+        return search_beams(model, tokens, mask, request, stepping)
+    new = sample(model, tokens, mask, request, stepping)
+    if new.scores is None:
+        return new.tokens
+    return Generated(new.tokens, new.scores, jnp.arange(request.room)[None] < new.lengths[:, None])
 
 
-def decode_compiled(
-    model: Any, tokens: Any, mask: Any, request: Request
-) -> Int[Array, "results new"]:
+def decode_compiled(model: Any, tokens: Any, mask: Any, request: Request) -> Result:
     """Generates tokens with a program that is compiled for a bucket of shapes."""
     arrays, static = split((model, by_layer(model)))
     prompt = prepare_prompt(model, arrays, tokens, mask)
-    return trim_columns(_decode(arrays, static, *prompt, request), int(request.limit))
+    return trim(_decode(arrays, static, *prompt, request), int(request.limit))
 
 
 @ft.partial(jax.jit, static_argnums=1)
@@ -85,16 +90,21 @@ def _place(x: Any, given: Any, mesh: Mesh | None) -> Any:
     return x if mesh is None else place_batch(x, mesh)
 
 
-def trim_columns(new: Int[Array, "results room"], count: int) -> Int[Array, "results new"]:
+def trim(new: Padded, count: int) -> Result:
     """Returns the first `count` columns, after checking that no token is invalid."""
-    if isinstance(new, Tracer):
-        return new[:, :count]
+    if isinstance(jax.tree.leaves(new)[0], Tracer):
+        return jax.tree.map(lambda x: x[:, :count], new)
     # Cut on the host: on the devices each number of columns would be compiled.
-    host = whole(new)[:, :count]
-    check_generated(host)
-    if isinstance(new.sharding, NamedSharding) and not new.is_fully_addressable:
-        return put(host, NamedSharding(new.sharding.mesh, P()))  # every process gets all of them
-    return jax.device_put(host, new.sharding if new.committed else None)
+    host = jax.tree.map(lambda x: whole(x)[:, :count], new)
+    check_generated(host[0] if isinstance(host, Generated) else host)
+    return jax.tree.map(_put_as, host, new)
+
+
+def _put_as(host: np.ndarray, x: Array) -> Array:
+    """Puts an array where `x` is."""
+    if isinstance(x.sharding, NamedSharding) and not x.is_fully_addressable:
+        return put(host, NamedSharding(x.sharding.mesh, P()))  # every process gets all of it
+    return jax.device_put(host, x.sharding if x.committed else None)
 
 
 def check_generated(new: np.ndarray, *, first: int = 0) -> None:

@@ -1,7 +1,7 @@
 """The public function `generate`. It imports its implementation on the first call."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
@@ -11,21 +11,47 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree, Shaped
 from ..core._axis_types import auto_ambient_mesh, explicit_mesh_of, on_auto_axes, on_mesh
 from ..core._decoding import Decoding
 from ..core._frames import hide_frames
+from ._generated import Generated
+
+Tokens = Shaped[Array | np.ndarray, "batch ..."] | Sequence[Any]
+
+
+@overload
+def generate(
+    model: PyTree,
+    tokens: Tokens,
+    max_new_tokens: int,
+    *,
+    log_probabilities: Literal[False] = False,
+    **options: Any,
+) -> Int[Array, "results new"]: ...
+
+
+@overload
+def generate(
+    model: PyTree,
+    tokens: Tokens,
+    max_new_tokens: int,
+    *,
+    log_probabilities: Literal[True],
+    **options: Any,
+) -> Generated: ...
 
 
 @hide_frames
 def generate(
     model: PyTree,
-    tokens: Shaped[Array | np.ndarray, "batch ..."] | Sequence[Any],
+    tokens: Tokens,
     max_new_tokens: int,
     *,
+    log_probabilities: bool = False,
     key: PRNGKeyArray | None = None,
     decoding: Decoding | None = None,
     mask: Shaped[Array | np.ndarray, "batch ..."] | None = None,
     stream: Callable[[Int[np.ndarray, " results"]], Any] | None = None,
     stop: Callable[[Int[np.ndarray, " new"]], Any] | None = None,
     **options: Any,
-) -> Int[Array, "results new"]:
+) -> Int[Array, "results new"] | Generated:
     """Generates tokens with a model, by greedy decoding, sampling or beam search.
 
     Outside `jax.jit`, the function is compiled automatically, once for each batch size and each
@@ -42,6 +68,8 @@ def generate(
         lists of one length. For an encoder-decoder, the input of the encoder: tokens of the same
         shape, or images.
     - `max_new_tokens`: the maximum number of tokens to generate.
+    - `log_probabilities`: whether to return a [`redcoast.Generated`][], which also has the
+        log-probability of each new token. Not supported for beam search.
     - `key`: PRNG key for sampling. The sample at step `i` of row `r` depends only on the key, `i`
         and `r`.
     - `decoding`: a [`redcoast.Decoding`][], by default `model.config.decoding`, which
@@ -62,8 +90,8 @@ def generate(
 
     The new tokens without the prompts, int32 of shape (results, `max_new_tokens`), where results is
     batch times `num_return_sequences`, and the results of a row are adjacent. After the token that
-    ends it, a row is padded with `pad`. While tracing, NaN logits cannot raise an error: the token
-    is then -1, and the row ends.
+    ends it, a row is padded with `pad`. With `log_probabilities`, a [`redcoast.Generated`][] of
+    them. While tracing, NaN logits cannot raise an error: the token is then -1, and the row ends.
 
     **Raises:**
 
@@ -89,6 +117,7 @@ def generate(
         check_model,
         check_positions,
         check_prompt,
+        check_scored,
         check_stream,
     )
     from ._compiled import decode, decode_compiled
@@ -104,6 +133,7 @@ def generate(
         check_count(max_new_tokens)
         check_model(model)
         chosen = choose_decoding(model.config, decoding, options, key)
+        check_scored(chosen.beams, log_probabilities)
         check_prompt(model, prompts, mask)
         check_positions(model, prompts, mask, chosen.prefix, max_new_tokens)
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, prompts, mask, key)))
@@ -115,6 +145,7 @@ def generate(
             room=room,
             decoder_only=not is_encoder_decoder(model),
             key=key,
+            scored=log_probabilities,
         )
         if not traced:
             check_same_prompts(model, prompts, mask, request)

@@ -53,6 +53,7 @@ class Request(eqx.Module):
         prompt. Padding does not count.
     - `eos`, `pad`: the tokens that end a row, and the token after that.
     - `copies`: the number of results for each row.
+    - `scored`: whether the log-probabilities of the new tokens are computed.
     """
 
     limit: Count | Int[np.ndarray, " rows"] | Int[Array, " rows"]
@@ -70,6 +71,7 @@ class Request(eqx.Module):
     eos: tuple[int, ...] = eqx.field(static=True)
     pad: int = eqx.field(static=True)
     copies: int = eqx.field(static=True)
+    scored: bool = eqx.field(static=True)
     early_stopping: Any = eqx.field(static=True)
     forced_bos: int | None = eqx.field(static=True)
     forced_eos: tuple[int, ...] = eqx.field(static=True)
@@ -128,6 +130,7 @@ def make_request(
     room: int,
     decoder_only: bool,
     key: PRNGKeyArray | None,
+    scored: bool = False,
 ) -> Request:
     """Creates a request from a decoding and the configuration of a model."""
     sampled = d.temperature > 0
@@ -158,6 +161,7 @@ def make_request(
         eos=ends,
         pad=pad,
         copies=d.num_return_sequences,
+        scored=scored,
         # If the penalty is not positive, a longer hypothesis cannot become better.
         early_stopping=d.early_stopping is True or (d.length_penalty > 0 and d.early_stopping),
         forced_bos=None if decoder_only else d.forced_bos,

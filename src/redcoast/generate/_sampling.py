@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from ..core._token_losses import token_losses
 from ..models._inputs import AnyArray, Mask
 from ._cache_rows import cache_batch_dims, repeat_rows
 from ._logits import INVALID, choose_tokens
@@ -16,14 +17,25 @@ from ._request import Request
 
 
 class Last(eqx.Module):
-    """The newest token of each row, whether the row has ended, and the number of steps so far; all
-    tokens of the row, if a choice depends on them; and its minimum number of steps."""
+    """The newest token of each row, its log-probability if requested, whether the row has ended,
+    its number of tokens, and the number of steps so far; all tokens of the row, if a choice depends
+    on them; and its minimum number of steps."""
 
     tokens: Int[Array, " batch"]
+    scores: Float[Array, " batch"] | None
     ended: Bool[Array, " batch"]
+    lengths: Int[Array, " batch"]
     count: Int[Array, ""]
     history: History | None
     least: Int[Array, "rows_or_1"] | None
+
+
+class New(eqx.Module):
+    """The new tokens of each row, their log-probabilities if requested, and their number."""
+
+    tokens: Int[Array, "results room"]
+    scores: Float[Array, "results room"] | None
+    lengths: Int[Array, " results"]
 
 
 def sample(
@@ -32,13 +44,19 @@ def sample(
     mask: Mask | None,
     request: Request,
     stepping: Any,
-) -> Int[Array, "results room"]:
+) -> New:
     """Generates tokens until all rows have ended. `stepping` is the model after the prompt."""
     cache, last = begin(model, tokens, mask, request)
-    new = jnp.full((last.tokens.shape[0], request.room), request.pad, jnp.int32)
+    shape = (last.tokens.shape[0], request.room)
+    scores = jnp.zeros(shape, jnp.float32) if request.scored else None
+    new = New(jnp.full(shape, request.pad, jnp.int32), scores, last.lengths)
 
     def write(new, last):
-        return jax.lax.dynamic_update_slice_in_dim(new, last.tokens[:, None], last.count - 1, 1)
+        put = lambda x, step: jax.lax.dynamic_update_slice_in_dim(
+            x, step[:, None], last.count - 1, 1
+        )
+        tokens, scores = jax.tree.map(put, (new.tokens, new.scores), (last.tokens, last.scores))
+        return New(tokens, scores, last.lengths)
 
     def keep_going(carry):
         return (carry[1].count < request.limit) & ~jnp.all(carry[1].ended)
@@ -63,7 +81,9 @@ def begin(
     room = ((0, 0), (0, request.room))
     history = jnp.pad(prompt, room, constant_values=-1) if request.needs_history else None
     count = jnp.zeros((), jnp.int32)
-    nothing = Last(rows, rows.astype(bool), count, history, least_new(prompt, request))
+    scores = rows.astype(jnp.float32) if request.scored else None
+    least = least_new(prompt, request)
+    nothing = Last(rows, scores, rows.astype(bool), rows, count, history, least)
     return cache, _next(logits, nothing, request)
 
 
@@ -77,11 +97,17 @@ def _next(logits: Float[Array, "batch vocab"], last: Last, request: Request) -> 
     history, count = last.history, last.count
     tokens = choose_tokens(logits, history, count, last.least, request)
     tokens = jnp.where(last.ended, request.pad, tokens)
+    scores = None
+    if request.scored:
+        # Of float32 logits, as those that the token was chosen from.
+        scores = -token_losses(logits.astype(jnp.float32), jnp.maximum(tokens, 0))
+        scores = jnp.where(last.ended, 0, scores)
     if history is not None:
         place = history.shape[1] - request.room + count
         history = jax.lax.dynamic_update_slice_in_dim(history, tokens[:, None], place, 1)
     ended = last.ended | is_any(tokens, (*request.eos, INVALID))
-    return Last(tokens, ended, count + 1, history, last.least)
+    lengths = last.lengths + (~last.ended).astype(jnp.int32)
+    return Last(tokens, scores, ended, lengths, count + 1, history, last.least)
 
 
 def is_any(tokens: Int[Array, "..."], some: tuple[int, ...]) -> Bool[Array, "..."]:

@@ -8,14 +8,15 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from ..core._iterate import with_last
 from ..core._pytree import Static, join, split
 from ..distributed._arrays import whole
 from ..models._by_layer import by_layer
 from ._check_arguments import check_stream
-from ._compiled import check_generated, prepare_prompt
+from ._compiled import Result, check_generated, prepare_prompt
+from ._generated import Generated
 from ._request import Request
 from ._sampling import Last, advance, begin
 
@@ -25,16 +26,20 @@ Stop = Callable[[Int[np.ndarray, " new"]], Any]
 
 def decode_streaming(
     model: Any, tokens: Any, mask: Any, request: Request, stream: Stream | None, stop: Stop | None
-) -> Int[Array, "results new"]:
+) -> Result:
     """Generates tokens, and calls `stream` with the tokens of each step while the next step is
     running. Rows for which `stop` returns true end too."""
     count, rows = int(request.limit), tokens.shape[0] * request.copies
     new = np.full((rows, count), request.pad, np.int32)
+    scores, real = np.zeros((rows, count), np.float32), np.zeros((rows, count), bool)
     stopped = np.zeros(rows, bool)
     for i, (last, _) in enumerate(with_last(_steps(model, tokens, mask, request, count))):
         found, ended = whole(last.tokens), whole(last.ended)
         check_generated(found[:, None], first=i)
         new[:, i] = np.where(stopped, request.pad, found)
+        if last.scores is not None:
+            real[:, i] = ~stopped & (whole(last.lengths) > i)
+            scores[:, i] = np.where(stopped, 0, whole(last.scores))
         if stream is not None:
             stream(new[:, i].copy())
         if stop is not None:
@@ -42,7 +47,8 @@ def decode_streaming(
             stopped[[row for row in running if stop(new[row, : i + 1].copy())]] = True
         if (ended | stopped).all():
             break
-    return jax.device_put(new)
+    result = Generated(new, scores, real) if request.scored else new
+    return jax.device_put(result)
 
 
 def _steps(model: Any, tokens: Any, mask: Any, request: Request, count: int) -> Iterator[Last]:

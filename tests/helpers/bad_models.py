@@ -17,6 +17,9 @@ from problem import make_model
 import redcoast as rc
 from redcoast import lora, losses, models
 
+LOGS = [jnp.zeros(4), jnp.zeros(4), jnp.zeros(4), jnp.zeros(4)]
+TOKENS = jnp.zeros((4, 3))
+
 ROWS = {
     "Checkpoints": [
         (lambda d: rc.Checkpoints(d, every=0), ValueError, "every` is 0"),
@@ -252,6 +255,59 @@ ROWS = {
             r"`tokens` must have shape \(2, 3\)",
         ),
         (lambda d: losses.pairwise_sigmoid(jnp.zeros((2, 3))), ValueError, r"shape \(2, 3\)"),
+        (lambda d: losses.dpo(*LOGS, beta=0.0), ValueError, "`beta` is 0.0"),
+        (lambda d: losses.dpo(*LOGS, label_smoothing=0.5), ValueError, "`label_smoothing` is 0.5"),
+        (lambda d: losses.dpo(*LOGS[:3], jnp.zeros(3)), ValueError, r"`reference_rejected` \(3,\)"),
+        (lambda d: losses.ipo(*LOGS, beta=-1), ValueError, "`beta` is -1"),
+        (
+            lambda d: losses.kto(
+                *LOGS[:2], jnp.ones(3, bool), unrelated=LOGS[0], reference_unrelated=LOGS[0]
+            ),
+            ValueError,
+            r"`desirable` \(3,\)",
+        ),
+        (lambda d: losses.orpo(LOGS[0], jnp.zeros((4, 1))), ValueError, r"`rejected` \(4, 1\)"),
+        (lambda d: losses.orpo(*LOGS[:2], weight=-1), ValueError, "`weight` is -1"),
+        (lambda d: losses.simpo(*LOGS[:2], gamma=-0.5), ValueError, "`gamma` is -0.5"),
+        (lambda d: losses.bradley_terry(jnp.zeros(0), jnp.zeros(0)), ValueError, "one number for"),
+        (
+            lambda d: losses.grpo(TOKENS, TOKENS, LOGS[0], mask=TOKENS[:, 1:]),
+            ValueError,
+            r"`mask` has shape \(4, 2\)",
+        ),
+        (
+            lambda d: losses.grpo(TOKENS, TOKENS, jnp.zeros(2), mask=TOKENS),
+            ValueError,
+            "`advantages`.*one number for each answer",
+        ),
+        (
+            lambda d: losses.grpo(LOGS[0], LOGS[0], LOGS[0], mask=LOGS[0]),
+            ValueError,
+            "`log_probs` must have the shape",
+        ),
+        (
+            lambda d: losses.dapo(TOKENS, TOKENS, LOGS[0], mask=TOKENS, clip=(1.5, 0.2)),
+            ValueError,
+            r"`clip` is \(1.5, 0.2\)",
+        ),
+        (
+            lambda d: losses.dr_grpo(TOKENS, TOKENS, LOGS[0], mask=TOKENS, max_tokens=0),
+            ValueError,
+            "`max_tokens` is 0",
+        ),
+        (
+            lambda d: losses.grpo_advantages(jnp.zeros((3, 1))),
+            ValueError,
+            r"at least two samples.*\(3, 1\)",
+        ),
+        (lambda d: losses.rloo_advantages(jnp.zeros(3)), ValueError, "at least two samples"),
+        (lambda d: losses.kl_estimate(TOKENS, TOKENS, kind="k4"), ValueError, "`kind` is 'k4'"),
+        (lambda d: losses.kl_estimate(TOKENS, TOKENS[1:]), ValueError, "must have the same shape"),
+        (
+            lambda d: losses.reverse_kl(TOKENS, TOKENS[:, 1:]),
+            ValueError,
+            r"`teacher_logits` has shape \(4, 2\)",
+        ),
     ],
     "lora": [
         (lambda d: lora.add_adapters(llama(), 0, targets="wq", key=KEY), ValueError, "`rank`.*0"),

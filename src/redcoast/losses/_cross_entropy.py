@@ -4,13 +4,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Bool, Float, Integer
 
-from .core._control_flow import close_jaxpr, consts_of, open_jaxpr
-from .core._sequence_parts import sequence_parts
-from .core._token_losses import token_losses
+from ..core._control_flow import close_jaxpr, consts_of, open_jaxpr
+from ..core._sequence_parts import sequence_parts
+from ._float32 import at_least_float32
 
 Weights = Bool[Array, "*batch"] | Integer[Array, "*batch"] | Float[Array, "*batch"]
 
@@ -254,7 +253,7 @@ def pairwise_sigmoid(logits: Float[Array, "images texts"]) -> Float[Array, ""]:
             f"`logits` must have one row and one column for each pair of an image and a text, but "
             f"has shape {logits.shape}."
         )
-    wide = logits.astype(np.promote_types(logits.dtype, np.float32))
+    wide = at_least_float32(logits)
     signs = 2 * jnp.eye(len(wide), dtype=wide.dtype) - 1
     return -jnp.mean(jnp.sum(jax.nn.log_sigmoid(signs * wide), axis=1))
 
@@ -280,6 +279,19 @@ def _in_chunks(x: Array, chunk: int) -> Array:
     size = -(-seq // count)
     x = jnp.pad(x, [(0, 0), (0, count * size - seq)] + [(0, 0)] * len(rest))
     return jnp.moveaxis(x.reshape(batch, count, size, *rest), 1, 0)
+
+
+def _token_losses(
+    logits: Float[Array, "*batch vocab"], targets: Integer[Array, "*batch"]
+) -> Float[Array, "*batch"]:
+    logits = at_least_float32(logits)
+    vocab, targets = logits.shape[-1], targets.astype(jnp.int32)
+    # A masked sum instead of a gather: over a sharded vocabulary it communicates only one number
+    # for each token.
+    tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    right = jnp.sum(jnp.where(tokens == targets[..., None], logits, 0), axis=-1)
+    losses = jax.nn.logsumexp(logits, axis=-1) - right
+    return jnp.where((targets >= 0) & (targets < vocab), losses, jnp.nan)
 
 
 def _mean(losses: Float[Array, "*batch"], mask: Weights | None) -> Float[Array, ""]:

@@ -1,0 +1,415 @@
+"""Losses of a policy that is a language model, as functions of the log-probabilities of sampled
+tokens, and advantages of groups of answers.
+
+All logarithms are natural, and all sums are computed in float32 or wider.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Integer
+
+from ._float32 import at_least_float32
+
+Mask = Bool[Array, "batch seq"] | Integer[Array, "batch seq"] | Float[Array, "batch seq"]
+Advantages = Float[Array, " batch"] | Float[Array, "batch seq"]
+Rewards = Float[Array, "groups samples"] | Float[np.ndarray, "groups samples"]
+Clip = int | float | tuple[int | float, int | float]
+
+
+def grpo(
+    log_probs: Float[Array, "batch seq"],
+    old_log_probs: Float[Array, "batch seq"],
+    advantages: Advantages,
+    *,
+    mask: Mask,
+    clip: Clip = 0.2,
+    reference_log_probs: Float[Array, "batch seq"] | None = None,
+    kl_weight: int | float = 0.04,
+) -> Float[Array, ""]:
+    """Computes the loss of group relative policy optimisation, equation 3 of Shao et al. (2024,
+    <https://arxiv.org/abs/2402.03300>): the clipped objective of PPO, averaged over the tokens of
+    each answer, and then over answers.
+
+    **Arguments:**
+
+    - `log_probs`: the log-probabilities of the sampled tokens under the model.
+    - `old_log_probs`: the same under the model that sampled them. Gradients do not flow into them.
+    - `advantages`: the advantage of each answer, such as
+        [`redcoast.losses.grpo_advantages`][], or of each token.
+    - `mask`: 1 at tokens that the model wrote, and 0 at prompts, padding, and what an environment
+        wrote, such as the result of a tool.
+    - `clip`: the ratio of the probabilities is clipped to `1 - clip` and `1 + clip`; or a pair, by
+        how much below and above 1.
+    - `reference_log_probs`: the log-probabilities under a reference model. If given, the estimate
+        `"k3"` of [`redcoast.losses.kl_estimate`][] is added to the loss of each token.
+    - `kl_weight`: the weight of this estimate, beta in the paper.
+
+    **Returns:**
+
+    A scalar. An answer without tokens counts as 0. To average the losses of several batches, weight
+    each by its number of answers, the default of `loss_fn`.
+
+    **Raises:**
+
+    `ValueError` if the shapes do not match or an option is out of range.
+
+    !!! Example
+
+        ```python
+        from redcoast.losses import grpo, grpo_advantages
+
+        rewards = jnp.array([[1.0, 0.0, 0.0, 1.0]])  # one prompt, four answers
+        advantages = grpo_advantages(rewards).reshape(-1)
+        log_probs = jnp.log(jnp.full((4, 6), 0.5))
+        loss = grpo(log_probs, log_probs, advantages, mask=jnp.ones((4, 6)))
+        ```
+    """
+    losses = _token_losses(
+        log_probs, old_log_probs, advantages, mask, clip, reference_log_probs, kl_weight
+    )
+    counts = jnp.sum(mask.astype(bool), axis=1).astype(losses.dtype)
+    return jnp.mean(jnp.sum(losses, axis=1) / jnp.maximum(counts, 1))
+
+
+def dr_grpo(
+    log_probs: Float[Array, "batch seq"],
+    old_log_probs: Float[Array, "batch seq"],
+    advantages: Advantages,
+    *,
+    mask: Mask,
+    max_tokens: int,
+    clip: Clip = 0.2,
+    reference_log_probs: Float[Array, "batch seq"] | None = None,
+    kl_weight: int | float = 0.04,
+) -> Float[Array, ""]:
+    """Computes the loss of Dr. GRPO, section 3.2 of Liu et al. (2025,
+    <https://arxiv.org/abs/2503.20783>): the sum over the tokens of each answer is divided by a
+    constant, so that long wrong answers are not preferred to short ones.
+
+    **Arguments:**
+
+    - `max_tokens`: the maximum number of tokens in an answer. With 1, the sums are not divided.
+    - the others: see [`redcoast.losses.grpo`][]. The paper has the advantages of
+        `grpo_advantages(rewards, scale=False)`.
+
+    **Returns:**
+
+    A scalar, the mean over answers.
+
+    **Raises:**
+
+    `ValueError` if the shapes do not match or an option is out of range.
+
+    !!! Example
+
+        ```python
+        from redcoast.losses import dr_grpo, grpo_advantages
+
+        rewards = jnp.array([[1.0, 0.0, 0.0, 1.0]])
+        advantages = grpo_advantages(rewards, scale=False).reshape(-1)
+        log_probs = jnp.log(jnp.full((4, 6), 0.5))
+        loss = dr_grpo(log_probs, log_probs, advantages, mask=jnp.ones((4, 6)), max_tokens=6)
+        ```
+    """
+    if max_tokens < 1:
+        raise ValueError(f"`max_tokens` is {max_tokens}, but must be at least 1.")
+    losses = _token_losses(
+        log_probs, old_log_probs, advantages, mask, clip, reference_log_probs, kl_weight
+    )
+    return jnp.mean(jnp.sum(losses, axis=1)) / max_tokens
+
+
+def dapo(
+    log_probs: Float[Array, "batch seq"],
+    old_log_probs: Float[Array, "batch seq"],
+    advantages: Advantages,
+    *,
+    mask: Mask,
+    clip: Clip = (0.2, 0.28),
+    reference_log_probs: Float[Array, "batch seq"] | None = None,
+    kl_weight: int | float = 0.04,
+) -> Float[Array, ""]:
+    """Computes the loss of DAPO, equation 8 of Yu et al. (2025,
+    <https://arxiv.org/abs/2503.14476>): the mean over all tokens of the batch, and a clip that is
+    wider above 1 than below.
+
+    **Arguments:**
+
+    - see [`redcoast.losses.grpo`][]. The paper has no reference model.
+
+    **Returns:**
+
+    A scalar; 0 if the mask is all 0. To average the losses of several batches, weight each by
+    `jnp.sum(mask)`; a `loss_fn` returns this weight as `{"weight": ...}`.
+
+    **Raises:**
+
+    `ValueError` if the shapes do not match or an option is out of range.
+
+    !!! Example
+
+        ```python
+        from redcoast.losses import dapo, grpo_advantages
+
+        rewards = jnp.array([[1.0, 0.0, 0.0, 1.0]])
+        advantages = grpo_advantages(rewards).reshape(-1)
+        log_probs = jnp.log(jnp.full((4, 6), 0.5))
+        loss = dapo(log_probs, log_probs, advantages, mask=jnp.ones((4, 6)))
+        ```
+    """
+    losses = _token_losses(
+        log_probs, old_log_probs, advantages, mask, clip, reference_log_probs, kl_weight
+    )
+    return jnp.sum(losses) / jnp.maximum(jnp.sum(mask.astype(bool)).astype(losses.dtype), 1)
+
+
+def grpo_advantages(
+    rewards: Rewards, *, scale: bool = True, epsilon: int | float = 1e-4
+) -> Float[Array, "groups samples"]:
+    """Computes by how much each answer is better than the mean of its group (section 4.1.2 of Shao
+    et al., 2024, <https://arxiv.org/abs/2402.03300>).
+
+    **Arguments:**
+
+    - `rewards`: the rewards of several answers to each prompt.
+    - `scale`: whether to divide by the standard deviation of the group (with `samples - 1` in its
+        denominator, as in TRL); false for Dr. GRPO.
+    - `epsilon`: added to the standard deviation.
+
+    **Returns:**
+
+    The advantages. They are 0 in a group whose answers have equal rewards.
+
+    **Raises:**
+
+    `ValueError` if there are fewer than two answers to each prompt.
+
+    !!! Example
+
+        ```python
+        from redcoast.losses import grpo_advantages
+
+        advantages = grpo_advantages(jnp.array([[1.0, 0.0, 0.0, 1.0]]))
+        ```
+    """
+    rewards = _check_rewards(rewards)
+    centred = rewards - jnp.mean(rewards, axis=1, keepdims=True)
+    if not scale:
+        return centred
+    return centred / (jnp.std(rewards, axis=1, keepdims=True, ddof=1) + epsilon)
+
+
+def rloo_advantages(rewards: Rewards) -> Float[Array, "groups samples"]:
+    """Computes by how much each answer is better than the mean of the others of its group, the
+    baseline of REINFORCE leave-one-out (equation 7 of Ahmadian et al., 2024,
+    <https://arxiv.org/abs/2402.14740>).
+
+    **Arguments:**
+
+    - `rewards`: the rewards of several answers to each prompt.
+
+    **Returns:**
+
+    The advantages. The gradient of `dr_grpo(..., max_tokens=1)` with them is that of RLOO.
+
+    **Raises:**
+
+    `ValueError` if there are fewer than two answers to each prompt.
+
+    !!! Example
+
+        ```python
+        from redcoast.losses import rloo_advantages
+
+        advantages = rloo_advantages(jnp.array([[1.0, 0.0, 0.0, 1.0]]))
+        ```
+    """
+    rewards = _check_rewards(rewards)
+    others = jnp.sum(rewards, axis=1, keepdims=True) - rewards
+    return rewards - others / (rewards.shape[1] - 1)
+
+
+def kl_estimate(
+    log_probs: Float[Array, "*batch"],
+    reference_log_probs: Float[Array, "*batch"],
+    *,
+    kind: Literal["k1", "k2", "k3"] = "k3",
+) -> Float[Array, "*batch"]:
+    """Estimates the divergence KL(model, reference) from tokens that the model sampled (Schulman,
+    2020, <http://joschu.net/blog/kl-approx.html>).
+
+    With r the probability of a token under the reference divided by that under the model:
+
+    - `"k1"`: -log r. Without bias, but negative for about half of the tokens.
+    - `"k2"`: (log r)^2 / 2. Never negative, with little variance and a small bias.
+    - `"k3"`: r - 1 - log r. Never negative, and without bias.
+
+    **Arguments:**
+
+    - `log_probs`, `reference_log_probs`: the log-probabilities of the sampled tokens, in nats.
+    - `kind`: the estimator.
+
+    **Returns:**
+
+    The estimate of each token, in float32 or wider.
+
+    **Raises:**
+
+    `ValueError` if the shapes differ or there is no such estimator.
+
+    !!! Example
+
+        ```python
+        from redcoast.losses import kl_estimate
+
+        estimates = kl_estimate(jnp.log(jnp.array([0.5, 0.2])), jnp.log(jnp.array([0.4, 0.3])))
+        ```
+    """
+    if log_probs.shape != reference_log_probs.shape:
+        raise ValueError(
+            f"`log_probs` has shape {log_probs.shape}, but `reference_log_probs` has shape "
+            f"{reference_log_probs.shape}. They must have the same shape."
+        )
+    log_ratios = at_least_float32(reference_log_probs) - at_least_float32(log_probs)
+    if kind == "k1":
+        return -log_ratios
+    if kind == "k2":
+        return log_ratios**2 / 2
+    if kind == "k3":
+        return jnp.expm1(log_ratios) - log_ratios
+    raise ValueError(f"`kind` is {kind!r}, but must be 'k1', 'k2' or 'k3'.")
+
+
+def reverse_kl(
+    logits: Float[Array, "*batch vocab"],
+    teacher_logits: Float[Array, "*batch vocab"],
+    *,
+    mask: Bool[Array, "*batch"] | Integer[Array, "*batch"] | Float[Array, "*batch"] | None = None,
+) -> Float[Array, ""]:
+    """Computes the mean divergence KL(student, teacher) of the next token, for on-policy
+    distillation: on answers that the student sampled, the teacher grades each token (Agarwal et
+    al., 2023, <https://arxiv.org/abs/2306.13649>).
+
+    The sum over the vocabulary is exact, unlike [`redcoast.losses.kl_estimate`][], which needs the
+    log-probabilities of the sampled tokens only.
+
+    **Arguments:**
+
+    - `logits`, `teacher_logits`: the logits of the student and of the teacher for each token.
+        Gradients do not flow into those of the teacher.
+    - `mask`: 1 at tokens that count and 0 at tokens to ignore; or weights of the mean.
+
+    **Returns:**
+
+    A scalar, in nats and in float32 or wider. If the mask is all 0, it is 0.
+
+    **Raises:**
+
+    `ValueError` if the shapes do not match.
+
+    !!! Example
+
+        ```python
+        from redcoast.losses import reverse_kl
+
+        student, teacher = jax.random.normal(jax.random.key(0), (2, 4, 6, 32))
+        loss = reverse_kl(student, teacher, mask=jnp.ones((4, 6)))
+        ```
+    """
+    if logits.shape != teacher_logits.shape or (
+        mask is not None and mask.shape != logits.shape[:-1]
+    ):
+        of_mask = "" if mask is None else f" and `mask` has shape {mask.shape}"
+        raise ValueError(
+            f"`logits` has shape {logits.shape}, so `teacher_logits` must have the same shape, and "
+            f"`mask` the shape {logits.shape[:-1]}; but `teacher_logits` has shape "
+            f"{teacher_logits.shape}{of_mask}."
+        )
+    student = jax.nn.log_softmax(at_least_float32(logits))
+    teacher = jax.lax.stop_gradient(jax.nn.log_softmax(at_least_float32(teacher_logits)))
+    # A token that the student cannot write adds nothing, whatever the teacher says of it.
+    possible = student > -jnp.inf
+    gaps = jnp.where(possible, student, 0) - jnp.where(possible, teacher, 0)
+    divergences = jnp.sum(jnp.exp(student) * gaps, axis=-1)
+    if mask is None:
+        return jnp.mean(divergences)
+    weights = mask.astype(divergences.dtype)
+    total = jnp.sum(weights)
+    return jnp.sum(jnp.where(weights == 0, 0, divergences) * weights) / jnp.where(
+        total == 0, 1, total
+    )
+
+
+def _token_losses(
+    log_probs: Array,
+    old_log_probs: Array,
+    advantages: Array,
+    mask: Array,
+    clip: Clip,
+    reference_log_probs: Array | None,
+    kl_weight: int | float,
+) -> Float[Array, "batch seq"]:
+    """The clipped objective of each token, with the estimate of its divergence; 0 where masked."""
+    _check_tokens(log_probs, old_log_probs, advantages, mask, reference_log_probs)
+    below, above = _clip_bounds(clip)
+    if not kl_weight >= 0:
+        raise ValueError(f"`kl_weight` is {kl_weight}, but must be at least 0.")
+    counts = mask.astype(bool)
+    # Masked before the exponential: what is masked may be infinite or NaN.
+    new = jnp.where(counts, at_least_float32(log_probs), 0)
+    old = jnp.where(counts, at_least_float32(old_log_probs), 0)
+    ratios = jnp.exp(new - jax.lax.stop_gradient(old))
+    gains = jax.lax.stop_gradient(at_least_float32(advantages))
+    gains = jnp.broadcast_to(gains if gains.ndim == 2 else gains[:, None], ratios.shape)
+    losses = -jnp.minimum(ratios * gains, jnp.clip(ratios, 1 - below, 1 + above) * gains)
+    if reference_log_probs is not None:
+        reference = jax.lax.stop_gradient(
+            jnp.where(counts, at_least_float32(reference_log_probs), 0)
+        )
+        losses = losses + kl_weight * kl_estimate(new, reference)
+    return jnp.where(counts, losses, 0)
+
+
+def _clip_bounds(clip: Clip) -> tuple[int | float, int | float]:
+    below, above = clip if isinstance(clip, tuple) else (clip, clip)
+    if not (0 < below <= 1 and above > 0):
+        raise ValueError(
+            f"`clip` is {clip}, but must be positive, and at most 1 below: the ratio of two "
+            "probabilities is never negative."
+        )
+    return below, above
+
+
+def _check_tokens(
+    log_probs: Array,
+    old_log_probs: Array,
+    advantages: Array,
+    mask: Array,
+    reference_log_probs: Array | None,
+) -> None:
+    shape = log_probs.shape
+    if len(shape) != 2:
+        raise ValueError(f"`log_probs` must have the shape (batch, seq), but has {shape}.")
+    others = {"old_log_probs": old_log_probs, "mask": mask}
+    if reference_log_probs is not None:
+        others["reference_log_probs"] = reference_log_probs
+    for name, x in others.items():
+        if x.shape != shape:
+            raise ValueError(f"`{name}` has shape {x.shape}, but `log_probs` has shape {shape}.")
+    if advantages.shape not in (shape, shape[:1]):
+        raise ValueError(
+            f"`advantages` has shape {advantages.shape}, but must have one number for each answer, "
+            f"{shape[:1]}, or for each token, {shape}."
+        )
+
+
+def _check_rewards(rewards: Rewards) -> Float[Array, "groups samples"]:
+    if rewards.ndim != 2 or rewards.shape[1] < 2:
+        raise ValueError(
+            "`rewards` must have the shape (groups, samples) with at least two samples, so that "
+            f"the answers to a prompt can be compared; but it has shape {rewards.shape}."
+        )
+    return at_least_float32(jnp.asarray(rewards))

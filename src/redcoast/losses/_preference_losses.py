@@ -1,0 +1,326 @@
+"""Losses of preferences, as functions of the log-probabilities of whole answers.
+
+All logarithms are natural, and all results are means in float32 or wider.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from ._float32 import at_least_float32
+
+
+def dpo(
+    chosen: Float[Array, " pairs"],
+    rejected: Float[Array, " pairs"],
+    reference_chosen: Float[Array, " pairs"],
+    reference_rejected: Float[Array, " pairs"],
+    *,
+    beta: int | float = 0.1,
+    label_smoothing: int | float = 0.0,
+) -> Float[Array, ""]:
+    """Computes the loss of direct preference optimisation, equation 7 of Rafailov et al. (2023,
+    <https://arxiv.org/abs/2305.18290>).
+
+    **Arguments:**
+
+    - `chosen`, `rejected`: the log-probability of the better and of the worse answer of each pair
+        under the model: the sum over the tokens of the answer, in nats.
+    - `reference_chosen`, `reference_rejected`: the same under the reference model. They are
+        constants: gradients do not flow into them.
+    - `beta`: how strongly the model is kept near the reference.
+    - `label_smoothing`: the probability that a label is wrong, from 0 up to 0.5 (conservative DPO,
+        equation 3 of Mitchell, 2023, <https://ericmitchell.ai/cdpo.pdf>).
+
+    **Returns:**
+
+    A scalar, the mean over pairs.
+
+    **Raises:**
+
+    `ValueError` if the shapes differ or an option is out of range.
+
+    !!! Example
+
+        ```python
+        from redcoast.losses import dpo
+
+        loss = dpo(
+            chosen=jnp.array([-12.0, -9.0]),
+            rejected=jnp.array([-11.0, -14.0]),
+            reference_chosen=jnp.array([-12.5, -9.5]),
+            reference_rejected=jnp.array([-10.5, -13.0]),
+        )
+        ```
+    """
+    _check_positive(beta=beta)
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(
+            f"`label_smoothing` is {label_smoothing}, but must be at least 0 and less than 0.5."
+        )
+    margins = beta * _margins(chosen, rejected, reference_chosen, reference_rejected)
+    right, wrong = -jax.nn.log_sigmoid(margins), -jax.nn.log_sigmoid(-margins)
+    return jnp.mean((1 - label_smoothing) * right + label_smoothing * wrong)
+
+
+def ipo(
+    chosen: Float[Array, " pairs"],
+    rejected: Float[Array, " pairs"],
+    reference_chosen: Float[Array, " pairs"],
+    reference_rejected: Float[Array, " pairs"],
+    *,
+    beta: int | float = 0.1,
+) -> Float[Array, ""]:
+    """Computes the loss of identity preference optimisation, equation 17 of Azar et al. (2023,
+    <https://arxiv.org/abs/2310.12036>).
+
+    **Arguments:**
+
+    - `chosen`, `rejected`, `reference_chosen`, `reference_rejected`: see
+        [`redcoast.losses.dpo`][], but the mean over the tokens of each answer. The authors of the
+        paper recommend the mean, and TRL has it too. With sums, long answers dominate the loss.
+    - `beta`: the regularisation, tau in the paper. The margin between the answers is pulled to
+        `1 / (2 * beta)`.
+
+    **Returns:**
+
+    A scalar, the mean over pairs.
+
+    **Raises:**
+
+    `ValueError` if the shapes differ or `beta` is not positive.
+
+    !!! Example
+
+        ```python
+        from redcoast.losses import ipo
+
+        loss = ipo(
+            chosen=jnp.array([-1.2, -0.9]),
+            rejected=jnp.array([-1.1, -1.4]),
+            reference_chosen=jnp.array([-1.3, -1.0]),
+            reference_rejected=jnp.array([-1.0, -1.3]),
+        )
+        ```
+    """
+    _check_positive(beta=beta)
+    margins = _margins(chosen, rejected, reference_chosen, reference_rejected)
+    return jnp.mean((margins - 1 / (2 * beta)) ** 2)
+
+
+def kto(
+    answers: Float[Array, " answers"],
+    reference_answers: Float[Array, " answers"],
+    desirable: Bool[Array, " answers"],
+    *,
+    unrelated: Float[Array, " others"],
+    reference_unrelated: Float[Array, " others"],
+    beta: int | float = 0.1,
+    desirable_weight: int | float = 1.0,
+    undesirable_weight: int | float = 1.0,
+) -> Float[Array, ""]:
+    """Computes the loss of Kahneman-Tversky optimisation, equation 8 of Ethayarajh et al. (2024,
+    <https://arxiv.org/abs/2402.01306>), for answers that are not in pairs.
+
+    **Arguments:**
+
+    - `answers`, `reference_answers`: the log-probability of each answer under the model and the
+        reference: the sum over its tokens, in nats.
+    - `desirable`: whether each answer is a good one.
+    - `unrelated`, `reference_unrelated`: the log-probabilities of answers to other prompts, usually
+        those of the batch moved on by one. From them, the divergence from the reference (z0) is
+        estimated, which is a constant in the loss, and at least 0.
+    - `beta`: how strongly the model is kept near the reference.
+    - `desirable_weight`, `undesirable_weight`: the weights of good and bad answers. The paper
+        recommends weights that make up for unequal numbers.
+
+    **Returns:**
+
+    A scalar, the mean over answers.
+
+    **Raises:**
+
+    `ValueError` if the shapes differ or an option is out of range.
+
+    !!! Example
+
+        ```python
+        from redcoast.losses import kto
+
+        loss = kto(
+            answers=jnp.array([-12.0, -9.0, -20.0]),
+            reference_answers=jnp.array([-12.5, -9.5, -18.0]),
+            desirable=jnp.array([True, True, False]),
+            unrelated=jnp.array([-40.0, -35.0]),
+            reference_unrelated=jnp.array([-39.0, -36.0]),
+        )
+        ```
+    """
+    _check_positive(beta=beta)
+    _check_not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    _check_shapes(answers=answers, reference_answers=reference_answers, desirable=desirable)
+    _check_shapes(unrelated=unrelated, reference_unrelated=reference_unrelated)
+    ratios = at_least_float32(answers) - jax.lax.stop_gradient(at_least_float32(reference_answers))
+    divergence = jnp.mean(at_least_float32(unrelated) - at_least_float32(reference_unrelated))
+    divergence = jax.lax.stop_gradient(jnp.maximum(divergence, 0))
+    gains = beta * (ratios - divergence)
+    values = jax.nn.sigmoid(jnp.where(desirable, gains, -gains))
+    weights = jnp.where(desirable, desirable_weight, undesirable_weight).astype(values.dtype)
+    return jnp.mean(weights * (1 - values))
+
+
+def orpo(
+    chosen: Float[Array, " pairs"], rejected: Float[Array, " pairs"], *, weight: int | float = 0.1
+) -> Float[Array, ""]:
+    """Computes the loss of odds ratio preference optimisation, equations 6 and 7 of Hong et al.
+    (2024, <https://arxiv.org/abs/2403.07691>). It needs no reference model.
+
+    **Arguments:**
+
+    - `chosen`, `rejected`: the log-probability of the better and of the worse answer of each pair
+        under the model: the mean over the tokens of the answer, in nats, and less than 0.
+    - `weight`: the weight of the odds ratio, lambda in the paper (`beta` in TRL). The loss of
+        fine-tuning on the better answers has weight 1.
+
+    **Returns:**
+
+    A scalar, the mean over pairs.
+
+    **Raises:**
+
+    `ValueError` if the shapes differ or `weight` is negative.
+
+    !!! Example
+
+        ```python
+        from redcoast.losses import orpo
+
+        loss = orpo(jnp.array([-1.2, -0.9]), jnp.array([-1.1, -1.4]))
+        ```
+    """
+    _check_not_negative(weight=weight)
+    _check_shapes(chosen=chosen, rejected=rejected)
+    chosen, rejected = at_least_float32(chosen), at_least_float32(rejected)
+    log_odds = (chosen - _log_complement(chosen)) - (rejected - _log_complement(rejected))
+    return jnp.mean(-chosen - weight * jax.nn.log_sigmoid(log_odds))
+
+
+def simpo(
+    chosen: Float[Array, " pairs"],
+    rejected: Float[Array, " pairs"],
+    *,
+    beta: int | float = 2.0,
+    gamma: int | float = 1.0,
+) -> Float[Array, ""]:
+    """Computes the loss of simple preference optimisation, equation 6 of Meng et al. (2024,
+    <https://arxiv.org/abs/2405.14734>). It needs no reference model.
+
+    **Arguments:**
+
+    - `chosen`, `rejected`: the log-probability of the better and of the worse answer of each pair
+        under the model: the mean over the tokens of the answer, in nats.
+    - `beta`: the factor of the log-probabilities.
+    - `gamma`: the margin by which the better answer should win, at least 0.
+
+    **Returns:**
+
+    A scalar, the mean over pairs.
+
+    **Raises:**
+
+    `ValueError` if the shapes differ or an option is out of range.
+
+    !!! Example
+
+        ```python
+        from redcoast.losses import simpo
+
+        loss = simpo(jnp.array([-1.2, -0.9]), jnp.array([-1.1, -1.4]))
+        ```
+    """
+    _check_positive(beta=beta)
+    _check_not_negative(gamma=gamma)
+    _check_shapes(chosen=chosen, rejected=rejected)
+    return -jnp.mean(
+        jax.nn.log_sigmoid(beta * (at_least_float32(chosen) - at_least_float32(rejected)) - gamma)
+    )
+
+
+def bradley_terry(
+    chosen: Float[Array, " pairs"], rejected: Float[Array, " pairs"]
+) -> Float[Array, ""]:
+    """Computes the loss of a reward model, equation 1 of Ouyang et al. (2022,
+    <https://arxiv.org/abs/2203.02155>): the better answer should have the higher reward.
+
+    **Arguments:**
+
+    - `chosen`, `rejected`: the rewards of the better and of the worse answer of each pair.
+
+    **Returns:**
+
+    A scalar, the mean over pairs.
+
+    **Raises:**
+
+    `ValueError` if the shapes differ.
+
+    !!! Example
+
+        ```python
+        from redcoast.losses import bradley_terry
+
+        loss = bradley_terry(jnp.array([1.3, 0.2]), jnp.array([0.4, 0.5]))
+        ```
+    """
+    _check_shapes(chosen=chosen, rejected=rejected)
+    return -jnp.mean(jax.nn.log_sigmoid(at_least_float32(chosen) - at_least_float32(rejected)))
+
+
+def _margins(
+    chosen: Array, rejected: Array, reference_chosen: Array, reference_rejected: Array
+) -> Float[Array, " pairs"]:
+    """By how much the model prefers the better answer more than the reference does."""
+    _check_shapes(
+        chosen=chosen,
+        rejected=rejected,
+        reference_chosen=reference_chosen,
+        reference_rejected=reference_rejected,
+    )
+    reference = jax.lax.stop_gradient(
+        at_least_float32(reference_chosen) - at_least_float32(reference_rejected)
+    )
+    return at_least_float32(chosen) - at_least_float32(rejected) - reference
+
+
+def _log_complement(log_probs: Float[Array, " pairs"]) -> Float[Array, " pairs"]:
+    """Returns log(1 - exp(x)) for negative x, without cancellation at either end (Mächler, 2012,
+    <https://cran.r-project.org/web/packages/Rmpfr/vignettes/log1mexp-note.pdf>)."""
+    near = log_probs > -np.log(2)
+    # Each branch gets an argument that it is finite for, so that gradients are finite too.
+    small = jnp.log(-jnp.expm1(jnp.where(near, log_probs, -1)))
+    large = jnp.log1p(-jnp.exp(jnp.where(near, -1, log_probs)))
+    return jnp.where(near, small, large)
+
+
+def _check_shapes(**arrays: Array) -> None:
+    shapes = {name: x.shape for name, x in arrays.items()}
+    first = next(iter(shapes.values()))
+    if len(first) != 1 or first == (0,) or any(shape != first for shape in shapes.values()):
+        listed = ", ".join(f"`{name}` {shape}" for name, shape in shapes.items())
+        raise ValueError(
+            "There must be one number for each answer, in arrays of one dimension and of the same "
+            f"size; but the shapes are: {listed}."
+        )
+
+
+def _check_positive(**options: int | float) -> None:
+    for name, value in options.items():
+        if not value > 0:
+            raise ValueError(f"`{name}` is {value}, but must be positive.")
+
+
+def _check_not_negative(**options: int | float) -> None:
+    for name, value in options.items():
+        if not value >= 0:
+            raise ValueError(f"`{name}` is {value}, but must be at least 0.")

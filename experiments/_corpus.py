@@ -60,11 +60,55 @@ def chat_windows(
     chats: list[Any], render: Callable[..., str], encode: Encode, seq: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Returns for each chat its tokens, and a mask of those to learn: the assistant's messages."""
+    rows = _truncated(chats, render, encode, seq)
+    return [(_pad(tokens, seq, -1), _pad(learned, seq, False)) for tokens, learned in rows]
+
+
+def packed_chats(
+    chats: list[Any], render: Callable[..., str], encode: Encode, seq: int
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Returns rows of several chats: their tokens, a mask of those to learn, and for each token the
+    number of its chat in the row, from 1; 0 is padding.
+
+    The longest chats come first, each in the fullest row that has room for it.
+    """
+    rows: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    rows_by_room: list[list[int]] = [[] for _ in range(seq + 2)]
+    for chat in sorted(_truncated(chats, render, encode, seq), key=lambda x: -len(x[0])):
+        size = len(chat[0])
+        room = next((n for n in range(size, seq + 2) if rows_by_room[n]), None)
+        if room is None:
+            room, row = seq + 1, len(rows)
+            rows.append([])
+        else:
+            row = rows_by_room[room].pop()
+        rows[row].append(chat)
+        rows_by_room[room - size].append(row)
+    return [_packed(row, seq) for row in rows]
+
+
+def _packed(
+    row: list[tuple[np.ndarray, np.ndarray]], seq: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    tokens, learned = map(np.concatenate, zip(*row, strict=True))
+    sizes = [len(chat) for chat, _ in row]
+    segments = np.repeat(np.arange(1, len(row) + 1, dtype=np.int32), sizes)
+    # The first token of a chat has nothing before it that predicts it.
+    learned[np.cumsum([0, *sizes[:-1]])] = False
+    return _pad(tokens, seq, -1), _pad(learned, seq, False), _pad(segments, seq, 0)
+
+
+def _truncated(
+    chats: list[Any], render: Callable[..., str], encode: Encode, seq: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
     rows = [_chat(chat, render, encode) for chat in chats]
     if long := sum(len(tokens) > seq + 1 for tokens, _ in rows):
         print(f"{long} of {len(rows)} chats have more than {seq + 1} tokens and are truncated.")
-    pad = lambda x, fill: np.pad(x[: seq + 1], (0, max(0, seq + 1 - len(x))), constant_values=fill)
-    return [(pad(tokens, -1), pad(learned, False)) for tokens, learned in rows]
+    return [(tokens[: seq + 1], learned[: seq + 1]) for tokens, learned in rows]
+
+
+def _pad(x: np.ndarray, seq: int, fill: int | bool) -> np.ndarray:
+    return np.pad(x, (0, seq + 1 - len(x)), constant_values=fill)
 
 
 def _chat(chat: Any, render: Callable[..., str], encode: Encode) -> tuple[np.ndarray, np.ndarray]:

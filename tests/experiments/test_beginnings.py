@@ -1,11 +1,11 @@
-"""Texts of `finetune.py` and its samples begin as the tokenizer begins texts."""
+"""Texts of `sft.py` and its samples begin as the tokenizer begins texts."""
 
 import gguf
 import numpy as np
 import pytest
 from tokenizers import pre_tokenizers, processors
 
-NAME = "finetune"
+NAME = "sft"
 BEGIN, END = 256, 257
 IDS = {"special_tokens": [("<s>", BEGIN), ("</s>", END)]}
 BYTES = processors.ByteLevel(trim_offsets=False)

@@ -1,4 +1,4 @@
-"""What `finetune.py` learns from chats: the tokens of the template's whole text, and of these the
+"""What `sft.py` learns from chats: the tokens of the template's whole text, and of these the
 assistant's."""
 
 import importlib
@@ -118,3 +118,22 @@ def test_special_tokens_may_stand_in_a_file_of_their_own(tmp_path):
     template, words = read_template(tmp_path)
     assert template is not None
     assert renderer(template, words)([]) == "<s>|<end>|<unk>"
+
+
+def test_packed_chats_are_all_there_and_apart():
+    """Each chat in one row, with tokens and masks as alone, and numbers that tell chats apart."""
+    render, seq = renderer(CHATML, {}), 260
+    chats = [CHAT[: 2 * i + 3] for i in (0, 0, 1, 0, 1)]
+    alone = [learn(render, chat, seq=seq) for chat in chats]
+    rows = _corpus.packed_chats(chats, render, encode, seq)
+    assert len(rows) < len(chats)
+    found = []
+    for tokens, learned, segments in rows:
+        assert tokens.shape == learned.shape == segments.shape == (seq + 1,)
+        assert ((segments == 0) == (tokens < 0)).all()
+        assert not learned[segments == 0].any()
+        for number in range(1, segments.max() + 1):
+            here = segments == number
+            found.append((tokens[here].tolist(), learned[here].tolist()))
+    expected = [(tokens.tolist(), learned.tolist()) for tokens, learned in alone]
+    assert sorted(found) == sorted(expected)

@@ -63,7 +63,6 @@ SCRIPTS = [
     "distillation",
     "evolution",
     "federated",
-    "finetune",
     "image_classification",
     "image_to_text",
     "language_modeling",
@@ -71,6 +70,7 @@ SCRIPTS = [
     "maml",
     "ppo",
     "serve_prompt",
+    "sft",
     "text_classification",
     "text_to_image",
     "text_to_text",
@@ -342,9 +342,7 @@ TUNING = ["--steps", 2, "--batch-size", 4, "--seq", 32, "--new-tokens", 4, "--pr
 @pytest.mark.integration
 def test_fine_tuning_improves_and_saves_the_model(weights, texts, tmp_path):
     options = ["--weights", weights, "--text", texts, "--directory", tmp_path / "runs", *TUNING]
-    output = run(
-        "finetune.py", *options, "--learning-rate", 1e-2, "--local-devices", 8, "--mesh", "2x4"
-    )
+    output = run("sft.py", *options, "--learning-rate", 1e-2, "--local-devices", 8, "--mesh", "2x4")
     before = number_after("Perplexity before: ", output)
     assert number_after("Perplexity after: ", output) < before
     assert re.search(r"Sample before:\nT e x t.*Sample after:\nT e x t", output, re.DOTALL)
@@ -368,7 +366,7 @@ def test_adapters_are_tuned_on_chats(weights, tmp_path):
     chats = tmp_path / "chats.jsonl"
     chats.write_text("\n".join([json.dumps(chat)] * 6))
     options = ["--weights", weights, "--text", chats, "--directory", tmp_path / "runs", *TUNING]
-    output = run("finetune.py", *options, "--lora", "--rank", 2, "--learning-rate", 1e-2)
+    output = run("sft.py", *options, "--lora", "--rank", 2, "--learning-rate", 1e-2)
     assert "chats have more than 33 tokens and are truncated" in output
     directory = only_run(tmp_path / "runs")
     assert (directory / "adapters" / "adapter_model.safetensors").exists()
@@ -399,8 +397,8 @@ def run_as_two(script, *options):
 @pytest.mark.parametrize("options", [["--mesh", "fsdp=2,model=2"], ["--lora", "--rank", 2]])
 def test_two_processes_fine_tune(weights, texts, tmp_path, options):
     options = ["--weights", weights, "--text", texts, "--learning-rate", 1e-2, *TUNING, *options]
-    alone = run("finetune.py", *options, "--directory", tmp_path / "one", "--local-devices", 4)
-    together = run_as_two("finetune.py", *options, "--directory", tmp_path / "two")
+    alone = run("sft.py", *options, "--directory", tmp_path / "one", "--local-devices", 4)
+    together = run_as_two("sft.py", *options, "--directory", tmp_path / "two")
     for words in ("Perplexity before: ", "Perplexity after: "):
         assert number_after(words, together) == pytest.approx(number_after(words, alone), rel=1e-3)
     directory = only_run(tmp_path / "two")

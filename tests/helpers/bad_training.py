@@ -201,6 +201,11 @@ ROWS = {
             TypeError,
             "that `prepare` was given is None",
         ),
+        (
+            lambda d: rc.prepare(make_model, SGD, loss_fn, batch_of(8), key=KEY, steps_per_call=0),
+            ValueError,
+            "`steps_per_call` is 0",
+        ),
     ],
     "train_steps": [
         (
@@ -268,6 +273,8 @@ ROWS = {
         (lambda d: fit(batch_size=0), ValueError, "`batch_size` is 0"),
         (lambda d: fit(batch_size=8.0), TypeError, r"`batch_size` is 8\.0"),
         (lambda d: fit(steps=0), ValueError, "`steps` is 0"),
+        (lambda d: fit(steps_per_call=0), ValueError, "`steps_per_call` is 0"),
+        (lambda d: fit(steps_per_call="4"), TypeError, "`steps_per_call` is '4'"),
         (lambda d: fit(steps=2.5), TypeError, r"`steps` is 2\.5"),
         (lambda d: fit(loss_fn=loss_with_array), ValueError, r"aux\['a'\] of shape"),
         (lambda d: fit(epochs=-1, steps=None), ValueError, "`epochs` is -1"),

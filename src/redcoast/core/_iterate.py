@@ -19,7 +19,7 @@ def map_in_threads(
     pending: deque[Any] = deque()
     errors: list[Exception] = []
     try:
-        for item in _until_error(items, errors):
+        for item in until_error(items, errors):
             pending.append(pool.submit(copy_context().run, make, item))
             if len(pending) > ahead:
                 yield pending.popleft().result()
@@ -32,12 +32,20 @@ def map_in_threads(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _until_error(items: Iterable[T], errors: list[Exception]) -> Iterator[T]:
+def until_error(items: Iterable[T], errors: list[Exception]) -> Iterator[T]:
     """Yields the items before an error, which is stored, so that they can still be used."""
     try:
         yield from items
     except Exception as error:
         errors.append(error)
+
+
+def with_before(items: Iterable[T]) -> Iterator[tuple[T, T | None]]:
+    """Yields each item, and the one before it."""
+    before = None
+    for item in items:
+        yield item, before
+        before = item
 
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

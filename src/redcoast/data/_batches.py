@@ -87,6 +87,7 @@ class Batches:
         threads: Threads = USUAL_THREADS,
     ):
         self.mesh, self.collate_fn = mesh, collate_fn
+        self.on_host = False  # whether the batches are left to be placed by the loop
         self._epochs, self._steps, self._threads = epochs, steps, threads
         self._own = batch_size is None  # whether the source makes batches itself
         self._part, self._parts = 0, 1
@@ -408,6 +409,7 @@ class Batches:
             "stop": self._end()[1],
             "mesh": self.mesh,
             "threads": self._threads,
+            "on_host": self.on_host,
         }
         if length is None:
             options["parts"] = self._parts

@@ -80,11 +80,11 @@ class Collating:
     """Makes the batches of a loop on the host, and places them on the devices of a mesh.
 
     Each process collates only the rows of its own devices, unless `collate_fn` marks arrays that
-    belong to the whole batch.
+    belong to the whole batch. With `on_host`, the batches stay where `collate_fn` made them.
     """
 
-    def __init__(self, collate_fn: CollateFn | None, mesh: Mesh):
-        self._collate_fn, self._mesh = collate_fn, mesh
+    def __init__(self, collate_fn: CollateFn | None, mesh: Mesh, *, on_host: bool = False):
+        self._collate_fn, self._mesh, self._on_host = collate_fn, mesh, on_host
         self._in_turn, self._whole = InTurn(), False
 
     def host_batch(self, rows: int, read: ReadRows) -> PyTree:
@@ -118,7 +118,9 @@ class Collating:
 
     def _place(self, batch: PyTree, rows: int, position: int, stream: Any) -> Loaded:
         arrays, per_batch = without_marks(batch), has_per_batch(batch)
-        if per_batch:
+        if self._on_host:
+            placed = arrays
+        elif per_batch:
             placed = place_batch(arrays, self._mesh, kinds=(np.ndarray, jax.Array))
         else:
             placed = place_rows(arrays, self._mesh, rows)
@@ -135,10 +137,11 @@ def training_batches(
     stop: int,
     mesh: Mesh,
     threads: Threads = USUAL_THREADS,
+    on_host: bool = False,
 ) -> Generator[Loaded, None, None]:
     """Yields the batches from one position of a run to another, in a new order in each epoch."""
     of_epoch, length = by_epoch(examples)
-    reading, collating = InTurn(), Collating(collate_fn, mesh)
+    reading, collating = InTurn(), Collating(collate_fn, mesh, on_host=on_host)
 
     def make(batch: tuple[int, list[int], list[int]]) -> Loaded:
         begin, *parts = batch
@@ -173,6 +176,7 @@ def stream_batches(
     mesh: Mesh,
     threads: Threads = USUAL_THREADS,
     parts: int = 1,
+    on_host: bool = False,
 ) -> Generator[Loaded, None, None]:
     """Yields the batches of a stream from its current state, each with the state after it.
 
@@ -181,7 +185,7 @@ def stream_batches(
     """
     stream = read_source(stream)
     assert isinstance(stream, Stream)
-    collating = Collating(collate_fn, mesh)
+    collating = Collating(collate_fn, mesh, on_host=on_host)
     reader = StreamReader(stream, used=threads.ahead + threads.workers + 1)
 
     def read() -> Iterator[_Read]:

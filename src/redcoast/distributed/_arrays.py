@@ -66,9 +66,11 @@ def place_batch(arrays: PyTree, mesh: Mesh, *, kinds: tuple[type, ...] = (np.nda
     return jax.tree.map(lambda x: place_array(x, mesh, kinds=kinds), arrays)
 
 
-def place_array(x: Any, mesh: Mesh, *, kinds: tuple[type, ...] = (np.ndarray,)) -> Any:
-    """Places an array as `place_batch` does."""
-    sharding = _batch_place(x, mesh, kinds)
+def place_array(
+    x: Any, mesh: Mesh, *, kinds: tuple[type, ...] = (np.ndarray,), axis: int = 0
+) -> Any:
+    """Places an array as `place_batch` does. `axis` is the dimension of the rows."""
+    sharding = _batch_place(x, mesh, kinds, axis)
     return x if sharding is None else put(x, sharding)
 
 
@@ -121,30 +123,30 @@ def batch_shardings(tree: PyTree[Any], mesh: Mesh | None = None) -> PyTree[Named
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def abstract_batch(arrays: PyTree, mesh: Mesh) -> PyTree:
-    """The shapes and shardings of the result of `place_batch`. Abstract arrays count as NumPy
+def abstract_batch(arrays: PyTree, mesh: Mesh, axis: int = 0) -> PyTree:
+    """The shapes and shardings of arrays that `place_array` places. Abstract arrays count as NumPy
     arrays."""
 
     def describe(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
             return x
-        sharding = _batch_place(x, mesh, (np.ndarray, jax.ShapeDtypeStruct))
+        sharding = _batch_place(x, mesh, (np.ndarray, jax.ShapeDtypeStruct), axis)
         return x if sharding is None else abstract_array(x, sharding)
 
     return jax.tree.map(describe, arrays)
 
 
-def _batch_place(x: Any, mesh: Mesh, kinds: tuple[type, ...]) -> Sharding | None:
-    """The sharding of an array in the result of `place_batch`; `None` if the array is not moved."""
+def _batch_place(x: Any, mesh: Mesh, kinds: tuple[type, ...], axis: int) -> Sharding | None:
+    """The sharding of an array that `place_array` places; `None` if the array is not moved."""
     # On a single CPU device, jitted functions take NumPy arrays without a copy.
     host = isinstance(x, np.ndarray)
     alone = host and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-    if alone or not isinstance(x, kinds) or not np.ndim(x):
+    if alone or not isinstance(x, kinds) or np.ndim(x) <= axis:
         # Process-local arrays, such as a key, have to be replicated over all devices.
         return NamedSharding(mesh, P()) if _is_local(x) else None
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) and not isinstance(x, jax.Array):
         return None  # abstract keys: NumPy has none
-    return batch_sharding(mesh, x.shape[0])
+    return batch_sharding(mesh, x.shape[axis], axis)
 
 
 def put(x: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:

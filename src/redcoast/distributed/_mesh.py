@@ -157,9 +157,11 @@ def batch_shards(mesh: Mesh | AbstractMesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
-def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
-    """Shards the first dimension if its size is divisible; otherwise replicates the batch."""
-    return NamedSharding(mesh, P(BATCH_AXES) if rows % batch_shards(mesh) == 0 else P())
+def batch_sharding(mesh: Mesh, rows: int, axis: int = 0) -> NamedSharding:
+    """Shards the dimension of the rows if its size is divisible; otherwise replicates the batch."""
+    if rows % batch_shards(mesh):
+        return NamedSharding(mesh, P())
+    return NamedSharding(mesh, P(*[None] * axis, BATCH_AXES))
 
 
 def ambient_or_default(mesh: Mesh | None) -> Mesh:

@@ -13,7 +13,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._policy import Checkpoints, as_checkpoints, newest_checkpoint
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes, on_mesh, with_auto_axes
-from ..core._errors import check_functions, check_optimizer
+from ..core._errors import check_functions, check_integer, check_optimizer
 from ..core._frames import hide_frames
 from ..core._output import forgiving_output
 from ..data._batches import batches
@@ -29,6 +29,7 @@ from ..train._precision import as_compute_dtype
 from ..train._start import starting_state
 from ..train._step import TrainState
 from ..train._training import Training
+from ._calls import plan_calls
 from ._consistency import check_agreement
 from ._early_stopping import SAVED, BestSoFar, EarlyStopping, complete_early_stopping, reason_of_end
 from ._error_notes import explained_memory, noted_checkpoint
@@ -78,6 +79,7 @@ def fit(
     plan: Plan | Literal["verify"] | None = None,
     workers: int = 2,
     ahead: int = 4,
+    steps_per_call: int | None = None,
 ) -> TrainState:
     """Trains a model on raw examples, sharded over the devices of a mesh.
 
@@ -136,6 +138,12 @@ def fit(
         default, the step is planned. `"verify"` also compares loss and gradients with a program for
         one device, on a few examples; the model must fit on one device.
     - `workers`, `ahead`: as for [`redcoast.batches`][].
+    - `steps_per_call`: the number of steps in one call of a compiled program. By default, each step
+        of a model that is not small is a call, and several short steps are one: as many as take 5
+        milliseconds, at most 32. The results are the same bit for bit, and each step is logged, but
+        a signal stops the run after the call. 1 makes each step a call. A larger number is for
+        steps that are short without being recognised as such; it needs memory for as many batches
+        and for two copies of the state.
 
     **Returns:**
 
@@ -172,6 +180,8 @@ def fit(
     compute_dtype = as_compute_dtype(compute_dtype)
     training = Training(loss_fn, optimizer, accumulate, compute_dtype, trainable)
     threads = checked_threads(workers, ahead)
+    if steps_per_call is not None:
+        check_integer("steps_per_call", steps_per_call)
     evaluation = complete_evaluation(evaluation, collate_fn, loss_fn, batch_size)
     early_stopping, checkpoints = complete_early_stopping(
         early_stopping, evaluation, as_checkpoints(checkpoints)
@@ -264,6 +274,8 @@ def fit(
             verify_step(run_plan, training, state, data.peek())
 
         # The loop.
+        alone = by_microbatches(compiled, data.batch_size, accumulate)
+        calls = plan_calls(steps_per_call, training, run_plan, state, data, alone, log)
         stopping = stack.enter_context(stop_request(mesh=data.mesh))
         reader = stack.enter_context(metrics_reader(log, run))
         stack.enter_context(checkpointer)
@@ -271,7 +283,7 @@ def fit(
             training,
             run_plan,
             data,
-            by_microbatches(compiled, data.batch_size, accumulate),
+            calls,
             compiled_evaluation,
             best,
             checkpoints,

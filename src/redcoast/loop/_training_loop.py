@@ -4,7 +4,6 @@ import contextlib
 import functools as ft
 import logging
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -13,17 +12,19 @@ import jax
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._policy import Checkpoints
 from ..core._errors import noting
-from ..data._batches import Batches
+from ..core._iterate import with_before
+from ..data._batches import Batch, Batches
 from ..sharding import Plan
-from ..tracking._metrics import MetricsReader
+from ..tracking._metrics import MetricsReader, StackedMetrics
 from ..train._step import TrainState
 from ..train._training import Training
 from ..train._weight_average import evaluated_model
+from ._calls import Calls, StepCall
 from ._early_stopping import SAVED, BestSoFar
 from ._error_notes import DOUBTFUL, rescued
 from ._evaluation import CompiledEvaluation
 from ._nonfinite import explain_batch, explain_step, warn_of_clamped_indices
-from ._steps import Step, training_steps
+from ._steps import Step
 from ._stop import ASKED, StopRequest
 
 logger = logging.getLogger("redcoast")
@@ -37,7 +38,7 @@ class TrainingLoop:
 
     **Attributes:**
 
-    - `step`: the compiled step `(state, batch) -> (state, metrics)`.
+    - `calls`: what takes the steps.
     - `evaluation`: the compiled evaluation; `None` if there is none.
     - `best`: the best evaluation so far, with early stopping.
     - `reader`: what reads the metrics of steps and passes them to the loggers.
@@ -50,7 +51,7 @@ class TrainingLoop:
     training: Training
     plan: Plan
     data: Batches
-    step: Callable[..., tuple[TrainState, object]]
+    calls: Calls
     evaluation: CompiledEvaluation | None
     best: BestSoFar | None
     checkpoints: Checkpoints | None
@@ -72,10 +73,13 @@ class TrainingLoop:
                 self._evaluate(self.evaluation, self.data.step, state)
                 if self._is_over or (self._is_asked_to_stop() and self.stopping()):
                     return state
-            for done in training_steps(state, self.data, self.step):
-                self.done = done
-                self.is_due = self._evaluates_after(done)  # which a save after an error needs
-                self._push(done)
+            for call, before in with_before(self.calls(state, self._ends_call)):
+                done = self.done = call.last
+                self.is_due = self._evaluates_after(done.batch)  # which a save after an error needs
+                self._push(call)
+                if (step := self._step_to_stop_after(call, before)) is not None:
+                    done = self.done = step
+                    self.is_due = False
                 is_first = done.number == first
                 if is_first:  # while the devices take the step
                     warn_of_clamped_indices(self.training, self.data, done.batch, done.state)
@@ -113,13 +117,19 @@ class TrainingLoop:
             logger.warning("Training stopped after step %d%s: %s.", done.number, of_steps, reason)
         return stops
 
-    def _evaluates_after(self, done: Step) -> bool:
+    def _evaluates_after(self, batch: Batch) -> bool:
         every = None
         if self.evaluation is not None:
             every = self.evaluation.evaluation.every
         if every:
-            return done.batch.last or done.number % every == 0
-        return done.batch.last or done.batch.epoch_end
+            return batch.last or batch.step % every == 0
+        return batch.last or batch.epoch_end
+
+    def _ends_call(self, batch: Batch) -> bool:
+        """Whether the state after a step is needed: to evaluate it, to save it or to return it."""
+        evaluates = self.evaluation is not None and self._evaluates_after(batch)
+        saves = self.checkpointer.wants(batch.step, epoch_end=batch.epoch_end)
+        return evaluates or saves or batch.last
 
     @property
     def _is_over(self) -> bool:
@@ -134,17 +144,45 @@ class TrainingLoop:
         self.stopping.ask(reason)
         return jax.process_count() == 1
 
-    def _push(self, done: Step) -> None:
-        """Passes the metrics of a step to the reader, with what explains a step that is skipped."""
+    def _push(self, call: StepCall) -> None:
+        """Passes the metrics of a call to the reader, with what explains a step that is skipped."""
+        explain = ft.partial(explain_step, self.training, self.plan, self.data, self.checkpoints)
+        if isinstance(call.metrics, StackedMetrics):
+            first = call.numbers[0]
+            self.reader.push_call(
+                call.numbers,
+                call.metrics,
+                explain=lambda number, trained: explain(call.step(number), trained),
+                inspect=lambda number: explain_batch(self.data, call.batches[number - first]),
+            )
+            if self._ends_call(call.batches[-1]):
+                self.reader.catch_up()
+            return
+        done = call.last
         self.reader.push(
             done.number,
             done.metrics,
-            explain=ft.partial(
-                explain_step, self.training, self.plan, self.data, self.checkpoints, done
-            ),
+            explain=ft.partial(explain, done),
             inspect=ft.partial(explain_batch, self.data, done.batch),
             state=done.state,
         )
+
+    def _step_to_stop_after(self, call: StepCall, before: StepCall | None) -> Step | None:
+        """The step after which a logger stops the run, if more steps were dispatched since.
+
+        A logger is called when the next step has been dispatched, and so the run ends after that
+        one, however many steps a call takes.
+        """
+        if self.reader.stop_step is None:
+            return None
+        number = self.reader.stop_step + 1
+        if number >= call.numbers[-1]:
+            return None
+        self.reader.forget_after(number)
+        if number in call.numbers:
+            return call.step(number)
+        assert before is not None
+        return before.step(number)
 
     def _evaluate(
         self, evaluation: CompiledEvaluation, number: int, state: TrainState

@@ -1,10 +1,12 @@
 """Reads the metrics of a training step while the next step is computed."""
 
 import contextlib
+import functools as ft
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -75,10 +77,33 @@ def check_scalars(metrics: Mapping[str, Any]) -> None:
             )
 
 
-def read_step_metrics(metrics: PackedMetrics | Mapping[str, Any]) -> dict[str, float]:
+class StackedMetrics:
+    """The metrics of steps that were dispatched together, which the host reads in one transfer."""
+
+    def __init__(self, names: tuple[str, ...], values: Float[Array, "steps metrics"]):
+        self.names, self._values = names, values
+
+    @ft.cached_property
+    def rows(self) -> list[list[float]]:
+        return np.asarray(self._values).tolist()
+
+
+class MetricsInCall(NamedTuple):
+    """The metrics of one of the steps that were dispatched together."""
+
+    of: StackedMetrics
+    index: int
+
+
+Metrics = PackedMetrics | MetricsInCall | Mapping[str, Any]
+
+
+def read_step_metrics(metrics: Metrics) -> dict[str, float]:
     """Waits for a step and returns its metrics as Python floats."""
     if isinstance(metrics, PackedMetrics):
         return dict(zip(metrics.names, np.asarray(metrics.values).tolist(), strict=True))
+    if isinstance(metrics, MetricsInCall):
+        return dict(zip(metrics.of.names, metrics.of.rows[metrics.index], strict=True))
     check_scalars(metrics)
     return {name: float(x) for name, x in jax.device_get(dict(metrics)).items()}
 
@@ -112,6 +137,21 @@ class StepMetrics(Mapping[str, float]):
         return self._values
 
 
+class Pushed(NamedTuple):
+    """A step that was dispatched, and what explains it if it was skipped.
+
+    `explain` and `inspect` are as for `MetricsReader.push`; `at` is the time at which the step was
+    dispatched, and `end` the last of the steps that were dispatched together with it.
+    """
+
+    step: int
+    metrics: Metrics
+    explain: Callable[[bool], str] | None
+    inspect: Callable[[], str] | None
+    at: float
+    end: int
+
+
 class MetricsReader:
     """Passes the metrics of each step to the loggers without blocking the loop on the devices.
 
@@ -131,8 +171,9 @@ class MetricsReader:
         self._kept = KeptArrays()
         self._max_skipped = max_skipped
         self.stop_reason: str | None = None
+        self.stop_step: int | None = None  # the step whose metrics that logger was called with
         self._rates = Rates(run or RunInfo())
-        self._pending: tuple[int, Any, Callable[[], str] | None] | None = None
+        self._pending = deque[Pushed]()
         self._values: dict[str, float] = {}  # of the step that was read last
         self._trained = False
         self._skipped = 0  # steps in a row
@@ -168,24 +209,60 @@ class MetricsReader:
         `FloatingPointError` if `max_skipped` steps in a row were skipped because the loss or the
         gradient was NaN or infinite; `ValueError` if the loss of the first step is NaN or infinite.
         """
-        before, self._pending = self._pending, (step, metrics, inspect)
-        if before is not None:
-            self._read(*before)
-        # The first step is read at once, because it may reveal a mistake in the loss. So is a step
-        # that may end the run, because its state is needed to find the cause.
-        if not self._values or self._skipped + 1 >= self._max_skipped:
-            self.flush()
-        self._check(step, explain)
+        self._pending.append(Pushed(step, metrics, explain, inspect, self._rates.now(), step))
+        self._read_until(1)
+        self._read_if_decisive()
         if self._takers:
             self._kept.see(state, several([_name_of(log) for log in self._takers]))
         self._show_state(StepMetrics(metrics) if self._takers else {}, step, state)
 
+    def push_call(
+        self,
+        numbers: Sequence[int],
+        metrics: StackedMetrics,
+        *,
+        explain: Callable[[int, bool], str],
+        inspect: Callable[[int], str],
+    ) -> None:
+        """Stores the metrics of steps that were dispatched together, and reads the steps before.
+
+        `explain` and `inspect` have the number of the step as their first argument. Loggers with a
+        parameter `state` are not called.
+        """
+        at = self._rates.now()
+        for i, number in enumerate(numbers):
+            row = MetricsInCall(metrics, i)
+            about = ft.partial(explain, number), ft.partial(inspect, number)
+            self._pending.append(Pushed(number, row, *about, at, numbers[-1]))
+        self._read_until(len(numbers))
+        self._read_if_decisive()
+
+    def catch_up(self) -> None:
+        """Reads all steps but the last, unless a logger has asked to stop."""
+        if self.stop_reason is None:
+            self._read_until(1)
+
+    def forget_after(self, step: int) -> None:
+        """Drops the steps after one, which are not to be logged."""
+        self._pending = deque(pushed for pushed in self._pending if pushed.step <= step)
+
     @hide_frames
     def flush(self) -> None:
         """Waits for the last step and reads its metrics."""
-        before, self._pending = self._pending, None
-        if before is not None:
-            self._read(*before)
+        while self._pending:
+            self._read_until(0)
+
+    def _read_until(self, left: int) -> None:
+        """Reads steps until this many are left, or a logger asks to stop."""
+        reason = self.stop_reason
+        while len(self._pending) > left and self.stop_reason is reason:
+            self._read(self._pending.popleft())
+
+    def _read_if_decisive(self) -> None:
+        """Reads the last steps if they may reveal a mistake in the loss, as the first does, or end
+        the run, because their state is needed to find the cause."""
+        if not self._values or self._skipped + 1 >= self._max_skipped:
+            self._read_until(0)
 
     def write(
         self,
@@ -226,6 +303,7 @@ class MetricsReader:
         with calling("log", {}, where=f" ({name}) for the metrics of step {step}"):
             if log(metrics, step, **given) is STOP and self.stop_reason is None:
                 self.stop_reason = f"`log` ({name}) returned `redcoast.STOP`"
+                self.stop_step = step
 
     @contextlib.contextmanager
     def paused(self, batches: int = 0) -> Iterator[Callable[[], None]]:
@@ -273,12 +351,8 @@ class MetricsReader:
                 *(self._skipped_steps, self._read_steps, advice),
             )
 
-    def _read(
-        self,
-        step: int,
-        metrics: PackedMetrics | Mapping[str, Any],
-        inspect: Callable[[], str] | None,
-    ) -> None:
+    def _read(self, pushed: Pushed) -> None:
+        step, metrics, explain, inspect, at, end = pushed
         with noting(f"Raised while step {step} was computed."):
             values = self._values = read_step_metrics(metrics)
         skipped = bool(values.get("skipped", 0.0))
@@ -288,7 +362,7 @@ class MetricsReader:
         self._read_steps += 1
         self._skipped_steps += skipped and not overflow
         self._trained |= not skipped
-        self._write(values, step, self._rates(step, values) if self._logs else {})
+        self._write(values, step, self._rates(step, values, at, end) if self._logs else {})
         if skipped:
             more = f" The loss scale {values['loss_scale']:g} is halved." if overflow else ""
             if inspect and not overflow and self._skipped_steps == 1 and step > 1:
@@ -297,6 +371,7 @@ class MetricsReader:
                 "Step %d was skipped: loss %g, gradient norm %g.%s",
                 *(step, values.get("loss", math.nan), values.get("grad_norm", math.nan), more),
             )
+        self._check(step, explain)
 
 
 def _name_of(log: Any) -> str:

@@ -17,27 +17,36 @@ class Rates:
     """
 
     def __init__(self, run: RunInfo, clock: Callable[[], float] = perf_counter):
-        self._config, self._clock = run.config, clock
+        self._config, self.now = run.config, clock
         self._last: tuple[int, float] | None = None
+        self._seconds: float | None = None  # of each step up to the last
         self._paused_at: float | None = None
 
-    def __call__(self, step: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
+    def __call__(
+        self,
+        step: int,
+        metrics: Mapping[str, SupportsFloat],
+        at: float | None = None,
+        end: int | None = None,
+    ) -> dict[str, float]:
         """The rates of a completed step, as far as they are known.
 
         `step_seconds`, `examples_per_second` or `tokens_per_second`, `epoch`, `peak_memory_gb`,
         and `mfu` (model FLOPs utilisation, from 0 to 1).
+
+        `at` is the time at which the step was dispatched, by default now, and `end` the last of the
+        steps that were dispatched together with it.
         """
-        now, before = self._clock(), self._last
-        self._last = (step, now)
+        self._measure(step if end is None else end, self.now() if at is None else at)
         rows, examples = self._config.get("batch_size"), self._config.get("examples")
         found = {"epoch": step * rows / examples} if rows and examples else {}
         # The peak memory of a device; some devices do not report it.
         peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         if peak is not None:
             found["peak_memory_gb"] = peak / 1e9
-        if before is None or step <= before[0] or now <= before[1]:
+        seconds = self._seconds
+        if seconds is None:
             return found
-        seconds = (now - before[1]) / (step - before[0])
         found["step_seconds"] = seconds
         if "weight" in metrics:
             found["tokens_per_second"] = float(metrics["weight"]) / seconds
@@ -47,10 +56,19 @@ class Rates:
             found["mfu"] = least / seconds
         return found
 
+    def _measure(self, end: int, at: float) -> None:
+        """Computes the time of each step since the last measurement."""
+        before, self._last = self._last, (end, at)
+        if before == self._last:  # another step of the same call
+            return
+        self._seconds = None
+        if before is not None and end > before[0] and at > before[1]:
+            self._seconds = (at - before[1]) / (end - before[0])
+
     def pause(self) -> None:
-        self._paused_at = self._clock()
+        self._paused_at = self.now()
 
     def resume(self) -> None:
         if self._last is not None and self._paused_at is not None:
-            self._last = (self._last[0], self._last[1] + self._clock() - self._paused_at)
+            self._last = (self._last[0], self._last[1] + self.now() - self._paused_at)
         self._paused_at = None

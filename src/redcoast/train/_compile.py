@@ -102,13 +102,16 @@ def compile_reusable_step(
     step: Callable[..., tuple[PyTree, PyTree]],
     state_shardings: PyTree[NamedSharding],
     loss_fn: Callable[..., Any],
+    *,
+    rows_axis: int = 0,
 ) -> "CompiledStep":
     """A compiled step whose programs later steps use again, as `compiled_once` describes.
 
-    `loss_fn` is the user's function that the step calls.
+    `loss_fn` is the user's function that the step calls. `rows_axis` is the dimension of the NumPy
+    arrays among its arguments that has the rows of a batch: 1 if several batches are stacked.
     """
     shardings, mesh = _shardings_by_path(state_shardings, None)
-    return CompiledStep(step, shardings, mesh, reuse_for=loss_fn)
+    return CompiledStep(step, shardings, mesh, reuse_for=loss_fn, rows_axis=rows_axis)
 
 
 def _shardings_by_path(
@@ -179,12 +182,14 @@ class CompiledStep:
         mesh: Mesh,
         *,
         reuse_for: Callable[..., Any] | None = None,
+        rows_axis: int = 0,
     ):
         self._shardings = shardings  # by path
         self._given_mesh = mesh
         self._mesh = with_auto_axes(mesh)
         self._step = flatten_step(step, self._mesh)
         self._reuse_for = reuse_for  # the user's function, if programs are used again
+        self._rows_axis = rows_axis
         self._kinds: dict[Static, _StateKind] = {}
         self._programs: dict[Any, _Program] = {}
         self._overdue = overdue_on(mesh)
@@ -208,7 +213,7 @@ class CompiledStep:
             refuse_donated(state, args)
         # The caller may overwrite the batch while the step is still running.
         others = [x.copy() if isinstance(x, np.ndarray) else x for x in passed]
-        others = [auto_array(place_array(x, self._mesh)) for x in others]
+        others = [auto_array(self._place(x)) for x in others]
         program, is_new = self._program(kind, constants, arrays, others, own)
         to_keep = passed
         if is_new or not own:  # arrays that the step closes over stay valid
@@ -225,6 +230,9 @@ class CompiledStep:
             return state, aux
         return state, unwrap_constants(aux)
 
+    def _place(self, x: Any) -> Any:
+        return place_array(x, self._mesh, axis=self._rows_axis)
+
     def lower(self, state: PyTree, /, *args: PyTree) -> jax.stages.Lowered:
         """Lowers the step, like the method of a jitted function."""
         return self.trace(state, *args).lower()
@@ -234,7 +242,7 @@ class CompiledStep:
         args = tree_to_jax_dtypes(args, "the arguments after the state")
         passed, constants = self._split_arguments(args)
         arrays, kind, _ = self._split_state(state)
-        others = abstract_batch(on_auto_axes(passed), self._mesh)
+        others = abstract_batch(on_auto_axes(passed), self._mesh, self._rows_axis)
         with auto_ambient_mesh():
             return self._trace(kind, constants, arrays, others)[1]
 

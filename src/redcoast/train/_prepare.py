@@ -1,23 +1,26 @@
 """The state, the compiled step and the plan of a training loop, in one call."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax
 import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes
+from ..core._errors import check_integer
 from ..core._frames import hide_frames
+from ..core._pytree import show_place
 from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan
-from ._compile import CompiledStep, compile_step
+from ._compile import CompiledStep, compile_reusable_step, compile_step
 from ._loss import LossFn
 from ._plan_step import check_own_step, plan_step
 from ._precision import as_compute_dtype
 from ._start import starting_state
-from ._step import TrainState
+from ._step import TrainState, train_steps
 from ._training import Training
 
 
@@ -50,6 +53,7 @@ def prepare(
     compute_dtype: Any = None,
     trainable: PyTree = eqx.is_inexact_array,
     average: int | float | None = None,
+    steps_per_call: int = 1,
 ) -> Prepared:
     """Plans and creates the state of a custom training loop, and compiles its training step.
 
@@ -69,6 +73,10 @@ def prepare(
     - `overrides`: as for [`redcoast.infer_shardings`][].
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
     - `average`: as for [`redcoast.fit`][].
+    - `steps_per_call`: with more than 1, `step` takes several steps in one call, which is faster if
+        a step takes less than a few milliseconds: `step(state, batches)` takes this many batches,
+        stacked along a new first dimension, and returns metrics of shape `(steps_per_call,)`, as
+        [`redcoast.train_steps`][] does. Each batch is sharded as it would be alone.
 
     **Returns:**
 
@@ -85,6 +93,7 @@ def prepare(
         state, metrics = step(state, batch)
         ```
     """
+    check_integer("steps_per_call", steps_per_call)
     mesh, key = ambient_or_default(mesh), on_auto_axes(key)
     compute_dtype = as_compute_dtype(compute_dtype)
     training = Training(loss_fn, optimizer, accumulate, compute_dtype, trainable)
@@ -103,5 +112,26 @@ def prepare(
         overrides=overrides,
     )
     check_own_step(plan, training, abstract, batch)
-    step = compile_step(training.step(plan, accumulate), plan.shardings)
+    if steps_per_call == 1:
+        step = compile_step(training.step(plan, accumulate), plan.shardings)
+    else:
+        steps = counted(training.step(plan, accumulate, train_steps), steps_per_call)
+        step = compile_reusable_step(steps, plan.shardings, loss_fn, rows_axis=1)
     return Prepared(create(plan.shardings), step, plan)
+
+
+def counted(steps: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Several steps, after a check that they are given as many batches."""
+
+    def checked(state: TrainState, batches: PyTree) -> tuple[TrainState, PyTree]:
+        for path, x in jax.tree_util.tree_leaves_with_path(batches):
+            if x.shape[:1] != (count,):
+                raise ValueError(
+                    f"An array of `batches`, {show_place(path, 'batches', 'the only one')}, has "
+                    f"shape {x.shape}. "
+                    f"With `steps_per_call={count}`, it must be {count} batches, stacked along a "
+                    "new first dimension, as in `np.stack`."
+                )
+        return steps(state, batches)
+
+    return checked

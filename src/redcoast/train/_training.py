@@ -3,9 +3,11 @@
 import functools as ft
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import optax
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..sharding import Plan
@@ -13,6 +15,7 @@ from ..tracking._metrics import pack_metrics
 from ._compile import CompiledStep, compile_reusable_step
 from ._loss import LossFn
 from ._precision import ComputeDtype
+from ._several_steps import several_steps
 from ._step import train_step
 
 
@@ -29,10 +32,15 @@ class Training:
     compute_dtype: ComputeDtype = None
     trainable: PyTree = eqx.is_inexact_array
 
-    def step(self, plan: Plan, accumulate: int) -> Callable[..., tuple[PyTree, PyTree]]:
-        """The step `(state, batch) -> (state, metrics)` with the activations of a plan."""
+    def step(
+        self, plan: Plan, accumulate: int, take: Callable[..., Any] = train_step
+    ) -> Callable[..., tuple[PyTree, PyTree]]:
+        """The step `(state, batch) -> (state, metrics)` with the activations of a plan.
+
+        `take` may also be `train_steps`, for stacked batches.
+        """
         return ft.partial(
-            train_step,
+            take,
             loss_fn=plan.constrain(self.loss_fn),
             optimizer=self.optimizer,
             accumulate=accumulate,
@@ -52,3 +60,8 @@ class Training:
             return compile_reusable_step(step, plan.shardings, self.loss_fn)
 
         return compiled
+
+    def several_by(self, plan: Plan, mesh: Mesh) -> CompiledStep:
+        """The compiled step of a plan for several stacked batches, as `several_steps` makes it."""
+        step = several_steps(pack_metrics(self.step(plan, self.accumulate)), plan.shardings, mesh)
+        return compile_reusable_step(step, plan.shardings, self.loss_fn, rows_axis=1)

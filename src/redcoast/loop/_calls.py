@@ -1,0 +1,314 @@
+"""The calls of a run: a step in each, or several short steps together.
+
+To call a program takes about 0.1 ms, whatever it computes, and more than the whole step of a small
+model. So `fit` takes several short steps in one call (`train/_several_steps.py`):
+
+- The program is a loop over a fixed number of rows, each a batch, of which a call fills as many as
+  it takes steps. All of a run's calls use this one program, so their lengths change no result.
+- The first steps of a run are taken alone and measured. After them, a call takes 5 ms or less.
+- A call ends where the run evaluates, saves or ends, and before a batch of another shape.
+- The metrics of a call are read while the next one runs. If a logger then asks to stop, or the loss
+  has been NaN too often, the state after that step is computed again from the one before the call.
+"""
+
+import functools as ft
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from ..core._errors import noting
+from ..core._frames import tidy
+from ..core._iterate import until_error
+from ..core._pytree import ARRAYS, join, split
+from ..data._batches import Batch, Batches
+from ..distributed._arrays import copy_tree, place_batch
+from ..sharding import Plan
+from ..tracking._loggers import all_loggers, takes_state
+from ..tracking._metrics import StackedMetrics
+from ..train._compile import CompiledStep
+from ..train._step import TrainState
+from ..train._training import Training
+from ._steps import Step
+
+ARRAYS_OF_BATCH = (np.ndarray, jax.Array)
+SECONDS = 5e-3  # of a call with several steps
+MOST = 32  # steps in a call
+ALONE = 4  # steps of a run that are taken alone
+
+
+class Small(NamedTuple):
+    """What a step may have to be taken together with others, so that it costs nothing if the step
+    proves to be long.
+
+    The bytes are those of the state, which is copied in each call, and of all batches of a call.
+    """
+
+    flops: float
+    state_bytes: float
+    batch_bytes: float
+
+
+ON_CPU = Small(flops=2e8, state_bytes=4e6, batch_bytes=1e6)
+ON_ACCELERATOR = Small(flops=1e11, state_bytes=2.5e8, batch_bytes=1.6e7)
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """Steps that were dispatched together.
+
+    **Attributes:**
+
+    - `batches`: the batches, one for each step.
+    - `state`: the state after the last step. The next call donates it.
+    - `metrics`: those of the only step, as the compiled step returned them; or of all steps.
+    - `recompute`: a function that computes the state after the first `count` of the steps again;
+        `None` for a step that is taken alone.
+    """
+
+    batches: Sequence[Batch]
+    state: TrainState
+    metrics: Any
+    recompute: Callable[[int], TrainState] | None = None
+
+    @property
+    def last(self) -> Step:
+        return Step(self.batches[-1].step, self.state, self.metrics, self.batches[-1])
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the steps."""
+        return range(self.batches[0].step, self.batches[-1].step + 1)
+
+    def step(self, number: int) -> Step:
+        """One of the steps, with the state after it."""
+        assert self.recompute is not None
+        index = number - self.batches[0].step
+        return Step(number, self.recompute(index + 1), self.metrics, self.batches[index])
+
+
+class Calls:
+    """Takes the steps of a run.
+
+    **Arguments:**
+
+    - `alone`: the compiled step `(state, batch) -> (state, metrics)`.
+    - `data`: the batches of the run.
+    - `together`: the program of several steps; `None` if each step is taken alone.
+    - `pace`: how many steps a call takes.
+    - `small`: a step that is larger than this is taken alone; `None` if the user chose the pace.
+    """
+
+    def __init__(
+        self,
+        alone: Callable[..., tuple[TrainState, Any]],
+        data: Batches,
+        together: CompiledStep | None,
+        pace: "Pace",
+        small: Small | None,
+    ):
+        self._alone, self._data, self._together = alone, data, together
+        self._pace, self._small = pace, small
+
+    def __call__(self, state: TrainState, ends: Callable[[Batch], bool]) -> Iterator[StepCall]:
+        """Takes a step on each batch, and yields each call before the device has finished.
+
+        `ends` is whether a call must end with a batch.
+        """
+        for group in self._groups(ends):
+            try:
+                with noting(f"Raised by step {group[0].step}."):
+                    call = self._take(state, group)
+            except Exception as error:
+                tidy(error)
+                raise
+            yield call
+            state = call.state
+            self._pace.see(len(group))
+
+    def _groups(self, ends: Callable[[Batch], bool]) -> Iterator[list[Batch]]:
+        """The batches of each call."""
+        errors: list[Exception] = []
+        group: list[Batch] = []
+        for batch in until_error(self._data, errors):
+            fits = self._together is not None and _types(batch.arrays) == self._types
+            if group and not fits:
+                yield group
+                group = []
+            group.append(batch)
+            if not fits or len(group) >= self._pace.count or ends(batch):
+                yield group
+                group = []
+        if group:  # an error of the next batch does not concern them
+            yield group
+        if errors:
+            raise errors[0]
+
+    @ft.cached_property
+    def _types(self) -> list[Any]:
+        """The shapes and dtypes of a batch of the program."""
+        return _types(self._data.spec)
+
+    def _take(self, state: TrainState, group: list[Batch]) -> StepCall:
+        arrays = group[0].arrays
+        if self._together is not None and _types(arrays) == self._types:
+            stacked = stack([batch.arrays for batch in group], self._pace.most)
+            if self._suits(self._together, state, stacked):
+                return take_together(self._together, state, group, stacked)
+        if self._data.on_host:
+            arrays = place_batch(arrays, self._data.mesh, kinds=ARRAYS_OF_BATCH)
+        return StepCall(group, *self._alone(state, arrays))
+
+    def _suits(self, together: CompiledStep, state: TrainState, stacked: PyTree) -> bool:
+        """Whether the program is used, which is decided when it is first traced."""
+        small, self._small = self._small, None
+        if small is not None and not _is_small(together, state, stacked, small):
+            self._together = None
+        return self._together is not None
+
+
+def take_together(
+    together: CompiledStep, state: TrainState, group: list[Batch], stacked: PyTree
+) -> StepCall:
+    """Takes a step on each of several batches, in one call."""
+    state, taken = together(state, stacked, np.int32(len(group)))
+    _, static = split(state)
+
+    def recompute(count: int) -> TrainState:
+        before = join(copy_tree(taken.before), static)
+        return together(before, stacked, np.int32(count))[0]
+
+    return StepCall(group, state, StackedMetrics(taken.names, taken.values), recompute)
+
+
+def stack(batches: Sequence[PyTree], rows: int) -> PyTree:
+    """Stacks batches in arrays with room for `rows` of them, on the host."""
+
+    def stack_leaf(*parts: Any) -> np.ndarray:
+        stacked = np.empty((rows, *parts[0].shape), parts[0].dtype)
+        np.stack(parts, out=stacked[: len(parts)])
+        return stacked
+
+    return jax.tree.map(stack_leaf, *batches)
+
+
+def _types(batch: PyTree) -> list[Any]:
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(batch)]
+
+
+def _is_small(together: CompiledStep, state: TrainState, stacked: PyTree, small: Small) -> bool:
+    """Whether a step has little arithmetic, and nothing that may take long or has side effects."""
+    # Imported where it is used, so that importing redcoast stays fast.
+    from ..dryrun._flops import contractions
+
+    try:
+        jaxpr = together.trace(state, stacked, np.int32(1)).jaxpr
+    except Exception:  # a mistake in the user's functions is raised by the step alone
+        return False
+    work = contractions(jaxpr)
+    own_loops = work.open_loops - 1  # without the loop over batches
+    return not jaxpr.effects and own_loops == 0 and sum(work.flops.values()) <= small.flops
+
+
+class Pace:
+    """How many steps the next call takes.
+
+    **Attributes:**
+
+    - `most`: the number of steps for which the program has room.
+    - `count`: the number of steps of the next call.
+    """
+
+    def __init__(self, most: int, *, fixed: bool, clock: Callable[[], float] = perf_counter):
+        self.most, self.count = most, 1
+        self._fixed, self._clock = fixed, clock
+        self._calls, self._least, self._before = 0, math.inf, clock()
+
+    def see(self, steps: int) -> None:
+        """Measures the call that ended now; the next one may take twice as many steps."""
+        now = self._clock()
+        self._least = min(self._least, (now - self._before) / steps)
+        self._calls, self._before = self._calls + 1, now
+        if self._fixed:
+            self.count = self.most
+        elif self._calls >= ALONE:
+            fitting = int(SECONDS / max(self._least, 1e-9))
+            self.count = max(1, min(self.most, fitting, 2 * self.count))
+
+
+def plan_calls(
+    steps_per_call: int | None,
+    training: Training,
+    plan: Plan,
+    state: TrainState,
+    data: Batches,
+    alone: Callable[..., tuple[TrainState, Any]],
+    log: Any,
+) -> Calls:
+    """The calls of a run.
+
+    **Arguments:**
+
+    - `steps_per_call`: the argument of `fit`.
+    - `state`: the state, which may be abstract.
+    - `alone`: the compiled step.
+    - `log`: the loggers of the run.
+
+    **Raises:**
+
+    `ValueError` if the user asks for several steps in a call, and something needs each of them.
+    """
+    most = steps_per_call
+    small = None
+    if steps_per_call is None:
+        small = ON_ACCELERATOR
+        if data.mesh.devices.flat[0].platform == "cpu":
+            small = ON_CPU
+        most = _most(small, state, data)
+    obstacle = _obstacle(data, log)
+    if steps_per_call is not None and steps_per_call > 1 and obstacle:
+        raise ValueError(
+            f"`steps_per_call={steps_per_call}` does not work here, because {obstacle}. Leave it "
+            "out."
+        )
+    if most is None or most < 2 or obstacle or _is_debugged():
+        return Calls(alone, data, None, Pace(1, fixed=True), None)
+    data.on_host = True
+    pace = Pace(most, fixed=steps_per_call is not None)
+    return Calls(alone, data, training.several_by(plan, data.mesh), pace, small)
+
+
+def _most(small: Small, state: TrainState, data: Batches) -> int:
+    """How many steps of a small model a call may take; 0 if the model is not small."""
+    if data.per_batch or _bytes(state) > small.state_bytes:
+        return 0
+    return min(MOST, int(small.batch_bytes / max(1, _bytes(data.spec))))
+
+
+def _bytes(tree: PyTree) -> int:
+    # A typed key is a few bytes, and its dtype does not say how many.
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, ARRAYS)]
+    return sum(x.size * getattr(x.dtype, "itemsize", 0) for x in arrays)
+
+
+def _obstacle(data: Batches, log: Any) -> str:
+    """Why steps cannot be taken together, as the end of a sentence; empty if they can."""
+    if jax.process_count() > 1:
+        return "the run has several processes"
+    if any(map(takes_state, all_loggers(log))):
+        return "a callable in `log` has a parameter `state`, for the state after each step"
+    if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in jax.tree.leaves(data.spec)):
+        return "the batches have typed keys, which cannot be stacked on the host"
+    return ""
+
+
+def _is_debugged() -> bool:
+    """Whether a setting of JAX asks for errors at the operations that cause them."""
+    settings = ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")
+    return any(getattr(jax.config, name) for name in settings)

@@ -1,0 +1,91 @@
+"""Several training steps in one program, for steps that take less time than the call of a program.
+
+The program is a loop over batches that are stacked, with as many iterations as it is told. So one
+program serves every number of steps, and where the calls of a run begin and end changes no result.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, PyTree
+
+from ..core._pytree import join, split
+from ..distributed._mesh import batch_sharding
+from ..tracking._metrics import PackedMetrics
+
+PackedStep = Callable[..., tuple[PyTree, PackedMetrics]]
+
+
+class StepsTaken(eqx.Module):
+    """What the program returns beside the new state.
+
+    - `names`, `values`: the metrics of each step; the rows after the last step are zero.
+    - `before`: a copy of the arrays of the state before the first step, which was donated. With it,
+        the state after any of the steps can be computed again.
+    """
+
+    names: tuple[str, ...] = eqx.field(static=True)
+    values: Float[Array, "most metrics"]
+    before: list[Array]
+
+
+def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[..., Any]:
+    """Converts a step on a batch to several steps on stacked batches.
+
+    **Arguments:**
+
+    - `step`: `step(state, batch) -> (state, metrics)`, with packed metrics. The arrays of the new
+        state have the same types.
+    - `shardings`: of the arrays of the state.
+    - `mesh`: the mesh of the run.
+
+    **Returns:**
+
+    `several(state, batches, count) -> (state, StepsTaken)`: takes a step on each of the first
+    `count` of the batches, which are stacked along a new first dimension.
+    """
+    places = jax.tree.leaves(shardings)
+
+    def several(state: PyTree, batches: PyTree, count: Int[Array, ""]) -> tuple[PyTree, StepsTaken]:
+        arrays, static = split(state)
+        names: tuple[str, ...] = ()
+
+        def one(arrays: list[Any], batch: PyTree) -> tuple[list[Any], Array]:
+            nonlocal names
+            state, metrics = step(join(arrays, static), batch)
+            names = metrics.names
+            return split(state)[0], metrics.values
+
+        # Traced here, and not by the loop, which has to know the number of metrics.
+        first = jax.tree.map(lambda x: x[0], batches)
+        program, (_, row) = jax.make_jaxpr(one, return_shape=True)(arrays, first)
+        run = jaxpr_as_fun(program)
+
+        def take(i: Array, carry: tuple[list[Any], Array]) -> tuple[list[Any], Array]:
+            arrays, values = carry
+            batch = [_batch(x, i, mesh) for x in jax.tree.leaves(batches)]
+            *arrays, row = run(*arrays, *batch)
+            if mesh.size > 1:
+                arrays = list(map(jax.lax.with_sharding_constraint, arrays, places))
+            return arrays, jax.lax.dynamic_update_index_in_dim(values, row, i, 0)
+
+        most = jax.tree.leaves(batches)[0].shape[0]
+        values = jnp.zeros((most, *row.shape), row.dtype)
+        before = jax.lax.optimization_barrier(arrays)  # without it, JAX would return the arguments
+        arrays, values = jax.lax.fori_loop(0, count, take, (arrays, values))
+        return join(arrays, static), StepsTaken(names, values, before)
+
+    return several
+
+
+def _batch(stacked: Array, index: Array, mesh: Mesh) -> Array:
+    """An array of one of the batches, sharded as it would be alone."""
+    x = jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False)
+    if mesh.size == 1 or x.ndim == 0:
+        return x
+    return jax.lax.with_sharding_constraint(x, batch_sharding(mesh, x.shape[0]))

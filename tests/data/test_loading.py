@@ -2,6 +2,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import subprocess
+import sys
 import threading
 import time
 
@@ -370,3 +372,24 @@ def test_batches_that_end_early_are_an_error(monkeypatch):
     with pytest.raises(RuntimeError, match="ended after 16 of the 32 examples .* of 4"):
         list(data)
     data.close()
+
+
+LEFT_OPEN = """
+import itertools, time
+import jax, numpy as np, redcoast as rc
+
+examples = list(np.zeros((64, 4), np.float32))
+slow = lambda rows: time.sleep(0.02) or np.stack(rows)  # so that threads make the batches
+options = {"batch_size": 4, "key": jax.random.key(0), "steps": 64}
+indexed = rc.batches(examples, slow, **options)
+stream = rc.batches(lambda: iter(examples), slow, **options)
+for data in (indexed, stream):
+    assert [batch.step for batch in itertools.islice(data, 8)] == list(range(1, 9))
+"""
+
+
+@pytest.mark.integration
+def test_a_process_that_ends_while_batches_are_open_prints_nothing():
+    """The threads are stopped before the modules that they need are gone."""
+    ended = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,5 +1,6 @@
 """Iterators that prepare the next items before the current one is used."""
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,9 @@ def map_in_threads(
     """Yields `make(item)` for each item, in order, and makes up to `ahead` results early in threads
     called `name`."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix=name)
+    # Also called, once, when the process ends with this iterator open: what it needs is gone by the
+    # time that the iterator is deleted.
+    end = weakref.finalize(pool, pool.shutdown, wait=False, cancel_futures=True)
     pending: deque[Any] = deque()
     errors: list[Exception] = []
     try:
@@ -29,7 +33,7 @@ def map_in_threads(
             raise errors[0]
     finally:
         # The reader may stop early, and then needs no unfinished results.
-        pool.shutdown(wait=False, cancel_futures=True)
+        end()
 
 
 def until_error(items: Iterable[T], errors: list[Exception]) -> Iterator[T]:

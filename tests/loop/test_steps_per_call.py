@@ -295,6 +295,20 @@ def test_other_steps_are_taken_alone(options, monkeypatch):
     assert not numbers_of_calls(monkeypatch, **{"steps_per_call": None, "steps": 3, **options})
 
 
+def test_a_state_that_changes_its_types_is_taken_alone():
+    wide = optax.GradientTransformation(
+        lambda params: jnp.zeros((), jnp.bfloat16),
+        lambda grads, state, params: (
+            jax.tree.map(lambda g: -0.1 * g, grads),
+            state.astype(jnp.float32),
+        ),
+    )
+    single = logged(steps_per_call=1, steps=3, optimizer=wide)
+    assert_same(single, logged(steps_per_call=None, steps=3, optimizer=wide))
+    with pytest.raises(ValueError, match=r"from bfloat16\[\] to float32\[\].*`steps_per_call=1`"):
+        logged(steps_per_call=3, steps=3, optimizer=wide)
+
+
 def test_what_cannot_be_taken_together_says_so():
     keyed = lambda examples: collate_fn(examples) | {"key": jax.random.split(jax.random.key(0), 16)}
     loss = lambda model, batch, key: loss_fn(model, batch, batch["key"][0])

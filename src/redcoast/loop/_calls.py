@@ -33,6 +33,7 @@ from ..sharding import Plan
 from ..tracking._loggers import all_loggers, takes_state
 from ..tracking._metrics import StackedMetrics
 from ..train._compile import CompiledStep
+from ..train._several_steps import StateChanges
 from ..train._step import TrainState
 from ..train._training import Training
 from ._steps import Step
@@ -209,7 +210,7 @@ def _is_small(together: CompiledStep, state: TrainState, stacked: PyTree, small:
 
     try:
         jaxpr = together.trace(state, stacked, np.int32(1)).jaxpr
-    except Exception:  # a mistake in the user's functions is raised by the step alone
+    except StateChanges:
         return False
     work = contractions(jaxpr)
     own_loops = work.open_loops - 1  # without the loop over batches

@@ -21,6 +21,10 @@ from ..tracking._metrics import PackedMetrics
 PackedStep = Callable[..., tuple[PyTree, PackedMetrics]]
 
 
+class StateChanges(ValueError):
+    """The arrays of the state have other types after a step."""
+
+
 class StepsTaken(eqx.Module):
     """What the program returns beside the new state.
 
@@ -39,15 +43,15 @@ def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[.
 
     **Arguments:**
 
-    - `step`: `step(state, batch) -> (state, metrics)`, with packed metrics. The arrays of the new
-        state have the same types.
+    - `step`: `step(state, batch) -> (state, metrics)`, with packed metrics.
     - `shardings`: of the arrays of the state.
     - `mesh`: the mesh of the run.
 
     **Returns:**
 
     `several(state, batches, count) -> (state, StepsTaken)`: takes a step on each of the first
-    `count` of the batches, which are stacked along a new first dimension.
+    `count` of the batches, which are stacked along a new first dimension. It raises `StateChanges`
+    if the step does not keep the types of the state.
     """
     places = jax.tree.leaves(shardings)
 
@@ -65,6 +69,13 @@ def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[.
         first = jax.tree.map(lambda x: x[0], batches)
         program, (_, row) = jax.make_jaxpr(one, return_shape=True)(arrays, first)
         run = jaxpr_as_fun(program)
+        for old, new in zip(program.in_avals, program.out_avals[:-1], strict=False):
+            if (old.shape, old.dtype) != (new.shape, new.dtype):
+                raise StateChanges(
+                    f"The step changes an array of the state from {old.str_short()} to "
+                    f"{new.str_short()}, so several steps cannot be taken in one call. Pass "
+                    "`steps_per_call=1`."
+                )
 
         def take(i: Array, carry: tuple[list[Any], Array]) -> tuple[list[Any], Array]:
             arrays, values = carry

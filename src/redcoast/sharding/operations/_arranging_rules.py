@@ -13,10 +13,10 @@ from ._rule import (
     Linear,
     Rule,
     all_factors,
+    at_places,
     each_alone,
     shape_of,
     shapes_before_and_after,
-    take,
     together,
     without,
 )
@@ -25,7 +25,7 @@ from ._rule import (
 def transpose_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
     operand = factors.of(shape_of(equation.invars[0]))
-    result = take(operand, equation.params["permutation"])
+    result = at_places(operand, equation.params["permutation"])
     return factors.rule([operand], [result], linear=each_alone(0))
 
 
@@ -65,7 +65,7 @@ def reshape_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
     before, after = shapes_before_and_after(equation)
     order = equation.params.get("dimensions") or range(len(before))
-    permuted, result, torn = _common_factors(factors, take(before, order), after)
+    permuted, result, torn = _common_factors(factors, at_places(before, order), after)
     operand: list[Dimension] = [()] * len(before)
     for d, dimension in zip(order, permuted, strict=True):
         operand[d] = dimension
@@ -189,7 +189,7 @@ def along(acted: Acted, *changes: Change, linear: Linear = ()) -> Callable[[Jaxp
             if shape_of(atom) == before:
                 operands[operand] = dimensions
         results = [dimensions] * len(equation.outvars)
-        changed = take(dimensions, acted(equation.params, before, after))
+        changed = at_places(dimensions, acted(equation.params, before, after))
         carries_all = factors.rule(operands, results, linear=linear)
         return replace(carries_all, **dict.fromkeys(changes, all_factors(changed)))
 
@@ -256,7 +256,7 @@ def reduction_rule(equation: JaxprEqn) -> Rule:
     if equation.primitive.name == "reduce":
         operands[len(operands) // 2 :] = [[]] * len(equation.outvars)  # the initial values
     results = [without(operand, axes)] * len(equation.outvars)
-    reduced = take(operand, axes)
+    reduced = at_places(operand, axes)
     sums = equation.primitive.name == "reduce_sum"
     linear: Linear = ()
     if sums:
@@ -273,7 +273,7 @@ def named_reduction_rule(equation: JaxprEqn) -> Rule:
     reduced: list[Dimension] = []
     for operand in operands:
         results.append(without(operand, axes))
-        reduced += take(operand, axes)
+        reduced += at_places(operand, axes)
     sums = equation.primitive.name.startswith("psum")
     linear: Linear = ()
     if sums:

@@ -2,7 +2,7 @@
 
 from jax.extend.core import JaxprEqn
 
-from ._rule import Dimension, Factors, Rule, each_alone, shape_of, take, without
+from ._rule import Dimension, Factors, Rule, at_places, each_alone, shape_of, without
 
 
 def dot_general_rule(equation: JaxprEqn) -> Rule:
@@ -15,8 +15,8 @@ def dot_general_rule(equation: JaxprEqn) -> Rule:
     free = without(left, left_shared) + without(right, right_shared)
     return factors.rule(
         [left, right],
-        [take(left, left_batch) + free],
-        reduced=take(left, left_sum),
+        [at_places(left, left_batch) + free],
+        reduced=at_places(left, left_sum),
         sums=True,
         linear=each_alone(0, 1),
     )
@@ -93,7 +93,7 @@ def convolution_rule(equation: JaxprEqn) -> Rule:
     out, into, *kernel_space = spec.rhs_spec
     result_batch, result_channel, *result_space = spec.out_spec
     summed = kernel[into]
-    space, window = take(image, image_space), take(kernel, kernel_space)
+    space, window = at_places(image, image_space), at_places(kernel, kernel_space)
     blocked = [*space, *window]
     image[channel] = summed
     if groups > 1:

@@ -11,10 +11,10 @@ from ._rule import (
     Factors,
     Linear,
     Rule,
+    at_places,
     each_alone,
     shape_of,
     shapes_before_and_after,
-    take,
     together,
     without,
 )
@@ -42,7 +42,7 @@ def gather_rule(equation: JaxprEqn) -> Rule:
         result.append(operand[d])
         if size != before[d]:
             partial.append(operand[d])
-    collapsed = take(operand, numbers.collapsed_slice_dims)
+    collapsed = at_places(operand, numbers.collapsed_slice_dims)
     return factors.rule(
         [operand, indices],
         [result],
@@ -95,7 +95,7 @@ def scatter_rule(equation: JaxprEqn) -> Rule:
         reduced=reduced,
         moved=partial,
         whole=whole,
-        indexed=partial + take(operand, inserted),
+        indexed=partial + at_places(operand, inserted),
         sums=name in ("scatter-add", "scatter_add"),
         linear=linear,
         writes=2,

@@ -126,7 +126,7 @@ def all_factors(dimensions: Iterable[Dimension]) -> frozenset[Factor]:
     return frozenset[Factor]().union(*dimensions)
 
 
-def take(dimensions: Sequence[Item], places: Iterable[SupportsIndex]) -> list[Item]:
+def at_places(dimensions: Sequence[Item], places: Iterable[SupportsIndex]) -> list[Item]:
     """The dimensions of an array at some places."""
     return [dimensions[d] for d in places]
 

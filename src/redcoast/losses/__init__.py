@@ -3,6 +3,7 @@
 from ._cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from ._cross_entropy import cross_entropy as cross_entropy
 from ._cross_entropy import pairwise_sigmoid as pairwise_sigmoid
+from ._cross_entropy import token_log_probabilities as token_log_probabilities
 from ._policy_losses import dapo as dapo
 from ._policy_losses import dr_grpo as dr_grpo
 from ._policy_losses import grpo as grpo

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from ..core._control_flow import close_jaxpr, consts_of, open_jaxpr
 from ..core._sequence_parts import sequence_parts
+from ..core._token_losses import token_losses
 from ._float32 import at_least_float32
 
 Weights = Bool[Array, "*batch"] | Integer[Array, "*batch"] | Float[Array, "*batch"]
@@ -279,19 +280,6 @@ def _in_chunks(x: Array, chunk: int) -> Array:
     size = -(-seq // count)
     x = jnp.pad(x, [(0, 0), (0, count * size - seq)] + [(0, 0)] * len(rest))
     return jnp.moveaxis(x.reshape(batch, count, size, *rest), 1, 0)
-
-
-def _token_losses(
-    logits: Float[Array, "*batch vocab"], targets: Integer[Array, "*batch"]
-) -> Float[Array, "*batch"]:
-    logits = at_least_float32(logits)
-    vocab, targets = logits.shape[-1], targets.astype(jnp.int32)
-    # A masked sum instead of a gather: over a sharded vocabulary it communicates only one number
-    # for each token.
-    tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    right = jnp.sum(jnp.where(tokens == targets[..., None], logits, 0), axis=-1)
-    losses = jax.nn.logsumexp(logits, axis=-1) - right
-    return jnp.where((targets >= 0) & (targets < vocab), losses, jnp.nan)
 
 
 def _mean(losses: Float[Array, "*batch"], mask: Weights | None) -> Float[Array, ""]:

@@ -176,10 +176,14 @@ def test_a_file_of_an_earlier_version_reads_as_the_plan_does_now():
     assert kinds(found) == kinds(now)
     assert {kind for _, kind in kinds(now)} >= {"override", "tensor-parallel", "follows"}
     assert found.report.totals == now.report.totals
-    assert found.report.program.memory == now.report.program.memory
+    # What was in memory at once was not estimated then.
+    for part in ("arrays", "gradients", "optimizer_state"):
+        found_part, now_part = (getattr(plan.report.program.memory, part) for plan in (found, now))
+        assert found_part == now_part
     sent = lambda plan: [(one.axes, one.kind, one.bytes) for one in plan.report.program.traffic]
     assert sent(found) == sent(now)
-    assert str(found) == str(now)
+    without_memory = lambda plan: [x for x in str(plan).splitlines() if not x.startswith("Memory")]
+    assert without_memory(found) == without_memory(now)
 
 
 class Turned(eqx.Module):

@@ -7,6 +7,7 @@ from .experts import EXPERT_MIXTURES
 from .learning import LEARNING
 from .ode import ODES
 from .recurrent import RECURRENT
+from .science import SCIENCE as SCIENCE
 from .transformers import DECODERS, LARGE
 from .transformers import opt_layers as opt_layers
 from .varied import VARIED as VARIED

@@ -33,7 +33,6 @@ from .solver._strategy import (
     constant_dims,
     follow_program,
     parts,
-    saved_bytes,
     used_axes,
 )
 from .solver._tokens import needs_tokens, split_tokens
@@ -85,11 +84,12 @@ class _Task:
     def large(self) -> list[bool]:
         return [is_large(self.program, value) for value in self.program.parameters]
 
-    def activation_memory(self, fsdp_sharded: Sequence[bool]) -> int | float:
-        """Bytes per device that are left for activations."""
-        return _memory.activation_memory(
+    def excess(self, decision: Decision, fsdp_sharded: Sequence[bool]) -> int | float:
+        """Bytes per device by which the activations of a decision do not fit into memory."""
+        left = _memory.activation_memory(
             self.program, self.axes, fsdp_sharded, self.memory, self.state_bytes
         )
+        return max(0, _memory.peak_bytes(decision, self.axes, fsdp_sharded) - left)
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,7 @@ class _Layout:
     @property
     def order(self) -> tuple[int | float, int | float]:
         """Less is better: first what does not fit into memory, then seconds."""
-        left = self.task.activation_memory(self.task.large)
-        excess = saved_bytes(self.decision, self.task.axes) - left
-        return max(excess, 0), self.decision.seconds
+        return self.task.excess(self.decision, self.task.large), self.decision.seconds
 
 
 def plan_flow(
@@ -202,8 +200,8 @@ def _decide(task: _Task, budget: int | None) -> _Layout:
 
     def make(fsdp_sharded: Sequence[bool]) -> tuple[list[LeafPlan], Decision]:
         """The layout if some arrays are FSDP-sharded whatever that costs."""
-        left = task.activation_memory(fsdp_sharded)
-        decision = best_strategy(program, axes, fsdp_sharded, task.hardware, forced, left)
+        fits = lambda decision: not task.excess(decision, fsdp_sharded)
+        decision = best_strategy(program, axes, fsdp_sharded, task.hardware, forced, fits)
         return _plans(task, decision, fsdp_sharded), decision
 
     if budget is not None:
@@ -352,5 +350,5 @@ def _report(
         device_memory_known=task.hardware.memory is not None,
         sequences=decision.program.batch.sequence,
         pipeline=pipelining(decision, axes),
-        lines=find_lines(sent, decision, axes),
+        lines=find_lines(sent, _memory.activation_parts(plans, decision, axes), decision.program),
     )

@@ -5,12 +5,13 @@ A line is the innermost one in the user's code, or in a model of redcoast.
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from linecache import getline
 
 from ...core._frames import own_or_model_frame
 from ..program._graph import Source
-from ..solver._strategy import Decision, saved_parts
+from ..solver._buffers import Part
+from ..solver._strategy import Program
 from ._data import LineCost, ProgramReport
 from ._text import WIDTH, hanging, megabytes
 from ._traffic import Sent
@@ -21,9 +22,12 @@ _SHOWN = 20  # lines of a table
 
 
 def find_lines(
-    entries: Iterable[Sent], decision: Decision, axes: Mapping[str, int]
+    entries: Iterable[Sent], memory: Iterable[Part], program: Program
 ) -> tuple[LineCost, ...]:
-    """The lines of the user's code that cost most, with the bytes of each."""
+    """The lines of the user's code that cost most, with the bytes of each.
+
+    `entries` are what devices send, and `memory` the intermediate values at the peak.
+    """
     frames = _Frames()
     sent: Counter[Frame] = Counter()
     saved: Counter[Frame] = Counter()
@@ -32,10 +36,10 @@ def find_lines(
         frame = frames.of(one.source)
         sent[frame] += one.bytes  # pyright: ignore[reportArgumentType]
         causes[frame][one.cause.partition(":")[0]] += one.bytes  # pyright: ignore
-    for size, source in saved_parts(decision, axes):
+    for size, source in memory:
         saved[frames.of(source)] += size  # pyright: ignore[reportArgumentType]
-    for constant in decision.program.constants:
-        source = decision.program.graph.first_use.get(constant.values[0].dims, ())
+    for constant in program.constants:
+        source = program.graph.first_use.get(constant.values[0].dims, ())
         frame = frames.of(source)
         saved[frame] += constant.bytes
         causes[frame]["arrays that the function closes over"] += constant.bytes

@@ -78,7 +78,7 @@ def program_from_json(saved: Mapping[str, Any]) -> data.ProgramReport:
         unknown=saved["unknown"],
         arithmetic=Arithmetic(**saved["arithmetic"]),
         repeated=tuple(data.Repeated(**one) for one in saved.get("repeated", ())),
-        memory=Memory(**{"closed_over": 0} | saved["memory"]),
+        memory=Memory(**{"closed_over": 0, "batch": 0} | saved["memory"]),
         device_memory=memory,
         device_memory_known=saved.get("device_memory_known", memory != DEFAULT_MEMORY),
         sequences=saved.get("sequences", False),

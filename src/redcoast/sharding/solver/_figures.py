@@ -11,8 +11,10 @@ class Memory:
 
     - `arrays`: The arrays of the model.
     - `gradients`, `optimizer_state`: Those of the arrays that are trained.
-    - `activations`: What is kept for the backward pass.
+    - `activations`: Intermediate values when most memory is in use: what is kept for the backward
+        pass, and what the operations that run then need.
     - `closed_over`: Arrays that the function closes over, replicated on every device.
+    - `batch`: The batch and other arguments.
     - `total`: The sum.
     """
 
@@ -21,6 +23,7 @@ class Memory:
     optimizer_state: int
     activations: int
     closed_over: int
+    batch: int
     total: int
 
 

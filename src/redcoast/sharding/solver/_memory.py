@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
-from ..program._graph import Graph
+from ..program._graph import Dims, Graph, Value
 from ..tree._overrides import spec_parts
 from ..tree._plan_rows import LeafPlan
+from ._buffers import ModelArray, Part
 from ._classes import Classes
 from ._figures import Arithmetic, Memory
-from ._strategy import Decision, Program, batch_of, parts, saved_bytes, staged_sum
+from ._peak import find_peak
+from ._strategy import Decision, Program, batch_of, is_split, parts, saved_bytes, staged_sum
 
 
 def arithmetic(decision: Decision, axes: Mapping[str, int]) -> Arithmetic:
@@ -68,23 +70,90 @@ def estimate_memory(
     parameters. Arrays that the function closes over are replicated.
     """
     arrays = gradients = trained = 0.0
-    held = saved_bytes(decision, axes) + _held_by_stage(rows, decision, axes)
     for row, value in zip(rows, decision.program.parameters, strict=True):
         share = spec_parts(row.spec, axes)
         arrays += value.bytes / share
         gradients += value.grad * value.bytes / share
         trained += value.grad * value.bytes
-    parts = (
-        round(arrays),
-        round(gradients),
-        round(state_bytes * gradients / max(1, trained)),
-        round(held),
+    sizes = (
+        arrays,
+        gradients,
+        state_bytes * gradients / max(1, trained),
+        sum(size for size, _ in activation_parts(rows, decision, axes)),
         sum(one.bytes for one in decision.program.constants),
+        _batch_bytes(decision, axes),
     )
-    return Memory(*parts, total=sum(parts))
+    rounded = [round(size) for size in sizes]
+    return Memory(*rounded, total=sum(rounded))
 
 
-def _held_by_stage(rows: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int]) -> float:
+def activation_parts(
+    rows: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int]
+) -> tuple[Part, ...]:
+    """Bytes per device of intermediate values at the peak, and the operation of each."""
+    if decision.program.staged is not None:
+        # The microbatches of a pipeline are not followed one by one.
+        saved = (saved_bytes(decision, axes), ())
+        return (saved, (_held_by_stage(rows, decision, axes), ()))
+    return _peak_parts([spec_parts(row.spec, axes) for row in rows], decision, axes)
+
+
+def peak_bytes(decision: Decision, axes: Mapping[str, int], sharded: Sequence[bool]) -> int | float:
+    """Bytes per device of activations and the batch, if `sharded` arrays use all devices."""
+    if decision.program.staged is not None:
+        return saved_bytes(decision, axes)
+    devices = axes["fsdp"] * axes["model"]
+    n = parts(decision.strategy.model, axes)
+    shares = []
+    for is_sharded, d in zip(sharded, decision.computed, strict=True):
+        shares.append(devices if is_sharded else n if d is not None else 1)
+    activations = sum(size for size, _ in _peak_parts(shares, decision, axes))
+    return activations + _batch_bytes(decision, axes)
+
+
+def _peak_parts(
+    shares: Sequence[int], decision: Decision, axes: Mapping[str, int]
+) -> tuple[Part, ...]:
+    """What is in memory at the peak beside gradients; `shares` are the parts of each array."""
+    batch, n = batch_of(decision, axes), parts(decision.strategy.model, axes)
+    known: dict[Dims, int] = {}
+
+    def size_of(value: Value) -> int | float:
+        if value.dims not in known:
+            split = n if is_split(decision, value.dims) else 1
+            known[value.dims] = batch.parts(value.dims) * split
+        return value.bytes / known[value.dims]
+
+    program = decision.program
+    arrays = []
+    for share, value, d in zip(shares, program.parameters, decision.computed, strict=True):
+        split = 1 if d is None else n
+        whole = value.bytes / split
+        arrays.append(
+            ModelArray(
+                gathered=whole * (share > split),
+                gradient=value.grad * value.bytes / share,
+                local=value.grad * whole * (batch.count > 1),
+            )
+        )
+    peak = find_peak(program.scope, size_of, arrays, trains=program.traced.trains)
+    # Gradients are counted by themselves. Those that come later leave their memory until then.
+    needed = max(0.0, peak.bytes - sum(one.gradient for one in arrays))
+    scale = needed / max(1.0, peak.temporaries)
+    return tuple((size * scale, source) for size, source in peak.parts)
+
+
+def _batch_bytes(decision: Decision, axes: Mapping[str, int]) -> int | float:
+    """Bytes per device of the arguments that are not the model."""
+    batch, program = batch_of(decision, axes), decision.program
+    arguments = program.scope.jaxpr.invars[program.traced.arrays :]
+    values = [program.scope.values[var] for var in arguments]
+    return sum(value.bytes / batch.parts(value.dims[:1]) for value in values)
+
+
+def _held_by_stage(
+    rows: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int]
+) -> int | float:
     """Bytes per device that a stage of a pipeline needs beside what is saved for its gradient.
 
     These are its layers, all-gathered, with their gradients, and the microbatches that enter and
@@ -134,10 +203,13 @@ def fit_budget(
     """The plan within the budget that shards the fewest arrays, the largest first."""
     pairs = zip(program.parameters, large, strict=True)
     sizes = [value.bytes if big else 0 for value, big in pairs]
-    least = float("inf")
+    least = activations = float("inf")
     for bound in (float("inf"), *sorted(set(sizes) - {0}, reverse=True)):
         rows, decision = make([size >= bound for size in sizes])
-        least = estimate_memory(rows, decision, axes, state_bytes).total
+        memory = estimate_memory(rows, decision, axes, state_bytes)
+        # An array that is split is gathered where it is used, which the budget leaves out.
+        activations = min(activations, memory.activations)
+        least = memory.total - memory.activations + activations
         if least <= budget:
             return rows, decision
     shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())

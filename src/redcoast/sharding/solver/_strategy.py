@@ -142,13 +142,13 @@ def best_strategy(
     sharded: Sequence[bool],
     hardware: Hardware,
     forced: Sequence[int | None] = (),
-    activation_memory: int | float = inf,
+    fits: Callable[[Decision], bool] = lambda _: True,
 ) -> Decision:
     """Returns the cheapest strategy for the mesh, with its cheapest set of tensor-parallel classes.
 
     `sharded` is whether each array is sharded in storage whatever that costs. `forced` has the
-    dimension of each array that must be tensor-parallel, or None. `activation_memory` is the number
-    of bytes per device that activations may use.
+    dimension of each array that must be tensor-parallel, or None. `fits` is whether the activations
+    of a decision fit into memory.
     """
     parameters = list(map(Parameter, program.parameters, sharded))
     # Constants are always replicated in storage, so they are not gathered.
@@ -158,9 +158,8 @@ def best_strategy(
         if not _applies(strategy, program, sizes):
             continue
         found = _decide(program, strategy, sizes, parameters, hardware, ())
-        fits, fitted = (saved_bytes(one, sizes) <= activation_memory for one in (found, best))
-        if fits != fitted:
-            best = found if fits else best
+        if fits(found) != fits(best):
+            best = found if fits(found) else best
             continue
         # A user who asks for `fsdp` expects the batch to be sharded over it, so the third strategy
         # must save clearly.

@@ -1,0 +1,121 @@
+"""The memory that a plan estimates, and that of the compiled program.
+
+    python experiments/benchmarks/memory.py --compiled runs/memory.json
+
+A program is the loss and its gradients, with planned shardings and constraints, for eight devices:
+emulated ones of the CPU, or with `--platform a100` or `--platform v4` those of an accelerator, by
+its own compiler. `planned` is `plan.report.program.memory.total`, and `compiled` the arguments,
+results and temporaries of the compiled program, on each device. The CPU's compiler schedules for
+little memory, as in a dry run that stands in for an accelerator. What was compiled is kept in the
+file `--compiled`, so that another version of redcoast plans for the same programs in a minute; that
+is right as long as the plans are the same.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import family_plans
+import jax
+import tyro
+from _pages import Printed
+from architectures import CASES, SCIENCE, VARIED, Case
+from jax.sharding import Mesh
+from traffic.columns import Layout, abstract, abstract_key, batch_shardings
+from traffic.measure import lower_step
+from traffic.targets import Platform, target_devices
+
+import redcoast as rc
+
+MESHES = {
+    "data 8": {"data": 8},
+    "data 2, model 4": {"data": 2, "model": 4},
+    "fsdp 8": {"data": 1, "fsdp": 8},
+}
+# The largest difference that is not an outlier, relative to what is compiled.
+LIMITS = {"cpu": 0.25}
+LIMIT_OF_ACCELERATORS = 0.15
+OPTIONS = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+}
+
+
+def main(
+    cases: tuple[str, ...] = (),
+    meshes: tuple[str, ...] = tuple(MESHES),
+    platform: Platform = "cpu",
+    compiled: Path = Path("runs/memory.json"),
+    page: Path | None = None,
+) -> None:
+    """Prints a table with a line for each program and mesh, and the differences.
+
+    Args:
+        cases: Names of programs; all by default.
+        meshes: Names of meshes.
+        platform: What to compile for.
+        compiled: A file with the figures of compiled programs; missing ones are added.
+        page: A page of `docs/measured/` to write the table into.
+    """
+    devices = target_devices(platform)
+    known = json.loads(compiled.read_text()) if compiled.exists() else {}
+    limit = LIMITS.get(platform, LIMIT_OF_ACCELERATORS)
+    programs = {case.name: case for case in (*CASES, *SCIENCE) if case.compiled}
+    programs |= {f"{case.name} (tiny)": case for case in VARIED}
+    programs |= family_plans.make_cases(16, 64)
+    table, ratios = Printed(), []
+    table.add("| program | mesh | planned, MB | compiled, MB | ratio |", "|---|---|---:|---:|---:|")
+    for name in cases or programs:
+        for mesh_name in meshes:
+            mesh = rc.make_mesh(**MESHES[mesh_name], devices=devices)
+            plan = plan_of(programs[name], mesh)
+            key = f"{platform}, {mesh_name}, {name}"
+            if key not in known:
+                known[key] = compile_program(programs[name], mesh, plan)
+                compiled.parent.mkdir(parents=True, exist_ok=True)
+                compiled.write_text(json.dumps(known, indent=1))
+                jax.clear_caches()
+            if "error" in known[key]:
+                print(f"{key}: {known[key]['error']}", file=sys.stderr)
+                continue
+            planned, real = plan.report.program.memory.total, known[key]["peak"]
+            ratios.append(planned / real)
+            row = f"{planned / 1e6:.2f} | {real / 1e6:.2f} | {planned / real:.2f}"
+            table.add(f"| {name} | {mesh_name} | {row} |")
+    within = sum(abs(ratio - 1) <= limit for ratio in ratios)
+    off = statistics.median(abs(ratio - 1) for ratio in ratios)
+    table.add(
+        "",
+        f"{within} of {len(ratios)} plans are within {limit:.0%} of the compiled program; half "
+        f"are within {off:.0%}.",
+    )
+    table.write(page, f"memory-{platform}")
+
+
+def plan_of(case: Case, mesh: Mesh) -> Any:
+    params, batch = case.abstract_params(), abstract(case.batch())
+    return rc.plan_shardings(params, mesh, fn=case.loss, args=(batch, abstract_key()))
+
+
+def compile_program(case: Case, mesh: Mesh, plan: Any) -> dict[str, Any]:
+    """The bytes on each device that the compiler reports, or its error."""
+    layout = Layout(plan.shardings, batch_shardings(case, mesh), plan.constrain(case.loss))
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    try:
+        lowered = lower_step(case, mesh, layout)
+        memory = lowered.compile(compiler_options=OPTIONS if on_cpu else None).memory_analysis()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    held -= memory.alias_size_in_bytes
+    peak = held + memory.temp_size_in_bytes
+    if mesh.devices.flat[0].platform == "tpu":
+        peak = memory.peak_memory_in_bytes
+    sizes = {"arguments": memory.argument_size_in_bytes, "results": memory.output_size_in_bytes}
+    return sizes | {"temporaries": memory.temp_size_in_bytes, "peak": peak}
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

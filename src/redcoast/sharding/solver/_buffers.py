@@ -1,0 +1,202 @@
+"""Buffers of a program, from the operation that writes them to the last one that reads them."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..program._graph import Source, Value
+
+Part = tuple[int | float, Source]  # bytes, and the operation that writes them
+# XLA sums gradients over devices together until there are so many bytes. Until then, each device
+# keeps its own part of the sums.
+_COMBINED = 30e6
+
+
+@dataclass(frozen=True, eq=False)
+class ModelArray:
+    """An array of the model, by its bytes on each device.
+
+    `gathered` are those of the array that it is all-gathered into before it is used, or 0.
+    `gradient` are those of its gradient, and `local` those of the device's own part of the sum that
+    the gradient is, or 0 if it is no sum over devices.
+    """
+
+    gathered: int | float = 0.0
+    gradient: int | float = 0.0
+    local: int | float = 0.0
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Bytes on each device from the time `born` to `last`.
+
+    `parts` are the operations that write them. An argument has none: its bytes are counted
+    elsewhere, and `given` has them. `parameter` is the array of the model that it is or is gathered
+    from, and `reread` whether it can be read from arguments again. `is_gradient` is whether it is a
+    result.
+    """
+
+    parts: tuple[Part, ...]
+    born: int
+    last: int
+    parameter: ModelArray | None = None
+    reread: bool = False
+    given: int | float = 0.0
+    is_gradient: bool = False
+
+    @property
+    def bytes(self) -> int | float:
+        return sum(size for size, _ in self.parts)
+
+
+# The buffers that a value is computed from; one of its own if it is in memory.
+Roots = tuple[Buffer, ...]
+
+
+def union(several: Iterable[Roots]) -> Roots:
+    """All buffers, each once, in their order."""
+    return tuple(dict.fromkeys(buffer for roots in several for buffer in roots))
+
+
+def argument(size: int | float, parameter: ModelArray | None = None) -> Roots:
+    """The buffer of an argument."""
+    return (Buffer((), 0, 0, parameter, reread=True, given=size),)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What is in use when most bytes are.
+
+    `parts` are the bytes of temporaries and the operations that write them, and `gradients` the
+    bytes of the gradients that are complete by then.
+    """
+
+    parts: tuple[Part, ...] = ()
+    gradients: int | float = 0.0
+
+    @property
+    def temporaries(self) -> int | float:
+        return sum(size for size, _ in self.parts)
+
+    @property
+    def bytes(self) -> int | float:
+        return self.temporaries + self.gradients
+
+
+@dataclass
+class Timeline:
+    """Buffers over time. `spikes` are the peaks inside of loops, at the time of the loop."""
+
+    size_of: Callable[[Value], int | float]  # bytes on each device
+    now: int = 0
+    buffers: list[Buffer] = field(default_factory=list)
+    spikes: dict[int, Peak] = field(default_factory=dict)
+    summed: set[ModelArray] = field(default_factory=set)
+    # By the `id` of the buffers that a fused value is computed from, these and its own buffer.
+    fused: dict[int, tuple[Roots, Roots]] = field(default_factory=dict)
+    # Gradients whose sum over devices is still to come.
+    waiting: list[tuple[Buffer, ModelArray]] = field(default_factory=list)
+
+    def write(self, size: int | float, source: Source) -> Buffer:
+        return self.write_parts(((size, source),))
+
+    def write_parts(self, parts: tuple[Part, ...]) -> Buffer:
+        buffer = Buffer(parts, self.now, self.now)
+        self.buffers.append(buffer)
+        return buffer
+
+    def read(self, roots: Roots) -> None:
+        for buffer in roots:
+            buffer.last = self.now
+
+    def fuse(self, roots: Roots, value: Value, source: Source) -> Buffer:
+        """Writes a value that is computed from some buffers, which may be written over."""
+        self.read(roots)
+        self.now += 1
+        return self.write(self.size_of(value), source)
+
+    def written(self, roots: Roots) -> Roots:
+        """The buffer of a value if it has been written meanwhile, or those it is computed from."""
+        _, own = self.fused.get(id(roots), (roots, roots))
+        return own
+
+    def in_memory(self, roots: Roots, value: Value, source: Source) -> Roots:
+        """The one buffer of a value, which is gathered or written first if need be."""
+        own = self._in_memory(self.written(roots), value, source)
+        self.fused[id(roots)] = roots, own
+        return own
+
+    def _in_memory(self, roots: Roots, value: Value, source: Source) -> Roots:
+        size = self.size_of(value)
+        if len(roots) == 1:
+            (root,) = roots
+            is_gathered = root.parameter is not None and root.parameter.gathered > 0
+            if root.bytes == size or (root.given == size and not is_gathered):
+                return roots
+            if root.given and is_gathered:
+                whole = self.write(size, source)
+                whole.parameter, whole.reread = root.parameter, True
+                return (whole,)
+        buffer = self.fuse(roots, value, source)
+        buffer.reread = bool(roots) and all(root.given for root in roots)
+        if len(roots) == 1:
+            buffer.parameter = roots[0].parameter
+        return (buffer,)
+
+    def spike(self, peak: Peak) -> None:
+        """Adds the peak inside of what runs now."""
+        if peak.bytes > self.spikes.get(self.now, Peak()).bytes:
+            self.spikes[self.now] = peak
+
+    def add_gradient(
+        self, parameter: ModelArray, source: Source = (), *, summed: bool = False
+    ) -> None:
+        """Writes the gradient of an array of the model, once. It may be `summed` already."""
+        if parameter in self.summed or not parameter.gradient:
+            return
+        self.summed.add(parameter)
+        if summed or not parameter.local:
+            self.write(parameter.gradient, ()).is_gradient = True
+            return
+        self.waiting.append((self.write(parameter.local, source), parameter))
+        if sum(buffer.bytes for buffer, _ in self.waiting) > _COMBINED:
+            self.sum_gradients()
+
+    def sum_gradients(self) -> None:
+        """Sums the gradients that wait over devices."""
+        self.now += 1
+        for buffer, parameter in self.waiting:
+            self.read((buffer,))
+            self.write(parameter.gradient, ()).is_gradient = True
+        self.waiting = []
+
+    def finish(self, parameters: Sequence[ModelArray]) -> None:
+        """Writes the gradients that are left; all are results."""
+        for parameter in parameters:
+            self.add_gradient(parameter)
+        self.sum_gradients()
+        self.now += 1
+        for buffer in self.buffers:
+            if buffer.is_gradient:
+                self.read((buffer,))
+
+    def peak(self, since: int = 0) -> Peak:
+        """What is in use when most bytes are, at any time from `since` on."""
+        change: Counter[int] = Counter()
+        for buffer in self.buffers:
+            if buffer.last >= since:
+                change[max(buffer.born, since)] += buffer.bytes  # pyright: ignore
+                change[buffer.last + 1] -= buffer.bytes  # pyright: ignore
+        total = most = 0.0
+        when = since
+        for time in sorted({*change, *(one for one in self.spikes if one >= since)}):
+            total += change[time]
+            here = total
+            if time in self.spikes:
+                here += self.spikes[time].bytes
+            if here > most:
+                most, when = here, time
+        live = [buffer for buffer in self.buffers if buffer.born <= when <= buffer.last]
+        parts = [part for buffer in live if not buffer.is_gradient for part in buffer.parts]
+        parts += self.spikes.get(when, Peak()).parts
+        return Peak(tuple(parts), sum(buffer.bytes for buffer in live if buffer.is_gradient))

@@ -23,7 +23,7 @@ from typing import Any, SupportsFloat
 from ..core._errors import check_integer
 from ..core._output import say
 from ..core._user_functions import takes_keyword
-from ._jsonl import jsonl_logger
+from ._jsonl import JsonlLogger, jsonl_logger
 from ._log_steps import is_logged
 from ._progress import ProgressLogger, progress_logger
 from ._terminal import BOLD, DIM, columns, styled
@@ -311,6 +311,18 @@ def shows_progress(loggers: list[Any]) -> bool:
 def takes_state(log: Any) -> bool:
     """Returns whether a logger has a parameter `state`, for the state after the step."""
     return takes_keyword(log, "state")
+
+
+def may_stop(log: Any) -> bool:
+    """Returns whether a logger may return `STOP`. Those of this package do not."""
+    # Not imported above, because these modules import this one.
+    from ._tensorboard import TensorboardLogger
+    from ._trackio import TrackioLogger
+    from ._wandb import WandbLogger
+
+    own = (_ConsoleLogger, ProgressLogger, JsonlLogger)
+    others = (TensorboardLogger, TrackioLogger, WandbLogger)
+    return log is not _show_evaluation and type(log) not in (*own, *others)
 
 
 def start_loggers(

@@ -19,12 +19,13 @@ from ..core._frames import hide_frames
 from ..core._user_functions import calling
 from ..distributed._kv_store import is_main
 from ._kept_arrays import KeptArrays
-from ._loggers import STOP, RunInfo, all_loggers, start_loggers, takes_state
+from ._loggers import STOP, RunInfo, all_loggers, may_stop, start_loggers, takes_state
 from ._rates import Rates
 
 logger = logging.getLogger("redcoast")
 Log = Callable[..., Any]
 MAX_SKIPPED = 20
+MOST_LATE, LATE_SECONDS = 16, 20e-3  # how many steps, and seconds, after a step it is read
 LEAST_LOSS_SCALE = 1.0
 COMMON_CAUSES = (
     "Common causes are a logarithm of zero, a division by zero, an empty mask, integer labels that "
@@ -174,6 +175,11 @@ class MetricsReader:
         self.stop_step: int | None = None  # the step whose metrics that logger was called with
         self._rates = Rates(run or RunInfo())
         self._pending = deque[Pushed]()
+        # To wait for each step takes longer than a short one. Nobody sees that its metrics are
+        # late, unless a logger may ask to stop after it.
+        self._most_late = 1
+        if not any(map(may_stop, logs)):
+            self._most_late = max(1, min(MOST_LATE, max_skipped - 1))
         self._values: dict[str, float] = {}  # of the step that was read last
         self._trained = False
         self._skipped = 0  # steps in a row
@@ -189,10 +195,11 @@ class MetricsReader:
         inspect: Callable[[], str] | None = None,
         state: Any = None,
     ) -> None:
-        """Stores the metrics of a dispatched step, and reads the metrics of the previous step.
+        """Stores the metrics of a dispatched step, and reads the metrics of an earlier step.
 
-        Loggers with a parameter `state` are called at once. They wait for the step if they read the
-        state or the metrics.
+        That is the step before it, or, if steps are short and no logger may return
+        [`redcoast.STOP`][], one of the 16 steps before it. Loggers with a parameter `state` are
+        called at once. They wait for the step if they read the state or the metrics.
 
         **Arguments:**
 
@@ -209,9 +216,12 @@ class MetricsReader:
         `FloatingPointError` if `max_skipped` steps in a row were skipped because the loss or the
         gradient was NaN or infinite; `ValueError` if the loss of the first step is NaN or infinite.
         """
-        self._pending.append(Pushed(step, metrics, explain, inspect, self._rates.now(), step))
-        self._read_until(1)
-        self._read_if_decisive()
+        now = self._rates.now()
+        self._pending.append(Pushed(step, metrics, explain, inspect, now, step))
+        self._read_until(self._most_late)
+        while len(self._pending) > 1 and self._pending[0].at < now - LATE_SECONDS:
+            self._read_until(len(self._pending) - 1)
+        self._read_if_decisive(self._most_late)
         if self._takers:
             self._kept.see(state, several([_name_of(log) for log in self._takers]))
         self._show_state(StepMetrics(metrics) if self._takers else {}, step, state)
@@ -258,10 +268,10 @@ class MetricsReader:
         while len(self._pending) > left and self.stop_reason is reason:
             self._read(self._pending.popleft())
 
-    def _read_if_decisive(self) -> None:
+    def _read_if_decisive(self, unread: int = 1) -> None:
         """Reads the last steps if they may reveal a mistake in the loss, as the first does, or end
         the run, because their state is needed to find the cause."""
-        if not self._values or self._skipped + 1 >= self._max_skipped:
+        if not self._values or self._skipped + unread >= self._max_skipped:
             self._read_until(0)
 
     def write(

@@ -22,7 +22,7 @@ _BIAS = re.compile(r"bias|^b$", re.IGNORECASE)
 def structural_plans(
     model: PyTree, axes: dict[str, int], overrides: Sequence[Override]
 ) -> list[LeafPlan]:
-    """Returns a row for each array of a model, by the rules on the structure of the tree."""
+    """Returns the plan of each array of a model, by the rules on the structure of the tree."""
     leaves = flat_leaves(model)
     overridden = apply_overrides(leaves, overrides, axes)
     n = axes["model"]

@@ -25,15 +25,15 @@ from ._rule import (
 def transpose_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
     operand = factors.of(shape_of(equation.invars[0]))
-    result = at_places(operand, equation.params["permutation"])
-    return factors.rule([operand], [result], linear=each_alone(0))
+    result = take(operand, equation.params["permutation"])
+    return factors.rule([operand], [result], linear=each_alone(0), copies=True)
 
 
 def squeeze_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
     operand = factors.of(shape_of(equation.invars[0]))
     result = without(operand, equation.params["dimensions"])
-    return factors.rule([operand], [result], linear=each_alone(0))
+    return factors.rule([operand], [result], linear=each_alone(0), copies=True)
 
 
 def expand_dims_rule(equation: JaxprEqn) -> Rule:
@@ -42,7 +42,7 @@ def expand_dims_rule(equation: JaxprEqn) -> Rule:
     result = list(operand)
     for d in sorted(equation.params["dimensions"]):
         result.insert(d, factors.new(1))
-    return factors.rule([operand], [result], linear=each_alone(0))
+    return factors.rule([operand], [result], linear=each_alone(0), copies=True)
 
 
 def broadcast_in_dim_rule(equation: JaxprEqn) -> Rule:
@@ -57,7 +57,9 @@ def broadcast_in_dim_rule(equation: JaxprEqn) -> Rule:
             result[result_d] = operand[d]
     # A size that is only known at run time is an operand too.
     sizes = factors.of_each(equation.invars[1:])
-    return factors.rule([operand, *sizes], [result], repeated=repeated, linear=each_alone(0))
+    return factors.rule(
+        [operand, *sizes], [result], repeated=repeated, linear=each_alone(0), copies=True
+    )
 
 
 def reshape_rule(equation: JaxprEqn) -> Rule:
@@ -69,7 +71,7 @@ def reshape_rule(equation: JaxprEqn) -> Rule:
     operand: list[Dimension] = [()] * len(before)
     for d, dimension in zip(order, permuted, strict=True):
         operand[d] = dimension
-    return factors.rule([operand], [result], whole=torn, linear=each_alone(0))
+    return factors.rule([operand], [result], whole=torn, linear=each_alone(0), copies=True)
 
 
 class _Side:
@@ -212,7 +214,9 @@ def tile_rule(equation: JaxprEqn) -> Rule:
             repeated.append(result[d])
         else:
             moved.append(operand[d])
-    return factors.rule([operand], [result], moved=moved, repeated=repeated, linear=each_alone(0))
+    return factors.rule(
+        [operand], [result], moved=moved, repeated=repeated, linear=each_alone(0), copies=True
+    )
 
 
 def concatenate_rule(equation: JaxprEqn) -> Rule:
@@ -234,7 +238,9 @@ def unstack_rule(equation: JaxprEqn) -> Rule:
     operand = factors.of(shape_of(equation.invars[0]))
     results = [without(operand, [axis])] * len(equation.outvars)
     removed = [operand[axis]]
-    return factors.rule([operand], results, whole=removed, indexed=removed, linear=each_alone(0))
+    return factors.rule(
+        [operand], results, whole=removed, indexed=removed, linear=each_alone(0), copies=True
+    )
 
 
 def bitcast_rule(equation: JaxprEqn) -> Rule:

@@ -27,6 +27,7 @@ PAIRWISE = frozenset(
 )
 # Division and conversion to integers round. The others are linear for all types.
 _ROUND_INTEGERS = frozenset(["convert_element_type", "div"])
+_COPIES = frozenset(["convert_element_type", "copy", "copy_p"])
 _LINEAR_IN_FIRST = """
     conj convert_element_type copy copy_p div imag name neg real redcoast_mark reduce_precision
     stop_gradient
@@ -53,7 +54,8 @@ def elementwise_rule(equation: JaxprEqn) -> Rule:
                     dimensions[d] = result[d]
         operands.append(dimensions)
     results = [result] * len(equation.outvars)
-    return factors.rule(operands, results, linear=_linear_operands(equation))
+    copies = equation.primitive.name in _COPIES
+    return factors.rule(operands, results, linear=_linear_operands(equation), copies=copies)
 
 
 def _linear_operands(equation: JaxprEqn) -> Linear:

@@ -40,6 +40,7 @@ class Rule:
     - `repeated`: all elements of a result along these are equal.
     - `sums`: whether `reduced` factors are summed over.
     - `linear`: what the operation is linear in.
+    - `copies`: whether each element of a result is one of the first operand, perhaps rounded.
     - `writes`: the place of an operand that is written into the first, at places that are computed.
         Where only a part of a dimension is written, the dimension of the first operand is `moved`.
     """
@@ -56,6 +57,7 @@ class Rule:
     repeated: frozenset[Factor] = frozenset()
     sums: bool = False
     linear: Linear = ()
+    copies: bool = False
     writes: int | None = None
 
     def size(self, dimension: Dimension) -> int:
@@ -101,6 +103,7 @@ class Factors:
         repeated: Iterable[Dimension] = (),
         sums: bool = False,
         linear: Linear = (),
+        copies: bool = False,
         writes: int | None = None,
     ) -> Rule:
         """The rule, whose sets of factors are given as dimensions."""
@@ -117,6 +120,7 @@ class Factors:
             repeated=all_factors(repeated),
             sums=sums,
             linear=linear,
+            copies=copies,
             writes=writes,
         )
 

@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 
 from ...core._jaxpr import is_inexact
 from ..operations import Factor, Rule
+from ..operations._rule_table import UNCOUPLED
 from ..program._facts import Facts, Operation, follow_facts
 from ..solver._planned_collectives import BatchDims
 from ..solver._strategy import Program, batch_dims
 from ._data import Coupling
-
-# What is found by these is a count or a condition, and no value of an example.
-_IGNORED = frozenset(["is_finite", "random_bits", "reduce_and", "reduce_or"])
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class _Search:
     def origin(self, operation: Operation, origins: Origins) -> _Origin:
         """The origin of an operation's results; what relates examples is recorded."""
         rule, merged = operation.rule, _merged(origins)
-        if operation.name in _IGNORED:
+        if operation.name in UNCOUPLED:
             return _Origin()
         if operation.name == "iota":
             return _Origin(counts=True)

@@ -16,7 +16,6 @@ from ..program._facts import Facts, Operation, follow_facts
 from ..solver._planned_collectives import BatchDims
 from ..solver._strategy import Program, batch_dims
 
-_WIDENING = frozenset(["broadcast_in_dim", "reshape", "expand_dims"])
 _BATCHING = "batching.py"  # of JAX: the operations that `jax.vmap` adds
 
 
@@ -65,7 +64,7 @@ def _origin(
     if rule is not None and rule.reduced and len(operands) > 1:
         # A product or a lookup is meant.
         return origin._replace(widened=False)
-    if operation.name in _WIDENING:
+    if rule is not None and rule.copies:
         before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
         is_wider = len(after) > len(before) >= 1 and before[0] > 1
         return origin._replace(widened=origin.widened or is_wider)

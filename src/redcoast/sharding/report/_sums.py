@@ -15,14 +15,10 @@ import jax
 import numpy as np
 
 from ...core._pytree import join, show_path
+from ..operations._rule_table import HOMOGENEOUS
 from ..program._facts import Facts, Operation, follow_facts
 from ..solver._planned_collectives import BatchDims
 from ..solver._strategy import Program, batch_dims
-
-# The result grows as the operand that grows most, though it is not linear in it.
-_HOMOGENEOUS = frozenset("abs clamp max min reduce_max reduce_min sort".split())  # noqa: SIM905
-# Numbers of the program stay numbers.
-_NUMBERS = frozenset("broadcast_in_dim convert_element_type copy reshape squeeze".split())  # noqa: SIM905
 
 
 @dataclass(frozen=True)
@@ -133,9 +129,9 @@ def _growth(examples: _Examples, operation: Operation, operands: Growths) -> _Gr
         if result.number == 0 or not sums:
             return replace(result, degree=degree)
         return _Growth(degree + (not result.divided), line=operation.line())
-    if name in _NUMBERS:
-        return result
-    if name in _HOMOGENEOUS or (rule is not None and rule.linear):
+    if rule is not None and rule.copies:
+        return result  # a number of the program stays a number
+    if name in HOMOGENEOUS or (rule is not None and rule.linear):
         return replace(result, number=None)
     # Of a value that does not grow, no function does.
     return _Growth() if all(x.degree == 0 for x in operands) else _UNKNOWN

@@ -38,16 +38,7 @@ from .solver._strategy import (
 from .solver._tokens import needs_tokens, split_tokens
 from .tree._leaves import LARGE, Leaf, flat_leaves, is_inexact_leaf
 from .tree._overrides import Override, apply_overrides, model_dim
-from .tree._plan_rows import (
-    ON_STAGES,
-    OVERRIDE,
-    STORED,
-    Compute,
-    LeafPlan,
-    Reason,
-    Role,
-    trim_spec,
-)
+from .tree._plan_rows import ON_STAGES, OVERRIDE, STORED, Compute, LeafPlan, Reason, Role, trim_spec
 
 # The axes over which arrays can be sharded that the program computes with as a whole.
 STORAGE_AXES = ("fsdp", "model")
@@ -56,7 +47,7 @@ Entries = list[tuple[str, ...] | None]
 
 def is_large(program: Program, value: Value) -> bool:
     """Whether an array is sharded even if it has to be all-gathered where it is used."""
-    of_layer = 1  # elements
+    of_layer = 1  # elements; a scan gathers one layer at a time
     for node, size in zip(value.dims, value.shape, strict=True):
         if node not in program.graph.stacks:
             of_layer *= size
@@ -142,6 +133,7 @@ def plan_flow(
     program = trace()
     is_pipeline = axes.get(PIPE, 1) > 1 and program.traced.trains
     if is_pipeline:
+        # The solver compares what the stages of a pipeline keep in memory.
         program = as_pipeline(program, DEFAULT)
     task = _Task(leaves, program, axes, specs, hardware, state_bytes)
     tasks = [task]
@@ -187,7 +179,7 @@ def _cheapest(tasks: Sequence[_Task], budget: int | None) -> _Layout:
             layouts.append(_decide(task, budget))
         except ValueError as error:
             errors.append(error)
-    if not layouts:
+    if not layouts:  # neither is within the budget
         raise errors[-1]
     return min(layouts, key=lambda layout: layout.order)
 
@@ -209,6 +201,7 @@ def _decide(task: _Task, budget: int | None) -> _Layout:
         return _Layout(task, *within)
     plans, decision = make(large)
     if task.hardware.memory is not None:
+        # Memory that is only assumed may not be there.
         decision, replicated = replicate(plans, decision, axes, task.memory, state_bytes)
         plans = _plans(task, decision, large, replicated)
     return _Layout(task, plans, decision)
@@ -240,7 +233,7 @@ def _plans(
         if staged is not None and place in staged.layered:
             if not any(spec):
                 reason = ON_STAGES
-            spec = P(PIPE, *spec[1:])
+            spec = P(PIPE, *spec[1:])  # the first dimension counts layers
         plans.append(LeafPlan(leaf, spec, reason, role))
     return plans
 
@@ -268,6 +261,7 @@ def _spec(
     elif fsdp_sharded and model and not replicated_over_model:
         _shard_storage(decision, value, entries, model, axes)
     if fsdp_sharded and fsdp:
+        # A tensor-parallel array is stored in parts along a second dimension.
         _shard_storage(decision, value, entries, fsdp, axes)
     return trim_spec(entries)
 
@@ -299,11 +293,7 @@ def _shard_storage(
 
 
 def _reason(
-    place: int,
-    spec: P,
-    fsdp_sharded: bool,
-    replicated_over_model: bool,
-    why: _reasons.Reasons,
+    place: int, spec: P, fsdp_sharded: bool, replicated_over_model: bool, why: _reasons.Reasons
 ) -> Reason:
     program, computed = why.decision.program, why.decision.computed[place]
     if computed is not None:

@@ -362,6 +362,7 @@ def plan_shardings(
             "hardware": hardware is not None,
             "trainable": trainable is not eqx.is_inexact_array,
         }
+        # Nothing is ignored silently: without a program, these have no meaning.
         for name, is_given in about_program.items():
             if is_given:
                 raise ValueError(
@@ -370,6 +371,7 @@ def plan_shardings(
         return _plan_structure(tree, mesh, overrides)
     from ._from_program import plan_flow
 
+    # The planned function gets constraints, which JAX takes on Auto axes alone.
     model, args = on_auto_axes((model_of(tree), tuple(args)))
     with auto_ambient_mesh():
         plans, compute, report = plan_flow(
@@ -413,7 +415,7 @@ def make_plan(
     program: ProgramReport | None,
 ) -> Plan:
     leaves, treedef = jax.tree.flatten(tree)
-    shardings: list[NamedSharding | None] = [None] * len(leaves)
+    shardings: list[NamedSharding | None] = [None] * len(leaves)  # None if not an array
     for plan in plans:
         shardings[plan.leaf.index] = NamedSharding(mesh, plan.spec)
     report = make_report(plans, dict(mesh.shape), program)

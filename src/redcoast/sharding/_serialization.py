@@ -152,6 +152,7 @@ def load_plan(
             f"Use rc.make_mesh({planned}), or plan again."
         )
     leaves = flat_leaves(model_of(tree))
+    # The paths, roles and indices of the arrays, with specs that are read from the file below.
     replicated = [LeafPlan(leaf, P(), OVERRIDE, "parameter") for leaf in leaves]
     unsharded = plan_leaves(tree, replicated)
     _check_leaves(path, document["rows"], [plan.leaf for plan in unsharded])
@@ -185,7 +186,7 @@ def _read_plans(
 def _read_program(path: Path, report: Json) -> ProgramReport | None:
     from .report._report_json import program_from_json
 
-    if not report:
+    if not report:  # the plan was made without a function
         return None
     try:
         return program_from_json(report)
@@ -247,6 +248,7 @@ def _wrong_entries(document: Json) -> set[str]:
     microbatches = compute.get("microbatches")
     if isinstance(microbatches, int) and microbatches < 1:
         wrong.add("microbatches")
+    # Sizes divide the dimensions of arrays below.
     sizes = list(document["mesh"].values())
     if not wrong and not (_is_of_type(sizes, list[int]) and min(sizes, default=1) > 0):
         return {"mesh"}

@@ -2,8 +2,9 @@
 
 `rule_of` reads the rule of an equation from a table. The vocabulary is from Shardy, the
 partitioner of XLA: a dimension is a list of factors, and each factor is carried from operands to
-results, reduced, moved, or needed as a whole. `tests/sharding/test_operations.py` compares the
-table with the rules of the installed XLA.
+results, reduced, moved, or needed as a whole. Comments such as `[i k], [k j] -> [i j]` write the
+factors of an example. `tests/sharding/test_operations.py` compares the table with the rules of the
+installed XLA.
 """
 
 from ._rule import Atom as Atom

@@ -23,6 +23,7 @@ from ._rule import (
 
 
 def transpose_rule(equation: JaxprEqn) -> Rule:
+    # [i j] -> [j i]
     factors = Factors()
     operand = factors.of(shape_of(equation.invars[0]))
     result = take(operand, equation.params["permutation"])
@@ -30,6 +31,7 @@ def transpose_rule(equation: JaxprEqn) -> Rule:
 
 
 def squeeze_rule(equation: JaxprEqn) -> Rule:
+    # [i 1] -> [i]
     factors = Factors()
     operand = factors.of(shape_of(equation.invars[0]))
     result = without(operand, equation.params["dimensions"])
@@ -37,6 +39,7 @@ def squeeze_rule(equation: JaxprEqn) -> Rule:
 
 
 def expand_dims_rule(equation: JaxprEqn) -> Rule:
+    # [i] -> [i 1]
     factors = Factors()
     operand = factors.of(shape_of(equation.invars[0]))
     result = list(operand)
@@ -46,6 +49,7 @@ def expand_dims_rule(equation: JaxprEqn) -> Rule:
 
 
 def broadcast_in_dim_rule(equation: JaxprEqn) -> Rule:
+    # [i 1] -> [n i j], with `n` and `j` repeated
     factors = Factors()
     before, after = shapes_before_and_after(equation)
     operand = factors.of(before)
@@ -64,6 +68,7 @@ def broadcast_in_dim_rule(equation: JaxprEqn) -> Rule:
 
 def reshape_rule(equation: JaxprEqn) -> Rule:
     """Dimensions are merged from the factors of several, or taken apart into them."""
+    # [(i j) k] -> [i (j k)]
     factors = Factors()
     before, after = shapes_before_and_after(equation)
     order = equation.params.get("dimensions") or range(len(before))
@@ -220,6 +225,7 @@ def tile_rule(equation: JaxprEqn) -> Rule:
 
 
 def concatenate_rule(equation: JaxprEqn) -> Rule:
+    # [i], [i] -> [i], with `i` needed as a whole
     factors, axis = Factors(), equation.params["dimension"]
     result = factors.of(shape_of(equation.outvars[0]))
     operands = [result] * len(equation.invars)
@@ -227,6 +233,7 @@ def concatenate_rule(equation: JaxprEqn) -> Rule:
 
 
 def stack_rule(equation: JaxprEqn) -> Rule:
+    # [i], [i] -> [n i]
     factors, axis = Factors(), equation.params["axis"]
     result = factors.of(shape_of(equation.outvars[0]))
     operands = [without(result, [axis])] * len(equation.invars)
@@ -234,6 +241,7 @@ def stack_rule(equation: JaxprEqn) -> Rule:
 
 
 def unstack_rule(equation: JaxprEqn) -> Rule:
+    # [n i] -> [i], [i]
     factors, axis = Factors(), equation.params["axis"]
     operand = factors.of(shape_of(equation.invars[0]))
     results = [without(operand, [axis])] * len(equation.outvars)
@@ -255,6 +263,7 @@ def bitcast_rule(equation: JaxprEqn) -> Rule:
 
 def reduction_rule(equation: JaxprEqn) -> Rule:
     """Sums, maxima and similar over the dimensions that a parameter names."""
+    # [i k] -> [i], with `k` reduced
     factors, params = Factors(), equation.params
     axes = params.get("axes", params.get("dimensions", ()))
     operand = factors.of(shape_of(equation.invars[0]))

@@ -6,6 +6,7 @@ from ._rule import Dimension, Factors, Rule, at_places, each_alone, shape_of, wi
 
 
 def dot_general_rule(equation: JaxprEqn) -> Rule:
+    # [b i k], [b k j] -> [b i j], with `k` reduced
     (left_sum, right_sum), (left_batch, right_batch) = equation.params["dimension_numbers"]
     factors = Factors()
     left, right = factors.of_each(equation.invars)
@@ -24,6 +25,7 @@ def dot_general_rule(equation: JaxprEqn) -> Rule:
 
 def ragged_dot_rule(equation: JaxprEqn) -> Rule:
     """Each group of rows is multiplied by its own matrix; the groups are needed as a whole."""
+    # [i k], [g k j], [g] -> [i j], with `k` reduced
     factors = Factors()
     left, right, *sizes = factors.of_each(equation.invars)
     (result,) = factors.of_each(equation.outvars)
@@ -81,6 +83,7 @@ def fused_attention_rule(equation: JaxprEqn) -> Rule:
 def convolution_rule(equation: JaxprEqn) -> Rule:
     """Space is moved, since each element depends on its neighbours. Groups are the slower factor
     of both channel dimensions."""
+    # [n (g c) h], [(g o) c w] -> [n (g o) h], with `c` reduced, for groups `g`
     factors, params = Factors(), equation.params
     spec, groups = params["dimension_numbers"], params["feature_group_count"]
     image, kernel = factors.of_each(equation.invars)

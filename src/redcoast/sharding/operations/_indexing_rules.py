@@ -22,6 +22,7 @@ from ._rule import (
 
 def gather_rule(equation: JaxprEqn) -> Rule:
     """An indexed dimension is reduced: each part contributes the elements that it has."""
+    # [k d], [i 1] -> [i d], with `k` indexed
     factors, numbers = Factors(), equation.params["dimension_numbers"]
     operand, indices = factors.of_each(equation.invars)
     for d, i in zip(
@@ -56,6 +57,7 @@ def gather_rule(equation: JaxprEqn) -> Rule:
 def scatter_rule(equation: JaxprEqn) -> Rule:
     """The dimensions that count the updates are summed over, or are needed as a whole where an
     update overwrites what was there."""
+    # [k d], [i 1], [i d] -> [k d], with `i` reduced and `k` indexed
     factors, numbers = Factors(), equation.params["dimension_numbers"]
     before, _, written = map(shape_of, equation.invars)
     operand = factors.of(before)
@@ -111,6 +113,7 @@ def _window_dims(
 
 
 def dynamic_update_slice_rule(equation: JaxprEqn) -> Rule:
+    # [i k], [i u] -> [i k], with `u` written at computed places of `k`
     factors = Factors()
     before, part = shape_of(equation.invars[0]), shape_of(equation.invars[1])
     operand = factors.of(before)

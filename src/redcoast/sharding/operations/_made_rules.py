@@ -43,6 +43,7 @@ def fresh_rule(equation: JaxprEqn) -> Rule:
 
 def keyed_rule(equation: JaxprEqn) -> Rule:
     """Raw keys are arrays of numbers, whose last dimension is removed or added."""
+    # [i 2] -> [i], and [i] -> [i 2]
     factors = Factors()
     keys, *others = factors.of_each(equation.invars)
     after = shape_of(equation.outvars[0])
@@ -52,6 +53,7 @@ def keyed_rule(equation: JaxprEqn) -> Rule:
 
 def decomposition_rule(equation: JaxprEqn) -> Rule:
     """Leading dimensions count matrices; each matrix is needed as a whole."""
+    # [i r c] -> [i r], [i r c], with `r` and `c` needed as a whole
     factors = Factors()
     first = shape_of(equation.invars[0])
     own_rank = 2

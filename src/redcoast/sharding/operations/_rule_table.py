@@ -59,9 +59,7 @@ KEPT = frozenset(
     """.split()  # noqa: SIM905
 )
 # Scaled operands scale the results of these, though they are not linear.
-HOMOGENEOUS = frozenset(
-    ["abs", "clamp", "max", "min", "reduce_max", "reduce_min", "sort"],
-)
+HOMOGENEOUS = frozenset(["abs", "clamp", "max", "min", "reduce_max", "reduce_min", "sort"])
 # The results of these are counts and conditions, which say nothing of the value of an example.
 UNCOUPLED = frozenset(["is_finite", "random_bits", "reduce_and", "reduce_or"])
 _NAMED: dict[str, Callable[[JaxprEqn], Rule]] = {

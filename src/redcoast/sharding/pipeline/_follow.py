@@ -34,7 +34,9 @@ def follow_rows(few: AnyJaxpr, all_: AnyJaxpr, inputs: Sequence[State]) -> State
 
     `few` and `all_` are the layer traced for few and for all rows. Raises `MixesRows`.
     """
-    _check_same_constants(consts_of(few), consts_of(all_))
+    few_consts, consts = consts_of(few), consts_of(all_)
+    if len(few_consts) != len(consts) or not all(map(_is_same_constant, few_consts, consts)):
+        raise MixesRows("a constant depends on the number of rows")
     few, all_ = open_jaxpr(few), open_jaxpr(all_)
     if len(few.eqns) != len(all_.eqns):
         raise MixesRows("its operations depend on the number of rows")
@@ -57,19 +59,11 @@ def _read(states: dict[Var, State], atoms: Sequence[Atom]) -> States:
     return [None if isinstance(atom, Literal) else states[atom] for atom in atoms]
 
 
-def _check_same_constants(few: Sequence[object], all_: Sequence[object]) -> None:
-    is_same = len(few) == len(all_) and all(map(_is_same_constant, few, all_))
-    if not is_same:
-        raise MixesRows("a constant depends on the number of rows")
-
-
 def _is_same_constant(few: object, all_: object) -> bool:
-    if few is all_:
-        return True
     # To compare arrays on devices would wait for them.
     if isinstance(few, np.ndarray) and isinstance(all_, np.ndarray):
         return np.array_equal(few, all_)
-    return False
+    return few is all_
 
 
 def _check_same(pair: EquationPair) -> None:
@@ -142,18 +136,18 @@ def _scan(pair: EquationPair, few: Scan, all_: Scan, inputs: States) -> States:
 
 def in_layer(state: State, why: str) -> State:
     """The rows in one iteration of a scan over an array."""
-    if not isinstance(state, RowDim):
-        return state
-    if state.dim == 0:
-        raise MixesRows(why)
-    return state.at(state.dim - 1)
+    if isinstance(state, RowDim):
+        if state.dim == 0:
+            raise MixesRows(why)
+        return state.at(state.dim - 1)
+    return state
 
 
 def of_layers(state: State) -> State:
     """The rows in the stacked results of a scan."""
-    if not isinstance(state, RowDim):
-        return state
-    return state.at(state.dim + 1)
+    if isinstance(state, RowDim):
+        return state.at(state.dim + 1)
+    return state
 
 
 def _fixed_point(

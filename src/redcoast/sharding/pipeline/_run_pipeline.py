@@ -140,11 +140,7 @@ class PipelineLayout:
 
 
 def run_pipeline(
-    scan: PipelinedScan,
-    layout: PipelineLayout,
-    operands: Sequence[Array],
-    layer: Layer,
-    specs: Sequence[P],
+    scan: PipelinedScan, layout: PipelineLayout, operands: Arrays, layer: Layer, specs: Sequence[P]
 ) -> Arrays:
     """The results of a scan over layers.
 
@@ -181,31 +177,20 @@ def run_pipeline(
 
 
 def _run_stages(
-    scan: PipelinedScan,
-    layout: PipelineLayout,
-    operands: Sequence[Array],
-    layer: Layer,
-    specs: Sequence[P],
+    scan: PipelinedScan, layout: PipelineLayout, operands: Arrays, layer: Layer, specs: Sequence[P]
 ) -> Stages:
     """A function `run(carry, microbatches)` of all stages at once, each on its microbatch."""
     # Only carries are sums.
     const_rows, _, x_rows = scan.loop.split(cast(tuple[int | None, ...], scan.inputs))
     const_specs, _, x_specs = scan.loop.split(specs)
-    const_operands, carry_operands, x_operands = scan.loop.split(operands)
-    const_operands, const_keys = _key_data(const_operands)
-    _, carry_keys = _key_data(carry_operands)
-    x_operands, x_keys = _key_data(x_operands)
-    all_consts: Arrays = []
-    const_axes: list[int | None] = []  # for `jax.vmap`
-    for x, rows, spec in zip(const_operands, const_rows, const_specs, strict=True):
-        if rows is None and not is_inexact(x):
-            # An array that all rows share needs copies only for its gradient.
-            all_consts.append(x)
-            const_axes.append(None)
-        else:
-            all_consts.append(layout.constant(x, rows, spec))
-            const_axes.append(0)
-    all_layers = list(map(layout.layers, x_operands, x_rows, x_specs))
+    (consts, const_keys), (_, carry_keys), (xs, x_keys) = map(_key_data, scan.loop.split(operands))
+    all_consts = list(consts)
+    const_axes: list[int | None] = [None] * len(consts)  # for `jax.vmap`
+    for i, (rows, spec) in enumerate(zip(const_rows, const_specs, strict=True)):
+        # An array that all rows share needs copies only for its gradient.
+        if rows is not None or is_inexact(consts[i]):
+            all_consts[i], const_axes[i] = layout.constant(consts[i], rows, spec), 0
+    all_layers = list(map(layout.layers, xs, x_rows, x_specs))
     length = scan.loop.length // layout.pipeline.stages
     unroll = min(scan.loop.unroll, length)
 
@@ -224,23 +209,19 @@ def _run_stages(
 
         return jax.lax.scan(body, carry, layers, length=length, unroll=unroll)
 
-    of_shards = jax.vmap(
-        stage, in_axes=(const_axes, 0, 0, None, 0), spmd_axis_name=layout.batch_axes or None
-    )
+    over = layout.batch_axes or None
+    of_shards = jax.vmap(stage, in_axes=(const_axes, 0, 0, None, 0), spmd_axis_name=over)
     of_stages = jax.vmap(of_shards, in_axes=(const_axes, 0, 0, 0, None), spmd_axis_name=PIPE)
     shards = jnp.arange(layout.pipeline.shards)
-    return lambda carry, microbatches: of_stages(
-        all_consts, all_layers, carry, microbatches, shards
-    )
+    return lambda carry, at: of_stages(all_consts, all_layers, carry, at, shards)
 
 
 def _of_microbatch(arrays: Arrays, rows: Sequence[int | None], microbatch: Array) -> Arrays:
     """One microbatch of the arrays that have rows, whose first dimension are microbatches."""
-    selected: Arrays = []
-    for x, dim in zip(arrays, rows, strict=True):
+    selected = list(arrays)
+    for i, dim in enumerate(rows):
         if dim is not None:
-            x = jax.lax.dynamic_index_in_dim(x, microbatch, 0, keepdims=False)
-        selected.append(x)
+            selected[i] = jax.lax.dynamic_index_in_dim(arrays[i], microbatch, 0, keepdims=False)
     return selected
 
 
@@ -263,23 +244,18 @@ def _enter(buffer: Array, entering: Array) -> Array:
 
 def _key_data(arrays: Sequence[Array]) -> tuple[Arrays, KeyTypes]:
     """Replaces PRNG keys by their data, since `lax.pad` takes none; also returns their types."""
-    data: Arrays = []
-    key_types: list[object] = []
-    for x in arrays:
-        key_type = None
+    data = list(arrays)
+    key_types: list[object] = [None] * len(data)
+    for i, x in enumerate(arrays):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            key_type = jax.random.key_impl(x)
-            x = jax.random.key_data(x)
-        data.append(x)
-        key_types.append(key_type)
+            data[i], key_types[i] = jax.random.key_data(x), jax.random.key_impl(x)
     return data, key_types
 
 
 def _as_keys(arrays: Sequence[Array], key_types: KeyTypes) -> Arrays:
     """The inverse of `_key_data`."""
-    results: Arrays = []
-    for x, key_type in zip(arrays, key_types, strict=True):
+    results = list(arrays)
+    for i, key_type in enumerate(key_types):
         if key_type is not None:
-            x = jax.random.wrap_key_data(x, impl=key_type)
-        results.append(x)
+            results[i] = jax.random.wrap_key_data(arrays[i], impl=key_type)
     return results

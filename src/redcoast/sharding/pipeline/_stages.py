@@ -306,26 +306,23 @@ def _find_rows(
 
 
 def _rows_of_operands(scan: LayerScan, of_few: LayerScan) -> list[State]:
-    states: list[State] = []
-    for of_few_rows, operand in zip(of_few.equation.invars, scan.equation.invars, strict=True):
-        dims = differing(of_few_rows, operand)
+    states: list[State] = [None] * len(scan.equation.invars)
+    for i, operand in enumerate(scan.equation.invars):
+        dims = differing(of_few.equation.invars[i], operand)
         if len(dims) > 1:
             raise MixesRows("an array has rows in several dimensions")
         if dims:
-            states.append(RowDim(dims[0]))
-        else:
-            states.append(None)
+            states[i] = RowDim(dims[0])
     return states
 
 
 def _as_sums(scan: LayerScan, carry: Sequence[State]) -> list[State]:
     """The carry of a scan with sums over rows in place of all that can be such sums."""
     _, operands, _ = scan.loop.split(scan.equation.invars)
-    states: list[State] = []
-    for state, operand in zip(carry, operands, strict=True):
-        if state is None and is_inexact(operand.aval):
-            state = SUM
-        states.append(state)
+    states = list(carry)
+    for i, operand in enumerate(operands):
+        if states[i] is None and is_inexact(operand.aval):
+            states[i] = SUM
     return states
 
 

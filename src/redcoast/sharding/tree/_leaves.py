@@ -100,7 +100,7 @@ def _to_nodes(x: PyTree, path: tuple[str, ...], indices: Iterator[int]) -> Node 
     # One level down: a leaf is its own only child, with an empty path of keys.
     flat, _ = jtu.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
     if len(flat) == 1 and not flat[0][0]:
-        index = next(indices)
+        index = next(indices)  # counts leaves that are not arrays too
         if not is_array(x):
             return None
         return Leaf(index, path, tuple(x.shape), x.dtype)
@@ -117,6 +117,7 @@ def _to_nodes(x: PyTree, path: tuple[str, ...], indices: Iterator[int]) -> Node 
         # JAX sorts dict keys as text, `10` before `2`.
         children = {name: children[name] for name in sorted(children, key=_by_numbers)}
     is_list = key_types <= {jtu.SequenceKey, jtu.FlattenedIndexKey}
+    # Names such as "0" and "1", of an `nn.Sequential` in Flax, are those of layers in order.
     is_numbered = bool(children) and all(map(str.isdigit, children))
     return Node(path, x, is_list or is_numbered, children)
 

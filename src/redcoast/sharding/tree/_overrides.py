@@ -26,6 +26,7 @@ def apply_overrides(
         pattern, entries = override
         spec = _spec(pattern, entries, axes)
         for leaf in _matching(pattern, leaves):
+            # An earlier pattern decides, and a later one is not checked against the leaf.
             if leaf.index not in specs:
                 _check_fits(leaf, pattern, spec, axes)
                 specs[leaf.index] = spec
@@ -41,6 +42,7 @@ def _matching(pattern: str, leaves: Sequence[Leaf]) -> list[Leaf]:
             f"The override pattern {pattern!r} is not a regular expression: {error}."
         ) from error
     if not matching:
+        # Most mistakes are a path that is spelt otherwise.
         names = [leaf.name for leaf in leaves]
         text = str(getattr(pattern, "pattern", pattern))  # it may be compiled
         similar = difflib.get_close_matches(text, names, n=5, cutoff=0.3) or names[:5]

@@ -81,7 +81,7 @@ def plan_leaves(tree: PyTree, model: list[LeafPlan]) -> list[LeafPlan]:
     if model_of(tree) is tree:
         return model
     by_path = {plan.leaf.path: plan for plan in model}
-    of_model = iter(model)
+    of_model = iter(model)  # in the order of the leaves, which the state keeps
     plans: list[LeafPlan] = []
     for leaf in flat_leaves(tree):
         field_name = leaf.path[0]
@@ -133,6 +133,7 @@ def _candidates(state: Leaf, by_path: Mapping[Path, LeafPlan]) -> Iterator[tuple
     The rest is a number for SM3, which numbers its accumulators by dimension. A model that is one
     array has the empty path.
     """
+    # Longer ends come before shorter ones: a layer may have the name of the whole model.
     ends: list[tuple[Path, Path]] = [(state.path, ())]
     if state.path and state.path[-1].isdigit():
         ends.append((state.path[:-1], state.path[-1:]))
@@ -155,6 +156,7 @@ def _matching_spec(state: Leaf, parameter: LeafPlan, rest: Path) -> P | None:
         return trim_spec(entries[dim : dim + 1])
     if shape == like:
         return parameter.spec
+    # Some optimizers keep a history of states as leading dimensions.
     extra = len(shape) - len(like)
     if extra > 0 and shape[extra:] == like:
         return trim_spec((None,) * extra + entries)

@@ -26,7 +26,7 @@ def transpose_rule(equation: JaxprEqn) -> Rule:
     # [i j] -> [j i]
     factors = Factors()
     operand = factors.of(shape_of(equation.invars[0]))
-    result = take(operand, equation.params["permutation"])
+    result = at_places(operand, equation.params["permutation"])
     return factors.rule([operand], [result], linear=each_alone(0), copies=True)
 
 

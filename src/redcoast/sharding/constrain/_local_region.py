@@ -54,6 +54,7 @@ from ._local_states import (
     State,
     check_becomes,
     is_identity,
+    shifted,
     vmapped_axes,
 )
 
@@ -304,8 +305,8 @@ class _Evaluation:
         init = [jnp.asarray(x, aval.dtype) for x, aval in zip(init, avals, strict=True)]
         _, outputs = self.region.states.scan(flow, states)
         const_states, _, x_states = flow.split(tuple(states))
-        one = [state - 1 if isinstance(state, int) else state for state in x_states]
-        body_states = (*const_states, *outputs[: flow.carry], *one)
+        row_states = [shifted(state, -1) for state in x_states]
+        body_states = (*const_states, *outputs[: flow.carry], *row_states)
         step = self.as_function(flow.body, body_states, outputs)
 
         def body(carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:

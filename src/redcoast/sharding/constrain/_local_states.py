@@ -5,13 +5,12 @@ by the table of operations, and refuses one in which the rows of a device depend
 """
 
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, use_abstract_mesh
 
 from ...core._control_flow import (
@@ -96,21 +95,20 @@ class LocalStates:
     def __init__(self, count: int, *, expand: bool = False):
         self.count, self.expand = count, expand
         # By the `id` of a jaxpr or an equation, which are kept so that no other has the same.
-        self._known: dict[Any, tuple[Any, States]] = {}
-        self._expanded: dict[int, tuple[Any, AnyJaxpr]] = {}
+        self._known: dict[tuple[int, States], tuple[Jaxpr, States]] = {}
+        self._expanded: dict[int, tuple[JaxprEqn, AnyJaxpr]] = {}
 
     def of_jaxpr(self, jaxpr: AnyJaxpr, inputs: Sequence[State]) -> States:
         """The states of the outputs of a jaxpr. Raises `NotLocal`."""
         opened = open_jaxpr(jaxpr)
         key = (id(opened), tuple(inputs))
         if key not in self._known:
-            env: dict[Any, State] = dict.fromkeys(opened.constvars)
+            env: dict[Var, State] = dict.fromkeys(opened.constvars)
             env.update(zip(opened.invars, inputs, strict=True))
-            read = lambda atom: None if isinstance(atom, Literal) else env[atom]
             for equation in opened.eqns:
-                step = self.step(equation, [read(atom) for atom in equation.invars])
+                step = self.step(equation, _read(env, equation.invars))
                 env.update(zip(equation.outvars, step.results, strict=True))
-            self._known[key] = opened, tuple(read(atom) for atom in opened.outvars)
+            self._known[key] = opened, tuple(_read(env, opened.outvars))
         return self._known[key][1]
 
     def step(self, equation: JaxprEqn, states: Sequence[State]) -> LocalStep:
@@ -121,17 +119,19 @@ class LocalStates:
             return follow(equation, flow, states)
         if primitive_name(equation) in _NOT_INSIDE or _moves(equation):
             raise NotLocal(f"`{primitive_name(equation)}` is applied")
-        shared = [None if state is OWN else state for state in states]
-        step = self._operation(equation, shared)
         if OWN not in states:
-            return step
+            return self._operation(equation, states)
+        # What differs from device to device is treated as if all devices had the same, and then
+        # everything that follows from it differs too.
+        step = self._operation(equation, [_replaced(state, OWN, None) for state in states])
         if SUM in step.results:
             raise NotLocal(f"`{primitive_name(equation)}` sums what differs from device to device")
-        wanted = [
-            OWN if state is OWN and need is None else need
-            for state, need in zip(states, step.operands, strict=True)
-        ]
-        return LocalStep(tuple(wanted), tuple(OWN if s is None else s for s in step.results))
+        operands = list(step.operands)
+        for place, state in enumerate(states):
+            if state is OWN:
+                operands[place] = _replaced(operands[place], None, OWN)
+        results = tuple(_replaced(state, None, OWN) for state in step.results)
+        return LocalStep(tuple(operands), results)
 
     def flow(self, equation: JaxprEqn) -> ControlFlow | None:
         """What an equation runs."""
@@ -180,21 +180,16 @@ class LocalStates:
         if loop.condition is not OWN:
             return LocalStep(loop.operands, loop.carry)
         # The number of iterations differs from device to device.
-        kept = [place is not None for place in _of_operands(equation)]
-        if any(state is SUM and not same for state, same in zip(loop.carry, kept, strict=True)):
-            raise NotLocal("a sum over rows has other terms on each device")
-        pairs = zip(loop.carry, kept, strict=True)
-        results = [OWN if state is None and not same else state for state, same in pairs]
-        return LocalStep(loop.operands, tuple(results))
+        return LocalStep(loop.operands, _differing(loop.carry, _of_operands(equation)))
 
     def scan(self, flow: Scan, states: Sequence[State]) -> tuple[States, States]:
         """The states of the operands of a scan, and of the outputs of its body."""
         consts, carry, xs = flow.split(tuple(states))
         if 0 in xs:
             raise NotLocal("`scan` goes from row to row")
-        one = [state - 1 if isinstance(state, int) else state for state in xs]
+        row_states = [shifted(state, -1) for state in xs]
         while True:
-            outputs = self.of_jaxpr(flow.body, (*consts, *carry, *one))
+            outputs = self.of_jaxpr(flow.body, (*consts, *carry, *row_states))
             joined = tuple(map(join_states, carry, outputs[: len(carry)]))
             if joined == carry:
                 return (*consts, *carry, *xs), (*carry, *outputs[len(carry) :])
@@ -202,8 +197,7 @@ class LocalStates:
 
     def _scan(self, equation: JaxprEqn, flow: Scan, states: Sequence[State]) -> LocalStep:
         operands, outputs = self.scan(flow, states)
-        ys = outputs[flow.carry :]
-        stacked = [state + 1 if isinstance(state, int) else state for state in ys]
+        stacked = [shifted(state, 1) for state in outputs[flow.carry :]]
         return LocalStep(operands, (*outputs[: flow.carry], *stacked))
 
     def _cond(self, equation: JaxprEqn, flow: Cond, states: Sequence[State]) -> LocalStep:
@@ -216,8 +210,7 @@ class LocalStates:
         if index is OWN:
             if SUM in results:
                 raise NotLocal("a sum over rows has other terms on each device")
-            pairs = zip(results, _of_operands(equation), strict=True)
-            results = [OWN if state is None and same is None else state for state, same in pairs]
+            return LocalStep(tuple(states), _differing(results, _of_operands(equation)))
         return LocalStep(tuple(states), tuple(results))
 
     def _call(self, equation: JaxprEqn, flow: Call, states: Sequence[State]) -> LocalStep:
@@ -307,9 +300,11 @@ class LocalStates:
         places = [d for d, dimension in enumerate(dimensions) if factor in dimension]
         if len(places) > 1:
             raise NotLocal(f"`{name}` combines rows with other rows")
-        if places and self._slowest(name, rule, dimensions[places[0]]) != factor:
+        if not places:
+            return None
+        if self._slowest(name, rule, dimensions[places[0]]) != factor:
             raise NotLocal(f"`{name}` tears rows apart")
-        return places[0] if places else None
+        return places[0]
 
 
 def vmapped_axes(equation: JaxprEqn) -> States | None:
@@ -335,6 +330,39 @@ def is_identity(equation: JaxprEqn) -> bool:
         return False
     types = equation.params["dst_sharding"].mesh.axis_types
     return all(axis_type is AxisType.Auto for axis_type in types)
+
+
+def shifted(state: State, by: int) -> State:
+    """The state of an array with more or fewer dimensions before the one of the rows."""
+    if isinstance(state, int):
+        return state + by
+    return state
+
+
+def _replaced(state: State, old: State, new: State) -> State:
+    if state == old:
+        return new
+    return state
+
+
+def _read(env: Mapping[Var, State], atoms: Sequence[Var | Literal]) -> list[State]:
+    """The states of variables and literals; all devices have the same literals."""
+    return [None if isinstance(atom, Literal) else env[atom] for atom in atoms]
+
+
+def _differing(states: Sequence[State], operands: Sequence[int | None]) -> States:
+    """The states of results that devices compute in their own way, but for those that are operands.
+
+    They come from a branch that each device has chosen, or from a loop that each has ended.
+    """
+    results = []
+    for state, operand in zip(states, operands, strict=True):
+        if operand is None and state is SUM:
+            raise NotLocal("a sum over rows has other terms on each device")
+        if operand is None:
+            state = _replaced(state, None, OWN)
+        results.append(state)
+    return tuple(results)
 
 
 def join_states(one: State, other: State) -> State:
@@ -366,8 +394,10 @@ def _of_sum(equation: JaxprEqn, rule: Rule, states: Sequence[State]) -> LocalSte
     if group is None or rounds or any(isinstance(state, int) for state in states):
         raise NotLocal(f"`{name}` is applied to a sum over rows, and is not linear")
     # Of several terms, each is added by one device.
-    wanted = [SUM if place in group else None for place in range(len(states))]
-    return LocalStep(tuple(wanted), (SUM,) * len(equation.outvars))
+    operands: list[State] = [None] * len(states)
+    for place in group:
+        operands[place] = SUM
+    return LocalStep(tuple(operands), (SUM,) * len(equation.outvars))
 
 
 def _is_narrower(equation: JaxprEqn) -> bool:
@@ -391,14 +421,20 @@ def _summed(name: str, rule: Rule, operands: list[State], count: int) -> LocalSt
 def passed_through(jaxpr: AnyJaxpr) -> tuple[int | None, ...]:
     """For each output of a jaxpr the number of the input that it is; None if it is computed."""
     opened = open_jaxpr(jaxpr)
-    env: dict[Any, int] = {var: place for place, var in enumerate(opened.invars)}
-    read = lambda atom: None if isinstance(atom, Literal) else env.get(atom)
+    sources = {var: place for place, var in enumerate(opened.invars)}
+
+    def source_of(atom: Var | Literal) -> int | None:
+        if isinstance(atom, Literal):
+            return None
+        return sources.get(atom)
+
     for equation in opened.eqns:
         for var, place in zip(equation.outvars, _of_operands(equation), strict=True):
-            source = None if place is None else read(equation.invars[place])
-            if source is not None:
-                env[var] = source
-    return tuple(map(read, opened.outvars))
+            if place is not None:
+                source = source_of(equation.invars[place])
+                if source is not None:
+                    sources[var] = source
+    return tuple(map(source_of, opened.outvars))
 
 
 def _of_operands(equation: JaxprEqn) -> Sequence[int | None]:
@@ -409,20 +445,26 @@ def _of_operands(equation: JaxprEqn) -> Sequence[int | None]:
         case Call() as call if call.kind is not CallKind.OWN_RULES:
             return passed_through(call.jaxpr)
         case Cond() as cond:
-            branches = zip(*map(passed_through, cond.branches), strict=True)
-            same = (places[0] if len(set(places)) == 1 else None for places in branches)
-            return [None if place is None else place + 1 for place in same]
+            of_results = zip(*map(passed_through, cond.branches), strict=True)
+            # The first operand is the number of the branch.
+            return [_offset(places[0], 1, same=len(set(places)) == 1) for places in of_results]
         case Scan() as scan:
-            kept = _kept(passed_through(scan.body), scan.consts, scan.carry)
-            ys = len(equation.outvars) - scan.carry
-            return [*kept, *[None] * ys]
+            outputs = passed_through(scan.body)[: scan.carry]
+            unchanged = _unchanged(outputs, scan.consts, 0)
+            return [*unchanged, *[None] * (len(equation.outvars) - scan.carry)]
         case While() as loop:
-            kept = _kept(passed_through(loop.body), loop.body_consts, len(equation.outvars))
-            return [None if place is None else place + loop.cond_consts for place in kept]
+            return _unchanged(passed_through(loop.body), loop.body_consts, loop.cond_consts)
     return [None] * len(equation.outvars)
 
 
-def _kept(outputs: Sequence[int | None], consts: int, carry: int) -> list[int | None]:
-    """The carried values that the body of a loop returns as they are, as places of operands."""
-    places = range(consts, consts + carry)
-    return [at if outputs[i] == at else None for i, at in enumerate(places)]
+def _unchanged(outputs: Sequence[int | None], consts: int, before: int) -> list[int | None]:
+    """The carried values that a body with `consts` constants returns as they are, as operands of a
+    loop that has `before` other operands first."""
+    places = enumerate(outputs, consts)
+    return [_offset(output, before, same=output == place) for place, output in places]
+
+
+def _offset(place: int | None, by: int, *, same: bool) -> int | None:
+    if place is None or not same:
+        return None
+    return place + by

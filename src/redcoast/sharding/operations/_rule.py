@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import index
 from typing import SupportsIndex, TypeVar
 
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -132,7 +133,7 @@ def all_factors(dimensions: Iterable[Dimension]) -> frozenset[Factor]:
 
 def at_places(dimensions: Sequence[Item], places: Iterable[SupportsIndex]) -> list[Item]:
     """The dimensions of an array at some places."""
-    return [dimensions[d] for d in places]
+    return [dimensions[index(d)] for d in places]
 
 
 def without(dimensions: Sequence[Item], removed: Collection[SupportsIndex]) -> list[Item]:

@@ -4,7 +4,7 @@ A fact is anything that is known of a result from its operands, such as whether 
 the model. This is the walk through loops, branches and calls for all of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -163,15 +163,17 @@ def _follow_inner(
         carried = map(facts.widen, carry, results)
         return run(body, [*consts, *carried, *xs])
 
+    def control(results: Iterable[Fact], conditions: Sequence[Fact]) -> list[Fact]:
+        return [facts.control(fact, conditions) for fact in results]
+
     match control_flow(operation.equation):
         case Cond():
             branches = [run(scope, operands[1:]) for scope in inner]
-            joined = map(facts.join, zip(*branches, strict=True))
-            return [facts.control(fact, operands[:1]) for fact in joined]
+            return control(map(facts.join, zip(*branches, strict=True)), operands[:1])
         case Scan() as scan:
             return loop(inner[0], *scan.split(operands))
         case While() as while_loop:
             condition, consts, carry = while_loop.split(operands)
             results = loop(inner[1], consts, carry, [])
-            return [facts.control(fact, condition) for fact in results]
+            return control(results, condition)
     return run(inner[0], operands)

@@ -307,9 +307,9 @@ def _count_work(
             dims.append(node)
     if "dot_product_attention" in equation.primitive.name:
         # The backward pass has five products and the forward pass two.
-        passes = graph.forwards + 2.5 * inputs[0].grad
+        passes = graph.cursor.forwards + 2.5 * inputs[0].grad
         if "bwd" in equation.primitive.name:
             passes = 1
     else:
-        passes = graph.forwards + inputs[0].grad + inputs[1].grad
+        passes = graph.cursor.forwards + inputs[0].grad + inputs[1].grad
     graph.add_work(tuple(dims), 2.0 * count, passes, *inputs)

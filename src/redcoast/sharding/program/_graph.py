@@ -1,8 +1,8 @@
 """The dimensions of a traced program: which are sharded alike, and what sharding them costs."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -109,6 +109,34 @@ class Work:
     source: Source = ()
 
 
+@dataclass(frozen=True)
+class Cursor:
+    """Where the walk through a program is: an equation, and how what it does counts.
+
+    - `regions`: for the jaxpr of the equation, what is used of it, what the loss depends on, and
+      what each rematerialised region around it recomputes.
+    - `source`: the equation, after those around it.
+    - `times`: how often it runs in the forward pass of a step.
+    - `forwards`: one, and one more for each rematerialisation that runs it again.
+    - `is_saved`: whether its results may be saved for the backward pass.
+    - `needed`: what each of `regions` needs of the jaxprs that the equation calls.
+    """
+
+    regions: tuple[Region, ...] = ()
+    source: Source = ()
+    times: int | float = 1.0
+    forwards: int | float = 1.0
+    is_saved: bool = True
+    needed: tuple[dict[Jaxpr, Region], ...] = ()
+
+    def repeated(self, times: int | float) -> "Cursor":
+        return replace(self, times=self.times * times)
+
+    def called(self, jaxpr: Jaxpr, more: Sequence[Region] = ()) -> "Cursor":
+        """The cursor in a jaxpr that the equation calls, with `more` regions around it."""
+        return replace(self, regions=(*(of_region[jaxpr] for of_region in self.needed), *more))
+
+
 @dataclass
 class Graph:
     """The nodes of a program, with what links them and what sharding them costs."""
@@ -135,18 +163,8 @@ class Graph:
     computed: Sizes = field(default_factory=lambda: defaultdict(float))
     first_use: dict[Dims, Source] = field(default_factory=dict)  # by the dimensions of a value
     unknown: Counter[str] = field(default_factory=Counter)
-    times: int | float = 1.0
-    source: Source = ()  # the current equation
     skipped: frozenset[int] = frozenset()  # scans that do not count, by the `id` of the equation
-    # For the current equation: how often it runs in the forward pass and for rematerialisation,
-    # whether its results are kept for the backward pass, and what each region around it needs of
-    # the jaxprs that it calls.
-    forwards: int | float = 1.0
-    kept: bool = True
-    inner: list[dict[Jaxpr, Region]] = field(default_factory=list)
-    # For the current jaxpr: what is used of it, what the loss depends on, and what each
-    # rematerialised region around it recomputes.
-    regions: tuple[Region, ...] = ()
+    cursor: Cursor = Cursor()
 
     def node(self, size: int, *, blocked: bool = False, created: bool = False) -> int:
         node = len(self.sizes)
@@ -182,28 +200,28 @@ class Graph:
         self, node: int, value: Value, *, backward: bool = False, before: Dims = ()
     ) -> None:
         """Records that sharding `node` makes partial sums of `value`, or of its cotangent."""
-        if (backward and not value.grad) or not self.times:
+        if (backward and not value.grad) or not self.cursor.times:
             return
-        times, uses = self.times, 1
+        times, uses = self.cursor.times, 1
         key: object = (value, node, before)
         if not backward:
-            times *= self.forwards
+            times *= self.cursor.forwards
             key = len(self.partial_sums)  # each is summed by itself
         elif value.reduced is not None:
             times = value.reduced
         elif key in self.partial_sums:
             uses += self.partial_sums[key].uses
         self.partial_sums[key] = PartialSum(
-            node, value.dims, value.bytes, times, backward, uses, value, before, self.source
+            node, value.dims, value.bytes, times, backward, uses, value, before, self.cursor.source
         )
 
     def add_conflict(self, value: Value, node: int, before: Dims, along: Dims = ()) -> None:
         """Records that `node` of an operand follows the dimensions `before` in the result."""
         if not before:
             return
-        times = self.times * self.forwards
+        times = self.cursor.times * self.cursor.forwards
         self.batch_conflicts.append(
-            BatchConflict(node, before, along, value.dims, value.bytes, times, self.source)
+            BatchConflict(node, before, along, value.dims, value.bytes, times, self.cursor.source)
         )
 
     def add_reshard(
@@ -221,9 +239,9 @@ class Graph:
                 value.bytes,
                 result.bytes,
                 result.dims,
-                self.times,
+                self.cursor.times,
                 value.grad,
-                self.source,
+                self.cursor.source,
             )
         )
         if source is not None and target is not None:
@@ -231,21 +249,23 @@ class Graph:
 
     def add_saved(self, value: Value) -> None:
         """Records a value that is kept for the backward pass, unless it is recomputed there."""
-        if value.grad and self.kept:
-            self.saved[value.dims, self.source] += value.bytes * self.times
+        if value.grad and self.cursor.is_saved:
+            self.saved[value.dims, self.cursor.source] += value.bytes * self.cursor.times
 
     def add_computed(self, value: Value) -> None:
         """Records the result of a contraction, a gather or a scatter."""
-        self.computed[value.dims] += value.bytes * self.times
+        self.computed[value.dims] += value.bytes * self.cursor.times
 
     def add_memory_traffic(self, value: Value) -> None:
         """Records that a value is read from or written to memory, and so is its cotangent."""
-        self.memory_traffic[value.dims] += value.bytes * self.times * (self.forwards + value.grad)
+        self.memory_traffic[value.dims] += (
+            value.bytes * self.cursor.times * (self.cursor.forwards + value.grad)
+        )
 
     def add_work(
         self, dims: Dims, flops: int | float, passes: int | float, *operands: Value
     ) -> None:
         """Adds `flops` operations for each of the forward and backward `passes`."""
-        forward = flops * self.times
+        forward = flops * self.cursor.times
         of = tuple(value.dims for value in operands)
-        self.works.append(Work(dims, forward * passes, forward, of, self.source))
+        self.works.append(Work(dims, forward * passes, forward, of, self.cursor.source))

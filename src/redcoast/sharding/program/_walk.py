@@ -1,7 +1,6 @@
 """Propagates dimensions through a jaxpr, with a rule for each primitive."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -24,7 +23,7 @@ from ...core._markers import gathered_dimension
 from ..operations import Atom, Rule, opaque_rule, rule_of
 from ..operations._rule_table import CONSTRAINED, KEPT, REDUCTIONS
 from ._follow_rule import follow_rule
-from ._graph import Graph, Value, have_grad
+from ._graph import Cursor, Graph, Value, have_grad
 from ._loop_weights import can_hoist_gradient_sum
 from ._marked import gathered, record_constraint
 from ._remat import Region, find_needed
@@ -61,8 +60,8 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
         scope.values[var] = graph.value(var.aval)
         graph.of_parameters.update(scope.values[var].dims)
     scope.values.update(zip(jaxpr.invars, inputs, strict=True))
-    regions, grads = graph.regions, [value.grad for value in inputs]
-    needed = [find_needed(jaxpr, region, grads) for region in regions]
+    cursor, grads = graph.cursor, [value.grad for value in inputs]
+    needed = [find_needed(jaxpr, region, grads) for region in cursor.regions]
     # What the results depend on, what the loss depends on, and what each rematerialisation computes
     # again.
     used, differentiated, *remats = needed
@@ -70,18 +69,20 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
         values = _read(graph, scope, equation.invars)
         if index not in differentiated.equations:
             values = _copies(values, grad=False)
-        graph.forwards = 1.0 + sum(index in remat.equations for remat in remats)
-        graph.kept = all(region.keeps(equation) for region in regions[2:])
-        graph.inner = [needed_of.inner[index] for needed_of in needed]
-        outer = graph.source
-        graph.source = (*outer, equation)
         scope.rules[index] = rule_of(equation)
-        with _repeated(graph, float(index in used.equations)):
-            results, inner = _apply_rule(graph, equation, scope.rules[index], values)
-        graph.source = outer
+        graph.cursor = Cursor(
+            cursor.regions,
+            source=(*cursor.source, equation),
+            times=cursor.times * (index in used.equations),
+            forwards=1.0 + sum(index in remat.equations for remat in remats),
+            is_saved=all(region.keeps(equation) for region in cursor.regions[2:]),
+            needed=tuple(of_region.inner[index] for of_region in needed),
+        )
+        results, inner = _apply_rule(graph, equation, scope.rules[index], values)
         if inner:
             scope.inner[index] = inner
         scope.values.update(zip(equation.outvars, results, strict=True))
+    graph.cursor = cursor
     return scope
 
 
@@ -104,7 +105,7 @@ def _apply_rule(
         return gathered(graph, equation, inputs, gathered_dim), []
     if rule is not None:
         for value in inputs:
-            graph.first_use.setdefault(value.dims, graph.source)
+            graph.first_use.setdefault(value.dims, graph.cursor.source)
         results = follow_rule(graph, equation, rule, inputs)
         if name == "sharding_constraint":
             record_constraint(graph, equation, inputs[0])
@@ -166,19 +167,11 @@ def _has_loop(equation: JaxprEqn) -> bool:
 
 def _walk_called(graph: Graph, jaxpr: AnyJaxpr, inputs: Sequence[Value], *regions: Region) -> Scope:
     """Walks through a jaxpr that an equation calls, perhaps as a rematerialised region."""
-    outside = graph.regions, graph.inner, graph.forwards, graph.kept
-    graph.regions = (*(regions_of[open_jaxpr(jaxpr)] for regions_of in graph.inner), *regions)
+    outside = graph.cursor
+    graph.cursor = outside.called(open_jaxpr(jaxpr), regions)
     scope = walk(graph, jaxpr, inputs)
-    graph.regions, graph.inner, graph.forwards, graph.kept = outside
+    graph.cursor = outside
     return scope
-
-
-@contextmanager
-def _repeated(graph: Graph, times: int | float) -> Iterator[None]:
-    before = graph.times
-    graph.times = before * times
-    yield
-    graph.times = before
 
 
 def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value]) -> Walked:
@@ -189,7 +182,7 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
     for value, var in zip(consts, const_vars, strict=True):
         reduced = None
         if can_hoist_gradient_sum(body, var):
-            reduced = graph.times  # once for all iterations
+            reduced = graph.cursor.times  # once for all iterations
         copied_consts.append(replace(value, reduced=reduced))
     # A carry whose initial value has no gradient may have one after the first iteration.
     carry = _copies(carry, have_grad(inputs))
@@ -199,14 +192,14 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
         graph.blocked.add(layers)
         graph.stacks.add(layers)
         slices.append(graph.value(var.aval, tuple(dims), grad=value.grad))
+    outside = graph.cursor
+    graph.cursor = outside.repeated(length)
     if id(equation) in graph.skipped:
-        length_counted = 0
-    else:
-        length_counted = length
-    with _repeated(graph, length_counted):
-        for value in carry:
-            graph.add_saved(value)
-        scope = _walk_called(graph, scan.body, [*copied_consts, *carry, *slices])
+        graph.cursor = outside.repeated(0)
+    for value in carry:
+        graph.add_saved(value)
+    scope = _walk_called(graph, scan.body, [*copied_consts, *carry, *slices])
+    graph.cursor = outside
     outputs = outputs_of(graph, scope)
     _link(graph, carry, outputs[: len(carry)])
     results: list[Value] = []
@@ -239,9 +232,11 @@ def _while(graph: Graph, loop: While, inputs: Sequence[Value]) -> Walked:
     cond_consts, body_consts, carry = loop.split(inputs)
     carry = _copies(carry, have_grad([*body_consts, *carry]))
     cond_consts, body_consts = _copies(cond_consts), _copies(body_consts)
-    with _repeated(graph, ASSUMED_TRIPS):
-        cond = _walk_called(graph, loop.cond, [*cond_consts, *carry])
-        body = _walk_called(graph, loop.body, [*body_consts, *carry])
+    outside = graph.cursor
+    graph.cursor = outside.repeated(ASSUMED_TRIPS)
+    cond = _walk_called(graph, loop.cond, [*cond_consts, *carry])
+    body = _walk_called(graph, loop.body, [*body_consts, *carry])
+    graph.cursor = outside
     _link(graph, carry, outputs_of(graph, body))
     return carry, [cond, body]
 

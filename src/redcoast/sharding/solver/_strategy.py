@@ -8,7 +8,7 @@ from math import inf, prod
 from ...core._control_flow import open_jaxpr
 from ...distributed._mesh import BATCH_AXES
 from ..program._constants import Constant, find_constants
-from ..program._graph import Graph, Source, Value
+from ..program._graph import Cursor, Graph, Source, Value
 from ..program._remat import Region
 from ..program._trace import Traced
 from ..program._walk import Scope, walk
@@ -121,7 +121,7 @@ def follow_program(
         # The trained arrays of a returned model are not used.
         used = (*used[traced.moved :], *(not trained for trained in trainable))
     regions = Region(used), Region(differentiated)
-    graph = Graph(regions=regions, skipped=skipped)
+    graph = Graph(skipped=skipped, cursor=Cursor(regions))
     jaxpr = open_jaxpr(traced.jaxpr)
     grads = [*trainable, *(False for _ in jaxpr.invars[traced.arrays :])]
     pairs = zip(jaxpr.invars, grads, strict=True)

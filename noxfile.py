@@ -166,13 +166,24 @@ def parity(session: nox.Session) -> None:
 
 @nox.session
 def lm_eval(session: nox.Session) -> None:
-    """The scores of `lm-eval`, of the server and of transformers. Arguments go to pytest."""
+    """The scores of `lm-eval`, in memory, of the server and of transformers. Arguments go to
+    pytest."""
     install(session, "tests")
     session.install(*REFERENCE, "accelerate>=1.0", "lm-eval[api]>=0.4.9")
     # Packages that `lm-eval` imports warn.
     options = ("-o", "python_files=*_lm_eval.py", "-W", "default", "-rP")
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     session.run("pytest", "tests/serve", *options, *session.posargs, env=offline)
+
+
+@nox.session
+def trl(session: nox.Session) -> None:
+    """The losses of post-training against TRL, over fifty steps. Arguments go to pytest."""
+    install(session, "tests")
+    session.install(*REFERENCE, "accelerate>=1.0", "datasets>=3.0", "trl>=1.16")
+    options = ("-o", "python_files=*_trl.py", "-W", "default", "-rP")
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    session.run("pytest", "tests/parity", *options, *session.posargs, env=offline)
 
 
 @nox.session

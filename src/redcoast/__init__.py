@@ -90,6 +90,7 @@ if _typing.TYPE_CHECKING:
     from .dryrun import target_devices as target_devices
     from .pretrained.text import load_chat_template as load_chat_template
     from .pretrained.text import load_tokenizer as load_tokenizer
+    from .scores import lm_eval_model as lm_eval_model
 
 # Imported at first use, so that `import redcoast` costs little more than its libraries.
 _LAZY = {
@@ -101,6 +102,7 @@ _LAZY = {
     "DryRun": ".dryrun",
     "MeshSuggestion": ".dryrun",
     "dry_run": ".dryrun",
+    "lm_eval_model": ".scores",
     "load_chat_template": ".pretrained.text",
     "load_tokenizer": ".pretrained.text",
     "suggest_mesh": ".dryrun",

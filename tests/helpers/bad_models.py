@@ -309,6 +309,12 @@ ROWS = {
             r"`teacher_logits` has shape \(4, 2\)",
         ),
     ],
+    "lm_eval_model": [
+        (lambda d: rc.lm_eval_model(llama(), None, batch_size=0), ValueError, "`batch_size`.*0"),
+        (lambda d: rc.lm_eval_model(llama(), None, max_new_tokens=1.5), TypeError, "`max_new"),
+        (lambda d: rc.lm_eval_model(llama(), None, context=-1), ValueError, "`context`.*-1"),
+        (lambda d: rc.lm_eval_model(llama(), None), ValueError, "no `eos`"),
+    ],
     "lora": [
         (lambda d: lora.add_adapters(llama(), 0, targets="wq", key=KEY), ValueError, "`rank`.*0"),
         (

@@ -135,6 +135,7 @@ FRAGMENTS = (
     Fragment("howto/hugging_face.md", "load_dataset", elsewhere="Hugging Face's hub"),
     Fragment("howto/hugging_face.md", "AutoTokenizer", CHAT, needs=("transformers",)),
     Fragment("howto/serving.md", "OpenAI(", elsewhere="tests/serve/test_server.py"),
+    Fragment("howto/post_training.md", "import lm_eval", elsewhere="tests/serve/scores_lm_eval.py"),
     Fragment(
         "howto/solvers.md", "diffeqsolve", elsewhere="experiments/benchmarks/local_regions.py"
     ),

@@ -22,20 +22,20 @@ LENGTHS = np.array([7, 3, 0, 5, 1])
 MASK = np.arange(SEQ)[None] < LENGTHS[:, None]
 
 
-def of_token(at, clip, kl_weight):
+def of_token(at, clip, kl_weight, unbiased):
     row, _ = at
     advantage = float(ADVANTAGES[row])
     ratio = math.exp(float(NEW[at]) - float(OLD[at]))
     limited = min(max(ratio, 1 - clip[0]), 1 + clip[1])
     reference = math.exp(float(REFERENCE[at]) - float(NEW[at]))
-    divergence = reference - 1 - math.log(reference)
+    divergence = (reference - 1 - math.log(reference)) * (ratio if unbiased else 1)
     return -min(ratio * advantage, limited * advantage) + kl_weight * divergence
 
 
-def token_losses(clip, kl_weight):
+def token_losses(clip, kl_weight, unbiased=False):
     found = np.zeros((BATCH, SEQ))
     for at in np.ndindex(BATCH, SEQ):
-        found[at] = of_token(at, clip, kl_weight) if MASK[at] else 0
+        found[at] = of_token(at, clip, kl_weight, unbiased) if MASK[at] else 0
     return found
 
 
@@ -47,11 +47,11 @@ AVERAGES = {
 
 
 @pytest.mark.parametrize("name", AVERAGES)
-@pytest.mark.parametrize("kl_weight", [0.0, 0.3])
-def test_a_loss_is_that_of_the_equation(name, kl_weight):
+@pytest.mark.parametrize(("kl_weight", "unbiased"), [(0.0, False), (0.3, False), (0.3, True)])
+def test_a_loss_is_that_of_the_equation(name, kl_weight, unbiased):
     """Values that a mask leaves out may be infinite or NaN, also for gradients."""
     clip = (0.2, 0.4)
-    options = {"clip": clip, "kl_weight": kl_weight} | (
+    options = {"clip": clip, "kl_weight": kl_weight, "unbiased_kl": unbiased} | (
         {"max_tokens": 9} if name == "dr_grpo" else {}
     )
     padded = [np.where(MASK, x, fill) for x, fill in ((NEW, -np.inf), (OLD, np.nan))]
@@ -69,7 +69,9 @@ def test_a_loss_is_that_of_the_equation(name, kl_weight):
 
     arrays = [None if x is None else to_device(x) for x in (*padded, reference)]
     found, gradient = jax.jit(jax.value_and_grad(loss))(*arrays)
-    np.testing.assert_allclose(found, AVERAGES[name](token_losses(clip, kl_weight)), rtol=1e-5)
+    np.testing.assert_allclose(
+        found, AVERAGES[name](token_losses(clip, kl_weight, unbiased)), rtol=1e-5
+    )
     assert np.isfinite(gradient).all()
     assert not np.asarray(gradient)[~MASK].any()
 

@@ -31,6 +31,7 @@ WITHOUT_EXAMPLE = {"Plan", "TrainState", "Batch", "Batches", "Restored", "Step"}
 WITHOUT_EXAMPLE |= {"Generated", "MetricsReader", "Prepared", "RunInfo", "CHIPS"}
 # Its example writes to trackio's own directory; `test_trackio.py` runs it elsewhere.
 WITHOUT_EXAMPLE |= {"trackio_logger"}
+WITHOUT_EXAMPLE |= {"lm_eval_model"}  # whose example needs lm-eval
 # Pages that show a package that redcoast does without.
 NEEDS = {"howto/export.md": "flatbuffers"}
 

@@ -1,4 +1,5 @@
-"""The scores of EleutherAI's `lm-eval`, of the server and of transformers, on the same weights.
+"""The scores of EleutherAI's `lm-eval`, of a model in memory, of the server and of transformers, on
+the same weights.
 
 `nox -s lm_eval` runs it, on tasks made of data of this file.
 """
@@ -9,6 +10,7 @@ import json
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import lm_eval
 import numpy as np
 import pytest
@@ -44,6 +46,16 @@ doc_to_target: "{{{{answer}}}}"
 generation_kwargs: {{until: ["\\n", "ab"], max_gen_toks: 12, do_sample: false}}
 metric_list: [{{metric: exact_match}}]
 """
+TEXTS = """
+task: legs_text
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "The {{{{animal}}}} has legs. The {{{{animal}}}} is no plant, nor is the owl."
+metric_list: [{{metric: word_perplexity}}, {{metric: bits_per_byte}}]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +82,7 @@ def tasks(tmp_path_factory):
     data = directory / "legs.jsonl"
     lines = [{"animal": name, "answer": min(n // 2, 3)} for name, n in ANIMALS.items()]
     data.write_text("\n".join(map(json.dumps, lines)))
-    for name, text in (("choice", CHOICES), ("answer", ANSWERS)):
+    for name, text in (("choice", CHOICES), ("answer", ANSWERS), ("text", TEXTS)):
         (directory / f"{name}.yaml").write_text(text.format(data=data))
     return TaskManager(include_path=str(directory), include_defaults=False)
 
@@ -92,15 +104,65 @@ def score(model, arguments, task, tasks, **options):
     return figures, [sample["resps"] for sample in samples]
 
 
-def of_transformers(weights, task, tasks, **options):
+def of_transformers(weights, task, tasks, max_length=None, **options):
     arguments = {"pretrained": str(weights), "dtype": "float32", "device": "cpu"}
+    arguments |= {} if max_length is None else {"max_length": max_length}
     return score("hf", arguments, task, tasks, batch_size=1, **options)
+
+
+def in_memory(weights, task, tasks, *, mesh=None, context=None, **options):
+    model = rc.load_pretrained(weights, mesh=mesh, dtype=jnp.float32)
+    tokenizer, render = rc.load_tokenizer(weights), rc.load_chat_template(weights)
+    shape = {"chat_template": render, "batch_size": 4, "context": context}
+    wrapped = rc.lm_eval_model(model, tokenizer, **shape)
+    return score(wrapped, None, task, tasks, **options)
 
 
 def of_server(kind, route, address, weights, task, tasks, **options):
     arguments = {"model": "tiny", "base_url": f"{address}/v1/{route}", "tokenizer": str(weights)}
     arguments |= {"num_concurrent": 2, "max_length": 256, "max_retries": 1}
     return score(kind, arguments, task, tasks, **options)
+
+
+MESHES = {"one": None, "data": {"data": 4}, "data and model": {"data": 4, "model": 2}}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_choices_in_memory(weights, tasks, mesh):
+    theirs, logprobs = of_transformers(weights, "legs_choice", tasks)
+    ours, found = in_memory(weights, "legs_choice", tasks, mesh=made(mesh))
+    assert ours == theirs
+    values = lambda samples: [[float(choice[0][0]) for choice in sample] for sample in samples]
+    np.testing.assert_allclose(values(found), values(logprobs), atol=1e-4)
+    greedy = lambda samples: [[choice[0][1] for choice in sample] for sample in samples]
+    assert greedy(found) == greedy(logprobs)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("chat", [False, True])
+def test_answers_in_memory(weights, tasks, mesh, chat):
+    options = {"apply_chat_template": chat}
+    theirs, expected = of_transformers(weights, "legs_answer", tasks, **options)
+    ours, found = in_memory(weights, "legs_answer", tasks, mesh=made(mesh), **options)
+    assert found == expected
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("context", [None, 24])
+def test_whole_texts_in_memory(weights, tasks, context):
+    """Also texts that are longer than the context, of which each token is scored once."""
+    length = {} if context is None else {"max_length": context}
+    theirs, _ = of_transformers(weights, "legs_text", tasks, **length)
+    ours, _ = in_memory(weights, "legs_text", tasks, context=context)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name] == pytest.approx(value, rel=1e-5), name
+
+
+def made(mesh):
+    sizes = MESHES[mesh]
+    count = 8 if sizes and "model" in sizes else 4
+    return None if sizes is None else rc.make_mesh(**sizes, devices=jax.devices()[:count])
 
 
 def test_choices_by_log_probabilities(weights, address, tasks):

@@ -28,10 +28,14 @@ def grpo(
     clip: Clip = 0.2,
     reference_log_probs: Float[Array, "batch seq"] | None = None,
     kl_weight: int | float = 0.04,
+    unbiased_kl: bool = False,
 ) -> Float[Array, ""]:
     """Computes the loss of group relative policy optimisation, equation 3 of Shao et al. (2024,
     <https://arxiv.org/abs/2402.03300>): the clipped objective of PPO, averaged over the tokens of
     each answer, and then over answers.
+
+    The loss of a token is `-min(ratio * advantage, clip(ratio) * advantage)`, and the ratio is
+    `exp(log_probs - old_log_probs)`.
 
     **Arguments:**
 
@@ -46,6 +50,9 @@ def grpo(
     - `reference_log_probs`: the log-probabilities under a reference model. If given, the estimate
         `"k3"` of [`redcoast.losses.kl_estimate`][] is added to the loss of each token.
     - `kl_weight`: the weight of this estimate, beta in the paper.
+    - `unbiased_kl`: whether to multiply the estimate by the ratio of the probabilities, so that its
+        gradient is that of the divergence (DeepSeek-V3.2, 2025,
+        <https://arxiv.org/abs/2512.02556>), the default of TRL. The paper does not.
 
     **Returns:**
 
@@ -68,7 +75,14 @@ def grpo(
         ```
     """
     losses = _token_losses(
-        log_probs, old_log_probs, advantages, mask, clip, reference_log_probs, kl_weight
+        log_probs,
+        old_log_probs,
+        advantages,
+        mask,
+        clip,
+        reference_log_probs,
+        kl_weight,
+        unbiased_kl=unbiased_kl,
     )
     counts = jnp.sum(mask.astype(bool), axis=1).astype(losses.dtype)
     return jnp.mean(jnp.sum(losses, axis=1) / jnp.maximum(counts, 1))
@@ -84,6 +98,7 @@ def dr_grpo(
     clip: Clip = 0.2,
     reference_log_probs: Float[Array, "batch seq"] | None = None,
     kl_weight: int | float = 0.04,
+    unbiased_kl: bool = False,
 ) -> Float[Array, ""]:
     """Computes the loss of Dr. GRPO, section 3.2 of Liu et al. (2025,
     <https://arxiv.org/abs/2503.20783>): the sum over the tokens of each answer is divided by a
@@ -117,7 +132,14 @@ def dr_grpo(
     if max_tokens < 1:
         raise ValueError(f"`max_tokens` is {max_tokens}, but must be at least 1.")
     losses = _token_losses(
-        log_probs, old_log_probs, advantages, mask, clip, reference_log_probs, kl_weight
+        log_probs,
+        old_log_probs,
+        advantages,
+        mask,
+        clip,
+        reference_log_probs,
+        kl_weight,
+        unbiased_kl=unbiased_kl,
     )
     return jnp.mean(jnp.sum(losses, axis=1)) / max_tokens
 
@@ -131,6 +153,7 @@ def dapo(
     clip: Clip = (0.2, 0.28),
     reference_log_probs: Float[Array, "batch seq"] | None = None,
     kl_weight: int | float = 0.04,
+    unbiased_kl: bool = False,
 ) -> Float[Array, ""]:
     """Computes the loss of DAPO, equation 8 of Yu et al. (2025,
     <https://arxiv.org/abs/2503.14476>): the mean over all tokens of the batch, and a clip that is
@@ -161,7 +184,14 @@ def dapo(
         ```
     """
     losses = _token_losses(
-        log_probs, old_log_probs, advantages, mask, clip, reference_log_probs, kl_weight
+        log_probs,
+        old_log_probs,
+        advantages,
+        mask,
+        clip,
+        reference_log_probs,
+        kl_weight,
+        unbiased_kl=unbiased_kl,
     )
     return jnp.sum(losses) / jnp.maximum(jnp.sum(mask.astype(bool)).astype(losses.dtype), 1)
 
@@ -204,7 +234,7 @@ def grpo_advantages(
 
 def rloo_advantages(rewards: Rewards) -> Float[Array, "groups samples"]:
     """Computes by how much each answer is better than the mean of the others of its group, the
-    baseline of REINFORCE leave-one-out (equation 7 of Ahmadian et al., 2024,
+    baseline of REINFORCE leave-one-out (RLOO, Ahmadian et al., 2024,
     <https://arxiv.org/abs/2402.14740>).
 
     **Arguments:**
@@ -351,6 +381,8 @@ def _token_losses(
     clip: Clip,
     reference_log_probs: Array | None,
     kl_weight: int | float,
+    *,
+    unbiased_kl: bool,
 ) -> Float[Array, "batch seq"]:
     """The clipped objective of each token, with the estimate of its divergence; 0 where masked."""
     _check_tokens(log_probs, old_log_probs, advantages, mask, reference_log_probs)
@@ -369,7 +401,8 @@ def _token_losses(
         reference = jax.lax.stop_gradient(
             jnp.where(counts, at_least_float32(reference_log_probs), 0)
         )
-        losses = losses + kl_weight * kl_estimate(new, reference)
+        estimates = kl_estimate(new, reference)
+        losses = losses + kl_weight * (ratios * estimates if unbiased_kl else estimates)
     return jnp.where(counts, losses, 0)
 
 

@@ -23,6 +23,9 @@ def dpo(
     """Computes the loss of direct preference optimisation, equation 7 of Rafailov et al. (2023,
     <https://arxiv.org/abs/2305.18290>).
 
+    The loss of a pair is `-log_sigmoid(beta * margin)`, with `margin = (chosen - reference_chosen)
+    - (rejected - reference_rejected)`.
+
     **Arguments:**
 
     - `chosen`, `rejected`: the log-probability of the better and of the worse answer of each pair
@@ -31,7 +34,7 @@ def dpo(
         constants: gradients do not flow into them.
     - `beta`: how strongly the model is kept near the reference.
     - `label_smoothing`: the probability that a label is wrong, from 0 up to 0.5 (conservative DPO,
-        equation 3 of Mitchell, 2023, <https://ericmitchell.ai/cdpo.pdf>).
+        Mitchell, 2023, <https://ericmitchell.ai/cdpo.pdf>).
 
     **Returns:**
 
@@ -74,6 +77,9 @@ def ipo(
 ) -> Float[Array, ""]:
     """Computes the loss of identity preference optimisation, equation 17 of Azar et al. (2023,
     <https://arxiv.org/abs/2310.12036>).
+
+    The loss of a pair is `(margin - 1 / (2 * beta))**2`, with the margin of
+    [`redcoast.losses.dpo`][].
 
     **Arguments:**
 
@@ -120,8 +126,11 @@ def kto(
     desirable_weight: int | float = 1.0,
     undesirable_weight: int | float = 1.0,
 ) -> Float[Array, ""]:
-    """Computes the loss of Kahneman-Tversky optimisation, equation 8 of Ethayarajh et al. (2024,
+    """Computes the loss of Kahneman-Tversky optimisation, section 4 of Ethayarajh et al. (2024,
     <https://arxiv.org/abs/2402.01306>), for answers that are not in pairs.
+
+    The loss of an answer is `weight * (1 - sigmoid(beta * (answer - reference_answer - z0)))`, with
+    the sign of the argument reversed for an undesirable one.
 
     **Arguments:**
 
@@ -176,6 +185,9 @@ def orpo(
     """Computes the loss of odds ratio preference optimisation, equations 6 and 7 of Hong et al.
     (2024, <https://arxiv.org/abs/2403.07691>). It needs no reference model.
 
+    The loss of a pair is `-chosen - weight * log_sigmoid(log_odds(chosen) - log_odds(rejected))`,
+    with `log_odds(x) = x - log(1 - exp(x))`.
+
     **Arguments:**
 
     - `chosen`, `rejected`: the log-probability of the better and of the worse answer of each pair
@@ -215,6 +227,8 @@ def simpo(
 ) -> Float[Array, ""]:
     """Computes the loss of simple preference optimisation, equation 6 of Meng et al. (2024,
     <https://arxiv.org/abs/2405.14734>). It needs no reference model.
+
+    The loss of a pair is `-log_sigmoid(beta * (chosen - rejected) - gamma)`.
 
     **Arguments:**
 

@@ -1,0 +1,72 @@
+"""Runs programs that a model wrote, apart from this process and with limits.
+
+A program has a process of its own: without the user's environment, in an empty folder, for a few
+seconds, with little memory, and without files to write, sockets and other processes. This stops
+accidents. It is no protection from a program that is written to break out: for models that may
+write one, run the whole experiment in a container without a network.
+"""
+
+import json
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+
+# Runs in the new process. What the program prints is not read; the word of the parent is needed to
+# report the number of tests that passed, so that a program cannot end early with a number.
+PROGRAM = """
+import io, json, resource, sys
+task = json.load(sys.stdin)
+word, report = task.pop("word"), sys.stdout.write
+for kind, limit in task["limits"].items():
+    resource.setrlimit(getattr(resource, kind), (limit, limit))
+sys.stdout = sys.stderr = io.StringIO()
+
+def refuse(event, arguments):
+    names = ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn",
+             "os.kill", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "ctypes.", "signal.")
+    if event.startswith(names) or event == "open" and set(str(arguments[1])) & set("wax+"):
+        raise PermissionError(event)
+
+sys.addaudithook(refuse)
+namespace, passed = {"__name__": "program"}, 0
+try:
+    exec(task["program"], namespace)
+    for test in task["tests"]:
+        try:
+            passed += eval(test, dict(namespace)) is True
+        except Exception:
+            pass
+except BaseException:
+    passed = 0
+report(f"{word} {passed}")
+"""
+LIMITS = {"RLIMIT_FSIZE": 0, "RLIMIT_NOFILE": 16, "RLIMIT_CORE": 0}
+
+
+def passed_tests(
+    program: str, tests: Sequence[str], *, seconds: int = 2, megabytes: int = 512
+) -> int:
+    """Runs a program and returns how many of the tests, which are expressions, are then `True`."""
+    word = secrets.token_hex(16)
+    limits = LIMITS | {"RLIMIT_CPU": seconds, "RLIMIT_AS": megabytes * 2**20}
+    task = {"program": program, "tests": [*tests], "word": word, "limits": limits}
+    command = [sys.executable, "-I", "-S", "-c", PROGRAM]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(
+                command,
+                input=json.dumps(task),
+                capture_output=True,
+                text=True,
+                errors="replace",
+                cwd=folder,
+                env={},
+                timeout=5 * seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return 0
+    found, _, passed = done.stdout.rpartition(" ")
+    return int(passed) if found == word and passed.isdigit() else 0

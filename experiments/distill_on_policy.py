@@ -1,0 +1,115 @@
+"""Distils a teacher into a student on the student's own answers: the teacher grades each of their
+tokens by the reverse divergence (Agarwal et al., 2023, arXiv:2306.13649).
+
+By default, the student is a small model that has learnt sums by imitation of someone who forgets to
+carry, and the teacher is a larger one that has learnt right ones.
+"""
+
+import dataclasses
+import functools as ft
+from dataclasses import dataclass, field
+from typing import Literal
+
+import _options
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _common import exit_if_stopped, make_optimizer, report, start
+from _learner import mesh_of, prepare, run_learner, split_keys
+from _plots import plot_metric
+from _policies import accuracy, imitating_policy, published_policy, token_logits
+from _rollouts import blank_rollout, choose_problems, learned_tokens, roll_out
+from _verifiable import make_task
+
+import redcoast as rc
+from redcoast import losses
+from redcoast_cli._options import Maybe
+from redcoast_cli._usage import refuse
+
+TRAINABLE = {"student": True, "teacher": False}
+
+
+@dataclass(frozen=True)
+class Config:
+    task: Literal["sums", "word_problems", "programs"] = "sums"  # problems to answer
+    weights: Maybe[str] = None  # student: smollm2, a directory or a .gguf file; else imitation
+    teacher_weights: Maybe[str] = None  # teacher with the same tokens, given like --weights
+    width: int = 64  # width of the small student, a multiple of 32 (without weights)
+    teacher_width: int = 128  # width of the small teacher, a multiple of 32 (without weights)
+    imitation_steps: int = 1000  # number of steps in which the small student imitates answers
+    teacher_steps: int = 1500  # number of steps in which the small teacher imitates answers
+    estimate: Literal["full", "sampled"] = "full"  # over all tokens, or from the sampled one alone
+    batch_size: int = 128  # number of answers in a step, each to another prompt
+    max_tokens: int = 4  # maximum number of tokens in an answer
+    new_tokens: int = 4  # maximum number of tokens in a step; the next one continues answers
+    steps: int = 300  # number of steps: answers, then a gradient step on them
+    learning_rate: float = 1e-3  # peak learning rate after the warmup
+    run: _options.RunOptions = field(default_factory=_options.Run)
+
+
+def main(c: Config) -> None:
+    if (c.weights is None) != (c.teacher_weights is None):
+        refuse("--weights and --teacher-weights must be given together: the tokens are the same.")
+    run = start(c, "distill_on_policy", split={"--batch-size": c.batch_size})
+    task, keys = make_task(c.task, c.run.seed), split_keys(run)
+    if c.weights is not None and c.teacher_weights is not None:
+        policy, teacher = (published_policy(run, x) for x in (c.weights, c.teacher_weights))
+    else:
+        right = dataclasses.replace(task, show=lambda problem, rng: problem.answer)
+        steps = c.teacher_steps
+        teacher = imitating_policy(run, right, "teacher", steps, width=c.teacher_width)
+        policy = imitating_policy(run, task, "student", c.imitation_steps, width=c.width)
+    # As a part of the model, the frozen teacher is sharded like the student.
+    model = {"student": policy.model, "teacher": teacher.model}
+
+    width = policy.prompts(task.train)[0].shape[1]  # columns of the prompts
+    rollout = blank_rollout(c.batch_size, width, c.max_tokens)
+    optimizer = make_optimizer(c, c.batch_size * c.steps, weight_decay=0.0)
+    loss_fn = ft.partial(distillation_loss, c, width)
+    train, plan, loss = prepare(run, model, optimizer, loss_fn, rollout, trainable=TRAINABLE)
+    mesh, even = mesh_of(plan), np.full(len(task.train), 0.5)
+    options = {"samples": 1, "new_tokens": c.new_tokens}
+
+    def collect(state, number):
+        choose = ft.partial(choose_problems, np.random.default_rng((c.run.seed, number)), even, 0.0)
+        key = jax.random.fold_in(keys.acting, number)
+        student = state["train"].model["student"]
+        rollout = state["rollout"]
+        return (roll_out(policy, student, task, rollout, choose, key=key, **options),)
+
+    def step(state, rollout):
+        train, metrics = rc.train_step(
+            state["train"], rollout, loss_fn=loss, optimizer=optimizer, trainable=TRAINABLE
+        )
+        done = jnp.maximum(jnp.sum(rollout["done"]), 1).astype(jnp.float32)
+        return {"train": train, "rollout": rollout}, metrics | {
+            "reward": jnp.sum(rollout["reward"]) / done
+        }
+
+    state = {"train": train, "rollout": jax.tree.map(jnp.asarray, rollout)}
+    shardings = {"train": plan.shardings, "rollout": rc.batch_shardings(rollout, mesh)}
+    test = ft.partial(accuracy, policy, task=task, new_tokens=c.max_tokens, mesh=mesh)
+    before, best = test(policy.model), test(teacher.model)
+    state, steps = run_learner(c, run, step, state, shardings, plan=plan, collect=collect)
+    exit_if_stopped(steps, c.steps)
+    plot_metric(run.directory, "loss")
+    after = test(state["train"].model["student"])
+    report(run.directory, accuracy=after, accuracy_before=before, teacher_accuracy=best)
+
+
+def distillation_loss(c, width, model, batch, key):
+    mask = learned_tokens(batch)
+    logits = {name: token_logits(model[name], batch, width) for name in ("student", "teacher")}
+    weight = {"weight": jnp.sum(mask)}
+    if c.estimate == "full":
+        return losses.reverse_kl(logits["student"], logits["teacher"], mask=mask), weight
+    # The policy gradient, in which the reward of a token is how much likelier the teacher finds it.
+    chosen = batch["tokens"][:, width:, None]
+    of_tokens = lambda x: jnp.take_along_axis(jax.nn.log_softmax(x), chosen, axis=-1)[..., 0]
+    student, teacher = of_tokens(logits["student"]), of_tokens(logits["teacher"])
+    gains = jax.lax.stop_gradient(teacher - student)
+    return losses.dapo(student, jax.lax.stop_gradient(student), gains, mask=mask), weight
+
+
+if __name__ == "__main__":
+    main(_options.parse(Config, __doc__))

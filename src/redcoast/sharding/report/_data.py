@@ -93,9 +93,12 @@ class LineCost:
     **Attributes:**
 
     - `file`, `number`: The line; `""` and 0 for what belongs to no line of the user's code.
-    - `memory_bytes`: What is kept of it for the backward pass, and arrays that it closes over.
+    - `memory_bytes`: Its values that are in memory when most is in use, and arrays that it closes
+        over.
     - `sent_bytes`: What a device communicates in a step because of it.
     - `causes`: The causes of communication and of memory, the largest first.
+    - `caller`: The file and the number of your line that runs it, for a line of a model of
+        redcoast; otherwise its own.
     """
 
     file: str
@@ -103,6 +106,7 @@ class LineCost:
     memory_bytes: int
     sent_bytes: int
     causes: tuple[str, ...]
+    caller: tuple[str, int] = ("", 0)
 
 
 @dataclass(frozen=True)

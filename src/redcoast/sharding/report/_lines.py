@@ -8,7 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from linecache import getline
 
-from ...core._frames import own_or_model_frame
+from jax.extend.core import JaxprEqn
+
+from ...core._frames import first_own, own_or_model_frame
 from ..program._graph import Source
 from ..solver._buffers import Part
 from ..solver._strategy import Program
@@ -50,6 +52,7 @@ def find_lines(
             memory_bytes=round(saved[file, number]),
             sent_bytes=round(sent[file, number]),
             causes=tuple(cause for cause, size in causes[file, number].most_common() if size),
+            caller=frames.callers.get((file, number), _NOWHERE),
         )
         for file, number in {*sent, *saved}
     ]
@@ -59,27 +62,39 @@ def find_lines(
 
 
 class _Frames:
-    """The lines of operations; each operation is read once."""
+    """The lines of operations; each operation is read once.
+
+    `callers` has, for each line of a model of redcoast, the user's line that first called it.
+    """
 
     def __init__(self):
-        self._known: dict[int, Frame | None] = {}
+        self.callers: dict[Frame, Frame] = {}
+        self._known: dict[int, tuple[Frame | None, Frame | None]] = {}
 
     def of(self, source: Source) -> Frame:
         """The line of an operation, or else of the innermost call around it that has one."""
+        frame: Frame | None = None
+        # The operations in a loop know the lines in its body alone.
         for equation in reversed(source):
-            if id(equation) not in self._known:
-                trace = getattr(equation.source_info, "traceback", None)
-                frames = ((x.file_name, x.line_num) for x in getattr(trace, "frames", ()))
-                self._known[id(equation)] = own_or_model_frame(frames)
-            frame = self._known[id(equation)]
-            if frame is not None:
-                return frame
-        return _NOWHERE
+            inner, own = self._read(equation)
+            frame = frame or inner
+            if frame is not None and own is not None:
+                self.callers.setdefault(frame, own)
+                break
+        return frame or _NOWHERE
+
+    def _read(self, equation: JaxprEqn) -> tuple[Frame | None, Frame | None]:
+        """The innermost line of the user's code or of a model, and that of the user's code."""
+        if id(equation) not in self._known:
+            trace = getattr(equation.source_info, "traceback", None)
+            frames = [(x.file_name, x.line_num) for x in getattr(trace, "frames", ())]
+            self._known[id(equation)] = own_or_model_frame(frames), first_own(frames)
+        return self._known[id(equation)]
 
 
 def draw_lines(program: ProgramReport) -> str:
     """A table of the lines that cost most, with their code."""
-    lines = [f"{'saved MB':>10}  {'sent MB':>10}  line"]
+    lines = [f"{'memory MB':>10}  {'sent MB':>10}  line"]
     for one in program.lines[:_SHOWN]:
         first = f"{megabytes(one.memory_bytes):>10}  {megabytes(one.sent_bytes):>10}  "
         code = getline(one.file, one.number).strip()

@@ -100,7 +100,9 @@ def _traffic(one: Mapping[str, Any]) -> data.Traffic:
 
 def _line_cost(one: Mapping[str, Any]) -> data.LineCost:
     sizes = one["memory_bytes"], one["sent_bytes"]
-    return data.LineCost(one["file"], one["number"], *sizes, tuple(one["causes"]))
+    file, number = one.get("caller", ("", 0))
+    causes = tuple(one["causes"])
+    return data.LineCost(one["file"], one["number"], *sizes, causes, (file, number))
 
 
 def _closed_over(one: Mapping[str, Any]) -> data.ClosedOver:

@@ -1,0 +1,222 @@
+"""What is in the temporary memory of a compiled program when it is fullest.
+
+The instructions of a compiled program are written in the order in which they run. A buffer lives
+from the instruction that writes it to the last one that reads it. Instructions such as `bitcast`,
+`tuple` and `while` have the buffers of their operands, and an elementwise operation writes over an
+operand that is not needed afterwards. Arguments and results of the program, constants and what is
+in a core's own memory are not temporaries.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ._parse import (
+    Computation,
+    Instruction,
+    Module,
+    attributes,
+    called,
+    computation,
+    operands,
+    parse_module,
+    size_in_bytes,
+)
+from ._source_lines import Frame, read_frames
+
+_INDEX = re.compile(r"\bindex=(\d+)")
+_IN_CORE = re.compile(r"S\([1-9]\d*\)")  # the memory space of a layout
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_WITHOUT_BUFFER = frozenset(["constant", "iota", "parameter", "partition-id", "replica-id"])
+_SAME_BUFFER = frozenset(["bitcast", "opt-barrier", "optimization-barrier", "while"])
+_MAY_WRITE_OVER = frozenset(
+    """
+    abs add and ceil clamp compare convert copy cosine divide dynamic-update-slice exponential
+    exponential-minus-one floor fusion log log-plus-one logistic maximum minimum multiply negate not
+    or power remainder round-nearest-afz round-nearest-even rsqrt scatter select sign sine sqrt
+    subtract tanh xor
+    """.split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True)
+class HeldBuffer:
+    """A buffer in use when most memory is.
+
+    `source` is the name of the operation in the traced program that writes it, and `frames` are the
+    files and numbers of the lines that it comes from, innermost first.
+    """
+
+    bytes: int
+    source: str | None
+    frames: tuple[Frame, ...]
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """A buffer from the place of one instruction to that of another."""
+
+    bytes: int
+    writer: Instruction
+    born: int
+    last: int
+
+
+# The buffers of a value: one, or those of the elements of a tuple. None is not a temporary.
+_Tree = Any
+
+
+def peak_buffers(hlo_text: str) -> tuple[HeldBuffer, ...]:
+    """The temporary buffers of a compiled program when most bytes are in use, the largest first.
+
+    **Arguments:**
+
+    - `hlo_text`: the text that `jax.jit(fn).lower(...).compile().as_text()` returns, for CPU, GPU
+        or TPU.
+
+    **Raises:**
+
+    `ValueError` if the text is not compiled HLO or is cut off.
+    """
+    frames_of = read_frames(hlo_text)
+    module = parse_module(hlo_text)
+    held = []
+    for buffer in _Program(module).peak(module.entry):
+        rest = buffer.writer.rest
+        source = _OP_NAME.search(rest)
+        name = None
+        if source is not None:
+            name = source[1]
+        held.append(HeldBuffer(buffer.bytes, name, tuple(frames_of(rest))))
+    return tuple(sorted(held, key=lambda one: -one.bytes))
+
+
+@dataclass
+class _Program:
+    module: Module
+    peaks: dict[str, list[_Buffer]] = field(default_factory=dict)
+
+    def peak(self, name: str) -> list[_Buffer]:
+        """What a computation holds at its peak, beside its operands and results."""
+        if name not in self.peaks:
+            self.peaks[name] = self._peak(computation(self.module, name))
+        return self.peaks[name]
+
+    def _peak(self, body: Computation) -> list[_Buffer]:
+        order = list(body.instructions.values())
+        inside = [self._inside(instruction) for instruction in order]
+        buffers, results = _buffers(order, body.root)
+        begins: dict[int, list[_Buffer]] = defaultdict(list)
+        ends: dict[int, list[_Buffer]] = defaultdict(list)
+        for buffer in buffers:
+            if buffer not in results:
+                begins[buffer.born].append(buffer)
+                ends[buffer.last].append(buffer)
+        peak: list[_Buffer] = []
+        live: dict[_Buffer, None] = {}
+        size = most = 0
+        for place in range(len(order)):
+            live.update(dict.fromkeys(begins[place]))
+            size += _total(begins[place])
+            if size + _total(inside[place]) > most:
+                most = size + _total(inside[place])
+                peak = [*live, *inside[place]]
+            size -= _total(ends[place])
+            for buffer in ends[place]:
+                del live[buffer]
+        return peak
+
+    def _inside(self, instruction: Instruction) -> list[_Buffer]:
+        """What the computations that an instruction runs hold at their peak."""
+        names: list[str] = []
+        if instruction.opcode == "while":
+            names = called(instruction, "condition", "body")
+        elif instruction.opcode == "conditional":
+            names = called(
+                instruction, "branch_computations", "true_computation", "false_computation"
+            )
+        elif instruction.opcode in ("call", "async-start"):
+            names = called(instruction, "to_apply", "calls")
+        return max(map(self.peak, names), key=_total, default=[])
+
+
+def _total(buffers: Sequence[_Buffer]) -> int:
+    return sum(buffer.bytes for buffer in buffers)
+
+
+def _buffers(order: Sequence[Instruction], root: str) -> tuple[list[_Buffer], set[_Buffer]]:
+    """All buffers of a computation, and those of its results."""
+    last_reads: dict[str, int] = {}
+    for place, instruction in enumerate(order):
+        last_reads.update(dict.fromkeys(operands(instruction), place))
+    values: dict[str, _Tree] = {}
+    buffers: dict[_Buffer, None] = {}
+    for place, instruction in enumerate(order):
+        names = operands(instruction)
+        reads = [values.get(name) for name in names]
+        for buffer in _leaves(reads):
+            buffer.last = place
+        dying = [read for name, read in zip(names, reads, strict=True) if last_reads[name] == place]
+        values[instruction.name] = _value(instruction, reads, dying, place)
+        buffers.update(dict.fromkeys(_leaves(values[instruction.name])))
+    for buffer in _leaves(values.get(root)):
+        buffer.last = len(order)
+    return list(buffers), {*_leaves(values.get(root))}
+
+
+def _value(instruction: Instruction, reads: list[_Tree], dying: list[_Tree], place: int) -> _Tree:
+    """The buffers of a result; `dying` are operands that are not read later by their names."""
+    opcode = instruction.opcode
+    if opcode in _WITHOUT_BUFFER:
+        return None
+    if opcode == "tuple":
+        return reads
+    if opcode == "get-tuple-element":
+        index = _INDEX.search(attributes(instruction))
+        if index is None or not isinstance(reads[0], list):
+            return None
+        return reads[0][int(index[1])]
+    if opcode in _SAME_BUFFER or opcode.endswith(("-done", "-update")):
+        return next(iter(reads), None)
+    tree = _allocate(_sizes(instruction.shape), instruction, place)
+    if isinstance(tree, _Buffer) and opcode in _MAY_WRITE_OVER:
+        for read in dying:
+            if isinstance(read, _Buffer) and read.bytes == tree.bytes:
+                return read
+    return tree
+
+
+def _sizes(shape: str) -> Any:
+    """The bytes of a shape, or those of each element of a tuple."""
+    shape = shape.strip()
+    if not shape.startswith("("):
+        if _IN_CORE.search(shape):
+            return 0
+        return size_in_bytes(shape)
+    parts: list[Any] = []
+    depth, first = 0, 1
+    for place, letter in enumerate(shape):
+        depth += letter in "([{"
+        depth -= letter in ")]}"
+        ends = depth == 0 or (letter == "," and depth == 1)
+        if ends and shape[first:place].strip():
+            parts.append(_sizes(shape[first:place]))
+        if ends:
+            first = place + 1
+    return parts
+
+
+def _allocate(sizes: Any, writer: Instruction, place: int) -> _Tree:
+    if isinstance(sizes, list):
+        return [_allocate(size, writer, place) for size in sizes]
+    return _Buffer(sizes, writer, place, place)
+
+
+def _leaves(tree: _Tree) -> Iterator[_Buffer]:
+    if isinstance(tree, list):
+        for part in tree:
+            yield from _leaves(part)
+    elif tree is not None:
+        yield tree

@@ -169,15 +169,39 @@ def test_prompts_limits_and_temperatures_of_a_bucket_share_one_program():
     TRACED.clear()
     assert compiled_programs(lambda: decode(3, 5, 0.7, 0.9)) >= 1
     once = TRACED["decode"]
-    others = [(1, 1, 1.0, 0.5, 1), (16, 16, 0.1, 0.99, 10**30), (7, 3, 2.0, 0.01, 11)]
+    others = [(1, 2, 1.0, 0.5, 1), (16, 16, 0.1, 0.99, 10**30), (7, 3, 2.0, 0.01, 11)]
     assert compiled_programs(lambda: [decode(*other) for other in others]) == 0
     # A model of the same shapes shares it too.
     again = ft.partial(generate, tiny(9, width=4), max_new_tokens=4, key=key)
     tokens = np.zeros((2, 9), int)
     assert compiled_programs(lambda: again(tokens, temperature=0.3, top_p=0.4, top_k=2)) == 0
     assert TRACED["decode"] == once
-    decode(17, 5, 0.7, 0.9)
+    decode(250, 16, 0.7, 0.9)  # in a larger cache
     assert TRACED["decode"] > once
+
+
+@pytest.mark.parametrize("how", [{}, {"beams": 2}, {"stream": id}, {"repetition_penalty": 1.2}])
+def test_a_prompt_of_another_length_compiles_nothing(how):
+    model = tiny(8, width=5)
+
+    def decode(rows, *lengths):
+        for seq in lengths:
+            tokens = np.random.default_rng(seq).integers(0, 11, (rows, seq))
+            generate(model, tokens, max_new_tokens=9, **how)
+
+    for rows, lengths in ((1, (1, 16, 17, 100, 128, 180)), (4, (2, 17, 61))):
+        decode(rows, 7)
+        assert compiled_programs(ft.partial(decode, rows, *lengths)) == 0
+
+
+@pytest.mark.parametrize("length", [17, 70, 130, 200])
+def test_a_prompt_that_is_read_in_chunks_gives_the_same_tokens(length):
+    tokens = np.random.default_rng(length).integers(0, 11, (2, length))
+    mask = np.ones((2, length), int)
+    mask[1, 9:] = 0
+    options: Any = {"max_new_tokens": 9, "mask": mask}
+    whole = jax.jit(lambda tokens: generate(MODEL, tokens, **options))(tokens)
+    np.testing.assert_array_equal(generate(MODEL, tokens, **options), whole)
 
 
 def test_inside_of_a_program_it_is_traced_like_any_function():
@@ -223,7 +247,14 @@ def test_a_streams_token_is_read_when_the_next_step_is_under_way():
         jax.effects_barrier()
         order.append("read")
 
-    generate(tiny(3, Ordered), LEFT, mask=LEFT_MASK, max_new_tokens=4, stream=stream)
+    decode = lambda: generate(
+        tiny(3, Ordered), LEFT, **PROMPT | {"max_new_tokens": 4}, stream=stream
+    )
+    # In the first call, the first token does not wait for the program of the next.
+    decode()
+    assert order[:2] == ["step", "read"]
+    order.clear()
+    decode()
     assert order[:3] == ["step", "step", "read"]
     assert order.count("read") == order.count("step") == 4
 

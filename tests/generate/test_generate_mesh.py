@@ -20,6 +20,7 @@ from redcoast.core._pytree import split
 from redcoast.generate import _compiled as eager
 from redcoast.generate import _streaming as streaming
 from redcoast.generate import generate
+from redcoast.generate._prefill import PromptChunks, read_compiled
 from redcoast.generate._request import make_request
 from redcoast.models import Llama, LlamaConfig
 from redcoast.models._by_layer import by_layer
@@ -34,6 +35,11 @@ HOW: Any = {
     "beams": {"beams": 3},
 }
 MESHES: dict[str, Any] = {"2x4": {"model": 4}, "fsdp": {"fsdp": 4, "model": 2}}
+
+
+def request_of(**options):
+    length = {"max_new_tokens": 16, "room": 32, "decoder_only": True}
+    return make_request(CONFIG, rc.Decoding(**options), key=None, **length)
 
 
 def loss_fn(model, batch, key):
@@ -100,8 +106,8 @@ def test_the_rows_go_over_the_data_axis_unless_they_were_put_elsewhere():
     found = generate(model, TOKENS, **PROMPT)
     assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
     everywhere = jax.device_put(TOKENS, NamedSharding(mesh, P()))
-    arrays = eager.prepare_prompt(model, split(model)[0], everywhere, None)
-    assert arrays[0].sharding.is_fully_replicated
+    chunks = PromptChunks(model, everywhere, None, request_of())
+    assert chunks.prompt.sharding.is_fully_replicated
     np.testing.assert_array_equal(generate(model, everywhere, **PROMPT), one_device("greedy"))
     # Three rows do not divide over two.
     few = generate(model, TOKENS[:3], **{**PROMPT, "mask": MASK[:3]})
@@ -125,12 +131,10 @@ def test_as_a_predict_fn():
 @pytest.mark.few("greedy")
 def test_no_step_gathers_the_cache(how):
     model = planned("2x4")[1]
-    arrays, static = split((model, by_layer(model)))
-    decoding = rc.Decoding(eos=(), **HOW[how])
-    length = {"max_new_tokens": 16, "room": 16, "decoder_only": True}
-    request = make_request(CONFIG, decoding, key=None, **length)
-    prompt = eager.prepare_prompt(model, arrays, TOKENS, MASK)
-    program: Any = eager._decode.lower(arrays, static, *prompt, request).compile().as_text()
+    request = request_of(eos=(), **HOW[how])
+    read, _ = read_compiled(model, TOKENS, MASK, request)
+    rest = *split(by_layer(model)), read.hidden, read.prompt, request
+    program: Any = eager._run.lower(read.cache, *rest).compile().as_text()
     gathered = re.findall(r"= \(?f32\[([\d,]*)\]\S* all-gather\(", program)
     cache = CONFIG.layers * 32 * CONFIG.kv_heads * CONFIG.head_dim
     sizes = [int(np.prod([int(n) for n in shape.split(",")])) for shape in gathered]

@@ -10,13 +10,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
-from ..models._inputs import AnyArray, Mask
 from ._cache_rows import cache_batch_dims, reorder_rows, repeat_rows
 from ._logits import INVALID
 from ._processors import least_new, process
-from ._prompt import append_tokens, prefill
+from ._prompt import ReadPrompt, append_tokens, first_logits
 from ._request import Request
 from ._sampling import is_any
 
@@ -60,15 +59,10 @@ class Candidates(eqx.Module):
 
 
 def search_beams(
-    model: Any,
-    tokens: Shaped[AnyArray, "batch ..."],
-    mask: Mask | None,
-    request: Request,
-    stepping: Any,
-) -> Int[Array, "results room"]:
-    """Returns the best hypotheses of each row, `copies` of them. `stepping` is the model after the
-    prompt."""
-    logits, cache, prompt = prefill(model, tokens, mask, request)
+    model: Any, read: ReadPrompt, request: Request
+) -> tuple[Int[Array, "results room"], Any]:
+    """Returns the best hypotheses of each row, `copies` of them, and the cache."""
+    logits, cache, prompt = first_logits(model, read, request), read.cache, read.prompt
     batch, beams = logits.shape[0], request.beams
     dims = cache_batch_dims(cache, batch)
     cache = repeat_rows(cache, dims, beams)
@@ -80,13 +74,13 @@ def search_beams(
     def step(carry):
         cache, found = carry
         newest = jax.lax.dynamic_index_in_dim(found.running.tokens, found.count - 1, 2, False)
-        logits, longer = append_tokens(stepping, newest.reshape(-1), cache)
+        logits, longer = append_tokens(model, newest.reshape(-1), cache)
         found = _select(logits, found, prompt, request)
         return reorder_rows(longer, cache, dims, found.running.parent), found
 
-    _, found = jax.lax.while_loop(keep_going, step, (cache, found))
+    cache, found = jax.lax.while_loop(keep_going, step, (cache, found))
     best = found.finished.tokens[:, : request.copies]
-    return jnp.where(found.valid[:, None, None], best, INVALID).reshape(-1, request.room)
+    return jnp.where(found.valid[:, None, None], best, INVALID).reshape(-1, request.room), cache
 
 
 def _begin(batch: int, request: Request) -> Search:

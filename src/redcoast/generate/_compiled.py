@@ -1,93 +1,88 @@
-"""Calls outside `jax.jit`: compiled once for each bucket of shapes, and cached."""
+"""Decoding to the end: in one program after the prompt, or as a part of a traced program."""
 
-import functools as ft
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from ..core._pytree import Static, join, split
-from ..distributed._arrays import place_batch, put, whole
-from ..distributed._mesh import BATCH_AXES
-from ..models._by_layer import by_layer
+from ..core._pytree import Static, join
+from ..distributed._arrays import put, whole
 from ._beam_search import search_beams
-from ._check_arguments import is_known
 from ._generated import Generated
 from ._logits import INVALID
-from ._prompt import bucket, is_encoder_decoder, pad_columns
+from ._prefill import by_layer_with, read_compiled
+from ._prompt import ReadPrompt, read_prompt
 from ._request import Request
-from ._sampling import sample
+from ._sampling import Last, begin, sample
 
 Result = Int[Array, "results new"] | Generated
 Padded = Int[Array, "results room"] | Generated
 
 
-def decode(model: Any, tokens: Any, mask: Any, request: Request, stepping: Any = None) -> Padded:
-    """Generates tokens, padded to the size of the bucket. `stepping` is the same model, for the
-    tokens after the prompt."""
-    stepping = model if stepping is None else stepping
+def decode(model: Any, tokens: Any, mask: Any, request: Request) -> Padded:
+    """Generates tokens as a part of a traced program."""
     tokens, mask = jnp.asarray(tokens), None if mask is None else jnp.asarray(mask)
-    if request.beams > 1:
-        return search_beams(model, tokens, mask, request, stepping)
-    new = sample(model, tokens, mask, request, stepping)
-    if new.scores is None:
-        return new.tokens
-    return Generated(new.tokens, new.scores, jnp.arange(request.room)[None] < new.lengths[:, None])
+    return _decode(model, read_prompt(model, tokens, mask, request), request)[0]
 
 
 def decode_compiled(model: Any, tokens: Any, mask: Any, request: Request) -> Result:
-    """Generates tokens with a program that is compiled for a bucket of shapes."""
-    arrays, static = split((model, by_layer(model)))
-    prompt = prepare_prompt(model, arrays, tokens, mask)
-    return trim(_decode(arrays, static, *prompt, request), int(request.limit))
+    """Generates tokens with programs that are compiled for a number of rows and a size of cache."""
+    read, compile_all = read_compiled(model, tokens, mask, request)
+    arrays, static, cache = by_layer_with(model, read.cache)
+    inputs = (cache, arrays, static, read.hidden, read.prompt, request)
+    limit = int(request.limit)
+    if limit == 1 and request.beams == 1:  # without the program for the tokens after the first
+        new = first_of(begin_after(*inputs)[1], request)
+    else:
+        run = _run_in_place if request.copies == request.beams == 1 else _run
+        new, _ = run(*inputs)
+    compile_all()
+    return trim(new, limit)
 
 
-@ft.partial(jax.jit, static_argnums=1)
-def _decode(arrays: list[Any], static: Static, tokens: Any, mask: Any, request: Request) -> Any:
-    model, stepping = join(arrays, static)
-    return decode(model, tokens, mask, request, stepping)
+def _decode_after(
+    cache: Any, arrays: list[Any], static: Static, hidden: Any, prompt: Any, request: Request
+) -> tuple[Padded, Any]:
+    return _decode(join(arrays, static), ReadPrompt(hidden, cache, prompt), request)
 
 
-def prepare_prompt(model: Any, arrays: list[Any], tokens: Any, mask: Any) -> tuple[Any, Any]:
-    """Pads tokens and mask to the length of a bucket, and puts them on the model's devices."""
-    shardings = (getattr(x, "sharding", None) for x in arrays)
-    meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
-    meshes = (m for m in meshes if isinstance(m, Mesh) and set(BATCH_AXES) <= set(m.axis_names))
-    place = ft.partial(_place, mesh=next(meshes, None))
-    if tokens.ndim != 2:
-        return place(_on_host(tokens), tokens), None
-    # A decoder appends new tokens on the right, so its prompts are padded on the left.
-    left = not is_encoder_decoder(model)
-    length = bucket(tokens.shape[1])
-    most = None if left else getattr(model.config, "positions", None)
-    if most is not None:  # an encoder may have too few positions for a padded length
-        length = max(tokens.shape[1], min(length, most))
-    pad = ft.partial(pad_columns, length=length, left=left)
-    real = np.ones(tokens.shape, bool) if mask is None else _on_host(mask).astype(bool)
-    padded = pad(_on_host(tokens)).astype(np.int32)
-    return place(padded, tokens), place(pad(real), tokens if mask is None else mask)
+def _begin_after(
+    cache: Any, arrays: list[Any], static: Static, hidden: Any, prompt: Any, request: Request
+) -> Any:
+    """The cache after the prompt, with its rows repeated, and the first new token."""
+    return begin(join(arrays, static), ReadPrompt(hidden, cache, prompt), request)
 
 
-def _on_host(x: Any) -> Any:
-    # Padding on the host needs no compilation for each length.
-    return np.asarray(x) if is_known(x) else x
+begin_after = jax.jit(_begin_after, static_argnums=2)
+begin_in_place = jax.jit(_begin_after, static_argnums=2, donate_argnums=0)
 
 
-def _place(x: Any, given: Any, mesh: Mesh | None) -> Any:
-    """Puts `x` where the user committed `given`; otherwise shards its rows over the mesh."""
-    if not isinstance(x, np.ndarray):
-        return x
-    if isinstance(given, jax.Array) and given.committed:
-        sharding = given.sharding
-        if isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(sharding.mesh, P(*sharding.spec[:1]))
-        return put(x, sharding)
-    return x if mesh is None else place_batch(x, mesh)
+def first_of(last: Last, request: Request) -> Padded:
+    """The result of `generate` if there is one new token."""
+    if last.scores is None:
+        return last.tokens[:, None]
+    return Generated(last.tokens[:, None], last.scores[:, None], (last.lengths > 0)[:, None])
+
+
+# The cache is not copied, unless its rows are repeated.
+_run_in_place = jax.jit(_decode_after, static_argnums=2, donate_argnums=0)
+_run = jax.jit(_decode_after, static_argnums=2)
+
+
+def _decode(model: Any, read: ReadPrompt, request: Request) -> tuple[Padded, Any]:
+    """Generates tokens after a prompt, padded to `request.room`. Returns also the cache."""
+    if request.beams > 1:
+        return search_beams(model, read, request)
+    new, cache = sample(model, read, request)
+    if new.scores is None:
+        return new.tokens, cache
+    mask = jnp.arange(request.room)[None] < new.lengths[:, None]
+    return Generated(new.tokens, new.scores, mask), cache
 
 
 def trim(new: Padded, count: int) -> Result:

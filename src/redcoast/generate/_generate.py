@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree, Shaped
@@ -55,8 +56,8 @@ def generate(
     """Generates tokens with a model, by greedy decoding, sampling or beam search.
 
     Outside `jax.jit`, the function is compiled automatically, once for each batch size and each
-    bucket of prompt lengths and numbers of new tokens. Within a bucket, other values of
-    `temperature`, `top_k`, `top_p` and `max_new_tokens` do not recompile it. Inside `jax.jit`,
+    size of the cache, a power of two. Prompts of other lengths, and other values of `temperature`,
+    `top_k`, `top_p` and `max_new_tokens`, do not recompile it. Inside `jax.jit`,
     `plan.constrain(fn)` or a `predict_fn`, it is traced like any function. A sharded model stays
     sharded, and generates the same tokens as on one device.
 
@@ -121,7 +122,8 @@ def generate(
         check_stream,
     )
     from ._compiled import decode, decode_compiled
-    from ._prompt import bucket, is_encoder_decoder
+    from ._prefill import room_for
+    from ._prompt import is_encoder_decoder
     from ._request import choose_decoding, make_request
     from ._same_prompts import check_same_prompts
     from ._streaming import decode_streaming
@@ -136,8 +138,14 @@ def generate(
         check_scored(chosen.beams, log_probabilities)
         check_prompt(model, prompts, mask)
         check_positions(model, prompts, mask, chosen.prefix, max_new_tokens)
-        traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, prompts, mask, key)))
-        room = max_new_tokens if traced else bucket(max_new_tokens)
+        # The call may be inside a traced function even if no argument is traced.
+        inputs = jax.tree.leaves((model, prompts, mask, key, jnp.zeros(())))
+        traced = any(isinstance(x, Tracer) for x in inputs)
+        if traced:
+            room = max_new_tokens
+        else:
+            rows = prompts.shape[0] * chosen.num_return_sequences * chosen.beams
+            room = room_for(model, prompts, mask, max_new_tokens, rows=rows)
         request = make_request(
             model.config,
             chosen,

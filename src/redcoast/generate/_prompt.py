@@ -1,7 +1,8 @@
-"""The first forward pass, over the entire prompt, and the later ones, over one token each."""
+"""Forward passes over a prompt, and over one new token of each row."""
 
 from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
@@ -50,21 +51,31 @@ def blank(tokens: Integer[AnyArray, "batch seq"], mask: Mask) -> Integer[Array, 
     return jnp.where(mask.astype(bool), tokens, jnp.zeros((), tokens.dtype))
 
 
-def prefill(
-    model: Any, tokens: Shaped[AnyArray, "batch ..."], mask: Mask | None, request: Request
-) -> tuple[Float[Array, "batch vocab"], Any, Int[Array, "batch prompt"]]:
-    """Returns the logits of the first new token, a cache with room for all new tokens, and the
-    tokens of the decoder so far, with -1 at padding."""
-    hidden, cache, prompt = read_prompt(model, tokens, mask, request)
-    logits = model.unembed(hidden[:, -1:])[:, 0]
-    check_token_options(request, logits.shape[-1])
-    return logits, cache, prompt
+class ReadPrompt(eqx.Module):
+    """What a model has after its prompt.
+
+    - `hidden`: the hidden state of the last token.
+    - `cache`: the cache, with room for all new tokens.
+    - `prompt`: the tokens of the decoder so far, with -1 at padding.
+    """
+
+    hidden: Float[Array, "batch 1 width"]
+    cache: Any
+    prompt: Int[AnyArray, "batch prompt"]
 
 
 def read_prompt(
     model: Any, tokens: Shaped[AnyArray, "batch ..."], mask: Mask | None, request: Request
+) -> ReadPrompt:
+    """Processes a prompt in one forward pass."""
+    hidden, cache, prompt = read_whole_prompt(model, tokens, mask, request)
+    return ReadPrompt(hidden[:, -1:], cache, prompt)
+
+
+def read_whole_prompt(
+    model: Any, tokens: Shaped[AnyArray, "batch ..."], mask: Mask | None, request: Request
 ) -> tuple[Float[Array, "batch prompt width"], Any, Int[Array, "batch prompt"]]:
-    """Like `prefill`, with the hidden states of the whole prompt in place of logits."""
+    """Like `read_prompt`, with the hidden states of the whole prompt."""
     if is_encoder_decoder(model):
         # Inputs without a mask, such as images or sounds, are passed to the encoder unchanged.
         memory = model.encode(tokens if mask is None else blank(tokens, mask), mask=mask)
@@ -74,14 +85,27 @@ def read_prompt(
         tokens, mask = jnp.broadcast_to(first, (tokens.shape[0], first.shape[1])), None
     else:
         tokens, mask = align_right(tokens, mask)
-        cache = model.init_cache(tokens.shape[0], tokens.shape[1] + request.room)
-        if hasattr(model, "expect"):
-            count = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
-            count = count if mask is None else jnp.sum(mask, axis=1, dtype=jnp.int32)
-            # The last token is never fed back.
-            cache = model.expect(cache, count + request.limit - 1)
+        count = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+        count = count if mask is None else jnp.sum(mask, axis=1, dtype=jnp.int32)
+        cache = new_cache(model, count, tokens.shape[1] + request.room, request)
     hidden, cache = model.decode(tokens, cache, mask=mask)
     return hidden, cache, tokens if mask is None else jnp.where(mask, tokens, -1)
+
+
+def new_cache(model: Any, count: Int[Array, " batch"], length: int, request: Request) -> Any:
+    """Returns an empty cache of `length` slots for prompts of `count` tokens."""
+    cache = model.init_cache(count.shape[0], length)
+    if hasattr(model, "expect"):
+        # The last token is never fed back.
+        cache = model.expect(cache, count + request.limit - 1)
+    return cache
+
+
+def first_logits(model: Any, read: ReadPrompt, request: Request) -> Float[Array, "batch vocab"]:
+    """Returns the logits of the first new token."""
+    logits = model.unembed(read.hidden)[:, 0]
+    check_token_options(request, logits.shape[-1])
+    return logits
 
 
 def append_tokens(

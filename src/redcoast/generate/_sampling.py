@@ -5,14 +5,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from ..core._token_losses import token_losses
-from ..models._inputs import AnyArray, Mask
 from ._cache_rows import cache_batch_dims, repeat_rows
 from ._logits import INVALID, choose_tokens
 from ._processors import History, least_new
-from ._prompt import append_tokens, prefill
+from ._prompt import ReadPrompt, append_tokens, first_logits
 from ._request import Request
 
 
@@ -38,15 +37,9 @@ class New(eqx.Module):
     lengths: Int[Array, " results"]
 
 
-def sample(
-    model: Any,
-    tokens: Shaped[AnyArray, "batch ..."],
-    mask: Mask | None,
-    request: Request,
-    stepping: Any,
-) -> New:
-    """Generates tokens until all rows have ended. `stepping` is the model after the prompt."""
-    cache, last = begin(model, tokens, mask, request)
+def sample(model: Any, read: ReadPrompt, request: Request) -> tuple[New, Any]:
+    """Generates tokens until all rows have ended. Returns also the cache."""
+    cache, last = begin(model, read, request)
     shape = (last.tokens.shape[0], request.room)
     scores = jnp.zeros(shape, jnp.float32) if request.scored else None
     new = New(jnp.full(shape, request.pad, jnp.int32), scores, last.lengths)
@@ -63,17 +56,16 @@ def sample(
 
     def step(carry):
         cache, last, new = carry
-        cache, last = advance(stepping, cache, last, request)
+        cache, last = advance(model, cache, last, request)
         return cache, last, write(new, last)
 
-    return jax.lax.while_loop(keep_going, step, (cache, last, write(new, last)))[2]
+    cache, _, new = jax.lax.while_loop(keep_going, step, (cache, last, write(new, last)))
+    return new, cache
 
 
-def begin(
-    model: Any, tokens: Shaped[AnyArray, "batch ..."], mask: Mask | None, request: Request
-) -> tuple[Any, Last]:
-    """Processes the prompt. Returns the cache and the first new token."""
-    logits, cache, prompt = prefill(model, tokens, mask, request)
+def begin(model: Any, read: ReadPrompt, request: Request) -> tuple[Any, Last]:
+    """Returns the cache and the first new token."""
+    logits, cache, prompt = first_logits(model, read, request), read.cache, read.prompt
     if request.copies > 1:
         cache = repeat_rows(cache, cache_batch_dims(cache, logits.shape[0]), request.copies)
         logits, prompt = (jnp.repeat(x, request.copies, axis=0) for x in (logits, prompt))

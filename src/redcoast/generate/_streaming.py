@@ -6,19 +6,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
-from jax.sharding import NamedSharding
 from jaxtyping import Int
 
 from ..core._iterate import with_last
-from ..core._pytree import Static, join, split
+from ..core._pytree import Static, join
 from ..distributed._arrays import whole
-from ..models._by_layer import by_layer
-from ._check_arguments import check_stream
-from ._compiled import Result, check_generated, prepare_prompt
+from ._compiled import Result, begin_after, begin_in_place, check_generated
 from ._generated import Generated
+from ._prefill import Places, abstract_inputs, by_layer_with, keep_places, places_of, read_compiled
 from ._request import Request
-from ._sampling import Last, advance, begin
+from ._sampling import Last, advance
+
+# The programs of steps that were called: for what model, where, and for which cache and options.
+_COMPILED: set[Any] = set()
 
 Stream = Callable[[Int[np.ndarray, " batch"]], Any]
 Stop = Callable[[Int[np.ndarray, " new"]], Any]
@@ -33,7 +33,7 @@ def decode_streaming(
     new = np.full((rows, count), request.pad, np.int32)
     scores, real = np.zeros((rows, count), np.float32), np.zeros((rows, count), bool)
     stopped = np.zeros(rows, bool)
-    for i, (last, _) in enumerate(with_last(_steps(model, tokens, mask, request, count))):
+    for i, last in enumerate(_steps(model, tokens, mask, request, count)):
         found, ended = whole(last.tokens), whole(last.ended)
         check_generated(found[:, None], first=i)
         new[:, i] = np.where(stopped, request.pad, found)
@@ -52,22 +52,33 @@ def decode_streaming(
 
 
 def _steps(model: Any, tokens: Any, mask: Any, request: Request, count: int) -> Iterator[Last]:
-    arrays, static = split(model)
-    prompt = prepare_prompt(model, arrays, tokens, mask)
-    cache, last = _begin(arrays, static, *prompt, request)
-    # The call may be inside a traced function even if no argument is traced.
-    check_stream(1, traced=isinstance(last.tokens, Tracer))
+    read, compile_all = read_compiled(model, tokens, mask, request)
+    arrays, static, cache = by_layer_with(model, read.cache)
+    start = begin_in_place if request.copies == 1 else begin_after
+    cache, last = start(cache, arrays, static, read.hidden, read.prompt, request)
     places = places_of((cache, last))
-    arrays, static = split(by_layer(model))
+    program = static, places, tuple(map(str, jax.tree.leaves(abstract_inputs((cache, request)))))
+    steps = _advance_all(cache, arrays, static, last, request, places, count)
+    if program not in _COMPILED:  # the first token does not wait for the program of the others
+        yield next(steps)
+        compile_all()
+        _COMPILED.add(program)
+    yield from (step for step, _ in with_last(steps))
+
+
+def _advance_all(
+    cache: Any,
+    arrays: list[Any],
+    static: Static,
+    last: Last,
+    request: Request,
+    places: Places,
+    count: int,
+) -> Iterator[Last]:
     yield last
     for _ in range(count - 1):
         cache, last = _advance(cache, arrays, static, last, request, places)
         yield last
-
-
-@ft.partial(jax.jit, static_argnums=1)
-def _begin(arrays: list[Any], static: Static, tokens: Any, mask: Any, request: Request) -> Any:
-    return begin(join(arrays, static), tokens, mask, request)
 
 
 @ft.partial(jax.jit, static_argnums=(2, 5), donate_argnums=0)
@@ -77,15 +88,7 @@ def _advance(
     static: Static,
     last: Last,
     request: Request,
-    places: tuple[NamedSharding | None, ...],
+    places: Places,
 ) -> Any:
-    leaves, structure = jax.tree.flatten(advance(join(arrays, static), cache, last, request))
     # Keeps the shardings of the first step: if they changed, each step would be recompiled.
-    stay = jax.lax.with_sharding_constraint
-    kept = [x if p is None else stay(x, p) for x, p in zip(leaves, places, strict=True)]
-    return structure.unflatten(kept)
-
-
-def places_of(tree: Any) -> tuple[NamedSharding | None, ...]:
-    shardings = (leaf.sharding for leaf in jax.tree.leaves(tree))
-    return tuple(s if isinstance(s, NamedSharding) else None for s in shardings)
+    return keep_places(advance(join(arrays, static), cache, last, request), places)

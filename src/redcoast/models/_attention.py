@@ -174,7 +174,12 @@ def attend(
     # a TPU, where fewer bytes are accessed with it.
     g = "" if q.shape[2] == k.shape[2] and target().platform != "tpu" else "g"
     grouped = (q * scale).reshape(*q.shape[:2], k.shape[2], *[-1] * len(g), q.shape[3])
-    scores = jnp.einsum(f"bsn{g}k,btnk->bn{g}st", grouped, k).astype(wide(q.dtype))
+    # One query has no dimension of queries: with it, XLA for CPUs would multiply keys by queries,
+    # and not queries by keys, which takes several times as long.
+    s = "" if q.shape[1] == 1 and target().platform == "cpu" else "s"
+    grouped = grouped if s else grouped[:, 0]
+    scores = jnp.einsum(f"b{s}n{g}k,btnk->bn{g}{s}t", grouped, k).astype(wide(q.dtype))
+    scores = scores if s else scores[..., None, :]
     if bias is not None:
         if isinstance(bias, RelativeBias):
             bias = bias.at(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]))
@@ -187,7 +192,9 @@ def attend(
     scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(scores) if sinks is None else _softmax_with(sinks, scores)
     weights = dropout(weights.astype(q.dtype), rate, key)
-    return jnp.einsum(f"bn{g}st,btnk->bsn{g}k", weights, v).reshape(*q.shape[:3], v.shape[-1])
+    weights = weights if s else weights[..., 0, :]
+    out = jnp.einsum(f"bn{g}{s}t,btnk->b{s}n{g}k", weights, v)
+    return out.reshape(*q.shape[:3], v.shape[-1])
 
 
 def _softmax_with(sinks: Array, scores: Array) -> Array:

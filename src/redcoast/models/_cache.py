@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ._attention import Visible, causal_view, count_positions
@@ -26,11 +27,54 @@ class Cache(eqx.Module):
     filled: Int[Array, ""]
     lengths: Int[Array, " batch"] | None = None
 
+    def layer(self, index: int) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+        """Returns the keys and values of one layer."""
+        return self.k[index], self.v[index]
+
     def take(self, rows: Int[Array, " rows"]) -> "Cache":
         """Gathers rows of the batch; a row may be repeated."""
         k, v = (jnp.take(x, rows, axis=1) for x in (self.k, self.v))
         lengths = None if self.lengths is None else jnp.take(self.lengths, rows, axis=0)
         return Cache(k, v, jnp.take(self.mask, rows, axis=0), self.filled, lengths)
+
+
+class CacheByLayer(Cache):
+    """A `Cache` with arrays for each layer, for programs without a loop over layers.
+
+    The dimensions are in the order in which the products of attention read them. XLA would
+    otherwise transpose all keys and values in each step.
+    """
+
+    k: tuple[Float[Array, "batch kv_heads head_dim length"], ...]  # pyright: ignore
+    v: tuple[Float[Array, "batch kv_heads length value_dim"], ...]  # pyright: ignore
+
+    def layer(self, index: int) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+        """Returns the keys and values of one layer."""
+        k, v = self.k[index], self.v[index]
+        return jnp.transpose(k, (0, 3, 1, 2)), jnp.transpose(v, (0, 2, 1, 3))
+
+    def take(self, rows: Int[Array, " rows"]) -> "CacheByLayer":
+        """Gathers rows of the batch; a row may be repeated."""
+        rest = self.k, self.v, self.mask, self.lengths
+        k, v, mask, lengths = jax.tree.map(lambda x: jnp.take(x, rows, axis=0), rest)
+        return CacheByLayer(k, v, mask, self.filled, lengths)
+
+
+# The number of a layer. It is known in a program without a loop over layers.
+LayerIndex = Int[Array, ""] | np.ndarray | np.integer | int
+
+
+def split_layers(cache: Any) -> Any:
+    """Replaces each `Cache` in a tree by a `CacheByLayer`."""
+
+    def split(x: Any) -> Any:
+        if type(x) is not Cache:
+            return x
+        k = tuple(jnp.transpose(layer, (0, 2, 3, 1)) for layer in x.k)
+        v = tuple(jnp.transpose(layer, (0, 2, 1, 3)) for layer in x.v)
+        return CacheByLayer(k, v, x.mask, x.filled, x.lengths)
+
+    return jax.tree.map(split, cache, is_leaf=lambda x: isinstance(x, Cache))
 
 
 def empty_cache(
@@ -42,11 +86,11 @@ def empty_cache(
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), mask, jnp.zeros((), jnp.int32))
 
 
-def admit(cache: Cache, shape: tuple[int, ...], mask: Mask | None) -> Cache:
+def admit(cache: Any, shape: tuple[int, ...], mask: Mask | None) -> Any:
     """Marks the slots of new tokens of `shape` as filled. `extend` writes their keys and values."""
     real = jnp.ones(shape, bool) if mask is None else mask.astype(bool)
     real = jax.lax.dynamic_update_slice(cache.mask, real, (0, cache.filled))
-    return Cache(cache.k, cache.v, real, cache.filled + shape[1], cache.lengths)
+    return type(cache)(cache.k, cache.v, real, cache.filled + shape[1], cache.lengths)
 
 
 def cached_view(
@@ -61,7 +105,7 @@ def cached_view(
 
 def extend(
     cache: Cache | None,
-    layer: Int[Array, ""],
+    layer: LayerIndex,
     k: Float[Array, "batch new kv_heads head_dim"],
     v: Float[Array, "batch new kv_heads value_dim"],
 ) -> tuple[Cache | None, Float[Array, "batch keys kv_heads head_dim"], Float[Array, "..."]]:
@@ -74,6 +118,8 @@ def extend(
     """
     if cache is None:
         return None, k, v
+    if isinstance(cache, CacheByLayer):
+        return _extend_layer(cache, int(layer), k, v)
     at = (layer, 0, cache.filled - k.shape[1], 0, 0)
     # Only the new slots are written: copying a layer would triple the memory traffic of decoding.
     ks = jax.lax.dynamic_update_slice(cache.k, k[None].astype(cache.k.dtype), at)
@@ -81,3 +127,21 @@ def extend(
     cache = Cache(ks, vs, cache.mask, cache.filled, cache.lengths)
     layer_k, layer_v = (jax.lax.dynamic_index_in_dim(x, layer, 0, False) for x in (ks, vs))
     return cache, layer_k, layer_v
+
+
+def _extend_layer(
+    cache: CacheByLayer,
+    layer: int,
+    k: Float[Array, "batch new kv_heads head_dim"],
+    v: Float[Array, "batch new kv_heads value_dim"],
+) -> tuple[CacheByLayer, Float[Array, "batch keys kv_heads head_dim"], Float[Array, "..."]]:
+    start = cache.filled - k.shape[1]
+    old_k, old_v = cache.k[layer], cache.v[layer]
+    new_k = jnp.transpose(k, (0, 2, 3, 1)).astype(old_k.dtype)
+    new_v = jnp.transpose(v, (0, 2, 1, 3)).astype(old_v.dtype)
+    layer_k = jax.lax.dynamic_update_slice(old_k, new_k, (0, 0, 0, start))
+    layer_v = jax.lax.dynamic_update_slice(old_v, new_v, (0, 0, start, 0))
+    ks = (*cache.k[:layer], layer_k, *cache.k[layer + 1 :])
+    vs = (*cache.v[:layer], layer_v, *cache.v[layer + 1 :])
+    cache = CacheByLayer(ks, vs, cache.mask, cache.filled, cache.lengths)
+    return cache, *cache.layer(layer)

@@ -3,7 +3,9 @@ decays between its tokens, and the states of one layer in a cache of all."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
+
+from ._cache import LayerIndex
 
 
 def convolve(
@@ -38,12 +40,12 @@ def decays_between(decays: Float[Array, "*rows seq"]) -> Float[Array, "*rows seq
     return jnp.exp(jnp.where(order, decays[..., :, None] - decays[..., None, :], -jnp.inf))
 
 
-def states_of_layer(states: PyTree, index: Int[Array, ""]) -> PyTree:
+def states_of_layer(states: PyTree, index: LayerIndex) -> PyTree:
     """Returns the states of one layer, with a leading dimension of 1."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, True), states)
 
 
-def with_layer(states: PyTree, of_layer: PyTree, index: Int[Array, ""]) -> PyTree:
+def with_layer(states: PyTree, of_layer: PyTree, index: LayerIndex) -> PyTree:
     """Writes the states of one layer, which have a leading dimension of 1."""
     put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), index, 0)
     return jax.tree.map(put, states, of_layer)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ..core._target import target
@@ -136,5 +137,5 @@ def _run_each(layer_fn, x, stacks, kinds, of_all, cache):
         of = lambda stack, nth=nth: stack.arrays[nth] if is_by_layer(stack) else stack[nth]
         layer = jax.tree.map(of, stacks[kind], is_leaf=is_by_layer)
         inputs, key = jax.tree.map(lambda a, position=position: a[position], of_all)
-        x, cache = layer_fn(kind, x, cache, layer, inputs, jnp.asarray(nth, jnp.int32), key)
+        x, cache = layer_fn(kind, x, cache, layer, inputs, np.int32(nth), key)
     return x, cache

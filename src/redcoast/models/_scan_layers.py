@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
@@ -102,7 +103,7 @@ def _run_layers(
     for i, own in enumerate(keys):
         of = lambda stack, i=i: stack.arrays[i] if is_by_layer(stack) else stack[i]
         layer = jax.tree.map(of, layers, is_leaf=is_by_layer)
-        x, cache = layer_fn(x, cache, layer, jnp.asarray(i, jnp.int32), own)
+        x, cache = layer_fn(x, cache, layer, np.int32(i), own)
     return x, cache
 
 

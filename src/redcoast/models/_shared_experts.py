@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from equinox import AbstractVar
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ._attention import Visible, as_array, real_tokens, wide
 from ._basic import activate_gated, initial_tables, look_up, output_scale, rms_norm
 from ._by_layer import StackedLayers
-from ._cache import Cache
+from ._cache import Cache, LayerIndex
 from ._check_config import check_config
 from ._decoder import Decoder, DecoderConfig, TableHead
 from ._dropout import split_key
@@ -155,7 +155,7 @@ class SharedExpertsDecoder(TableHead, Decoder):
         angles: tuple[Array, Array],
         visible: Visible,
         cache: Cache | None,
-        index: Int[Array, ""],
+        index: LayerIndex,
         key: PRNGKeyArray | None,
         config: Any,
     ) -> tuple[Float[Array, "batch seq width"], Cache | None]:

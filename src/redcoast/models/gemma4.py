@@ -422,8 +422,7 @@ def _extend(cache, side, index, k, v):
 
 def _last(cache, side):
     """The keys and values of the last layer of a kind that has some of its own."""
-    part = getattr(cache, side)
-    return part.k[-1], part.v[-1]
+    return getattr(cache, side).layer(-1)
 
 
 def _nothing_shared(x, c):

@@ -15,7 +15,7 @@ import numpy as np
 from ..core._decoding import Decoding
 from ..core._iterate import with_last
 from ..generate._logits import INVALID
-from ..generate._prompt import bucket
+from ..generate._prefill import slots_for
 from ..generate._request import Request, make_request
 from ._decode_rows import decode_rows
 from ._detokenize import Text
@@ -336,7 +336,8 @@ def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
     limits = np.ones(count, np.int32)  # of rows of padding, too
     limits[: len(rows)] = [request.limit for request in requests]
     request = shared_request(served.model.config, rows[0].job.decoding)
-    request = replace(request, limit=limits, room=bucket(steps_at_most))
+    room = slots_for(served.model, count, tokens.shape[1], steps_at_most)
+    request = replace(request, limit=limits, room=room)
     echoes = [row for row in rows if row.job.extras.echo is not None]
     grammars = [row.grammar for row in rows]
     allow = None
@@ -397,10 +398,10 @@ def score_of(row: AnswerRow, token: int, scores: Any, place: Any) -> Any:
 
 
 def pad_prompts(prompts: list[list[int]], served: Served) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the prompts as tokens and mask, in one of a few shapes. Padding rows have one
-    token."""
+    """Returns the prompts as tokens and mask, in one of a few numbers of rows. Padding rows have
+    one token."""
     count = next_power(len(prompts), served.multiple)
-    length = min(next_power(max(map(len, prompts)), LEAST), served.context)
+    length = max(map(len, prompts))
     tokens, mask = np.zeros((count, length), np.int32), np.zeros((count, length), bool)
     mask[:, -1] = True
     for row, prompt in enumerate(prompts):

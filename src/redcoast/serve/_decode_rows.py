@@ -14,13 +14,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from ..core._pytree import Static, join, split
-from ..generate._compiled import prepare_prompt
 from ..generate._logits import filter_logits, first_greatest
+from ..generate._prefill import PromptChunks, by_layer_with, keep_places, places_of
 from ..generate._processors import process
-from ..generate._prompt import append_tokens, read_prompt
+from ..generate._prompt import append_tokens
 from ..generate._request import Request
-from ..generate._streaming import places_of
-from ..models._by_layer import by_layer
 from ._row_options import MOST_TOP, RowOptions
 
 Logits = Float[Array, "rows vocab"]
@@ -68,14 +66,28 @@ def decode_rows(
     this one are known.
     """
     arrays, static = split(model)
-    prompt = prepare_prompt(model, arrays, tokens, mask)
     mesh = next((p.mesh for p in places_of(arrays) if p is not None), None)
     everywhere = None
     if mesh is not None:
         everywhere = NamedSharding(mesh, P())
-    cache, logits, real, scores = _begin(arrays, static, *prompt, request, everywhere, score_prompt)
+    chunks = PromptChunks(model, tokens, mask, request)
+    real = chunks.prompt
+    following = np.roll(np.asarray(real)[:, -chunks.columns :], -1, axis=1)
+    start, parts, cache, last = 0, [], None, None
+    for hidden, of_last, after in chunks:
+        cache, last = after, of_last
+        size = hidden.shape[1]
+        if score_prompt:
+            tokens_after = np.maximum(following[:, start : start + size], 0)
+            parts.append(_score_chunk(arrays, static, hidden, tokens_after, everywhere))
+        start += size
+    scores = None
+    if score_prompt:
+        together = lambda *x: np.concatenate(x, axis=1)
+        scores = jax.tree.map(together, *map(jax.device_get, parts))
+    logits = _begin(arrays, static, last, everywhere)
+    arrays, static, cache = by_layer_with(model, cache)
     places = places_of(cache)
-    arrays, static = split(by_layer(model))
     # The choice depends on the room only if it depends on earlier tokens.
     room = None
     if request.needs_history:
@@ -93,25 +105,13 @@ def decode_rows(
         yield progress, None if step else scores
 
 
-@ft.partial(jax.jit, static_argnums=(1, 5, 6))
+@ft.partial(jax.jit, static_argnums=(1, 3))
 def _begin(
-    arrays: list[Any],
-    static: Static,
-    tokens: Any,
-    mask: Any,
-    request: Request,
-    everywhere: NamedSharding | None,
-    score_prompt: bool,
-) -> Any:
-    """Returns the cache, the logits of the first new token, the tokens of the prompt, with -1 at
-    padding, and their scores."""
-    model = join(arrays, static)
-    hidden, cache, prompt = read_prompt(model, tokens, mask, request)
-    logits = model.unembed(hidden[:, -1:])[:, 0].astype(jnp.float32)
-    scores = None
-    if score_prompt:
-        scores = _score_prompt(model, hidden, prompt)
-    return cache, *_placed((logits, prompt, scores), everywhere)
+    arrays: list[Any], static: Static, last: Any, everywhere: NamedSharding | None
+) -> Logits:
+    """Returns the logits of the first new token."""
+    logits = join(arrays, static).unembed(last)[:, 0].astype(jnp.float32)
+    return _placed(logits, everywhere)
 
 
 @ft.partial(jax.jit, static_argnums=(2, 4, 5), donate_argnums=0)
@@ -126,10 +126,8 @@ def _advance(
     """Returns the logits after one more token of each row, and the cache."""
     # A row whose logits were NaN continues with any token, which is never returned.
     logits, cache = append_tokens(join(arrays, static), jnp.maximum(tokens, 0), cache)
-    leaves, structure = jax.tree.flatten(cache)
     # Keeps the shardings of the first step: if they changed, each step would be recompiled.
-    kept = [_placed(x, place) for x, place in zip(leaves, places, strict=True)]
-    return _placed(logits.astype(jnp.float32), everywhere), structure.unflatten(kept)
+    return _placed(logits.astype(jnp.float32), everywhere), keep_places(cache, places)
 
 
 def _placed(tree: Any, place: NamedSharding | None) -> Any:
@@ -293,14 +291,19 @@ def _scores(logits: Logits, tokens: Int[Array, " rows"]) -> Scores:
     return Scores(chosen, *jax.lax.top_k(logprobs, min(MOST_TOP, logits.shape[1])))
 
 
-def _score_prompt(
-    model: Any, hidden: Float[Array, "rows prompt width"], prompt: Int[Array, "rows prompt"]
+@ft.partial(jax.jit, static_argnums=(1, 4))
+def _score_chunk(
+    arrays: list[Any],
+    static: Static,
+    hidden: Float[Array, "rows chunk width"],
+    following: Int[Array | np.ndarray, "rows chunk"],
+    everywhere: NamedSharding | None,
 ) -> Scores:
-    """The scores of the prompt's tokens. Position `i` has the scores of token `i + 1`."""
-    rows, length = prompt.shape
-    following = jnp.maximum(jnp.roll(prompt, -1, axis=1), 0)
-    chunks = length // CHUNK
-    apart = lambda x: jnp.moveaxis(x.reshape(rows, chunks, CHUNK, *x.shape[2:]), 1, 0)
+    """The scores of the tokens that follow those of a chunk of the prompt."""
+    model = join(arrays, static)
+    rows, length = following.shape
+    count = length // CHUNK
+    apart = lambda x: jnp.moveaxis(x.reshape(rows, count, CHUNK, *x.shape[2:]), 1, 0)
 
     def score(part: Any) -> Scores:
         hidden, tokens = part
@@ -308,5 +311,6 @@ def _score_prompt(
         found = _scores(logits.reshape(rows * CHUNK, -1), tokens.reshape(-1))
         return jax.tree.map(lambda x: x.reshape(rows, CHUNK, *x.shape[1:]), found)
 
-    scores = jax.lax.map(score, (apart(hidden), apart(following)))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:]), scores)
+    scores = jax.lax.map(score, (apart(hidden), apart(jnp.asarray(following))))
+    join_chunks = lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:])
+    return _placed(jax.tree.map(join_chunks, scores), everywhere)

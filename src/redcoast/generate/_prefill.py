@@ -1,0 +1,288 @@
+"""Calls outside `jax.jit`: reading prompts of any length with a few programs.
+
+A decoder reads its prompt in chunks of two fixed sizes, into a cache whose size is a power of two.
+So its programs depend on the number of rows and the size of the cache only, and a prompt of another
+length compiles nothing. An encoder reads its whole input, padded to one of a few lengths.
+"""
+
+import functools as ft
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from ..core._pytree import Static, abstract_array, join, split
+from ..core._target import target
+from ..distributed._arrays import place_batch, put
+from ..distributed._mesh import BATCH_AXES
+from ..models._by_layer import by_layer
+from ..models._cache import split_layers
+from ..models._rotary import RopeScaling
+from ..models._scan_layers import is_by_layer
+from ._check_arguments import is_known
+from ._prompt import (
+    ReadPrompt,
+    bucket,
+    is_encoder_decoder,
+    new_cache,
+    pad_columns,
+    read_prompt,
+)
+from ._request import Request
+
+Places = tuple[NamedSharding | None, ...]
+
+# The numbers of tokens of a row in a chunk. A pass over a chunk reads all weights, so large chunks
+# are faster for long prompts: on two CPU cores, SmolLM2-135M reads 128 tokens in 0.59 s, and as
+# eight chunks of 16 in 1.02 s. Small chunks serve short prompts, and the rest of long ones, without
+# arithmetic for much padding. Accelerators need more tokens to be busy.
+SMALL, LARGE = {"cpu": 16}, {"cpu": 128}
+SMALL_OF_ACCELERATORS, LARGE_OF_ACCELERATORS = 64, 512
+# The smallest cache, in slots: of all rows, and of each. Reading 512 slots takes a few per cent of
+# the time of reading the weights of a small model.
+LEAST_SLOTS, LEAST_SLOTS_OF_A_ROW = 512, 128
+
+
+def chunk_sizes() -> tuple[int, int]:
+    """Returns the numbers of tokens of small and of large chunks on the target's platform."""
+    platform = target().platform
+    small = SMALL.get(platform, SMALL_OF_ACCELERATORS)
+    return small, LARGE.get(platform, LARGE_OF_ACCELERATORS)
+
+
+def chunks_for(model: Any, length: int) -> list[int]:
+    """Returns the sizes of the chunks of a prompt of `length` tokens. Padding is in the first one.
+
+    If the rotations of all tokens depend on the length, there is one chunk, of one of a few sizes.
+    """
+    scaling = getattr(model.config, "rope_scaling", None)
+    if isinstance(scaling, RopeScaling) and scaling.kind == "dynamic":
+        return [bucket(length)]
+    small, large = chunk_sizes()
+    full, rest = divmod(length, large)
+    if rest > large // 2:
+        return [large] * (full + 1)
+    return [small] * -(-rest // small) + [large] * full
+
+
+def slots_for(model: Any, rows: int, length: int, new: int) -> int:
+    """Returns the size of the cache, a power of two, for prompts of `length` tokens in `rows` rows
+    and `new` tokens."""
+    needed = sum(chunks_for(model, length)) + new
+    least = max(LEAST_SLOTS_OF_A_ROW, LEAST_SLOTS // rows, needed)
+    return 1 << (least - 1).bit_length()
+
+
+def reads_in_chunks(model: Any, tokens: Any, mask: Any) -> bool:
+    """Whether a prompt is read in chunks: by a decoder, if this process knows its tokens."""
+    known = is_known(tokens) and (mask is None or is_known(mask))
+    return known and not is_encoder_decoder(model)
+
+
+def room_for(model: Any, tokens: Any, mask: Any, new: int, *, rows: int) -> int:
+    """Returns the room for `new` tokens, which programs are compiled for: of a prompt in chunks,
+    the size of the cache."""
+    if reads_in_chunks(model, tokens, mask):
+        return slots_for(model, rows, tokens.shape[1], new)
+    return max(16, 1 << (new - 1).bit_length())
+
+
+def read_compiled(
+    model: Any, tokens: Any, mask: Any, request: Request
+) -> tuple[ReadPrompt, Callable[[], None]]:
+    """Processes prompts, of any length with the same programs if they are read in chunks.
+
+    Returns also a function to call when the first new token is on its way, which compiles what
+    prompts of other lengths need.
+    """
+    if not reads_in_chunks(model, tokens, mask):
+        arrays, static = split(model)
+        prompt = prepare_prompt(model, arrays, tokens, mask)
+        return _read_whole(arrays, static, *prompt, request), lambda: None
+    chunks = PromptChunks(model, tokens, mask, request)
+    ((_, last, cache),) = deque(chunks, maxlen=1)
+    return ReadPrompt(last, cache, chunks.prompt), chunks.compile_all
+
+
+class PromptChunks:
+    """The chunks of a prompt. Iterating over them yields the hidden states of each, that of its
+    last token, and the cache after it, into which the cache of the chunk before is donated.
+
+    - `prompt`: the tokens, padded on the left with -1 to the size of the cache.
+    - `columns`: the number of columns of all chunks.
+    """
+
+    def __init__(self, model: Any, tokens: Any, mask: Any, request: Request):
+        self._arrays, self._static = split(model)
+        self._mesh, self._request = mesh_of(self._arrays), request
+        self._place = ft.partial(_place, given=tokens, mesh=self._mesh)
+        self._sizes = chunks_for(model, tokens.shape[1])
+        self.columns = sum(self._sizes)
+        self._tokens, self._real = aligned(_on_host(tokens), mask, self.columns)
+        prompt = np.where(self._real, self._tokens, -1).astype(np.int32)
+        room = request.room - self.columns
+        self.prompt = self._place(np.pad(prompt, ((0, 0), (room, 0)), constant_values=-1))
+
+    def __iter__(self) -> Iterator[tuple[Array, Array, Any]]:
+        static, request, count = self._static, self._request, self._real.sum(axis=1, dtype=np.int32)
+        count = self._place(count)
+        start, cache, places = 0, None, ()
+        if self._mesh is None:
+            cache = _empty(self._arrays, static, count, request)
+        for size in self._sizes:
+            part = slice(start, start + size)
+            tokens, real = self._place(self._tokens[:, part]), self._place(self._real[:, part])
+            if cache is None:
+                *hidden, cache = _open(self._arrays, static, tokens, real, count, request)
+                places = places_of(cache)
+            else:
+                *hidden, cache = _append(cache, self._arrays, static, tokens, real, places)
+            self._compiled_for = abstract_inputs((cache, self._arrays, tokens, real)), places
+            start += size
+            yield hidden[0], hidden[1], cache
+
+    def compile_all(self) -> None:
+        """Compiles the programs for chunks of all sizes that fit into the cache, so that a prompt
+        of another length compiles nothing. It is called when the first new token is on its way."""
+        (*known, tokens, real), places = self._compiled_for
+        for size in chunk_sizes():
+            if size < self._request.room:
+                shape = (tokens.shape[0], size)
+                chunk = tokens.update(shape=shape), real.update(shape=shape)
+                leaves, structure = jax.tree.flatten((*known, *chunk))
+                _compile_append(self._static, places, structure, tuple(leaves))
+
+
+def by_layer_with(model: Any, cache: Any) -> tuple[list[Any], Static, Any]:
+    """Returns the model and the cache for the steps after the prompt: on CPUs, with arrays for each
+    layer."""
+    apart = by_layer(model)
+    if any(map(is_by_layer, jax.tree.leaves(apart, is_leaf=is_by_layer))):
+        cache = _split_layers(cache)
+    return *split(apart), cache
+
+
+_split_layers = jax.jit(split_layers)
+
+
+def abstract_inputs(tree: Any) -> Any:
+    """What `jax.jit` compiles a program for, of its arguments."""
+
+    def of_array(x: Any) -> jax.ShapeDtypeStruct:
+        committed = isinstance(x, jax.Array) and x.committed
+        return abstract_array(x, x.sharding if committed else None)
+
+    return jax.tree.map(of_array, tree)
+
+
+@ft.lru_cache(maxsize=1024)
+def _compile_append(static: Static, places: Places, structure: Any, leaves: tuple[Any, ...]):
+    """Compiles a program once. A call with such arguments does not compile it again."""
+    cache, arrays, tokens, real = structure.unflatten(leaves)
+    _append.lower(cache, arrays, static, tokens, real, places).compile()
+
+
+def aligned(tokens: np.ndarray, mask: Any, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns tokens and their mask with all padding on the left, in `columns` columns."""
+    real = np.ones(tokens.shape, bool) if mask is None else _on_host(mask).astype(bool)
+    after = np.argmax(real[:, ::-1], axis=1)
+    order = (np.arange(tokens.shape[1]) - after[:, None]) % tokens.shape[1]
+    tokens, real = (np.take_along_axis(x, order, axis=1) for x in (tokens, real))
+    # Ids outside the vocabulary would result in NaN.
+    tokens = np.where(real, tokens, 0).astype(np.int32)
+    return pad_columns(tokens, columns, left=True), pad_columns(real, columns, left=True)
+
+
+@ft.partial(jax.jit, static_argnums=1)
+def _empty(arrays: list[Any], static: Static, count: Any, request: Request) -> Any:
+    return new_cache(join(arrays, static), count, request.room, request)
+
+
+@ft.partial(jax.jit, static_argnums=1)
+def _open(
+    arrays: list[Any], static: Static, tokens: Any, real: Any, count: Any, request: Request
+) -> Any:
+    """Reads the first chunk. The compiler chooses the shardings of the cache."""
+    model = join(arrays, static)
+    cache = new_cache(model, count, request.room, request)
+    hidden, cache = model.decode(tokens, cache, mask=real)
+    return hidden, hidden[:, -1:], cache
+
+
+@ft.partial(jax.jit, static_argnums=(2, 5), donate_argnums=0)
+def _append(
+    cache: Any, arrays: list[Any], static: Static, tokens: Any, real: Any, places: Places
+) -> Any:
+    """Reads a chunk. The cache keeps its shardings, or each chunk would be compiled again."""
+    hidden, cache = join(arrays, static).decode(tokens, cache, mask=real)
+    return hidden, hidden[:, -1:], keep_places(cache, places)
+
+
+@ft.partial(jax.jit, static_argnums=1)
+def _read_whole(
+    arrays: list[Any], static: Static, tokens: Any, mask: Any, request: Request
+) -> ReadPrompt:
+    return read_prompt(join(arrays, static), tokens, mask, request)
+
+
+def places_of(tree: Any) -> Places:
+    """Returns the shardings of arrays that are on a mesh."""
+    shardings = (leaf.sharding for leaf in jax.tree.leaves(tree))
+    return tuple(s if isinstance(s, NamedSharding) else None for s in shardings)
+
+
+def keep_places(tree: Any, places: Places) -> Any:
+    """Constrains the arrays of a tree to shardings, if there are any."""
+    if not places:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    stay = jax.lax.with_sharding_constraint
+    kept = [x if p is None else stay(x, p) for x, p in zip(leaves, places, strict=True)]
+    return structure.unflatten(kept)
+
+
+def mesh_of(arrays: list[Any]) -> Mesh | None:
+    """Returns the mesh that a model is on."""
+    shardings = (getattr(x, "sharding", None) for x in arrays)
+    meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
+    meshes = (m for m in meshes if isinstance(m, Mesh) and set(BATCH_AXES) <= set(m.axis_names))
+    return next(meshes, None)
+
+
+def prepare_prompt(model: Any, arrays: list[Any], tokens: Any, mask: Any) -> tuple[Any, Any]:
+    """Pads tokens and mask to the length of a bucket, and puts them on the model's devices."""
+    place = ft.partial(_place, mesh=mesh_of(arrays))
+    if tokens.ndim != 2:
+        return place(_on_host(tokens), tokens), None
+    # A decoder appends new tokens on the right, so its prompts are padded on the left.
+    left = not is_encoder_decoder(model)
+    length = bucket(tokens.shape[1])
+    most = None if left else getattr(model.config, "positions", None)
+    if most is not None:  # an encoder may have too few positions for a padded length
+        length = max(tokens.shape[1], min(length, most))
+    pad = ft.partial(pad_columns, length=length, left=left)
+    real = np.ones(tokens.shape, bool) if mask is None else _on_host(mask).astype(bool)
+    padded = pad(_on_host(tokens)).astype(np.int32)
+    return place(padded, tokens), place(pad(real), tokens if mask is None else mask)
+
+
+def _on_host(x: Any) -> Any:
+    # Padding on the host needs no compilation for each length.
+    return np.asarray(x) if is_known(x) else x
+
+
+def _place(x: Any, given: Any, mesh: Mesh | None) -> Any:
+    """Puts `x` where the user committed `given`; otherwise shards its rows over the mesh."""
+    if not isinstance(x, np.ndarray):
+        return x
+    if isinstance(given, jax.Array) and given.committed:
+        sharding = given.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, P(*sharding.spec[:1]))
+        return put(x, sharding)
+    return x if mesh is None else place_batch(x, mesh)

@@ -104,6 +104,11 @@ def activate_gated(
     return recomputed(lambda gate, up: ACTIVATIONS[activation](gate) * up)(gate, up)
 
 
+def softcap(x: Float[Array, "..."], cap: int | float | None) -> Float[Array, "..."]:
+    """Returns `cap * tanh(x / cap)`, or `x` without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def check_activation(name: str) -> None:
     """Raises if the activation function is unknown."""
     if name not in ACTIVATIONS:
@@ -129,6 +134,16 @@ def small_normal(
     return normal(key, shape, fan_in=1, scale=0.02 * scale)
 
 
+def zeros(shape: tuple[int, ...], *, when: bool) -> Float[Array, "..."] | None:
+    """Returns initial biases, or None where a model has none."""
+    return jnp.zeros(shape) if when else None
+
+
+def ones(shape: tuple[int, ...], *, when: bool) -> Float[Array, "..."] | None:
+    """Returns initial scales of a norm, or None where a model has none."""
+    return jnp.ones(shape) if when else None
+
+
 def output_scale(layers: int) -> float:
     """Returns the factor of the initial output projections of `layers` decoder layers.
 
@@ -142,9 +157,10 @@ def initial_tables(
     config: Any, embed: PRNGKeyArray, head: PRNGKeyArray
 ) -> tuple[Float[Array, "vocab width"], Float[Array, "width vocab"] | None]:
     """Returns the initial embedding of a decoder, and its output head unless it is tied."""
-    shape = (config.width, config.vocab)
-    table = normal(embed, shape[::-1], fan_in=config.width)
-    return table, None if config.tied else normal(head, shape, fan_in=config.width)
+    table = normal(embed, (config.vocab, config.width), fan_in=config.width)
+    if config.tied:
+        return table, None
+    return table, normal(head, (config.width, config.vocab), fan_in=config.width)
 
 
 def initial_attention(
@@ -152,10 +168,15 @@ def initial_attention(
 ) -> tuple[Float[Array, "..."], ...]:
     """Returns the initial projections of all layers to queries, keys and values, and of outputs."""
     c = config
-    into = lambda key, heads: normal(key, (c.layers, c.width, heads, c.head_dim), fan_in=c.width)
-    shape, scale = (c.layers, c.heads, c.head_dim, c.width), output_scale(c.layers)
-    out = normal(o, shape, fan_in=c.heads * c.head_dim, scale=scale)
-    return into(q, c.heads), into(k, c.kv_heads), into(v, c.kv_heads), out
+    of_queries = (c.layers, c.width, c.heads, c.head_dim)
+    of_keys = (c.layers, c.width, c.kv_heads, c.head_dim)
+    of_outputs = (c.layers, c.heads, c.head_dim, c.width)
+    return (
+        normal(q, of_queries, fan_in=c.width),
+        normal(k, of_keys, fan_in=c.width),
+        normal(v, of_keys, fan_in=c.width),
+        normal(o, of_outputs, fan_in=c.heads * c.head_dim, scale=output_scale(c.layers)),
+    )
 
 
 def initial_mlp(
@@ -163,18 +184,23 @@ def initial_mlp(
 ) -> tuple[Float[Array, "..."], ...]:
     """Returns the initial gate, up and down projections of all layers, or of all their experts."""
     c, stack = config, (config.layers, *experts)
-    into = lambda key: normal(key, (*stack, c.width, c.hidden), fan_in=c.width)
-    shape, scale = (*stack, c.hidden, c.width), output_scale(c.layers)
-    return into(gate), into(up), normal(down, shape, fan_in=c.hidden, scale=scale)
+    into, out = (*stack, c.width, c.hidden), (*stack, c.hidden, c.width)
+    return (
+        normal(gate, into, fan_in=c.width),
+        normal(up, into, fan_in=c.width),
+        normal(down, out, fan_in=c.hidden, scale=output_scale(c.layers)),
+    )
 
 
 def initial_stacks(layers: int, key: PRNGKeyArray, most: int) -> Callable[..., Float[Array, "..."]]:
     """Returns `make(fan_in, *shape, scale=1.0)`, which returns initial weights, stacked over the
     layers, and can be called `most` times."""
     keys = iter(jax.random.split(key, most))
-    return lambda fan_in, *shape, scale=1.0: normal(
-        next(keys), (layers, *shape), fan_in=fan_in, scale=scale
-    )
+
+    def make(fan_in: int, *shape: int, scale: float = 1.0) -> Float[Array, "..."]:
+        return normal(next(keys), (layers, *shape), fan_in=fan_in, scale=scale)
+
+    return make
 
 
 def look_up(table: Any, ids: Integer[AnyArray, "#batch seq"]) -> Float[Array, "batch seq width"]:

@@ -34,12 +34,19 @@ def by_layer(model: PyTree) -> PyTree:
     tracing = isinstance(jnp.zeros(()), Tracer)  # then there is no memory to view
     if tracing or target().platform != "cpu":
         return model
-    is_stack = lambda x: isinstance(x, StackedLayers)
-    split = lambda x: jax.tree.map(_views, x) if is_stack(x) else x
-    return jax.tree.map(split, model, is_leaf=is_stack)
+    return jax.tree.map(_split, model, is_leaf=_is_stack)
 
 
-def _views(x: Any) -> Any:
+def _is_stack(x: object) -> bool:
+    return isinstance(x, StackedLayers)
+
+
+def _split(x: PyTree) -> PyTree:
+    return jax.tree.map(_views, x) if _is_stack(x) else x
+
+
+def _views(x: PyTree) -> PyTree:
+    # Layers that are themselves split over devices cannot be viewed.
     if not isinstance(x, jax.Array) or x.sharding.shard_shape(x.shape)[0] != x.shape[0]:
         return x
     shards = [(s.device, np.asarray(s.data)) for s in x.addressable_shards]
@@ -47,9 +54,11 @@ def _views(x: Any) -> Any:
 
 
 def _view(x: Array, shards: list[tuple[Any, np.ndarray]], i: int) -> Array:
-    put = lambda layer, device: jax.device_put(layer, device, may_alias=True)
-    if not isinstance(x.sharding, NamedSharding):
-        return put(shards[0][1][i], shards[0][0] if x.committed else None)
-    sharding = NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:]))
-    parts = [put(data[i], device) for device, data in shards]
-    return jax.make_array_from_single_device_arrays(x.shape[1:], sharding, parts)
+    if isinstance(x.sharding, NamedSharding):
+        sharding = NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:]))
+        parts = [jax.device_put(data[i], device, may_alias=True) for device, data in shards]
+        return jax.make_array_from_single_device_arrays(x.shape[1:], sharding, parts)
+    device, data = shards[0]
+    if x.committed:
+        return jax.device_put(data[i], device, may_alias=True)
+    return jax.device_put(data[i], may_alias=True)

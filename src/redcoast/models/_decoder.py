@@ -1,46 +1,20 @@
-"""The interface of decoders, and the common options of their configurations."""
+"""The interface of decoders."""
 
 import functools as ft
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
 from equinox import AbstractVar
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ..core._decoding import GREEDY, Decoding
 from ._attention import Visible, causal_view, count_positions, real_tokens
 from ._cache import Cache, admit, cached_view, empty_cache
 from ._check_config import check_length
-from ._einsum import product
+from ._einsum import LowRank, product
 from ._inputs import AnyArray, Mask
 from ._moe import router_loss
-from ._scan_layers import Remat
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """Options of a decoder that do not change its results, and options of decoding.
-
-    **Arguments:**
-
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights, except in
-      experts) or `"full"`.
-    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
-      them on a CPU if there are at most four, and otherwise one.
-    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
-      and of padding.
-    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
-    """
-
-    remat: Remat = "none"
-    unroll: int | None = None
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
-    decoding: Decoding = GREEDY
 
 
 class TableHead(eqx.Module):
@@ -51,17 +25,19 @@ class TableHead(eqx.Module):
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
-        return tied_or_own_head(self, hidden)
+        return tied_or_own_head(hidden, self.embed, self.head)
 
 
 def tied_or_own_head(
-    model: Any, hidden: Float[Array, "batch seq width"]
+    hidden: Float[Array, "batch seq width"],
+    embed: Array | LowRank,
+    head: Array | LowRank | None,
+    bias: Array | None = None,
 ) -> Float[Array, "batch seq vocab"]:
     """Returns the products of hidden states with the head, or with the embedding if it is tied."""
-    bias = getattr(model, "head_bias", None)
-    if model.head is None:
-        return product("bsd,vd->bsv", hidden, model.embed, bias)
-    return product("bsd,dv->bsv", hidden, model.head, bias)
+    if head is None:
+        return product("bsd,vd->bsv", hidden, embed, bias)
+    return product("bsd,dv->bsv", hidden, head, bias)
 
 
 class Decoder(eqx.Module):

@@ -1,5 +1,6 @@
 """Products with weights, which may have LoRA adapters; the projections of attention layers."""
 
+import itertools as it
 import math
 import re
 from typing import Any
@@ -13,7 +14,7 @@ from ..core._low_rank import AbstractLowRank
 from ..core._sequence_parts import sequence_parts
 from ..core._target import target
 from ._attention import wide
-from ._basic import ACTIVATIONS, activate_gated, normal
+from ._basic import ACTIVATIONS, activate_gated, normal, zeros
 
 
 class LowRank(AbstractLowRank):
@@ -50,7 +51,8 @@ class LowRank(AbstractLowRank):
         return self.weight.dtype
 
     def __matmul__(self, x: Array) -> Array:
-        a, b = (jnp.swapaxes(m, -1, -2).astype(x.dtype) for m in (self.a, self.b))
+        a = jnp.swapaxes(self.a, -1, -2).astype(x.dtype)  # (rank, input)
+        b = jnp.swapaxes(self.b, -1, -2).astype(x.dtype)  # (output, rank)
         return self.weight @ x + self.scale * (b @ (a @ x))
 
     def __jax_array__(self) -> Array:
@@ -61,16 +63,22 @@ class LowRank(AbstractLowRank):
 
     def merged(self) -> Float[Array, "..."]:
         """Returns the weight with the adapter added to it."""
-        a, b = (x.astype(wide(x.dtype)) for x in (self.a, self.b))
+        a, b = self.a.astype(wide(self.a.dtype)), self.b.astype(wide(self.b.dtype))
+        # `a` has the stack and the inputs, and `b` the stack and the outputs, beside the rank.
         stacked = a.ndim + b.ndim - self.ndim - 2
-        letters = iter("bcdefghijklmnopq")
-        stack = "".join(next(letters) for _ in range(stacked))
-        inputs = "".join(next(letters) for _ in range(a.ndim - stacked - 1))
-        outputs = "".join(next(letters) for _ in range(b.ndim - stacked - 1))
+        letters = it.islice("bcdefghijklmnopq", self.ndim)
+        stack = "".join(it.islice(letters, stacked))
+        inputs = "".join(it.islice(letters, a.ndim - stacked - 1))
+        outputs = "".join(letters)
         sides = outputs + inputs if self.outputs_first else inputs + outputs
         change = jnp.einsum(f"{stack}{inputs}r,{stack}r{outputs}->{stack}{sides}", a, b)
         weight = self.weight.astype(change.dtype) + self.scale * change
         return weight.astype(self.dtype)
+
+
+def merged(weight: Array | LowRank) -> Float[Array, "..."]:
+    """Returns a weight as one array, with its adapter added if it has one."""
+    return weight.merged() if isinstance(weight, LowRank) else weight
 
 
 def product(
@@ -102,8 +110,9 @@ def product(
 
 def _einsum(equation: str, x: Array, weight: Array) -> Array:
     letters, of_weight, result = re.split(",|->", equation)
-    summed = sum(c in letters for c in of_weight)
+    summed = len({*letters} & {*of_weight})
     contracted, left = of_weight[:summed], of_weight[summed:]
+    # Whether it is a product of matrices if neighbouring dimensions are merged.
     of_matrices = equation == f"{result.removesuffix(left)}{contracted},{of_weight}->{result}"
     if not of_matrices or sequence_parts() > 1 or target().platform != "cpu":
         return jnp.einsum(equation, x, weight)
@@ -116,12 +125,16 @@ def _einsum(equation: str, x: Array, weight: Array) -> Array:
 
 
 def _low_rank(equation: str, x: Array, weight: LowRank) -> Array:
-    inputs, result = equation.split("->")
-    letters, of_weight = inputs.split(",")
-    both = "".join(c for c in of_weight if c in letters and c in result)
-    summed = "".join(c for c in of_weight if c in letters and c not in result)
-    left = "".join(c for c in of_weight if c not in letters)
-    middle = "".join(c for c in letters if c not in summed) + "r"
+    letters, of_weight, result = re.split(",|->", equation)
+    both, summed, left = "", "", ""  # dimensions of the weight: such as experts, inputs, outputs
+    for letter in of_weight:
+        if letter not in letters:
+            left += letter
+        elif letter in result:
+            both += letter
+        else:
+            summed += letter
+    middle = letters.translate(dict.fromkeys(map(ord, summed))) + "r"
     # Adapters may be stored in a wider dtype than the activations.
     a, b = weight.a.astype(x.dtype), weight.b.astype(x.dtype)
     low = _einsum(f"{letters},{both}{summed}r->{middle}", x, a)
@@ -160,16 +173,17 @@ class Projections(eqx.Module):
         """Initialises the parameters: normal, truncated at three standard deviations, with `scales`
         for queries, keys, values and outputs."""
         stream, head = (layers, config.width), (config.heads, config.head_dim)
-        shapes = [(*stream, *head)] * 3 + [(layers, *head, config.width)]
-        keys = jax.random.split(key, 4)
-        weights = zip(keys, shapes, scales, strict=True)
-        self.wq, self.wk, self.wv, self.wo = (
-            normal(k, s, fan_in=1, scale=x) for k, s, x in weights
-        )
-        zeros = (lambda shape: jnp.zeros(shape)) if biased else (lambda shape: None)
-        self.bq, self.bk, self.bv = (zeros((layers, *head)) for _ in range(3))
-        self.bk = self.bk if key_bias else None
-        self.norm, self.norm_shift, self.bo = jnp.ones(stream), zeros(stream), zeros(stream)
+        into, out = (*stream, *head), (layers, *head, config.width)
+        wq, wk, wv, wo = jax.random.split(key, 4)
+        self.wq = normal(wq, into, fan_in=1, scale=scales[0])
+        self.wk = normal(wk, into, fan_in=1, scale=scales[1])
+        self.wv = normal(wv, into, fan_in=1, scale=scales[2])
+        self.wo = normal(wo, out, fan_in=1, scale=scales[3])
+        of_heads = (layers, *head)
+        self.bq, self.bv = zeros(of_heads, when=biased), zeros(of_heads, when=biased)
+        self.bk = zeros(of_heads, when=biased and key_bias)
+        self.norm, self.norm_shift = jnp.ones(stream), zeros(stream, when=biased)
+        self.bo = zeros(stream, when=biased)
 
 
 def queries(layer: Any, x: Float[Array, "batch seq width"]) -> Float[Array, "batch seq heads k"]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import Visible, attend
-from ._basic import ACTIVATIONS, layer_norm, small_normal
+from ._basic import ACTIVATIONS, layer_norm, small_normal, zeros
 from ._by_layer import StackedLayers
 from ._dropout import dropout, split_key
 from ._einsum import Projections, feed_forward, keys_values, outputs, product, queries
@@ -42,10 +42,10 @@ class EncoderLayers(StackedLayers):
         wq, wk, wv, wo, up, down = jax.random.split(key, 6)
         stream, head = (c.layers, c.width), (c.heads, c.head_dim)
         self.attention_norm, self.attention_norm_shift = jnp.ones(stream), jnp.zeros(stream)
-        self.wq, self.wk, self.wv = (small_normal(k, (*stream, *head)) for k in (wq, wk, wv))
-        self.wo = small_normal(wo, (c.layers, *head, c.width))
-        biases = (jnp.zeros((c.layers, *head)) if qkv_bias else None for _ in range(3))
-        self.bq, self.bk, self.bv = biases
+        into, of_heads = (*stream, *head), (c.layers, *head)
+        self.wq, self.wk, self.wv = (small_normal(k, into) for k in (wq, wk, wv))
+        self.wo = small_normal(wo, (*of_heads, c.width))
+        self.bq, self.bk, self.bv = (zeros(of_heads, when=qkv_bias) for _ in range(3))
         self.bo = jnp.zeros(stream)
         self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
         self.up = small_normal(up, (*stream, c.hidden))
@@ -83,7 +83,7 @@ def pre_norm_layers(
     def layer_fn(x, cache, layer, index, key):
         attention_key, key = split_key(key, 2)
         y = layer_norm(x, layer.attention_norm, layer.attention_norm_shift, c.norm_eps)
-        q, kv = queries(layer, y), keys_values(layer, y)
+        q, kv = queries(layer, y), keys_values(layer, y)  # (batch, seq, heads, head_dim)
         x = x + attention_output(layer, q, kv, visible, c, attention_key)
         y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
         return x + dropout(feed_forward(layer, y, c.activation), c.dropout, key), cache
@@ -111,8 +111,9 @@ class CrossLayers(StackedLayers):
         attention, cross, up, down = jax.random.split(key, 4)
         stream, hidden = (layers, config.width), (layers, config.hidden)
         create = eqx.Partial(Projections, config, layers, scales=(0.02,) * 4, key_bias=key_bias)
-        self.attention = create(key=attention)
-        self.cross = create(key=cross) if decoder else None
+        self.attention, self.cross = create(key=attention), None
+        if decoder:
+            self.cross = create(key=cross)
         self.up, self.up_bias = small_normal(up, (*stream, config.hidden)), jnp.zeros(hidden)
         self.down, self.down_bias = small_normal(down, (*hidden, config.width)), jnp.zeros(stream)
         self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ._recurrent import decays_between, pad_to_chunks
+from ._recurrent import decays_between, to_chunks
 
 _EPS = 1e-6  # added to the squares of a key or a query
 
@@ -54,21 +54,21 @@ def gated_delta_rule(
     each = heads // groups
     # A power of two, and not many more than there are tokens.
     chunk = min(chunk, 1 << (length - 1).bit_length())
-    divide = lambda y, *shape: pad_to_chunks(y, chunk).reshape(batch, -1, chunk, groups, *shape)
-    tokens_last = lambda y: jnp.moveaxis(y, 2, -1)
-    q, k, v = divide(q, size), divide(k, size), divide(v, each, v.shape[3])
     # Letters below: row z, chunk c, tokens l and m, group g, head r of a group, key n, value p.
-    strengths = tokens_last(divide(strengths, each))  # zcgrl
-    decays = jnp.cumsum(tokens_last(divide(decays, each)), axis=-1)  # since the chunk's start
-    between = decays_between(decays)
+    q, k = to_chunks(q, chunk, groups, size), to_chunks(k, chunk, groups, size)  # zclgn
+    v = to_chunks(v, chunk, groups, each, v.shape[3])  # zclgrp
+    strengths = jnp.moveaxis(to_chunks(strengths, chunk, groups, each), 2, -1)  # zcgrl
+    decays = jnp.moveaxis(to_chunks(decays, chunk, groups, each), 2, -1)  # zcgrl
+    decays = jnp.cumsum(decays, axis=-1)  # since the chunk's start
+    between = decays_between(decays)  # zcgrlm
     pairs = jnp.einsum("zclgn,zcmgn->zcglm", q, k)[:, :, :, None] * between
     system = jnp.einsum("zclgn,zcmgn->zcglm", k, k)[:, :, :, None] * between
-    inverse = invert_unit_lower(system * strengths[..., None])
+    inverse = invert_unit_lower(system * strengths[..., None])  # zcgrlm
     # What a token writes depends on what the tokens before it in the chunk have written.
     written = jnp.einsum("zcgrlm,zcmgrp->zcgrlp", inverse * strengths[..., None, :], v)
-    weights = strengths * jnp.exp(decays)
+    weights = strengths * jnp.exp(decays)  # zcgrl
     read = jnp.einsum("zcgrlm,zcmgn->zcgrln", inverse * weights[..., None, :], k)
-    left = jnp.exp(decays[..., -1:] - decays)
+    left = jnp.exp(decays[..., -1:] - decays)  # until the chunk's end: zcgrl
 
     def pass_on(state, inputs):
         q, k, pairs, written, read, decays, left = inputs
@@ -80,10 +80,11 @@ def gated_delta_rule(
         return state, out
 
     shape = (batch, groups, each, size, v.shape[-1])
-    state = jnp.zeros(shape, v.dtype) if state is None else state.reshape(shape)
+    if state is None:
+        state = jnp.zeros(shape, v.dtype)
     inputs = (q, k, pairs, written, read, decays, left)
     chunks_first = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), inputs)
-    state, out = jax.lax.scan(pass_on, state, chunks_first)
+    state, out = jax.lax.scan(pass_on, state.reshape(shape), chunks_first)
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # czgrlp -> zclgrp
     out = out.reshape(batch, -1, heads, v.shape[-1])[:, :length]
     return out, state.reshape(batch, heads, size, -1)
@@ -101,7 +102,10 @@ def invert_unit_lower(x: Float[Array, "*rows n n"]) -> Float[Array, "*rows n n"]
         return jnp.ones_like(x)
     half = size // 2
     upper, lower = invert_unit_lower(jnp.stack([x[..., :half, :half], x[..., half:, half:]]))
-    multiply = lambda a, b: jnp.einsum("...ij,...jk->...ik", a, b, precision="highest")
-    corner = -multiply(multiply(lower, x[..., half:, :half]), upper)
+    corner = -_multiply(_multiply(lower, x[..., half:, :half]), upper)
     top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
     return jnp.concatenate([top, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
+
+
+def _multiply(a: Float[Array, "*rows n m"], b: Float[Array, "*rows m k"]) -> Array:
+    return jnp.einsum("...ij,...jk->...ik", a, b, precision="highest")

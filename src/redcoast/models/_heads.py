@@ -1,7 +1,8 @@
 """The heads of encoders, and `with_head`, which replaces one."""
 
 import dataclasses
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -30,7 +31,9 @@ class Linear(eqx.Module):
         self.b = jnp.zeros(outputs)
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
-        return product("bsi,io->bso" if x.ndim == 3 else "bi,io->bo", x, self.w, self.b)
+        if x.ndim == 3:
+            return product("bsi,io->bso", x, self.w, self.b)
+        return product("bi,io->bo", x, self.w, self.b)
 
 
 class MaskedHead(eqx.Module):
@@ -50,8 +53,9 @@ class MaskedHead(eqx.Module):
         w, other = jax.random.split(key)
         self.w, self.b = small_normal(w, (width, width)), jnp.zeros(width)
         self.norm, self.norm_shift = jnp.ones(width), jnp.zeros(width)
-        self.vocab_bias = jnp.zeros(vocab)
-        self.follows = Linear(width, 2, key=other) if follows else None
+        self.vocab_bias, self.follows = jnp.zeros(vocab), None
+        if follows:
+            self.follows = Linear(width, 2, key=other)
 
 
 def first_token(
@@ -60,19 +64,8 @@ def first_token(
     """Returns the hidden state of the first real token of each row."""
     if mask is None:
         return hidden[:, 0]
-    first = jnp.argmax(mask.astype(bool), axis=1)
+    first = jnp.argmax(mask.astype(bool), axis=1)  # (batch,)
     return jnp.take_along_axis(hidden, first[:, None, None], axis=1)[:, 0]
-
-
-def check_labels(config: Any) -> None:
-    """Raises if there are fewer than one label, or if `label_names` has a different length."""
-    if config.labels < 1:
-        raise ValueError(f"`labels` must be at least 1, but is {config.labels}.")
-    if config.label_names is not None and len(config.label_names) != config.labels:
-        raise ValueError(
-            f"`label_names` has {len(config.label_names)} names, but there are {config.labels} "
-            "`labels`."
-        )
 
 
 def with_head(
@@ -115,27 +108,32 @@ def with_head(
         raise ValueError(
             f"`of_tokens` needs an encoder of text, but a {type(old).__name__} has no tokens."
         )
-    names = None if isinstance(labels, int) else tuple(labels)
-    changes = {"labels": labels if names is None else len(names), "label_names": names}
-    changes |= {"head": "tokens" if of_tokens else "classification"}
+    changes: dict[str, Any] = {"labels": labels, "label_names": None, "head": "classification"}
+    if not isinstance(labels, int):
+        changes |= {"labels": len(labels), "label_names": tuple(labels)}
+    if of_tokens:
+        changes["head"] = "tokens"
     if of_tokens and hasattr(old.config, "pooler"):
         changes["pooler"] = False  # labels of tokens need none
     config = dataclasses.replace(old.config, **changes)
-    make = lambda key: type(old)(config, key=key)
+    make = eqx.Partial(type(old), config)
     # The compiler removes unused results, so no second encoder is allocated.
     parts = [name for name in ("pooler", "head") if hasattr(old, name)]
-    new = eqx.filter_jit(lambda key: {n: getattr(make(key), n) for n in parts})(key)
+    new = eqx.filter_jit(lambda key: {n: getattr(make(key=key), n) for n in parts})(key)
     new = _like(new, old)
     if new.get("pooler") is not None and old.pooler is not None:
         new["pooler"] = old.pooler
-    fields = [f.name for f in dataclasses.fields(old) if f.name != "config"]
-    values = [new[name] if name in new else getattr(old, name) for name in fields]
-    where = lambda m: [getattr(m, name) for name in fields]
-    skeleton = eqx.filter_eval_shape(make, key)
-    return eqx.tree_at(where, skeleton, values, is_leaf=lambda x: x is None)
+    return with_fields(eqx.filter_eval_shape(make, key=key), vars(old) | new)
 
 
-def _like(new: PyTree, old: PyTree) -> Any:
+def with_fields(model: Model, values: Mapping[str, PyTree]) -> Model:
+    """Returns a model with other values in all fields but `config`, which may have been None."""
+    names = vars(model).keys() - {"config"}
+    new = tuple(values[name] for name in names)
+    return eqx.tree_at(operator.attrgetter(*names), model, new, is_leaf=lambda x: x is None)
+
+
+def _like(new: PyTree, old: PyTree) -> PyTree:
     """Casts new arrays to the dtype of the old ones, and replicates them over the same mesh."""
     leaf = next(leaf for leaf in jax.tree.leaves(old) if eqx.is_inexact_array(leaf))
     new = jax.tree.map(lambda x: x.astype(leaf.dtype), new)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..core._markers import most_of_rows
@@ -16,6 +17,8 @@ from ._einsum import product
 
 # Capacity of an expert in one pass, as a multiple of an equal share of a row's tokens.
 _ROOM = 2
+# The number of tokens routed to each expert, and the sum of its probabilities.
+Use = tuple[Float[Array, " experts"], Float[Array, " experts"]]
 
 
 def mix_experts(
@@ -26,9 +29,7 @@ def mix_experts(
     *,
     chosen: int,
     weights_sum_to_one: bool = True,
-) -> tuple[
-    Float[Array, "batch seq width"], tuple[Float[Array, " experts"], Float[Array, " experts"]]
-]:
+) -> tuple[Float[Array, "batch seq width"], Use]:
     """Routes each token to the experts with the highest scores, and sums their outputs weighted by
     a softmax of the scores (Jiang et al., 2024, section 2.1).
 
@@ -48,17 +49,17 @@ def mix_experts(
     probabilities, which are the arguments of `router_loss`.
     """
     probabilities = jax.nn.softmax(scores.astype(wide(scores.dtype)))
-    weights, which = jax.lax.top_k(probabilities, chosen)
+    weights, which = jax.lax.top_k(probabilities, chosen)  # (batch, seq, chosen)
     if weights_sum_to_one:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     # Padding tokens are all equal and would overload a few experts.
     hits = jnp.where(real[..., None, None], jax.nn.one_hot(which, scores.shape[-1]), 0)
-    hits = hits.astype(weights.dtype)
+    hits = hits.astype(weights.dtype)  # (batch, seq, chosen, experts)
     # Counts and probabilities are combined for the router's loss. Counts from `hits` would tie the
     # scores to the experts' weights: where these are sharded, the router would be too, and the
     # gradients of its inputs would be reduced once more in each layer.
     routed = jax.nn.one_hot(which, scores.shape[-1], dtype=weights.dtype)
-    count = jnp.sum(jnp.where(real[..., None, None], routed, 0), axis=(0, 1, 2))
+    count = jnp.sum(jnp.where(real[..., None, None], routed, 0), axis=(0, 1, 2))  # (experts,)
     probability = jnp.sum(jnp.where(real[..., None], probabilities, 0), axis=(0, 1))
     mixed = dispatch(expert_fn, x, jnp.einsum("bsc,bsce->bes", weights, hits), chosen)
     return mixed, (count, probability)
@@ -71,6 +72,19 @@ def gated_experts(
     gate = product("betd,edh->beth", x, layer.gate)
     up = product("betd,edh->beth", x, layer.up)
     return product("beth,ehd->betd", activate_gated("silu", gate, up), layer.down)
+
+
+def no_use(experts: int | None, dtype: np.dtype) -> Use | None:
+    """Returns the use of experts before the first layer, or None without experts."""
+    if experts is None:
+        return None
+    count, probability = jnp.zeros((2, experts), dtype)
+    return count, probability
+
+
+def add_use(use: Use, more: Use) -> Use:
+    """Returns the use of experts so far, with that of another layer."""
+    return use[0] + more[0], use[1] + more[1]
 
 
 def router_loss(
@@ -101,14 +115,14 @@ def dispatch(
     # computes every expert for all tokens.
     length, experts = x.shape[1], weights.shape[1]
     room = min(length, math.ceil(_ROOM * length * chosen / experts))
-    parts = -(-length // room)
+    parts = -(-length // room)  # chunks, as many as hold all tokens
     order = _routed_first(weights, parts * room).reshape(*weights.shape[:2], parts, room)
-    most = most_of_rows(jnp.sum(weights != 0, axis=-1))
+    most = most_of_rows(jnp.sum(weights != 0, axis=-1))  # the tokens of the busiest expert of a row
 
     def run(y: Array, at: Int[Array, "batch experts room"]) -> Array:
         taken = jax.vmap(lambda x, at: jnp.take(x, at, axis=0, mode="fill", fill_value=0))(x, at)
         weight = jnp.take_along_axis(weights, at, axis=-1, mode="fill", fill_value=0)
-        out = expert_fn(taken) * weight[..., None].astype(x.dtype)
+        out = expert_fn(taken) * weight[..., None].astype(x.dtype)  # (batch, experts, room, width)
         return jax.vmap(lambda y, at, out: y.at[at].add(out, mode="drop"))(y, at, out)
 
     # Most chunks after the first are skipped, so nothing is saved for their backward pass, neither
@@ -128,6 +142,6 @@ def _routed_first(
 ) -> Int[Array, "batch experts length"]:
     """Returns the indices of all tokens for each expert, beginning with the tokens that are routed
     to it, and padded to `length` with an index that is out of bounds."""
-    order = jnp.argsort(weights == 0, axis=-1)
+    order = jnp.argsort(weights == 0, axis=-1)  # (batch, experts, seq)
     padding = length - order.shape[-1]
     return jnp.pad(order, ((0, 0), (0, 0), (0, padding)), constant_values=order.shape[-1])

@@ -10,17 +10,17 @@ from equinox import AbstractVar
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import AllReal, Real, Visible, full_view, real_tokens, wide
+from ._base_config import HeadSizes, LayersConfig, TextConfig, check_config, check_heads
 from ._basic import look_up, small_normal
-from ._check_config import HeadSizes, check_config, check_heads, check_length
+from ._check_config import check_length
 from ._dropout import split_key
 from ._encoder import EncoderLayers, pre_norm_layers
 from ._inputs import AnyArray, Mask
 from ._patches import embed_patches
-from ._scan_layers import Remat
 
 
 @dataclass(frozen=True)
-class PairImageConfig(HeadSizes):
+class PairImageConfig(LayersConfig, HeadSizes):
     """The configuration of an image encoder, whose fields `SiglipImageConfig` describes."""
 
     width: int
@@ -33,8 +33,6 @@ class PairImageConfig(HeadSizes):
     activation: str = "gelu_pytorch_tanh"
     norm_eps: int | float = 1e-6
     attention_dropout: int | float = 0.0
-    remat: Remat = "none"
-    unroll: int | None = None
 
     dropout = 0.0  # of the residual stream
 
@@ -48,7 +46,7 @@ class PairImageConfig(HeadSizes):
 
 
 @dataclass(frozen=True)
-class PairTextConfig(HeadSizes):
+class PairTextConfig(TextConfig, HeadSizes):
     """The configuration of a text encoder, whose fields `SiglipTextConfig` describes."""
 
     vocab: int
@@ -60,11 +58,6 @@ class PairTextConfig(HeadSizes):
     activation: str = "gelu_pytorch_tanh"
     norm_eps: int | float = 1e-6
     attention_dropout: int | float = 0.0
-    remat: Remat = "none"
-    unroll: int | None = None
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
 
     dropout = 0.0  # of the residual stream
 
@@ -164,7 +157,7 @@ class ImageTextPair(eqx.Module):
 
     def _scaled_cosines(self, pixels, tokens, mask, key):
         image_key, text_key = split_key(key, 2)
-        images = of_length_one(self.encode_images(pixels, key=image_key))
+        images = of_length_one(self.encode_images(pixels, key=image_key))  # (images, outputs)
         texts = of_length_one(self.encode_texts(tokens, mask=mask, key=text_key))
         return jnp.einsum("id,td->it", images, texts) * jnp.exp(self.logit_scale)[None]
 
@@ -182,7 +175,7 @@ def embed_square(
             f"The images have shape {pixels.shape[1:]}, but the model takes "
             f"{(c.channels, c.image, c.image)}: channels, height and width. Resize them."
         )
-    side = c.image // c.patch * c.patch
+    side = c.image // c.patch * c.patch  # without a part of a patch
     return embed_patches(pixels[..., :side, :side], kernel, bias)
 
 

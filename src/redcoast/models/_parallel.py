@@ -10,11 +10,11 @@ from equinox import AbstractVar
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend, wide
-from ._basic import layer_norm, look_up, output_scale
+from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
+from ._basic import layer_norm, look_up, ones, output_scale, zeros
 from ._by_layer import StackedLayers
 from ._cache import extend
-from ._check_config import HeadSizes, check_config, check_heads
-from ._decoder import Decoder, DecoderConfig, TableHead
+from ._decoder import Decoder, tied_or_own_head
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, outputs, product, queries
 from ._rotary import rotary_angles, rotary_frequencies, rotate, rotate_pairs
@@ -90,15 +90,14 @@ class ParallelLayers(StackedLayers):
         scale = output_scale(c.layers)
         stream = (c.layers, c.width)
         into = (*stream, c.heads, c.head_dim)
-        heads = (c.layers, c.heads, c.head_dim)
-        zeros = lambda shape, there: jnp.zeros(shape) if there else None
+        of_heads = (c.layers, c.heads, c.head_dim)
         self.norm, self.norm_shift = jnp.ones(stream), jnp.zeros(stream)
         self.wq, self.wk, self.wv = (_normal(k, into) for k in (wq, wk, wv))
-        self.wo = _normal(wo, (*heads, c.width), scale)
-        self.bq, self.bk, self.bv = (zeros(heads, c.attention_bias) for _ in range(3))
-        self.bo = zeros(stream, c.attention_bias)
-        self.mlp_norm = jnp.ones(stream) if c.mlp_norm else None
-        self.mlp_norm_shift = zeros(stream, c.mlp_norm)
+        self.wo = _normal(wo, (*of_heads, c.width), scale)
+        self.bq, self.bk, self.bv = (zeros(of_heads, when=c.attention_bias) for _ in range(3))
+        self.bo = zeros(stream, when=c.attention_bias)
+        self.mlp_norm = ones(stream, when=c.mlp_norm)
+        self.mlp_norm_shift = zeros(stream, when=c.mlp_norm)
         self.up = _normal(up, (c.layers, c.width, c.hidden))
         self.up_bias = jnp.zeros((c.layers, c.hidden))
         self.down = _normal(down, (c.layers, c.hidden, c.width), scale)
@@ -109,7 +108,7 @@ def _normal(key, shape, scale=1.0):
     return jax.random.normal(key, shape) * (0.02 * scale)
 
 
-class ParallelDecoder(TableHead, Decoder):
+class ParallelDecoder(Decoder):
     """A decoder with the options of its configuration."""
 
     embed: Float[Array, "vocab width"]
@@ -121,18 +120,25 @@ class ParallelDecoder(TableHead, Decoder):
     config: AbstractVar[Any]
 
     def __init__(self, config: ParallelConfig, *, key: PRNGKeyArray):
+        """Initialises the parameters: normal with standard deviation 0.02. The output projections
+        of the layers are divided by sqrt(2 * layers)."""
         embed, layers, head = jax.random.split(key, 3)
         self.embed = _normal(embed, (config.vocab, config.width))
         self.layers = ParallelLayers(config, key=layers)
         self.norm, self.norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
-        self.head = None if config.tied else _normal(head, (config.width, config.vocab))
-        self.head_bias = jnp.zeros(config.vocab) if config.head_bias else None
+        self.head, self.head_bias = None, zeros((config.vocab,), when=config.head_bias)
+        if not config.tied:
+            self.head = _normal(head, (config.width, config.vocab))
         self.config = config
+
+    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+        """Returns the logits of hidden states."""
+        return tied_or_own_head(hidden, self.embed, self.head, self.head_bias)
 
     def _run(self, tokens, mask, positions, see, cache, key):
         c, visible = self.config, see()
         embed_key, key = split_key(key, 2)
-        x = dropout(look_up(self.embed, tokens), c.embed_dropout, embed_key)
+        x = dropout(look_up(self.embed, tokens), c.embed_dropout, embed_key)  # (batch, seq, width)
         frequencies = rotary_frequencies(c.rotary_dim, c.rope_base)
         angles = rotary_angles(positions, frequencies, wide(x.dtype))
         turn = rotate_pairs if c.rope_pairs else rotate
@@ -141,14 +147,17 @@ class ParallelDecoder(TableHead, Decoder):
             attention_key, mlp_key = split_key(key, 2)
             weights_key, out_key = split_key(attention_key, 2)
             y = layer_norm(x, layer.norm, layer.norm_shift, c.norm_eps)
-            q = turn(queries(layer, y), angles)
+            q = turn(queries(layer, y), angles)  # (batch, seq, heads, head_dim)
             k = turn(product("bsd,dhk->bshk", y, layer.wk, layer.bk), angles)
-            cache, k, v = extend(cache, index, k, product("bsd,dhk->bshk", y, layer.wv, layer.bv))
+            v = product("bsd,dhk->bshk", y, layer.wv, layer.bv)
+            cache, k, v = extend(cache, index, k, v)
             z = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=weights_key)
             z = dropout(outputs(layer, z), c.residual_dropout, out_key)
-            if c.mlp_norm:
-                stream = x if c.parallel else x + z
-                y = layer_norm(stream, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
+            # Without a norm of its own, the network reads the input of attention.
+            if c.mlp_norm and c.parallel:
+                y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
+            elif c.mlp_norm:
+                y = layer_norm(x + z, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
             y = dropout(feed_forward(layer, y, c.activation), c.residual_dropout, mlp_key)
             return x + z + y, cache
 

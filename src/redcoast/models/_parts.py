@@ -7,8 +7,8 @@ are partial sums until the end. If the keys and values of all heads are large, t
 some heads at a time.
 """
 
+import functools as ft
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from ._relative import RelativeBias
 from ._view import View
 
 Attention = Callable[..., Array]
+Bias = RelativeBias | Float[Array, "#batch heads queries keys"] | None
 # The maximum size in bytes of keys and values that are gathered for all heads at once.
 MOST_GATHERED, MOST_OF_GROUP = 2**31, 2**30
 
@@ -32,7 +33,7 @@ def in_parts(
     k: Float[Array, "batch keys kv_heads head_dim"],
     v: Float[Array, "batch keys kv_heads value_dim"],
     view: View,
-    bias: RelativeBias | Float[Array, "#batch heads queries keys"] | None,
+    bias: Bias,
     *,
     alike: bool,
 ) -> Float[Array, "batch queries heads value_dim"]:
@@ -44,9 +45,10 @@ def in_parts(
     parts = sequence_parts()
     if parts == 1 or q.shape[1] % parts:
         return attention(q, k, v, view, bias)
+    run = ft.partial(_in_parts, attention, view=view, bias=bias)
     if alike and (groups := _groups(k)) > 1:
-        return _by_heads(lambda q, k, v: _in_parts(attention, q, k, v, view, bias), q, k, v, groups)
-    return _in_parts(attention, q, k, v, view, bias)
+        return _by_heads(run, q, k, v, groups)
+    return run(q, k, v)
 
 
 def _groups(k: Array) -> int:
@@ -54,7 +56,8 @@ def _groups(k: Array) -> int:
     heads, bytes_ = k.shape[2], 2 * k.size * k.dtype.itemsize
     # Devices that share the heads have as many of each group.
     share = sizes_of_axes().get("model", 1)
-    share = share if heads % share == 0 else 1
+    if heads % share:
+        share = 1
     if bytes_ <= share * MOST_GATHERED:
         return 1
     counts = [n for n in range(1, heads // share + 1) if heads % (n * share) == 0]
@@ -66,51 +69,57 @@ def _by_heads(
 ) -> Array:
     """Computes attention for groups of heads, one by one."""
     # Devices that share the heads have a part of each group.
-    shape = (k.shape[2] // groups, groups)
-    grouped = lambda x, *own: jnp.moveaxis(x.reshape(*x.shape[:2], *shape, *own, x.shape[3]), 3, 0)
-    each = q.shape[2] // k.shape[2]
+    heads, each = k.shape[2] // groups, q.shape[2] // k.shape[2]
+    q = q.reshape(*q.shape[:2], heads, groups, each, q.shape[3])
+    k = k.reshape(*k.shape[:2], heads, groups, k.shape[3])
+    v = v.reshape(*v.shape[:2], heads, groups, v.shape[3])
 
-    def run(given: tuple[Array, Array, Array]) -> Array:
-        q, k, v = given
-        merged = q.reshape(*q.shape[:2], -1, q.shape[4])
-        return attention(merged, k, v).reshape(*q.shape[:4], v.shape[3])
+    def run(of_group: tuple[Array, Array, Array]) -> Array:
+        q, k, v = of_group  # (batch, queries, heads, each, head_dim), and without `each`
+        out = attention(q.reshape(*q.shape[:2], -1, q.shape[4]), k, v)
+        return out.reshape(*q.shape[:4], v.shape[3])
 
     # The backward pass gathers again instead of keeping the gathered arrays of each group.
     policy = jax.checkpoint_policies.save_only_these_names(KEPT)
     run = jax.checkpoint(run, policy=policy, prevent_cse=False)
-    out = jax.lax.map(run, (grouped(q, each), grouped(k), grouped(v)))
-    return jnp.moveaxis(out, 0, 3).reshape(*q.shape[:3], v.shape[3])
+    out = jax.lax.map(run, tuple(jnp.moveaxis(x, 3, 0) for x in (q, k, v)))
+    return jnp.moveaxis(out, 0, 3).reshape(*q.shape[:2], -1, v.shape[4])
 
 
 def _in_parts(
-    attention: Attention, q: Array, k: Array, v: Array, view: View, bias: Any
+    attention: Attention, q: Array, k: Array, v: Array, view: View, bias: Bias
 ) -> Float[Array, "batch queries heads value_dim"]:
     parts = sequence_parts()
-    split = lambda x, axis=1: _split(x, parts, axis)
-    whole = lambda x: None if x is None else gather_sequence(x)
     k, v = (jnp.broadcast_to(gather_sequence(x)[None], (parts, *x.shape)) for x in (k, v))
-    real = whole(view.real)
-    slots = split(jnp.arange(q.shape[1]) if view.slots is None else view.slots, 0)
-    of_queries, of_keys = view.segments or (None, None)
-    of_keys = whole(of_keys)
-    rows = None if of_queries is None else split(of_queries)
+    real, slots, queries, keys = view.real, view.slots, None, None
+    if real is not None:
+        real = gather_sequence(real)
+    if slots is None:
+        slots = jnp.arange(q.shape[1])
+    slots = _split(slots, parts, 0)  # (parts, part)
+    if view.segments is not None:
+        of_queries, of_keys = map(jnp.asarray, view.segments)
+        keys = gather_sequence(of_keys)
+        queries = _split(of_queries, parts)  # (parts, batch, part)
+    biases, of_distances = None, None
     if isinstance(bias, RelativeBias):
-        keys, rows_of_bias = gather_sequence(bias.keys), split(bias.queries)
-        make_bias = lambda queries: RelativeBias(bias.by_distance, queries, keys)
-    else:
-        rows_of_bias = None if bias is None else split(bias, 2)
-        make_bias = lambda part: part
+        of_distances = bias.by_distance, gather_sequence(bias.keys)
+        biases = _split(bias.queries, parts)
+    elif bias is not None:
+        biases = _split(bias, parts, 2)  # (parts, batch, heads, part, keys)
 
-    def one(q: Array, k: Array, v: Array, slots: Array, rows: Any, part: Any) -> Array:
-        segments = None if of_keys is None else (rows, of_keys)
-        own = View(real, slots, segments, view.causal, view.window)
-        return attention(q, k, v, own, None if part is None else make_bias(part))
+    def attend_part(q, k, v, slots, queries, bias):
+        segments = (queries, keys) if keys is not None else None
+        if of_distances is not None:
+            by_distance, positions = of_distances
+            bias = RelativeBias(by_distance, bias, positions)
+        return attention(q, k, v, View(real, slots, segments, view.causal, view.window), bias)
 
-    out = jax.vmap(one)(split(q), k, v, slots, rows, rows_of_bias)
+    out = jax.vmap(attend_part)(_split(q, parts), k, v, slots, queries, biases)
     return jnp.moveaxis(out, 0, 1).reshape(*q.shape[:3], v.shape[-1])
 
 
-def _split(x: Array, parts: int, axis: int) -> Array:
+def _split(x: Array, parts: int, axis: int = 1) -> Array:
     """Divides an axis into parts, which become the first dimension."""
     shape = (*x.shape[:axis], parts, x.shape[axis] // parts, *x.shape[axis + 1 :])
     return jnp.moveaxis(x.reshape(shape), axis, 0)

@@ -1,26 +1,30 @@
 """The embedding of patches, and their positions in images of any size; and the layers of DINOv2
 and DINOv3, and maps of their patches."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from equinox import AbstractVar
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ._attention import AllReal, attend, full_view, wide
-from ._basic import activate_gated, layer_norm, small_normal
+from ._basic import activate_gated, layer_norm, small_normal, zeros
 from ._by_layer import StackedLayers
 from ._dropout import dropout, split_key
-from ._einsum import feed_forward, keys_values, outputs, product, queries
+from ._einsum import LowRank, feed_forward, keys_values, outputs, product, queries
+from ._inputs import AnyArray
 from ._rotary import rotate
 from ._scan_layers import scan_layers
 
 
 def embed_patches(
     pixels: Float[Array, "batch channels height width"],
-    kernel: Any,
+    kernel: Array | LowRank,
     bias: Float[Array, " features"] | None,
 ) -> Float[Array, "batch patches features"]:
     """Returns the embeddings of all patches, row by row. `kernel` has the shape
@@ -29,21 +33,8 @@ def embed_patches(
     rows, columns = pixels.shape[2] // height, pixels.shape[3] // width
     # A product over patches, not a convolution, so that every dimension can be sharded.
     x = pixels.astype(kernel.dtype).reshape(-1, channels, rows, height, columns, width)
-    x = product("bcrpsq,cpqd->brsd", x, kernel, bias)
+    x = product("bcrpsq,cpqd->brsd", x, kernel, bias)  # (batch, rows, columns, features)
     return x.reshape(-1, rows * columns, size)
-
-
-def embed_any_size(
-    self: Any, pixels: Float[Array, "batch channels height width"]
-) -> Float[Array, "batch patches features"]:
-    """Returns the embeddings of the patches of images of any size."""
-    c = self.config
-    if pixels.shape[1] != c.channels or any(size % c.patch for size in pixels.shape[2:]):
-        raise ValueError(
-            f"The images have shape {pixels.shape[1:]}, but the model takes {c.channels} "
-            f"channels, and a height and a width that are multiples of {c.patch}. Resize them."
-        )
-    return embed_patches(pixels, self.patch_embed, self.patch_bias)
 
 
 class ScaledLayers(StackedLayers):
@@ -76,88 +67,132 @@ class ScaledLayers(StackedLayers):
         c, (*qkv, of_output, of_mlp) = config, biases
         wq, wk, wv, wo, gate, up, down = jax.random.split(key, 7)
         stream, heads = (c.layers, c.width), (c.heads, c.head_dim)
-        into, features = (*stream, c.hidden), (c.layers, c.hidden)
-        zeros = lambda shape, wanted: jnp.zeros(shape) if wanted else None
+        into, inside = (*stream, c.hidden), (c.layers, c.hidden)
         self.attention_norm, self.attention_norm_shift = jnp.ones(stream), jnp.zeros(stream)
         self.wq, self.wk, self.wv = (small_normal(k, (*stream, *heads)) for k in (wq, wk, wv))
         self.wo = small_normal(wo, (c.layers, *heads, c.width))
-        self.bq, self.bk, self.bv = (zeros((c.layers, *heads), wanted) for wanted in qkv)
-        self.bo = zeros(stream, of_output)
-        self.attention_scale, self.mlp_scale = (jnp.full(stream, c.layer_scale, float),) * 2
+        self.bq, self.bk, self.bv = (zeros((c.layers, *heads), when=biased) for biased in qkv)
+        self.bo = zeros(stream, when=of_output)
+        self.attention_scale = jnp.full(stream, c.layer_scale, float)
+        self.mlp_scale = jnp.full(stream, c.layer_scale, float)
         self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
-        self.gate = small_normal(gate, into) if c.gated else None
-        self.gate_bias = zeros(features, c.gated and of_mlp)
-        self.up, self.up_bias = small_normal(up, into), zeros(features, of_mlp)
-        self.down = small_normal(down, (c.layers, c.hidden, c.width))
-        self.down_bias = zeros(stream, of_mlp)
+        self.gate, self.gate_bias = None, zeros(inside, when=c.gated and of_mlp)
+        if c.gated:
+            self.gate = small_normal(gate, into)
+        self.up, self.up_bias = small_normal(up, into), zeros(inside, when=of_mlp)
+        self.down = small_normal(down, (*inside, c.width))
+        self.down_bias = zeros(stream, when=of_mlp)
 
 
-def features(
-    self,
-    pixels: Float[Array, "batch channels height width"],
-    layers: Sequence[int],
-    *,
-    normalise: bool = True,
-    key: PRNGKeyArray | None = None,
-) -> tuple[Float[Array, "batch rows columns features"], ...]:
-    """Returns maps of the patches' hidden states after some layers, for tasks such as
-    segmentation.
+Maps = tuple[Float[Array, "batch tokens width"], ...]
 
-    **Arguments:**
 
-    - `pixels`, `key`: as in `__call__`.
-    - `layers`: the number of layers after which each map is taken; 0 means the embeddings.
-      `transformers` names these `stem`, `stage1` and so on.
-    - `normalise`: whether the final norm is applied to each map.
+class PatchEncoder(eqx.Module):
+    """The encoder of DINOv2 and DINOv3, for images of any size. Its tokens are the class token, the
+    registers and the patches.
 
-    **Raises:**
-
-    `ValueError` if there are no such layers.
+    A family embeds images in `_run`.
     """
-    c = self.config
-    if odd := [n for n in layers if not 0 <= n <= c.layers]:
-        raise ValueError(
-            f"`layers` has {odd[0]}, but the model has {c.layers} layers. Pass numbers from 0 "
-            f"to {c.layers}."
+
+    patch_embed: AbstractVar[Float[Array, "channels rows columns width"]]
+    patch_bias: AbstractVar[Float[Array, " width"]]
+    layers: AbstractVar[ScaledLayers]
+    norm: AbstractVar[Float[Array, " width"]]
+    norm_shift: AbstractVar[Float[Array, " width"]]
+    config: AbstractVar[Any]
+
+    @abstractmethod
+    def _run(
+        self,
+        pixels: Float[Array, "batch channels height width"],
+        masked: Bool[AnyArray, "batch patches"] | None,
+        after: tuple[int, ...],
+        key: PRNGKeyArray | None,
+    ) -> tuple[Float[Array, "batch tokens features"], Maps]:
+        """Returns the hidden states after all layers, and after each number of layers in
+        `after`."""
+
+    def features(
+        self,
+        pixels: Float[Array, "batch channels height width"],
+        layers: Sequence[int],
+        *,
+        normalise: bool = True,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "batch rows columns features"], ...]:
+        """Returns maps of the patches' hidden states after some layers, for tasks such as
+        segmentation.
+
+        **Arguments:**
+
+        - `pixels`, `key`: as in `__call__`.
+        - `layers`: the number of layers after which each map is taken; 0 means the embeddings.
+          `transformers` names these `stem`, `stage1` and so on.
+        - `normalise`: whether the final norm is applied to each map.
+
+        **Raises:**
+
+        `ValueError` if there are no such layers.
+        """
+        c = self.config
+        for number in layers:
+            if not 0 <= number <= c.layers:
+                raise ValueError(
+                    f"`layers` has {number}, but the model has {c.layers} layers. Pass numbers "
+                    f"from 0 to {c.layers}."
+                )
+        _, maps = self._run(pixels, None, tuple(layers), key)
+        if normalise:
+            maps = map(self._norm, maps)
+        grid = [size // c.patch for size in pixels.shape[2:]]
+        return tuple(x[:, 1 + c.registers :].reshape(-1, *grid, c.width) for x in maps)
+
+    def _embed(
+        self, pixels: Float[Array, "batch channels height width"]
+    ) -> Float[Array, "batch patches features"]:
+        c = self.config
+        if pixels.shape[1] != c.channels or any(size % c.patch for size in pixels.shape[2:]):
+            raise ValueError(
+                f"The images have shape {pixels.shape[1:]}, but the model takes {c.channels} "
+                f"channels, and a height and a width that are multiples of {c.patch}. Resize them."
+            )
+        return embed_patches(pixels, self.patch_embed, self.patch_bias)
+
+    def _apply_layers(
+        self,
+        x: Float[Array, "batch tokens width"],
+        after: Sequence[int],
+        key: PRNGKeyArray | None,
+        *,
+        gate: str,
+        angles: tuple[Array, Array] | None = None,
+    ) -> tuple[Float[Array, "batch tokens width"], Maps]:
+        """Returns what `_run` does. `gate` is the activation function of gated layers. With
+        `angles`, queries and keys are rotated."""
+        c = self.config
+        visible = full_view(AllReal(x.shape[1]))
+
+        def layer_fn(x, maps, layer, index, key):
+            keys = split_key(key, 3)
+            y = layer_norm(x, layer.attention_norm, layer.attention_norm_shift, c.norm_eps)
+            q = queries(layer, y)  # (batch, tokens, heads, head_dim)
+            k, v = keys_values(layer, y)
+            if angles is not None:
+                q, k = rotate(q, angles), rotate(k, angles)
+            y = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=keys[0])
+            x = _add_scaled(x, outputs(layer, y), layer.attention_scale, c, keys[1])
+            y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
+            x = _add_scaled(x, _mlp(layer, y, gate, c), layer.mlp_scale, c, keys[2])
+            numbered = zip(after, maps, strict=True)
+            return x, tuple(jnp.where(index + 1 == n, x, before) for n, before in numbered)
+
+        maps = (x,) * len(after)
+        return scan_layers(
+            layer_fn, x, self.layers, cache=maps, key=key, remat=c.remat, unroll=c.unroll
         )
-    _, maps = self._run(pixels, None, tuple(layers), key)
-    grid = [size // c.patch for size in pixels.shape[2:]]
-    ready = (self._norm(x) if normalise else x for x in maps)
-    return tuple(x[:, 1 + c.registers :].reshape(-1, *grid, c.width) for x in ready)
 
-
-def scaled_layers(
-    self: Any,
-    x: Float[Array, "batch tokens width"],
-    wanted: Sequence[int],
-    key: PRNGKeyArray | None,
-    *,
-    gate: str,
-    angles: tuple[Array, Array] | None = None,
-) -> tuple[Float[Array, "batch tokens width"], tuple[Float[Array, "batch tokens width"], ...]]:
-    """Applies the layers of DINOv2 or DINOv3. Returns the hidden states after all of them, and
-    after each number of layers in `wanted`.
-
-    `gate` is the activation function of gated layers. With `angles`, queries and keys are rotated.
-    """
-    c = self.config
-    visible = full_view(AllReal(x.shape[1]))
-
-    def layer_fn(x, maps, layer, index, key):
-        keys = split_key(key, 3)
-        y = layer_norm(x, layer.attention_norm, layer.attention_norm_shift, c.norm_eps)
-        q, (k, v) = queries(layer, y), keys_values(layer, y)
-        if angles is not None:
-            q, k = rotate(q, angles), rotate(k, angles)
-        y = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=keys[0])
-        x = _add_scaled(x, outputs(layer, y), layer.attention_scale, c, keys[1])
-        y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
-        x = _add_scaled(x, _mlp(layer, y, gate, c), layer.mlp_scale, c, keys[2])
-        found = zip(wanted, maps, strict=True)
-        return x, tuple(jnp.where(index + 1 == n, x, before) for n, before in found)
-
-    options: Any = {"key": key, "remat": c.remat, "unroll": c.unroll}
-    return scan_layers(layer_fn, x, self.layers, cache=(x,) * len(wanted), **options)
+    def _norm(self, x: Float[Array, "batch tokens width"]) -> Float[Array, "batch tokens width"]:
+        return layer_norm(x, self.norm, self.norm_shift, self.config.norm_eps)
 
 
 def _add_scaled(x, y, scale, config, key):
@@ -165,8 +200,9 @@ def _add_scaled(x, y, scale, config, key):
     y = y * scale[None, None]
     if key is None or config.path_dropout == 0:
         return x + y
-    kept = dropout(jnp.ones((x.shape[0], 1, 1), x.dtype), config.path_dropout, key)
-    return x + y * kept
+    # Stochastic depth (Huang et al., 2016): dropout of a whole image's output.
+    factors = dropout(jnp.ones((x.shape[0], 1, 1), x.dtype), config.path_dropout, key)
+    return x + y * factors
 
 
 def _mlp(layer, x, gate_activation, config):
@@ -176,12 +212,6 @@ def _mlp(layer, x, gate_activation, config):
     up = product("bsd,dh->bsh", x, layer.up, layer.up_bias)
     y = activate_gated(gate_activation, gate, up)
     return product("bsh,hd->bsd", y, layer.down, layer.down_bias)
-
-
-def final_norm(
-    self: Any, x: Float[Array, "batch tokens width"]
-) -> Float[Array, "batch tokens width"]:
-    return layer_norm(x, self.norm, self.norm_shift, self.config.norm_eps)
 
 
 def resample(
@@ -200,10 +230,11 @@ def resample(
     if grid == (side, side):
         return table
     dtype = wide(table.dtype)
-    rows, columns = (jnp.asarray(cubic_weights(side, n, filtered), dtype) for n in grid)
-    square = table.astype(dtype).reshape(side, side, -1)
-    found = jnp.einsum("ri,sj,ijd->rsd", rows, columns, square)
-    return found.reshape(grid[0] * grid[1], -1).astype(table.dtype)
+    rows = jnp.asarray(cubic_weights(side, grid[0], filtered), dtype)  # (new rows, old rows)
+    columns = jnp.asarray(cubic_weights(side, grid[1], filtered), dtype)
+    square = table.astype(dtype).reshape(side, side, -1)  # (old rows, old columns, width)
+    resampled = jnp.einsum("ri,sj,ijd->rsd", rows, columns, square)
+    return resampled.reshape(grid[0] * grid[1], -1).astype(table.dtype)
 
 
 def cubic_weights(old: int, new: int, filtered: bool) -> Float[np.ndarray, "new old"]:
@@ -215,7 +246,7 @@ def cubic_weights(old: int, new: int, filtered: bool) -> Float[np.ndarray, "new 
         weights = _kernel((np.arange(old)[None] - centres[:, None]) / max(ratio, 1), -0.5)
         return weights / weights.sum(axis=1, keepdims=True)
     weights = np.zeros((new, old))
-    taps = np.floor(centres).astype(int)[:, None] + np.arange(-1, 3)[None]
+    taps = np.floor(centres).astype(int)[:, None] + np.arange(-1, 3)[None]  # (new, 4)
     # Beyond the border, the outermost position repeats.
     at = np.clip(taps, 0, old - 1)
     np.add.at(weights, (np.arange(new)[:, None], at), _kernel(taps - centres[:, None], -0.75))

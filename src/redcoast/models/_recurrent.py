@@ -19,15 +19,22 @@ def convolve(
     taps, length = kernel.shape[0], x.shape[1]
     if past is None:
         past = jnp.zeros((x.shape[0], taps - 1, x.shape[2]), x.dtype)
-    x = jnp.concatenate([past, x], axis=1)
+    x = jnp.concatenate([past, x], axis=1)  # (batch, past + seq, channels)
     y = sum(x[:, tap : tap + length] * kernel[tap][None, None] for tap in range(taps))
-    return jax.nn.silu(y if bias is None else y + bias[None, None]), x[:, length:]
+    if bias is not None:
+        y = y + bias[None, None]
+    return jax.nn.silu(y), x[:, length:]
 
 
-def pad_to_chunks(x: Float[Array, "batch seq ..."], chunk: int) -> Float[Array, "batch more ..."]:
-    """Appends zeros up to a multiple of `chunk` tokens."""
+def to_chunks(
+    x: Float[Array, "batch seq ..."], chunk: int, *shape: int
+) -> Float[Array, "batch chunks chunk ..."]:
+    """Divides rows into chunks of `chunk` tokens, of which each has features of `shape`. Zeros are
+    appended up to a multiple of `chunk` tokens."""
     missing = -x.shape[1] % chunk
-    return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2))) if missing else x
+    if missing:
+        x = jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
+    return x.reshape(x.shape[0], -1, chunk, *shape)
 
 
 def decays_between(decays: Float[Array, "*rows seq"]) -> Float[Array, "*rows seq seq"]:
@@ -47,5 +54,8 @@ def states_of_layer(states: PyTree, index: LayerIndex) -> PyTree:
 
 def with_layer(states: PyTree, of_layer: PyTree, index: LayerIndex) -> PyTree:
     """Writes the states of one layer, which have a leading dimension of 1."""
-    put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), index, 0)
+
+    def put(x: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), index, 0)
+
     return jax.tree.map(put, states, of_layer)

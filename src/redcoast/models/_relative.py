@@ -26,14 +26,17 @@ def distance_buckets(count: int, far: int, *, causal: bool) -> Int[np.ndarray, "
     geometrically. If keys after the query are visible, half of all buckets are for them.
     """
     apart = np.arange(-far, far + 1)
-    count = count if causal else count // 2
-    size = np.maximum(-apart, 0) if causal else np.abs(apart)
-    exact = count // 2
+    size = np.maximum(-apart, 0)
+    if not causal:
+        count, size = count // 2, np.abs(apart)
+    exact = count // 2  # buckets of one distance each
     growth = np.log(np.maximum(size, exact) / exact) / np.log(far / exact)
     # At the start of a range the result must not depend on the rounding of the logarithm.
     ranged = exact + np.floor(growth * (count - exact) + 1e-6).astype(int)
     bucket = np.where(size < exact, size, np.minimum(ranged, count - 1))
-    return bucket if causal else bucket + count * (apart > 0)
+    if not causal:
+        bucket = bucket + count * (apart > 0)
+    return bucket
 
 
 class RelativeBias(eqx.Module):
@@ -59,7 +62,7 @@ class RelativeBias(eqx.Module):
 
 def _between(by_distance: Array, queries: Array, keys: Array) -> Array:
     far = by_distance.shape[0] // 2
-    apart = jnp.clip(keys[:, None] - queries[:, :, None], -far, far)
+    apart = jnp.clip(keys[:, None] - queries[:, :, None], -far, far)  # (batch, queries, keys)
     return jnp.moveaxis(jnp.take(by_distance, apart + far, axis=0), -1, 1)
 
 
@@ -83,7 +86,7 @@ def relative_bias(
     - `causal`: whether queries only see earlier keys, so that all buckets are for them.
     """
     buckets = jnp.asarray(distance_buckets(table.shape[0], far, causal=causal))
-    by_distance = jnp.take(table, buckets, axis=0)
+    by_distance = jnp.take(table, buckets, axis=0)  # (distances, heads)
     if has_many_pairs(queries.shape[1], keys.shape[1]):
         return RelativeBias(by_distance, queries, keys)
     return _between(by_distance, queries, keys)

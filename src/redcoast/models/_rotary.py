@@ -62,6 +62,15 @@ class LongRope:
     def __post_init__(self):
         check_fields(self)
 
+    def check_pairs(self, pairs: int) -> None:
+        """Raises if there is not one factor for each pair of rotated features."""
+        for name, factors in (("short", self.short), ("long", self.long)):
+            if len(factors) != pairs:
+                raise ValueError(
+                    f"`rope_scaling` has {len(factors)} factors in `{name}`, but there are {pairs} "
+                    "pairs of rotated features. It must have one for each."
+                )
+
 
 def long_angles(
     positions: Integer[AnyArray, "#batch seq"],
@@ -74,15 +83,15 @@ def long_angles(
     are the final lengths of rows; by default, their current lengths."""
     if scaling is None:
         return rotary_angles(positions, frequencies, dtype)
-    short, long = (
-        rotary_angles(positions, frequencies / np.asarray(factors, float), dtype)
-        for factors in (scaling.short, scaling.long)
-    )
-    many = jnp.max(positions, axis=1) >= scaling.original
+    short = rotary_angles(positions, frequencies / np.asarray(scaling.short, float), dtype)
+    long = rotary_angles(positions, frequencies / np.asarray(scaling.long, float), dtype)
+    is_long = jnp.max(positions, axis=1) >= scaling.original  # (batch,)
     if lengths is not None:
-        many = many | (lengths > scaling.original)
-    choose = lambda far, near: jnp.where(many[:, None, None, None], far, near) * scaling.factor
-    return choose(long[0], short[0]), choose(long[1], short[1])
+        is_long = is_long | (lengths > scaling.original)
+    is_long = is_long[:, None, None, None]
+    cos = jnp.where(is_long, long[0], short[0]) * scaling.factor
+    sin = jnp.where(is_long, long[1], short[1]) * scaling.factor
+    return cos, sin
 
 
 @dataclass(frozen=True)
@@ -120,18 +129,20 @@ class Yarn:
 def yarn_frequencies(head_dim: int, base: int | float, scaling: Yarn) -> Float[np.ndarray, " half"]:
     """Returns `rotary_frequencies`, scaled."""
     frequencies = rotary_frequencies(head_dim, base)
-    # The pair that rotates this many times in the original context.
-    pair = lambda turns: (
-        head_dim * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(base))
-    )
-    first, last = pair(scaling.fast), pair(scaling.slow)
+    first = _pair_with_turns(scaling.fast, head_dim, base, scaling.original)
+    last = _pair_with_turns(scaling.slow, head_dim, base, scaling.original)
     if scaling.rounded:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     # A step instead of a ramp if both are the same.
     ramp = (np.arange(head_dim // 2) - first) / (last - first or 0.001)
-    scaled = np.clip(ramp, 0, 1)
+    scaled = np.clip(ramp, 0, 1)  # 0 where a wavelength is kept, 1 where it is scaled
     return frequencies * (1 - scaled + scaled / scaling.factor)
+
+
+def _pair_with_turns(turns: float, head_dim: int, base: int | float, original: int) -> float:
+    """The pair of features that rotates this many times in the original context."""
+    return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 
 def yarn_angles(
@@ -163,10 +174,10 @@ def scaled_angles(
     # The base grows with the length of a row: a factor for each pair of features.
     lengths = jnp.max(jnp.asarray(positions), axis=1) + 1
     beyond = jnp.maximum(lengths / scaling.original, 1).astype(dtype) * scaling.factor
-    growth = beyond - (scaling.factor - 1)
+    growth = beyond - (scaling.factor - 1)  # (batch,)
     powers = jnp.asarray(np.arange(0, head_dim, 2) / max(head_dim - 2, 1), dtype)
     frequencies = jnp.asarray(rotary_frequencies(head_dim, base), dtype)[None]
-    frequencies = frequencies * growth[:, None] ** -powers[None]
+    frequencies = frequencies * growth[:, None] ** -powers[None]  # (batch, half)
     angles = positions[:, :, None, None].astype(dtype) * frequencies[:, None, None]
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -186,8 +197,8 @@ def rotary_frequencies(
         )
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    turns = scaling.original * frequencies / (2 * math.pi)
-    kept = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    turns = scaling.original * frequencies / (2 * math.pi)  # rotations in the original context
+    kept = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)  # 1 where not scaled
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
@@ -195,7 +206,7 @@ def rotary_angles(
     positions: Integer[AnyArray, "#batch seq"], frequencies: Float[np.ndarray, " half"], dtype: Any
 ) -> tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]:
     """Returns the cosines and sines of the angles at each position."""
-    angles = positions[:, :, None, None].astype(dtype)
+    angles = positions[:, :, None, None].astype(dtype)  # (batch, seq, heads, half)
     angles = angles * jnp.asarray(frequencies, dtype)[None, None, None]
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -210,7 +221,7 @@ def rotate(
     turned, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     a, b = jnp.split(turned.astype(cos.dtype), 2, axis=-1)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+    return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], axis=-1)
 
 
 def rotate_pairs(
@@ -221,7 +232,8 @@ def rotate_pairs(
     the angles are unchanged."""
     cos, sin = angles
     turned, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
-    a, b = (turned[..., i::2].astype(cos.dtype) for i in (0, 1))
+    a = turned[..., 0::2].astype(cos.dtype)  # (batch, seq, heads, half)
+    b = turned[..., 1::2].astype(cos.dtype)
     turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
     turned = turned.reshape(*x.shape[:-1], -1).astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=-1)

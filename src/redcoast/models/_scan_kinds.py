@@ -4,15 +4,13 @@ import functools as ft
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from ..core._target import target
-from ._scan_layers import MOST_UNROLLED, Remat, is_by_layer, scan_layers, with_remat
+from ._scan_layers import Remat, default_unroll, is_by_layer, layer_arrays, scan_layers, with_remat
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,9 @@ class RepeatedLayers:
     def fold(self, array: Array, first: int, each: int) -> Array:
         """Returns the layers from `first` on, `each` in a period: `"repeats each ..."`."""
         count = self.repeats * each
-        part = array if count == array.shape[0] else array[first : first + count]
-        return part.reshape(self.repeats, each, *array.shape[1:])
+        if count < array.shape[0]:  # a slice of all would be a copy
+            array = array[first : first + count]
+        return array.reshape(self.repeats, each, *array.shape[1:])
 
 
 def repeated_layers(kinds: Sequence[str]) -> list[RepeatedLayers]:
@@ -59,7 +58,7 @@ def _count_repeats(kinds: Sequence[str], size: int) -> int:
 
 
 def scan_kinds(
-    layer_fn: Callable[..., tuple[Array, Any]],
+    layer_fn: Callable[..., tuple[Array, PyTree]],
     x: Float[Array, "..."],
     stacks: Mapping[str, PyTree],
     kinds: Sequence[str],
@@ -90,18 +89,15 @@ def scan_kinds(
 
     The residual stream and the cache after the last layer.
     """
-    keys = None if key is None else jax.random.split(key, len(kinds))
+    keys = jax.random.split(key, len(kinds)) if key is not None else None
     if any(map(is_by_layer, jax.tree.leaves(dict(stacks), is_leaf=is_by_layer))):
         return _run_each(layer_fn, x, stacks, kinds, (inputs, keys), cache)
-    if unroll is None:
-        few = len(kinds) <= MOST_UNROLLED and target().platform == "cpu"
-        unroll = len(kinds) if few else 1
+    unroll = unroll or default_unroll(len(kinds))
     for part in repeated_layers(kinds):
-        counts, before = Counter(part.pattern), Counter(part.before)
-        slices = {
-            kind: jax.tree.map(ft.partial(part.fold, first=before[kind], each=each), stacks[kind])
-            for kind, each in counts.items()
-        }
+        before, slices = Counter(part.before), {}
+        for kind, each in Counter(part.pattern).items():
+            fold = ft.partial(part.fold, first=before[kind], each=each)
+            slices[kind] = jax.tree.map(fold, stacks[kind])
         of_all = ft.partial(part.fold, first=len(part.before), each=len(part.pattern))
         layers = slices, jax.tree.map(of_all, (inputs, keys))
         run = ft.partial(_run_period, layer_fn, part, remat)
@@ -134,8 +130,7 @@ def _run_each(layer_fn, x, stacks, kinds, of_all, cache):
     """Runs layers whose arrays are apart, without a loop."""
     for position, kind in enumerate(kinds):
         nth = kinds[:position].count(kind)
-        of = lambda stack, nth=nth: stack.arrays[nth] if is_by_layer(stack) else stack[nth]
-        layer = jax.tree.map(of, stacks[kind], is_leaf=is_by_layer)
+        layer = layer_arrays(stacks[kind], nth)
         inputs, key = jax.tree.map(lambda a, position=position: a[position], of_all)
         x, cache = layer_fn(kind, x, cache, layer, inputs, np.int32(nth), key)
     return x, cache

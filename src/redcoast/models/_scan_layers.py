@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from ..core._sequence_parts import sequence_parts
 from ..core._target import target
 from ._by_layer import ByLayer
+from ._dropout import split_key
 
 Remat = Literal["none", "dots", "full"]
 
@@ -36,7 +37,7 @@ def with_remat(fn: Callable[..., Any], remat: Remat, *, prevent_cse: bool) -> Ca
 
 
 def scan_layers(
-    layer_fn: Callable[..., tuple[Array, Any]],
+    layer_fn: Callable[..., tuple[Array, PyTree]],
     x: Float[Array, "..."],
     layers: PyTree,
     *,
@@ -68,10 +69,8 @@ def scan_layers(
     if any(map(is_by_layer, jax.tree.leaves(layers, is_leaf=is_by_layer))):
         return _run_layers(layer_fn, x, layers, cache, key)
     count = jax.tree.leaves(layers)[0].shape[0]
-    keys = None if key is None else jax.random.split(key, count)
-    # A loop compiles faster, but it copies slices of weights and gradients on a CPU.
-    loop = count > MOST_UNROLLED or target().platform != "cpu"
-    together = min(unroll or (1 if loop else count), count)
+    keys = jax.random.split(key, count) if key is not None else None
+    together = min(unroll or default_unroll(count), count)
 
     # The residual stream of each layer is saved for the backward pass, in which XLA for GPUs
     # prefers another layout. XLA would copy the residual streams of all layers at once, which are
@@ -80,7 +79,8 @@ def scan_layers(
 
     def body(carry, inputs):
         x, cache = carry
-        x = with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if fixed else x
+        if fixed:
+            x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
         return layer_fn(x, cache, *inputs), None
 
     # If an iteration has one layer, the compiler cannot undo rematerialisation by CSE.
@@ -90,8 +90,14 @@ def scan_layers(
     return x, cache
 
 
+def default_unroll(count: int) -> int:
+    """Returns the number of layers in one iteration of a loop over `count` layers."""
+    # A loop compiles faster, but it copies slices of weights and gradients on a CPU.
+    return 1 if count > MOST_UNROLLED or target().platform != "cpu" else count
+
+
 def _run_layers(
-    layer_fn: Callable[..., tuple[Array, Any]],
+    layer_fn: Callable[..., tuple[Array, PyTree]],
     x: Float[Array, "..."],
     layers: PyTree,
     cache: PyTree,
@@ -99,13 +105,19 @@ def _run_layers(
 ) -> tuple[Float[Array, "..."], PyTree]:
     stacks = jax.tree.leaves(layers, is_leaf=is_by_layer)
     count = next(len(stack.arrays) for stack in stacks if is_by_layer(stack))
-    keys = [None] * count if key is None else jax.random.split(key, count)
-    for i, own in enumerate(keys):
-        of = lambda stack, i=i: stack.arrays[i] if is_by_layer(stack) else stack[i]
-        layer = jax.tree.map(of, layers, is_leaf=is_by_layer)
-        x, cache = layer_fn(x, cache, layer, np.int32(i), own)
+    for i, own in enumerate(split_key(key, count)):
+        x, cache = layer_fn(x, cache, layer_arrays(layers, i), np.int32(i), own)
     return x, cache
 
 
-def is_by_layer(x: Any) -> bool:
+def layer_arrays(layers: PyTree, i: int) -> PyTree:
+    """Returns the arrays of one layer. `layers` has stacked arrays or `ByLayer`s."""
+
+    def of_stack(stack: Array | ByLayer) -> Array:
+        return stack.arrays[i] if isinstance(stack, ByLayer) else stack[i]
+
+    return jax.tree.map(of_stack, layers, is_leaf=is_by_layer)
+
+
+def is_by_layer(x: object) -> bool:
     return isinstance(x, ByLayer)

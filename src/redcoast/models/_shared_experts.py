@@ -16,11 +16,11 @@ from equinox import AbstractVar
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ._attention import Visible, as_array, real_tokens, wide
+from ._base_config import DecoderConfig, check_config
 from ._basic import activate_gated, initial_tables, look_up, output_scale, rms_norm
 from ._by_layer import StackedLayers
 from ._cache import Cache, LayerIndex
-from ._check_config import check_config
-from ._decoder import Decoder, DecoderConfig, TableHead
+from ._decoder import Decoder, TableHead
 from ._dropout import split_key
 from ._einsum import gated_feed_forward, product
 from ._moe import dispatch, gated_experts
@@ -110,15 +110,21 @@ class SharedExpertsLayers(StackedLayers):
         c = config
         out = output_scale(c.layers)
         self.attention_norm, self.mlp_norm = (jnp.ones((layers, c.width)) for _ in range(2))
-        self.router = make(c.width, c.width, c.experts) if routed else None
-        self.correction = jnp.zeros((layers, c.experts)) if routed else None
-        many, hidden = ((c.experts,), c.expert_hidden) if routed else ((), c.hidden)
-        self.gate, self.up = (make(c.width, *many, c.width, hidden) for _ in range(2))
-        self.down = make(hidden, *many, hidden, c.width, scale=out)
-        size = c.shared * c.expert_hidden
-        into = lambda: make(c.width, c.width, size) if routed else None
-        self.shared_gate, self.shared_up = into(), into()
-        self.shared_down = make(size, size, c.width, scale=out) if routed else None
+        stack, hidden = (), c.hidden
+        self.router = self.correction = None
+        self.shared_gate = self.shared_up = self.shared_down = None
+        if routed:
+            stack, hidden = (c.experts,), c.expert_hidden
+            self.router = make(c.width, c.width, c.experts)
+            self.correction = jnp.zeros((layers, c.experts))
+        self.gate = make(c.width, *stack, c.width, hidden)
+        self.up = make(c.width, *stack, c.width, hidden)
+        self.down = make(hidden, *stack, hidden, c.width, scale=out)
+        if routed:
+            size = c.shared * c.expert_hidden  # of all shared experts, which are one network
+            self.shared_gate = make(c.width, c.width, size)
+            self.shared_up = make(c.width, c.width, size)
+            self.shared_down = make(size, size, c.width, scale=out)
 
 
 class SharedExpertsDecoder(TableHead, Decoder):
@@ -133,11 +139,14 @@ class SharedExpertsDecoder(TableHead, Decoder):
     config: AbstractVar[Any]
 
     def __init__(self, config: SharedExpertsConfig, *, key: PRNGKeyArray):
+        """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
+        deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
         c = config
         embed, dense, layers, head = jax.random.split(key, 4)
         self.embed, self.head = initial_tables(c, embed, head)
-        make = ft.partial(self._make_layers, c)
-        self.dense = make(c.dense_layers, routed=False, key=dense) if c.dense_layers else None
+        make, self.dense = ft.partial(self._make_layers, c), None
+        if c.dense_layers:
+            self.dense = make(c.dense_layers, routed=False, key=dense)
         self.layers = make(c.layers - c.dense_layers, routed=True, key=layers)
         self.norm = jnp.ones(c.width)
         self.config = config
@@ -164,7 +173,7 @@ class SharedExpertsDecoder(TableHead, Decoder):
     def _run(self, tokens, mask, positions, see, cache, key):
         c, visible = self.config, see()
         real = as_array(real_tokens(tokens.shape, mask))
-        x = look_up(self.embed, tokens)
+        x = look_up(self.embed, tokens)  # (batch, seq, width)
         angles = scaled_angles(positions, c.rotated, c.rope_base, c.rope_scaling, wide(x.dtype))
 
         def layer_fn(first, x, cache, layer, index, key):
@@ -176,9 +185,11 @@ class SharedExpertsDecoder(TableHead, Decoder):
                 return x + gated_feed_forward(layer, y, "silu"), cache
             return x + _mix(layer, y, real, c), cache
 
-        first, stacks = 0, [stack for stack in (self.dense, self.layers) if stack is not None]
+        first, stacks = 0, [self.layers]
+        if self.dense is not None:
+            stacks = [self.dense, self.layers]
         for stack, own in zip(stacks, split_key(key, len(stacks)), strict=True):
-            options: Any = {"key": own, "remat": c.remat, "unroll": c.unroll}
+            options = {"key": own, "remat": c.remat, "unroll": c.unroll}
             x, cache = scan_layers(ft.partial(layer_fn, first), x, stack, cache=cache, **options)
             first = c.dense_layers
         return rms_norm(x, self.norm, c.norm_eps), cache, None
@@ -187,10 +198,12 @@ class SharedExpertsDecoder(TableHead, Decoder):
 def _mix(layer, x, real, c):
     """The sum of the shared and of the routed experts."""
     full = wide(x.dtype)
+    # The router may have an adapter, whose arrays are cast too.
     router = jax.tree.map(lambda w: w.astype(full), layer.router)
     scores = jax.nn.sigmoid(product("bsd,de->bse", x.astype(full), router))
     weights = route(scores, layer.correction.astype(full), c)
-    weights = jnp.swapaxes(jnp.where(real[..., None], weights, 0), 1, 2)
+    weights = jnp.where(real[..., None], weights, 0)  # padding is routed to no expert
+    weights = jnp.swapaxes(weights, 1, 2)  # (batch, experts, seq)
     routed = dispatch(ft.partial(gated_experts, layer), x, weights, c.chosen)
     gate = product("bsd,dh->bsh", x, layer.shared_gate)
     up = product("bsd,dh->bsh", x, layer.shared_up)
@@ -210,10 +223,10 @@ def route(
     c = config
     choice = jax.lax.stop_gradient(scores + correction[None, None])
     if c.chosen_groups < c.groups:
-        grouped = choice.reshape(*choice.shape[:2], c.groups, -1)
-        best = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        grouped = choice.reshape(*choice.shape[:2], c.groups, -1)  # (batch, seq, groups, experts)
+        best = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)  # (batch, seq, groups)
         choice = jnp.where(_highest(best, c.chosen_groups)[..., None], grouped, -jnp.inf)
-        choice = choice.reshape(scores.shape)
+        choice = choice.reshape(scores.shape)  # (batch, seq, experts)
     weights = jnp.where(_highest(choice, c.chosen), scores, 0)
     if c.weights_sum_to_one:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
@@ -221,5 +234,5 @@ def route(
 
 
 def _highest(x: Float[Array, "batch seq many"], count: int) -> Bool[Array, "batch seq many"]:
-    which = jax.lax.top_k(x, count)[1]
+    which = jax.lax.top_k(x, count)[1]  # (batch, seq, count)
     return jnp.any(jax.nn.one_hot(which, x.shape[-1], dtype=bool), axis=-2)

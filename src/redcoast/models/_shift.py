@@ -42,7 +42,8 @@ def shift_right(
             f"`labels` has shape {labels.shape}, so there is nothing to shift. It must have a last "
             "dimension with at least one label."
         )
-    pad = start if pad is None else pad
+    if pad is None:
+        pad = start
     for name, token in (("start", start), ("pad", pad)):
         if not 0 <= token <= np.iinfo(labels.dtype).max:
             raise ValueError(
@@ -50,6 +51,6 @@ def shift_right(
                 f"largest {labels.dtype}."
             )
     xp = np if isinstance(labels, np.ndarray) else jnp
-    first = xp.full_like(labels[..., :1], start)
+    first = xp.full_like(labels[..., :1], start)  # (..., 1)
     shifted = xp.concatenate([first, labels[..., :-1]], axis=-1)
     return xp.where(shifted < 0, xp.full_like(shifted, pad), shifted)

@@ -11,24 +11,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from equinox import AbstractVar
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._attention import as_array, attend, attend_near, real_tokens, wide
-from ._basic import initial_attention, initial_mlp, initial_tables, look_up, normal, rms_norm
+from ._base_config import GroupedConfig, RotarySizes, check_config, check_heads, check_rotary_dim
+from ._basic import (
+    initial_attention,
+    initial_mlp,
+    initial_tables,
+    look_up,
+    normal,
+    ones,
+    rms_norm,
+    zeros,
+)
 from ._by_layer import StackedLayers
 from ._cache import Cache, extend
-from ._check_config import (
-    HeadSizes,
-    check_chosen,
-    check_config,
-    check_heads,
-    check_local,
-    check_rotary_dim,
-)
-from ._decoder import Decoder, DecoderConfig, tied_or_own_head
+from ._check_config import check_chosen, check_local
+from ._decoder import Decoder, tied_or_own_head
 from ._dropout import dropout, split_key
 from ._einsum import gated_feed_forward, keys_values, product, queries
-from ._moe import gated_experts, mix_experts
+from ._moe import add_use, gated_experts, mix_experts, no_use
 from ._rotary import (
     LongRope,
     RopeScaling,
@@ -43,30 +46,22 @@ from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class TransformerConfig(DecoderConfig, HeadSizes):
+class TransformerConfig(GroupedConfig, RotarySizes):
     """The sizes and options of a `Transformer`. Each family documents its own.
 
     `experts` is None if there are none, and `residual_dropout` is None if a family has no such
     dropout.
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    hidden: int
     _: KW_ONLY
     head_size: int | None = None
     rotary_dim: int | None = None
-    rope_base: int | float = 10000.0
     rope_scaling: RopeScaling | Yarn | LongRope | None = None
     rope_layers: tuple[bool, ...] = ()
     query_growth: int | float = 0.0
     local: tuple[bool, ...] = ()
     local_rope_base: int | float | None = None
     norm_eps: int | float = 1e-5
-    tied: bool = False
     window: int | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -78,7 +73,6 @@ class TransformerConfig(DecoderConfig, HeadSizes):
     experts: int | None = None
     chosen: int = 2
     weights_sum_to_one: bool = True
-    attention_dropout: int | float = 0.0
     residual_dropout: int | float | None = None
     router_loss_weight: int | float = 0.001
     context: int = 2048
@@ -87,8 +81,7 @@ class TransformerConfig(DecoderConfig, HeadSizes):
     def __post_init__(self):
         check_config(self, "chosen")
         check_heads(self, even=self.rotary_dim is None)
-        if self.experts is not None:
-            check_chosen(self)
+        check_chosen(self.chosen, self.experts)
         if all(self.rope_layers):
             object.__setattr__(self, "rope_layers", ())
         if self.rope_layers and len(self.rope_layers) != self.layers:
@@ -98,27 +91,14 @@ class TransformerConfig(DecoderConfig, HeadSizes):
             )
         if all(self.local):
             object.__setattr__(self, "local", ())
-        check_local(self)
-        _check_rotary(self)
-
-    @property
-    def rotated(self) -> int:
-        return self.head_dim if self.rotary_dim is None else self.rotary_dim
-
-
-def _check_rotary(c: TransformerConfig) -> None:
-    check_rotary_dim(c)
-    if c.query_growth and getattr(c.rope_scaling, "original", None) is None:
-        raise ValueError(
-            "`query_growth` needs a `rope_scaling` with an `original` context, such as `Yarn`."
-        )
-    for name in ("short", "long") if isinstance(c.rope_scaling, LongRope) else ():
-        count = len(getattr(c.rope_scaling, name))
-        if count != c.rotated // 2:
+        check_local(self.local, self.window, self.layers)
+        check_rotary_dim(self)
+        if self.query_growth and self.rope_scaling is None:
             raise ValueError(
-                f"`rope_scaling` has {count} factors in `{name}`, but there are {c.rotated // 2} "
-                "pairs of rotated features. It must have one for each."
+                "`query_growth` needs a `rope_scaling` with an `original` context, such as `Yarn`."
             )
+        if isinstance(self.rope_scaling, LongRope):
+            self.rope_scaling.check_pairs(self.rotated // 2)
 
 
 class TransformerLayers(StackedLayers):
@@ -143,13 +123,15 @@ class TransformerLayers(StackedLayers):
 
     def __init__(self, config: TransformerConfig, *, key: PRNGKeyArray):
         c = config
-        keys = jax.random.split(key, 7 if c.experts is None else 8)
+        keys = jax.random.split(key, 7 + (c.experts is not None))
         q, kv = (c.layers, c.heads, c.head_dim), (c.layers, c.kv_heads, c.head_dim)
         self.attention_norm, self.mlp_norm = (jnp.ones((c.layers, c.width)) for _ in range(2))
         self.wq, self.wk, self.wv, self.wo = initial_attention(c, *keys[:4])
-        self.bq, self.bk, self.bv = (jnp.zeros(s) if c.qkv_bias else None for s in (q, kv, kv))
-        norms = (q, kv) if c.output_norms else 2 * ((c.layers, c.head_dim),)
-        self.q_norm, self.k_norm = (jnp.ones(s) if c.qk_norm else None for s in norms)
+        self.bq, self.bk, self.bv = (zeros(s, when=c.qkv_bias) for s in (q, kv, kv))
+        norms = ((c.layers, c.head_dim),) * 2
+        if c.output_norms:
+            norms = (q, kv)  # over all heads
+        self.q_norm, self.k_norm = (ones(s, when=c.qk_norm) for s in norms)
         if c.experts is None:
             self.router = None
             self.gate, self.up, self.down = initial_mlp(c, *keys[4:])
@@ -168,6 +150,8 @@ class Transformer(Decoder):
     config: AbstractVar[Any]
 
     def __init__(self, config: TransformerConfig, *, key: PRNGKeyArray):
+        """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
+        deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
         embed, layers, head = jax.random.split(key, 3)
         self.embed, self.head = initial_tables(config, embed, head)
         self.layers = TransformerLayers(config, key=layers)
@@ -176,8 +160,8 @@ class Transformer(Decoder):
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
-        logits, divisor = tied_or_own_head(self, hidden), self.config.logit_divisor
-        return logits if divisor == 1 else logits / divisor
+        logits = tied_or_own_head(hidden, self.embed, self.head)
+        return logits if self.config.logit_divisor == 1 else logits / self.config.logit_divisor
 
     def expect(self, cache: Cache, lengths: Int[Array, " batch"]) -> Cache:
         """Sets the maximum number of tokens of each row, which `LongRope` depends on."""
@@ -188,44 +172,60 @@ class Transformer(Decoder):
     def _run(self, tokens, mask, positions, see, cache, key):
         c = self.config
         real = real_tokens(tokens.shape, mask)
-        visible = [see(window=c.window), see()] if c.local else [see(window=c.window)]
-        x = _times(look_up(self.embed, tokens), c.embed_scale)
+        visible = [see(window=c.window)]  # in layers with a window, and in those without
+        if c.local:
+            visible.append(see())
+        x = _times(look_up(self.embed, tokens), c.embed_scale)  # (batch, seq, width)
         angles = _angles(positions, c, cache, wide(x.dtype))
-        grown = _growth(positions, c, x.dtype)
-        norm = lambda x, scale: rms_norm(x, scale, c.norm_eps)
-        same = lambda x, scale: x
-        before, after = (same, norm) if c.output_norms else (norm, same)
-        rate = c.residual_dropout or 0.0
+        growth = _growth(positions, c, x.dtype)
 
         def layer_fn(x, carry, inputs, index, key):
             (cache, use), (layer, rotated, local) = carry, inputs
-            key, *out_keys = _keys(key, c)
-            cos, sin = _angles_of_layer(angles, rotated, local)
-            y = before(x, layer.attention_norm)
-            q, (k, v) = queries(layer, y), keys_values(layer, y)
+            key, attention_key, mlp_key = _keys(key, c)
+            turns = _angles_of_layer(angles, rotated, local)
+            y = _norm_before(x, layer.attention_norm, c)
+            q = queries(layer, y)  # (batch, seq, heads, head_dim)
+            k, v = keys_values(layer, y)  # (batch, seq, kv_heads, head_dim)
             if c.qk_norm:
-                q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
-            q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
-            q = q if grown is None else q * grown
+                q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
+            q, k = rotate(q, turns), rotate(k, turns)
+            if growth is not None:
+                q = q * growth
             cache, k, v = extend(cache, index, k, v)
-            options: Any = {"scale": c.score_factor, "rate": c.attention_dropout, "key": key}
+            options = {"scale": c.score_factor, "rate": c.attention_dropout, "key": key}
             if local is None:
                 y = attend(q, k, v, visible=visible[0], **options)
             else:
                 y = attend_near(q, k, v, local=local, visible=visible[::-1], **options)
-            y = after(product("bshk,hkd->bsd", y, layer.wo), layer.attention_norm)
-            x = x + _times(dropout(y, rate, out_keys[0]), c.residual_scale)
-            y, use = _feed_forward(layer, before(x, layer.mlp_norm), use, real, c)
-            y = after(y, layer.mlp_norm)
-            y = _times(dropout(y, rate, out_keys[1]), c.residual_scale)
-            return x + y, (cache, use)
+            y = product("bshk,hkd->bsd", y, layer.wo)  # (batch, seq, width)
+            x = _add(x, y, layer.attention_norm, attention_key, c)
+            y = _norm_before(x, layer.mlp_norm, c)
+            y, use = _feed_forward(layer, y, use, real, c)
+            return _add(x, y, layer.mlp_norm, mlp_key, c), (cache, use)
 
-        flags = [jnp.asarray(each) if each else None for each in (c.rope_layers, c.local)]
-        layers = (self.layers, *flags)
-        use = None if c.experts is None else tuple(jnp.zeros((2, c.experts), wide(x.dtype)))
-        options: Any = {"key": key, "remat": c.remat, "unroll": c.unroll}
-        x, (cache, use) = scan_layers(layer_fn, x, layers, cache=(cache, use), **options)
-        return norm(x, self.norm), cache, use
+        layers = (self.layers, _flags(c.rope_layers), _flags(c.local))
+        carry = (cache, no_use(c.experts, wide(x.dtype)))
+        x, (cache, use) = scan_layers(
+            layer_fn, x, layers, cache=carry, key=key, remat=c.remat, unroll=c.unroll
+        )
+        return rms_norm(x, self.norm, c.norm_eps), cache, use
+
+
+def _flags(of_layers: tuple[bool, ...]) -> Bool[Array, " layers"] | None:
+    """An option of each layer, as an input of the scan, or None if all layers are alike."""
+    return jnp.asarray(of_layers) if of_layers else None
+
+
+def _norm_before(x, scale, c):
+    """The input of attention or of the network, with a norm unless the norms are of outputs."""
+    return x if c.output_norms else rms_norm(x, scale, c.norm_eps)
+
+
+def _add(x, y, scale, key, c):
+    """Adds the output of attention or of the network to the residual stream."""
+    if c.output_norms:
+        y = rms_norm(y, scale, c.norm_eps)
+    return x + _times(dropout(y, c.residual_dropout or 0.0, key), c.residual_scale)
 
 
 def _times(x, factor):
@@ -237,7 +237,8 @@ def _growth(positions, c, dtype):
     if not c.query_growth:
         return None
     contexts = jnp.floor(positions / c.rope_scaling.original).astype(wide(dtype))
-    return (1 + c.query_growth * jnp.log1p(contexts)).astype(dtype)[:, :, None, None]
+    growth = 1 + c.query_growth * jnp.log1p(contexts)  # (batch, seq)
+    return growth.astype(dtype)[:, :, None, None]
 
 
 def _angles(positions, c, cache, dtype):
@@ -255,28 +256,31 @@ def _angles_of_layer(angles, rotated, local):
     if rotated is None:
         return all_
     cos, sin = all_
-    return jnp.where(rotated, cos, 1), jnp.where(rotated, sin, 0)
+    return jnp.where(rotated, cos, 1), jnp.where(rotated, sin, 0)  # a rotation by 0
 
 
 def _angles_of_all(positions, c, cache, dtype):
-    if isinstance(c.rope_scaling, LongRope):
-        frequencies = rotary_frequencies(c.rotated, c.rope_base)
-        lengths = None if cache is None else cache.lengths
-        return long_angles(positions, frequencies, c.rope_scaling, dtype, lengths)
-    return scaled_angles(positions, c.rotated, c.rope_base, c.rope_scaling, dtype)
+    if not isinstance(c.rope_scaling, LongRope):
+        return scaled_angles(positions, c.rotated, c.rope_base, c.rope_scaling, dtype)
+    frequencies, lengths = rotary_frequencies(c.rotated, c.rope_base), None
+    if cache is not None:
+        lengths = cache.lengths
+    return long_angles(positions, frequencies, c.rope_scaling, dtype, lengths)
 
 
 def _keys(key, c):
     """The keys of attention and of the two outputs that are added to the residual stream."""
-    return (key, None, None) if c.residual_dropout is None else split_key(key, 3)
+    if c.residual_dropout is None:
+        return key, None, None
+    return split_key(key, 3)
 
 
 def _feed_forward(layer, x, use, real, c):
     """The outputs of the network or of the experts, and the use of experts so far."""
     if layer.router is None:
         return gated_feed_forward(layer, x, "silu"), use
-    scores = product("bsd,de->bse", x, layer.router)
+    scores = product("bsd,de->bse", x, layer.router)  # (batch, seq, experts)
     options = {"chosen": c.chosen, "weights_sum_to_one": c.weights_sum_to_one}
     experts = ft.partial(gated_experts, layer)
     x, more = mix_experts(experts, x, scores, as_array(real), **options)
-    return x, tuple(a + b for a, b in zip(use, more, strict=True))
+    return x, add_use(use, more)

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from ..core._tracing import abstract_key
+from ._heads import with_fields
 
 
 def can_untie(model: Any) -> bool:
@@ -19,7 +20,4 @@ def untie(model: Any) -> Any:
     """Returns the same model with `config.tied=False`, and a copy of the embedding as its head."""
     config = dataclasses.replace(model.config, tied=False)
     skeleton = eqx.filter_eval_shape(type(model), config, key=abstract_key())
-    names = [f.name for f in dataclasses.fields(model) if f.name != "config"]
-    new = {name: getattr(model, name) for name in names} | {"head": jnp.transpose(model.embed)}
-    where = lambda m: [getattr(m, name) for name in names]
-    return eqx.tree_at(where, skeleton, [*new.values()], is_leaf=lambda x: x is None)
+    return with_fields(skeleton, vars(model) | {"head": jnp.transpose(model.embed)})

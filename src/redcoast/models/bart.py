@@ -9,19 +9,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ..core._decoding import GREEDY, Decoding
+from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
 from ._basic import layer_norm, look_up, small_normal
 from ._cache import extend
-from ._check_config import HeadSizes, check_config, check_heads
 from ._dropout import dropout, split_key
 from ._einsum import keys_values, product, queries
 from ._encoder import CrossLayers, attention_output, mlp_output
 from ._encoder_decoder import EncoderDecoder
-from ._scan_layers import Remat, scan_layers
+from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class BartConfig(HeadSizes):
+class BartConfig(DecoderConfig, HeadSizes):
     """The configuration of a `Bart`.
 
     **Arguments:**
@@ -36,13 +35,9 @@ class BartConfig(HeadSizes):
     - `dropout`, `attention_dropout`, `activation_dropout`: the dropout rates of the embeddings and
       the outputs that are added to the residual stream; of the attention weights; and of the hidden
       features of the feed-forward network.
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
-      them on a CPU if there are at most four, and otherwise one.
     - `decoder_start`: the token id that the decoder starts with.
-    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
-      and of padding.
-    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
+    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
+      [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -62,13 +57,7 @@ class BartConfig(HeadSizes):
     dropout: int | float = 0.1
     attention_dropout: int | float = 0.0
     activation_dropout: int | float = 0.0
-    remat: Remat = "none"
-    unroll: int | None = None
     decoder_start: int = 2
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
-    decoding: Decoding = GREEDY
 
     def __post_init__(self):
         check_config(self, "positions")
@@ -132,7 +121,7 @@ class Bart(EncoderDecoder):
         c = self.config
         embed_key, key = split_key(key, 2)
         scale = math.sqrt(c.width) if c.scale_embedding else 1.0
-        x = look_up(self.embed, tokens) * scale
+        x = look_up(self.embed, tokens) * scale  # (batch, seq, width)
         x = x + look_up(stack.position_embed, _UNUSED + positions)
         x = layer_norm(x, stack.embed_norm, stack.embed_norm_shift, _EPS)
         x = dropout(x, c.dropout, embed_key)
@@ -146,7 +135,8 @@ class Bart(EncoderDecoder):
             cache, *own = extend(cache, index, *keys_values(layer.attention, x))
             x = _attention(layer.attention, x, own, visible, keys[0], c)
             if layer.cross is not None:
-                kv = keys_values(layer.cross, memory) if kv is None else kv
+                if kv is None:
+                    kv = keys_values(layer.cross, memory)
                 x = _attention(layer.cross, x, kv, seen, keys[1], c)
             x = x + mlp_output(layer, x, c, keys[2])
             return layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, _EPS), cache

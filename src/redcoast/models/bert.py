@@ -12,20 +12,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import count_positions, full_view, real_tokens
+from ._base_config import HeadSizes, TextConfig, check_config, check_heads
 from ._basic import ACTIVATIONS, layer_norm, look_up, small_normal
-from ._check_config import HeadSizes, check_config, check_heads, check_length
+from ._check_config import check_labels, check_length
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, product, queries
 from ._encoder import EncoderLayers, attention_output
-from ._heads import Linear, MaskedHead, check_labels, first_token
+from ._heads import Linear, MaskedHead, first_token
 from ._inputs import AnyArray, Mask
-from ._scan_layers import Remat, scan_layers
+from ._scan_layers import scan_layers
 
 Head = Literal["masked", "pretraining", "classification", "tokens"]
 
 
 @dataclass(frozen=True)
-class BertConfig(HeadSizes):
+class BertConfig(TextConfig, HeadSizes):
     """The configuration of a `Bert`.
 
     **Arguments:**
@@ -52,11 +53,7 @@ class BertConfig(HeadSizes):
     - `dropout`, `attention_dropout`, `head_dropout`: the dropout rates of the embeddings and the
       outputs that are added to the residual stream; of the attention weights; and of the input of a
       classification head (by default the same as `dropout`).
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
-      them on a CPU if there are at most four, and otherwise one.
-    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
-      and of padding.
+    - `remat`, `unroll`, `eos`, `bos`, `pad`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -81,16 +78,11 @@ class BertConfig(HeadSizes):
     dropout: int | float = 0.1
     attention_dropout: int | float = 0.1
     head_dropout: int | float | None = None
-    remat: Remat = "none"
-    unroll: int | None = None
-    pad: int | None = None
-    bos: int | None = None
-    eos: tuple[int, ...] = ()
 
     def __post_init__(self):
         check_config(self, "positions", "types")
         check_heads(self)
-        check_labels(self)
+        check_labels(self.labels, self.label_names)
         if self.kind == "roberta" and self.pad is None:
             raise ValueError("RoBERTa needs `pad`: its first position is `pad + 1`.")
         if self.kind != "bert" and self.head == "pretraining":
@@ -146,17 +138,18 @@ class Bert(eqx.Module):
         keys = jax.random.split(key, 6)
         self.embed = small_normal(keys[0], (c.vocab, c.width))
         self.position_embed = small_normal(keys[1], (c.first_position + c.positions, c.width))
-        typed = c.kind != "distilbert"
-        self.type_embed = small_normal(keys[2], (c.types, c.width)) if typed else None
+        self.type_embed = self.pooler = self.head = None
+        if c.kind != "distilbert":
+            self.type_embed = small_normal(keys[2], (c.types, c.width))
         self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
         self.layers = EncoderLayers(c, key=keys[3])
-        self.pooler = Linear(c.width, c.width, key=keys[4]) if c.pools else None
+        if c.pools:
+            self.pooler = Linear(c.width, c.width, key=keys[4])
         if c.head in ("classification", "tokens"):
             self.head = Linear(c.width, c.labels, key=keys[5])
-        else:
-            both = c.head == "pretraining"
-            head = MaskedHead(c.width, c.vocab, follows=both, key=keys[5]) if c.head else None
-            self.head = head
+        elif c.head is not None:
+            follows = c.head == "pretraining"
+            self.head = MaskedHead(c.width, c.vocab, follows=follows, key=keys[5])
         self.config = config
 
     def __call__(
@@ -201,12 +194,14 @@ class Bert(eqx.Module):
             )
         key, pool_key, head_key = split_key(key, 3)
         options = {"types": types, "segments": segments, "positions": positions, "key": key}
-        hidden = self.hidden(tokens, mask=mask, **options)
-        if isinstance(self.head, Linear):
-            by_row = self.config.head == "classification"
-            read = self.pool(hidden, mask=mask, key=pool_key) if by_row else hidden
-            return self.head(dropout(read, self.config.head_rate, head_key))
-        return hidden if self.head is None else self.unembed(hidden)
+        hidden = self.hidden(tokens, mask=mask, **options)  # (batch, seq, width)
+        if self.head is None:
+            return hidden
+        if isinstance(self.head, MaskedHead):
+            return self.unembed(hidden)
+        if self.config.head == "classification":
+            hidden = self.pool(hidden, mask=mask, key=pool_key)  # (batch, width)
+        return self.head(dropout(hidden, self.config.head_rate, head_key))
 
     def hidden(
         self,
@@ -226,7 +221,7 @@ class Bert(eqx.Module):
         real = real_tokens(tokens.shape, mask)
         if positions is None:
             positions = count_positions(real, segments)
-        x = look_up(self.embed, tokens)
+        x = look_up(self.embed, tokens)  # (batch, seq, width)
         x += look_up(self.position_embed, positions + c.first_position)
         x = self._add_types(x, types)
         embed_key, key = split_key(key, 2)
@@ -235,7 +230,7 @@ class Bert(eqx.Module):
 
         def layer_fn(x, cache, layer, index, key):
             attention_key, key = split_key(key, 2)
-            q, kv = queries(layer, x), keys_values(layer, x)
+            q, kv = queries(layer, x), keys_values(layer, x)  # (batch, seq, heads, head_dim)
             x = x + attention_output(layer, q, kv, visible, c, attention_key)
             x = layer_norm(x, layer.attention_norm, layer.attention_norm_shift, c.norm_eps)
             x = x + dropout(feed_forward(layer, x, c.activation), c.dropout, key)
@@ -244,11 +239,13 @@ class Bert(eqx.Module):
         return scan_layers(layer_fn, x, self.layers, key=key, remat=c.remat, unroll=c.unroll)[0]
 
     def _add_types(self, x, types):
-        if self.type_embed is None and types is not None:
-            raise ValueError("This model has no token types, but `types` are given.")
         if self.type_embed is None:
+            if types is not None:
+                raise ValueError("This model has no token types, but `types` are given.")
             return x
-        return x + (self.type_embed[:1][None] if types is None else look_up(self.type_embed, types))
+        if types is None:
+            return x + self.type_embed[:1][None]
+        return x + look_up(self.type_embed, types)
 
     def pool(
         self,
@@ -260,7 +257,7 @@ class Bert(eqx.Module):
         """Applies the pooler to the hidden state of the first real token of each row."""
         if self.pooler is None:
             raise ValueError("This model has no pooler: its configuration has `pooler=False`.")
-        x = first_token(hidden, mask)
+        x = first_token(hidden, mask)  # (batch, width)
         if self.config.kind == "roberta":
             x = dropout(x, self.config.head_rate, key)
         x = self.pooler(x)
@@ -274,7 +271,7 @@ class Bert(eqx.Module):
                 "`unembed` needs the head 'masked' or 'pretraining', but this model's head is "
                 f"{c.head!r}."
             )
-        x = product("bsd,de->bse", hidden, head.w, head.b)
-        x = ACTIVATIONS["gelu" if c.kind == "roberta" else c.activation](x)
+        activation = "gelu" if c.kind == "roberta" else c.activation
+        x = ACTIVATIONS[activation](product("bsd,de->bse", hidden, head.w, head.b))
         x = layer_norm(x, head.norm, head.norm_shift, c.norm_eps)
         return product("bsd,vd->bsv", x, self.embed, head.vocab_bias)

@@ -89,9 +89,10 @@ class Captioner(eqx.Module):
         truncated at three standard deviations.
         """
         encoder, bridge, decoder = jax.random.split(key, 3)
-        widths = config.encoder.width, config.decoder.width
-        self.encoder = ViT(config.encoder, key=encoder)
-        self.bridge = Linear(*widths, key=bridge) if widths[0] != widths[1] else None
+        width, out = config.encoder.width, config.decoder.width
+        self.encoder, self.bridge = ViT(config.encoder, key=encoder), None
+        if width != out:
+            self.bridge = Linear(width, out, key=bridge)
         self.decoder = GPT2(config.decoder, key=decoder)
         self.config = config
 

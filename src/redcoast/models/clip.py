@@ -1,6 +1,6 @@
 """CLIP: an image encoder and a text encoder, whose outputs are compared."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import equinox as eqx
 import jax
@@ -58,6 +58,7 @@ class ClipTextConfig(PairTextConfig):
     positions: int = 77
     activation: str = "quick_gelu"
     norm_eps: int | float = 1e-5
+    _: KW_ONLY
     eos: tuple[int, ...] = (49407,)
 
     def __post_init__(self):
@@ -191,8 +192,9 @@ class Clip(ImageTextPair):
         return product("bd,do->bo", hidden[:, 0], self.image.head)
 
     def _text_outputs(self, hidden, tokens):
-        eos = self.config.text.eos[0]
-        ends = jnp.asarray(tokens) if eos == _OLD_END else jnp.asarray(tokens) == eos
-        last = jnp.argmax(ends, axis=1)
-        x = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+        ends, eos = jnp.asarray(tokens), self.config.text.eos[0]
+        if eos != _OLD_END:
+            ends = ends == eos
+        last = jnp.argmax(ends, axis=1)  # (texts,)
+        x = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]  # (texts, width)
         return product("bd,do->bo", x, self.text.head)

@@ -3,17 +3,16 @@ experts. `_shared_experts.py` has all but the attention."""
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend
+from ._base_config import check_config
 from ._basic import initial_stacks, output_scale, rms_norm
 from ._cache import Cache, extend
-from ._check_config import check_config
-from ._einsum import LowRank, product
+from ._einsum import merged, product
 from ._rotary import Yarn, rotate, rotate_pairs
 from ._shared_experts import SharedExpertsConfig, SharedExpertsDecoder, SharedExpertsLayers
 
@@ -75,8 +74,7 @@ class DeepseekV3Config(SharedExpertsConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        sizes = "kv_rank plain_size rope_size value_size"
-        check_config(self, *sizes.split(), *["q_rank"] * (self.q_rank is not None))
+        check_config(self, "q_rank", "kv_rank", "plain_size", "rope_size", "value_size")
         if self.rope_size % 2:
             raise ValueError(f"`rope_size` must be even, but is {self.rope_size}.")
 
@@ -101,9 +99,11 @@ class DeepseekV3Layers(SharedExpertsLayers):
     def __init__(self, config: DeepseekV3Config, layers: int, *, routed: bool, key: PRNGKeyArray):
         c, make = config, initial_stacks(layers, key, 14)
         self.kv_norm = jnp.ones((layers, c.kv_rank))
-        self.q_down = None if c.q_rank is None else make(c.width, c.width, c.q_rank)
-        self.q_norm = None if c.q_rank is None else jnp.ones((layers, c.q_rank))
-        inputs = c.width if c.q_rank is None else c.q_rank
+        inputs, self.q_down, self.q_norm = c.width, None, None
+        if c.q_rank is not None:
+            inputs = c.q_rank
+            self.q_down = make(c.width, c.width, c.q_rank)
+            self.q_norm = jnp.ones((layers, c.q_rank))
         self.wq = make(inputs, inputs, c.heads, c.plain_size + c.rope_size)
         self.kv_down = make(c.width, c.width, c.kv_rank)
         self.k_rope = make(c.width, c.width, c.rope_size)
@@ -134,17 +134,16 @@ class DeepseekV3(SharedExpertsDecoder):
 
     config: DeepseekV3Config = eqx.field(static=True)
 
-    def __init__(self, config: DeepseekV3Config, *, key: PRNGKeyArray):
-        """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
-        deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
-        super().__init__(config, key=key)
-
     def init_cache(self, batch: int, length: int) -> Cache:
         """Returns an empty cache for `batch` rows of up to `length` tokens."""
-        c = self.config
-        zeros = lambda size: jnp.zeros((c.layers, batch, length, 1, size), self.embed.dtype)
+        c, dtype = self.config, self.embed.dtype
+        slots = (c.layers, batch, length, 1)  # one head for all
+        latent, common = (
+            jnp.zeros((*slots, c.kv_rank), dtype),
+            jnp.zeros((*slots, c.rope_size), dtype),
+        )
         mask = jnp.zeros((batch, length), bool)
-        return Cache(zeros(c.kv_rank), zeros(c.rope_size), mask, jnp.zeros((), jnp.int32))
+        return Cache(latent, common, mask, jnp.zeros((), jnp.int32))
 
     @staticmethod
     def _make_layers(config, layers, *, routed, key):
@@ -157,30 +156,33 @@ class DeepseekV3(SharedExpertsDecoder):
         y = x
         if layer.q_down is not None:
             y = rms_norm(product("bsd,dl->bsl", x, layer.q_down), layer.q_norm, _LATENT_EPS)
-        plain, turned = jnp.split(product("bsl,lhk->bshk", y, layer.wq), [c.plain_size], axis=-1)
+        q = product("bsl,lhk->bshk", y, layer.wq)
+        plain, turned = jnp.split(q, [c.plain_size], axis=-1)  # (batch, seq, heads, size)
         turned = turn(turned, angles)
         latent = rms_norm(product("bsd,dl->bsl", x, layer.kv_down), layer.kv_norm, _LATENT_EPS)
         common = turn(product("bsd,dk->bsk", x, layer.k_rope)[:, :, None], angles)
         cache, latent, common = extend(cache, index, latent[:, :, None], common)
-        options: Any = {"visible": visible, "scale": _score_scale(c)}
+        options = {"visible": visible, "scale": _score_scale(c)}
         options |= {"rate": c.attention_dropout, "key": key}
         if cache is not None and x.shape[1] == 1:
             # For one query, the projections from latent features to keys and values are applied to
             # the query and the output instead, which takes less work than to all slots.
-            wk, wv = (w.merged() if isinstance(w, LowRank) else w for w in (layer.wk, layer.wv))
+            wk, wv = merged(layer.wk), merged(layer.wv)
             q = jnp.concatenate([jnp.einsum("bshk,lhk->bshl", plain, wk), turned], axis=-1)
-            out = attend(q, jnp.concatenate([latent, common], axis=-1), latent, **options)
-            out = jnp.einsum("bshl,lhk->bshk", out, wv)
+            k = jnp.concatenate([latent, common], axis=-1)  # (batch, slots, 1, kv_rank + rope_size)
+            out = attend(q, k, latent, **options)  # (batch, 1, heads, kv_rank)
+            out = jnp.einsum("bshl,lhk->bshk", out, wv)  # (batch, 1, heads, value_size)
         else:
-            latent = latent[:, :, 0]
+            latent = latent[:, :, 0]  # (batch, slots, kv_rank)
             k, v = (product("btl,lhk->bthk", latent, w) for w in (layer.wk, layer.wv))
-            common = jnp.broadcast_to(common, (*k.shape[:3], c.rope_size))
-            k = jnp.concatenate([k, common], axis=-1)
+            common = jnp.broadcast_to(common, (*k.shape[:3], c.rope_size))  # to all heads
+            k = jnp.concatenate([k, common], axis=-1)  # (batch, slots, heads, size)
             out = attend(jnp.concatenate([plain, turned], axis=-1), k, v, **options)
         return product("bshk,hkd->bsd", out, layer.wo), cache
 
 
 def _score_scale(c):
-    factor = c.rope_scaling.factor if c.rope_scaling else 1.0
-    grown = 1 + 0.1 * c.score_scaling * math.log(factor) if factor > 1 else 1.0
-    return grown**2 / math.sqrt(c.plain_size + c.rope_size)
+    growth = 1.0
+    if c.rope_scaling is not None and c.rope_scaling.factor > 1:
+        growth = 1 + 0.1 * c.score_scaling * math.log(c.rope_scaling.factor)
+    return growth**2 / math.sqrt(c.plain_size + c.rope_size)

@@ -2,24 +2,24 @@
 gated layers, and positions that are resampled for images of any size."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from ._basic import small_normal
-from ._check_config import HeadSizes, check_config, check_heads, check_patches
+from ._base_config import HeadSizes, LayersConfig, check_config, check_heads
+from ._basic import small_normal, zeros
+from ._check_config import check_labels, check_patches
 from ._dropout import dropout, split_key
-from ._heads import Linear, check_labels
+from ._heads import Linear
 from ._inputs import AnyArray
-from ._patches import ScaledLayers, embed_any_size, resample, scaled_layers
-from ._scan_layers import Remat
+from ._patches import PatchEncoder, ScaledLayers, resample
 
 
 @dataclass(frozen=True)
-class Dinov2Config(HeadSizes):
+class Dinov2Config(LayersConfig, HeadSizes):
     """The configuration of a `Dinov2`.
 
     **Arguments:**
@@ -44,9 +44,7 @@ class Dinov2Config(HeadSizes):
     - `layer_scale`: the initial scale of the outputs of sublayers.
     - `dropout`, `attention_dropout`, `path_dropout`: the dropout rates of the embeddings, of the
       attention weights, and of the entire output of a sublayer for an image (stochastic depth).
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
-      them on a CPU if there are at most four, and otherwise one.
+    - `remat`, `unroll`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -74,14 +72,12 @@ class Dinov2Config(HeadSizes):
     dropout: int | float = 0.0
     attention_dropout: int | float = 0.0
     path_dropout: int | float = 0.0
-    remat: Remat = "none"
-    unroll: int | None = None
 
     def __post_init__(self):
         check_config(self, "mlp_ratio", "image", "patch", "channels")
         check_heads(self)
-        check_labels(self)
-        check_patches(self)
+        check_labels(self.labels, self.label_names)
+        check_patches(self.image, self.patch)
         if self.registers < 0 or (self.registers and not self.mask_token):
             raise ValueError(
                 f"`registers` must not be negative, and need a `mask_token`, but there are "
@@ -91,11 +87,13 @@ class Dinov2Config(HeadSizes):
     @property
     def hidden(self) -> int:
         """The hidden size of the feed-forward network."""
-        whole = self.width * self.mlp_ratio
-        return -(-(2 * whole // 3) // 8) * 8 if self.gated else whole
+        hidden = self.width * self.mlp_ratio
+        if self.gated:
+            hidden = -(-(2 * hidden // 3) // 8) * 8
+        return hidden
 
 
-class Dinov2(eqx.Module):
+class Dinov2(PatchEncoder):
     """The DINOv2 encoder (Oquab et al., 2023, <https://arxiv.org/abs/2304.07193>), also with
     registers (Darcet et al., 2023, <https://arxiv.org/abs/2309.16588>).
 
@@ -119,9 +117,6 @@ class Dinov2(eqx.Module):
     head: Linear | None
     config: Dinov2Config = eqx.field(static=True)
 
-    from ._patches import features
-    from ._patches import final_norm as _norm
-
     def __init__(self, config: Dinov2Config, *, key: PRNGKeyArray):
         """Initialises the parameters: weights normal with standard deviation 0.02, truncated at
         three standard deviations; biases and the mask token 0, and norm scales 1."""
@@ -130,14 +125,16 @@ class Dinov2(eqx.Module):
         self.patch_embed = small_normal(keys[0], (c.channels, c.patch, c.patch, c.width))
         self.patch_bias = jnp.zeros(c.width)
         self.cls_token = small_normal(keys[1], (c.width,))
-        self.mask_token = jnp.zeros(c.width) if c.mask_token else None
-        registers = (c.registers, c.width)
-        self.register_tokens = small_normal(keys[2], registers) if c.registers else None
+        self.mask_token = zeros((c.width,), when=c.mask_token)
+        self.register_tokens = self.head = None
+        if c.registers:
+            self.register_tokens = small_normal(keys[2], (c.registers, c.width))
         self.position_embed = small_normal(keys[3], (1 + (c.image // c.patch) ** 2, c.width))
         biases = (c.qkv_bias, c.qkv_bias, c.qkv_bias, True, True)
         self.layers = ScaledLayers(c, biases=biases, key=keys[4])
         self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
-        self.head = Linear(2 * c.width, c.labels, key=keys[5]) if c.head else None
+        if c.head is not None:
+            self.head = Linear(2 * c.width, c.labels, key=keys[5])
         self.config = config
 
     def __call__(
@@ -186,11 +183,10 @@ class Dinov2(eqx.Module):
         """
         return self._norm(self._run(pixels, masked, (), key)[0])
 
-    def _run(self, pixels: Array, masked: Any, wanted: tuple[int, ...], key: Any) -> Any:
-        """The hidden states, and the hidden states after the given numbers of layers."""
+    def _run(self, pixels, masked, after, key):
         embed_key, key = split_key(key, 2)
         c = self.config
-        x = embed_any_size(self, pixels)
+        x = self._embed(pixels)  # (batch, patches, width)
         if masked is not None:
             if self.mask_token is None:
                 raise ValueError(
@@ -201,9 +197,10 @@ class Dinov2(eqx.Module):
         table, filtered = self.position_embed, c.registers > 0
         grid = pixels.shape[2] // c.patch, pixels.shape[3] // c.patch
         positions = resample(table[1:], c.image // c.patch, grid, filtered=filtered)
-        first = (self.cls_token + table[0])[None]
-        rest = [] if self.register_tokens is None else [self.register_tokens]
-        first = jnp.concatenate([first, *rest])
+        first = [(self.cls_token + table[0])[None]]
+        if self.register_tokens is not None:
+            first.append(self.register_tokens)
+        first = jnp.concatenate(first)  # (1 + registers, width)
         first = jnp.broadcast_to(first[None], (x.shape[0], *first.shape))
-        x = jnp.concatenate([first, x + positions[None]], axis=1)
-        return scaled_layers(self, dropout(x, c.dropout, embed_key), wanted, key, gate="silu")
+        x = jnp.concatenate([first, x + positions[None]], axis=1)  # (batch, tokens, width)
+        return self._apply_layers(dropout(x, c.dropout, embed_key), after, key, gate="silu")

@@ -2,7 +2,6 @@
 and gated layers of another size."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
+from ._base_config import HeadSizes, LayersConfig, check_config, check_heads
 from ._basic import small_normal
-from ._check_config import HeadSizes, check_config, check_heads, check_patches
+from ._check_config import check_patches
 from ._dropout import split_key
 from ._inputs import AnyArray
-from ._patches import ScaledLayers, embed_any_size, scaled_layers
-from ._scan_layers import Remat
+from ._patches import PatchEncoder, ScaledLayers
 
 
 @dataclass(frozen=True)
-class Dinov3Config(HeadSizes):
+class Dinov3Config(LayersConfig, HeadSizes):
     """The configuration of a `Dinov3`.
 
     **Arguments:**
@@ -43,9 +42,7 @@ class Dinov3Config(HeadSizes):
     - `layer_scale`: the initial scale of the outputs of sublayers.
     - `attention_dropout`, `path_dropout`: the dropout rates of the attention weights, and of the
       entire output of a sublayer for an image (stochastic depth).
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
-      them on a CPU if there are at most four, and otherwise one.
+    - `remat`, `unroll`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -76,13 +73,11 @@ class Dinov3Config(HeadSizes):
     layer_scale: int | float = 1.0
     attention_dropout: int | float = 0.0
     path_dropout: int | float = 0.0
-    remat: Remat = "none"
-    unroll: int | None = None
 
     def __post_init__(self):
         check_config(self, "image", "patch", "channels", "registers")
         check_heads(self)
-        check_patches(self)
+        check_patches(self.image, self.patch)
         if self.head_dim % 4:
             raise ValueError(
                 "The head size must be a multiple of 4, a half of it for rows and the other for "
@@ -95,7 +90,7 @@ class Dinov3Config(HeadSizes):
                 raise ValueError(f"`{name}` must be at least 1, but is {value}.")
 
 
-class Dinov3(eqx.Module):
+class Dinov3(PatchEncoder):
     """The DINOv3 encoder (Siméoni et al., 2025, <https://arxiv.org/abs/2508.10104>).
 
     ```python
@@ -115,9 +110,6 @@ class Dinov3(eqx.Module):
     norm: Float[Array, " width"]
     norm_shift: Float[Array, " width"]
     config: Dinov3Config = eqx.field(static=True)
-
-    from ._patches import features
-    from ._patches import final_norm as _norm
 
     def __init__(self, config: Dinov3Config, *, key: PRNGKeyArray):
         """Initialises the parameters: weights normal with standard deviation 0.02, truncated at
@@ -161,46 +153,49 @@ class Dinov3(eqx.Module):
         """
         return self._norm(self._run(pixels, masked, (), key)[0])
 
-    def _run(self, pixels: Array, masked: Any, wanted: tuple[int, ...], key: Any) -> Any:
-        """The hidden states, and the hidden states after the given numbers of layers."""
+    def _run(self, pixels, masked, after, key):
         c = self.config
         position_key, key = split_key(key, 2)
-        x = embed_any_size(self, pixels)
+        x = self._embed(pixels)  # (batch, patches, width)
         if masked is not None:
             x = jnp.where(masked.astype(bool)[:, :, None], self.mask_token[None, None], x)
         first = jnp.concatenate([self.cls_token[None], self.register_tokens])
         first = jnp.broadcast_to(first[None], (x.shape[0], *first.shape))
-        x = jnp.concatenate([first, x], axis=1)
+        x = jnp.concatenate([first, x], axis=1)  # (batch, tokens, width)
         grid = tuple(size // c.patch for size in pixels.shape[2:])
         angles = _angles(c, grid, x.dtype, position_key)
-        return scaled_layers(self, x, wanted, key, gate=c.activation, angles=angles)
+        return self._apply_layers(x, after, key, gate=c.activation, angles=angles)
 
 
-def _angles(config: Dinov3Config, grid: tuple[int, ...], dtype: Any, key: Any) -> Any:
+def _angles(config, grid, dtype, key):
     """The cosines and sines for all tokens: half of each head's pairs rotate with the row of a
     patch, and half with its column. The class token and the registers are not rotated."""
     c = config
     # The centres of the patches, between -1 and 1.
     centres = [(2 * np.arange(size) + 1) / size - 1 for size in grid]
     points = np.stack(np.meshgrid(*centres, indexing="ij"), axis=-1).reshape(-1, 2)
-    points = _changed(jnp.asarray(points, jnp.float32), c, key)
+    points = _changed(jnp.asarray(points, jnp.float32), c, key)  # (patches, 2)
     frequencies = 2 * np.pi * float(c.rope_base) ** -(np.arange(0, c.head_dim, 4) / c.head_dim)
     angles = points[:, :, None] * jnp.asarray(frequencies, jnp.float32)[None, None]
-    angles = angles.reshape(1, len(points), 1, -1)
+    angles = angles.reshape(1, len(points), 1, -1)  # (1, patches, 1, head_dim / 2)
     angles = jnp.pad(angles, ((0, 0), (1 + c.registers, 0), (0, 0), (0, 0)))
     return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
 
 
-def _changed(points: Float[Array, "patches 2"], config: Dinov3Config, key: Any) -> Array:
+def _changed(
+    points: Float[Array, "patches 2"], c: Dinov3Config, key: PRNGKeyArray | None
+) -> Float[Array, "patches 2"]:
     """The coordinates in a training step."""
-    c = config
     if key is None:
         return points
-    keys = jax.random.split(key, 3)
-    draw = lambda key, size, most: jax.random.uniform(key, (1, size), None, -most, most)
+    shift_key, jitter_key, rescale_key = jax.random.split(key, 3)
     if c.shift is not None:
-        points = points + draw(keys[0], 2, c.shift).astype(points.dtype)
-    for key, size, most in ((keys[1], 2, c.jitter), (keys[2], 1, c.rescale)):
+        shift = jax.random.uniform(shift_key, (1, 2), None, -c.shift, c.shift)
+        points = points + shift.astype(points.dtype)
+    # Rows and columns have factors of their own, and one in common.
+    for own_key, size, most in ((jitter_key, 2, c.jitter), (rescale_key, 1, c.rescale)):
         if most is not None:
-            points = points * jnp.exp(draw(key, size, float(np.log(most)))).astype(points.dtype)
+            most = float(np.log(most))
+            factor = jnp.exp(jax.random.uniform(own_key, (1, size), None, -most, most))
+            points = points * factor.astype(points.dtype)
     return points

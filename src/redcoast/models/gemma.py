@@ -6,8 +6,7 @@ rotary base for the layers with a window).
 """
 
 import math
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import KW_ONLY, dataclass
 
 import equinox as eqx
 import jax
@@ -15,29 +14,35 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend, attend_near, wide
-from ._basic import initial_attention, initial_mlp, initial_tables, look_up, wide_rms_norm
+from ._base_config import GroupedConfig, check_config
+from ._basic import (
+    initial_attention,
+    initial_mlp,
+    initial_tables,
+    look_up,
+    softcap,
+    wide_rms_norm,
+    zeros,
+)
 from ._by_layer import StackedLayers
 from ._cache import extend
-from ._check_config import check_config, check_local
-from ._decoder import Decoder, DecoderConfig, tied_or_own_head
+from ._check_config import check_local
+from ._decoder import Decoder, tied_or_own_head
 from ._einsum import gated_feed_forward, product
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
 from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class GemmaConfig(DecoderConfig):
+class GemmaConfig(GroupedConfig):
     """The configuration of a `Gemma`.
 
     **Arguments:**
 
-    - `vocab`, `width`, `layers`: the vocabulary size, the size of the residual stream and the
-      number of decoder layers.
-    - `heads`, `kv_heads`, `head_dim`: the number of query heads; the number of key and value heads,
-      which must divide it; and the size of each head, an even number.
-    - `hidden`: the hidden size of the feed-forward network.
-    - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they are
-      scaled for long contexts.
+    - `vocab`, `width`, `layers`, `heads`, `kv_heads`, `hidden`, `rope_base`, `rope_scaling`,
+      `norm_eps`, `tied`, `attention_dropout`, `context`, `remat`, `unroll`, `eos`, `bos`, `pad`,
+      `decoding`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
+    - `head_dim`: the size of each head, an even number.
     - `local`: for each layer, whether it has a sliding attention window; by default, no layer has.
     - `window`: the size of that window in tokens, including the token itself.
     - `local_rope_base`: the base of the rotary embeddings in the layers with a window, where
@@ -46,12 +51,6 @@ class GemmaConfig(DecoderConfig):
     - `qk_norm`: whether Q and K are normalised in each head.
     - `score_scale`: attention scores are divided by its square root; the head size by default.
     - `score_cap`, `logit_cap`: soft caps (by tanh) of the attention scores and of the logits.
-    - `norm_eps`: added to the mean square in RMSNorm.
-    - `tied`: whether the output head shares the weights of the embedding.
-    - `attention_dropout`: the dropout rate of the attention weights.
-    - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
-      [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -59,14 +58,8 @@ class GemmaConfig(DecoderConfig):
     an integer.
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    hidden: int
+    _: KW_ONLY
     head_dim: int = 256
-    rope_base: int | float = 10000.0
     rope_scaling: RopeScaling | None = None
     local: tuple[bool, ...] = ()
     window: int | None = None
@@ -76,16 +69,13 @@ class GemmaConfig(DecoderConfig):
     score_scale: int | float | None = None
     score_cap: int | float | None = None
     logit_cap: int | float | None = None
-    norm_eps: int | float = 1e-6
     tied: bool = True
-    attention_dropout: int | float = 0.0
-    context: int = 8192
 
     def __post_init__(self):
         check_config(self, "head_dim")
         if self.head_dim % 2:
             raise ValueError(f"`head_dim` must be even, but is {self.head_dim}.")
-        check_local(self)
+        check_local(self.local, self.window, self.layers)
 
 
 class GemmaLayers(StackedLayers):
@@ -108,12 +98,12 @@ class GemmaLayers(StackedLayers):
     def __init__(self, config: GemmaConfig, *, key: PRNGKeyArray):
         c = config
         keys = jax.random.split(key, 7)
-        norms = lambda size, there: jnp.zeros((c.layers, size)) if there else None
-        self.attention_norm, self.mlp_norm = (jnp.zeros((c.layers, c.width)) for _ in range(2))
+        stream, head = (c.layers, c.width), (c.layers, c.head_dim)
+        self.attention_norm, self.mlp_norm = jnp.zeros(stream), jnp.zeros(stream)
         self.wq, self.wk, self.wv, self.wo = initial_attention(c, *keys[:4])
-        self.q_norm, self.k_norm = (norms(c.head_dim, c.qk_norm) for _ in range(2))
-        self.attention_post_norm = norms(c.width, c.post_norms)
-        self.mlp_post_norm = norms(c.width, c.post_norms)
+        self.q_norm, self.k_norm = zeros(head, when=c.qk_norm), zeros(head, when=c.qk_norm)
+        self.attention_post_norm = zeros(stream, when=c.post_norms)
+        self.mlp_post_norm = zeros(stream, when=c.post_norms)
         self.gate, self.up, self.down = initial_mlp(c, *keys[4:])
 
 
@@ -145,35 +135,39 @@ class Gemma(Decoder):
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
-        logits, cap = tied_or_own_head(self, hidden), self.config.logit_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        return softcap(tied_or_own_head(hidden, self.embed, self.head), self.config.logit_cap)
 
     def _run(self, tokens, mask, positions, see, cache, key):
         c = self.config
-        visible = [see(window=window) for window in (None, c.window)]
-        x = look_up(self.embed, tokens)
+        everywhere, near = see(window=None), see(window=c.window)
+        x = look_up(self.embed, tokens)  # (batch, seq, width)
         # The published weights were trained with this scale rounded to the dtype of `x`.
-        x = x * jnp.asarray(math.sqrt(c.width), x.dtype)
-        frequencies = [rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)] * 2
+        x = x * jnp.asarray(math.sqrt(c.width), x.dtype)  # (batch, seq, width)
+        frequencies = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
+        near_frequencies = frequencies
         if c.local_rope_base is not None:
-            frequencies[1] = rotary_frequencies(c.head_dim, c.local_rope_base)
-        angles = [rotary_angles(positions, f, wide(x.dtype)) for f in frequencies]
+            near_frequencies = rotary_frequencies(c.head_dim, c.local_rope_base)
+        angles = rotary_angles(positions, frequencies, wide(x.dtype))
+        near_angles = rotary_angles(positions, near_frequencies, wide(x.dtype))
         scale = float((c.score_scale or c.head_dim) ** -0.5)
 
         def layer_fn(x, cache, inputs, index, key):
             layer, local = inputs
             # Layers with and without a window are scanned together, so each selects its angles.
-            turns = jax.tree.map(lambda all, near: jnp.where(local, near, all), *angles)
-            near = partial(attend_near, local=local, visible=visible)
-            attend_fn = near if any(c.local) else partial(attend, visible=visible[0])
+            turns = jax.tree.map(lambda a, b: jnp.where(local, b, a), angles, near_angles)
             y = _norm(x, layer.attention_norm, c)
             q = _norm(product("bsd,dhk->bshk", y, layer.wq), layer.q_norm, c)
             k = _norm(product("bsd,dhk->bshk", y, layer.wk), layer.k_norm, c)
-            v = product("bsd,dhk->bshk", y, layer.wv)
+            v = product("bsd,dhk->bshk", y, layer.wv)  # (batch, seq, kv_heads, head_dim)
             cache, k, v = extend(cache, index, rotate(k, turns), v)
+            q = rotate(q, turns)  # (batch, seq, heads, head_dim)
             options = {"softcap": c.score_cap, "rate": c.attention_dropout, "key": key}
-            y = attend_fn(rotate(q, turns), k, v, scale=scale, **options)
-            y = product("bshk,hkd->bsd", y, layer.wo)
+            if any(c.local):
+                visible = (everywhere, near)
+                y = attend_near(q, k, v, local=local, visible=visible, scale=scale, **options)
+            else:
+                y = attend(q, k, v, visible=everywhere, scale=scale, **options)
+            y = product("bshk,hkd->bsd", y, layer.wo)  # (batch, seq, width)
             x = x + _norm(y, layer.attention_post_norm, c)
             y = gated_feed_forward(layer, _norm(x, layer.mlp_norm, c), "gelu_new")
             return x + _norm(y, layer.mlp_post_norm, c), cache

@@ -5,6 +5,7 @@ small models), or keys that serve as values (the large ones) and experts beside 
 network (the mixture of experts).
 """
 
+import functools as ft
 import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -16,22 +17,25 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from ._attention import as_array, attend, real_tokens, wide
+from ._base_config import GroupedConfig, check_config
 from ._basic import (
     activate_gated,
     initial_stacks,
     initial_tables,
     look_up,
     normal,
+    ones,
     output_scale,
+    softcap,
     wide_rms_norm,
 )
 from ._by_layer import StackedLayers
 from ._cache import Cache, admit, cached_view, empty_cache, extend
-from ._check_config import check_chosen, check_config, check_local
-from ._decoder import DecoderConfig, RoutedDecoder, tied_or_own_head
+from ._check_config import check_chosen, check_local
+from ._decoder import RoutedDecoder, tied_or_own_head
 from ._einsum import gated_feed_forward, product
 from ._inputs import AnyArray, Mask
-from ._moe import mix_experts
+from ._moe import add_use, mix_experts, no_use
 from ._rotary import rotary_angles, rotary_frequencies, rotate
 from ._scan_kinds import scan_kinds
 
@@ -39,19 +43,19 @@ _GELU = "gelu_new"
 
 
 @dataclass(frozen=True)
-class Gemma4Config(DecoderConfig):
+class Gemma4Config(GroupedConfig):
     """The configuration of a `Gemma4`.
 
     **Arguments:**
 
-    - `vocab`, `width`, `layers`: the vocabulary size, the size of the residual stream and the
-      number of decoder layers.
+    - `vocab`, `width`, `layers`, `hidden`, `norm_eps`, `tied`, `attention_dropout`, `context`,
+      `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
+      [`LlamaConfig`][redcoast.models.LlamaConfig].
     - `heads`, `kv_heads`, `head_dim`: in layers with a window, the number of query heads; the
       number of key and value heads, which must divide it; and the size of each head, an even
       number.
     - `global_kv_heads`, `global_head_dim`: the same of the layers without a window. The first is
       by default, as of the others.
-    - `hidden`: the hidden size of the feed-forward network.
     - `local`: for each layer, whether it has a sliding attention window; by default all have but
       each sixth and the last, which never has.
     - `window`: the size of that window in tokens, including the token itself.
@@ -70,12 +74,6 @@ class Gemma4Config(DecoderConfig):
       each layer, the number of experts that each token is routed to (top-k), and the hidden size
       of each; no experts by default.
     - `logit_cap`: a soft cap (by tanh) of the logits.
-    - `norm_eps`: added to the mean square in RMSNorm.
-    - `tied`: whether the output head shares the weights of the embedding.
-    - `attention_dropout`: the dropout rate of the attention weights.
-    - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
-      [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -83,12 +81,6 @@ class Gemma4Config(DecoderConfig):
     an integer.
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    hidden: int
     _: KW_ONLY
     head_dim: int = 256
     global_head_dim: int = 512
@@ -107,43 +99,46 @@ class Gemma4Config(DecoderConfig):
     chosen: int = 8
     expert_hidden: int = 704
     logit_cap: int | float | None = None
-    norm_eps: int | float = 1e-6
     tied: bool = True
-    attention_dropout: int | float = 0.0
     context: int = 131072
 
     def __post_init__(self):
-        optional = ("global_kv_heads", "layer_size", "layer_vocab", "rotary_dim")
-        sizes = [name for name in optional if getattr(self, name) is not None]
-        check_config(self, "head_dim", "global_head_dim", "chosen", "expert_hidden", *sizes)
+        sizes = "head_dim global_head_dim chosen expert_hidden global_kv_heads layer_size"
+        check_config(self, *sizes.split(), "layer_vocab", "rotary_dim")
         if not self.local:
             last = self.layers - 1
             local = tuple((i + 1) % 6 != 0 and i != last for i in range(self.layers))
             object.__setattr__(self, "local", local)
-        check_local(self)
+        check_local(self.local, self.window, self.layers)
         if self.local[-1]:
             raise ValueError("`local` gives the last layer a window, which it never has.")
-        if self.experts is not None:
-            check_chosen(self)
+        check_chosen(self.chosen, self.experts)
         _check_heads(self)
         _check_shared(self)
 
     @property
     def far_kv_heads(self) -> int:
         """The number of key and value heads of the layers without a window."""
-        return self.kv_heads if self.global_kv_heads is None else self.global_kv_heads
+        return self.global_kv_heads or self.kv_heads
 
     @property
     def rotated(self) -> int:
         """The number of rotated features in layers without a window."""
-        return self.global_head_dim if self.rotary_dim is None else self.rotary_dim
+        return self.rotary_dim or self.global_head_dim
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kind of each layer, which is the name of the stack that has its parameters."""
-        names = ["near" if local else "far" for local in self.local]
-        first = self.layers - self.shared_layers
-        return tuple(x if i < first else f"{x}_shared" for i, x in enumerate(names))
+        own = self.layers - self.shared_layers
+        sides = ["near" if local else "far" for local in self.local]
+        return (*sides[:own], *(f"{side}_shared" for side in sides[own:]))
+
+    def heads_of(self, side: str) -> tuple[int, int]:
+        """Returns the number of key and value heads of layers with a window (`"near"`) or without
+        (`"far"`), and the size of their heads."""
+        if side == "near":
+            return self.kv_heads, self.head_dim
+        return self.far_kv_heads, self.global_head_dim
 
 
 def _check_heads(c: Gemma4Config) -> None:
@@ -174,9 +169,8 @@ def _check_shared(c: Gemma4Config) -> None:
             f"`shared_layers` must be at least 0 and less than `layers`, but they are "
             f"{c.shared_layers} and {c.layers}."
         )
-    for name in ("near", "far"):
-        if f"{name}_shared" in c.kinds and name not in c.kinds:
-            which = "with" if name == "near" else "without"
+    for side, which in (("near", "with"), ("far", "without")):
+        if f"{side}_shared" in c.kinds and side not in c.kinds:
             raise ValueError(
                 f"`shared_layers` has layers {which} a window, but no layer before them {which} a "
                 "window has keys and values for them."
@@ -230,39 +224,44 @@ class Gemma4Layers(StackedLayers):
 
     def __init__(self, config: Gemma4Config, kind: str, layers: int, *, key: PRNGKeyArray):
         c, make = config, initial_stacks(layers, key, 13)
-        far, own = kind.startswith("far"), not kind.endswith("shared")
-        size, kv_heads = (c.global_head_dim, c.far_kv_heads) if far else (c.head_dim, c.kv_heads)
-        hidden = c.hidden if own or not c.wide_shared else 2 * c.hidden
+        side = kind.removesuffix("_shared")
+        kv_heads, size = c.heads_of(side)
+        is_shared, hidden = kind != side, c.hidden
+        if is_shared and c.wide_shared:
+            hidden = 2 * c.hidden
         width, out = c.width, output_scale(c.layers)
-        has_values = own and not (far and c.keys_are_values)
-        inputs, routed = c.layer_size is not None, c.experts is not None
-        ones = lambda size: jnp.ones((layers, size))
-        into = lambda *shape: make(width, width, *shape)
-        self.attention_norm, self.attention_post_norm = ones(width), ones(width)
-        self.wq = into(c.heads, size)
-        self.wk = into(kv_heads, size) if own else None
-        self.wv = into(kv_heads, size) if has_values else None
+        stream = (layers, width)
+        self.attention_norm, self.attention_post_norm = jnp.ones(stream), jnp.ones(stream)
+        self.wq, self.wk, self.wv = make(width, width, c.heads, size), None, None
+        if not is_shared:
+            self.wk = make(width, width, kv_heads, size)
+            if side == "near" or not c.keys_are_values:
+                self.wv = make(width, width, kv_heads, size)
         self.wo = make(c.heads * size, c.heads, size, width, scale=out)
-        self.q_norm, self.k_norm = ones(size), ones(size) if own else None
-        self.mlp_norm, self.mlp_post_norm = ones(width), ones(width)
-        self.gate, self.up = into(hidden), into(hidden)
+        self.q_norm, self.k_norm = (
+            jnp.ones((layers, size)),
+            ones((layers, size), when=not is_shared),
+        )
+        self.mlp_norm, self.mlp_post_norm = jnp.ones(stream), jnp.ones(stream)
+        self.gate, self.up = make(width, width, hidden), make(width, width, hidden)
         self.down = make(hidden, hidden, width, scale=out)
         self.scalar = jnp.ones((layers, 1))
-        self.input_gate = into(c.layer_size) if inputs else None
-        self.input_out = make(c.layer_size, c.layer_size, width, scale=out) if inputs else None
-        self.input_post_norm = ones(width) if inputs else None
-        self.router = into(c.experts) if routed else None
-        self.router_scale = ones(width) if routed else None
-        self.expert_scale = ones(c.experts) if routed else None
+        self.input_gate = self.input_out = self.input_post_norm = None
+        if c.layer_size is not None:
+            self.input_gate = make(width, width, c.layer_size)
+            self.input_out = make(c.layer_size, c.layer_size, width, scale=out)
+            self.input_post_norm = jnp.ones(stream)
+        self.router = self.router_scale = self.expert_scale = None
         self.expert_gate = self.expert_up = self.expert_down = None
-        if routed:
-            shape = (c.experts, width, c.expert_hidden)
-            self.expert_gate, self.expert_up = make(width, *shape), make(width, *shape)
-            shape = (c.experts, c.expert_hidden, width)
-            self.expert_down = make(c.expert_hidden, *shape, scale=out)
-        self.dense_post_norm = ones(width) if routed else None
-        self.experts_norm = ones(width) if routed else None
-        self.experts_post_norm = ones(width) if routed else None
+        self.dense_post_norm = self.experts_norm = self.experts_post_norm = None
+        if c.experts is not None:
+            self.router = make(width, width, c.experts)
+            self.router_scale, self.expert_scale = jnp.ones(stream), jnp.ones((layers, c.experts))
+            self.expert_gate = make(width, c.experts, width, c.expert_hidden)
+            self.expert_up = make(width, c.experts, width, c.expert_hidden)
+            self.expert_down = make(c.expert_hidden, c.experts, c.expert_hidden, width, scale=out)
+            self.dense_post_norm = jnp.ones(stream)
+            self.experts_norm, self.experts_post_norm = jnp.ones(stream), jnp.ones(stream)
 
 
 class Gemma4(RoutedDecoder):
@@ -300,45 +299,44 @@ class Gemma4(RoutedDecoder):
         self.layer_embed = self.layer_project = self.layer_norm = None
         if c.layer_size is not None:
             shape = (c.layers, c.layer_size)
-            rows = c.vocab if c.layer_vocab is None else c.layer_vocab
+            rows = c.layer_vocab or c.vocab
             self.layer_embed = normal(table, (rows, *shape), fan_in=c.layer_size)
             self.layer_project = normal(project, (c.width, *shape), fan_in=c.width)
             self.layer_norm = jnp.ones(c.layer_size)
-        stacks = [
-            Gemma4Layers(c, kind, c.kinds.count(kind), key=own) if kind in c.kinds else None
-            for kind, own in zip(_KINDS, keys, strict=True)
-        ]
+        stacks = map(ft.partial(_make_stack, c), _KINDS, keys)
         self.near, self.far, self.near_shared, self.far_shared = stacks
         self.norm = jnp.ones(c.width)
         self.config = config
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
-        logits, cap = tied_or_own_head(self, hidden), self.config.logit_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        return softcap(tied_or_own_head(hidden, self.embed, self.head), self.config.logit_cap)
 
     def init_cache(self, batch: int, length: int) -> Any:
         """Returns an empty cache for `batch` rows of up to `length` tokens."""
         c, dtype = self.config, self.embed.dtype
-        near = (c.kinds.count("near"), batch, length, c.kv_heads, c.head_dim)
-        far = (c.kinds.count("far"), batch, length, c.far_kv_heads, c.global_head_dim)
-        return Gemma4Cache(empty_cache(*near, dtype), empty_cache(*far, dtype))
+        near, far = c.kinds.count("near"), c.kinds.count("far")
+        return Gemma4Cache(
+            empty_cache(near, batch, length, *c.heads_of("near"), dtype),
+            empty_cache(far, batch, length, *c.heads_of("far"), dtype),
+        )
 
     def decode(
         self, tokens: Integer[AnyArray, "batch new"], cache: Any, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], Any]:
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
-        near, far = (admit(part, tokens.shape, mask) for part in (cache.near, cache.far))
+        near = admit(cache.near, tokens.shape, mask)
+        far = admit(cache.far, tokens.shape, mask)
         view = cached_view(near, tokens.shape[1])
-        both: Any = Gemma4Cache(near, far)
-        return self._run(tokens, mask, *view, both, None)[:2]
+        cache = Gemma4Cache(near, far)
+        return self._run(tokens, mask, *view, cache, None)[:2]
 
     def _run(self, tokens, mask, positions, see, cache, key):
         c = self.config
         real = as_array(real_tokens(tokens.shape, mask))
-        x = look_up(self.embed, tokens)
+        x = look_up(self.embed, tokens)  # (batch, seq, width)
         # The published weights were trained with this scale rounded to the dtype of `x`.
-        x = x * jnp.asarray(math.sqrt(c.width), x.dtype)
+        x = x * jnp.asarray(math.sqrt(c.width), x.dtype)  # (batch, seq, width)
         visible = {"near": see(window=c.window), "far": see()}
         angles = _angles(positions, c, wide(x.dtype))
 
@@ -347,20 +345,22 @@ class Gemma4(RoutedDecoder):
             side = kind.removesuffix("_shared")
             y = _norm(x, layer.attention_norm, c)
             q = _norm(product("bsd,dhk->bshk", y, layer.wq), layer.q_norm, c)
-            if kind == side:
+            if kind != side:
+                k, v = _keys_values_before(cache, shared, side)
+            else:
                 k, v = _keys_values(layer, y, angles[side], c)
                 cache, k, v = _extend(cache, side, index, k, v)
-                shared = None if shared is None else {**shared, side: (k, v)}
-            else:
-                k, v = _last(cache, side) if shared is None else shared[side]
-            options: Any = {"scale": 1.0, "rate": c.attention_dropout, "key": key}
-            y = attend(rotate(q, angles[side]), k, v, visible=visible[side], **options)
-            y = product("bshk,hkd->bsd", y, layer.wo)
+                if shared is not None:
+                    shared = {**shared, side: (k, v)}
+            q = rotate(q, angles[side])  # (batch, seq, heads, head_dim)
+            options = {"scale": 1.0, "rate": c.attention_dropout, "key": key}
+            y = attend(q, k, v, visible=visible[side], **options)
+            y = product("bshk,hkd->bsd", y, layer.wo)  # (batch, seq, width)
             x = x + _norm(y, layer.attention_post_norm, c)
             y, use = _feed_forward(layer, x, real, use, c)
             x = x + _norm(y, layer.mlp_post_norm, c)
             if inputs is not None:
-                gate = product("bsd,di->bsi", x, layer.input_gate)
+                gate = product("bsd,di->bsi", x, layer.input_gate)  # (batch, seq, layer_size)
                 y = product("bsi,id->bsd", activate_gated(_GELU, gate, inputs), layer.input_out)
                 x = x + _norm(y, layer.input_post_norm, c)
             # It is not trained by gradients.
@@ -368,12 +368,13 @@ class Gemma4(RoutedDecoder):
             return x * scalar[None, None], (cache, shared, use)
 
         stacks = {kind: getattr(self, kind) for kind in _KINDS}
-        use = None if c.experts is None else tuple(jnp.zeros((2, c.experts), wide(x.dtype)))
-        carry = (cache, _nothing_shared(x, c) if cache is None else None, use)
-        options: Any = {"key": key, "remat": c.remat, "unroll": c.unroll}
-        inputs = self._layer_inputs(tokens, x)
-        x, carry = scan_kinds(layer_fn, x, stacks, c.kinds, inputs=inputs, cache=carry, **options)
-        return _norm(x, self.norm, c), carry[0], carry[2]
+        use, shared = no_use(c.experts, wide(x.dtype)), None
+        if cache is None and c.shared_layers:
+            shared = _nothing_shared(x, c)
+        options = {"key": key, "remat": c.remat, "unroll": c.unroll}
+        options |= {"inputs": self._layer_inputs(tokens, x), "cache": (cache, shared, use)}
+        x, (cache, _, use) = scan_kinds(layer_fn, x, stacks, c.kinds, **options)
+        return _norm(x, self.norm, c), cache, use
 
     def _layer_inputs(
         self, tokens: Integer[AnyArray, "batch seq"], x: Float[Array, "batch seq width"]
@@ -386,9 +387,9 @@ class Gemma4(RoutedDecoder):
         own = jnp.take(self.layer_embed, tokens, axis=0)  # NaN for ids outside it
         own = own * jnp.asarray(math.sqrt(c.layer_size), x.dtype)
         project: Any = self.layer_project
-        common = product("bsd,dli->bsli", x, project)
+        common = product("bsd,dli->bsli", x, project)  # (batch, seq, layers, layer_size)
         common = _norm(common * jnp.asarray(c.width**-0.5, x.dtype), self.layer_norm, c)
-        both = (common + own) * jnp.asarray(2**-0.5, x.dtype)
+        both = (common + own) * jnp.asarray(2**-0.5, x.dtype)  # (batch, seq, layers, layer_size)
         return jnp.moveaxis(both, 2, 0)
 
 
@@ -399,17 +400,22 @@ def _norm(x, scale, config):
     return wide_rms_norm(x, scale, config.norm_eps)
 
 
+def _make_stack(c: Gemma4Config, kind: str, key: PRNGKeyArray) -> Gemma4Layers | None:
+    return None if kind not in c.kinds else Gemma4Layers(c, kind, c.kinds.count(kind), key=key)
+
+
 def _angles(positions, c, dtype):
     near = rotary_frequencies(c.head_dim, c.local_rope_base)
     far = rotary_frequencies(c.global_head_dim, c.rope_base)
-    far = np.where(np.arange(len(far)) < c.rotated // 2, far, 0)
-    frequencies = {"near": near, "far": far}
-    return {side: rotary_angles(positions, f, dtype) for side, f in frequencies.items()}
+    far = np.where(np.arange(len(far)) < c.rotated // 2, far, 0)  # the rest is not rotated
+    near, far = rotary_angles(positions, near, dtype), rotary_angles(positions, far, dtype)
+    return {"near": near, "far": far}
 
 
 def _keys_values(layer, x, angles, c):
-    k = product("bsd,dhk->bshk", x, layer.wk)
-    v = k if layer.wv is None else product("bsd,dhk->bshk", x, layer.wv)
+    k = v = product("bsd,dhk->bshk", x, layer.wk)  # (batch, seq, kv_heads, head_dim)
+    if layer.wv is not None:
+        v = product("bsd,dhk->bshk", x, layer.wv)
     return rotate(_norm(k, layer.k_norm, c), angles), _norm(v, None, c)
 
 
@@ -420,18 +426,21 @@ def _extend(cache, side, index, k, v):
     return eqx.tree_at(lambda both: getattr(both, side), cache, part), k, v
 
 
-def _last(cache, side):
+def _keys_values_before(cache, shared, side):
     """The keys and values of the last layer of a kind that has some of its own."""
+    if shared is not None:
+        return shared[side]
     return getattr(cache, side).layer(-1)
 
 
 def _nothing_shared(x, c):
     """Keys and values that layers which share them find, until a layer before them has some."""
-    if not c.shared_layers:
-        return None
-    zeros = lambda heads, size: (jnp.zeros((*x.shape[:2], heads, size), x.dtype),) * 2
-    sizes = {"near": (c.kv_heads, c.head_dim), "far": (c.far_kv_heads, c.global_head_dim)}
-    return {side: zeros(*size) for side, size in sizes.items() if side in c.kinds}
+    shared = {}
+    for side in ("near", "far"):
+        if side in c.kinds:
+            nothing = jnp.zeros((*x.shape[:2], *c.heads_of(side)), x.dtype)
+            shared[side] = nothing, nothing
+    return shared
 
 
 def _feed_forward(layer, x, real, use, c):
@@ -441,15 +450,15 @@ def _feed_forward(layer, x, real, use, c):
         return y, use
     routed = _norm(x, None, c) * layer.router_scale.astype(x.dtype)[None, None]
     routed = routed * jnp.asarray(c.width**-0.5, x.dtype)
-    scores = product("bsd,de->bse", routed, layer.router)
+    scores = product("bsd,de->bse", routed, layer.router)  # (batch, seq, experts)
 
     def experts(x):
-        gate = product("betd,edh->beth", x, layer.expert_gate)
+        gate = product("betd,edh->beth", x, layer.expert_gate)  # (batch, experts, tokens, hidden)
         up = product("betd,edh->beth", x, layer.expert_up)
         y = product("beth,ehd->betd", activate_gated(_GELU, gate, up), layer.expert_down)
         return y * layer.expert_scale.astype(y.dtype)[None, :, None, None]
 
     z = _norm(x, layer.experts_norm, c)
     z, more = mix_experts(experts, z, scores, real, chosen=c.chosen)
-    use = tuple(a + b for a, b in zip(use, more, strict=True))
+    use = add_use(use, more)
     return _norm(y, layer.dense_post_norm, c) + _norm(z, layer.experts_post_norm, c), use

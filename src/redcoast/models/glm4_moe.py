@@ -4,20 +4,19 @@ experts with grouped-query attention. `_shared_experts.py` has all but the atten
 from dataclasses import KW_ONLY, dataclass
 
 import equinox as eqx
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend
-from ._basic import initial_stacks, output_scale, rms_norm
+from ._base_config import RotarySizes, check_heads, check_rotary_dim
+from ._basic import initial_stacks, ones, output_scale, rms_norm, zeros
 from ._cache import extend
-from ._check_config import HeadSizes, check_heads, check_rotary_dim
 from ._einsum import keys_values, product, queries
 from ._rotary import rotate
 from ._shared_experts import SharedExpertsConfig, SharedExpertsDecoder, SharedExpertsLayers
 
 
 @dataclass(frozen=True)
-class Glm4MoeConfig(SharedExpertsConfig, HeadSizes):
+class Glm4MoeConfig(SharedExpertsConfig, RotarySizes):
     """The configuration of a `Glm4Moe`.
 
     **Arguments:**
@@ -62,10 +61,6 @@ class Glm4MoeConfig(SharedExpertsConfig, HeadSizes):
         check_heads(self, even=self.rotary_dim is None)
         check_rotary_dim(self)
 
-    @property
-    def rotated(self) -> int:
-        return self.head_dim if self.rotary_dim is None else self.rotary_dim
-
 
 class Glm4MoeLayers(SharedExpertsLayers):
     """The parameters of layers with experts or of layers without."""
@@ -82,13 +77,13 @@ class Glm4MoeLayers(SharedExpertsLayers):
 
     def __init__(self, config: Glm4MoeConfig, layers: int, *, routed: bool, key: PRNGKeyArray):
         c, make = config, initial_stacks(layers, key, 14)
-        q, kv = (c.heads, c.head_dim), (c.kv_heads, c.head_dim)
-        self.wq, self.wk, self.wv = (make(c.width, c.width, *size) for size in (q, kv, kv))
+        q, kv, head = (c.heads, c.head_dim), (c.kv_heads, c.head_dim), (layers, c.head_dim)
+        self.wq = make(c.width, c.width, *q)
+        self.wk, self.wv = make(c.width, c.width, *kv), make(c.width, c.width, *kv)
         self.wo = make(c.heads * c.head_dim, *q, c.width, scale=output_scale(c.layers))
-        biases = (jnp.zeros((layers, *size)) if c.qkv_bias else None for size in (q, kv, kv))
-        self.bq, self.bk, self.bv = biases
-        norms = (jnp.ones((layers, c.head_dim)) if c.qk_norm else None for _ in "qk")
-        self.q_norm, self.k_norm = norms
+        self.bq = zeros((layers, *q), when=c.qkv_bias)
+        self.bk, self.bv = (zeros((layers, *kv), when=c.qkv_bias) for _ in range(2))
+        self.q_norm, self.k_norm = ones(head, when=c.qk_norm), ones(head, when=c.qk_norm)
         super().__init__(c, layers, routed=routed, make=make)
 
 
@@ -110,11 +105,6 @@ class Glm4Moe(SharedExpertsDecoder):
 
     config: Glm4MoeConfig = eqx.field(static=True)
 
-    def __init__(self, config: Glm4MoeConfig, *, key: PRNGKeyArray):
-        """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
-        deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
-        super().__init__(config, key=key)
-
     @staticmethod
     def _make_layers(config, layers, *, routed, key):
         return Glm4MoeLayers(config, layers, routed=routed, key=key)
@@ -122,7 +112,8 @@ class Glm4Moe(SharedExpertsDecoder):
     @staticmethod
     def _attention(layer, x, angles, visible, cache, index, key, config):
         c = config
-        q, (k, v) = queries(layer, x), keys_values(layer, x)
+        q = queries(layer, x)  # (batch, seq, heads, head_dim)
+        k, v = keys_values(layer, x)  # (batch, seq, kv_heads, head_dim)
         if c.qk_norm:
             q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
         q, k = rotate(q, angles), rotate(k, angles)

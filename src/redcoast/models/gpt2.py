@@ -1,7 +1,6 @@
 """The GPT-2 decoder: learned positions, pre-layer-norm, tied head, optional cross-attention."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -9,12 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import attend, causal_view, count_positions, full_view, real_tokens
+from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
 from ._basic import layer_norm, look_up, output_scale, small_normal
 from ._by_layer import StackedLayers
 from ._cache import Cache, admit, cached_view, empty_cache, extend
-from ._check_config import HeadSizes, check_config, check_heads, check_length
+from ._check_config import check_length
 from ._cross_cache import CrossCache, Memory, MemoryMask, read_memory
-from ._decoder import DecoderConfig, TableHead
+from ._decoder import TableHead
 from ._dropout import dropout, split_key
 from ._einsum import Projections, feed_forward, keys_values, outputs, queries
 from ._inputs import AnyArray, Mask
@@ -87,8 +87,9 @@ class GPT2Layers(StackedLayers):
         attention, cross, up, down = jax.random.split(key, 4)
         scales = (0.02, 0.02, 0.02, 0.02 * output_scale(c.layers))
         create = eqx.Partial(Projections, c, c.layers, scales=scales)
-        self.attention = create(key=attention)
-        self.cross = create(key=cross) if c.cross_attention else None
+        self.attention, self.cross = create(key=attention), None
+        if c.cross_attention:
+            self.cross = create(key=cross)
         stream, inside = (c.layers, c.width), (c.layers, c.hidden)
         self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
         self.up = small_normal(up, (c.layers, c.width, c.hidden))
@@ -124,7 +125,9 @@ class GPT2(TableHead):
         self.position_embed = small_normal(positions, (config.positions, config.width))
         self.layers = GPT2Layers(config, key=layers)
         self.norm, self.norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
-        self.head = None if config.tied else small_normal(head, (config.width, config.vocab))
+        self.head = None
+        if not config.tied:
+            self.head = small_normal(head, (config.width, config.vocab))
         self.config = config
 
     def __call__(
@@ -204,17 +207,25 @@ class GPT2(TableHead):
         return own if cross is None else CrossCache(own, *cross)
 
     def decode(
-        self, tokens: Integer[AnyArray, "batch new"], cache: Any, *, mask: Mask | None = None
+        self,
+        tokens: Integer[AnyArray, "batch new"],
+        cache: Cache | CrossCache,
+        *,
+        mask: Mask | None = None,
     ) -> tuple[Float[Array, "batch new width"], Cache | CrossCache]:
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         if mask is None:
             check_length(self.config, tokens.shape[1])
-        crossed = isinstance(cache, CrossCache)
-        cross = (cache.k, cache.v, cache.mask) if crossed else None
-        own = admit(cache.own if crossed else cache, tokens.shape, mask)
-        positions, see = cached_view(own, tokens.shape[1])
-        x, own = self._run(tokens, positions, see(), cross, cache=own)
-        return x, cache.with_own(own) if crossed else own
+        if isinstance(cache, CrossCache):
+            cross = (cache.k, cache.v, cache.mask)
+            x, own = self._decode(tokens, cache.own, mask, cross)
+            return x, cache.with_own(own)
+        return self._decode(tokens, cache, mask, None)
+
+    def _decode(self, tokens, cache, mask, cross):
+        cache = admit(cache, tokens.shape, mask)
+        positions, see = cached_view(cache, tokens.shape[1])
+        return self._run(tokens, positions, see(), cross, cache=cache)
 
     def _read(self, rows, memory, mask):
         if (memory is not None) != self.config.cross_attention:
@@ -230,8 +241,10 @@ class GPT2(TableHead):
         embed_key, key = split_key(key, 2)
         x = look_up(self.embed, tokens) + look_up(self.position_embed, positions)
         x = dropout(x, c.embed_dropout, embed_key)
-        *stored, real = cross or (None, None, None)
-        seen = None if real is None else full_view(real)
+        stored, seen = [None, None], None  # the keys and values of the memory in all layers
+        if cross is not None:
+            *stored, real = cross
+            seen = full_view(real)
 
         def layer_fn(x, cache, inputs, index, key):
             layer, kv = inputs
@@ -253,11 +266,13 @@ class GPT2(TableHead):
 def _attention(layer, x, visible, cache, index, key, config, *, kv=None):
     weights_key, key = split_key(key, 2)
     x = layer_norm(x, layer.norm, layer.norm_shift, config.norm_eps)
-    q = queries(layer, x)
+    q = queries(layer, x)  # (batch, seq, heads, head_dim)
     if kv is None:
         cache, *kv = extend(cache, index, *keys_values(layer, x))
     if config.scale_by_layer:
         q = q / (index + 1).astype(q.dtype)
-    scale, rate = None if config.scale_scores else 1.0, config.attention_dropout
-    out = attend(q, *kv, visible=visible, scale=scale, rate=rate, key=weights_key)
+    options = {"rate": config.attention_dropout, "key": weights_key}
+    if not config.scale_scores:
+        options["scale"] = 1.0
+    out = attend(q, *kv, visible=visible, **options)
     return dropout(outputs(layer, out), config.residual_dropout, key), cache

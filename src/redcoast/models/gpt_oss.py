@@ -2,8 +2,7 @@
 some layers."""
 
 import functools as ft
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
 
 import equinox as eqx
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import as_array, attend, attend_near, real_tokens, wide
+from ._base_config import GroupedConfig, HeadSizes, check_config, check_heads
 from ._basic import (
     initial_attention,
     initial_mlp,
@@ -22,10 +22,10 @@ from ._basic import (
 )
 from ._by_layer import StackedLayers
 from ._cache import extend
-from ._check_config import HeadSizes, check_chosen, check_config, check_heads, check_local
-from ._decoder import DecoderConfig, RoutedDecoder, TableHead
+from ._check_config import check_chosen, check_local
+from ._decoder import RoutedDecoder, TableHead
 from ._einsum import keys_values, outputs, product, queries
-from ._moe import mix_experts
+from ._moe import add_use, mix_experts, no_use
 from ._rotary import Yarn, rotate, yarn_angles
 from ._scan_layers import scan_layers
 
@@ -34,32 +34,22 @@ _GAIN = 1.702
 
 
 @dataclass(frozen=True)
-class GptOssConfig(DecoderConfig, HeadSizes):
+class GptOssConfig(GroupedConfig, HeadSizes):
     """The configuration of a `GptOss`.
 
     **Arguments:**
 
-    - `vocab`, `width`, `layers`: the vocabulary size, the size of the residual stream and the
-      number of decoder layers.
-    - `heads`, `kv_heads`: the number of query heads, and the number of key and value heads, which
-      must divide it.
+    - `vocab`, `width`, `layers`, `heads`, `kv_heads`, `head_size`, `rope_base`, `rope_scaling`,
+      `norm_eps`, `tied`, `attention_dropout`, `context`, `remat`, `unroll`, `eos`, `bos`, `pad`,
+      `decoding`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
     - `hidden`: the hidden size of each expert.
     - `experts`, `chosen`: the number of experts in each layer, and the number of experts that each
       token is routed to (top-k).
-    - `head_size`: the size of each head, an even number; `width / heads` by default.
-    - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they are
-      scaled for long contexts.
     - `local`: for each layer, whether it has a sliding attention window; by default, no layer has.
     - `window`: the size of that window in tokens, including the token itself.
     - `limit`: the hidden features of the experts are clamped to it.
-    - `norm_eps`: added to the mean square in RMSNorm.
-    - `tied`: whether the output head shares the weights of the embedding.
-    - `attention_dropout`: the dropout rate of the attention weights.
     - `router_loss_weight`: the weight of the router loss of `hidden_and_router_loss` in a training
       loss. The model itself does not use it.
-    - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
-      [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -67,14 +57,9 @@ class GptOssConfig(DecoderConfig, HeadSizes):
     an integer.
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    hidden: int
     experts: int = 32
     chosen: int = 4
+    _: KW_ONLY
     head_size: int | None = None
     rope_base: int | float = 150000.0
     rope_scaling: Yarn | None = None
@@ -82,16 +67,14 @@ class GptOssConfig(DecoderConfig, HeadSizes):
     window: int | None = None
     limit: int | float = 7.0
     norm_eps: int | float = 1e-5
-    tied: bool = False
-    attention_dropout: int | float = 0.0
     router_loss_weight: int | float = 0.001
     context: int = 131072
 
     def __post_init__(self):
         check_config(self, "chosen")
         check_heads(self, even=True)
-        check_chosen(self)
-        check_local(self)
+        check_chosen(self.chosen, self.experts)
+        check_local(self.local, self.window, self.layers)
         if self.limit <= 0:
             raise ValueError(f"`limit` must be positive, but is {self.limit}.")
 
@@ -122,17 +105,18 @@ class GptOssLayers(StackedLayers):
     def __init__(self, config: GptOssConfig, *, key: PRNGKeyArray):
         c = config
         keys = jax.random.split(key, 8)
-        q, kv = (c.heads, c.head_dim), (c.kv_heads, c.head_dim)
-        zeros = lambda *shape: jnp.zeros((c.layers, *shape))
-        self.attention_norm, self.mlp_norm = (jnp.ones((c.layers, c.width)) for _ in range(2))
+        stream, kv = (c.layers, c.width), (c.layers, c.kv_heads, c.head_dim)
+        self.attention_norm, self.mlp_norm = jnp.ones(stream), jnp.ones(stream)
         self.wq, self.wk, self.wv, self.wo = initial_attention(c, *keys[:4])
-        self.bq, self.bk, self.bv, self.bo = zeros(*q), zeros(*kv), zeros(*kv), zeros(c.width)
-        self.sinks = zeros(c.heads)
-        self.router = normal(keys[4], (c.layers, c.width, c.experts), fan_in=c.width)
-        self.router_bias = zeros(c.experts)
+        self.bq = jnp.zeros((c.layers, c.heads, c.head_dim))
+        self.bk, self.bv, self.bo = jnp.zeros(kv), jnp.zeros(kv), jnp.zeros(stream)
+        self.sinks = jnp.zeros((c.layers, c.heads))
+        self.router = normal(keys[4], (*stream, c.experts), fan_in=c.width)
+        self.router_bias = jnp.zeros((c.layers, c.experts))
         self.gate, self.up, self.down = initial_mlp(c, *keys[5:], c.experts)
-        self.gate_bias, self.up_bias = (zeros(c.experts, c.hidden) for _ in range(2))
-        self.down_bias = zeros(c.experts, c.width)
+        inside = (c.layers, c.experts, c.hidden)
+        self.gate_bias, self.up_bias = jnp.zeros(inside), jnp.zeros(inside)
+        self.down_bias = jnp.zeros((c.layers, c.experts, c.width))
 
 
 class GptOss(TableHead, RoutedDecoder):
@@ -163,38 +147,42 @@ class GptOss(TableHead, RoutedDecoder):
 
     def _run(self, tokens, mask, positions, see, cache, key):
         c = self.config
-        visible = [see(window=window) for window in (None, c.window)]
+        everywhere, near = see(window=None), see(window=c.window)
         real = as_array(real_tokens(tokens.shape, mask))
-        x = look_up(self.embed, tokens)
+        x = look_up(self.embed, tokens)  # (batch, seq, width)
         angles = yarn_angles(positions, c.head_dim, c.rope_base, c.rope_scaling, wide(x.dtype))
 
         def layer_fn(x, carry, inputs, index, key):
-            layer, local = inputs
-            cache, *use = carry
-            near = ft.partial(attend_near, local=local, visible=visible)
-            attend_fn = near if any(c.local) else ft.partial(attend, visible=visible[0])
+            (cache, use), (layer, local) = carry, inputs
             y = rms_norm(x, layer.attention_norm, c.norm_eps)
-            q, (k, v) = queries(layer, y), keys_values(layer, y)
+            q = queries(layer, y)  # (batch, seq, heads, head_dim)
+            k, v = keys_values(layer, y)  # (batch, seq, kv_heads, head_dim)
             cache, k, v = extend(cache, index, rotate(k, angles), v)
-            options: Any = {"sinks": layer.sinks, "rate": c.attention_dropout, "key": key}
-            x = x + outputs(layer, attend_fn(rotate(q, angles), k, v, **options))
+            q = rotate(q, angles)
+            options = {"sinks": layer.sinks, "rate": c.attention_dropout, "key": key}
+            if any(c.local):
+                y = attend_near(q, k, v, local=local, visible=(everywhere, near), **options)
+            else:
+                y = attend(q, k, v, visible=everywhere, **options)
+            x = x + outputs(layer, y)
             y = rms_norm(x, layer.mlp_norm, c.norm_eps)
             scores = product("bsd,de->bse", y, layer.router, layer.router_bias)
             experts = ft.partial(_mlp, layer, c.limit)
             y, more = mix_experts(experts, y, scores, real, chosen=c.chosen)
-            return x + y, (cache, *(a + b for a, b in zip(use, more, strict=True)))
+            return x + y, (cache, add_use(use, more))
 
         layers = (self.layers, jnp.asarray(c.local or (False,) * c.layers))
-        carry = (cache, *jnp.zeros((2, c.experts), wide(x.dtype)))
-        options: Any = {"key": key, "remat": c.remat, "unroll": c.unroll}
-        x, carry = scan_layers(layer_fn, x, layers, cache=carry, **options)
-        return rms_norm(x, self.norm, c.norm_eps), carry[0], carry[1:]
+        carry = (cache, no_use(c.experts, wide(x.dtype)))
+        x, (cache, use) = scan_layers(
+            layer_fn, x, layers, cache=carry, key=key, remat=c.remat, unroll=c.unroll
+        )
+        return rms_norm(x, self.norm, c.norm_eps), cache, use
 
 
 def _mlp(layer, limit, x):
     gate = product("betd,edh->beth", x, layer.gate) + layer.gate_bias[None, :, None]
     up = product("betd,edh->beth", x, layer.up) + layer.up_bias[None, :, None]
-    y = recomputed(ft.partial(_activate, limit))(gate, up)
+    y = recomputed(ft.partial(_activate, limit))(gate, up)  # (batch, experts, tokens, hidden)
     return product("beth,ehd->betd", y, layer.down) + layer.down_bias[None, :, None]
 
 

@@ -1,7 +1,9 @@
 """The Mamba-2 decoder: state spaces in place of attention."""
 
+import functools as ft
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -9,14 +11,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from ._attention import as_array, real_tokens, wide
+from ._base_config import DecoderConfig, check_config
 from ._basic import initial_tables, look_up, normal, output_scale, rms_norm
 from ._by_layer import StackedLayers
-from ._check_config import check_config
-from ._decoder import DecoderConfig, TableHead
+from ._decoder import Decoder, TableHead
 from ._einsum import product
 from ._inputs import AnyArray, Mask
-from ._recurrent import convolve, decays_between, pad_to_chunks, states_of_layer, with_layer
+from ._recurrent import convolve, decays_between, states_of_layer, to_chunks, with_layer
 from ._scan_layers import scan_layers
+
+# In place of the positions and of the masks of attention, which states have not.
+_NO_POSITIONS: Any = (None, None)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class Mamba2Cache(eqx.Module):
 
     def take(self, rows: Int[Array, " rows"]) -> "Mamba2Cache":
         """Gathers rows of the batch; a row may be repeated."""
-        return Mamba2Cache(*(jnp.take(x, rows, axis=1) for x in (self.state, self.before)))
+        return jax.tree.map(lambda x: jnp.take(x, rows, axis=1), self)
 
 
 class Mamba2Layers(StackedLayers):
@@ -117,33 +122,34 @@ class Mamba2Layers(StackedLayers):
 
     def __init__(self, config: Mamba2Config, *, key: PRNGKeyArray):
         c = config
-        keys = iter(jax.random.split(key, 10))
-        into = lambda size: normal(next(keys), (c.layers, c.width, size), fan_in=c.width)
-        conv = lambda size: normal(next(keys), (c.layers, c.taps, size), fan_in=c.taps)
+        *keys, steps_key, down_key = jax.random.split(key, 10)
         small = c.groups * c.state
-        zeros = lambda size: jnp.zeros((c.layers, size))
+        into, into_small = (c.layers, c.width, c.inner), (c.layers, c.width, small)
         self.norm, self.inner_norm = jnp.ones((c.layers, c.width)), jnp.ones((c.layers, c.inner))
-        self.gate, self.x, self.b, self.c = map(into, (c.inner, c.inner, small, small))
-        self.steps = into(c.heads)
-        self.conv_x, self.conv_b, self.conv_c = map(conv, (c.inner, small, small))
-        biases = map(zeros, (c.inner, small, small))
-        self.conv_x_bias, self.conv_b_bias, self.conv_c_bias = biases
+        self.gate, self.x = (normal(k, into, fan_in=c.width) for k in keys[:2])
+        self.b, self.c = (normal(k, into_small, fan_in=c.width) for k in keys[2:4])
+        self.steps = normal(keys[4], (c.layers, c.width, c.heads), fan_in=c.width)
+        self.conv_x = normal(keys[5], (c.layers, c.taps, c.inner), fan_in=c.taps)
+        self.conv_b = normal(keys[6], (c.layers, c.taps, small), fan_in=c.taps)
+        self.conv_c = normal(keys[7], (c.layers, c.taps, small), fan_in=c.taps)
+        self.conv_x_bias = jnp.zeros((c.layers, c.inner))
+        self.conv_b_bias = jnp.zeros((c.layers, small))
+        self.conv_c_bias = jnp.zeros((c.layers, small))
         # Time steps between 0.001 and 0.1, whose logarithms are uniform.
         ends = math.log(1e-3), math.log(0.1)
-        steps = jnp.exp(jax.random.uniform(next(keys), (c.layers, c.heads), None, *ends))
-        self.steps_bias = steps + jnp.log(-jnp.expm1(-steps))
+        steps = jnp.exp(jax.random.uniform(steps_key, (c.layers, c.heads), None, *ends))
+        self.steps_bias = steps + jnp.log(-jnp.expm1(-steps))  # the inverse of softplus
         rates = jnp.log(jnp.arange(1, c.heads + 1, dtype=self.steps.dtype))
         self.log_decay = jnp.broadcast_to(rates[None], (c.layers, c.heads))
         self.skip = jnp.ones((c.layers, c.heads))
-        scale = output_scale(c.layers)
         shape = (c.layers, c.inner, c.width)
-        self.down = normal(next(keys), shape, fan_in=c.inner, scale=scale)
+        self.down = normal(down_key, shape, fan_in=c.inner, scale=output_scale(c.layers))
 
 
-class Mamba2(TableHead):
+class Mamba2(TableHead, Decoder):
     """The Mamba-2 decoder (Dao and Gu, 2024, <https://arxiv.org/abs/2405.21060>).
 
-    It has no positions, and does not take several sequences packed into one row.
+    It has no positions, does not take several sequences packed into one row, and has no dropout.
 
     ```python
     config = Mamba2Config(vocab=256, width=128, layers=4, heads=8, head_size=32, state=16)
@@ -168,54 +174,7 @@ class Mamba2(TableHead):
         self.norm = jnp.ones(config.width)
         self.config = config
 
-    def __call__(
-        self,
-        tokens: Integer[AnyArray, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[AnyArray, "batch seq"] | None = None,
-        positions: Integer[AnyArray, "batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of the next token at each position.
-
-        **Arguments:**
-
-        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
-        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
-          of real tokens do not depend on padding; the logits of padding tokens are meaningless.
-        - `segments`, `positions`: must be None: the states go through the whole row.
-        - `key`: has no effect, since there is no dropout.
-
-        **Raises:**
-
-        `ValueError` if there are `segments` or `positions`.
-        """
-        hidden = self.hidden(tokens, mask=mask, segments=segments, positions=positions, key=key)
-        return self.unembed(hidden)
-
-    def hidden(
-        self,
-        tokens: Integer[AnyArray, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[AnyArray, "batch seq"] | None = None,
-        positions: Integer[AnyArray, "batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq width"]:
-        """Returns the final hidden states, from which `unembed` computes the logits.
-
-        The arguments are the same as for `__call__`.
-        """
-        if segments is not None or positions is not None:
-            name = "positions" if segments is None else "segments"
-            raise ValueError(
-                f"A Mamba-2 does not take `{name}`, because its states go from each token to all "
-                "later ones of its row. Put one text into each row, and pad it with `mask`."
-            )
-        return self._run(tokens, as_array(real_tokens(tokens.shape, mask)), None)[0]
-
-    def init_cache(self, batch: int, length: int) -> Mamba2Cache:
+    def init_cache(self, batch: int, length: int) -> Any:
         """Returns an empty cache for `batch` rows, of any number of tokens."""
         c, dtype = self.config, self.embed.dtype
         state = jnp.zeros((c.layers, batch, c.heads, c.head_size, c.state), wide(dtype))
@@ -223,22 +182,29 @@ class Mamba2(TableHead):
         return Mamba2Cache(state, jnp.zeros((c.layers, batch, c.taps - 1, channels), dtype))
 
     def decode(
-        self,
-        tokens: Integer[AnyArray, "batch new"],
-        cache: Mamba2Cache,
-        *,
-        mask: Mask | None = None,
-    ) -> tuple[Float[Array, "batch new width"], Mamba2Cache]:
+        self, tokens: Integer[AnyArray, "batch new"], cache: Any, *, mask: Mask | None = None
+    ) -> tuple[Float[Array, "batch new width"], Any]:
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
-        return self._run(tokens, as_array(real_tokens(tokens.shape, mask)), cache)
+        return self._run(tokens, mask, *_NO_POSITIONS, cache, None)[:2]
 
-    def _run(self, tokens, real, cache):
+    def _run_from_start(self, tokens, mask, segments, positions, key):
+        for name, argument in (("segments", segments), ("positions", positions)):
+            if argument is not None:
+                raise ValueError(
+                    f"A Mamba-2 does not take `{name}`, because its states go from each token to "
+                    "all later ones of its row. Put one text into each row, and pad it with `mask`."
+                )
+        return self._run(tokens, mask, *_NO_POSITIONS, None, key)
+
+    def _run(self, tokens, mask, positions, see, cache, key):
         c, dtype = self.config, self.embed.dtype
-        x = look_up(self.embed, tokens)
-        x = x.astype(wide(dtype)) if c.wide_residual else x
+        real = as_array(real_tokens(tokens.shape, mask))
+        x = look_up(self.embed, tokens)  # (batch, seq, width)
+        if c.wide_residual:
+            x = x.astype(wide(dtype))
 
         def layer_fn(x, cache, layer, index, key):
-            before = None if cache is None else states_of_layer(cache, index)
+            before = states_of_layer(cache, index) if cache is not None else None
             y = rms_norm(x, layer.norm, c.norm_eps).astype(dtype)
             y, after = _mixer(layer, y, real, before, c)
             if cache is not None:
@@ -247,41 +213,42 @@ class Mamba2(TableHead):
 
         options = {"cache": cache, "remat": c.remat, "unroll": c.unroll}
         x, cache = scan_layers(layer_fn, x, self.layers, **options)
-        return rms_norm(x, self.norm, c.norm_eps).astype(dtype), cache
+        return rms_norm(x, self.norm, c.norm_eps).astype(dtype), cache, None
 
 
 def _mixer(layer, x, real, cache, config):
     """One layer, and its part of the cache after these tokens."""
     c, kind = config, wide(x.dtype)
-    gate, steps = (product("bsd,de->bse", x, w) for w in (layer.gate, layer.steps))
+    into = ft.partial(product, "bsd,de->bse", x)
+    gate, steps = into(layer.gate), into(layer.steps)
+    inputs, writes, reads = into(layer.x), into(layer.b), into(layer.c)
     # Padding is treated as missing tokens: it does not enter the convolutions and the states, and
     # its time steps are 0.
-    parts = [product("bsd,de->bse", x, w) for w in (layer.x, layer.b, layer.c)]
-    parts = [jnp.where(real[..., None], part, 0) for part in parts]
+    inputs, writes, reads = (jnp.where(real[..., None], y, 0) for y in (inputs, writes, reads))
     steps = jax.nn.softplus(steps.astype(kind) + layer.steps_bias.astype(kind)[None, None])
-    steps = jnp.where(real[..., None], steps, 0)
-    small = c.groups * c.state
-    kernels = (layer.conv_x, layer.conv_b, layer.conv_c)
-    biases = (layer.conv_x_bias, layer.conv_b_bias, layer.conv_c_bias)
-    ends = (c.inner, c.inner + small)
-    past = (None,) * 3 if cache is None else jnp.split(cache.before[0], ends, axis=-1)
-    made = [convolve(*each) for each in zip(parts, kernels, biases, past, strict=True)]
-    inputs, b, outputs = (y for y, _ in made)
+    steps = jnp.where(real[..., None], steps, 0)  # (batch, seq, heads)
+    state, past = None, (None,) * 3
+    if cache is not None:
+        state, ends = cache.state[0], (c.inner, c.inner + c.groups * c.state)
+        past = jnp.split(cache.before[0], ends, axis=-1)
+    inputs, past_x = convolve(inputs, layer.conv_x, layer.conv_x_bias, past[0])
+    writes, past_b = convolve(writes, layer.conv_b, layer.conv_b_bias, past[1])
+    reads, past_c = convolve(reads, layer.conv_c, layer.conv_c_bias, past[2])
     heads = inputs.reshape(*x.shape[:2], c.heads, c.head_size).astype(kind)
-    b, outputs = (y.reshape(*x.shape[:2], c.groups, c.state).astype(kind) for y in (b, outputs))
-    rates = -jnp.exp(layer.log_decay.astype(kind))
-    state = None if cache is None else cache.state[0]
-    y, state = scan_states(heads, steps, rates, b, outputs, state, chunk=c.chunk)
+    writes = writes.reshape(*x.shape[:2], c.groups, c.state).astype(kind)
+    reads = reads.reshape(*x.shape[:2], c.groups, c.state).astype(kind)
+    rates = -jnp.exp(layer.log_decay.astype(kind))  # (heads,)
+    y, state = scan_states(heads, steps, rates, writes, reads, state, chunk=c.chunk)
     y = y + layer.skip.astype(kind)[None, None, :, None] * heads
     y = _gated_norm(y.reshape(*x.shape[:2], -1), gate, layer.inner_norm, c).astype(x.dtype)
-    before = jnp.concatenate([last for _, last in made], axis=-1)
+    before = jnp.concatenate([past_x, past_b, past_c], axis=-1)  # (batch, past, channels)
     return product("bse,ed->bsd", y, layer.down), Mamba2Cache(state[None], before[None])
 
 
 def _gated_norm(y, gate, scale, c):
     """RMSNorm of each group's features, after the gate."""
     y = y * jax.nn.silu(gate.astype(y.dtype))
-    groups = y.reshape(*y.shape[:2], c.groups, -1)
+    groups = y.reshape(*y.shape[:2], c.groups, -1)  # (batch, seq, groups, size)
     ones = jnp.ones(groups.shape[-1], y.dtype)
     return rms_norm(groups, ones, c.norm_eps).reshape(y.shape) * scale.astype(y.dtype)[None, None]
 
@@ -305,27 +272,30 @@ def scan_states(
     batch, length, heads, size = x.shape
     groups = b.shape[2]
     chunk = min(chunk, length)
-    divide = lambda y, *shape: pad_to_chunks(y, chunk).reshape(batch, -1, chunk, groups, *shape)
-    each = heads // groups
-    x = divide(x * steps[..., None], each, size)
-    # Logarithms of the decays from the start of a chunk: (batch, chunk, group, head, token).
-    decays = jnp.moveaxis(divide(steps * rates[None, None], each), 2, -1)
-    decays = jnp.cumsum(decays, axis=-1)
-    b, c = divide(b, b.shape[3]), divide(c, c.shape[3])
-    between = decays_between(decays)
+    # Letters below: row z, chunk k, tokens l and m, group g, head r of a group, feature p, state n.
+    by_head, by_state = (groups, heads // groups), (groups, b.shape[3])
+    x = to_chunks(x * steps[..., None], chunk, *by_head, size)  # zklgrp
+    decays = to_chunks(steps * rates[None, None], chunk, *by_head)  # zklgr
+    decays = jnp.moveaxis(decays, 2, -1)  # zkgrl
+    decays = jnp.cumsum(decays, axis=-1)  # logarithms, since the chunk's start
+    b, c = to_chunks(b, chunk, *by_state), to_chunks(c, chunk, *by_state)  # zklgn
+    between = decays_between(decays)  # zkgrlm
     pairs = jnp.einsum("zklgn,zkmgn->zkglm", c, b)[:, :, :, None] * between
     within = jnp.einsum("zkgrlm,zkmgrp->zklgrp", pairs, x)
-    left = jnp.moveaxis(jnp.exp(decays[..., -1:] - decays), -1, 2)
+    left = jnp.moveaxis(jnp.exp(decays[..., -1:] - decays), -1, 2)  # until the chunk's end: zklgr
     added = jnp.einsum("zklgn,zklgrp->zkgrpn", b, x * left[..., None])
-    kept = jnp.exp(decays[..., -1])
+    decay = jnp.exp(decays[..., -1])  # of the whole chunk: zkgr
 
     def pass_on(state, inputs):
-        kept, added = inputs
-        return state * kept[..., None, None] + added, state
+        decay, added = inputs
+        return state * decay[..., None, None] + added, state
 
-    state = jnp.zeros_like(added[:, 0]) if state is None else state.reshape(added[:, 0].shape)
-    steps_of = lambda y: jnp.moveaxis(y, 1, 0)
-    state, before = jax.lax.scan(pass_on, state, (steps_of(kept), steps_of(added)))
+    if state is None:
+        state = jnp.zeros_like(added[:, 0])
+    else:
+        state = state.reshape(added[:, 0].shape)
+    inputs = (jnp.moveaxis(decay, 1, 0), jnp.moveaxis(added, 1, 0))  # chunks first
+    state, before = jax.lax.scan(pass_on, state, inputs)
     past = jnp.einsum("zklgn,kzgrpn->zklgrp", c, before)
     past = past * jnp.moveaxis(jnp.exp(decays), -1, 2)[..., None]
     y = (within + past).reshape(batch, -1, heads, size)[:, :length]

@@ -10,19 +10,29 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import attend_near, count_positions, full_view, real_tokens, wide
-from ._basic import ACTIVATIONS, activate_gated, layer_norm, look_up, output_scale, small_normal
+from ._base_config import HeadSizes, TextConfig, check_config, check_heads
+from ._basic import (
+    ACTIVATIONS,
+    activate_gated,
+    layer_norm,
+    look_up,
+    ones,
+    output_scale,
+    small_normal,
+    zeros,
+)
 from ._by_layer import StackedLayers
-from ._check_config import HeadSizes, check_config, check_heads, check_local
+from ._check_config import check_labels, check_local
 from ._dropout import dropout, split_key
 from ._einsum import keys_values, outputs, product, queries
-from ._heads import Linear, check_labels, first_token
+from ._heads import Linear, first_token
 from ._inputs import AnyArray, Mask
 from ._rotary import rotary_angles, rotary_frequencies, rotate
-from ._scan_layers import Remat, scan_layers
+from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class ModernBertConfig(HeadSizes):
+class ModernBertConfig(TextConfig, HeadSizes):
     """The configuration of a `ModernBert`.
 
     **Arguments:**
@@ -51,11 +61,7 @@ class ModernBertConfig(HeadSizes):
       embeddings; of the attention weights and the output of attention; of the hidden features of
       the feed-forward network; and of the input of a classification head.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
-      them on a CPU if there are at most four, and otherwise one.
-    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
-      and of padding.
+    - `remat`, `unroll`, `eos`, `bos`, `pad`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -89,17 +95,12 @@ class ModernBertConfig(HeadSizes):
     mlp_dropout: int | float = 0.0
     head_dropout: int | float = 0.0
     context: int = 8192
-    remat: Remat = "none"
-    unroll: int | None = None
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
 
     def __post_init__(self):
         check_config(self)
         check_heads(self, even=True)
-        check_labels(self)
-        check_local(self)
+        check_labels(self.labels, self.label_names)
+        check_local(self.local, self.window, self.layers)
         if self.local == all_but_every(3, self.layers):
             object.__setattr__(self, "local", ())  # configurations of the same model are equal
 
@@ -137,17 +138,18 @@ class ModernBertLayers(StackedLayers):
     def __init__(self, config: ModernBertConfig, *, key: PRNGKeyArray):
         c = config
         wq, wk, wv, wo, gate, up, down = jax.random.split(key, 7)
-        stream, head, scale = (c.layers, c.width), (c.heads, c.head_dim), output_scale(c.layers)
-        zeros = lambda there, *shape: jnp.zeros((c.layers, *shape)) if there else None
-        self.wq, self.wk, self.wv = (small_normal(k, (*stream, *head)) for k in (wq, wk, wv))
-        self.wo = small_normal(wo, (c.layers, *head, c.width), scale)
-        self.bq, self.bk, self.bv = (zeros(c.attention_bias, *head) for _ in range(3))
-        self.bo = zeros(c.attention_bias, c.width)
-        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), zeros(c.norm_bias, c.width)
+        stream, inside, scale = (c.layers, c.width), (c.layers, c.hidden), output_scale(c.layers)
+        of_heads = (c.layers, c.heads, c.head_dim)
+        into = (*stream, c.heads, c.head_dim)
+        self.wq, self.wk, self.wv = (small_normal(k, into) for k in (wq, wk, wv))
+        self.wo = small_normal(wo, (*of_heads, c.width), scale)
+        self.bq, self.bk, self.bv = (zeros(of_heads, when=c.attention_bias) for _ in range(3))
+        self.bo = zeros(stream, when=c.attention_bias)
+        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), zeros(stream, when=c.norm_bias)
         self.gate, self.up = (small_normal(k, (*stream, c.hidden)) for k in (gate, up))
-        self.gate_bias, self.up_bias = (zeros(c.mlp_bias, c.hidden) for _ in range(2))
-        self.down = small_normal(down, (c.layers, c.hidden, c.width), scale)
-        self.down_bias = zeros(c.mlp_bias, c.width)
+        self.gate_bias, self.up_bias = (zeros(inside, when=c.mlp_bias) for _ in range(2))
+        self.down = small_normal(down, (*inside, c.width), scale)
+        self.down_bias = zeros(stream, when=c.mlp_bias)
 
 
 class ModernBertPooler(eqx.Module):
@@ -161,9 +163,8 @@ class ModernBertPooler(eqx.Module):
     def __init__(self, config: ModernBertConfig, *, key: PRNGKeyArray):
         c = config
         self.w = small_normal(key, (c.width, c.width))
-        self.b = jnp.zeros(c.width) if c.head_bias else None
-        self.norm = jnp.ones(c.width)
-        self.norm_shift = jnp.zeros(c.width) if c.norm_bias else None
+        self.b = zeros((c.width,), when=c.head_bias)
+        self.norm, self.norm_shift = jnp.ones(c.width), zeros((c.width,), when=c.norm_bias)
 
 
 class ModernBert(eqx.Module):
@@ -196,19 +197,22 @@ class ModernBert(eqx.Module):
         are divided by sqrt(2 * layers)."""
         c = config
         embed, layers, pooler, head = jax.random.split(key, 4)
-        shift = lambda *shape: jnp.zeros(shape) if c.norm_bias else None
         self.embed = small_normal(embed, (c.vocab, c.width))
-        self.embed_norm, self.embed_norm_shift = jnp.ones(c.width), shift(c.width)
+        self.embed_norm = jnp.ones(c.width)
+        self.embed_norm_shift = zeros((c.width,), when=c.norm_bias)
         # The input of the first layer is normalised already.
         later, several = (c.layers - 1, c.width), c.layers > 1
-        self.attention_norm = jnp.ones(later) if several else None
-        self.attention_norm_shift = shift(*later) if several else None
+        self.attention_norm = ones(later, when=several)
+        self.attention_norm_shift = zeros(later, when=several and c.norm_bias)
         self.layers = ModernBertLayers(c, key=layers)
-        self.norm, self.norm_shift = jnp.ones(c.width), shift(c.width)
-        self.pooler = ModernBertPooler(c, key=pooler) if c.head else None
-        bias = jnp.zeros(c.vocab) if c.head == "masked" and c.vocab_bias else None
-        labels = c.head in ("classification", "tokens")
-        self.head = Linear(c.width, c.labels, key=head) if labels else bias
+        self.norm, self.norm_shift = jnp.ones(c.width), zeros((c.width,), when=c.norm_bias)
+        self.pooler = self.head = None
+        if c.head is not None:
+            self.pooler = ModernBertPooler(c, key=pooler)
+        if c.head == "masked":
+            self.head = zeros((c.vocab,), when=c.vocab_bias)
+        elif c.head is not None:
+            self.head = Linear(c.width, c.labels, key=head)
         self.config = config
 
     def __call__(
@@ -250,11 +254,15 @@ class ModernBert(eqx.Module):
             )
         key, head_key = split_key(key, 2)
         hidden = self.hidden(tokens, mask=mask, segments=segments, positions=positions, key=key)
-        if isinstance(self.head, Linear):
-            by_row = self.config.head == "classification"
-            read = self.pool(hidden, mask=mask) if by_row else self._project(hidden)
-            return self.head(dropout(read, self.config.head_dropout, head_key))
-        return hidden if self.config.head is None else self.unembed(hidden)
+        if self.config.head is None:
+            return hidden
+        if not isinstance(self.head, Linear):
+            return self.unembed(hidden)
+        if self.config.head == "classification":
+            read = self.pool(hidden, mask=mask)  # (batch, width)
+        else:
+            read = self._project(hidden)  # (batch, seq, width)
+        return self.head(dropout(read, self.config.head_dropout, head_key))
 
     def hidden(
         self,
@@ -272,22 +280,24 @@ class ModernBert(eqx.Module):
         if positions is None:
             positions = count_positions(real, segments)
         embed_key, key = split_key(key, 2)
-        x = look_up(self.embed, tokens)
+        x = look_up(self.embed, tokens)  # (batch, seq, width)
         x = layer_norm(x, self.embed_norm, self.embed_norm_shift, c.norm_eps)
         x = dropout(x, c.dropout, embed_key)
-        turns = [
-            rotary_angles(positions, rotary_frequencies(c.head_dim, base), wide(x.dtype))
-            for base in (c.rope_base, c.local_rope_base)
-        ]
-        views = [full_view(real, segments, window=window) for window in (None, c.window // 2 + 1)]
+        frequencies = rotary_frequencies(c.head_dim, c.rope_base)
+        near_frequencies = rotary_frequencies(c.head_dim, c.local_rope_base)
+        angles = rotary_angles(positions, frequencies, wide(x.dtype))
+        near_angles = rotary_angles(positions, near_frequencies, wide(x.dtype))
+        # A window counts the token itself in both directions.
+        views = (full_view(real, segments), full_view(real, segments, window=c.window // 2 + 1))
 
         def layer_fn(x, cache, inputs, index, key):
             layer, norm, shift, local = inputs
             attention_key, mlp_key = split_key(key, 2)
-            y = x if norm is None else layer_norm(x, norm, shift, c.norm_eps)
+            y = layer_norm(x, norm, shift, c.norm_eps) if norm is not None else x
             y = jnp.where(index == 0, x, y)
-            angles = jax.tree.map(lambda all, near: jnp.where(local, near, all), *turns)
-            x = x + _attention(layer, y, angles, views, local, attention_key, c)
+            # Layers with and without a window are scanned together, so each selects its angles.
+            turns = jax.tree.map(lambda a, b: jnp.where(local, b, a), angles, near_angles)
+            x = x + _attention(layer, y, turns, views, local, attention_key, c)
             y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
             return x + _mlp(layer, y, mlp_key, c), cache
 
@@ -303,7 +313,7 @@ class ModernBert(eqx.Module):
         all, after the dense layer and the norm."""
         if self.config.pooling == "cls":
             return self._project(first_token(hidden, mask)[:, None])[:, 0]
-        where = None if mask is None else mask.astype(bool)[:, :, None]
+        where = mask.astype(bool)[:, :, None] if mask is not None else None
         return self._project(jnp.mean(hidden, axis=1, keepdims=True, where=where))[:, 0]
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
@@ -329,7 +339,8 @@ def _before_later_layers(norm):
 
 def _attention(layer, x, angles, views, local, key, config):
     weights_key, key = split_key(key, 2)
-    q, (k, v) = queries(layer, x), keys_values(layer, x)
+    q = queries(layer, x)  # (batch, seq, heads, head_dim)
+    k, v = keys_values(layer, x)
     q, k = rotate(q, angles), rotate(k, angles)
     options = {"rate": config.attention_dropout, "key": weights_key}
     out = attend_near(q, k, v, local=local, visible=views, **options)
@@ -337,7 +348,7 @@ def _attention(layer, x, angles, views, local, key, config):
 
 
 def _mlp(layer, x, key, config):
-    gate = product("bsd,dh->bsh", x, layer.gate, layer.gate_bias)
+    gate = product("bsd,dh->bsh", x, layer.gate, layer.gate_bias)  # (batch, seq, hidden)
     up = product("bsd,dh->bsh", x, layer.up, layer.up_bias)
     y = dropout(activate_gated(config.activation, gate, up), config.mlp_dropout, key)
     return product("bsh,hd->bsd", y, layer.down, layer.down_bias)

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._basic import layer_norm, look_up, output_scale
+from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
+from ._basic import layer_norm, look_up, ones, output_scale, zeros
 from ._by_layer import StackedLayers
 from ._cache import extend
-from ._check_config import HeadSizes, check_config, check_heads
-from ._decoder import Decoder, DecoderConfig, tied_or_own_head
+from ._decoder import Decoder, tied_or_own_head
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, product, queries
 from ._encoder import attention_output
@@ -104,25 +104,23 @@ class OPTLayers(StackedLayers):
         c = config
         wq, wk, wv, wo, up, down = jax.random.split(key, 6)
         scale = output_scale(c.layers)
-        wide, head, outer = (c.layers, c.width), (c.layers, c.heads, c.head_dim), c.hidden
-        self.attention_norm, self.attention_norm_shift = _affine(wide, c)
-        self.wq, self.wk, self.wv = (_normal(k, (*wide, *head[1:])) for k in (wq, wk, wv))
-        self.wo = _normal(wo, (*head, c.width), scale)
-        self.bq, self.bk, self.bv = (jnp.zeros(head) if c.bias else None for _ in range(3))
-        self.bo = jnp.zeros(wide) if c.bias else None
-        self.mlp_norm, self.mlp_norm_shift = _affine(wide, c)
-        self.up = _normal(up, (*wide, outer))
-        self.up_bias = jnp.zeros((c.layers, outer)) if c.bias else None
-        self.down = _normal(down, (c.layers, outer, c.width), scale)
-        self.down_bias = jnp.zeros(wide) if c.bias else None
+        stream, inside = (c.layers, c.width), (c.layers, c.hidden)
+        of_heads, into = (c.layers, c.heads, c.head_dim), (*stream, c.heads, c.head_dim)
+        self.attention_norm = ones(stream, when=c.affine)
+        self.attention_norm_shift = zeros(stream, when=c.affine)
+        self.wq, self.wk, self.wv = (_normal(k, into) for k in (wq, wk, wv))
+        self.wo = _normal(wo, (*of_heads, c.width), scale)
+        self.bq, self.bk, self.bv = (zeros(of_heads, when=c.bias) for _ in range(3))
+        self.bo = zeros(stream, when=c.bias)
+        self.mlp_norm = ones(stream, when=c.affine)
+        self.mlp_norm_shift = zeros(stream, when=c.affine)
+        self.up, self.up_bias = _normal(up, (*stream, c.hidden)), zeros(inside, when=c.bias)
+        self.down = _normal(down, (*inside, c.width), scale)
+        self.down_bias = zeros(stream, when=c.bias)
 
 
 def _normal(key, shape, scale=1.0):
     return jax.random.normal(key, shape) * (0.006 * scale)
-
-
-def _affine(shape, config):
-    return (jnp.ones(shape), jnp.zeros(shape)) if config.affine else (None, None)
 
 
 class OPT(Decoder):
@@ -150,50 +148,54 @@ class OPT(Decoder):
         of the layers are divided by sqrt(2 * layers)."""
         c = config
         embed, positions, layers, into, out, head = jax.random.split(key, 6)
-        sizes = (c.embed_width, c.width)
-        projected = c.embed_width != c.width
         self.embed = _normal(embed, (c.vocab, c.embed_width))
         self.position_embed = _normal(positions, (c.positions + _OFFSET, c.width))
-        self.project_in = _normal(into, sizes) if projected else None
+        self.project_in = self.project_out = self.head = None
+        if c.embed_width != c.width:
+            self.project_in = _normal(into, (c.embed_width, c.width))
+            self.project_out = _normal(out, (c.width, c.embed_width))
         self.layers = OPTLayers(c, key=layers)
-        self.norm, self.norm_shift = _affine((c.width,), c) if c.final_norm else (None, None)
-        self.project_out = _normal(out, sizes[::-1]) if projected else None
-        self.head = None if c.tied else _normal(head, (c.embed_width, c.vocab))
+        self.norm = ones((c.width,), when=c.final_norm and c.affine)
+        self.norm_shift = zeros((c.width,), when=c.final_norm and c.affine)
+        if not c.tied:
+            self.head = _normal(head, (c.embed_width, c.vocab))
         self.config = config
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
         if self.project_out is not None:
-            hidden = product("bsd,de->bse", hidden, self.project_out)
-        return tied_or_own_head(self, hidden)
+            hidden = product("bsd,de->bse", hidden, self.project_out)  # (batch, seq, embed_width)
+        return tied_or_own_head(hidden, self.embed, self.head)
 
     def _run(self, tokens, mask, positions, see, cache, key):
         c, visible = self.config, see()
-        x = look_up(self.embed, tokens)
+        x = look_up(self.embed, tokens)  # (batch, seq, embed_width)
         if self.project_in is not None:
-            x = product("bse,ed->bsd", x, self.project_in)
+            x = product("bse,ed->bsd", x, self.project_in)  # (batch, seq, width)
         x = x + look_up(self.position_embed, positions + _OFFSET)
 
         def layer_fn(x, cache, layer, index, key):
             attention_key, mlp_key = split_key(key, 2)
             norms = (layer.attention_norm, layer.attention_norm_shift)
-            y = x if c.post_norm else _norm(x, *norms)
-            q, kv = queries(layer, y), keys_values(layer, y)
-            cache, *kv = extend(cache, index, *kv)
+            y = _norm(x, *norms, when=not c.post_norm)
+            q = queries(layer, y)  # (batch, seq, heads, head_dim)
+            cache, *kv = extend(cache, index, *keys_values(layer, y))
             y = attention_output(layer, q, kv, visible, c, attention_key)
-            x = _norm(x + y, *norms) if c.post_norm else x + y
+            x = _norm(x + y, *norms, when=c.post_norm)
             norms = (layer.mlp_norm, layer.mlp_norm_shift)
-            y = feed_forward(layer, x if c.post_norm else _norm(x, *norms), c.activation)
+            y = feed_forward(layer, _norm(x, *norms, when=not c.post_norm), c.activation)
             y = dropout(y, c.dropout, mlp_key)
-            return _norm(x + y, *norms) if c.post_norm else x + y, cache
+            return _norm(x + y, *norms, when=c.post_norm), cache
 
         x, cache = scan_layers(
             layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
         )
-        return _norm(x, self.norm, self.norm_shift) if c.final_norm else x, cache, None
+        return _norm(x, self.norm, self.norm_shift, when=c.final_norm), cache, None
 
 
-def _norm(x, scale, shift):
+def _norm(x, scale, shift, *, when):
+    if not when:
+        return x
     if scale is None:
         scale, shift = jnp.ones(x.shape[-1], x.dtype), jnp.zeros(x.shape[-1], x.dtype)
     return layer_norm(x, scale, shift, 1e-5)

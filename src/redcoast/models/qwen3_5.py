@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from ._attention import as_array, attend, real_tokens, wide
+from ._base_config import GroupedConfig, RotarySizes, check_config, check_heads, check_rotary_dim
 from ._basic import (
     activate_gated,
     initial_stacks,
@@ -24,18 +25,12 @@ from ._basic import (
 )
 from ._by_layer import StackedLayers
 from ._cache import Cache, admit, cached_view, empty_cache, extend
-from ._check_config import (
-    HeadSizes,
-    check_chosen,
-    check_config,
-    check_heads,
-    check_rotary_dim,
-)
-from ._decoder import DecoderConfig, RoutedDecoder, TableHead
+from ._check_config import check_chosen
+from ._decoder import RoutedDecoder, TableHead
 from ._einsum import gated_feed_forward, product
 from ._gated_delta import gated_delta_rule, unit_length
 from ._inputs import AnyArray, Mask
-from ._moe import gated_experts, mix_experts
+from ._moe import add_use, gated_experts, mix_experts, no_use
 from ._recurrent import convolve, states_of_layer, with_layer
 from ._rotary import RopeScaling, Yarn, rotate, scaled_angles
 from ._scan_kinds import scan_kinds
@@ -45,21 +40,20 @@ LINEAR, ATTENTION = "linear", "attention"
 
 
 @dataclass(frozen=True)
-class Qwen3_5Config(DecoderConfig, HeadSizes):
+class Qwen3_5Config(GroupedConfig, RotarySizes):
     """The configuration of a `Qwen3_5`.
 
     **Arguments:**
 
-    - `vocab`, `width`, `layers`: the vocabulary size, the size of the residual stream and the
-      number of decoder layers.
+    - `vocab`, `width`, `layers`, `rope_base`, `rope_scaling`, `norm_eps`, `tied`,
+      `attention_dropout`, `context`, `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
+      [`LlamaConfig`][redcoast.models.LlamaConfig].
     - `heads`, `kv_heads`: in layers of attention, the number of query heads, and the number of key
       and value heads, which must divide it.
     - `hidden`: the hidden size of the feed-forward network, or of each expert.
     - `head_size`: the size of each head in layers of attention; `width / heads` by default.
     - `rotary_dim`: the number of features of each of these heads that rotary embeddings rotate,
       which is even; all by default.
-    - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they are
-      scaled for long contexts.
     - `linear`: for each layer, whether it has Gated DeltaNet in place of attention; by default all
       have but each fourth.
     - `key_heads`, `value_heads`: in layers of Gated DeltaNet, the number of heads of queries and
@@ -70,14 +64,8 @@ class Qwen3_5Config(DecoderConfig, HeadSizes):
     - `experts`, `chosen`: the number of experts in each layer, and the number of experts that each
       token is routed to (top-k); no experts by default.
     - `shared_hidden`: the hidden size of the expert that every token passes.
-    - `norm_eps`: added to the mean square in RMSNorm.
-    - `tied`: whether the output head shares the weights of the embedding.
-    - `attention_dropout`: the dropout rate of the attention weights.
     - `router_loss_weight`: the weight of the router loss of `hidden_and_router_loss` in a training
       loss. The model itself does not use it.
-    - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
-      [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -85,12 +73,6 @@ class Qwen3_5Config(DecoderConfig, HeadSizes):
     an integer.
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    hidden: int
     _: KW_ONLY
     head_size: int | None = None
     rotary_dim: int | None = None
@@ -106,9 +88,6 @@ class Qwen3_5Config(DecoderConfig, HeadSizes):
     experts: int | None = None
     chosen: int = 8
     shared_hidden: int = 512
-    norm_eps: int | float = 1e-6
-    tied: bool = False
-    attention_dropout: int | float = 0.0
     router_loss_weight: int | float = 0.001
     context: int = 262144
 
@@ -117,8 +96,7 @@ class Qwen3_5Config(DecoderConfig, HeadSizes):
         check_config(self, *sizes.split())
         check_heads(self, even=self.rotary_dim is None)
         check_rotary_dim(self)
-        if self.experts is not None:
-            check_chosen(self)
+        check_chosen(self.chosen, self.experts)
         if not self.linear:
             kinds = tuple((layer + 1) % 4 != 0 for layer in range(self.layers))
             object.__setattr__(self, "linear", kinds)
@@ -134,10 +112,6 @@ class Qwen3_5Config(DecoderConfig, HeadSizes):
             )
         if self.chunk & (self.chunk - 1):
             raise ValueError(f"`chunk` must be a power of two, but is {self.chunk}.")
-
-    @property
-    def rotated(self) -> int:
-        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
     def keys(self) -> int:
@@ -190,16 +164,18 @@ class Qwen3_5Layers(StackedLayers):
     def __init__(self, config: Qwen3_5Config, layers: int, make: Make):
         """`make(fan_in, *shape, scale=1.0)` returns initial weights, stacked over the layers."""
         c, out = config, output_scale(config.layers)
-        routed, size = c.experts is not None, c.shared_hidden
-        many = (c.experts,) if routed else ()
+        stack = () if c.experts is None else (c.experts,)
         self.mixer_norm, self.mlp_norm = (jnp.zeros((layers, c.width)) for _ in range(2))
-        self.gate, self.up = (make(c.width, *many, c.width, c.hidden) for _ in range(2))
-        self.down = make(c.hidden, *many, c.hidden, c.width, scale=out)
-        self.router = make(c.width, c.width, *many) if routed else None
-        self.shared_router = make(c.width, c.width) if routed else None
-        self.shared_gate = make(c.width, c.width, size) if routed else None
-        self.shared_up = make(c.width, c.width, size) if routed else None
-        self.shared_down = make(size, size, c.width, scale=out) if routed else None
+        self.gate, self.up = (make(c.width, *stack, c.width, c.hidden) for _ in range(2))
+        self.down = make(c.hidden, *stack, c.hidden, c.width, scale=out)
+        self.router = self.shared_router = None
+        self.shared_gate = self.shared_up = self.shared_down = None
+        if c.experts is not None:
+            self.router = make(c.width, c.width, c.experts)
+            self.shared_router = make(c.width, c.width)
+            self.shared_gate = make(c.width, c.width, c.shared_hidden)
+            self.shared_up = make(c.width, c.width, c.shared_hidden)
+            self.shared_down = make(c.shared_hidden, c.shared_hidden, c.width, scale=out)
 
 
 class GatedAttentionLayers(Qwen3_5Layers):
@@ -215,8 +191,9 @@ class GatedAttentionLayers(Qwen3_5Layers):
 
     def __init__(self, config: Qwen3_5Config, layers: int, *, key: PRNGKeyArray):
         c, make = config, initial_stacks(layers, key, 14)
-        self.wq, self.wz = (make(c.width, c.width, c.heads, c.head_dim) for _ in range(2))
-        self.wk, self.wv = (make(c.width, c.width, c.kv_heads, c.head_dim) for _ in range(2))
+        of_queries, of_keys = (c.heads, c.head_dim), (c.kv_heads, c.head_dim)
+        self.wq, self.wz = make(c.width, c.width, *of_queries), make(c.width, c.width, *of_queries)
+        self.wk, self.wv = make(c.width, c.width, *of_keys), make(c.width, c.width, *of_keys)
         size, out = c.heads * c.head_dim, output_scale(c.layers)
         self.wo = make(size, c.heads, c.head_dim, c.width, scale=out)
         self.q_norm, self.k_norm = (jnp.zeros((layers, c.head_dim)) for _ in range(2))
@@ -248,14 +225,15 @@ class DeltaNetLayers(Qwen3_5Layers):
         c = config
         rates, key = jax.random.split(key)
         make = initial_stacks(layers, key, 18)
-        self.wq, self.wk = (make(c.width, c.width, c.keys) for _ in range(2))
-        self.wv, self.wz = (make(c.width, c.width, c.values) for _ in range(2))
+        self.wq, self.wk = make(c.width, c.width, c.keys), make(c.width, c.width, c.keys)
+        self.wv, self.wz = make(c.width, c.width, c.values), make(c.width, c.width, c.values)
         self.wo = make(c.values, c.values, c.width, scale=output_scale(c.layers))
-        self.strength, self.steps = (make(c.width, c.width, c.value_heads) for _ in range(2))
-        self.steps_bias = jnp.ones((layers, c.value_heads))
-        shape = (layers, c.value_heads)
-        self.log_decay = jnp.log(jax.random.uniform(rates, shape, minval=0.01, maxval=16.0))
-        self.conv_q, self.conv_k = (make(c.taps, c.taps, c.keys) for _ in range(2))
+        self.strength = make(c.width, c.width, c.value_heads)
+        self.steps = make(c.width, c.width, c.value_heads)
+        of_heads = (layers, c.value_heads)
+        self.steps_bias = jnp.ones(of_heads)
+        self.log_decay = jnp.log(jax.random.uniform(rates, of_heads, minval=0.01, maxval=16.0))
+        self.conv_q, self.conv_k = make(c.taps, c.taps, c.keys), make(c.taps, c.taps, c.keys)
         self.conv_v = make(c.taps, c.taps, c.values)
         self.out_norm = jnp.ones((layers, c.value_size))
         super().__init__(c, layers, make)
@@ -291,22 +269,28 @@ class Qwen3_5(TableHead, RoutedDecoder):
         uniform rates of 0.01 to 16."""
         embed, linear, attention, head = jax.random.split(key, 4)
         self.embed, self.head = initial_tables(config, embed, head)
-        many = sum(config.linear)
-        rest = config.layers - many
-        self.linear = DeltaNetLayers(config, many, key=linear) if many else None
-        self.attention = GatedAttentionLayers(config, rest, key=attention) if rest else None
+        of_linear = sum(config.linear)
+        of_attention = config.layers - of_linear
+        self.linear = self.attention = None
+        if of_linear:
+            self.linear = DeltaNetLayers(config, of_linear, key=linear)
+        if of_attention:
+            self.attention = GatedAttentionLayers(config, of_attention, key=attention)
         self.norm = jnp.zeros(config.width)
         self.config = config
 
     def init_cache(self, batch: int, length: int) -> Any:
         """Returns an empty cache for `batch` rows of up to `length` tokens."""
         c, dtype = self.config, self.embed.dtype
-        many = sum(c.linear)
-        attention = empty_cache(c.layers - many, batch, length, c.kv_heads, c.head_dim, dtype)
-        shape = (many, batch, c.value_heads, c.key_size, c.value_size)
-        before = lambda size: jnp.zeros((many, batch, c.taps - 1, size), dtype)
-        sizes = (c.keys, c.keys, c.values)
-        states = DeltaStates(jnp.zeros(shape, wide(dtype)), *map(before, sizes))
+        linear = sum(c.linear)
+        attention = empty_cache(c.layers - linear, batch, length, c.kv_heads, c.head_dim, dtype)
+        past = (linear, batch, c.taps - 1)
+        states = DeltaStates(
+            jnp.zeros((linear, batch, c.value_heads, c.key_size, c.value_size), wide(dtype)),
+            jnp.zeros((*past, c.keys), dtype),
+            jnp.zeros((*past, c.keys), dtype),
+            jnp.zeros((*past, c.values), dtype),
+        )
         return Qwen3_5Cache(attention, states)
 
     def decode(
@@ -329,7 +313,7 @@ class Qwen3_5(TableHead, RoutedDecoder):
     def _run(self, tokens, mask, positions, see, cache, key):
         c, visible = self.config, see()
         real = as_array(real_tokens(tokens.shape, mask))
-        x = look_up(self.embed, tokens)
+        x = look_up(self.embed, tokens)  # (batch, seq, width)
         angles = scaled_angles(positions, c.rotated, c.rope_base, c.rope_scaling, wide(x.dtype))
 
         def layer_fn(kind, x, carry, layer, inputs, index, key):
@@ -345,9 +329,9 @@ class Qwen3_5(TableHead, RoutedDecoder):
 
         stacks = {LINEAR: self.linear, ATTENTION: self.attention}
         kinds = tuple(LINEAR if linear else ATTENTION for linear in c.linear)
-        use = None if c.experts is None else tuple(jnp.zeros((2, c.experts), wide(x.dtype)))
-        options: Any = {"key": key, "remat": c.remat, "unroll": c.unroll}
-        x, (cache, use) = scan_kinds(layer_fn, x, stacks, kinds, cache=(cache, use), **options)
+        options = {"key": key, "remat": c.remat, "unroll": c.unroll}
+        carry = (cache, no_use(c.experts, wide(x.dtype)))
+        x, (cache, use) = scan_kinds(layer_fn, x, stacks, kinds, cache=carry, **options)
         return _norm(x, self.norm, c), cache, use
 
 
@@ -355,57 +339,66 @@ def _norm(x, scale, config):
     return wide_rms_norm(x, scale, config.norm_eps, offset=1)
 
 
-def _attention(layer, x, angles, visible, cache, index, key, c):
-    q, k, v = (product("bsd,dhk->bshk", x, w) for w in (layer.wq, layer.wk, layer.wv))
+def _attention(layer, x, angles, visible, cache: Any, index, key, c):
+    q = product("bsd,dhk->bshk", x, layer.wq)  # (batch, seq, heads, head_dim)
+    k = product("bsd,dhk->bshk", x, layer.wk)  # (batch, seq, kv_heads, head_dim)
+    v = product("bsd,dhk->bshk", x, layer.wv)
     q, k = rotate(_norm(q, layer.q_norm, c), angles), rotate(_norm(k, layer.k_norm, c), angles)
-    keys_values: Any = None if cache is None else cache.attention
-    keys_values, k, v = extend(keys_values, index, k, v)
+    if cache is not None:
+        of_attention, k, v = extend(cache.attention, index, k, v)
+        cache = eqx.tree_at(lambda both: both.attention, cache, of_attention)
     out = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=key)
     out = out * jax.nn.sigmoid(product("bsd,dhk->bshk", x, layer.wz))
-    cache = None if cache is None else Qwen3_5Cache(keys_values, cache.states)
     return product("bshk,hkd->bsd", out, layer.wo), cache
 
 
 def _delta_net(layer, x, real, cache, index, c):
     kind = wide(x.dtype)
-    before = None if cache is None else states_of_layer(cache.states, index)
+    state = past_q = past_k = past_v = None
+    if cache is not None:
+        before = states_of_layer(cache.states, index)
+        state, past_q = before.state[0], before.before_q[0]
+        past_k, past_v = before.before_k[0], before.before_v[0]
     # Padding is as the absence of tokens: it gives nothing to the convolutions, and moves and
     # decays no state.
     x = jnp.where(real[..., None], x, 0)
-    into = lambda weight: product("bsd,de->bse", x, weight)
+    into = ft.partial(product, "bsd,de->bse", x)
     strengths = jax.nn.sigmoid(into(layer.strength)).astype(kind)
-    strengths = jnp.where(real[..., None], strengths, 0)
+    strengths = jnp.where(real[..., None], strengths, 0)  # (batch, seq, value_heads)
     steps = jax.nn.softplus(into(layer.steps).astype(kind) + layer.steps_bias[None, None])
     decays = -jnp.exp(layer.log_decay.astype(kind))[None, None] * steps
-    decays = jnp.where(real[..., None], decays, 0)
-    past = (None,) * 3 if before is None else (before.before_q, before.before_k, before.before_v)
-    past = [None if each is None else each[0] for each in past]
-    q, before_q = convolve(into(layer.wq), layer.conv_q, None, past[0])
-    k, before_k = convolve(into(layer.wk), layer.conv_k, None, past[1])
-    v, before_v = convolve(into(layer.wv), layer.conv_v, None, past[2])
-    heads = lambda y, count: y.reshape(*y.shape[:2], count, -1).astype(kind)
-    q, k = (unit_length(heads(y, c.key_heads)) for y in (q, k))
-    q, v = q / math.sqrt(c.key_size), heads(v, c.value_heads)
-    state = None if before is None else before.state[0]
+    decays = jnp.where(real[..., None], decays, 0)  # (batch, seq, value_heads)
+    q, past_q = convolve(into(layer.wq), layer.conv_q, None, past_q)  # (batch, seq, keys)
+    k, past_k = convolve(into(layer.wk), layer.conv_k, None, past_k)
+    v, past_v = convolve(into(layer.wv), layer.conv_v, None, past_v)  # (batch, seq, values)
+    q = unit_length(_heads(q, c.key_heads, kind))  # (batch, seq, key_heads, key_size)
+    k = unit_length(_heads(k, c.key_heads, kind))
+    q = q / math.sqrt(c.key_size)
+    v = _heads(v, c.value_heads, kind)  # (batch, seq, value_heads, value_size)
     y, state = gated_delta_rule(q, k, v, decays, strengths, state, chunk=c.chunk)
     y = rms_norm(y.astype(x.dtype), layer.out_norm, c.norm_eps)
-    gate = jax.nn.silu(heads(into(layer.wz), c.value_heads))
-    y = (y * gate).astype(x.dtype).reshape(*x.shape[:2], -1)
+    gate = jax.nn.silu(_heads(into(layer.wz), c.value_heads, kind))
+    y = (y * gate).astype(x.dtype).reshape(*x.shape[:2], -1)  # (batch, seq, values)
     if cache is not None:
-        after = DeltaStates(state[None], before_q[None], before_k[None], before_v[None])
+        after = DeltaStates(state[None], past_q[None], past_k[None], past_v[None])
         cache = Qwen3_5Cache(cache.attention, with_layer(cache.states, after, index))
     return product("bse,ed->bsd", y, layer.wo), cache
+
+
+def _heads(x, count, dtype):
+    """Divides the features of all heads: `"batch seq heads size"`."""
+    return x.reshape(*x.shape[:2], count, -1).astype(dtype)
 
 
 def _feed_forward(layer, x, real, use, c):
     """The outputs of the network or of the experts, and the use of experts so far."""
     if layer.router is None:
         return gated_feed_forward(layer, x, "silu"), use
-    scores = product("bsd,de->bse", x, layer.router)
+    scores = product("bsd,de->bse", x, layer.router)  # (batch, seq, experts)
     experts = ft.partial(gated_experts, layer)
     routed, more = mix_experts(experts, x, scores, real, chosen=c.chosen)
     gate = product("bsd,dh->bsh", x, layer.shared_gate)
     up = product("bsd,dh->bsh", x, layer.shared_up)
     shared = product("bsh,hd->bsd", activate_gated("silu", gate, up), layer.shared_down)
-    share = jax.nn.sigmoid(jnp.einsum("bsd,d->bs", x, layer.shared_router))
-    return routed + share[..., None] * shared, tuple(a + b for a, b in zip(use, more, strict=True))
+    share = jax.nn.sigmoid(jnp.einsum("bsd,d->bs", x, layer.shared_router))  # (batch, seq)
+    return routed + share[..., None] * shared, add_use(use, more)

@@ -31,9 +31,7 @@ class SiglipImageConfig(PairImageConfig):
       `config.json` files.
     - `norm_eps`: added to the variance in layer norms.
     - `attention_dropout`: the dropout rate of the attention weights.
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
-      them on a CPU if there are at most four, and otherwise one.
+    - `remat`, `unroll`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -245,9 +243,9 @@ class Siglip(ImageTextPair):
         c, pooler = self.config.image, self.image.pooler
         w = pooler.attention
         q = product("bsd,dhk->bshk", pooler.query[None, None], w.wq, w.bq)
-        q = jnp.broadcast_to(q, (hidden.shape[0], *q.shape[1:]))
+        q = jnp.broadcast_to(q, (hidden.shape[0], *q.shape[1:]))  # (images, 1, heads, head_dim)
         k, v = (product("bsd,dhk->bshk", hidden, *pair) for pair in ((w.wk, w.bk), (w.wv, w.bv)))
         x = attend(q, k, v, visible=jnp.ones((1, 1, hidden.shape[1]), bool))
-        x = product("bshk,hkd->bsd", x, w.wo, w.bo)
+        x = product("bshk,hkd->bsd", x, w.wo, w.bo)  # (images, 1, width)
         y = layer_norm(x, pooler.norm, pooler.norm_shift, c.norm_eps)
         return (x + feed_forward(pooler, y, c.activation))[:, 0]

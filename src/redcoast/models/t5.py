@@ -11,22 +11,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, count_positions
+from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
 from ._basic import ACTIVATIONS, activate_gated, look_up, normal, rms_norm
 from ._by_layer import StackedLayers
 from ._cache import extend
-from ._check_config import HeadSizes, check_config, check_heads
 from ._decoder import tied_or_own_head
 from ._dropout import dropout, split_key
 from ._einsum import Projections, keys_values, outputs, product, queries
 from ._encoder_decoder import EncoderDecoder
 from ._relative import check_buckets, relative_bias
-from ._scan_layers import Remat, scan_layers
+from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class T5Config(HeadSizes):
+class T5Config(DecoderConfig, HeadSizes):
     """The configuration of a `T5`.
 
     **Arguments:**
@@ -46,15 +45,11 @@ class T5Config(HeadSizes):
     - `dropout`: the dropout rate of the embeddings, the attention weights, the hidden features of
       the feed-forward network, the outputs that are added to the residual stream, and the final
       hidden states.
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
-      them on a CPU if there are at most four, and otherwise one.
     - `kind`: the `model_type` under which `save_pretrained` saves the model. It does not change the
       results.
     - `decoder_start`: the token id that the decoder starts with.
-    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
-      and of padding.
-    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
+    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
+      [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -77,14 +72,8 @@ class T5Config(HeadSizes):
     tied: bool = True
     scale_head: bool | None = None
     dropout: int | float = 0.1
-    remat: Remat = "none"
-    unroll: int | None = None
     kind: Literal["t5", "mt5"] = "t5"
     decoder_start: int = 0
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
-    decoding: Decoding = GREEDY
 
     def __post_init__(self):
         check_config(self)
@@ -117,10 +106,12 @@ class T5Layers(StackedLayers):
         fan_in = (c.width * c.head_dim, c.width, c.width, c.heads * c.head_dim)
         scales = tuple(x**-0.5 for x in fan_in)
         create = eqx.Partial(Projections, c, layers, scales=scales, biased=False)
-        self.attention = create(key=attention)
-        self.cross = create(key=cross) if decoder else None
+        self.attention, self.cross, self.gate = create(key=attention), None, None
+        if decoder:
+            self.cross = create(key=cross)
         self.mlp_norm = jnp.ones((layers, c.width))
-        self.gate = normal(gate, into, fan_in=c.width) if c.gated else None
+        if c.gated:
+            self.gate = normal(gate, into, fan_in=c.width)
         self.up = normal(up, into, fan_in=c.width)
         self.down = normal(down, (layers, c.hidden, c.width), fan_in=c.hidden)
 
@@ -164,28 +155,29 @@ class T5(EncoderDecoder):
         projections, it is also divided by the head size.
         """
         embed, encoder, decoder, head = jax.random.split(key, 4)
-        shape = (config.width, config.vocab)
-        self.embed = normal(embed, shape[::-1], fan_in=1)
+        self.embed, self.head = normal(embed, (config.vocab, config.width), fan_in=1), None
         self.encoder = T5Stack(config, config.layers, decoder=False, key=encoder)
         self.decoder = T5Stack(config, config.decoder_layers, decoder=True, key=decoder)
-        self.head = None if config.tied else normal(head, shape, fan_in=config.width)
+        if not config.tied:
+            self.head = normal(head, (config.width, config.vocab), fan_in=config.width)
         self.config = config
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
         if self.config.scaled:
             hidden = hidden * self.config.width**-0.5
-        return tied_or_own_head(self, hidden)
+        return tied_or_own_head(hidden, self.embed, self.head)
 
     def _run(self, stack, tokens, positions, visible, cross, cache, key):
         c = self.config
         # Real tokens are contiguous, so slots give the same distances as positions, in all rows.
-        slots = jnp.arange(tokens.shape[1])[None]
-        places = (slots, slots) if cache is None else (positions, count_positions(cache.mask))
-        causal = cross is not None
-        bias = relative_bias(stack.relative_bias, *places, far=c.distance, causal=causal)
+        of_queries = of_keys = jnp.arange(tokens.shape[1])[None]
+        if cache is not None:
+            of_queries, of_keys = positions, count_positions(cache.mask)
+        options = {"far": c.distance, "causal": cross is not None}
+        bias = relative_bias(stack.relative_bias, of_queries, of_keys, **options)
         embed_key, key, last_key = split_key(key, 3)
-        x = dropout(look_up(self.embed, tokens), c.dropout, embed_key)
+        x = dropout(look_up(self.embed, tokens), c.dropout, embed_key)  # (batch, seq, width)
         # The memory's keys and values come from a cache or are computed in each layer.
         nothing: Any = (None, None, None)
         memory, stored, seen = cross or nothing
@@ -198,7 +190,8 @@ class T5(EncoderDecoder):
             x = x + _attention(layer.attention, y, own, visible, bias, keys[0], c)
             if layer.cross is not None:
                 y = rms_norm(x, layer.cross.norm, c.norm_eps)
-                kv = keys_values(layer.cross, memory) if kv is None else kv
+                if kv is None:
+                    kv = keys_values(layer.cross, memory)
                 x = x + _attention(layer.cross, y, kv, seen, None, keys[1], c)
             y = rms_norm(x, layer.mlp_norm, c.norm_eps)
             return x + _mlp(layer, y, keys[2], c), cache
@@ -219,7 +212,7 @@ def _attention(layer, x, kv, visible, bias, key, config):
 
 def _mlp(layer, x, key, config):
     hidden_key, key = split_key(key, 2)
-    up = product("bsd,dh->bsh", x, layer.up)
+    up = product("bsd,dh->bsh", x, layer.up)  # (batch, seq, hidden)
     if layer.gate is None:
         hidden = ACTIVATIONS[config.activation](up)
     else:

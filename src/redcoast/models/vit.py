@@ -9,17 +9,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import full_view
+from ._base_config import HeadSizes, LayersConfig, check_config, check_heads
 from ._basic import small_normal
-from ._check_config import HeadSizes, check_config, check_heads, check_patches
+from ._check_config import check_labels, check_patches
 from ._dropout import dropout, split_key
 from ._encoder import EncoderLayers, pre_norm_layers
-from ._heads import Linear, check_labels
+from ._heads import Linear
 from ._patches import embed_patches
-from ._scan_layers import Remat
 
 
 @dataclass(frozen=True)
-class ViTConfig(HeadSizes):
+class ViTConfig(LayersConfig, HeadSizes):
     """The configuration of a `ViT`.
 
     **Arguments:**
@@ -40,9 +40,7 @@ class ViTConfig(HeadSizes):
     - `qkv_bias`: whether Q, K and V have biases.
     - `dropout`, `attention_dropout`: the dropout rates of the embeddings and the outputs that are
       added to the residual stream, and of the attention weights.
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
-      them on a CPU if there are at most four, and otherwise one.
+    - `remat`, `unroll`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -67,14 +65,12 @@ class ViTConfig(HeadSizes):
     qkv_bias: bool = True
     dropout: int | float = 0.0
     attention_dropout: int | float = 0.0
-    remat: Remat = "none"
-    unroll: int | None = None
 
     def __post_init__(self):
         check_config(self, "channels")
         check_heads(self)
-        check_labels(self)
-        check_patches(self)
+        check_labels(self.labels, self.label_names)
+        check_patches(self.image, self.patch)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -108,16 +104,17 @@ class ViT(eqx.Module):
         three standard deviations; biases 0 and norm scales 1."""
         c = config
         keys = jax.random.split(key, 6)
-        pooled = c.pooler_size or c.width
         self.patch_embed = small_normal(keys[0], (c.channels, *c.patch, c.width))
         self.patch_bias = jnp.zeros(c.width)
         self.cls_token = small_normal(keys[1], (c.width,))
         self.position_embed = small_normal(keys[2], (1 + c.grid[0] * c.grid[1], c.width))
         self.layers = EncoderLayers(c, qkv_bias=c.qkv_bias, key=keys[3])
         self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
-        pools = c.pooler and c.head is None
-        self.pooler = Linear(c.width, pooled, key=keys[4]) if pools else None
-        self.head = Linear(c.width, c.labels, key=keys[5]) if c.head else None
+        self.pooler = self.head = None
+        if c.head is not None:
+            self.head = Linear(c.width, c.labels, key=keys[5])
+        elif c.pooler:
+            self.pooler = Linear(c.width, c.pooler_size or c.width, key=keys[4])
         self.config = config
 
     def __call__(
@@ -143,7 +140,7 @@ class ViT(eqx.Module):
 
         `ValueError` if the images do not have the size of the configuration.
         """
-        hidden = self.hidden(pixels, mask=mask, key=key)
+        hidden = self.hidden(pixels, mask=mask, key=key)  # (batch, tokens, width)
         return hidden if self.head is None else self.head(hidden[:, 0])
 
     def hidden(
@@ -164,7 +161,7 @@ class ViT(eqx.Module):
                 f"{(c.channels, *c.image)}: channels, height and width. Resize them."
             )
         embed_key, key = split_key(key, 2)
-        x = embed_patches(pixels, self.patch_embed, self.patch_bias)
+        x = embed_patches(pixels, self.patch_embed, self.patch_bias)  # (batch, patches, width)
         first = jnp.broadcast_to(self.cls_token, (x.shape[0], 1, c.width))
         x = jnp.concatenate([first, x], axis=1) + self.position_embed[None]
         x = dropout(x, c.dropout, embed_key)

@@ -11,21 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ..core._decoding import GREEDY, Decoding
 from ._attention import causal_view, count_positions, full_view, real_tokens
+from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
 from ._basic import ACTIVATIONS, layer_norm, look_up, small_normal
 from ._cache import extend
-from ._check_config import HeadSizes, check_config, check_heads, check_length
+from ._check_config import check_length
 from ._dropout import dropout, split_key
 from ._einsum import keys_values, product, queries
 from ._encoder import CrossLayers, attention_output, mlp_output
 from ._encoder_decoder import CrossDecoder
 from ._inputs import AnyArray, Mask
-from ._scan_layers import Remat, scan_layers
+from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class WhisperConfig(HeadSizes):
+class WhisperConfig(DecoderConfig, HeadSizes):
     """The configuration of a `Whisper`.
 
     **Arguments:**
@@ -41,13 +41,9 @@ class WhisperConfig(HeadSizes):
     - `dropout`, `attention_dropout`, `activation_dropout`: the dropout rates of the embeddings and
       the outputs that are added to the residual stream; of the attention weights; and of the hidden
       features of the feed-forward network.
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
-      them on a CPU if there are at most four, and otherwise one.
     - `decoder_start`: the token id that the decoder starts with.
-    - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
-      and of padding.
-    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
+    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
+      [`LlamaConfig`][redcoast.models.LlamaConfig].
     - `speech_settings`: settings of `generation_config.json` that `save_pretrained` writes again
       for `transformers`, such as the tokens of languages (`lang_to_id`): names, and values in JSON.
 
@@ -70,13 +66,7 @@ class WhisperConfig(HeadSizes):
     dropout: int | float = 0.0
     attention_dropout: int | float = 0.0
     activation_dropout: int | float = 0.0
-    remat: Remat = "none"
-    unroll: int | None = None
     decoder_start: int = 50258
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
-    decoding: Decoding = GREEDY
     speech_settings: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
@@ -238,9 +228,9 @@ class Whisper(CrossDecoder):
                 f"{(c.mels, c.frames)}: mel bands and frames. Pad the sound, or cut it."
             )
         embed_key, key = split_key(key, 2)
-        x = jnp.swapaxes(features.astype(encoder.first.dtype), 1, 2)
-        x = _convolve(x, encoder.first, encoder.first_bias, stride=1)
-        x = _convolve(x, encoder.second, encoder.second_bias, stride=2)
+        x = jnp.swapaxes(features.astype(encoder.first.dtype), 1, 2)  # (batch, frames, mels)
+        x = _convolve(x, encoder.first, encoder.first_bias, stride=1)  # (batch, frames, width)
+        x = _convolve(x, encoder.second, encoder.second_bias, stride=2)  # half of the frames
         # Sinusoids are not trained. They are stored with the parameters, as in published files.
         x = x + jax.lax.stop_gradient(encoder.position_embed)[None]
         x = dropout(x, c.dropout, embed_key)
@@ -268,10 +258,11 @@ class Whisper(CrossDecoder):
             keys = split_key(key, 3)
             y = _norm(layer.attention, x)
             cache, *own = extend(cache, index, *keys_values(layer.attention, y))
-            q = queries(layer.attention, y)
+            q = queries(layer.attention, y)  # (batch, seq, heads, head_dim)
             x = x + attention_output(layer.attention, q, own, visible, c, keys[0])
             if layer.cross is not None:
-                kv = keys_values(layer.cross, memory) if kv is None else kv
+                if kv is None:
+                    kv = keys_values(layer.cross, memory)
                 q = queries(layer.cross, _norm(layer.cross, x))
                 x = x + attention_output(layer.cross, q, kv, seen, c, keys[1])
             y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, _EPS)

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ._settings import Settings
+
 CARD = "README.md"
 # The keys of the front matter, for Hugging Face's hub. Other facts are in the text.
 FRONT = ("base_model", "datasets", "language", "license", "license_link", "license_name", "metrics")
@@ -18,9 +20,7 @@ _TASKS = {
 }
 
 
-def make_card(
-    facts: Mapping[str, Any], settings: Mapping[str, Any], name: str, parameters: int
-) -> str:
+def make_card(facts: Mapping[str, Any], settings: Settings, name: str, parameters: int) -> str:
     """Returns a model card with facts about a model and its training.
 
     **Arguments:**
@@ -31,18 +31,18 @@ def make_card(
     - `parameters`: the number of its parameters.
     """
     architecture = (settings.get("architectures") or ["model"])[0]
-    task = next((x for end, x in _TASKS.items() if architecture.endswith(end)), None)
-    front: dict[str, Any] = {"library_name": "transformers"} | (
-        {"pipeline_tag": task} if task else {}
-    )
+    front: dict[str, object] = {"library_name": "transformers"}
+    for ending, task in _TASKS.items():
+        if architecture.endswith(ending):
+            front["pipeline_tag"] = task
     front |= {key: facts[key] for key in FRONT if key in facts}
     front["tags"] = [*facts.get("tags", ()), "redcoast"]
-    rows = [_row(key, value) for key, value in facts.items() if key not in FRONT]
-    # JSON is valid YAML.
-    head = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()]
-    lines = ["---", *head, "---", "", f"# {name}", ""]
+    lines = ["---"]
+    for key, value in front.items():
+        lines.append(f"{key}: {json.dumps(value, ensure_ascii=False)}")  # JSON is valid YAML
+    lines += ["---", "", f"# {name}", ""]
     lines += [f"`{architecture}` with {parameters:,} parameters, saved by `redcoast`.", ""]
-    if rows:
+    if rows := [_row(key, value) for key, value in facts.items() if key not in FRONT]:
         lines += ["## Training", "", "| | |", "| --- | --- |", *rows, ""]
     lines += ["## Intended uses and limitations", "", "Not described yet.", ""]
     return "\n".join(lines)
@@ -64,7 +64,7 @@ def check_card(card: Any) -> None:
             raise TypeError(f"`card` has {key!r}: {value!r}. It must be {kind}.")
 
 
-def _row(key: str, value: Any) -> str:
+def _row(key: str, value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     cells = [" ".join(cell.replace("|", "\\|").split()) for cell in (key.replace("_", " "), text)]
     return f"| {cells[0]} | {cells[1]} |"

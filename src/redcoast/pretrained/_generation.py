@@ -9,10 +9,12 @@ from ..core._decoding import GREEDY, Decoding, as_integer, as_tuple
 from ..core._errors import several, short_repr
 from ..core._frames import warn
 from ._neutral import is_neutral
-from ._settings import published_ids
+from ._settings import Implemented, Settings, published_ids
 from ._source import GENERATION, SETTINGS
 from ._whisper_prompt import read_whisper_prompt, speech_settings_of, write_whisper_prompt
 
+# The name of an option in a file, and its value.
+NamedOption = tuple[str, Any]
 # Options with the same meaning, and their names in the file.
 _NAMES = {
     "length_penalty": "length_penalty",
@@ -34,12 +36,12 @@ _FILTERS = ("top_k", "top_p", "min_p")
 _OF_SAMPLING = ("temperature", *_FILTERS)
 _SAMPLING = {name: name for name in _OF_SAMPLING}
 _READ = frozenset((*_NAMES.values(), *_OF_SAMPLING))
-# The defaults of `transformers`.
-_DEFAULTS = {"temperature": 1.0, "top_k": 50}
+# The options of sampling, and their defaults in `transformers`.
+_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None}
 # The errors that options of an unexpected type raise.
 _ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 # Options that are not implemented, with the values that disable them.
-_OFF: dict[str, tuple[Any, ...]] = {
+_OFF: Implemented = {
     "encoder_no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1.0,),
     "diversity_penalty": (0.0,),
@@ -77,40 +79,29 @@ _OTHERS = frozenset(
 )
 
 
-def read_decoding(settings: Mapping[str, Any], where: Any, *, alone: bool = True) -> Decoding:
+def read_decoding(settings: Settings, where: object, *, alone: bool = True) -> Decoding:
     """Returns the options that a parsed file sets.
 
     Warns of options that are not implemented or invalid; the others are used. With `alone`, the
     file only has settings of decoding, and unknown settings cause a warning too.
     """
-    given = {name: value for name, value in settings.items() if value is not None}
-    unserved = [
-        f"`{name}`, which is {short_repr(given[name])}"
-        for name, off in _OFF.items()
-        if name in given and given[name] not in off
-    ]
-    if alone:
-        known = {*_OFF, *_READ, *_OTHERS}
-        unserved += [
-            f"`{short_repr(name)[1:-1]}`, which is {short_repr(value)}"
-            for name, value in given.items()
-            if name not in known and not is_neutral(name, value)
-        ]
-    options = {field: (name, given[name]) for field, name in _NAMES.items() if name in given}
-    prefix, odd = read_whisper_prompt(given)
+    settings = {name: value for name, value in settings.items() if value is not None}
+    ignored = _not_implemented(settings, alone=alone)
+    options = {field: (name, settings[name]) for field, name in _NAMES.items() if name in settings}
+    prefix, problems = read_whisper_prompt(settings)
     options["prefix"] = ("forced_decoder_ids", prefix)
-    unserved += odd
-    if given.get("num_beams", 1) == 1:
+    ignored += problems
+    if settings.get("num_beams", 1) == 1:
         for name in ("length_penalty", "early_stopping"):
             options.pop(name, None)  # has no effect
-        options |= _sampling(given)
-    elif given.get("do_sample"):
-        unserved.append("beam search that samples (`do_sample`)")
+        options |= _sampling(settings)
+    elif settings.get("do_sample"):
+        ignored.append("beam search that samples (`do_sample`)")
     decoding, invalid = _valid(options)
-    if unserved:
+    if ignored:
         warn(
             f"{where} sets options of decoding that `redcoast.generate` does not implement, and "
-            f"that are ignored: {several(unserved, separator='; ')}."
+            f"that are ignored: {several(ignored, separator='; ')}."
         )
     if invalid:
         warn(
@@ -120,7 +111,21 @@ def read_decoding(settings: Mapping[str, Any], where: Any, *, alone: bool = True
     return decoding
 
 
-def _valid(options: Mapping[str, tuple[str, Any]]) -> tuple[Decoding, list[str]]:
+def _not_implemented(settings: Settings, *, alone: bool) -> list[str]:
+    """Describes the options that `generate` does not implement, and, with `alone`, those that are
+    unknown."""
+    options = []
+    for name, off in _OFF.items():
+        if name in settings and settings[name] not in off:
+            options.append(f"`{name}`, which is {short_repr(settings[name])}")
+    known = {*_OFF, *_READ, *_OTHERS}
+    for name, value in settings.items():
+        if alone and name not in known and not is_neutral(name, value):
+            options.append(f"`{short_repr(name)[1:-1]}`, which is {short_repr(value)}")
+    return options
+
+
+def _valid(options: Mapping[str, NamedOption]) -> tuple[Decoding, list[str]]:
     """Adds options one by one, each with its name in the file and its value. Returns the decoding
     with the valid options, and what is wrong with the others."""
     decoding, invalid = GREEDY, []
@@ -145,25 +150,27 @@ def _number(value: Any) -> Any:
     """Converts numbers such as 20.0, as some JSON writers store integers, to integers, also in
     lists."""
     if isinstance(value, list):
-        return [_number(x) for x in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+        return list(map(_number, value))
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
-def _sampling(given: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    if not given.get("do_sample"):
-        return {}
-    found = _DEFAULTS | {name: given[name] for name in _OF_SAMPLING if name in given}
-    # Zero excludes nothing.
-    return {
-        name: (name, None if name in ("top_k", "min_p") and value == 0 else value)
-        for name, value in found.items()
-    }
+def _sampling(settings: Settings) -> dict[str, NamedOption]:
+    options = {}
+    if settings.get("do_sample"):
+        for name, default in _DEFAULTS.items():
+            options[name] = name, settings.get(name, default)
+        for name in ("top_k", "min_p"):
+            if options[name][1] == 0:  # excludes nothing
+                options[name] = name, None
+    return options
 
 
 def with_generation(
     config: Any,
-    settings: Mapping[str, Any],
-    generation: Mapping[str, Any] | None,
+    settings: Settings,
+    generation: Settings | None,
     path: Path,
     *,
     decoding: Decoding | None = None,
@@ -176,16 +183,17 @@ def with_generation(
     if not hasattr(config, "decoding"):
         return config
     if generation is None:
-        decoder = settings.get("decoder")
-        older = {**(decoder if isinstance(decoder, dict) else {}), **settings}
+        older = dict(settings)
+        if isinstance(settings.get("decoder"), dict):
+            older = settings["decoder"] | older
         if older.get("force_bos_token_to_be_generated"):
             older["forced_bos_token_id"] = older.get("bos_token_id")
-        found = decoding or read_decoding(older, path / SETTINGS, alone=False)
-        return dataclasses.replace(config, decoding=found)
+        decoding = decoding or read_decoding(older, path / SETTINGS, alone=False)
+        return dataclasses.replace(config, decoding=decoding)
     if settings.get("model_type") == "whisper" and generation.get(_FORCED) is None:
         generation = {**generation, _FORCED: settings.get(_FORCED)}
-    found = decoding or read_decoding(generation, path / GENERATION)
-    config, invalid = dataclasses.replace(config, decoding=found), []
+    decoding = decoding or read_decoding(generation, path / GENERATION)
+    config, invalid = dataclasses.replace(config, decoding=decoding), []
     if hasattr(config, "speech_settings"):
         config = dataclasses.replace(config, speech_settings=speech_settings_of(generation))
     ids = {"pad": "pad_token_id", "decoder_start": "decoder_start_token_id", "eos": "eos_token_id"}
@@ -194,7 +202,10 @@ def with_generation(
         if value is None or not hasattr(config, field):
             continue
         try:
-            value = as_tuple(value, name) if field == "eos" else as_integer(name, value)
+            if field == "eos":
+                value = as_tuple(value, name)
+            else:
+                value = as_integer(name, value)
             config = dataclasses.replace(config, **{field: value})
         except _ERRORS as error:
             invalid.append(f"`{name}`, which is {short_repr(value)} ({error})")
@@ -206,7 +217,7 @@ def with_generation(
     return config
 
 
-def write_decoding(config: Any) -> dict[str, Any]:
+def write_decoding(config: Any) -> Settings:
     """Returns the contents of a `generation_config.json` for a configuration."""
     d: Decoding = config.decoding
     if d.logits_fn is not None:
@@ -219,23 +230,23 @@ def write_decoding(config: Any) -> dict[str, Any]:
             "The configuration's `decoding` has `eos=()`, but a file cannot specify that no token "
             "ends a row. Pass `eos=()` to `generate`, or save a configuration without `eos`."
         )
-    fields = _NAMES | _SAMPLING
-    options = {
-        name: getattr(d, field)
-        for field, name in fields.items()
-        if getattr(d, field) != getattr(GREEDY, field)
-    }
+    options: Settings = {}
+    for field, name in (_NAMES | _SAMPLING).items():
+        if getattr(d, field) != getattr(GREEDY, field):
+            options[name] = getattr(d, field)
+    forced = {}
     if d.prefix:
-        options[_FORCED] = [[i, token] for i, token in enumerate(d.prefix, 1)]
-    if kept := getattr(config, "speech_settings", ()):
-        forced = {_FORCED: options[_FORCED]} if d.prefix else {}
-        options |= write_whisper_prompt(kept, d.prefix, forced)
+        forced[_FORCED] = [[i, token] for i, token in enumerate(d.prefix, 1)]
+    options |= forced
+    if speech_settings := getattr(config, "speech_settings", ()):
+        options |= write_whisper_prompt(speech_settings, d.prefix, forced)
     if d.temperature > 0:
         options |= {"do_sample": True, "top_k": d.top_k or 0}
     if getattr(config, "decoder_start", None) is not None:
         options["decoder_start_token_id"] = config.decoder_start
-    return options | published_ids(
-        eos=config.eos if d.eos is None else as_tuple(d.eos),
-        bos=config.bos,
-        pad=config.pad if d.pad is None else d.pad,
-    )
+    eos, pad = config.eos, d.pad
+    if d.eos is not None:
+        eos = as_tuple(d.eos)
+    if pad is None:
+        pad = config.pad
+    return options | published_ids(eos=eos, bos=config.bos, pad=pad)

@@ -4,10 +4,10 @@ import itertools as it
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import numpy as np
 
+from ._settings import Settings
 from ._tensors import Tensor
 
 Box = tuple[slice, ...]
@@ -47,10 +47,10 @@ class Source:
     - `generation`: the options of its `generation_config.json`, if it has one.
     """
 
-    settings: dict[str, Any]
+    settings: Settings
     stored: dict[str, Stored]
     table: dict[str, Tensor] | None = None
-    generation: dict[str, Any] | None = None
+    generation: Settings | None = None
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -75,7 +75,8 @@ def split_box(shape: Sequence[int], order: Sequence[int], most: int) -> list[Box
             steps[d] = -(-shape[d] // parts)
             break
         steps[d] = 1
-    starts = [[min(a, n - s) for a in range(0, n, s)] for n, s in zip(shape, steps, strict=True)]
-    return [
-        tuple(slice(a, a + s) for a, s in zip(at, steps, strict=True)) for at in it.product(*starts)
-    ]
+    parts = []
+    for size, step in zip(shape, steps, strict=True):
+        starts = [min(start, size - step) for start in range(0, size, step)]
+        parts.append([slice(start, start + step) for start in starts])
+    return list(it.product(*parts))

@@ -1,5 +1,6 @@
 """Loads a pretrained model."""
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
@@ -37,7 +38,8 @@ def load(
     options: Mapping[str, Any],
 ) -> Any:
     """Loads the model at a path; see `load_pretrained`."""
-    dtype = None if dtype is None else _floating(dtype)
+    if dtype is not None:
+        dtype = _floating(dtype)
     source = open_source(path)
     check_layers(source.settings, len(source.stored), path)
     source = text_part(source, path)
@@ -45,29 +47,35 @@ def load(
     source = dequantised(source, dtype, path)
     if settle := getattr(family.hf, "settle", None):
         config = settle(config, source.stored.keys())
-    given = options.get("decoding")
-    config = with_generation(config, source.settings, source.generation, path, decoding=given)
+    decoding = options.get("decoding")
+    config = with_generation(config, source.settings, source.generation, path, decoding=decoding)
     config = _with_options(config, options)
     computed = getattr(family.hf, "computed", lambda config: {})
     check_computed(computed(config), source.stored, path)
     abstract = _abstract(family.model, config, path)
     arrays = leaf_paths(abstract, jax.ShapeDtypeStruct)
     check_elements(arrays.values(), source.stored, path)
-    layout = layout_of(config) if source.table is None else Layout(source.table)
+    if source.table is None:
+        layout = layout_of(config)
+    else:
+        layout = Layout(source.table)
     needed = needed_shapes(layout, arrays)
     in_file = split_experts(source.stored, needed)
     stored = match(layout, needed, in_file, path, source.settings)
-    dtype = _common_dtype(stored) if dtype is None else dtype
+    if dtype is None:
+        dtype = _common_dtype(stored)
     leaves, static = split(abstract)
     abstract = join([jax.ShapeDtypeStruct(x.shape, dtype) for x in leaves], static)
     places = choose_shardings(abstract, family, config, mesh, shardings)
-    targets = {
-        p: ArrayToRead(x.shape, dtype, layout.table[p], places[p]) for p, x in arrays.items()
-    }
-    on_host = {d.platform for place in places.values() for d in place.device_set} == {"cpu"}
-    fill, piece = (fill_host, 2**22) if on_host else (fill_device, 2**24)
-    made = fill(targets, stored, most=_piece_elements(stored, dtype, piece))
-    return join([made[p] for p in arrays], static)
+    targets, platforms = {}, set()
+    for name, x in arrays.items():
+        targets[name] = ArrayToRead(x.shape, dtype, layout.table[name], places[name])
+        platforms |= {device.platform for device in places[name].device_set}
+    if platforms == {"cpu"}:
+        filled = fill_host(targets, stored, most=_piece_elements(stored, dtype, 2**22))
+    else:
+        filled = fill_device(targets, stored, most=_piece_elements(stored, dtype, 2**24))
+    return join([filled[name] for name in arrays], static)
 
 
 def _with_options(config: Any, options: Mapping[str, Any]) -> Any:
@@ -98,16 +106,15 @@ def _common_dtype(stored: Mapping[str, Stored]) -> np.dtype:
 
 
 def _floating(dtype: Any) -> np.dtype:
-    try:
-        found = jax.dtypes.canonicalize_dtype(dtype)
-    except TypeError:  # any text, or a type of another library
-        found = dtype
-    if not (isinstance(found, np.dtype) and jnp.issubdtype(found, np.floating)):
+    # Any text, or a type of another library, raises a TypeError.
+    with contextlib.suppress(TypeError):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    if not (isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, np.floating)):
         raise ValueError(
             f"`dtype` must be a floating type of JAX or NumPy or its name, such as 'bfloat16', but "
-            f"is {found}. By default, it is the dtype of the files."
+            f"is {dtype}. By default, it is the dtype of the files."
         )
-    return found
+    return dtype
 
 
 def _piece_elements(stored: Mapping[str, Stored], dtype: np.dtype, most: int) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ._lazy_tensor import Stored, split_box
 from ._registry import hf_names
+from ._settings import Settings
 from ._tensors import Tensor, tensor_names, tensor_shape
 
 # Prefixes that wrappers add to the names of a model.
@@ -20,6 +21,7 @@ _WRAPPERS = {
     "_fsdp_wrapped_module.": "`torch.distributed.fsdp`",
 }
 COMPARED_BYTES = 2**22
+_DIFFERENT = "different from the tensor they should duplicate"
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,13 @@ class Layout:
 def layout_of(config: Any) -> Layout:
     """Returns the layout of a model of `redcoast.models`."""
     names = hf_names(config)
-    duplicates = getattr(names, "duplicates", None)
-    unused = getattr(names, "unused", lambda config: ())(config)
+    unused = getattr(names, "unused", lambda config: ())
+    duplicates = getattr(names, "duplicates", lambda config: {})
     return Layout(
         names.tensors(config),
         getattr(names, "BASE_PREFIX", ""),
-        (*getattr(names, "BUFFERS", ()), *unused),
-        duplicates(config) if duplicates else {},
+        (*getattr(names, "BUFFERS", ()), *unused(config)),
+        duplicates(config),
         tuple(getattr(names, "ZEROS", ())),
         getattr(config, "tied", False),
     )
@@ -79,7 +81,7 @@ def match(
     layout: Layout,
     needed: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, Stored],
-    where: Any,
+    where: object,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Stored]:
     """Finds the stored tensor for each needed one. `settings` are the file's, for messages.
@@ -91,51 +93,60 @@ def match(
     """
     known = {*needed, *layout.duplicates}
     stored = _with_prefix(dict(stored), layout.base_prefix, known)
-    found = {name: stored[name] for name in needed if name in stored}
+    tensors = {name: stored[name] for name in needed if name in stored}
     for copy, name in layout.duplicates.items():
         if copy in stored and name in needed:
-            found.setdefault(name, stored[copy])
-    if found:
-        lacking = [name for name in layout.zeros if name in needed and name not in found]
-        dtype = next(iter(found.values())).dtype
-        found |= {
-            name: Stored(needed[name], dtype, lambda box, out: out.fill(0)) for name in lacking
-        }
-    problems = {
-        "missing": [name for name in needed if name not in found],
-        "unexpected": [
-            name
-            for name in stored
-            if name not in known and not any(re.search(buffer, name) for buffer in layout.buffers)
-        ],
-        "misshapen": [
-            f"{name} ({x.shape} of {x.dtype}, expected {needed[name]})"
-            for name, x in found.items()
-            if x.shape != needed[name] or not jnp.issubdtype(x.dtype, np.floating)
-        ],
-        "different from the tensor they should duplicate": [
-            f"{copy} (of {name})"
-            for copy, name in layout.duplicates.items()
-            if copy in stored and name in found and not _equal(stored[copy], found[name])
-        ],
-    }
+            tensors.setdefault(name, stored[copy])
+    for name in layout.zeros:
+        if name in needed and name not in tensors and tensors:
+            dtype = next(iter(tensors.values())).dtype
+            tensors[name] = Stored(needed[name], dtype, lambda box, out: out.fill(0))
+    problems = _problems_by_kind(layout, needed, stored, tensors)
     if any(problems.values()):
-        listed = [f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names]
+        sentences = []
+        for kind, names in problems.items():
+            if names:
+                sentences.append(f"{kind.capitalize()}: {', '.join(names)}.")
         raise ValueError(
             f"{where} does not hold the tensors of the model that its settings describe. "
-            + ". ".join(s[0].upper() + s[1:] for s in listed)
-            + "."
+            + " ".join(sentences)
             + _way_out(layout, needed, stored, problems, settings)
         )
-    return found
+    return tensors
+
+
+def _problems_by_kind(
+    layout: Layout,
+    needed: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, Stored],
+    tensors: Mapping[str, Stored],
+) -> dict[str, list[str]]:
+    """Returns the stored tensors that do not fit, and the needed ones that are not stored."""
+    unexpected, misshapen, different = [], [], []
+    known = {*needed, *layout.duplicates}
+    for name in stored:
+        if name not in known and not any(re.search(buffer, name) for buffer in layout.buffers):
+            unexpected.append(name)
+    for name, x in tensors.items():
+        if x.shape != needed[name] or not jnp.issubdtype(x.dtype, np.floating):
+            misshapen.append(f"{name} ({x.shape} of {x.dtype}, expected {needed[name]})")
+    for copy, name in layout.duplicates.items():
+        if copy in stored and name in tensors and not _equal(stored[copy], tensors[name]):
+            different.append(f"{copy} (of {name})")
+    return {
+        "missing": [name for name in needed if name not in tensors],
+        "unexpected": unexpected,
+        "misshapen": misshapen,
+        _DIFFERENT: different,
+    }
 
 
 def _way_out(
     layout: Layout,
-    needed: Mapping[str, Any],
+    needed: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, Stored],
     problems: Mapping[str, list[str]],
-    settings: Mapping[str, Any],
+    settings: Settings,
 ) -> str:
     """Returns what to do about tensors that do not match, if known."""
     for prefix, origin in _WRAPPERS.items():
@@ -144,17 +155,19 @@ def _way_out(
                 f" All names begin with the prefix `{prefix}`, which {origin} adds: save the model "
                 "that it wraps."
             )
-    head = layout.table["head"].name if "head" in layout.table else ""
-    if problems["missing"] == [head] and not problems["unexpected"]:
+    head = layout.table.get("head")
+    if head and problems["missing"] == [head.name] and not problems["unexpected"]:
         return " If the head shares the weights of the embedding, pass `tied=True`."
-    if layout.tied and problems["different from the tensor they should duplicate"]:
-        own = [name for name in layout.duplicates if name in stored and "head" in name]
-        return f" To load {own[0]} as a separate head, pass `tied=False`." if own else ""
-    others = [name for name in settings.get("architectures") or () if _is_other_head(name)]
-    if others and problems["unexpected"]:
-        return (
-            f" The file is of a {others[0]}, whose head is not implemented for this type of model."
-        )
+    if layout.tied and problems[_DIFFERENT]:
+        for name in layout.duplicates:
+            if name in stored and "head" in name:
+                return f" To load {name} as a separate head, pass `tied=False`."
+        return ""
+    for name in settings.get("architectures") or ():
+        if _is_other_head(name) and problems["unexpected"]:
+            return (
+                f" The file is of a {name}, whose head is not implemented for this type of model."
+            )
     return ""
 
 
@@ -166,7 +179,12 @@ def _with_prefix(stored: dict[str, Stored], prefix: str, known: set[str]) -> dic
     """Adds the prefix of the base model to the names in a file that only has the base model."""
     if not prefix or any(name.startswith(prefix) for name in stored):
         return stored
-    return {n if n in known or prefix + n not in known else prefix + n: stored[n] for n in stored}
+    renamed = {}
+    for name, tensor in stored.items():
+        if name not in known and prefix + name in known:
+            name = prefix + name
+        renamed[name] = tensor
+    return renamed
 
 
 def _equal(a: Stored, b: Stored) -> bool:

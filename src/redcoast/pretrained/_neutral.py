@@ -7,7 +7,6 @@ because they might change results.
 """
 
 import re
-from typing import Any
 
 # Settings that are enabled in the models that have them, so that a value of false changes results.
 _ON = frozenset(
@@ -54,7 +53,7 @@ _ARITHMETIC = re.compile(
 )
 
 
-def is_neutral(name: str, value: Any) -> bool:
+def is_neutral(name: str, value: object) -> bool:
     """Whether a setting that is not read cannot change a result."""
     if name.startswith("_"):  # a program's private settings
         return True
@@ -67,6 +66,6 @@ def is_neutral(name: str, value: Any) -> bool:
     return bool(_OTHER.search(name)) and not _ARITHMETIC.search(name)
 
 
-def is_off(value: Any, values: tuple[Any, ...]) -> bool:
+def is_off(value: object, values: tuple[object, ...]) -> bool:
     """Whether a value disables a feature that one of the implemented `values` disables too."""
     return not value and any(not other for other in values)

@@ -34,7 +34,7 @@ def choose_shardings(
     return leaf_paths(planned, Sharding)
 
 
-def abstract_inputs(family: Family, config: Any, mesh: Mesh) -> tuple[Any, ...]:
+def abstract_inputs(family: Family, config: Any, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the abstract inputs for planning: from the family's `example_inputs`, if it has them;
     otherwise tokens for a decoder or for both parts of an encoder-decoder, at most as many in a row
     as the model has positions."""

@@ -16,11 +16,12 @@ import numpy as np
 from ..core._errors import several, short_repr
 from ._dequantise import EXPONENTS, FP8, read_mxfp4, read_scaled
 from ._lazy_tensor import Box, Source, Stored
+from ._settings import Implemented, Settings
 
 # The settings that describe a quantisation.
 QUANTISATION = ("quantization_config", "compression_config")
 # Methods whose weights are in FP8, each with the required settings.
-_FP8_METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
+_FP8_METHODS: dict[str, Implemented] = {
     "fp8": {"fmt": ("e4m3", "e5m2", None), "expert_dtype": ("fp8", None)},
     "mxfp8": {},
     "fbgemm_fp8": {},
@@ -40,7 +41,7 @@ _OF_ACTIVATIONS = (".input_scale", ".input_scale_ub", ".activation_scale", ".out
 _OF_ACTIVATIONS += (".k_scale", ".v_scale", ".q_scale", ".qscale_act")
 
 
-def dequantised(source: Source, dtype: np.dtype | None, where: Any) -> Source:
+def dequantised(source: Source, dtype: np.dtype | None, where: object) -> Source:
     """Returns a source with dequantised tensors.
 
     **Arguments:**
@@ -65,9 +66,7 @@ def dequantised(source: Source, dtype: np.dtype | None, where: Any) -> Source:
     return dataclasses.replace(source, settings=settings, stored=stored)
 
 
-def split_quantisation(
-    settings: dict[str, Any], where: Any
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def split_quantisation(settings: Settings, where: object) -> tuple[Settings, Settings | None]:
     """Separates the settings of the quantisation, if there are any, from the others.
 
     **Raises:**
@@ -82,9 +81,10 @@ def split_quantisation(
     return rest, given[0]
 
 
-def _check_method(quantisation: Any, where: Any) -> None:
+def _check_method(quantisation: Any, where: object) -> None:
     """Raises if the method of a quantisation is not implemented."""
-    quantisation = quantisation if isinstance(quantisation, dict) else {}
+    if not isinstance(quantisation, dict):
+        quantisation = {}
     method = quantisation.get("quant_method")
     if method is None and (quantisation.get("load_in_8bit") or quantisation.get("load_in_4bit")):
         method = "bitsandbytes"  # files of its first versions name no method
@@ -92,40 +92,50 @@ def _check_method(quantisation: Any, where: Any) -> None:
     if isinstance(method, str) and not odd and (method == "mxfp4" or method in _FP8_METHODS):
         return
     name, stored = _REFUSED.get(str(method), (str(method or "an unnamed method"), ""))
-    details = f" ({', '.join(odd)})" if odd else ""
-    how = f": they are stored as {stored}" if stored else ""
+    if odd:
+        name += f" ({', '.join(odd)})"
+    if stored:
+        name += f": they are stored as {stored}"
     raise ValueError(
-        f"{where} contains weights that are quantised with {name}{details}{how}. This is not "
+        f"{where} contains weights that are quantised with {name}. This is not "
         "supported; MXFP4 and 8-bit floating-point numbers (FP8) are. Load the model that they "
         "were made from, or a `.gguf` file of it; or dequantise the weights with a program that "
         "reads them, and save that model as safetensors."
     )
 
 
-def _odd_settings(method: Any, quantisation: Mapping[str, Any]) -> list[str]:
+def _odd_settings(method: Any, quantisation: Settings) -> list[str]:
     """Returns the settings by which a method stores weights in another format than FP8."""
-    only = _FP8_METHODS.get(method, {}) if isinstance(method, str) else {}
-    odd = [
-        f"`{name}` is {short_repr(quantisation.get(name))}"
-        for name, values in only.items()
-        if quantisation.get(name) not in values
-    ]
+    odd = []
+    if not isinstance(method, str):
+        return odd
+    for name, values in _FP8_METHODS.get(method, {}).items():
+        if quantisation.get(name) not in values:
+            odd.append(f"`{name}` is {short_repr(quantisation.get(name))}")
     if method != "compressed-tensors":
         return odd
     groups = quantisation.get("config_groups")
-    for name, group in groups.items() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        kind = (weights.get("type"), weights.get("num_bits")) if isinstance(weights, dict) else None
-        if kind != ("float", 8):
-            numbers = f"{kind[0]} of {kind[1]} bits" if kind else "unknown"
-            odd.append(f"the weights of `{name}` are {numbers}")
+    if isinstance(groups, dict):
+        for name, group in groups.items():
+            numbers = _numbers_of(group)
+            if numbers != "float of 8 bits":
+                odd.append(f"the weights of `{name}` are {numbers}")
     sparsity = quantisation.get("sparsity_config") or {}
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         odd.append(f"`sparsity_config` is {short_repr(sparsity)}")
-    return odd if groups else [*odd, "without `config_groups`"]
+    if not groups:
+        odd.append("without `config_groups`")
+    return odd
 
 
-def _block_size(quantisation: Mapping[str, Any]) -> tuple[int, int] | None:
+def _numbers_of(group: object) -> str:
+    """Describes the numbers in which a group of modules has its weights."""
+    if isinstance(group, dict) and isinstance(weights := group.get("weights"), dict):
+        return f"{weights.get('type')} of {weights.get('num_bits')} bits"
+    return "unknown"
+
+
+def _block_size(quantisation: Settings) -> tuple[int, int] | None:
     size = quantisation.get("weight_block_size")
     if not isinstance(size, list) or len(size) != 2:
         return None
@@ -140,10 +150,12 @@ def _dtype_of_others(stored: Mapping[str, Stored]) -> np.dtype:
     for x in stored.values():
         if x.dtype not in FP8 | EXPONENTS and jnp.issubdtype(x.dtype, np.floating):
             sizes[x.dtype] += x.nbytes
-    return sizes.most_common(1)[0][0] if sizes else np.dtype(jnp.bfloat16)
+    if not sizes:
+        return np.dtype(jnp.bfloat16)
+    return sizes.most_common(1)[0][0]
 
 
-def _of_mxfp4(stored: Mapping[str, Stored], dtype: np.dtype, where: Any) -> dict[str, Stored]:
+def _of_mxfp4(stored: Mapping[str, Stored], dtype: np.dtype, where: object) -> dict[str, Stored]:
     """Replaces `x_blocks` and `x_scales` by `x`, whose last two dimensions are swapped."""
     read, problems = dict(stored), []
     for name, blocks in stored.items():
@@ -165,7 +177,7 @@ def _of_mxfp4(stored: Mapping[str, Stored], dtype: np.dtype, where: Any) -> dict
 
 
 def _of_fp8(
-    stored: Mapping[str, Stored], size: tuple[int, int] | None, dtype: np.dtype, where: Any
+    stored: Mapping[str, Stored], size: tuple[int, int] | None, dtype: np.dtype, where: object
 ) -> dict[str, Stored]:
     """Replaces weights in FP8, and removes the scales of weights and activations."""
     read, problems = dict(stored), []
@@ -207,8 +219,11 @@ def _as_grid(scale: Stored, shape: tuple[int, ...]) -> Stored:
 
         return Stored((1,) * len(shape), scale.dtype, read)
     if scale.shape == shape[:-1]:
-        rows = lambda box, out: scale.read(box[:-1], out[..., 0])
-        return Stored((*scale.shape, 1), scale.dtype, rows)
+
+        def read_rows(box: Box, out: np.ndarray) -> None:
+            scale.read(box[:-1], out[..., 0])
+
+        return Stored((*scale.shape, 1), scale.dtype, read_rows)
     return scale
 
 

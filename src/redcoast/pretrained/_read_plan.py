@@ -63,12 +63,11 @@ def steps_of(path: str, target: ArrayToRead, most: int) -> Iterator[ReadStep]:
     elements of a box."""
     parts = split_box(target.box_shape, reading_order(target.tensor), most)
     for i, part in enumerate(parts, 1):
-        boxes = [
-            tuple(slice(a + p.start, a + p.stop) for a, p in zip(start, part, strict=True))
-            for start in target.distinct_starts
-        ]
-        windows = tuple(locate(target.tensor, target.shape, box) for box in boxes)
-        yield ReadStep(path, part, windows, i == len(parts))
+        windows = []
+        for start in target.distinct_starts:
+            box = tuple(slice(a + p.start, a + p.stop) for a, p in zip(start, part, strict=True))
+            windows.append(locate(target.tensor, target.shape, box))
+        yield ReadStep(path, part, tuple(windows), i == len(parts))
 
 
 def read_window(window: Window, dtype: np.dtype, stored: Mapping[str, Stored]) -> np.ndarray:
@@ -76,7 +75,8 @@ def read_window(window: Window, dtype: np.dtype, stored: Mapping[str, Stored]) -
     the tensors differ."""
     dtypes = {stored[name].dtype for name in window.names}
     shape = [part.stop - part.start for part in window.slices]
-    dtype = dtypes.pop() if len(dtypes) == 1 else dtype
+    if len(dtypes) == 1:
+        dtype = dtypes.pop()
     out = aligned_empty([len(window.names), *shape], dtype)
     for i, name in enumerate(window.names):
         row = out[i, ...]  # an array also if the tensor is a single number

@@ -22,24 +22,28 @@ def fill_device(
     """Creates arrays, all over the same devices, reading at most `most` elements at once."""
     devices = tuple(next(iter(targets.values())).starts)
     mesh = Mesh(np.array(devices), ("device",))
-    small = {path for path, target in targets.items() if prod(target.box_shape) <= most}
-    buffers = _zeros({p: t for p, t in targets.items() if p not in small}, mesh)
-    made: dict[str, jax.Array] = {}
+    small, large = {}, {}
+    for path, target in targets.items():
+        (small if prod(target.box_shape) <= most else large)[path] = target
+    buffers = _zeros(large, mesh)
+    arrays: dict[str, jax.Array] = {}
 
     def read(step: ReadStep) -> tuple[ReadStep, list[np.ndarray], SlicesToBox | None]:
         return step, *_read(step, targets[step.path], stored, small=step.path in small)
 
     def steps():
         for path, target in targets.items():
-            each = most if path in small else max(1, most // len(devices))
-            yield from steps_of(path, target, each)
+            if path in small:
+                yield from steps_of(path, target, most)
+            else:
+                yield from steps_of(path, target, max(1, most // len(devices)))
 
     for step, read_pieces, place in map_in_threads(read, steps(), **THREADS):
         target = targets[step.path]
         which = [target.distinct_starts.index(target.starts[device]) for device in devices]
         pieces = jax.device_put([read_pieces[i] for i in which], list(devices))
         if step.path in small:
-            made[step.path] = target.assemble(dict(zip(devices, pieces, strict=True)))
+            arrays[step.path] = target.assemble(dict(zip(devices, pieces, strict=True)))
             continue
         start = np.array([part.start for part in step.part], np.int32)
         buffer = _write(buffers[step.path], _join(pieces, mesh), start, place=place, mesh=mesh)
@@ -47,8 +51,8 @@ def fill_device(
         buffers[step.path] = buffer.block_until_ready()
         if step.last:
             boxes = buffers.pop(step.path).addressable_shards
-            made[step.path] = target.assemble({box.device: box.data for box in boxes})
-    return {path: made[path] for path in targets}
+            arrays[step.path] = target.assemble({box.device: box.data for box in boxes})
+    return {path: arrays[path] for path in targets}
 
 
 def _read(
@@ -72,8 +76,9 @@ def _zeros(targets: Mapping[str, ArrayToRead], mesh: Mesh) -> dict[str, jax.Arra
         return (mesh.size * rows, *rest)
 
     # One program for all arrays: a compilation takes as long as reading 100 MB.
-    make = lambda: {path: jnp.zeros(shape(t), t.dtype) for path, t in targets.items()}
-    return jax.jit(make, out_shardings=NamedSharding(mesh, P("device")))()
+    shapes = {path: jax.ShapeDtypeStruct(shape(t), t.dtype) for path, t in targets.items()}
+    create = ft.partial(jax.tree.map, jnp.zeros_like, shapes)
+    return jax.jit(create, out_shardings=NamedSharding(mesh, P("device")))()
 
 
 def _join(pieces: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
@@ -90,7 +95,8 @@ def _write(
     """Writes one piece into the box of each device, at the same position in each."""
 
     def write(box, piece, start):
-        piece = piece if place is None else place(piece)
+        if place is not None:
+            piece = place(piece)
         return jax.lax.dynamic_update_slice(box, piece.astype(box.dtype), list(start))
 
     # One program for all devices, instead of a compilation for each.

@@ -17,7 +17,7 @@ def fill_host(
 ) -> dict[str, jax.Array]:
     """Creates arrays, reading at most `most` elements at once in each thread."""
     boxes: dict[str, list[np.ndarray]] = {}
-    made: dict[str, jax.Array] = {}
+    arrays: dict[str, jax.Array] = {}
 
     def write(step: ReadStep) -> ReadStep:
         target = targets[step.path]
@@ -39,8 +39,8 @@ def fill_host(
             of_start = dict(zip(target.distinct_starts, boxes.pop(step.path), strict=True))
             # The boxes are aligned, so JAX uses them without a copy.
             on_devices = {d: jax.device_put(of_start[a], d) for d, a in target.starts.items()}
-            made[step.path] = target.assemble(on_devices)
-    return {path: made[path] for path in targets}
+            arrays[step.path] = target.assemble(on_devices)
+    return {path: arrays[path] for path in targets}
 
 
 def copy_across(source: np.ndarray, target: np.ndarray) -> None:

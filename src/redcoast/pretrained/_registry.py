@@ -5,9 +5,10 @@ from types import ModuleType
 from typing import Any
 
 from .. import models
+from ..core._errors import short_repr
 from ._quantised import split_quantisation
+from ._settings import Settings
 from ._text_part import text_settings
-from ._unsupported import refuse_type
 from .hf import (
     bart,
     bert,
@@ -97,7 +98,7 @@ def hf_names(config: Any) -> ModuleType:
     return _BY_CLASS[type(config)].hf
 
 
-def read_config(config_class: Any, settings: dict[str, Any]) -> Any:
+def read_config(config_class: Any, settings: Settings) -> Any:
     """Creates a configuration of a given class from a parsed `config.json`.
 
     **Raises:**
@@ -107,17 +108,20 @@ def read_config(config_class: Any, settings: dict[str, Any]) -> Any:
     return config_class(**_BY_CLASS[config_class].hf.read(settings))
 
 
-def write_config(config: Any) -> dict[str, Any]:
+def write_config(config: Any) -> Settings:
     """Returns the settings of a `config.json` for a configuration."""
     return hf_names(config).write(config)
 
 
-def find_family(settings: dict[str, Any], where: Any) -> tuple[Family, Any]:
+def find_family(settings: Settings, where: object) -> tuple[Family, Any]:
     """Returns the family of the model that the settings describe, and its configuration."""
     settings = text_settings(settings)
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in _BY_TYPE:
-        raise refuse_type(kind, _BY_TYPE, where)
+        raise ValueError(
+            f"{where} holds a model of type {short_repr(kind)}, which is not supported. Supported "
+            f"types: {', '.join(sorted(_BY_TYPE))}."
+        )
     settings, _ = split_quantisation(settings, where)
     family = _BY_TYPE[kind]
     try:

@@ -1,5 +1,6 @@
 """Saves a model in the format of `transformers`."""
 
+import functools as ft
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from ._generation import write_decoding
 from ._match import layout_of, needed_shapes
 from ._registry import family_of, write_config
 from ._safetensors import write_safetensors
+from ._settings import Settings
 from ._source import GENERATION, INDEX, SETTINGS, SINGLE, find_gguf
 from .text._tokenizer_files import gguf_tokenizer_files
 
@@ -49,7 +51,7 @@ def save(
     model: Any,
     path: Path,
     tokenizer: Path | None,
-    card: Mapping[str, Any] | None,
+    card: Mapping[str, object] | None,
     max_file_bytes: int | float,
 ) -> None:
     """Saves a model; see `save_pretrained`."""
@@ -71,10 +73,11 @@ def save(
     shapes = {name: (needed[name], leaves[parts[name][0][0]].dtype) for name in parts}
     files = _files(shapes, max_file_bytes)
     work = path.with_name(f".{path.name}.unfinished")
-    _on_first(lambda: _start_afresh(work), "begun")
-    tensor = lambda name: put_together(
-        parts[name], take(parts[name], leaves), layout.table, needed[name]
-    )
+    _on_first(ft.partial(_start_afresh, work), "begun")
+
+    def tensor(name: str) -> np.ndarray:
+        return put_together(parts[name], take(parts[name], leaves), layout.table, needed[name])
+
     for i, (file, names) in enumerate(files.items()):
         if i % jax.process_count() == jax.process_index():
             write_safetensors(work / file, {n: shapes[n] for n in names}, map(tensor, names))
@@ -82,13 +85,16 @@ def save(
             for name in names:  # each process takes part in gathering
                 jax.block_until_ready(take(parts[name], leaves))
     _barrier("written")
-    finish = lambda: _finish(settings, generation, others, card, shapes, files, work, path)
+    finish = ft.partial(_finish, settings, generation, others, card, shapes, files, work, path)
     _on_first(finish, "finished")
 
 
-def _settings(config: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _settings(config: object) -> tuple[Settings, Settings | None]:
     """Returns the contents of the files of settings and of decoding."""
-    return write_config(config), write_decoding(config) if hasattr(config, "decoding") else None
+    settings = write_config(config)
+    if not hasattr(config, "decoding"):
+        return settings, None
+    return settings, write_decoding(config)
 
 
 def _check_model(model: Any) -> dict[str, Any]:
@@ -99,15 +105,14 @@ def _check_model(model: Any) -> dict[str, Any]:
             "format. Merge the adapters first (`lora.merge`)."
         )
     leaves = leaf_paths(model, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
-    wanted = leaf_paths(
-        eqx.filter_eval_shape(type(model), model.config, key=abstract_key()), jax.ShapeDtypeStruct
-    )
-    shape = lambda found, path: found[path].shape if path in found else "missing"
-    odd = [
-        f"{path} is {shape(leaves, path)}, but should be {shape(wanted, path)}"
-        for path in {**wanted, **leaves}
-        if shape(leaves, path) != shape(wanted, path)
-    ]
+    abstract = eqx.filter_eval_shape(type(model), model.config, key=abstract_key())
+    expected = leaf_paths(abstract, jax.ShapeDtypeStruct)
+    odd = []
+    for path in expected | leaves:
+        shape = getattr(leaves.get(path), "shape", "missing")
+        right = getattr(expected.get(path), "shape", "missing")
+        if shape != right:
+            odd.append(f"{path} is {shape}, but should be {right}")
     if odd or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves.values()):
         raise ValueError(
             f"The arrays of this {type(model).__name__} do not match its `config`: "
@@ -117,8 +122,8 @@ def _check_model(model: Any) -> dict[str, Any]:
 
 
 def _check_dtypes(parts: Mapping[str, list[Part]], leaves: Mapping[str, Any]) -> None:
-    for name, found in parts.items():
-        kinds = {path: leaves[path].dtype.name for path, _ in found}
+    for name, of_tensor in parts.items():
+        kinds = {path: leaves[path].dtype.name for path, _ in of_tensor}
         if len({*kinds.values()}) > 1:
             listed = ", ".join(f"{path} ({kind})" for path, kind in kinds.items())
             raise ValueError(
@@ -163,10 +168,10 @@ def _start_afresh(work: Path) -> None:
 
 
 def _finish(
-    settings: dict[str, Any],
-    generation: dict[str, Any] | None,
+    settings: Settings,
+    generation: Settings | None,
     others: Mapping[str, Path | str],
-    card: Mapping[str, Any] | None,
+    card: Mapping[str, object] | None,
     shapes: Shapes,
     files: Mapping[str, list[str]],
     work: Path,
@@ -188,7 +193,9 @@ def _finish(
         else:
             (work / name).write_text(file, "utf-8")
     if list(files) != [SINGLE]:
-        where = {name: file for file, names in files.items() for name in names}
+        where = {}
+        for file, names in files.items():
+            where |= dict.fromkeys(names, file)
         index = {"metadata": {"total_size": sizes.total()}, "weight_map": where}
         (work / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     sync_tree(work)
@@ -196,7 +203,7 @@ def _finish(
     sync_name(path)
 
 
-def _json(settings: dict[str, Any]) -> str:
+def _json(settings: Settings) -> str:
     return json.dumps(settings, indent=2, sort_keys=True) + "\n"
 
 
@@ -222,9 +229,10 @@ def _tokenizer_files(source: Path | None) -> dict[str, Path | str]:
 
 
 def _files_to_copy(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        return []
-    files = {file for pattern in TOKENIZER for file in directory.glob(pattern) if file.is_file()}
+    files = set()
+    if directory.is_dir():
+        for pattern in TOKENIZER:
+            files |= set(filter(Path.is_file, directory.glob(pattern)))
     return sorted(files)
 
 

@@ -2,11 +2,22 @@
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from ..models._base_config import TextConfig
 from ._neutral import is_neutral, is_off
 
-REQUIRED: Any = object()
+# A parsed `config.json`, or a part of it.
+Settings = dict[str, Any]
+# The values of fields of a configuration, by name.
+Fields = dict[str, Any]
+# For each field of a configuration, the name of its setting; or this name and the default value of
+# the setting, which otherwise must be in a file.
+FieldNames = Mapping[str, str | tuple[str, object]]
+# Settings of which only some values are implemented, with those values.
+Implemented = Mapping[str, tuple[object, ...]]
+REQUIRED = object()
 
 # Settings that do not change the results, in addition to those that `_neutral.py` describes: names,
 # defaults for text generation, and choices between equivalent implementations.
@@ -27,7 +38,7 @@ _HARMLESS = frozenset(
     """.split()  # noqa: SIM905
 )
 # Features of any architecture that no model here implements, with the values that disable them.
-_OFF: dict[str, tuple[Any, ...]] = {
+_OFF: Implemented = {
     "pruned_heads": ({}, None),
     "quantization_config": (None,),
     "cross_attention_hidden_size": (None,),
@@ -41,11 +52,11 @@ _SAME = {"swish": "silu"}
 
 
 def read_settings(
-    settings: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    only: Mapping[str, tuple[Any, ...]] | None = None,
+    settings: Settings,
+    defaults: Mapping[str, object],
+    only: Implemented = MappingProxyType({}),
     ignored: tuple[str, ...] = (),
-) -> dict[str, Any]:
+) -> Settings:
     """Reads the values of a `config.json`, and rejects unknown settings that might change results.
 
     Settings that are disabled, or do not concern the model's arithmetic, are ignored
@@ -66,48 +77,58 @@ def read_settings(
 
     `ValueError` that names every setting that is missing, unknown or not implemented.
     """
-    only = {**_OFF, **(only or {})}
-    settings = {name: _SAME.get(x, x) if isinstance(x, str) else x for name, x in settings.items()}
-    known = {*defaults, *only, *ignored, *_HARMLESS}
-    problems = [
-        f"`{name}` is {settings[name]!r}, but only {' or '.join(map(repr, values))} is implemented"
-        for name, values in only.items()
-        if name in settings and settings[name] not in values and not is_off(settings[name], values)
-    ]
-    problems += [
-        f"`{name}`, which is {value!r}, is unknown and might change the results (remove it from "
-        "the file if it does not)"
-        for name, value in settings.items()
-        if name not in known and not is_neutral(name, value)
-    ]
-    problems += [
-        f"`{name}` is {settings[name]}, and must be a finite number"
-        for name in defaults
-        if isinstance(settings.get(name), float) and not math.isfinite(settings[name])
-    ]
-    problems += [
-        f"`{name}` is missing"
-        for name, value in defaults.items()
-        if value is REQUIRED and name not in settings
-    ]
-    if problems:
+    only = {**_OFF, **only}
+    values = {}
+    for name, value in settings.items():
+        values[name] = value
+        if isinstance(value, str):
+            values[name] = _SAME.get(value, value)
+    if problems := _problems(values, defaults, only, {*ignored, *_HARMLESS}):
         raise ValueError(
             f"The settings of this {settings.get('model_type', 'model')} are not supported: "
             f"{'; '.join(problems)}."
         )
-    return {name: _value(settings, name, value) for name, value in defaults.items()}
+    return {name: _value(values, name, default) for name, default in defaults.items()}
 
 
-def _value(settings: Mapping[str, Any], name: str, default: Any) -> Any:
+def _problems(
+    settings: Settings, defaults: Mapping[str, object], only: Implemented, ignored: set[str]
+) -> list[str]:
+    """Returns what is wrong with each setting that cannot be read."""
+    problems = []
+    for name, values in only.items():
+        value = settings.get(name)
+        if name in settings and value not in values and not is_off(value, values):
+            listed = " or ".join(map(repr, values))
+            problems.append(f"`{name}` is {value!r}, but only {listed} is implemented")
+    for name, value in settings.items():
+        known = name in defaults or name in only or name in ignored
+        if not known and not is_neutral(name, value):
+            problems.append(
+                f"`{name}`, which is {value!r}, is unknown and might change the results (remove it "
+                "from the file if it does not)"
+            )
+    for name in defaults:
+        value = settings.get(name)
+        if isinstance(value, float) and not math.isfinite(value):
+            problems.append(f"`{name}` is {value}, and must be a finite number")
+    for name, default in defaults.items():
+        if default is REQUIRED and name not in settings:
+            problems.append(f"`{name}` is missing")
+    return problems
+
+
+def _value(settings: Settings, name: str, default: object) -> Any:
     """Returns the value of a setting. Null is false, or a dropout rate of 0."""
     value = settings.get(name, default)
     if value is None and isinstance(default, bool):
         return False
-    no_dropout = value is None and isinstance(default, float) and "drop" in name
-    return 0.0 if no_dropout else value
+    if value is None and isinstance(default, float) and "drop" in name:
+        return 0.0
+    return value
 
 
-def rename(settings: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def rename(settings: Settings, names: Mapping[str, str]) -> Settings:
     """Renames settings for which a family has two names: `names` maps the alternative name to the
     one that is read."""
     for other, name in names.items():
@@ -133,35 +154,41 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 def published_ids(
     *, eos: tuple[int, ...], bos: int | None = None, pad: int | None = None
-) -> dict[str, Any]:
+) -> Settings:
     """Returns the settings of a `config.json` for token ids."""
-    ends = eos[0] if len(eos) == 1 else list(eos) or None
+    ends = list(eos) or None
+    if len(eos) == 1:
+        ends = eos[0]
     return {"eos_token_id": ends, "bos_token_id": bos, "pad_token_id": pad}
 
 
-def defaults_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the default values of the settings in a table of fields, or `REQUIRED`.
-
-    Such a table has, for each field of a configuration, the name of its setting; or this name and
-    the default value of the setting.
-    """
-    return dict((x, REQUIRED) if isinstance(x, str) else x for x in fields.values())
+def defaults_of(fields: FieldNames) -> dict[str, object]:
+    """Returns the default values of the settings of fields, or `REQUIRED`."""
+    return dict(map(_with_default, fields.values()))
 
 
-def names_of(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the names of the settings in a table of fields."""
-    return {field: x if isinstance(x, str) else x[0] for field, x in fields.items()}
+def _with_default(setting: str | tuple[str, object]) -> tuple[str, object]:
+    if isinstance(setting, str):
+        return setting, REQUIRED
+    return setting
 
 
-def read_fields(c: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a configuration in a table of fields, and `eos`."""
-    found = {field: c[name] for field, name in names_of(fields).items()}
-    return found | ({"eos": token_ids(c["eos_token_id"])} if "eos_token_id" in c else {})
+def names_of(fields: FieldNames) -> dict[str, str]:
+    """Returns the names of the settings of fields."""
+    return {field: _with_default(setting)[0] for field, setting in fields.items()}
 
 
-def write_fields(config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_fields(c: Settings, fields: FieldNames) -> Fields:
+    """Returns the values of fields, and `eos`."""
+    values: Fields = {field: c[name] for field, name in names_of(fields).items()}
+    if "eos_token_id" in c:
+        values["eos"] = token_ids(c["eos_token_id"])
+    return values
+
+
+def write_fields(config: object, fields: FieldNames) -> Settings:
     """The inverse of `read_fields`: the settings of a `config.json`."""
-    settings = {name: getattr(config, field) for field, name in names_of(fields).items()}
-    if not hasattr(config, "eos"):
-        return settings
-    return settings | published_ids(eos=config.eos, bos=config.bos, pad=config.pad)
+    settings: Settings = {name: getattr(config, field) for field, name in names_of(fields).items()}
+    if isinstance(config, TextConfig):
+        settings |= published_ids(eos=config.eos, bos=config.bos, pad=config.pad)
+    return settings

@@ -1,6 +1,7 @@
 """Maps slices of an array to slices of its published tensors, and back."""
 
 import itertools as it
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -29,9 +30,13 @@ class SlicesToBox:
     shape: tuple[int, ...]
 
     def __call__(self, read: Any) -> Any:
-        x = read.reshape(self.split)[tuple(slice(*span) for span in self.cut)]
+        x = read.reshape(self.split)[_slices(self.cut)]
         x = x.transpose(self.order).reshape(self.merged)
-        return x[tuple(slice(*span) for span in self.trim)].reshape(self.shape)
+        return x[_slices(self.trim)].reshape(self.shape)
+
+
+def _slices(spans: Iterable[Span]) -> Box:
+    return tuple(it.starmap(slice, spans))
 
 
 @dataclass(frozen=True)
@@ -46,41 +51,56 @@ class Window:
 def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
     """Locates a box of an array (one slice for each dimension) in its tensors."""
     sizes = factor_sizes(tensor, leaf_shape)
-    box = tuple(slice(*part.indices(n)[:2]) for part, n in zip(box, leaf_shape, strict=True))
+    bounds = [part.indices(size)[:2] for part, size in zip(box, leaf_shape, strict=True)]
     lead = len(tensor.fields)
-    at = it.product(*(range(part.start, part.stop) for part in box[:lead]))
-    read = tuple(tensor_name(tensor, index) for index in at)
-    right = [_part(g, part, sizes) for g, part in zip(tensor.right, box[lead:], strict=True)]
-    spans = {f: (i[0], i[0] + 1) for f, i in tensor.fixed if isinstance(i, tuple)}
-    spans = spans | {"1": (0, 1)} | {f: span for found, _, _ in right for f, span in found.items()}
-    for f, first in ranges(tensor).items():
-        spans[f] = (first + spans[f][0], first + spans[f][1])
+    names = tuple(tensor_name(tensor, at) for at in it.product(*it.starmap(range, bounds[:lead])))
+    # The span of each factor in the tensors. The array has one index of a fixed factor.
+    spans: dict[str, Span] = {"1": (0, 1)}
+    for factor, fixed in tensor.fixed:
+        if isinstance(fixed, tuple):
+            spans[factor] = (fixed[0], fixed[0] + 1)
+    merged, trim = [len(names)], [(0, len(names))]
+    for group, bound in zip(tensor.right, bounds[lead:], strict=True):
+        of_group, size, inside = _spans_of_factors(group, bound, sizes)
+        spans |= of_group
+        merged.append(size)
+        trim.append(inside)
+    for factor, first in ranges(tensor).items():
+        low, high = spans[factor]
+        spans[factor] = (first + low, first + high)
     sizes = tensor_sizes(tensor, sizes)
-    left = [_covering_slice(group, spans, sizes) for group in tensor.left]
-    factors, moved = [*it.chain(*tensor.left)], [f for f in it.chain(*tensor.right) if f != "1"]
-    rest = [i for i, f in enumerate(factors) if f not in moved]
-    place = SlicesToBox(
-        split=(len(read), *(n for _, extents, _ in left for n in extents)),
-        cut=((0, len(read)), *(span for _, _, cuts in left for span in cuts)),
-        order=(0, *(1 + i for i in rest), *(1 + factors.index(f) for f in moved)),
-        merged=(len(read), *(size for _, size, _ in right)),
-        trim=((0, len(read)), *(trim for _, _, trim in right)),
-        shape=tuple(part.stop - part.start for part in box),
-    )
-    return Window(read, tuple(part for part, _, _ in left), place)
+    slices, split, cut = [], [len(names)], [(0, len(names))]
+    for group in tensor.left:
+        part, extents, cuts = _covering_slice(group, spans, sizes)
+        slices.append(part)
+        split += extents
+        cut += cuts
+    factors, moved = _factors(tensor)
+    # Factors of one index, which the array does not have, come first and are merged away.
+    order = [1 + i for i, factor in enumerate(factors) if factor not in moved]
+    order += [1 + factors.index(factor) for factor in moved]
+    shape = tuple(high - low for low, high in bounds)
+    place = SlicesToBox(tuple(split), tuple(cut), (0, *order), tuple(merged), tuple(trim), shape)
+    return Window(names, tuple(slices), place)
 
 
-def _part(
-    group: tuple[str, ...], part: slice, sizes: dict[str, int]
+def _factors(tensor: Tensor) -> tuple[list[str], list[str]]:
+    """The factors of the tensors, and those of the array, without the placeholder 1."""
+    moved = [factor for factor in it.chain(*tensor.right) if factor != "1"]
+    return [*it.chain(*tensor.left)], moved
+
+
+def _spans_of_factors(
+    group: tuple[str, ...], bounds: Span, sizes: dict[str, int]
 ) -> tuple[dict[str, Span], int, Span]:
     """For a slice of one dimension of the array, returns the span of each factor that it needs, the
     product of these spans, and the span of the slice in it."""
     first, *others = group
-    inner = prod(sizes[f] for f in others)
-    low, high = part.start // inner, -(-part.stop // inner)
-    spans = {first: (low, high)} | {f: (0, sizes[f]) for f in others}
-    trim = (part.start - low * inner, part.stop - low * inner)
-    return spans, (high - low) * inner, trim
+    inner = prod(sizes[factor] for factor in others)
+    start, stop = bounds
+    low, high = start // inner, -(-stop // inner)
+    spans = {factor: (0, sizes[factor]) for factor in others} | {first: (low, high)}
+    return spans, (high - low) * inner, (start - low * inner, stop - low * inner)
 
 
 def _covering_slice(
@@ -88,35 +108,49 @@ def _covering_slice(
 ) -> tuple[slice, list[int], list[Span]]:
     """For spans of the factors of one dimension of a tensor, returns a slice that covers them, the
     extents of the factors in that slice, and the span of each factor in it."""
-    inner = [prod(sizes[f] for f in group[i + 1 :]) for i in range(len(group))]
     # A slice cuts only one factor. Factors that vary faster are complete in it; those that vary
     # slower have a single index.
-    wide = [i for i, f in enumerate(group) if spans[f][1] - spans[f][0] > 1]
-    cut = wide[0] if wide else len(group) - 1
-    start = sum(spans[f][0] * inner[i] for i, f in enumerate(group[: cut + 1]))
+    cut = 0
+    while cut < len(group) - 1 and spans[group[cut]][1] - spans[group[cut]][0] <= 1:
+        cut += 1
+    faster = group[cut + 1 :]
     low, high = spans[group[cut]]
-    extents = [1] * cut + [high - low] + [sizes[f] for f in group[cut + 1 :]]
-    wanted = [(0, n) for n in extents[: cut + 1]] + [spans[f] for f in group[cut + 1 :]]
-    return slice(start, start + (high - low) * inner[cut]), extents, wanted
+    inner = prod(sizes[factor] for factor in faster)
+    start = 0
+    for factor in group[: cut + 1]:
+        start = start * sizes[factor] + spans[factor][0]
+    start *= inner
+    extents = [*[1] * cut, high - low, *(sizes[factor] for factor in faster)]
+    inside = [(0, extent) for extent in extents[: cut + 1]]
+    inside += [spans[factor] for factor in faster]
+    return slice(start, start + (high - low) * inner), extents, inside
 
 
 def reading_order(tensor: Tensor) -> tuple[int, ...]:
     """Returns the dimensions of the array in the memory order of its tensors, slowest first."""
-    rank = {f: i for i, f in enumerate(it.chain(*tensor.left))}
-    lead = len(tensor.fields)
-    where = [min((rank[f] for f in group if f in rank), default=0) for group in tensor.right]
-    return (*range(lead), *(lead + d for d in sorted(range(len(where)), key=where.__getitem__)))
+    factors, lead = [*it.chain(*tensor.left)], len(tensor.fields)
+
+    def slowest(dim: int) -> int:
+        ranks = [factors.index(factor) for factor in tensor.right[dim - lead] if factor in factors]
+        return min(ranks, default=0)
+
+    dims = range(lead, lead + len(tensor.right))
+    return (*range(lead), *sorted(dims, key=slowest))
 
 
 def insert(tensor: Tensor, part: np.ndarray, out: np.ndarray) -> None:
     """Writes the part of an array at one index of its leading dimensions into its tensor."""
     lead = (1,) * len(tensor.fields)
     sizes = factor_sizes(tensor, lead + part.shape)
-    factors, moved = [*it.chain(*tensor.left)], [f for f in it.chain(*tensor.right) if f != "1"]
-    at = {f: i[0] for f, i in tensor.fixed if isinstance(i, tuple)} | {"1": 0}
-    at |= {f: slice(i, i + sizes[f]) for f, i in ranges(tensor).items()}
+    factors, moved = _factors(tensor)
+    at: dict[str, int | slice] = {"1": 0}
+    for factor, fixed in tensor.fixed:
+        if isinstance(fixed, tuple):
+            at[factor] = fixed[0]
+    for factor, first in ranges(tensor).items():
+        at[factor] = slice(first, first + sizes[factor])
     extents = tensor_sizes(tensor, sizes)
-    view = out.reshape([extents[f] for f in factors])  # a view, since `out` is contiguous
-    order = [moved.index(f) for f in factors if f in moved]
-    source = part.reshape([sizes[f] for f in moved]).transpose(order)
-    view[tuple(at.get(f, slice(None)) for f in factors)] = source
+    view = out.reshape([extents[factor] for factor in factors])  # since `out` is contiguous
+    order = [moved.index(factor) for factor in factors if factor in moved]
+    source = part.reshape([sizes[factor] for factor in moved]).transpose(order)
+    view[tuple(at.get(factor, slice(None)) for factor in factors)] = source

@@ -11,6 +11,7 @@ from ..core._read_json import read_json
 from ._files import file_inside
 from ._lazy_tensor import Source, Stored
 from ._safetensors import read_safetensors
+from ._settings import Settings
 
 COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "encoder_layers")
 COUNTS += ("decoder_layers", "vision_layers")
@@ -18,7 +19,7 @@ COUNTS += ("decoder_layers", "vision_layers")
 MOST_TIMES, SPARE_ELEMENTS = 4, 2**16
 
 
-def check_layers(settings: Mapping[str, Any], tensors: int, path: Path) -> None:
+def check_layers(settings: Settings, tensors: int, path: Path) -> None:
     """Raises if the settings claim more layers than there are tensors."""
     for name, value in settings.items():
         if isinstance(value, dict):
@@ -33,12 +34,12 @@ def check_layers(settings: Mapping[str, Any], tensors: int, path: Path) -> None:
 def check_elements(arrays: Iterable[Any], stored: Mapping[str, Stored], path: Path) -> None:
     """Raises if the model has many more parameters than the files, or arrays without elements."""
     sizes = [prod(x.shape) for x in arrays]
-    held = sum(prod(x.shape) for x in stored.values())
-    if 0 in sizes or sum(sizes) > MOST_TIMES * held + SPARE_ELEMENTS:
+    in_files = sum(prod(x.shape) for x in stored.values())
+    if 0 in sizes or sum(sizes) > MOST_TIMES * in_files + SPARE_ELEMENTS:
         raise ValueError(
             f"{path} has settings and tensors of different models: according to the settings there "
             f"are {sum(sizes)} parameters{', and arrays without any' * (0 in sizes)}; the files "
-            f"hold {held}."
+            f"hold {in_files}."
         )
 
 
@@ -52,11 +53,11 @@ def check_computed(
     """
     largest = max((x.shape for x in stored.values()), key=prod, default=())
     for name, shape in shapes.items():
-        held = next((x.shape for key, x in stored.items() if key.endswith(name)), largest)
-        if prod(shape) > prod(held):
+        in_file = next((x.shape for key, x in stored.items() if key.endswith(name)), largest)
+        if prod(shape) > prod(in_file):
             raise ValueError(
                 f"{path} has settings and tensors of different models: according to the settings "
-                f"{name} has the shape {shape}, but the files hold {held}."
+                f"{name} has the shape {shape}, but the files hold {in_file}."
             )
 
 
@@ -94,23 +95,26 @@ def _open_directory(path: Path) -> Source:
     if gguf := find_gguf(path):
         return _open_gguf(gguf)
     if not files:
-        ggufs = sorted(path.glob("*.gguf"))
-        pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
-        many = ", but several `.gguf` files: pass the path of one of them" if ggufs else ""
-        raise ValueError(
-            _pickled(pickles)
-            if pickles and not ggufs
-            else f"{path} holds neither {SINGLE} nor {INDEX}{many or _instead(path)}."
-        )
+        raise ValueError(_without_tensors(path))
     if not (path / SETTINGS).is_file():
         raise ValueError(f"{path} contains tensors, but no {SETTINGS} that describes the model.")
     stored: dict[str, Stored] = {}
     for file in files:
-        found = read_safetensors(file)
-        if twice := stored.keys() & found.keys():
+        tensors = read_safetensors(file)
+        if twice := stored.keys() & tensors.keys():
             raise ValueError(f"{file} holds {min(twice)}, but so does another file in {path}.")
-        stored |= found
+        stored |= tensors
     return Source(read_json(file_inside(path, SETTINGS)), stored, generation=_generation(path))
+
+
+def _without_tensors(path: Path) -> str:
+    """Returns what is wrong with a directory without a model."""
+    neither = f"{path} holds neither {SINGLE} nor {INDEX}"
+    if any(path.glob("*.gguf")):
+        return f"{neither}, but several `.gguf` files: pass the path of one of them."
+    if pickles := [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]:
+        return _pickled(pickles)
+    return f"{neither}{_instead(path)}."
 
 
 def _instead(path: Path) -> str:
@@ -130,7 +134,7 @@ def _instead(path: Path) -> str:
     return ""
 
 
-def _generation(path: Path) -> dict[str, Any] | None:
+def _generation(path: Path) -> Settings | None:
     """Reads the options of decoding, which are not needed to load the weights."""
     if not (path / GENERATION).is_file():
         return None
@@ -165,13 +169,17 @@ def find_gguf(path: Path) -> Path | None:
     only model in a directory without other tensors. None if there is none."""
     from .gguf._file import first_part
 
-    if not path.is_dir():
-        return path if path.suffix == ".gguf" else None
+    if path.suffix == ".gguf" and not path.is_dir():
+        return path
     files = sorted(path.glob("*.gguf"))
-    if tensor_files(path):
+    if not files or tensor_files(path):
         return None
-    file = files[0] if len(files) == 1 else first_part(files)
-    return None if file is None else file_inside(path, file.name)
+    file = files[0]
+    if len(files) > 1:
+        file = first_part(files)
+    if file is None:
+        return None
+    return file_inside(path, file.name)
 
 
 def _open_gguf(path: Path) -> Source:

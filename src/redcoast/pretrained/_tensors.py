@@ -3,6 +3,7 @@
 import itertools as it
 import re
 import string
+from collections import Counter
 from dataclasses import dataclass, field
 from math import prod
 
@@ -52,22 +53,23 @@ class Tensor:
     right: Groups = field(repr=False)
 
     def __init__(self, name: str, pattern: str, /, **fixed: int | tuple[int, int]):
-        put = lambda key, value: object.__setattr__(self, key, value)
-        put("name", name)
-        put("pattern", pattern)
-        put("fixed", tuple(fixed.items()))
-        parsed = [(f, spec) for _, f, spec, _ in string.Formatter().parse(name) if f is not None]
-        fields = [f for f, _ in parsed]
-        starts = [re.fullmatch(r"(.*)\+(\d+)", f) for f in fields]
-        found = [(m[1], int(m[2])) if m else (f, 0) for f, m in zip(fields, starts, strict=True)]
-        put("fields", tuple(f for f, _ in found))
-        put("starts", tuple(start for _, start in found))
-        put("numbers", tuple(tuple(map(int, re.findall(r"\d+", spec or ""))) for _, spec in parsed))
+        # As dataclasses do where they are frozen.
+        vars(self).update(name=name, pattern=pattern, fixed=tuple(fixed.items()))
+        fields, starts, numbers = [], [], []
+        for _, field_name, spec, _ in string.Formatter().parse(name):
+            if field_name is None:  # the text behind the last field
+                continue
+            start = 0
+            if match := re.fullmatch(r"(.*)\+(\d+)", field_name):
+                field_name, start = match[1], int(match[2])
+            fields.append(field_name)
+            starts.append(start)
+            numbers.append(tuple(map(int, re.findall(r"\d+", spec or ""))))
+        vars(self).update(fields=tuple(fields), starts=tuple(starts), numbers=tuple(numbers))
         sides = pattern.split("->")
         if len(sides) != 2:
             raise ValueError(f"{self} must have exactly one `->` between its two sides.")
-        put("left", _groups(sides[0], self))
-        put("right", _groups(sides[1], self))
+        vars(self).update(left=_groups(sides[0], self), right=_groups(sides[1], self))
         _check(self)
 
     def __str__(self) -> str:
@@ -76,25 +78,28 @@ class Tensor:
 
 def _groups(side: str, tensor: Tensor) -> Groups:
     """Parses one side of a pattern: the factors of each dimension."""
-    found = re.findall(r"\(([\w\s]+)\)|(\w+)|(\S)", side)
-    if odd := [sign for _, _, sign in found if sign]:
-        raise ValueError(
-            f"{tensor} has {odd[0]!r} where a factor is expected. Write factors as words or "
-            "numbers, with the factors of one dimension in parentheses: `(heads head_dim) width`."
-        )
-    groups = tuple(tuple((inside or word).split()) for inside, word, _ in found)
-    names = [f for group in groups for f in group if f != "1"]
-    if again := {f for f in names if names.count(f) > 1}:
+    groups, counts = [], Counter()
+    for inside, word, sign in re.findall(r"\(([\w\s]+)\)|(\w+)|(\S)", side):
+        if sign:
+            raise ValueError(
+                f"{tensor} has {sign!r} where a factor is expected. Write factors as words or "
+                "numbers, with the factors of one dimension in parentheses: `(heads head_dim) "
+                "width`."
+            )
+        groups.append(tuple((inside or word).split()))
+        counts.update(groups[-1])
+    del counts["1"]
+    if again := {factor for factor, count in counts.items() if count > 1}:
         raise ValueError(f"{tensor} has {_words(again)} more than once on one side.")
-    if odd := [f for f in names if (not f.isidentifier() and not f.isdecimal()) or f == "0"]:
+    if odd := {f for f in counts if not (f.isidentifier() or f.isdecimal()) or f == "0"}:
         raise ValueError(f"{tensor} has {_words(odd)}, which is neither a name nor a size.")
-    return groups
+    return tuple(groups)
 
 
 def _check(tensor: Tensor) -> None:
-    left, right = ({*it.chain(*side)} - {"1"} for side in (tensor.left, tensor.right))
+    left, right = {*it.chain(*tensor.left)} - {"1"}, {*it.chain(*tensor.right)} - {"1"}
     fixed = dict(tensor.fixed)
-    parts = {f for f, size in fixed.items() if isinstance(size, tuple)} - right
+    parts = {factor for factor, size in fixed.items() if isinstance(size, tuple)} - right
     if unknown := fixed.keys() - left - right:
         raise ValueError(f"{tensor} has no {_words(unknown)}, for which a size is given.")
     if alone := (left - parts) ^ right:
@@ -103,23 +108,28 @@ def _check(tensor: Tensor) -> None:
             "size 1 and, on the left, for factors fixed at an index, such as qkv=(0, 3)."
         )
     for factor, size in fixed.items():
-        index, size = size if isinstance(size, tuple) else (0, size)
+        index = 0
+        if isinstance(size, tuple):
+            index, size = size
         if not 0 <= index < size:
             raise ValueError(f"{tensor} fixes {factor} at {index} of {size}.")
     for group in tensor.right:
-        if len(unsized := [f for f in group if _given(f, tensor) is None]) > 1:
+        unsized = [factor for factor in group if _known_size(factor, tensor) is None]
+        if len(unsized) > 1:
             raise ValueError(f"{tensor} needs the size of {_words(unsized[:-1])}.")
     if len({*tensor.fields}) < len(tensor.fields) or not all(map(str.isidentifier, tensor.fields)):
         raise ValueError(f"The fields of {tensor.name} must be distinct names, such as {{layer}}.")
 
 
-def _given(factor: str, tensor: Tensor) -> int | None:
+def _known_size(factor: str, tensor: Tensor) -> int | None:
     """Returns the size of a factor of the leaf, if it does not follow from the leaf's shape."""
     if factor.isdecimal():
         return int(factor)
+    if factor in ranges(tensor):
+        return None
     size = dict(tensor.fixed).get(factor)
     if isinstance(size, tuple):
-        return None if factor in it.chain(*tensor.right) else size[1]
+        return size[1]
     return size
 
 
@@ -135,29 +145,36 @@ def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
     `ValueError` if the shape does not match the pattern.
     """
     shape = leaf_shape[len(tensor.fields) :]
-    sizes = {f: _given(f, tensor) for f in it.chain(*tensor.left, *tensor.right)}
+    factors = {*it.chain(*tensor.left, *tensor.right)}
+    sizes = {factor: _known_size(factor, tensor) for factor in factors}
     if len(leaf_shape) != len(tensor.fields) + len(tensor.right):
         raise ValueError(
             f"{tensor} has {len(tensor.fields) + len(tensor.right)} dimensions, but the array has "
             f"shape {leaf_shape}."
         )
     for group, size in zip(tensor.right, shape, strict=True):
-        known = prod(sizes[f] or 1 for f in group)
-        unsized = [f for f in group if sizes[f] is None]
+        known, unsized = 1, []
+        for factor in group:
+            if (part := sizes[factor]) is None:
+                unsized.append(factor)
+            else:
+                known *= part
         if size % known or (not unsized and size != known):
             raise ValueError(
                 f"{tensor} has sizes whose product cannot be {size}, as the array's shape "
                 f"{leaf_shape} requires: { ({f: sizes[f] for f in group}) }."
             )
         sizes |= dict.fromkeys(unsized, size // known)
-    found = {f: size for f, size in sizes.items() if size is not None}
-    for f, start in ranges(tensor).items():
-        if start + found[f] > (whole := tensor_sizes(tensor, found)[f]):
+    complete = {factor: size for factor, size in sizes.items() if size is not None}
+    totals = tensor_sizes(tensor, complete)
+    for factor, start in ranges(tensor).items():
+        stop = start + complete[factor]
+        if stop > totals[factor]:
             raise ValueError(
-                f"{tensor} has {whole} of {f}, of which an array of shape {leaf_shape} would hold "
-                f"{start} to {start + found[f]}."
+                f"{tensor} has {totals[factor]} of {factor}, of which an array of shape "
+                f"{leaf_shape} would hold {start} to {stop}."
             )
-    return found
+    return complete
 
 
 def ranges(tensor: Tensor) -> dict[str, int]:
@@ -168,17 +185,19 @@ def ranges(tensor: Tensor) -> dict[str, int]:
 
 def tensor_sizes(tensor: Tensor, sizes: dict[str, int]) -> dict[str, int]:
     """Returns the size of each factor in the tensor, given the sizes in the leaf."""
-    fixed = dict(tensor.fixed)
-    totals = {f: at[1] for f in ranges(tensor) if isinstance(at := fixed[f], tuple)}
+    right = {*it.chain(*tensor.right)}
+    totals = {f: at[1] for f, at in tensor.fixed if isinstance(at, tuple) and f in right}
     return sizes | totals
 
 
 def tensor_name(tensor: Tensor, index: tuple[int, ...]) -> str:
     """Returns the name of the tensor at an index of a leaf's leading dimensions."""
-    each = zip(index, tensor.starts, tensor.numbers, strict=True)
-    numbers = [listed[i] if listed else i + start for i, start, listed in each]
-    name = re.sub(SOME_LAYERS, "}", tensor.name)
-    return name.format(**dict(zip(tensor.fields, numbers, strict=True)))
+    numbers = {}
+    for i, name in enumerate(tensor.fields):
+        numbers[name] = tensor.starts[i] + index[i]
+        if tensor.numbers[i]:
+            numbers[name] = tensor.numbers[i][index[i]]
+    return re.sub(SOME_LAYERS, "}", tensor.name).format(**numbers)
 
 
 def tensor_names(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[tuple[int, ...], str]:

@@ -7,11 +7,11 @@ the language model is used, so it is loaded without the rest.
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 from ..core._frames import warn
 from ._lazy_tensor import Source, Stored
 from ._quantised import QUANTISATION
+from ._settings import Settings
 
 # The types of model that contain a language model, and its type if the file does not state it.
 WRAPPERS = {
@@ -60,7 +60,7 @@ _QWEN2_VL |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value
 _QWEN2_VL |= {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "bos_token_id": 151643}
 _QWEN2_VL |= {"eos_token_id": 151645}
 _QWEN3_VL = {"rope_theta": 5e5, "max_position_embeddings": 128000}
-_DEFAULTS: dict[str, dict[str, Any]] = {
+_DEFAULTS: dict[str, Settings] = {
     "qwen2_5_vl": _QWEN2_VL,
     "qwen2_vl": _QWEN2_VL,
     "qwen3_vl": _QWEN3_VL,
@@ -103,15 +103,14 @@ _PREFIXES = {
 }
 
 
-def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
+def text_settings(settings: Settings) -> Settings:
     """Returns the settings of the language model; for other models, the settings unchanged."""
     wrapper = settings.get("model_type")
     if not isinstance(wrapper, str) or wrapper not in WRAPPERS:
         return settings
     text = settings.get("text_config")
     if not isinstance(text, dict):  # the first files have both kinds of settings side by side
-        parts = {name for name, value in settings.items() if name.endswith("_config")}
-        text = {name: settings[name] for name in settings.keys() - parts}
+        text = {name: x for name, x in settings.items() if not name.endswith("_config")}
         text["model_type"] = WRAPPERS[wrapper]
     kind = text.get("model_type") or WRAPPERS[wrapper]
     kind = _SAME.get(kind, kind)
@@ -123,7 +122,7 @@ def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return text | {"model_type": kind, "architectures": None}
 
 
-def text_part(source: Source, where: Any) -> Source:
+def text_part(source: Source, where: object) -> Source:
     """Returns the language model of a file, with a warning about omitted tensors; other models are
     returned unchanged."""
     settings = text_settings(source.settings)

@@ -1,10 +1,11 @@
 """The tokens between the first one and the text, from the settings in Whisper's files."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..core._errors import short_repr
+from ._settings import Settings
 
 # Codes of languages, and their names.
 _LANGUAGES = """
@@ -23,11 +24,10 @@ _LANGUAGES = """
     my=myanmar,burmese bo=tibetan tl=tagalog mg=malagasy as=assamese tt=tatar haw=hawaiian
     ln=lingala ha=hausa ba=bashkir jw=javanese su=sundanese yue=cantonese
 """
-_CODES = {
-    name.replace("_", " "): code
-    for code, names in (entry.split("=") for entry in _LANGUAGES.split())
-    for name in names.split(",")
-}
+_CODES = {}
+for _entry in _LANGUAGES.split():
+    _code, _names = _entry.split("=")
+    _CODES |= dict.fromkeys(_names.replace("_", " ").split(","), _code)
 # Settings that `transformers` reads and `redcoast.generate` does not use, or uses as `prefix`.
 _KEPT = """
     alignment_heads compression_ratio_threshold condition_on_prev_tokens is_multilingual lang_to_id
@@ -41,7 +41,7 @@ _TASKS = ("transcribe", "translate")
 _ERRORS = (TypeError, ValueError, LookupError, AttributeError)
 
 
-def read_whisper_prompt(given: Mapping[str, Any]) -> tuple[tuple[int, ...], list[str]]:
+def read_whisper_prompt(settings: Settings) -> tuple[tuple[int, ...], list[str]]:
     """Returns the tokens of the language, of the task and of the absence of timestamps.
 
     They are specified by name (`language`, `task`) or by position (`forced_decoder_ids`). Names
@@ -49,46 +49,49 @@ def read_whisper_prompt(given: Mapping[str, Any]) -> tuple[tuple[int, ...], list
 
     **Arguments:**
 
-    - `given`: the options that a file sets.
+    - `settings`: the options that a file sets.
 
     **Returns:**
 
     The tokens, and descriptions of the options that are not implemented or invalid. If one of the
     tokens is unknown, there are none.
     """
-    tables = {name: given.get(name, {}) for name in ("lang_to_id", "task_to_id")}
-    odd = [_show(given, name) for name, table in tables.items() if not isinstance(table, dict)]
-    if odd:
-        return (), odd
-    language, task = given.get("language"), given.get("task")
+    languages, tasks = settings.get("lang_to_id", {}), settings.get("task_to_id", {})
+    problems = []
+    for name, table in (("lang_to_id", languages), ("task_to_id", tasks)):
+        if not isinstance(table, dict):
+            problems.append(_show(settings, name))
+    if problems:
+        return (), problems
+    language, task = settings.get("language"), settings.get("task")
     if language is None and task is None:
-        tokens, odd = _forced(given)
+        tokens, problems = _forced(settings)
     else:
-        tokens, odd = _named(given, tables["lang_to_id"], tables["task_to_id"])
-    if odd:
-        return (), odd
-    if tables["lang_to_id"] and tokens[:1] in ([], [None]):
+        tokens, problems = _named(settings, languages, tasks)
+    if problems:
+        return (), problems
+    if languages and tokens[:1] in ([], [None]):
         return (), [
             "the detection of the language (pass the tokens of the language, of the task and of "
             "the absence of timestamps as `prefix`)"
         ]
     if None in tokens:
-        return (), [f"{_show(given, 'forced_decoder_ids')} and leaves a token open"]
-    last = given.get("no_timestamps_token_id")
-    if last is not None and not given.get("return_timestamps") and tokens[-1:] != [last]:
+        return (), [f"{_show(settings, 'forced_decoder_ids')} and leaves a token open"]
+    last = settings.get("no_timestamps_token_id")
+    if last is not None and not settings.get("return_timestamps") and tokens[-1:] != [last]:
         tokens = [*tokens, last]
     return tuple(tokens), []
 
 
-def speech_settings_of(given: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def speech_settings_of(settings: Settings) -> tuple[tuple[str, str], ...]:
     """Returns the settings of a file that `write_whisper_prompt` writes again."""
-    names = [name for name in _KEPT if given.get(name) is not None]
-    return tuple((name, json.dumps(given[name], sort_keys=True)) for name in names)
+    names = [name for name in _KEPT if settings.get(name) is not None]
+    return tuple((name, json.dumps(settings[name], sort_keys=True)) for name in names)
 
 
 def write_whisper_prompt(
-    kept: Sequence[tuple[str, str]], prefix: Sequence[int], forced: dict[str, Any]
-) -> dict[str, Any]:
+    kept: Sequence[tuple[str, str]], prefix: Sequence[int], forced: Settings
+) -> Settings:
     """Returns the settings of a file, from which `read_whisper_prompt` reads the prefix.
 
     **Arguments:**
@@ -106,29 +109,27 @@ def write_whisper_prompt(
     return settings
 
 
-def _named(
-    given: Mapping[str, Any], languages: Mapping[str, Any], tasks: Mapping[str, Any]
-) -> tuple[list[Any], list[str]]:
+def _named(settings: Settings, languages: Settings, tasks: Settings) -> tuple[list[Any], list[str]]:
     """Returns the tokens of the language and of the task that the file names."""
     tokens, odd = [], []
-    language = given.get("language")
+    language = settings.get("language")
     if language is not None:
         token = _token_of(language, languages)
         tokens.append(token)
         if token is None:
-            odd.append(f"{_show(given, 'language')} and not in `lang_to_id`")
+            odd.append(f"{_show(settings, 'language')} and not in `lang_to_id`")
     elif languages:
         return [], []
-    task = given.get("task") or "transcribe"
-    if given.get("task") is not None or tasks:
-        known = isinstance(task, str) and task in _TASKS and task in tasks
-        tokens.append(tasks[task] if known else None)
-        if not known:
+    task = settings.get("task") or "transcribe"
+    if settings.get("task") is not None or tasks:
+        if isinstance(task, str) and task in _TASKS and task in tasks:
+            tokens.append(tasks[task])
+        else:
             odd.append(f"`task`, which is {short_repr(task)} and not in `task_to_id`")
     return tokens, odd
 
 
-def _token_of(language: Any, languages: Mapping[str, Any]) -> Any:
+def _token_of(language: Any, languages: Settings) -> Any:
     """Returns the token of a language, from the text of its token, its code or its English name."""
     if not isinstance(language, str):  # one for each row
         return None
@@ -138,18 +139,18 @@ def _token_of(language: Any, languages: Mapping[str, Any]) -> Any:
     return languages.get(f"<|{_CODES.get(word, word)}|>")
 
 
-def _forced(given: Mapping[str, Any]) -> tuple[list[Any], list[str]]:
+def _forced(settings: Settings) -> tuple[list[Any], list[str]]:
     """Returns the tokens that the file forces at the first positions."""
     try:
-        forced = sorted((position, token) for position, token in given["forced_decoder_ids"])
+        forced = sorted((position, token) for position, token in settings["forced_decoder_ids"])
     except KeyError:
         return [], []
     except _ERRORS:
         forced = [(0, 0)]
     if [position for position, _ in forced] != list(range(1, len(forced) + 1)):
-        return [], [f"{_show(given, 'forced_decoder_ids')} and does not begin at 1"]
+        return [], [f"{_show(settings, 'forced_decoder_ids')} and does not begin at 1"]
     return [token for _, token in forced], []
 
 
-def _show(given: Mapping[str, Any], name: str) -> str:
-    return f"`{name}`, which is {short_repr(given.get(name))}"
+def _show(settings: Settings, name: str) -> str:
+    return f"`{name}`, which is {short_repr(settings.get(name))}"

@@ -14,6 +14,7 @@ from ...core._errors import several
 from ...core._regular_file import open_regular
 from .._files import file_inside
 from .._lazy_tensor import Box, Stored
+from .._settings import Settings
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
@@ -108,7 +109,7 @@ _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.score
 class GGUF:
     """The metadata and the tensors of a file."""
 
-    metadata: dict[str, Any]
+    metadata: Settings
     stored: dict[str, Stored]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from .._lazy_tensor import Source
+from .._settings import Settings
 from .._tensors import Tensor
 from ..hf._tables import EMBED, INTO_HEADS, OUT_OF_HEADS, TURNED, VECTOR
 from ._file import GGUF, read_gguf
@@ -52,56 +53,58 @@ def open_gguf(path: Path) -> Source:
     return Source(settings, file.stored, _table(settings))
 
 
-def _settings(path: Path, file: GGUF) -> dict[str, Any]:
+def _settings(path: Path, file: GGUF) -> Settings:
     """Converts the metadata to the settings of a `config.json`."""
-    given = {
-        name.removeprefix("llama."): value
-        for name, value in file.metadata.items()
-        if name.startswith("llama.")
-    }
-    settings = {new: _shortest(given[old]) for old, new in _SETTINGS.items() if old in given}
-    settings |= {
-        new: file.metadata[f"tokenizer.ggml.{old}_token_id"]
-        for old, new in _TOKENS.items()
-        if f"tokenizer.ggml.{old}_token_id" in file.metadata
-    }
-    heads = given.get("attention.head_count")
+    metadata, settings = {}, {}
+    for name, value in file.metadata.items():
+        kind, _, rest = name.partition(".")
+        if kind == "llama":
+            metadata[rest] = value
+    for old, new in _SETTINGS.items():
+        if old in metadata:
+            settings[new] = _shortest(metadata[old])
+    for old, new in _TOKENS.items():
+        if (token := file.metadata.get(f"tokenizer.ggml.{old}_token_id")) is not None:
+            settings[new] = token
+    heads = metadata.get("attention.head_count")
     if not isinstance(heads, int) or heads < 1:
         raise ValueError(
             f"{path} has `llama.attention.head_count` {heads!r}, but only the same number of heads "
             "in all layers, at least 1, is implemented."
         )
-    head_dim = given.get("attention.key_length") or given.get("embedding_length", 0) // heads
+    head_dim = metadata.get("attention.key_length") or metadata.get("embedding_length", 0) // heads
     only = {
         "rope.dimension_count": head_dim,
         "attention.value_length": head_dim,
         "expert_count": 0,
     }
-    scaling = _scaling(path, file, given, head_dim)
-    odd = [
-        f"`llama.{name}` is {value!r}"
-        for name, value in given.items()
-        if (name not in _SETTINGS and only.get(name) != value) or isinstance(value, list)
-    ]
+    if scaling := _scaling(path, file, metadata, head_dim):
+        settings["rope_scaling"] = scaling
+    odd = []
+    for name, value in metadata.items():
+        if isinstance(value, list) or (name not in _SETTINGS and only.get(name) != value):
+            odd.append(f"`llama.{name}` is {value!r}")
     if odd:
         raise ValueError(f"{path} has settings that are not implemented: {', '.join(odd)}.")
-    vocab = file.stored.get("token_embd.weight")
-    settings.setdefault("vocab_size", vocab.shape[0] if vocab else 0)
+    settings.setdefault("vocab_size", 0)
+    if "vocab_size" not in metadata and (embed := file.stored.get("token_embd.weight")):
+        settings["vocab_size"] = embed.shape[0]
     tied = "output.weight" not in file.stored
-    settings |= {"model_type": "llama", "tie_word_embeddings": tied}
-    return settings | ({"rope_scaling": scaling} if scaling else {})
+    return settings | {"model_type": "llama", "tie_word_embeddings": tied}
 
 
-def _scaling(path: Path, file: GGUF, given: dict[str, Any], head_dim: int) -> dict[str, Any] | None:
+def _scaling(path: Path, file: GGUF, metadata: Settings, head_dim: int) -> Settings | None:
     """Returns the scaling of rotary embeddings, from the metadata and from the tensor of factors in
     files of Llama 3.1 and later. Removes what it reads from both."""
-    kind = given.pop("rope.scaling.type", "none")
-    found = {new: given.pop(old) for old, new in _ROPE.items() if old in given}
-    given.pop("rope.scaling.finetuned", None)
-    linear = given.pop("rope.scale_linear", 1.0)  # of older files
+    kind, rope = metadata.pop("rope.scaling.type", "none"), {}
+    for old, new in _ROPE.items():
+        if old in metadata:
+            rope[new] = _shortest(metadata.pop(old))
+    metadata.pop("rope.scaling.finetuned", None)
+    linear = metadata.pop("rope.scale_linear", 1.0)  # of older files
     if kind == "none" and linear != 1:
-        kind, found = "linear", {"factor": linear}
-    missing = sorted(_NEEDED.get(kind, set()) - found.keys())
+        kind, rope = "linear", {"factor": _shortest(linear)}
+    missing = sorted(_NEEDED.get(kind, set()) - rope.keys())
     if kind not in _NEEDED or missing:
         without = f", without {', '.join(missing)}" if missing else ""
         raise ValueError(
@@ -117,12 +120,13 @@ def _scaling(path: Path, file: GGUF, given: dict[str, Any], head_dim: int) -> di
         raise ValueError(f"{path} has both `llama.rope.scaling.type` {kind!r} and {_FACTORS}.")
     if factors is not None:
         values = factors.take(tuple(slice(0, n) for n in factors.shape)).astype(np.float64)
-        return fit_llama3(path, values, given.get("rope.freq_base", 10000.0))
-    found = {name: _shortest(value) for name, value in found.items()}
-    return None if kind == "none" else {"rope_type": kind, **found}
+        return fit_llama3(path, values, metadata.get("rope.freq_base", 10000.0))
+    if kind == "none":
+        return None
+    return {"rope_type": kind, **rope}
 
 
-def fit_llama3(path: Path, factors: np.ndarray, base: float) -> dict[str, Any] | None:
+def fit_llama3(path: Path, factors: np.ndarray, base: float) -> Settings | None:
     """Returns the settings of Llama 3's scaling that divides frequencies by these factors.
 
     High frequencies are kept, and low ones divided by the largest factor. In between, the share
@@ -160,7 +164,7 @@ def _shortest(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _table(settings: dict[str, Any]) -> dict[str, Tensor]:
+def _table(settings: Settings) -> dict[str, Tensor]:
     block = "blk.{layer}."
     # Features that are rotated together are adjacent in GGUF files, and half a head apart in the
     # model.

@@ -1,9 +1,7 @@
 """The settings and tensors of DistilBERT in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.bert import BertConfig
-from .._settings import defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import LABELLED, read_architecture, read_labels, write_labels
 from ._tables import attention, dense, linear, norm
@@ -31,18 +29,22 @@ _ARCHITECTURES = {
 _LETTERS = {"q": "q_lin", "k": "k_lin", "v": "v_lin", "o": "out_lin"}
 
 
-def read_distilbert(settings: dict[str, Any]) -> dict[str, Any]:
+def read_distilbert(settings: Settings) -> Fields:
     defaults = {**defaults_of(_FIELDS), "eos_token_id": None, _RATE: 0.2}
     only = {"tie_word_embeddings": (True,), "tie_weights_": (True,)}
     # The positions are in a table of the file, whatever their initialisation was.
     c = read_settings(settings, defaults, only, ("sinusoidal_pos_embds",))
     head = read_architecture(settings, _ARCHITECTURES, "DistilBertModel")
     fields = read_fields(c, _FIELDS) | {"kind": "distilbert", "types": 1, "head": head}
-    fields |= read_labels(settings) if head in LABELLED else {}
-    return fields | {"head_dropout": c[_RATE] if head == "classification" else None}
+    if head in LABELLED:
+        fields |= read_labels(settings)
+    fields["head_dropout"] = None
+    if head == "classification":
+        fields["head_dropout"] = c[_RATE]
+    return fields
 
 
-def write_distilbert(config: BertConfig) -> dict[str, Any]:
+def write_distilbert(config: BertConfig) -> Settings:
     name = next(name for name, head in _ARCHITECTURES.items() if head == config.head)
     settings = write_fields(config, _FIELDS) | write_labels(config) | {_RATE: config.head_rate}
     return settings | {"architectures": [name], "model_type": "distilbert"}

@@ -5,7 +5,17 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ...models._transformer import TransformerConfig
-from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
+from .._settings import (
+    FieldNames,
+    Fields,
+    Implemented,
+    Settings,
+    defaults_of,
+    read_fields,
+    read_settings,
+    rename,
+    write_fields,
+)
 from .._tensors import Tensor
 from ._rope import read_rope_settings, write_rope
 from ._tables import (
@@ -54,23 +64,23 @@ class Kind:
     """
 
     architecture: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     free: tuple[str, ...] = ()
     named: bool = False
-    fields: Mapping[str, Any] = field(default_factory=lambda: TRANSFORMER_FIELDS)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    fields: FieldNames = field(default_factory=lambda: TRANSFORMER_FIELDS)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    only: Implemented = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
-    rope: Callable[[dict[str, Any]], dict[str, Any]] = read_rope_settings
-    more: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: {}
-    written: Callable[[Any], dict[str, Any]] = lambda config: {}
+    rope: Callable[[Settings], Fields] = read_rope_settings
+    more: Callable[[Settings], Fields] = lambda settings: {}
+    written: Callable[[Any], Settings] = lambda config: {}
 
 
 Kinds = Mapping[str, Kind]
 
 
-def read_kind(settings: dict[str, Any], kinds: Kinds) -> dict[str, Any]:
+def read_kind(settings: Settings, kinds: Kinds) -> Fields:
     """Reads the settings of one of several types of model, by default of the first."""
     kind = kinds.get(settings.get("model_type", ""), next(iter(kinds.values())))
     defaults = {
@@ -93,7 +103,7 @@ def read_kind(settings: dict[str, Any], kinds: Kinds) -> dict[str, Any]:
     return read_fields(c, kind.fields) | kind.rope(c) | dict(kind.options) | kind.more(c)
 
 
-def write_kind(config: TransformerConfig, kinds: Kinds) -> dict[str, Any]:
+def write_kind(config: TransformerConfig, kinds: Kinds) -> Settings:
     """The inverse of `read_kind`."""
     c = config
     name = kind_of(c, kinds)
@@ -126,7 +136,7 @@ def kind_of(config: TransformerConfig, kinds: Kinds) -> str:
     )
 
 
-def _listed(options: Mapping[str, Any]) -> str:
+def _listed(options: Mapping[str, object]) -> str:
     return " and ".join(f"`{name}={value}`" for name, value in options.items())
 
 

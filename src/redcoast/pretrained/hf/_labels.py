@@ -1,15 +1,18 @@
 """The settings of encoders for heads, labels and images, and abstract images."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from .._settings import Fields, Settings
+
+T = TypeVar("T")
 LABELLED = ("classification", "tokens")  # the heads with labels
 
 
-def read_architecture(settings: Mapping[str, Any], known: Mapping[str, Any], default: str) -> Any:
+def read_architecture(settings: Settings, known: Mapping[str, T], default: str) -> T:
     """Looks up the setting `architectures` in `known`; `default` is used if there is none."""
     names = settings.get("architectures") or [default]
     if len(names) > 1 or names[0] not in known:
@@ -19,7 +22,7 @@ def read_architecture(settings: Mapping[str, Any], known: Mapping[str, Any], def
     return known[names[0]]
 
 
-def read_labels(settings: Mapping[str, Any]) -> dict[str, Any]:
+def read_labels(settings: Settings) -> Fields:
     """Returns the number of labels, and their names unless they are the default names."""
     found = settings.get("id2label")
     if not found:
@@ -35,7 +38,7 @@ def read_labels(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"labels": len(names), "label_names": None if plain else names}
 
 
-def write_labels(config: Any) -> dict[str, Any]:
+def write_labels(config: Any) -> Settings:
     if config.head not in LABELLED:
         return {}
     names = config.label_names or _numbered(config.labels)
@@ -49,7 +52,7 @@ def _numbered(count: int) -> list[str]:
     return [f"LABEL_{i}" for i in range(count)]
 
 
-def read_side(size: Any, name: str) -> int:
+def read_side(size: int | list[int], name: str) -> int:
     """Returns the height and width of images or patches, which must be squares."""
     if not isinstance(size, list):
         return size
@@ -58,7 +61,7 @@ def read_side(size: Any, name: str) -> int:
     return size[0]
 
 
-def image_inputs(config: Any, rows: int) -> tuple[Any, ...]:
+def image_inputs(config: Any, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns abstract images for planning."""
     image = config.image
     sides = (image, image) if isinstance(image, int) else image

@@ -1,13 +1,13 @@
 """Names of settings and tensors of the decoders with shared experts, in Hugging Face's format."""
 
 from collections.abc import Callable
-from typing import Any
 
 from ...models._shared_experts import SharedExpertsConfig
+from .._settings import FieldNames
 from .._tensors import Tensor
-from ._tables import LLAMA_FIELDS, TURNED, VECTOR, llama_ends
+from ._tables import LLAMA_FIELDS, TURNED, VECTOR, llama_ends, under, weights
 
-MIXTURE_FIELDS: dict[str, Any] = {
+MIXTURE_FIELDS: FieldNames = {
     **LLAMA_FIELDS,
     "expert_hidden": "moe_intermediate_size",
     "experts": "n_routed_experts",
@@ -56,4 +56,4 @@ def mixture_tensors(
 
 def _norms(leaf: str, layer: str) -> dict[str, Tensor]:
     names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    return {leaf + x: Tensor(f"{layer}{name}.weight", VECTOR) for x, name in names.items()}
+    return under(leaf, weights(layer, names, VECTOR))

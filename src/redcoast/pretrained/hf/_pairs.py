@@ -1,13 +1,19 @@
 """The settings and the tensors that CLIP and SigLIP share in Hugging Face's format: those of an
 encoder of images and one of texts."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from .._settings import defaults_of, read_fields, read_settings
+from ...models import ClipConfig, SiglipConfig
+from .._settings import (
+    FieldNames,
+    Fields,
+    Implemented,
+    Settings,
+    defaults_of,
+    read_fields,
+    read_settings,
+)
 from .._tensors import Tensor
 from ._labels import image_inputs, read_side
 from ._tables import EMBED, OUT_PROJ, attention, dense, norm
@@ -20,11 +26,11 @@ OF_TEXTS = {"bos": ("bos_token_id", 49406), "pad": ("pad_token_id", 1)}
 
 
 def read_encoder(
-    settings: Mapping[str, Any] | None,
-    fields: Mapping[str, Any],
-    only: Mapping[str, tuple[Any, ...]],
+    settings: Settings | None,
+    fields: FieldNames,
+    only: Implemented,
     ignored: tuple[str, ...] = (),
-) -> dict[str, Any]:
+) -> Fields:
     """Reads the settings of one encoder, which are often only those that differ from the base
     size."""
     defaults = defaults_of(fields) | ({} if "image" in fields else {"eos_token_id": 49407})
@@ -34,7 +40,7 @@ def read_encoder(
     return read_fields(c, fields)
 
 
-def pair_tensors(config: Any) -> dict[str, Tensor]:
+def pair_tensors(config: ClipConfig | SiglipConfig) -> dict[str, Tensor]:
     """Returns the positions, the layers and the final norm of both encoders, and the embedding of
     tokens."""
     positions, kept = "embeddings.position_embedding.weight", "rows width -> rows width"
@@ -60,7 +66,9 @@ def _encoder_layers(leaf: str, part: str, heads: int) -> dict[str, Tensor]:
     }
 
 
-def example_inputs(config: Any, rows: int) -> tuple[Any, ...]:
+def example_inputs(
+    config: ClipConfig | SiglipConfig, rows: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns abstract inputs for planning."""
     tokens = jax.ShapeDtypeStruct((rows, config.text.positions), jnp.int32)
     return (*image_inputs(config.image, rows), tokens)

@@ -1,11 +1,11 @@
 """The settings of `config.json` for the scaling of rotary embeddings."""
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from ...models._rotary import LongRope, RopeScaling, Yarn
 from .._neutral import is_neutral
+from .._settings import Fields, Settings
 
 _ORIGINAL = "original_max_position_embeddings"
 _YARN = {
@@ -27,17 +27,17 @@ _OF_OTHER_KINDS = frozenset(
 )
 
 
-def rope_of(c: dict[str, Any]) -> dict[str, Any]:
+def rope_of(c: Settings) -> Settings:
     """Returns the settings of rotary embeddings: `rope_scaling`, if both it and `rope_parameters`,
     its newer name, are given."""
-    older, newer = c["rope_scaling"] or {}, c["rope_parameters"] or {}
-    shared = {
-        name: newer[name] for name in ("rope_theta", "partial_rotary_factor") if name in newer
-    }
-    return shared | older if older else dict(newer)
+    older, newer = c["rope_scaling"], c["rope_parameters"] or {}
+    if not older:
+        return dict(newer)
+    shared = newer.keys() & {"rope_theta", "partial_rotary_factor"}
+    return {name: newer[name] for name in shared} | older
 
 
-def unread(rope: Mapping[str, Any], read: Iterable[str]) -> list[str]:
+def unread(rope: Settings, read: Iterable[str]) -> list[str]:
     """Returns the settings of rotary embeddings that might change results and are not read.
 
     Settings of other kinds of scaling are excluded, because `transformers` ignores them too.
@@ -46,13 +46,13 @@ def unread(rope: Mapping[str, Any], read: Iterable[str]) -> list[str]:
     return sorted(name for name in names if not is_neutral(name, rope[name]))
 
 
-def kind_of_rope(rope: Mapping[str, Any]) -> str:
+def kind_of_rope(rope: Settings) -> str:
     # For tokens of text, the three positions of Qwen's models are equal.
     kinds = [rope.get(name) or "default" for name in ("rope_type", "type")]
     return next((kind for kind in kinds if kind not in ("default", "mrope")), "default")
 
 
-def read_rope(rope: Mapping[str, Any] | None, *, context: int | None = None) -> RopeScaling | None:
+def read_rope(rope: Settings | None, *, context: int | None = None) -> RopeScaling | None:
     """Reads `rope_scaling`, or `rope_parameters`, of a `config.json`. `context` is the default
     number of tokens for the scaling, if the file does not state it."""
     rope = {name: value for name, value in (rope or {}).items() if value is not None}
@@ -80,7 +80,7 @@ def read_rope(rope: Mapping[str, Any] | None, *, context: int | None = None) -> 
     return RopeScaling(kind, **fields)  # pyright: ignore[reportArgumentType]
 
 
-def read_rope_settings(c: dict[str, Any]) -> dict[str, Any]:
+def read_rope_settings(c: Settings) -> Fields:
     """Reads the base and the scaling, which versions of `transformers` store in two places."""
     rope, context = rope_of(c), c["max_position_embeddings"]
     if kind_of_rope(rope) != "yarn":
@@ -91,7 +91,7 @@ def read_rope_settings(c: dict[str, Any]) -> dict[str, Any]:
     return read_yarn(c | {"rope_scaling": rope}, {}, ("mscale", "mscale_all_dim"), scores=False)
 
 
-def write_rope(scaling: RopeScaling | Yarn | LongRope | None, context: int) -> dict[str, Any]:
+def write_rope(scaling: RopeScaling | Yarn | LongRope | None, context: int) -> Settings:
     """Returns the setting `rope_scaling` of a `config.json`, if embeddings are scaled."""
     if isinstance(scaling, LongRope):
         raise ValueError("`rope_scaling` is a `LongRope`, which only files of Phi-3 support.")
@@ -112,12 +112,12 @@ def write_rope(scaling: RopeScaling | Yarn | LongRope | None, context: int) -> d
 
 
 def read_yarn(
-    c: dict[str, Any],
-    default: Mapping[str, Any],
+    c: Settings,
+    default: Settings,
     scales: tuple[str, ...] = (),
     *,
     scores: bool = True,
-) -> dict[str, Any]:
+) -> Fields:
     """Reads the base and the scaling of a model whose rotary embeddings may be scaled by YaRN.
 
     `scales` are the names of two numbers that determine the size of the embeddings. The second also
@@ -149,7 +149,7 @@ def read_yarn(
     return found | ({"score_scaling": given[1]} if given and scores else {})
 
 
-def write_yarn(scaling: Yarn) -> dict[str, Any]:
+def write_yarn(scaling: Yarn) -> Settings:
     """The inverse of `read_yarn`, without the base."""
     return {"rope_type": "yarn"} | {name: getattr(scaling, x) for x, name in _YARN.items()}
 

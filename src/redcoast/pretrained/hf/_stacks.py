@@ -1,7 +1,7 @@
 """The settings and tensors of an encoder and a decoder, which BART and Whisper share."""
 
-from typing import Any
-
+from ...models import BartConfig, WhisperConfig
+from .._settings import Settings
 from .._tensors import Tensor
 from ._tables import OUT_PROJ, attention, dense, norm
 
@@ -27,7 +27,7 @@ OTHER_STACK_NAMES = {
 }
 
 
-def only_stacks(settings: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+def only_stacks(settings: Settings) -> dict[str, tuple[object, ...]]:
     """Returns the settings of which only some values are implemented."""
     return {
         "is_encoder_decoder": (True,),
@@ -38,7 +38,7 @@ def only_stacks(settings: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def write_stacks(config: Any) -> dict[str, Any]:
+def write_stacks(config: BartConfig | WhisperConfig) -> Settings:
     return {
         "is_encoder_decoder": True,
         "tie_word_embeddings": True,

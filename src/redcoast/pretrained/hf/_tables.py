@@ -1,6 +1,6 @@
 """Names of settings, and patterns and tables of tensors, that several families share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .._tensors import Tensor, tensor_names
@@ -41,6 +41,22 @@ PROJ = {letter: f"{letter}_proj" for letter in "qkvo"}
 OUT_PROJ = PROJ | {"o": "out_proj"}
 
 
+def weights(prefix: str, names: Mapping[str, str], pattern: str) -> dict[str, Tensor]:
+    """Returns weights of one pattern. `names` has the names behind `prefix` by their leaves."""
+    return {leaf: Tensor(f"{prefix}{name}.weight", pattern) for leaf, name in names.items()}
+
+
+def under(prefix: str, table: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the table of a part of a model, whose leaves begin with `prefix`."""
+    return {prefix + leaf: tensor for leaf, tensor in table.items()}
+
+
+def layers_with(kind: str, kinds: Sequence[str]) -> str:
+    """Returns the prefix of the tensors of the layers of one kind."""
+    numbers = [str(number) for number, other in enumerate(kinds) if other == kind]
+    return f"model.layers.{{layer:{','.join(numbers)}}}."
+
+
 def linear(leaf: str, name: str) -> dict[str, Tensor]:
     """Returns the two tensors of a `Linear`."""
     weight = Tensor(name + ".weight", TURNED)
@@ -72,14 +88,17 @@ def attention(
 
     `modules` has the names behind `prefix` by their letter: `q`, `k`, `v`, and `o` for the output.
     """
-    found = {}
+    table = {}
     for letter, module in modules.items():
-        pattern = OUT_OF_HEADS if letter == "o" else INTO_HEADS
-        found[f"{leaf}w{letter}"] = Tensor(f"{prefix}{module}.weight", pattern, **fixed)
+        weight, bias = f"{prefix}{module}.weight", f"{prefix}{module}.bias"
+        if letter == "o":
+            tensors = Tensor(weight, OUT_OF_HEADS, **fixed), Tensor(bias, VECTOR)
+        else:
+            tensors = Tensor(weight, INTO_HEADS, **fixed), Tensor(bias, HEADS_BIAS, **fixed)
+        table[f"{leaf}w{letter}"] = tensors[0]
         if letter in biases:
-            pattern, sizes = (VECTOR, {}) if letter == "o" else (HEADS_BIAS, fixed)
-            found[f"{leaf}b{letter}"] = Tensor(f"{prefix}{module}.bias", pattern, **sizes)
-    return found
+            table[f"{leaf}b{letter}"] = tensors[1]
+    return table
 
 
 def gate_and_up(name: str, *, biased: bool = False) -> dict[str, Tensor]:
@@ -113,8 +132,8 @@ def llama_attention(biases: str = "") -> dict[str, Tensor]:
 
 def llama_mlp() -> dict[str, Tensor]:
     """Returns the gated feed-forward network of LLaMA and Gemma."""
-    names = {name: f"{LLAMA_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
-    return {f"layers/{leaf}": Tensor(name, TURNED) for leaf, name in names.items()}
+    names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    return under("layers/", weights(LLAMA_LAYER + "mlp.", names, TURNED))
 
 
 def llama_ends(config: Any) -> dict[str, Tensor]:
@@ -125,7 +144,9 @@ def llama_ends(config: Any) -> dict[str, Tensor]:
 
 def own_head(config: Any, pattern: str = TURNED) -> dict[str, Tensor]:
     """Returns the output head, unless it shares the weights of the embedding."""
-    return {} if config.tied else {"head": Tensor("lm_head.weight", pattern)}
+    if config.tied:
+        return {}
+    return {"head": Tensor("lm_head.weight", pattern)}
 
 
 def tied_head(embed: str) -> Callable[[Any], dict[str, str]]:

@@ -14,5 +14,10 @@ def read_windows(kinds: Sequence[str]) -> tuple[bool, ...]:
     return tuple(kind == LOCAL for kind in kinds)
 
 
+def all_but_last_of(period: int, layers: int) -> tuple[bool, ...]:
+    """Returns for each layer whether it has a window, if the last of each `period` has none."""
+    return tuple((layer + 1) % period != 0 for layer in range(layers))
+
+
 def write_windows(local: Sequence[bool]) -> list[str]:
-    return [LOCAL if near else GLOBAL for near in local]
+    return [LOCAL if has_window else GLOBAL for has_window in local]

@@ -1,9 +1,15 @@
 """The settings and tensors of BART in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.bart import BartConfig
-from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
+from .._settings import (
+    Fields,
+    Settings,
+    defaults_of,
+    read_fields,
+    read_settings,
+    rename,
+    write_fields,
+)
 from .._tensors import Tensor
 from ._stacks import OTHER_STACK_NAMES, STACK_FIELDS, only_stacks, stack_tensors, write_stacks
 from ._tables import EMBED, norm
@@ -35,7 +41,7 @@ _NEVER = """
 """
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     settings = rename(settings, OTHER_STACK_NAMES)
     defaults = defaults_of(_FIELDS) | {"eos_token_id": 2}
     only = {
@@ -49,7 +55,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return read_fields(c, _FIELDS)
 
 
-def write(config: BartConfig) -> dict[str, Any]:
+def write(config: BartConfig) -> Settings:
     kind = {"architectures": ["BartForConditionalGeneration"], "model_type": "bart"}
     return write_fields(config, _FIELDS) | write_stacks(config) | kind
 

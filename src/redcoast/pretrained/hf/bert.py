@@ -3,10 +3,9 @@
 import dataclasses
 import re
 from collections.abc import Collection
-from typing import Any
 
 from ...models.bert import BertConfig
-from .._settings import defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._distilbert import distilbert_tensors, read_distilbert, write_distilbert
 from ._labels import LABELLED, read_architecture, read_labels, write_labels
@@ -28,6 +27,8 @@ KINDS = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert")
 _ATTENTION = {"q": "self.query", "k": "self.key", "v": "self.value", "o": "output.dense"}
 # RoBERTa with other names and tokenizers.
 _ROBERTAS = {"xlm-roberta": "XLMRoberta", "camembert": "Camembert"}
+# The prefixes of the tensors of the heads for masked tokens.
+_PREFIXES = {"bert": "cls.predictions.", "roberta": "lm_head."}
 _HEADS = {
     None: "Model",
     "masked": "ForMaskedLM",
@@ -37,7 +38,7 @@ _HEADS = {
 }
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     if settings.get("model_type") == "distilbert":
         return read_distilbert(settings)
     if other := _ROBERTAS.get(settings.get("model_type", "")):
@@ -46,13 +47,11 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         settings = settings | {"model_type": "roberta", "architectures": names}
     kind = settings.get("model_type", "bert")
     roberta = kind == "roberta"
-    defaults = {
-        **defaults_of(_FIELDS),
-        "max_position_embeddings": 512,
-        "pad_token_id": 1 if roberta else 0,
-        "bos_token_id": 0 if roberta else None,
-        "eos_token_id": 2 if roberta else None,
-    }
+    defaults = {**defaults_of(_FIELDS), "max_position_embeddings": 512}
+    if roberta:
+        defaults |= {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    else:
+        defaults |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
     only = {
         "model_type": ("bert", "roberta"),
         "is_decoder": (False,),
@@ -68,17 +67,20 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     c = read_settings(settings, defaults, only, tuple(ignored.split()))
     known = {_name(kind, x): x for x in _HEADS if (kind, x) != ("roberta", "pretraining")}
     head = read_architecture(settings, known, _name(kind, None))
-    fields = read_fields(c, _FIELDS)
-    fields |= read_labels(settings) if head in LABELLED else {}
-    positions = c["max_position_embeddings"] - (c["pad_token_id"] + 1 if roberta else 0)
-    return fields | {"positions": positions, "kind": kind, "head": head, "pooler": head is None}
+    fields = read_fields(c, _FIELDS) | {"kind": kind, "head": head, "pooler": head is None}
+    fields["positions"] = c["max_position_embeddings"]
+    if roberta:
+        fields["positions"] -= c["pad_token_id"] + 1
+    if head in LABELLED:
+        fields |= read_labels(settings)
+    return fields
 
 
 def _name(kind: str, head: str | None) -> str:
     return kind.capitalize() + _HEADS[head]
 
 
-def write(config: BertConfig) -> dict[str, Any]:
+def write(config: BertConfig) -> Settings:
     if config.kind == "distilbert":
         return write_distilbert(config)
     c = config
@@ -96,11 +98,11 @@ def settle(config: BertConfig, names: Collection[str]) -> BertConfig:
     if config.kind == "distilbert":
         return config
     pooler = any(re.fullmatch(r"(bert\.|roberta\.)?pooler\.dense\.weight", name) for name in names)
-    second = config.head == "masked" and "cls.seq_relationship.weight" in names
-    head = "pretraining" if second else config.head
-    return dataclasses.replace(
-        config, head=head, pooler=pooler and head in (None, "masked", "tokens")
-    )
+    head = config.head
+    if head == "masked" and "cls.seq_relationship.weight" in names:
+        head = "pretraining"
+    pooler = pooler and head in (None, "masked", "tokens")
+    return dataclasses.replace(config, head=head, pooler=pooler)
 
 
 def tensors(config: BertConfig) -> dict[str, Tensor]:
@@ -126,41 +128,41 @@ def tensors(config: BertConfig) -> dict[str, Tensor]:
 
 def _heads(config: BertConfig, base: str) -> dict[str, Tensor]:
     roberta, head = config.kind == "roberta", config.head
-    found = {}
-    if head == "classification":
-        # RoBERTa's classifier includes the pooler.
-        pooler = "classifier.dense" if roberta else base + "pooler.dense"
-        found |= linear("pooler", pooler)
-        found |= linear("head", "classifier.out_proj" if roberta else "classifier")
+    table = {}
+    if head == "classification" and roberta:  # its classifier includes the pooler
+        table |= linear("pooler", "classifier.dense") | linear("head", "classifier.out_proj")
     elif config.pools:
-        found |= linear("pooler", base + "pooler.dense")
-    if head == "tokens":
-        found |= linear("head", "classifier")
+        table |= linear("pooler", base + "pooler.dense")
+    if head in LABELLED and "head/w" not in table:
+        table |= linear("head", "classifier")
     if head in ("masked", "pretraining"):
-        prefix = "lm_head." if roberta else "cls.predictions."
-        middle = prefix if roberta else prefix + "transform."
-        found |= linear("head", middle + "dense")
-        found |= norm("head/norm", middle + ("layer_norm" if roberta else "LayerNorm"))
-        found["head/vocab_bias"] = Tensor(prefix + "bias", "vocab -> vocab")
+        prefix = _PREFIXES[config.kind]
+        if roberta:
+            table |= linear("head", prefix + "dense") | norm("head/norm", prefix + "layer_norm")
+        else:
+            middle = prefix + "transform."
+            table |= linear("head", middle + "dense") | norm("head/norm", middle + "LayerNorm")
+        table["head/vocab_bias"] = Tensor(prefix + "bias", "vocab -> vocab")
     if head == "pretraining":
-        found |= linear("head/follows", "cls.seq_relationship")
-    return found
+        table |= linear("head/follows", "cls.seq_relationship")
+    return table
 
 
 def duplicates(config: BertConfig) -> dict[str, str]:
     """Maps other names under which a file may contain a tensor to the tensor's own name."""
-    found, base = {}, f"{config.kind}."
+    names, base = {}, f"{config.kind}."
+    # Files of the base model may have the prefix of models with a head.
+    prefix = "" if config.head else base
     for name in all_names(tensors(config), config.layers):
-        others = [name, name if config.head else base + name]
         # The names in Google's original files.
         old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
         old = old.replace("LayerNorm.bias", "LayerNorm.beta")
-        others += [old, old if config.head else base + old]
-        found |= {other: name for other in others if other != name}
+        names |= dict.fromkeys((name, prefix + name, old, prefix + old), name)
+        del names[name]
     if config.kind == "distilbert" and config.head == "masked":
-        found["vocab_projector.weight"] = base + "embeddings.word_embeddings.weight"
+        names["vocab_projector.weight"] = base + "embeddings.word_embeddings.weight"
     elif config.head in ("masked", "pretraining"):
-        prefix = "lm_head." if config.kind == "roberta" else "cls.predictions."
-        found[prefix + "decoder.weight"] = base + "embeddings.word_embeddings.weight"
-        found[prefix + "decoder.bias"] = prefix + "bias"
-    return found
+        prefix = _PREFIXES[config.kind]
+        names[prefix + "decoder.weight"] = base + "embeddings.word_embeddings.weight"
+        names[prefix + "decoder.bias"] = prefix + "bias"
+    return names

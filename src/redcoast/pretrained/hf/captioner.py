@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from ...models.captioner import CaptionerConfig
 from ...models.gpt2 import GPT2Config
 from ...models.vit import ViTConfig
-from .._settings import REQUIRED, published_ids, read_settings, token_ids
+from .._settings import REQUIRED, Fields, Settings, published_ids, read_settings, token_ids
 from .._tensors import Tensor
 from . import gpt2, vit
 from ._labels import read_architecture
@@ -21,7 +20,7 @@ BUFFERS = tuple(pattern.replace("^", r"^decoder\.", 1) for pattern in gpt2.BUFFE
 _IDS = ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     defaults = {"encoder": REQUIRED, "decoder": REQUIRED, **dict.fromkeys(_IDS)}
     only = {"model_type": ("vision-encoder-decoder",), "is_encoder_decoder": (True,)}
     # The embeddings of the two parts are never tied. The decoder has its own settings for these.
@@ -43,7 +42,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(config: CaptionerConfig) -> dict[str, Any]:
+def write(config: CaptionerConfig) -> Settings:
     c = config
     start = {"decoder_start_token_id": c.decoder_start, "is_encoder_decoder": True}
     return {
@@ -91,7 +90,7 @@ def duplicates(config: CaptionerConfig) -> dict[str, str]:
     return {f"decoder.{copy}": f"decoder.{name}" for copy, name in found.items()}
 
 
-def example_inputs(config: CaptionerConfig, rows: int) -> tuple[Any, ...]:
+def example_inputs(config: CaptionerConfig, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns abstract inputs for planning."""
     tokens = jax.ShapeDtypeStruct((rows, min(128, config.positions)), jnp.int32)
     return (*vit.example_inputs(config.encoder, rows), tokens)

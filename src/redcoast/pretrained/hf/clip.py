@@ -1,9 +1,7 @@
 """The settings and tensors of CLIP in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.clip import ClipConfig, ClipImageConfig, ClipTextConfig
-from .._settings import read_settings, write_fields
+from .._settings import FieldNames, Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import read_architecture
 from ._pairs import (
@@ -19,7 +17,7 @@ from ._tables import KERNEL, TURNED, VECTOR, norm
 
 __all__ = ["BUFFERS", "example_inputs", "read", "tensors", "write"]
 
-_BOTH: dict[str, Any] = {
+_BOTH: FieldNames = {
     "layers": ("num_hidden_layers", 12),
     "activation": ("hidden_act", "quick_gelu"),
     "norm_eps": ("layer_norm_eps", 1e-5),
@@ -46,7 +44,7 @@ _TEXT = {
 _IGNORED = ("projection_dim",)
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     parts = ("text_config", "vision_config")
     defaults = {**dict.fromkeys(parts), "projection_dim": 512}
     defaults |= {part + "_dict": None for part in parts}
@@ -63,7 +61,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(config: ClipConfig) -> dict[str, Any]:
+def write(config: ClipConfig) -> Settings:
     image, text = write_fields(config.image, _IMAGE), write_fields(config.text, _TEXT)
     size = {"projection_dim": config.outputs}
     return {

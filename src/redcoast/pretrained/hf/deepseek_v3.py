@@ -1,10 +1,17 @@
 """The settings and tensors of DeepSeek-V3 and Kimi-K2 in Hugging Face's format."""
 
 import functools as ft
-from typing import Any
 
 from ...models.deepseek_v3 import DeepseekV3Config
-from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
+from .._settings import (
+    Fields,
+    Settings,
+    defaults_of,
+    read_fields,
+    read_settings,
+    rename,
+    write_fields,
+)
 from .._tensors import Tensor
 from ._mixtures import DENSE_LAYERS, MIXTURE_FIELDS, OF_TRAINING, mixture_tensors
 from ._rope import read_yarn, write_yarn
@@ -28,7 +35,7 @@ _FIELDS = {
 }
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     settings = rename(settings, {"num_local_experts": "n_routed_experts"})
     defaults = {
         **defaults_of(_FIELDS),
@@ -50,7 +57,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return fields | read_yarn(c, {}, ("mscale", "mscale_all_dim"))
 
 
-def write(config: DeepseekV3Config) -> dict[str, Any]:
+def write(config: DeepseekV3Config) -> Settings:
     c = config
     settings = write_fields(c, _FIELDS)
     settings |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}

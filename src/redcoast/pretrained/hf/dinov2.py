@@ -1,9 +1,7 @@
 """The settings and tensors of DINOv2 in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.dinov2 import Dinov2Config
-from .._settings import defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import image_inputs, read_architecture, read_labels, read_side, write_labels
 from ._tables import VECTOR, all_names, attention, dense, gate_and_up, linear, norm, patches
@@ -30,11 +28,11 @@ _TYPES = {"dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters"}
 _HEADS = {"Model": None, "Backbone": None, "ForImageClassification": "classification"}
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     kind = settings.get("model_type", "dinov2")
-    more = kind == "dinov2_with_registers"
+    has_registers = kind == "dinov2_with_registers"
     defaults = defaults_of(_FIELDS)
-    if more:
+    if has_registers:
         defaults |= {"patch_size": 16, "num_register_tokens": 4}
     else:
         defaults |= {"use_mask_token": True}
@@ -48,21 +46,28 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     head = read_architecture(settings, known, next(iter(known)))
     for name in ("image_size", "patch_size"):
         c[name] = read_side(c[name], name)
-    fields = read_fields(c, _FIELDS) | (read_labels(settings) if head else {})
-    if more and c["num_register_tokens"] < 1:
+    fields = read_fields(c, _FIELDS) | {"head": head}
+    if head:
+        fields |= read_labels(settings)
+    if not has_registers:
+        return fields | {"mask_token": c["use_mask_token"]}
+    if c["num_register_tokens"] < 1:
         raise ValueError(
             f"`num_register_tokens` must be at least 1, but is {c['num_register_tokens']}."
         )
-    own = {"registers": c["num_register_tokens"]} if more else {"mask_token": c["use_mask_token"]}
-    return fields | own | {"head": head}
+    return fields | {"registers": c["num_register_tokens"]}
 
 
-def write(config: Dinov2Config) -> dict[str, Any]:
+def write(config: Dinov2Config) -> Settings:
     c = config
-    kind = _kind(c)
-    name = "ForImageClassification" if c.head else "Model"
-    own = {"num_register_tokens": c.registers} if c.registers else {"use_mask_token": c.mask_token}
-    settings = write_fields(c, _FIELDS) | write_labels(c) | own
+    kind, name = _kind(c), "Model"
+    if c.head:
+        name = "ForImageClassification"
+    settings = write_fields(c, _FIELDS) | write_labels(c)
+    if c.registers:
+        settings["num_register_tokens"] = c.registers
+    else:
+        settings["use_mask_token"] = c.mask_token
     return settings | {"architectures": [_TYPES[kind] + name], "model_type": kind}
 
 
@@ -94,10 +99,12 @@ def tensors(config: Dinov2Config) -> dict[str, Tensor]:
         found["register_tokens"] = Tensor(embeddings + "register_tokens", table)
     if c.gated:
         found |= gate_and_up(mlp + "weights_in", biased=True)
+        found |= dense("layers/down", mlp + "weights_out")
     else:
-        found |= dense("layers/up", mlp + "fc1")
-    found |= dense("layers/down", mlp + ("weights_out" if c.gated else "fc2"))
-    return found | (linear("head", "classifier") if c.head else {})
+        found |= dense("layers/up", mlp + "fc1") | dense("layers/down", mlp + "fc2")
+    if c.head:
+        found |= linear("head", "classifier")
+    return found
 
 
 # The modules of `transformers` 5, whose files keep the names of earlier versions.
@@ -116,7 +123,8 @@ def split_modules(config: Dinov2Config) -> dict[str, Tensor]:
     of several modules."""
     if not config.gated:
         return {}
-    mlp = (f"{_kind(config)}." if config.head else "") + "encoder.layer.{layer}.mlp."
+    base = f"{_kind(config)}." if config.head else ""
+    mlp = base + "encoder.layer.{layer}.mlp."
     return dense("layers/gate", mlp + "gate_proj") | dense("layers/up", mlp + "up_proj")
 
 

@@ -1,9 +1,7 @@
 """The settings and tensors of DINOv3 in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.dinov3 import Dinov3Config
-from .._settings import defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import image_inputs, read_architecture, read_side
 from ._tables import PROJ, SIZES, TURNED, VECTOR, all_names, attention, norm, patches
@@ -33,7 +31,7 @@ _FIELDS = {
 _HEADS = {"DINOv3ViTModel": None, "DINOv3ViTBackbone": None}
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     defaults = defaults_of(_FIELDS)
     # Settings of backbones, which `features` takes as arguments.
     ignored = "apply_layernorm reshape_hidden_states out_features out_indices stage_names"
@@ -44,7 +42,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return read_fields(c, _FIELDS)
 
 
-def write(config: Dinov3Config) -> dict[str, Any]:
+def write(config: Dinov3Config) -> Settings:
     kind = {"architectures": ["DINOv3ViTModel"], "model_type": "dinov3_vit"}
     return write_fields(config, _FIELDS) | kind
 

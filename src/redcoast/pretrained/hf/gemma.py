@@ -1,9 +1,15 @@
 """The settings and tensors of Gemma 1, 2 and 3 in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.gemma import GemmaConfig
-from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
+from .._settings import (
+    Fields,
+    Settings,
+    defaults_of,
+    read_fields,
+    read_settings,
+    rename,
+    write_fields,
+)
 from .._tensors import Tensor
 from ._rope import read_rope, write_rope
 from ._tables import (
@@ -15,7 +21,7 @@ from ._tables import (
     llama_mlp,
     tied_head,
 )
-from ._windows import GLOBAL, LOCAL, read_windows, write_windows
+from ._windows import GLOBAL, LOCAL, all_but_last_of, read_windows, write_windows
 
 BASE_PREFIX = "model."
 
@@ -37,18 +43,20 @@ _LATER = {
 _GELU = "gelu_pytorch_tanh"
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     kind = settings.get("model_type", "gemma")
     second, third = kind == "gemma2", kind == "gemma3_text"
-    table = _FIELDS | _LATER if second or third else _FIELDS
+    table = _FIELDS
+    if second or third:
+        table = _FIELDS | _LATER
     defaults = {
         **defaults_of(table),
-        "max_position_embeddings": 131072 if third else 8192,
+        "max_position_embeddings": 8192,
         "eos_token_id": 1,
-        "rope_theta": 1e6 if third else 1e4,
+        "rope_theta": 1e4,
         **dict.fromkeys(("rope_scaling", "rope_parameters")),
     }
-    only: dict[str, tuple[Any, ...]] = {
+    only: dict[str, tuple[object, ...]] = {
         "model_type": ("gemma", "gemma2", "gemma3_text"),
         # The first files have "gelu", but their models were trained with the tanh approximation.
         "hidden_act": ("gelu", _GELU),
@@ -57,36 +65,36 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "use_bidirectional_attention": (False, None),
     }
     if second or third:
-        defaults |= {"layer_types": None, "sliding_window_pattern": 6 if third else 2}
+        defaults |= {"layer_types": None, "sliding_window_pattern": 2}
         settings = rename(settings, {"_sliding_window_pattern": "sliding_window_pattern"})
     if second:
         defaults |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     if third:
-        defaults |= {"rope_local_base_freq": 1e4}
+        defaults |= {"sliding_window_pattern": 6, "max_position_embeddings": 131072}
+        defaults |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
         only["attn_logit_softcapping"] = (None,)
     c = read_settings(settings, defaults, only)
     fields = read_fields(c, table) | {"post_norms": second or third, "qk_norm": third}
     return fields | _local(c) | _rope(c)
 
 
-def _local(c: dict[str, Any]) -> dict[str, Any]:
+def _local(c: Settings) -> Fields:
     """Reads which layers have a sliding window."""
     if "layer_types" not in c or not c["sliding_window"]:
         return {"window": None}
-    each = c["sliding_window_pattern"]
-    kinds = c["layer_types"] or [
-        LOCAL if (i + 1) % each else GLOBAL for i in range(c["num_hidden_layers"])
-    ]
-    return {"local": read_windows(kinds)}
+    if c["layer_types"]:
+        return {"local": read_windows(c["layer_types"])}
+    return {"local": all_but_last_of(c["sliding_window_pattern"], c["num_hidden_layers"])}
 
 
-def _rope(c: dict[str, Any]) -> dict[str, Any]:
+def _rope(c: Settings) -> Fields:
     """Reads the rotary embeddings. Layers with a window may have a separate base."""
     rope = c["rope_parameters"] or {}
-    by_kind = {LOCAL, GLOBAL} & rope.keys()
-    everywhere = (rope.get(GLOBAL) or {}) if by_kind else rope
+    by_kind, everywhere, near = {LOCAL, GLOBAL} & rope.keys(), rope, {}
+    if by_kind:
+        everywhere, near = rope.get(GLOBAL) or {}, rope.get(LOCAL) or {}
     everywhere = everywhere | (c["rope_scaling"] or {})
-    found = {
+    fields = {
         "rope_base": everywhere.get("rope_theta", c["rope_theta"]),
         "rope_scaling": read_rope(everywhere),
     }
@@ -95,26 +103,24 @@ def _rope(c: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 "`rope_parameters` has an entry for each layer type, which only Gemma 3 supports."
             )
-        return found
-    near = (rope.get(LOCAL) or {}) if by_kind else {}
+        return fields
     if read_rope(near):
         raise ValueError(
             f"`rope_parameters` scales the layers with {LOCAL!r}, which is not implemented."
         )
-    return found | {"local_rope_base": near.get("rope_theta", c["rope_local_base_freq"])}
+    return fields | {"local_rope_base": near.get("rope_theta", c["rope_local_base_freq"])}
 
 
-def write(config: GemmaConfig) -> dict[str, Any]:
+def write(config: GemmaConfig) -> Settings:
     c = config
     kind = _kind(c)
     name = {"gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3"}[kind]
-    settings = write_fields(c, _FIELDS if kind == "gemma" else _FIELDS | _LATER)
+    settings = write_fields(c, _FIELDS) | write_rope(c.rope_scaling, c.context)
     settings |= {"architectures": [f"{name}ForCausalLM"], "model_type": kind}
     settings |= {"rope_theta": c.rope_base}
-    settings["hidden_act" if kind == "gemma" else "hidden_activation"] = _GELU
-    settings |= write_rope(c.rope_scaling, c.context)
     if kind == "gemma":
-        return settings
+        return settings | {"hidden_act": _GELU}
+    settings |= write_fields(c, _LATER) | {"hidden_activation": _GELU}
     settings["layer_types"] = write_windows(c.local or (False,) * c.layers)
     settings["query_pre_attn_scalar"] = c.score_scale or c.head_dim
     if kind == "gemma3_text":
@@ -148,16 +154,17 @@ def _kind(c: GemmaConfig) -> str:
 
 def tensors(config: GemmaConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
-    layer = LLAMA_LAYER
-    norm = lambda name: Tensor(f"{layer}{name}.weight", VECTOR)
-    found = llama_attention() | llama_mlp()
+    norms = {}
     if config.post_norms:
-        found["layers/mlp_norm"] = norm("pre_feedforward_layernorm")
-        found["layers/attention_post_norm"] = norm("post_attention_layernorm")
-        found["layers/mlp_post_norm"] = norm("post_feedforward_layernorm")
+        norms["mlp_norm"] = "pre_feedforward_layernorm"
+        norms["attention_post_norm"] = "post_attention_layernorm"
+        norms["mlp_post_norm"] = "post_feedforward_layernorm"
     if config.qk_norm:
-        found |= {f"layers/{letter}_norm": norm(f"self_attn.{letter}_norm") for letter in "qk"}
-    return found | llama_ends(config)
+        norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+    table = llama_attention() | llama_mlp()
+    for leaf, name in norms.items():
+        table[f"layers/{leaf}"] = Tensor(f"{LLAMA_LAYER}{name}.weight", VECTOR)
+    return table | llama_ends(config)
 
 
 duplicates = tied_head("model.embed_tokens.weight")

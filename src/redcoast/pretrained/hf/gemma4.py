@@ -1,14 +1,22 @@
 """The settings and tensors of Gemma 4 in Hugging Face's format."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from ...models.gemma4 import Gemma4Config
-from .._settings import defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._rope import kind_of_rope, rotated_part, unread
-from ._tables import LLAMA_FIELDS, PROJ, TURNED, VECTOR, attention, llama_ends, tied_head
-from ._windows import GLOBAL, LOCAL, read_windows, write_windows
+from ._tables import (
+    LLAMA_FIELDS,
+    PROJ,
+    TURNED,
+    VECTOR,
+    attention,
+    layers_with,
+    llama_ends,
+    tied_head,
+    under,
+    weights,
+)
+from ._windows import GLOBAL, LOCAL, all_but_last_of, read_windows, write_windows
 
 BASE_PREFIX = "model."
 
@@ -46,7 +54,7 @@ _ROPE = {
 }
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     defaults = {
         **defaults_of(_FIELDS),
         "hidden_size_per_layer_input": 256,
@@ -68,46 +76,55 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "use_bidirectional_attention": ("vision", None),
     }
     c = read_settings(settings, defaults, only)
-    count = c["num_hidden_layers"]
-    kinds = c["layer_types"] or [GLOBAL if (i + 1) % 6 == 0 else LOCAL for i in range(count)]
-    kinds = [*kinds[:-1], GLOBAL]  # the last has no window, whatever the file says
-    fields = read_fields(c, _FIELDS) | {"local": read_windows(kinds)}
+    local = all_but_last_of(6, c["num_hidden_layers"])[:-1]
+    if c["layer_types"]:
+        local = read_windows(c["layer_types"][:-1])
+    local = (*local, False)  # the last has no window, whatever the file says
+    fields = read_fields(c, _FIELDS) | {"local": local}
     if c["hidden_size_per_layer_input"]:
-        fields |= {field: c[name] for field, name in _INPUTS.items()}
+        fields |= read_fields(c, _INPUTS)
     if c["enable_moe_block"]:
-        fields |= {field: c[name] for field, name in _EXPERTS.items()}
-    far = _far(c, kinds)
+        fields |= read_fields(c, _EXPERTS)
+    far = _far(c, local)
     return fields | far | _rope(c, far["global_head_dim"])
 
 
-def _far(c: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
+def _far(c: Settings, local: tuple[bool, ...]) -> Fields:
     """Reads the heads of layers without a window, from either of the places of versions."""
-    layers = c["per_layer_config"]
-    if layers is None:
-        heads = c["num_global_key_value_heads"] if c["attention_k_eq_v"] else None
-        return {"global_head_dim": c["global_head_dim"], "global_kv_heads": heads}
-    layers = {int(number): of_layer for number, of_layer in layers.items()}  # "05" is layer 5
-    numbers = [i for i, kind in enumerate(kinds) if kind == GLOBAL]
-    far = [layers.get(i, {}) for i in numbers]
-    alike = all(each == far[0] for each in far)
-    if layers.keys() - {*numbers} or not alike or far[0].keys() - {*_FAR.values()}:
+    if c["per_layer_config"] is None:
+        fields = {"global_head_dim": c["global_head_dim"], "global_kv_heads": None}
+        if c["attention_k_eq_v"]:
+            fields["global_kv_heads"] = c["num_global_key_value_heads"]
+        return fields
+    layers = {int(number): settings for number, settings in c["per_layer_config"].items()}
+    first = layers.get(local.index(False), {})
+    for number, has_window in enumerate(local):
+        settings = layers.pop(number, {})
+        wanted = {} if has_window else first
+        if settings != wanted:
+            layers[number] = settings
+    if layers or first.keys() - {*_FAR.values()}:
         raise ValueError(
             f"`per_layer_config` gives layers other settings than {[*_FAR.values()]} of those of "
             f"the type {GLOBAL!r}, all alike, which is not implemented."
         )
-    fields = {field: far[0].get(name) for field, name in _FAR.items()}
-    return fields | {"global_head_dim": fields["global_head_dim"] or c["head_dim"]}
+    return {
+        "global_head_dim": first.get("head_dim") or c["head_dim"],
+        "global_kv_heads": first.get("num_key_value_heads"),
+    }
 
 
-def _rope(c: dict[str, Any], head_dim: int) -> dict[str, Any]:
+def _rope(c: Settings, head_dim: int) -> Fields:
     """Reads the rotary embeddings of both kinds of layers."""
     rope = c["rope_parameters"] or _ROPE
     if not {LOCAL, GLOBAL} & rope.keys():
         raise ValueError(f"`rope_parameters` must have entries {LOCAL!r} and {GLOBAL!r}.")
-    near, far = (rope.get(kind) or _ROPE[kind] for kind in (LOCAL, GLOBAL))
+    near, far = rope.get(LOCAL) or _ROPE[LOCAL], rope.get(GLOBAL) or _ROPE[GLOBAL]
     _check_rope(near, LOCAL, ("default",))
     _check_rope(far, GLOBAL, ("default", "proportional"))
-    part = far.get(_PART) or 1.0 if kind_of_rope(far) == "proportional" else 1.0
+    part = 1.0
+    if kind_of_rope(far) == "proportional":
+        part = far.get(_PART) or 1.0
     return {
         "local_rope_base": near.get("rope_theta", 1e4),
         "rope_base": far.get("rope_theta", 1e4),
@@ -115,7 +132,7 @@ def _rope(c: dict[str, Any], head_dim: int) -> dict[str, Any]:
     }
 
 
-def _check_rope(rope: Mapping[str, Any], name: str, kinds: tuple[str, ...]) -> None:
+def _check_rope(rope: Settings, name: str, kinds: tuple[str, ...]) -> None:
     kind = kind_of_rope(rope)
     factor = rope.get("factor")
     if kind not in kinds or factor not in (None, 1) or unread(rope, (_PART,)):
@@ -125,17 +142,17 @@ def _check_rope(rope: Mapping[str, Any], name: str, kinds: tuple[str, ...]) -> N
         )
 
 
-def write(config: Gemma4Config) -> dict[str, Any]:
+def write(config: Gemma4Config) -> Settings:
     c = config
     settings = write_fields(c, _FIELDS)
     settings |= {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text"}
     settings |= {"hidden_activation": _GELU, "layer_types": write_windows(c.local)}
     settings |= {"hidden_size_per_layer_input": 0, "enable_moe_block": c.experts is not None}
     if c.layer_size is not None:
-        rows = c.vocab if c.layer_vocab is None else c.layer_vocab
+        rows = c.layer_vocab or c.vocab
         settings |= {_INPUTS["layer_size"]: c.layer_size, _INPUTS["layer_vocab"]: rows}
     if c.experts is not None:
-        settings |= {name: getattr(c, field) for field, name in _EXPERTS.items()}
+        settings |= write_fields(c, _EXPERTS)
     settings |= {"global_head_dim": c.global_head_dim}
     if c.keys_are_values:
         settings |= {"num_global_key_value_heads": c.far_kv_heads}
@@ -163,19 +180,20 @@ def tensors(config: Gemma4Config) -> dict[str, Tensor]:
             "layer_norm": Tensor("model.per_layer_projection_norm.weight", "size -> size"),
         }
     for kind in dict.fromkeys(c.kinds):
-        numbers = [str(i) for i, other in enumerate(c.kinds) if other == kind]
-        layer = f"model.layers.{{layer:{','.join(numbers)}}}."
-        of_layer = _attention(c, kind, layer) | _rest(c, layer)
-        table |= {f"{kind}/{leaf}": tensor for leaf, tensor in of_layer.items()}
+        layer = layers_with(kind, c.kinds)
+        table |= under(f"{kind}/", _attention(c, kind, layer) | _rest(c, layer))
     return table
 
 
 def _attention(c: Gemma4Config, kind: str, layer: str) -> dict[str, Tensor]:
-    letters = "qo" if kind.endswith("shared") else "qko"
-    letters += "v" if kind == "near" or (kind == "far" and not c.keys_are_values) else ""
+    letters, norms = "qo", "q"
+    if not kind.endswith("shared"):
+        letters, norms = "qko", "qk"
+    if kind == "near" or (kind == "far" and not c.keys_are_values):
+        letters += "v"
     name = layer + "self_attn."
     table = attention("", name, {letter: PROJ[letter] for letter in letters})
-    for letter in "qk" if "k" in letters else "q":
+    for letter in norms:
         weight = f"{name}{letter}_norm.weight"
         table[f"{letter}_norm"] = Tensor(weight, "head_dim -> head_dim")
     return table
@@ -208,15 +226,15 @@ def _rest(c: Gemma4Config, layer: str) -> dict[str, Tensor]:
             table[leaf] = Tensor(layer + "experts.gate_up_proj", both, part=(i, 2))
         down = "experts outputs inputs -> experts inputs outputs"
         table["expert_down"] = Tensor(layer + "experts.down_proj", down)
-    table |= {leaf: Tensor(f"{layer}{name}.weight", VECTOR) for leaf, name in names.items()}
-    return table | {x: Tensor(f"{layer}{name}.weight", TURNED) for x, name in matrices.items()}
+    return table | weights(layer, names, VECTOR) | weights(layer, matrices, TURNED)
 
 
 def unused(config: Gemma4Config) -> tuple[str, ...]:
     """Keys and values that published files have for layers that take the ones of another layer."""
-    first = config.layers - config.shared_layers
-    numbers = "|".join(str(layer) for layer in range(first, config.layers))
-    return (rf"^model\.layers\.({numbers})\.self_attn\.([kv]_proj|[kv]_norm)\.",) if numbers else ()
+    if config.shared_layers == 0:
+        return ()
+    numbers = "|".join(map(str, range(config.layers - config.shared_layers, config.layers)))
+    return (rf"^model\.layers\.({numbers})\.self_attn\.([kv]_proj|[kv]_norm)\.",)
 
 
 duplicates = tied_head("model.embed_tokens.weight")

@@ -1,9 +1,15 @@
 """The settings and tensors of GLM-4's mixtures of experts in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.glm4_moe import Glm4MoeConfig
-from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
+from .._settings import (
+    Fields,
+    Settings,
+    defaults_of,
+    read_fields,
+    read_settings,
+    rename,
+    write_fields,
+)
 from .._tensors import Tensor
 from ._mixtures import DENSE_LAYERS, MIXTURE_FIELDS, OF_TRAINING, mixture_tensors
 from ._rope import read_rope_settings, rope_of, rotated_part, write_rope
@@ -31,7 +37,7 @@ _FIELDS = {
 }
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     names = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
     defaults = {
         **defaults_of(_FIELDS),
@@ -40,7 +46,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "eos_token_id": None,
         **dict.fromkeys(("rope_scaling", "rope_parameters")),
     }
-    only: dict[str, tuple[Any, ...]] = {"model_type": ("glm4_moe",), "hidden_act": ("silu",)}
+    only: dict[str, tuple[object, ...]] = {"model_type": ("glm4_moe",), "hidden_act": ("silu",)}
     c = read_settings(rename(settings, names), defaults, only, tuple(OF_TRAINING))
     fields = read_fields(c, _FIELDS) | {"dense_layers": c[DENSE_LAYERS]}
     rope = rope_of(c)
@@ -50,7 +56,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return fields | {"rotary_dim": int(size * part)}
 
 
-def write(config: Glm4MoeConfig) -> dict[str, Any]:
+def write(config: Glm4MoeConfig) -> Settings:
     c = config
     settings = write_fields(c, _FIELDS) | {"head_dim": c.head_dim}
     settings |= {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}

@@ -1,9 +1,15 @@
 """The settings and tensors of GPT-2 in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.gpt2 import GPT2Config
-from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
+from .._settings import (
+    Fields,
+    Settings,
+    defaults_of,
+    read_fields,
+    read_settings,
+    rename,
+    write_fields,
+)
 from .._tensors import Tensor
 from ._tables import EMBED, VECTOR, dense, norm, own_head, tied_head
 
@@ -49,7 +55,7 @@ _IGNORED = """
 """
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     defaults = defaults_of(_FIELDS) | {"eos_token_id": 50256}
     only = {"model_type": ("gpt2",)}
     settings = rename(settings, OTHER_NAMES)
@@ -58,7 +64,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return read_fields(c, _FIELDS) | {"hidden": hidden}
 
 
-def write(config: GPT2Config) -> dict[str, Any]:
+def write(config: GPT2Config) -> Settings:
     kind = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
     return write_fields(config, _FIELDS) | kind
 

@@ -1,9 +1,7 @@
 """The settings and tensors of GPT-NeoX and Pythia in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.gpt_neox import GPTNeoXConfig
-from .._settings import defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._rope import read_rope, rope_of, rotated_part
 from ._tables import EMBED, OUT_OF_HEADS, SIZES, TURNED, VECTOR, dense, norm
@@ -29,7 +27,7 @@ _FIELDS = {
 _PART = "partial_rotary_factor"
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     defaults = {
         **defaults_of(_FIELDS),
         "eos_token_id": 2,
@@ -37,7 +35,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "rotary_emb_base": 10000.0,
         **dict.fromkeys(("rope_scaling", "rope_parameters")),
     }
-    only: dict[str, tuple[Any, ...]] = {"model_type": ("gpt_neox",)}
+    only: dict[str, tuple[object, ...]] = {"model_type": ("gpt_neox",)}
     c = read_settings(settings, defaults, only, ("is_decoder", "classifier_dropout"))
     rope = rope_of(c)
     part, base = rope.pop(_PART, c["rotary_pct"]), rope.get("rope_theta", c["rotary_emb_base"])
@@ -48,7 +46,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return read_fields(c, _FIELDS) | {"rotary_dim": rotary_dim, "rope_base": base, **dropout}
 
 
-def write(config: GPTNeoXConfig) -> dict[str, Any]:
+def write(config: GPTNeoXConfig) -> Settings:
     c = config
     part = rotated_part(c.rotary_dim, c.head_dim)
     if c.embed_dropout != c.residual_dropout:

@@ -1,13 +1,19 @@
 """The settings and tensors of GPT-OSS in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.gpt_oss import GptOssConfig
-from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
+from .._settings import (
+    Fields,
+    Settings,
+    defaults_of,
+    read_fields,
+    read_settings,
+    rename,
+    write_fields,
+)
 from .._tensors import Tensor
 from ._rope import read_yarn, write_yarn
 from ._tables import LLAMA_FIELDS, LLAMA_LAYER, dense, llama_attention, llama_ends, tied_head
-from ._windows import GLOBAL, LOCAL, read_windows, write_windows
+from ._windows import all_but_last_of, read_windows, write_windows
 
 BASE_PREFIX = "model."
 
@@ -28,7 +34,7 @@ _DEFAULT_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
 _DEFAULT_ROPE |= {"original_max_position_embeddings": 4096}
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     more = ("eos_token_id", "rope_scaling", "rope_parameters", "layer_types")
     defaults = defaults_of(_FIELDS) | dict.fromkeys(more)
     only = {
@@ -41,14 +47,19 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     # `output_router_logits` only selects the training loss. The initial context is also in the
     # settings of YaRN.
     c = read_settings(settings, defaults, only, ("output_router_logits", "initial_context_length"))
-    kinds = c["layer_types"] or [(LOCAL, GLOBAL)[i % 2] for i in range(c["num_hidden_layers"])]
-    local = tuple(near and c["sliding_window"] is not None for near in read_windows(kinds))
+    local = all_but_last_of(2, c["num_hidden_layers"])
+    if c["layer_types"]:
+        local = read_windows(c["layer_types"])
+    if c["sliding_window"] is None:
+        local = (False,) * len(local)
     return read_fields(c, _FIELDS) | {"local": local, **read_yarn(c, _DEFAULT_ROPE)}
 
 
-def write(config: GptOssConfig) -> dict[str, Any]:
+def write(config: GptOssConfig) -> Settings:
     c = config
-    rope = write_yarn(c.rope_scaling) if c.rope_scaling else {"rope_type": "default"}
+    rope = {"rope_type": "default"}
+    if c.rope_scaling is not None:
+        rope = write_yarn(c.rope_scaling)
     settings = write_fields(c, _FIELDS)
     settings |= {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
     settings |= {"hidden_act": "silu", "head_dim": c.head_dim, "attention_bias": True}

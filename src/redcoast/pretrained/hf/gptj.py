@@ -1,9 +1,15 @@
 """The settings and tensors of GPT-J in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.gptj import GPTJConfig
-from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
+from .._settings import (
+    Fields,
+    Settings,
+    defaults_of,
+    read_fields,
+    read_settings,
+    rename,
+    write_fields,
+)
 from .._tensors import Tensor
 from ._tables import EMBED, OUT_PROJ, attention, dense, norm, own_head, tied_head
 from .gpt2 import GPT2_FIELDS, OTHER_NAMES
@@ -28,7 +34,7 @@ _IGNORED = """
 """
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     defaults = defaults_of(_FIELDS) | {"eos_token_id": 50256}
     only = {
         "model_type": ("gptj",),
@@ -44,7 +50,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return read_fields(c, _FIELDS) | {"hidden": hidden}
 
 
-def write(config: GPTJConfig) -> dict[str, Any]:
+def write(config: GPTJConfig) -> Settings:
     kind = {"architectures": ["GPTJForCausalLM"], "model_type": "gptj"}
     return write_fields(config, _FIELDS) | kind
 

@@ -1,8 +1,7 @@
 """The settings and tensors of LLaMA and its variants in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.llama import LlamaConfig
+from .._settings import Fields, Settings
 from .._tensors import Tensor
 from ._kinds import (
     TRANSFORMER_FIELDS,
@@ -14,7 +13,7 @@ from ._kinds import (
 )
 from ._rope import kind_of_rope, read_rope_settings, rope_of, write_rope
 from ._tables import LLAMA_LAYER, TURNED, gate_and_up, tied_head
-from ._windows import GLOBAL, LOCAL, read_windows, write_windows
+from ._windows import GLOBAL, LOCAL, all_but_last_of, read_windows, write_windows
 
 BASE_PREFIX = "model."
 # The first files hold the frequencies of the rotary embeddings.
@@ -22,7 +21,7 @@ BUFFERS = (r"\.rotary_emb\.inv_freq$",)
 _FIELDS = WINDOW_FIELDS
 
 
-def _window(c: dict[str, Any]) -> dict[str, Any]:
+def _window(c: Settings) -> Fields:
     """Reads a sliding window, which Qwen's models may have from some layer on."""
     if not c["use_sliding_window"] or not c["sliding_window"]:
         return {"window": None}
@@ -36,7 +35,7 @@ def _window(c: dict[str, Any]) -> dict[str, Any]:
     return {"window": c["sliding_window"]}
 
 
-def _rope_layers(c: dict[str, Any]) -> dict[str, Any]:
+def _rope_layers(c: Settings) -> Fields:
     count, each = c["num_hidden_layers"], c["no_rope_layer_interval"]
     numbers = c["no_rope_layers"]  # they are 1 where there are rotary embeddings
     if numbers is None:
@@ -44,7 +43,7 @@ def _rope_layers(c: dict[str, Any]) -> dict[str, Any]:
     return {"rope_layers": tuple(map(bool, numbers[:count]))}
 
 
-_QWEN: dict[str, Any] = {
+_QWEN: Settings = {
     "free": ("head_size", "window"),
     "fields": _FIELDS,
     "more": _window,
@@ -55,16 +54,17 @@ _QWEN_DEFAULTS |= {"layer_types": None, "max_position_embeddings": 32768}
 _ALL_LAYERS = {"use_sliding_window": True, "max_window_layers": 0, "layer_types": None}
 
 
-def _layer_types(c: dict[str, Any]) -> dict[str, Any]:
+def _layer_types(c: Settings) -> Fields:
     """Reads which layers of an OLMo 3 have a window; by default, three of four."""
-    kinds = c["layer_types"]
-    if kinds is None:
-        kinds = [LOCAL if (i + 1) % 4 else GLOBAL for i in range(c["num_hidden_layers"])]
-    local = read_windows(kinds)
-    return {"local": local, "window": c["sliding_window"] if any(local) else None}
+    local = all_but_last_of(4, c["num_hidden_layers"])
+    if c["layer_types"] is not None:
+        local = read_windows(c["layer_types"])
+    if not any(local):
+        return {"local": local, "window": None}
+    return {"local": local, "window": c["sliding_window"]}
 
 
-def _rope_by_layer_type(c: dict[str, Any]) -> dict[str, Any]:
+def _rope_by_layer_type(c: Settings) -> Fields:
     """Reads rotary embeddings that are not scaled in layers with a window."""
     rope = c["rope_parameters"] or {}
     if not {LOCAL, GLOBAL} & rope.keys():
@@ -79,7 +79,7 @@ def _rope_by_layer_type(c: dict[str, Any]) -> dict[str, Any]:
     return fields | {"local_rope_base": near.get("rope_theta") or c["rope_theta"]}
 
 
-def _written_by_layer_type(c: LlamaConfig) -> dict[str, Any]:
+def _written_by_layer_type(c: LlamaConfig) -> Settings:
     scaling = write_rope(c.rope_scaling, c.context).get("rope_scaling", {"rope_type": "default"})
     near = {"rope_type": "default", "rope_theta": c.local_rope_base or c.rope_base}
     rope = {LOCAL: near, GLOBAL: scaling | {"rope_theta": c.rope_base}}
@@ -87,7 +87,7 @@ def _written_by_layer_type(c: LlamaConfig) -> dict[str, Any]:
     return {"layer_types": write_windows(local), "rope_parameters": rope}
 
 
-def _growing(c: dict[str, Any]) -> dict[str, Any]:
+def _growing(c: Settings) -> Fields:
     """Reads the rotary embeddings of Ministral 3, and how its queries grow."""
     rope = rope_of(c) or _MINISTRAL_ROPE
     growth = rope.get(_GROWTH) or 0.0
@@ -96,13 +96,13 @@ def _growing(c: dict[str, Any]) -> dict[str, Any]:
     return fields | {"query_growth": growth}
 
 
-def _written_growing(c: LlamaConfig) -> dict[str, Any]:
+def _written_growing(c: LlamaConfig) -> Settings:
     rope = write_rope(c.rope_scaling, c.context)["rope_scaling"]
     rope |= {"rope_theta": c.rope_base, _GROWTH: c.query_growth}
     return {"rope_parameters": rope, "rope_scaling": None}  # which would count in its place
 
 
-def _attention_alone(c: dict[str, Any]) -> dict[str, Any]:
+def _attention_alone(c: Settings) -> Fields:
     """Reads a Granite 4 whose layers all have attention, and a network in place of experts."""
     if {*(c["layer_types"] or ["mamba"])} - {"attention", "full_attention"}:
         raise ValueError(
@@ -255,11 +255,11 @@ KINDS = {
 }
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     return read_kind(settings, KINDS)
 
 
-def write(config: LlamaConfig) -> dict[str, Any]:
+def write(config: LlamaConfig) -> Settings:
     return write_kind(config, KINDS)
 
 

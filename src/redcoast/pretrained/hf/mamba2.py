@@ -1,10 +1,9 @@
 """The settings and tensors of Mamba-2 in Hugging Face's format."""
 
 import math
-from typing import Any
 
 from ...models.mamba2 import Mamba2Config
-from .._settings import defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._tables import EMBED, TURNED, VECTOR, own_head, tied_head
 
@@ -35,7 +34,7 @@ _IGNORED = """
 """
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     defaults = defaults_of(_FIELDS) | {"eos_token_id": 2}
     given = (settings.get(name) for name in ("num_heads", "head_dim", "hidden_size"))
     sizes = [value for value in given if type(value) is int and value > 0]
@@ -52,7 +51,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return read_fields(read_settings(settings, defaults, only, tuple(_IGNORED.split())), _FIELDS)
 
 
-def write(config: Mamba2Config) -> dict[str, Any]:
+def write(config: Mamba2Config) -> Settings:
     c = config
     settings = write_fields(c, _FIELDS)
     settings |= {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}

@@ -1,8 +1,7 @@
 """The settings and tensors of Mixtral and Qwen3-MoE in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.mixtral import MixtralConfig
+from .._settings import Fields, Settings
 from .._tensors import Tensor
 from ._kinds import WINDOW_FIELDS, Kind, read_kind, transformer_tensors, write_kind
 from ._tables import LLAMA_LAYER, TURNED, tied_head
@@ -64,11 +63,11 @@ KINDS = {
 }
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     return read_kind(settings, KINDS)
 
 
-def write(config: MixtralConfig) -> dict[str, Any]:
+def write(config: MixtralConfig) -> Settings:
     return write_kind(config, KINDS)
 
 

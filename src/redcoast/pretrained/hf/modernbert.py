@@ -1,9 +1,7 @@
 """The settings and tensors of ModernBERT in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.modernbert import ModernBertConfig, all_but_every
-from .._settings import defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import LABELLED, read_architecture, read_labels, write_labels
 from ._tables import (
@@ -54,7 +52,7 @@ _HEADS = {
 _BASES = {"rope_base": GLOBAL, "local_rope_base": LOCAL}
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     defaults = {
         **defaults_of(_FIELDS),
         "eos_token_id": 50282,
@@ -75,11 +73,12 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     c = read_settings(settings, defaults, only, tuple(ignored.split()))
     head = read_architecture(settings, _HEADS, "ModernBertModel")
     fields = read_fields(c, _FIELDS) | {"head": head, "local": _read_local(c)}
-    fields |= read_labels(settings) if head in LABELLED else {}
+    if head in LABELLED:
+        fields |= read_labels(settings)
     return fields | _read_rope(c["rope_parameters"] or {})
 
 
-def _read_local(c: dict[str, Any]) -> tuple[bool, ...]:
+def _read_local(c: Settings) -> tuple[bool, ...]:
     """Reads which layers have a window."""
     if c["layer_types"] is None:
         if c["global_attn_every_n_layers"] < 1:
@@ -91,7 +90,7 @@ def _read_local(c: dict[str, Any]) -> tuple[bool, ...]:
     return read_windows(c["layer_types"])
 
 
-def _read_rope(rope: dict[str, Any]) -> dict[str, Any]:
+def _read_rope(rope: Settings) -> Fields:
     """Reads the rotary embeddings of each type of layer, as `transformers` 5 writes them."""
     found = {}
     for field, kind in _BASES.items():
@@ -108,7 +107,7 @@ def _read_rope(rope: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def write(config: ModernBertConfig) -> dict[str, Any]:
+def write(config: ModernBertConfig) -> Settings:
     c = config
     settings = write_fields(c, _FIELDS) | write_labels(c)
     settings["layer_types"] = write_windows(c.has_window)
@@ -162,8 +161,10 @@ def _head(c: ModernBertConfig) -> dict[str, Tensor]:
     if c.head_bias:
         found["pooler/b"] = Tensor("head.dense.bias", "outputs -> outputs")
     if c.head in LABELLED:
-        return found | linear("head", "classifier")
-    return found | ({"head": Tensor("decoder.bias", "vocab -> vocab")} if c.vocab_bias else {})
+        found |= linear("head", "classifier")
+    elif c.vocab_bias:
+        found["head"] = Tensor("decoder.bias", "vocab -> vocab")
+    return found
 
 
 def _norm(c: ModernBertConfig, leaf: str, name: str) -> dict[str, Tensor]:

@@ -1,9 +1,7 @@
 """The settings and tensors of OPT in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.opt import OPTConfig
-from .._settings import defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._tables import EMBED, OUT_PROJ, TURNED, attention, dense, norm, own_head, tied_head
 
@@ -28,7 +26,7 @@ _FIELDS = {
 }
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     defaults = defaults_of(_FIELDS) | {"eos_token_id": 2}
     defaults |= {"do_layer_norm_before": True, "_remove_final_layer_norm": False}
     only = {
@@ -46,7 +44,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(config: OPTConfig) -> dict[str, Any]:
+def write(config: OPTConfig) -> Settings:
     c = config
     settings = write_fields(c, _FIELDS)
     settings |= {"do_layer_norm_before": not c.post_norm}

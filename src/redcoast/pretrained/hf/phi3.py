@@ -1,11 +1,10 @@
 """The settings and tensors of Phi-3 and Phi-4 in Hugging Face's format."""
 
 import math
-from typing import Any
 
 from ...models._rotary import LongRope
 from ...models.phi3 import Phi3Config
-from .._settings import defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._kinds import Kind, kind_of, transformer_tensors
 from ._rope import rope_of, rotated_part, unread
@@ -27,7 +26,7 @@ _KINDS = {"phi3": Kind(architecture="Phi3", free=("rotary_dim", "window"))}
 _FACTORS = {"short": "short_factor", "long": "long_factor"}
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     defaults = {
         **defaults_of(_FIELDS),
         "original_max_position_embeddings": 4096,
@@ -52,7 +51,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return read_fields(c, _FIELDS) | _read_rope(c)
 
 
-def _read_rope(c: dict[str, Any]) -> dict[str, Any]:
+def _read_rope(c: Settings) -> Fields:
     rope = rope_of(c)
     part = rope.pop("partial_rotary_factor", c["partial_rotary_factor"])
     found = {"rope_base": rope.pop("rope_theta", c["rope_theta"])}
@@ -76,7 +75,7 @@ def _read_rope(c: dict[str, Any]) -> dict[str, Any]:
     return found | {"rope_scaling": _long_rope(rope, c)}
 
 
-def _long_rope(rope: dict[str, Any], c: dict[str, Any]) -> LongRope:
+def _long_rope(rope: Settings, c: Settings) -> LongRope:
     original = c["original_max_position_embeddings"]
     ratio = rope.get("factor") or c["max_position_embeddings"] / original
     factor = rope.get("attention_factor")
@@ -86,12 +85,12 @@ def _long_rope(rope: dict[str, Any], c: dict[str, Any]) -> LongRope:
     return LongRope(**lists, original=original, factor=factor)
 
 
-def write(config: Phi3Config) -> dict[str, Any]:
+def write(config: Phi3Config) -> Settings:
     c = config
     kind_of(c, _KINDS)  # rejects options that the files have no setting for
     if c.rope_scaling is not None and not isinstance(c.rope_scaling, LongRope):
         raise ValueError("`rope_scaling` must be a `LongRope`: files of Phi-3 support no other.")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": c.rope_base}
+    rope: Settings = {"rope_type": "default", "rope_theta": c.rope_base}
     if s := c.rope_scaling:
         rope |= {"rope_type": "longrope", "attention_factor": s.factor}
         rope |= {name: list(getattr(s, field)) for field, name in _FACTORS.items()}

@@ -1,12 +1,22 @@
 """The settings and tensors of Qwen3.5 in Hugging Face's format, with and without experts."""
 
-from typing import Any
-
 from ...models.qwen3_5 import Qwen3_5Config
-from .._settings import defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._rope import read_rope_settings, rope_of, rotated_part, write_rope
-from ._tables import LLAMA_FIELDS, PROJ, TURNED, VECTOR, attention, llama_ends, tied_head
+from ._tables import (
+    LLAMA_FIELDS,
+    PROJ,
+    TURNED,
+    VECTOR,
+    attention,
+    layers_with,
+    llama_ends,
+    tied_head,
+    under,
+    weights,
+)
+from ._windows import all_but_last_of
 
 BASE_PREFIX = "model."
 # The layers that predict further tokens.
@@ -27,21 +37,24 @@ _FIELDS = {
     "taps": ("linear_conv_kernel_dim", 4),
     "context": ("max_position_embeddings", 32768),
 }
-_ROUTED = _FIELDS | {
-    "hidden": ("moe_intermediate_size", 512),
+_EXPERTS = {
     "shared_hidden": ("shared_expert_intermediate_size", 512),
     "experts": ("num_experts", 256),
     "chosen": ("num_experts_per_tok", 8),
     "router_loss_weight": ("router_aux_loss_coef", 0.001),
 }
+_OF_EXPERTS = [name for name, _ in _EXPERTS.values()]
+_ROUTED = _FIELDS | {"hidden": ("moe_intermediate_size", 512)} | _EXPERTS
 # Settings of the training loss, of the layers that predict further tokens, and of the precision of
 # the states, which is float32 here, too.
 _IGNORED = "output_router_logits mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype"
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
-    routed = settings.get("model_type") == KINDS[1]
-    fields = _ROUTED if routed else _FIELDS
+def read(settings: Settings) -> Fields:
+    # The sizes of a network and of experts stand in files of either kind.
+    fields, ignored = _FIELDS, [*_IGNORED.split(), *_OF_EXPERTS]
+    if settings.get("model_type") == KINDS[1]:
+        fields, ignored = _ROUTED, [*_IGNORED.split(), "intermediate_size"]
     defaults = {
         **defaults_of(fields),
         _PART: None,
@@ -58,9 +71,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "norm_topk_prob": (True,),
         "mlp_only_layers": ([], None),
     }
-    # The sizes of a network and of experts stand in files of either kind.
-    ignored = (*_IGNORED.split(), *(["intermediate_size"] if routed else _unused()))
-    c = read_settings(settings, defaults, only, ignored)
+    c = read_settings(settings, defaults, only, tuple(ignored))
     rope = rope_of(c)
     part = rope.pop(_PART, None) or c[_PART] or 0.25
     size = c["head_dim"] or c["hidden_size"] // max(c["num_attention_heads"], 1)
@@ -69,18 +80,11 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return read_fields(c, fields) | scaled | linear
 
 
-def _unused() -> list[str]:
-    """The settings of experts, of which a model without them has none."""
-    return [x[0] for name, x in _ROUTED.items() if name not in _FIELDS and name != "hidden"]
-
-
-def _linear(c: dict[str, Any]) -> tuple[bool, ...]:
+def _linear(c: Settings) -> tuple[bool, ...]:
     """Reads which layers have Gated DeltaNet."""
-    every = c["full_attention_interval"]
     kinds = c["layer_types"]
     if kinds is None:
-        numbers = range(1, c["num_hidden_layers"] + 1)
-        kinds = [_LINEAR if number % every else _FULL for number in numbers]
+        return all_but_last_of(c["full_attention_interval"], c["num_hidden_layers"])
     if odd := {*kinds} - {_LINEAR, _FULL}:
         raise ValueError(
             f"`layer_types` has {sorted(odd)}, but only {[_LINEAR, _FULL]} are implemented."
@@ -88,12 +92,15 @@ def _linear(c: dict[str, Any]) -> tuple[bool, ...]:
     return tuple(kind == _LINEAR for kind in kinds)
 
 
-def write(config: Qwen3_5Config) -> dict[str, Any]:
-    c, routed = config, config.experts is not None
-    settings = write_fields(c, _ROUTED if routed else _FIELDS)
+def write(config: Qwen3_5Config) -> Settings:
+    c = config
+    if c.experts is None:
+        settings = write_fields(c, _FIELDS) | {"model_type": KINDS[0]}
+        settings |= {"architectures": ["Qwen3_5ForCausalLM"]}
+    else:
+        settings = write_fields(c, _ROUTED) | {"model_type": KINDS[1]}
+        settings |= {"architectures": ["Qwen3_5MoeForCausalLM"]}
     del settings["rope_theta"]  # it is among `rope_parameters`
-    name = "Qwen3_5MoeForCausalLM" if routed else "Qwen3_5ForCausalLM"
-    settings |= {"architectures": [name], "model_type": KINDS[routed]}
     settings |= {"hidden_act": "silu", "head_dim": c.head_dim}
     settings |= {"layer_types": [_LINEAR if linear else _FULL for linear in c.linear]}
     rope = write_rope(c.rope_scaling, c.context).get("rope_scaling", {"rope_type": "default"})
@@ -103,33 +110,28 @@ def write(config: Qwen3_5Config) -> dict[str, Any]:
 
 def tensors(config: Qwen3_5Config) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
-    found = llama_ends(config)
-    for leaf, kind in (("linear/", True), ("attention/", False)):
-        numbers = [str(layer) for layer, linear in enumerate(config.linear) if linear == kind]
-        if numbers:
-            layer = f"model.layers.{{layer:{','.join(numbers)}}}."
-            mixer = _delta_net(config, layer) if kind else _attention(layer)
-            table = mixer | _rest(config, layer)
-            found |= {leaf + name: tensor for name, tensor in table.items()}
-    return found
+    kinds = ["linear" if linear else "attention" for linear in config.linear]
+    table = llama_ends(config)
+    if "linear" in kinds:
+        layer = layers_with("linear", kinds)
+        table |= under("linear/", _delta_net(config, layer) | _rest(config, layer))
+    if "attention" in kinds:
+        layer = layers_with("attention", kinds)
+        table |= under("attention/", _attention(layer) | _rest(config, layer))
+    return table
 
 
 def _rest(c: Qwen3_5Config, layer: str) -> dict[str, Tensor]:
     """The norms of a layer, and its network or experts."""
-    parts = ("gate", "up", "down")
-    found = {
-        "mixer_norm": Tensor(layer + "input_layernorm.weight", VECTOR),
-        "mlp_norm": Tensor(layer + "post_attention_layernorm.weight", VECTOR),
-    }
-    mlp = layer + "mlp."
+    parts = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    norms = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    table, mlp = weights(layer, norms, VECTOR), layer + "mlp."
     if c.experts is None:
-        return found | {x: Tensor(f"{mlp}{x}_proj.weight", TURNED) for x in parts}
-    found["router"] = Tensor(mlp + "gate.weight", TURNED)
-    found["shared_router"] = Tensor(mlp + "shared_expert_gate.weight", "1 width -> width")
-    for x in parts:
-        found[x] = Tensor(f"{mlp}experts.{{expert}}.{x}_proj.weight", TURNED)
-        found[f"shared_{x}"] = Tensor(f"{mlp}shared_expert.{x}_proj.weight", TURNED)
-    return found
+        return table | weights(mlp, parts, TURNED)
+    table["router"] = Tensor(mlp + "gate.weight", TURNED)
+    table["shared_router"] = Tensor(mlp + "shared_expert_gate.weight", "1 width -> width")
+    table |= weights(mlp + "experts.{expert}.", parts, TURNED)
+    return table | under("shared_", weights(mlp + "shared_expert.", parts, TURNED))
 
 
 def _attention(layer: str) -> dict[str, Tensor]:

@@ -1,9 +1,7 @@
 """The settings and tensors of SigLIP in Hugging Face's format."""
 
-from typing import Any
-
 from ...models.siglip import SiglipConfig, SiglipImageConfig, SiglipTextConfig
-from .._settings import REQUIRED, read_settings, write_fields
+from .._settings import REQUIRED, FieldNames, Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import read_architecture
 from ._pairs import (
@@ -20,7 +18,7 @@ from ._tables import attention, dense, linear, norm, patches
 
 __all__ = ["BUFFERS", "example_inputs", "read", "tensors", "write"]
 
-_BOTH: dict[str, Any] = {
+_BOTH: FieldNames = {
     "width": ("hidden_size", 768),
     "layers": ("num_hidden_layers", 12),
     "heads": ("num_attention_heads", 12),
@@ -43,7 +41,7 @@ _TEXT = {
 }
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     c = read_settings(
         settings,
         {"text_config": REQUIRED, "vision_config": REQUIRED},
@@ -60,7 +58,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(config: SiglipConfig) -> dict[str, Any]:
+def write(config: SiglipConfig) -> Settings:
     image, text = write_fields(config.image, _IMAGE), write_fields(config.text, _TEXT)
     text |= {"projection_size": config.text.outputs or config.text.width}
     return {

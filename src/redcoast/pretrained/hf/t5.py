@@ -2,10 +2,17 @@
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any
 
 from ...models.t5 import T5Config
-from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
+from .._settings import (
+    Fields,
+    Settings,
+    defaults_of,
+    read_fields,
+    read_settings,
+    rename,
+    write_fields,
+)
 from .._tensors import Tensor
 from ._tables import EMBED, VECTOR, attention
 
@@ -42,13 +49,16 @@ _OTHER_NAMES = {
 _IGNORED = ("classifier_dropout", "n_positions", "output_past")
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     settings = rename(settings, _OTHER_NAMES)
     mt5 = settings.get("model_type") == "mt5"
     proj = settings.get("feed_forward_proj", "gated-gelu" if mt5 else "relu")
+    activation = proj.removeprefix("gated-")
+    if proj == "gated-gelu":
+        activation = "gelu_new"
     defaults = {
         **defaults_of(_FIELDS),
-        "dense_act_fn": "gelu_new" if proj == "gated-gelu" else proj.removeprefix("gated-"),
+        "dense_act_fn": activation,
         "is_gated_act": proj.startswith("gated-"),
         "eos_token_id": 1,
         "tie_word_embeddings": None,
@@ -60,15 +70,15 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "is_decoder": (False,),
     }
     c = read_settings(settings, defaults, only, ("feed_forward_proj", *_IGNORED))
-    start, decoder_layers = c["decoder_start_token_id"], c["num_decoder_layers"]
-    return read_fields(c, _FIELDS) | {
-        "decoder_layers": c["num_layers"] if decoder_layers is None else decoder_layers,
-        "tied": not mt5 and _is_scaled(c),
-        "decoder_start": (c["pad_token_id"] or 0) if start is None else start,
-    }
+    fields = read_fields(c, _FIELDS) | {"tied": not mt5 and _is_scaled(c)}
+    if fields["decoder_layers"] is None:
+        fields["decoder_layers"] = c["num_layers"]
+    if fields["decoder_start"] is None:
+        fields["decoder_start"] = c["pad_token_id"] or 0
+    return fields
 
 
-def _is_scaled(c: dict[str, Any]) -> bool:
+def _is_scaled(c: Settings) -> bool:
     # Version 4 of `transformers` scales tied heads. Version 5 saves every head as tied, and saves
     # in a separate setting whether it is scaled. The head of mT5 is never scaled.
     if c["scale_decoder_outputs"] is None:
@@ -86,7 +96,7 @@ def settle(config: T5Config, names: Collection[str]) -> T5Config:
     return dataclasses.replace(config, tied=True, scale_head=False)
 
 
-def write(config: T5Config) -> dict[str, Any]:
+def write(config: T5Config) -> Settings:
     c = config
     name = {"t5": "T5", "mt5": "MT5"}[c.kind]
     if c.scaled and c.kind == "mt5":

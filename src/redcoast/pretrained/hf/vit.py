@@ -1,11 +1,10 @@
 """The settings and tensors of ViT in Hugging Face's format."""
 
 import dataclasses
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from ...models.vit import ViTConfig
-from .._settings import defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import image_inputs, read_architecture, read_labels, write_labels
 from ._tables import BERT_FIELDS, all_names, attention, dense, linear, norm, patches
@@ -25,7 +24,7 @@ VIT_ATTENTION = {
 _HEADS = {"ViTModel": None, "ViTForImageClassification": "classification"}
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     defaults = defaults_of(_FIELDS) | {"image_size": 224, "patch_size": 16}
     only = {
         "model_type": ("vit",),
@@ -40,23 +39,29 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     """
     c = read_settings(settings, defaults, only, tuple(ignored.split()))
     head = read_architecture(settings, _HEADS, "ViTModel")
-    fields = read_fields(c, _FIELDS)
-    fields |= read_labels(settings) if head else {}
-    size = None if c["pooler_output_size"] == c["hidden_size"] else c["pooler_output_size"]
+    fields = read_fields(c, _FIELDS) | {"head": head, "pooler": head is None}
     fields |= {"image": _pair(c["image_size"]), "patch": _pair(c["patch_size"])}
-    return fields | {"head": head, "pooler": head is None, "pooler_size": size}
+    if head:
+        fields |= read_labels(settings)
+    if c["pooler_output_size"] == c["hidden_size"]:
+        fields["pooler_size"] = None
+    return fields
 
 
-def _pair(size: Any) -> tuple[int, int]:
-    height, width = (size, size) if isinstance(size, int) else size
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    height, width = size
     return height, width
 
 
 def _size(pair: tuple[int, int]) -> int | list[int]:
-    return pair[0] if pair[0] == pair[1] else list(pair)
+    if pair[0] == pair[1]:
+        return pair[0]
+    return list(pair)
 
 
-def write(config: ViTConfig) -> dict[str, Any]:
+def write(config: ViTConfig) -> Settings:
     c = config
     name = next(name for name, head in _HEADS.items() if head == c.head)
     settings = write_fields(c, _FIELDS)
@@ -93,7 +98,9 @@ def tensors(config: ViTConfig) -> dict[str, Tensor]:
     }
     if config.head:
         return found | linear("head", "classifier")
-    return found | (linear("pooler", "pooler.dense") if config.pooler else {})
+    if config.pooler:
+        return found | linear("pooler", "pooler.dense")
+    return found
 
 
 # The modules of `transformers` 5, whose files keep the names of earlier versions.

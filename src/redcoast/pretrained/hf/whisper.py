@@ -1,12 +1,18 @@
 """The settings and tensors of Whisper in Hugging Face's format."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from ...models.whisper import WhisperConfig
-from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
+from .._settings import (
+    Fields,
+    Settings,
+    defaults_of,
+    read_fields,
+    read_settings,
+    rename,
+    write_fields,
+)
 from .._tensors import Tensor
 from ._labels import read_architecture
 from ._stacks import OTHER_STACK_NAMES, STACK_FIELDS, only_stacks, stack_tensors, write_stacks
@@ -29,10 +35,10 @@ _IGNORED = """
     mask_time_prob mask_time_length mask_time_min_masks mask_feature_prob mask_feature_length
     mask_feature_min_masks scale_embedding
 """
-_MODELS: dict[str, Any] = {"WhisperForConditionalGeneration": None, "WhisperModel": None}
+_MODELS: dict[str, None] = {"WhisperForConditionalGeneration": None, "WhisperModel": None}
 
 
-def read(settings: dict[str, Any]) -> dict[str, Any]:
+def read(settings: Settings) -> Fields:
     settings = rename(settings, OTHER_STACK_NAMES)
     defaults = defaults_of(_FIELDS) | {"max_source_positions": 1500, "eos_token_id": 50256}
     only = {
@@ -45,7 +51,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return read_fields(c, _FIELDS) | {"frames": 2 * c["max_source_positions"]}
 
 
-def write(config: WhisperConfig) -> dict[str, Any]:
+def write(config: WhisperConfig) -> Settings:
     return {
         **write_fields(config, _FIELDS),
         **write_stacks(config),
@@ -79,7 +85,7 @@ def duplicates(config: WhisperConfig) -> dict[str, str]:
     return {"proj_out.weight": "model.decoder.embed_tokens.weight"}
 
 
-def example_inputs(config: WhisperConfig, rows: int) -> tuple[Any, ...]:
+def example_inputs(config: WhisperConfig, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns abstract inputs for planning."""
     features = jax.ShapeDtypeStruct((rows, config.mels, config.frames), jnp.float32)
     return features, jax.ShapeDtypeStruct((rows, min(128, config.positions)), jnp.int32)

@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...core._packages import require_package
 from ...core._read_json import read_json
 from .._files import file_inside
+from .._settings import Settings
 from ._read_bounded import read_bounded
 
 SECONDS = 5.0  # the limit for a rendering
@@ -31,7 +32,7 @@ _SPECIAL = "special_tokens_map.json"
 _WORKER = Path(__file__).with_name("_template_worker.py")
 
 
-def read_template(directory: Path) -> tuple[str | None, dict[str, Any]]:
+def read_template(directory: Path) -> tuple[str | None, Settings]:
     """Returns the chat template in a directory, if there is one, and the tokenizer's settings.
 
     **Raises:**
@@ -51,13 +52,13 @@ def read_template(directory: Path) -> tuple[str | None, dict[str, Any]]:
     return named_template(settings.get("chat_template"), directory), settings
 
 
-def _settings(directory: Path, name: str) -> dict[str, Any]:
+def _settings(directory: Path, name: str) -> Settings:
     if (directory / name).exists():
         return read_json(file_inside(directory, name))
     return {}
 
 
-def named_template(template: Any, path: Path) -> str | None:
+def named_template(template: object, path: Path) -> str | None:
     """Returns the template in the settings, or the one named `default` if there are several."""
     if isinstance(template, list):
         is_named = lambda x: isinstance(x, dict) and isinstance(x.get("name"), str)
@@ -72,7 +73,7 @@ def named_template(template: Any, path: Path) -> str | None:
     return template
 
 
-def special_tokens(settings: Mapping[str, Any], path: Path) -> dict[str, str]:
+def special_tokens(settings: Settings, path: Path) -> dict[str, str]:
     """The texts of the special tokens in a tokenizer's settings, by name."""
     special = {"bos_token": "", "eos_token": ""}
     for name, token in settings.items():
@@ -88,7 +89,7 @@ def special_tokens(settings: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def renderer(
-    template: str, settings: Mapping[str, Any], path: Path = Path("The model")
+    template: str, settings: Settings, path: Path = Path("The model")
 ) -> Callable[..., str]:
     """Returns a template as a function from messages to text, with variables by name.
 
@@ -127,7 +128,7 @@ class TemplateProcess:
         with self.lock:
             self._start()
 
-    def render(self, variables: Mapping[str, Any]) -> str:
+    def render(self, variables: Settings) -> str:
         with self.lock:
             if self.process is None or self.process.poll() is not None:
                 self._start()
@@ -144,7 +145,7 @@ class TemplateProcess:
         self.end = weakref.finalize(self, _end, process)
         self._ask({"template": self.template}, STARTING)
 
-    def _ask(self, variables: Mapping[str, Any], seconds: int | float) -> str:
+    def _ask(self, variables: Settings, seconds: int | float) -> str:
         """Sends a message, and returns the text of the answer."""
         process = self.process
         assert process is not None

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import check_integer
@@ -15,7 +15,7 @@ from ..core._frames import hide_frames
 from ..core._pytree import show_path
 from ..models._attention import wide
 from ..models._basic import normal
-from ..models._einsum import LowRank
+from ..models._einsum import LowRank, merged
 from ._targets import find_adapted, find_matrices, is_adapted
 
 
@@ -64,21 +64,24 @@ def add_adapters(
     """
     check_integer("rank", rank)
     matrices = find_matrices(model)
-    chosen = sorted(_match([targets] if isinstance(targets, str) else targets, matrices))
+    if isinstance(targets, str):
+        targets = [targets]
+    chosen = sorted(_match(targets, matrices))
     if adapted := [path for path in chosen if path in find_adapted(model)]:
         raise ValueError(
             f"{', '.join(adapted)} has an adapter already. Merge it (`lora.merge`) before adding "
             "another, or match other weights."
         )
     keys = dict(zip(chosen, jax.random.split(key, len(chosen)), strict=True))
-    scale = 1.0 if alpha is None else float(alpha / rank)
+    scale = float(alpha / rank) if alpha is not None else 1.0
 
-    def adapt(path: Any, leaf: Any) -> Any:
+    def adapt(path: KeyPath, leaf: PyTree) -> PyTree:
         name = show_path(path)
         if name not in keys:
             return leaf
         matrix, dtype = matrices[name], wide(leaf.dtype)
         stack, inputs, outputs = matrix.sides(leaf.shape)
+        # The product of both factors is zero, so that training begins with the model itself.
         a = normal(keys[name], (*stack, *inputs, rank), fan_in=prod(inputs)).astype(dtype)
         b = jnp.zeros((*stack, rank, *outputs), dtype)
         return LowRank(leaf, a, b, scale, matrix.outputs_first)
@@ -125,8 +128,14 @@ def trainable(model: PyTree) -> PyTree:
     if not find_adapted(model):
         raise ValueError("The model has no adapters. Add them first, with `lora.add_adapters`.")
     nothing = jax.tree.map(lambda _: False, model)
-    pairs = lambda tree: [x for node in find_adapted(tree).values() for x in (node.a, node.b)]
-    return eqx.tree_at(pairs, nothing, replace_fn=lambda _: True)
+    return eqx.tree_at(_factors, nothing, replace_fn=lambda _: True)
+
+
+def _factors(model: PyTree) -> list[PyTree]:
+    factors = []
+    for node in find_adapted(model).values():
+        factors += [node.a, node.b]
+    return factors
 
 
 @hide_frames
@@ -175,27 +184,28 @@ def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
         model = lora.with_adapters(model, loaded)
         ```
     """
-    new = find_adapted(adapters)
-    weights = {
-        show_path(path): leaf.weight if is_adapted(leaf) else leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_adapted)
-    }
-    shapes = {path: getattr(weights.get(path), "shape", None) for path in new}
-    odd = {
-        path: "there is no such weight" if shape is None else f"it is {shape}"
-        for path, shape in shapes.items()
-        if shape is None or _weight_shape(new[path], len(shape)) != shape
-    }
-    if odd or not new:
-        listed = "; ".join(f"{path} ({why})" for path, why in odd.items())
-        raise ValueError(f"The adapters do not match the model: {listed or 'there are none'}.")
+    new, problems = find_adapted(adapters), []
+    shapes = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_adapted):
+        shapes[show_path(path)] = getattr(leaf, "shape", None)
+    for path, node in new.items():
+        shape = shapes.get(path)
+        if shape is None:
+            problems.append(f"{path} (there is no such weight)")
+        elif _weight_shape(node, len(shape)) != shape:
+            problems.append(f"{path} (it is {shape})")
+    if problems or not new:
+        listed = "; ".join(problems) or "there are none"
+        raise ValueError(f"The adapters do not match the model: {listed}.")
 
-    def put(path: Any, leaf: Any) -> Any:
-        node, weight = new.get(show_path(path)), leaf.weight if is_adapted(leaf) else leaf
+    def put(path: KeyPath, leaf: PyTree) -> PyTree:
+        saved_with = ()
+        if isinstance(leaf, LowRank):
+            leaf, saved_with = leaf.weight, leaf.saved_with
+        node = new.get(show_path(path))
         if node is None:
-            return weight
-        saved_with = leaf.saved_with if is_adapted(leaf) else ()
-        return LowRank(weight, node.a, node.b, node.scale, node.outputs_first, saved_with)
+            return leaf
+        return LowRank(leaf, node.a, node.b, node.scale, node.outputs_first, saved_with)
 
     return jax.tree_util.tree_map_with_path(put, model, is_leaf=is_adapted)
 
@@ -205,9 +215,11 @@ def _weight_shape(node: LowRank, ndim: int) -> tuple[int, ...]:
     stacked = node.a.ndim + node.b.ndim - ndim - 2
     if stacked < 0:
         return ()
+    stack = node.a.shape[:stacked]
     inputs, outputs = node.a.shape[stacked:-1], node.b.shape[stacked + 1 :]
-    sides = (*outputs, *inputs) if node.outputs_first else (*inputs, *outputs)
-    return (*node.a.shape[:stacked], *sides)
+    if node.outputs_first:
+        return (*stack, *outputs, *inputs)
+    return (*stack, *inputs, *outputs)
 
 
 def merge(model: PyTree) -> PyTree:
@@ -222,7 +234,7 @@ def merge(model: PyTree) -> PyTree:
     The model with plain arrays, of the same shapes and dtypes as before adapters were added. Its
     results are the same up to rounding.
     """
-    return jax.tree.map(lambda x: x.merged() if is_adapted(x) else x, model, is_leaf=is_adapted)
+    return jax.tree.map(merged, model, is_leaf=is_adapted)
 
 
 def without_adapters(model: PyTree) -> PyTree:

@@ -2,14 +2,14 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..core._read_json import read_json
 from ..pretrained._files import file_inside
 from ..pretrained._neutral import is_neutral
+from ..pretrained._settings import Implemented, Settings
 from ._peft_names import CONFIG, is_in
 
 # Settings that do not matter for loading: provenance, initialisation and training.
@@ -30,8 +30,13 @@ _READ = frozenset(
 # Settings of PEFT that change results.
 _MEANT = frozenset(("alora_invocation_tokens", "trainable_token_indices"))
 MOST_REPEATED = 3
-# All other initialisations also change the adapted weights.
-_INITIAL = (True, False, "gaussian", "eva", "orthogonal")
+# Settings of which only some values are implemented, the default value first. All other
+# initialisations also change the adapted weights.
+_IMPLEMENTED: Implemented = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+}
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,10 @@ class PeftConfig:
         return not self.by_pattern and any(self._expects(module, used) for module in modules)
 
     def _expects(self, module: str, used: bool) -> bool:
-        ends = lambda names: any(f".{module}".endswith(f".{name}") for name in names)
-        chosen = ends(self.targets) if self.targets else used
-        if not chosen or ends(self.excluded) or is_in(f"{module}.weight", self.saved):
+        chosen = _ends_with(module, self.targets) if self.targets else used
+        if not chosen or _ends_with(module, self.excluded):
+            return False
+        if is_in(f"{module}.weight", self.saved):
             return False
         if self.layers is None:
             return True
@@ -78,9 +84,20 @@ class PeftConfig:
 
     def scale(self, modules: Sequence[str], rank: int) -> float:
         """Returns the scale of the adapter of a module, which may have several names."""
-        matching = (p for p in self.alphas for m in modules if re.match(rf"(.*\.)?({p})$", m))
-        alpha = self.alphas.get(next(matching, ""), self.alpha)
-        return float(alpha / (math.sqrt(rank) if self.by_root else rank))
+        if self.by_root:
+            return float(self._alpha(modules) / math.sqrt(rank))
+        return float(self._alpha(modules) / rank)
+
+    def _alpha(self, modules: Sequence[str]) -> int | float:
+        for pattern, alpha in self.alphas.items():
+            if any(re.match(rf"(.*\.)?({pattern})$", module) for module in modules):
+                return alpha
+        return self.alpha
+
+
+def _ends_with(module: str, names: Sequence[str]) -> bool:
+    """Whether a module's name ends with one of these, whole words each."""
+    return f".{module}".endswith(tuple(f".{name}" for name in names))
 
 
 def read_adapter_config(path: Path) -> PeftConfig:
@@ -91,28 +108,29 @@ def read_adapter_config(path: Path) -> PeftConfig:
     `ValueError` that names every setting that is not implemented.
     """
     if not (path / CONFIG).is_file():
-        kind = ValueError if path.exists() else FileNotFoundError
-        raise kind(
+        message = (
             f"There are no adapters at {path}: it has no {CONFIG}. Pass a directory that was "
             "written by PEFT or `lora.save_adapters`."
         )
+        if path.exists():
+            raise ValueError(message)
+        raise FileNotFoundError(message)
     settings = read_json(file_inside(path, CONFIG))
-    odd = {
-        name: value
-        for name, value in settings.items()
+    odd = []
+    for name, value in settings.items():
         # Unknown settings are assumed to be disabled if they are null, false or empty.
-        if name not in _READ | _HARMLESS
-        and value
-        and (name in _MEANT or not is_neutral(name, value))
-    }
-    odd |= _other(settings, "peft_type", ("LORA",))
-    odd |= _other(settings, "bias", ("none",))
-    odd |= _other(settings, "init_lora_weights", _INITIAL)
+        if not value or name in _READ or name in _HARMLESS:
+            continue
+        if name in _MEANT or not is_neutral(name, value):
+            odd.append(f"`{name}` is {value!r}")
+    for name, implemented in _IMPLEMENTED.items():
+        value = settings.get(name, implemented[0])
+        if value not in implemented:
+            odd.append(f"`{name}` is {value!r}")
     if odd:
-        listed = ", ".join(f"`{name}` is {value!r}" for name, value in odd.items())
         raise ValueError(
-            f"The adapters in {path} have settings that are not implemented: {listed}. Merge them "
-            "with PEFT (`merge_and_unload`), and load the merged model."
+            f"The adapters in {path} have settings that are not implemented: {', '.join(odd)}. "
+            "Merge them with PEFT (`merge_and_unload`), and load the merged model."
         )
     alphas = settings.get("alpha_pattern") or {}
     _check_alphas(path, settings.get("lora_alpha", 8), alphas)
@@ -131,36 +149,33 @@ def read_adapter_config(path: Path) -> PeftConfig:
     )
 
 
-def _chosen(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+def _chosen(settings: Settings, path: Path) -> Settings:
     """Reads which modules have adapters."""
-    layers = settings.get("layers_to_transform")
-    values = {
-        "target_modules": settings.get("target_modules") or [],
-        "exclude_modules": settings.get("exclude_modules") or [],
-        "layers_to_transform": [layers] if isinstance(layers, int) else layers or [],
-    }
-    patterns = [name for name, value in values.items() if isinstance(value, str)]
-    for name, value in values.items():
-        kind, what = (int, "numbers") if name == "layers_to_transform" else (str, "names")
-        if name not in patterns and not _is_list(value, kind):
-            raise ValueError(
-                f"`{name}` in {path / CONFIG} is {value!r}. It must be a list of {what}."
-            )
+    targets = settings.get("target_modules") or []
+    excluded = settings.get("exclude_modules") or []
+    layers = settings.get("layers_to_transform") or []
+    if isinstance(settings.get("layers_to_transform"), int):
+        layers = [settings["layers_to_transform"]]
+    _check_list(path, "target_modules", targets, str, "names")
+    _check_list(path, "exclude_modules", excluded, str, "names")
+    _check_list(path, "layers_to_transform", layers, int, "numbers")
+    by_pattern = any(isinstance(value, str) for value in (targets, excluded, layers))
     # A pattern of layers is a part of a regular expression, too.
-    by_pattern = bool(
-        patterns or (values["layers_to_transform"] and settings.get("layers_pattern"))
-    )
-    if by_pattern:
+    if by_pattern or (layers and settings.get("layers_pattern")):
         return {"by_pattern": True}
-    targets, excluded, layers = map(tuple, values.values())
+    targets, excluded, layers = tuple(targets), tuple(excluded), tuple(layers)
     return {"targets": targets, "excluded": excluded, "layers": layers or None}
 
 
-def _is_list(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(type(x) is kind for x in value)
+def _check_list(path: Path, name: str, value: object, kind: type, what: str) -> None:
+    """Raises if a setting is neither a list nor a regular expression."""
+    if isinstance(value, str):
+        return
+    if not isinstance(value, list) or any(type(x) is not kind for x in value):
+        raise ValueError(f"`{name}` in {path / CONFIG} is {value!r}. It must be a list of {what}.")
 
 
-def _check_alphas(path: Path, alpha: Any, alphas: Any) -> None:
+def _check_alphas(path: Path, alpha: object, alphas: Mapping[str, object]) -> None:
     numbers = [alpha, *alphas.values()] if isinstance(alphas, dict) else [None]
     if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
         raise ValueError(
@@ -181,8 +196,3 @@ def _check_alphas(path: Path, alpha: Any, alphas: Any) -> None:
                 f"`alpha_pattern` in {path / CONFIG} has {pattern!r}, which is not a regular "
                 "expression."
             ) from error
-
-
-def _other(settings: dict[str, Any], name: str, known: tuple[Any, ...]) -> dict[str, Any]:
-    value = settings.get(name, known[0])
-    return {} if value in known else {name: value}

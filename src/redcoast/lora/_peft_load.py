@@ -1,6 +1,5 @@
 """Loading adapters in PEFT's format."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from ..core._frames import hide_frames
 from ..core._pytree import show_path
@@ -17,16 +17,26 @@ from ..pretrained._files import file_inside
 from ..pretrained._lazy_tensor import Stored
 from ..pretrained._registry import family_of, hf_names
 from ..pretrained._safetensors import read_safetensors
-from ..pretrained._slices import locate
 from ..pretrained._tensors import Tensor, tensor_name, tensor_names, tensor_shape
 from ._peft_config import PeftConfig, read_adapter_config
-from ._peft_names import PREFIX, TENSORS, factors_of, is_in, is_saved, live_table, module_of
+from ._peft_names import (
+    PREFIX,
+    TENSORS,
+    factors_of,
+    is_in,
+    is_saved,
+    live_table,
+    module_of,
+    renamed,
+)
 from ._peft_tied import tied_heads, with_own_head
-from ._read_whole import read_whole
+from ._read_whole import read_at, read_whole
 from ._targets import find_adapted, matrix_of
 
 Index = tuple[int, ...]
 Ranks = dict[Index, int]
+Leaf = Any  # an array, which may be abstract
+_PROBLEMS = ("missing", "unexpected", "misshapen")
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ class Slot:
     """
 
     path: str
-    weight: Any
+    weight: Leaf
     tensors: tuple[Tensor, Tensor]
     filed: Tensor
     sides: tuple[tuple[int, ...], ...]
@@ -57,48 +67,52 @@ class Slot:
 
     def find(self, stored: Mapping[str, Stored]) -> Ranks:
         """Returns the ranks of the stored adapters, by their index in the stack."""
-        # One of the two is enough, so that `_check` lists the other as missing. A rank of 0 is
-        # invalid, so that it lists the tensor as misshapen.
-        found = {i: stored[b].shape[::-1] for i, (_, b) in self.names.items() if b in stored}
-        found |= {i: stored[a].shape for i, (a, _) in self.names.items() if a in stored}
-        return {i: shape[0] if shape else 0 for i, shape in found.items()}
+        ranks = {}
+        for index, (a, b) in self.names.items():
+            # One of the two is enough, so that `_check` lists the other as missing. A rank of 0 is
+            # invalid, so that it lists the tensor as misshapen.
+            if a in stored:
+                ranks[index] = next(iter(stored[a].shape), 0)
+            elif b in stored:
+                ranks[index] = next(reversed(stored[b].shape), 0)
+        return ranks
 
     def modules(self, index: Index) -> tuple[str, str]:
         """Returns the names of the module of a weight in the stack, in memory and in files."""
         live = tensor_name(self.tensors[0], index).removeprefix(PREFIX)
         return live.removesuffix(".lora_A.weight"), module_of(tensor_name(self.filed, index))
 
-    def read(self, ranks: Ranks, stored: Mapping[str, Stored], config: PeftConfig) -> Any:
+    def read(
+        self, ranks: Ranks, stored: Mapping[str, Stored], config: PeftConfig
+    ) -> LowRank | None:
         """Reads the adapters of the weight; returns None if there are none."""
         if not ranks:
             return None
-        names = self.names
-        scales = {i: config.scale(self.modules(i), rank) for i, rank in ranks.items()}
-        scale = next(iter(scales.values())) if len({*scales.values()}) == 1 else 1.0
+        scales = {index: config.scale(self.modules(index), rank) for index, rank in ranks.items()}
+        scale = 1.0  # if they differ, in which case they are factors of `b`
+        if len({*scales.values()}) == 1:
+            scale = next(iter(scales.values()))
+            scales = dict.fromkeys(scales, 1.0)
         # Matrices in a stack with a smaller rank, or without an adapter, are padded with zeros in
         # both factors. These stay zero in training, because the gradient of each is a product with
         # the other.
-        dtype = stored[names[next(iter(ranks))][0]].dtype
+        name_of_a, _ = self.names[next(iter(ranks))]
+        dtype = stored[name_of_a].dtype
         a, b = (np.zeros(shape, dtype) for shape in self.shapes(max(ranks.values())))
         for index, rank in ranks.items():
-            one_a, one_b = (self._read(k, index, rank, stored) for k in (0, 1))
-            factor = 1.0 if scales[index] == scale else scales[index]
-            a[index][..., :rank] = one_a
-            b[index][:rank] = one_b * np.asarray(factor, one_b.dtype)
+            a[index][..., :rank] = self._read(0, index, rank, stored)
+            part = self._read(1, index, rank, stored)
+            b[index][:rank] = part * np.asarray(scales[index], part.dtype)
         return LowRank(self.weight, jnp.asarray(a), jnp.asarray(b), scale)
 
     def _read(
         self, factor: int, index: Index, rank: int, stored: Mapping[str, Stored]
     ) -> np.ndarray:
-        shape = self.shapes(rank)[factor]
-        box = (*(slice(i, i + 1) for i in index), *(slice(n) for n in shape[len(index) :]))
-        window = locate(self.tensors[factor], shape, box)
-        part = window.place(stored[window.names[0]].take(window.slices)[None])
-        return part.reshape(shape[len(index) :])
+        return read_at(self.tensors[factor], self.shapes(rank)[factor], index, stored)
 
 
 @hide_frames
-def load_adapters(model: Any, path: str | Path) -> Any:
+def load_adapters(model: PyTree, path: str | Path) -> PyTree:
     """Loads adapters that were saved by `peft` or by [`redcoast.lora.save_adapters`][].
 
     The adapter of a matrix that fuses Q, K and V is split into one adapter for each, with the same
@@ -139,62 +153,60 @@ def load_adapters(model: Any, path: str | Path) -> Any:
     _check_vocabulary(model, stored, path)
     model, stored = with_own_head(model, stored, config, path)
     slots = _slots(model)
-    found = {slot.path: slot.find(stored) for slot in slots}
+    ranks = {slot.path: slot.find(stored) for slot in slots}
     whole = _whole_tensors(model)
-    _check(slots, found, _shapes(model), stored, config, path)
-    new = {slot.path: slot.read(found[slot.path], stored, config) for slot in slots}
+    _check(slots, ranks, _shapes(model), stored, config, path)
+    new = {slot.path: slot.read(ranks[slot.path], stored, config) for slot in slots}
     replaced = _read_replaced(model, whole, stored)
     saved_with = _saved_with(model, replaced, whole, stored, config)
 
-    def put(where, leaf):
-        leaf = replaced.get(show_path(where), leaf)
-        node = new.get(show_path(where))
-        return (
-            leaf if node is None else LowRank(leaf, node.a, node.b, node.scale, False, saved_with)
-        )
+    def put(key_path, leaf):
+        name = show_path(key_path)
+        leaf, node = replaced.get(name, leaf), new.get(name)
+        if node is None:
+            return leaf
+        return LowRank(leaf, node.a, node.b, node.scale, False, saved_with)
 
     return jax.tree_util.tree_map_with_path(put, model)
 
 
-def _leaves(model: Any) -> dict[str, Any]:
-    return {show_path(where): x for where, x in jax.tree_util.tree_leaves_with_path(model)}
+def _leaves(model: PyTree) -> dict[str, Leaf]:
+    return {show_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(model)}
 
 
-def _whole_tensors(model: Any) -> dict[str, Tensor]:
+def _whole_tensors(model: PyTree) -> dict[str, Tensor]:
     """Returns the published tensors of the arrays of a model, with PEFT's prefix, by path."""
-    leaves = _leaves(model)
-    return {
-        path: Tensor(PREFIX + tensor.name, tensor.pattern, **dict(tensor.fixed))
-        for path, tensor in live_table(model).items()
-        if path in leaves
-    }
+    leaves, tensors = _leaves(model), {}
+    for path, tensor in live_table(model).items():
+        if path in leaves:
+            tensors[path] = renamed(tensor, PREFIX + tensor.name)
+    return tensors
 
 
-def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(model: PyTree) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the published tensors of a model, with PEFT's prefix, by name."""
-    leaves, whole = _leaves(model), _whole_tensors(model)
-    return {
-        name: tensor_shape(tensor, leaves[path].shape)
-        for path, tensor in whole.items()
-        for name in tensor_names(tensor, leaves[path].shape).values()
-    }
+    leaves, shapes = _leaves(model), {}
+    for path, tensor in _whole_tensors(model).items():
+        names = tensor_names(tensor, leaves[path].shape).values()
+        shapes |= dict.fromkeys(names, tensor_shape(tensor, leaves[path].shape))
+    return shapes
 
 
 def _read_replaced(
-    model: Any, whole: Mapping[str, Tensor], stored: Mapping[str, Stored]
-) -> dict[str, Any]:
+    model: PyTree, whole: Mapping[str, Tensor], stored: Mapping[str, Stored]
+) -> dict[str, Leaf]:
     """Reads the arrays for which the file contains entire tensors."""
-    leaves = _leaves(model)
-    return {
-        path: read_whole(tensor, leaves[path], stored)
-        for path, tensor in whole.items()
-        if not stored.keys().isdisjoint(tensor_names(tensor, leaves[path].shape).values())
-    }
+    leaves, arrays = _leaves(model), {}
+    for path, tensor in whole.items():
+        names = tensor_names(tensor, leaves[path].shape).values()
+        if not stored.keys().isdisjoint(names):
+            arrays[path] = read_whole(tensor, leaves[path], stored)
+    return arrays
 
 
 def _saved_with(
-    model: Any,
-    replaced: Mapping[str, Any],
+    model: PyTree,
+    replaced: Mapping[str, Leaf],
     whole: Mapping[str, Tensor],
     stored: Mapping[str, Stored],
     config: PeftConfig,
@@ -203,15 +215,15 @@ def _saved_with(
     leaves, names = _leaves(model), {}
     for path, array in replaced.items():
         tensors = tensor_names(whole[path], array.shape).values()
-        mine = [name.removeprefix(PREFIX) for name in tensors if name in stored]
-        named = [m for m in config.saved if any(is_saved(name, [m]) for name in mine)]
+        own = [name.removeprefix(PREFIX) for name in tensors if name in stored]
+        named = [m for m in config.saved if any(is_saved(name, [m]) for name in own)]
         if not named and not jnp.array_equal(array, leaves[path]):
-            named = [module_of(name) for name in mine]
+            named = map(module_of, own)
         names |= dict.fromkeys(named)
     return tuple(names)
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: PyTree) -> None:
     if family_of(model) is None:
         raise ValueError(
             "`load_adapters` loads adapters for models of `redcoast.models`, but got a "
@@ -224,7 +236,7 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _slots(model: Any) -> list[Slot]:
+def _slots(model: PyTree) -> list[Slot]:
     table, filed = live_table(model), hf_names(model.config).tensors(model.config)
     slots = []
     for path, leaf in _leaves(model).items():
@@ -234,7 +246,7 @@ def _slots(model: Any) -> list[Slot]:
     return slots
 
 
-def _stored(model: Any, path: Path) -> dict[str, Stored]:
+def _stored(model: PyTree, path: Path) -> dict[str, Stored]:
     if not (path / TENSORS).is_file():
         raise ValueError(
             f"{path} has no {TENSORS}. Adapters that are pickled (`adapter_model.bin`) are "
@@ -243,13 +255,13 @@ def _stored(model: Any, path: Path) -> dict[str, Stored]:
         )
     hf = hf_names(model.config)
     rename = getattr(hf, "module_name", str)  # PEFT used the names of files before transformers 5
-    read = read_safetensors(file_inside(path, TENSORS))
-    # The weight of an adapted embedding or head, as PEFT names it.
-    plain = {name: name.replace(".base_layer.", ".") for name in read}
-    stored = {rename(plain[name]): x for name, x in read.items()}
-    if len(stored) < len(read):
-        twice = Counter(map(rename, plain.values())).most_common(1)[0][0]
-        raise ValueError(f"{path / TENSORS} holds {twice} twice, under two names.")
+    stored = {}
+    for name, tensor in read_safetensors(file_inside(path, TENSORS)).items():
+        # PEFT names the weight of an adapted embedding or head `base_layer`.
+        name = rename(name.replace(".base_layer.", "."))
+        if name in stored:
+            raise ValueError(f"{path / TENSORS} holds {name} twice, under two names.")
+        stored[name] = tensor
     base = PREFIX + getattr(hf, "BASE_PREFIX", "")
     ends = tuple(f"{PREFIX}{module_of(name)}." for name in _outside_of_base(model))
     if any(name.startswith((base, *ends)) for name in stored):
@@ -258,14 +270,14 @@ def _stored(model: Any, path: Path) -> dict[str, Stored]:
     return {base + name.removeprefix(PREFIX): x for name, x in stored.items()}
 
 
-def _outside_of_base(model: Any) -> list[str]:
+def _outside_of_base(model: PyTree) -> list[str]:
     """Returns the names of tensors that the base model lacks, such as heads."""
     base = getattr(hf_names(model.config), "BASE_PREFIX", "")
     names = [*tied_heads(model), *(name.removeprefix(PREFIX) for name in _shapes(model))]
     return [name for name in names if not name.startswith(base)]
 
 
-def _check_vocabulary(model: Any, stored: Mapping[str, Stored], path: Path) -> None:
+def _check_vocabulary(model: PyTree, stored: Mapping[str, Stored], path: Path) -> None:
     """Raises if the tensors are from a model whose vocabulary was resized."""
     shapes = _shapes(model)
     shapes |= {PREFIX + head: shapes[PREFIX + embed] for head, embed in tied_heads(model).items()}
@@ -283,7 +295,7 @@ def _check_vocabulary(model: Any, stored: Mapping[str, Stored], path: Path) -> N
 
 def _check(
     slots: Sequence[Slot],
-    found: Mapping[str, Ranks],
+    all_ranks: Mapping[str, Ranks],
     whole: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, Stored],
     config: PeftConfig,
@@ -293,7 +305,7 @@ def _check(
     # A dictionary removes duplicates: the parts of a fused matrix share tensors.
     expected: dict[str, tuple[int, ...] | None] = {}
     for slot in slots:
-        ranks = found[slot.path]
+        ranks = all_ranks[slot.path]
         for index, names in slot.names.items():
             rank = ranks.get(index)
             if rank is None and config.expects(slot.modules(index), used=bool(ranks)):
@@ -301,24 +313,25 @@ def _check(
             elif rank is not None:
                 shapes = slot.shapes(rank or 1)
                 expected |= dict(zip(names, map(tensor_shape, slot.tensors, shapes), strict=True))
-    expected |= {
-        name: shape for name, shape in whole.items() if name in stored or is_in(name, config.saved)
-    }
-    missing = [name for name in expected if name not in stored]
-    misshapen = [
-        f"{name} ({stored[name].shape}, expected {right})"
-        for name, right in expected.items()
-        if right is not None and name in stored and stored[name].shape != right
-    ]
+    for name, shape in whole.items():
+        if name in stored or is_in(name, config.saved):
+            expected[name] = shape
+    missing, misshapen, problems = [], [], []
+    for name, shape in expected.items():
+        if name not in stored:
+            missing.append(name)
+        elif shape not in (None, stored[name].shape):
+            misshapen.append(f"{name} ({stored[name].shape}, expected {shape})")
     unexpected = [name for name in stored if name not in expected]
-    kinds = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
-    problems = [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
+    for kind, names in zip(_PROBLEMS, (missing, unexpected, misshapen), strict=True):
+        if names:
+            problems.append(f"{kind}: {', '.join(names)}")
     if any(".lora_embedding_" in name for name in unexpected):
         problems.append(
             "adapters of embeddings (`lora_embedding_A`) are not implemented: merge them with PEFT "
             "(`merge_and_unload`), and load the merged model"
         )
-    if problems or not any(found.values()):
+    if problems or not any(all_ranks.values()):
         raise ValueError(
             f"{path} does not hold adapters of this model. "
             f"{'; '.join(problems) or 'There are none'}."

@@ -1,7 +1,9 @@
 """The names and shapes of adapters in PEFT's format."""
 
+import itertools as it
 from collections.abc import Sequence
-from typing import Any
+
+from jaxtyping import PyTree
 
 from ..pretrained._registry import hf_names
 from ..pretrained._tensors import Tensor
@@ -12,16 +14,21 @@ PREFIX = "base_model.model."
 _WEIGHT = ".weight"
 
 
-def live_table(model: Any) -> dict[str, Tensor]:
+def live_table(model: PyTree) -> dict[str, Tensor]:
     """Maps each array of a model to its tensors in a model of `transformers`, whose modules may
     have other names than in files."""
     hf = hf_names(model.config)
     rename = getattr(hf, "module_name", str)
-    split = getattr(hf, "split_modules", lambda config: {})(model.config)
-    return {
-        path: Tensor(rename(tensor.name), tensor.pattern, **dict(tensor.fixed))
-        for path, tensor in hf.tensors(model.config).items()
-    } | split
+    table = hf.tensors(model.config)
+    for path, tensor in table.items():
+        table[path] = renamed(tensor, rename(tensor.name))
+    if hasattr(hf, "split_modules"):
+        table |= hf.split_modules(model.config)
+    return table
+
+
+def renamed(tensor: Tensor, name: str) -> Tensor:
+    return Tensor(name, tensor.pattern, **dict(tensor.fixed))
 
 
 def is_in(name: str, modules: Sequence[str]) -> bool:
@@ -32,9 +39,8 @@ def is_in(name: str, modules: Sequence[str]) -> bool:
 def is_saved(name: str, modules: Sequence[str]) -> bool:
     """Whether PEFT saves a tensor entirely with `modules_to_save`: the name of a module that it
     belongs to ends with one of these, which may be a part of a word."""
-    parts = name.split(".")
-    owners = [".".join(parts[:count]) for count in range(1, len(parts))]
-    return any(owner.endswith(module) for owner in owners for module in modules)
+    owners = it.accumulate(name.split(".")[:-1], "{}.{}".format)
+    return any(owner.endswith(tuple(modules)) for owner in owners)
 
 
 def factors_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -47,12 +53,14 @@ def factors_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     inputs = inputs_of(tensor)
     outputs = next(group for group in tensor.left if group != inputs)
     into, out = tensor.right[: matrix.inputs], tensor.right[matrix.inputs :]
-    fixed = dict(tensor.fixed)
-    of = lambda group: {f: size for f, size in fixed.items() if f in group}
-    a, b = (PREFIX + module_of(tensor.name) + f".lora_{letter}{_WEIGHT}" for letter in "AB")
+    of_inputs, of_outputs = {}, {}
+    for factor, size in tensor.fixed:
+        (of_inputs if factor in inputs else of_outputs)[factor] = size
+    module = PREFIX + module_of(tensor.name)
+    a, b = f"{module}.lora_A{_WEIGHT}", f"{module}.lora_B{_WEIGHT}"
     return (
-        Tensor(a, f"rank {_text([inputs])} -> {_text(into)} rank", **of(inputs)),
-        Tensor(b, f"{_text([outputs])} rank -> rank {_text(out)}", **of(outputs)),
+        Tensor(a, f"rank {_text([inputs])} -> {_text(into)} rank", **of_inputs),
+        Tensor(b, f"{_text([outputs])} rank -> rank {_text(out)}", **of_outputs),
     )
 
 

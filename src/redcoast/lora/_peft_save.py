@@ -3,14 +3,14 @@
 import functools as ft
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import PyTree
 
 from ..core._durable_files import sync_name
 from ..core._errors import local_path
@@ -22,6 +22,7 @@ from ..distributed._kv_store import decide
 from ..models._einsum import LowRank
 from ..pretrained._registry import family_of
 from ..pretrained._safetensors import write_safetensors
+from ..pretrained._settings import Settings
 from ..pretrained._slices import insert
 from ..pretrained._tensors import SOME_LAYERS, Tensor, tensor_names, tensor_shape
 from ._peft_names import CONFIG, PREFIX, TENSORS, factors_of, is_saved, live_table, module_of
@@ -54,14 +55,15 @@ class AdaptedModule:
 
     @property
     def rank(self) -> int:
-        ranks = [part.a.shape[-1] for part in self.parts]
-        return ranks[0] if self.same_inputs else sum(ranks)
+        if self.same_inputs:
+            return self.parts[0].a.shape[-1]
+        return sum(part.a.shape[-1] for part in self.parts)
 
     @property
     def scale(self) -> float:
         """The common scale of all parts; 1 if they differ, in which case B is scaled instead."""
         scales = {part.scale for part in self.parts}
-        return scales.pop() if len(scales) == 1 else 1.0
+        return 1.0 if len(scales) > 1 else scales.pop()
 
     @property
     def alpha(self) -> int | float:
@@ -71,7 +73,7 @@ class AdaptedModule:
     @property
     def names(self) -> list[str]:
         first = self.parts[0]
-        return [module_of(name) for name in tensor_names(first.published, first.a.shape).values()]
+        return list(map(module_of, tensor_names(first.published, first.a.shape).values()))
 
     @property
     def pattern(self) -> str:
@@ -86,20 +88,24 @@ class AdaptedModule:
         a_tensor, b_tensor = self.parts[0].tensors
         b_names = tensor_names(b_tensor, self.parts[0].b.shape)
         for index, a_name in tensor_names(a_tensor, self.parts[0].a.shape).items():
-            a = [_published(part.tensors[0], part.a[index]) for part in self.parts]
-            b = [_published(part.tensors[1], part.b[index]) for part in self.parts]
-            if len({part.scale for part in self.parts}) > 1:  # then the common scale is 1
-                b = [x * np.asarray(p.scale, x.dtype) for x, p in zip(b, self.parts, strict=True)]
+            a, b = [], []
+            for part in self.parts:
+                a.append(_published(part.tensors[0], part.a[index]))
+                outputs = _published(part.tensors[1], part.b[index])
+                if part.scale != self.scale:  # then the common scale is 1
+                    outputs = outputs * np.asarray(part.scale, outputs.dtype)
+                b.append(outputs)
             # The parts have separate outputs, so B is block-diagonal unless they share A.
-            yield a_name, a[0] if self.same_inputs else np.concatenate(a)
-            yield (
-                b_names[index],
-                sum(b[1:], b[0]) if self.same_inputs else np.concatenate(b, axis=1),
-            )
+            if self.same_inputs:
+                yield a_name, a[0]
+                yield b_names[index], sum(b[1:], b[0])
+            else:
+                yield a_name, np.concatenate(a)
+                yield b_names[index], np.concatenate(b, axis=1)
 
 
 @hide_frames
-def save_adapters(model: Any, path: str | Path, *, modules_to_save: Sequence[str] = ()) -> None:
+def save_adapters(model: PyTree, path: str | Path, *, modules_to_save: Sequence[str] = ()) -> None:
     """Saves the adapters of a model in the format of `peft`.
 
     Writes `adapter_config.json` and `adapter_model.safetensors`, for the `transformers` model that
@@ -138,11 +144,15 @@ def save_adapters(model: Any, path: str | Path, *, modules_to_save: Sequence[str
             "another directory."
         )
     modules = _modules(model)
-    loaded = [name for node in find_adapted(model).values() for name in node.saved_with]
-    others = _others(model, dict.fromkeys((*modules_to_save, *loaded)))
+    to_save = dict.fromkeys(modules_to_save)
+    for node in find_adapted(model).values():
+        to_save |= dict.fromkeys(node.saved_with)
+    others = _others(model, list(to_save))
     if jax.process_index() == 0:
         path.mkdir(parents=True, exist_ok=True)
-        arrays = {name: x for module in modules.values() for name, x in module.arrays()}
+        arrays = {}
+        for module in modules.values():
+            arrays |= dict(module.arrays())
         arrays |= others.arrays
         shapes = {name: (x.shape, x.dtype) for name, x in arrays.items()}
         write_safetensors(path / TENSORS, shapes, iter(arrays.values()))
@@ -152,7 +162,7 @@ def save_adapters(model: Any, path: str | Path, *, modules_to_save: Sequence[str
     multihost_utils.sync_global_devices("redcoast.save_adapters")
 
 
-def _modules(model: Any) -> dict[str, AdaptedModule]:
+def _modules(model: PyTree) -> dict[str, AdaptedModule]:
     family = family_of(model)
     if family is None:
         raise ValueError(
@@ -174,7 +184,7 @@ def _modules(model: Any) -> dict[str, AdaptedModule]:
             )
         part = Part(published, tensors, whole(node.a), whole(node.b), node.scale)
         parts[published.name] = (*parts.get(published.name, ()), part)
-    return {name: AdaptedModule(found) for name, found in parts.items()}
+    return {name: AdaptedModule(of_module) for name, of_module in parts.items()}
 
 
 @dataclass(frozen=True)
@@ -191,17 +201,15 @@ class Others:
     tied: bool = False
 
 
-def _others(model: Any, modules: Iterable[str]) -> Others:
+def _others(model: PyTree, modules: list[str]) -> Others:
     """Returns the tensors of modules that are saved entirely."""
-    leaves = leaf_paths(model, (jax.Array, np.ndarray, LowRank))
-    table = {path: t for path, t in live_table(model).items() if path in leaves}
-    names = {
-        name: (path, index)
-        for path, tensor in table.items()
-        for index, name in tensor_names(tensor, leaves[path].shape).items()
-    }
+    leaves, table = leaf_paths(model, (jax.Array, np.ndarray, LowRank)), live_table(model)
+    names = {}
+    for path, leaf in leaves.items():
+        if path in table:
+            for index, name in tensor_names(table[path], leaf.shape).items():
+                names[name] = path, index
     heads = {head: embed for head, embed in tied_heads(model).items() if embed in names}
-    modules = list(modules)
     for module in modules:
         if not any(is_saved(name, [module]) for name in (*names, *heads)):
             known = sorted({module_of(name).rpartition(".")[2] for name in names})
@@ -209,20 +217,27 @@ def _others(model: Any, modules: Iterable[str]) -> Others:
                 f"`modules_to_save` has {module!r}, but no module of the `transformers` model has "
                 f"this name. Its modules are {', '.join(known)}."
             )
-    chosen = [name for name in names if is_saved(name, modules)]
-    pairs = {
-        head: embed for head, embed in heads.items() if embed in chosen or is_saved(head, modules)
-    }
-    arrays = {}
-    for name in dict.fromkeys((*chosen, *pairs.values())):
-        path, index = names[name]
-        node = leaves[path]
-        part = whole(node.weight if isinstance(node, LowRank) else node)[index]
-        arrays[PREFIX + name] = _published(table[path], part)
-    arrays |= {PREFIX + head: arrays[PREFIX + embed] for head, embed in pairs.items()}
-    both = [module_of(name) for pair in pairs.items() for name in pair]
-    more = [name for name in both if not is_saved(f"{name}.weight", modules)]
+    # An embedding is saved with its tied heads, and a head with its embedding.
+    pairs = {}
+    for head, embed in heads.items():
+        if is_saved(embed, modules) or is_saved(head, modules):
+            pairs[head] = embed
+    arrays, tied = {}, dict.fromkeys(pairs.values())
+    for name, (path, index) in names.items():
+        if is_saved(name, modules) or name in tied:
+            arrays[PREFIX + name] = _published(
+                table[path], whole(_without_adapter(leaves[path]))[index]
+            )
+    more = []
+    for head, embed in pairs.items():
+        arrays[PREFIX + head] = arrays[PREFIX + embed]
+        more += [module_of(head), module_of(embed)]
+    more = [name for name in more if not is_saved(f"{name}.weight", modules)]
     return Others([*modules, *more], arrays, bool(pairs))
+
+
+def _without_adapter(leaf: jax.Array | np.ndarray | LowRank) -> jax.Array | np.ndarray:
+    return leaf.weight if isinstance(leaf, LowRank) else leaf
 
 
 def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:
@@ -232,22 +247,32 @@ def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:
     return out
 
 
-def _settings(modules: Mapping[str, AdaptedModule], others: Others) -> dict[str, Any]:
+def _settings(modules: Mapping[str, AdaptedModule], others: Others) -> Settings:
     first = next(iter(modules.values()))
-    published = [part.published for module in modules.values() for part in module.parts]
-    return {
+    targets, ranks, alphas, inputs_first = [], {}, {}, False
+    for module in modules.values():
+        targets += module.names
+        if module.rank != first.rank:
+            ranks[module.pattern] = module.rank
+        if module.alpha != first.alpha:
+            alphas[module.pattern] = module.alpha
+        for part in module.parts:
+            inputs_first |= inputs_of(part.published) == part.published.left[0]
+    settings = {
         "peft_type": "LORA",
         "task_type": None,
         "base_model_name_or_path": None,
         "inference_mode": True,
         "bias": "none",
         "lora_dropout": 0.0,
-        "fan_in_fan_out": any(inputs_of(tensor) == tensor.left[0] for tensor in published),
-        "target_modules": [name for module in modules.values() for name in module.names],
+        "fan_in_fan_out": inputs_first,
+        "target_modules": targets,
         "modules_to_save": others.modules or None,
-        **({"ensure_weight_tying": True} if others.tied else {}),
         "r": first.rank,
         "lora_alpha": first.alpha,
-        "rank_pattern": {m.pattern: m.rank for m in modules.values() if m.rank != first.rank},
-        "alpha_pattern": {m.pattern: m.alpha for m in modules.values() if m.alpha != first.alpha},
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
     }
+    if others.tied:
+        settings["ensure_weight_tying"] = True
+    return settings

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from ..models._untie import can_untie, untie
 from ..pretrained._lazy_tensor import Stored
@@ -17,7 +17,7 @@ from ._peft_names import PREFIX, is_saved, live_table, module_of
 from ._read_whole import read_whole
 
 
-def tied_heads(model: Any) -> dict[str, str]:
+def tied_heads(model: PyTree) -> dict[str, str]:
     """Returns the published names of tensors that share the weights of the embedding, each with the
     name of the embedding."""
     embed = live_table(model).get("embed")
@@ -31,8 +31,8 @@ def tied_heads(model: Any) -> dict[str, str]:
 
 
 def with_own_head(
-    model: Any, stored: Mapping[str, Stored], config: PeftConfig, path: Path
-) -> tuple[Any, dict[str, Stored]]:
+    model: PyTree, stored: Mapping[str, Stored], config: PeftConfig, path: Path
+) -> tuple[PyTree, dict[str, Stored]]:
     """Makes a tied head a separate array, if its weights differ from the embedding with the
     adapters.
 
@@ -43,30 +43,32 @@ def with_own_head(
 
     The model; and the tensors, without those that repeat the embedding.
     """
-    kept = dict(stored)
+    rest = dict(stored)
     for head, embed in tied_heads(model).items():
         if not _is_apart(model, head, embed, stored, config):
-            kept.pop(PREFIX + head, None)
+            rest.pop(PREFIX + head, None)
         elif can_untie(model):
-            return untie(model), kept
+            return untie(model), rest
         else:
             raise ValueError(
                 f"The adapters in {path} give {embed} and {head} different weights, but in a "
                 f"{type(model).__name__} they are the same array. Merge the adapters with PEFT "
                 "(`merge_and_unload`), or train them with `ensure_weight_tying=True`."
             )
-    return model, kept
+    return model, rest
 
 
 def _is_apart(
-    model: Any, head: str, embed: str, stored: Mapping[str, Stored], config: PeftConfig
+    model: PyTree, head: str, embed: str, stored: Mapping[str, Stored], config: PeftConfig
 ) -> bool:
     if any(name.startswith(f"{PREFIX}{module_of(head)}.lora_") for name in stored):
         return True
     tensor = Tensor("tensor", live_table(model)["embed"].pattern)
-    read = lambda name: read_whole(tensor, model.embed, {"tensor": stored[PREFIX + name]})
-    new_embed = read(embed) if PREFIX + embed in stored else model.embed
+    new_embed = model.embed
+    if PREFIX + embed in stored:
+        new_embed = read_whole(tensor, model.embed, {"tensor": stored[PREFIX + embed]})
     if PREFIX + head in stored:
-        return not jnp.array_equal(read(head), new_embed)
+        new_head = read_whole(tensor, model.embed, {"tensor": stored[PREFIX + head]})
+        return not jnp.array_equal(new_head, new_embed)
     stays = not is_saved(embed, config.saved) or config.stays_tied
     return not stays and not jnp.array_equal(new_embed, model.embed)

@@ -1,8 +1,7 @@
 """The matrices of a model, and which of their dimensions are inputs and outputs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -39,16 +38,19 @@ class Matrix:
 def find_matrices(model: PyTree) -> dict[str, Matrix]:
     """Finds the matrices of a PyTree, by path: matrices in models of `redcoast.models`, and weights
     of `eqx.nn.Linear`, at any depth."""
-    found = {}
-    known = lambda node: isinstance(node, eqx.nn.Linear) or family_of(node) is not None
-    for path, node in _with_paths(model, known):
+    matrices = {}
+    for path, node in _with_paths(model, _is_known):
         if isinstance(node, eqx.nn.Linear):
-            found[_join(path, "weight")] = Matrix(node.weight.ndim - 2, 1, outputs_first=True)
+            matrices[_join(path, "weight")] = Matrix(node.weight.ndim - 2, 1, outputs_first=True)
         elif family := family_of(node):
             for leaf, tensor in family.hf.tensors(node.config).items():
                 if matrix := matrix_of(tensor):
-                    found[_join(path, leaf)] = matrix
-    return found
+                    matrices[_join(path, leaf)] = matrix
+    return matrices
+
+
+def _is_known(node: object) -> bool:
+    return isinstance(node, eqx.nn.Linear) or family_of(node) is not None
 
 
 def matrix_of(tensor: Tensor) -> Matrix | None:
@@ -64,7 +66,7 @@ def matrix_of(tensor: Tensor) -> Matrix | None:
     inputs = next(group for group in left if right[0][0] in group)
     count = sum(set(group) <= set(inputs) for group in right)
     # Without output dimensions it is a vector that is published as a matrix with one row.
-    return Matrix(stacked, count) if count < len(right) else None
+    return None if count == len(right) else Matrix(stacked, count)
 
 
 def inputs_of(tensor: Tensor) -> tuple[str, ...]:
@@ -80,14 +82,14 @@ def find_adapted(model: PyTree) -> dict[str, LowRank]:
     return {path: node for path, node in _with_paths(model, is_adapted) if is_adapted(node)}
 
 
-def is_adapted(node: Any) -> bool:
+def is_adapted(node: object) -> bool:
     return isinstance(node, LowRank)
 
 
-def _with_paths(tree: PyTree, is_leaf: Any) -> Iterator[tuple[str, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    return ((show_path(path), leaf) for path, leaf in leaves)
+def _with_paths(tree: PyTree, is_leaf: Callable[[PyTree], bool]) -> Iterator[tuple[str, PyTree]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+        yield show_path(path), leaf
 
 
 def _join(path: str, leaf: str) -> str:
-    return f"{path}/{leaf}" if path else leaf
+    return f"{path}/{leaf}".removeprefix("/")

@@ -75,7 +75,7 @@ class RunInfo:
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     step: int = 0
     steps: int | None = None
-    rows: tuple[Mapping[str, Any], ...] = ()
+    rows: tuple[Mapping[str, object], ...] = ()
 
     def __post_init__(self) -> None:
         # Loggers write later, when the user's code may have called `os.chdir`.
@@ -88,7 +88,7 @@ class _Run:
     """The current run: its information, its loggers, and the stack that closes them."""
 
     info: RunInfo
-    loggers: list[Any]
+    loggers: list[object]
     stack: contextlib.ExitStack
 
 
@@ -115,21 +115,24 @@ def code_version() -> dict[str, str]:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     # Reading the repository must not lock it.
     options = {"env": {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, "stderr": subprocess.DEVNULL}
-    for directory in ([Path(script).parent] if script else []) + [Path(".")]:
+    directories = [Path(".")]
+    if script:
+        directories.insert(0, Path(script).parent)
+    for directory in directories:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             text = subprocess.check_output(command, cwd=directory, text=True, timeout=2, **options)
             if described := text.strip():
                 commit, _, dirty = described.partition("-")
-                return versions | {"git_commit": commit, "git_dirty": "true" if dirty else "false"}
+                return versions | {"git_commit": commit, "git_dirty": str(bool(dirty)).lower()}
     return versions
 
 
-def plain_data(value: Any) -> Any:
+def plain_data(value: object) -> Any:
     """Converts a value for JSON; dtypes, paths, functions and other objects become text."""
     if isinstance(value, Mapping):
         return {str(key): plain_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_data(item) for item in value]
+        return list(map(plain_data, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, str | int | float | None):
@@ -213,13 +216,13 @@ _HIDDEN, _HIDDEN_IF_ZERO = ("weight", "eval/weight"), ("skipped", "skipped_total
 
 def _line(metrics: Metrics, step: int) -> str:
     """The metrics in aligned columns; on a terminal, in several lines if one is not wide enough."""
-    hidden = lambda name, x: name in _HIDDEN or (name in _HIDDEN_IF_ZERO and float(x) == 0)
-    shown = {name: x for name, x in metrics.items() if not hidden(name, x)}
-    cells = [(name, f"{_number(float(x)):<10}") for name, x in shown.items()]
     head, room = f"step {step:>7,}", columns(sys.stdout)
     lines: list[list[str]] = [[styled(head, BOLD)]]
     used = len(head)
-    for name, value in cells:
+    for name, metric in metrics.items():
+        if name in _HIDDEN or (name in _HIDDEN_IF_ZERO and float(metric) == 0):
+            continue
+        value = f"{_number(float(metric)):<10}"
         length = len(f"  {name} {value.rstrip()}")
         if room is not None and used + length > room and len(lines[-1]) > 1:
             lines.append([" " * len(head)])
@@ -231,10 +234,12 @@ def _line(metrics: Metrics, step: int) -> str:
 
 def _number(value: float) -> str:
     # Counts are shown with all digits: 131,072 tokens instead of 1.311e+05.
-    return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.4g}"
+    if value.is_integer() and abs(value) < 1e9:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
-def all_loggers(log: Any) -> list[Any]:
+def all_loggers(log: object) -> list[Any]:
     """Returns the argument `log` of `fit` as a list, with a progress logger if it has none.
 
     Without loggers, evaluations are printed too.
@@ -247,11 +252,16 @@ def all_loggers(log: Any) -> list[Any]:
         return []
     if log is None:
         return [_show_evaluation, progress_logger()]
-    several = isinstance(log, Sequence) and not isinstance(log, str) and not callable(log)
-    logs = list(log) if several else [log]
-    for i, each in enumerate(logs):
-        _check_logger(f"log[{i}]" if several else "log", each)
-    return logs if any(isinstance(x, ProgressLogger) for x in logs) else [*logs, progress_logger()]
+    if isinstance(log, Sequence) and not isinstance(log, str) and not callable(log):
+        logs = list(log)
+        for i, member in enumerate(logs):
+            _check_logger(f"log[{i}]", member)
+    else:
+        logs = [log]
+        _check_logger("log", log)
+    if not any(isinstance(member, ProgressLogger) for member in logs):
+        logs.append(progress_logger())
+    return logs
 
 
 # The calls that create the loggers of this package.
@@ -265,7 +275,7 @@ _CALLS = {
 }
 
 
-def _check_logger(name: str, log: Any) -> None:
+def _check_logger(name: str, log: object) -> None:
     """Raises `TypeError` unless an argument is a logger, and says how one is created."""
     if isinstance(log, str):
         call = _CALLS.get(log.lower(), "console_logger()")
@@ -303,12 +313,12 @@ def _show_evaluation(metrics: Metrics, step: int) -> None:
         say(_line(metrics, step))
 
 
-def shows_progress(loggers: list[Any]) -> bool:
+def shows_progress(loggers: Sequence[object]) -> bool:
     """Returns whether a run with these loggers prints its plan and its progress."""
     return any(isinstance(x, ProgressLogger) and x.enabled for x in loggers)
 
 
-def takes_state(log: Any) -> bool:
+def takes_state(log: Callable[..., object]) -> bool:
     """Returns whether a logger has a parameter `state`, for the state after the step."""
     return takes_keyword(log, "state")
 
@@ -358,7 +368,7 @@ def _write_plan(directory: Path, run: RunInfo) -> None:
         logger.warning("The plan could not be written to %s: %s", path, error)
 
 
-def join_run(logger: Any) -> RunInfo | None:
+def join_run(logger: object) -> RunInfo | None:
     """Adds a logger to the current run, which closes it, and returns the information about the run;
     `None` outside a run."""
     run = _current_run.get()
@@ -369,7 +379,7 @@ def join_run(logger: Any) -> RunInfo | None:
     return run.info
 
 
-def _close_with(run: _Run, logger: Any) -> None:
+def _close_with(run: _Run, logger) -> None:
     run.loggers.append(logger)
     if hasattr(logger, "close"):
         run.stack.callback(logger.close)
@@ -377,6 +387,6 @@ def _close_with(run: _Run, logger: Any) -> None:
         run.stack.push(ft.partial(_fail, logger))
 
 
-def _fail(log: Any, kind: Any, error: BaseException | None, traceback: Any) -> None:
+def _fail(log, _: object, error: BaseException | None, __: object) -> None:
     if error is not None:
         log.fail(error)

@@ -12,7 +12,7 @@ _INTERVAL = 0.1  # seconds between two updates of an evaluation
 class Handle(Protocol):
     """Shows an object and updates it, such as `IPython.display.DisplayHandle`."""
 
-    def update(self, obj: Any) -> None: ...
+    def update(self, obj: object) -> None: ...
 
 
 Show = Callable[[Any], Handle]
@@ -24,8 +24,7 @@ def notebook_display() -> Show | None:
     A notebook is an IPython shell with a kernel; in a terminal, IPython has none.
     """
     ipython = sys.modules.get("IPython")  # a notebook has imported it
-    shell = None if ipython is None else ipython.get_ipython()
-    if not hasattr(shell, "kernel"):
+    if ipython is None or not hasattr(ipython.get_ipython(), "kernel"):
         return None
     display: Any = sys.modules["IPython.display"].display
     return lambda obj: display(obj, display_id=True)
@@ -54,11 +53,12 @@ class NotebookBar:
     def close(self) -> None:
         self.refresh()
 
-    def _repr_mimebundle_(self, **options: Any) -> dict[str, str]:
-        of_total = "" if self._total is None else f"/{self._total:,}"
-        text = f"{self._label} {self.n:,}{of_total}"
-        text += f"  {self._postfix}" if self._postfix else ""
-        bar = ""
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        text, bar = f"{self._label} {self.n:,}", ""
+        if self._total is not None:
+            text += f"/{self._total:,}"
+        if self._postfix:
+            text += f"  {self._postfix}"
         if self._total:
             bar = f'<progress value="{self.n}" max="{self._total}" style="width: 30%"></progress> '
         return {"text/plain": text, "text/html": f"<div>{bar}{html.escape(text)}</div>"}

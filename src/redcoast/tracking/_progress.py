@@ -24,6 +24,9 @@ _LINES, _LONGEST_SILENCE = 40, 300.0  # for a run whose lines depend on its leng
 _SHORTEST_BAR = 5  # columns
 
 
+Bar = Any  # of tqdm, or a `NotebookBar`, which has the same methods
+
+
 class _Sample(NamedTuple):
     seconds: float
     step: int
@@ -37,7 +40,7 @@ class Progress:
         self,
         total_steps: int | None,
         start: int,
-        bar: Any | None,
+        bar: Bar | None,
         file: Stream | None,
         steps_per_epoch: int | float | None = None,
         *,
@@ -46,7 +49,7 @@ class Progress:
         self._by_steps = by_steps and bar is None
         self._total, self._bar, self._file = total_steps, bar, file
         self._steps_per_epoch = steps_per_epoch
-        self._evaluation: Any | None = None  # the bar of an evaluation
+        self._evaluation: Bar | None = None  # the bar of an evaluation
         self._interval = _LINE_INTERVAL if bar is None else _BAR_INTERVAL
         self._step, self._done, self._metrics = start, 0.0, {}
         self._samples: deque[_Sample] = deque()
@@ -76,10 +79,11 @@ class Progress:
             self._samples.append(self._sample(now))
         if not first or self._bar is not None:
             self._draw(now)
+        self._next = now + self._interval
         if self._by_steps:
             self._next = now + _LONGEST_SILENCE
-        else:
-            self._next = now + (min(_FIRST_LINE, self._interval) if first else self._interval)
+        elif first:
+            self._next = now + min(_FIRST_LINE, self._interval)
 
     def pause(self) -> None:
         """Stops the clock of the throughput, for example during an evaluation or a save."""
@@ -139,7 +143,8 @@ class Progress:
         return True
 
     def _sample(self, now: float) -> _Sample:
-        now = now if self._paused_at is None else self._paused_at
+        if self._paused_at is not None:
+            now = self._paused_at
         return _Sample(now - self._idle, self._step, self._done)
 
     def _draw(self, now: float) -> None:
@@ -154,8 +159,10 @@ class Progress:
             self._bar.set_postfix_str(", ".join(self._fitting(details)), refresh=False)
             self._bar.refresh()
         else:
-            of_total = "" if self._total is None else f"/{self._total:,}"
-            print("  ".join([f"step {self._step:,}{of_total}", *details]), file=self._file)
+            step = f"step {self._step:,}"
+            if self._total is not None:
+                step += f"/{self._total:,}"
+            print("  ".join([step, *details]), file=self._file)
             assert self._file is not None
             self._file.flush()
 
@@ -172,14 +179,16 @@ class Progress:
         details = []
         if self._steps_per_epoch:
             epoch = self._step / self._steps_per_epoch
-            details.append(f"epoch {epoch:.1f}" if epoch >= 0.1 else f"epoch {epoch:.1g}")
+            digits = ".1f" if epoch >= 0.1 else ".1g"
+            details.append(f"epoch {epoch:{digits}}")
         if "loss" in self._metrics:
             details.append(f"loss {float(self._metrics['loss']):.4g}")
         seconds = last.seconds - first.seconds
         if seconds > 0 and last.step > first.step:
             rate = (last.done - first.done) / seconds
             unit = "tokens" if "weight" in self._metrics else "examples"
-            details.append(f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s")
+            digits = ",.0f" if rate >= 100 else ".3g"
+            details.append(f"{rate:{digits}} {unit}/s")
             if self._total is not None:
                 left = (self._total - last.step) * seconds / (last.step - first.step)
                 details.append(f"{_clock(left)} left")
@@ -226,8 +235,12 @@ def progress(
                 bar.update(step + 1, {"loss": loss}, batch_size)
         ```
     """
-    show = notebook_display() if file is None and enabled is not False else None
-    file = forgiving(sys.stderr if file is None else file)
+    show = None
+    if file is None:
+        file = sys.stderr
+        if enabled is not False:
+            show = notebook_display()
+    file = forgiving(file)
     if enabled is False or file is None:
         return Progress(total_steps, start, None, None)
     if show is not None:
@@ -236,15 +249,12 @@ def progress(
         return Progress(total_steps, start, bar, file, steps_per_epoch)
     bar = None
     if enabled or is_terminal(file):
-        layout = "step {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}"
-        bar = _bar(
-            file,
-            layout if total_steps is not None else "step {n_fmt}{postfix}",
-            total=total_steps,
-            initial=start,
-            postfix="compiling",
-            colour="green" if has_colours(file) else None,
-        )
+        layout = "step {n_fmt}{postfix}"
+        if total_steps is not None:
+            layout = "step {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}"
+        colour = "green" if has_colours(file) else None
+        options = {"total": total_steps, "initial": start, "colour": colour}
+        bar = _bar(file, layout, postfix="compiling", **options)
     return Progress(total_steps, start, bar, file, steps_per_epoch, by_steps=by_steps)
 
 
@@ -257,7 +267,7 @@ class ProgressLogger:
         self._bar = progress(None, enabled=False)
         self._rows = 1
 
-    def start(self, run: Any) -> None:
+    def start(self, run) -> None:
         self._rows = run.config.get("batch_size", 1)
         examples = run.config.get("examples")
         options = {"steps_per_epoch": examples and examples / self._rows, **self._options}
@@ -309,7 +319,7 @@ def progress_logger(enabled: bool | None = None, *, file: Stream | None = None) 
     return ProgressLogger(enabled, file)
 
 
-def _bar(file: Stream, layout: str, **options: Any) -> Any:
+def _bar(file: Stream, layout: str, **options: Any) -> Bar:
     """A bar that follows the width of the terminal."""
     from tqdm import tqdm
 
@@ -317,11 +327,14 @@ def _bar(file: Stream, layout: str, **options: Any) -> Any:
         unknown = os.get_terminal_size(file.fileno()).columns == 0
     except (OSError, ValueError):  # not a terminal
         unknown = False
-    size = {"ncols": 79, "nrows": 24} if unknown else {"dynamic_ncols": True}
-    return tqdm(file=file, bar_format=layout, **size, **options)
+    if unknown:
+        return tqdm(file=file, bar_format=layout, ncols=79, nrows=24, **options)
+    return tqdm(file=file, bar_format=layout, dynamic_ncols=True, **options)
 
 
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"

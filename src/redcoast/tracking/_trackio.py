@@ -55,7 +55,7 @@ class TrackioLogger:
 
 @hide_frames
 def trackio_logger(
-    *, project: str, config: Any = None, name: str | None = None, **init_options: Any
+    *, project: str, config: object = None, name: str | None = None, **init_options: Any
 ) -> TrackioLogger:
     """Creates a logger that writes metrics to trackio, whose dashboard `trackio show` opens.
 

@@ -117,7 +117,9 @@ class WandbLogger:
             atexit.register(self.close)
             asked = "mode" in self._options or "WANDB_MODE" in os.environ
             asked = asked or settings.mode != "online"
-            offline = {} if asked or has_account(settings) else {"mode": "offline"}
+            offline = {}
+            if not asked and not has_account(settings):
+                offline["mode"] = "offline"
             session = self._session
             if session is None:
                 session = wandb.init(**_init_arguments(self._options, run, offline))
@@ -155,9 +157,9 @@ class WandbLogger:
 
 
 def wandb_logger(
-    project: Any,
+    project: object,
     *,
-    config: Any = None,
+    config: object = None,
     name: str | None = None,
     close_timeout: int | float = 30.0,
     queue_size: int = 10_000,
@@ -200,15 +202,20 @@ def wandb_logger(
         log.close()
         ```
     """
-    session = project if is_wandb_run(project) else None
-    if session is None and not isinstance(project, str):
+    session = None
+    if is_wandb_run(project):
+        session, names = project, list(init_options)
+        if name is not None:
+            names.insert(0, "name")
+        if names:
+            raise ValueError(
+                f"{', '.join(names)} cannot be set for a run of W&B that has started: leave it out."
+            )
+    elif not isinstance(project, str):
         raise TypeError(
             "`project` must be the name of a W&B project, or a run that `wandb.init` returned, but "
             f"is {project!r}."
         )
-    if session is not None and (name is not None or init_options):
-        given = ", ".join([*(["name"] if name is not None else []), *init_options])
-        raise ValueError(f"{given} cannot be set for a run of W&B that has started: leave it out.")
     if not close_timeout >= 0:
         raise ValueError(f"`close_timeout` must be at least 0 seconds, but is {close_timeout}.")
     if queue_size < 1:
@@ -222,7 +229,7 @@ def wandb_logger(
     return WandbLogger(options, close_timeout, queue_size, session=session)
 
 
-def is_wandb_run(x: Any) -> bool:
+def is_wandb_run(x: object) -> bool:
     """Whether this is a run that `wandb.init` returned."""
     # A run exists only if the caller has imported W&B.
     kind = getattr(sys.modules.get("wandb"), "Run", None)
@@ -235,9 +242,12 @@ def _show_plan(wandb: Any, session: Any, run: RunInfo) -> None:
     if run.rows:
         names = [*run.rows[0]]
         # Each column of a table of W&B has one type.
-        plain = lambda x: x if isinstance(x, str | int | float) else str(x)
-        data = [[plain(row[name]) for name in names] for row in run.rows]
+        data = [[_plain_cell(row[name]) for name in names] for row in run.rows]
         session.log({"plan_table": wandb.Table(columns=names, data=data)})
+
+
+def _plain_cell(value: object) -> str | int | float:
+    return value if isinstance(value, str | int | float) else str(value)
 
 
 def _add_run(wandb: Any, session: Any, run: RunInfo) -> None:
@@ -269,8 +279,9 @@ def _init_arguments(
     # The loop shows its progress itself, and capturing the terminal would slow down printing.
     quiet = {"silent": True, "console": "off"}
     defaults = {k: v for k, v in quiet.items() if f"WANDB_{k.upper()}" not in os.environ}
-    settings = options.get("settings", {})
-    arguments["settings"] = {**defaults, **settings} if isinstance(settings, Mapping) else settings
+    arguments["settings"] = settings = options.get("settings", {})
+    if isinstance(settings, Mapping):
+        arguments["settings"] = {**defaults, **settings}
     if run.directory is not None:
         if "WANDB_DIR" not in os.environ:
             arguments.setdefault("dir", str(run.directory))
@@ -291,7 +302,9 @@ def has_account(settings: Any) -> bool:
     if getattr(settings, "api_key", None) or getattr(settings, "identity_token_file", None):
         return True
     host = urlsplit(settings.base_url).netloc
-    names = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
+    names = ["~/.netrc", "~/_netrc"]
+    if "NETRC" in os.environ:
+        names = [os.environ["NETRC"]]
     for name in names:
         with contextlib.suppress(OSError, netrc.NetrcParseError):
             if netrc.netrc(os.path.expanduser(name)).authenticators(host):

@@ -1,10 +1,10 @@
 """Checks that all processes of a run have the same values, programs and data."""
 
+import itertools as it
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -40,7 +40,7 @@ class Listing:
 
 
 def agree(
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     listings: Mapping[str, Listing] | None = None,
     *,
     timeout: float = TIMEOUT,
@@ -57,18 +57,19 @@ def agree(
     listings = listings or {}
     checksums = {name: checksum("\n".join(x.lines).encode()) for name, x in listings.items()}
     everyone = exchange("configuration", [dict(values), checksums], timeout=timeout)
-    said = [
-        _difference(name, _parts_that_differ([json.dumps(value) for value in found]))
-        for name, found in _differing([x[0] for x in everyone]).items()
-    ]
-    for name in _differing([x[1] for x in everyone]):
+    all_values, all_checksums = zip(*everyone, strict=True)
+    differences = []
+    for name, of_processes in _differing(all_values).items():
+        texts = list(map(json.dumps, of_processes))
+        differences.append(_difference(name, _parts_that_differ(texts)))
+    for name in _differing(all_checksums):
         listing = listings.get(name, Listing([]))
         if not any(exchange("what varies", listing.varies(), timeout=timeout)):
-            said.append(_first_difference(name, listing))
-    if said:
+            differences.append(_first_difference(name, listing))
+    if differences:
         raise ValueError(
-            f"The processes of this run disagree. {' '.join(said)} Start all of them with the same "
-            "code, arguments and data."
+            f"The processes of this run disagree. {' '.join(differences)} Start all of them with "
+            "the same code, arguments and data."
         )
 
 
@@ -101,38 +102,53 @@ def checksum(data: bytes) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
-def _differing(everyone: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def _differing(everyone: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
     """The values of all processes, for each name whose values differ."""
-    names = dict.fromkeys(name for values in everyone for name in values)
-    by_name = {name: [values.get(name) for values in everyone] for name in names}
-    return {name: values for name, values in by_name.items() if any(x != values[0] for x in values)}
+    differing = {}
+    for name in it.chain.from_iterable(everyone):
+        values = [of_process.get(name) for of_process in everyone]
+        if any(value != values[0] for value in values):
+            differing[name] = values
+    return differing
 
 
 def _first_difference(name: str, listing: Listing) -> str:
     """Describes the first line that differs between process 0 and any other process."""
     own = [checksum(line.encode()) for line in listing.lines[:_MOST]]
     first = decide("the lines of process 0", own)
-    pairs = zip(own, first, strict=False)
-    shortest = min(len(own), len(first))
-    differs = next((i for i, (line, other) in enumerate(pairs) if line != other), shortest)
-    is_same = len(own) == len(first) == differs
-    at = min(exchange("where lines differ", _MOST if is_same else differs))
-    line = listing.lines[at] if at < len(listing.lines) else "nothing"
-    where = listing.where(at) if at < len(listing.lines) else ""
+    differs = _common_prefix([own, first])
+    if own == first:
+        differs = _MOST
+    at = min(exchange("where lines differ", differs))
+    line, where = "nothing", ""
+    if at < len(listing.lines):
+        line, where = listing.lines[at], listing.where(at)
     everyone = exchange("lines that differ", [line[: 20 * _LONGEST], where])
-    shown = _parts_that_differ([line for line, _ in everyone])
-    places = [where for _, where in everyone]
-    texts = [f"{x} ({where})" if where else x for x, where in zip(shown, places, strict=True)]
+    lines, places = zip(*everyone, strict=True)
+    texts = _parts_that_differ(lines)
+    for process, where in enumerate(places):
+        if where:
+            texts[process] += f" ({where})"
     return _difference(name, texts)
+
+
+def _common_prefix(sequences: Sequence[Sequence[str]]) -> int:
+    """The number of items with which all sequences begin."""
+    count = 0
+    for items in zip(*sequences, strict=False):
+        if len({*items}) > 1:
+            break
+        count += 1
+    return count
 
 
 def _parts_that_differ(lines: Sequence[str]) -> list[str]:
     """Shortens long lines to the parts around the first difference."""
-    letters = enumerate(zip(*lines, strict=False))
-    shortest = min(map(len, lines))
-    same = next((i for i, column in letters if len(set(column)) > 1), shortest)
-    begin = max(0, same - _LONGEST // 3) if max(map(len, lines)) > _LONGEST else 0
-    before = "..." if begin else ""
+    begin, before = 0, ""
+    if max(map(len, lines)) > _LONGEST:
+        begin = max(0, _common_prefix(lines) - _LONGEST // 3)
+    if begin:
+        before = "..."
     return [before + _shortened(line[begin:]) for line in lines]
 
 
@@ -141,9 +157,11 @@ def _difference(name: str, texts: Sequence[str]) -> str:
     who: dict[str, list[int]] = {}
     for process, text in enumerate(texts):
         who.setdefault(text, []).append(process)
-    said = [f"{text} on {name_processes(ids)}" for text, ids in who.items()]
-    return f"{name}: {several(said, 8, separator='; ', noun=' versions')}."
+    versions = [f"{text} on {name_processes(ids)}" for text, ids in who.items()]
+    return f"{name}: {several(versions, 8, separator='; ', noun=' versions')}."
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}..."

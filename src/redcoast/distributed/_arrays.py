@@ -8,6 +8,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from ..core._donation import refuse_deleted
@@ -16,13 +18,19 @@ from ..core._frames import hide_frames
 from ..core._pytree import ARRAYS, abstract_array, show_path
 from ._mesh import ambient_or_default, batch_sharding, batch_shards
 
+HostOrDevice = Any  # an array of NumPy or of JAX
+
 
 def own_rows(mesh: Mesh, rows: int) -> list[int]:
     """Returns the indices of a batch's rows that are on the devices of this process."""
     if jax.process_count() == 1:
         return list(range(rows))
-    held = batch_sharding(mesh, rows).addressable_devices_indices_map((rows,)).values()
-    return sorted({row for index in held if index for row in range(*index[0].indices(rows))})
+    own = set()
+    sharding = batch_sharding(mesh, rows)
+    for index in sharding.addressable_devices_indices_map((rows,)).values():
+        if index:
+            own |= {*range(*index[0].indices(rows))}
+    return sorted(own)
 
 
 def place_rows(arrays: PyTree, mesh: Mesh, rows: int) -> PyTree:
@@ -43,12 +51,12 @@ def place_rows(arrays: PyTree, mesh: Mesh, rows: int) -> PyTree:
     sharding = batch_sharding(mesh, rows)
     place_of = {row: i for i, row in enumerate(own_rows(mesh, rows))}
 
-    def place(x: Any) -> jax.Array:
+    def place(x: HostOrDevice) -> jax.Array:
         if _is_key(x):
             return _wrap(place(jax.random.key_data(x)), x)
         host = _on_host(x)
 
-        def part(index: Any) -> np.ndarray:
+        def part(index) -> np.ndarray:
             # The rows of a device are contiguous in the batch, and therefore in `host` too.
             start, stop, _ = index[0].indices(rows)
             return host[place_of[start] : place_of[start] + stop - start]
@@ -67,15 +75,15 @@ def place_batch(arrays: PyTree, mesh: Mesh, *, kinds: tuple[type, ...] = (np.nda
 
 
 def place_array(
-    x: Any, mesh: Mesh, *, kinds: tuple[type, ...] = (np.ndarray,), axis: int = 0
-) -> Any:
+    x: PyTree, mesh: Mesh, *, kinds: tuple[type, ...] = (np.ndarray,), axis: int = 0
+) -> PyTree:
     """Places an array as `place_batch` does. `axis` is the dimension of the rows."""
     sharding = _batch_place(x, mesh, kinds, axis)
     return x if sharding is None else put(x, sharding)
 
 
 @hide_frames
-def batch_shardings(tree: PyTree[Any], mesh: Mesh | None = None) -> PyTree[NamedSharding | None]:
+def batch_shardings(tree: PyTree, mesh: Mesh | None = None) -> PyTree[NamedSharding | None]:
     """Returns shardings that split the first dimension over `data` and `fsdp`, like a batch.
 
     Use it for other state of a custom training loop: environments and replay buffers in
@@ -107,7 +115,7 @@ def batch_shardings(tree: PyTree[Any], mesh: Mesh | None = None) -> PyTree[Named
     mesh = ambient_or_default(mesh)
     shards = batch_shards(mesh)
 
-    def place(path: Any, x: Any) -> NamedSharding | None:
+    def place(path: KeyPath, x: PyTree) -> NamedSharding | None:
         if not isinstance(x, ARRAYS):
             return None
         rows = next(iter(x.shape), None)
@@ -127,7 +135,7 @@ def abstract_batch(arrays: PyTree, mesh: Mesh, axis: int = 0) -> PyTree:
     """The shapes and shardings of arrays that `place_array` places. Abstract arrays count as NumPy
     arrays."""
 
-    def describe(x: Any) -> Any:
+    def describe(x: PyTree) -> PyTree:
         if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
             return x
         sharding = _batch_place(x, mesh, (np.ndarray, jax.ShapeDtypeStruct), axis)
@@ -136,7 +144,7 @@ def abstract_batch(arrays: PyTree, mesh: Mesh, axis: int = 0) -> PyTree:
     return jax.tree.map(describe, arrays)
 
 
-def _batch_place(x: Any, mesh: Mesh, kinds: tuple[type, ...], axis: int) -> Sharding | None:
+def _batch_place(x: PyTree, mesh: Mesh, kinds: tuple[type, ...], axis: int) -> Sharding | None:
     """The sharding of an array that `place_array` places; `None` if the array is not moved."""
     # On a single CPU device, jitted functions take NumPy arrays without a copy.
     host = isinstance(x, np.ndarray)
@@ -149,7 +157,7 @@ def _batch_place(x: Any, mesh: Mesh, kinds: tuple[type, ...], axis: int) -> Shar
     return batch_sharding(mesh, x.shape[axis], axis)
 
 
-def put(x: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
+def put(x: HostOrDevice, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
     """Places an array with a sharding; all processes pass the complete array, with equal values."""
     if isinstance(x, np.ndarray):
         x = to_jax_dtype(x, "An array")
@@ -173,39 +181,38 @@ def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree
     )
     tree = tree_to_jax_dtypes(tree, "the model or state")
     leaves, structure = jax.tree.flatten(tree)
-    places = structure.flatten_up_to(shardings)
-    alias = False if copy else None
-    return structure.unflatten(
-        [
-            leaf if place is None else put(leaf, place, may_alias=alias)
-            for leaf, place in zip(leaves, places, strict=True)
-        ]
-    )
+    may_alias = False if copy else None
+    for i, sharding in enumerate(structure.flatten_up_to(shardings)):
+        if sharding is not None:
+            leaves[i] = put(leaves[i], sharding, may_alias=may_alias)
+    return structure.unflatten(leaves)
 
 
 def copy_tree(tree: PyTree) -> PyTree:
     """Copies the JAX arrays of a tree, also while a function is traced."""
 
-    def copy(x: Any) -> Any:
+    def copy(x: PyTree) -> PyTree:
         if not isinstance(x, jax.Array):
             return x
-        return _wrap(jnp.copy(jax.random.key_data(x)), x) if _is_key(x) else jnp.copy(x)
+        if _is_key(x):
+            return _wrap(jnp.copy(jax.random.key_data(x)), x)
+        return jnp.copy(x)
 
     return jax.tree.map(copy, tree)
 
 
-def whole(x: Any) -> np.ndarray:
+def whole(x: ArrayLike) -> np.ndarray:
     """Copies a complete array to the host; a collective if processes hold different shards."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         return multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
 
 
-def _on_host(x: Any) -> np.ndarray:
+def _on_host(x: HostOrDevice) -> np.ndarray:
     return to_jax_dtype(np.asarray(x), "An array")
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: HostOrDevice) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -214,6 +221,6 @@ def _wrap(data: jax.Array, keys: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
 
 
-def _is_local(x: Any) -> bool:
+def _is_local(x: object) -> bool:
     """Whether there are several processes and only this one's devices hold the array."""
     return jax.process_count() > 1 and isinstance(x, jax.Array) and x.is_fully_addressable

@@ -170,8 +170,10 @@ class _Watch:
         )
 
     def _name(self, other: int) -> str:
-        host = self._hosts.get(other)
-        return f"Process {other}" + (f" on {host}" if host else "")
+        name = f"Process {other}"
+        if host := self._hosts.get(other):
+            name += f" on {host}"
+        return name
 
     def _end(self, reason: str) -> None:
         self.reason = reason

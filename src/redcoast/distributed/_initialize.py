@@ -4,7 +4,6 @@ import atexit
 import logging
 import os
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 
@@ -127,8 +126,9 @@ def _check(job: _Job) -> None:
     if job.processes is not None and job.processes < 1:
         raise ValueError(f"`processes` must be at least 1, but is {job.processes}.")
     if job.process_id is not None and not 0 <= job.process_id < (job.processes or 1 << 31):
-        of = "" if job.processes is None else f" of {job.processes} processes"
-        last = "" if job.processes is None else f" to {job.processes - 1}"
+        of, last = "", ""
+        if job.processes is not None:
+            of, last = f" of {job.processes} processes", f" to {job.processes - 1}"
         raise ValueError(
             f"There is no process {job.process_id}{of}: `process_id` counts from 0{last}."
         )
@@ -153,9 +153,10 @@ def _check_same(asked: _Job) -> None:
             )
 
 
-def _fill(job: _Job, **found: Any) -> _Job:
+def _fill(job: _Job, **values: str | int | None) -> _Job:
     """Sets the values that are not known yet."""
-    return replace(job, **{name: x for name, x in found.items() if getattr(job, name) is None})
+    unknown = {name: value for name, value in values.items() if getattr(job, name) is None}
+    return replace(job, **unknown)
 
 
 def _with_variables(job: _Job) -> _Job:
@@ -163,16 +164,16 @@ def _with_variables(job: _Job) -> _Job:
     names = ("coordinator", "processes", "process_id", "local_devices")
     ours = {name: f"REDCOAST_{name.upper()}" for name in names}
     for variables in (ours, _OF_JAX):
-        texts = {name: os.environ.get(variable, "").strip() for name, variable in variables.items()}
-        found: dict[str, Any] = {n: v for n, v in texts.items() if v and getattr(job, n) is None}
-        for name, text in found.items():
-            if name != "coordinator":
-                try:
-                    found[name] = int(text)
-                except ValueError:
-                    words = f"{variables[name]} must be an integer, but is {text!r}."
-                    raise ValueError(words) from None
-        job = replace(job, **found)
+        values: dict[str, str | int] = {}
+        for name, variable in variables.items():
+            text = os.environ.get(variable, "").strip()
+            if not text or getattr(job, name) is not None:
+                continue
+            try:
+                values[name] = text if name == "coordinator" else int(text)
+            except ValueError:
+                raise ValueError(f"{variable} must be an integer, but is {text!r}.") from None
+        job = replace(job, **values)
         _check(job)
     return job
 
@@ -183,14 +184,18 @@ def _complete(job: _Job, timeout: int | float) -> _Job:
         return job
     # Inside a SLURM job, for example, torchrun may have started several processes for each task.
     job = _with_launcher(_with_torchrun(job), timeout)
-    parts = {x: getattr(job, x) for x in ("coordinator", "processes", "process_id")}
-    missing = [name for name, value in parts.items() if value is None]
-    if job.processes != 1 and 0 < len(missing) < 3:
-        known = ", ".join(f"{name}={parts[name]!r}" for name in parts if name not in missing)
+    missing, known = [], []
+    for name in ("coordinator", "processes", "process_id"):
+        value = getattr(job, name)
+        if value is None:
+            missing.append(name)
+        else:
+            known.append(f"{name}={value!r}")
+    if job.processes != 1 and missing and known:
         variables = " and ".join(f"REDCOAST_{name.upper()}" for name in missing)
         raise ValueError(
             "Joining a job needs `coordinator`, `processes` and `process_id`, but only "
-            f"{known} is known. Pass {' and '.join(missing)} too, or set {variables}."
+            f"{', '.join(known)} is known. Pass {' and '.join(missing)} too, or set {variables}."
         )
     _check(job)
     return job
@@ -204,7 +209,8 @@ def _with_torchrun(job: _Job) -> _Job:
         return job
     # On the port itself, torchrun's agent may listen.
     taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    if ":" in host and not host.startswith("["):  # an IPv6 address
+        host = f"[{host}]"
     local_id = os.environ.get("LOCAL_RANK", "").strip()
     return _fill(
         job,
@@ -219,15 +225,23 @@ def _with_launcher(job: _Job, timeout: int | float) -> _Job:
     if job.processes == 1 or None not in (job.coordinator, job.processes, job.process_id):
         return job
     # A pod outside an Indexed Job, such as a notebook's, has no other processes.
-    alone = () if "JOB_COMPLETION_INDEX" in os.environ else ("K8sCluster",)
-    given = (x for x in launchers() if x.__name__ not in alone and not x.opt_in_only_method)
-    launcher = next((x for x in given if x.is_env_present()), None)
-    if launcher is None:
-        return _with_open_mpi(job)
-    processes = launcher.get_process_count() if job.processes is None else job.processes
+    is_alone = "JOB_COMPLETION_INDEX" not in os.environ
+    for launcher in launchers():
+        if launcher.opt_in_only_method or (is_alone and launcher.__name__ == "K8sCluster"):
+            continue
+        if launcher.is_env_present():
+            return _of_launcher(launcher, job, timeout)
+    return _with_open_mpi(job)
+
+
+def _of_launcher(launcher: type, job: _Job, timeout: int | float) -> _Job:
+    processes, number = job.processes, job.process_id
+    if processes is None:
+        processes = launcher.get_process_count()
     if processes == 1:
         return replace(job, processes=1, process_id=0)
-    number = launcher.get_process_id() if job.process_id is None else job.process_id
+    if number is None:
+        number = launcher.get_process_id()
     port = os.environ.get("JAX_COORDINATOR_PORT")
     where = job.coordinator or launcher.get_coordinator_address(int(timeout) or 1, port)
     local_id = launcher.get_local_process_id()
@@ -242,33 +256,33 @@ def _with_open_mpi(job: _Job) -> _Job:
     if size is None or rank is None:
         return job
     local_id = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0))
-    processes = int(size) if job.processes is None else job.processes
-    number = int(rank) if job.process_id is None else job.process_id
-    return replace(job, processes=processes, process_id=number, local_id=local_id)
+    return replace(_fill(job, processes=int(size), process_id=int(rank)), local_id=local_id)
 
 
 def _unjoined() -> str:
     """The warning about a launcher that has started several processes that are not connected."""
-    counts = {name: os.environ.get(name, "").strip() for name in _LAUNCHERS}
-    several = [name for name, text in counts.items() if text.isdigit() and int(text) > 1]
-    if "SLURM_STEP_NODELIST" in os.environ:  # in a step, SLURM has been asked
-        several = [name for name in several if not name.startswith("SLURM_")]
+    in_step = "SLURM_STEP_NODELIST" in os.environ  # then SLURM has been asked
+    several = []
+    for name in _LAUNCHERS:
+        text = os.environ.get(name, "").strip()
+        if text.isdigit() and int(text) > 1 and not (in_step and name.startswith("SLURM_")):
+            several.append((name, text))
     if several:
-        count, (launcher, rank) = several[0], _LAUNCHERS[several[0]]
-        saw, number = f"{count}={counts[count]}", counts[count]
+        count, number = several[0]
+        saw, (launcher, rank) = f"{count}={number}", _LAUNCHERS[count]
     elif os.environ.get("JOB_COMPLETION_INDEX", "0").strip() not in ("0", ""):
         launcher, rank, number = "an Indexed Job of Kubernetes", "JOB_COMPLETION_INDEX", "..."
         saw = f"{rank}={os.environ[rank]}"
     else:
         return ""
-    own = os.environ.get(rank)
+    process_id = "`process_id=...`"
+    if own := os.environ.get(rank):
+        process_id = f"`process_id={own}` (this is {rank})"
     return (
         f"{saw}, so {launcher} has started several processes, but this process is connected to "
         "no other, and does all of the work. Pass `coordinator`, host:port of the machine of "
-        f"process 0, `processes={number}` and `process_id={own or '...'}`"
-        + (f" (this is {rank})" if own else "")
-        + ", or set REDCOAST_COORDINATOR, REDCOAST_PROCESSES and REDCOAST_PROCESS_ID. To run it "
-        "alone, pass `processes=1`."
+        f"process 0, `processes={number}` and {process_id}, or set REDCOAST_COORDINATOR, "
+        "REDCOAST_PROCESSES and REDCOAST_PROCESS_ID. To run it alone, pass `processes=1`."
     )
 
 
@@ -300,7 +314,7 @@ def _join(job: _Job, timeout: int | float) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     # gRPC would connect through a proxy of the environment; `meet` has connected directly.
     direct = os.environ.get(_NO_PROXY) or os.environ.get("no_proxy")
-    os.environ[_NO_PROXY] = f"{direct},{host}" if direct else host
+    os.environ[_NO_PROXY] = ",".join(filter(None, (direct, host)))
     jax.config.update("jax_check_proxy_envs", False)
     with service_from(Service):
         jax.distributed.initialize(
@@ -324,4 +338,6 @@ def _local_device_ids(local_id: int | None, here: int) -> list[int] | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     # The launcher may have assigned one to each process already.
     alone = here == 1 or (visible != [""] and len(visible) < here)
-    return None if local_id is None or alone else [local_id]
+    if local_id is None or alone:
+        return None
+    return [local_id]

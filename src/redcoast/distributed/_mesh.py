@@ -70,7 +70,8 @@ def make_mesh(
     warn_of_few_threads()
     sizes = {"data": data, "fsdp": fsdp, "model": model}
     # Meshes without stages do not have the axis.
-    sizes = sizes if isinstance(pipe, int | np.integer) and pipe == 1 else {PIPE: pipe, **sizes}
+    if not isinstance(pipe, int | np.integer) or pipe != 1:
+        sizes = {PIPE: pipe, **sizes}
     shape = _resolve(sizes, len(devices))
     return Mesh(_arrange(devices, shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
 
@@ -99,22 +100,32 @@ def _resolve(sizes: dict[str, int], count: int) -> tuple[int, ...]:
 
 
 def _does_not_fit(sizes: dict[str, int], fixed: int, count: int, free: list[str]) -> str:
-    asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-    rest = f"a product that divides {count}" if free else f"a product of {count}"
-    hint = "" if free else ", or make one of them -1"
+    axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    if free:
+        needed, way = f"a multiple of {fixed}", f"a product that divides {count}"
+    else:
+        needed, way = f"{fixed}", f"a product of {count}, or make one of them -1"
     fits = []
-    for axis in (axis for axis, size in sizes.items() if size > 1):
-        others = math.prod(size for name, size in sizes.items() if name != axis and size != -1)
-        if count % others == 0:
-            left = count // others
-            some = [n for n in range(1, left + 1) if left % n == 0] if free else [left]
-            fits.append(f"{axis} in {some}")
-    return (
-        f"A mesh of {asked} needs {'a multiple of ' if free else ''}{fixed} devices, but there "
-        f"are {count}. The sizes must have {rest}{hint}"
-        + (f"; with the other sizes as they are, {' or '.join(fits)} would fit." if fits else ".")
-        + (f" To try this mesh on a CPU, first call `rc.emulate_devices({fixed})`." * (count == 1))
+    for axis, size in sizes.items():
+        others = fixed // size  # the product of the other sizes
+        if size > 1 and count % others == 0:
+            fitting = [count // others]
+            if free:
+                fitting = _divisors(count // others)
+            fits.append(f"{axis} in {fitting}")
+    if fits:
+        way += f"; with the other sizes as they are, {' or '.join(fits)} would fit"
+    message = (
+        f"A mesh of {axes} needs {needed} devices, but there are {count}. The sizes must have "
+        f"{way}."
     )
+    if count == 1:
+        message += f" To try this mesh on a CPU, first call `rc.emulate_devices({fixed})`."
+    return message
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _arrange(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:

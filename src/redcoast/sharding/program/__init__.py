@@ -3,8 +3,8 @@
 `_trace.py` traces a function. `_walk.py` goes through its jaxpr, into loops, branches and calls.
 For each operation, `_follow_rule.py` reads the rule of its primitive from the table of
 `operations`, and records in the `Graph` of `_graph.py` what links dimensions, what has to be summed
-or gathered, and how much is computed and kept. The `Cursor` of the graph says where the walk is, and
-how often that runs. `_remat.py` finds what is used and what is computed
-again. `_facts.py` follows other facts through the walked program for those who ask, such as whether
-a value depends on the model.
+or gathered, and how much is computed and kept. The `Cursor` of the graph says where the walk is,
+and how often that runs. `_remat.py` finds what is used and what is computed again. `_facts.py`
+follows other facts through the walked program for those who ask, such as whether a value depends on
+the model.
 """

@@ -1,9 +1,9 @@
 """Muon, with the matrices of all layers divided over the devices.
 
-An orthogonalisation needs a whole matrix. With `optax.contrib.muon`, each device gathers and
-orthogonalises the matrices of all layers, so that more devices make it no faster. Here, matrices of
-the same shape are stacked, and the stack is sharded over all axes of the mesh: each device has some
-matrices, and orthogonalises these alone.
+An orthogonalisation needs a whole matrix. With `optax.contrib.muon`, each device orthogonalises the
+matrices of all layers if the parameters are replicated; if they are sharded, devices send parts of
+each matrix in every iteration. Here, matrices of the same shape are stacked, and the stack is
+sharded over all axes of the mesh: each device has some matrices, and orthogonalises these alone.
 """
 
 import functools as ft
@@ -42,8 +42,7 @@ def muon(
 
     The updates are those of `optax.contrib.muon` with Nesterov momentum. In a step of redcoast on a
     mesh, the matrices are divided over all devices while they are orthogonalised, and none is
-    orthogonalised twice; `optax.contrib.muon` repeats all of them on every device. What is sent are
-    the matrices once to the devices that have them, and once back.
+    orthogonalised twice. Each is sent once to the device that orthogonalises it, and once back.
 
     **Arguments:**
 

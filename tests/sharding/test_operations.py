@@ -198,3 +198,52 @@ def test_rules_that_differ_from_those_of_xla(case, ours, theirs, reason):
     assert any(rule != ours for rule in theirs), reason
     assert table == ours
     assert xla in theirs, reason
+
+
+# A function with one equation, its arguments, the result of which dimensions are repeated, and
+# whether its elements are copies.
+PROPERTIES = {
+    "broadcast_in_dim": (
+        lambda x: lax.broadcast_in_dim(x, (3, 4, 6), (1, 2)),
+        (1, 6),
+        {0, 1},
+        True,
+    ),
+    "iota": (lambda x: lax.broadcasted_iota(jnp.int32, (4, 6), 1), (), {0}, False),
+    "tile": (lambda x: jnp.tile(x, (3, 2)), (1, 6), {0}, True),
+    "transpose": (jnp.transpose, (4, 6), set(), True),
+    "convert_element_type": (lambda x: x.astype(jnp.int32), (4, 6), set(), True),
+    "neg": (lax.neg, (4, 6), set(), False),
+}
+
+
+@pytest.mark.parametrize("primitive", PROPERTIES)
+def test_what_xla_does_not_say_of_results_is_that_of_their_values(primitive):
+    """Rows are compared with each other, and elements with those of the operand."""
+    fn, shape, repeated, copies = PROPERTIES[primitive]
+    x = jnp.arange(1, 1 + np.prod(shape, dtype=int), dtype=jnp.float32).reshape(shape)
+    equations = iter_equations(jax.make_jaxpr(fn)(x).jaxpr)
+    rule = next(rule_of(e) for e in equations if primitive_name(e) == primitive)
+    assert rule is not None
+    result = np.asarray(fn(x))
+    marked = {d for d, dim in enumerate(rule.results[0]) if rule.repeated.issuperset(dim)}
+    equal = {d for d in range(result.ndim) if np.ptp(result, axis=d).max() == 0}
+    assert marked == equal == repeated
+    assert rule.copies == copies == (set(result.flat) <= set(np.asarray(x).flat))
+
+
+@pytest.mark.parametrize(
+    ("fn", "dtype", "linear"),
+    [
+        (lambda x: x.astype(jnp.int32), jnp.float32, False),
+        (lambda x: x.astype(jnp.bfloat16), jnp.float32, True),
+        (lambda x: lax.div(x, lax.full_like(x, 2)), jnp.int32, False),
+        (lambda x: lax.div(x, lax.full_like(x, 2)), jnp.float32, True),
+    ],
+)
+def test_what_rounds_to_integers_is_not_linear(fn, dtype, linear):
+    """A pipeline would otherwise round the sum of each microbatch."""
+    equation = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((4,), dtype)).jaxpr.eqns[-1]
+    rule = rule_of(equation)
+    assert rule is not None
+    assert bool(rule.linear) == linear

@@ -20,8 +20,8 @@ from ._inputs import AnyArray, Mask
 from ._recurrent import convolve, decays_between, states_of_layer, to_chunks, with_layer
 from ._scan_layers import scan_layers
 
-# In place of the positions and of the masks of attention, which states have not.
-_NO_POSITIONS: Any = (None, None)
+# In place of positions and of the masks of attention: states need neither.
+_NOTHING: Any = None
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Mamba2(TableHead, Decoder):
         self, tokens: Integer[AnyArray, "batch new"], cache: Any, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], Any]:
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
-        return self._run(tokens, mask, *_NO_POSITIONS, cache, None)[:2]
+        return self._run(tokens, mask, _NOTHING, _NOTHING, cache, None)[:2]
 
     def _run_from_start(self, tokens, mask, segments, positions, key):
         for name, argument in (("segments", segments), ("positions", positions)):
@@ -194,7 +194,7 @@ class Mamba2(TableHead, Decoder):
                     f"A Mamba-2 does not take `{name}`, because its states go from each token to "
                     "all later ones of its row. Put one text into each row, and pad it with `mask`."
                 )
-        return self._run(tokens, mask, *_NO_POSITIONS, None, key)
+        return self._run(tokens, mask, _NOTHING, _NOTHING, None, key)
 
     def _run(self, tokens, mask, positions, see, cache, key):
         c, dtype = self.config, self.embed.dtype

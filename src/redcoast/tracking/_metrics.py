@@ -12,7 +12,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, PyTree
 
 from ..core._errors import check_integer, noting, several
 from ..core._frames import hide_frames
@@ -45,6 +46,10 @@ class PackedMetrics(eqx.Module):
     values: Float[Array, " metrics"]
 
 
+# The metrics that a step returns, before they are read.
+DeviceMetrics = PackedMetrics | Mapping[str, ArrayLike]
+
+
 def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a training step so that its metrics are packed into one array, which is read faster.
 
@@ -58,7 +63,7 @@ def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
     A step with the same arguments, whose metrics are a `PackedMetrics`.
     """
 
-    def packed(state: Any, *args: Any) -> tuple[Any, PackedMetrics]:
+    def packed(state: PyTree, *args: PyTree) -> tuple[PyTree, PackedMetrics]:
         state, metrics = step(state, *args)
         check_scalars(metrics)
         values = [x.astype(jnp.result_type(float)) for x in metrics.values()]
@@ -67,7 +72,7 @@ def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
     return packed
 
 
-def check_scalars(metrics: Mapping[str, Any]) -> None:
+def check_scalars(metrics: Mapping[str, ArrayLike]) -> None:
     """Raises `ValueError` if the loss returned metrics that are not scalars."""
     for name, value in metrics.items():
         if jnp.ndim(value):
@@ -96,7 +101,7 @@ class MetricsInCall(NamedTuple):
     index: int
 
 
-Metrics = PackedMetrics | MetricsInCall | Mapping[str, Any]
+Metrics = DeviceMetrics | MetricsInCall
 
 
 def read_step_metrics(metrics: Metrics) -> dict[str, float]:
@@ -115,7 +120,7 @@ class StepMetrics(Mapping[str, float]):
     Reading waits until the devices have finished the step.
     """
 
-    def __init__(self, metrics: PackedMetrics | Mapping[str, Any]):
+    def __init__(self, metrics: DeviceMetrics):
         self._metrics = metrics
         self._values: dict[str, float] | None = None
 
@@ -123,8 +128,9 @@ class StepMetrics(Mapping[str, float]):
         return self._read()[name]
 
     def __iter__(self) -> Iterator[str]:
-        metrics = self._metrics
-        return iter(metrics.names if isinstance(metrics, PackedMetrics) else metrics)
+        if isinstance(self._metrics, PackedMetrics):
+            return iter(self._metrics.names)
+        return iter(self._metrics)
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -189,11 +195,11 @@ class MetricsReader:
     def push(
         self,
         step: int,
-        metrics: PackedMetrics | Mapping[str, Any],
+        metrics: DeviceMetrics,
         *,
         explain: Callable[[bool], str] | None = None,
         inspect: Callable[[], str] | None = None,
-        state: Any = None,
+        state: PyTree = None,
     ) -> None:
         """Stores the metrics of a dispatched step, and reads the metrics of an earlier step.
 
@@ -223,8 +229,8 @@ class MetricsReader:
             self._read_until(len(self._pending) - 1)
         self._read_if_decisive(self._most_late)
         if self._takers:
-            self._kept.see(state, several([_name_of(log) for log in self._takers]))
-        self._show_state(StepMetrics(metrics) if self._takers else {}, step, state)
+            self._kept.see(state, several(list(map(_name_of, self._takers))))
+            self._show_state(StepMetrics(metrics), step, state)
 
     def push_call(
         self,
@@ -280,7 +286,7 @@ class MetricsReader:
         step: int,
         rates: Mapping[str, float] | None = None,
         *,
-        state: Any = None,
+        state: PyTree = None,
     ) -> None:
         """Passes other metrics to the loggers, such as the metrics of an evaluation.
 
@@ -294,12 +300,16 @@ class MetricsReader:
     def _write(self, metrics: dict[str, float], step: int, rates: Mapping[str, float]) -> None:
         """Passes metrics to the loggers without a parameter `state`, and rates if they want
         them."""
-        for log in self._logs if metrics else ():
-            others = rates if getattr(log, "wants_rates", False) else {}
-            others = {name: x for name, x in others.items() if name not in metrics}
-            self._call_log(log, {**metrics, **others}, step)
+        if not metrics:
+            return
+        for log in self._logs:
+            if getattr(log, "wants_rates", False):
+                extra = {name: rate for name, rate in rates.items() if name not in metrics}
+                self._call_log(log, {**metrics, **extra}, step)
+            else:
+                self._call_log(log, dict(metrics), step)
 
-    def _show_state(self, metrics: Mapping[str, float], step: int, state: Any) -> None:
+    def _show_state(self, metrics: Mapping[str, float], step: int, state: PyTree) -> None:
         if self._takers and state is None:
             raise ValueError(
                 f"`log` ({_name_of(self._takers[0])}) has a parameter `state`. Pass the state "
@@ -308,10 +318,10 @@ class MetricsReader:
         for log in self._takers:
             self._call_log(log, metrics, step, state=state)
 
-    def _call_log(self, log: Log, metrics: Mapping[str, float], step: int, **given: Any) -> None:
+    def _call_log(self, log: Log, metrics: Mapping[str, float], step: int, **state: PyTree) -> None:
         name = _name_of(log)
         with calling("log", {}, where=f" ({name}) for the metrics of step {step}"):
-            if log(metrics, step, **given) is STOP and self.stop_reason is None:
+            if log(metrics, step, **state) is STOP and self.stop_reason is None:
                 self.stop_reason = f"`log` ({name}) returned `redcoast.STOP`"
                 self.stop_step = step
 
@@ -336,7 +346,9 @@ class MetricsReader:
         first = step == 1 and not math.isfinite(loss)
         if not first and self._skipped < self._max_skipped:
             return
-        why = f" {explain(self._trained)}" if explain else ""
+        why = ""
+        if explain is not None:
+            why = f" {explain(self._trained)}"
         if first:
             why = why or f" {COMMON_CAUSES}"
             raise ValueError(f"`loss_fn` returned {loss} for the first batch.{why}")
@@ -346,14 +358,15 @@ class MetricsReader:
             f"{why} Lower the learning rate, clip the gradient, or inspect the data of these steps."
         )
 
-    def _call(self, method: str, *args: Any) -> None:
+    def _call(self, method: str, *args: object) -> None:
         for log in [*self._logs, *self._takers]:
             getattr(log, method, lambda *_: None)(*args)
 
     def report_skipped(self) -> None:
         """Logs a warning with the number of skipped steps, if there are any."""
-        most = self._skipped_steps > self._read_steps / 2
-        advice = " Lower the learning rate, or clip the gradient." if most else ""
+        advice = ""
+        if self._skipped_steps > self._read_steps / 2:
+            advice = " Lower the learning rate, or clip the gradient."
         if self._skipped_steps:
             logger.warning(
                 "%d of %d steps were skipped, because the loss or the gradient was NaN or "
@@ -384,7 +397,7 @@ class MetricsReader:
         self._check(step, explain)
 
 
-def _name_of(log: Any) -> str:
+def _name_of(log: object) -> str:
     return getattr(log, "__name__", type(log).__name__)
 
 
@@ -427,8 +440,9 @@ def metrics_reader(
     check_integer("max_skipped", max_skipped)
     loggers = all_loggers(log)
     with contextlib.ExitStack() as stack:
-        mine = loggers if is_main() else [log for log in loggers if takes_state(log)]
-        logs = start_loggers(mine, run or RunInfo(), stack, writes=is_main())
+        if not is_main():
+            loggers = [log for log in loggers if takes_state(log)]
+        logs = start_loggers(loggers, run or RunInfo(), stack, writes=is_main())
         reader = MetricsReader(logs, run=run, max_skipped=max_skipped)
         yield reader
         reader.flush()

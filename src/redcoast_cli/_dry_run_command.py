@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -54,6 +55,8 @@ def main(c: DryRunCommand) -> None:
         print(found.run)
     if c.by_line and not c.json:
         print(f"\n{found.run.by_line()}")
+    if c.html is not None:
+        Path(c.html).write_text(found.run.to_html(), "utf-8")
     raise SystemExit(0 if found.fits else 1)
 
 

@@ -40,6 +40,7 @@ class DryRunCommand:
     longest: bool = False  # find the longest sequence that fits, a multiple of 128
     compare: bool = False  # compare all meshes; compile the best with and without stages (pipe)
     by_line: bool = False  # also print the lines of code that communicate and keep most
+    html: Maybe[str] = None  # also write a page with the code and the cost of each line to a file
     json: bool = False  # print the figures as JSON instead of tables
 
 

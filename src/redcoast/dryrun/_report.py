@@ -7,6 +7,8 @@ from typing import Any
 
 from ..core._errors import in_units
 from ..sharding import Plan
+from ..sharding.report._data import LineCost
+from ..sharding.report._source_page import draw_source_page
 from ..sharding.report._text import hanging, megabytes, paragraph
 from ._roofline import Bounds
 from ._target_name import parse_target
@@ -154,6 +156,20 @@ class DryRun:
         if program is not None:
             lines += ["", "As planned", self.plan.table(by="line")]
         return "\n".join(lines)
+
+    def to_html(self) -> str:
+        """A web page that shows the code with the compiled cost of each line beside it.
+
+        **Returns:**
+
+        The text of an HTML file, which needs no other files.
+        """
+        lines = []
+        for one in self.lines:
+            place = one["file"], one["line"]
+            causes = tuple(one["causes"])
+            lines.append(LineCost(*place, one["memory_bytes"], one["bytes"], causes, place))
+        return draw_source_page(lines, f"Dry run for {self.target}", str(self))
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())

@@ -67,8 +67,8 @@ class Plan:
         **Arguments:**
 
         - `by`: `"array"`, or `"line"` for the lines of the planned function that cost most, the
-            costliest first: the estimated bytes that are kept for the backward pass, and those that
-            are communicated, on each device in a step.
+            costliest first: the estimated bytes that are in memory when most is in use, and those
+            that are communicated, on each device in a step.
 
         **Returns:**
 
@@ -97,6 +97,39 @@ class Plan:
         from .report._table import draw_table
 
         return draw_table(self.report)
+
+    @hide_frames
+    def to_html(self) -> str:
+        """A web page that shows the planned function's code with the cost of each line beside it.
+
+        The costs are estimates for each device: the bytes of a line's values when most memory is in
+        use, and the bytes that are communicated in a step because of it.
+
+        **Returns:**
+
+        The text of an HTML file, which needs no other files.
+
+        **Raises:**
+
+        `ValueError` if the plan was made without a function.
+
+        !!! example
+
+            ```python
+            import jax
+            import jax.numpy as jnp
+            import redcoast as rc
+
+            model = {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 64))}
+            batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+            loss_fn = lambda p, x, key: jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+            plan = rc.plan_shardings(model, rc.make_mesh(), fn=loss_fn, args=(batch, None))
+            page = plan.to_html()  # write it to a file, and open that in a browser
+            ```
+        """
+        from .report._source_page import draw_source_page
+
+        return draw_source_page(self.report.program.lines, "Plan", str(self))
 
     @hide_frames
     def check(

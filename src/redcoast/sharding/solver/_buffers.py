@@ -18,12 +18,13 @@ class ModelArray:
 
     `gathered` are those of the array that it is all-gathered into before it is used, or 0.
     `gradient` are those of its gradient, and `local` those of the device's own part of the sum that
-    the gradient is, or 0 if it is no sum over devices.
+    the gradient is, or 0 if it is no sum over devices. `first_use` is an operation that reads it.
     """
 
     gathered: int | float = 0.0
     gradient: int | float = 0.0
     local: int | float = 0.0
+    first_use: Source = ()
 
 
 @dataclass(eq=False)
@@ -158,7 +159,8 @@ class Timeline:
         if summed or not parameter.local:
             self.write(parameter.gradient, ()).is_gradient = True
             return
-        self.waiting.append((self.write(parameter.local, source), parameter))
+        buffer = self.write(parameter.local, source or parameter.first_use)
+        self.waiting.append((buffer, parameter))
         if sum(buffer.bytes for buffer, _ in self.waiting) > _COMBINED:
             self.sum_gradients()
 

@@ -134,6 +134,7 @@ def _peak_parts(
                 gathered=whole * (share > split),
                 gradient=value.grad * value.bytes / share,
                 local=value.grad * whole * (batch.count > 1),
+                first_use=program.graph.first_use.get(value.dims, ()),
             )
         )
     peak = find_peak(program.scope, size_of, arrays, trains=program.traced.trains)

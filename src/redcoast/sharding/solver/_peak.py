@@ -220,12 +220,16 @@ class _Run:
             self._write_results(scope, values, equation, source)
             return
         operands = union(self._read_from(values, atom) for atom in equation.invars)
+        is_kept = name in _COSTLY
+        if _is_square(equation):
+            # What is squared and summed, as by a norm, is kept for its other uses.
+            is_kept = len(operands) > 1
         if name in _VIEWS:
             # The same value, which is in memory once if both are.
             operands = values.of(equation.invars[0])
         for var in equation.outvars:
             value = scope.values[var]
-            is_shared = _is_kept(equation) and uses[var] > 1 - value.grad
+            is_shared = is_kept and uses[var] > 1 - value.grad
             values.roots[var] = operands
             if name in _WRITTEN or is_shared:
                 values.roots[var] = (self.time.fuse(operands, value, source),)
@@ -492,11 +496,8 @@ def _is_large(scope: Scope, index: int) -> bool:
     return not is_known or primitive_name(scope.jaxpr.eqns[index]) in _LARGE
 
 
-def _is_kept(equation: JaxprEqn) -> bool:
-    """Whether XLA keeps the result of an elementwise operation for all uses."""
-    name = primitive_name(equation)
-    # What is squared and summed, as by a norm, is kept for its other uses.
-    return name in _COSTLY or name == "square" or equation.params.get("y") == 2
+def _is_square(equation: JaxprEqn) -> bool:
+    return primitive_name(equation) == "square" or equation.params.get("y") == 2
 
 
 def _is_transposed(equation: JaxprEqn, atom: Any) -> bool:

@@ -89,7 +89,12 @@ def call_watched(overdue: Overdue | None, run: Callable[..., Any], *args: Any) -
     try:
         out = run(*args)
         # The last output of a step is a metric. The arrays of the state will be donated.
-        last = next((x for x in reversed(jax.tree.leaves(out)) if isinstance(x, jax.Array)), None)
+        last = next(filter(_is_plain, reversed(jax.tree.leaves(out))), None)
         return out
     finally:
         overdue.end(last)
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether this is an array that says whether it is ready, as a typed key does not."""
+    return isinstance(x, jax.Array) and not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)

@@ -28,14 +28,14 @@ class StateChanges(ValueError):
 class StepsTaken(eqx.Module):
     """What the program returns beside the new state.
 
-    - `names`, `values`: the metrics of each step; the rows after the last step are zero.
     - `before`: a copy of the arrays of the state before the first step, which was donated. With it,
         the state after any of the steps can be computed again.
+    - `names`, `values`: the metrics of each step; the rows after the last step are zero.
     """
 
+    before: list[Array]
     names: tuple[str, ...] = eqx.field(static=True)
     values: Float[Array, "most metrics"]
-    before: list[Array]
 
 
 def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[..., Any]:
@@ -89,7 +89,7 @@ def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[.
         values = jnp.zeros((most, *row.shape), row.dtype)
         before = jax.lax.optimization_barrier(arrays)  # without it, JAX would return the arguments
         arrays, values = jax.lax.fori_loop(0, count, take, (arrays, values))
-        return join(arrays, static), StepsTaken(names, values, before)
+        return join(arrays, static), StepsTaken(before, names, values)
 
     return several
 

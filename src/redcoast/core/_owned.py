@@ -122,6 +122,8 @@ def memory_of(x: Any) -> list[int]:
 
 def copied(x: Any) -> Any:
     """Copies the arrays and the containers of a tree. Other objects are treated as immutable."""
+    if type(x) is np.ndarray:  # most often
+        return x.copy()
     kind = _kind(type(x))
     if kind is None:
         return x

@@ -64,14 +64,16 @@ def describe(tree: PyTree, of: str = "") -> str:
     return several([f"{show(path)} {_kind(x)}".strip() for path, x in leaves]) or "empty"
 
 
-def calling(name: str, given: Mapping[str, PyTree], *, where: str = "") -> noting:
+def calling(
+    name: str, given: Mapping[str, PyTree], *, where: str | Callable[[], str] = ""
+) -> noting:
     """Adds notes to an error of a function: its name, its arguments, and a remedy.
 
     **Arguments:**
 
     - `name`: the name of the function, one of those in `_CALLS`.
     - `given`: the arguments that the note describes, by the names that it uses for them.
-    - `where`: the rest of the first note.
+    - `where`: the rest of the first note, or a function that returns it.
     """
 
     def notes(error: BaseException) -> list[str]:
@@ -80,7 +82,8 @@ def calling(name: str, given: Mapping[str, PyTree], *, where: str = "") -> notin
             for what, tree in given.items():
                 sentences.append(_sentence(what, tree))
             sentences += _hints(error, name, given.get("batch"))
-        notes = [f"Raised by `{name}`{where}."]
+        rest = where if isinstance(where, str) else where()
+        notes = [f"Raised by `{name}`{rest}."]
         if sentences:
             notes.append(LastNote("\n".join(sentences)))
         return notes

@@ -71,7 +71,7 @@ def _call(
     options = {}
     if takes_rngs(collate_fn):
         options = {"rngs": rngs()}
-    where = f" for the examples with indices {listed(indices, MOST)}"
+    where = lambda: f" for the examples with indices {listed(indices, MOST)}"
     with calling("collate_fn", {"examples": examples}, where=where), doing("`collate_fn`"):
         arrays = _without_exit(lambda: collate_fn(examples, **options))
     if arrays is examples or _is_list_of_examples(arrays, len(examples)):
@@ -111,13 +111,13 @@ def _without_exit(call: Callable[[], T]) -> T:
 def foreign_to_numpy(tree: PyTree) -> PyTree:
     """Converts the arrays of other libraries, such as PyTorch's tensors, to NumPy arrays."""
 
-    def convert(x: Any) -> Any:
-        foreign = hasattr(x, "__array__") and not isinstance(x, (*ARRAYS, np.generic))
-        if foreign and not is_table(x):
-            return np.asarray(x)
-        return x
+    def is_foreign(x: Any) -> bool:
+        own = isinstance(x, (*ARRAYS, np.generic))
+        return not own and hasattr(x, "__array__") and not is_table(x)
 
-    return jax.tree.map(convert, tree)
+    if not any(map(is_foreign, jax.tree.leaves(tree))):
+        return tree
+    return jax.tree.map(lambda x: np.asarray(x) if is_foreign(x) else x, tree)
 
 
 def count_rows(arrays: PyTree) -> int:

@@ -117,7 +117,9 @@ class Collating:
         return self._place(batch, rows, 0, stream)
 
     def _place(self, batch: PyTree, rows: int, position: int, stream: Any) -> Loaded:
-        arrays, per_batch = without_marks(batch), has_per_batch(batch)
+        arrays, per_batch = batch, has_per_batch(batch)
+        if per_batch:
+            arrays = without_marks(batch)
         if self._on_host:
             placed = arrays
         elif per_batch:

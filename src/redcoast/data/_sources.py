@@ -26,6 +26,7 @@ from ._streams import (
     is_iterator,
     state_methods,
 )
+from ._token_windows import TokenWindows
 
 
 class Epochs:
@@ -291,6 +292,8 @@ def fetch(examples: Any, indices: list[int], in_turn: InTurn | None = None) -> l
     with note, doing("reading examples"):
         if type(examples) in _SEQUENCES or isinstance(examples, np.ndarray):
             return [examples[i] for i in indices]
+        if type(examples) is TokenWindows:  # it returns copies
+            return list(examples.__getitems__(indices))
         return (in_turn or InTurn())(lambda reuses: _read(examples, indices, reuses))
 
 

@@ -30,11 +30,27 @@ class TokenWindows:
         index = int(index) % len(self)
         part = bisect_right(self._ends, index)
         start = (index - (self._ends[part - 1] if part else 0)) * self._stride
-        window = np.array(self._parts[part][start : start + self._length])
-        # Small unsigned integers, in which tokens are stored, overflow in arithmetic.
-        if window.dtype.itemsize < 4:
-            return window.astype(np.int32)
-        return window
+        window = self._parts[part][start : start + self._length]
+        return np.array(window, _dtype_of_window(window.dtype))
+
+    def __getitems__(self, indices: list[int]) -> np.ndarray:
+        """The windows at several indices, which are copied together if there is one array."""
+        inside = all(0 <= index < len(self) for index in indices)
+        if len(self._parts) > 1 or not inside or not isinstance(self._parts[0], np.ndarray):
+            return np.stack([self[index] for index in indices])
+        tokens = np.asarray(self._parts[0])  # to slice a memory map takes longer
+        windows = np.empty((len(indices), self._length), _dtype_of_window(tokens.dtype))
+        for row, index in zip(windows, indices, strict=True):
+            start = index * self._stride
+            row[:] = tokens[start : start + self._length]
+        return windows
+
+
+def _dtype_of_window(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    # Small unsigned integers, in which tokens are stored, overflow in arithmetic.
+    if dtype.itemsize < 4:
+        return np.dtype(np.int32)
+    return dtype
 
 
 def token_windows(

@@ -36,7 +36,7 @@ from redcoast.train._compile import CompiledStep  # noqa: E402
 sys.path.append(str(Path(__file__).parents[1]))
 from _cells import markdown  # noqa: E402
 
-MESHES: dict[str, dict[int, dict[str, int]]] = {
+MESHES: dict[str, dict[int, dict[str, Any]]] = {
     "MLP": {1: {}, 8: {"data": 8}},
     "GPT-2 small": {1: {}, 8: {"data": 2, "model": 4}},
 }
@@ -47,7 +47,7 @@ class Timed:
     """Counts the processor time of functions, without that of the timed functions they call."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._inner = [0.0]
 
     def wrap(self, owner: Any, name: str, part: str) -> None:
@@ -77,8 +77,12 @@ def mlp_problem(devices: int) -> tuple[Any, Any, list[Any]]:
 
 
 def gpt2_problem(devices: int) -> tuple[Any, Any, list[Any]]:
+    config = rc.models.GPT2Config(
+        vocab=50257, width=768, layers=12, heads=12, hidden=3072, positions=1024
+    )
+
     def init_fn(key: Any) -> Any:
-        return rc.models.GPT2(rc.models.GPT2Config(), key=key)
+        return rc.models.GPT2(config, key=key)
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         return rc.losses.cross_entropy(model(batch)[:, :-1], batch[:, 1:])

@@ -26,10 +26,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 import tyro
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader  # pyright: ignore[reportMissingImports]
 
 import redcoast as rc
 

@@ -145,7 +145,9 @@ def timed(loop: Loop, model: Any, examples: list[Any], steps: int, warm_up: int 
     return between(begin, clocks(), steps)
 
 
-def timed_fit(model: Any, examples: list[Any], steps: int, warm_up: int = 20) -> Seconds:
+def timed_fit(
+    steps_per_call: int | None, model: Any, examples: list[Any], steps: int, warm_up: int = 64
+) -> Seconds:
     times: list[Seconds] = []
     state = rc.fit(
         model,
@@ -156,6 +158,7 @@ def timed_fit(model: Any, examples: list[Any], steps: int, warm_up: int = 20) ->
         batch_size=SIZE,
         steps=steps + warm_up,
         mesh=rc.make_mesh(devices=jax.devices()[:1]),
+        steps_per_call=steps_per_call,
         log=[rc.progress_logger(False), lambda metrics, step: times.append(clocks())],
     )
     complete(state, steps + warm_up)
@@ -181,7 +184,9 @@ def main(steps: int = 1000, turns: int = 7, page: Path | None = None) -> None:
     examples, case = make_examples(), CASES[0]
     model = eqx.nn.MLP(32, 10, case.width, case.depth, key=jax.random.key(0))
     copied = lambda: jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model)
-    run = {name: ft.partial(timed, loop) for name, loop in ROWS.items()} | {"`fit`": timed_fit}
+    run: dict[str, Any] = {name: ft.partial(timed, loop) for name, loop in ROWS.items()}
+    run["`fit`, `steps_per_call=1`"] = ft.partial(timed_fit, 1)
+    run["`fit`: several steps in a call"] = ft.partial(timed_fit, None)
     found: dict[str, list[Seconds]] = {name: [] for name in run}
     for _ in range(turns):
         for name, measure in run.items():

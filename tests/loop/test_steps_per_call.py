@@ -296,13 +296,10 @@ def test_other_steps_are_taken_alone(options, monkeypatch):
 
 
 def test_a_state_that_changes_its_types_is_taken_alone():
-    wide = optax.GradientTransformation(
-        lambda params: jnp.zeros((), jnp.bfloat16),
-        lambda grads, state, params: (
-            jax.tree.map(lambda g: -0.1 * g, grads),
-            state.astype(jnp.float32),
-        ),
-    )
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda g: -0.1 * g, updates), state.astype(jnp.float32)
+
+    wide = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.bfloat16), update)
     single = logged(steps_per_call=1, steps=3, optimizer=wide)
     assert_same(single, logged(steps_per_call=None, steps=3, optimizer=wide))
     with pytest.raises(ValueError, match=r"from bfloat16\[\] to float32\[\].*`steps_per_call=1`"):

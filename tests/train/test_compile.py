@@ -1,6 +1,7 @@
 import dataclasses
 import functools as ft
 from typing import Any
+from unittest import mock
 
 import equinox as eqx
 import jax
@@ -12,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 from problem import arrays, batch_of, loss_fn, make_model
 
 import redcoast as rc
+from redcoast.distributed._emulation import Overdue
+from redcoast.train._flat_function import call_watched
 
 KEY = jax.random.key(0)
 OPTIMIZER = optax.adam(1e-2)
@@ -501,3 +504,11 @@ def test_wrong_gradients_of_grouped_convolutions_raise(sizes, monkeypatch):
     monkeypatch.setattr("redcoast.train._compile.refuse_wrong_gradients", lambda *_: None)
     expected = grouped_gradient(rc.make_mesh(devices=jax.devices()[:1]))
     assert not np.isclose(grouped_gradient(rc.make_mesh(**sizes)), expected, rtol=0.1)
+
+
+def test_emulated_devices_are_watched_by_a_result_that_says_when_it_is_ready():
+    """A typed key does not, and ended the thread that watches."""
+    overdue = mock.create_autospec(Overdue, instance=True)
+    loss = jnp.ones(())
+    call_watched(overdue, lambda: (loss, jax.random.key(0)))
+    overdue.end.assert_called_once_with(loss)

@@ -98,7 +98,7 @@ class MetricsInCall(NamedTuple):
     """The metrics of one of the steps that were dispatched together."""
 
     of: StackedMetrics
-    index: int
+    row: int
 
 
 Metrics = DeviceMetrics | MetricsInCall
@@ -109,7 +109,7 @@ def read_step_metrics(metrics: Metrics) -> dict[str, float]:
     if isinstance(metrics, PackedMetrics):
         return dict(zip(metrics.names, np.asarray(metrics.values).tolist(), strict=True))
     if isinstance(metrics, MetricsInCall):
-        return dict(zip(metrics.of.names, metrics.of.rows[metrics.index], strict=True))
+        return dict(zip(metrics.of.names, metrics.of.rows[metrics.row], strict=True))
     check_scalars(metrics)
     return {name: float(x) for name, x in jax.device_get(dict(metrics)).items()}
 

@@ -141,9 +141,10 @@ def token_logits(model, batch, start: int) -> jax.Array:
 
 
 def token_log_probs(model, batch, start: int) -> jax.Array:
-    """The log-probability of each token from position `start` on, given those before it."""
-    logs = jax.nn.log_softmax(token_logits(model, batch, start))
-    return jnp.take_along_axis(logs, batch["tokens"][:, start:, None], axis=-1)[..., 0]
+    """The log-probability of each token from position `start` on, given those before it, with the
+    logits of only one chunk of the sequence in memory at a time."""
+    hidden = model.hidden(batch["tokens"][:, :-1], mask=batch["real"][:, :-1])[:, start - 1 :]
+    return losses.token_log_probabilities(hidden, model.unembed, batch["tokens"][:, start:])
 
 
 def answer_lengths(new: np.ndarray, ends: Sequence[int]) -> np.ndarray:

@@ -7,7 +7,7 @@ ambient mesh, and only if that fails with one.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -28,10 +28,21 @@ def abstract_key() -> Any:
     return jax.eval_shape(lambda: jax.random.key(0))
 
 
-def sizes_of_axes() -> Mapping[str, int]:
-    """The sizes of the axes of the mesh that the current trace is for."""
+# The axes whose sizes any trace of this process has asked for. JAX keeps traces of inner functions
+# for an equal mesh, so that a later trace may depend on a size without asking for it.
+_asked: set[str] = set()
+
+
+def size_of_axis(axis: str) -> int:
+    """The size of an axis of the mesh that the current trace is for; 1 if it has no such axis."""
+    _asked.add(axis)
     mesh = _mesh.value
-    return (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
+    return (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape.get(axis, 1)
+
+
+def axes_asked_for() -> frozenset[str]:
+    """The axes whose sizes the traces of this process may depend on."""
+    return frozenset(_asked)
 
 
 def trace_for(mesh: Mesh | AbstractMesh, trace: Callable[[], T]) -> T:

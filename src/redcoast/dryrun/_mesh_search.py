@@ -26,6 +26,7 @@ from ..distributed._kv_store import exchange
 from ..distributed._mesh import PIPE, make_mesh
 from ..sharding import Hardware
 from ..sharding.constrain._function import Unconstrained
+from ..sharding.program._shared_programs import sharing_programs
 from ..sharding.solver._memory import FILLED
 from ..sharding.tree._overrides import Override
 from ..train._loss import LossFn
@@ -263,6 +264,11 @@ def likely(job: Job, place: Place) -> list[dict[str, int]]:
 
 
 def _estimate_all(job: Job, place: Place) -> list[Candidate]:
+    with sharing_programs():
+        return _estimate_meshes(job, place)
+
+
+def _estimate_meshes(job: Job, place: Place) -> list[Candidate]:
     count = len(place.devices)
     found = _estimates(job, place, factorisations(count))
     layers = math.gcd(*scanned_layers(job)) if count > 1 else 0

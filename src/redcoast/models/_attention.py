@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 from ..core._markers import gather_sequence
 from ..core._sequence_parts import sequence_parts
 from ..core._target import target
-from ..core._tracing import sizes_of_axes
+from ..core._tracing import size_of_axis
 from ._blockwise import attend_in_blocks
 from ._dropout import dropout
 from ._inputs import AnyArray, Mask
@@ -268,7 +268,7 @@ def _attend_in_kernel(q: Array, k: Array, v: Array, visible: Visible, scale: flo
 
 
 def _has_stages() -> bool:
-    return sizes_of_axes().get("pipe", 1) > 1
+    return size_of_axis("pipe") > 1
 
 
 def _has_kernel(q: Array, k: Array, v: Array) -> bool:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from ..core._markers import gather_sequence
 from ..core._sequence_parts import sequence_parts
-from ..core._tracing import sizes_of_axes
+from ..core._tracing import size_of_axis
 from ._blockwise import KEPT
 from ._relative import RelativeBias
 from ._view import View
@@ -55,7 +55,7 @@ def _groups(k: Array) -> int:
     """The number of groups of heads, 1 if few bytes are gathered for all of them."""
     heads, bytes_ = k.shape[2], 2 * k.size * k.dtype.itemsize
     # Devices that share the heads have as many of each group.
-    share = sizes_of_axes().get("model", 1)
+    share = size_of_axis("model")
     if heads % share:
         share = 1
     if bytes_ <= share * MOST_GATHERED:

@@ -11,6 +11,7 @@ from ..core._trainable import trainable_arrays
 from ..distributed._mesh import PIPE
 from .pipeline._stages import NoPipeline, pipeline_of, stage_program
 from .program._graph import Value
+from .program._shared_programs import once
 from .program._trace import trace_over
 from .report import _reasons
 from .report._coupling import find_coupling
@@ -328,10 +329,10 @@ def _report(
         hindrances=_reasons.hindrances(reasons),
         traffic=traffic(sent),
         closed_over=_reasons.closed_over(reasons),
-        coupled=find_coupling(task.program),
-        summed=find_sums(task.program),
-        shared_masks=find_shared_masks(task.program),
-        promotions=find_promotions(task.program),
+        coupled=once(find_coupling, task.program),
+        summed=once(find_sums, task.program),
+        shared_masks=once(find_shared_masks, task.program),
+        promotions=once(find_promotions, task.program),
         unknown=dict(sorted(task.program.graph.unknown.items())),
         arithmetic=_memory.arithmetic(decision, axes),
         repeated=repeated(reasons),

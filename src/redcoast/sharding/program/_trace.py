@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from ...core._control_flow import AnyJaxpr
 from ...core._pytree import Static, join, split
 from ...core._tracing import trace_for
+from ._shared_programs import is_over_a_mesh, shared_trace
 
 Arrays = list[Any]  # of JAX, of NumPy, or abstract
 
@@ -23,7 +24,8 @@ class Traced:
 
     Its inputs are the `arrays` arrays of the tree, then the `batch` arrays of the first argument
     (the batch), then the arrays of the other arguments. The last `moved` outputs are the arrays of
-    the model that a loss returns as its third result.
+    the model that a loss returns as its third result. `over_a_mesh` is whether it depends on the
+    mesh that it was traced for.
     """
 
     jaxpr: AnyJaxpr
@@ -31,6 +33,7 @@ class Traced:
     batch: int
     output: Static
     moved: int = 0
+    over_a_mesh: bool = False
 
     @property
     def trains(self) -> bool:
@@ -59,14 +62,23 @@ def trace(fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree]) -> tu
 
     flat.__wrapped__ = fn  # JAX's messages name this function  # type: ignore[attr-defined]
     jaxpr = jax.make_jaxpr(flat)(*jax.tree.map(_unplaced, (arrays, batch, others)))
-    return Traced(jaxpr, len(arrays), len(batch), *outputs[-1]), [*arrays, *batch, *others]
+    traced = Traced(jaxpr, len(arrays), len(batch), *outputs[-1], is_over_a_mesh(jaxpr))
+    return traced, [*arrays, *batch, *others]
 
 
 def trace_over(
     mesh: Mesh | AbstractMesh, fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree]
 ) -> tuple[Traced, Arrays]:
     """Calls `trace` with bare `PartitionSpec`s in the function referring to a mesh."""
-    return trace_for(mesh, lambda: trace(fn, tree, args))
+    own: list[Any] = []
+
+    def trace_own() -> Traced:
+        traced, own[:] = trace_for(mesh, lambda: trace(fn, tree, args))
+        return traced
+
+    traced = shared_trace(mesh, tree, args, trace_own)
+    inputs = own or [x for part in (tree, tuple(args[:1]), tuple(args[1:])) for x in split(part)[0]]
+    return traced, inputs
 
 
 def _unplaced(x: PyTree) -> PyTree:

@@ -10,6 +10,7 @@ from ...distributed._mesh import BATCH_AXES
 from ..program._constants import Constant, find_constants
 from ..program._graph import Cursor, Graph, Source, Value
 from ..program._remat import Region
+from ..program._shared_programs import once
 from ..program._trace import Traced
 from ..program._walk import Scope, walk
 from ._batch import BatchNodes, find_batch
@@ -113,6 +114,10 @@ def follow_program(
 
     What is done in `skipped` scans, by the `id` of their equation, is not counted.
     """
+    return once(_follow, traced, tuple(trainable), skipped)
+
+
+def _follow(traced: Traced, trainable: Sequence[bool], skipped: frozenset[int]) -> Program:
     # Of a loss, only the first result is differentiated.
     places = range(len(traced.jaxpr.out_avals))
     differentiated = tuple(not traced.trains or place == 0 for place in places)

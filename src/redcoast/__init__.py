@@ -20,6 +20,7 @@ from .data._batches import batches as batches
 from .data._by_host import split_by_host as split_by_host
 from .data._per_batch import per_batch as per_batch
 from .data._token_windows import token_windows as token_windows
+from .distributed._allocator import keep_freed_memory as _keep_freed_memory
 from .distributed._arrays import batch_shardings as batch_shardings
 from .distributed._emulation import provide_threads as _provide_threads
 from .distributed._initialize import initialize as initialize
@@ -76,6 +77,7 @@ from .train._step import train_step as train_step
 from .train._step import train_steps as train_steps
 
 _provide_threads()  # if devices are emulated, before JAX makes them
+_keep_freed_memory(on_cpu=False)  # if JAX is told to use the CPU, before it starts its threads
 
 if _typing.TYPE_CHECKING:
     from . import lora as lora

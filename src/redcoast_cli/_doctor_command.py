@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from redcoast.core._versions import installed_versions, untested
+from redcoast.distributed._allocator import describe_allocator, keep_freed_memory
 from redcoast.tracking._wandb import has_account
 
 from ._options import DoctorCommand
@@ -30,12 +31,14 @@ OPTIONAL = (
 
 def main(c: DoctorCommand) -> None:
     """Prints what is available, and the commands that install what is missing."""
+    keep_freed_memory()  # as `make_mesh` does, before the devices are asked for
     lines = [
         f"{'Python':<18}{platform.python_version()} ({sys.executable})",
         *(f"{name:<18}{version(name)}" for name in PACKAGES),
         f"{'Tested together':<18}{tested_together()}",
         *devices(),
         *(f"{'Memory':<18}{text}" for text in host_memory()),
+        f"{'Allocator':<18}{describe_allocator()}",
         f"{'W&B':<18}{wandb_mode()}",
         "",
         *(optional(*item) for item in OPTIONAL),

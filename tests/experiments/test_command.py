@@ -12,6 +12,7 @@ import pytest
 import redcoast as rc
 import redcoast_cli
 from redcoast.core._versions import TESTED
+from redcoast.distributed._allocator import describe_allocator
 from redcoast.models import LlamaConfig
 from redcoast.pretrained._registry import write_config
 from redcoast_cli import _doctor_command
@@ -126,6 +127,7 @@ def test_doctor_names_devices_versions_and_what_is_missing(capsys, monkeypatch):
     assert f"jax               {jax.__version__}" in out
     assert f"redcoast          {rc.__version__}" in out
     assert "8 x cpu (cpu)" in out
+    assert f"Allocator         {describe_allocator()}" in out
     assert 'missing: pip install "redcoast[tpu]"' in out
     assert 'missing: pip install "wandb"' in out
 

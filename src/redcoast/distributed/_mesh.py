@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..core._errors import check_integer, check_mesh
 from ..core._frames import hide_frames
+from ._allocator import keep_freed_memory, watch_freed_memory
 from ._emulation import provide_threads, warn_of_few_threads
 
 AXES = ("data", "fsdp", "model")
@@ -66,8 +67,10 @@ def make_mesh(
     if not isinstance(devices, Iterable | None):
         raise TypeError(f"`devices` is {devices!r}. It must be a list of JAX devices.")
     provide_threads()
+    keep_freed_memory()
     devices = list(jax.devices() if devices is None else devices)
     warn_of_few_threads()
+    watch_freed_memory()
     sizes = {"data": data, "fsdp": fsdp, "model": model}
     # Meshes without stages do not have the axis.
     if not isinstance(pipe, int | np.integer) or pipe != 1:
@@ -192,6 +195,9 @@ def emulate_devices(count: int) -> None:
 
     - `count`: the number of devices to emulate. They share the machine's cores and memory.
 
+    With glibc, the memory that a step frees stays with the process, which makes steps faster. See
+    [Benchmarks](../benchmarks.md#allocator).
+
     **Raises:**
 
     `ValueError` if `count` is not positive, or if JAX has already been used in this process,
@@ -206,6 +212,7 @@ def emulate_devices(count: int) -> None:
     """
     check_integer("count", count)
     provide_threads(count)
+    keep_freed_memory(on_cpu=True)
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)

@@ -7,7 +7,7 @@ ambient mesh, and only if that fails with one.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -36,8 +36,18 @@ _asked: set[str] = set()
 def size_of_axis(axis: str) -> int:
     """The size of an axis of the mesh that the current trace is for; 1 if it has no such axis."""
     _asked.add(axis)
+    return sizes_of_axes().get(axis, 1)
+
+
+def sizes_of_axes() -> Mapping[str, int]:
+    """The sizes of all axes of the mesh that the current trace is for.
+
+    It is for programs around a loss, such as optimizers, which are traced for each mesh.
+    """
     mesh = _mesh.value
-    return (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape.get(axis, 1)
+    if mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape
 
 
 def axes_asked_for() -> frozenset[str]:

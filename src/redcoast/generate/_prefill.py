@@ -142,7 +142,7 @@ class PromptChunks:
                 places = places_of(cache)
             else:
                 *hidden, cache = _append(cache, self._arrays, static, tokens, real, places)
-            self._compiled_for = abstract_inputs((cache, self._arrays, tokens, real)), places
+            self._compiled_for = types_and_places((cache, self._arrays, tokens, real)), places
             start += size
             yield hidden[0], hidden[1], cache
 
@@ -170,7 +170,7 @@ def by_layer_with(model: Any, cache: Any) -> tuple[list[Any], Static, Any]:
 _split_layers = jax.jit(split_layers)
 
 
-def abstract_inputs(tree: Any) -> Any:
+def types_and_places(tree: Any) -> Any:
     """What `jax.jit` compiles a program for, of its arguments."""
 
     def of_array(x: Any) -> jax.ShapeDtypeStruct:

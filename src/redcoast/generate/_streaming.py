@@ -13,7 +13,7 @@ from ..core._pytree import Static, join
 from ..distributed._arrays import whole
 from ._compiled import Result, begin_after, begin_in_place, check_generated
 from ._generated import Generated
-from ._prefill import Places, abstract_inputs, by_layer_with, keep_places, places_of, read_compiled
+from ._prefill import Places, by_layer_with, keep_places, places_of, read_compiled, types_and_places
 from ._request import Request
 from ._sampling import Last, advance
 
@@ -57,7 +57,7 @@ def _steps(model: Any, tokens: Any, mask: Any, request: Request, count: int) -> 
     start = begin_in_place if request.copies == 1 else begin_after
     cache, last = start(cache, arrays, static, read.hidden, read.prompt, request)
     places = places_of((cache, last))
-    program = static, places, tuple(map(str, jax.tree.leaves(abstract_inputs((cache, request)))))
+    program = static, places, tuple(map(str, jax.tree.leaves(types_and_places((cache, request)))))
     steps = _advance_all(cache, arrays, static, last, request, places, count)
     if program not in _COMPILED:  # the first token does not wait for the program of the others
         yield next(steps)

@@ -20,8 +20,7 @@ from jaxtyping import Array, Float, PyTree
 from ..core._errors import several
 from ..core._frames import warn
 from ..core._pytree import show_path
-from ..core._tracing import size_of_axis
-from ..distributed._mesh import AXES, PIPE
+from ..core._tracing import sizes_of_axes
 from ..sharding import find_uses
 from ._labels import labels_like
 
@@ -200,8 +199,7 @@ def _newton_schulz(stacks: list[Matrices], iterations: int) -> list[Matrices]:
 
 def _divided(stack: Matrices) -> Matrices:
     """A stack with a number of matrices that divides over all devices, and is sharded so."""
-    sizes = {axis: size_of_axis(axis) for axis in (PIPE, *AXES)}
-    axes = {axis: size for axis, size in sizes.items() if size > 1}
+    axes = {axis: size for axis, size in sizes_of_axes().items() if size > 1}
     if not axes:
         return stack
     missing = -stack.shape[0] % prod(axes.values())

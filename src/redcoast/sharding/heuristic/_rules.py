@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from ..tree._leaves import LARGE
 from ..tree._overrides import multiples_near
-from ._matrices import Block, Sizes, WeightMatrix, layer_of
+from ._matrices import Block, LayerSizes, WeightMatrix, layer_of
 
 # A matrix with this many times fewer outputs than inputs is not worth sharding.
 _NARROW = 8
@@ -50,7 +50,7 @@ class Split:
 Splits = dict[int, Split]  # by the index of the array
 
 
-def shard_matrices(blocks: list[Block], sizes: Sizes, n: int) -> Splits:
+def shard_matrices(blocks: list[Block], sizes: LayerSizes, n: int) -> Splits:
     """The splits of all matrices and of their biases over `n` devices."""
     by_path = {block.path: block for block in blocks}
     matrices = blocks[-1].below
@@ -262,7 +262,9 @@ def _int_field(owner: PyTree, names: tuple[str, ...]) -> int | None:
     return None
 
 
-def _shard_pairs(block: Block, residual: set[int], sizes: Sizes, splits: Splits, n: int) -> None:
+def _shard_pairs(
+    block: Block, residual: set[int], sizes: LayerSizes, splits: Splits, n: int
+) -> None:
     """Shards pairs of matrices, from the residual width to an inner one and back, on the inner one.
 
     `residual` are the input widths of attention below the block, which are not inner widths. Names

@@ -25,6 +25,7 @@ OF_INTERNALS = {
     "attention.py": "the two implementations of attention, without a model around them",
     "data_parallel.py": "weights as an array for each layer, which only programs on CPUs get",
     "expert_parallel.py": "a mixture of experts whose tokens are sent to the devices of experts",
+    "first_fit.py": "the parts of the first `fit` of a process, which are timed inside of it",
     "gpu.py": "attention without cuDNN's kernel, beside attention with it",
     "loop_parts.py": "the training step without some of its parts",
     "megatron_ahead.py": "the step of a dry run whose activations are not constrained",

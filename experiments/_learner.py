@@ -32,14 +32,14 @@ def split_keys(run: Started) -> Keys:
 
 def prepare(
     run: Started,
-    init_fn: Callable[..., PyTree],
+    init_fn: PyTree,
     optimizer: optax.GradientTransformation,
     loss_fn: Callable[..., Any],
     batch: PyTree,
     **options: Any,
 ) -> tuple[rc.TrainState, rc.Plan, Callable[..., Any]]:
-    """Creates the state of a network on the mesh of the run; also returns its plan, and the loss
-    with the plan's constraints."""
+    """Creates the state of a network, or of what a function of a key returns, on the mesh of the
+    run; also returns its plan, and the loss with the plan's constraints."""
     mesh = run.mesh
     if isinstance(mesh, str):  # "auto"
         mesh = rc.make_mesh(**rc.suggest_mesh(init_fn, loss_fn, batch, optimizer, **options))

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +22,7 @@ PAD, END = 0, 1
 class Policy(NamedTuple):
     """A model, and how prompts become tokens and answers become text."""
 
-    model: eqx.Module
+    model: Any
     encode_prompt: Callable[[str], list[int]]
     encode_answer: Callable[[str], list[int]]  # with its end
     decode: Callable[[Sequence[int]], str]  # without its end

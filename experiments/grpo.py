@@ -84,10 +84,10 @@ def main(c: Config) -> None:
 
     def collect(state, number):
         rng, solved = np.random.default_rng((c.run.seed, number)), np.asarray(state["solved"])
-        options = {"samples": c.samples, "new_tokens": c.new_tokens}
-        options |= {"choose": ft.partial(choose_problems, rng, solved, c.difficulty)}
-        options |= {"key": jax.random.fold_in(keys.acting, number)}
-        return roll_out(policy, state["train"].model, task, state["rollout"], **options), frozen
+        choose = ft.partial(choose_problems, rng, solved, c.difficulty)
+        key, model = jax.random.fold_in(keys.acting, number), state["train"].model
+        count = {"samples": c.samples, "new_tokens": c.new_tokens}
+        return roll_out(policy, model, task, state["rollout"], choose, key=key, **count), frozen
 
     def step(state, rollout, frozen):
         train = state["train"]

@@ -9,7 +9,7 @@ import functools as ft
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import _options
 import equinox as eqx
@@ -154,7 +154,9 @@ def preference_loss(c: Config, model, batch, key):
         chosen, rejected = rewards(model, batch).T
         return losses.bradley_terry(chosen, rejected), {"preferred": jnp.mean(chosen > rejected)}
     chosen, rejected, *others = log_probs(c, model["policy"], batch).T
-    beta = {} if c.beta is None else {"weight" if c.loss == "orpo" else "beta": c.beta}
+    beta: dict[str, Any] = {}
+    if c.beta is not None:
+        beta = {"weight" if c.loss == "orpo" else "beta": c.beta}
     loss_fn = getattr(losses, c.loss)
     if c.loss not in WITH_REFERENCE:
         return loss_fn(chosen, rejected, **beta), {"preferred": jnp.mean(chosen > rejected)}

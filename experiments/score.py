@@ -6,6 +6,7 @@ Tasks of lm-eval download their data; a folder of tasks of your own may have loc
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import _options
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ def main(c: Config) -> None:
     except ModuleNotFoundError as error:
         raise SystemExit('This script needs lm-eval: pip install "lm-eval>=0.4.9"') from error
     weights = c.weights or smollm2()
-    sizes = {"data": 1, "fsdp": -1} if c.mesh == "auto" else mesh_sizes(c.mesh)
+    sizes: dict[str, Any] = {"data": 1, "fsdp": -1} if c.mesh == "auto" else mesh_sizes(c.mesh)
     model = rc.load_pretrained(weights, mesh=rc.make_mesh(**sizes), dtype=jnp.float32)
     wrapped = rc.lm_eval_model(
         model,

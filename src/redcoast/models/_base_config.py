@@ -9,7 +9,7 @@ from ._check_config import check_fields, where
 from ._scan_layers import Remat, check_remat
 
 
-class Sizes:
+class LayerSizes:
     """The sizes that every configuration of layers has as fields."""
 
     width: int
@@ -17,7 +17,7 @@ class Sizes:
     heads: int
 
 
-class HeadSizes(Sizes):
+class HeadSizes(LayerSizes):
     """Configurations with heads of one size, `width / heads` or the field `head_size`."""
 
     @property
@@ -37,7 +37,7 @@ class RotarySizes(HeadSizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayersConfig(Sizes):
+class LayersConfig(LayerSizes):
     """Options of a loop over layers, which do not change its results.
 
     **Arguments:**

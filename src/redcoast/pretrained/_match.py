@@ -11,7 +11,6 @@ import numpy as np
 
 from ._lazy_tensor import Stored, split_box
 from ._registry import hf_names
-from ._settings import Settings
 from ._tensors import Tensor, tensor_names, tensor_shape
 
 # Prefixes that wrappers add to the names of a model.
@@ -146,7 +145,7 @@ def _way_out(
     needed: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, Stored],
     problems: Mapping[str, list[str]],
-    settings: Settings,
+    settings: Mapping[str, Any],
 ) -> str:
     """Returns what to do about tensors that do not match, if known."""
     for prefix, origin in _WRAPPERS.items():

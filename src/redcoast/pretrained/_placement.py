@@ -29,12 +29,12 @@ def choose_shardings(
         return dict.fromkeys(arrays, SingleDeviceSharding(device))
     if mesh.size == 1:
         return dict.fromkeys(arrays, NamedSharding(mesh, P()))
-    inputs = abstract_inputs(family, config, mesh)
+    inputs = inputs_to_plan(family, config, mesh)
     planned = infer_shardings(abstract, mesh, fn=lambda model, *args: model(*args), args=inputs)
     return leaf_paths(planned, Sharding)
 
 
-def abstract_inputs(family: Family, config: Any, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+def inputs_to_plan(family: Family, config: Any, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the abstract inputs for planning: from the family's `example_inputs`, if it has them;
     otherwise tokens for a decoder or for both parts of an encoder-decoder, at most as many in a row
     as the model has positions."""

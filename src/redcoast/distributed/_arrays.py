@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
@@ -52,6 +53,8 @@ def place_rows(arrays: PyTree, mesh: Mesh, rows: int) -> PyTree:
     place_of = {row: i for i, row in enumerate(own_rows(mesh, rows))}
 
     def place(x: HostOrDevice) -> jax.Array:
+        if isinstance(x, jax.Array) and _is_split_over(x, mesh):
+            return x
         if _is_key(x):
             return _wrap(place(jax.random.key_data(x)), x)
         host = _on_host(x)
@@ -146,6 +149,8 @@ def abstract_batch(arrays: PyTree, mesh: Mesh, axis: int = 0) -> PyTree:
 
 def _batch_place(x: PyTree, mesh: Mesh, kinds: tuple[type, ...], axis: int) -> Sharding | None:
     """The sharding of an array that `place_array` places; `None` if the array is not moved."""
+    if isinstance(x, jax.Array) and _is_split_over(x, mesh):
+        return None
     # On a single CPU device, jitted functions take NumPy arrays without a copy.
     host = isinstance(x, np.ndarray)
     alone = host and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
@@ -155,6 +160,16 @@ def _batch_place(x: PyTree, mesh: Mesh, kinds: tuple[type, ...], axis: int) -> S
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) and not isinstance(x, jax.Array):
         return None  # abstract keys: NumPy has none
     return batch_sharding(mesh, x.shape[axis], axis)
+
+
+def _is_split_over(x: jax.Array, mesh: Mesh) -> bool:
+    """Whether the devices of a mesh already have different parts of an array.
+
+    `collate_fn` may read only the parts of this process's devices, and return such arrays.
+    """
+    if isinstance(x, Tracer) or x.is_fully_replicated:
+        return False
+    return mesh.size > 1 and x.sharding.device_set == set(mesh.devices.flat)
 
 
 def put(x: HostOrDevice, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:

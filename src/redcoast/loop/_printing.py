@@ -68,7 +68,7 @@ class Printer:
             # Of a run that is not resumed, it is a warning.
             if nothing := nothing_left(data, has_directory=True):
                 say(nothing)
-        for sentence in _batches_that_are_not_split(data, batch_shards(plan.mesh)):
+        for sentence in _batches_that_are_not_split(data, plan):
             say(sentence)
         if over:
             say("Nothing is left to train: early stopping ended the run.")
@@ -152,9 +152,21 @@ def _counted(count: int | float, noun: str) -> str:
     return f"{noun}s"
 
 
-def _batches_that_are_not_split(data: Batches, shards: int) -> list[str]:
+def _batches_that_are_not_split(data: Batches, plan: Plan) -> list[str]:
     """Sentences about batches that do not divide over the devices."""
+    shards = batch_shards(plan.mesh)
     batch_size, last_rows = data.batch_size, (data.rows_left or 0) % data.batch_size
+    if batch_size % shards and plan.compute.tokens:
+        sentence = (
+            f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so its "
+            "examples are split over them."
+        )
+        if jax.process_count() > 1:
+            sentence += (
+                " Every process reads complete examples, unless `collate_fn` returns arrays that "
+                "are split over the devices."
+            )
+        return [sentence]
     if batch_size % shards:
         return [
             f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so each "

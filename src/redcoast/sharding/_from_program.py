@@ -1,5 +1,6 @@
 """Plans the sharding of a tree from a function that uses it."""
 
+import functools as ft
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,8 +24,20 @@ from .report._repeated import repeated
 from .report._sums import find_sums
 from .report._traffic import all_sent, pipelining, traffic
 from .solver import _memory
+from .solver._batch import Split
 from .solver._hardware import Hardware
 from .solver._replicate import replicate
+from .solver._split_examples import (
+    apply_split,
+    asked_split,
+    candidates,
+    candidates_of_two,
+    example_parts,
+    is_sequence,
+    needs_split,
+    split_tokens,
+    trace_in_parts,
+)
 from .solver._strategy import (
     DEFAULT,
     Decision,
@@ -36,7 +49,6 @@ from .solver._strategy import (
     parts,
     used_axes,
 )
-from .solver._tokens import needs_tokens, split_tokens
 from .tree._leaves import LARGE, Leaf, flat_leaves, is_inexact_leaf
 from .tree._overrides import Override, apply_overrides, model_dim
 from .tree._plan_rows import ON_STAGES, OVERRIDE, STORED, Compute, LeafPlan, Reason, Role, trim_spec
@@ -92,10 +104,15 @@ class _Layout:
     plans: list[LeafPlan]
     decision: Decision
 
+    @ft.cached_property
+    def excess(self) -> int | float:
+        """Bytes per device by which the activations do not fit into memory."""
+        return self.task.excess(self.decision, self.task.large)
+
     @property
     def order(self) -> tuple[int | float, int | float]:
         """Less is better: first what does not fit into memory, then seconds."""
-        return self.task.excess(self.decision, self.task.large), self.decision.seconds
+        return self.excess, self.decision.seconds
 
 
 def plan_flow(
@@ -137,10 +154,10 @@ def plan_flow(
         # The solver compares what the stages of a pipeline keep in memory.
         program = as_pipeline(program, DEFAULT)
     task = _Task(leaves, program, axes, specs, hardware, state_bytes)
-    tasks = [task]
-    if not is_pipeline and needs_tokens(program, parts(DEFAULT.batch, axes)):
-        tasks = _by_rows_and_tokens(task, trace)
-    best = _cheapest(tasks, budget)
+    if is_pipeline:
+        best = _cheapest([task], budget)
+    else:
+        best = _by_rows_or_within(task, budget, trace)
     task, decision, strategy = best.task, best.decision, best.decision.strategy
     compute = Compute(
         decision.computed,
@@ -150,29 +167,71 @@ def plan_flow(
         tuple((constant.name, d) for constant, _, d in constant_dims(decision)),
         decision.program.batch.sequence,
         microbatches,
+        decision.program.batch.split,
     )
     if is_pipeline and strategy != DEFAULT:
         # Other axes divide the batch into another number of microbatches.
         task = replace(task, program=as_pipeline(program, strategy))
         decision = replace(decision, program=task.program)
     not_rows = _reasons.not_rows(args[:1], decision)
-    return best.plans, compute, _report(task, best.plans, decision, not_rows)
+    by_rows = program if decision.program.batch.sequence else task.program
+    return best.plans, compute, _report(task, best.plans, decision, not_rows, by_rows)
 
 
-def _by_rows_and_tokens(task: _Task, trace: Callable[[], Program]) -> list[_Task]:
-    """The task with the batch split by rows, and by tokens if they divide."""
-    program = task.program
-    by_tokens = split_tokens(program, parts(DEFAULT.batch, task.axes), trace)
+def _by_rows_or_within(task: _Task, budget: int | None, trace: Callable[[], Program]) -> _Layout:
+    """The plan, with the batch split by rows if they divide and it fits into memory, or along
+    dimensions of its examples."""
+    program, axes = task.program, task.axes
+    count = parts(DEFAULT.batch, axes)
+
+    @ft.lru_cache(None)
+    def traced(parts: int) -> Program:
+        return program if parts == 1 else trace_in_parts(parts, trace)
+
+    if split := asked_split(program, axes):
+        asked = apply_split(traced(example_parts(split, axes)), split, axes)
+        if asked is None:
+            raise ValueError(_cannot_split(program, split, axes))
+        return _cheapest([replace(task, program=asked)], budget)
+    others = (replace(task, program=within) for within in candidates(traced, axes))
+    if not needs_split(program, count):
+        by_rows = _cheapest([task], budget)
+        if not by_rows.excess:
+            return by_rows
+        # Where nothing fits, the price of a usual plan decides.
+        best = _cheapest([task, *others], budget)
+        return by_rows if best.excess else best
+    by_tokens = split_tokens(program, count, lambda: traced(count))
     why_whole = by_tokens.batch.whole or "it would cost more"
     by_rows = replace(program, batch=replace(program.batch, whole=why_whole))
-    programs = [by_rows]
-    if by_tokens.batch.sequence:
-        programs.append(by_tokens)
-    return [replace(task, program=program) for program in programs]
+    tasks = [replace(task, program=by_rows)]
+    if is_sequence(by_tokens, count):
+        tasks.append(replace(task, program=by_tokens))
+    best = _cheapest([*tasks, *others], budget)
+    if best.excess:
+        pairs = (replace(task, program=within) for within in candidates_of_two(traced, axes))
+        best = _cheapest([best.task, *pairs], budget)
+    return best
+
+
+def _cannot_split(program: Program, split: Split, axes: Mapping[str, int]) -> str:
+    listed: list[str] = []
+    for over, places in split:
+        for place, d in places:
+            size = program.batch_arrays[place].shape[d]
+            listed.append(
+                f"dimension {d} of array {place}, of size {size}, over {' x '.join(over)} = "
+                f"{parts(over, axes)}"
+            )
+    return (
+        f"The function constrains its batch to be split along {'; '.join(listed)}. That does not "
+        "divide, or the dimension belongs to parameters, or an operation needs all of it. Split "
+        "another dimension, or leave the constraint out, and the plan chooses."
+    )
 
 
 def _cheapest(tasks: Sequence[_Task], budget: int | None) -> _Layout:
-    """The cheapest plan of those that fit into memory, for a batch split by rows or by tokens."""
+    """The cheapest plan of those that fit into memory."""
     layouts: list[_Layout] = []
     errors: list[ValueError] = []
     for task in tasks:
@@ -315,9 +374,17 @@ def _reason(
 
 
 def _report(
-    task: _Task, plans: Sequence[LeafPlan], decision: Decision, not_rows: Mapping[str, int]
+    task: _Task,
+    plans: Sequence[LeafPlan],
+    decision: Decision,
+    not_rows: Mapping[str, int],
+    by_rows: Program,
 ) -> ProgramReport:
-    """The figures of a decision; `not_rows` are the arrays of the batch that are not rows."""
+    """The figures of a decision.
+
+    `not_rows` are the arrays of the batch that are not rows. What the program does with its rows is
+    that of `by_rows`, whether rows are split or not.
+    """
     axes, reasons = task.axes, _reasons.find_reasons(task.leaves, decision, task.axes)
     sent = all_sent(plans, reasons, task.hardware)
     return ProgramReport(
@@ -329,10 +396,10 @@ def _report(
         hindrances=_reasons.hindrances(reasons),
         traffic=traffic(sent),
         closed_over=_reasons.closed_over(reasons),
-        coupled=once(find_coupling, task.program),
-        summed=once(find_sums, task.program),
-        shared_masks=once(find_shared_masks, task.program),
-        promotions=once(find_promotions, task.program),
+        coupled=once(find_coupling, by_rows),
+        summed=once(find_sums, by_rows),
+        shared_masks=once(find_shared_masks, by_rows),
+        promotions=once(find_promotions, by_rows),
         unknown=dict(sorted(task.program.graph.unknown.items())),
         arithmetic=_memory.arithmetic(decision, axes),
         repeated=repeated(reasons),
@@ -340,6 +407,7 @@ def _report(
         device_memory=task.memory,
         device_memory_known=task.hardware.memory is not None,
         sequences=decision.program.batch.sequence,
+        split_examples=_reasons.split_examples(decision, axes),
         pipeline=pipelining(decision, axes),
         lines=find_lines(sent, _memory.activation_parts(plans, decision, axes), decision.program),
     )

@@ -28,7 +28,7 @@ FORMAT = 1
 Json = dict[str, Any]
 # The types of the entries of a file, in which a tuple is a list. Files of earlier versions lack
 # the new ones.
-_NEW = ("kind", "together", "constants", "tokens", "microbatches")
+_NEW = ("kind", "together", "constants", "tokens", "microbatches", "split")
 _ARRAY = {
     "path": str,
     "shape": list[int],
@@ -47,6 +47,7 @@ _COMPUTE = {
     "constants": list[tuple[str, int | None]],
     "tokens": bool,
     "microbatches": int | None,
+    "split": list[tuple[list[str], list[tuple[int, int]]]],
 }
 
 
@@ -85,7 +86,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
         "format": FORMAT,
         "mesh": dict(plan.report.mesh),
         "rows": [{key: row[key] for key in _ARRAY} for row in arrays],
-        "compute": asdict(plan.compute),
+        "compute": _compute_to_json(plan.compute),
         "report": program_to_json(plan.report.program_or_none),
     }
     text = json.dumps(document, indent=1) + "\n"
@@ -105,6 +106,14 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
         sync(path.parent)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _compute_to_json(compute: Compute) -> Json:
+    """Without what no earlier version has, if the plan does not need it."""
+    entries = asdict(compute)
+    if not compute.split:
+        del entries["split"]
+    return entries
 
 
 @hide_frames

@@ -19,8 +19,14 @@ from ...core._tracing import needs_ambient_mesh, traced_over
 from ...distributed._mesh import PIPE, batch_shards
 from ..pipeline._stages import NoPipeline, pipeline_of
 from ..program._trace import trace_over
+from ..solver._split_examples import (
+    apply_split,
+    example_parts,
+    needs_split,
+    split_tokens,
+    trace_in_parts,
+)
 from ..solver._strategy import Program, follow_program, parts
-from ..solver._tokens import needs_tokens, split_tokens
 from ..tree._plan_rows import Compute
 from ._grouped_conv import is_grouped
 from ._interpreter import CannotRebind, run_constrained
@@ -82,7 +88,7 @@ class Constrained:
                 f"arrays, but was called with a tree of {traced.arrays}. Plan the tree that it is "
                 "called with: `plan_shardings(tree, mesh, fn=fn, args=args)`."
             )
-        program = self._by_tokens(follow_program(traced, [False] * traced.arrays), tree, args)
+        program = self._split(follow_program(traced, [False] * traced.arrays), tree, args)
         traced = program.traced
         shardings = self._pipelined(program, tree, args)
         first = slice(traced.arrays, traced.arrays + traced.batch)
@@ -108,13 +114,20 @@ class Constrained:
             return self._plain(tree, *args)
         return join(results, traced.output)
 
-    def _by_tokens(self, program: Program, tree: PyTree, args: Any) -> Program:
-        """The program that splits tokens, if the rows of this batch cannot be split."""
-        count = parts(self.compute.batch_axes, self.mesh.shape)
-        frozen = [False] * len(program.parameters)
-        if not self.compute.tokens or not needs_tokens(program, count):
+    def _split(self, program: Program, tree: PyTree, args: Any) -> Program:
+        """The program with its examples split, if the rows of this batch cannot be."""
+        compute, sizes = self.compute, self.mesh.shape
+        count, frozen = parts(compute.batch_axes, sizes), [False] * len(program.parameters)
+        inside = any(d for _, places in compute.split for _, d in places)
+        of_rows = inside or not compute.split
+        if not compute.tokens or (of_rows and not needs_split(program, count)):
             return program
         trace = lambda: follow_program(trace_over(self.mesh, self.fn, tree, args)[0], frozen)
+        if compute.split:
+            again = trace_in_parts(example_parts(compute.split, sizes), trace)
+            found = apply_split(again, compute.split, sizes)
+            if found is not None:
+                return found
         found = split_tokens(program, count, trace)
         return found if found.batch.sequence else program
 

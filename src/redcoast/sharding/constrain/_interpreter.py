@@ -40,7 +40,15 @@ from ._custom_rules import is_float0, run_custom
 from ._grouped_conv import is_grouped, run_grouped
 from ._local_operation import acts_on_parts, run_operation
 from ._local_region import LocalRegion, waits_for_rows
-from ._shardings import Shardings, find_shardings, gather_operands, sharded_dim
+from ._shardings import (
+    Shardings,
+    find_shardings,
+    gather_looked_up,
+    gather_operands,
+    sharded_dim,
+)
+from ._split_conv import run_split_conv
+from ._split_fft import run_split_fft
 
 
 class CannotRebind(Exception):
@@ -156,6 +164,10 @@ def _run(
     result = apply_copies(equation, scope, shardings, operands, copies)
     if result is not None:
         return [result]
+    if name == "conv_general_dilated" and shardings.tokens:
+        values = [scope.values[atom] for atom in (*equation.invars, *equation.outvars)]
+        if (results := run_split_conv(equation, operands, values, shardings)) is not None:
+            return results
     if is_grouped(equation):
         specs = (shardings.spec(scope.values[atom]) for atom in equation.invars)
         return run_grouped(equation, operands, shardings.mesh, *specs)
@@ -166,6 +178,10 @@ def _run(
         # Inside of `jax.shard_map` the mesh is another than the equation's.
         local = lambda x: equation.primitive.bind(x, **equation.params)
         return [shardings.run_local(local, operands[0], scope.values[equation.invars[0]])]
+    if name == "fft" and shardings.tokens:
+        values = [scope.values[atom] for atom in (*equation.invars, *equation.outvars)]
+        if (results := run_split_fft(equation, operands[0], *values, shardings)) is not None:
+            return results
     if (results := _run_on_rows(nested, scope)) is not None:
         return results
     if name == "sharding_constraint":
@@ -180,6 +196,8 @@ def _run(
         return [shardings.gather(operands[0], value, d) if gathers else operands[0]]
     if name == "dot_general" and shardings.tokens:
         operands = gather_operands(equation, scope, shardings, operands)
+    if name == "gather" and shardings.tokens:
+        operands = gather_looked_up(equation, scope, shardings, operands)
     match flow:
         case Scan() as scan if nested.inner:
             return _scan(nested, scan)

@@ -18,8 +18,8 @@ from ..program._walk import Scope
 from ..solver._classes import Classes
 from ..solver._memory import asked_axes
 from ..solver._planned_collectives import BatchDims
-from ..solver._strategy import Program, batch_dims, parts, split_axes
-from ..tree._overrides import spec_axes
+from ..solver._strategy import Program, batch_over, parts, split_axes
+from ..tree._overrides import axes_of_spec, spec_axes
 from ..tree._plan_rows import Compute
 
 # The sequence has at most this fraction of the parameters: learned positions are along it. Most
@@ -43,6 +43,7 @@ class Shardings:
     compute: Compute  # what these shardings follow from
     sequence: frozenset[int] = frozenset()
     asked: frozenset[int] = frozenset()  # dimensions that the program itself shards
+    uneven: frozenset[int] = frozenset()  # linked to split dimensions of examples, and not divided
     tokens: bool = False  # whether the batch is split along its sequence
     pipeline: Pipeline | None = None
     # In the layers of a pipeline: the random numbers for rows, and the numbers of the rows.
@@ -55,8 +56,9 @@ class Shardings:
         entries: list[Any] = [None] * len(value.dims)
         free = {*self.batch_axes, *self.compute.model_axes}
         for d, node in enumerate(value.dims):  # each axis is used once
-            if self.batch.has(node) and free.issuperset(self.batch_axes):
-                entries[d] = self.batch_axes
+            split = self.batch.set_of(node)
+            if split is not None and free.issuperset(split.axes):
+                entries[d] = split.axes
             elif self._is_in(node, chosen) and free.issuperset(self.compute.model_axes):
                 entries[d] = self.compute.model_axes
             free.difference_update(entries[d] or ())
@@ -83,18 +85,19 @@ class Shardings:
             return x
         entries = zip(self.spec(value, chosen), value.dims, strict=True)
         # XLA propagates the shardings that the program itself asks for.
-        asked = [P.UNCONSTRAINED if e is None and d in self.asked else e for e, d in entries]
-        return self._with_spec(x, P(*asked))
+        free = self.asked | self.uneven
+        asked = [P.UNCONSTRAINED if e is None and d in free else e for e, d in entries]
+        return self.with_spec(x, P(*asked))
 
-    def _with_spec(self, x: Any, spec: P) -> Any:
+    def with_spec(self, x: Any, spec: P) -> Any:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def gather(self, x: Any, value: Value, d: int) -> Any:
         """Gathers a dimension of an array that is split like the batch."""
         entries = list(self.spec(value))
         # Split first, and gathered then: the cotangent is reduce-scattered, and not all-reduced.
-        x = self._with_spec(x, P(*entries))
-        return self._with_spec(x, P(*entries[:d], None, *entries[d + 1 :]))
+        x = self.with_spec(x, P(*entries))
+        return self.with_spec(x, P(*entries[:d], None, *entries[d + 1 :]))
 
     def run_local(self, fn: Callable[[Any], Any], x: Any, value: Value) -> Any:
         """Applies a function that keeps the sharded dimensions to the part on each device."""
@@ -110,12 +113,12 @@ class Shardings:
         shape, entries, shards = x.shape, list(self.spec(value)), self.batch.count
         split = (*shape[:at], shards, shape[at] // shards, *shape[at + 1 :])
         spec = P(*entries[: at + 1], None, *entries[at + 1 :])
-        return self._with_spec(jax.lax.reshape(x, split), spec)
+        return self.with_spec(jax.lax.reshape(x, split), spec)
 
     def copies(self, x: Any, value: Value) -> Any:
         """Repeats an array along a new leading dimension, once for each shard of the batch."""
         repeated = jnp.broadcast_to(x[None], (self.batch.count, *x.shape))
-        return self._with_spec(repeated, P(self.batch_axes, *self.spec(value)))
+        return self.with_spec(repeated, P(self.batch_axes, *self.spec(value)))
 
 
 def sharded_dim(spec: P, axes: Sequence[str]) -> int | None:
@@ -132,10 +135,30 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
     chosen = classes.of(node for node in split if classes.divides(node))
     chosen |= _classes_of_constants(program, classes, compute)
     axes = split_axes(program, compute.batch_axes, mesh.shape)
-    batch = batch_dims(program, parts(axes, mesh.shape))
+    batch = batch_over(program, compute.batch_axes, mesh.shape)
     sequence = _sequence(program, classes, chosen, batch) if compute.sequence else frozenset()
     asked, tokens = frozenset(asked_axes(program.graph)), program.batch.sequence
-    return Shardings(mesh, classes, chosen, batch, axes, compute, sequence, asked, tokens)
+    uneven = _uneven(program, batch)
+    return Shardings(mesh, classes, chosen, batch, axes, compute, sequence, asked, uneven, tokens)
+
+
+def _uneven(program: Program, batch: BatchDims) -> frozenset[int]:
+    """Dimensions that are linked to those that examples are split along, but do not divide.
+
+    XLA divides them into parts of unequal sizes.
+    """
+    if not program.batch.sets:
+        return frozenset()
+    graph, uneven = program.graph, set()
+    anywhere = Classes(graph, 1, soft=True, least=2, apart=program.owned)
+    for one, nodes in zip(batch.sets, program.batch.sets, strict=True):
+        linked = anywhere.of(nodes.given)
+        uneven |= {
+            node
+            for node, size in enumerate(graph.sizes)
+            if size >= one.count and not one.classes.divides(node) and anywhere[node] in linked
+        }
+    return frozenset(uneven)
 
 
 def _classes_of_constants(program: Program, classes: Classes, compute: Compute) -> frozenset[int]:
@@ -218,3 +241,25 @@ def _places(equation: JaxprEqn, values: Sequence[Value]) -> list[list[Any]]:
                 found[one][d] = place
                 place += 1
     return found
+
+
+def gather_looked_up(
+    equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Sequence[Any]
+) -> list[Any]:
+    """Replicates a split array whose elements are looked up by indices that are split too.
+
+    Every device then looks up its own, as the edges of a graph do the nodes.
+    """
+    table, *indices = operands
+    rule = scope.rules[scope.jaxpr.eqns.index(equation)]
+    kept = shardings.spec(scope.values[equation.outvars[0]])
+    if rule is None or isinstance(equation.invars[0], Literal):
+        return list(operands)
+    value = scope.values[equation.invars[0]]
+    split = set(axes_of_spec(kept))
+    entries = zip(rule.operands[0], shardings.spec(value), strict=True)
+    for d, (dimension, entry) in enumerate(entries):
+        axes = spec_axes(entry)
+        if axes and split.issuperset(axes) and dimension[0] in rule.indexed:
+            table = shardings.gather(table, value, d)
+    return [table, *indices]

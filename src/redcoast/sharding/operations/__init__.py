@@ -7,6 +7,7 @@ factors of an example. `tests/sharding/test_operations.py` compares the table wi
 installed XLA.
 """
 
+from ._rule import ALL as ALL
 from ._rule import Atom as Atom
 from ._rule import Dimension as Dimension
 from ._rule import Dimensions as Dimensions

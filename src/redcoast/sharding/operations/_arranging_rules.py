@@ -8,6 +8,7 @@ from typing import Any, Literal
 from jax.extend.core import JaxprEqn
 
 from ._rule import (
+    ALL,
     Dimension,
     Factors,
     Linear,
@@ -15,6 +16,7 @@ from ._rule import (
     all_factors,
     at_places,
     each_alone,
+    neighbours,
     shape_of,
     shapes_before_and_after,
     together,
@@ -181,7 +183,18 @@ def windowed(params: Mapping[str, Any], before: Sequence[int], after: Sequence[i
 Change = Literal["moved", "whole", "shuffled", "blocked", "indexed"]
 
 
-def along(acted: Acted, *changes: Change, linear: Linear = ()) -> Callable[[JaxprEqn], Rule]:
+def neighbours_of_window(params: Mapping[str, Any], d: int) -> int:
+    """How many elements of the next part a window needs along dimension `d`."""
+    names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    return neighbours(*(params[name][d] for name in names))
+
+
+def along(
+    acted: Acted,
+    *changes: Change,
+    linear: Linear = (),
+    near: Callable[[Mapping[str, Any], int], int] | None = None,
+) -> Callable[[JaxprEqn], Rule]:
     """The rule of operations along dimensions of arrays that all have the first operand's shape.
 
     The other dimensions are carried. Operands of other shapes, such as indices, share nothing.
@@ -196,8 +209,12 @@ def along(acted: Acted, *changes: Change, linear: Linear = ()) -> Callable[[Jaxp
             if shape_of(atom) == before:
                 operands[operand] = dimensions
         results = [dimensions] * len(equation.outvars)
-        changed = at_places(dimensions, acted(equation.params, before, after))
-        carries_all = factors.rule(operands, results, linear=linear)
+        places = acted(equation.params, before, after)
+        changed = at_places(dimensions, places)
+        needed: list[tuple[Dimension, int]] = []
+        if near is not None:
+            needed = [(dimensions[d], near(equation.params, d)) for d in places]
+        carries_all = factors.rule(operands, results, linear=linear, near=needed)
         return replace(carries_all, **dict.fromkeys(changes, all_factors(changed)))
 
     return rule
@@ -304,7 +321,12 @@ def fourier_rule(equation: JaxprEqn) -> Rule:
     count = len(equation.params["fft_lengths"])
     transformed = dimensions[len(before) - count :]
     return factors.rule(
-        [dimensions], [dimensions], whole=transformed, blocked=transformed, linear=each_alone(0)
+        [dimensions],
+        [dimensions],
+        whole=transformed,
+        blocked=transformed,
+        linear=each_alone(0),
+        near=[(dimension, ALL) for dimension in transformed],
     )
 
 

@@ -2,7 +2,7 @@
 
 from jax.extend.core import JaxprEqn
 
-from ._rule import Dimension, Factors, Rule, at_places, each_alone, shape_of, without
+from ._rule import Dimension, Factors, Rule, at_places, each_alone, neighbours, shape_of, without
 
 
 def dot_general_rule(equation: JaxprEqn) -> Rule:
@@ -110,6 +110,12 @@ def convolution_rule(equation: JaxprEqn) -> Rule:
     result[result_channel] = kernel[out]
     for d, dimension in zip(result_space, space, strict=True):
         result[d] = dimension
+    sizes = at_places(shape_of(equation.invars[1]), kernel_space)
+    steps = params["window_strides"], params["lhs_dilation"], params["rhs_dilation"]
+    near = [
+        (dimension, neighbours(*of_window))
+        for dimension, *of_window in zip(space, sizes, *steps, strict=True)
+    ]
     return factors.rule(
         [image, kernel],
         [result],
@@ -119,4 +125,5 @@ def convolution_rule(equation: JaxprEqn) -> Rule:
         blocked=blocked,
         sums=True,
         linear=each_alone(0, 1),
+        near=near,
     )

@@ -14,6 +14,8 @@ Factor = int
 Dimension = tuple[Factor, ...]  # slowest first
 Dimensions = tuple[Dimension, ...]  # of one array
 
+ALL = -1  # in place of the number of elements that an operation needs of the next part
+
 # Groups of operands, by their places, that an operation is linear in while the others are fixed.
 Linear = tuple[frozenset[int], ...]
 
@@ -36,6 +38,9 @@ class Rule:
     - `shuffled`: the part of `whole` along which any element may come from any place, as in a
         sort.
     - `blocked`: no sharding is propagated along these, as along the space of a convolution.
+    - `near`: the part of `blocked` along which an example can be split, and how many elements of
+        the next part are needed, the halo. With `ALL`, the array is split along another dimension
+        during the operation.
     - `indexed`: elements along these are addressed by their numbers, so that an element is not
         treated as every other one is.
     - `repeated`: all elements of a result along these are equal.
@@ -60,6 +65,7 @@ class Rule:
     linear: Linear = ()
     copies: bool = False
     writes: int | None = None
+    near: tuple[tuple[Factor, int], ...] = ()
 
     def size(self, dimension: Dimension) -> int:
         """The number of elements along a dimension, or along some of its factors."""
@@ -106,6 +112,7 @@ class Factors:
         linear: Linear = (),
         copies: bool = False,
         writes: int | None = None,
+        near: Iterable[tuple[Dimension, int]] = (),
     ) -> Rule:
         """The rule, whose sets of factors are given as dimensions."""
         return Rule(
@@ -123,6 +130,7 @@ class Factors:
             linear=linear,
             copies=copies,
             writes=writes,
+            near=tuple((dimension[0], count) for dimension, count in near),
         )
 
 
@@ -180,3 +188,9 @@ def fixed_operands(rule: Rule, varied: Sequence[bool]) -> list[bool]:
         for place in range(len(varied)):
             fixed[place] |= place not in group
     return fixed
+
+
+def neighbours(size: int, stride: int, lhs_dilation: int, rhs_dilation: int) -> int:
+    """How many elements of the next part a window needs at the edge of a part."""
+    beyond = (size - 1) * rhs_dilation + 1 - stride
+    return max(0, -(-beyond // lhs_dilation))

@@ -15,6 +15,7 @@ from ._arranging_rules import (
     fourier_rule,
     named,
     named_reduction_rule,
+    neighbours_of_window,
     padded,
     reduction_rule,
     reshape_rule,
@@ -81,8 +82,12 @@ _NAMED: dict[str, Callable[[JaxprEqn], Rule]] = {
     "pad": along(padded, "moved", linear=together(2)),
     "pmax pmin psum psum_invariant": named_reduction_rule,
     "ragged_dot ragged_dot_general": ragged_dot_rule,
-    "reduce_window reduce_window_max reduce_window_min": along(windowed, "moved", "blocked"),
-    "reduce_window_sum": along(windowed, "moved", "blocked", linear=each_alone(0)),
+    "reduce_window reduce_window_max reduce_window_min": along(
+        windowed, "moved", "blocked", near=neighbours_of_window
+    ),
+    "reduce_window_sum": along(
+        windowed, "moved", "blocked", linear=each_alone(0), near=neighbours_of_window
+    ),
     "reshape": reshape_rule,
     "rev": along(named("dimensions"), "moved", linear=each_alone(0)),
     "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub": scatter_rule,

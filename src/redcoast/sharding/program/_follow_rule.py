@@ -28,6 +28,8 @@ def follow_rule(
     results = _add_results(graph, equation, rule, resharded, inputs, shared)
     if rule.blocked:
         _block(graph, rule, [*inputs, *results])
+    if rule.near:
+        _exchange(graph, rule, inputs, results)
     if not inputs or not results:
         return results
     if rule.whole:
@@ -47,7 +49,20 @@ def follow_rule(
 def _block(graph: Graph, rule: Rule, values: Sequence[Value]) -> None:
     for _, _, node, dimension in _dimensions(values, [*rule.operands, *rule.results]):
         if dimension[0] in rule.blocked:
-            graph.blocked.add(node)
+            graph.block(node, near=dimension[0] in dict(rule.near))
+
+
+def _exchange(graph: Graph, rule: Rule, inputs: Sequence[Value], results: Sequence[Value]) -> None:
+    """Records the dimensions along which a split example exchanges halos."""
+    count = dict(rule.near)
+    again = any(value.grad for value in inputs)
+    targets: dict[Factor, list[tuple[Value, int]]] = defaultdict(list)
+    for result, _, node, dimension in _dimensions(results, rule.results):
+        targets[dimension[0]].append((result, node))
+    for value, _, node, dimension in _dimensions(inputs, rule.operands):
+        if dimension[0] in count:
+            for result, target in targets[dimension[0]]:
+                graph.add_halo(value, node, result, target, count[dimension[0]], again)
 
 
 def _dimensions(

@@ -8,6 +8,7 @@ from math import prod
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ...core._jaxpr import is_inexact
+from ..operations import ALL
 from ._remat import Region
 
 Dims = tuple[int, ...]  # the nodes of an array's dimensions
@@ -96,6 +97,25 @@ class BatchConflict:
 
 
 @dataclass(frozen=True)
+class Halo:
+    """Elements at the edges of a part along `node`, which the neighbouring device needs.
+
+    `target` is the dimension of the result. `bytes` are those at one edge of an array with
+    dimensions `dims` in a step, gradients included, and `all_bytes` those of the array. If it is
+    `whole`, it is split along another dimension, and back again.
+    """
+
+    node: int
+    target: int
+    dims: Dims
+    bytes: int | float
+    all_bytes: int
+    times: int | float
+    source: Source = ()
+    whole: bool = False
+
+
+@dataclass(frozen=True)
 class Work:
     """Floating point operations that are divided among devices if one of `dims` is sharded.
 
@@ -143,6 +163,8 @@ class Graph:
 
     sizes: list[int] = field(default_factory=list)
     blocked: set[int] = field(default_factory=set)
+    # Blocked nodes along which elements depend on few others: an example can be split along them.
+    near: set[int] = field(default_factory=set)
     stacks: set[int] = field(default_factory=set)  # blocked nodes that count a scan's layers
     created: set[int] = field(default_factory=set)  # created by the program: noise, zeros, copies
     of_parameters: set[int] = field(default_factory=set)  # nodes of parameters and constants
@@ -153,6 +175,7 @@ class Graph:
     partial_sums: dict[object, PartialSum] = field(default_factory=dict)
     reshards: list[Reshard] = field(default_factory=list)
     batch_conflicts: list[BatchConflict] = field(default_factory=list)
+    halos: list[Halo] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     # The dimensions that an array has together, in the order of the program.
     together: dict[Dims, None] = field(default_factory=dict)
@@ -170,10 +193,18 @@ class Graph:
         node = len(self.sizes)
         self.sizes.append(size)
         if blocked:
-            self.blocked.add(node)
+            self.block(node)
         if created:
             self.created.add(node)
         return node
+
+    def block(self, node: int, *, near: bool = False) -> None:
+        """Records that no sharding is propagated along a node, or, if `near`, only of examples."""
+        if not near:
+            self.near.discard(node)
+        elif node not in self.blocked:
+            self.near.add(node)
+        self.blocked.add(node)
 
     def value(
         self,
@@ -246,6 +277,24 @@ class Graph:
         )
         if source is not None and target is not None:
             self.soft_links.append((source, target))
+
+    def add_halo(
+        self, value: Value, node: int, result: Value, target: int, count: int, again: bool
+    ) -> None:
+        """Records that `target` of a result needs `count` neighbours along `node` of an operand.
+
+        The two are linked softly. Halos are those of the operand, in the forward pass and `again`
+        for the gradient of a kernel, and those of the cotangent for the gradient of the operand.
+        """
+        self.soft_links.append((node, target))
+        before, after = max(1, self.sizes[node]), max(1, self.sizes[target])
+        whole = count == ALL
+        rows = before if whole else min(count, before)
+        size = value.bytes / before * rows * (self.cursor.forwards + again)
+        size += value.grad * result.bytes / after * min(-(-rows * after // before), after)
+        times, source = self.cursor.times, self.cursor.source
+        halo = Halo(node, target, value.dims, size, value.bytes, times, source, whole)
+        self.halos.append(halo)
 
     def add_saved(self, value: Value) -> None:
         """Records a value that is kept for the backward pass, unless it is recomputed there."""

@@ -189,7 +189,7 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
     slices: list[Value] = []
     for value, var in zip(xs, x_vars, strict=True):
         layers, *dims = value.dims
-        graph.blocked.add(layers)
+        graph.block(layers)
         graph.stacks.add(layers)
         slices.append(graph.value(var.aval, tuple(dims), grad=value.grad))
     outside = graph.cursor

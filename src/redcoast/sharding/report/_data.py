@@ -172,7 +172,9 @@ class ProgramReport:
         are tensor-parallel over.
     - `batch`: What happens to the batch, and why, as sentences; `""` without a batch.
     - `batch_sizes`: The sizes of the batch dimension.
-    - `sequences`: Whether the sequences of the batch are split over `batch_axes`, and not its rows.
+    - `sequences`: Whether the batch is split along dimensions of its examples, such as a sequence.
+    - `split_examples`: Where not all of `batch_axes` are those of a sequence: each axis over which
+        examples are split, with `"context parallel"` for a sequence or `"domain parallel"`.
     - `not_rows`: The arrays of the batch that are not split with it, by path, with the size of
         their first dimension.
     - `hindrances`: Arrays that could not be sharded along another dimension.
@@ -216,6 +218,7 @@ class ProgramReport:
     shared_masks: tuple[str, ...] = ()
     promotions: tuple[str, ...] = ()
     lines: tuple[LineCost, ...] = field(default=(), repr=False, compare=False)
+    split_examples: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)

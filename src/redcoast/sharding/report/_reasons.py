@@ -8,6 +8,7 @@ from typing import Any
 
 from ...core._errors import several
 from ..program._constants import LARGE_CONSTANT
+from ..solver._split_examples import example_parts, is_sequence
 from ..solver._strategy import Decision, constant_dims, parts, split_axes, used_axes
 from ..tree._leaves import Leaf, flat_leaves
 from ..tree._overrides import multiples_near
@@ -44,9 +45,11 @@ def _sentence(decision: Decision, axes: Mapping[str, int]) -> str:
     wanted = used_axes(strategy.batch, axes)
     split = f"split over {_listed(used)}" if used else "replicated"
     batch, over = decision.program.batch, f"{' x '.join(wanted)} = {parts(wanted, axes)}"
-    unsplit = f" Its sequences are not split: {batch.whole}." if batch.whole else ""
+    unsplit = f" Its examples are not split: {batch.whole}." if batch.whole else ""
     if not batch.given:
         return ""
+    if batch.sets:
+        return _split_sentence(decision, axes)
     if batch.sequence:
         return (
             f"A batch of {_sizes(decision)} does not divide over {over}, so its sequences are "
@@ -65,6 +68,37 @@ def _sentence(decision: Decision, axes: Mapping[str, int]) -> str:
     if used == wanted:
         return f"The batch is {split}."
     return f"A batch of {_sizes(decision)} does not divide over {over}, so it is {split}.{unsplit}"
+
+
+def split_examples(decision: Decision, axes: Mapping[str, int]) -> dict[str, str]:
+    """The axes that examples are split over along dimensions of their own, and what that is."""
+    program = decision.program
+    if not program.batch.sets:
+        return {}
+    along_sequence = is_sequence(program, example_parts(program.batch.split, axes))
+    use = "context parallel" if along_sequence else "domain parallel"
+    inside = (over for over, places in program.batch.split if any(d for _, d in places))
+    return {axis: use for over in inside for axis in over}
+
+
+def _split_sentence(decision: Decision, axes: Mapping[str, int]) -> str:
+    """Along which dimensions a batch is split, over which axes."""
+    arrays, texts = decision.program.batch_arrays, []
+    for over, places in decision.program.batch.split:
+        by_dim: dict[int, list[int]] = {}
+        for place, d in places:
+            by_dim.setdefault(d, []).append(arrays[place].shape[d])
+        along = [f"dimension {d} ({_sizes_of(sizes)})" for d, sizes in sorted(by_dim.items())]
+        texts.append(f"along {_listed(along)} over {_listed(used_axes(over, axes))}")
+    rows = arrays[decision.program.batch.split[0][1][0][0]].shape[0]
+    return (
+        f"A batch of {rows} is split {_listed(texts)}. Operations that need more of an example "
+        "than a device has gather it."
+    )
+
+
+def _sizes_of(sizes: Sequence[int]) -> str:
+    return _listed([f"{size:,}" for size in sorted(set(sizes), reverse=True)])
 
 
 def _sizes(decision: Decision) -> str:

@@ -47,7 +47,10 @@ def program_to_json(program: data.ProgramReport | None) -> dict[str, Any]:
     if program is None:
         return {}
     keys = ("axis", "kind", "cause", "bytes")
-    return _lists(asdict(program)) | {
+    figures = asdict(program)
+    if not program.split_examples:
+        del figures["split_examples"]
+    return _lists(figures) | {
         "coupled": [] if program.coupled is None else [asdict(program.coupled)],
         "traffic": [{key: getattr(one, key) for key in keys} for one in program.traffic],
     }
@@ -87,6 +90,7 @@ def program_from_json(saved: Mapping[str, Any]) -> data.ProgramReport:
         shared_masks=tuple(saved.get("shared_masks", ())),
         promotions=tuple(saved.get("promotions", ())),
         lines=tuple(map(_line_cost, saved.get("lines", ()))),
+        split_examples=saved.get("split_examples", {}),
     )
 
 

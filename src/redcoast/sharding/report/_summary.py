@@ -14,6 +14,7 @@ _USES = (
     "pipeline parallel",
     "data parallel",
     "context parallel",
+    "domain parallel",
     "FSDP",
     "parameter sharding",
     "tensor parallel",
@@ -71,12 +72,15 @@ def _use(report: PlanReport, axis: str) -> str:
     batch = BATCH_AXES if program is None else program.batch_axes
     over_model = ("model",) if program is None else program.model_axes
     over = [array for array in report.arrays if axis in array.axes]
+    split = {} if program is None else program.split_examples
     if axis in over_model and any(map(is_tensor_parallel, over)):
         return "tensor parallel"
     if over:
         no_batch = program is not None and not program.batch
         return "FSDP" if axis in batch or no_batch else "parameter sharding"
-    if program is not None and program.sequences and axis in batch:
+    if axis in split:
+        return split[axis]
+    if program is not None and program.sequences and axis in batch and not split:
         return "context parallel"
     return "data parallel" if axis in batch else "replication"
 

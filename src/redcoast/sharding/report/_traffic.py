@@ -130,8 +130,16 @@ def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Itera
         "gradients": f"gradients, summed over the {what}",
         "written": "all-gathers of the batch, written by index",
         "compared": "all-gathers of the batch, compared with itself",
+        "halos": "halos of convolutions and windows",
+        "turned": "all-to-alls around Fourier transforms",
+        "uneven": "all-gathers of examples, where a size does not divide",
     }
-    if of_tokens:
+    if decision.program.batch.sets:
+        what = "split examples"
+        causes["gradients"] = "gradients, summed over the batch"
+        causes["compared"] = "all-gathers of examples, compared with themselves"
+        causes["written"] = "all-gathers of examples, written by index"
+    elif of_tokens:
         causes |= dict.fromkeys(("written", "compared"), "all-gathers of keys and values")
     for one in of_batch(graph, batch, stored(decision.strategy, reasons.axes), hardware):
         size = one.bytes

@@ -20,14 +20,32 @@ from ._classes import Classes
 SIZE, OF_PARAMETERS, WITH_BATCH, REPLICATED = "size", "held", "met", "whole"
 
 
+# For axes of a mesh, dimensions of the batch's arrays: the place of the array, and the dimension.
+Split = tuple[tuple[tuple[str, ...], tuple[tuple[int, int], ...]], ...]
+
+
+@dataclass(frozen=True)
+class SplitSet:
+    """Dimensions that are split over some axes of the mesh, as nodes.
+
+    `made` are dimensions of arrays that the program creates.
+    """
+
+    axes: tuple[str, ...]
+    given: tuple[int, ...]
+    made: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class BatchNodes:
     """The dimensions that are sharded with the batch, as nodes.
 
     `given` are dimensions of the batch's own arrays, and `made` of arrays that the program
     creates. `left_out` are the indices of the batch's arrays that are not rows. With `sequence`,
-    they are dimensions of tokens, since there are fewer rows than devices. `whole` is the reason if
-    those cannot be split either.
+    examples are split along other dimensions, since there are fewer rows than devices, and `given`
+    are those. `whole` is the reason if they cannot be split either. `sets` has the axes of each
+    dimension, where they are not those that a strategy splits the batch over, and `split` the same
+    by the places of dimensions in the batch's arrays.
     """
 
     given: tuple[int, ...]
@@ -35,6 +53,8 @@ class BatchNodes:
     left_out: tuple[int, ...] = ()
     sequence: bool = False
     whole: str = ""
+    sets: tuple[SplitSet, ...] = ()
+    split: Split = ()
 
 
 def find_batch(graph: Graph, arrays: Sequence[Value], others: Sequence[Value]) -> BatchNodes:

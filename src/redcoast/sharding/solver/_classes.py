@@ -1,6 +1,6 @@
 """Classes of dimensions that must be sharded together, and those that can be sharded at all."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ..program._graph import Graph
 
@@ -9,20 +9,35 @@ class Classes:
     """A union-find over the nodes of a graph, for sharding over `n` devices.
 
     A link holds if both sizes are divisible by `n`: a dimension of 12 heads of 64 can be sharded
-    over 8 devices, but not together with the 12 heads. Sizes below `least` have no links.
+    over 8 devices, but not together with the 12 heads. Sizes below `least` have no links. The
+    classes of the nodes `apart` have no soft links.
     """
 
-    def __init__(self, graph: Graph, n: int, *, soft: bool = False, least: int = 1):
+    def __init__(
+        self,
+        graph: Graph,
+        n: int,
+        *,
+        soft: bool = False,
+        least: int = 1,
+        apart: Collection[int] = (),
+    ):
         self._parent = list(range(len(graph.sizes)))
         self._n = n
         self._least = least
         self._sizes = graph.sizes
-        for a, b in [*graph.links, *graph.soft_links] if soft else graph.links:
-            if self.divides(a) and self.divides(b):
-                a, b = self[a], self[b]
-                # The smallest node represents a class, so that the order of links makes no
-                # difference.
-                self._parent[max(a, b)] = min(a, b)
+        for a, b in graph.links:
+            self._join(a, b)
+        alone = self.of(apart)
+        for a, b in graph.soft_links if soft else ():
+            if self[a] not in alone and self[b] not in alone:
+                self._join(a, b)
+
+    def _join(self, a: int, b: int) -> None:
+        if self.divides(a) and self.divides(b):
+            a, b = self[a], self[b]
+            # The smallest node represents a class, so that the order of links makes no difference.
+            self._parent[max(a, b)] = min(a, b)
 
     def __getitem__(self, node: int) -> int:
         parent = self._parent

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
-from ..program._graph import BatchConflict, Dims, Graph, PartialSum, Reshard, Source, Value
+from ..program._graph import BatchConflict, Dims, Graph, Halo, PartialSum, Reshard, Source, Value
 from ._classes import Classes
 from ._hardware import Hardware, all_gather, all_reduce
 
@@ -12,25 +13,58 @@ _ALL_ROWS = -1  # in place of the class of rows
 
 
 @dataclass(frozen=True)
-class BatchDims:
-    """The nodes that are sharded like the batch, over `count` devices."""
+class SplitNodes:
+    """The nodes that are sharded over `count` devices, which are those along `axes` of a mesh."""
 
     classes: Classes
     roots: frozenset[int]
     count: int
-
-    def __getitem__(self, node: int) -> int:
-        root = self.classes[node]
-        if root in self.roots:
-            # Gradients of all rows are summed together, whether the rows are linked or not.
-            return _ALL_ROWS
-        return root
+    axes: tuple[str, ...] = ()
 
     def has(self, node: int) -> bool:
         return self.classes[node] in self.roots
 
+
+@dataclass(frozen=True)
+class BatchDims:
+    """The nodes that are sharded like the batch.
+
+    Usually there is one set of them, the rows. An example may be split along several dimensions,
+    each over other devices.
+    """
+
+    sets: tuple[SplitNodes, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of devices that share the batch."""
+        return prod(one.count for one in self.sets)
+
+    @property
+    def is_split(self) -> bool:
+        return any(one.roots for one in self.sets)
+
+    def __getitem__(self, node: int) -> int:
+        # Gradients of all rows are summed together, whether the rows are linked or not.
+        return _ALL_ROWS if self.has(node) else self.sets[0].classes[node]
+
+    def has(self, node: int) -> bool:
+        return any(one.has(node) for one in self.sets)
+
+    def set_of(self, node: int) -> SplitNodes | None:
+        """The set that a node is in, if any."""
+        return next((one for one in self.sets if one.has(node)), None)
+
     def parts(self, dims: Iterable[int]) -> int:
-        return self.count if any(self.has(node) for node in dims) else 1
+        """The number of devices that share an array with these dimensions."""
+        nodes = tuple(dims)
+        return prod(one.count for one in self.sets if any(map(one.has, nodes)))
+
+    def alone(self, node: int, dims: Iterable[int]) -> int:
+        """The number of devices that share an array, apart from those that `node` is over."""
+        nodes, own = tuple(dims), self.set_of(node)
+        sets = (one for one in self.sets if one is not own)
+        return prod(one.count for one in sets if any(map(one.has, nodes)))
 
 
 @dataclass(frozen=True)
@@ -43,7 +77,15 @@ class PlannedCollective:
     """
 
     cause: Literal[
-        "partial sums", "gathered", "gradients", "sums over the batch", "written", "compared"
+        "partial sums",
+        "gathered",
+        "gradients",
+        "sums over the batch",
+        "written",
+        "compared",
+        "halos",
+        "turned",
+        "uneven",
     ]
     bytes: int | float
     backward: bool
@@ -76,15 +118,18 @@ def of_batch(
 ) -> Iterator[PlannedCollective]:
     """What is sent if the batch is sharded. A gradient is stored as `stored` different shards."""
     over = (one for one in graph.partial_sums.values() if batch.has(one.node))
-    split = (one for one in over if not any(map(batch.has, one.before)))
+    split = (one for one in over if not _is_split_before(batch, one.node, one.before))
     # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
     scatters = hardware.scatters and stored == batch.count
     for one in _once(split, batch, hardware):
         # Results without rows are gradients.
         is_gradient = one.backward and batch.parts(one.dims) == 1
-        sent = all_reduce(batch.count, _sum_bytes(one, hardware))
+        found = batch.set_of(one.node)
+        assert found is not None
+        size = _sum_bytes(one, hardware) / batch.alone(one.node, one.dims)
+        sent = all_reduce(batch.count if is_gradient else found.count, size)
         if is_gradient and scatters:
-            sent = all_gather(batch.count, _sum_bytes(one, hardware))
+            sent = all_gather(batch.count, size)
         if is_gradient:
             yield PlannedCollective("gradients", sent, True, None, one.dims, one.source)
         else:
@@ -92,11 +137,37 @@ def of_batch(
             yield PlannedCollective(cause, sent, one.backward, None, one.dims, one.source)
     for meeting in _meetings_of_batch(graph, batch):
         # Operations that need all of the batch, such as a table of all pairs of examples.
-        sent = all_gather(batch.count, meeting.bytes) * meeting.times
+        found = batch.set_of(meeting.node)
+        assert found is not None
+        size = meeting.bytes / batch.alone(meeting.node, meeting.dims)
+        sent = all_gather(found.count, size) * meeting.times
         if meeting.node in meeting.before:
             yield PlannedCollective("written", sent, False, None, meeting.dims, meeting.source)
         else:
             yield PlannedCollective("compared", sent, False, None, meeting.dims, meeting.source)
+    for halo in graph.halos:
+        if batch.has(halo.node):
+            yield _halo(halo, batch)
+
+
+def _halo(halo: Halo, batch: BatchDims) -> PlannedCollective:
+    cause, sent = "halos", halo.bytes
+    found = batch.set_of(halo.node)
+    assert found is not None
+    if not found.has(halo.target):
+        # Its size does not divide. The compiler may gather the array.
+        cause, sent = "uneven", all_gather(found.count, 2 * halo.all_bytes)
+    elif halo.whole:
+        # Each of two all-to-alls sends what a device has, but for its own part.
+        cause, sent = "turned", 2 * all_gather(found.count, halo.bytes) / found.count
+    sent = sent / batch.alone(halo.node, halo.dims) * halo.times
+    return PlannedCollective(cause, sent, False, None, halo.dims, halo.source)
+
+
+def _is_split_before(batch: BatchDims, node: int, before: Iterable[int]) -> bool:
+    """Whether an earlier dimension of an array is sharded over the devices of a node."""
+    own = batch.set_of(node)
+    return own is not None and any(map(own.has, before))
 
 
 def _once(
@@ -120,8 +191,8 @@ def _sum_bytes(one: PartialSum, hardware: Hardware) -> int | float:
 
 def _meetings_of_batch(graph: Graph, batch: BatchDims) -> Iterator[BatchConflict]:
     for meeting in graph.batch_conflicts:
-        meets = batch.has(meeting.node) and any(map(batch.has, meeting.before))
-        if meets and not any(map(batch.has, meeting.along)):
+        meets = _is_split_before(batch, meeting.node, meeting.before)
+        if meets and not _is_split_before(batch, meeting.node, meeting.along):
             yield meeting
 
 

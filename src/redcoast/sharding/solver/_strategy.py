@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf, prod
 
 from ...core._control_flow import open_jaxpr
@@ -18,24 +18,32 @@ from ._classes import Classes, conflicts, splittable
 from ._cost import Axes, Parameter, Problem, build_problem, group
 from ._eliminate import search_groups
 from ._hardware import Hardware, all_gather
-from ._planned_collectives import BatchDims
+from ._planned_collectives import BatchDims, SplitNodes
 
 
 @dataclass(frozen=True)
 class Program:
     """The graph and values of a traced function.
 
-    `parameters` are the values of the tree, and `examples` the batch's arrays of rows.
+    `parameters` are the values of the tree, `batch_arrays` those of the batch, and `examples` the
+    batch's arrays of rows.
     """
 
     traced: Traced
     graph: Graph
     scope: Scope
     parameters: tuple[Value, ...]
+    batch_arrays: tuple[Value, ...]
     examples: tuple[Value, ...]
     batch: BatchNodes
     constants: tuple[Constant, ...] = ()  # arrays that the function closes over
     staged: "Staged | None" = None  # if it runs as a pipeline
+
+    @cached_property
+    def owned(self) -> frozenset[int]:
+        """The dimensions of parameters and of large constants, along which no example is split."""
+        values = (*self.parameters, *(value for _, value in self.planned))
+        return frozenset(node for value in values for node in value.dims)
 
     @property
     def planned(self) -> list[tuple[Constant, Value]]:
@@ -138,7 +146,8 @@ def _follow(traced: Traced, trainable: Sequence[bool], skipped: frozenset[int]) 
     batch = find_batch(graph, given, rest[traced.batch :])
     rows = (value for place, value in enumerate(given) if place not in batch.left_out)
     examples = tuple(value for value in rows if value.dims)
-    return Program(traced, graph, scope, parameters, examples, batch, find_constants(scope))
+    constants = find_constants(scope)
+    return Program(traced, graph, scope, parameters, tuple(given), examples, batch, constants)
 
 
 def best_strategy(
@@ -158,10 +167,11 @@ def best_strategy(
     parameters = list(map(Parameter, program.parameters, sharded))
     # Constants are always replicated in storage, so they are not gathered.
     parameters += [Parameter(value, False) for _, value in program.planned]
-    best = _decide(program, DEFAULT, sizes, parameters, hardware, forced)
-    for strategy in OTHERS if all(d is None for d in forced) else ():
-        if not _applies(strategy, program, sizes):
-            continue
+    several = all(d is None for d in forced)
+    strategies = (DEFAULT, *OTHERS) if several or program.batch.sets else (DEFAULT,)
+    first, *rest = [one for one in strategies if _applies(one, program, sizes)]
+    best = _decide(program, first, sizes, parameters, hardware, forced)
+    for strategy in rest:
         found = _decide(program, strategy, sizes, parameters, hardware, ())
         if fits(found) != fits(best):
             best = found if fits(found) else best
@@ -175,11 +185,16 @@ def best_strategy(
 
 
 def _applies(strategy: Strategy, program: Program, sizes: Mapping[str, int]) -> bool:
+    if program.batch.sets:
+        if "fsdp" in strategy.model:
+            return False
+        over = {axis for one in program.batch.sets for axis in one.axes}
+        return over <= set(strategy.batch) and ("model" in over) == ("model" in strategy.batch)
     if program.batch.sequence:
-        return False
+        return strategy == DEFAULT
     if "model" in strategy.batch:
-        return sizes["model"] > 1 and bool(batch_dims(program, parts(strategy.batch, sizes)).roots)
-    return sizes["fsdp"] > 1
+        return sizes["model"] > 1 and batch_dims(program, parts(strategy.batch, sizes)).is_split
+    return strategy == DEFAULT or sizes["fsdp"] > 1
 
 
 def parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
@@ -237,25 +252,53 @@ def _decide(
 
 def batch_dims(program: Program, count: int) -> BatchDims:
     """The dimensions that are sharded with the batch over `count` devices, if that is possible."""
-    classes = Classes(program.graph, count, soft=True)
-    if not any(map(classes.divides, program.batch.given)):
-        return BatchDims(classes, frozenset(), 1)
-    nodes = (*program.batch.given, *program.batch.made)
-    roots = frozenset(classes[node] for node in nodes if classes.divides(node))
-    return BatchDims(classes, roots, count)
+    batch = program.batch
+    return BatchDims((_split_nodes(program, batch.given, batch.made, count),))
+
+
+def _split_nodes(
+    program: Program,
+    given: Sequence[int],
+    made: Sequence[int],
+    count: int,
+    axes: tuple[str, ...] = (),
+) -> SplitNodes:
+    classes = example_classes(program, count)
+    if not any(map(classes.divides, given)):
+        return SplitNodes(classes, frozenset(), 1)
+    roots = frozenset(classes[node] for node in (*given, *made) if classes.divides(node))
+    return SplitNodes(classes, roots, count, axes)
+
+
+def example_classes(program: Program, count: int) -> Classes:
+    """The classes of dimensions that are sharded with the batch."""
+    apart = program.owned if program.batch.sequence else ()
+    return Classes(program.graph, count, soft=True, apart=apart)
 
 
 def split_axes(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes that the batch is split over: fewer than are given if it does not divide."""
+    if program.batch.sets:
+        return tuple(axis for axis in axes if any(axis in one.axes for one in program.batch.sets))
     over = tuple(axes)
-    while over and not batch_dims(program, parts(over, sizes)).roots:
+    while over and not batch_dims(program, parts(over, sizes)).is_split:
         over = over[:-1]
     return over
 
 
 def batch_over(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) -> BatchDims:
     """The dimensions that are sharded with the batch over as many of the axes as it divides."""
-    return batch_dims(program, parts(split_axes(program, axes, sizes), sizes))
+    batch = program.batch
+    if batch.sets:
+        return BatchDims(
+            tuple(
+                _split_nodes(program, one.given, one.made, parts(one.axes, sizes), one.axes)
+                for one in batch.sets
+            )
+        )
+    over = split_axes(program, axes, sizes)
+    count = parts(over, sizes)
+    return BatchDims((_split_nodes(program, batch.given, batch.made, count, over),))
 
 
 def batch_of(decision: Decision, sizes: Mapping[str, int]) -> BatchDims:

@@ -61,7 +61,9 @@ class Compute:
     tensor-parallel dimension are sharded along the sequence. `constants` are the large arrays that
     the function closes over, each as its dtype and shape and its tensor-parallel dimension. With
     `tokens`, a batch with fewer rows than `batch_axes` have devices is split along its sequence.
-    `microbatches` is how many a pipeline divides a batch into, if a user has decided it.
+    `microbatches` is how many a pipeline divides a batch into, if a user has decided it. `split`
+    has the dimensions that are split within examples: for axes of the mesh, the places of the
+    batch's arrays, each with a dimension.
     """
 
     dims: tuple[int | None, ...]
@@ -71,6 +73,7 @@ class Compute:
     constants: tuple[tuple[str, int | None], ...] = ()
     tokens: bool = False
     microbatches: int | None = None
+    split: tuple[tuple[tuple[str, ...], tuple[tuple[int, int], ...]], ...] = ()
 
 
 def plan_leaves(tree: PyTree, model: list[LeafPlan]) -> list[LeafPlan]:

@@ -1,0 +1,143 @@
+"""Runs convolutions of split examples in `jax.shard_map`, each device on its part with halos.
+
+XLA gathers the operands of grouped and of transposed convolutions whose space is split. Here every
+device gets the rows that its windows need from its neighbours, and computes its part of the result.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+from jax.sharding import PartitionSpec as P
+
+from ..program._graph import Value
+from ..tree._overrides import spec_axes
+from ._shardings import Shardings
+
+_PARAMS = (
+    "rhs_dilation",
+    "window_strides",
+    "lhs_dilation",
+    "dimension_numbers",
+    "feature_group_count",
+    "precision",
+    "preferred_element_type",
+)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A convolution along one dimension of the image, divided over the devices of `axes`.
+
+    A device has elements before and after its own, `left` and `right` (fewer than its own, if they
+    are negative), and pads these with `padding`.
+    """
+
+    dim: int
+    axes: tuple[str, ...]
+    left: int
+    right: int
+    padding: tuple[int, int]
+
+
+def run_split_conv(
+    equation: JaxprEqn, operands: Sequence[Any], values: Sequence[Value], shardings: Shardings
+) -> list[Any] | None:
+    """The results of a convolution whose space is split, or None if it is not or XLA does as well.
+
+    `values` are those of the image, of the kernel and of the result.
+    """
+    params, numbers = equation.params, equation.params["dimension_numbers"]
+    groups = params["feature_group_count"]
+    if groups == 1 and max(params["lhs_dilation"], default=1) == 1:
+        return None
+    if params["batch_group_count"] > 1 or any(shardings.spec(values[1])):
+        return None
+    image, result = (shardings.spec(value) for value in (values[0], values[2]))
+    batch, channel = numbers.lhs_spec[:2]
+    windows, padding = [], list(params["padding"])
+    into, out = [None] * len(image), [None] * len(result)
+    if image[batch] == result[numbers.out_spec[0]]:
+        into[batch] = out[numbers.out_spec[0]] = image[batch]
+    if image[channel] is not None:
+        return None
+    for at, (a, c) in enumerate(zip(numbers.lhs_spec[2:], numbers.out_spec[2:], strict=True)):
+        if image[a] is None and result[c] is None:
+            continue
+        if image[a] != result[c]:
+            return None
+        axes = spec_axes(image[a])
+        sizes = values[0].shape[a], values[1].shape[numbers.rhs_spec[2 + at]], values[2].shape[c]
+        window = _window(equation, at, a, sizes, axes, prod(shardings.mesh.shape[x] for x in axes))
+        if window is None:
+            return None
+        windows.append(window)
+        padding[at] = window.padding
+        into[a], out[c] = image[a], result[c]
+    if not windows:
+        return None
+    static = {name: params[name] for name in _PARAMS}
+
+    def local(x: Any, kernel: Any) -> Any:
+        for window in windows:
+            x = _with_halo(x, window, shardings.mesh.shape)
+        return jax.lax.conv_general_dilated(x, kernel, padding=padding, **static)
+
+    run = jax.shard_map(local, mesh=shardings.mesh, in_specs=(P(*into), P()), out_specs=P(*out))
+    return [run(*operands)]
+
+
+def _window(
+    equation: JaxprEqn,
+    at: int,
+    dim: int,
+    sizes: tuple[int, int, int],
+    axes: tuple[str, ...],
+    count: int,
+) -> _Window | None:
+    """The window of the spatial dimension `at`; None if a part needs more than its neighbours.
+
+    `sizes` are those of the image, the kernel and the result. Positions are those of the image with
+    zeros between its elements (`lhs_dilation`).
+    """
+    params = equation.params
+    stride, spread, apart = (
+        params[name][at] for name in ("window_strides", "lhs_dilation", "rhs_dilation")
+    )
+    image, kernel, result = sizes
+    own, made = image // count, result // count
+    # Parts of image and result have to begin at the same positions.
+    if image % count or result % count or own * spread != made * stride:
+        return None
+    low, extent = params["padding"][at][0], (kernel - 1) * apart
+    left = low // spread
+    last = (made - 1) * stride + extent - low
+    right = last // spread - (own - 1)
+    if max(left, right, -left, -right) > own or own + left + right < 1:
+        return None
+    first_pad = low - spread * left
+    length = (own + left + right - 1) * spread + 1
+    last_pad = (made - 1) * stride + extent + 1 - length - first_pad
+    return _Window(dim, axes, left, right, (first_pad, last_pad))
+
+
+def _with_halo(x: Any, window: _Window, sizes: Any) -> Any:
+    """A part of an array, with elements of the neighbouring parts, or without some of its own."""
+    d, own = window.dim, x.shape[window.dim]
+    start, stop = max(0, -window.left), own - max(0, -window.right)
+    parts = [jax.lax.slice_in_dim(x, start, stop, axis=d)]
+    count = prod(sizes[axis] for axis in window.axes)
+    # Devices at the edges get zeros, which is the padding of a convolution.
+    if window.left > 0:
+        edge = jax.lax.slice_in_dim(x, own - window.left, own, axis=d)
+        forward = [(i, i + 1) for i in range(count - 1)]
+        parts.insert(0, jax.lax.ppermute(edge, window.axes, forward))
+    if window.right > 0:
+        edge = jax.lax.slice_in_dim(x, 0, window.right, axis=d)
+        backward = [(i + 1, i) for i in range(count - 1)]
+        parts.append(jax.lax.ppermute(edge, window.axes, backward))
+    return jnp.concatenate(parts, axis=d)

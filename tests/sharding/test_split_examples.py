@@ -1,0 +1,272 @@
+"""Batches with fewer rows than devices are split along dimensions of their examples."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import redcoast as rc
+from redcoast.distributed._arrays import place_batch
+from redcoast.dryrun.hlo import collectives
+
+TIGHT = rc.Hardware(memory=1e5)
+ENOUGH = rc.Hardware(memory=1e12)
+MESHES = [(8, 1, 1), (2, 1, 4), (2, 2, 2), (1, 8, 1)]
+
+
+def mesh_of(sizes):
+    return rc.make_mesh(**dict(zip(("data", "fsdp", "model"), sizes, strict=True)))
+
+
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+
+
+def plan_of(loss, params, batch, mesh, hardware=TIGHT):
+    return rc.plan_shardings(params, mesh, fn=loss, args=(batch, None), hardware=hardware)
+
+
+def convolve(x, kernel, **options):
+    """`x` is (rows, channels, height, width)."""
+    given = {"window_strides": (1, 1), "padding": "SAME"} | options
+    return jax.lax.conv_general_dilated(x, kernel, **given)
+
+
+def pooled(x):
+    window = (1, 1, 2, 2)
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, window, "VALID")
+
+
+UNET = {
+    "into": normal(8, 2, 3, 3) / 4,
+    "down": normal(8, 8, 3, 3) / 8,
+    "grouped": normal(8, 2, 3, 3) / 4,
+    "depthwise": normal(8, 1, 3, 3) / 3,
+    "up": normal(8, 8, 3, 3) / 8,
+    "out": normal(2, 8, 3, 3) / 8,
+}
+
+
+def unet(params, batch, key):
+    """Strides, groups, pooling, interpolation, an overlapping transposed convolution and skips."""
+    fine = jnp.tanh(convolve(batch, params["into"]))
+    coarse = jnp.tanh(convolve(fine, params["down"], window_strides=(2, 2), padding=[(1, 1)] * 2))
+    h = jnp.tanh(convolve(coarse, params["grouped"], feature_group_count=4))
+    h = jnp.tanh(convolve(pooled(h), params["depthwise"], feature_group_count=8))
+    h = jax.image.resize(h, coarse.shape, "bilinear") + coarse
+    h = convolve(h, params["up"], lhs_dilation=(2, 2), padding=[(1, 2)] * 2)
+    return jnp.mean((convolve(jnp.tanh(h) + fine, params["out"]) - batch) ** 2)
+
+
+def pair(params, batch, key):
+    """A triangle update and attention along the rows of a pair matrix, rematerialised."""
+
+    @jax.checkpoint
+    def block(w, z):
+        z = z + jnp.einsum("bikc,bjkc->bijc", jnp.tanh(z @ w), z) / 4
+        scores = jnp.einsum("bijc,bikc->bijk", z @ w, z)
+        return z + jnp.einsum("bijk,bikc->bijc", jax.nn.softmax(scores), z)
+
+    z = block(params["w"], batch)
+    return jnp.mean((jnp.swapaxes(block(params["v"], z), 1, 2) - batch) ** 2)
+
+
+PAIR = {"w": normal(8, 8) / 8, "v": normal(8, 8) / 9}
+
+
+def spectral(params, batch, key):
+    """Two layers of a Fourier neural operator."""
+    h = jnp.einsum("bcxy,ck->bkxy", batch, params["lift"])
+    for name in ("first", "second"):
+        low = jnp.fft.rfft2(h)[:, :, :8, :4] * params[name][None].astype(jnp.complex64)
+        spectrum = jnp.zeros((*h.shape[:3], h.shape[3] // 2 + 1), low.dtype)
+        h = h + jnp.tanh(jnp.fft.irfft2(spectrum.at[:, :, :8, :4].set(low)))
+    return jnp.mean(h**2)
+
+
+SPECTRAL = {"lift": normal(2, 8), "first": normal(8, 8, 4), "second": normal(8, 8, 4) / 2}
+NODES, EDGES = 64, 256
+SENT, RECEIVED = np.random.default_rng(1).integers(0, NODES, (2, EDGES))
+
+
+def messages(params, batch, key):
+    """Two rounds of messages between nodes, along edges that the loss closes over."""
+
+    def rounds(x):
+        for _ in range(2):
+            sent = jnp.tanh(jnp.concatenate([x[SENT], x[RECEIVED]], -1) @ params["message"])
+            x = x + jax.ops.segment_sum(sent, RECEIVED, NODES)
+        return x
+
+    return jnp.mean((jax.vmap(rounds)(batch) - batch[:, ::-1]) ** 2)
+
+
+MESSAGES = {"message": normal(16, 8) / 8}
+CASES: dict[str, Any] = {
+    "unet": (unet, UNET, lambda rows: normal(rows, 2, 64, 24)),
+    "uneven": (unet, UNET, lambda rows: normal(rows, 2, 72, 40)),
+    "pair": (pair, PAIR, lambda rows: normal(rows, 16, 16, 8)),
+    "spectral": (spectral, SPECTRAL, lambda rows: normal(rows, 2, 32, 16)),
+    "messages": (messages, MESSAGES, lambda rows: normal(rows, NODES, 8)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.thorough
+def test_loss_and_gradients_are_those_of_one_device(name, rows, sizes):
+    loss, params, make = CASES[name]
+    plan = plan_of(loss, params, make(rows), mesh_of(sizes), rc.Hardware(memory=1e4))
+    assert max(plan.verify(loss, params, make(rows)).values()) < 1e-5
+
+
+def compiled(loss, params, batch, mesh):
+    """The compiled gradient of the constrained loss, and its plan."""
+    plan = plan_of(loss, params, batch, mesh)
+    lowered = jax.jit(jax.grad(plan.constrain(loss))).lower(params, batch, None)
+    return plan, lowered.compile()
+
+
+def temporaries(program):
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def test_a_field_is_split_along_its_height():
+    mesh, batch = mesh_of((8, 1, 1)), normal(1, 2, 128, 32)
+    plan, program = compiled(unet, UNET, batch, mesh)
+    assert plan.compute.split == ((("data",), ((0, 2),)),)
+    assert "A batch of 1 is split along dimension 2 (128) over data" in plan.report.program.batch
+    assert "8-way domain parallel" in str(plan)
+    alone = jax.jit(jax.grad(unet)).lower(UNET, batch, None).compile()
+    assert temporaries(program) < temporaries(alone) / 4
+    # An activation of the first layer has 131 kB. Only halos and interpolated ones are sent.
+    sent = collectives(program.as_text(), mesh)
+    assert max(one.sent_bytes for one in sent if one.kind == "all-gather") < 20e3
+    np.testing.assert_allclose(
+        program(UNET, batch, None)["up"], alone(UNET, batch, None)["up"], atol=1e-6
+    )
+
+
+def test_halos_are_priced_as_they_are_sent():
+    def loss(params, batch, key):
+        h = jnp.tanh(convolve(batch, params["a"]))
+        return jnp.mean(convolve(jnp.tanh(convolve(h, params["b"])), params["c"]) ** 2)
+
+    params = {"a": normal(8, 2, 3, 3), "b": normal(8, 8, 5, 5), "c": normal(2, 8, 3, 3)}
+    mesh = mesh_of((8, 1, 1))
+    plan, program = compiled(loss, params, normal(1, 2, 64, 32), mesh)
+    priced = {one.cause: one.bytes for one in plan.report.program.traffic}
+    found = collectives(program.as_text(), mesh)
+    permuted = sum(one.sent_bytes for one in found if one.kind == "collective-permute")
+    assert priced["halos of convolutions and windows"] == pytest.approx(permuted, rel=0.25)
+
+
+CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "grouped": {"feature_group_count": 2},
+    "depthwise, wide": {"feature_group_count": 4, "rhs_dilation": (2, 1)},
+    "grouped, stride": {
+        "feature_group_count": 2,
+        "window_strides": (2, 1),
+        "padding": [(1, 1), (0, 0)],
+    },
+    "transposed": {"lhs_dilation": (2, 2), "padding": [(1, 2), (1, 2)]},
+    "transposed, shifted": {"lhs_dilation": (2, 1), "padding": [(2, 1), (1, 1)]},
+    "transposed by 3": {"lhs_dilation": (3, 1), "padding": [(2, 2), (1, 1)]},
+    "grouped and transposed": {
+        "feature_group_count": 2,
+        "lhs_dilation": (2, 1),
+        "padding": [(1, 2), (0, 1)],
+    },
+    "of parts that do not begin together": {"feature_group_count": 2, "padding": "VALID"},
+}
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+@pytest.mark.few("depthwise, wide", "transposed, shifted")
+def test_convolutions_on_parts_with_halos(options):
+    params = {"k": normal(4, 4 // options.get("feature_group_count", 1), 3, 3)}
+    batch = normal(1, 4, 32, 6)
+    loss = lambda params, x, key: jnp.mean(jnp.tanh(convolve(x, params["k"], **options)) ** 2)
+
+    def constrained(params, x, key):
+        x = jax.lax.with_sharding_constraint(x, P(None, None, ("data", "fsdp")))
+        return loss(params, x, key)
+
+    plan = plan_of(constrained, params, batch, mesh_of((2, 2, 2)))
+    assert plan.compute.split == ((("data", "fsdp"), ((0, 2),)),)
+    assert max(plan.verify(constrained, params, batch).values()) < 1e-5
+
+
+def test_pairs_are_split_only_where_memory_is_short():
+    mesh = AbstractMesh((1, 8, 1), ("data", "fsdp", "model"))
+    batch = normal(1, 32, 32, 8)
+    roomy = plan_of(pair, PAIR, batch, mesh, ENOUGH)
+    assert not roomy.compute.tokens
+    assert "it would cost more" in roomy.report.program.batch
+    plan = plan_of(pair, PAIR, batch, mesh)
+    assert plan.compute.split == ((("fsdp",), ((0, 1),)),)
+
+
+def test_rows_and_a_dimension_of_examples_share_the_devices():
+    mesh = AbstractMesh((2, 4, 1), ("data", "fsdp", "model"))
+    plan = plan_of(unet, UNET, normal(2, 2, 64, 24), mesh)
+    assert plan.compute.split == ((("data",), ((0, 0),)), (("fsdp",), ((0, 2),)))
+    assert dict(plan.report.program.split_examples) == {"fsdp": "domain parallel"}
+    arithmetic = plan.report.program.arithmetic
+    assert arithmetic.per_device == pytest.approx(arithmetic.flops / 8)
+
+
+def test_two_dimensions_are_split_where_one_does_not_divide():
+    mesh = AbstractMesh((8, 8, 1), ("data", "fsdp", "model"))
+    plan = plan_of(unet, UNET, normal(1, 2, 32, 32), mesh, rc.Hardware(memory=1e4))
+    assert [axes for axes, _ in plan.compute.split] == [("data",), ("fsdp",)]
+    assert {places for _, places in plan.compute.split} == {((0, 2),), ((0, 3),)}
+
+
+def test_a_batch_that_divides_and_does_not_fit_uses_model_too():
+    mesh = AbstractMesh((2, 1, 4), ("data", "fsdp", "model"))
+    batch = normal(2, 2, 64, 24)
+    assert plan_of(unet, UNET, batch, mesh, ENOUGH).compute.split == ()
+    plan = plan_of(unet, UNET, batch, mesh, rc.Hardware(memory=1.5e5))
+    assert plan.compute.split == ((("data",), ((0, 0),)), (("model",), ((0, 2),)))
+
+
+def constrained_to(spec):
+    def loss(params, batch, key):
+        return unet(params, jax.lax.with_sharding_constraint(batch, spec), key)
+
+    return loss
+
+
+def test_a_constraint_of_the_batch_decides():
+    mesh, batch = AbstractMesh((2, 4, 1), ("data", "fsdp", "model")), normal(1, 2, 64, 32)
+    plan = plan_of(constrained_to(P(None, None, "data", "fsdp")), UNET, batch, mesh, ENOUGH)
+    assert plan.compute.split == ((("data",), ((0, 2),)), (("fsdp",), ((0, 3),)))
+    with pytest.raises(ValueError, match="dimension 1 of array 0, of size 2, over fsdp = 4"):
+        plan_of(constrained_to(P(None, "fsdp")), UNET, batch, mesh)
+
+
+def test_saved_plans_split_examples_alike(tmp_path):
+    mesh, batch = mesh_of((8, 1, 1)), normal(1, 2, 64, 16)
+    plan = plan_of(unet, UNET, batch, mesh)
+    rc.save_plan(plan, tmp_path / "plan.json")
+    loaded = rc.load_plan(tmp_path / "plan.json", UNET, mesh)
+    assert loaded.compute == plan.compute
+    assert loaded.report.program == plan.report.program
+    # A function of the inputs alone is split along the same dimensions.
+    assert loaded.constrain(unet) == plan.constrain(unet)
+
+
+def test_batches_whose_parts_are_on_the_devices_are_left_there():
+    mesh = mesh_of((8, 1, 1))
+    sharding = NamedSharding(mesh, P(None, "data"))
+    field = np.arange(64.0, dtype=np.float32).reshape(1, 16, 4)
+    read = jax.make_array_from_callback(field.shape, sharding, lambda index: field[index])
+    placed = place_batch({"x": read, "y": field}, mesh, kinds=(np.ndarray, jax.Array))
+    assert placed["x"] is read
+    assert placed["y"].is_fully_replicated

@@ -99,7 +99,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class LayerSizes:
+class SizeCounts:
     """How many leading dimensions of arrays are stacked, and how often sizes occur.
 
     `by_layer` counts, for each repeated layer, the arrays with a dimension of a size. The most
@@ -114,9 +114,9 @@ class LayerSizes:
         return self.by_layer[layer_of(leaf)][size]
 
 
-def read_tree(root: Node) -> tuple[list[Block], LayerSizes]:
+def read_tree(root: Node) -> tuple[list[Block], SizeCounts]:
     """The blocks of a tree, inner ones first, so that the last one is the tree itself."""
-    sizes = LayerSizes(_stacked_dimensions(root, 0), {})
+    sizes = SizeCounts(_stacked_dimensions(root, 0), {})
     for leaf in leaves_below(root):
         unstacked = leaf.shape[sizes.stacks[leaf.index] :]
         counter = sizes.by_layer.setdefault(layer_of(leaf), Counter())
@@ -188,7 +188,7 @@ def _is_stacked(node: Node, depth: int) -> bool:
     return size not in of_matrices | of_vectors
 
 
-def _read(node: Node, sizes: LayerSizes, blocks: list[Block]) -> list[WeightMatrix]:
+def _read(node: Node, sizes: SizeCounts, blocks: list[Block]) -> list[WeightMatrix]:
     """Appends the blocks of a node, inner ones first, and returns all of its matrices."""
     block = Block(node.path, node.owner, node.ordered)
     matrices = _matrices_of_arrays(node, sizes)
@@ -219,7 +219,7 @@ def _read(node: Node, sizes: LayerSizes, blocks: list[Block]) -> list[WeightMatr
     return block.below
 
 
-def _matrices_of_arrays(node: Node, sizes: LayerSizes) -> dict[str, WeightMatrix]:
+def _matrices_of_arrays(node: Node, sizes: SizeCounts) -> dict[str, WeightMatrix]:
     """The arrays of a node itself that are matrices."""
     if isinstance(node.owner, NORMS + RECURRENT):
         return {}
@@ -234,7 +234,7 @@ def _matrices_of_arrays(node: Node, sizes: LayerSizes) -> dict[str, WeightMatrix
     return {name: matrix for name, matrix in matrices.items() if matrix.index not in biases}
 
 
-def _layer(node: Node, sizes: LayerSizes) -> WeightMatrix | None:
+def _layer(node: Node, sizes: SizeCounts) -> WeightMatrix | None:
     """The matrix of a stock layer, or of a dict or module with only a weight and a bias."""
     owner, names = node.owner, node.path[-1:]
     leaves = {name: child for name, child in node.children.items() if isinstance(child, Leaf)}
@@ -277,7 +277,7 @@ def _matrix(
     names: tuple[str, ...],
     weight: Leaf,
     bias: Leaf | None,
-    sizes: LayerSizes,
+    sizes: SizeCounts,
     *,
     named_by_node: bool = False,
 ) -> WeightMatrix | None:
@@ -327,7 +327,7 @@ def _channels(key: str, shape: tuple[int, ...], stack: int) -> tuple[int, int] |
 
 
 def _sides_with_heads(
-    name: str, weight: Leaf, dims: list[int], sizes: LayerSizes
+    name: str, weight: Leaf, dims: list[int], sizes: SizeCounts
 ) -> tuple[Dimensions, Dimensions]:
     """The sides of a query, key or value (width, heads, head size), or output (reversed)."""
     counts = {d: sizes.count(weight, weight.shape[d]) for d in dims}
@@ -340,7 +340,7 @@ def _sides_with_heads(
     return (width,), heads
 
 
-def _orient(blocks: list[Block], sizes: LayerSizes) -> list[Block]:
+def _orient(blocks: list[Block], sizes: SizeCounts) -> list[Block]:
     """The blocks with matrices whose sides are not known, such as square ones, like the others.
 
     Arrays with the same generic name (`weight`) are stored alike, and so are all with other names.
@@ -369,7 +369,7 @@ def _storage(matrix: WeightMatrix) -> str:
     return "own name"
 
 
-def _outputs_first(matrix: WeightMatrix, sizes: LayerSizes) -> int:
+def _outputs_first(matrix: WeightMatrix, sizes: SizeCounts) -> int:
     """1 if the output dimension is stored before the input, -1 if after, 0 if unknown."""
     outputs_first = matrix.outs < matrix.ins
     if not matrix.is_oriented:

@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from ..tree._leaves import LARGE
 from ..tree._overrides import multiples_near
-from ._matrices import Block, LayerSizes, WeightMatrix, layer_of
+from ._matrices import Block, SizeCounts, WeightMatrix, layer_of
 
 # A matrix with this many times fewer outputs than inputs is not worth sharding.
 _NARROW = 8
@@ -50,7 +50,7 @@ class Split:
 Splits = dict[int, Split]  # by the index of the array
 
 
-def shard_matrices(blocks: list[Block], sizes: LayerSizes, n: int) -> Splits:
+def shard_matrices(blocks: list[Block], sizes: SizeCounts, n: int) -> Splits:
     """The splits of all matrices and of their biases over `n` devices."""
     by_path = {block.path: block for block in blocks}
     matrices = blocks[-1].below
@@ -263,7 +263,7 @@ def _int_field(owner: PyTree, names: tuple[str, ...]) -> int | None:
 
 
 def _shard_pairs(
-    block: Block, residual: set[int], sizes: LayerSizes, splits: Splits, n: int
+    block: Block, residual: set[int], sizes: SizeCounts, splits: Splits, n: int
 ) -> None:
     """Shards pairs of matrices, from the residual width to an inner one and back, on the inner one.
 

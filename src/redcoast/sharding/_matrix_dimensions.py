@@ -105,7 +105,8 @@ def matrix_dimensions(
     !!! Example
 
         ```python
-                import jax
+        import equinox as eqx
+        import jax
         import jax.numpy as jnp
         import optax
         import redcoast as rc

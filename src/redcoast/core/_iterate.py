@@ -44,14 +44,6 @@ def until_error(items: Iterable[T], errors: list[Exception]) -> Iterator[T]:
         errors.append(error)
 
 
-def with_before(items: Iterable[T]) -> Iterator[tuple[T, T | None]]:
-    """Yields each item, and the one before it."""
-    before = None
-    for item in items:
-        yield item, before
-        before = item
-
-
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Yields each item after the next one has been made, and whether it is the last."""
     for item, _, last in with_next(items):

@@ -129,8 +129,8 @@ class Calls:
             except Exception as error:
                 tidy(error)
                 raise
+            state = call.state  # no reference to the state before, which was donated
             yield call
-            state = call.state
             self._pace.see(len(group))
 
     def _groups(self, ends: Callable[[Batch], bool]) -> Iterator[list[Batch]]:

@@ -12,7 +12,6 @@ import jax
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._policy import Checkpoints
 from ..core._errors import noting
-from ..core._iterate import with_before
 from ..data._batches import Batch, Batches
 from ..sharding import Plan
 from ..tracking._metrics import MetricsReader, StackedMetrics
@@ -73,13 +72,15 @@ class TrainingLoop:
                 self._evaluate(self.evaluation, self.data.step, state)
                 if self._is_over or (self._is_asked_to_stop() and self.stopping()):
                     return state
-            for call, before in with_before(self.calls(state, self._ends_call)):
+            before: StepCall | None = None
+            for call in self.calls(state, self._ends_call):
                 done = self.done = call.last
                 self.is_due = self._evaluates_after(done.batch)  # which a save after an error needs
                 self._push(call)
                 if (step := self._step_to_stop_after(call, before)) is not None:
                     done = self.done = step
                     self.is_due = False
+                before = call if call.recompute is not None else None
                 is_first = done.number == first
                 if is_first:  # while the devices take the step
                     warn_of_clamped_indices(self.training, self.data, done.batch, done.state)

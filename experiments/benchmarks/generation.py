@@ -7,6 +7,10 @@ the weights, and the keys and values of the tokens before it. The last columns a
 one step of decoding: the layers, what a full cache adds to them, and the head. Needs gguf; without
 torch and transformers (`nox -s bench_torch`), only `rc.generate` is measured.
 
+The other tables have processor seconds of the first call, to the first token and to the last; of
+prompts of other lengths, the first time and again; and the steps and the tokens per second of
+answers of unequal lengths, in batches that wait for their longest answer, and with `rows`.
+
     python experiments/benchmarks/generation.py
 """
 
@@ -14,6 +18,7 @@ torch and transformers (`nox -s bench_torch`), only `rc.generate` is measured.
 
 import importlib.util
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +40,16 @@ HEAD = ["batch", "limit, tokens/s", "redcoast", "of the limit", "transformers", 
 HEAD += ["equal tokens", "layers, ms", "cache, ms", "head, ms"]
 
 
+LENGTHS = (17, 33, 100, 300)  # of prompts after the first
+FIRST_HEAD = ["prompt, tokens", "first time, s", "again, s"]
+TURNS_HEAD = ["16 answers", "tokens", "steps", "tokens per step", "tokens per processor second"]
+ENDS = (28, 30, 198)  # a comma, a full stop and the end of a line: answers of unequal lengths
+
+
 @dataclass(frozen=True)
 class Config:
     new: int = 128  # number of tokens to generate for each prompt
+    batches: tuple[int, ...] = (1, 8, 32)  # batch sizes
     prompt: int = 32  # number of tokens in a prompt
     rounds: int = 5  # number of measurements of each
     copied: int = 2**28  # bytes of the array whose copy measures the bandwidth
@@ -53,13 +65,71 @@ def main(c: Config) -> None:
     else:
         print("torch or transformers is missing: only redcoast is measured.")
         ours, theirs = rc.load_pretrained(smollm2(), dtype=jnp.float32), None
+    print(markdown(FIRST_HEAD, first_calls(c, ours)))
+    print(markdown(TURNS_HEAD, in_turn(c, ours)))
     bandwidth = copy_bandwidth(c.copied)
     print(f"A copy reads and writes {bandwidth / 1e9:.1f} GB/s.\n")
-    print(markdown(HEAD, [line(c, ours, theirs, batch, bandwidth) for batch in (1, 8)]))
+    print(markdown(HEAD, [line(c, ours, theirs, batch, bandwidth) for batch in c.batches]))
+
+
+def first_calls(c: Config, model: Any) -> list[list[str]]:
+    """Processor seconds of the first call, to its first and its last token; and of prompts of other
+    lengths, the first time and again."""
+    began, first = time.process_time(), []
+    generate = lambda length, **options: rc.generate(
+        model, prompts(model, 1, length), max_new_tokens=4, eos=(), **options
+    )
+    generate(c.prompt, stream=lambda tokens: first.append(time.process_time() - began))
+    last = time.process_time() - began
+    lines = [[f"{c.prompt}, of this process: to the first token", f"{first[0]:.2f}", ""]]
+    lines.append([f"{c.prompt}, of this process: to the last token", f"{last:.2f}", ""])
+    generate(c.prompt)
+    for length in LENGTHS:
+        seconds = []
+        for _ in range(2):
+            began = time.process_time()
+            np.asarray(generate(length))
+            seconds.append(f"{time.process_time() - began:.2f}")
+        lines.append([str(length), *seconds])
+    return lines
+
+
+def in_turn(c: Config, model: Any) -> list[list[str]]:
+    """The steps and the tokens per second of processor time of sampled answers to 16 prompts."""
+    tokens = prompts(model, 16, c.prompt)
+    options: dict[str, Any] = {"max_new_tokens": c.new, "key": jax.random.key(0), "eos": ENDS}
+    options |= {"temperature": 1.0, "log_probabilities": True}
+    parts = [slice(first, first + 4) for first in range(0, 16, 4)]
+    of_parts = lambda: [rc.generate(model, tokens[part], **options) for part in parts]
+    of_all = lambda: [rc.generate(model, tokens, rows=4, **options)]
+    lines = []
+    for name, run in (("batches of 4", of_parts), ("rows=4", of_all)):
+        run()
+        began = time.process_time()
+        lengths = [np.asarray(found.mask).sum(axis=1) for found in run()]
+        seconds = time.process_time() - began
+        steps = sum(longest_row(each) for each in lengths)
+        count = sum(int(each.sum()) for each in lengths)
+        lines.append(
+            [name, str(count), str(steps), f"{count / steps:.2f}", f"{count / seconds:.1f}"]
+        )
+    return lines
+
+
+def longest_row(lengths: np.ndarray, rows: int = 4) -> int:
+    """The steps after the first token, if each answer begins in the first row that is free."""
+    ends = [0] * rows
+    for length in lengths:
+        ends[int(np.argmin(ends))] += int(length) - 1
+    return max(ends)
+
+
+def prompts(model: Any, rows: int, length: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, model.config.vocab, (rows, length))
 
 
 def line(c: Config, ours: Any, theirs: Any, batch: int, bandwidth: float) -> list[str]:
-    tokens = np.random.default_rng(0).integers(0, ours.config.vocab, (batch, c.prompt))
+    tokens = prompts(ours, batch, c.prompt)
     length = c.prompt + c.new // 2
     limit = batch * bandwidth / bytes_read(ours, batch=batch, length=length)
     here = lambda: np.asarray(rc.generate(ours, tokens, max_new_tokens=c.new, eos=()))

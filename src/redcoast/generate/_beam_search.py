@@ -62,7 +62,8 @@ def search_beams(
     model: Any, read: ReadPrompt, request: Request
 ) -> tuple[Int[Array, "results room"], Any]:
     """Returns the best hypotheses of each row, `copies` of them, and the cache."""
-    logits, cache, prompt = first_logits(model, read, request), read.cache, read.prompt
+    logits, cache = first_logits(model, read, request), read.cache
+    prompt = jnp.asarray(read.prompt)
     batch, beams = logits.shape[0], request.beams
     dims = cache_batch_dims(cache, batch)
     cache = repeat_rows(cache, dims, beams)

@@ -1,5 +1,6 @@
 """The checks of the arguments of `generate`."""
 
+import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.core import Tracer
 
 from ..core._decoding import as_integer
 from ..core._train_state import refuse_state
+from ..models._cache import has_slots_to_move
 
 
 def check_count(max_new_tokens: Any) -> None:
@@ -38,6 +40,44 @@ def check_scored(beams: int, log_probabilities: Any) -> None:
         raise ValueError(
             f"`log_probabilities` is not supported for beam search (`beams={beams}`). Pass "
             "`beams=1`, or compute them with `redcoast.losses.token_log_probabilities`."
+        )
+
+
+def check_rows(model: Any, tokens: Any, mask: Any, rows: Any, beams: int, *, traced: bool) -> None:
+    """Raises if results cannot be generated in fewer rows."""
+    if (count := as_integer("rows", rows)) < 1:
+        raise ValueError(f"`rows` is {count}. It must be at least 1.")
+    if beams > 1:
+        raise ValueError(f"`rows` is not supported for beam search (`beams={beams}`).")
+    if traced:
+        raise ValueError(
+            "`rows` is not supported inside `jax.jit`, `plan.constrain` or a `predict_fn`: the "
+            "host starts each row. Call `generate` outside, or pass no `rows`."
+        )
+    if hasattr(model, "encode"):
+        raise ValueError(
+            f"`rows` is for decoders, but a {type(model).__name__} has an encoder. Pass no `rows`."
+        )
+    if not (is_known(tokens) and (mask is None or is_known(mask))):
+        raise ValueError(
+            "`rows` needs prompts that each process has in full. Pass NumPy arrays as `tokens` and "
+            "`mask`."
+        )
+    short, long = (jax.eval_shape(ft.partial(model.init_cache, 1, size)) for size in (8, 16))
+    if not has_slots_to_move(long) and jax.tree.map(jnp.shape, short) != jax.tree.map(
+        jnp.shape, long
+    ):
+        raise ValueError(
+            f"`rows` needs a cache of `redcoast.models`, but a {type(model).__name__} has a "
+            f"{type(long).__name__}, whose slots cannot be moved. Pass no `rows`."
+        )
+
+
+def check_stream_in_turn(stream: Any, stop: Any) -> None:
+    if stream is not None or stop is not None:
+        raise ValueError(
+            "`rows` is not supported with `stream` or `stop`, because results begin at different "
+            "times. Pass `rows`, or one of them."
         )
 
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from ..core._pytree import Static, join
+from ..core._pytree import Static, join, split
 from ..distributed._arrays import put, whole
 from ._beam_search import search_beams
 from ._generated import Generated
@@ -33,14 +33,15 @@ def decode(model: Any, tokens: Any, mask: Any, request: Request) -> Padded:
 def decode_compiled(model: Any, tokens: Any, mask: Any, request: Request) -> Result:
     """Generates tokens with programs that are compiled for a number of rows and a size of cache."""
     read, compile_all = read_compiled(model, tokens, mask, request)
-    arrays, static, cache = by_layer_with(model, read.cache)
-    inputs = (cache, arrays, static, read.hidden, read.prompt, request)
+    rest = read.hidden, read.prompt, request
     limit = int(request.limit)
     if limit == 1 and request.beams == 1:  # without the program for the tokens after the first
-        new = first_of(begin_after(*inputs)[1], request)
+        _, last = begin_after(read.cache, *split(model), *rest)
+        new = first_of(last, request)
     else:
+        arrays, static, cache = by_layer_with(model, read.cache)
         run = _run_in_place if request.copies == request.beams == 1 else _run
-        new, _ = run(*inputs)
+        new, _ = run(cache, arrays, static, *rest)
     compile_all()
     return trim(new, limit)
 
@@ -90,8 +91,9 @@ def trim(new: Padded, count: int) -> Result:
     if isinstance(jax.tree.leaves(new)[0], Tracer):
         return jax.tree.map(lambda x: x[:, :count], new)
     # Cut on the host: on the devices each number of columns would be compiled.
-    host = jax.tree.map(lambda x: whole(x)[:, :count], new)
-    check_generated(host[0] if isinstance(host, Generated) else host)
+    host: Any = jax.tree.map(lambda x: whole(x)[:, :count], new)
+    tokens: Any = host.tokens if isinstance(host, Generated) else host
+    check_generated(tokens)
     return jax.tree.map(_put_as, host, new)
 
 

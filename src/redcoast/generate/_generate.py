@@ -49,6 +49,7 @@ def generate(
     key: PRNGKeyArray | None = None,
     decoding: Decoding | None = None,
     mask: Shaped[Array | np.ndarray, "batch ..."] | None = None,
+    rows: int | None = None,
     stream: Callable[[Int[np.ndarray, " results"]], Any] | None = None,
     stop: Callable[[Int[np.ndarray, " new"]], Any] | None = None,
     **options: Any,
@@ -78,6 +79,9 @@ def generate(
         `key` is given; otherwise, decoding is greedy.
     - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side, of shape
         (batch, seq).
+    - `rows`: the number of results that are generated at once; all by default. The others wait, and
+        each begins when a row ends, so that no row waits for the longest one. The results are the
+        same. For decoders, outside of traced functions; not with beam search, `stream` or `stop`.
     - `stream`: called after each step with its tokens, a NumPy array of shape (results,), while
         the next step is running, until all rows have ended. Not supported for beam search, nor
         while tracing.
@@ -118,13 +122,16 @@ def generate(
         check_model,
         check_positions,
         check_prompt,
+        check_rows,
         check_scored,
         check_stream,
+        check_stream_in_turn,
     )
     from ._compiled import decode, decode_compiled
     from ._prefill import room_for
     from ._prompt import is_encoder_decoder
     from ._request import choose_decoding, make_request
+    from ._row_turns import decode_in_turn
     from ._same_prompts import check_same_prompts
     from ._streaming import decode_streaming
 
@@ -141,11 +148,17 @@ def generate(
         # The call may be inside a traced function even if no argument is traced.
         inputs = jax.tree.leaves((model, prompts, mask, key, jnp.zeros(())))
         traced = any(isinstance(x, Tracer) for x in inputs)
+        results = prompts.shape[0] * chosen.num_return_sequences
+        if rows is not None:
+            check_rows(model, prompts, mask, rows, chosen.beams, traced=traced)
+            check_stream_in_turn(stream, stop)
+        in_turn = rows is not None and rows < results
         if traced:
             room = max_new_tokens
+        elif in_turn:
+            room = max(16, 1 << (max_new_tokens - 1).bit_length())
         else:
-            rows = prompts.shape[0] * chosen.num_return_sequences * chosen.beams
-            room = room_for(model, prompts, mask, max_new_tokens, rows=rows)
+            room = room_for(model, prompts, mask, max_new_tokens)
         request = make_request(
             model.config,
             chosen,
@@ -157,7 +170,9 @@ def generate(
         )
         if not traced:
             check_same_prompts(model, prompts, mask, request)
-        if stream is not None or stop is not None:
+        if in_turn and rows is not None:
+            new = decode_in_turn(model, prompts, mask, request, rows)
+        elif stream is not None or stop is not None:
             check_stream(request.beams, traced=traced)
             new = decode_streaming(model, prompts, mask, request, stream, stop)
         else:

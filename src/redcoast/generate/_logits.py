@@ -21,14 +21,18 @@ def choose_tokens(
     step: Int[Array, ""],
     least: Int[Array, "batch_or_1"] | None,
     request: Request,
+    *,
+    rows: Int[Array, " batch"] | None = None,
 ) -> Int[Array, " batch"]:
-    """Returns the next token of each row; `INVALID` if a logit is NaN."""
+    """Returns the next token of each row; `INVALID` if a logit is NaN. `rows` are the numbers of
+    the results, by default 0, 1, 2, ...."""
     scores = process(logits.astype(jnp.float32), history, step, least, request)
     if request.key is not None and request.temperature is not None:
         given = request.top_k, request.tail, request.min_p
         scores = filter_logits(scores, request.temperature, *given)
         # The argmax of logits plus Gumbel noise is a sample of the softmax (Gumbel, 1954).
-        scores = scores + gumbel_noise(request.key, step, *scores.shape)
+        rows = jnp.arange(scores.shape[0]) if rows is None else rows
+        scores = scores + gumbel_noise(request.key, step, rows, scores.shape[1])
     return first_greatest(scores)
 
 
@@ -45,10 +49,9 @@ def first_greatest(scores: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
 
 
 def gumbel_noise(
-    key: PRNGKeyArray, step: Int[Array, ""], batch: int, vocab: int
+    key: PRNGKeyArray, step: Int[Array, ""], rows: Int[Array, " batch"], vocab: int
 ) -> Float[Array, "batch vocab"]:
-    """Samples Gumbel noise that depends only on the key, the step and the index of the row."""
-    rows = jnp.arange(batch)
+    """Samples Gumbel noise that depends only on the key, the step and the number of the row."""
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.fold_in(key, step), rows)
     return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(keys)
 

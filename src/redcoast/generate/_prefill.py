@@ -21,7 +21,7 @@ from ..core._target import target
 from ..distributed._arrays import place_batch, put
 from ..distributed._mesh import BATCH_AXES
 from ..models._by_layer import by_layer
-from ..models._cache import split_layers
+from ..models._cache import at_slot, split_layers
 from ..models._rotary import RopeScaling
 from ..models._scan_layers import is_by_layer
 from ._check_arguments import is_known
@@ -43,9 +43,9 @@ Places = tuple[NamedSharding | None, ...]
 # arithmetic for much padding. Accelerators need more tokens to be busy.
 SMALL, LARGE = {"cpu": 16}, {"cpu": 128}
 SMALL_OF_ACCELERATORS, LARGE_OF_ACCELERATORS = 64, 512
-# The smallest cache, in slots: of all rows, and of each. Reading 512 slots takes a few per cent of
-# the time of reading the weights of a small model.
-LEAST_SLOTS, LEAST_SLOTS_OF_A_ROW = 512, 128
+# The smallest cache, in slots of a row. Reading 128 slots takes less than a tenth of the time of
+# reading the weights of a small model.
+LEAST_SLOTS = 128
 
 
 def chunk_sizes() -> tuple[int, int]:
@@ -55,8 +55,9 @@ def chunk_sizes() -> tuple[int, int]:
     return small, LARGE.get(platform, LARGE_OF_ACCELERATORS)
 
 
-def chunks_for(model: Any, length: int) -> list[int]:
-    """Returns the sizes of the chunks of a prompt of `length` tokens. Padding is in the first one.
+def chunks_for(model: Any, length: int, most: int | None = None) -> list[int]:
+    """Returns the sizes of the chunks of a prompt of `length` tokens, with at most `most` columns.
+    Padding is in the first one.
 
     If the rotations of all tokens depend on the length, there is one chunk, of one of a few sizes.
     """
@@ -65,17 +66,16 @@ def chunks_for(model: Any, length: int) -> list[int]:
         return [bucket(length)]
     small, large = chunk_sizes()
     full, rest = divmod(length, large)
-    if rest > large // 2:
+    if rest > large // 2 and (most is None or (full + 1) * large <= most):
         return [large] * (full + 1)
     return [small] * -(-rest // small) + [large] * full
 
 
-def slots_for(model: Any, rows: int, length: int, new: int) -> int:
-    """Returns the size of the cache, a power of two, for prompts of `length` tokens in `rows` rows
-    and `new` tokens."""
-    needed = sum(chunks_for(model, length)) + new
-    least = max(LEAST_SLOTS_OF_A_ROW, LEAST_SLOTS // rows, needed)
-    return 1 << (least - 1).bit_length()
+def slots_for(model: Any, length: int, new: int) -> int:
+    """Returns the size of the cache, a power of two, for prompts of `length` tokens and `new`
+    tokens."""
+    needed = sum(chunks_for(model, length, most=0)) + new
+    return 1 << (max(LEAST_SLOTS, needed) - 1).bit_length()
 
 
 def reads_in_chunks(model: Any, tokens: Any, mask: Any) -> bool:
@@ -84,11 +84,11 @@ def reads_in_chunks(model: Any, tokens: Any, mask: Any) -> bool:
     return known and not is_encoder_decoder(model)
 
 
-def room_for(model: Any, tokens: Any, mask: Any, new: int, *, rows: int) -> int:
+def room_for(model: Any, tokens: Any, mask: Any, new: int) -> int:
     """Returns the room for `new` tokens, which programs are compiled for: of a prompt in chunks,
     the size of the cache."""
     if reads_in_chunks(model, tokens, mask):
-        return slots_for(model, rows, tokens.shape[1], new)
+        return slots_for(model, tokens.shape[1], new)
     return max(16, 1 << (new - 1).bit_length())
 
 
@@ -115,13 +115,17 @@ class PromptChunks:
 
     - `prompt`: the tokens, padded on the left with -1 to the size of the cache.
     - `columns`: the number of columns of all chunks.
+
+    `start` is the slot of the first column.
     """
 
-    def __init__(self, model: Any, tokens: Any, mask: Any, request: Request):
+    def __init__(self, model: Any, tokens: Any, mask: Any, request: Request, *, start: int = 0):
         self._arrays, self._static = split(model)
         self._mesh, self._request = mesh_of(self._arrays), request
+        self._slot = np.asarray(start, np.int32)
         self._place = ft.partial(_place, given=tokens, mesh=self._mesh)
-        self._sizes = chunks_for(model, tokens.shape[1])
+        most = request.room - int(np.max(request.limit))
+        self._sizes = chunks_for(model, tokens.shape[1], most)
         self.columns = sum(self._sizes)
         self._tokens, self._real = aligned(_on_host(tokens), mask, self.columns)
         prompt = np.where(self._real, self._tokens, -1).astype(np.int32)
@@ -133,12 +137,13 @@ class PromptChunks:
         count = self._place(count)
         start, cache, places = 0, None, ()
         if self._mesh is None:
-            cache = _empty(self._arrays, static, count, request)
+            cache = _empty(self._arrays, static, count, self._slot, request)
         for size in self._sizes:
             part = slice(start, start + size)
             tokens, real = self._place(self._tokens[:, part]), self._place(self._real[:, part])
             if cache is None:
-                *hidden, cache = _open(self._arrays, static, tokens, real, count, request)
+                rest = count, self._slot, request
+                *hidden, cache = _open(self._arrays, static, tokens, real, *rest)
                 places = places_of(cache)
             else:
                 *hidden, cache = _append(cache, self._arrays, static, tokens, real, places)
@@ -163,11 +168,8 @@ def by_layer_with(model: Any, cache: Any) -> tuple[list[Any], Static, Any]:
     layer."""
     apart = by_layer(model)
     if any(map(is_by_layer, jax.tree.leaves(apart, is_leaf=is_by_layer))):
-        cache = _split_layers(cache)
+        cache = split_layers(cache)
     return *split(apart), cache
-
-
-_split_layers = jax.jit(split_layers)
 
 
 def types_and_places(tree: Any) -> Any:
@@ -199,17 +201,23 @@ def aligned(tokens: np.ndarray, mask: Any, columns: int) -> tuple[np.ndarray, np
 
 
 @ft.partial(jax.jit, static_argnums=1)
-def _empty(arrays: list[Any], static: Static, count: Any, request: Request) -> Any:
-    return new_cache(join(arrays, static), count, request.room, request)
+def _empty(arrays: list[Any], static: Static, count: Any, slot: Any, request: Request) -> Any:
+    return at_slot(new_cache(join(arrays, static), count, request.room, request), slot)
 
 
 @ft.partial(jax.jit, static_argnums=1)
 def _open(
-    arrays: list[Any], static: Static, tokens: Any, real: Any, count: Any, request: Request
+    arrays: list[Any],
+    static: Static,
+    tokens: Any,
+    real: Any,
+    count: Any,
+    slot: Any,
+    request: Request,
 ) -> Any:
     """Reads the first chunk. The compiler chooses the shardings of the cache."""
     model = join(arrays, static)
-    cache = new_cache(model, count, request.room, request)
+    cache = at_slot(new_cache(model, count, request.room, request), slot)
     hidden, cache = model.decode(tokens, cache, mask=real)
     return hidden, hidden[:, -1:], cache
 
@@ -232,7 +240,7 @@ def _read_whole(
 
 def places_of(tree: Any) -> Places:
     """Returns the shardings of arrays that are on a mesh."""
-    shardings = (leaf.sharding for leaf in jax.tree.leaves(tree))
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
     return tuple(s if isinstance(s, NamedSharding) else None for s in shardings)
 
 

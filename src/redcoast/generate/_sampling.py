@@ -65,7 +65,8 @@ def sample(model: Any, read: ReadPrompt, request: Request) -> tuple[New, Any]:
 
 def begin(model: Any, read: ReadPrompt, request: Request) -> tuple[Any, Last]:
     """Returns the cache and the first new token."""
-    logits, cache, prompt = first_logits(model, read, request), read.cache, read.prompt
+    logits, cache = first_logits(model, read, request), read.cache
+    prompt = jnp.asarray(read.prompt)
     if request.copies > 1:
         cache = repeat_rows(cache, cache_batch_dims(cache, logits.shape[0]), request.copies)
         logits, prompt = (jnp.repeat(x, request.copies, axis=0) for x in (logits, prompt))
@@ -91,15 +92,21 @@ def _next(logits: Float[Array, "batch vocab"], last: Last, request: Request) -> 
     tokens = jnp.where(last.ended, request.pad, tokens)
     scores = None
     if request.scored:
-        # Of float32 logits, as those that the token was chosen from.
-        scores = -token_losses(logits.astype(jnp.float32), jnp.maximum(tokens, 0))
-        scores = jnp.where(last.ended, 0, scores)
+        scores = jnp.where(last.ended, 0, score_tokens(logits, tokens))
     if history is not None:
         place = history.shape[1] - request.room + count
         history = jax.lax.dynamic_update_slice_in_dim(history, tokens[:, None], place, 1)
     ended = last.ended | is_any(tokens, (*request.eos, INVALID))
     lengths = last.lengths + (~last.ended).astype(jnp.int32)
     return Last(tokens, scores, ended, lengths, count + 1, history, last.least)
+
+
+def score_tokens(
+    logits: Float[Array, "batch vocab"], tokens: Int[Array, " batch"]
+) -> Float[Array, " batch"]:
+    """Returns the log-probabilities of tokens, of float32 logits as those that they were chosen
+    from."""
+    return -token_losses(logits.astype(jnp.float32), jnp.maximum(tokens, 0))
 
 
 def is_any(tokens: Int[Array, "..."], some: tuple[int, ...]) -> Bool[Array, "..."]:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from ..core._iterate import with_last
-from ..core._pytree import Static, join
+from ..core._pytree import Static, join, split
 from ..distributed._arrays import whole
 from ._compiled import Result, begin_after, begin_in_place, check_generated
 from ._generated import Generated
@@ -47,20 +47,26 @@ def decode_streaming(
             stopped[[row for row in running if stop(new[row, : i + 1].copy())]] = True
         if (ended | stopped).all():
             break
-    result = Generated(new, scores, real) if request.scored else new
-    return jax.device_put(result)
+    if not request.scored:
+        return jax.device_put(new)
+    return Generated(*map(jax.device_put, (new, scores, real)))
 
 
 def _steps(model: Any, tokens: Any, mask: Any, request: Request, count: int) -> Iterator[Last]:
     read, compile_all = read_compiled(model, tokens, mask, request)
-    arrays, static, cache = by_layer_with(model, read.cache)
+    arrays, static = split(model)
+    known = jax.tree.leaves(types_and_places((read.cache, request)))
+    program = static, places_of(arrays), tuple(map(str, known))
     start = begin_in_place if request.copies == 1 else begin_after
-    cache, last = start(cache, arrays, static, read.hidden, read.prompt, request)
+    cache, last = start(read.cache, arrays, static, read.hidden, read.prompt, request)
+    is_new = program not in _COMPILED
+    if is_new:  # the first token does not wait for the program of the others
+        yield last
+    arrays, static, cache = by_layer_with(model, cache)
     places = places_of((cache, last))
-    program = static, places, tuple(map(str, jax.tree.leaves(types_and_places((cache, request)))))
     steps = _advance_all(cache, arrays, static, last, request, places, count)
-    if program not in _COMPILED:  # the first token does not wait for the program of the others
-        yield next(steps)
+    if is_new:
+        next(steps)  # was yielded
         compile_all()
         _COMPILED.add(program)
     yield from (step for step, _ in with_last(steps))

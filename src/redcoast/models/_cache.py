@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ._attention import Visible, causal_view, count_positions
-from ._inputs import Mask
+from ._inputs import AnyArray, Mask
 
 
 class Cache(eqx.Module):
@@ -70,11 +70,51 @@ def split_layers(cache: Any) -> Any:
     def split(x: Any) -> Any:
         if type(x) is not Cache:
             return x
-        k = tuple(jnp.transpose(layer, (0, 2, 3, 1)) for layer in x.k)
-        v = tuple(jnp.transpose(layer, (0, 2, 1, 3)) for layer in x.v)
+        layers = [_layer_of(x.k, x.v, np.int32(i)) for i in range(x.k.shape[0])]
+        k, v = tuple(k for k, _ in layers), tuple(v for _, v in layers)
         return CacheByLayer(k, v, x.mask, x.filled, x.lengths)
 
     return jax.tree.map(split, cache, is_leaf=lambda x: isinstance(x, Cache))
+
+
+@jax.jit  # one program for all layers, which compiles in less time than a program of all
+def _layer_of(k: Array, v: Array, index: Int[Array, ""]) -> tuple[Array, Array]:
+    k, v = (jax.lax.dynamic_index_in_dim(x, index, 0, False) for x in (k, v))
+    return jnp.transpose(k, (0, 2, 3, 1)), jnp.transpose(v, (0, 2, 1, 3))
+
+
+def at_slot(cache: Any, slot: Int[AnyArray, ""]) -> Any:
+    """Sets the slot that the next token fills, of each `Cache` in a tree."""
+
+    def move(x: Any) -> Any:
+        if not isinstance(x, Cache):
+            return x
+        return type(x)(x.k, x.v, x.mask, jnp.asarray(slot), x.lengths)
+
+    return jax.tree.map(move, cache, is_leaf=lambda x: isinstance(x, Cache))
+
+
+def move_slots(cache: Any, by: Int[AnyArray, ""]) -> Any:
+    """Moves the contents of all slots to the front by `by` slots, of each `Cache` in a tree."""
+
+    def move(x: Any) -> Any:
+        if not isinstance(x, Cache):
+            return x
+        of_k, of_v = (3, 2) if isinstance(x, CacheByLayer) else (2, 2)
+        k = jax.tree.map(lambda k: jnp.roll(k, -by, axis=of_k), x.k)
+        v = jax.tree.map(lambda v: jnp.roll(v, -by, axis=of_v), x.v)
+        # The slots that come around from the front are not filled.
+        mask = jnp.roll(x.mask, -by, axis=1)
+        mask = mask & (jnp.arange(mask.shape[1]) < mask.shape[1] - by)[None]
+        return type(x)(k, v, mask, x.filled - by, x.lengths)
+
+    return jax.tree.map(move, cache, is_leaf=lambda x: isinstance(x, Cache))
+
+
+def has_slots_to_move(cache: Any) -> bool:
+    """Whether a tree has a `Cache`, so that its slots can be moved."""
+    nodes = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, Cache))
+    return any(isinstance(x, Cache) for x in nodes)
 
 
 def empty_cache(

@@ -336,7 +336,7 @@ def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
     limits = np.ones(count, np.int32)  # of rows of padding, too
     limits[: len(rows)] = [request.limit for request in requests]
     request = shared_request(served.model.config, rows[0].job.decoding)
-    room = slots_for(served.model, count, tokens.shape[1], steps_at_most)
+    room = slots_for(served.model, tokens.shape[1], steps_at_most)
     request = replace(request, limit=limits, room=room)
     echoes = [row for row in rows if row.job.extras.echo is not None]
     grammars = [row.grammar for row in rows]

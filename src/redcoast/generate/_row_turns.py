@@ -1,0 +1,289 @@
+"""Decoding more results than rows: a row that ends makes room for a prompt that waits.
+
+All rows of a cache fill the same slots. So a prompt that takes over a row is read into a cache of
+its own, in the slots before the next one, and then copied. Once all slots are filled, the rows are
+moved to the front.
+"""
+
+import dataclasses
+import functools as ft
+from collections import deque
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from ..core._pytree import Static, join
+from ..distributed._arrays import whole
+from ..models._cache import move_slots
+from ._cache_rows import Dims, cache_batch_dims
+from ._compiled import Result, check_generated
+from ._generated import Generated
+from ._logits import INVALID, choose_tokens
+from ._prefill import Places, PromptChunks, by_layer_with, chunks_for, keep_places, places_of
+from ._processors import least_new
+from ._prompt import append_tokens
+from ._request import Request
+from ._sampling import is_any, score_tokens
+
+
+class Turns(eqx.Module):
+    """The state of the rows.
+
+    - `numbers`: the result that each row generates.
+    - `tokens`, `counts`, `ended`: its newest token, its number of tokens, and whether it has ended.
+    - `new`, `scores`: its tokens so far, and their log-probabilities.
+    - `history`, `least`: as in `Last`.
+    """
+
+    numbers: Int[Array, " rows"]
+    tokens: Int[Array, " rows"]
+    counts: Int[Array, " rows"]
+    ended: Bool[Array, " rows"]
+    new: Int[Array, "rows room"]
+    scores: Float[Array, "rows room"]
+    history: Int[Array, "rows length"] | None
+    least: Int[Array, " rows"] | None
+
+
+def slots_in_turn(model: Any, length: int, new: int) -> int:
+    """Returns the size of the cache. With room for twice as many new tokens as a row has, rows are
+    moved at most once in `new` steps."""
+    return 1 << (sum(chunks_for(model, length)) + 2 * new - 1).bit_length()
+
+
+def decode_in_turn(model: Any, tokens: Any, mask: Any, request: Request, rows: int) -> Result:
+    """Generates results in `rows` rows, each the same as if all were generated at once."""
+    return _Decoding(model, np.asarray(tokens), mask, request, rows).run()
+
+
+class _Decoding:
+    def __init__(self, model: Any, tokens: np.ndarray, mask: Any, request: Request, rows: int):
+        self.model, self.request, self.tokens = model, request, tokens
+        self.real = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask).astype(bool)
+        self.limit, self.rows = int(request.limit), rows
+        self.slots = slots_in_turn(model, tokens.shape[1], self.limit)
+        self.reading = dataclasses.replace(request, room=self.slots, copies=1)
+        results = len(tokens) * request.copies
+        self.new = np.full((results, self.limit), request.pad, np.int32)
+        self.scores = np.zeros((results, self.limit), np.float32)
+        self.lengths = np.zeros(results, np.int32)
+        self.waiting = deque(range(rows, results))
+        # The result of each row, or None; and the number of slots of its prompt.
+        self.results: list[int | None] = list(range(rows))
+        self.columns = [sum(chunks_for(model, tokens.shape[1]))] * rows
+        self.least_filled = self.filled = self.columns[0]
+
+    def run(self) -> Result:
+        cache, turns = self._start()
+        while True:
+            cache, turns = self._take_turns(cache, turns)
+            if all(result is None for result in self.results):
+                break
+            if self.filled == self.slots:
+                cache = self._move(cache, turns)
+            most = np.asarray([self.slots - self.filled, len(self.waiting)], np.int32)
+            rest = self.arrays, self.static, most, self.request, self.places, self.everywhere
+            cache, turns, steps = _advance_rows(cache, turns, *rest)
+            self.filled += int(steps)
+        check_generated(self.new)
+        if not self.request.scored:
+            return jax.device_put(self.new)
+        mask = np.arange(self.limit)[None] < self.lengths[:, None]
+        return Generated(*map(jax.device_put, (self.new, self.scores, mask)))
+
+    def _start(self) -> tuple[Any, Turns]:
+        """Reads the first prompts together."""
+        first = np.arange(self.rows) // self.request.copies
+        chunks = PromptChunks(self.model, self.tokens[first], self.real[first], self.reading)
+        ((_, last, cache),) = deque(chunks, maxlen=1)
+        self.arrays, self.static, cache = by_layer_with(self.model, cache)
+        self.dims = cache_batch_dims(cache, self.rows)
+        self.places = places_of(cache)
+        mesh = next((place.mesh for place in self.places if place is not None), None)
+        self.everywhere = None if mesh is None else NamedSharding(mesh, P())
+        rest = np.arange(self.rows, dtype=np.int32), self.request, self.everywhere
+        return cache, _first_turns(self.arrays, self.static, last, chunks.prompt, *rest)
+
+    def _take_turns(self, cache: Any, turns: Turns) -> tuple[Any, Turns]:
+        """Keeps the results that have ended, and starts others in their rows."""
+        while True:
+            ended, counts, new, scores = map(
+                whole, (turns.ended, turns.counts, turns.new, turns.scores)
+            )
+            free = [row for row in range(self.rows) if ended[row] and self.results[row] is not None]
+            for row in free:
+                result = self.results[row]
+                self.new[result, : counts[row]] = new[row, : counts[row]]
+                self.scores[result, : counts[row]] = scores[row, : counts[row]]
+                self.lengths[result] = counts[row]
+                self.results[row] = None
+            if not free or not self.waiting:
+                return cache, turns
+            for row in free[: len(self.waiting)]:
+                cache, turns = self._admit(cache, turns, row, self.waiting.popleft())
+
+    def _admit(self, cache: Any, turns: Turns, row: int, result: int) -> tuple[Any, Turns]:
+        """Reads the prompt of a result into a row."""
+        number = result // self.request.copies
+        prompt = self.tokens[number][self.real[number]][None]
+        self.results[row] = result
+        self.columns[row] = sum(chunks_for(self.model, prompt.shape[1]))
+        start = self.filled - self.columns[row]
+        chunks = PromptChunks(self.model, prompt, None, self.reading, start=start)
+        ((_, last, own),) = deque(chunks, maxlen=1)
+        _, _, own = by_layer_with(self.model, own)
+        place = np.asarray([row, result], np.int32)
+        rest = self.request, self.dims, self.places, self.everywhere
+        return _replace_row(
+            cache, turns, self.arrays, self.static, own, last, chunks.prompt, place, *rest
+        )
+
+    def _move(self, cache: Any, turns: Turns) -> Any:
+        """Moves all rows to the first slots, as far as the longest one."""
+        used = self.columns + whole(turns.counts)
+        running = [used[row] for row in range(self.rows) if self.results[row] is not None]
+        filled = max(self.least_filled, *running)
+        cache = _move_slots(cache, np.asarray(self.filled - filled, np.int32), self.places)
+        self.filled = int(filled)
+        return cache
+
+
+@ft.partial(jax.jit, static_argnums=(1, 6))
+def _first_turns(
+    arrays: list[Any],
+    static: Static,
+    last: Any,
+    prompt: Any,
+    numbers: Any,
+    request: Request,
+    everywhere: NamedSharding | None,
+) -> Turns:
+    turns = _choose_first(join(arrays, static), last, prompt, numbers, request)
+    return _placed(turns, everywhere)
+
+
+@ft.partial(jax.jit, static_argnums=(3, 9, 10, 11), donate_argnums=(0, 1))
+def _replace_row(
+    cache: Any,
+    turns: Turns,
+    arrays: list[Any],
+    static: Static,
+    own: Any,
+    last: Any,
+    prompt: Any,
+    place: Any,
+    request: Request,
+    dims: Dims,
+    places: Places,
+    everywhere: NamedSharding | None,
+) -> tuple[Any, Turns]:
+    """Puts the cache of one prompt and its first token into a row."""
+    row, number = place
+    first = _choose_first(join(arrays, static), last, prompt, number[None], request)
+    turns = jax.tree.map(lambda x, y: x.at[row].set(y[0]), turns, first)
+    leaves, structure = jax.tree.flatten(cache)
+    put = [
+        x if d is None else _put_row(x, y, d, row, sharded=bool(everywhere))
+        for x, y, d in zip(leaves, jax.tree.leaves(own), dims, strict=True)
+    ]
+    return keep_places(structure.unflatten(put), places), _placed(turns, everywhere)
+
+
+def _put_row(x: Array, own: Array, d: int, row: Any, *, sharded: bool) -> Array:
+    if not sharded:
+        return jax.lax.dynamic_update_slice_in_dim(x, own, row, d)
+    # A slice of a dimension that is sharded would be gathered.
+    shape = [1] * x.ndim
+    shape[d] = x.shape[d]
+    return jnp.where((jnp.arange(x.shape[d]) == row).reshape(shape), own, x)
+
+
+@ft.partial(jax.jit, static_argnums=(3, 6, 7), donate_argnums=(0, 1))
+def _advance_rows(
+    cache: Any,
+    turns: Turns,
+    arrays: list[Any],
+    static: Static,
+    most: Any,
+    request: Request,
+    places: Places,
+    everywhere: NamedSharding | None,
+) -> tuple[Any, Turns, Int[Array, ""]]:
+    """Generates tokens until a row ends, if a prompt waits for it, or until all have ended; at most
+    as many as there are slots. Returns also the number of steps."""
+    model = join(arrays, static)
+    slots, waiting = most
+    before = turns.ended
+
+    def keep_going(carry):
+        _, turns, steps = carry
+        stop = jnp.where(waiting > 0, jnp.any(turns.ended & ~before), jnp.all(turns.ended))
+        return (steps < slots) & ~stop
+
+    def step(carry):
+        cache, turns, steps = carry
+        logits, cache = append_tokens(model, turns.tokens, cache)
+        return cache, _choose_next(logits, turns, request), steps + 1
+
+    steps = jnp.zeros((), jnp.int32)
+    cache, turns, steps = jax.lax.while_loop(keep_going, step, (cache, turns, steps))
+    return keep_places(cache, places), _placed(turns, everywhere), steps
+
+
+@ft.partial(jax.jit, static_argnums=2, donate_argnums=0)
+def _move_slots(cache: Any, by: Any, places: Places) -> Any:
+    return keep_places(move_slots(cache, by), places)
+
+
+def _choose_first(model: Any, last: Any, prompt: Any, numbers: Any, request: Request) -> Turns:
+    """The rows with their first tokens."""
+    logits = model.unembed(last)[:, 0]
+    rows, room = logits.shape[0], ((0, 0), (0, request.room))
+    history = None
+    if request.needs_history:
+        history = jnp.pad(jnp.asarray(prompt), room, constant_values=-1)
+    least = least_new(jnp.asarray(prompt), request)
+    if least is not None:
+        least = jnp.broadcast_to(least, (rows,))
+    zeros, shape = jnp.zeros(rows, jnp.int32), (rows, request.room)
+    new, scores = jnp.full(shape, request.pad, jnp.int32), jnp.zeros(shape, jnp.float32)
+    ended = jnp.zeros(rows, bool)
+    numbers = jnp.asarray(numbers)
+    turns = Turns(numbers, zeros, zeros, ended, new, scores, history, least)
+    return _choose_next(logits, turns, request)
+
+
+def _choose_next(logits: Float[Array, "rows vocab"], turns: Turns, request: Request) -> Turns:
+    """The rows with one more token each, unless they have ended."""
+    rows, counts = jnp.arange(logits.shape[0]), turns.counts
+
+    def choose(logits, history, count, least, number):
+        each = lambda x: None if x is None else x[None]
+        options = each(history), count, each(least), request
+        return choose_tokens(logits[None], *options, rows=number[None])[0]
+
+    tokens = jax.vmap(choose)(logits, turns.history, counts, turns.least, turns.numbers)
+    tokens = jnp.where(turns.ended, request.pad, tokens)
+    # Ended rows write behind the last column, which is dropped.
+    column = jnp.where(turns.ended, request.room, counts)
+    new = turns.new.at[rows, column].set(tokens, mode="drop")
+    scores = turns.scores
+    if request.scored:
+        scores = scores.at[rows, column].set(score_tokens(logits, tokens), mode="drop")
+    history = turns.history
+    if history is not None:
+        column = jnp.where(turns.ended, history.shape[1], history.shape[1] - request.room + counts)
+        history = history.at[rows, column].set(tokens, mode="drop")
+    counts = counts + (~turns.ended).astype(jnp.int32)
+    ended = turns.ended | is_any(tokens, (*request.eos, INVALID)) | (counts >= request.limit)
+    return Turns(turns.numbers, tokens, counts, ended, new, scores, history, turns.least)
+
+
+def _placed(tree: Any, place: NamedSharding | None) -> Any:
+    return tree if place is None else jax.lax.with_sharding_constraint(tree, place)

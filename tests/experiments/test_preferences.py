@@ -80,6 +80,7 @@ def test_answers_have_their_own_log_probabilities(script, experiment, config, lo
 def test_a_stored_reference_and_a_copy_give_the_same_loss(script, experiment, config):
     c, policy = config(), policy_of(script)
     batch = experiment.collate([experiment.as_example(c, policy, pairs(), i) for i in range(4)])
+    batch = jax.tree.map(jnp.asarray, batch)
     changed = jax.tree.map(lambda x: x * 1.1, policy.model)
     stored = batch | {"reference": experiment.log_probs(c, policy.model, batch)}
     copy = {"policy": changed, "reference": policy.model}
@@ -87,7 +88,7 @@ def test_a_stored_reference_and_a_copy_give_the_same_loss(script, experiment, co
     two, _ = experiment.preference_loss(c, {"policy": changed}, stored, None)
     np.testing.assert_allclose(one, two, rtol=1e-6)
     logs = experiment.log_probs(c, changed, batch)
-    expected = losses.dpo(logs[:, 0], logs[:, 1], *stored["reference"].T)
+    expected = losses.dpo(logs[:, 0], logs[:, 1], *stored["reference"].T, beta=c.beta)
     np.testing.assert_allclose(one, expected, rtol=1e-6)
 
 

@@ -12,7 +12,7 @@ Temporaries are those of the compiler, relative to one device's (1/8 is ideal), 
 each device sends. Errors are relative to the largest element of the loss and of each gradient.
 """
 
-# pyright: reportOptionalSubscript=false
+# pyright: reportOptionalSubscript=false, reportOptionalMemberAccess=false
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -223,7 +223,7 @@ def windows(rows: int, *, size: int = 64, width: int = 32, window: int = 8) -> E
     return Example(squared_error(predict), model, (batch, batch[:, ::-1]), (1, 2))
 
 
-def fourier(rows: int, *, size: int = 192, width: int = 16, modes: int = 8) -> Example:
+def fourier(rows: int, *, size: int = 128, width: int = 16, modes: int = 8) -> Example:
     """A Fourier neural operator in two dimensions."""
     keys = jr.split(KEY, 10)
     spectral = lambda key: jr.normal(key, (2, width, width, modes, modes)) / width

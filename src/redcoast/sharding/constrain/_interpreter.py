@@ -179,8 +179,9 @@ def _run(
         local = lambda x: equation.primitive.bind(x, **equation.params)
         return [shardings.run_local(local, operands[0], scope.values[equation.invars[0]])]
     if name == "fft" and shardings.tokens:
-        values = [scope.values[atom] for atom in (*equation.invars, *equation.outvars)]
-        if (results := run_split_fft(equation, operands[0], *values, shardings)) is not None:
+        value, result = (scope.values[x] for x in (equation.invars[0], equation.outvars[0]))
+        results = run_split_fft(equation, operands[0], value, result, shardings)
+        if results is not None:
             return results
     if (results := _run_on_rows(nested, scope)) is not None:
         return results

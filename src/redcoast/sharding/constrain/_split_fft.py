@@ -26,7 +26,8 @@ def run_split_fft(
     transformed = range(first, operand.ndim)
     if not any(entries[d] is not None for d in transformed):
         return None
-    x, kind = operand, equation.params["fft_type"]
+    # Constrained before and after, the cotangents are too.
+    x, kind = shardings.constrain(operand, value), equation.params["fft_type"]
     stages = _stages(kind, lengths, first)
     if _moved(entries, transformed, x.shape, shardings.mesh.shape) is not None:
         stages = [(kind, tuple(transformed), lengths)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from ...core._sequence_parts import divided_into
@@ -165,7 +166,8 @@ def asked_split(program: Program, sizes: Mapping[str, int]) -> Split:
     for equation in jaxpr.eqns:
         if equation.primitive.name != "sharding_constraint":
             continue
-        place = place_of.get(equation.invars[0])
+        (operand,) = equation.invars
+        place = None if isinstance(operand, Literal) else place_of.get(operand)
         spec = getattr(equation.params["sharding"], "spec", None)
         for d, entry in enumerate(spec or ()):
             axes = () if entry is P.UNCONSTRAINED else used_axes(spec_axes(entry), sizes)

@@ -479,14 +479,15 @@ def _flow(scope: Scope, index: int) -> Call | Cond | Scan | While | None:
     inner = scope.inner.get(index)
     if not inner:
         return None
-    flow = control_flow(scope.jaxpr.eqns[index])
-    loops = (control_flow(equation) for equation in inner[0].jaxpr.eqns)
-    is_own = isinstance(flow, Call) and flow.kind is CallKind.CUSTOM_VJP
-    if is_own and any(isinstance(each, Scan | While) for each in loops):
-        # The derivative is unknown, and runs a loop too.
-        return While(flow.jaxpr, flow.jaxpr, 0, 0)
-    if isinstance(flow, Call | Cond | Scan | While):
-        return flow
+    match control_flow(scope.jaxpr.eqns[index]):
+        case Call(jaxpr=jaxpr, kind=CallKind.CUSTOM_VJP) as call:
+            flows = [control_flow(equation) for equation in inner[0].jaxpr.eqns]
+            if any(isinstance(flow, Scan | While) for flow in flows):
+                # The derivative is unknown, and runs a loop too.
+                return While(jaxpr, jaxpr, 0, 0)
+            return call
+        case Call() | Cond() | Scan() | While() as flow:
+            return flow
     return None
 
 

@@ -1,5 +1,6 @@
 """Notices arrays of earlier states that loggers keep, and that later steps have deleted."""
 
+import gc
 import weakref
 from collections import deque
 
@@ -26,8 +27,9 @@ class KeptArrays:
         if self._has_warned:
             return
         if len(self._states) == 2:
-            kept = (reference() for reference in self._states[0])
-            if any(x is not None and is_deleted(x) for x in kept):
+            if _keeps_deleted(self._states[0]):
+                gc.collect()  # garbage in reference cycles is kept by nobody
+            if _keeps_deleted(self._states[0]):
                 self._has_warned = True
                 warn(
                     f"`log` ({names}) keeps arrays of an earlier state, which have been deleted: "
@@ -36,3 +38,9 @@ class KeptArrays:
                 )
         arrays = filter(is_concrete, jax.tree.leaves(state))
         self._states.append([weakref.ref(x) for x in arrays])
+
+
+def _keeps_deleted(references: list[weakref.ref[jax.Array]]) -> bool:
+    """Whether an array still exists whose memory was taken over by a later step."""
+    arrays = (reference() for reference in references)
+    return any(x is not None and is_deleted(x) for x in arrays)

@@ -33,7 +33,6 @@ from ..sharding import Plan
 from ..tracking._loggers import all_loggers, takes_state
 from ..tracking._metrics import StackedMetrics
 from ..train._compile import CompiledStep
-from ..train._several_steps import StateChanges
 from ..train._step import TrainState
 from ..train._training import Training
 from ._steps import Step
@@ -210,7 +209,9 @@ def _is_small(together: CompiledStep, state: TrainState, stacked: PyTree, small:
 
     try:
         jaxpr = together.trace(state, stacked, np.int32(1)).jaxpr
-    except StateChanges:
+    except ValueError:
+        # The step changes the types of the state; or the loss has a mistake, which a step that is
+        # taken alone raises again.
         return False
     work = contractions(jaxpr)
     own_loops = work.open_loops - 1  # without the loop over batches

@@ -21,10 +21,6 @@ from ..tracking._metrics import PackedMetrics
 PackedStep = Callable[..., tuple[PyTree, PackedMetrics]]
 
 
-class StateChanges(ValueError):
-    """The arrays of the state have other types after a step."""
-
-
 class StepsTaken(eqx.Module):
     """What the program returns beside the new state.
 
@@ -50,8 +46,8 @@ def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[.
     **Returns:**
 
     `several(state, batches, count) -> (state, StepsTaken)`: takes a step on each of the first
-    `count` of the batches, which are stacked along a new first dimension. It raises `StateChanges`
-    if the step does not keep the types of the state.
+    `count` of the batches, which are stacked along a new first dimension. It raises
+    `ValueError` if the step does not keep the types of the state.
     """
     places = jax.tree.leaves(shardings)
 
@@ -71,7 +67,7 @@ def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[.
         run = jaxpr_as_fun(program)
         for old, new in zip(program.in_avals, program.out_avals[:-1], strict=False):
             if (old.shape, old.dtype) != (new.shape, new.dtype):
-                raise StateChanges(
+                raise ValueError(
                     f"The step changes an array of the state from {old.str_short()} to "
                     f"{new.str_short()}, so several steps cannot be taken in one call. Pass "
                     "`steps_per_call=1`."

@@ -104,13 +104,14 @@ def measure(devices: int, layers: int, sequences: int, steps: int) -> dict[str, 
 
     if devices > 1:
         rc.emulate_devices(devices)
-    sizes = {"width": 256, "heads": 4, "hidden": 1024, "positions": SEQ, "layers": layers}
+    sizes: dict[str, Any] = {"width": 256, "heads": 4, "hidden": 1024, "positions": SEQ}
+    sizes["layers"] = layers
     config = rc.models.GPT2Config(vocab=VOCAB, **sizes)
     loss_fn = lambda model, tokens, key: rc.losses.cross_entropy(model(tokens), tokens)
     init_fn = lambda key: rc.models.GPT2(config, key=key)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (sequences, SEQ), np.int32)
     mesh = rc.make_mesh(data=devices)
-    options = {"key": jax.random.key(0), "mesh": mesh}
+    options: dict[str, Any] = {"key": jax.random.key(0), "mesh": mesh}
     state, step, _ = rc.prepare(init_fn, optax.adamw(1e-3), loss_fn, tokens, **options)
     faults, seconds = [], []
     for number in range(steps + WARM):
@@ -124,7 +125,7 @@ def measure(devices: int, layers: int, sequences: int, steps: int) -> dict[str, 
     return {
         "faults": statistics.median(faults),
         "seconds": statistics.median(seconds),
-        "resident": after.ru_maxrss * 1024,
+        "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 

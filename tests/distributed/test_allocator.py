@@ -1,5 +1,6 @@
 """glibc's allocator keeps freed memory where JAX runs on the CPU, and is left alone elsewhere."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -45,13 +46,13 @@ def glibc(monkeypatch):
     for name in [name for name in os.environ if "MALLOC" in name or "MALLOPT" in name]:
         monkeypatch.delenv(name)
     library = Glibc()
-    monkeypatch.setattr(_allocator.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     monkeypatch.setattr(_allocator, "_is_set", False)
     monkeypatch.setattr(_allocator, "_is_glibc", lambda: True)
     monkeypatch.setattr(_allocator, "has_chosen_devices", lambda: False)
     monkeypatch.setattr(_allocator, "entry_points", lambda group: ())
     monkeypatch.setattr(_allocator, "find_spec", lambda name: None)
-    before = jax.config.jax_platforms
+    before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_platforms", None)
     yield library
     jax.config.update("jax_platforms", before)

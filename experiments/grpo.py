@@ -47,7 +47,7 @@ class Config:
     difficulty: float = 1.0  # how strongly problems that are half solved are preferred; 0 for none
     epochs: int = 1  # passes over the answers of a rollout
     minibatches: int = 2  # number of minibatches in a pass
-    steps: int = 200  # number of iterations: a rollout, then gradient steps on its minibatches
+    steps: int = 300  # number of iterations: a rollout, then gradient steps on its minibatches
     learning_rate: float = 3e-4  # learning rate
     run: _options.RunOptions = field(default_factory=_options.Run)
 

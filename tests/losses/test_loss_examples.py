@@ -11,6 +11,7 @@ from redcoast import losses
 
 # These have a function of a model as their example.
 OF_MODELS = {"cross_entropy", "chunked_cross_entropy", "pairwise_sigmoid"}
+OF_MODELS |= {"token_log_probabilities"}
 NAMES = {name for name, x in vars(losses).items() if inspect.isfunction(x)} - OF_MODELS
 
 

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from sharding_helpers import array, real_mesh
 
 import redcoast as rc
@@ -237,3 +239,28 @@ def test_fourier_transforms_gather_nothing(fn, sizes):
     priced, sent, plan = planned_and_sent(fn, model, array(32, 16, 64), real_mesh(*sizes))
     assert plan.report.program.batch_axes == ("data",)
     assert abs(priced - sent) < 0.02 * sent, str(plan)
+
+
+def test_rows_that_are_looked_up_and_added_elsewhere_are_priced_as_compiled():
+    """Nodes at the edges of a graph are all-gathered, and messages all-reduced at the nodes."""
+    nodes, edges = 256, 2048
+
+    def loss(model, graph, key):
+        x = graph["x"] @ model
+        messages = jnp.tanh(x[graph["senders"]])
+        inbox = jax.ops.segment_sum(messages, graph["receivers"], nodes)
+        return jnp.mean((x + inbox) ** 2)
+
+    ends = jax.ShapeDtypeStruct((edges,), jnp.int32)
+    graph = {"x": array(nodes, 64), "senders": ends, "receivers": ends}
+    mesh = rc.make_mesh()
+    plan = rc.plan_shardings(array(64, 64), mesh, fn=loss, args=(graph, None))
+    rows = NamedSharding(mesh, P("data"))
+    step = jax.jit(
+        jax.value_and_grad(plan.constrain(loss)),
+        in_shardings=(plan.shardings, rows, None),
+        out_shardings=(None, plan.shardings),
+    )
+    text = step.lower(array(64, 64), graph, None).compile().as_text()
+    planned = sum(one.bytes for one in plan.report.program.traffic)
+    assert planned == pytest.approx(sent_bytes(collectives(text, mesh)), rel=0.1)

@@ -130,6 +130,7 @@ def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Itera
         "gradients": f"gradients, summed over the {what}",
         "written": "all-gathers of the batch, written by index",
         "compared": "all-gathers of the batch, compared with itself",
+        "by index": "rows of the batch, looked up and added by index",
         "halos": "halos of convolutions and windows",
         "turned": "all-to-alls around Fourier transforms",
         "uneven": "all-gathers of examples, where a size does not divide",

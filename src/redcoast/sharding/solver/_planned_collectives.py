@@ -83,6 +83,7 @@ class PlannedCollective:
         "sums over the batch",
         "written",
         "compared",
+        "by index",
         "halos",
         "turned",
         "uneven",
@@ -117,10 +118,14 @@ def of_batch(
     graph: Graph, batch: BatchDims, stored: int, hardware: Hardware
 ) -> Iterator[PlannedCollective]:
     """What is sent if the batch is sharded. A gradient is stored as `stored` different shards."""
-    over = (one for one in graph.partial_sums.values() if batch.has(one.node))
+    over = [one for one in graph.partial_sums.values() if batch.has(one.node)]
     split = (one for one in over if not _is_split_before(batch, one.node, one.before))
+    for one in over:
+        if _is_sum_by_index(one, graph, batch):
+            yield _sum_by_index(one, batch)
     # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
     scatters = hardware.scatters and stored == batch.count
+    gathered: set[int] = set()
     for one in _once(split, batch, hardware):
         # Results without rows are gradients.
         is_gradient = one.backward and batch.parts(one.dims) == 1
@@ -130,7 +135,11 @@ def of_batch(
         sent = all_reduce(batch.count if is_gradient else found.count, size)
         if is_gradient and scatters:
             sent = all_gather(batch.count, size)
-        if is_gradient:
+        if not one.backward and _is_lookup(one, graph, batch):
+            table = id(one.source[-1].invars[0])
+            yield _lookup(one, batch, found.count, is_first=table not in gathered)
+            gathered.add(table)
+        elif is_gradient:
             yield PlannedCollective("gradients", sent, True, None, one.dims, one.source)
         else:
             cause = "sums over the batch"
@@ -148,6 +157,50 @@ def of_batch(
     for halo in graph.halos:
         if batch.has(halo.node):
             yield _halo(halo, batch)
+
+
+def _is_lookup(one: PartialSum, graph: Graph, batch: BatchDims) -> bool:
+    """Whether devices look up other rows of the batch, as those of nodes at the edges of a graph.
+
+    Rows that are as many may look up in themselves, which sends nothing.
+    """
+    rows = [graph.sizes[node] for node in one.dims if batch.has(node)]
+    is_gather = bool(one.source) and one.source[-1].primitive.name == "gather"
+    return is_gather and len(rows) > 0 and graph.sizes[one.node] not in rows
+
+
+def _is_sum_by_index(one: PartialSum, graph: Graph, batch: BatchDims) -> bool:
+    """Whether rows of the batch are added to others, as messages at the nodes of a graph."""
+    rows = [graph.sizes[node] for node in one.before if batch.has(node)]
+    adds = bool(one.source) and one.source[-1].primitive.name in ("scatter-add", "scatter_add")
+    return adds and not one.backward and len(rows) > 0 and graph.sizes[one.node] not in rows
+
+
+def _sum_by_index(one: PartialSum, batch: BatchDims) -> PlannedCollective:
+    """Each device adds its own rows to all others, and XLA all-reduces the result.
+
+    The cotangent of the result is all-gathered.
+    """
+    found = batch.set_of(one.node)
+    assert found is not None
+    size = one.bytes * one.times / batch.alone(one.node, one.dims)
+    sent = all_reduce(found.count, size)
+    if one.of is not None and one.of.grad:
+        sent += all_gather(found.count, size)
+    return PlannedCollective("by index", sent, False, None, one.dims, one.source)
+
+
+def _lookup(one: PartialSum, batch: BatchDims, count: int, *, is_first: bool) -> PlannedCollective:
+    """XLA all-gathers an array for all lookups in it, and all-reduces the cotangent of each."""
+    table = one.source[-1].invars[0].aval
+    size = table.size * table.dtype.itemsize * one.times  # pyright: ignore
+    size /= batch.alone(one.node, one.dims)
+    sent = 0.0
+    if is_first:
+        sent += all_gather(count, size)
+    if one.of is not None and one.of.grad:
+        sent += all_reduce(count, size)
+    return PlannedCollective("by index", sent, False, None, one.dims, one.source)
 
 
 def _halo(halo: Halo, batch: BatchDims) -> PlannedCollective:

@@ -24,6 +24,9 @@ from ._shardings import Shardings
 def copy_weights(scope: Scope, shardings: Shardings, consts: Sequence[Any]) -> dict[Any, Any]:
     """Returns copies of the constants of a loop for which this saves sums over the batch."""
     copies = {}
+    if len(shardings.batch.sets) > 1:
+        # The constants may have some of the split dimensions, and copies need all of the axes.
+        return copies
     for x, var in zip(consts, scope.jaxpr.invars, strict=False):
         value = scope.values[var]
         if (

@@ -48,7 +48,7 @@ class Config:
     epochs: int = 1  # passes over the answers of a rollout
     minibatches: int = 2  # number of minibatches in a pass
     steps: int = 300  # number of iterations: a rollout, then gradient steps on its minibatches
-    learning_rate: float = 3e-4  # learning rate
+    learning_rate: float = 6e-4  # learning rate
     run: _options.RunOptions = field(default_factory=_options.Run)
 
 

@@ -116,7 +116,7 @@ def main(page: Path | None = None) -> None:
         places.append(place_of_planted(hidden, bad, mesh))
         table.add(f"| {hidden.__name__} | {bad.__name__} | {places[-1]} |")
     table.add("", f"The planted line comes first in {places.count(1)} of {len(places)} programs.")
-    table.write(page, "blamed-lines")
+    table.write(page, "blamed_lines")
 
 
 def attributed(program: Any) -> tuple[float, float]:

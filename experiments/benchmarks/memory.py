@@ -91,7 +91,7 @@ def main(
         f"{within} of {len(ratios)} plans are within {limit:.0%} of the compiled program; half "
         f"are within {off:.0%}.",
     )
-    table.write(page, f"memory-{platform}")
+    table.write(page, f"memory_{platform}")
 
 
 def plan_of(case: Case, mesh: Mesh) -> Any:

@@ -58,6 +58,8 @@ def imports(file):
 
 # Imported only if a user's own file needs it, after a look whether it is there.
 OPTIONAL = {"transformers", "tensorboardX"}
+# It brings torch, so no extra installs it. The script says what does.
+OPTIONAL |= {"lm_eval"}
 ALWAYS = installed_by([*PROJECT["dependencies"], *EXTRAS["experiments"]])
 OF_SERVER = {"serve.py": "serve", "_openai.py": "serve"}
 

@@ -162,10 +162,16 @@ _CALLS = {
     "custom_jvp_call": CallKind.CUSTOM_JVP,
     "custom_vjp_call": CallKind.CUSTOM_VJP,
 }
+_CALLBACKS = frozenset(["debug_callback", "io_callback", "pure_callback"])
 # The jaxprs of these do not run once on the operands as they are.
-_NOT_CALLS = frozenset(["custom_call", "ffi_call", "io_callback", "pure_callback"])
+_NOT_CALLS = _CALLBACKS | frozenset(["custom_call", "ffi_call"])
 _HIGH_LEVEL = "call_hi_primitive"
 _NAMED = "name"  # the primitive of `checkpoint_name`
+
+
+def is_callback(equation: JaxprEqn) -> bool:
+    """Whether an equation calls a function on the host."""
+    return equation.primitive.name in _CALLBACKS
 
 
 def control_flow(equation: JaxprEqn) -> ControlFlow | None:

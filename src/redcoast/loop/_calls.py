@@ -23,9 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ..core._control_flow import is_callback
 from ..core._errors import noting
 from ..core._frames import tidy
 from ..core._iterate import until_error
+from ..core._jaxpr import iter_equations
 from ..core._pytree import ARRAYS, join, split
 from ..data._batches import Batch, Batches
 from ..distributed._arrays import copy_tree, place_batch
@@ -213,9 +215,10 @@ def _is_small(together: CompiledStep, state: TrainState, stacked: PyTree, small:
         # The step changes the types of the state; or the loss has a mistake, which a step that is
         # taken alone raises again.
         return False
+    on_host = jaxpr.effects or any(map(is_callback, iter_equations(jaxpr)))
     work = contractions(jaxpr)
     own_loops = work.open_loops - 1  # without the loop over batches
-    return not jaxpr.effects and own_loops == 0 and sum(work.flops.values()) <= small.flops
+    return not on_host and own_loops == 0 and sum(work.flops.values()) <= small.flops
 
 
 class Pace:

@@ -49,9 +49,18 @@ from .solver._strategy import (
     parts,
     used_axes,
 )
+from .tree._leaf_plans import (
+    ON_STAGES,
+    OVERRIDE,
+    STORED,
+    Compute,
+    LeafPlan,
+    Reason,
+    Role,
+    trim_spec,
+)
 from .tree._leaves import LARGE, Leaf, flat_leaves, is_inexact_leaf
 from .tree._overrides import Override, apply_overrides, model_dim
-from .tree._plan_rows import ON_STAGES, OVERRIDE, STORED, Compute, LeafPlan, Reason, Role, trim_spec
 
 # The axes over which arrays can be sharded that the program computes with as a whole.
 STORAGE_AXES = ("fsdp", "model")
@@ -90,7 +99,7 @@ class _Task:
 
     def excess(self, decision: Decision, fsdp_sharded: Sequence[bool]) -> int | float:
         """Bytes per device by which the activations of a decision do not fit into memory."""
-        left = _memory.activation_memory(
+        left = _memory.room_for_activations(
             self.program, self.axes, fsdp_sharded, self.memory, self.state_bytes
         )
         return max(0, _memory.peak_bytes(decision, self.axes, fsdp_sharded) - left)
@@ -236,7 +245,7 @@ def _cheapest(tasks: Sequence[_Task], budget: int | None) -> _Layout:
     errors: list[ValueError] = []
     for task in tasks:
         try:
-            layouts.append(_decide(task, budget))
+            layouts.append(_lay_out(task, budget))
         except ValueError as error:
             errors.append(error)
     if not layouts:  # neither is within the budget
@@ -244,7 +253,7 @@ def _cheapest(tasks: Sequence[_Task], budget: int | None) -> _Layout:
     return min(layouts, key=lambda layout: layout.order)
 
 
-def _decide(task: _Task, budget: int | None) -> _Layout:
+def _lay_out(task: _Task, budget: int | None) -> _Layout:
     """The layout within the budget; if memory is known, arrays are replicated where it suffices."""
     program, axes, state_bytes = task.program, task.axes, task.state_bytes
     large = task.large

@@ -15,9 +15,9 @@ from ..core._frames import hide_frames
 from ..distributed._mesh import AXES, PIPE
 from .report._data import Coupling, PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
+from .tree._leaf_plans import Compute, LeafPlan, model_of, plan_leaves
 from .tree._leaves import flat_leaves
 from .tree._overrides import Override, model_dim
-from .tree._plan_rows import Compute, LeafPlan, model_of, plan_leaves
 
 
 @dataclass(frozen=True)

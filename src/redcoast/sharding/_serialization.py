@@ -20,9 +20,9 @@ from ..core._frames import hide_frames
 from ..core._read_json import read_json
 from ._plan import Plan, make_plan, mesh_or_ambient
 from .report._data import ProgramReport
+from .tree._leaf_plans import OVERRIDE, Compute, Kind, LeafPlan, Role, model_of, plan_leaves
 from .tree._leaves import Leaf, flat_leaves
 from .tree._overrides import axes_of_spec, spec_parts
-from .tree._plan_rows import OVERRIDE, Compute, Kind, LeafPlan, Role, model_of, plan_leaves
 
 FORMAT = 1
 Json = dict[str, Any]

@@ -27,7 +27,7 @@ from ..solver._split_examples import (
     trace_in_parts,
 )
 from ..solver._strategy import Program, follow_program, parts
-from ..tree._plan_rows import Compute
+from ..tree._leaf_plans import Compute
 from ._grouped_conv import is_grouped
 from ._interpreter import CannotRebind, run_constrained
 from ._shardings import Shardings, find_shardings
@@ -90,7 +90,7 @@ class Constrained:
             )
         program = self._split(follow_program(traced, [False] * traced.arrays), tree, args)
         traced = program.traced
-        shardings = self._pipelined(program, tree, args)
+        shardings = self._shardings_of(program, tree, args)
         first = slice(traced.arrays, traced.arrays + traced.batch)
         values = [program.scope.values[var] for var in open_jaxpr(traced.jaxpr).invars]
         arrays[first] = map(shardings.constrain, arrays[first], values[first])
@@ -131,7 +131,7 @@ class Constrained:
         found = split_tokens(program, count, trace)
         return found if found.batch.sequence else program
 
-    def _pipelined(self, program: Program, tree: PyTree, args: Any) -> Shardings:
+    def _shardings_of(self, program: Program, tree: PyTree, args: Any) -> Shardings:
         """The shardings of the program, with its pipeline if it has one."""
         shardings = find_shardings(program, self.mesh, self.compute)
         # A prediction is computed by all devices, which gather one layer after the other.

@@ -34,7 +34,7 @@ from ..program._trace import trace_over
 from ..program._walk import Scope, outputs_of
 from ..solver._batch import BatchNodes, made_rows
 from ..solver._strategy import follow_program
-from ..tree._plan_rows import Compute
+from ..tree._leaf_plans import Compute
 from ._copied_weights import apply_copies, copy_weights
 from ._custom_rules import is_float0, run_custom
 from ._grouped_conv import is_grouped, run_grouped
@@ -177,7 +177,7 @@ def _run(
         # XLA would gather the operand: it knows no sharding of a layout.
         # Inside of `jax.shard_map` the mesh is another than the equation's.
         local = lambda x: equation.primitive.bind(x, **equation.params)
-        return [shardings.run_local(local, operands[0], scope.values[equation.invars[0]])]
+        return [shardings.run_traced_rule(local, operands[0], scope.values[equation.invars[0]])]
     if name == "fft" and shardings.tokens:
         value, result = (scope.values[x] for x in (equation.invars[0], equation.outvars[0]))
         results = run_split_fft(equation, operands[0], value, result, shardings)
@@ -263,8 +263,8 @@ def _call(nested: _Nested, call: Call) -> list[Any]:
     run = _function(body, shardings, nested.stored)
     if call.has_derivative:
         specs = [shardings.spec(body.values[var]) for var in body.jaxpr.invars]
-        run_local = ft.partial(_run_local, shardings)
-        return run_custom(equation, call.kind, run, nested.operands, specs, run_local)
+        run_traced_rule = ft.partial(_run_traced_rule, shardings)
+        return run_custom(equation, call.kind, run, nested.operands, specs, run_traced_rule)
     if call.kind is CallKind.REMAT:
         run = jax.checkpoint(run, prevent_cse=call.prevent_cse, policy=call.policy)
     return list(run(*nested.operands))
@@ -274,7 +274,7 @@ def _function(scope: Scope, shardings: Shardings, stored: Sequence[bool]) -> Cal
     return lambda *inputs: run_constrained(scope, shardings, inputs, stored)
 
 
-def _run_local(
+def _run_traced_rule(
     shardings: Shardings, fn: Callable[..., Any], specs: Sequence[P], *inputs: Any
 ) -> tuple[list[Any], list[P], Any]:
     """Runs a function that is not part of the jaxpr, constrained by the specs of its inputs.

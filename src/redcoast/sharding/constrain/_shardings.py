@@ -19,8 +19,8 @@ from ..solver._classes import Classes
 from ..solver._memory import asked_axes
 from ..solver._planned_collectives import BatchDims
 from ..solver._strategy import Program, batch_over, parts, split_axes
+from ..tree._leaf_plans import Compute
 from ..tree._overrides import axes_of_spec, spec_axes
-from ..tree._plan_rows import Compute
 
 # The sequence has at most this fraction of the parameters: learned positions are along it. Most
 # parameters are along the width of the model.

@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ...core._low_rank import AbstractLowRank
+from ..tree._leaf_plans import OVERRIDE, STORED, LeafPlan, Reason, trim_spec
 from ..tree._leaves import LARGE, Leaf, Node, flat_leaves, is_inexact_leaf, leaves_below, to_nodes
 from ..tree._overrides import Override, apply_overrides
-from ..tree._plan_rows import OVERRIDE, STORED, LeafPlan, Reason, trim_spec
 from ._matrices import NORMS, RECURRENT, read_tree
 from ._rules import Split, Splits, indivisible, shard_matrices, vocabularies
 

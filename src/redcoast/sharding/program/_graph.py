@@ -183,7 +183,7 @@ class Graph:
     # for the backward pass (also by the operation), and the results of contractions.
     memory_traffic: Sizes = field(default_factory=lambda: defaultdict(float))
     saved: dict[tuple[Dims, Source], float] = field(default_factory=lambda: defaultdict(float))
-    computed: Sizes = field(default_factory=lambda: defaultdict(float))
+    contraction_bytes: Sizes = field(default_factory=lambda: defaultdict(float))
     first_use: dict[Dims, Source] = field(default_factory=dict)  # by the dimensions of a value
     unknown: Counter[str] = field(default_factory=Counter)
     skipped: frozenset[int] = frozenset()  # scans that do not count, by the `id` of the equation
@@ -303,7 +303,7 @@ class Graph:
 
     def add_computed(self, value: Value) -> None:
         """Records the result of a contraction, a gather or a scatter."""
-        self.computed[value.dims] += value.bytes * self.cursor.times
+        self.contraction_bytes[value.dims] += value.bytes * self.cursor.times
 
     def add_memory_traffic(self, value: Value) -> None:
         """Records that a value is read from or written to memory, and so is its cotangent."""

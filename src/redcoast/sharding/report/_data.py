@@ -8,8 +8,8 @@ from typing import Any, Literal
 from jax.sharding import PartitionSpec as P
 
 from ..solver._figures import Arithmetic, Memory, Pipelining
+from ..tree._leaf_plans import LeafPlan, Reason, Role
 from ..tree._overrides import spec_axes, spec_parts
-from ..tree._plan_rows import LeafPlan, Reason, Role
 
 TrafficKind = Literal["gradients", "activations", "parameters"]
 

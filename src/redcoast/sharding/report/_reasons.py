@@ -10,9 +10,9 @@ from ...core._errors import several
 from ..program._constants import LARGE_CONSTANT
 from ..solver._split_examples import example_parts, is_sequence
 from ..solver._strategy import Decision, constant_dims, parts, split_axes, used_axes
+from ..tree._leaf_plans import Reason
 from ..tree._leaves import Leaf, flat_leaves
 from ..tree._overrides import multiples_near
-from ..tree._plan_rows import Reason
 from ._data import ClosedOver, Hindrance
 from ._text import grouped, shortened
 

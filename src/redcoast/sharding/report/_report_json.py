@@ -6,7 +6,7 @@ from typing import Any
 
 from ..solver._figures import Arithmetic, Memory, Pipelining
 from ..solver._memory import DEFAULT_MEMORY
-from ..tree._plan_rows import Kind, Reason
+from ..tree._leaf_plans import Kind, Reason
 from . import _data as data
 
 _ROLES = ("all", "parameter", "optimizer state", "other")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...core._errors import several
+from ..tree._leaf_plans import Kind
 from ..tree._overrides import spec_axes
-from ..tree._plan_rows import Kind
 from . import _data as data
 from ._text import (
     WIDTH,

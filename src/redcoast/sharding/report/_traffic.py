@@ -11,9 +11,17 @@ from ..solver._cost import gathers
 from ..solver._figures import Pipelining
 from ..solver._hardware import Hardware, all_gather, all_reduce
 from ..solver._planned_collectives import BatchDims, of_batch, of_model
-from ..solver._strategy import Decision, batch_gathers, batch_of, is_split, parts, stored, used_axes
+from ..solver._strategy import (
+    Decision,
+    batch_gathers,
+    batch_of,
+    is_tensor_parallel,
+    parts,
+    stored,
+    used_axes,
+)
+from ..tree._leaf_plans import LeafPlan
 from ..tree._overrides import spec_axes
-from ..tree._plan_rows import LeafPlan
 from ._data import Traffic, TrafficKind
 from ._reasons import Reasons
 from ._text import grouped, shortened
@@ -32,7 +40,7 @@ class Sent:
     source: Source = ()
 
 
-def all_sent(rows: Sequence[LeafPlan], reasons: Reasons, hardware: Hardware) -> list[Sent]:
+def all_sent(plans: Sequence[LeafPlan], reasons: Reasons, hardware: Hardware) -> list[Sent]:
     """What each device communicates in a step."""
     decision, axes = reasons.decision, reasons.axes
     entries = list(_of_program(reasons, hardware))
@@ -54,7 +62,7 @@ def all_sent(rows: Sequence[LeafPlan], reasons: Reasons, hardware: Hardware) -> 
             size = outside[key] + (total[key] - outside[key]) * share
             scaled.append(replace(one, bytes=one.bytes * size / max(1, total[key])))
         entries = scaled
-    entries += _gathers(rows, decision, axes)
+    entries += _gathers(plans, decision, axes)
     entries += _between_stages(decision, axes)
     return entries
 
@@ -144,7 +152,7 @@ def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Itera
         causes |= dict.fromkeys(("written", "compared"), "all-gathers of keys and values")
     for one in of_batch(graph, batch, stored(decision.strategy, reasons.axes), hardware):
         size = one.bytes
-        if is_split(decision, one.dims):
+        if is_tensor_parallel(decision, one.dims):
             size = size / reasons.n
         cause = causes.get(one.cause, f"sums over the {what}, {_way(one.backward)}")
         kind: TrafficKind = "activations"
@@ -161,14 +169,14 @@ def _way(backward: bool) -> str:
 
 
 def _gathers(
-    rows: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int]
+    plans: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int]
 ) -> Iterator[Sent]:
     """FSDP-sharded arrays are all-gathered, over the axes of their storage alone."""
     found: list[tuple[Axes, str, float, Source]] = []
     parameters, staged = decision.program.parameters, decision.program.staged
     first_use = decision.program.graph.first_use
     layered = frozenset() if staged is None else staged.layered
-    for place, (row, value, d) in enumerate(zip(rows, parameters, decision.computed, strict=True)):
+    for place, (row, value, d) in enumerate(zip(plans, parameters, decision.computed, strict=True)):
         kept = set() if d is None else set(spec_axes([*row.spec, *[None] * len(value.dims)][d]))
         used = {axis for entry in row.spec for axis in spec_axes(entry)}
         kept |= {PIPE} & used if place in layered else set()

@@ -176,7 +176,7 @@ class _WorkShares:
         self._alone: dict[tuple[int, str], float] = defaultdict(float)
         self._both: dict[tuple[int, str], float] = defaultdict(float)
         works = ((work.dims, "work", work.forward) for work in graph.works)
-        results = ((dims, "result", size) for dims, size in graph.computed.items())
+        results = ((dims, "result", size) for dims, size in graph.contraction_bytes.items())
         for dims, kind, amount in chain(works, results):
             roots = [classes[node] for node in dims]
             for one in set(roots):

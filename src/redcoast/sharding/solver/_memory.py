@@ -4,13 +4,21 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 from ..program._graph import Dims, Graph, Value
+from ..tree._leaf_plans import LeafPlan
 from ..tree._overrides import spec_parts
-from ..tree._plan_rows import LeafPlan
 from ._buffers import ModelArray, Part
 from ._classes import Classes
 from ._figures import Arithmetic, Memory
 from ._peak import find_peak
-from ._strategy import Decision, Program, batch_of, is_split, parts, saved_bytes, staged_sum
+from ._strategy import (
+    Decision,
+    Program,
+    batch_of,
+    is_tensor_parallel,
+    parts,
+    saved_bytes,
+    staged_sum,
+)
 
 
 def arithmetic(decision: Decision, axes: Mapping[str, int]) -> Arithmetic:
@@ -62,7 +70,7 @@ DEFAULT_MEMORY = 80e9  # of an A100, for devices that do not report their memory
 
 
 def estimate_memory(
-    rows: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int], state_bytes: int
+    plans: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int], state_bytes: int
 ) -> Memory:
     """Bytes per device of arrays, gradients, optimizer state, activations and constants.
 
@@ -70,7 +78,7 @@ def estimate_memory(
     parameters. Arrays that the function closes over are replicated.
     """
     arrays = gradients = trained = 0.0
-    for row, value in zip(rows, decision.program.parameters, strict=True):
+    for row, value in zip(plans, decision.program.parameters, strict=True):
         share = spec_parts(row.spec, axes)
         arrays += value.bytes / share
         gradients += value.grad * value.bytes / share
@@ -79,7 +87,7 @@ def estimate_memory(
         arrays,
         gradients,
         state_bytes * gradients / max(1, trained),
-        sum(size for size, _ in activation_parts(rows, decision, axes)),
+        sum(size for size, _ in activation_parts(plans, decision, axes)),
         sum(one.bytes for one in decision.program.constants),
         _batch_bytes(decision, axes),
     )
@@ -88,14 +96,14 @@ def estimate_memory(
 
 
 def activation_parts(
-    rows: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int]
+    plans: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int]
 ) -> tuple[Part, ...]:
     """Bytes per device of intermediate values at the peak, and the operation of each."""
     if decision.program.staged is not None:
         # The microbatches of a pipeline are not followed one by one.
         saved = (saved_bytes(decision, axes), ())
-        return (saved, (_held_by_stage(rows, decision, axes), ()))
-    return _peak_parts([spec_parts(row.spec, axes) for row in rows], decision, axes)
+        return (saved, (_held_by_stage(plans, decision, axes), ()))
+    return _peak_parts([spec_parts(row.spec, axes) for row in plans], decision, axes)
 
 
 def peak_bytes(decision: Decision, axes: Mapping[str, int], sharded: Sequence[bool]) -> int | float:
@@ -120,7 +128,7 @@ def _peak_parts(
 
     def size_of(value: Value) -> int | float:
         if value.dims not in known:
-            split = n if is_split(decision, value.dims) else 1
+            split = n if is_tensor_parallel(decision, value.dims) else 1
             known[value.dims] = batch.parts(value.dims) * split
         return value.bytes / known[value.dims]
 
@@ -153,7 +161,7 @@ def _batch_bytes(decision: Decision, axes: Mapping[str, int]) -> int | float:
 
 
 def _held_by_stage(
-    rows: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int]
+    plans: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int]
 ) -> int | float:
     """Bytes per device that a stage of a pipeline needs beside what is saved for its gradient.
 
@@ -164,7 +172,7 @@ def _held_by_stage(
         return 0.0
     held = 0.0
     for place in staged.layered:
-        row, value = rows[place], decision.program.parameters[place]
+        row, value = plans[place], decision.program.parameters[place]
         split = parts(decision.strategy.model, axes) if decision.computed[place] is not None else 1
         alone = value.bytes / staged.stages / split
         held += (1 + value.grad) * (alone - value.bytes / spec_parts(row.spec, axes))
@@ -172,7 +180,7 @@ def _held_by_stage(
     return held + 2 * carried * staged.ticks / staged.microbatches
 
 
-def activation_memory(
+def room_for_activations(
     program: Program,
     axes: Mapping[str, int],
     sharded: Sequence[bool],
@@ -206,13 +214,13 @@ def fit_budget(
     sizes = [value.bytes if big else 0 for value, big in pairs]
     least = activations = float("inf")
     for bound in (float("inf"), *sorted(set(sizes) - {0}, reverse=True)):
-        rows, decision = make([size >= bound for size in sizes])
-        memory = estimate_memory(rows, decision, axes, state_bytes)
+        plans, decision = make([size >= bound for size in sizes])
+        memory = estimate_memory(plans, decision, axes, state_bytes)
         # An array that is split is gathered where it is used, which the budget leaves out.
         activations = min(activations, memory.activations)
         least = memory.total - memory.activations + activations
         if least <= budget:
-            return rows, decision
+            return plans, decision
     shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
     raise ValueError(
         f"The budget of {budget / 1e6:,.4g} MB for each device is too small. With all large arrays "

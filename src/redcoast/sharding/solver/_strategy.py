@@ -170,9 +170,9 @@ def best_strategy(
     several = all(d is None for d in forced)
     strategies = (DEFAULT, *OTHERS) if several or program.batch.sets else (DEFAULT,)
     first, *rest = [one for one in strategies if _applies(one, program, sizes)]
-    best = _decide(program, first, sizes, parameters, hardware, forced)
+    best = _solve(program, first, sizes, parameters, hardware, forced)
     for strategy in rest:
-        found = _decide(program, strategy, sizes, parameters, hardware, ())
+        found = _solve(program, strategy, sizes, parameters, hardware, ())
         if fits(found) != fits(best):
             best = found if fits(found) else best
             continue
@@ -207,7 +207,7 @@ def used_axes(axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if sizes[axis] > 1)
 
 
-def is_split(decision: Decision, dims: Sequence[int]) -> bool:
+def is_tensor_parallel(decision: Decision, dims: Sequence[int]) -> bool:
     """Whether an array with these dimensions is tensor-parallel."""
     classes = decision.classes
     return any(classes.divides(node) and classes[node] in decision.chosen for node in dims)
@@ -218,7 +218,7 @@ def stored(strategy: Strategy, sizes: Mapping[str, int]) -> int:
     return parts([axis for axis in strategy.batch if axis != "data"], sizes)
 
 
-def _decide(
+def _solve(
     program: Program,
     strategy: Strategy,
     sizes: Mapping[str, int],
@@ -388,6 +388,6 @@ def saved_parts(
     batch, n = batch_of(decision, axes), parts(decision.strategy.model, axes)
     for (dims, source), size in decision.program.graph.saved.items():
         share = batch.parts(dims)
-        if is_split(decision, dims):
+        if is_tensor_parallel(decision, dims):
             share *= n
         yield size / share, source

@@ -56,8 +56,9 @@ def test_no_two_functions_or_classes_have_the_same_public_looking_name():
     named = defaultdict(list)
     for path in SOURCES:
         for node in ast.parse(path.read_text()).body:
-            named_node = isinstance(node, ast.FunctionDef | ast.ClassDef) and not is_overload(node)
-            if named_node and not node.name.startswith("_"):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or is_overload(node):
+                continue
+            if not node.name.startswith("_"):
                 named[node.name].append(path)
     of_commands = {x for x in OF_EACH_COMMAND if all("_cli" in str(p) for p in named[x])}
     of_tables = {x for x in OF_EACH_TABLE if all(p.parent == TABLES for p in named[x])}

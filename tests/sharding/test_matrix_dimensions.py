@@ -1,5 +1,7 @@
 """Which arrays of a model are matrices, read off its loss."""
 
+# pyright: reportArgumentType=false
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp

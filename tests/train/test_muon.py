@@ -1,5 +1,7 @@
 """Muon on stacked models, over the devices of a mesh."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOptionalSubscript=false
+
 import warnings
 
 import equinox as eqx

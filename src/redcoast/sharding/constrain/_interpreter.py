@@ -177,7 +177,7 @@ def _run(
         # XLA would gather the operand: it knows no sharding of a layout.
         # Inside of `jax.shard_map` the mesh is another than the equation's.
         local = lambda x: equation.primitive.bind(x, **equation.params)
-        return [shardings.run_traced_rule(local, operands[0], scope.values[equation.invars[0]])]
+        return [shardings.run_local(local, operands[0], scope.values[equation.invars[0]])]
     if name == "fft" and shardings.tokens:
         value, result = (scope.values[x] for x in (equation.invars[0], equation.outvars[0]))
         results = run_split_fft(equation, operands[0], value, result, shardings)

@@ -26,9 +26,9 @@ from ...core._control_flow import (
     saves,
 )
 from ..operations import fixed_operands, is_linear
-from ..operations._rule_table import REDUCTIONS
+from ..operations._rule_table import CONSTRAINED, REDUCTIONS
 from ..program._graph import Source, Value
-from ..program._walk import CONSTRAINED, Scope
+from ..program._walk import Scope
 from ._buffers import Buffer, ModelArray, Part, Peak, Roots, Timeline, argument, union
 
 # Their operands and results are in memory; so are those of operations without a rule.

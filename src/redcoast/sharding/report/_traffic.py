@@ -13,9 +13,9 @@ from ..solver._hardware import Hardware, all_gather, all_reduce
 from ..solver._planned_collectives import BatchDims, of_batch, of_model
 from ..solver._strategy import (
     Decision,
+    any_tensor_parallel,
     batch_gathers,
     batch_of,
-    is_tensor_parallel,
     parts,
     stored,
     used_axes,
@@ -152,7 +152,7 @@ def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Itera
         causes |= dict.fromkeys(("written", "compared"), "all-gathers of keys and values")
     for one in of_batch(graph, batch, stored(decision.strategy, reasons.axes), hardware):
         size = one.bytes
-        if is_tensor_parallel(decision, one.dims):
+        if any_tensor_parallel(decision, one.dims):
             size = size / reasons.n
         cause = causes.get(one.cause, f"sums over the {what}, {_way(one.backward)}")
         kind: TrafficKind = "activations"

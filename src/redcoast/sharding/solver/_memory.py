@@ -13,8 +13,8 @@ from ._peak import find_peak
 from ._strategy import (
     Decision,
     Program,
+    any_tensor_parallel,
     batch_of,
-    is_tensor_parallel,
     parts,
     saved_bytes,
     staged_sum,
@@ -128,7 +128,7 @@ def _peak_parts(
 
     def size_of(value: Value) -> int | float:
         if value.dims not in known:
-            split = n if is_tensor_parallel(decision, value.dims) else 1
+            split = n if any_tensor_parallel(decision, value.dims) else 1
             known[value.dims] = batch.parts(value.dims) * split
         return value.bytes / known[value.dims]
 

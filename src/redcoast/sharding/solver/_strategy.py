@@ -207,7 +207,7 @@ def used_axes(axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if sizes[axis] > 1)
 
 
-def is_tensor_parallel(decision: Decision, dims: Sequence[int]) -> bool:
+def any_tensor_parallel(decision: Decision, dims: Sequence[int]) -> bool:
     """Whether an array with these dimensions is tensor-parallel."""
     classes = decision.classes
     return any(classes.divides(node) and classes[node] in decision.chosen for node in dims)
@@ -388,6 +388,6 @@ def saved_parts(
     batch, n = batch_of(decision, axes), parts(decision.strategy.model, axes)
     for (dims, source), size in decision.program.graph.saved.items():
         share = batch.parts(dims)
-        if is_tensor_parallel(decision, dims):
+        if any_tensor_parallel(decision, dims):
             share *= n
         yield size / share, source

@@ -47,6 +47,16 @@ def sums(rng: random.Random) -> list[Problem]:
     return [Problem(f"{a}+{b}=", str(a + b)) for a, b in pairs]
 
 
+def padded_sums(rng: random.Random) -> list[Problem]:
+    """The same, with two digits for each number: 07+09=. A model that sees few short prompts
+    answers them wrongly, whatever it is rewarded for."""
+    problems = []
+    for problem in sums(rng):
+        a, b = problem.prompt.rstrip("=").split("+")
+        problems.append(Problem(f"{a:0>2}+{b:0>2}=", problem.answer))
+    return problems
+
+
 def careless_sum(problem: Problem, rng: np.random.Generator) -> str:
     """The sum by someone who mostly forgets to carry: 47 + 85 is 22."""
     if rng.random() > CARELESS:
@@ -138,6 +148,7 @@ def unit_tests(problem: Problem, answer: str) -> float:
 
 TASKS = {
     "sums": (sums, exact, careless_sum),
+    "padded_sums": (padded_sums, exact, careless_sum),
     "word_problems": (word_problems, last_number, right_answer),
     "programs": (programs, unit_tests, right_answer),
 }

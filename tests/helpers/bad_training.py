@@ -54,6 +54,12 @@ def muon(dimensions=None, **options):
     return rc.muon(0.1, dimensions, others=SGD, **options)
 
 
+def update_with_one_side():
+    params = {"w": jnp.ones((4, 4))}
+    optimizer = muon({"w": optax.contrib.MuonDimensionNumbers(0, 0)})
+    optimizer.update(params, optimizer.init(params), params)
+
+
 def other_plan():
     return rc.plan_shardings({"w": jnp.zeros(8)}, rc.make_mesh(devices=jax.devices()[:1]))
 
@@ -359,7 +365,10 @@ ROWS = {
     "muon": [
         (lambda d: muon(momentum=1.0), ValueError, "`momentum`.*1.0"),
         (lambda d: muon(iterations=0), ValueError, "`iterations`.*0"),
+        (lambda d: muon(rms=0.0), ValueError, "`rms`.*0.0"),
         (lambda d: muon({"w": None}), ValueError, "`dimensions` has no matrix"),
+        (lambda d: muon().init({"v": jnp.zeros((4, 4))}), ValueError, "not shaped like the par"),
+        (lambda d: update_with_one_side(), ValueError, r"both sides of a matrix of shape \(4, 4\)"),
     ],
     "evaluate": [
         (lambda d: evaluate(examples=[]), ValueError, "`examples` is empty"),

@@ -87,6 +87,8 @@ def muon(
         raise ValueError(f"`momentum` must be at least 0 and less than 1, but is {momentum}.")
     if iterations < 1:
         raise ValueError(f"`iterations` must be at least 1, but is {iterations}.")
+    if rms is not None and not rms > 0:
+        raise ValueError(f"`rms` must be more than 0, but is {rms}.")
     if not any(map(_is_numbers, jax.tree.leaves(dimensions, is_leaf=_is_numbers))):
         raise ValueError(
             "`dimensions` has no matrix, only `None`. Pass the result of "
@@ -101,12 +103,23 @@ def muon(
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
-    # A tree that is a module may be callable, and optax would call it.
+
+    # A function, since optax would call a tree that is a callable module.
     transformations: dict[Hashable, optax.GradientTransformation] = {
         "matrix": matrices,
         "other": others,
     }
-    return optax.partition(transformations, ft.partial(labels_like, labels))
+    return optax.partition(transformations, ft.partial(_labels_of, labels))
+
+
+def _labels_of(labels: PyTree[str], params: PyTree) -> PyTree[str]:
+    try:
+        return labels_like(labels, params)
+    except ValueError as error:
+        raise ValueError(
+            "`dimensions` of `rc.muon` is not shaped like the parameters. Pass the result of "
+            "`rc.matrix_dimensions` for the model that is trained."
+        ) from error
 
 
 def warn_of_wrong_matrices(
@@ -171,7 +184,10 @@ def _orthogonalize(
         places: dict[Hashable, list[int]] = {}
         for place, view in enumerate(views):
             places.setdefault((*view.shape[1:], str(view.dtype)), []).append(place)
-        stacks = [_divided(jnp.concatenate([views[i] for i in p])) for p in places.values()]
+        stacks: list[Matrices] = []
+        for members in places.values():
+            stack = jnp.concatenate([views[place] for place in members])
+            stacks.append(_divided(stack))
         orthogonal = _newton_schulz(stacks, iterations)
         for stack, members in zip(orthogonal, places.values(), strict=True):
             first = 0
@@ -227,6 +243,11 @@ def _sides(x: Array, numbers: Numbers) -> tuple[tuple[int, ...], tuple[int, ...]
         if isinstance(dims, int):
             dims = (dims,)
         sides.append(tuple(d % x.ndim for d in dims))
+    if set(sides[0]) & set(sides[1]):
+        raise ValueError(
+            f"{numbers} has a dimension on both sides of a matrix of shape {x.shape}. The "
+            "dimensions of inputs and of outputs must differ."
+        )
     return sides[0], sides[1]
 
 

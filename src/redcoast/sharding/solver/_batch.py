@@ -8,7 +8,6 @@ as many rows as the batch, its rows are sharded like the batch, unless something
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from ...distributed._mesh import BATCH_AXES
 from ..program._graph import Graph, Value
@@ -61,12 +60,17 @@ def find_batch(graph: Graph, arrays: Sequence[Value], others: Sequence[Value]) -
     """Finds the batch dimensions of `arrays`, of the other arguments, and of created arrays."""
     given, left_out = _rows(graph, arrays)
     sizes = {graph.sizes[node] for node in given}
-    leading = {value.dims[0] for value in others if value.dims and value.shape[0] in sizes}
-    rest = {node for value in (*arrays, *others) for node in value.dims} - leading
     # Leading dimensions of other arguments are treated like created rows; other dimensions of
     # arguments are never rows.
+    leading: set[int] = set()
+    for value in others:
+        if value.dims and value.shape[0] in sizes:
+            leading.add(value.dims[0])
+    of_arguments: set[int] = set()
+    for value in (*arrays, *others):
+        of_arguments.update(value.dims)
     graph.created.update(leading)
-    graph.of_parameters.update(rest.difference(given))
+    graph.of_parameters.update(of_arguments - leading - set(given))
     return BatchNodes(given, made_rows(graph, given), left_out)
 
 
@@ -87,30 +91,34 @@ def _rows(graph: Graph, arrays: Sequence[Value]) -> tuple[tuple[int, ...], tuple
     free = _free(graph, arrays, several)
     if free:
         shares = _WorkShares(graph, soft, ())
-        most = lambda node: (*shares.alone(soft[node]), sizes[graph.sizes[node]])
-        size = graph.sizes[max(free.values(), key=most)]
+        most_work = lambda node: (*shares.alone(soft[node]), sizes[graph.sizes[node]])
+        size = graph.sizes[max(free.values(), key=most_work)]
     else:
         size = sizes.most_common(1)[0][0]
     main = soft.of(n for n in (free or several).values() if graph.sizes[n] == size)
     shares = _WorkShares(graph, soft, main)
-    rows = {
-        place: node
-        for place, node in leading.items()
-        if soft[node] in main or (place in free and shares.mostly_alone(soft[node]))
-    }
-    return tuple(rows.values()), tuple(place for place in several if place not in rows)
+    rows: list[int] = []
+    left_out: list[int] = []
+    for place, node in leading.items():
+        is_row = place in free and shares.mostly_alone(soft[node])
+        if is_row or soft[node] in main:
+            rows.append(node)
+        elif place in several:
+            left_out.append(place)
+    return tuple(rows), tuple(left_out)
 
 
 def _free(graph: Graph, arrays: Sequence[Value], leading: dict[int, int]) -> dict[int, int]:
     """Those of `leading` that are not linked to parameters or other dimensions of the batch."""
     classes = Classes(graph, 1, least=2)
-    excluded = set(_never_rows(graph, classes))
-    excluded |= {
-        classes[node]
-        for value in arrays
-        for node in value.dims[1:]
-        if classes[value.dims[0]] not in excluded and classes[node] != classes[value.dims[0]]
-    }
+    never = _never_rows(graph, classes)
+    excluded = set(never)
+    for value in arrays:
+        if not value.dims:
+            continue
+        first, *inner = (classes[node] for node in value.dims)
+        if first not in never:
+            excluded.update(root for root in inner if root != first)
     return {place: node for place, node in leading.items() if classes[node] not in excluded}
 
 
@@ -124,14 +132,14 @@ def made_rows(graph: Graph, given: Collection[int]) -> tuple[int, ...]:
     if not given or not (graph.created or graph.constrained):
         return ()
     classes = Classes(graph, 1, soft=True, least=2)
-    why = reasons_against(graph, classes, given)
+    reasons = reasons_against(graph, classes, given)
     sizes = {graph.sizes[node] for node in given}
-    taken = {one for one, reason in why.items() if not reason}
-    asked = {
-        node for node, axes in graph.constrained.items() if not set(BATCH_AXES).isdisjoint(axes)
-    }
-    fits = (node for node, size in enumerate(graph.sizes) if size in sizes or node in asked)
-    return tuple(node for node in fits if classes[node] in taken)
+    rows: list[int] = []
+    for node, size in enumerate(graph.sizes):
+        asked = not set(BATCH_AXES).isdisjoint(graph.constrained.get(node, ()))
+        if (size in sizes or asked) and reasons.get(classes[node]) == "":
+            rows.append(node)
+    return tuple(rows)
 
 
 def reasons_against(graph: Graph, classes: Classes, given: Collection[int]) -> dict[int, str]:
@@ -150,19 +158,21 @@ def reasons_against(graph: Graph, classes: Classes, given: Collection[int]) -> d
     sizes = {graph.sizes[node] for node in given} - {0, 1}
     fits = {classes[node] for node, size in enumerate(graph.sizes) if size in sizes}
     shares = _WorkShares(graph, classes, main)
-    found: dict[int, str] = {}
-    for one in sorted((classes.of(graph.created) | split) - main):
-        if one in excluded:
-            found[one] = OF_PARAMETERS
-        elif one in split:
-            found[one] = ""
-        elif one in replicated:
-            found[one] = REPLICATED
-        elif one not in fits:
-            found[one] = SIZE
+    reasons: dict[int, str] = {}
+    for root in sorted((classes.of(graph.created) | split) - main):
+        if root in excluded:
+            reasons[root] = OF_PARAMETERS
+        elif root in split:
+            reasons[root] = ""
+        elif root in replicated:
+            reasons[root] = REPLICATED
+        elif root not in fits:
+            reasons[root] = SIZE
+        elif shares.mostly_alone(root):
+            reasons[root] = ""
         else:
-            found[one] = "" if shares.mostly_alone(one) else WITH_BATCH
-    return found
+            reasons[root] = WITH_BATCH
+    return reasons
 
 
 class _WorkShares:
@@ -173,20 +183,23 @@ class _WorkShares:
     """
 
     def __init__(self, graph: Graph, classes: Classes, main: Collection[int]):
-        self._alone: dict[tuple[int, str], float] = defaultdict(float)
-        self._both: dict[tuple[int, str], float] = defaultdict(float)
-        works = ((work.dims, "work", work.forward) for work in graph.works)
-        results = ((dims, "result", size) for dims, size in graph.contraction_bytes.items())
-        for dims, kind, amount in chain(works, results):
-            roots = [classes[node] for node in dims]
-            for one in set(roots):
-                others = any(root in main for root in roots if root != one)
-                share = self._both if others or roots.count(one) > 1 else self._alone
-                share[one, kind] += amount
+        # By class, the arithmetic and the bytes of results.
+        self._alone: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+        self._both: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+        amounts = [(work.dims, work.forward, 0.0) for work in graph.works]
+        amounts += [(dims, 0.0, size) for dims, size in graph.contraction_bytes.items()]
+        for dims, work, size in amounts:
+            roots = Counter(classes[node] for node in dims)
+            for root in roots:
+                share = self._alone
+                if roots[root] > 1 or any(other in main for other in roots if other != root):
+                    share = self._both
+                total_work, total_size = share[root]
+                share[root] = total_work + work, total_size + size
 
-    def alone(self, one: int) -> tuple[float, float]:
-        return self._alone[one, "work"], self._alone[one, "result"]
+    def alone(self, root: int) -> tuple[float, float]:
+        return self._alone[root]
 
-    def mostly_alone(self, one: int) -> bool:
+    def mostly_alone(self, root: int) -> bool:
         """Whether most arithmetic on a class is without the batch; ties go by bytes of results."""
-        return self.alone(one) > (self._both[one, "work"], self._both[one, "result"])
+        return self._alone[root] > self._both[root]

@@ -28,8 +28,10 @@ class Classes:
         self._sizes = graph.sizes
         for a, b in graph.links:
             self._join(a, b)
+        if not soft:
+            return
         alone = self.of(apart)
-        for a, b in graph.soft_links if soft else ():
+        for a, b in graph.soft_links:
             if self[a] not in alone and self[b] not in alone:
                 self._join(a, b)
 
@@ -59,20 +61,24 @@ def splittable(graph: Graph, classes: Classes, nodes: Iterable[int]) -> frozense
 
     Excludes classes with a blocked dimension, and those that one array has twice.
     """
-    found = classes.of(node for node in nodes if classes.divides(node))
-    found -= classes.of(graph.blocked)
+    roots = classes.of(filter(classes.divides, nodes))
+    excluded = set(classes.of(graph.blocked))
     for dims in graph.together:
-        roots = [classes[node] for node in dims if classes.divides(node)]
-        found -= {root for root in roots if roots.count(root) > 1}
-    return found
+        seen: set[int] = set()
+        for node in filter(classes.divides, dims):
+            root = classes[node]
+            if root in seen:
+                excluded.add(root)
+            seen.add(root)
+    return roots - excluded
 
 
 def conflicts(graph: Graph, classes: Classes, candidates: Sequence[int]) -> dict[int, set[int]]:
     """For each candidate, those that it cannot be sharded together with: one array has both."""
     known = set(candidates)
-    against: dict[int, set[int]] = {one: set() for one in candidates}
+    against: dict[int, set[int]] = {candidate: set() for candidate in candidates}
     for dims in graph.together:
-        here = {classes[node] for node in dims if classes.divides(node)} & known
-        for one in here if len(here) > 1 else ():
-            against[one] |= here - {one}
+        in_array = known & classes.of(filter(classes.divides, dims))
+        for candidate in in_array:
+            against[candidate] |= in_array - {candidate}
     return against

@@ -1,6 +1,6 @@
 """Finds the cheapest set of classes to shard, exactly, by bucket elimination."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,15 @@ class _Table:
     costs: np.ndarray
 
 
+@dataclass(frozen=True)
+class _Decision:
+    """Whether a group is chosen, for each choice of `others`: one axis for each of them."""
+
+    group: int
+    others: tuple[int, ...]
+    is_chosen: np.ndarray
+
+
 def search_groups(problem: Problem) -> Choice:
     """Returns the cheapest allowed set of groups. Ties are resolved by not choosing a group.
 
@@ -29,67 +38,84 @@ def search_groups(problem: Problem) -> Choice:
     doi:10.1016/S0004-3702(99)00059-4). In programs that are chains of layers, even with a residual
     stream, groups have few neighbours, and the time is linear in the number of groups.
     """
-    tables = list(_tables(problem))
-    near: dict[int, set[int]] = {one: set() for one in problem.groups}
+    tables = _tables(problem)
+    # The groups that share a table, with costs that are not sums of theirs.
+    neighbours: dict[int, set[int]] = {group: set() for group in problem.groups}
     for table in tables:
-        for one in table.groups:
-            near[one].update(other for other in table.groups if other != one)
-    decided: list[tuple[int, Sequence[int], np.ndarray]] = []
-    while near:
-        one = min(near, key=lambda group: len(near[group]))
-        if len(near[one]) > MAX_NEIGHBOURS:
-            one = max(near, key=lambda group: len(near[group]))
-            tables = [_without(table, one) for table in tables]
-            _remove(near, one)
+        _connect(neighbours, table.groups)
+    decisions: list[_Decision] = []
+    while neighbours:
+        group = min(neighbours, key=lambda group: len(neighbours[group]))
+        if len(neighbours[group]) > MAX_NEIGHBOURS:
+            group = max(neighbours, key=lambda group: len(neighbours[group]))
+            _remove(neighbours, group)
+            tables = [_without(table, group) for table in tables]
             continue
-        others = sorted(_remove(near, one))
-        for other in others:
-            near[other].update(o for o in others if o != other)
-        touching = [table for table in tables if one in table.groups]
-        joined = sum(_aligned(table, (*others, one)) for table in touching)
-        joined = np.broadcast_to(joined, (2,) * (len(others) + 1))
-        without, split = joined[..., 0], joined[..., 1]
-        take = split < without * (1 - _TOLERANCE)
-        decided.append((one, others, take))
-        tables = [table for table in tables if one not in table.groups]
-        tables.append(_Table(tuple(others), np.where(take, split, without)))
+        others = tuple(sorted(_remove(neighbours, group)))
+        _connect(neighbours, others)
+        joint = np.zeros((2,) * (len(others) + 1))
+        rest: list[_Table] = []
+        for table in tables:
+            if group in table.groups:
+                joint = joint + _aligned(table, (*others, group))
+            else:
+                rest.append(table)
+        without, split = joint[..., 0], joint[..., 1]
+        is_cheaper = split < without * (1 - _TOLERANCE)
+        decisions.append(_Decision(group, others, np.asarray(is_cheaper)))
+        tables = [*rest, _Table(others, np.where(is_cheaper, split, without))]
+    # Backwards, since a decision depends on those of groups that were eliminated later.
     chosen: set[int] = set()
-    for one, others, take in reversed(decided):
-        if take[tuple(int(other in chosen) for other in others)]:
-            chosen.add(one)
+    for decision in reversed(decisions):
+        index = tuple(int(other in chosen) for other in decision.others)
+        if decision.is_chosen[index]:
+            chosen.add(decision.group)
     return frozenset(chosen)
 
 
-def _tables(problem: Problem) -> Iterator[_Table]:
-    for one in problem.groups:
-        yield _Table((one,), np.array([0.0, problem.single.get(one, 0.0)]))
-        for other in sorted(problem.against[one]):
-            if one < other:
-                yield _Table((one, other), np.array([[0.0, 0.0], [0.0, np.inf]]))
+def _tables(problem: Problem) -> list[_Table]:
+    tables: list[_Table] = []
+    both_forbidden = np.array([[0.0, 0.0], [0.0, np.inf]])
+    for group in problem.groups:
+        tables.append(_Table((group,), np.array([0.0, problem.single.get(group, 0.0)])))
+        for other in sorted(problem.against[group]):
+            if group < other:
+                tables.append(_Table((group, other), both_forbidden))
     for groups, (hit, miss) in problem.covers.items():
         costs = np.full((2,) * len(groups), hit)
         costs[(0,) * len(groups)] = miss
-        yield _Table(tuple(sorted(groups)), costs)
+        tables.append(_Table(tuple(sorted(groups)), costs))
+    return tables
 
 
-def _remove(near: dict[int, set[int]], one: int) -> set[int]:
+def _connect(neighbours: dict[int, set[int]], groups: Sequence[int]) -> None:
+    """Makes all of `groups` neighbours of each other."""
+    for group in groups:
+        neighbours[group].update(groups)
+        neighbours[group].discard(group)
+
+
+def _remove(neighbours: dict[int, set[int]], group: int) -> set[int]:
     """Removes a group from the graph of neighbours and returns its neighbours."""
-    others = near.pop(one)
+    others = neighbours.pop(group)
     for other in others:
-        near[other].discard(one)
+        neighbours[other].discard(group)
     return others
 
 
-def _without(table: _Table, one: int) -> _Table:
+def _without(table: _Table, group: int) -> _Table:
     """The table for the case that a group is not chosen."""
-    if one not in table.groups:
+    if group not in table.groups:
         return table
-    rest = tuple(other for other in table.groups if other != one)
-    return _Table(rest, np.asarray(table.costs.take(0, axis=table.groups.index(one))))
+    axis = table.groups.index(group)
+    rest = table.groups[:axis] + table.groups[axis + 1 :]
+    return _Table(rest, np.asarray(table.costs.take(0, axis=axis)))
 
 
 def _aligned(table: _Table, groups: Sequence[int]) -> np.ndarray:
     """The table's costs with one axis for each of `groups`, in their order."""
-    order = np.argsort([groups.index(one) for one in table.groups])
-    shape = [2 if one in table.groups else 1 for one in groups]
-    return table.costs.transpose(order).reshape(shape)
+    axes = [groups.index(group) for group in table.groups]
+    shape = [1] * len(groups)
+    for axis in axes:
+        shape[axis] = 2
+    return table.costs.transpose(np.argsort(axes)).reshape(shape)

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 
 from ..tree._leaf_plans import OVERRIDE, LeafPlan
 from ..tree._overrides import spec_axes, spec_parts
@@ -32,9 +31,11 @@ def replicate(
     batch = parts(decision.strategy.batch, axes)
     if decision.strategy != DEFAULT or axes["model"] == 1 or batch > 1:
         return decision, frozenset()
-    left = _FRACTION * (FILLED * memory - estimate_memory(plans, decision, axes, state_bytes).total)
+    used = estimate_memory(plans, decision, axes, state_bytes).total
+    left = _FRACTION * (FILLED * memory - used)
     parameters = decision.program.parameters
-    states = state_bytes / max(1, sum(value.grad * value.bytes for value in parameters))
+    trained_bytes = sum(value.grad * value.bytes for value in parameters)
+    states = state_bytes / max(1, trained_bytes)
 
     def extra_bytes(place: int) -> float:
         """Additional bytes per device if an array is replicated."""
@@ -42,36 +43,46 @@ def replicate(
         part = value.bytes / spec_parts(plans[place].spec, axes)
         return (axes["model"] - 1) * part * (1 + value.grad * (1 + states))
 
-    size = lambda places: sum(map(extra_bytes, places))
+    # Sets of arrays of the same size, such as those of repeated layers, are treated alike.
+    by_size: dict[float, list[int]] = defaultdict(list)
+    for places in _memory_only(plans, decision):
+        by_size[sum(map(extra_bytes, places))].extend(places)
     replicated: set[int] = set()
-    # Arrays of the same size, such as those of repeated layers, are treated alike.
-    for _, alike in groupby(sorted(_memory_only(plans, decision), key=size), key=size):
-        places = [place for one in alike for place in one]
-        left -= size(places)
+    for size in sorted(by_size):
+        left -= sum(map(extra_bytes, by_size[size]))
         if left < 0:
             break
-        replicated.update(places)
+        replicated.update(by_size[size])
     # Without tensor parallelism for these arrays and the classes they are in.
-    split = [(parameters[place], decision.computed[place]) for place in replicated]
-    classes = decision.classes
-    chosen = decision.chosen - {classes[value.dims[d]] for value, d in split if d is not None}
-    computed = computed_dims(decision.program, classes, chosen)
+    dropped: set[int] = set()
+    for place in replicated:
+        d = decision.computed[place]
+        if d is not None:
+            dropped.add(decision.classes[parameters[place].dims[d]])
+    chosen = decision.chosen - dropped
+    computed = computed_dims(decision.program, decision.classes, chosen)
     return replace(decision, chosen=chosen, computed=computed), frozenset(replicated)
 
 
 def _memory_only(plans: Sequence[LeafPlan], decision: Decision) -> list[list[int]]:
     """Sets of arrays whose sharding over `model` only saves memory, each of one class."""
     classes, program = decision.classes, decision.program
-    busy = [work.dims for work in program.graph.works]
-    busy += [dims for dims, _ in program.graph.saved]
-    needed = classes.of(node for dims in busy for node in dims if classes.divides(node))
+    # The classes whose sharding saves arithmetic or activations.
+    needed: set[int] = set()
+    for work in program.graph.works:
+        needed |= classes.of(filter(classes.divides, work.dims))
+    for dims, _ in program.graph.saved:
+        needed |= classes.of(filter(classes.divides, dims))
     stored: list[list[int]] = []
-    together: dict[int, list[int]] = defaultdict(list)
-    for place, (row, d) in enumerate(zip(plans, decision.computed, strict=True)):
+    by_class: dict[int, list[int]] = defaultdict(list)
+    for place, (plan, d) in enumerate(zip(plans, decision.computed, strict=True)):
+        is_override = plan.reason == OVERRIDE
         if d is not None:
-            together[classes[program.parameters[place].dims[d]]].append(place)
-        elif any("model" in spec_axes(entry) for entry in row.spec) and row.reason != OVERRIDE:
+            root = classes[program.parameters[place].dims[d]]
+            by_class[root].append(place)
+            if is_override:
+                needed.add(root)
+        elif not is_override and any("model" in spec_axes(entry) for entry in plan.spec):
             stored.append([place])
-    free = (places for root, places in together.items() if root not in needed)
-    own = lambda places: all(plans[place].reason != OVERRIDE for place in places)
-    return stored + list(filter(own, free))
+    free = [places for root, places in by_class.items() if root not in needed]
+    return stored + free

@@ -8,9 +8,8 @@ exchanges halos with the neighbouring devices.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import chain, combinations
 
-from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from ...core._sequence_parts import divided_into
@@ -27,8 +26,8 @@ _Places = frozenset[tuple[int, int]]
 
 def needs_split(program: Program, count: int) -> bool:
     """Whether a batch cannot be split over `count` devices by rows, but its examples may be."""
-    several = any(len(value.dims) > 1 for value in program.examples)
-    return count > 1 and several and not batch_dims(program, count).is_split
+    has_inner = any(len(value.dims) > 1 for value in program.examples)
+    return count > 1 and has_inner and not batch_dims(program, count).is_split
 
 
 def split_tokens(program: Program, count: int, trace: Callable[[], Program]) -> Program:
@@ -39,21 +38,20 @@ def split_tokens(program: Program, count: int, trace: Callable[[], Program]) -> 
     if not _why_indivisible(program, count):
         program = trace_in_parts(count, trace)
     inner = Inner(program, count)
-    free = tuple(inner.free(place for places in inner.components.values() for place in places))
+    free = tuple(inner.free(inner.places))
     if free:
         return replace(program, batch=BatchNodes(free, sequence=True))
     why = _why_indivisible(program, count) or "an operation of the program needs all of it"
     looped = inner.classes.of(program.graph.stacks)
-    if any(inner.classes[node] in looped for node in inner.even()):
+    if not looped.isdisjoint(inner.classes.of(inner.even())):
         why = "the program iterates over the sequence"
     return replace(program, batch=replace(program.batch, whole=why))
 
 
 def is_sequence(program: Program, count: int) -> bool:
     """Whether a program with split examples has one dimension to split in each array, as tokens."""
-    components = Inner(program, count).components.values()
-    places = [place for several in components for place, _ in several]
-    return program.batch.sequence and len(set(places)) == len(places)
+    arrays = [array for array, _ in Inner(program, count).places]
+    return program.batch.sequence and len(set(arrays)) == len(arrays)
 
 
 def trace_in_parts(count: int, trace: Callable[[], Program]) -> Program:
@@ -70,9 +68,11 @@ def _why_indivisible(program: Program, count: int) -> str:
     sequence = set(inner.reached())
     if not sequence:
         return "none of its dimensions is a sequence"
-    nodes = {node for value in program.examples for node in value.dims[1:]}
-    sizes = sorted({program.graph.sizes[node] for node in nodes.intersection(sequence)})
-    return f"{' and '.join(f'{size:,}' for size in sizes)} tokens do not divide either"
+    sizes: set[int] = set()
+    for value in program.examples:
+        sizes.update(program.graph.sizes[node] for node in value.dims[1:] if node in sequence)
+    numbers = " and ".join(f"{size:,}" for size in sorted(sizes))
+    return f"{numbers} tokens do not divide either"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Inner:
         return Classes(self.graph, 1, soft=True, least=2, apart=self.program.owned)
 
     @cached_property
-    def _held(self) -> frozenset[int]:
+    def _of_parameters(self) -> frozenset[int]:
         return self.classes.of(self.program.owned)
 
     @cached_property
@@ -110,12 +110,20 @@ class Inner:
     @cached_property
     def components(self) -> dict[int, _Places]:
         """Dimensions of the batch's arrays, as places, by their class wherever they divide."""
-        found: dict[int, set[tuple[int, int]]] = {}
-        for place, value in enumerate(self.program.batch_arrays):
-            for d, node in enumerate(value.dims):
-                if d and self.graph.sizes[node] > 1 and value in self.program.examples:
-                    found.setdefault(self._anywhere[node], set()).add((place, d))
-        return {root: frozenset(places) for root, places in found.items()}
+        components: dict[int, _Places] = {}
+        for array, value in enumerate(self.program.batch_arrays):
+            if value not in self.program.examples:
+                continue
+            for d, node in enumerate(value.dims[1:], start=1):
+                if self.graph.sizes[node] > 1:
+                    root = self._anywhere[node]
+                    components[root] = components.get(root, frozenset()) | {(array, d)}
+        return components
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """The dimensions of all components."""
+        return list(chain.from_iterable(self.components.values()))
 
     def node(self, place: tuple[int, int]) -> int:
         array, d = place
@@ -124,10 +132,13 @@ class Inner:
     def reached(self, places: Iterable[tuple[int, int]] | None = None) -> list[int]:
         """The nodes that are linked to dimensions of the batch, and belong to no parameter."""
         if places is None:
-            places = (place for several in self.components.values() for place in several)
+            places = self.places
         roots = self._anywhere.of(map(self.node, places))
-        nodes = (node for node in range(len(self.graph.sizes)) if self._anywhere[node] in roots)
-        return [node for node in nodes if self.classes[node] not in self._held]
+        reached: list[int] = []
+        for node in range(len(self.graph.sizes)):
+            if self._anywhere[node] in roots and self.classes[node] not in self._of_parameters:
+                reached.append(node)
+        return reached
 
     def even(self, places: Iterable[tuple[int, int]] | None = None) -> list[int]:
         """Those that the devices divide."""
@@ -140,20 +151,21 @@ class Inner:
 
     def choices(self) -> list[_Places]:
         """Sets of dimensions to split, of which each array of the batch has at most one class."""
-        free = {root: p for root, p in self.components.items() if self.free(p)}
-        arrays = {root: {place for place, _ in places} for root, places in free.items()}
-        choices: dict[_Places, None] = {}
-        for root in free:
-            taken, used = set(free[root]), set(arrays[root])
-            for other in free:
-                if other != root and used.isdisjoint(arrays[other]):
-                    taken |= free[other]
-                    used |= arrays[other]
-            # Of several dimensions of an array, the first is split.
-            choices[
-                frozenset((place, min(d for p, d in taken if p == place)) for place in used)
-            ] = None
-        return list(choices)
+        # Of several dimensions of an array in a component, the first is split.
+        firsts: list[dict[int, int]] = []  # by component, the dimension of each of its arrays
+        for places in self.components.values():
+            if self.free(places):
+                firsts.append(dict(sorted(places, reverse=True)))
+        choices: list[_Places] = []
+        for first in firsts:
+            split = dict(first)
+            for other in firsts:
+                if split.keys().isdisjoint(other):
+                    split |= other
+            choice = frozenset(split.items())
+            if choice not in choices:
+                choices.append(choice)
+        return choices
 
 
 def asked_split(program: Program, sizes: Mapping[str, int]) -> Split:
@@ -161,20 +173,27 @@ def asked_split(program: Program, sizes: Mapping[str, int]) -> Split:
     not split examples."""
     jaxpr = program.scope.jaxpr
     first = program.traced.arrays
-    place_of = {var: i for i, var in enumerate(jaxpr.invars[first : first + program.traced.batch])}
-    asked: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    inputs = jaxpr.invars[first : first + program.traced.batch]
+    places_by_axes: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    splits_examples = False
     for equation in jaxpr.eqns:
         if equation.primitive.name != "sharding_constraint":
             continue
         (operand,) = equation.invars
-        place = None if isinstance(operand, Literal) else place_of.get(operand)
+        if operand not in inputs:
+            continue
+        array = inputs.index(operand)
         spec = getattr(equation.params["sharding"], "spec", None)
         for d, entry in enumerate(spec or ()):
-            axes = () if entry is P.UNCONSTRAINED else used_axes(spec_axes(entry), sizes)
-            if place is not None and axes:
-                asked.setdefault(axes, []).append((place, d))
-    split = tuple((axes, tuple(places)) for axes, places in asked.items())
-    return split if any(d for _, places in split for _, d in places) else ()
+            if entry is P.UNCONSTRAINED:
+                continue
+            axes = used_axes(spec_axes(entry), sizes)
+            if axes:
+                places_by_axes.setdefault(axes, []).append((array, d))
+                splits_examples |= d > 0
+    if not splits_examples:
+        return ()
+    return tuple((axes, tuple(places)) for axes, places in places_by_axes.items())
 
 
 # Returns the program, traced with a number of parts of its sequences.
@@ -202,15 +221,15 @@ def _leading(program: Program, count: int) -> tuple[tuple[int, int], ...]:
     and can be split."""
     if not program.batch.left_out:
         return ()
-    classes, graph = Classes(program.graph, count, soft=True), program.graph
-    owned = (node for value in program.parameters for node in value.dims)
-    rigid = classes.of((*owned, *(graph.blocked - graph.near)))
-    arrays = [(place, value) for place, value in enumerate(program.batch_arrays) if value.dims]
-    free = [
-        (place, 0)
-        for place, value in arrays
-        if classes.divides(value.dims[0]) and classes[value.dims[0]] not in rigid
-    ]
+    graph = program.graph
+    classes = Classes(graph, count, soft=True)
+    rigid = classes.of(graph.blocked - graph.near)
+    for value in program.parameters:
+        rigid |= classes.of(value.dims)
+    free: list[tuple[int, int]] = []
+    for array, value in enumerate(program.batch_arrays):
+        if value.dims and classes.divides(value.dims[0]) and classes[value.dims[0]] not in rigid:
+            free.append((array, 0))
     return tuple(free)
 
 
@@ -218,15 +237,16 @@ def candidates_of_two(traced: Traces, sizes: Mapping[str, int]) -> Iterator[Prog
     """Programs with two dimensions of the examples split, each over some of the axes."""
     for axes in _axes(sizes):
         for first, rest in _halves(axes):
-            for one in _choices(traced, first, sizes):
+            for places in _choices(traced, first, sizes):
                 for other in _choices(traced, rest, sizes):
-                    if set(one).isdisjoint(other):
-                        yield from _split(traced, ((first, one), (rest, other)), sizes)
+                    if set(places).isdisjoint(other):
+                        yield from _split(traced, ((first, places), (rest, other)), sizes)
 
 
 def _axes(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    both = used_axes(DEFAULT.batch, sizes), used_axes(_AXES, sizes)
-    return [axes for axes in dict.fromkeys(both) if axes]
+    """The axes of a batch, and all axes, without those of size 1."""
+    of_batch, of_all = used_axes(DEFAULT.batch, sizes), used_axes(_AXES, sizes)
+    return [axes for axes in dict.fromkeys((of_batch, of_all)) if axes]
 
 
 def _choices(
@@ -237,15 +257,18 @@ def _choices(
 
 
 def _split(traced: Traces, split: Split, sizes: Mapping[str, int]) -> Iterator[Program]:
-    found = apply_split(traced(example_parts(split, sizes)), split, sizes)
-    if found is not None:
-        yield found
+    program = apply_split(traced(example_parts(split, sizes)), split, sizes)
+    if program is not None:
+        yield program
 
 
 def example_parts(split: Split, sizes: Mapping[str, int]) -> int:
     """The number of parts into which examples are split."""
-    inside = [axes for axes, places in split if any(d for _, d in places)]
-    return parts([axis for axes in inside for axis in axes], sizes)
+    inside: list[str] = []
+    for axes, places in split:
+        if any(d for _, d in places):
+            inside.extend(axes)
+    return parts(inside, sizes)
 
 
 def _halves(axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -265,26 +288,32 @@ def row_places(program: Program) -> tuple[tuple[int, int], ...]:
 def apply_split(program: Program, split: Split, sizes: Mapping[str, int]) -> Program | None:
     """The program with dimensions of its batch split over axes; None if a dimension does not
     divide, or the batch has other arrays."""
-    arrays, rows, sets = program.batch_arrays, set(program.batch.given), []
+    arrays, rows = program.batch_arrays, set(program.batch.given)
+    sets: list[SplitSet] = []
+    split_arrays: set[int] = set()
     for axes, places in split:
-        known = [
-            (place, d) for place, d in places if place < len(arrays) and d < len(arrays[place].dims)
-        ]
-        count = parts(axes, sizes)
-        inner = Inner(program, count)
-        leading = [inner.node(place) for place in known if not place[1]]
-        given = [*leading, *inner.free([place for place in known if place[1]])]
-        if not any(map(inner.classes.divides, given)):
+        inner = Inner(program, parts(axes, sizes))
+        leading: list[int] = []
+        other_places: list[tuple[int, int]] = []
+        for array, d in places:
+            split_arrays.add(array)
+            if array >= len(arrays) or d >= len(arrays[array].dims):
+                continue
+            if d == 0:
+                leading.append(arrays[array].dims[0])
+            else:
+                other_places.append((array, d))
+        nodes = [*leading, *inner.free(other_places)]
+        if not any(map(inner.classes.divides, nodes)):
             return None
-        made = program.batch.made if rows.intersection(leading) else ()
-        sets.append(SplitSet(axes, tuple(given), (*made, *_followers(inner, given))))
-    given = tuple(node for one in sets for node in one.given)
-    places = {place for _, several in split for place, _ in several}
-    left_out = tuple(place for place in program.batch.left_out if place not in places)
+        created = _followers(inner, nodes)
+        if not rows.isdisjoint(leading):
+            created = (*program.batch.made, *created)
+        sets.append(SplitSet(axes, tuple(nodes), created))
     batch = replace(
         program.batch,
-        left_out=left_out,
-        given=given,
+        left_out=tuple(array for array in program.batch.left_out if array not in split_arrays),
+        given=tuple(chain.from_iterable(split_set.given for split_set in sets)),
         made=(),
         sequence=True,
         sets=tuple(sets),
@@ -293,26 +322,30 @@ def apply_split(program: Program, split: Split, sizes: Mapping[str, int]) -> Pro
     return replace(program, batch=batch)
 
 
-def _followers(inner: Inner, given: Sequence[int]) -> tuple[int, ...]:
+def _followers(inner: Inner, nodes: Sequence[int]) -> tuple[int, ...]:
     """Dimensions of created arrays, and of arrays closed over, that take the place of split ones.
 
     An interpolation is a product with a matrix that the program creates, whose other dimension is
     that of the result. A lookup of the nodes of a graph has a dimension of edges instead.
     """
     graph, classes, program = inner.graph, inner.classes, inner.program
-    roots = set(classes.of(given))
-    owned = {node for value in (*program.batch_arrays, *program.parameters) for node in value.dims}
-    others = classes.of(owned | (graph.blocked - graph.near))
-    made = classes.of(graph.created | (graph.of_parameters - owned))
-    found: list[int] = []
-    for one in graph.partial_sums.values():
-        dims = [node for node in one.dims if classes.divides(node)]
-        if one.backward or classes[one.node] not in roots or roots.intersection(classes.of(dims)):
+    split_roots = set(classes.of(nodes))
+    of_arguments: set[int] = set()
+    for value in (*program.batch_arrays, *program.parameters):
+        of_arguments.update(value.dims)
+    created = classes.of(graph.created | (graph.of_parameters - of_arguments))
+    excluded = classes.of(of_arguments | (graph.blocked - graph.near))
+    followers: list[int] = []
+    for partial_sum in graph.partial_sums.values():
+        if partial_sum.backward or classes[partial_sum.node] not in split_roots:
+            continue
+        dims = list(filter(classes.divides, partial_sum.dims))
+        if not split_roots.isdisjoint(classes.of(dims)):
             continue
         for node in dims:
             root = classes[node]
-            if graph.sizes[node] > 1 and root in made and root not in others:
-                roots.add(root)
-                found.append(node)
+            if graph.sizes[node] > 1 and root in created and root not in excluded:
+                split_roots.add(root)
+                followers.append(node)
                 break
-    return tuple(found)
+    return tuple(followers)

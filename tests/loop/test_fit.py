@@ -288,6 +288,7 @@ def steps_in(directory):
 
 
 @pytest.mark.parametrize("removed", [False, True])
+@pytest.mark.few("True")
 def test_files_stay_together_if_the_working_directory_changes(tmp_path, monkeypatch, removed):
     start, other = tmp_path / "start", tmp_path / "other"
     start.mkdir()
@@ -413,6 +414,7 @@ def test_steps_without_a_finite_loss_are_skipped_and_counted(tmp_path):
     assert all(math.isnan(line["loss"]) == bool(line["skipped"]) for line in lines.values())
 
 
+@pytest.mark.thorough  # also in test_steps_per_call.py
 def test_too_many_in_a_row_end_the_run(tmp_path):
     def loss(model, batch, key):
         value, aux = loss_fn(model, batch, key)

@@ -219,6 +219,7 @@ def test_what_a_step_raises_names_it():
     assert error.value.__notes__ == ["Raised by step 1."]
 
 
+@pytest.mark.thorough  # tests/sharding/test_saved_plan.py reads plans
 def test_a_saved_plan_trains(tmp_path):
     """Nothing is planned again, and the result is that of the plan's own run."""
     options = {**OPTIONS, "loss_fn": loss_fn, "steps": 3, "log": False, "key": KEY}

@@ -88,7 +88,7 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", few_of(CASES, "planned", "evaluated", "float16"))
+@pytest.mark.parametrize("case", few_of(CASES, "planned", "float16"))
 def test_state_and_metrics_are_those_of_single_steps(case):
     options = dict(CASES[case])
     make = {
@@ -127,7 +127,7 @@ def saved_in(directory):
     return sorted(int(path.name) for path in (directory / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("at", few_of([1, 2, 4, 5, 6, 9, 13], 4, 6))
+@pytest.mark.parametrize("at", few_of([1, 2, 4, 5, 6, 9, 13], 6))
 def test_stop_ends_the_run_one_step_later_in_the_middle_of_a_call(at, tmp_path):
     def run(count):
         lines = []
@@ -291,6 +291,7 @@ def waiting_loss(model, batch, key):
     ],
     ids=["forbidden", "state", "effects", "open loop", "large"],
 )
+@pytest.mark.few("forbidden", "effects", "open loop")
 def test_other_steps_are_taken_alone(options, monkeypatch):
     assert not numbers_of_calls(monkeypatch, **{"steps_per_call": None, "steps": 3, **options})
 
@@ -318,6 +319,7 @@ def test_what_cannot_be_taken_together_says_so():
 
 
 @pytest.mark.parametrize("mesh", [ONE, PLANNED], ids=["one device", "planned"])
+@pytest.mark.few("planned")
 def test_prepare_gives_loops_of_ones_own_several_steps_in_a_call(mesh):
     """Each batch of a call is on the devices that it would be on alone."""
     batches = [collate_fn(EXAMPLES[8 * i : 8 * i + 8]) for i in range(4)]

@@ -301,6 +301,7 @@ def predict():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.few("15")
 def test_nothing_begins_after_a_signal_cut_a_run_short(received, caplog, number):
     """A script that goes on would take the model for a trained one."""
     with handled(number):

@@ -89,6 +89,7 @@ def prepared(optimizer, **sizes):
 
 
 @pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2, "model": 2}])
+@pytest.mark.few("sizes1")
 def test_meshes_change_no_result(sizes):
     """6 layers of two arrays are 12 matrices of one shape, which do not divide over 8 devices."""
     optimizer = rc.muon(0.05, dimensions(), others=optax.adam(1e-2))

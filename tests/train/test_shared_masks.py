@@ -86,7 +86,7 @@ def messages_of(apply, mesh):
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", SHARED)
-@pytest.mark.few(*(f"{name}-8 devices" for name in SHARED), "one key-one device")
+@pytest.mark.few("layers-8 devices", "products-8 devices", "one key-one device")
 def test_one_mask_for_all_examples_is_said_once(name, mesh):
     """Only here: the model trains, with less regularisation than was asked for."""
     (text,) = messages_of(SHARED[name], mesh)
@@ -96,6 +96,6 @@ def test_one_mask_for_all_examples_is_said_once(name, mesh):
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", APART)
-@pytest.mark.few(*(f"{name}-8 devices" for name in APART), "keys-one device")
+@pytest.mark.few("noise-8 devices", "whole batch-8 devices", "keys-one device")
 def test_other_draws_are_none(name, mesh):
     assert not messages_of(APART[name], mesh)

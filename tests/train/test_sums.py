@@ -153,6 +153,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.few("a metric of microbatches", "evaluate", "fit and evaluate", "one batch")
 def test_each_sum_is_said_once(name):
     call, expected = CALLS[name]
     messages = messages_of(call)

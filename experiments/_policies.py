@@ -139,11 +139,14 @@ def token_logits(model, batch, start: int) -> jax.Array:
     return model.unembed(hidden[:, start - 1 :]).astype(jnp.float32)
 
 
-def token_log_probs(model, batch, start: int) -> jax.Array:
+def token_log_probs(model, batch, start: int, *, exact: bool = False) -> jax.Array:
     """The log-probability of each token from position `start` on, given those before it, with the
     logits of only one chunk of the sequence in memory at a time."""
-    hidden = model.hidden(batch["tokens"][:, :-1], mask=batch["real"][:, :-1])[:, start - 1 :]
-    return losses.token_log_probabilities(hidden, model.unembed, batch["tokens"][:, start:])
+    tokens, real = batch["tokens"], batch["real"]
+    if exact:
+        return rc.log_probabilities(model, tokens, mask=real, exact=True)[:, start - 1 :]
+    hidden = model.hidden(tokens[:, :-1], mask=real[:, :-1])[:, start - 1 :]
+    return losses.token_log_probabilities(hidden, model.unembed, tokens[:, start:])
 
 
 def answer_lengths(new: np.ndarray, ends: Sequence[int]) -> np.ndarray:

@@ -1,12 +1,13 @@
 """Answers that a model samples, an iteration at a time: long ones go on in the next iteration.
 
-A rollout is a dict of arrays with a row for each answer. The prompt is on the left of the column
+Rewards are computed in threads: of an answer that has ended, while the others are sampled. A
+rollout is a dict of arrays with a row for each answer. The prompt is on the left of the column
 `start`, padded on the left, and the answer on the right of it. The state of a run has the rollout,
 so a run that is stopped or killed while answers are unfinished goes on with the same tokens.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ def blank_rollout(rows: int, prompt_tokens: int, max_tokens: int) -> Rollout:
         "tokens": np.zeros(whole, np.int32),
         "real": np.zeros(whole, bool),  # of the prompt or the answer, and not padding
         "fresh": np.zeros((rows, max_tokens), bool),  # of the answer, written in this iteration
-        "log_probs": np.zeros((rows, max_tokens), np.float32),  # under the model that sampled it
+        "log_probs": np.zeros((rows, max_tokens), np.float32),  # of the model that sampled them
         "length": np.zeros(rows, np.int32),  # of the answer so far
         "problem": np.full(rows, -1, np.int32),  # the index of the problem
         "done": np.ones(rows, bool),  # all answers to this prompt have ended
@@ -47,12 +48,15 @@ def roll_out(
     samples: int,
     new_tokens: int,
     key: jax.Array,
+    exact: bool = False,
 ) -> Rollout:
     """Gives new prompts to the rows that are done, samples more tokens of all answers, and computes
     the rewards of those that have ended.
 
     - `choose`: `choose(count, busy)` returns the indices of new problems, none of them in `busy`.
     - `samples`: the number of answers to each prompt, which are adjacent rows.
+    - `exact`: whether log-probabilities are those of the loss to the last bit. Rewards are then
+        computed after all answers have been sampled.
     """
     rollout: Rollout = {name: x.copy() for name, x in process_allgather(before, tiled=True).items()}
     start = rollout["tokens"].shape[1] - rollout["fresh"].shape[1]
@@ -62,55 +66,97 @@ def roll_out(
     tokens, real = policy.prompts([task.train[i] for i in problem], start)
     for name, new in {"tokens": tokens, "real": real}.items():
         rollout[name][done] = np.pad(new, ((0, 0), (0, rollout["fresh"].shape[1])))
-    rollout["problem"][done], rollout["length"][done] = problem, 0
-    new = rc.generate(
-        model,
-        rollout["tokens"],
-        new_tokens,
-        mask=rollout["real"],
-        key=key,
-        temperature=1.0,
-        top_k=None,
-        top_p=None,
-        eos=policy.ends,
-    )
-    ended = append(rollout, np.asarray(new), start, policy.ends)
+    rollout["problem"][done], rollout["length"][done], rollout["reward"][done] = problem, 0, 0
+    with ThreadPoolExecutor() as pool:
+        grades = Grades(pool, policy, task, rollout, start)
+        new = rc.generate(
+            model,
+            rollout["tokens"],
+            new_tokens,
+            mask=rollout["real"],
+            key=key,
+            temperature=1.0,
+            top_k=None,
+            top_p=None,
+            eos=policy.ends,
+            log_probabilities=True,
+            exact=exact,
+            stream=None if exact else grades.add_tokens,
+        )
+        log_probs = np.asarray(new.log_probabilities)
+        ended = append(rollout, np.asarray(new.tokens), log_probs, start, policy.ends)
+        rollout["reward"] = grades.finish(ended)
     rollout["done"] = np.repeat(ended.reshape(-1, samples).all(axis=1), samples)
-    rollout["reward"] = rewards(policy, task, rollout, start)
     return rollout
 
 
-def append(rollout: Rollout, new: np.ndarray, start: int, ends: Sequence[int]) -> np.ndarray:
+class Grades:
+    """The rewards of the answers that end in an iteration, computed in threads."""
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, policy: Policy, task: Task, rollout: Rollout, start: int
+    ):
+        self.pool, self.policy, self.task, self.rollout = pool, policy, task, rollout
+        is_open = ~has_ended(rollout, start, policy.ends)
+        # The tokens so far of the answers that can go on.
+        self.answers = {
+            int(row): rollout["tokens"][row, start : start + rollout["length"][row]].tolist()
+            for row in np.flatnonzero(is_open)
+        }
+        self.begun: dict[int, Future[float]] = {}
+
+    def add_tokens(self, tokens: np.ndarray) -> None:
+        """Adds a token of each row, and starts to grade the answers that it ends."""
+        most = self.rollout["fresh"].shape[1]
+        for row, answer in self.answers.items():
+            if row in self.begun:
+                continue
+            answer.append(int(tokens[row]))
+            if answer[-1] in self.policy.ends or len(answer) == most:
+                self.begin(row, answer)
+
+    def begin(self, row: int, answer: list[int]) -> None:
+        problem: Problem = self.task.train[self.rollout["problem"][row]]
+        text = self.policy.decode(answer)
+        self.begun[row] = self.pool.submit(self.task.reward, problem, text)
+
+    def finish(self, ended: np.ndarray) -> np.ndarray:
+        """The rewards of all answers that have ended; 0 for the others."""
+        start = self.rollout["tokens"].shape[1] - self.rollout["fresh"].shape[1]
+        for row in self.answers.keys() - self.begun.keys():
+            if ended[row]:
+                length = self.rollout["length"][row]
+                self.begin(row, self.rollout["tokens"][row, start : start + length].tolist())
+        rewards = self.rollout["reward"].copy()
+        for row, grade in self.begun.items():
+            rewards[row] = grade.result()
+        # What a program takes may differ between processes, and so may its reward.
+        return np.asarray(broadcast_one_to_all(rewards))
+
+
+def has_ended(rollout: Rollout, start: int, ends: Sequence[int]) -> np.ndarray:
+    """Which answers have ended: with a token that ends them, or with the most tokens."""
+    length = rollout["length"]
+    last = rollout["tokens"][np.arange(len(length)), start + length - 1]
+    return (length > 0) & (np.isin(last, ends) | (length == rollout["fresh"].shape[1]))
+
+
+def append(
+    rollout: Rollout, new: np.ndarray, log_probs: np.ndarray, start: int, ends: Sequence[int]
+) -> np.ndarray:
     """Appends new tokens to the answers that have not ended; returns which have ended now."""
     length, most = rollout["length"], rollout["fresh"].shape[1]
-    last = rollout["tokens"][np.arange(len(length)), start + length - 1]
-    open_rows = (length == 0) | ~(np.isin(last, ends) | (length == most))
-    count = np.minimum(answer_lengths(new, ends), most - length) * open_rows
+    is_open = ~has_ended(rollout, start, ends)
+    count = np.minimum(answer_lengths(new, ends), most - length) * is_open
     row, column = np.nonzero(np.arange(new.shape[1]) < count[:, None])
     place = length[row] + column
     rollout["tokens"][row, start + place] = new[row, column]
     rollout["real"][row, start + place] = True
     rollout["fresh"] = np.zeros_like(rollout["fresh"])
     rollout["fresh"][row, place] = True
-    rollout["length"] = length = (length + count).astype(np.int32)
-    last = rollout["tokens"][np.arange(len(length)), start + length - 1]
-    return np.isin(last, ends) | (length == most)
-
-
-def rewards(policy: Policy, task: Task, rollout: Rollout, start: int) -> np.ndarray:
-    """The rewards of the rows that are done, computed in threads; 0 for the others."""
-
-    def reward(row: int) -> float:
-        if not rollout["done"][row]:
-            return 0.0
-        answer = rollout["tokens"][row, start : start + rollout["length"][row]]
-        problem: Problem = task.train[rollout["problem"][row]]
-        return task.reward(problem, policy.decode(answer.tolist()))
-
-    with ThreadPoolExecutor() as pool:
-        graded = np.array([*pool.map(reward, range(len(rollout["done"])))], np.float32)
-    # What a program takes may differ between processes, and so may its reward.
-    return np.asarray(broadcast_one_to_all(graded))
+    rollout["log_probs"][row, place] = log_probs[row, column]
+    rollout["length"] = (length + count).astype(np.int32)
+    return has_ended(rollout, start, ends)
 
 
 def choose_problems(

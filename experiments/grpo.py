@@ -37,6 +37,7 @@ class Config:
     rank: int = 0  # rank of LoRA adapters to train instead of the weights; 0 trains all weights
     loss: Literal["grpo", "dr_grpo", "dapo"] = "grpo"  # how the losses of tokens are averaged
     advantages: Literal["grpo", "centred", "rloo"] = "grpo"  # centred is not scaled (Dr. GRPO)
+    exact: bool = False  # the loss has the probabilities of sampling to the last bit; slower
     clip_low: float = 0.2  # the ratio of probabilities is clipped below at 1 - this
     clip_high: float = 0.28  # the ratio of probabilities is clipped above at 1 + this
     kl_weight: float = 0.0  # weight of the divergence from the model at the start
@@ -74,7 +75,6 @@ def main(c: Config) -> None:
     loss_fn = ft.partial(policy_loss, c, width)
     train, plan, loss = prepare(run, model, optimizer, loss_fn, part, trainable=trainable)
     fit = ft.partial(rc.train_steps, loss_fn=loss, optimizer=optimizer, trainable=trainable)
-    score = plan.constrain(lambda model, batch: token_log_probs(model, batch, width))
     without = lambda model, batch: token_log_probs(lora.without_adapters(model), batch, width)
     score_before = plan.constrain(without)
     # The model at the start: the trained one without its adapters, or a copy.
@@ -86,16 +86,12 @@ def main(c: Config) -> None:
         rng, solved = np.random.default_rng((c.run.seed, number)), np.asarray(state["solved"])
         choose = ft.partial(choose_problems, rng, solved, c.difficulty)
         key, model = jax.random.fold_in(keys.acting, number), state["train"].model
-        count = {"samples": c.samples, "new_tokens": c.new_tokens}
-        return roll_out(policy, model, task, state["rollout"], choose, key=key, **count), frozen
+        options = {"samples": c.samples, "new_tokens": c.new_tokens, "exact": c.exact}
+        return roll_out(policy, model, task, state["rollout"], choose, key=key, **options), frozen
 
     def step(state, rollout, frozen):
         train = state["train"]
-        sampled = score(train.model, rollout)
         reference = score_before(train.model if frozen is None else frozen, rollout)
-        # Tokens of earlier iterations keep the probability that they were sampled with.
-        log_probs = jnp.where(rollout["fresh"], sampled, state["rollout"]["log_probs"])
-        rollout = rollout | {"log_probs": log_probs}
         groups = rollout["reward"].reshape(c.prompts, c.samples)
         data = rollout | {"reference": reference, "advantage": advantages(c, groups).reshape(-1)}
         train, metrics = fit(train, minibatches(c, data))
@@ -134,7 +130,7 @@ def minibatches(c, data):
 
 
 def policy_loss(c, width, model, batch, key):
-    new, mask = token_log_probs(model, batch, width), learned_tokens(batch)
+    new, mask = token_log_probs(model, batch, width, exact=c.exact), learned_tokens(batch)
     options = {"mask": mask, "clip": (c.clip_low, c.clip_high)}
     if c.kl_weight:
         options |= {"reference_log_probs": batch["reference"], "kl_weight": c.kl_weight}
@@ -143,7 +139,9 @@ def policy_loss(c, width, model, batch, key):
     loss = getattr(losses, c.loss)(new, batch["log_probs"], batch["advantage"], **options)
     ratio = jnp.exp(jnp.where(mask, new - batch["log_probs"], 0))
     clipped = (ratio < 1 - c.clip_low) | (ratio > 1 + c.clip_high)
-    return loss, {"clipped": jnp.sum(clipped) / jnp.maximum(jnp.sum(mask), 1)}
+    count = jnp.maximum(jnp.sum(mask), 1)
+    unequal = jnp.sum(ratio != 1) / count  # with a minibatch and an epoch, 0 if `exact`
+    return loss, {"clipped": jnp.sum(clipped) / count, "ratio_not_1": unequal}
 
 
 if __name__ == "__main__":

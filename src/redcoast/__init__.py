@@ -29,6 +29,7 @@ from .distributed._mesh import emulate_devices as emulate_devices
 from .distributed._mesh import make_mesh as make_mesh
 from .generate import Generated as Generated
 from .generate import generate as generate
+from .generate import log_probabilities as log_probabilities
 from .loop._early_stopping import EarlyStopping as EarlyStopping
 from .loop._evaluate import evaluate as evaluate
 from .loop._evaluate import predict_examples as predict_examples

@@ -2,6 +2,8 @@
 
 import json
 import math
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -34,6 +36,7 @@ def metrics_of(directory):
     [
         ("1", {"loss": "dapo", "advantages": "rloo"}),
         ("2x4", {"loss": "dr_grpo", "advantages": "centred", "kl_weight": 0.1, "rank": 2}),
+        ("2x4", {"exact": True, "minibatches": 1}),
     ],
 )
 def test_a_run_reports_the_accuracy(experiment, config, tmp_path, mesh, options):
@@ -41,6 +44,9 @@ def test_a_run_reports_the_accuracy(experiment, config, tmp_path, mesh, options)
     (directory,) = tmp_path.iterdir()
     assert sorted(metrics_of(tmp_path)) == [1, 2, 3]
     assert all(math.isfinite(x) for row in metrics_of(tmp_path).values() for x in row)
+    if "exact" in options:
+        history = rc.read_metrics(directory / "metrics.jsonl")
+        assert [x["ratio_not_1"] for x in history] == [0, 0, 0]
     results = json.loads((directory / "results.json").read_text())
     assert results.keys() == {"accuracy", "accuracy_before"}
     assert (directory / "reward.png").is_file()
@@ -61,15 +67,15 @@ def test_a_run_that_is_killed_in_a_rollout_goes_on_with_the_same_bits(
     finished.rename(tmp_path.with_name("whole"))
 
     rollouts, calls = script("_rollouts"), []
-    rewards = rollouts.rewards
+    append = rollouts.append
 
     def killed(*args):
         calls.append(args)
         if len(calls) == 6:
             raise RuntimeError("killed")
-        return rewards(*args)
+        return append(*args)
 
-    monkeypatch.setattr(rollouts, "rewards", killed)
+    monkeypatch.setattr(rollouts, "append", killed)
     with pytest.raises(RuntimeError, match="killed"):
         experiment.main(config("2x4", **options))
     run = script("_options").Run(mesh="2x4", directory=tmp_path, resume=True)
@@ -92,17 +98,42 @@ def test_answers_go_on_until_they_end(script):
     for count in (1, 3, 2):
         place = np.minimum(rollout["length"][:, None] + np.arange(count), MOST - 1)
         new = np.take_along_axis(answers, place, axis=1)
-        ended = rollouts.append(rollout, new, START, (END,))
+        ended = rollouts.append(rollout, new, -new.astype(float), START, (END,))
         seen += rollout["fresh"]
     assert ended.all()
     np.testing.assert_array_equal(rollout["tokens"][:, START:], expected)
+    np.testing.assert_array_equal(rollout["log_probs"], -expected)
     np.testing.assert_array_equal(rollout["real"][:, START:], seen)
     assert seen.max() == 1  # each token is fresh once, with the probability it was sampled with
     np.testing.assert_array_equal(rollout["length"], np.minimum(ends + 1, MOST))
     before = {name: x.copy() for name, x in rollout.items()}
-    rollouts.append(rollout, np.full((16, 2), 5), START, (END,))
+    rollouts.append(rollout, np.full((16, 2), 5), np.ones((16, 2)), START, (END,))
     np.testing.assert_array_equal(rollout["tokens"], before["tokens"])
     assert not rollout["fresh"].any()
+
+
+def test_answers_are_graded_once_and_while_others_go_on(script):
+    """An answer that has ended, with a token or with its length, is graded before the next step."""
+    rollouts, graded, now = script("_rollouts"), [], []
+    task = types.SimpleNamespace(
+        train=["a", "b", "c", "d"], reward=lambda problem, text: graded.append(problem) or len(text)
+    )
+    policy = types.SimpleNamespace(decode=lambda tokens: "x" * len(tokens), ends=(END,))
+    rollout = rollouts.blank_rollout(4, START, MOST)
+    rollout["problem"] = np.arange(4)
+    rollouts.append(rollout, np.array([[5], [END], [5], [5]]), np.zeros((4, 1)), START, (END,))
+    rollout["reward"] = np.array([0, 7, 0, 0], np.float32)  # of the answer that has ended
+    with ThreadPoolExecutor(1) as pool:
+        grades = rollouts.Grades(pool, policy, task, rollout, START)
+        for tokens in ([END, 5, 5, 5], [5, 5, END, 5], [5, 5, 5, 5]):
+            grades.add_tokens(np.array(tokens))
+            pool.submit(int).result()  # all that is before it in the queue is done
+            now.append([*graded])
+        new = np.array([[END, 0, 0], [0, 0, 0], [5, END, 0], [5, 5, 5]])
+        ended = rollouts.append(rollout, new, np.zeros((4, 3)), START, (END,))
+        rewards = grades.finish(ended)
+    assert now == [["a"], ["a", "c"], ["a", "c"]]
+    np.testing.assert_array_equal(rewards, [2, 7, 3, 0])
 
 
 def test_problems_that_are_half_solved_are_preferred_and_none_is_answered_twice(script):

@@ -19,6 +19,7 @@ from redcoast import lora, losses, models
 
 LOGS = [jnp.zeros(4), jnp.zeros(4), jnp.zeros(4), jnp.zeros(4)]
 TOKENS = jnp.zeros((4, 3))
+ROW = np.array([[3, 4, 5]])
 
 ROWS = {
     "Checkpoints": [
@@ -139,6 +140,23 @@ ROWS = {
         (lambda d: rc.Decoding(prefix=[1.5]), TypeError, r"`prefix` is 1\.5"),
         (lambda d: rc.Decoding(no_repeat_ngram_size=-1), ValueError, "`no_repeat_ngram_size`"),
     ],
+    "log_probabilities": [
+        (lambda d: rc.log_probabilities(llama(), np.ones(3, int)), ValueError, r"shape \(3,\)"),
+        (lambda d: rc.log_probabilities(llama(), [[1, 2]]), TypeError, "`tokens` is of type list"),
+        (
+            lambda d: rc.log_probabilities(
+                llama(), np.ones((1, 3), int), mask=np.ones((1, 1), bool)
+            ),
+            ValueError,
+            "`mask` has shape",
+        ),
+        (
+            lambda d: rc.log_probabilities(llama(), ROW, exact=1),
+            TypeError,
+            "`exact` is 1",
+        ),
+        (lambda d: rc.log_probabilities(print, ROW), TypeError, "needs a decoder"),
+    ],
     "generate": [
         (lambda d: generate(top_q=3), TypeError, "no option top_q"),
         (lambda d: generate(suppress=[99]), ValueError, "`suppress` has 99"),
@@ -147,6 +165,8 @@ ROWS = {
         (lambda d: generate(rows=0), ValueError, "`rows` is 0"),
         (lambda d: generate(rows=1.5), TypeError, "`rows` is 1.5"),
         (lambda d: generate(log_probabilities=1), TypeError, "`log_probabilities` is 1"),
+        (lambda d: generate(exact=1), TypeError, "`exact` is 1"),
+        (lambda d: generate(exact=True, rows=1), ValueError, "not supported with `rows`"),
         (lambda d: generate(temperature=-1.0), ValueError, r"`temperature` is -1\.0"),
         (lambda d: generate(temperature=1.0), ValueError, "needs a `key`"),
         (lambda d: generate(temperature=1.0, key=KEY, top_p=2.0), ValueError, "`top_p` is 2"),

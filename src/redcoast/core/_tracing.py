@@ -44,10 +44,23 @@ def sizes_of_axes() -> Mapping[str, int]:
 
     It is for programs around a loss, such as optimizers, which are traced for each mesh.
     """
+    mesh = traced_mesh()
+    return {} if mesh is None else mesh.shape
+
+
+def traced_mesh() -> Mesh | AbstractMesh | None:
+    """The mesh that the current trace is for, if there is one."""
     mesh = _mesh.value
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
-    return mesh.shape
+    return None if mesh.empty else mesh
+
+
+@contextmanager
+def on_one_device() -> Iterator[None]:
+    """Functions are traced inside as for a mesh without axes, as for one device."""
+    with _mesh(AbstractMesh((), ())):
+        yield
 
 
 def axes_asked_for() -> frozenset[str]:

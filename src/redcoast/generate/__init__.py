@@ -6,3 +6,4 @@ the public function; the others are imported on its first call.
 
 from ._generate import generate as generate
 from ._generated import Generated as Generated
+from ._log_probabilities import log_probabilities as log_probabilities

@@ -34,8 +34,7 @@ def check_stream(beams: int, *, traced: bool) -> None:
 
 
 def check_scored(beams: int, log_probabilities: Any) -> None:
-    if not isinstance(log_probabilities, bool):
-        raise TypeError(f"`log_probabilities` is {log_probabilities!r}. It must be True or False.")
+    check_flag("log_probabilities", log_probabilities)
     if log_probabilities and beams > 1:
         raise ValueError(
             f"`log_probabilities` is not supported for beam search (`beams={beams}`). Pass "
@@ -54,10 +53,7 @@ def check_rows(model: Any, tokens: Any, mask: Any, rows: Any, beams: int, *, tra
             "`rows` is not supported inside `jax.jit`, `plan.constrain` or a `predict_fn`: the "
             "host starts each row. Call `generate` outside, or pass no `rows`."
         )
-    if hasattr(model, "encode"):
-        raise ValueError(
-            f"`rows` is for decoders, but a {type(model).__name__} has an encoder. Pass no `rows`."
-        )
+    check_no_encoder(model, "rows")
     if not (is_known(tokens) and (mask is None or is_known(mask))):
         raise ValueError(
             "`rows` needs prompts that each process has in full. Pass NumPy arrays as `tokens` and "
@@ -71,6 +67,31 @@ def check_rows(model: Any, tokens: Any, mask: Any, rows: Any, beams: int, *, tra
             f"`rows` needs a cache of `redcoast.models`, but a {type(model).__name__} has a "
             f"{type(long).__name__}, whose slots cannot be moved. Pass no `rows`."
         )
+
+
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` is {value!r}. It must be True or False.")
+
+
+def check_no_encoder(model: Any, option: str) -> None:
+    if hasattr(model, "encode"):
+        raise ValueError(
+            f"`{option}` is for decoders, but a {type(model).__name__} has an encoder. Pass no "
+            f"`{option}`."
+        )
+
+
+def check_exact_options(beams: int, rows: Any, stream: Any, stop: Any) -> None:
+    """Raises if another option determines the shapes or the order of the arithmetic."""
+    others = {"rows": rows is not None, "stream": stream is not None, "stop": stop is not None}
+    others[f"beams={beams}"] = beams > 1
+    for name, is_passed in others.items():
+        if is_passed:
+            raise ValueError(
+                f"`exact` is not supported with `{name}`. It decodes in blocks of a fixed number "
+                "of rows, each until its rows have ended, in one program. Pass one of the two."
+            )
 
 
 def check_stream_in_turn(stream: Any, stop: Any) -> None:
@@ -147,6 +168,27 @@ def check_prompt(model: Any, tokens: Any, mask: Any) -> None:
         )
     if mask is not None:
         _check_mask(tokens, mask)
+        _check_not_empty(mask)
+    _check_vocabulary(model, tokens, mask)
+
+
+def check_rows_to_score(model: Any, tokens: Any, mask: Any) -> None:
+    """Raises if these are no rows of tokens whose log-probabilities a decoder can compute."""
+    refuse_state(model, "log_probabilities")
+    if hasattr(model, "encode") or not (hasattr(model, "hidden") and hasattr(model, "unembed")):
+        raise TypeError(
+            f"`log_probabilities` needs a decoder with `hidden` and `unembed`, but `model` is a "
+            f"{type(model).__name__}. For other models, pass hidden states to "
+            "`redcoast.losses.token_log_probabilities`."
+        )
+    _check_array("tokens", tokens)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or 0 in tokens.shape:
+        raise ValueError(
+            f"`tokens` has dtype {tokens.dtype} and shape {tokens.shape}. It must hold integers "
+            "and have the shape (batch, seq), with at least one row and one column."
+        )
+    if mask is not None:
+        _check_mask(tokens, mask)
     _check_vocabulary(model, tokens, mask)
 
 
@@ -168,6 +210,9 @@ def _check_mask(tokens: Any, mask: Any) -> None:
         )
     if not (mask.dtype == bool or jnp.issubdtype(mask.dtype, jnp.integer)):
         raise ValueError(f"`mask` has dtype {mask.dtype}. It must hold booleans or integers.")
+
+
+def _check_not_empty(mask: Any) -> None:
     if is_known(mask):
         empty = np.flatnonzero(~np.asarray(mask).astype(bool).any(axis=1))
         if empty.size:

@@ -50,6 +50,7 @@ def generate(
     decoding: Decoding | None = None,
     mask: Shaped[Array | np.ndarray, "batch ..."] | None = None,
     rows: int | None = None,
+    exact: bool = False,
     stream: Callable[[Int[np.ndarray, " results"]], Any] | None = None,
     stop: Callable[[Int[np.ndarray, " new"]], Any] | None = None,
     **options: Any,
@@ -82,6 +83,10 @@ def generate(
     - `rows`: the number of results that are generated at once; all by default. The others wait, and
         each begins when a row ends, so that no row waits for the longest one. The results are the
         same. For decoders, outside of traced functions; not with beam search, `stream` or `stop`.
+    - `exact`: whether the log-probabilities are those of [`redcoast.log_probabilities`][] with
+        `exact=True`, to the last bit. Rows are then decoded in small blocks, prompts are read one
+        token at a time, and each device needs memory for all weights, which takes several times as
+        long. For decoders; not with beam search, `rows`, `stream` or `stop`.
     - `stream`: called after each step with its tokens, a NumPy array of shape (results,), while
         the next step is running, until all rows have ended. Not supported for beam search, nor
         while tracing.
@@ -119,6 +124,8 @@ def generate(
     from ._check_arguments import (
         as_prompts,
         check_count,
+        check_exact_options,
+        check_flag,
         check_model,
         check_positions,
         check_prompt,
@@ -128,6 +135,7 @@ def generate(
         check_stream_in_turn,
     )
     from ._compiled import decode, decode_compiled
+    from ._exact import check_exact, decode_exactly
     from ._prefill import room_for
     from ._prompt import is_encoder_decoder
     from ._request import choose_decoding, make_request
@@ -143,6 +151,10 @@ def generate(
         check_model(model)
         chosen = choose_decoding(model.config, decoding, options, key)
         check_scored(chosen.beams, log_probabilities)
+        check_flag("exact", exact)
+        if exact:
+            check_exact(model)
+            check_exact_options(chosen.beams, rows, stream, stop)
         check_prompt(model, prompts, mask)
         check_positions(model, prompts, mask, chosen.prefix, max_new_tokens)
         # The call may be inside a traced function even if no argument is traced.
@@ -155,7 +167,7 @@ def generate(
         in_turn = rows is not None and rows < results
         if traced:
             room = max_new_tokens
-        elif in_turn:
+        elif in_turn or exact:
             room = max(16, 1 << (max_new_tokens - 1).bit_length())
         else:
             room = room_for(model, prompts, mask, max_new_tokens)
@@ -170,7 +182,9 @@ def generate(
         )
         if not traced:
             check_same_prompts(model, prompts, mask, request)
-        if in_turn and rows is not None:
+        if exact:
+            new = decode_exactly(model, prompts, mask, request)
+        elif in_turn and rows is not None:
             new = decode_in_turn(model, prompts, mask, request, rows)
         elif stream is not None or stop is not None:
             check_stream(request.beams, traced=traced)

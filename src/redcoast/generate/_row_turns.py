@@ -229,7 +229,7 @@ def _advance_rows(
     def step(carry):
         cache, turns, steps = carry
         logits, cache = append_tokens(model, turns.tokens, cache)
-        return cache, _choose_next(logits, turns, request), steps + 1
+        return cache, choose_next(logits, turns, request), steps + 1
 
     steps = jnp.zeros((), jnp.int32)
     cache, turns, steps = jax.lax.while_loop(keep_going, step, (cache, turns, steps))
@@ -243,23 +243,28 @@ def _move_slots(cache: Any, by: Any, places: Places) -> Any:
 
 def _choose_first(model: Any, last: Any, prompt: Any, numbers: Any, request: Request) -> Turns:
     """The rows with their first tokens."""
-    logits = model.unembed(last)[:, 0]
-    rows, room = logits.shape[0], ((0, 0), (0, request.room))
+    turns = blank_turns(jnp.asarray(prompt), jnp.asarray(numbers), request)
+    return choose_next(model.unembed(last)[:, 0], turns, request)
+
+
+def blank_turns(
+    prompt: Int[Array, "rows prompt"], numbers: Int[Array, " rows"], request: Request
+) -> Turns:
+    """The rows before their first tokens. `prompt` has -1 at padding, which is on the left."""
+    rows, room = prompt.shape[0], ((0, 0), (0, request.room))
     history = None
     if request.needs_history:
-        history = jnp.pad(jnp.asarray(prompt), room, constant_values=-1)
-    least = least_new(jnp.asarray(prompt), request)
+        history = jnp.pad(prompt, room, constant_values=-1)
+    least = least_new(prompt, request)
     if least is not None:
         least = jnp.broadcast_to(least, (rows,))
     zeros, shape = jnp.zeros(rows, jnp.int32), (rows, request.room)
     new, scores = jnp.full(shape, request.pad, jnp.int32), jnp.zeros(shape, jnp.float32)
     ended = jnp.zeros(rows, bool)
-    numbers = jnp.asarray(numbers)
-    turns = Turns(numbers, zeros, zeros, ended, new, scores, history, least)
-    return _choose_next(logits, turns, request)
+    return Turns(numbers, zeros, zeros, ended, new, scores, history, least)
 
 
-def _choose_next(logits: Float[Array, "rows vocab"], turns: Turns, request: Request) -> Turns:
+def choose_next(logits: Float[Array, "rows vocab"], turns: Turns, request: Request) -> Turns:
     """The rows with one more token each, unless they have ended."""
     rows, counts = jnp.arange(logits.shape[0]), turns.counts
 

@@ -1,0 +1,78 @@
+"""The public function `log_probabilities`. It imports its implementation on the first call."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Integer, PyTree, Shaped
+
+from ..core._frames import hide_frames
+from ..losses import token_log_probabilities
+
+
+@hide_frames
+def log_probabilities(
+    model: PyTree,
+    tokens: Integer[Array | np.ndarray, "batch seq"],
+    *,
+    mask: Shaped[Array | np.ndarray, "batch seq"] | None = None,
+    exact: bool = False,
+    chunk: int = 128,
+) -> Float[Array, "batch seq-1"]:
+    """Computes the log-probability of each token but the first, given those before it in its row,
+    in nats.
+
+    With `exact=True`, the log-probabilities of tokens that [`redcoast.generate`][] sampled with
+    `exact=True` are the same numbers to the last bit, on any mesh and among any other rows. So the
+    ratio of a policy to itself is exactly 1. The values are then computed as in decoding, one token
+    of all rows at a time; the gradient is that of the usual forward pass.
+
+    **Arguments:**
+
+    - `model`: a decoder of `redcoast.models`, or any model with the same `hidden` and `unembed`,
+        and for `exact` the methods that `generate` needs.
+    - `tokens`: integers from 0 to `vocab - 1`.
+    - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side.
+    - `exact`: whether to compute the values as in decoding. Each device needs memory for all
+        weights, and rows should have the same number of columns as when they were generated, or one
+        with the same next power of two. Inside a `jax.jit` of your own, a sharded model needs its
+        mesh as the ambient mesh; `fit`, `prepare` and `plan.constrain` know it.
+    - `chunk`: the maximum number of positions whose logits are in memory at a time.
+
+    **Returns:**
+
+    Log-probabilities in float32 or wider, and 0 at padding and at the first real token of a row.
+
+    **Raises:**
+
+    `TypeError` if the model is no decoder; `ValueError` if the shapes do not match, or, with
+    `exact`, if the model's rotary embeddings depend on the final length of a row.
+
+    !!! Example
+
+        ```python
+        def loss_fn(model, batch, key):
+            new = rc.log_probabilities(model, batch["tokens"], mask=batch["mask"])
+            answered = batch["answered"][:, 1:]
+            loss = rc.losses.grpo(new, batch["old"], batch["advantages"], mask=answered)
+            return loss, {"weight": jnp.sum(answered)}
+        ```
+    """
+    from ._check_arguments import check_flag, check_rows_to_score
+    from ._exact import check_exact, is_traced, score_exactly
+
+    check_flag("exact", exact)
+    check_rows_to_score(model, tokens, mask)
+    if exact:
+        check_exact(model)
+        if not is_traced((model, tokens, mask)):
+            return score_exactly(model, tokens, mask)
+    real = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask, bool)
+    ids = jnp.where(real, jnp.asarray(tokens), 0)
+    hidden = model.hidden(ids[:, :-1], mask=None if mask is None else real[:, :-1])
+    fast = token_log_probabilities(hidden, model.unembed, ids[:, 1:], chunk=chunk)
+    scored = real[:, 1:] & (jnp.cumsum(real, axis=1)[:, 1:] > 1)
+    fast = jnp.where(scored, fast, 0)
+    if not exact:
+        return fast
+    values = score_exactly(model, tokens, mask)
+    return values + (fast - jax.lax.stop_gradient(fast))

@@ -17,6 +17,37 @@ def test_each_epoch_visits_every_example_once(length):
         assert sorted(indices[epochs == epoch]) == list(range(length))
 
 
+def permuted(position, length, keys):
+    """The definition, in Python's integers."""
+    rows = int(np.ceil(np.sqrt(length)))
+    columns = -(-length // rows)
+    mixed = lambda x, key: hashed((((x + 1) * 0x9E3779B97F4A7C15) % 2**64) ^ key)
+    while True:
+        left, right = divmod(position, columns)
+        for i in range(0, len(keys), 2):
+            left = (left + mixed(right, keys[i])) % rows
+            right = (right + mixed(left, keys[i + 1])) % columns
+        position = left * columns + right
+        if position < length:
+            return position
+
+
+def hashed(x):
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+    return x ^ (x >> 31)
+
+
+@pytest.mark.parametrize("length", [2, 7, 97, 20_000, 10**9 + 7, 2**52 + 1])
+def test_the_order_is_the_one_that_earlier_versions_had(length):
+    # A run that is resumed with a new version has to continue in the same order.
+    seed = np.array([3, 2**63 + 5], np.uint64)
+    positions = np.array([0, 1, length // 3, length - 1])
+    _, found = shuffled(positions, length, seed)
+    keys = np.random.Philox(key=seed, counter=[0, 0, 0, 0]).random_raw(12).tolist()
+    assert found.tolist() == [permuted(x, length, keys) for x in positions.tolist()]
+
+
 def test_epochs_and_seeds_have_their_own_orders():
     indices = shuffled(np.arange(200), 100, SEED)[1]
     other = shuffled(np.arange(100), 100, SEED + np.uint64(1))[1]

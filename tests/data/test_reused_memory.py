@@ -191,6 +191,70 @@ def test_a_stream_may_give_one_dict_again_and_again(in_threads):
     np.testing.assert_array_equal(np.concatenate(found), np.concatenate([DATA, DATA], axis=-1))
 
 
+class Slots:
+    """A dataset that augments each example in a place of its own, in which it stays until it is
+    read again."""
+
+    def __init__(self):
+        self.memory = np.empty_like(DATA)
+        self.reads = np.zeros(len(DATA), int)
+
+    def __len__(self):
+        return len(DATA)
+
+    def __getitem__(self, i):
+        return self.read(i, place=i)
+
+    def read(self, i, place):
+        self.memory[place] = DATA[i] + 100 * self.reads[i]
+        self.reads[i] += 1
+        return self.memory[place]
+
+
+class SlotsTogether(Slots):
+    def __getitems__(self, indices):
+        return [self.read(i, place=i) for i in indices]
+
+
+class SlotsFromTheFirst(Slots):
+    def __getitems__(self, indices):
+        return [self.read(i, place=place) for place, i in enumerate(indices)]
+
+
+SLOTS = [Slots, SlotsTogether, SlotsFromTheFirst]
+
+
+@pytest.mark.parametrize("dataset", SLOTS)
+def test_views_of_a_place_for_each_example_are_not_copied(dataset, monkeypatch):
+    copies = []
+    monkeypatch.setattr("redcoast.data._sources.copied", copies.append)
+    found = batches(lambda examples: np.stack(examples), dataset())
+    np.testing.assert_array_equal(found, batches(np.stack))
+    assert not copies
+
+
+@pytest.mark.parametrize("dataset", SLOTS)
+def test_an_example_stays_when_the_next_epoch_is_read(dataset):
+    # A batch of 20 of the 48 examples spans epochs, and has some examples of both.
+    given = {"steps": None, "epochs": 5, "batch_size": 20}
+    found = np.concatenate(batches(lambda examples: np.stack(examples), dataset(), **given))
+    want = np.concatenate(batches(np.stack, **given))
+    added = np.repeat(100 * np.arange(5, dtype=np.float32), len(DATA))[:, None]
+    np.testing.assert_array_equal(found, want + added)
+
+
+def test_a_later_batch_may_be_the_first_of_a_reused_buffer():
+    buffer, calls = np.empty((ROWS, WIDTH), np.float32), itertools.count()
+
+    def collate_fn(examples):
+        if next(calls) < 3:
+            return np.stack(examples)
+        np.stack(examples, out=buffer)
+        return buffer
+
+    np.testing.assert_array_equal(batches(collate_fn), batches(np.stack))
+
+
 class Shuffled(list):
     def set_epoch(self, epoch):
         self[:] = [1000 * epoch + i for i in range(12)]

@@ -111,8 +111,10 @@ class noting:  # used like a function; a generator would take longer in each ste
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            return
+        if error is not None:
+            self.add_to(error)
+
+    def add_to(self, error: BaseException) -> None:
         # A loss that takes training steps itself is inside two that would say the same.
         for text in [self._note] if isinstance(self._note, str) else self._note(error):
             if text not in getattr(error, "__notes__", []):

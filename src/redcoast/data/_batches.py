@@ -370,25 +370,24 @@ class Batches:
     def __next__(self) -> Batch:
         if self._loading is None:
             self._loading = self._load()
-        step = self.step + 1
+        state, length = self._state, self.length
+        step = state["step"] + 1
         try:
-            with noting(f"Raised while the batch of step {step} was made."):
-                found = next(self._loading, None)
-        except BaseException:
+            loaded, following, last = next(self._loading)
+        except StopIteration:
+            self._check_end()
+            raise
+        except BaseException as error:
+            noting(f"Raised while the batch of step {step} was made.").add_to(error)
             self.close()  # after an error, the next call tries this batch again
             raise
-        if found is None:
-            self._check_end()
-            raise StopIteration
-        loaded, following, last = found
         if last:
             self._check_complete(loaded.position)
-        before, length = self._state["position"], self.length
         if length is not None:
-            epoch_end = loaded.position // length > before // length
+            epoch_end = loaded.position // length > state["position"] // length
         else:
             epoch_end = following is not None and following.epoch > loaded.epoch
-        self._state |= {"step": step, "position": loaded.position, "stream": loaded.stream}
+        state |= {"step": step, "position": loaded.position, "stream": loaded.stream}
         return Batch(loaded.arrays, loaded.rows, step, last or epoch_end, last, self.get_state())
 
     def _load(self) -> Iterator[tuple[Loaded, Loaded | None, bool]]:

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from ..core._dtypes import dtype_advice, has_numbers, tree_to_jax_dtypes
 from ..core._errors import check_functions, check_integer, listed
-from ..core._owned import copied, held_elsewhere
+from ..core._owned import are_fresh, copied, held_elsewhere
 from ..core._pytree import show_place
 from ..core._user_functions import calling, takes_keyword
 from ..distributed._heartbeat import doing
@@ -25,19 +25,68 @@ ARRAYS = (np.ndarray, jax.Array)
 MOST = 8  # indices in a note
 
 
+class BatchForm:
+    """The structure and the types of a batch that passed all checks, which most others have, too.
+
+    A batch of this form has the same structure, and arrays of NumPy with the same dtypes and
+    numbers of dimensions, and with a row for each example.
+    """
+
+    def __init__(self, batch: PyTree[np.ndarray]):
+        leaves, self._structure = jax.tree.flatten(batch)
+        self._types = [(x.dtype, x.ndim) for x in leaves]
+
+    def fits(self, leaves: list[Any], structure: object, rows: int) -> bool:
+        if structure != self._structure:
+            return False
+        for x, (dtype, ndim) in zip(leaves, self._types, strict=True):
+            if type(x) is not np.ndarray or x.dtype != dtype:
+                return False
+            if x.ndim != ndim or x.shape[0] != rows:
+                return False
+        return True
+
+
 def collate(
-    collate_fn: CollateFn,
-    examples: list[Any],
-    indices: list[int],
-    rngs: Callable[[], Any],
-    in_turn: InTurn | None = None,
+    collate_fn: CollateFn, examples: list[Any], indices: list[int], rngs: Callable[[], Any]
 ) -> PyTree:
     """Calls `collate_fn`, and checks that it returned a batch with one row for each example.
 
     Arrays that are marked as `per_batch` may have any shape, and keep the mark. Arrays that
-    `collate_fn` may write into at its next call are copied. All calls of one loop share `in_turn`.
+    `collate_fn` may write into at its next call are copied.
     """
-    return _owned(lambda: _call(collate_fn, examples, indices, rngs), in_turn)
+    return collate_alike(collate_fn, examples, indices, rngs, InTurn(), None)[0]
+
+
+def collate_alike(
+    collate_fn: CollateFn,
+    examples: list[Any],
+    indices: list[int],
+    rngs: Callable[[], Any],
+    in_turn: InTurn,
+    form: BatchForm | None,
+) -> tuple[PyTree, bool]:
+    """As `collate`; also returns whether the batch has a known form, and so needs no more checks.
+
+    All calls of one loop share `in_turn`.
+    """
+    rows = len(examples)
+    stacks = collate_fn is stack_examples  # which returns new arrays
+
+    def call(reuses: bool) -> tuple[tuple[PyTree, bool], bool]:
+        # No variable refers to the batch itself: references to its arrays are counted.
+        leaves, structure = jax.tree.flatten(_call(collate_fn, examples, indices, rngs))
+        is_known = form is not None and form.fits(leaves, structure, rows)
+        if is_known and (stacks or are_fresh(leaves)):
+            return (structure.unflatten(leaves), True), False
+        leaves, structure = jax.tree.flatten(_checked(structure.unflatten(leaves), rows))
+        is_copied = False
+        if not stacks:
+            leaves, is_copied = _owned(leaves)
+        batch = tree_to_jax_dtypes(structure.unflatten(leaves), _WHAT, of="batch")
+        return (batch, False), is_copied
+
+    return in_turn(call)
 
 
 def collate_own(
@@ -48,40 +97,58 @@ def collate_own(
     `collate_fn` is called with the batch; `None` leaves it as it is. Batches have the `number`s 0,
     1, ...
     """
-    return _owned(lambda: _call_with_batch(collate_fn, batch, number), in_turn)
-
-
-def _owned(make: Callable[[], PyTree], in_turn: InTurn | None) -> PyTree:
-    """Returns the arrays that a user's function returned, copied if it may write into them
-    again."""
 
     def call(reuses: bool) -> tuple[PyTree, bool]:
-        leaves, structure = jax.tree.flatten(make())
-        held = held_elsewhere(leaves)
-        owned = [copied(x) if is_held else x for x, is_held in zip(leaves, held, strict=True)]
-        arrays = structure.unflatten(owned)
-        return tree_to_jax_dtypes(arrays, "what `collate_fn` returned", of="batch"), any(held)
+        leaves, structure = jax.tree.flatten(_call_with_batch(collate_fn, batch, number))
+        owned, is_copied = _owned(leaves)
+        return tree_to_jax_dtypes(structure.unflatten(owned), _WHAT, of="batch"), is_copied
 
     return (in_turn or InTurn())(call)
+
+
+_WHAT = "what `collate_fn` returned"
+
+
+def _owned(leaves: list[Any]) -> tuple[list[Any], bool]:
+    """The arrays that a user's function returned, copied if it may write into them again, and
+    whether any was copied."""
+    held = held_elsewhere(leaves)
+    return [copied(x) if is_held else x for x, is_held in zip(leaves, held, strict=True)], any(held)
 
 
 def _call(
     collate_fn: CollateFn, examples: list[Any], indices: list[int], rngs: Callable[[], Any]
 ) -> PyTree:
-    options = {}
+    """What `collate_fn` returns."""
+    options: dict[str, Any] = {}
     if takes_rngs(collate_fn):
         options = {"rngs": rngs()}
-    where = lambda: f" for the examples with indices {listed(indices, MOST)}"
-    with calling("collate_fn", {"examples": examples}, where=where), doing("`collate_fn`"):
-        arrays = _without_exit(lambda: collate_fn(examples, **options))
-    if arrays is examples or _is_list_of_examples(arrays, len(examples)):
-        raise TypeError(
-            f"`collate_fn` returned a list of {len(arrays)} entries. It must return a PyTree of "
-            'arrays, batch dimension first: stack the examples, as in `{"x": np.stack([e["x"] for '
-            "e in examples])}`."
-        )
-    arrays = foreign_to_numpy(arrays)
-    _check_rows(arrays, len(examples))
+    try:
+        with doing("`collate_fn`"):
+            batch = _without_exit(collate_fn, examples, **options)
+    except BaseException as error:  # a context that adds the notes would take longer
+        where = f" for the examples with indices {listed(indices, MOST)}"
+        calling("collate_fn", {"examples": examples}, where=where).add_to(error)
+        raise
+    if batch is examples and isinstance(batch, list):
+        raise _not_stacked(len(examples))
+    return batch
+
+
+def _not_stacked(entries: int) -> TypeError:
+    return TypeError(
+        f"`collate_fn` returned a list of {entries} entries. It must return a PyTree of "
+        'arrays, batch dimension first: stack the examples, as in `{"x": np.stack([e["x"] for '
+        "e in examples])}`."
+    )
+
+
+def _checked(batch: PyTree, rows: int) -> PyTree:
+    """A batch that `collate_fn` returned, with arrays of NumPy for those of other libraries."""
+    if _is_list_of_examples(batch, rows):
+        raise _not_stacked(len(batch))
+    arrays = foreign_to_numpy(batch)
+    _check_rows(arrays, rows)
     return arrays
 
 
@@ -91,7 +158,7 @@ def _call_with_batch(collate_fn: CollateFn | None, batch: Any, number: int) -> P
     else:
         where = f" for batch {number} of `examples`"
         with calling("collate_fn", {"batch": batch}, where=where), doing("`collate_fn`"):
-            arrays = _without_exit(lambda: collate_fn(batch))
+            arrays = _without_exit(collate_fn, batch)
         arrays = foreign_to_numpy(arrays)
     what = "What `collate_fn` returned"
     if collate_fn is None:
@@ -100,9 +167,9 @@ def _call_with_batch(collate_fn: CollateFn | None, batch: Any, number: int) -> P
     return arrays
 
 
-def _without_exit(call: Callable[[], T]) -> T:
+def _without_exit(collate_fn: CollateFn, *args: object, **options: object) -> PyTree:
     try:
-        return call()
+        return collate_fn(*args, **options)
     except SystemExit as error:
         # It would end the entire run, possibly with exit code 0.
         raise RuntimeError(f"`collate_fn` called `sys.exit`: {error!r}.") from error
@@ -237,6 +304,9 @@ def check_alike(batches: Iterator[Any]) -> Generator[Any, None, None]:
     dtypes; with several processes, also if it differs in its shapes."""
     first, of_first = None, None
     for batch in batches:
+        if batch.is_alike and first is not None:
+            yield batch
+            continue
         structure = _structure(batch.arrays)
         if first is None:
             first, of_first = structure, describe_batch(batch.arrays)

@@ -1,13 +1,33 @@
 """Calls functions that may write into an earlier result that is still in use."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
 
 _turn: ContextVar[threading.Lock] = ContextVar("turn", default=threading.Lock())  # noqa: B039
+
+
+_loops: set[object] = set()  # those whose batches are made in threads
+
+
+@contextmanager
+def working_in_threads() -> Iterator[None]:
+    """Inside, a loop makes batches in threads."""
+    loop = object()
+    _loops.add(loop)
+    try:
+        yield
+    finally:
+        _loops.discard(loop)
+
+
+def threads_at_work() -> bool:
+    """Whether batches of any loop are made in threads, perhaps of the same examples."""
+    return bool(_loops)
 
 
 class InTurn:
@@ -18,9 +38,15 @@ class InTurn:
     results are copied, and no other such function is called until they are: the training data and
     the evaluation may share a buffer. A function whose results have no other references is called
     by several threads at once, and nothing is copied.
+
+    **Attributes:**
+
+    - `reads_places`: whether all results so far were views of memory with a place for each example,
+        as `have_places` says. Without threads, none of them is written into while it is used.
     """
 
     def __init__(self) -> None:
+        self.reads_places = True
         self._reuses: bool | None = None  # whether it is known to keep references to its results
 
     def __call__(self, call: Callable[[bool], tuple[T, bool]]) -> T:

@@ -14,13 +14,22 @@ from jaxtyping import PyTree, UInt64
 from ..core._errors import check_integer
 from ..core._iterate import map_in_threads
 from ..core._owned import copied
-from ..distributed._arrays import own_rows, place_batch, place_rows
+from ..distributed._arrays import own_rows, place_batch, place_rows, stays_on_host
 from ..distributed._mesh import batch_shards
-from ._collate import CollateFn, check_alike, collate, collate_own, count_rows, foreign_to_numpy
-from ._in_turn import InTurn
-from ._per_batch import has_per_batch, without_marks
+from ._collate import (
+    BatchForm,
+    CollateFn,
+    check_alike,
+    collate_alike,
+    collate_own,
+    count_rows,
+    foreign_to_numpy,
+)
+from ._in_turn import InTurn, working_in_threads
+from ._per_batch import has_per_batch, is_per_batch, without_marks
 from ._permutation import batch_indices, example_generators
 from ._sources import Epochs, StreamReader, by_epoch, count_examples, fetch, read_source
+from ._stack import stack_examples
 from ._streams import RepeatedStream, Stream, is_iterator
 
 T = TypeVar("T")
@@ -37,6 +46,7 @@ class Loaded(NamedTuple):
     stream: Any = None  # the encoded state of the stream after this batch
     per_batch: bool = False  # whether some arrays do not have one row for each example
     epoch: int = 0  # of its first example; only in a stream
+    is_alike: bool = False  # whether it is known to have the structure and dtypes of one before
 
 
 class Threads(NamedTuple):
@@ -84,22 +94,36 @@ class Collating:
     """
 
     def __init__(self, collate_fn: CollateFn | None, mesh: Mesh, *, on_host: bool = False):
-        self._collate_fn, self._mesh, self._on_host = collate_fn, mesh, on_host
+        self._collate_fn, self._mesh = collate_fn, mesh
         self._in_turn, self._whole = InTurn(), False
+        self._on_host = on_host
+        self._stays = on_host or stays_on_host(mesh)
+        self._form: BatchForm | None = None  # of the batches that stay on the host
 
     def host_batch(self, rows: int, read: ReadRows) -> PyTree:
         """Returns the batch that `collate_fn` makes of this many rows, with its marks."""
-        assert self._collate_fn is not None
-        own = list(range(rows)) if self._whole else own_rows(self._mesh, rows)
-        found, indices, rngs = read(own)
-        batch = collate(self._collate_fn, found, indices, rngs, self._in_turn)
-        if len(own) < rows and has_per_batch(batch):
-            self._whole = True
-            return self.host_batch(rows, read)
-        return batch
+        return self._host_batch(rows, read)[0]
 
     def __call__(self, rows: int, position: int, read: ReadRows, stream: Any = None) -> Loaded:
-        return self._place(self.host_batch(rows, read), rows, position, stream)
+        batch, is_alike = self._host_batch(rows, read)
+        if is_alike:
+            return Loaded(batch, rows, position, stream, is_alike=True)
+        if self._stays and self._form is None and _is_plain(batch):
+            self._form = BatchForm(batch)
+        return self._place(batch, rows, position, stream)
+
+    def _host_batch(self, rows: int, read: ReadRows) -> tuple[PyTree, bool]:
+        """The same, and whether the batch has the form of one before."""
+        assert self._collate_fn is not None
+        own = list(range(rows)) if self._whole else own_rows(self._mesh, rows)
+        examples, indices, rngs = read(own)
+        batch, is_alike = collate_alike(
+            self._collate_fn, examples, indices, rngs, self._in_turn, self._form
+        )
+        if len(own) < rows and has_per_batch(batch):
+            self._whole = True
+            return self._host_batch(rows, read)
+        return batch, is_alike
 
     def own_host_batch(self, item: Any, number: int) -> tuple[PyTree, int]:
         """Returns this process's rows of a batch that the source made, and the total number of
@@ -129,6 +153,12 @@ class Collating:
         return Loaded(placed, rows, position, stream, per_batch)
 
 
+def _is_plain(batch: PyTree) -> bool:
+    """Whether a batch has arrays of NumPy with one row for each example, and nothing else."""
+    leaves = jax.tree.leaves(batch, is_leaf=is_per_batch)
+    return all(type(x) is np.ndarray for x in leaves)
+
+
 def training_batches(
     examples: Any,
     collate_fn: CollateFn,
@@ -144,20 +174,28 @@ def training_batches(
     """Yields the batches from one position of a run to another, in a new order in each epoch."""
     of_epoch, length = by_epoch(examples)
     reading, collating = InTurn(), Collating(collate_fn, mesh, on_host=on_host)
+    stacks = collate_fn is stack_examples
 
     def make(batch: tuple[int, list[int], list[int]]) -> Loaded:
         begin, *parts = batch
         rows = len(parts[0])
 
         def read(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
-            epochs, indices = ([x[i] for i in own] for x in parts)
-            found: list[Any] = []
+            epochs, indices = parts
+            if len(own) < rows:
+                epochs, indices = [epochs[i] for i in own], [indices[i] for i in own]
+            rngs = lambda: example_generators(epochs, indices, seed)
+            if epochs[0] == epochs[-1]:
+                with of_epoch.using(epochs[0]) as dataset:
+                    return fetch(dataset, indices, reading, stacks=stacks), indices, rngs
+            examples: list[Any] = []
             for epoch in dict.fromkeys(epochs):
                 first = epochs.index(epoch)
                 of_one = indices[first : first + epochs.count(epoch)]
                 with of_epoch.using(epoch) as dataset:
-                    found += fetch(dataset, of_one, reading)
-            return found, indices, lambda: example_generators(epochs, indices, seed)
+                    # The other epoch may have the same example, and write it into the same place.
+                    examples += map(copied, fetch(dataset, of_one, reading))
+            return examples, indices, rngs
 
         return collating(rows, begin + rows, read)
 
@@ -393,7 +431,8 @@ def prefetch(
         return
     items = iter(items)
     yield from _while_fast(make, items)
-    yield from map_in_threads(make, items, workers=workers, ahead=ahead, name="redcoast-data")
+    with working_in_threads():
+        yield from map_in_threads(make, items, workers=workers, ahead=ahead, name="redcoast-data")
 
 
 def _while_fast(make: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:

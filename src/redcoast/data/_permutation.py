@@ -64,10 +64,20 @@ def _feistel(
 ) -> Int64[np.ndarray, " n"]:
     """Permutes `range(rows * columns)`: each half is shifted by a hash of the other half."""
     left, right = (half.astype(np.uint64) for half in np.divmod(x, columns))
+    height, width = np.uint64(rows), np.uint64(columns)
     for i in range(0, len(keys), 2):
-        left = (left + _hash(right, keys[i]) % np.uint64(rows)) % np.uint64(rows)
-        right = (right + _hash(left, keys[i + 1]) % np.uint64(columns)) % np.uint64(columns)
-    return (left * np.uint64(columns) + right).astype(np.int64)
+        left = _shifted(left, _hash(right, keys[i]), height)
+        right = _shifted(right, _hash(left, keys[i + 1]), width)
+    return (left * width + right).astype(np.int64)
+
+
+def _shifted(
+    x: UInt64[np.ndarray, " n"], by: UInt64[np.ndarray, " n"], size: np.uint64
+) -> UInt64[np.ndarray, " n"]:
+    """`(x + by) % size`, for `x` less than `size`, without the operation `%`, which is slow."""
+    total = x + (by - by // size * size)
+    # Where the total is less than `size`, the difference wraps around to a large number.
+    return np.minimum(total, total - size)
 
 
 def _hash(x: UInt64[np.ndarray, " n"], key: np.uint64) -> UInt64[np.ndarray, " n"]:

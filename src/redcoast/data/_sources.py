@@ -7,16 +7,17 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from ..core._errors import listed, noting, short_repr
-from ..core._owned import copied, held_elsewhere, memory_of
+from ..core._owned import copied, have_places, held_elsewhere, memory_of
 from ..distributed._heartbeat import doing
 from ._columns import as_columns, is_table, rows_of_table
-from ._in_turn import InTurn
+from ._in_turn import InTurn, threads_at_work
 from ._stream_state import decode_stream_state, encode_stream_state
 from ._streams import (
     IteratorWithoutState,
@@ -44,10 +45,9 @@ class Epochs:
         with self.using(epoch) as examples:
             return examples
 
-    @contextlib.contextmanager
-    def using(self, epoch: int) -> Iterator[Any]:
+    def using(self, epoch: int) -> AbstractContextManager[Any]:
         """Returns the examples of an epoch, which do not change until the context ends."""
-        yield self._examples
+        return contextlib.nullcontext(self._examples)
 
 
 class _EpochsOfFunction(Epochs):
@@ -283,33 +283,71 @@ def is_endless(length: int) -> bool:
     return length == sys.maxsize
 
 
-def fetch(examples: Any, indices: list[int], in_turn: InTurn | None = None) -> list[Any]:
-    """Returns the examples with the given indices, fetched in one call if possible.
+def fetch(
+    examples: Any, indices: list[int], in_turn: InTurn | None = None, *, stacks: bool = False
+) -> Any:
+    """Returns a list of the examples with the given indices, fetched in one call if possible.
 
-    They are copied if the dataset may write into them later. All calls of one loop share `in_turn`.
+    With `stacks`, it may also be an array of them.
+
+    They are copied if the dataset may write into them later. All calls of one loop share `in_turn`,
+    and examples are used until the next call only.
     """
-    note = noting(lambda _: [f"Raised by the examples with indices {listed(indices)}."])
-    with note, doing("reading examples"):
-        if type(examples) in _SEQUENCES or isinstance(examples, np.ndarray):
-            return [examples[i] for i in indices]
-        if type(examples) is TokenWindows:  # it returns copies
-            return list(examples.__getitems__(indices))
-        return (in_turn or InTurn())(lambda reuses: _read(examples, indices, reuses))
+    try:
+        with doing("reading examples"):
+            return _fetch(examples, indices, in_turn, stacks)
+    except BaseException as error:  # a context that adds the note would take longer
+        noting(f"Raised by the examples with indices {listed(indices)}.").add_to(error)
+        raise
+
+
+def _fetch(
+    examples: Any, indices: list[int], in_turn: InTurn | None, stacks: bool
+) -> list[Any] | np.ndarray:
+    if type(examples) is TokenWindows:  # it returns copies
+        windows = examples.__getitems__(indices)
+        if stacks:
+            return windows
+        return list(windows)
+    if type(examples) in _SEQUENCES or isinstance(examples, np.ndarray):
+        return [examples[i] for i in indices]
+    if in_turn is None:
+        return InTurn()(lambda reuses: _read(examples, indices, reuses))
+    if not in_turn.reads_places or threads_at_work():
+        return in_turn(lambda reuses: _read(examples, indices, reuses))
+    read = list(_read_all(examples, indices))
+    if have_places(read, len(examples)):
+        return read
+    in_turn.reads_places = False
+    return in_turn(lambda reuses: _read(examples, indices, reuses, read))
 
 
 _SEQUENCES = (list, tuple, range)  # indexing them calls no user code
 
 
-def _read(examples: Any, indices: list[int], reuses: bool) -> tuple[list[Any], bool]:
-    """The examples, and whether they were copied because the dataset may write into them."""
+def _read_all(examples: Any, indices: list[int]) -> Sequence[Any]:
     if hasattr(examples, "__getitems__"):  # faster for datasets on disk
-        found = list(examples.__getitems__(indices))
-        held = reuses or any(held_elsewhere(found))
-        return (list(map(copied, found)) if held else found), held
+        return examples.__getitems__(indices)
+    return [examples[i] for i in indices]
+
+
+def _read(
+    examples: Any, indices: list[int], reuses: bool, read: list[Any] | None = None
+) -> tuple[list[Any], bool]:
+    """The examples, and whether they were copied because the dataset may write into them.
+
+    `read` are the examples if they were read just now.
+    """
+    if hasattr(examples, "__getitems__"):
+        if read is None:
+            read = list(_read_all(examples, indices))
+        held = reuses or any(held_elsewhere(read))
+        return (list(map(copied, read)) if held else read), held
     if not reuses:
-        found = [examples[i] for i in indices]
-        if not any(held_elsewhere(found)):
-            return found, False
+        if read is None:
+            read = list(_read_all(examples, indices))
+        if not any(held_elsewhere(read)):
+            return read, False
     # Each is copied before the next is read into the same memory.
     return [copied(examples[i]) for i in indices], True
 

@@ -15,7 +15,7 @@ from ._columns import is_table, rows_of_table
 _OWN = "Pass a `collate_fn` that makes arrays of the examples"
 
 
-def stack_examples(examples: list[Any]) -> PyTree[np.ndarray]:
+def stack_examples(examples: list[Any] | np.ndarray) -> PyTree[np.ndarray]:
     """Stacks the examples, PyTrees of arrays and numbers, leaf by leaf.
 
     A list of numbers, as in JSON, counts as an array.
@@ -25,6 +25,8 @@ def stack_examples(examples: list[Any]) -> PyTree[np.ndarray]:
     `ValueError` if the examples have different structures, or their arrays different shapes;
     `TypeError` if a leaf is neither an array nor a number.
     """
+    if isinstance(examples, np.ndarray):  # `fetch` has stacked them
+        return examples
     if _are_alike(examples):
         return np.stack(examples)
     # Finding paths takes several times as long, and they are the same for all examples.

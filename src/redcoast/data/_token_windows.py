@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ..core._errors import check_integer
 
@@ -20,6 +21,10 @@ class TokenWindows:
         self._parts, self._length, self._stride = parts, length, stride
         counts = [max(0, (len(part) - length) // stride + 1) for part in parts]
         self._ends = list(accumulate(counts))
+        self._windows: Integer[np.ndarray, "windows length"] | None = None  # views of one array
+        if len(parts) == 1 and isinstance(parts[0], np.ndarray):
+            tokens = np.asarray(parts[0])  # to slice a memory map takes longer
+            self._windows = sliding_window_view(tokens, length)[::stride]
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -35,15 +40,10 @@ class TokenWindows:
 
     def __getitems__(self, indices: list[int]) -> np.ndarray:
         """The windows at several indices, which are copied together if there is one array."""
-        inside = all(0 <= index < len(self) for index in indices)
-        if len(self._parts) > 1 or not inside or not isinstance(self._parts[0], np.ndarray):
+        if self._windows is None or not (min(indices) >= 0 and max(indices) < len(self)):
             return np.stack([self[index] for index in indices])
-        tokens = np.asarray(self._parts[0])  # to slice a memory map takes longer
-        windows = np.empty((len(indices), self._length), _dtype_of_window(tokens.dtype))
-        for row, index in zip(windows, indices, strict=True):
-            start = index * self._stride
-            row[:] = tokens[start : start + self._length]
-        return windows
+        windows = self._windows[indices]
+        return windows.astype(_dtype_of_window(windows.dtype), copy=False)
 
 
 def _dtype_of_window(dtype: np.dtype[Any]) -> np.dtype[Any]:

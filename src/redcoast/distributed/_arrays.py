@@ -151,15 +151,18 @@ def _batch_place(x: PyTree, mesh: Mesh, kinds: tuple[type, ...], axis: int) -> S
     """The sharding of an array that `place_array` places; `None` if the array is not moved."""
     if isinstance(x, jax.Array) and _is_split_over(x, mesh):
         return None
-    # On a single CPU device, jitted functions take NumPy arrays without a copy.
-    host = isinstance(x, np.ndarray)
-    alone = host and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+    alone = isinstance(x, np.ndarray) and stays_on_host(mesh)
     if alone or not isinstance(x, kinds) or np.ndim(x) <= axis:
         # Process-local arrays, such as a key, have to be replicated over all devices.
         return NamedSharding(mesh, P()) if _is_local(x) else None
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) and not isinstance(x, jax.Array):
         return None  # abstract keys: NumPy has none
     return batch_sharding(mesh, x.shape[axis], axis)
+
+
+def stays_on_host(mesh: Mesh) -> bool:
+    """Whether arrays of NumPy are not moved: a single CPU device takes them without a copy."""
+    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def _is_split_over(x: jax.Array, mesh: Mesh) -> bool:

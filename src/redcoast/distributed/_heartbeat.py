@@ -37,18 +37,25 @@ _OF_A_COLLECTIVE = re.compile(
 _doing: dict[int, tuple[str, float]] = {}
 
 
-@contextlib.contextmanager
-def doing(what: str) -> Iterator[None]:
+class doing:  # used like a function; a generator would take longer for each batch
     """Publishes what this thread is doing, so that the other processes can warn if it is slow."""
-    thread = threading.get_ident()
-    before = _doing.get(thread)
-    _doing[thread] = (what, time.monotonic())
-    try:
-        yield
-    finally:
-        _doing.pop(thread)
-        if before is not None:
-            _doing[thread] = before
+
+    def __init__(self, what: str):
+        self._what = what
+        self._before: tuple[str, float] | None = None
+
+    def __enter__(self) -> None:
+        if jax.process_count() > 1:
+            thread = threading.get_ident()
+            self._before = _doing.get(thread)
+            _doing[thread] = (self._what, time.monotonic())
+
+    def __exit__(self, *_: object) -> None:
+        if jax.process_count() > 1:
+            thread = threading.get_ident()
+            _doing.pop(thread)
+            if self._before is not None:
+                _doing[thread] = self._before
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from .report._lines import find_lines
 from .report._masks import find_shared_masks
 from .report._promotion import find_promotions
 from .report._repeated import repeated
+from .report._sent_whole import find_gathered_whole
 from .report._sums import find_sums
 from .report._traffic import all_sent, pipelining, traffic
 from .solver import _memory
@@ -417,6 +418,7 @@ def _report(
         device_memory_known=task.hardware.memory is not None,
         sequences=decision.program.batch.sequence,
         split_examples=_reasons.split_examples(decision, axes),
+        gathered_whole=find_gathered_whole(decision, axes),
         pipeline=pipelining(decision, axes),
         lines=find_lines(sent, _memory.activation_parts(plans, decision, axes), decision.program),
     )

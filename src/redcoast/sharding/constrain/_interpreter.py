@@ -178,7 +178,7 @@ def _run(
         # Inside of `jax.shard_map` the mesh is another than the equation's.
         local = lambda x: equation.primitive.bind(x, **equation.params)
         return [shardings.run_local(local, operands[0], scope.values[equation.invars[0]])]
-    if name == "fft" and shardings.tokens:
+    if name == "fft":
         value, result = (scope.values[x] for x in (equation.invars[0], equation.outvars[0]))
         results = run_split_fft(equation, operands[0], value, result, shardings)
         if results is not None:

@@ -15,9 +15,9 @@ from ..pipeline._draws import RandomBits
 from ..pipeline._stages import Pipeline
 from ..program._graph import Value
 from ..program._walk import Scope
+from ..solver._batch_dims import BatchDims
 from ..solver._classes import Classes
 from ..solver._memory import asked_axes
-from ..solver._planned_collectives import BatchDims
 from ..solver._strategy import Program, batch_over, parts, split_axes
 from ..tree._leaf_plans import Compute
 from ..tree._overrides import axes_of_spec, spec_axes

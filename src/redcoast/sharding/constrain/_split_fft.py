@@ -1,7 +1,8 @@
-"""Runs Fourier transforms along dimensions of examples that are split.
+"""Runs Fourier transforms along dimensions that are split: rows of a batch, or parts of an example.
 
 A device needs all elements along a dimension that it transforms. The array is split along another
-dimension meanwhile, by an all-to-all before and one after the transform.
+dimension meanwhile, by an all-to-all before and one after the transform, or gathered if no other
+dimension divides. XLA's own partitioning of such a transform can end the process.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import jax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
+from ...core._jaxpr import bind_again
 from ..program._graph import Value
 from ..tree._overrides import spec_axes
 from ._shardings import Shardings
@@ -31,14 +33,31 @@ def run_split_fft(
     stages = _stages(kind, lengths, first)
     if _moved(entries, transformed, x.shape, shardings.mesh.shape) is not None:
         stages = [(kind, tuple(transformed), lengths)]
-    for kind, dims, sizes in stages:
-        moved = _moved(entries, dims, x.shape, shardings.mesh.shape)
+    specs = _specs_of_stages(entries, [dims for _, dims, _ in stages], x.shape, shardings)
+    if specs is None:
+        x = shardings.with_spec(x, P())
+        x = shardings.with_spec(bind_again(equation, [x])[0], P())
+        return [shardings.constrain(x, result)]
+    for (kind, dims, sizes), spec in zip(stages, specs, strict=True):
+        x = _transform(shardings.with_spec(x, spec), kind, dims, sizes, spec, shardings)
+    return [shardings.constrain(x, result)]
+
+
+def _specs_of_stages(
+    entries: Sequence[Any],
+    stages: Sequence[tuple[int, ...]],
+    shape: Sequence[int],
+    shardings: Shardings,
+) -> list[P] | None:
+    """The spec during the transform of each stage's dimensions; None if another dimension lacks."""
+    specs: list[P] = []
+    for dims in stages:
+        moved = _moved(entries, dims, shape, shardings.mesh.shape)
         if moved is None:
             return None
         entries = moved
-        x = shardings.with_spec(x, P(*entries))
-        x = _transform(x, kind, dims, sizes, P(*entries), shardings)
-    return [shardings.constrain(x, result)]
+        specs.append(P(*moved))
+    return specs
 
 
 def _stages(

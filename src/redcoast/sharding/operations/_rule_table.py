@@ -59,6 +59,8 @@ KEPT = frozenset(
     tanh
     """.split()  # noqa: SIM905
 )
+# Each element of the results depends on all earlier ones.
+CUMULATIVE = frozenset(["cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"])
 # Scaled operands scale the results of these, though they are not linear.
 HOMOGENEOUS = frozenset(["abs", "clamp", "max", "min", "reduce_max", "reduce_min", "sort"])
 # The results of these are counts and conditions, which say nothing of the value of an example.
@@ -124,10 +126,15 @@ def rule_of(equation: JaxprEqn) -> Rule | None:
     return make_rule(equation)
 
 
-def opaque_rule(equation: JaxprEqn) -> Rule:
-    """The rule of an operation that the table does not have: all arrays are needed as a whole."""
+def opaque_rule(equation: JaxprEqn, *, results: bool = True) -> Rule:
+    """The rule of an operation that the table does not have: all arrays are needed as a whole.
+
+    Without `results`, these may be sharded in any way.
+    """
     factors = Factors()
-    operands = factors.of_each(equation.invars)
-    results = factors.of_each(equation.outvars)
-    everything = chain(*operands, *results)
-    return factors.rule(operands, results, whole=everything)
+    before = factors.of_each(equation.invars)
+    after = factors.of_each(equation.outvars)
+    whole = [*chain(*before)]
+    if results:
+        whole += chain(*after)
+    return factors.rule(before, after, whole=whole)

@@ -167,6 +167,8 @@ def _gather_whole(
     for value, _, node, dimension in _dimensions(inputs, rule.operands):
         if dimension[0] in needed:
             graph.add_reshard(value, node, results[0], None)
+            if rule.writes is None:
+                graph.add_move(value, node, results[0], None)
     for value, _, node, dimension in _dimensions(results, rule.results):
         if dimension[0] in needed:
             graph.add_reshard(value, None, value, node)
@@ -207,6 +209,8 @@ def _reshard_moved(
             if value in with_cotangent[:1]:
                 gathered = target
             graph.add_reshard(value, source, result, gathered)
+            if factor in resharded:
+                graph.add_move(value, node, result, target)
             if source is None or gathered is None:  # otherwise the cut has linked the two
                 graph.soft_links.append((node, target))
             reached.add(target)
@@ -215,6 +219,7 @@ def _reshard_moved(
                 _link_groups(graph, rule.sizes[factor], node, target)
         if not beginnings[factor]:
             graph.add_reshard(value, node, results[0], None)
+            graph.add_move(value, node, results[0], None)
     for result, _, node, dimension in _dimensions(results, rule.results):
         regrouped = dimension not in unchanged and not common.isdisjoint(dimension)
         if regrouped and dimension[0] not in skipped and node not in reached:

@@ -65,8 +65,8 @@ class PartialSum:
 class Reshard:
     """An array whose dimension `source` becomes `target` in a way that no sharding survives.
 
-    If either is sharded, the array is gathered in the forward pass, and its cotangent in the
-    backward pass.
+    If either is sharded, the array is gathered `times` times in a step: forward, in each
+    rematerialisation that runs it again, and its cotangent backward.
     """
 
     source: int | None
@@ -75,8 +75,54 @@ class Reshard:
     target_bytes: int
     dims: Dims
     times: int | float
-    grad: bool
     operation: Source = ()
+
+
+@dataclass(frozen=True)
+class Move:
+    """Elements along `node` that change their places, or are needed as a whole.
+
+    `target` is the dimension of the result that they are moved to, if there is one. They are moved
+    `times` times forward, and their cotangents `backward` times.
+    """
+
+    node: int
+    target: int | None
+    dims: Dims
+    bytes: int
+    result_dims: Dims
+    result_bytes: int
+    times: int | float
+    backward: int | float
+    source: Source = ()
+
+
+@dataclass(frozen=True)
+class HostCall:
+    """An operation that calls a function on the host of one device.
+
+    `operands` are gathered there, and `results` sent to all devices. In a branch or a loop
+    (`is_inside`), as of `eqx.error_if`, each device may call it for its own rows.
+    """
+
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+    times: int | float
+    is_inside: bool
+    source: Source = ()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A sharding that the program itself asks for: for each dimension the axes, or None if any.
+
+    The array becomes so sharded `times` times in a step, forward and backward.
+    """
+
+    value: Value
+    axes: tuple[tuple[str, ...] | None, ...]
+    times: int | float
+    source: Source = ()
 
 
 @dataclass(frozen=True)
@@ -174,6 +220,9 @@ class Graph:
     soft_links: list[tuple[int, int]] = field(default_factory=list)
     partial_sums: dict[object, PartialSum] = field(default_factory=dict)
     reshards: list[Reshard] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+    host_calls: list[HostCall] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
     batch_conflicts: list[BatchConflict] = field(default_factory=list)
     halos: list[Halo] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
@@ -270,13 +319,46 @@ class Graph:
                 value.bytes,
                 result.bytes,
                 result.dims,
-                self.cursor.times,
-                value.grad,
+                self.cursor.times * (self.cursor.forwards + value.grad),
                 self.cursor.source,
             )
         )
         if source is not None and target is not None:
             self.soft_links.append((source, target))
+
+    def add_move(self, value: Value, node: int, result: Value, target: int | None) -> None:
+        """Records that elements along `node` of a value change their places."""
+        times = self.cursor.times * self.cursor.forwards
+        backward = self.cursor.times * value.grad
+        self.moves.append(
+            Move(
+                node,
+                target,
+                value.dims,
+                value.bytes,
+                result.dims,
+                result.bytes,
+                times,
+                backward,
+                self.cursor.source,
+            )
+        )
+
+    def add_host_call(
+        self, operands: Sequence[Value], results: Sequence[Value], *, is_inside: bool
+    ) -> None:
+        """Records that a function runs on the host of one device.
+
+        What an earlier one returns is there already.
+        """
+        there = {value for call in self.host_calls for value in call.results}
+        reused = there.intersection(operands)
+        for place, call in enumerate(self.host_calls):
+            kept = tuple(value for value in call.results if value not in reused)
+            self.host_calls[place] = replace(call, results=kept)
+        sent = tuple(value for value in operands if value not in reused)
+        times = self.cursor.times * self.cursor.forwards
+        self.host_calls.append(HostCall(sent, tuple(results), times, is_inside, self.cursor.source))
 
     def add_halo(
         self, value: Value, node: int, result: Value, target: int, count: int, again: bool
@@ -290,7 +372,8 @@ class Graph:
         before, after = max(1, self.sizes[node]), max(1, self.sizes[target])
         whole = count == ALL
         rows = before if whole else min(count, before)
-        size = value.bytes / before * rows * (self.cursor.forwards + again)
+        passes = self.cursor.forwards + (again and not whole)  # a transform has no kernel
+        size = value.bytes / before * rows * passes
         size += value.grad * result.bytes / after * min(-(-rows * after // before), after)
         times, source = self.cursor.times, self.cursor.source
         halo = Halo(node, target, value.dims, size, value.bytes, times, source, whole)

@@ -6,7 +6,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from ..tree._overrides import spec_axes
-from ._graph import Graph, Value
+from ._graph import Asked, Graph, Value
 
 
 def record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None:
@@ -16,11 +16,17 @@ def record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None:
     if spec is None:
         return
     entries = (*spec, *[None] * (len(operand.dims) - len(spec)))
+    asked: list[tuple[str, ...] | None] = []
     for d, (node, entry) in enumerate(zip(operand.dims, entries, strict=True)):
         if entry is P.UNCONSTRAINED or d in params["unconstrained_dims"]:
+            asked.append(None)
             continue
+        asked.append(spec_axes(entry))
         axes = (*graph.constrained.get(node, ()), *spec_axes(entry))
         graph.constrained[node] = tuple(dict.fromkeys(axes))  # each once
+    cursor = graph.cursor
+    times = cursor.times * (cursor.forwards + operand.grad)
+    graph.asked.append(Asked(operand, tuple(asked), times, cursor.source))
 
 
 def gathered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], d: int) -> list[Value]:

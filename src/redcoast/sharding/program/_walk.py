@@ -16,6 +16,7 @@ from ...core._control_flow import (
     consts_of,
     control_flow,
     inner_jaxprs,
+    is_callback,
     open_jaxpr,
     primitive_name,
 )
@@ -73,7 +74,7 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
         graph.cursor = Cursor(
             cursor.regions,
             source=(*cursor.source, equation),
-            times=cursor.times * (index in used.equations),
+            times=cursor.times * (index in used.equations or bool(equation.effects)),
             forwards=1.0 + sum(index in remat.equations for remat in remats),
             is_saved=all(region.keeps(equation) for region in cursor.regions[2:]),
             needed=tuple(of_region.inner[index] for of_region in needed),
@@ -103,6 +104,8 @@ def _apply_rule(
     gathered_dim = gathered_dimension(equation)
     if gathered_dim is not None:
         return gathered(graph, equation, inputs, gathered_dim), []
+    if is_callback(equation):
+        return _call_host(graph, equation, inputs), []
     if rule is not None:
         for value in inputs:
             graph.first_use.setdefault(value.dims, graph.cursor.source)
@@ -133,6 +136,21 @@ def _apply_rule(
             return outputs_of(graph, scope), []
     graph.unknown[equation.primitive.name] += 1
     return follow_rule(graph, equation, opaque_rule(equation), inputs), []
+
+
+def _call_host(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """Operands are gathered on one device. Its results go to all, which may keep a part alone."""
+    before = len(graph.moves)
+    results = follow_rule(graph, equation, opaque_rule(equation, results=False), inputs)
+    del graph.moves[before:]  # rows are gathered for the host, and counted there
+    if not results:
+        for value in inputs:
+            for node in value.dims:
+                graph.add_reshard(value, node, value, None)
+    around = map(control_flow, graph.cursor.source[:-1])
+    is_inside = any(isinstance(flow, Cond | While) for flow in around)
+    graph.add_host_call(inputs, results, is_inside=is_inside)
+    return results
 
 
 def _call(graph: Graph, equation: JaxprEqn, call: Call, inputs: Sequence[Value]) -> Walked:
@@ -192,6 +210,7 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
         graph.block(layers)
         graph.stacks.add(layers)
         slices.append(graph.value(var.aval, tuple(dims), grad=value.grad))
+        graph.add_move(value, layers, slices[-1], None)
     outside = graph.cursor
     graph.cursor = outside.repeated(length)
     if id(equation) in graph.skipped:

@@ -12,7 +12,7 @@ from ...core._jaxpr import is_inexact
 from ..operations import Factor, Rule
 from ..operations._rule_table import UNCOUPLED
 from ..program._facts import Facts, Operation, follow_facts
-from ..solver._planned_collectives import BatchDims
+from ..solver._batch_dims import BatchDims
 from ..solver._strategy import Program, batch_dims
 from ._data import Coupling
 

@@ -192,6 +192,9 @@ class ProgramReport:
         examples.
     - `promotions`: The lines of the user's code that combine predictions of shape `(n, 1)` with
         labels of shape `(n,)`, so that NumPy's rank promotion makes an `(n, n)` array.
+    - `gathered_whole`: The lines of the user's code at which every device sends all that it has of
+        an array, as sentences: where a function runs on the host, and where the program asks for a
+        sharding that the compiler cannot reach step by step.
     - `lines`: The lines of the user's code that cost memory or communication, the costliest first.
     - `device_memory`, `device_memory_known`: The bytes of memory that a device has, and whether the
         devices, or `Hardware.memory`, specify it. Otherwise it is 80 GB.
@@ -219,6 +222,7 @@ class ProgramReport:
     promotions: tuple[str, ...] = ()
     lines: tuple[LineCost, ...] = field(default=(), repr=False, compare=False)
     split_examples: Mapping[str, str] = field(default_factory=dict, repr=False)
+    gathered_whole: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

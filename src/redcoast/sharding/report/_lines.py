@@ -15,8 +15,8 @@ from ..program._graph import Source
 from ..solver._buffers import Part
 from ..solver._strategy import Program
 from ._data import LineCost, ProgramReport
+from ._sent import Sent
 from ._text import WIDTH, hanging, megabytes
-from ._traffic import Sent
 
 Frame = tuple[str, int]  # a file and the number of a line
 _NOWHERE: Frame = ("", 0)

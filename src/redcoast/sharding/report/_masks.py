@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 
 from ..program._facts import Facts, Operation, follow_facts
-from ..solver._planned_collectives import BatchDims
+from ..solver._batch_dims import BatchDims
 from ..solver._strategy import Program, batch_dims
 
 

@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from ..operations import shape_of
 from ..program._facts import Facts, Operation, follow_facts
-from ..solver._planned_collectives import BatchDims
+from ..solver._batch_dims import BatchDims
 from ..solver._strategy import Program, batch_dims
 
 _BATCHING = "batching.py"  # of JAX: the operations that `jax.vmap` adds

@@ -91,6 +91,7 @@ def program_from_json(saved: Mapping[str, Any]) -> data.ProgramReport:
         promotions=tuple(saved.get("promotions", ())),
         lines=tuple(map(_line_cost, saved.get("lines", ()))),
         split_examples=saved.get("split_examples", {}),
+        gathered_whole=tuple(saved.get("gathered_whole", ())),
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from ...core._pytree import join, show_path
 from ..operations._rule_table import HOMOGENEOUS
 from ..program._facts import Facts, Operation, follow_facts
-from ..solver._planned_collectives import BatchDims
+from ..solver._batch_dims import BatchDims
 from ..solver._strategy import Program, batch_dims
 
 

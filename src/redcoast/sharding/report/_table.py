@@ -155,6 +155,8 @@ def _program(program: data.ProgramReport) -> list[str]:
     for one in program.hindrances:
         lines += paragraph(f"{one.arrays}: {one.why}", "  ", "    ")
     lines += ["", *_traffic(program.traffic)]
+    for text in program.gathered_whole:
+        lines += ["", *paragraph(text)]
     if program.unknown:
         names = ", ".join(f"{count} x {name}" for name, count in program.unknown.items())
         lines += ["", *paragraph(_UNKNOWN.format(names))]

@@ -2,15 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from ...distributed._mesh import PIPE
 from ..program._graph import Source
+from ..solver._batch_dims import BatchDims
 from ..solver._cost import gathers
 from ..solver._figures import Pipelining
 from ..solver._hardware import Hardware, all_gather, all_reduce
-from ..solver._planned_collectives import BatchDims, of_batch, of_model
+from ..solver._planned_collectives import of_batch, of_model
 from ..solver._strategy import (
     Decision,
     any_tensor_parallel,
@@ -24,20 +25,9 @@ from ..tree._leaf_plans import LeafPlan
 from ..tree._overrides import spec_axes
 from ._data import Traffic, TrafficKind
 from ._reasons import Reasons
+from ._sent import Axes, Sent
+from ._sent_whole import sent_as_asked, sent_to_hosts
 from ._text import grouped, shortened
-
-Axes = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Bytes that each device sends in a step over some axes, and the operation that causes it."""
-
-    axes: Axes
-    kind: TrafficKind
-    cause: str
-    bytes: int | float
-    source: Source = ()
 
 
 def all_sent(plans: Sequence[LeafPlan], reasons: Reasons, hardware: Hardware) -> list[Sent]:
@@ -63,6 +53,8 @@ def all_sent(plans: Sequence[LeafPlan], reasons: Reasons, hardware: Hardware) ->
             scaled.append(replace(one, bytes=one.bytes * size / max(1, total[key])))
         entries = scaled
     entries += _gathers(plans, decision, axes)
+    entries += sent_to_hosts(decision, axes)
+    entries += sent_as_asked(decision, axes)
     entries += _between_stages(decision, axes)
     return entries
 
@@ -142,12 +134,14 @@ def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Itera
         "halos": "halos of convolutions and windows",
         "turned": "all-to-alls around Fourier transforms",
         "uneven": "all-gathers of examples, where a size does not divide",
+        "moved": "rows of the batch, which other devices need",
     }
     if decision.program.batch.sets:
         what = "split examples"
         causes["gradients"] = "gradients, summed over the batch"
         causes["compared"] = "all-gathers of examples, compared with themselves"
         causes["written"] = "all-gathers of examples, written by index"
+        causes["moved"] = "parts of examples, which other devices need"
     elif of_tokens:
         causes |= dict.fromkeys(("written", "compared"), "all-gathers of keys and values")
     for one in of_batch(graph, batch, stored(decision.strategy, reasons.axes), hardware):

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..program._graph import Graph, Value
+from ._batch_dims import BatchDims
 from ._classes import Classes
 from ._hardware import Hardware, all_gather
-from ._planned_collectives import BatchDims, of_batch, of_model
+from ._planned_collectives import of_batch, of_model
 
 Choice = frozenset[int]
 

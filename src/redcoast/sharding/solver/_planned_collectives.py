@@ -2,69 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
+from ...core._jaxpr import struct_of
 from ..program._graph import BatchConflict, Dims, Graph, Halo, PartialSum, Reshard, Source, Value
+from ._batch_dims import BatchDims
 from ._classes import Classes
 from ._hardware import Hardware, all_gather, all_reduce
-
-_ALL_ROWS = -1  # in place of the class of rows
-
-
-@dataclass(frozen=True)
-class SplitNodes:
-    """The nodes that are sharded over `count` devices, which are those along `axes` of a mesh."""
-
-    classes: Classes
-    roots: frozenset[int]
-    count: int
-    axes: tuple[str, ...] = ()
-
-    def has(self, node: int) -> bool:
-        return self.classes[node] in self.roots
-
-
-@dataclass(frozen=True)
-class BatchDims:
-    """The nodes that are sharded like the batch.
-
-    Usually there is one set of them, the rows. An example may be split along several dimensions,
-    each over other devices.
-    """
-
-    sets: tuple[SplitNodes, ...]
-
-    @property
-    def count(self) -> int:
-        """The number of devices that share the batch."""
-        return prod(one.count for one in self.sets)
-
-    @property
-    def is_split(self) -> bool:
-        return any(one.roots for one in self.sets)
-
-    def __getitem__(self, node: int) -> int:
-        # Gradients of all rows are summed together, whether the rows are linked or not.
-        return _ALL_ROWS if self.has(node) else self.sets[0].classes[node]
-
-    def has(self, node: int) -> bool:
-        return any(one.has(node) for one in self.sets)
-
-    def set_of(self, node: int) -> SplitNodes | None:
-        """The set that a node is in, if any."""
-        return next((one for one in self.sets if one.has(node)), None)
-
-    def parts(self, dims: Iterable[int]) -> int:
-        """The number of devices that share an array with these dimensions."""
-        nodes = tuple(dims)
-        return prod(one.count for one in self.sets if any(map(one.has, nodes)))
-
-    def alone(self, node: int, dims: Iterable[int]) -> int:
-        """The number of devices that share an array, apart from those that `node` is over."""
-        nodes, own = tuple(dims), self.set_of(node)
-        sets = (one for one in self.sets if one is not own)
-        return prod(one.count for one in sets if any(map(one.has, nodes)))
+from ._moved_rows import moved_rows
 
 
 @dataclass(frozen=True)
@@ -87,6 +32,7 @@ class PlannedCollective:
         "halos",
         "turned",
         "uneven",
+        "moved",
     ]
     bytes: int | float
     backward: bool
@@ -157,16 +103,25 @@ def of_batch(
     for halo in graph.halos:
         if batch.has(halo.node):
             yield _halo(halo, batch)
+    for move, sent in moved_rows(graph, batch):
+        yield PlannedCollective("moved", sent, False, None, move.dims, move.source)
 
 
 def _is_lookup(one: PartialSum, graph: Graph, batch: BatchDims) -> bool:
     """Whether devices look up other rows of the batch, as those of nodes at the edges of a graph.
 
-    Rows that are as many may look up in themselves, which sends nothing.
+    Rows that look up an element of as many rows, as of their label, look up in themselves.
     """
     rows = [graph.sizes[node] for node in one.dims if batch.has(node)]
-    is_gather = bool(one.source) and one.source[-1].primitive.name == "gather"
-    return is_gather and len(rows) > 0 and graph.sizes[one.node] not in rows
+    if not rows or not one.source or one.source[-1].primitive.name != "gather":
+        return False
+    return graph.sizes[one.node] not in rows or one.bytes == _table_bytes(one)
+
+
+def _table_bytes(one: PartialSum) -> int:
+    """The bytes of the array that a gather looks up in."""
+    table = struct_of(one.source[-1].invars[0])
+    return table.size * table.dtype.itemsize
 
 
 def _is_sum_by_index(one: PartialSum, graph: Graph, batch: BatchDims) -> bool:
@@ -192,9 +147,7 @@ def _sum_by_index(one: PartialSum, batch: BatchDims) -> PlannedCollective:
 
 def _lookup(one: PartialSum, batch: BatchDims, count: int, *, is_first: bool) -> PlannedCollective:
     """XLA all-gathers an array for all lookups in it, and all-reduces the cotangent of each."""
-    table = one.source[-1].invars[0].aval
-    size = table.size * table.dtype.itemsize * one.times  # pyright: ignore
-    size /= batch.alone(one.node, one.dims)
+    size = _table_bytes(one) * one.times / batch.alone(one.node, one.dims)
     sent = 0.0
     if is_first:
         sent += all_gather(count, size)
@@ -259,8 +212,8 @@ def _cut_sides(
     )
     if source == target:
         return
-    # Compilers gather the array, and its cotangent in the backward pass, on either side.
-    gathers = cut.times * (1 + cut.grad) / batch.parts(cut.dims)
+    # Compilers gather the array and its cotangent on either side.
+    gathers = cut.times / batch.parts(cut.dims)
     for one, size in ((source, cut.source_bytes), (target, cut.target_bytes)):
         if one is not None:
             yield one, size * gathers

@@ -14,11 +14,11 @@ from ..program._shared_programs import once
 from ..program._trace import Traced
 from ..program._walk import Scope, walk
 from ._batch import BatchNodes, find_batch
+from ._batch_dims import BatchDims, SplitNodes
 from ._classes import Classes, conflicts, splittable
 from ._cost import Axes, Parameter, Problem, build_problem, group
 from ._eliminate import search_groups
 from ._hardware import Hardware, all_gather
-from ._planned_collectives import BatchDims, SplitNodes
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""What is sent for functions on the host, and for shardings that the program itself asks for.
+
+XLA runs a function on the host of one device: its operands are gathered there, and its results go
+to all devices. To reach another sharding, it gathers dimensions that are split less, exchanges
+parts between a dimension that is split less and one that is split as much more, or permutes
+devices. If none of these applies, it gathers the entire array on every device, which it calls an
+involuntary full rematerialization.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ...core._frames import own_line
+from ..program._graph import Asked, Dims, Source, Value
+from ..solver._batch_dims import BatchDims
+from ..solver._hardware import all_gather, all_reduce
+from ..solver._strategy import Decision, any_tensor_parallel, batch_of, parts, used_axes
+from ._sent import Axes, Sent
+from ._text import scaled
+
+Sizes = Mapping[str, int]
+Spec = Sequence[Axes]  # the axes of each dimension
+
+
+def sent_to_hosts(decision: Decision, axes: Sizes) -> Iterator[Sent]:
+    """What functions on the host receive and return, but for gathers over tensor-parallel axes."""
+    batch = batch_of(decision, axes)
+    rows = used_axes(decision.strategy.batch, axes)
+    everyone = used_axes(tuple(axes), axes)
+    for call in decision.program.graph.host_calls:
+        values = (*call.operands, *call.results)
+        sharded = any(any_tensor_parallel(decision, value.dims) for value in values)
+        if call.is_inside and not sharded:
+            continue  # each device calls it for its own rows
+        cause = "functions on the host: what they receive and return"
+        for value in call.operands:
+            size = all_gather(batch.parts(value.dims), value.bytes) * call.times
+            yield Sent(rows, "activations", cause, size, call.source)
+        for value in call.results:
+            size = all_reduce(parts(everyone, axes), value.bytes) * call.times
+            yield Sent(everyone, "activations", cause, size, call.source)
+
+
+def sent_as_asked(decision: Decision, axes: Sizes) -> Iterator[Sent]:
+    """What is sent to reach the shardings that the program itself asks for."""
+    for asked, change in _changes(decision, axes):
+        over = used_axes(tuple(axis for entry in change.before for axis in entry), axes)
+        cause = "shardings that the program asks for"
+        yield Sent(over, "activations", cause, change.sent * asked.times, asked.source)
+
+
+def find_gathered_whole(decision: Decision, axes: Sizes) -> tuple[str, ...]:
+    """Sentences on the lines at which every device sends all that it has of an array."""
+    texts: list[str] = []
+    sizes: Counter[str] = Counter()
+    for sent in sent_to_hosts(decision, axes):
+        sizes[_line(sent.source)] += round(sent.bytes)
+    for line, size in sizes.most_common():
+        if size:
+            texts.append(
+                f"{line} calls a function on the host, such as `jax.pure_callback` or "
+                f"`eqx.error_if`. It runs for one device: each device sends {scaled(size)} in a "
+                "step, since operands are gathered there and results are sent to all devices."
+            )
+    for asked, change in _changes(decision, axes):
+        if change.gathers_all:
+            texts.append(
+                f"{_line(asked.source)} asks for a sharding that the compiler cannot reach step by "
+                f"step: it gathers the entire array, {scaled(asked.value.bytes)}, on every device. "
+                "A constraint in between, which moves one axis at a time, avoids that."
+            )
+    return tuple(dict.fromkeys(texts))
+
+
+def _line(source: Source) -> str:
+    for equation in reversed(source):
+        line = own_line(getattr(equation.source_info, "traceback", None))
+        if line:
+            return line
+    return "The program"
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of sharding: bytes that each device sends, and whether it gathers the array."""
+
+    before: Spec
+    sent: float
+    gathers_all: bool
+
+
+def _changes(decision: Decision, axes: Sizes) -> Iterator[tuple[Asked, _Change]]:
+    batch = batch_of(decision, axes)
+    known: dict[Dims, Spec] = {}  # what the program has asked for
+    for asked in decision.program.graph.asked:
+        dims = asked.value.dims
+        before = known.get(dims) or _planned(asked.value, decision, batch, axes)
+        after: list[Axes] = []
+        for now, wanted in zip(before, asked.axes, strict=True):
+            if wanted is None:
+                wanted = now
+            after.append(used_axes(wanted, axes))
+        known[dims] = after
+        yield asked, _change(asked, before, after, axes)
+
+
+def _change(asked: Asked, before: Spec, after: Spec, axes: Sizes) -> _Change:
+    count = [parts(entry, axes) for entry in before]
+    ratios = [parts(entry, axes) / n for entry, n in zip(after, count, strict=True)]
+    less = Counter(1 / ratio for ratio in ratios if ratio < 1)
+    more = Counter(ratio for ratio in ratios if ratio > 1)
+    exchanged = less & more
+    size = asked.value.bytes / prod(count)
+    if less and more and not exchanged:
+        return _Change(before, all_gather(prod(count), asked.value.bytes), True)
+    size /= prod((more - exchanged).elements())  # what is split further sends nothing
+    sent = sum(size * (1 - 1 / ratio) for ratio in exchanged.elements())
+    for ratio in (less - exchanged).elements():
+        sent += size * (ratio - 1)
+        size *= ratio
+    pairs = list(zip(before, after, strict=True))
+    if any(now and wanted and wanted[: len(now)] != now[: len(wanted)] for now, wanted in pairs):
+        sent += size  # between other devices
+    return _Change(before, sent, False)
+
+
+def _planned(value: Value, decision: Decision, batch: BatchDims, axes: Sizes) -> list[Axes]:
+    """The axes that each dimension is split over, each axis once."""
+    entries: list[Axes] = []
+    taken: set[str] = set()
+    for node in value.dims:
+        split, over = batch.set_of(node), ()
+        if split is not None:
+            over = used_axes(split.axes, axes)
+        elif any_tensor_parallel(decision, (node,)):
+            over = used_axes(decision.strategy.model, axes)
+        if not taken.isdisjoint(over):
+            over = ()
+        taken.update(over)
+        entries.append(over)
+    return entries

@@ -1,0 +1,109 @@
+"""What devices send where an operation moves rows of the batch, such as a slice or a concatenation.
+
+The results are split again. The figures are those of XLA's partitioning, in bytes that each device
+sends; a part is what a device has of an array.
+"""
+
+from collections.abc import Iterator
+
+from jax.extend.core import JaxprEqn, Var
+
+from ..operations._rule_table import CUMULATIVE
+from ..program._graph import Graph, Move
+from ._batch_dims import BatchDims
+from ._hardware import all_gather, all_reduce
+
+# The parts of its operand that a device sends for a slice that is split again, and of each operand
+# and its cotangent for a concatenation: the halos that XLA exchanges.
+_SLICED = 1.25
+_CONCATENATED, _CONCATENATED_BACK = 1.75, 2.5
+
+
+def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Move, int | float]]:
+    """The moves of rows, with the bytes that each device sends for them in a step."""
+    slices: dict[Var, Move] = {}
+    for move in graph.moves:
+        equation = move.source[-1]
+        if equation.primitive.name == "slice":
+            slices[equation.outvars[0]] = move
+    shifted: set[Move] = set()  # the parts of rolled arrays that go to another device
+    free: set[Move] = set()
+    for move in graph.moves:
+        parts = _rolled_parts(move.source[-1], slices)
+        if parts:
+            shifted.add(parts[0])
+            free.update((*parts[1:], move))
+    for move in graph.moves:
+        if move in shifted:
+            yield move, _sent_for_roll(move, batch)
+        elif move not in free:
+            yield move, _sent(move, graph, batch)
+
+
+def _rolled_parts(equation: JaxprEqn, slices: dict[Var, Move]) -> list[Move]:
+    """The slices of an array that a concatenation puts in another order, the smallest first."""
+    if equation.primitive.name != "concatenate":
+        return []
+    parts = [slices[atom] for atom in equation.invars if atom in slices]
+    arrays = {part.source[-1].invars[0] for part in parts}
+    if len(parts) < len(equation.invars) or len(arrays) != 1:
+        return []
+    if sum(part.result_bytes for part in parts) != parts[0].bytes:
+        return []
+    return sorted(parts, key=lambda part: part.result_bytes)
+
+
+def _sent_for_roll(move: Move, batch: BatchDims) -> int | float:
+    own = batch.set_of(move.node)
+    if own is None:
+        return 0
+    others = batch.alone(move.node, move.dims)
+    size = min(move.result_bytes, move.bytes / own.count) / others
+    # The cotangent of the smaller slice is summed over the devices.
+    back = size + all_reduce(own.count, move.result_bytes / others)
+    return size * move.times + back * move.backward
+
+
+def _sent(move: Move, graph: Graph, batch: BatchDims) -> int | float:
+    own, target = batch.set_of(move.node), None
+    if move.target is not None:
+        target = batch.set_of(move.target)
+    if own is None:
+        if target is None:
+            return 0
+        # A part of each device's cotangent belongs to an array that all have.
+        size = move.bytes / batch.alone(move.target, move.result_dims)
+        return all_gather(target.count, size) * move.backward
+    others, k = batch.alone(move.node, move.dims), own.count
+    whole, result = move.bytes / others, move.result_bytes / others
+    part, name = whole / k, move.source[-1].primitive.name
+    if name in CUMULATIVE or name == "scan":
+        return all_gather(k, whole) * (move.times + move.backward)
+    if name == "sort":
+        # The operand and its indices are sorted by another split, and what is sorted is gathered.
+        # The cotangents are added at their places.
+        turned = 4 * all_gather(k, part)
+        forward = all_gather(k, whole) + turned
+        return forward * move.times + all_reduce(k, whole) * move.backward
+    if target is None:
+        forward = all_gather(k, whole)
+        if name == "slice":
+            forward = min(forward, all_reduce(k, result))
+        return forward * move.times
+    if name == "concatenate":
+        return part * (_CONCATENATED * move.times + _CONCATENATED_BACK * move.backward)
+    if name == "slice" and _is_within_parts(move, graph, k):
+        return 0
+    if name == "slice":
+        forward = min(all_gather(k, result), _SLICED * part)
+        return forward * move.times + min(all_gather(k, result), part) * move.backward
+    return part * (move.times + move.backward)
+
+
+def _is_within_parts(move: Move, graph: Graph, count: int) -> bool:
+    """Whether a slice takes every second or third row, and as many from each part."""
+    strides = move.source[-1].params["strides"]
+    if strides is None or move.target is None:
+        return False
+    rows, stride = graph.sizes[move.node], strides[move.dims.index(move.node)]
+    return graph.sizes[move.target] * stride == rows and rows // count % stride == 0

@@ -45,8 +45,9 @@ def make_workload(
     """The training step of a model on sequences of `seq` tokens (of the decoder, for encoders of
     images or sounds).
 
-    `chunk` is the number of positions whose logits are in memory at a time; all by default. If the
-    sequence is longer than the model's learned positions, positions are added, with a note.
+    `chunk` is the number of positions whose logits are in memory at a time; by default, all of them
+    unless they are large. If the sequence is longer than the model's learned positions, positions
+    are added, with a note.
     """
     if chunk is not None and chunk < 1:
         refuse(f"--chunk must be at least 1, but is {chunk}.")
@@ -146,8 +147,6 @@ def _task(
         # Decoders predict the next token, encoders the masked ones, position by position.
         before = [models.shift_right(targets, start=config.decoder_start or 0)] if decodes else []
         hidden = model.hidden(batch["inputs"], *before, key=key)
-        if chunk is None:
-            return cross_entropy(model.unembed(hidden), targets)
         return chunked_cross_entropy(hidden, model.unembed, targets, chunk=chunk)
 
     return loss_fn, make_batch

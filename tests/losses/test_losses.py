@@ -1,5 +1,6 @@
 """Cross-entropy against NumPy, and chunked against unchunked: values, gradients, memory, meshes."""
 
+import contextlib
 import dataclasses
 import functools as ft
 import math
@@ -16,8 +17,11 @@ from grids import few_of
 from random_models import to_device
 
 import redcoast as rc
+from redcoast.core._jaxpr import iter_equations
+from redcoast.core._tracing import traced_over
 from redcoast.dryrun.hlo import collectives
 from redcoast.losses import (
+    _cross_entropy,
     chunked_cross_entropy,
     cross_entropy,
     token_log_probabilities,
@@ -178,6 +182,50 @@ def test_memory_of_the_chunked_loss():
 
     assert temporaries(lambda hidden, head, targets: cross_entropy(hidden @ head, targets)) > logits
     assert temporaries(in_chunks) < logits / 10
+
+
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 8}, {"fsdp": 4, "model": 2}], ids=str)
+def test_large_logits_are_computed_in_chunks_by_default(mesh):
+    """Chunks are chosen by the bytes of logits on a device, so a mesh has larger ones."""
+    batch, seq, width, vocab = 8, 4096, 4, 131_072
+    devices = 1 if mesh is None else 8
+    shapes = [(batch * devices, seq, width), (width, vocab)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    targets = jax.ShapeDtypeStruct(shapes[0][:2], jnp.int32)
+
+    def loss(hidden, head, targets):
+        return chunked_cross_entropy(hidden, lambda x: x @ head, targets)
+
+    def positions():
+        with trace_context(mesh):
+            jaxpr = jax.make_jaxpr(loss)(*arrays, targets)
+        avals: Any = [var.aval for one in iter_equations(jaxpr.jaxpr) for var in one.outvars]
+        return max(aval.shape[1] for aval in avals if aval.shape[-1:] == (vocab,))
+
+    assert positions() == 256  # 2**30 bytes of float32 on each device
+    arrays[0] = jax.ShapeDtypeStruct((devices, seq, width), jnp.float32)
+    targets = jax.ShapeDtypeStruct((devices, seq), jnp.int32)
+    assert positions() == seq  # 2 GiB on each device are whole
+
+
+def trace_context(mesh):
+    if mesh is None:
+        return contextlib.nullcontext()
+    return traced_over(rc.make_mesh(**mesh))
+
+
+def test_chunks_by_size_have_the_loss_and_gradients_of_whole_logits(monkeypatch):
+    monkeypatch.setattr(_cross_entropy, "MOST_WHOLE", 64)
+    monkeypatch.setattr(_cross_entropy, "_BYTES_OF_CHUNK", 4 * BATCH * VOCAB * 3)
+    whole = jax.value_and_grad(full, argnums=(0, 1))(HIDDEN, HEAD, RAGGED)
+    by_size = lambda hidden, head, mask: chunked_cross_entropy(
+        hidden, ft.partial(unembed, head), TARGETS, mask=mask
+    )
+    text = str(jax.make_jaxpr(by_size)(HIDDEN, HEAD, RAGGED))
+    assert "scan" in text
+    found = jax.value_and_grad(by_size, argnums=(0, 1))(HIDDEN, HEAD, RAGGED)
+    for x, y in zip(*map(jax.tree.leaves, (found, whole)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 CONFIG = LlamaConfig(vocab=4096, width=64, layers=1, heads=4, kv_heads=4, hidden=96)

@@ -10,7 +10,14 @@ from jaxtyping import Array, Bool, Float, Integer
 from ..core._control_flow import close_jaxpr, consts_of, open_jaxpr
 from ..core._sequence_parts import sequence_parts
 from ..core._token_losses import token_losses
+from ..core._tracing import size_of_axis
 from ._float32 import at_least_float32
+
+# Up to this many bytes of logits in float32, a device computes them whole.
+MOST_WHOLE = 2**31
+# The bytes of logits in float32 of a chunk, by default. The arrays of `unembed` are read, and their
+# gradients added, once for each chunk, so small chunks are slow.
+_BYTES_OF_CHUNK = 2**30
 
 Weights = Bool[Array, "*batch"] | Integer[Array, "*batch"] | Float[Array, "*batch"]
 
@@ -63,14 +70,14 @@ def chunked_cross_entropy(
     targets: Integer[Array, "batch seq"],
     *,
     mask: Weights | None = None,
-    chunk: int = 128,
+    chunk: int | None = None,
 ) -> Float[Array, ""]:
     """Computes `cross_entropy(unembed(hidden), targets, mask=mask)` with the logits of only one
-    chunk of the sequence in memory at a time.
+    chunk of the sequence in memory at a time, if they are large.
 
-    The logits are recomputed in the backward pass. The loss and all gradients, including the
-    gradients of the arrays in `unembed`, are the same up to rounding. The latter are accumulated
-    over chunks in the dtype of the arrays.
+    The logits of chunks are recomputed in the backward pass. The loss and all gradients, including
+    the gradients of the arrays in `unembed`, are the same up to rounding. The latter are
+    accumulated over chunks in the dtype of the arrays.
 
     **Arguments:**
 
@@ -78,7 +85,9 @@ def chunked_cross_entropy(
     - `unembed`: computes the logits of hidden states, such as `model.unembed`. If the loss is
         differentiated with respect to `model`, gradients flow into the arrays of `unembed`.
     - `targets`, `mask`: see [`redcoast.losses.cross_entropy`][].
-    - `chunk`: the maximum number of positions in a chunk.
+    - `chunk`: the maximum number of positions in a chunk. By default, logits of up to 2 GiB (in
+        float32, on each device of the mesh) are computed whole, and others in chunks of at most
+        1 GiB.
 
     **Returns:**
 
@@ -111,12 +120,12 @@ def token_log_probabilities(
     unembed: Callable[[Float[Array, "batch chunk width"]], Float[Array, "batch chunk vocab"]],
     tokens: Integer[Array, "batch seq"],
     *,
-    chunk: int = 128,
+    chunk: int | None = None,
 ) -> Float[Array, "batch seq"]:
     """Computes the log-probabilities of tokens, in nats, with the logits of only one chunk of the
-    sequence in memory at a time.
+    sequence in memory at a time, if they are large.
 
-    The logits are recomputed in the backward pass, as in
+    The logits of chunks are recomputed in the backward pass, as in
     [`redcoast.losses.chunked_cross_entropy`][].
 
     **Arguments:**
@@ -126,7 +135,9 @@ def token_log_probabilities(
         `temperature` other than 1, pass `lambda hidden: model.unembed(hidden) / temperature`.
     - `tokens`: the token that follows each hidden state, from 0 to `vocab - 1`. Any other value
         gives NaN.
-    - `chunk`: the maximum number of positions in a chunk.
+    - `chunk`: the maximum number of positions in a chunk. By default, logits of up to 2 GiB (in
+        float32, on each device of the mesh) are computed whole, and others in chunks of at most
+        1 GiB.
 
     **Returns:**
 
@@ -160,9 +171,13 @@ def _chunked_losses(
     hidden: Float[Array, "batch seq width"],
     unembed: Callable[[Array], Array],
     targets: Integer[Array, "batch seq"],
-    chunk: int,
+    chunk: int | None,
 ) -> Float[Array, "batch seq"]:
     """The losses of all tokens, in chunks."""
+    if chunk is None:
+        chunk = _chunk_by_size(hidden, unembed)
+        if chunk is None:
+            return token_losses(unembed(hidden), targets)
     if chunk < 1:
         raise ValueError(f"`chunk` is {chunk}, but must be at least 1.")
     if sequence_parts() > 1:
@@ -177,6 +192,29 @@ def _chunked_losses(
     _, losses = jax.lax.scan(body, None, (_in_chunks(hidden, chunk), _in_chunks(targets, chunk)))
     losses = jnp.moveaxis(losses, 0, 1).reshape(hidden.shape[0], -1)
     return losses[:, : hidden.shape[1]]
+
+
+def _chunk_by_size(
+    hidden: Float[Array, "batch seq width"], unembed: Callable[[Array], Array]
+) -> int | None:
+    """The number of positions in a chunk, or None if the logits are small enough to be whole."""
+    batch, seq, width = hidden.shape
+    one = jax.ShapeDtypeStruct((batch, 1, width), hidden.dtype)
+    vocab = jax.eval_shape(unembed, one).shape[-1]
+    of_position = 4 * batch * vocab
+    # Which axes there are is asked only if it matters: a program that depends on the mesh is
+    # traced again for each.
+    if of_position * seq <= MOST_WHOLE:
+        return None
+    for axis in ("data", "fsdp"):
+        if batch % size_of_axis(axis) == 0:
+            batch //= size_of_axis(axis)
+    if vocab % size_of_axis("model") == 0:
+        vocab //= size_of_axis("model")
+    of_position = 4 * batch * vocab
+    if of_position * seq <= MOST_WHOLE * sequence_parts():
+        return None
+    return max(1, _BYTES_OF_CHUNK // of_position)
 
 
 def _losses_in_parts(

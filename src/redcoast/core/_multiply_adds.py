@@ -28,8 +28,13 @@ def multiply_adds(equation: JaxprEqn) -> int | None:
             kernel = shape(equation.invars[1])
             taps = prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
             return prod(shape(equation.outvars[0])) * taps
-        case "dot_product_attention_fwd_wrapper" | "dot_product_attention_bwd_wrapper":
-            # cuDNN: two products forward, five backward (the scores are recomputed).
+        case (
+            "dot_product_attention_fwd_wrapper"
+            | "dot_product_attention_bwd_wrapper"
+            | "dot_product_attention_fwd_splash"
+            | "dot_product_attention_bwd_splash"
+        ):
+            # Two products forward, five backward, where the scores are recomputed.
             (batch, queries, heads, head_dim), (_, keys, *_) = map(shape, equation.invars[:2])
             products = 2
             if "bwd" in equation.primitive.name:

@@ -16,8 +16,9 @@ from ..core._tracing import size_of_axis
 from ._blockwise import attend_in_blocks
 from ._dropout import dropout
 from ._inputs import AnyArray, Mask
-from ._parts import in_parts
+from ._parts import Bias, in_parts
 from ._relative import RelativeBias
+from ._tpu_attention import FEWEST, attend_in_splash, fits_splash
 from ._view import View, has_many_pairs
 
 
@@ -35,6 +36,8 @@ class AllReal:
 Real = Bool[Array, "#batch seq"] | AllReal
 # A `View` if there are many query-key pairs.
 Visible = Bool[Array, "#batch #queries keys"] | View
+# Cards before Ampere have no kernel of cuDNN for attention.
+_OLDEST_WITH_KERNEL = 8
 # The maximum number of pairs for which cuDNN's kernel gets a mask for each pair.
 _MOST_MASKED = 8192 * 8192
 
@@ -104,8 +107,8 @@ def full_view(
         return _view_or_array(view, real.shape[1], real.shape[1])
     if segments is not None:
         return segment_view(real, segments, segments)
-    many = has_many_pairs(real.shape[1], real.shape[1])
-    return View(_unless_known(real)) if many else as_array(real)[:, None]
+    view = View(_unless_known(real))
+    return view if _keeps_view(view, real.shape[1], real.shape[1]) else as_array(real)[:, None]
 
 
 def segment_view(
@@ -117,7 +120,19 @@ def segment_view(
 
 
 def _view_or_array(view: View, queries: int, keys: int) -> Visible:
-    return view if has_many_pairs(queries, keys) else view.visible(queries, keys)
+    return view if _keeps_view(view, queries, keys) else view.visible(queries, keys)
+
+
+def _keeps_view(view: View, queries: int, keys: int) -> bool:
+    """Whether attention has a use for the view: there are many pairs, or a kernel that skips blocks
+    without visible keys."""
+    if has_many_pairs(queries, keys):
+        return True
+    if view.slots is not None or min(queries, keys) == 1:
+        return False
+    if target().platform == "tpu":
+        return min(queries, keys) >= FEWEST
+    return target().capability >= _OLDEST_WITH_KERNEL
 
 
 def attend(
@@ -136,8 +151,8 @@ def attend(
     """Scaled dot-product attention (Vaswani et al., 2017, equation 1) with grouped queries
     (Ainslie et al., 2023).
 
-    If there are many query-key pairs, cuDNN's kernel or `attend_in_blocks` computes it without an
-    array of all pairs.
+    If there are many query-key pairs, a kernel (splash attention on TPUs, cuDNN's on GPUs) or
+    `attend_in_blocks` computes it without an array of all pairs.
 
     **Arguments:**
 
@@ -154,16 +169,18 @@ def attend(
     """
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     view = _as_view(visible, q.shape[1], k.shape[1])
-    # Over a sequence that is split, cuDNN's kernel would need all queries on one device.
-    plain = bias is None and softcap is None and sinks is None and (key is None or rate == 0)
-    if plain and not _is_split(q) and _has_kernel(q, k, v) and _has_small_mask(view, q, k):
-        return _attend_in_kernel(q, k, v, visible if view is None else view, scale)
-    if view is not None:
+    is_plain = sinks is None and (key is None or rate == 0)
+    # Over a sequence that is split, a kernel would need all queries on one device.
+    if is_plain and not _is_split(q):
+        if bias is None and view is not None and _has_splash(q, k, v, view):
+            return attend_in_splash(q, k, v, view, scale=scale, softcap=softcap)
+        if softcap is None and _has_kernel(q, k, v) and _takes_mask(view, bias, q, k):
+            return _attend_in_kernel(q, k, v, visible if view is None else view, bias, scale)
+    if view is not None and has_many_pairs(q.shape[1], k.shape[1]):
         options: Any = {"scale": scale, "softcap": softcap, "rate": rate, "key": key}
         options["sinks"] = sinks
         blocks = lambda q, k, v, view, bias: attend_in_blocks(q, k, v, view, bias=bias, **options)
-        alike = bias is None and sinks is None and (key is None or rate == 0)
-        return in_parts(blocks, q, k, v, view, bias, alike=alike)
+        return in_parts(blocks, q, k, v, view, bias, alike=is_plain and bias is None)
     if isinstance(visible, View):
         visible = visible.visible(q.shape[1], k.shape[1])
     if _is_split(q):
@@ -233,17 +250,28 @@ def _is_split(q: Array) -> bool:
 
 
 def _as_view(visible: Visible, queries: int, keys: int) -> View | None:
-    """The view if there are many pairs, unless it is already an array of all of them."""
-    if not has_many_pairs(queries, keys):
-        return None
+    """The view, unless it is already an array of all pairs."""
     if isinstance(visible, View):
         return visible
-    return View(visible[:, 0]) if visible.shape[1] == 1 else None
+    if has_many_pairs(queries, keys) and visible.shape[1] == 1:
+        return View(visible[:, 0])
+    return None
 
 
-def _has_small_mask(view: View | None, q: Array, k: Array) -> bool:
+def _has_splash(q: Array, k: Array, v: Array, view: View) -> bool:
+    """Whether splash attention, the kernel for TPUs, supports these arrays and this view."""
+    return target().platform == "tpu" and fits_splash(q, k, v, view)
+
+
+def _takes_mask(view: View | None, bias: Bias, q: Array, k: Array) -> bool:
+    """Whether cuDNN's kernel supports this view and this bias."""
+    is_option = view is not None and _is_option(view)
+    if bias is not None:
+        # The kernel computes gradients only of a bias that all rows share, without another mask.
+        is_shared = not isinstance(bias, RelativeBias) and bias.shape[:2] == (1, q.shape[2])
+        return is_option and is_shared and q.shape[1] % 2 == k.shape[1] % 2 == 0
     # The kernel reads a mask as an array of all pairs.
-    return view is None or _is_option(view) or q.shape[1] * k.shape[1] <= _MOST_MASKED
+    return view is None or is_option or q.shape[1] * k.shape[1] <= _MOST_MASKED
 
 
 def _is_option(view: View) -> bool:
@@ -251,12 +279,16 @@ def _is_option(view: View) -> bool:
     return view.is_order_only and (view.causal or view.window is None)
 
 
-def _attend_in_kernel(q: Array, k: Array, v: Array, visible: Visible, scale: float) -> Array:
+def _attend_in_kernel(
+    q: Array, k: Array, v: Array, visible: Visible, bias: Array | None, scale: float
+) -> Array:
     options: dict[str, Any] = {"scale": scale, "implementation": "cudnn"}
     if isinstance(visible, View) and _is_option(visible):
         options["is_causal"] = visible.causal
         if visible.window is not None:
             options["local_window_size"] = (visible.window - 1, 0)
+        if bias is not None:
+            options["bias"] = bias.astype(q.dtype)
         return jax.nn.dot_product_attention(q, k, v, **options)
     if isinstance(visible, View):
         visible = visible.visible(q.shape[1], k.shape[1])
@@ -274,9 +306,9 @@ def _has_stages() -> bool:
 def _has_kernel(q: Array, k: Array, v: Array) -> bool:
     # cuDNN's kernel never materialises all scores. These are the shapes that it supports.
     half = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] == v.shape[-1]
-    sizes = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and min(q.shape[1], k.shape[1]) > 1
-    # Cards before Ampere have no such kernel.
-    return half and sizes and target().capability >= 8
+    most = 256 if target().capability >= 9 else 128  # Hopper or newer
+    sizes = q.shape[-1] % 8 == 0 and q.shape[-1] <= most and min(q.shape[1], k.shape[1]) > 1
+    return half and sizes and target().capability >= _OLDEST_WITH_KERNEL
 
 
 def wide(dtype: np.dtype) -> np.dtype:

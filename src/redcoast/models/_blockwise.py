@@ -80,6 +80,33 @@ def attend_in_blocks(
     The arguments are as for `attend`. Dropout uses other random numbers, which depend on the slot
     of a query and not on the blocks.
     """
+    options = {"bias": bias, "scale": scale, "softcap": softcap, "rate": rate, "key": key}
+    out, log_sum = attend_with_sums(q, k, v, view, **options, block=block)
+    if sinks is not None:
+        # The share of all keys but the sink in the sum of the exponentials.
+        share = jax.nn.sigmoid(log_sum - sinks.astype(log_sum.dtype)[None, :, None])
+        out = (out * jnp.swapaxes(share, 1, 2)[..., None]).astype(q.dtype)
+    return out
+
+
+def attend_with_sums(
+    q: Float[Array, "batch queries heads head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
+    view: View,
+    *,
+    bias: RelativeBias | Float[Array, "#batch heads queries keys"] | None = None,
+    scale: float,
+    softcap: float | None = None,
+    rate: float = 0.0,
+    key: PRNGKeyArray | None = None,
+    block: int | None = None,
+) -> tuple[
+    Float[Array, "batch queries heads value_dim"],
+    Float[Array, "batch heads queries"],
+]:
+    """Returns the results of `attend_in_blocks` without sinks, and the logarithm of the sum of the
+    exponentials of each query's scores."""
     queries, keys = q.shape[1], k.shape[1]
     block = block or (_BLOCK_OF_CPU if target().platform == "cpu" else _BLOCK)
     rows, columns = (_block_size(size, block) for size in (queries, keys))
@@ -98,11 +125,8 @@ def attend_in_blocks(
     arrays = (_pad(grouped, rows, 1), _pad(k, columns, 1), _pad(v, columns, 1))
     found: Any = _attention(options, *arrays, own, fixed)
     out, log_sum = found
-    if sinks is not None:
-        # The share of all keys but the sink in the sum of the exponentials.
-        share = jax.nn.sigmoid(log_sum - sinks.astype(log_sum.dtype).reshape(1, k.shape[2], -1, 1))
-        out = (out * jnp.moveaxis(share, 3, 1)[..., None]).astype(q.dtype)
-    return out[:, :queries].reshape(*q.shape[:3], v.shape[-1])
+    out = out[:, :queries].reshape(*q.shape[:3], v.shape[-1])
+    return out, log_sum.reshape(q.shape[0], q.shape[2], -1)[..., :queries]
 
 
 def _padded(view: View, slots: Array, rows: int, columns: int, keys: int) -> View:

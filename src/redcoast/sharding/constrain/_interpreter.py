@@ -35,6 +35,7 @@ from ..program._walk import Scope, outputs_of
 from ..solver._batch import BatchNodes, made_rows
 from ..solver._strategy import follow_program
 from ..tree._leaf_plans import Compute
+from ._attention_kernel import is_kernel, run_kernel
 from ._copied_weights import apply_copies, copy_weights
 from ._custom_rules import is_float0, run_custom
 from ._grouped_conv import is_grouped, run_grouped
@@ -171,6 +172,10 @@ def _run(
     if is_grouped(equation):
         specs = (shardings.spec(scope.values[atom]) for atom in equation.invars)
         return run_grouped(equation, operands, shardings.mesh, *specs)
+    if is_kernel(equation):
+        values = [scope.values[atom] for atom in equation.invars]
+        if (results := run_kernel(equation, operands, values, shardings)) is not None:
+            return results
     if name == "random_bits" and (draw := shardings.draws.get(id(equation))) is not None:
         return [draw_rows(operands[0], draw, shardings.rows, equation.params["bit_width"])]
     if name == "layout_constraint":
@@ -254,7 +259,7 @@ def _has_nothing_to_constrain(nested: _Nested, call: Call) -> bool:
     """Whether a call has a derivative of its own and no contraction: most are activations."""
     inside = list(iter_equations(nested.inner[0].jaxpr))
     has_contraction = any(x.primitive.name in CONSTRAINED for x in inside)
-    runs_on_rows = any(acts_on_parts(x) or waits_for_rows(x) for x in inside)
+    runs_on_rows = any(acts_on_parts(x) or waits_for_rows(x) or is_kernel(x) for x in inside)
     return call.has_derivative and not has_contraction and not runs_on_rows
 
 

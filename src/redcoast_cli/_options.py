@@ -35,9 +35,7 @@ class DryRunCommand:
     remat: Literal["none", "dots", "full"] = "full"  # rematerialisation in the backward pass
     accumulate: int = 1  # number of microbatches for gradient accumulation
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype; weights are float32
-    chunk: Maybe[int] = (
-        None  # positions whose logits are in memory at a time; by default by size
-    )
+    chunk: Maybe[int] = None  # positions whose logits are in memory at a time; by default by size
     smallest: bool = False  # find the smallest number of chips on which the step fits
     longest: bool = False  # find the longest sequence that fits, a multiple of 128
     compare: bool = False  # compare all meshes; compile the best with and without stages (pipe)

@@ -15,9 +15,9 @@ import redcoast as rc
 from redcoast.sharding.program._trace import trace
 from redcoast.sharding.solver import _eliminate as search_module
 from redcoast.sharding.solver._classes import Classes, conflicts
-from redcoast.sharding.solver._cost import Axes, Parameter, Problem, build_problem
+from redcoast.sharding.solver._cost import Axes, Parameter, Problem, price
 from redcoast.sharding.solver._eliminate import search_groups
-from redcoast.sharding.solver._strategy import _candidates, _problem, batch_dims, follow_program
+from redcoast.sharding.solver._strategy import _candidates, _grouped, batch_dims, follow_program
 
 MODEL, BATCH = 4, 2
 
@@ -53,12 +53,12 @@ def choose(program, hardware, rng):
     over, axes = batch_dims(program, BATCH), Axes(BATCH, 1, MODEL, 1)
     candidates = _candidates(program, classes, over)
     parameters = list(map(Parameter, program.parameters, sharded))
-    groups, grouped = _problem(graph, classes, candidates, over, parameters, axes)
-    picked = search_groups(grouped(hardware))
+    groups, price_of = _grouped(graph, classes, candidates, over, parameters, axes)
+    picked = search_groups(price_of(hardware).problem())
     against = conflicts(graph, classes, candidates)
     alone = {one: one for one in candidates}
-    problem = build_problem(graph, classes, over, parameters, alone, against, axes, hardware)
-    return problem, frozenset(one for one, group in groups.items() if group in picked)
+    prices = price(graph, classes, over, parameters, alone, against, axes, hardware)
+    return prices.problem(), frozenset(one for one, group in groups.items() if group in picked)
 
 
 def is_allowed(problem, chosen):

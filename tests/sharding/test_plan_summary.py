@@ -138,17 +138,20 @@ def test_tensor_parallelism_that_was_asked_for_and_is_not_done():
 
 
 def test_fsdp_that_was_asked_for_and_is_not_done():
-    plan = plan_of((1, 4, 2), batch=8)
+    tight = rc.Hardware(memory=1e5)
+    plan = plan_of((1, 4, 2), batch=8, hardware=tight)
     assert "8-way tensor parallel" in lines_of(plan)[0]
-    assert "FSDP over fsdp=4, because tensor parallelism" in not_done(lines_of(plan))
-    forced = plan_of((1, 4, 2), batch=8, overrides=[("up", P(None, "model"))])
+    said = "FSDP over fsdp=4, because tensor parallelism over the same devices needs less memory"
+    assert said in not_done(lines_of(plan))
+    overrides = [("up", P(None, "model"))]
+    forced = plan_of((1, 4, 2), batch=8, hardware=tight, overrides=overrides)
     assert "4-way FSDP x 2-way tensor parallel" in lines_of(forced)[0]
     assert forced.report.not_done == ()
 
 
 def test_nothing_is_said_to_force_what_nothing_forces():
     """FSDP over `fsdp` alone: an override with `model` would shard over one device."""
-    plan = plan_of((1, 8, 1), batch=8)
+    plan = plan_of((1, 8, 1), batch=8, hardware=rc.Hardware(memory=1e5))
     assert "8-way tensor parallel" in lines_of(plan)[0]
     assert plan.report.not_done[0].asked == "FSDP over fsdp=8"
     assert plan.report.not_done[0].forced_by == ""
@@ -211,8 +214,8 @@ def test_nothing_is_cut_off_silently():
         h = jax.lax.scan(layer, x @ p["emb"], p["l"])[0]
         return jnp.mean((h * p["g"][None] @ p["out"]) ** 2)
 
-    mesh = jax.sharding.AbstractMesh((2, 2, 2, 2), ("pipe", "data", "fsdp", "model"))
-    plan = rc.plan_shardings(model, mesh, fn=loss, args=(array(512, 64), None))
+    mesh = jax.sharding.AbstractMesh((2, 2, 3, 2), ("pipe", "data", "fsdp", "model"))
+    plan = rc.plan_shardings(model, mesh, fn=loss, args=(array(768, 64), None))
     lines = lines_of(plan)
     assert any(line.startswith("Communication") for line in lines)
     assert not_done(lines)

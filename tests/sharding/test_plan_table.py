@@ -226,11 +226,12 @@ def test_the_batch_and_why():
     assert many.report.program.batch_axes == ("fsdp", "model")
     said = "Data parallelism over fsdp and model: tensor parallelism would cost more."
     assert said in words(many)
-    few = plan_mlp(mesh_of(2, 4, 1), batch=8, model=mlp(1, hidden=65_536))
+    tight = Hardware(memory=5e7)
+    few = plan_mlp(mesh_of(2, 4, 1), batch=8, model=mlp(1, hidden=65_536), hardware=tight)
     assert few.report.program.model_axes == ("fsdp",)
     said = (
-        "The batch is small for this model, so fsdp is used for tensor parallelism as well, and "
-        "the batch is split over data alone."
+        "FSDP would need more memory than the devices have, so fsdp is used for tensor parallelism "
+        "as well, and the batch is split over data alone."
     )
     assert said in words(few)
     odd = plan_mlp(mesh_of(data=4), batch=6)

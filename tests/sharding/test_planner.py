@@ -269,28 +269,37 @@ def test_the_batch_goes_over_model_where_nothing_is_worth_computing_split():
     assert "tensor parallelism would cost more" in many.report.program.batch
 
 
-def test_activations_are_whole_only_where_there_is_room():
+def test_fsdp_that_is_asked_for_is_tensor_parallelism_only_where_it_does_not_fit():
+    """Few examples for so many parameters: FSDP sends more, and fewer gathers hide."""
     mesh = rc.make_mesh(fsdp=8, data=1)
-    params = {"layers": jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float32)}
-    batch = jax.ShapeDtypeStruct((8, 16, 1024), jnp.float32)
+    params = {"up": array(1024, 4096), "down": array(4096, 1024)}
+    batch = array(8, 1024)
+
+    def plan(memory, fn=mlp_loss):
+        hardware = rc.Hardware(memory=memory)
+        options = {"fn": fn, "args": (batch, None), "hardware": hardware}
+        return rc.plan_shardings(params, mesh, **options).report.program
+
+    free = plan(80e9)
+    assert (free.batch_axes, free.model_axes) == (("fsdp",), ())
+    assert plan(free.memory.total / 0.84).batch_axes == ("fsdp",)
+    tight = plan(free.memory.total / 0.86)
+    assert (tight.batch_axes, tight.model_axes) == ((), ("fsdp",))
+    assert tight.memory.total < free.memory.total
+    # A function without gradients is not trained, so that its weights need not be gathered.
+    predicted = plan(80e9, lambda params, x, key: jnp.tanh(x @ params["up"]) @ params["down"])
+    assert predicted.model_axes == ("fsdp",)
+
+
+def test_fsdp_stays_where_nothing_fits_and_it_needs_less_memory():
+    params = {"layers": array(4, 1024, 1024)}
 
     def loss(params, x, key):
         layer = lambda x, w: (x + jnp.tanh(x @ w), None)
         return jnp.mean(jax.lax.scan(layer, x, params["layers"])[0] ** 2)
 
-    def plan(memory):
-        given = {"fn": loss, "args": (batch, None), "hardware": rc.Hardware(memory=memory)}
-        return rc.plan_shardings(params, mesh, **given).report.program
-
-    free = plan(80e9)
-    assert free.batch_axes == ()  # few examples for so many parameters
-    needed = free.memory.total
-    assert plan(needed / 0.84).batch_axes == ()
-    tight = plan(needed / 0.86)
-    assert tight.batch_axes == ("fsdp",)
-    assert tight.memory.total < needed
-    # Where nothing fits, the price decides.
-    assert plan(1e6).batch_axes == ()
+    plan = plan_of(loss, params, array(8, 16, 1024), (1, 8, 1), hardware=rc.Hardware(memory=1e6))
+    assert plan.report.program.batch_axes == ("fsdp",)
 
 
 def test_devices_decide_whether_splitting_pays():

@@ -9,14 +9,18 @@ from sharding_helpers import array, real_mesh
 
 import redcoast as rc
 from redcoast.dryrun.hlo import collectives, sent_bytes
+from redcoast.sharding.program._trace import trace
+from redcoast.sharding.solver._classes import Classes
+from redcoast.sharding.solver._cost import Axes, Parameter, price
+from redcoast.sharding.solver._strategy import batch_dims, follow_program
 
 
-def planned_and_sent(fn, model, batch, mesh, used=None):
+def planned_and_sent(fn, model, batch, mesh, used=None, hardware=None):
     """The bytes that each device sends in a step as priced, and those of the compiled program.
 
     `used` is what is compiled: what a step uses of `fn`.
     """
-    plan = rc.plan_shardings(model, mesh, fn=fn, args=(batch, None))
+    plan = rc.plan_shardings(model, mesh, fn=fn, args=(batch, None), hardware=hardware)
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     given = jax.tree.map(place, model, plan.shardings)
     placed = jax.tree.map(place, batch, rc.batch_shardings(batch, mesh))
@@ -54,7 +58,7 @@ def of_itself(model, batch, key):
 
 
 @pytest.mark.parametrize("fn", [contrastive, distances, of_itself])
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (2, 1, 4)])
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 4, 1), (2, 1, 4)])
 def test_a_batch_against_itself_is_gathered_and_its_gradient_summed(fn, sizes):
     model = {"a": array(16, 64), "b": array(16, 64), "out": array(64, 256)}
     batch = {"a": array(256, 16), "b": array(256, 16)}
@@ -209,7 +213,10 @@ def test_a_batch_that_is_not_split_over_fsdp_is_gathered(sizes):
     """It is given split over data and fsdp, since that does not depend on the plan."""
     model = {"rows": array(64, 4096), "out": array(512, 4096)}
     batch = {"client": jax.ShapeDtypeStruct((16,), jnp.int32), "x": array(16, 512)}
-    priced, sent, plan = planned_and_sent(table, model, batch, real_mesh(*sizes))
+    # So little that FSDP does not fit.
+    small = rc.Hardware(memory=8e6, adds_first=False, scatters=False, overlaps=False)
+    mesh = real_mesh(*sizes)
+    priced, sent, plan = planned_and_sent(table, model, batch, mesh, hardware=small)
     assert "fsdp" not in plan.report.program.batch_axes
     (cause,) = (x for x in plan.report.program.traffic if "the batch, which is given" in x.cause)
     assert cause.axes == ("fsdp",)
@@ -264,3 +271,48 @@ def test_rows_that_are_looked_up_and_added_elsewhere_are_priced_as_compiled():
     text = step.lower(array(64, 64), graph, None).compile().as_text()
     planned = sum(one.bytes for one in plan.report.program.traffic)
     assert planned == pytest.approx(sent_bytes(collectives(text, mesh)), rel=0.1)
+
+
+def seconds_of(fn, model, batch, *, model_parallel):
+    """The parts of a step's time on 8 devices of FSDP or tensor parallelism."""
+    traced, _ = trace(fn, model, (batch, None))
+    program = follow_program(traced, [True] * traced.arrays)
+    sizes = {"data": 1, "fsdp": 8, "model": 1}
+    if model_parallel:
+        sizes = {"data": 1, "fsdp": 1, "model": 8}
+    classes = Classes(program.graph, sizes["model"])
+    rows = batch_dims(program, sizes["fsdp"])
+    axes = Axes(rows.count, sizes["fsdp"], sizes["model"], sizes["fsdp"])
+    parameters = [Parameter(value, sharded=True) for value in program.parameters]
+    hidden = classes[program.parameters[0].dims[0]]  # the first array is `down`
+    hardware, groups = rc.Hardware(), {hidden: 0}
+    graph = program.graph
+    prices = price(graph, classes, rows, parameters, groups, {0: set()}, axes, hardware)
+    return prices.seconds(frozenset([0] * model_parallel))
+
+
+def looked_up(model, batch, key):
+    return jnp.mean(jnp.tanh(model["table"][batch]) ** 2)
+
+
+def test_gathers_of_weights_hide_and_sums_of_activations_do_not():
+    """Gathers of a table do not either, since a step begins with them."""
+    layer = lambda model, x, key: jnp.mean((jnp.tanh(x @ model["up"]) @ model["down"]) ** 2)
+    model, batch = {"down": array(4096, 512), "up": array(512, 4096)}, array(8192, 512)
+    fsdp = seconds_of(layer, model, batch, model_parallel=False)
+    weights = 2 * 512 * 4096 * 4
+    # One gather, since there is no loop, and a scatter of the gradient.
+    assert fsdp.hideable == pytest.approx(2 * 7 / 8 * weights / rc.Hardware().batch_bandwidth)
+    assert fsdp.exposed < 0.01 * fsdp.hideable
+    tensor = seconds_of(layer, model, batch, model_parallel=True)
+    assert tensor.hideable == 0
+    sums = 2 * 7 / 8 * 8192 * 512 * 4  # the input has no gradient
+    assert tensor.exposed == pytest.approx(sums / rc.Hardware().model_bandwidth)
+    assert tensor.of_step(overlaps=False) == tensor.arithmetic + tensor.exposed
+    hidden = min(fsdp.arithmetic, fsdp.hideable)
+    saved = fsdp.of_step(overlaps=False) - fsdp.of_step(overlaps=True)
+    assert saved == pytest.approx(0.9 * hidden)
+    ids = jax.ShapeDtypeStruct((8192,), jnp.int32)
+    table = seconds_of(looked_up, {"table": array(4096, 512)}, ids, model_parallel=False)
+    assert table.hideable == 0
+    assert table.exposed > 0

@@ -39,7 +39,7 @@ def planner_hardware(place: Place, mesh: Mesh) -> Hardware:
     cpu = place.target.chip.kind == "cpu"
     # Emulated devices do not report their memory.
     memory = None if cpu else place.target.chip.usable
-    return Hardware(memory=memory, adds_first=not cpu, scatters=not cpu)
+    return Hardware(memory=memory, adds_first=not cpu, scatters=not cpu, overlaps=not cpu)
 
 
 def target_hardware(place: Place, mesh: Mesh, dtype: str = "float32") -> Hardware:

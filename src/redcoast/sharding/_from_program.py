@@ -262,8 +262,8 @@ def _lay_out(task: _Task, budget: int | None) -> _Layout:
 
     def make(fsdp_sharded: Sequence[bool]) -> tuple[list[LeafPlan], Decision]:
         """The layout if some arrays are FSDP-sharded whatever that costs."""
-        fits = lambda decision: not task.excess(decision, fsdp_sharded)
-        decision = best_strategy(program, axes, fsdp_sharded, task.hardware, forced, fits)
+        excess = lambda decision: task.excess(decision, fsdp_sharded)
+        decision = best_strategy(program, axes, fsdp_sharded, task.hardware, forced, excess)
         return _plans(task, decision, fsdp_sharded), decision
 
     if budget is not None:

@@ -62,6 +62,9 @@ def _fsdp(report: PlanReport) -> NotDone | None:
         return None
     if program is not None and "fsdp" in program.model_axes:
         why = "tensor parallelism over the same devices is estimated to cost less"
+        rows_divide = all(size % (report.mesh["data"] * count) == 0 for size in program.batch_sizes)
+        if program.memory.gradients and rows_divide:
+            why = "tensor parallelism over the same devices needs less memory"
         return _entry(asked, why, "model", report)
     if any("fsdp" in array.axes for array in parameters):
         return None

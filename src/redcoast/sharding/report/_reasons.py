@@ -9,7 +9,14 @@ from typing import Any
 from ...core._errors import several
 from ..program._constants import LARGE_CONSTANT
 from ..solver._split_examples import example_parts, is_sequence
-from ..solver._strategy import Decision, constant_dims, parts, split_axes, used_axes
+from ..solver._strategy import (
+    Decision,
+    constant_dims,
+    is_fsdp_possible,
+    parts,
+    split_axes,
+    used_axes,
+)
 from ..tree._leaf_plans import Reason
 from ..tree._leaves import Leaf, flat_leaves
 from ..tree._overrides import multiples_near
@@ -59,10 +66,10 @@ def _sentence(decision: Decision, axes: Mapping[str, int]) -> str:
         return f"Data parallelism over {_listed(used)}: tensor parallelism would cost more."
     if "fsdp" in strategy.model:
         alone = "the batch is split over data alone" if used else "every device has the full batch"
-        return (
-            "The batch is small for this model, so fsdp is used for tensor parallelism as "
-            f"well, and {alone}.{unsplit}"
-        )
+        why = "The batch is small for this model"
+        if is_fsdp_possible(decision.program, axes):
+            why = "FSDP would need more memory than the devices have"
+        return f"{why}, so fsdp is used for tensor parallelism as well, and {alone}.{unsplit}"
     if not wanted:
         return f"The batch is {split}: data and fsdp have one device each."
     if used == wanted:

@@ -1,17 +1,26 @@
-"""The cost of sharding classes of dimensions, as an optimization problem over sets."""
+"""The cost of sharding classes of dimensions, as an optimization problem over sets.
+
+The seconds of a step are in four parts: arithmetic, memory traffic, communication that hides behind
+arithmetic, and communication that the next operation waits for. Ways to use a mesh are compared by
+the time of a step in which the third hides (`Seconds.of_step`). The search among classes adds all
+parts, so that it does not repeat arithmetic and keep whole activations on all devices of `model`
+for communication that may hide.
+"""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from ..program._graph import Graph, Value
+from ..program._graph import Dims, Graph, Value
 from ._batch_dims import BatchDims
 from ._classes import Classes
 from ._hardware import Hardware, all_gather
-from ._planned_collectives import of_batch, of_model
+from ._planned_collectives import PlannedCollective, of_batch, of_model
 
 Choice = frozenset[int]
+# The part of the shorter of arithmetic and communication that does not hide behind the longer: the
+# first gather and the last scatter of a step, and products that wait while both use the memory.
+NOT_HIDDEN = 0.1
 
 
 @dataclass(frozen=True)
@@ -39,10 +48,91 @@ class Problem:
 
     def cost(self, chosen: Iterable[int]) -> int | float:
         chosen = frozenset(chosen)
-        total = self.constant + sum(self.single.get(one, 0.0) for one in chosen)
+        total = self.constant
+        for group in chosen:
+            total += self.single.get(group, 0.0)
         for groups, (hit, miss) in self.covers.items():
             total += miss if chosen.isdisjoint(groups) else hit
         return total
+
+    def add(self, groups: Choice, hit: int | float, miss: int | float) -> None:
+        """Adds a cost: `hit` if at least one of the groups is chosen, and otherwise `miss`."""
+        if not groups:
+            self.constant += miss
+            return
+        before = self.covers.get(groups, (0.0, 0.0))
+        self.covers[groups] = (before[0] + hit, before[1] + miss)
+
+    def add_shared(self, groups: Choice, seconds: int | float, parts: int) -> None:
+        """Adds `seconds`, which are divided by `parts` if one of the groups is chosen."""
+        self.add(groups, seconds / parts, seconds)
+
+    def add_problem(self, other: "Problem") -> None:
+        """Adds the costs of a problem of the same groups."""
+        self.constant += other.constant
+        for number, seconds in other.single.items():
+            self.single[number] += seconds
+        for groups, (hit, miss) in other.covers.items():
+            self.add(groups, hit, miss)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The time of a step in parts, of which `hideable` is communication beside arithmetic.
+
+    **Attributes:**
+
+    - `arithmetic`: Contractions.
+    - `memory`: What is read from and written to memory.
+    - `hideable`: All-gathers of weights, and sums of their gradients.
+    - `exposed`: Communication whose result the next operation waits for.
+    """
+
+    arithmetic: int | float
+    memory: int | float
+    hideable: int | float
+    exposed: int | float
+
+    @property
+    def communication(self) -> int | float:
+        return self.hideable + self.exposed
+
+    @property
+    def serial(self) -> int | float:
+        """The time of arithmetic and communication if nothing overlaps."""
+        return self.arithmetic + self.communication
+
+    def of_step(self, *, overlaps: bool) -> int | float:
+        """The time of arithmetic and communication, where the compiler overlaps them or not."""
+        if not overlaps:
+            return self.serial
+        both = self.arithmetic, self.hideable
+        return max(both) + NOT_HIDDEN * min(both) + self.exposed
+
+
+@dataclass(frozen=True)
+class Prices:
+    """The parts of a step's time as problems of the same groups."""
+
+    arithmetic: Problem
+    memory: Problem
+    hideable: Problem
+    exposed: Problem
+
+    def problem(self) -> Problem:
+        """The sum of all parts."""
+        total = Problem(self.exposed.groups, self.exposed.against)
+        for part in (self.arithmetic, self.memory, self.hideable, self.exposed):
+            total.add_problem(part)
+        return total
+
+    def seconds(self, chosen: Choice) -> Seconds:
+        return Seconds(
+            self.arithmetic.cost(chosen),
+            self.memory.cost(chosen),
+            self.hideable.cost(chosen),
+            self.exposed.cost(chosen),
+        )
 
 
 @dataclass(frozen=True)
@@ -71,51 +161,62 @@ def group(
     The corresponding classes of repeated layers are grouped, so that they are decided together.
     """
     colors = _colors(graph, classes, candidates, parameters)
-    # The colors of neighbours distinguish classes that look alike by themselves.
-    around = lambda one: tuple(sorted(Counter(colors[o] for o in against[one]).items()))
-    members: dict[Any, list[int]] = defaultdict(list)
-    for one in candidates:
-        members[colors[one], around(one)].append(one)
-    sets = [apart for alike in members.values() for apart in _without_conflicts(alike, against)]
-    return {one: number for number, apart in enumerate(sets) for one in apart}
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for root in candidates:
+        # The colors of neighbours distinguish classes that look alike by themselves.
+        around = Counter(map(colors.__getitem__, against[root]))
+        members[colors[root], tuple(sorted(around.items()))].append(root)
+    group_of: dict[int, int] = {}
+    number = 0
+    for alike in members.values():
+        for apart in _without_conflicts(alike, against):
+            group_of |= dict.fromkeys(apart, number)
+            number += 1
+    return group_of
 
 
 def _colors(
     graph: Graph, classes: Classes, candidates: Sequence[int], parameters: Sequence[Parameter]
 ) -> dict[int, int]:
     """A number for each candidate, equal for candidates with the same parameters and costs."""
-    marks: dict[int, Counter[Any]] = {one: Counter() for one in candidates}
+    marks: dict[int, Counter[Hashable]] = {root: Counter() for root in candidates}
+
+    def mark(node: int, what: Hashable) -> None:
+        if (root := classes[node]) in marks:
+            marks[root][what] += 1
+
     for parameter in parameters:
         shape = tuple(sorted(parameter.value.shape))
         for node, size in zip(parameter.value.dims, parameter.value.shape, strict=True):
-            if (one := classes[node]) in marks:
-                marks[one][("parameter", shape, size, parameter.sharded)] += 1
-    for found in graph.partial_sums.values():
-        if (one := classes[found.node]) in marks:
-            marks[one][("sum", found.bytes, found.times, found.backward)] += 1
+            mark(node, ("parameter", shape, size, parameter.sharded))
+    for summed in graph.partial_sums.values():
+        mark(summed.node, ("sum", summed.bytes, summed.times, summed.backward))
     for cut in graph.reshards:
-        for node, size in ((cut.source, cut.source_bytes), (cut.target, cut.target_bytes)):
-            if node is not None and (one := classes[node]) in marks:
-                marks[one][("cut", size, cut.times, node == cut.source)] += 1
-    known: dict[Any, int] = {}
-    number = lambda mark: known.setdefault(frozenset(mark.items()), len(known))
-    return {one: number(mark) for one, mark in marks.items()}
+        if cut.source is not None:
+            mark(cut.source, ("cut", cut.source_bytes, cut.times, True))
+        if cut.target is not None:
+            mark(cut.target, ("cut", cut.target_bytes, cut.times, cut.target == cut.source))
+    known: dict[Hashable, int] = {}
+    colors: dict[int, int] = {}
+    for root, marked in marks.items():
+        colors[root] = known.setdefault(frozenset(marked.items()), len(known))
+    return colors
 
 
 def _without_conflicts(alike: Sequence[int], against: Mapping[int, set[int]]) -> list[list[int]]:
     """Partitions classes that are alike into sets without conflicts."""
     sets: list[list[int]] = []
-    for one in alike:
+    for root in alike:
         for members in sets:
-            if against[one].isdisjoint(members):
-                members.append(one)
+            if against[root].isdisjoint(members):
+                members.append(root)
                 break
         else:
-            sets.append([one])
+            sets.append([root])
     return sets
 
 
-def build_problem(
+def price(
     graph: Graph,
     classes: Classes,
     batch: BatchDims,
@@ -124,41 +225,68 @@ def build_problem(
     against: Mapping[int, set[int]],
     axes: Axes,
     hardware: Hardware,
-) -> Problem:
-    """The problem of choosing among the groups that `group_of` maps classes to."""
-    problem = Problem(sorted(set(group_of.values())), {k: set(v) for k, v in against.items()})
-    groups = lambda dims: frozenset(group_of[x] for x in classes.of(dims) if x in group_of)
+) -> Prices:
+    """The prices of choosing among the groups that `group_of` maps classes to."""
+    numbers = sorted(set(group_of.values()))
+    empty: Callable[[], Problem] = lambda: Problem(numbers, {k: set(v) for k, v in against.items()})
+    prices = Prices(empty(), empty(), empty(), empty())
+
+    def groups_of(dims: Dims) -> Choice:
+        roots = classes.of(dims)
+        return frozenset(map(group_of.__getitem__, roots.intersection(group_of)))
+
     model_speed, batch_speed = hardware.model_bandwidth, hardware.batch_bandwidth
-    for one in of_model(graph, classes, batch, axes.model, hardware):
-        if one.root is not None and one.root in group_of:
-            problem.single[group_of[one.root]] += one.bytes / model_speed
-    for one in of_batch(graph, batch, axes.stored, hardware):
-        _add_shared(problem, groups(one.dims), one.bytes / batch_speed, axes.model)
+    for collective in of_model(graph, classes, batch, axes.model, hardware):
+        if collective.root is not None and collective.root in group_of:
+            seconds = collective.bytes / model_speed
+            prices.exposed.single[group_of[collective.root]] += seconds
+    for collective in of_batch(graph, batch, axes.stored, hardware):
+        part = prices.hideable if is_hideable(collective) else prices.exposed
+        part.add_shared(groups_of(collective.dims), collective.bytes / batch_speed, axes.model)
     for work in graph.works:
         seconds = work.flops / batch.parts(work.dims) / hardware.flops
-        _add_shared(problem, groups(work.dims), seconds, axes.model)
+        prices.arithmetic.add_shared(groups_of(work.dims), seconds, axes.model)
     for dims, moved in graph.memory_traffic.items():
         seconds = moved / batch.parts(dims) / hardware.memory_bandwidth
-        _add_shared(problem, groups(dims), seconds, axes.model)
-    for value in (parameter.value for parameter in parameters if parameter.sharded):
+        prices.memory.add_shared(groups_of(dims), seconds, axes.model)
+    is_table = _find_tables(graph)
+    for parameter in parameters:
+        value = parameter.value
+        if not parameter.sharded:
+            continue
         size = gathers(graph, value) * value.bytes
         over_fsdp = all_gather(axes.fsdp, size) / batch_speed / axes.model
         over_model = all_gather(axes.model, size) / model_speed
-        _add(problem, groups(value.dims), over_fsdp, over_fsdp + over_model)
-    return problem
+        part = prices.exposed if is_table(value) else prices.hideable
+        part.add(groups_of(value.dims), over_fsdp, over_fsdp + over_model)
+    return prices
 
 
-def _add_shared(problem: Problem, groups: Choice, seconds: int | float, parts: int) -> None:
-    """Adds `seconds`, which are divided by `parts` if one of the groups is chosen."""
-    _add(problem, groups, seconds / parts, seconds)
+def is_hideable(collective: PlannedCollective) -> bool:
+    """Whether a sum over the batch is one of gradients, which other layers need not wait for.
+
+    Gradients of a table of lookups are the last that a step computes.
+    """
+    source = collective.source
+    is_lookup = bool(source) and source[-1].primitive.name == "gather"
+    return collective.cause == "gradients" and not is_lookup
 
 
-def _add(problem: Problem, groups: Choice, hit: int | float, miss: int | float) -> None:
-    if not groups:
-        problem.constant += miss
-        return
-    before = problem.covers.get(groups, (0.0, 0.0))
-    problem.covers[groups] = (before[0] + hit, before[1] + miss)
+def _find_tables(graph: Graph) -> Callable[[Value], bool]:
+    """A function that tells whether rows of an array are looked up, and products have none of them.
+
+    Such a table is gathered before a step computes anything.
+    """
+    classes = Classes(graph, 1)
+    indexed: set[int] = set()
+    for summed in graph.partial_sums.values():
+        source = summed.source
+        if not summed.backward and source and source[-1].primitive.name == "gather":
+            indexed.add(classes[summed.node])
+    for work in graph.works:
+        for dims in work.of:
+            indexed -= classes.of(dims)
+    return lambda value: not indexed.isdisjoint(classes.of(value.dims))
 
 
 def gathers(graph: Graph, value: Value) -> int:

@@ -25,6 +25,8 @@ class Hardware:
         all-reduce, so that they cost only one. XLA does so for GPU and TPU.
     - `scatters`: Whether the compiler uses a reduce-scatter for a gradient that is sharded over the
         devices that it is summed over. XLA does so for GPU and TPU.
+    - `overlaps`: Whether the compiler gathers weights and sums gradients while it computes. XLA
+        does so for GPU and TPU.
 
     !!! example
 
@@ -49,6 +51,7 @@ class Hardware:
     memory: int | float | None = None
     adds_first: bool = True
     scatters: bool = True
+    overlaps: bool = True
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[:5]:
@@ -58,16 +61,19 @@ class Hardware:
 
 
 def hardware_of(mesh: Mesh | AbstractMesh) -> Hardware:
-    """The default for a mesh. XLA for CPU neither uses reduce-scatters nor adds gradients first."""
+    """The default for a mesh.
+
+    XLA for CPU neither uses reduce-scatters nor adds gradients first, and overlaps nothing.
+    """
     if not isinstance(mesh, Mesh):
         return Hardware()
     cpu = mesh.devices.flat[0].platform == "cpu"
     try:
-        found = mesh.local_devices[0].memory_stats()
+        stats = mesh.local_devices[0].memory_stats() or {}
     except (IndexError, NotImplementedError, jax.errors.JaxRuntimeError):  # not local devices
-        found = None
-    memory = (found or {}).get("bytes_limit")
-    return Hardware(memory=memory, adds_first=not cpu, scatters=not cpu)
+        stats = {}
+    memory = stats.get("bytes_limit")
+    return Hardware(memory=memory, adds_first=not cpu, scatters=not cpu, overlaps=not cpu)
 
 
 def all_reduce(count: int, size: int | float) -> int | float:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import inf, prod
+from math import prod
 
 from ...core._control_flow import open_jaxpr
 from ...distributed._mesh import BATCH_AXES
@@ -16,7 +16,7 @@ from ..program._walk import Scope, walk
 from ._batch import BatchNodes, find_batch
 from ._batch_dims import BatchDims, SplitNodes
 from ._classes import Classes, conflicts, splittable
-from ._cost import Axes, Parameter, Problem, build_problem, group
+from ._cost import Axes, Parameter, Prices, group, price
 from ._eliminate import search_groups
 from ._hardware import Hardware, all_gather
 
@@ -92,7 +92,7 @@ class Strategy:
 
 
 # The second is data parallelism over all axes, cheapest with many examples. The third uses `fsdp`
-# for tensor parallelism too, cheapest with few examples.
+# for tensor parallelism too, where FSDP is not possible.
 DEFAULT = Strategy(BATCH_AXES, ("model",))
 OTHERS = Strategy((*BATCH_AXES, "model"), ("model",)), Strategy(("data",), ("fsdp", "model"))
 
@@ -103,7 +103,8 @@ class Decision:
 
     `computed` has the tensor-parallel dimension of each array of the tree, or None. `chosen` are
     the classes that are sharded over `strategy.model`. `seconds` is the estimated time of a step,
-    and `communication` the part of it for communication.
+    `serial` the same if no communication hides behind arithmetic, and `communication` the part of
+    the latter for communication.
     """
 
     computed: tuple[int | None, ...]
@@ -112,6 +113,7 @@ class Decision:
     classes: Classes
     chosen: frozenset[int]
     seconds: int | float
+    serial: int | float
     communication: int | float
 
 
@@ -156,32 +158,47 @@ def best_strategy(
     sharded: Sequence[bool],
     hardware: Hardware,
     forced: Sequence[int | None] = (),
-    fits: Callable[[Decision], bool] = lambda _: True,
+    excess: Callable[[Decision], int | float] = lambda _: 0,
 ) -> Decision:
     """Returns the cheapest strategy for the mesh, with its cheapest set of tensor-parallel classes.
 
     `sharded` is whether each array is sharded in storage whatever that costs. `forced` has the
-    dimension of each array that must be tensor-parallel, or None. `fits` is whether the activations
-    of a decision fit into memory.
+    dimension of each array that must be tensor-parallel, or None. `excess` are the bytes by which
+    the activations of a decision do not fit into memory.
     """
     parameters = list(map(Parameter, program.parameters, sharded))
-    # Constants are always replicated in storage, so they are not gathered.
-    parameters += [Parameter(value, False) for _, value in program.planned]
+    for _, value in program.planned:
+        # Constants are always replicated in storage, so they are not gathered.
+        parameters.append(Parameter(value, sharded=False))
     several = all(d is None for d in forced)
     strategies = (DEFAULT, *OTHERS) if several or program.batch.sets else (DEFAULT,)
     first, *rest = [one for one in strategies if _applies(one, program, sizes)]
     best = _solve(program, first, sizes, parameters, hardware, forced)
     for strategy in rest:
-        found = _solve(program, strategy, sizes, parameters, hardware, ())
-        if fits(found) != fits(best):
-            best = found if fits(found) else best
+        other = _solve(program, strategy, sizes, parameters, hardware, ())
+        too_large, best_too_large = excess(other), excess(best)
+        if (too_large > 0) != (best_too_large > 0):
+            best = best if too_large else other
             continue
-        # A user who asks for `fsdp` expects the batch to be sharded over it, so the third strategy
-        # must save clearly.
-        margin = 0.1 if "fsdp" in strategy.model else 1e-6
-        if found.seconds < best.seconds - margin * best.communication:
-            best = found
+        margin = 1e-6
+        if "fsdp" in strategy.model:
+            if is_fsdp_possible(program, sizes) and too_large >= best_too_large:
+                continue
+            margin = 0.1
+        # Another use of a mesh than its axes ask for must be faster whether communication hides
+        # behind arithmetic or not, since it is an estimate that it does.
+        if other.seconds > best.seconds:
+            continue
+        if other.serial < best.serial - margin * best.communication:
+            best = other
     return best
+
+
+def is_fsdp_possible(program: Program, sizes: Mapping[str, int]) -> bool:
+    """Whether a program can be trained with FSDP: it has gradients, and its batch is sharded over
+    `fsdp`."""
+    trains = any(value.grad for value in program.parameters)
+    return trains and "fsdp" in split_axes(program, DEFAULT.batch, sizes)
 
 
 def _applies(strategy: Strategy, program: Program, sizes: Mapping[str, int]) -> bool:
@@ -238,16 +255,23 @@ def _solve(
     against = conflicts(graph, classes, candidates)
     taken = fixed.union(*(against[one] for one in fixed))
     candidates = [one for one in candidates if one not in taken]
-    groups, problem = _problem(graph, classes, candidates, batch, parameters, axes)
-    picked = search_groups(problem(hardware))
-    chosen = frozenset(fixed.union(one for one, number in groups.items() if number in picked))
+    groups, price_of = _grouped(graph, classes, candidates, batch, parameters, axes)
+    prices = price_of(hardware)
+    picked = search_groups(prices.problem())
+    chosen = fixed.union(one for one, number in groups.items() if number in picked)
     computed = computed_dims(program, classes, chosen)
-    # Strategies are compared by communication and arithmetic only.
-    hardware = replace(hardware, memory_bandwidth=inf)
+    seconds = prices.seconds(picked)
     gathered = batch_gathers(program, strategy, sizes) / hardware.batch_bandwidth
-    seconds = problem(hardware).cost(picked) + gathered
-    communication = problem(replace(hardware, flops=inf)).cost(picked) + gathered
-    return Decision(computed, strategy, program, classes, chosen, seconds, communication)
+    return Decision(
+        computed,
+        strategy,
+        program,
+        classes,
+        chosen,
+        seconds.of_step(overlaps=hardware.overlaps) + gathered,
+        seconds.serial + gathered,
+        seconds.communication + gathered,
+    )
 
 
 def batch_dims(program: Program, count: int) -> BatchDims:
@@ -318,22 +342,21 @@ def batch_gathers(program: Program, strategy: Strategy, sizes: Mapping[str, int]
     return all_gather(sizes["fsdp"], size / sizes["data"])
 
 
-def _problem(
+def _grouped(
     graph: Graph,
     classes: Classes,
     candidates: Sequence[int],
     batch: BatchDims,
     parameters: Sequence[Parameter],
     axes: Axes,
-) -> tuple[dict[int, int], Callable[[Hardware], Problem]]:
-    """The group of each candidate, and a function that returns the problem for some hardware."""
+) -> tuple[dict[int, int], Callable[[Hardware], Prices]]:
+    """The group of each candidate, and a function that returns the prices for some hardware."""
     against = conflicts(graph, classes, candidates)
     groups = group(graph, classes, candidates, against, parameters)
     between: dict[int, set[int]] = {number: set() for number in groups.values()}
     for one, others in against.items():
         between[groups[one]] |= {groups[other] for other in others}
-    problem = partial(build_problem, graph, classes, batch, parameters, groups, between, axes)
-    return groups, problem
+    return groups, partial(price, graph, classes, batch, parameters, groups, between, axes)
 
 
 def _candidates(program: Program, classes: Classes, batch: BatchDims) -> list[int]:

@@ -346,6 +346,7 @@ ROWS = {
         ),
         (lambda d: lora.add_adapters(llama(), 2, targets="[", key=KEY), ValueError, r"'\['"),
         (lambda d: lora.add_adapters(llama(), 2.0, targets="wq", key=KEY), TypeError, "`rank`"),
+        (lambda d: lora.quantise(llama(), "int4"), ValueError, "`numbers`.*int4"),
         (lambda d: lora.trainable(llama()), ValueError, "no adapters"),
         (lambda d: lora.adapters(llama()), ValueError, "no adapters"),
         (lambda d: lora.with_adapters(llama(), llama()), ValueError, "there are none"),

@@ -68,6 +68,8 @@ def test_there_are_many_and_of_every_public_function():
         "ProcessLost",
         "UnsupportedJaxVersion",
         "lora.LowRank",
+        "lora.QuantisedWeight",
+        "lora.dequantise",
         "lora.merge",
         "lora.without_adapters",
     }

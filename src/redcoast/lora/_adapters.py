@@ -1,7 +1,6 @@
 """Functions that add, extract, replace and merge the adapters of a model."""
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import equinox as eqx
@@ -16,7 +15,8 @@ from ..core._pytree import show_path
 from ..models._attention import wide
 from ..models._basic import normal
 from ..models._einsum import LowRank, merged
-from ._targets import find_adapted, find_matrices, is_adapted
+from ..models._quantised_weight import is_quantised
+from ._targets import find_adapted, find_matrices, is_adapted, match_targets
 
 
 @hide_frames
@@ -64,9 +64,7 @@ def add_adapters(
     """
     check_integer("rank", rank)
     matrices = find_matrices(model)
-    if isinstance(targets, str):
-        targets = [targets]
-    chosen = sorted(_match(targets, matrices))
+    chosen = sorted(match_targets(targets, matrices))
     if adapted := [path for path in chosen if path in find_adapted(model)]:
         raise ValueError(
             f"{', '.join(adapted)} has an adapter already. Merge it (`lora.merge`) before adding "
@@ -86,25 +84,7 @@ def add_adapters(
         b = jnp.zeros((*stack, rank, *outputs), dtype)
         return LowRank(leaf, a, b, scale, matrix.outputs_first)
 
-    return jax.tree_util.tree_map_with_path(adapt, model, is_leaf=is_adapted)
-
-
-def _match(targets: Sequence[str], matrices: Iterable[str]) -> set[str]:
-    chosen = set()
-    for pattern in targets:
-        try:
-            matched = {path for path in matrices if re.search(pattern, path)}
-        except re.error as error:
-            raise ValueError(
-                f"The pattern {pattern!r} is not a regular expression: {error}."
-            ) from error
-        if not matched:
-            raise ValueError(
-                f"The pattern {pattern!r} matches none of the model's matrices, which are: "
-                f"{', '.join(matrices) or 'none at all'}."
-            )
-        chosen |= matched
-    return chosen
+    return jax.tree_util.tree_map_with_path(adapt, model, is_leaf=_is_weight)
 
 
 @hide_frames
@@ -186,7 +166,7 @@ def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
     """
     new, problems = find_adapted(adapters), []
     shapes = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_adapted):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_weight):
         shapes[show_path(path)] = getattr(leaf, "shape", None)
     for path, node in new.items():
         shape = shapes.get(path)
@@ -207,7 +187,7 @@ def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
             return leaf
         return LowRank(leaf, node.a, node.b, node.scale, node.outputs_first, saved_with)
 
-    return jax.tree_util.tree_map_with_path(put, model, is_leaf=is_adapted)
+    return jax.tree_util.tree_map_with_path(put, model, is_leaf=_is_weight)
 
 
 def _weight_shape(node: LowRank, ndim: int) -> tuple[int, ...]:
@@ -232,9 +212,14 @@ def merge(model: PyTree) -> PyTree:
     **Returns:**
 
     The model with plain arrays, of the same shapes and dtypes as before adapters were added. Its
-    results are the same up to rounding.
+    results are the same up to rounding. Weights that are quantised and have no adapter stay so.
     """
     return jax.tree.map(merged, model, is_leaf=is_adapted)
+
+
+def _is_weight(node: object) -> bool:
+    """Whether a node stands in place of a weight."""
+    return is_adapted(node) or is_quantised(node)
 
 
 def without_adapters(model: PyTree) -> PyTree:

@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from ..core._frames import hide_frames
 from ..core._pytree import show_path
 from ..models._einsum import LowRank
+from ..models._quantised_weight import is_quantised
 from ..pretrained._files import file_inside
 from ..pretrained._lazy_tensor import Stored
 from ..pretrained._registry import family_of, hf_names
@@ -167,11 +168,12 @@ def load_adapters(model: PyTree, path: str | Path) -> PyTree:
             return leaf
         return LowRank(leaf, node.a, node.b, node.scale, False, saved_with)
 
-    return jax.tree_util.tree_map_with_path(put, model)
+    return jax.tree_util.tree_map_with_path(put, model, is_leaf=is_quantised)
 
 
 def _leaves(model: PyTree) -> dict[str, Leaf]:
-    return {show_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(model)}
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_quantised)
+    return {show_path(path): x for path, x in leaves}
 
 
 def _whole_tensors(model: PyTree) -> dict[str, Tensor]:

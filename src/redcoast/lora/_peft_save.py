@@ -20,6 +20,7 @@ from ..core._train_state import refuse_state
 from ..distributed._arrays import whole
 from ..distributed._kv_store import decide
 from ..models._einsum import LowRank
+from ..models._quantised_weight import QuantisedWeight
 from ..pretrained._registry import family_of
 from ..pretrained._safetensors import write_safetensors
 from ..pretrained._settings import Settings
@@ -203,7 +204,8 @@ class Others:
 
 def _others(model: PyTree, modules: list[str]) -> Others:
     """Returns the tensors of modules that are saved entirely."""
-    leaves, table = leaf_paths(model, (jax.Array, np.ndarray, LowRank)), live_table(model)
+    kinds = jax.Array, np.ndarray, LowRank, QuantisedWeight
+    leaves, table = leaf_paths(model, kinds), live_table(model)
     names = {}
     for path, leaf in leaves.items():
         if path in table:
@@ -236,8 +238,12 @@ def _others(model: PyTree, modules: list[str]) -> Others:
     return Others([*modules, *more], arrays, bool(pairs))
 
 
-def _without_adapter(leaf: jax.Array | np.ndarray | LowRank) -> jax.Array | np.ndarray:
-    return leaf.weight if isinstance(leaf, LowRank) else leaf
+def _without_adapter(
+    leaf: jax.Array | np.ndarray | LowRank | QuantisedWeight,
+) -> jax.Array | np.ndarray:
+    if isinstance(leaf, LowRank):
+        leaf = leaf.weight
+    return leaf.dequantised() if isinstance(leaf, QuantisedWeight) else leaf
 
 
 def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:

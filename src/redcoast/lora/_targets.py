@@ -1,6 +1,7 @@
 """The matrices of a model, and which of their dimensions are inputs and outputs."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import equinox as eqx
@@ -75,6 +76,32 @@ def inputs_of(tensor: Tensor) -> tuple[str, ...]:
     # have their inputs first.
     first = tensor.right[0][0]
     return next(group for group in tensor.left if first in group)
+
+
+def match_targets(targets: str | Sequence[str], matrices: Iterable[str]) -> set[str]:
+    """Returns the paths of the matrices that a regular expression, or one of several, is found in.
+
+    **Raises:**
+
+    `ValueError` if one matches nothing.
+    """
+    if isinstance(targets, str):
+        targets = [targets]
+    chosen = set()
+    for pattern in targets:
+        try:
+            matched = {path for path in matrices if re.search(pattern, path)}
+        except re.error as error:
+            raise ValueError(
+                f"The pattern {pattern!r} is not a regular expression: {error}."
+            ) from error
+        if not matched:
+            raise ValueError(
+                f"The pattern {pattern!r} matches none of the model's matrices, which are: "
+                f"{', '.join(matrices) or 'none at all'}."
+            )
+        chosen |= matched
+    return chosen
 
 
 def find_adapted(model: PyTree) -> dict[str, LowRank]:

@@ -15,6 +15,10 @@ from ..core._sequence_parts import sequence_parts
 from ..core._target import target
 from ._attention import wide
 from ._basic import ACTIVATIONS, activate_gated, normal, zeros
+from ._quantised_weight import QuantisedWeight, unquantised
+
+# What a model may have in place of a weight.
+Weight = Array | QuantisedWeight
 
 
 class LowRank(AbstractLowRank):
@@ -24,14 +28,15 @@ class LowRank(AbstractLowRank):
     It replaces the weight in a model. `weight @ x` works as in `eqx.nn.Linear`. Leading dimensions
     that all three arrays share stack the matrices of several layers or experts.
 
-    - `weight`: `"*stack *inputs *outputs"`, or, with `outputs_first`, `"*stack output input"`.
+    - `weight`: `"*stack *inputs *outputs"`, or, with `outputs_first`, `"*stack output input"`; an
+        array, or a `QuantisedWeight`.
     - `a`: `"*stack *inputs rank"`.
     - `b`: `"*stack rank *outputs"`.
     - `saved_with`: the modules of the published model that were trained with the adapter, which
         `lora.save_adapters` saves entirely.
     """
 
-    weight: Float[Array, "..."]
+    weight: Float[Array, "..."] | QuantisedWeight
     a: Float[Array, "..."]
     b: Float[Array, "..."]
     scale: float = eqx.field(static=True)
@@ -72,30 +77,31 @@ class LowRank(AbstractLowRank):
         outputs = "".join(letters)
         sides = outputs + inputs if self.outputs_first else inputs + outputs
         change = jnp.einsum(f"{stack}{inputs}r,{stack}r{outputs}->{stack}{sides}", a, b)
-        weight = self.weight.astype(change.dtype) + self.scale * change
+        weight = unquantised(self.weight).astype(change.dtype) + self.scale * change
         return weight.astype(self.dtype)
 
 
-def merged(weight: Array | LowRank) -> Float[Array, "..."]:
+def merged(weight: Weight | LowRank) -> Float[Array, "..."]:
     """Returns a weight as one array, with its adapter added if it has one."""
-    return weight.merged() if isinstance(weight, LowRank) else weight
+    return weight.merged() if isinstance(weight, LowRank) else unquantised(weight)
 
 
 def product(
     equation: str,
     x: Float[Array, "..."],
-    weight: Array | LowRank,
+    weight: Weight | LowRank,
     bias: Float[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
-    """Computes `jnp.einsum(equation, x, weight) + bias`, also for weights with LoRA adapters.
+    """Computes `jnp.einsum(equation, x, weight) + bias`, also for quantised weights and weights
+    with LoRA adapters.
 
     **Arguments:**
 
     - `equation`: an equation of `jnp.einsum`, such as `"bsd,dhk->bshk"`.
     - `x`: the activations.
-    - `weight`: an array or a `LowRank`. In the latter, `a` has the contracted dimensions and the
-        rank, and `b` the rank and the remaining dimensions. Dimensions that the weight shares with
-        both `x` and the result (such as experts) come first in both.
+    - `weight`: an array, a `QuantisedWeight` or a `LowRank`. In the latter, `a` has the contracted
+        dimensions and the rank, and `b` the rank and the remaining dimensions. Dimensions that the
+        weight shares with both `x` and the result (such as experts) come first in both.
     - `bias`: added along the last dimensions of the result.
     """
     if isinstance(weight, LowRank):
@@ -108,7 +114,9 @@ def product(
     return out + bias.reshape((1,) * (out.ndim - bias.ndim) + bias.shape)
 
 
-def _einsum(equation: str, x: Array, weight: Array) -> Array:
+def _einsum(equation: str, x: Array, weight: Weight) -> Array:
+    if isinstance(weight, QuantisedWeight):
+        return weight.multiply(lambda weight, x: _einsum(equation, x, weight), x)
     letters, of_weight, result = re.split(",|->", equation)
     summed = len({*letters} & {*of_weight})
     contracted, left = of_weight[:summed], of_weight[summed:]

@@ -19,6 +19,7 @@ from ..core._durable_files import sync_name, sync_tree
 from ..core._pytree import leaf_paths
 from ..core._tracing import abstract_key
 from ..models._einsum import LowRank
+from ..models._quantised_weight import QuantisedWeight
 from ._card import CARD, check_card, make_card
 from ._files import file_inside
 from ._gather import Part, parts_of, put_together, take
@@ -103,6 +104,12 @@ def _check_model(model: Any) -> dict[str, Any]:
         raise ValueError(
             f"The weights {', '.join(adapted)} have adapters (LoRA), which cannot be saved in this "
             "format. Merge the adapters first (`lora.merge`)."
+        )
+    if quantised := leaf_paths(model, QuantisedWeight):
+        raise ValueError(
+            f"The weights {', '.join(quantised)} are quantised, but this format has plain arrays. "
+            "Dequantise them first (`lora.dequantise`), or save the adapters alone "
+            "(`lora.save_adapters`)."
         )
     leaves = leaf_paths(model, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
     abstract = eqx.filter_eval_shape(type(model), model.config, key=abstract_key())

@@ -8,7 +8,7 @@ from math import prod
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ...core._low_rank import AbstractLowRank
+from ...core._low_rank import AbstractLowRank, AbstractQuantised
 from ..tree._leaf_plans import OVERRIDE, STORED, LeafPlan, Reason, trim_spec
 from ..tree._leaves import LARGE, Leaf, Node, flat_leaves, is_inexact_leaf, leaves_below, to_nodes
 from ..tree._overrides import Override, apply_overrides
@@ -27,7 +27,8 @@ def structural_plans(
     overridden = apply_overrides(leaves, overrides, axes)
     n = axes["model"]
     adapters: list[Node] = []
-    blocks, sizes = read_tree(_without_lora(to_nodes(model), adapters))
+    quantised: list[Node] = []
+    blocks, sizes = read_tree(_only_weights(to_nodes(model), adapters, quantised))
     stacks = dict(sizes.stacks)
     splits = shard_matrices(blocks, sizes, n)
     vocabulary = vocabularies(splits)
@@ -36,15 +37,22 @@ def structural_plans(
             split = _split_of_loose(leaf, block.owner, stacks[leaf.index], vocabulary, n)
             splits.setdefault(leaf.index, split)
     for adapter in adapters:
-        weight, a, b = leaves_below(adapter)
+        weight, a, b = _weight_and_factors(adapter)
         _shard_lora(adapter, splits)
         stacks[a.index] = stacks[b.index] = stacks[weight.index]
+    numbers: set[int] = set()
+    for node in quantised:
+        codes, scales = leaves_below(node)
+        stacks[scales.index] = stacks[codes.index]
+        numbers |= {codes.index, scales.index}
+        for leaf in (scales, codes):
+            splits[leaf.index] = _split_of_numbers(leaf, splits[codes.index], n)
     # Of a matrix, its sides may be FSDP-sharded, and not the window of a convolution.
     sides = {matrix.index: matrix.ins + matrix.outs for matrix in blocks[-1].below}
     rows = []
     for leaf in leaves:
         role, spec = "parameter", P()
-        if not is_inexact_leaf(leaf):
+        if not is_inexact_leaf(leaf) and leaf.index not in numbers:
             role, reason = "other", Reason("replicated", "integers or keys, not a parameter")
         else:
             stack = stacks[leaf.index]
@@ -109,22 +117,41 @@ def _split_of_loose(leaf: Leaf, owner: PyTree, stack: int, vocabulary: set[int],
     return Split(None, "vector")
 
 
-def _without_lora(node: Node, adapters: list[Node]) -> Node:
-    """The tree with each LoRA layer replaced by its weight, and appended to `adapters`."""
+def _only_weights(node: Node, adapters: list[Node], quantised: list[Node]) -> Node:
+    """The tree with weights in place of LoRA layers and of quantised weights, which are appended to
+    `adapters` and `quantised`."""
     children: dict[str, Node | Leaf] = {}
     for name, child in node.children.items():
         if isinstance(child, Node) and isinstance(child.owner, AbstractLowRank):
             adapters.append(child)
             child = child.children["weight"]
+        if isinstance(child, Node) and isinstance(child.owner, AbstractQuantised):
+            quantised.append(child)
+            codes = next(leaves_below(child))
+            child = replace(codes, shape=child.owner.shape)
         elif isinstance(child, Node):
-            child = _without_lora(child, adapters)
+            child = _only_weights(child, adapters, quantised)
         children[name] = child
     return replace(node, children=children)
 
 
+def _split_of_numbers(leaf: Leaf, split: Split, n: int) -> Split:
+    """The split of the integers or the scales of a quantised weight: that of the weight, unless a
+    dimension has too few of them."""
+    if split.dim is None or leaf.shape[split.dim] % n == 0:
+        return split
+    return Split(None, indivisible("quantised blocks", leaf.shape[split.dim], n))
+
+
+def _weight_and_factors(adapter: Node) -> tuple[Leaf, Leaf, Leaf]:
+    """The weight of a LoRA layer (of a quantised one, its integers), and its two factors."""
+    leaves = list(leaves_below(adapter))
+    return leaves[0], leaves[-2], leaves[-1]
+
+
 def _shard_lora(adapter: Node, splits: Splits) -> None:
     """Shards `a`, which has the inputs of the weight, or `b`, which has its outputs, like it."""
-    weight, a, b = leaves_below(adapter)
+    weight, a, b = _weight_and_factors(adapter)
     dim = splits[weight.index].dim
     stack = len(a.shape) + len(b.shape) - len(weight.shape) - 2
     inputs, outputs = len(a.shape) - stack - 1, len(b.shape) - stack - 1

@@ -88,6 +88,8 @@ if _typing.TYPE_CHECKING:
     from .dryrun import Chip as Chip
     from .dryrun import DryRun as DryRun
     from .dryrun import MeshSuggestion as MeshSuggestion
+    from .dryrun import TargetComparison as TargetComparison
+    from .dryrun import compare_targets as compare_targets
     from .dryrun import dry_run as dry_run
     from .dryrun import suggest_mesh as suggest_mesh
     from .dryrun import target_devices as target_devices
@@ -104,6 +106,8 @@ _LAZY = {
     "Chip": ".dryrun",
     "DryRun": ".dryrun",
     "MeshSuggestion": ".dryrun",
+    "TargetComparison": ".dryrun",
+    "compare_targets": ".dryrun",
     "dry_run": ".dryrun",
     "lm_eval_model": ".scores",
     "load_chat_template": ".pretrained.text",

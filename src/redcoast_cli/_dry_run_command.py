@@ -13,15 +13,17 @@ import jax.numpy as jnp
 
 import redcoast as rc
 from redcoast.dryrun._chips import CHIPS, Chip
+from redcoast.dryrun._compare_targets import price_of
 from redcoast.dryrun._devices import missing_compiler
 from redcoast.dryrun._target_name import TargetDevices, parse_target
+from redcoast.dryrun._training_cost import TrainingCost
 from redcoast.sharding.report._text import paragraph
 
 from ._options import DryRunCommand
 from ._phase_display import show_phases
 from ._reach import dry_run_to_fit, longest_sequence, sizes_of
 from ._usage import mesh_sizes, refuse
-from ._workload import make_workload, state_bytes
+from ._workload import Workload, make_workload, state_bytes
 
 
 @dataclass(frozen=True)
@@ -35,24 +37,32 @@ class Attempt:
     def fits(self) -> bool:
         return self.run.fits
 
+    cost: TrainingCost | None = None
+
     @property
     def report(self) -> dict[str, Any]:
-        return self.settings | self.run.report
+        cost = {} if self.cost is None else {"cost": asdict(self.cost)}
+        return self.settings | self.run.report | cost
 
 
 def main(c: DryRunCommand) -> None:
     """Prints the requested dry run, and exits with 0 if the step fits, and 1 otherwise."""
     with refusing():
+        if c.targets is not None:
+            found = print_comparison(c)
+            raise SystemExit(0 if any(run.fits for run in found.runs.values()) else 1)
         if missing := missing_compiler(chip_of(c)):
             print(*paragraph(missing), sep="\n", file=sys.stderr, flush=True)
         if c.compare:
             found = compare(c)
             raise SystemExit(0 if any(one.fits for one in found) else 1)
-        found = answer(c)
+        found = with_cost(c, answer(c))
     if c.json:
         print(json.dumps(found.report, indent=1))
     else:
         print(found.run)
+    if found.cost is not None and not c.json:
+        print(*paragraph(show_cost(found.cost, found.settings)), sep="\n")
     if c.by_line and not c.json:
         print(f"\n{found.run.by_line()}")
     if c.html is not None:
@@ -144,6 +154,94 @@ def compare(c: DryRunCommand) -> list[Attempt]:
     for kind, one in runs.items():
         print(f"\nThe best mesh {kind} stages:\n\n{one.run}")
     return [*runs.values()]
+
+
+def with_cost(c: DryRunCommand, found: Attempt) -> Attempt:
+    """Adds the hours and the price of a training run, if --tokens says how long it is."""
+    if c.tokens is None:
+        if c.price is not None:
+            refuse("--price needs --tokens, the length of the training run.")
+        return found
+    target = parse_target(found.run.target)
+    if found.run.step is None:
+        return found
+    steps = steps_of_tokens(c, found.settings["batch"], found.settings["seq"])
+    return replace(found, cost=found.run.cost(steps, price=price_of(prices_of(c), target)))
+
+
+def steps_of_tokens(c: DryRunCommand, rows: int, seq: int | None) -> float:
+    """The number of steps that --tokens takes."""
+    assert c.tokens is not None
+    if seq is None:
+        refuse(f"{c.model} reads images: --tokens needs a model that reads text.")
+    if not 0 < c.tokens < math.inf:
+        refuse(f"--tokens must be a positive number, but is {c.tokens:g}.")
+    return c.tokens / (rows * seq)
+
+
+def prices_of(c: DryRunCommand) -> float | dict[str, float] | None:
+    """The number of --price, or its numbers by chip or target."""
+    if c.price is None:
+        return None
+    try:
+        if "=" not in c.price:
+            return float(c.price)
+        pairs = [one.rpartition("=") for one in c.price.split(",")]
+        return {name.strip().lower(): float(value) for name, _, value in pairs}
+    except ValueError:
+        refuse(f"--price is {c.price!r}. It must be a number, or numbers such as h100=2.5,v5e=1.2.")
+
+
+def show_cost(cost: TrainingCost, settings: Mapping[str, Any]) -> str:
+    """A sentence about a training run."""
+    tokens = settings["batch"] * settings["seq"]
+    text = (
+        f"{cost.steps * tokens:,.0f} tokens are {cost.steps:,.0f} steps of {tokens:,} tokens: "
+        f"{cost.hours:,.4g} hours, {cost.device_hours:,.4g} device hours"
+    )
+    return f"{text}." if cost.price is None else f"{text}, at a price of {cost.price:,.2f}."
+
+
+def print_comparison(c: DryRunCommand) -> rc.TargetComparison:
+    """Prints a table of the targets of --targets."""
+    if c.smallest or c.longest or c.compare or c.by_line or c.html is not None:
+        refuse("--targets prints a table: leave out --smallest, --longest, --compare, --by-line "
+               "and --html.")  # fmt: skip
+    assert c.targets is not None
+    targets = [parse_target(name) for name in c.targets.split(",")]
+    for target in targets:
+        if missing := missing_compiler(target.chip):
+            print(*paragraph(missing), sep="\n", file=sys.stderr, flush=True)
+    rows = max(rows_of(c, target) for target in targets)
+    workload = make_workload(c.model, c.seq, remat=c.remat, chunk=c.chunk)
+    if c.price is not None and c.tokens is None:
+        refuse("--price needs --tokens, the length of the training run.")
+    options = _step_options(c) | {"price": prices_of(c)}
+    if c.tokens is not None:
+        options["steps"] = steps_of_tokens(c, rows, workload.seq)
+    if c.mesh != "auto":
+        options["mesh"] = mesh_sizes(c.mesh)
+    names = [target.name for target in targets]
+    with show_phases():
+        found = rc.compare_targets(*workload.arguments(rows), targets=names, **options)
+    print(show_comparison(c, found, workload, rows))
+    return found
+
+
+def show_comparison(
+    c: DryRunCommand, found: rc.TargetComparison, workload: Workload, rows: int
+) -> str:
+    settings = {"model": c.model, "seq": workload.seq, "batch": rows, "dtype": c.dtype}
+    if not c.json:
+        length = "" if workload.seq is None else f" of {workload.seq:,} tokens"
+        return (
+            f"{c.model}, {rows} rows{length} for each step, {c.dtype}, remat {c.remat}\n\n{found}"
+        )
+    runs = {}
+    for name, run in found.runs.items():
+        cost = found.costs.get(name)
+        runs[name] = run.report | ({} if cost is None else {"cost": asdict(cost)})
+    return json.dumps(settings | {"runs": runs, "errors": found.errors}, indent=1)
 
 
 def attempt(

@@ -21,10 +21,10 @@ class DryRunCommand:
     """Compiles a training step for accelerators that you do not have, and prints what it needs.
 
     It reports whether the step fits, the memory on each device, the communication between devices,
-    and a lower bound on the time of a step. The figures are from the accelerator's own compiler if
-    it is installed (`pip install "redcoast[tpu]"` or `"redcoast[cuda12]"`), and otherwise from the
-    CPU compiler. The exit code is 1 if the step does not fit, and 2 if the options are invalid or
-    the compiler fails.
+    and the estimated time of a step; with --tokens, the hours of a training run. The figures are
+    from the accelerator's own compiler if it is installed (`pip install "redcoast[tpu]"` or
+    `"redcoast[cuda12]"`), and otherwise from the CPU compiler. The exit code is 1 if the step does
+    not fit, and 2 if the options are invalid or the compiler fails.
     """
 
     model: Model = "llama-7b"  # a model name, or the path of a Hugging Face config.json
@@ -38,6 +38,9 @@ class DryRunCommand:
     chunk: Maybe[int] = None  # positions whose logits are in memory at a time; by default by size
     smallest: bool = False  # find the smallest number of chips on which the step fits
     longest: bool = False  # find the longest sequence that fits, a multiple of 128
+    tokens: Maybe[float] = None  # tokens of a training run, such as 2e9, whose hours are estimated
+    price: Maybe[str] = None  # price of a device for an hour: 2.5, or h100=2.5,v5e=1.2
+    targets: Maybe[str] = None  # compare targets in a table: h100:8,v5e:4x4,a100-40gb:8
     compare: bool = False  # compare all meshes; compile the best with and without stages (pipe)
     by_line: bool = False  # also print the lines of code that communicate and keep most
     html: Maybe[str] = None  # also write a page with the code and the cost of each line to a file

@@ -151,6 +151,7 @@ ROWS = {
         (lambda d: rc.dry_run(INIT, LOSS, X, SGD, target="cpu:2", mesh=2), TypeError, "`mesh`"),
         (lambda d: rc.suggest_mesh(INIT, LOSS, X, SGD, target="v4:3x3x3"), ValueError, "3x3x3"),
         (lambda d: rc.suggest_mesh(INIT, LOSS, X, SGD, compiled=0), ValueError, "`compiled`"),
+        (lambda d: rc.compare_targets(INIT, LOSS, X, SGD, targets=()), ValueError, "`targets`"),
         (lambda d: rc.target_devices("h100:9"), ValueError, "9 devices"),
         (lambda d: rc.target_devices(8), TypeError, "`target`"),
     ],

@@ -49,6 +49,7 @@ def test_there_are_many_and_of_every_public_function():
         "DryRun",
         "Chip",
         "MeshSuggestion",
+        "TargetComparison",
         "TrainState",
         "Batch",
         "Batches",

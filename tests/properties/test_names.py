@@ -29,6 +29,7 @@ OF_INTERNALS = {
     "gpu.py": "attention without cuDNN's kernel, beside attention with it",
     "loop_parts.py": "the training step without some of its parts",
     "megatron_ahead.py": "the step of a dry run whose activations are not constrained",
+    "published_runs.py": "the schedule of a dry run, and the efficiencies of its estimate",
     "step_ahead.py": "a gradient without a step around it, for devices that are not there",
 }
 PRIVATE = re.compile(r"\b(from|import) redcoast(\.\w+)* import (\w+, )*_|\bredcoast(\.\w+)*\._\w")

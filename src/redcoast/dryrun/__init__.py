@@ -6,6 +6,8 @@ how many times loops run them.
 
 from ._chips import CHIPS as CHIPS
 from ._chips import Chip as Chip
+from ._compare_targets import TargetComparison as TargetComparison
+from ._compare_targets import compare_targets as compare_targets
 from ._dry_run import dry_run as dry_run
 from ._mesh_search import suggest_mesh as suggest_mesh
 from ._mesh_table import MeshSuggestion as MeshSuggestion

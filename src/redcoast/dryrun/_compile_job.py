@@ -18,6 +18,7 @@ from ._flops import contractions
 from ._job import Job, trace_job
 from ._phases import enter_phase
 from .hlo import Collective, HeldBuffer, collectives, peak_buffers
+from .hlo._events import Event, read_schedule
 from .hlo._source_lines import Frame
 
 Traffic = dict[str, Any]
@@ -51,6 +52,7 @@ class Compiled:
     flops: dict[str, float] = field(default_factory=dict)  # of a device, by dtype
     open_loops: int = 0  # loops of unknown length, counted as one iteration
     lines: tuple[Traffic, ...] = ()  # communication and memory by line of code
+    events: tuple[Event, ...] = ()  # kernels and transfers in the order of their start
 
     @property
     def sent(self) -> Counter[str]:
@@ -169,6 +171,7 @@ def compile_for(
         moved=arguments + results,
         traffic=_traffic(found),
         lines=lines,
+        events=() if text is None else read_schedule(text, mesh),
         seconds=seconds,
     )
 

@@ -225,8 +225,10 @@ def _tpu(target: TargetDevices) -> list[Any]:
     options: dict[str, Any] = {}
     if target.chip.name == "v4":
         options["chip_config_name"] = "megacore"  # both cores of a chip as one device
-    if target.hosts == 1:
+    if target.hosts == target.slices:
         options["chips_per_host_bounds"] = [*target.shape, 1][:3]
+    if target.slices > 1:
+        options["num_slices"] = target.slices
     shape = "x".join(map(str, target.shape))
     with _environment(_NO_TPU, "/dev/accel*", "/dev/vfio/[0-9]*"):
         return topologies.get_topology_desc(f"{target.chip.name}:{shape}", "tpu", **options).devices

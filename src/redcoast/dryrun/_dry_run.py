@@ -26,12 +26,13 @@ from ._changes import find_changes
 from ._compile_job import Compiled, Traffic, compile_job, show_sizes
 from ._devices import Place
 from ._job import Job, as_init_fn, make_job, plan_job, split_batch
-from ._links import axis_bandwidths
+from ._links import axis_bandwidths, slow_axes
 from ._mesh_search import cheapest, likely
 from ._phases import enter_phase
 from ._place import planner_hardware, target_place
 from ._report import DryRun
 from ._roofline import time_bounds
+from ._step_time import estimate_step_time
 
 
 @hide_frames
@@ -142,15 +143,23 @@ def _compile(job: Job, place: Place, sizes: Mapping[str, int]) -> tuple[Mesh, Pl
 def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) -> DryRun:
     target = place.target
     assert target is not None
-    bounds, notes = None, list(place.notes)
+    bounds, step, notes = None, None, list(place.notes)
     if compiled.moved is not None:
+        bandwidths = axis_bandwidths(target, mesh)
         bounds = time_bounds(
             flops=compiled.flops,
             moved_bytes=compiled.moved,
             sent_bytes=compiled.sent,
             chip=target.chip,
-            bandwidths=axis_bandwidths(target, mesh),
+            bandwidths=bandwidths,
             repeated=_repeated(plan, mesh),
+        )
+        step = estimate_step_time(
+            compiled.events,
+            chip=target.chip,
+            bandwidths=bandwidths,
+            slow_axes=slow_axes(target, mesh),
+            groups=target.groups,
         )
     if count := compiled.open_loops:
         notes.append(
@@ -171,6 +180,8 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
         sent_bytes=None if compiled.refused else compiled.sent.total(),
         arithmetic=compiled.flops,
         bounds=bounds,
+        step=step,
+        rows=job.rows,
         compile_seconds=compiled.seconds,
         plan=plan,
         lines=_with_plan(compiled.lines, plan),

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from ..distributed._mesh import make_mesh
+from ._chips import Chip
 from ._target_name import TargetDevices
 
 # The link between the halves of a TPU7x is six times as fast as one link between chips:
@@ -44,6 +45,13 @@ def axis_bandwidths(target: TargetDevices, mesh: Mesh) -> dict[str, float]:
     }
 
 
+def slow_axes(target: TargetDevices, mesh: Mesh) -> frozenset[str]:
+    """The axes of a mesh along which neighbours are in different hosts (GPUs) or slices (TPUs)."""
+    groups = _places(target, mesh)[..., 0]
+    apart = (np.ptp(groups, axis=place).any() for place in range(groups.ndim))
+    return frozenset(axis for axis, yes in zip(mesh.axis_names, apart, strict=True) if yes)
+
+
 @dataclass(frozen=True)
 class _Half:
     """The attributes of a TPU device that decide its place in a mesh."""
@@ -51,34 +59,41 @@ class _Half:
     id: int
     coords: tuple[int, ...]
     core_on_chip: int
+    slice_index: int
     device_kind: str
     process_index: int = 0
     platform: str = "tpu"
 
 
 def _places(target: TargetDevices, mesh: Mesh) -> Int[np.ndarray, "*mesh dimensions"]:
-    """For each device, the coordinates of its chip (TPU) or the index of its host."""
+    """For each device, its slice and the coordinates of its chip (TPU), or its host."""
     devices = mesh.devices
     if target.chip.kind != "tpu":
         return np.vectorize(lambda device: device.id // target.shape[1])(devices)[..., None]
     if not hasattr(devices.flat[0], "coords"):
         devices = make_mesh(**mesh.shape, devices=_halves(target)).devices
     dimensions = len(target.shape)
-    flat = [device.coords[:dimensions] for device in devices.flat]
-    return np.array(flat).reshape(*devices.shape, dimensions)
+    flat = [
+        (getattr(device, "slice_index", None) or 0, *device.coords[:dimensions])
+        for device in devices.flat
+    ]
+    return np.array(flat).reshape(*devices.shape, 1 + dimensions)
 
 
 def _halves(target: TargetDevices) -> list[Any]:
     shape = (*target.shape, 1)[:3]
     cores = target.chip.cores
+    chips = math.prod(shape)
     return [
         _Half(
-            chip * cores + core,
+            (number * chips + chip) * cores + core,
             tuple(map(int, np.unravel_index(chip, shape, order="F"))),
             core,
+            number,
             target.chip.device_kind,
         )
-        for chip in range(math.prod(shape))
+        for number in range(target.slices)
+        for chip in range(chips)
         for core in range(cores)
     ]
 
@@ -94,17 +109,36 @@ def _slowest(
 
 
 def _bandwidth(target: TargetDevices, group: Int[np.ndarray, "n dimensions"]) -> float:
+    """The bandwidth of each device of a group, whose links on the slowest level limit it."""
+    chip = target.chip
+    if chip.kind != "tpu":
+        return _between(chip, group[:, :1], chip.link_bandwidth)
+    slices = np.unique(group[:, 0])
+    rates = [_in_slice(target, group[group[:, 0] == number, 1:]) for number in slices]
+    return _between(chip, group[:, :1], min(rates))
+
+
+def _between(chip: Chip, groups: Int[np.ndarray, "n 1"], within: float) -> float:
+    """The bandwidth of devices in several hosts or slices, in each of which it is `within`."""
+    places, counts = np.unique(groups, axis=0, return_counts=True)
+    n, apart, together = len(groups), len(places), int(counts.max())
+    if apart == 1:
+        return within
+    # The devices of a host or slice share what leaves it.
+    rate = chip.host_bandwidth * together * ((n - 1) / n) / ((apart - 1) / apart)
+    return rate if together == 1 else min(rate, within)
+
+
+def _in_slice(target: TargetDevices, group: Int[np.ndarray, "n dimensions"]) -> float:
+    """The bandwidth of devices of one slice."""
     chip = target.chip
     places, counts = np.unique(group, axis=0, return_counts=True)
     n, apart, together = len(group), len(places), int(counts.max())
     within = chip.link_bandwidth * (_BETWEEN_HALVES if chip.cores > 1 and together > 1 else 1)
     if apart == 1:
         return within
-    if chip.kind == "tpu":
-        # Devices of the same chip in other groups use its links too.
-        leaving = _torus(target, places) * together / chip.cores
-    else:
-        leaving = chip.host_bandwidth * together
+    # Devices of the same chip in other groups use its links too.
+    leaving = _torus(target, places) * together / chip.cores
     rate = leaving * ((n - 1) / n) / ((apart - 1) / apart)
     return rate if together == 1 else min(rate, within)
 

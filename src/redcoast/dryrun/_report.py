@@ -11,7 +11,9 @@ from ..sharding.report._data import LineCost
 from ..sharding.report._source_page import draw_source_page
 from ..sharding.report._text import hanging, megabytes, paragraph
 from ._roofline import Bounds
+from ._step_time import StepTime, show_step_time
 from ._target_name import parse_target
+from ._training_cost import TrainingCost, cost_of
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class DryRun:
     - `arithmetic`: Floating point operations of contractions, by dtype.
     - `bounds`: Lower bounds on the seconds for arithmetic, memory and each network, which of them
         is the largest, and the utilisation of the peak rate that it allows; `None` if refused.
+    - `step`: The estimated time of a step in `seconds`, read from the schedule of the compiled
+        program: of matrix `products`, `attention` and `other` kernels, of communication that is
+        `exposed` or `hidden` behind them by mesh axes, of `waiting` for the slowest host; `None`
+        if refused. `cost()` multiplies it.
+    - `rows`: The number of examples in the global batch.
     - `compile_seconds`: The compilation time.
     - `plan`: The [`redcoast.Plan`][].
     - `changes`: If the step does not fit, the smallest changes found that make it fit.
@@ -102,6 +109,27 @@ class DryRun:
     plan: Plan = field(repr=False)
     changes: tuple[Change, ...] = ()
     lines: tuple[dict[str, Any], ...] = ()
+    step: StepTime | None = None
+    rows: int = 0
+
+    def cost(self, steps: int | float, *, price: int | float | None = None) -> TrainingCost:
+        """The time and the price of a training run, at the estimated time of a step.
+
+        **Arguments:**
+
+        - `steps`: The number of steps: for `n` tokens, `n` divided by the tokens of a batch.
+        - `price`: The price of a device for an hour, in any currency.
+
+        **Returns:**
+
+        `hours`, `device_hours`, and the `price` of all of them, or `None` without a price.
+
+        **Raises:**
+
+        `ValueError` if an argument is not positive, or if the compiler rejected the program, so
+        that no time is known.
+        """
+        return cost_of(self.step, self.devices, steps, price)
 
     @property
     def own_compiler(self) -> bool:
@@ -117,6 +145,7 @@ class DryRun:
         found["lines"] = list(self.lines)
         return found | {
             "bounds": None if self.bounds is None else asdict(self.bounds),
+            "step": None if self.step is None else asdict(self.step),
             "plan": self.plan.report.to_json(),
             "changes": [asdict(change) for change in self.changes],
         }
@@ -265,7 +294,8 @@ def _time(run: DryRun) -> list[str]:
     text = f"Upper bound on utilisation: {bounds.utilisation:.0%}"
     if repeated >= _LITTLE:
         text += f"; {repeated:.0%} of the arithmetic is repeated by several devices"
-    return [*lines, text]
+    step = [] if run.step is None else ["", *show_step_time(run.step)]
+    return [*lines, text, *step]
 
 
 def _changes(run: DryRun) -> list[str]:

@@ -15,6 +15,7 @@ _PLANE = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _LESS_THAN_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _MOST_CHIPS = {"v4": 4096, "v5p": 6144, "tpu7x": 9216}
 _MOST_HOSTS = 1024
+_MOST_SLICES = 128
 _SIZES = re.compile(r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*")
 
 
@@ -28,7 +29,8 @@ class TargetDevices:
     - `chip`: The kind of device.
     - `count`: The number of devices, as JAX counts them.
     - `hosts`: The number of hosts.
-    - `shape`: Chips along each dimension of the slice (TPU), or hosts and cards (GPU, CPU).
+    - `shape`: Chips along each dimension of a slice (TPU), or hosts and cards (GPU, CPU).
+    - `slices`: The number of TPU slices, which are connected by the network of their hosts.
     """
 
     name: str
@@ -36,10 +38,18 @@ class TargetDevices:
     count: int
     hosts: int
     shape: tuple[int, ...]
+    slices: int = 1
+
+    @property
+    def groups(self) -> int:
+        """The number of slices (TPU) or hosts, between which the network is slower than inside."""
+        return self.slices if self.chip.kind == "tpu" else self.hosts
 
 
 def parse_target(name: str) -> TargetDevices:
     """Parses a name such as `"v4:4x4x4"`, `"h100:8x8"`, `"l4"` or `"cpu:8"`.
+
+    A TPU slice may have one more size before its own, the number of such slices: `"v5e:2x16x16"`.
 
     **Raises:**
 
@@ -67,6 +77,12 @@ def parse_target(name: str) -> TargetDevices:
 
 
 def _slice(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
+    slices = 1
+    if len(shape) == chip.torus + 1:
+        slices, *rest = shape
+        shape = tuple(rest)
+        if slices > _MOST_SLICES:
+            raise ValueError(f"The target {name!r} has more than {_MOST_SLICES} slices.")
     if shape not in (sizes := _slices(chip.name)):
         asked = math.prod(shape)
         # Among slices with the same number of chips, the closest to a cube come first.
@@ -83,11 +99,12 @@ def _slice(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
             f"{chip.name} has no slice {_written(shape) or 'of unknown size'}, as in {name!r}. The "
             f"nearest that exist are {names}; {rule}."
         )
-    count = math.prod(shape) * chip.cores
+    count = slices * math.prod(shape) * chip.cores
     # A host of v5e and v6e has eight chips, so slices of up to eight are in one host. Larger slices
     # use four chips of each host.
-    alone = chip.torus == 2 and count <= 8
-    return TargetDevices(name, chip, count, 1 if alone else count // chip.per_host, shape)
+    alone = chip.torus == 2 and count <= 8 * slices
+    hosts = slices if alone else count // chip.per_host
+    return TargetDevices(name, chip, count, hosts, shape, slices)
 
 
 def _cards(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
@@ -129,7 +146,11 @@ def _written(shape: Sequence[int]) -> str:
 def _form(chip: Chip) -> str:
     if chip.kind == "tpu":
         example = f"{chip.name}:{'4x4' if chip.torus == 2 else '2x2x2'}"
-        return f'Write the number of chips along each dimension of the slice, such as "{example}".'
+        several = f"{chip.name}:2x{'4x4' if chip.torus == 2 else '2x2x2'}"
+        return (
+            f'Write the number of chips along each dimension of the slice, such as "{example}", '
+            f'after the number of slices if there are several, such as "{several}".'
+        )
     if chip.kind == "cpu":
         return f'Write a number of devices up to {chip.per_host}, such as "cpu:8".'
     return (

@@ -70,7 +70,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class _Program:
+class PartitionedProgram:
     module: Module
     axes: tuple[tuple[str, int], ...]
     carries: Callable[[str], bool]
@@ -109,24 +109,10 @@ def collectives(
         sent = sent_bytes(collectives(compiled.as_text(), mesh))
         ```
     """
-    axes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
-    if hlo_text is None:
-        raise ValueError(
-            "There is no HLO text to read: `compiled.as_text()` returned None, because this "
-            "compiler does not provide it. Compile for CPU, GPU or TPU."
-        )
-    module = parse_module(hlo_text)
-    if module.replicas * module.partitions == 1:
+    program = read_program(hlo_text, mesh)
+    if program.module.replicas * program.module.partitions == 1:
         return []  # A program for one device communicates nothing, whatever the mesh.
-    _check_devices(module, axes)
-
-    @cache
-    def carries(name: str) -> bool:
-        """Whether a computation contains or calls collectives."""
-        inside = computation(module, name).instructions.values()
-        return any(_kind(each) or any(map(carries, _callees(each))) for each in inside)
-
-    program = _Program(module, tuple(axes.items()), carries, read_frames(hlo_text))
+    module = program.module
     try:
         return _executed(program, CallScope(module, module.entry, lambda number, place: None))
     except (IndexError, RecursionError) as error:
@@ -134,6 +120,34 @@ def collectives(
             "The HLO text is inconsistent: an instruction refers to a missing operand, or a "
             "computation calls itself. Pass the complete text of one compiled program."
         ) from error
+
+
+def read_program(
+    hlo_text: str | None, mesh: Mesh | AbstractMesh | Mapping[str, int]
+) -> PartitionedProgram:
+    """Parses a compiled program for the devices of a mesh.
+
+    **Raises:**
+
+    `ValueError` if the text is not compiled HLO, or is for another number of devices.
+    """
+    axes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    if hlo_text is None:
+        raise ValueError(
+            "There is no HLO text to read: `compiled.as_text()` returned None, because this "
+            "compiler does not provide it. Compile for CPU, GPU or TPU."
+        )
+    module = parse_module(hlo_text)
+    if module.replicas * module.partitions > 1:
+        _check_devices(module, axes)
+
+    @cache
+    def carries(name: str) -> bool:
+        """Whether a computation contains or calls collectives."""
+        inside = computation(module, name).instructions.values()
+        return any(collective_kind(each) or any(map(carries, callees_of(each))) for each in inside)
+
+    return PartitionedProgram(module, tuple(axes.items()), carries, read_frames(hlo_text))
 
 
 def sent_bytes(found: Sequence[Collective]) -> int:
@@ -177,12 +191,12 @@ def _check_devices(module: Module, axes: dict[str, int]) -> None:
         )
 
 
-def _kind(instruction: Instruction) -> str | None:
+def collective_kind(instruction: Instruction) -> str | None:
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in _SENT else None
 
 
-def _callees(instruction: Instruction) -> list[str]:
+def callees_of(instruction: Instruction) -> list[str]:
     """The computations that an instruction runs, except reducers and comparators."""
     match instruction.opcode.removesuffix("-start"):
         case "while":
@@ -198,15 +212,15 @@ def _callees(instruction: Instruction) -> list[str]:
 
 
 def _executed(
-    program: _Program, scope: CallScope, caller: Instruction | None = None
+    program: PartitionedProgram, scope: CallScope, caller: Instruction | None = None
 ) -> list[Collective]:
     """The collectives of one execution of a computation."""
     found = []
     for instruction in scope.computation.instructions.values():
-        if _kind(instruction):
-            found += _collective(program, scope, instruction, caller)
+        if collective_kind(instruction):
+            found += collectives_of(program, scope, instruction, caller)
             continue
-        callees = _callees(instruction)
+        callees = callees_of(instruction)
         if not any(map(program.carries, callees)):
             continue
         if instruction.opcode == "while":
@@ -229,12 +243,15 @@ def _executed(
     return found
 
 
-def _collective(
-    program: _Program, scope: CallScope, instruction: Instruction, caller: Instruction | None
+def collectives_of(
+    program: PartitionedProgram,
+    scope: CallScope,
+    instruction: Instruction,
+    caller: Instruction | None,
 ) -> list[Collective]:
-    if _is_later_part(scope, instruction):
+    if is_later_part(scope, instruction):
         return []
-    kind = str(_kind(instruction))
+    kind = str(collective_kind(instruction))
     arrays = operands(instruction)
     if kind == "ragged-all-to-all":
         arrays = arrays[:1]  # The other operands are the output buffer, offsets and sizes.
@@ -263,7 +280,7 @@ def _collective(
     ]
 
 
-def _is_later_part(scope: CallScope, instruction: Instruction) -> bool:
+def is_later_part(scope: CallScope, instruction: Instruction) -> bool:
     """Whether an instruction is the continuation of a collective that has already started.
 
     TPUs overlap a collective with several fusions, and its HLO appears in each of them.
@@ -279,7 +296,7 @@ def _is_later_part(scope: CallScope, instruction: Instruction) -> bool:
 
 
 def _partners(
-    program: _Program, instruction: Instruction, kind: str
+    program: PartitionedProgram, instruction: Instruction, kind: str
 ) -> tuple[tuple[str, ...], int]:
     """The mesh axes that a collective spans, and the number of devices in a group."""
     text = attributes(instruction)

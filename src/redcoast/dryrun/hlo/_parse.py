@@ -169,3 +169,21 @@ def size_in_bytes(shape: str) -> int:
         count = prod(int(dim.removeprefix("<=")) for dim in dims.split(",") if dim)
         total += -(-count * bits // 8)
     return total
+
+
+def array_shapes(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The dtype and the dimensions of each array of a shape, or of a tuple of shapes."""
+    return [
+        (dtype, tuple(int(dim.removeprefix("<=")) for dim in dims.split(",") if dim))
+        for dtype, dims, _ in _ARRAY.findall(shape)
+    ]
+
+
+def bytes_in_space(shape: str) -> dict[int, int]:
+    """The bytes of a shape by memory space, of which 0 is the device's main memory."""
+    found: dict[int, int] = {}
+    for match in _ARRAY.finditer(shape):
+        space = re.search(r"S\((\d+)\)", match[3] or "")
+        number = int(space[1]) if space else 0
+        found[number] = found.get(number, 0) + size_in_bytes(match[0])
+    return found

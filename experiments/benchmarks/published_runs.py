@@ -1,0 +1,469 @@
+"""The estimated time of a step, held against training runs that others have published.
+
+    python experiments/benchmarks/published_runs.py --compile
+    python experiments/benchmarks/published_runs.py --fit
+    python experiments/benchmarks/published_runs.py --page docs/measured/published_runs.md
+
+`published/runs.toml` has the runs and their sources. `--compile` compiles our program for the same
+model, batch, mesh and target, with the compilers of `redcoast[cuda12,tpu]`, which need no device,
+and keeps its schedule in `published/<program>.json`. That takes minutes for each program; programs
+that have a file are not compiled again. `--fit` prints the efficiencies that fit the runs that the
+file names for it. Without options, the script prints all runs, as predicted with the efficiencies
+of the library.
+"""
+
+import os
+
+# JAX reads these when it is first imported; no accelerator is looked for.
+os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu"}
+
+import functools as ft
+import itertools as it
+import json
+import math
+import statistics
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from _pages import Printed
+
+import redcoast as rc
+from redcoast import models
+from redcoast.core._target import compiling_for
+from redcoast.core._tracing import without_ambient_mesh
+from redcoast.dryrun._chips import Chip
+from redcoast.dryrun._devices import missing_compiler
+from redcoast.dryrun._efficiencies import Efficiencies, efficiencies_of
+from redcoast.dryrun._job import make_job, plan_job, trace_job
+from redcoast.dryrun._links import axis_bandwidths, slow_axes
+from redcoast.dryrun._place import planner_hardware, target_place
+from redcoast.dryrun._step_time import StepTime, estimate_step_time
+from redcoast.dryrun._target_name import TargetDevices, parse_target
+from redcoast.dryrun.hlo._events import Done, Event, Loop, Start, Transfer, read_schedule
+from redcoast.dryrun.hlo._kernels import KernelWork
+from redcoast.losses import cross_entropy
+
+FOLDER = Path(__file__).parent / "published"
+CONFIGS = {"llama": models.LlamaConfig, "gpt2": models.GPT2Config}
+CLASSES = {"llama": models.Llama, "gpt2": models.GPT2}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model with its batch, mesh and precision, and the runs of it that were published."""
+
+    name: str
+    project: str
+    fit: bool
+    target: str
+    mesh: Mapping[str, int]
+    rows: int  # sequences for each device and microbatch
+    seq: int
+    remat: str
+    model: Mapping[str, Any]
+    runs: Sequence[Mapping[str, float]]
+    accumulate: int = 1
+    unroll: bool = False
+    chip: Mapping[str, float] | None = None
+
+    @property
+    def devices(self) -> TargetDevices:
+        return parse_target(self.target)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens for each device and step."""
+        return self.rows * self.accumulate * self.seq
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A published run beside its prediction, in seconds for a step."""
+
+    program: Program
+    groups: int  # hosts or slices
+    published: float
+    step: StepTime
+
+    @property
+    def error(self) -> float:
+        return self.step.seconds / self.published - 1
+
+
+def main(
+    compile: bool = False,
+    fit: bool = False,
+    only: tuple[str, ...] = (),
+    page: Path | None = None,
+) -> None:
+    """Compiles programs, fits efficiencies, or prints predictions beside published runs.
+
+    Args:
+        compile: Compile the programs that have no file yet, and whose compiler is installed.
+        fit: Print the efficiencies that fit the runs that are marked for it.
+        only: The names of the programs to take; by default all.
+        page: A page of `docs/measured/` to write the tables into.
+    """
+    programs = [one for one in read_programs() if not only or one.name in only]
+    if compile:
+        for program in programs:
+            if not stored(program).exists() and not missing_compiler(program.devices.chip):
+                print(program.name, flush=True)
+                text = json.dumps(compile_program(program), separators=(",", ":"))
+                stored(program).write_text(text + "\n", "utf-8")
+        return
+    programs = [one for one in programs if stored(one).exists()]
+    if fit:
+        for family, found in fit_efficiencies(programs).items():
+            print(family, found)
+        return
+    write(predict(programs), page)
+
+
+def read_programs() -> list[Program]:
+    data = tomllib.loads((FOLDER / "runs.toml").read_text("utf-8"))
+    return [Program(**one) for one in data["program"]]
+
+
+def stored(program: Program) -> Path:
+    return FOLDER / f"{program.name}.json"
+
+
+# Compiling
+
+
+def compile_program(program: Program) -> dict[str, Any]:
+    """The schedule of our step for this model, batch, mesh and target."""
+    config = config_of(program)
+    model_class = CLASSES[program.model["kind"]]
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return cross_entropy(model(batch["tokens"]), batch["targets"])
+
+    place = target_place(program.target)
+    rows = program.rows * program.accumulate * len(place.devices)
+    tokens = jax.ShapeDtypeStruct((rows, program.seq), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    begin = time.process_time()
+    with without_ambient_mesh(), compiling_for(place.device):
+        job = make_job(
+            lambda key: model_class(config, key=key),
+            loss_fn,
+            batch,
+            optax.adamw(1e-4),
+            accumulate=program.accumulate,
+            compute_dtype=jnp.bfloat16,
+        )
+        mesh = place.mesh(program.mesh)
+        plan = plan_job(job, mesh, planner_hardware(place, mesh))
+        lowered = trace_job(job, plan, mesh).lower()
+        # Machine code is not read, only the schedule.
+        options = {"xla_backend_optimization_level": 0} if place.compiler == "cuda" else None
+        compiled = lowered.compile(compiler_options=options)
+    memory: Any = compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return {
+        "jax": jax.__version__,
+        "processor_seconds": round(time.process_time() - begin, 1),
+        "memory": held - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
+        "events": encode(read_schedule(compiled.as_text(), mesh)),
+    }
+
+
+def config_of(program: Program) -> Any:
+    sizes = {name: value for name, value in program.model.items() if name != "kind"}
+    unroll = program.model["layers"] if program.unroll else 1
+    return CONFIGS[program.model["kind"]](**sizes, remat=program.remat, unroll=unroll)
+
+
+def encode(events: Sequence[Event]) -> list[Any]:
+    """Events as JSON. Kernels that follow each other are one, if they are equal or have no
+    products: their times then depend on their number and the sum of their bytes."""
+    found: list[Any] = []
+    begun = {event.key for event in events if isinstance(event, Start)}
+    for event in events:
+        match event:
+            case KernelWork(_, kind, flops, size):
+                before = found[-1] if found and found[-1][0] == "kernel" else None
+                alike = before is not None and before[1:3] == [kind, dict(flops)]
+                if alike and (not flops or before[3] == size * before[4]):
+                    before[3] += size
+                    before[4] += 1
+                else:
+                    found.append(["kernel", kind, dict(flops), size, 1])
+            case Transfer():
+                found.append(["transfer", *encode_transfer(event)])
+            case Start(key, transfer):
+                found.append(["start", key, *encode_transfer(transfer)])
+            case Done(key) if key in begun:
+                found.append(["done", key])
+            case Loop(times, inner, exact):
+                found.append(["loop", times, exact, encode(inner)])
+    return found
+
+
+def encode_transfer(one: Transfer) -> list[Any]:
+    return [one.kind, list(one.axes), one.sent_bytes, one.devices]
+
+
+def decode(data: Sequence[Any]) -> Iterator[Event]:
+    """The events of `encode`."""
+    for kind, *rest in data:
+        match kind:
+            case "kernel":
+                what, flops, size, times = rest
+                each = KernelWork("", what, tuple(flops.items()), size // times)
+                yield from it.repeat(each, times)
+            case "transfer":
+                yield decode_transfer(rest)
+            case "start":
+                yield Start(rest[0], decode_transfer(rest[1:]))
+            case "done":
+                yield Done(rest[0])
+            case "loop":
+                yield Loop(rest[0], tuple(decode(rest[2])), rest[1])
+
+
+def decode_transfer(data: Sequence[Any]) -> Transfer:
+    kind, axes, size, devices = data
+    return Transfer(kind, tuple(axes), size, devices)
+
+
+@ft.cache
+def schedule_of(path: Path) -> tuple[Event, ...]:
+    return tuple(decode(json.loads(path.read_text("utf-8"))["events"]))
+
+
+# Predicting
+
+
+def predict(
+    programs: Sequence[Program], efficiencies: Mapping[str, Efficiencies] | None = None
+) -> list[Prediction]:
+    """All runs of some programs, with the efficiencies of the library or others, by family."""
+    found = []
+    for program in programs:
+        for run in program.runs:
+            groups = int(run["groups"])
+            attained = None if efficiencies is None else efficiencies[family_of(program)]
+            step = predicted(program, groups, attained)
+            found.append(Prediction(program, groups, published_seconds(program, run), step))
+    return found
+
+
+def predicted(program: Program, groups: int, attained: Efficiencies | None) -> StepTime:
+    """The estimated step of a program on so many hosts or slices.
+
+    A program is compiled for one slice, or for the hosts of its target. With more of them, their
+    gradients are summed over the network between them, behind the backward pass of all but the last
+    layer.
+    """
+    chip = chip_of(program)
+    devices = replace(program.devices, chip=chip)
+    mesh = abstract_mesh(program)
+    step = estimate_step_time(
+        schedule_of(stored(program)),
+        chip=chip,
+        bandwidths=axis_bandwidths(devices, mesh),
+        slow_axes=slow_axes(devices, mesh),
+        efficiencies=attained,
+        groups=groups,
+    )
+    compiled_groups = 1 if chip.kind == "tpu" else devices.hosts
+    if groups == compiled_groups:
+        return step
+    attained = efficiencies_of(chip) if attained is None else attained
+    gradients = 2 * parameters(program) / devices.count
+    sent = 2 * (groups - 1) / groups * gradients
+    summing = sent / (attained.between * chip.host_bandwidth)
+    backward = 0.6 * (step.products + step.attention + step.other)
+    waited = max(summing / program.model["layers"], summing - backward)
+    return replace(step, seconds=step.seconds + waited, exposed={**step.exposed, "between": waited})
+
+
+def chip_of(program: Program) -> Chip:
+    chip = program.devices.chip
+    return chip if program.chip is None else replace(chip, **program.chip)
+
+
+def abstract_mesh(program: Program) -> Any:
+    """The mesh, of CPU devices with the identities of the target's."""
+    return place_mesh(program.target, tuple(program.mesh.items()))
+
+
+@ft.cache
+def place_mesh(target: str, sizes: tuple[tuple[str, int], ...]) -> Any:
+    from jaxlib import xla_client
+
+    count = parse_target(target).count
+    devices = xla_client.make_cpu_client(num_devices=count).devices()
+    return rc.make_mesh(**dict(sizes), devices=devices)
+
+
+def family_of(program: Program) -> str:
+    chip = program.devices.chip
+    return "tpu" if chip.kind == "tpu" else chip.name.partition("-")[0]
+
+
+def parameters(program: Program) -> int:
+    """The number of parameters, without the input embedding unless it is tied."""
+    model = program.model
+    size = model.get("head_size", model["width"] // model["heads"])
+    heads = 2 * model["heads"] + 2 * model.get("kv_heads", model["heads"])
+    matrices = 3 if model["kind"] == "llama" else 2
+    layer = model["width"] * (heads * size + matrices * model["hidden"])
+    return model["layers"] * layer + model["vocab"] * model["width"]
+
+
+def model_flops(program: Program) -> float:
+    """Model operations for each device and step, as MaxText counts them."""
+    model = program.model
+    size = model.get("head_size", model["width"] // model["heads"])
+    attention = 12 * model["layers"] * model["heads"] * size * program.seq
+    return program.tokens * (6 * parameters(program) + attention)
+
+
+def published_seconds(program: Program, run: Mapping[str, float]) -> float:
+    if "seconds" in run:
+        return run["seconds"]
+    if "tokens" in run:
+        return program.tokens / run["tokens"]
+    return model_flops(program) / (run["tflops"] * 1e12)
+
+
+# Fitting
+
+
+STEPS = {
+    "product": (0.45, 0.98),
+    "attention": (0.2, 0.9),
+    "memory": (0.5, 1.0),
+    "network": (0.4, 1.0),
+    "between": (0.2, 1.0),
+    "per_doubling": (0.0, 0.03),
+}
+
+
+def fit_efficiencies(programs: Sequence[Program]) -> dict[str, Efficiencies]:
+    """By family of chips, the efficiencies with the least mean square of the logarithm of
+    predicted over published, one after another."""
+    families: dict[str, list[Program]] = {}
+    for program in programs:
+        if program.fit:
+            families.setdefault(family_of(program), []).append(program)
+    return {family: fit_family(family, some) for family, some in families.items()}
+
+
+def fit_family(family: str, programs: Sequence[Program]) -> Efficiencies:
+    best = efficiencies_of(programs[0].devices.chip)
+
+    def loss(attained: Efficiencies) -> float:
+        found = predict(programs, {family: attained})
+        # A weak pull towards the start decides what the runs leave open.
+        prior = sum((getattr(attained, name) - getattr(best_at_start, name)) ** 2 for name in STEPS)
+        squares = [math.log1p(one.error) ** 2 for one in found]
+        return sum(squares) / len(squares) + 1e-3 * prior
+
+    best_at_start = best
+    for width in (0.2, 0.1, 0.05, 0.02, 0.01):
+        for name, (low, high) in STEPS.items():
+            scale = width * (high - low)
+            values = [getattr(best, name) + scale * step for step in (-2, -1, 0, 1, 2)]
+            tried = [replace(best, **{name: min(high, max(low, value))}) for value in values]
+            best = min(tried, key=loss)
+    return best
+
+
+# Tables
+
+
+def write(found: Sequence[Prediction], page: Path | None) -> None:
+    table = Printed()
+    for fitted, name in ((True, "fitted"), (False, "blind")):
+        rows = [one for one in found if one.program.fit == fitted]
+        table = Printed()
+        if rows:
+            table.add(*summary(rows), "", *lines(rows))
+        table.write(page, name)
+        print()
+    ordered = Printed()
+    ordered.add(*order(found))
+    ordered.write(page, "order")
+
+
+HEADS = (
+    "run",
+    "hosts or slices",
+    "published s",
+    "predicted s",
+    "error",
+    "products",
+    "attention",
+    "other",
+    "exposed",
+    "waiting",
+)
+
+
+def lines(found: Sequence[Prediction]) -> list[str]:
+    rows = [f"| {' | '.join(HEADS)} |", "| --- " + "| ---: " * (len(HEADS) - 1) + "|"]
+    for one in found:
+        step = one.step
+        exposed = sum(step.exposed.values())
+        times = (step.products, step.attention, step.other, exposed, step.waiting)
+        shares = [f"{time / step.seconds:.0%}" for time in times]
+        seconds = (f"{one.published:.3g}", f"{step.seconds:.3g}", f"{one.error:+.0%}")
+        rows.append(f"| {' | '.join((one.program.name, str(one.groups), *seconds, *shares))} |")
+    return rows
+
+
+def summary(found: Sequence[Prediction]) -> list[str]:
+    errors = [abs(one.error) for one in found]
+    worst = max(found, key=lambda one: abs(one.error))
+    projects = len({one.program.project for one in found})
+    return [
+        f"{len(found)} runs of {projects} projects: the median error is "
+        f"{statistics.median(errors):.0%}, the largest {max(errors):.0%} ({worst.program.name}).",
+    ]
+
+
+def order(found: Sequence[Prediction]) -> list[str]:
+    """How often the faster of two runs, by tokens of a model per device, is predicted so."""
+    right = total = 0
+    wrong = []
+    for one, other in it.combinations(found, 2):
+        if not comparable(one, other):
+            continue
+        rate = lambda x, seconds: model_flops(x.program) / seconds
+        published = rate(one, one.published) / rate(other, other.published)
+        estimated = rate(one, one.step.seconds) / rate(other, other.step.seconds)
+        if abs(published - 1) < 0.02:
+            continue
+        total += 1
+        if (published > 1) == (estimated > 1):
+            right += 1
+        else:
+            wrong.append((one, other, published, estimated))
+    text = [f"Of {total} pairs of runs of one project and chip, {right} are in the right order."]
+    for one, other, published, estimated in wrong:
+        names = f"{one.program.name} on {one.groups}, {other.program.name} on {other.groups}"
+        text.append(f"- {names}: published {published:.2f}, predicted {estimated:.2f}")
+    return text
+
+
+def comparable(one: Prediction, other: Prediction) -> bool:
+    """Whether two runs are of one project, on one kind of chip."""
+    same = one.program.project == other.program.project
+    return same and one.program.devices.chip == other.program.devices.chip
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)

@@ -1,0 +1,207 @@
+"""One training step on several kinds of hardware: what fits, how fast it is, and what it costs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import optax
+from jaxtyping import PyTree
+
+from ..core._errors import in_units
+from ..core._frames import hide_frames
+from ..train._loss import LossFn
+from ._dry_run import dry_run
+from ._report import DryRun
+from ._target_name import TargetDevices, parse_target
+from ._training_cost import TrainingCost, check_positive
+
+
+@dataclass(frozen=True)
+class TargetComparison:
+    """The dry runs of a training step for several targets.
+
+    `str(comparison)` is a table, in which the targets on which the step fits come first, the
+    fastest of them at the top.
+
+    **Attributes:**
+
+    - `runs`: The [`redcoast.DryRun`][]s by target, in the order of the table.
+    - `costs`: By target, the `hours`, `device_hours` and `price` of the training run; empty if no
+        number of steps was given. A target whose compiler rejected the program has none.
+    - `errors`: Why the step cannot be run, for targets without a dry run.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import optax
+        import redcoast as rc
+
+        init_fn = lambda key: {"w": jnp.zeros((64, 64))}
+        loss_fn = lambda model, x, key: jnp.mean((x @ model["w"]) ** 2)
+        batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+        targets = ("cpu:1", "cpu:4")
+        found = rc.compare_targets(
+            init_fn, loss_fn, batch, optax.sgd(0.1), targets=targets, steps=1e6, price=0.05
+        )
+        print(found)
+        cheapest = min(found.costs, key=lambda target: found.costs[target].price)
+        ```
+    """
+
+    runs: dict[str, DryRun] = field(repr=False)
+    costs: dict[str, TrainingCost]
+    errors: dict[str, str]
+
+    def __str__(self) -> str:
+        priced = any(cost.price is not None for cost in self.costs.values())
+        heads = ["target", "devices", "mesh", "memory (GiB)", "step (ms)", "examples/s"]
+        if self.costs:
+            heads += ["hours", "device hours"]
+        if priced:
+            heads.append("price")
+        rows = [heads]
+        for target, run in self.runs.items():
+            rows.append([*_figures(run), *_costs(self.costs.get(target), len(heads) - 6)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for row in rows:
+            first, *rest = zip(row, widths, strict=True)
+            cells = [first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)]
+            lines.append("  ".join(cells).rstrip())
+        lines += [f"{target} cannot be used: {why}" for target, why in self.errors.items()]
+        notes = dict.fromkeys(note for run in self.runs.values() for note in run.notes)
+        return "\n".join([*lines, *notes])
+
+
+@hide_frames
+def compare_targets(
+    init_fn: Callable[..., Any],
+    loss_fn: LossFn,
+    batch: PyTree,
+    optimizer: optax.GradientTransformation,
+    *,
+    targets: Sequence[str],
+    steps: int | float | None = None,
+    price: int | float | Mapping[str, int | float] | None = None,
+    **options: Any,
+) -> TargetComparison:
+    """Compiles the same training step for several targets, and estimates its time on each.
+
+    **Arguments:**
+
+    - `init_fn`, `loss_fn`, `batch`, `optimizer`: as for [`redcoast.dry_run`][]. The batch is the
+        global one, the same for all targets.
+    - `targets`: the names of the targets, such as `("h100:8", "v5e:4x4")`.
+    - `steps`: the number of steps of the training run.
+    - `price`: the price of a device for an hour: a number, or one for each chip or target, such as
+        `{"h100": 2.5, "v5e": 1.2}`.
+    - `options`: further options of [`redcoast.dry_run`][], such as `compute_dtype`. The mesh of
+        each target is the one with the lowest estimated cost, unless `mesh` is given.
+
+    **Returns:**
+
+    A [`redcoast.TargetComparison`][]; `print` it to see a table.
+
+    **Raises:**
+
+    `ValueError` or `TypeError` if an argument is invalid or a target does not exist; any error that
+    `loss_fn` raises.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import optax
+        import redcoast as rc
+
+        init_fn = lambda key: {"w": jnp.zeros((64, 64))}
+        loss_fn = lambda model, x, key: jnp.mean((x @ model["w"]) ** 2)
+        batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+        targets = ("cpu:1", "cpu:4")
+        found = rc.compare_targets(
+            init_fn, loss_fn, batch, optax.sgd(0.1), targets=targets, steps=1e6, price=0.05
+        )
+        print(found)
+        cheapest = min(found.costs, key=lambda target: found.costs[target].price)
+        ```
+    """
+    if isinstance(targets, str) or not targets:
+        raise ValueError(
+            f'`targets` is {targets!r}. It must be a list of names, such as ("h100:8", "v5e:4x4").'
+        )
+    if steps is not None:
+        check_positive("steps", steps)
+    parsed = [parse_target(name) for name in targets]
+    prices = {target.name: price_of(price, target) for target in parsed}
+    runs: dict[str, DryRun] = {}
+    errors: dict[str, ValueError] = {}
+    for target in parsed:
+        try:
+            run = dry_run(
+                init_fn,
+                loss_fn,
+                batch,
+                optimizer,
+                target=target.name,
+                **{"suggest": False, **options},
+            )
+        except ValueError as error:
+            errors[target.name] = error
+        else:
+            runs[target.name] = run
+    if not runs:
+        raise next(iter(errors.values()))
+    runs = dict(sorted(runs.items(), key=lambda item: _order(item[1])))
+    costs = {}
+    for name, run in runs.items():
+        if steps is not None and run.step is not None:
+            costs[name] = run.cost(steps, price=prices[name])
+    return TargetComparison(runs, costs, {name: str(error) for name, error in errors.items()})
+
+
+def price_of(
+    price: int | float | Mapping[str, int | float] | None, target: TargetDevices
+) -> int | float | None:
+    """The price of a device of a target for an hour.
+
+    **Raises:**
+
+    `ValueError` if there are prices, but none for this target, or one is not positive.
+    """
+    if isinstance(price, Mapping):
+        names = (target.name, target.chip.name)
+        known = [price[name] for name in names if name in price]
+        if not known:
+            raise ValueError(
+                f"`price` has no price for {target.name!r}, only for {', '.join(map(repr, price))}."
+                f" Add one for {target.chip.name!r}."
+            )
+        price = known[0]
+    if price is not None:
+        check_positive("price", price)
+    return price
+
+
+def _order(run: DryRun) -> tuple[bool, float]:
+    return not run.fits, float("inf") if run.step is None else run.step.seconds
+
+
+def _figures(run: DryRun) -> list[str]:
+    sizes = (f"{axis}={size}" for axis, size in run.mesh.items() if size > 1)
+    peak, usable = run.memory["peak"], run.memory["usable"]
+    memory = f"{in_units(peak, 2**30)} of {in_units(usable, 2**30)}"
+    if not run.fits:
+        memory += ": too much"
+    step = "-" if run.step is None else f"{run.step.seconds * 1e3:,.4g}"
+    rate = "-" if run.step is None else f"{run.rows / run.step.seconds:,.4g}"
+    return [run.target, str(run.devices), ",".join(sizes) or "-", memory, step, rate]
+
+
+def _costs(cost: TrainingCost | None, columns: int) -> list[str]:
+    if cost is None:
+        return ["-"] * columns
+    price = "-" if cost.price is None else f"{cost.price:,.2f}"
+    return [f"{cost.hours:,.4g}", f"{cost.device_hours:,.4g}", price][:columns]

@@ -1,0 +1,99 @@
+"""The shares of the published rates that training attains, by kind of chip.
+
+They are fitted to published runs by `experiments/benchmarks/published_runs.py`, whose page lists
+the runs that they are fitted to, and the errors for all other runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ._chips import Chip
+
+
+@dataclass(frozen=True)
+class Efficiencies:
+    """How much of a chip's published rates kernels and transfers attain.
+
+    **Attributes:**
+
+    - `product`: The share of the peak rate that matrix products attain.
+    - `attention`: The share that kernels for attention attain.
+    - `memory`: The share of the memory bandwidth that all other kernels attain.
+    - `network`: The share of the bandwidth of links inside a host or slice.
+    - `between`: The share of the bandwidth between hosts or slices.
+    - `launch`: Seconds that each kernel takes at least.
+    - `latency`: Seconds that each transfer takes at least.
+    - `per_doubling`: The part of a step that is lost with each doubling of the number of hosts or
+      slices, because all of them wait for the slowest.
+    """
+
+    product: float
+    attention: float
+    memory: float
+    network: float
+    between: float
+    launch: float
+    latency: float
+    per_doubling: float
+
+
+_TPU = Efficiencies(
+    product=0.80,
+    attention=0.45,
+    memory=0.85,
+    network=0.85,
+    between=0.7,
+    launch=1e-6,
+    latency=5e-6,
+    per_doubling=0.01,
+)
+_AMPERE = Efficiencies(
+    product=0.80,
+    attention=0.55,
+    memory=0.85,
+    network=0.8,
+    between=0.7,
+    launch=4e-6,
+    latency=2e-5,
+    per_doubling=0.01,
+)
+_HOPPER = Efficiencies(
+    product=0.65,
+    attention=0.45,
+    memory=0.85,
+    network=0.8,
+    between=0.7,
+    launch=4e-6,
+    latency=2e-5,
+    per_doubling=0.01,
+)
+# Nothing is published for these: their figures are those of the nearest family.
+_FAMILIES: Mapping[str, Efficiencies] = MappingProxyType(
+    {
+        "a100-40gb": _AMPERE,
+        "a100-80gb": _AMPERE,
+        "h100": _HOPPER,
+        "h200": _HOPPER,
+        "l4": _AMPERE,
+        "rtx-4090": _AMPERE,
+        "1080ti": _AMPERE,
+    }
+)
+_NOMINAL = Efficiencies(
+    product=0.5,
+    attention=0.5,
+    memory=0.5,
+    network=0.5,
+    between=0.5,
+    launch=1e-5,
+    latency=1e-5,
+    per_doubling=0.0,
+)
+
+
+def efficiencies_of(chip: Chip) -> Efficiencies:
+    """The efficiencies of a chip."""
+    if chip.kind == "tpu":
+        return _TPU
+    return _FAMILIES.get(chip.name, _NOMINAL)

@@ -1,0 +1,265 @@
+"""The time of a step, estimated from the schedule of its compiled program.
+
+Kernels run one after another. Each takes as long as its arithmetic or its memory traffic, whichever
+is longer, at the rates that such kernels attain. A transfer is hidden as far as kernels run between
+its start and its end; the rest of it, and every transfer that is not asynchronous, is exposed.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ._chips import Chip
+from ._efficiencies import Efficiencies, efficiencies_of
+from ._roofline import bandwidth, peak
+from .hlo._events import Done, Event, Loop, Start, Transfer
+from .hlo._kernels import KernelWork
+
+# Bytes per second between a device and the memory of its host: PCIe 4.0 x16, as attained.
+_HOST_LINK = 25e9
+# Copies between the memories of a device, such as into the vector memory of a TPU.
+_MEMORY = "memory"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The estimated time of a training step, in seconds.
+
+    **Attributes:**
+
+    - `seconds`: The time of the step.
+    - `products`: The time of matrix products and convolutions.
+    - `attention`: The time of kernels for attention.
+    - `other`: The time of all other kernels.
+    - `exposed`: By mesh axes, such as `"fsdp"`, the time that the step waits for communication.
+        `"memory"` and `"host"` are copies between the memories of a device and its host.
+    - `hidden`: By mesh axes, the time of communication during which kernels run.
+    - `waiting`: The time that devices wait for the slowest host.
+    - `kernels`: The number of kernels that run.
+    - `utilisation`: The arithmetic of the step, including what is rematerialised, divided by what
+        the device could compute in this time at its peak rate.
+    """
+
+    seconds: float
+    products: float
+    attention: float
+    other: float
+    exposed: dict[str, float]
+    hidden: dict[str, float]
+    waiting: float
+    kernels: int
+    utilisation: float
+
+
+@dataclass
+class _Totals:
+    """What one execution of a list of events takes; the clock is at `now`."""
+
+    now: float = 0.0
+    busy: Counter[str] = field(default_factory=Counter)
+    exposed: Counter[str] = field(default_factory=Counter)
+    transfers: Counter[str] = field(default_factory=Counter)
+    kernels: int = 0
+
+
+@dataclass(frozen=True)
+class AttainedRates:
+    """What a device attains: its chip, the bandwidths of its links, and its efficiencies.
+
+    `slow_axes` are the axes whose devices are in different hosts (GPUs) or slices (TPUs).
+    """
+
+    chip: Chip
+    bandwidths: Mapping[str, int | float]
+    efficiencies: Efficiencies
+    slow_axes: frozenset[str] = frozenset()
+
+
+def estimate_step_time(
+    events: Sequence[Event],
+    *,
+    chip: Chip,
+    bandwidths: Mapping[str, int | float],
+    slow_axes: frozenset[str] = frozenset(),
+    efficiencies: Efficiencies | None = None,
+    groups: int = 1,
+) -> StepTime:
+    """Estimates the time of a step.
+
+    **Arguments:**
+
+    - `events`: The schedule of the compiled program.
+    - `chip`: The device.
+    - `bandwidths`: Bytes per second that it can send along each mesh axis.
+    - `slow_axes`: The mesh axes whose devices are in different hosts or slices.
+    - `efficiencies`: The shares of the published rates that are attained; by default, those of the
+        chip.
+    - `groups`: The number of hosts (GPUs) or slices (TPUs).
+
+    !!! Example
+
+        ```python
+        from redcoast.dryrun._chips import CHIPS
+        from redcoast.dryrun._step_time import estimate_step_time
+        from redcoast.dryrun.hlo._kernels import KernelWork
+
+        product = KernelWork("dot", "product", (("bfloat16", 10**13),), 10**9)
+        estimate_step_time([product], chip=CHIPS["h100"], bandwidths={"data": 1e10}).seconds
+        ```
+    """
+    attained = efficiencies_of(chip) if efficiencies is None else efficiencies
+    rates = AttainedRates(chip, bandwidths, attained, slow_axes)
+    totals = _run(events, rates)
+    waiting = totals.now * attained.per_doubling * math.log2(groups)
+    seconds = totals.now + waiting
+    hidden = {axes: time - totals.exposed[axes] for axes, time in totals.transfers.items()}
+    ideal = _seconds_at_peak(events, chip)
+    return StepTime(
+        seconds=float(seconds),
+        products=float(totals.busy["product"]),
+        attention=float(totals.busy["attention"]),
+        other=float(totals.busy["other"]),
+        exposed=_positive(totals.exposed),
+        hidden=_positive(hidden),
+        waiting=float(waiting),
+        kernels=totals.kernels,
+        utilisation=float(ideal / seconds) if seconds else 0.0,
+    )
+
+
+def _positive(times: Mapping[str, float]) -> dict[str, float]:
+    return {axes: float(time) for axes, time in times.items() if time > 1e-12}
+
+
+def _run(events: Sequence[Event], rates: AttainedRates) -> _Totals:
+    """Runs events on a device whose networks are free at first, and are again at the end."""
+    totals = _Totals()
+    free: dict[str, float] = {}
+    ends: dict[str, tuple[str, float]] = {}
+    for event in events:
+        match event:
+            case KernelWork():
+                time = kernel_seconds(event, rates)
+                totals.now += time
+                totals.busy[event.kind] += time
+                totals.kernels += 1
+            case Start(key, transfer):
+                ends[key] = _queue(transfer, rates, totals, free)
+            case Transfer():
+                _wait(totals, *_queue(event, rates, totals, free))
+            case Done(key):
+                if key in ends:
+                    _wait(totals, *ends.pop(key))
+            case Loop(times, inner):
+                _add_loop(totals, _run(inner, rates), times)
+    for where, end in ends.values():
+        _wait(totals, where, end)
+    return totals
+
+
+def _queue(
+    transfer: Transfer, rates: AttainedRates, totals: _Totals, free: dict[str, float]
+) -> tuple[str, float]:
+    """Begins a transfer as soon as its network is free. Returns its axes and its end."""
+    where = "+".join(transfer.axes) or transfer.kind
+    # GPUs run one collective at a time; TPUs have links of their own for each axis.
+    network = where if rates.chip.kind == "tpu" or not transfer.axes else "links"
+    time = transfer_seconds(transfer, rates)
+    end = max(totals.now, free.get(network, 0.0)) + time
+    free[network] = end
+    totals.transfers[where] += time
+    return where, end
+
+
+def _wait(totals: _Totals, where: str, end: float) -> None:
+    waited = max(0.0, end - totals.now)
+    totals.exposed[where] += waited
+    totals.now += waited
+
+
+def _add_loop(totals: _Totals, body: _Totals, times: int) -> None:
+    totals.now += times * body.now
+    totals.kernels += times * body.kernels
+    pairs = (
+        (totals.busy, body.busy),
+        (totals.exposed, body.exposed),
+        (totals.transfers, body.transfers),
+    )
+    for total, inner in pairs:
+        for name, time in inner.items():
+            total[name] += times * time
+
+
+def kernel_seconds(kernel: KernelWork, rates: AttainedRates) -> float:
+    """The time of a kernel: its arithmetic or its memory traffic, whichever takes longer."""
+    chip, attained = rates.chip, rates.efficiencies
+    share = attained.attention if kernel.kind == "attention" else attained.product
+    arithmetic = sum(count / (share * peak(chip, dtype)) for dtype, count in _named(kernel))
+    memory = kernel.memory_bytes / (attained.memory * chip.memory_bandwidth)
+    return attained.launch + max(arithmetic, memory)
+
+
+# HLO's names of the dtypes whose rates differ.
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+
+
+def _named(kernel: KernelWork) -> list[tuple[str, int]]:
+    """The operations of a kernel by the names that dtypes have in JAX."""
+    found = []
+    for dtype, count in kernel.flops:
+        name = _DTYPES.get(dtype, dtype)
+        if dtype.startswith("f8"):
+            name = f"float8_{dtype}"
+        elif dtype[0] in "su" and dtype[1:].isdigit():
+            name = f"int{dtype[1:]}"
+        found.append((name, count))
+    return found
+
+
+def transfer_seconds(transfer: Transfer, rates: AttainedRates) -> float:
+    """The time of a transfer on links that nothing else uses."""
+    if transfer.devices <= 1 and transfer.axes:
+        return 0.0
+    attained, size = rates.efficiencies, transfer.sent_bytes
+    if transfer.kind == _MEMORY:
+        return size / (attained.memory * rates.chip.memory_bandwidth)
+    if transfer.kind == "host":
+        return size / _HOST_LINK
+    slow = not rates.slow_axes.isdisjoint(transfer.axes)
+    share = attained.between if slow else attained.network
+    rate = bandwidth("+".join(transfer.axes), rates.bandwidths)
+    return attained.latency + size / (share * rate)
+
+
+def _seconds_at_peak(events: Sequence[Event], chip: Chip) -> float:
+    total = 0.0
+    for event in events:
+        match event:
+            case KernelWork():
+                total += sum(count / peak(chip, dtype) for dtype, count in _named(event))
+            case Loop(times, inner):
+                total += times * _seconds_at_peak(inner, chip)
+    return total
+
+
+def show_step_time(step: StepTime) -> list[str]:
+    """The lines of a table."""
+    rows = [
+        ("matrix products", step.products),
+        ("attention", step.attention),
+        ("other kernels", step.other),
+        *((f"exposed communication ({axes})", time) for axes, time in step.exposed.items()),
+        ("waiting for the slowest host", step.waiting),
+    ]
+    lines = [f"Estimated time of a step: {step.seconds * 1e3:,.4g} ms"]
+    for name, seconds in rows:
+        if seconds >= _LITTLE * step.seconds > 0:
+            lines.append(f"  {seconds * 1e3:>12,.4g} ms  {name}")
+    hidden = sum(step.hidden.values())
+    if hidden >= _LITTLE * step.seconds > 0:
+        lines.append(f"  Of the communication, {hidden * 1e3:,.4g} ms are hidden behind kernels.")
+    return lines
+
+
+_LITTLE = 1e-3  # a part of less than this share of the step is not shown

@@ -1,0 +1,215 @@
+"""The schedule of a compiled program: its kernels in order, and the transfers that run meanwhile.
+
+Compilers write the instructions of a program in the order in which a device starts them. What
+stands between the start and the end of an asynchronous transfer runs while it is under way.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from jax.sharding import AbstractMesh, Mesh
+
+from ._collectives import (
+    Collective,
+    PartitionedProgram,
+    callees_of,
+    collective_kind,
+    collectives_of,
+    is_later_part,
+    read_program,
+)
+from ._kernels import HOST_SPACE, KernelWork, read_kernel
+from ._parse import Instruction, bytes_in_space, called, callee, lookup, operands
+from ._products import call_target
+from ._trip_counts import CallScope, inner_scope, loop_scope, trip_count
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes that a device moves over a network, or between its memories.
+
+    **Attributes:**
+
+    - `kind`: the kind of a collective, such as `"all-gather"`; `"memory"` for a copy between the
+      memories of a device, and `"host"` for a copy to or from the memory of its host.
+    - `axes`: the mesh axes of a collective.
+    - `sent_bytes`: the bytes that the device sends, or that are copied.
+    - `devices`: the number of devices that exchange data.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    sent_bytes: int
+    devices: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """An asynchronous transfer begins. `key` identifies it."""
+
+    key: str
+    transfer: Transfer
+
+
+@dataclass(frozen=True)
+class Done:
+    """The program waits for the end of an asynchronous transfer."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Events that are repeated. `exact` is False if the number of times depends on data."""
+
+    times: int
+    events: "tuple[Event, ...]"
+    exact: bool = True
+
+
+Event = KernelWork | Transfer | Start | Done | Loop
+
+
+def read_schedule(
+    hlo_text: str | None, mesh: Mesh | AbstractMesh | Mapping[str, int]
+) -> tuple[Event, ...]:
+    """The events of one run of a compiled program on a device, in the order of their start.
+
+    **Arguments:**
+
+    - `hlo_text`: the text that `jax.jit(fn).lower(...).compile().as_text()` returns.
+    - `mesh`: the mesh that the program was compiled for, or its axes and their sizes.
+
+    **Returns:**
+
+    Kernels, transfers that the program waits for at once, starts and ends of asynchronous
+    transfers, and loops of such events. Of a conditional's branches, the one with the most events
+    is taken.
+
+    **Raises:**
+
+    `ValueError` if the text is not compiled HLO, or is for another number of devices.
+    """
+    program = read_program(hlo_text, mesh)
+    scope = CallScope(program.module, program.module.entry, lambda number, place: None)
+    try:
+        return tuple(_events(program, scope))
+    except (IndexError, RecursionError) as error:
+        raise ValueError(
+            "The HLO text is inconsistent: an instruction refers to a missing operand, or a "
+            "computation calls itself. Pass the complete text of one compiled program."
+        ) from error
+
+
+def _events(program: PartitionedProgram, scope: CallScope) -> Iterator[Event]:
+    for instruction in scope.computation.instructions.values():
+        match instruction.opcode:
+            case "while":
+                yield _loop(program, scope, instruction)
+            case "conditional":
+                names = enumerate(callees_of(instruction), start=1)
+                scopes = [inner_scope(scope, instruction, name, skip) for skip, name in names]
+                yield from max((list(_events(program, branch)) for branch in scopes), key=len)
+            case "call":
+                for name in called(instruction, "to_apply"):
+                    yield from _events(program, inner_scope(scope, instruction, name))
+            case opcode if opcode.endswith(("-done", "-update")):
+                if opcode.endswith("-done"):
+                    yield Done(_started_by(scope, instruction))
+            case _:
+                yield from _plain(program, scope, instruction)
+
+
+def _loop(program: PartitionedProgram, scope: CallScope, instruction: Instruction) -> Loop:
+    trips = trip_count(scope, instruction)
+    body = loop_scope(scope, instruction, callee(instruction, "body"))
+    times = 1 if trips is None else trips
+    return Loop(times, tuple(_events(program, body)), trips is not None)
+
+
+def _plain(
+    program: PartitionedProgram, scope: CallScope, instruction: Instruction
+) -> Iterator[Event]:
+    """The events of an instruction that is no control flow."""
+    if collective_kind(instruction) is not None:
+        for each in collectives_of(program, scope, instruction, None):
+            yield _begun(instruction, _transfer(each))
+        return
+    inner = [name for name in callees_of(instruction) if program.carries(name)]
+    if inner:
+        yield from _wrapped(program, scope, instruction, inner[0])
+    elif instruction.opcode in ("copy-start", "slice-start", "dynamic-slice-start"):
+        yield Start(instruction.name, _copied(scope, instruction))
+    else:
+        kernel = read_kernel(scope.module, scope.computation, instruction)
+        if kernel is not None:
+            yield kernel
+
+
+def _begun(instruction: Instruction, transfer: Transfer) -> Event:
+    if instruction.opcode.endswith("-start"):
+        return Start(instruction.name, transfer)
+    return transfer
+
+
+def _wrapped(
+    program: PartitionedProgram, scope: CallScope, instruction: Instruction, name: str
+) -> Iterator[Event]:
+    """The events of a fusion or an asynchronous computation that contains a collective.
+
+    The TPU compiler fuses the start of a collective, its progress and its end with kernels.
+    """
+    inside = inner_scope(scope, instruction, name)
+    channel = ""
+    targets: set[str] = set()
+    found: list[Collective] = []
+    for each in inside.computation.instructions.values():
+        targets.add(call_target(each))
+        if collective_kind(each) is not None:
+            channel = _channel(each)
+            if not is_later_part(inside, each):
+                found += collectives_of(program, inside, each, instruction)
+    ends = "AsyncCollectiveDone" in targets
+    if "AsyncCollectiveStart" in targets:
+        yield from (Start(channel, _transfer(each)) for each in found)
+        found = []
+    if instruction.opcode == "async-start":
+        yield from (Start(instruction.name, _transfer(each)) for each in found)
+        return
+    kernel = read_kernel(scope.module, scope.computation, instruction)
+    if kernel is not None and kernel.flops:
+        yield kernel
+    if ends:
+        yield Done(channel)
+    else:
+        yield from map(_transfer, found)
+
+
+def _channel(instruction: Instruction) -> str:
+    _, _, after = instruction.rest.partition("channel_id=")
+    return f"channel {after.partition(',')[0]}"
+
+
+def _transfer(one: Collective) -> Transfer:
+    return Transfer(one.kind, one.axes, one.sent_bytes, one.group_size)
+
+
+def _copied(scope: CallScope, instruction: Instruction) -> Transfer:
+    """A copy between memories. Its result is a tuple, whose largest array is the one copied."""
+    source = bytes_in_space(lookup(scope.computation, operands(instruction)[0]).shape)
+    result = bytes_in_space(instruction.shape)
+    kind = "host" if HOST_SPACE in source or HOST_SPACE in result else "memory"
+    moved = sum(source.values())
+    if instruction.opcode != "copy-start":
+        # The result has the operand, the slice, and a context.
+        moved = sum(result.values()) - moved
+    return Transfer(kind, (), max(0, moved), 1)
+
+
+def _started_by(scope: CallScope, instruction: Instruction) -> str:
+    """The name of the instruction that started what an instruction waits for."""
+    name = operands(instruction)[0]
+    start = lookup(scope.computation, name)
+    if start.opcode.endswith("-update"):
+        return _started_by(scope, start)
+    return name

@@ -1,0 +1,160 @@
+"""What the kernels of a compiled program compute, and what they read and write in memory."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ._parse import (
+    Computation,
+    Instruction,
+    Module,
+    bytes_in_space,
+    called,
+    computation,
+    lookup,
+    operands,
+)
+from ._products import call_target, is_attention, product_flops
+
+KernelKind = Literal["product", "attention", "other"]
+# Opcodes that run nothing: they name, group or reinterpret arrays, or are known when compiling.
+_FREE = frozenset(
+    """
+    parameter get-tuple-element tuple constant bitcast after-all partition-id replica-id iota
+    opt-barrier add-dependency domain get-dimension-size rng-get-and-update-state
+    """.split()  # noqa: SIM905
+)
+# Calls by which the TPU compiler allocates memory or names parts of it.
+_FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "SliceToDynamic", "PadToStatic", "Sharding")
+# Opcodes whose result is their first operand with another shape or layout in a fusion.
+_VIEWS = ("bitcast", "reshape", "copy", "convert", "transpose")
+# Opcodes that read as much of their first operand as they return.
+_PARTS = ("dynamic-slice", "slice", "gather")
+# The memory space of the host.
+HOST_SPACE = 5
+
+
+@dataclass(frozen=True)
+class KernelWork:
+    """The work of one execution of an instruction on one device.
+
+    **Attributes:**
+
+    - `name`: the name of the instruction.
+    - `kind`: `"product"`, `"attention"` (a kernel of its own), or `"other"`.
+    - `flops`: floating point operations of products, by the dtype of their operands.
+    - `memory_bytes`: bytes that are read and written in the device's main memory.
+    """
+
+    name: str
+    kind: KernelKind
+    flops: tuple[tuple[str, int], ...]
+    memory_bytes: int
+
+
+def read_kernel(module: Module, within: Computation, instruction: Instruction) -> KernelWork | None:
+    """The work of an instruction; `None` if it runs nothing."""
+    if instruction.opcode in _FREE or call_target(instruction) in _FREE_CALLS:
+        return None
+    flops = product_flops(module, within, instruction)
+    kind: KernelKind = "product" if flops else "other"
+    if is_attention(instruction):
+        kind = "attention"
+    accessed = _accessed(module, within, instruction)
+    return KernelWork(instruction.name, kind, tuple(sorted(flops.items())), accessed)
+
+
+def main_bytes(shape: str) -> int:
+    """The bytes of a shape in the device's main memory."""
+    return bytes_in_space(shape).get(0, 0)
+
+
+def _accessed(module: Module, within: Computation, instruction: Instruction) -> int:
+    """The bytes that an instruction reads and writes."""
+    arrays = operands(instruction)
+    shapes = {name: lookup(within, name).shape for name in arrays}
+    if instruction.opcode in ("fusion", "fusion-start"):
+        inner = computation(module, fused) if (fused := _fused(instruction)) else None
+        if inner is None:
+            return sum(map(main_bytes, shapes.values())) + main_bytes(instruction.shape)
+        read = sum(
+            min(main_bytes(shapes[name]), _bytes_read(module, inner, _parameter(inner, place)))
+            for place, name in enumerate(arrays)
+        )
+        written = main_bytes(instruction.shape)
+        if instruction.opcode == "fusion-start":
+            written = main_bytes(lookup(inner, inner.root).shape)
+        return read + min(written, _bytes_written(module, inner, inner.root))
+    result = main_bytes(instruction.shape)
+    match instruction.opcode:
+        case opcode if opcode in _PARTS:
+            return 2 * result
+        case "dynamic-update-slice":
+            return 2 * main_bytes(shapes[arrays[1]])
+        case "broadcast":
+            return result
+    return sum(map(main_bytes, shapes.values())) + result
+
+
+def _fused(instruction: Instruction) -> str | None:
+    names = called(instruction, "calls")
+    return names[0] if names else None
+
+
+def _parameter(inner: Computation, place: int) -> str | None:
+    for each in inner.instructions.values():
+        if each.opcode == "parameter" and each.rest.startswith(f"{place})"):
+            return each.name
+    return None
+
+
+def _bytes_read(module: Module, inner: Computation, name: str | None) -> int:
+    """The bytes of a value that a fusion reads: only the slices, if it only slices it."""
+    if name is None:
+        return 0
+    value = inner.instructions[name]
+    whole = _unplaced_bytes(value.shape)
+    total = 0
+    for user in inner.instructions.values():
+        places = [place for place, used in enumerate(operands(user)) if used == name]
+        for place in places:
+            total += _read_by(module, inner, user, place, whole)
+    return min(total, whole)
+
+
+def _read_by(module: Module, inner: Computation, user: Instruction, place: int, whole: int) -> int:
+    match user.opcode:
+        case opcode if opcode in _PARTS:
+            return _unplaced_bytes(user.shape) if place == 0 else whole
+        case "dynamic-update-slice" if place == 0:
+            return 0
+        case "tuple":
+            return 0
+        case "fusion" if (fused := _fused(user)) is not None:
+            nested = computation(module, fused)
+            return _bytes_read(module, nested, _parameter(nested, place))
+        case opcode if opcode in _VIEWS:
+            return _bytes_read(module, inner, user.name) if user.name != inner.root else whole
+    return whole
+
+
+def _bytes_written(module: Module, inner: Computation, name: str) -> int:
+    """The bytes of a result that a fusion writes: only the slice, if it only updates one."""
+    value = inner.instructions[name]
+    match value.opcode:
+        case "tuple":
+            return sum(_bytes_written(module, inner, each) for each in operands(value))
+        case "parameter":
+            return 0
+        case "dynamic-update-slice":
+            return _unplaced_bytes(lookup(inner, operands(value)[1]).shape)
+        case "fusion" if (fused := _fused(value)) is not None:
+            nested = computation(module, fused)
+            return _bytes_written(module, nested, nested.root)
+        case "bitcast" | "reshape":
+            return _bytes_written(module, inner, operands(value)[0])
+    return _unplaced_bytes(value.shape)
+
+
+def _unplaced_bytes(shape: str) -> int:
+    """The bytes of a shape in a fusion, in which most shapes have no memory space."""
+    return sum(bytes_in_space(shape).values())

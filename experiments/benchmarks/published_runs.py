@@ -21,6 +21,7 @@ import functools as ft
 import itertools as it
 import json
 import math
+import re
 import statistics
 import time
 import tomllib
@@ -29,11 +30,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 import tyro
 from _pages import Printed
+from megatron_ahead import spec
 
 import redcoast as rc
 from redcoast import models
@@ -154,15 +157,17 @@ def compile_program(program: Program) -> dict[str, Any]:
     batch = {"tokens": tokens, "targets": tokens}
     begin = time.process_time()
     with without_ambient_mesh(), compiling_for(place.device):
+        mesh = place.mesh(program.mesh)
+        init_fn = lambda key: model_class(config, key=key)
         job = make_job(
-            lambda key: model_class(config, key=key),
+            init_fn,
             loss_fn,
             batch,
             optax.adamw(1e-4),
             accumulate=program.accumulate,
             compute_dtype=jnp.bfloat16,
+            overrides=tensor_parallel(init_fn, mesh),
         )
-        mesh = place.mesh(program.mesh)
         plan = plan_job(job, mesh, planner_hardware(place, mesh))
         lowered = trace_job(job, plan, mesh).lower()
         # Machine code is not read, only the schedule.
@@ -176,6 +181,20 @@ def compile_program(program: Program) -> dict[str, Any]:
         "memory": held - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
         "events": encode(read_schedule(compiled.as_text(), mesh)),
     }
+
+
+def tensor_parallel(init_fn: Any, mesh: Any) -> list[Any]:
+    """Megatron's shardings over `model`, which runs that name this axis have, whatever the planner
+    would choose."""
+    if mesh.shape["model"] == 1:
+        return []
+    model = eqx.filter_eval_shape(init_fn, jax.random.key(0))
+    overrides = []
+    for path, x in jax.tree_util.tree_leaves_with_path(model):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            overrides.append((f"^{re.escape(name)}$", spec(name, x.shape, mesh)))
+    return overrides
 
 
 def config_of(program: Program) -> Any:

@@ -80,7 +80,7 @@ def costs(fn, *given, n=2):
             continue
         if cut.source is not None:
             add("gather", cut.source, cut.source_bytes * cut.times)
-        if cut.target is not None and cut.grad:
+        if cut.target is not None and cut.backward:
             add("regather", cut.target, cut.target_bytes * cut.times)
     return sent
 

@@ -43,9 +43,9 @@ from ...core._jaxpr import (
     iter_equations,
     struct_of,
 )
+from ..operations._made_rules import OF_ANY_ROW
 from ._local_states import (
     CALLBACK,
-    OF_ANY_ROW,
     OWN,
     SUM,
     VMAPPED_SIZE,

@@ -29,6 +29,7 @@ from ...core._control_flow import (
 from ...core._jaxpr import is_inexact, struct_of
 from ..operations import Dimension, Factor, Rule, rule_of
 from ..operations._elementwise_rules import PAIRWISE
+from ..operations._made_rules import OF_ANY_ROW
 
 
 class NotLocal(Exception):
@@ -47,9 +48,6 @@ SUM, OWN = DevicePart.SUM, DevicePart.OWN
 State = int | DevicePart | None
 States = tuple[State, ...]
 
-# Equinox's reductions over all rows of a `vmap`. They say whether something is needed by any row,
-# and rows do not depend on the answer of other rows.
-OF_ANY_ROW = frozenset(["unvmap_all", "unvmap_any", "unvmap_max"])
 # The parameter with the size of the axis that a primitive of Equinox is vmapped over.
 VMAPPED_SIZE = "__axis_size"
 # These depend on how arrays are sharded or on the device, or run on the host.

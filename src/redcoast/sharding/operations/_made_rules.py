@@ -13,6 +13,9 @@ DECOMPOSITIONS = frozenset(
 )
 # The first operand of these is a vector for each matrix.
 OF_VECTORS = frozenset(["lu_pivots_to_permutation", "tridiagonal_solve"])
+# Equinox's reductions over all rows of a `vmap`. They say whether something is needed by any row,
+# and rows do not depend on the answer of other rows.
+OF_ANY_ROW = frozenset(["unvmap_all", "unvmap_any", "unvmap_max"])
 # These have no dimensions to shard, or no results.
 FRESH = frozenset(
     """

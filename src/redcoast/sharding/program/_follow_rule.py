@@ -267,7 +267,8 @@ def _sum_backward(graph: Graph, rule: Rule, inputs: Sequence[Value], result: Val
     dimensions follow one of these in the result, both cannot be sharded alike.
     """
     indexed = _indexed(rule, inputs)
-    skipped = rule.whole | rule.moved | rule.blocked
+    # A split example has parts of the gradient of a kernel.
+    skipped = rule.whole | (rule.moved | rule.blocked) - dict(rule.near).keys()
     dimensions = rule.results[0]
     for value, of_value in zip(inputs, rule.operands, strict=True):
         own = all_factors(of_value)

@@ -65,8 +65,8 @@ class PartialSum:
 class Reshard:
     """An array whose dimension `source` becomes `target` in a way that no sharding survives.
 
-    If either is sharded, the array is gathered `times` times in a step: forward, in each
-    rematerialisation that runs it again, and its cotangent backward.
+    If either is sharded, the array is gathered `times` times in a step, forward and in each
+    rematerialisation that runs it again, and its cotangent `backward` times.
     """
 
     source: int | None
@@ -75,6 +75,7 @@ class Reshard:
     target_bytes: int
     dims: Dims
     times: int | float
+    backward: int | float
     operation: Source = ()
 
 
@@ -319,7 +320,8 @@ class Graph:
                 value.bytes,
                 result.bytes,
                 result.dims,
-                self.cursor.times * (self.cursor.forwards + value.grad),
+                self.cursor.times * self.cursor.forwards,
+                self.cursor.times * value.grad,
                 self.cursor.source,
             )
         )

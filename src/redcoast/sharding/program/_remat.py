@@ -29,12 +29,14 @@ class Region:
 
     `wanted` selects the results that are needed. With `derived`, so are the values that its
     derivatives need, except in rematerialised regions inside it. Values that the rematerialisation
-    `policy` saves are not recomputed.
+    `policy` saves are not recomputed. If it is `differentiated`, only what a gradient flows into is
+    needed, so nothing that `stop_gradient` alone reads.
     """
 
     wanted: tuple[bool, ...]
     derived: bool = False
     policy: Any = None
+    differentiated: bool = False
 
     def keeps(self, equation: JaxprEqn) -> bool:
         """Whether the policy saves the results of an equation."""
@@ -70,9 +72,12 @@ def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
         outs = (False,) * len(equation.outvars)
         if not region.keeps(equation):
             outs = tuple(var in needed for var in equation.outvars)
-        inner[index], operands = _called(equation, Region(outs, derived, region.policy), has_grad)
+        inside = replace(region, wanted=outs, derived=derived)
+        inner[index], operands = _called(equation, inside, has_grad)
         if any(outs):
             equations.add(index)
+        if region.differentiated and equation.primitive.name == "stop_gradient":
+            continue
         needed.update(variables(compress(equation.invars, operands)))
         if derived:
             needed.update(variables(compress(equation.invars, _derived(equation, has_grad))))
@@ -148,7 +153,8 @@ def _called(
     wanted = any(region.wanted)
     regions: dict[Jaxpr, Region] = {}
     for jaxpr in inner_jaxprs(equation):
-        regions[jaxpr] = Region((wanted,) * len(jaxpr.outvars), region.derived)
+        all_wanted = (wanted,) * len(jaxpr.outvars)
+        regions[jaxpr] = replace(region, wanted=all_wanted, policy=None)
     needed = wanted or (region.derived and bool(regions))
     return regions, [needed] * len(has_grad)
 

@@ -20,8 +20,10 @@ from ...core._control_flow import (
     open_jaxpr,
     primitive_name,
 )
+from ...core._jaxpr import iter_equations
 from ...core._markers import gathered_dimension
 from ..operations import Atom, Rule, opaque_rule, rule_of
+from ..operations._made_rules import OF_ANY_ROW
 from ..operations._rule_table import CONSTRAINED, KEPT, REDUCTIONS
 from ._follow_rule import follow_rule
 from ._graph import Cursor, Graph, Value, have_grad
@@ -140,7 +142,9 @@ def _apply_rule(
 
 def _call_host(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     """Operands are gathered on one device. Its results go to all, which may keep a part alone."""
+    graph.unknown[equation.primitive.name] += 1
     before = len(graph.moves)
+    inputs = _copies(inputs, grad=False)  # no gradient flows through the host
     results = follow_rule(graph, equation, opaque_rule(equation, results=False), inputs)
     del graph.moves[before:]  # rows are gathered for the host, and counted there
     if not results:
@@ -196,10 +200,14 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
     body, length = open_jaxpr(scan.body), scan.length
     consts, carry, xs = scan.split(inputs)
     const_vars, _, x_vars = scan.split(body.invars)
+    # Devices run such a loop alone, and sum gradients after it.
+    is_local = any(primitive_name(inner) in OF_ANY_ROW for inner in iter_equations(body))
     copied_consts: list[Value] = []
     for value, var in zip(consts, const_vars, strict=True):
         reduced = None
-        if can_hoist_gradient_sum(body, var):
+        if is_local:
+            reduced = _reduced_once(graph, value)
+        elif can_hoist_gradient_sum(body, var):
             reduced = graph.cursor.times  # once for all iterations
         copied_consts.append(replace(value, reduced=reduced))
     # A carry whose initial value has no gradient may have one after the first iteration.
@@ -230,6 +238,13 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
     return results, [scope]
 
 
+def _reduced_once(graph: Graph, value: Value) -> int | float:
+    """How often a gradient is summed over devices that run a loop alone: after the outermost."""
+    if value.reduced is not None:
+        return value.reduced
+    return graph.cursor.times
+
+
 def _copies(values: Sequence[Value], grad: bool | None = None) -> list[Value]:
     """Distinct values with the same dimensions: inside a loop their cotangents are summed anew.
 
@@ -250,7 +265,8 @@ def _link(graph: Graph, values: Sequence[Value], others: Sequence[Value]) -> Non
 def _while(graph: Graph, loop: While, inputs: Sequence[Value]) -> Walked:
     cond_consts, body_consts, carry = loop.split(inputs)
     carry = _copies(carry, have_grad([*body_consts, *carry]))
-    cond_consts, body_consts = _copies(cond_consts), _copies(body_consts)
+    cond_consts = _copies(cond_consts)
+    body_consts = [replace(one, reduced=_reduced_once(graph, one)) for one in body_consts]
     outside = graph.cursor
     graph.cursor = outside.repeated(ASSUMED_TRIPS)
     cond = _walk_called(graph, loop.cond, [*cond_consts, *carry])

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ...core._control_flow import Call, CallKind, Scan, While, control_flow
 from ..program._graph import Dims, Graph, Value
 from ._batch_dims import BatchDims
 from ._classes import Classes
@@ -290,5 +291,19 @@ def _find_tables(graph: Graph) -> Callable[[Value], bool]:
 
 
 def gathers(graph: Graph, value: Value) -> int:
-    """How often an array is gathered in a step: layers of a scan also in the backward pass."""
-    return 1 + (value.grad and not graph.stacks.isdisjoint(value.dims))
+    """How often an array is gathered in a step.
+
+    Layers of a scan and rematerialised ones are gathered in the backward pass too. What a loop
+    closes over is gathered before it.
+    """
+    if not value.grad:
+        return 1
+    if not graph.stacks.isdisjoint(value.dims):
+        return 2
+    for equation in graph.first_use.get(value.dims, ()):
+        match control_flow(equation):
+            case Scan() | While():
+                return 1
+            case Call(kind=CallKind.REMAT):
+                return 2
+    return 1

@@ -213,7 +213,7 @@ def _cut_sides(
     if source == target:
         return
     # Compilers gather the array and its cotangent on either side.
-    gathers = cut.times / batch.parts(cut.dims)
+    gathers = (cut.times + cut.backward) / batch.parts(cut.dims)
     for one, size in ((source, cut.source_bytes), (target, cut.target_bytes)):
         if one is not None:
             yield one, size * gathers

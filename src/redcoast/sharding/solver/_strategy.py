@@ -135,7 +135,7 @@ def _follow(traced: Traced, trainable: Sequence[bool], skipped: frozenset[int]) 
     if traced.trains and traced.moved == traced.arrays:
         # The trained arrays of a returned model are not used.
         used = (*used[traced.moved :], *(not trained for trained in trainable))
-    regions = Region(used), Region(differentiated)
+    regions = Region(used), Region(differentiated, differentiated=True)
     graph = Graph(skipped=skipped, cursor=Cursor(regions))
     jaxpr = open_jaxpr(traced.jaxpr)
     grads = [*trainable, *(False for _ in jaxpr.invars[traced.arrays :])]

@@ -87,7 +87,7 @@ class _Change:
     """A change of sharding: bytes that each device sends, and whether it gathers the array."""
 
     before: Spec
-    sent: float
+    sent: int | float
     gathers_all: bool
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import tyro
 
 from redcoast_cli._options import Maybe
-from redcoast_cli._usage import wrap_help
+from redcoast_cli._usage import quiet_pipe, wrap_help
 
 Mesh = Annotated[str, tyro.conf.arg(metavar="MESH")]
 STYLE = (tyro.conf.DisallowNone,)
@@ -57,7 +57,11 @@ def parse(config: Any, doc: str | None, args: list[str] | None = None) -> Any:
     """Reads the options of a script; to resume, those of the run are the defaults."""
     script = Path(sys.modules[config.__module__].__file__ or "")
     usage = {"prog": f"python {sys.argv[0]}", "description": description(doc, script)}
-    read = lambda **default: tyro.cli(config, config=STYLE, args=args, **usage, **default)
+
+    def read(**default: Any) -> Any:
+        with quiet_pipe():
+            return tyro.cli(config, config=STYLE, args=args, **usage, **default)
+
     c = read()
     if not (hasattr(c, "run") and c.run.resume):
         return c

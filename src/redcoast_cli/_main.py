@@ -8,7 +8,7 @@ from typing import Annotated, Any, Union
 import tyro
 
 from ._options import DoctorCommand, DryRunCommand, PlanCommand, ServeCommand
-from ._usage import wrap_help
+from ._usage import quiet_pipe, wrap_help
 
 EXAMPLES = """Plans, compiles and diagnoses distributed training, and serves language models.
 
@@ -31,7 +31,8 @@ def main(args: list[str] | None = None) -> None:
     """Runs a command; by default, `args` are the arguments of the process."""
     args = sys.argv[1:] if args is None else args
     kind = commands(whole=bool(args) and args[0] in COMMANDS.values())
-    command = tyro.cli(kind, prog="redcoast", description=EXAMPLES, args=args, config=STYLE)
+    with quiet_pipe():
+        command = tyro.cli(kind, prog="redcoast", description=EXAMPLES, args=args, config=STYLE)
     if isinstance(command, DryRunCommand | PlanCommand):
         # Keeps JAX from looking for accelerators. JAX reads this when it is first imported.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -1,9 +1,27 @@
 """Reads options of scripts, wraps their help, and ends a script with invalid options."""
 
 import inspect
+import os
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
+
+
+@contextmanager
+def quiet_pipe() -> Iterator[None]:
+    """Ends the process without a traceback if nobody reads what is printed inside to its end, as in
+    `--help | head`."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would flush the rest at its end, and print another error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
 
 
 def refuse(message: str) -> NoReturn:

@@ -8,6 +8,7 @@ import sys
 
 import jax
 import pytest
+from paths import EXPERIMENTS
 
 import redcoast as rc
 import redcoast_cli
@@ -40,6 +41,20 @@ print([name for name in ("jax", "numpy", "redcoast") if name in sys.modules])
     assert max(map(len, ran.stdout.splitlines())) <= 80
     assert "redcoast dry-run --model opt-66b" in ran.stdout
     assert "--target" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["-c", "import redcoast_cli; redcoast_cli.main()"], [str(EXPERIMENTS / "grpo.py")]],
+    ids=["redcoast", "an experiment"],
+)
+def test_help_that_nobody_reads_to_its_end_ends_quietly(command):
+    """As in `--help | head`."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, *command, "--help"], **pipes) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
 
 
 def test_the_list_of_commands_has_one_sentence_of_each(monkeypatch, capsys):

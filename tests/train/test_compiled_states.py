@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from problem import arrays
 
 import redcoast as rc
+from redcoast.train import _flat_state
+from redcoast.train._compile import compile_reusable_step
 
 OPTIMIZER = optax.adamw(1e-2)
 KEYS = jax.random.split(jax.random.key(0), 9)
@@ -141,3 +143,36 @@ def test_a_state_that_is_deleted_is_freed(name):
     del state
     gc.collect()
     assert not any(reference() is not None for reference in dead)
+
+
+class PartlyFrozen(eqx.Module):
+    weight: jax.Array
+    frozen: jax.Array
+
+
+def test_a_flat_state_is_made_a_tree_when_it_is_needed(monkeypatch):
+    # A loop of short steps passes arrays from step to step; making modules takes longer than that.
+    made = []
+    join = _flat_state.join
+    monkeypatch.setattr(_flat_state, "join", lambda *parts: made.append(parts) or join(*parts))
+
+    def add(state, x):
+        return eqx.tree_at(lambda s: s.weight, state, state.weight + x), {"x": x}
+
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+    state = PartlyFrozen(jnp.ones(3), jnp.zeros(2))
+    frozen = state.frozen
+    step = compile_reusable_step(add, rc.infer_shardings(state, mesh), add)
+    for number in range(4):
+        state, _ = step.take(state, np.float32(number))
+    assert not made
+    np.testing.assert_array_equal(state.tree.weight, np.full(3, 7.0))
+    assert state.tree is state.tree
+    # What the step does not change is neither donated nor returned by the program.
+    np.testing.assert_array_equal(frozen, np.zeros(2))
+    assert state.tree.frozen is state.arrays[1]
+    # The tree can be passed on, too.
+    tree, _ = step(state.tree, np.float32(1))
+    with pytest.raises(ValueError, match="was donated"):
+        step.take(state, np.float32(1))
+    np.testing.assert_array_equal(tree.weight, np.full(3, 8.0))

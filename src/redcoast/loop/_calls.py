@@ -28,16 +28,16 @@ from ..core._errors import noting
 from ..core._frames import tidy
 from ..core._iterate import until_error
 from ..core._jaxpr import iter_equations
-from ..core._pytree import ARRAYS, join, split
+from ..core._pytree import ARRAYS, join
 from ..data._batches import Batch, Batches
 from ..distributed._arrays import copy_tree, place_batch
 from ..sharding import Plan
 from ..tracking._loggers import all_loggers, takes_state
-from ..tracking._metrics import StackedMetrics
+from ..tracking._metrics import PackedMetrics, StackedMetrics
 from ..train._compile import CompiledStep
+from ..train._flat_state import FlatState, as_tree
 from ..train._step import TrainState
 from ..train._training import Training
-from ._steps import Step
 
 ARRAYS_OF_BATCH = (np.ndarray, jax.Array)
 SECONDS = 5e-3  # of a call with several steps
@@ -68,31 +68,47 @@ class StepCall:
     **Attributes:**
 
     - `batches`: the batches, one for each step.
-    - `state`: the state after the last step. The next call donates it.
+    - `flat`: the state after the last step. The next call donates it.
     - `metrics`: those of the only step, as the compiled step returned them; or of all steps.
     - `recompute`: a function that computes the state after the first `count` of the steps again;
         `None` for a step that is taken alone.
     """
 
     batches: Sequence[Batch]
-    state: TrainState
-    metrics: Any
-    recompute: Callable[[int], TrainState] | None = None
+    flat: FlatState
+    metrics: PackedMetrics | StackedMetrics
+    recompute: Callable[[int], FlatState] | None = None
 
     @property
-    def last(self) -> Step:
-        return Step(self.batches[-1].step, self.state, self.metrics, self.batches[-1])
+    def last(self) -> "StepTaken":
+        return StepTaken(self.batches[-1], self.flat, self.metrics)
 
     @property
     def numbers(self) -> range:
         """The numbers of the steps."""
         return range(self.batches[0].step, self.batches[-1].step + 1)
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int) -> "StepTaken":
         """One of the steps, with the state after it."""
         assert self.recompute is not None
         index = number - self.batches[0].step
-        return Step(number, self.recompute(index + 1), self.metrics, self.batches[index])
+        return StepTaken(self.batches[index], self.recompute(index + 1), self.metrics)
+
+
+class StepTaken(NamedTuple):
+    """A step, with the state after it, the metrics of its call, and its batch."""
+
+    batch: Batch
+    flat: FlatState
+    metrics: PackedMetrics | StackedMetrics
+
+    @property
+    def number(self) -> int:
+        return self.batch.step
+
+    @property
+    def state(self) -> TrainState:
+        return self.flat.tree
 
 
 class Calls:
@@ -100,7 +116,7 @@ class Calls:
 
     **Arguments:**
 
-    - `alone`: the compiled step `(state, batch) -> (state, metrics)`.
+    - `alone`: the compiled step `(state, batch) -> (state, metrics)`, of flat states.
     - `data`: the batches of the run.
     - `together`: the program of several steps; `None` if each step is taken alone.
     - `pace`: how many steps a call takes.
@@ -109,7 +125,7 @@ class Calls:
 
     def __init__(
         self,
-        alone: Callable[..., tuple[TrainState, Any]],
+        alone: Callable[[PyTree, PyTree], tuple[FlatState, PackedMetrics]],
         data: Batches,
         together: CompiledStep | None,
         pace: "Pace",
@@ -123,14 +139,16 @@ class Calls:
 
         `ends` is whether a call must end with a batch.
         """
+        flat: PyTree | FlatState = state
+        del state  # it is donated
         for group in self._groups(ends):
             try:
-                with noting(f"Raised by step {group[0].step}."):
-                    call = self._take(state, group)
+                call = self._take(flat, group)
             except Exception as error:
+                noting(f"Raised by step {group[0].step}.").add_to(error)
                 tidy(error)
                 raise
-            state = call.state  # no reference to the state before, which was donated
+            flat = call.flat  # no reference to the state before, which was donated
             yield call
             self._pace.see(len(group))
 
@@ -157,7 +175,7 @@ class Calls:
         """The shapes and dtypes of a batch of the program."""
         return _types(self._data.spec)
 
-    def _take(self, state: TrainState, group: list[Batch]) -> StepCall:
+    def _take(self, state: PyTree | FlatState, group: list[Batch]) -> StepCall:
         arrays = group[0].arrays
         if self._together is not None and _types(arrays) == self._types:
             stacked = stack([batch.arrays for batch in group], self._pace.most)
@@ -167,26 +185,25 @@ class Calls:
             arrays = place_batch(arrays, self._data.mesh, kinds=ARRAYS_OF_BATCH)
         return StepCall(group, *self._alone(state, arrays))
 
-    def _suits(self, together: CompiledStep, state: TrainState, stacked: PyTree) -> bool:
+    def _suits(self, together: CompiledStep, state: PyTree | FlatState, stacked: PyTree) -> bool:
         """Whether the program is used, which is decided when it is first traced."""
         small, self._small = self._small, None
-        if small is not None and not _is_small(together, state, stacked, small):
+        if small is not None and not _is_small(together, as_tree(state), stacked, small):
             self._together = None
         return self._together is not None
 
 
 def take_together(
-    together: CompiledStep, state: TrainState, group: list[Batch], stacked: PyTree
+    together: CompiledStep, state: PyTree | FlatState, group: list[Batch], stacked: PyTree
 ) -> StepCall:
     """Takes a step on each of several batches, in one call."""
-    state, taken = together(state, stacked, np.int32(len(group)))
-    _, static = split(state)
+    flat, taken = together.take(state, stacked, np.int32(len(group)))
 
-    def recompute(count: int) -> TrainState:
-        before = join(copy_tree(taken.before), static)
-        return together(before, stacked, np.int32(count))[0]
+    def recompute(count: int) -> FlatState:
+        before = join(copy_tree(taken.before), flat.static)
+        return together.take(before, stacked, np.int32(count))[0]
 
-    return StepCall(group, state, StackedMetrics(taken.names, taken.values), recompute)
+    return StepCall(group, flat, StackedMetrics(taken.names, taken.values), recompute)
 
 
 def stack(batches: Sequence[PyTree], rows: int) -> PyTree:
@@ -253,7 +270,7 @@ def plan_calls(
     plan: Plan,
     state: TrainState,
     data: Batches,
-    alone: Callable[..., tuple[TrainState, Any]],
+    alone: Callable[[PyTree, PyTree], tuple[FlatState, PackedMetrics]],
     log: Any,
 ) -> Calls:
     """The calls of a run.

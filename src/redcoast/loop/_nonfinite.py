@@ -34,7 +34,7 @@ from ..train._microbatches import microbatches
 from ..train._precision import ComputeDtype
 from ..train._step import TrainState, global_norm, loss_and_grads, loss_of_params
 from ..train._training import Training
-from ._steps import Step
+from ._calls import StepTaken
 
 MOST = 5  # names in a sentence
 _INDEX = re.compile(r"array of shape (\(.*?\)): index (-?\d+) is out of bounds .* size (\d+)")
@@ -45,7 +45,7 @@ def explain_step(
     plan: Plan,
     data: Batches,
     checkpoints: Checkpoints | None,
-    done: Step,
+    done: StepTaken,
     trained: bool,
 ) -> str:
     """Sentences about a skipped step: what is NaN or infinite, which examples, which checkpoint.

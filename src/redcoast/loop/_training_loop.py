@@ -4,6 +4,7 @@ import contextlib
 import functools as ft
 import logging
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -18,12 +19,11 @@ from ..tracking._metrics import MetricsReader, StackedMetrics
 from ..train._step import TrainState
 from ..train._training import Training
 from ..train._weight_average import evaluated_model
-from ._calls import Calls, StepCall
+from ._calls import Calls, StepCall, StepTaken
 from ._early_stopping import SAVED, BestSoFar
 from ._error_notes import DOUBTFUL, rescued
 from ._evaluation import CompiledEvaluation
 from ._nonfinite import explain_batch, explain_step, warn_of_clamped_indices
-from ._steps import Step
 from ._stop import ASKED, StopRequest
 
 logger = logging.getLogger("redcoast")
@@ -58,7 +58,7 @@ class TrainingLoop:
     reader: MetricsReader
     stopping: StopRequest
     is_due: bool = False
-    done: Step | None = None
+    done: StepTaken | None = None
     _explains_nan: bool = True
 
     def run(self, state: TrainState) -> TrainState:
@@ -91,7 +91,7 @@ class TrainingLoop:
             return state
         return self.done.state
 
-    def _finish_step(self, done: Step, *, is_first: bool) -> bool:
+    def _finish_step(self, done: StepTaken, *, is_first: bool) -> bool:
         """Evaluates and saves after a step, if it is time; returns whether to stop."""
         is_last = done.batch.last
         self._is_asked_to_stop()  # with several processes, all of them agree on it in the next line
@@ -147,7 +147,7 @@ class TrainingLoop:
 
     def _push(self, call: StepCall) -> None:
         """Passes the metrics of a call to the reader, with what explains a step that is skipped."""
-        explain = ft.partial(explain_step, self.training, self.plan, self.data, self.checkpoints)
+        explain = self._explain
         if isinstance(call.metrics, StackedMetrics):
             first = call.numbers[0]
             self.reader.push_call(
@@ -160,15 +160,22 @@ class TrainingLoop:
                 self.reader.catch_up()
             return
         done = call.last
+        state = None
+        if self.reader.shows_state:
+            state = done.state
         self.reader.push(
             done.number,
-            done.metrics,
+            call.metrics,
             explain=ft.partial(explain, done),
             inspect=ft.partial(explain_batch, self.data, done.batch),
-            state=done.state,
+            state=state,
         )
 
-    def _step_to_stop_after(self, call: StepCall, before: StepCall | None) -> Step | None:
+    @ft.cached_property
+    def _explain(self) -> Callable[[StepTaken, bool], str]:
+        return ft.partial(explain_step, self.training, self.plan, self.data, self.checkpoints)
+
+    def _step_to_stop_after(self, call: StepCall, before: StepCall | None) -> StepTaken | None:
         """The step after which a logger stops the run, if more steps were dispatched since.
 
         A logger is called when the next step has been dispatched, and so the run ends after that
@@ -206,7 +213,7 @@ class TrainingLoop:
         self.reader.write(logged, number, state=state)
         return metrics
 
-    def _try_evaluation(self, evaluation: CompiledEvaluation, done: Step) -> None:
+    def _try_evaluation(self, evaluation: CompiledEvaluation, done: StepTaken) -> None:
         """Computes the loss of one batch, so that a mistake shows before the first evaluation."""
         with noting(_TRIED), self._rescued(doubtful=()):
             evaluation.try_loss(evaluated_model(done.state), done.state.key)

@@ -191,6 +191,11 @@ class MetricsReader:
         self._skipped = 0  # steps in a row
         self._read_steps = self._skipped_steps = 0  # of all
 
+    @property
+    def shows_state(self) -> bool:
+        """Whether some loggers have a parameter `state`."""
+        return bool(self._takers)
+
     @hide_frames
     def push(
         self,
@@ -320,10 +325,14 @@ class MetricsReader:
 
     def _call_log(self, log: Log, metrics: Mapping[str, float], step: int, **state: PyTree) -> None:
         name = _name_of(log)
-        with calling("log", {}, where=f" ({name}) for the metrics of step {step}"):
-            if log(metrics, step, **state) is STOP and self.stop_reason is None:
-                self.stop_reason = f"`log` ({name}) returned `redcoast.STOP`"
-                self.stop_step = step
+        try:
+            result = log(metrics, step, **state)
+        except BaseException as error:  # a context that adds the note would take longer
+            calling("log", {}, where=f" ({name}) for the metrics of step {step}").add_to(error)
+            raise
+        if result is STOP and self.stop_reason is None:
+            self.stop_reason = f"`log` ({name}) returned `redcoast.STOP`"
+            self.stop_step = step
 
     @contextlib.contextmanager
     def paused(self, batches: int = 0) -> Iterator[Callable[[], None]]:
@@ -376,8 +385,11 @@ class MetricsReader:
 
     def _read(self, pushed: Pushed) -> None:
         step, metrics, explain, inspect, at, end = pushed
-        with noting(f"Raised while step {step} was computed."):
+        try:
             values = self._values = read_step_metrics(metrics)
+        except BaseException as error:  # a context that adds the note would take longer
+            noting(f"Raised while step {step} was computed.").add_to(error)
+            raise
         skipped = bool(values.get("skipped", 0.0))
         # float16 may have overflowed, in which case a smaller loss scale helps.
         overflow = skipped and values.get("loss_scale", LEAST_LOSS_SCALE) > LEAST_LOSS_SCALE

@@ -21,6 +21,7 @@ class Rates:
         self._last: tuple[int, float] | None = None
         self._seconds: float | None = None  # of each step up to the last
         self._paused_at: float | None = None
+        self._reports_memory = True  # as far as is known
 
     def __call__(
         self,
@@ -39,9 +40,10 @@ class Rates:
         """
         self._measure(step if end is None else end, self.now() if at is None else at)
         rows, examples = self._config.get("batch_size"), self._config.get("examples")
-        found = {"epoch": step * rows / examples} if rows and examples else {}
-        # The peak memory of a device; some devices do not report it.
-        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        found: dict[str, float] = {}
+        if rows and examples:
+            found["epoch"] = step * rows / examples
+        peak = self._peak_memory()
         if peak is not None:
             found["peak_memory_gb"] = peak / 1e9
         seconds = self._seconds
@@ -55,6 +57,14 @@ class Rates:
         if least := self._config.get("seconds_at_peak"):
             found["mfu"] = least / seconds
         return found
+
+    def _peak_memory(self) -> int | None:
+        """Bytes of a device; `None` if it does not report them, which is asked once."""
+        if not self._reports_memory:
+            return None
+        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        self._reports_memory = peak is not None
+        return peak
 
     def _measure(self, end: int, at: float) -> None:
         """Computes the time of each step since the last measurement."""

@@ -1,5 +1,6 @@
 """Steps that are compiled once, with the shardings of their inputs and outputs fixed."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +24,10 @@ from ..core._donation import is_concrete, is_deleted, separate
 from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions
 from ..core._frames import hide_frames
-from ..core._pytree import Static, abstract_array, join, split
+from ..core._pytree import Static, abstract_array, split
 from ..core._tracing import missing_mesh
 from ..distributed._agreement import agree_on_program
-from ..distributed._arrays import abstract_batch, place_array, put
+from ..distributed._arrays import abstract_batch, place_array, put, stays_on_host
 from ..distributed._emulation import overdue_on
 from ..tracking._metrics import PackedMetrics
 from ._flat_function import (
@@ -36,6 +37,7 @@ from ._flat_function import (
     type_of,
     unwrap_constants,
 )
+from ._flat_state import FlatState, as_tree
 from ._last_state import LastState, Outline
 from ._programs import compiled_once
 from ._step_messages import check_hashable, match_shardings, path_name, refuse_donated
@@ -168,8 +170,18 @@ class _Program:
     closed_over: list[Any]  # arrays that the step refers to
     kind: _StateKind
     constants: Static
-    types: list[Any]  # of the arrays among the other arguments
     keeps_types: bool  # whether the new state has arrays of the same types
+    types: list[Any] = field(default_factory=list)  # of the arguments in the last call
+
+    def fits(self, kind: _StateKind, structure: object, types: list[Any]) -> bool:
+        """Whether it is the program for a state that a step returned, and other arguments."""
+        return (
+            self.keeps_types
+            and self.kind is kind
+            and self.constants.only_arrays
+            and self.constants.structure == structure
+            and self.types == types
+        )
 
 
 class CompiledStep:
@@ -192,6 +204,7 @@ class CompiledStep:
         self._rows_axis = rows_axis
         self._kinds: dict[Static, _StateKind] = {}
         self._programs: dict[Any, _Program] = {}
+        self._stays_on_host = stays_on_host(self._mesh)
         self._overdue = overdue_on(mesh)
         # Of the last call, which the next one usually repeats.
         self._last_state: tuple[LastState, _StateKind] | None = None
@@ -206,29 +219,57 @@ class CompiledStep:
             return self._call(state, args)
 
     def _call(self, state: PyTree, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-        args = tree_to_jax_dtypes(args, "the arguments after the state")
-        passed, constants = self._split_arguments(args)
+        flat, aux = self._take(state, args, copies=True)
+        kind = self._kinds[flat.static]
+        self._last_state = LastState(kind.outline, flat.tree, flat.arrays), kind
+        return flat.tree, aux
+
+    def take(self, state: PyTree | FlatState, *args: PyTree) -> tuple[FlatState, PyTree]:
+        """Takes a step as a call does, but returns a flat state, and accepts one.
+
+        It is for loops whose ambient mesh has no Explicit axes, and that do not write into the
+        arguments before the devices have taken the step.
+        """
+        return self._take(state, args, copies=False)
+
+    def _take(
+        self, state: PyTree | FlatState, args: tuple[PyTree, ...], *, copies: bool
+    ) -> tuple[FlatState, PyTree]:
         arrays, kind, own = self._split_state(state)
-        if any(map(is_deleted, arrays)) or any(map(is_deleted, passed)):
-            refuse_donated(state, args)
-        # The caller may overwrite the batch while the step is still running.
-        others = [x.copy() if isinstance(x, np.ndarray) else x for x in passed]
-        others = [auto_array(self._place(x)) for x in others]
-        program, is_new = self._program(kind, constants, arrays, others, own)
-        to_keep = passed
-        if is_new or not own:  # arrays that the step closes over stay valid
-            to_keep = [*others, *program.closed_over]
+        leaves, structure = jax.tree.flatten(args)
+        types = list(map(type_of, leaves))
+        program, constants = self._last_program, None
+        if program is None or not own or not program.fits(kind, structure, types):
+            args = tree_to_jax_dtypes(args, "the arguments after the state")
+            leaves, constants = self._split_arguments(args)
+        if any(map(is_deleted, arrays)) or any(map(is_deleted, leaves)):
+            refuse_donated(as_tree(state), args)
+        to_keep = leaves
+        if copies:  # the caller may overwrite the batch while the step is still running
+            leaves = [x.copy() if isinstance(x, np.ndarray) else x for x in leaves]
+        others = list(map(self._argument, leaves))
+        if program is None or constants is not None:  # the last call had other arguments
+            assert constants is not None
+            program, is_new = self._program(kind, constants, arrays, leaves, others)
+            if is_new or not own:  # arrays that the step closes over stay valid
+                to_keep = [*others, *program.closed_over]
         arrays = separate(arrays, to_keep, distinct=own)
         if not own or self._mesh is not self._given_mesh:
             arrays = list(map(_put, arrays, kind.shardings))
         arrays, aux = call_watched(self._overdue, program.run, arrays, others)
         if self._mesh is not self._given_mesh:
             aux = on_mesh(aux, self._given_mesh)
-        state = join(arrays, kind.static)
-        self._last_state = LastState(kind.outline, state, arrays), kind
-        if isinstance(aux, PackedMetrics):  # it has no constants, and its step may be short
-            return state, aux
-        return state, unwrap_constants(aux)
+        if not isinstance(aux, PackedMetrics):  # which has no constants, and may be of a short step
+            aux = unwrap_constants(aux)
+        return FlatState(arrays, kind.static, self), aux
+
+    def _argument(self, x: Any) -> Any:
+        """An array or a number among the arguments, on the devices of the step."""
+        if isinstance(x, np.ndarray):
+            if self._stays_on_host:
+                return x
+            return self._place(x)
+        return auto_array(self._place(x))
 
     def _place(self, x: Any) -> Any:
         return place_array(x, self._mesh, axis=self._rows_axis)
@@ -256,6 +297,9 @@ class CompiledStep:
 
     def _split_state(self, state: PyTree) -> tuple[list[Any], _StateKind, bool]:
         """Returns the state's arrays, its kind, and whether the last call returned the arrays."""
+        if isinstance(state, FlatState) and state.maker is self:
+            return state.arrays, self._kinds[state.static], True
+        state = as_tree(state)
         if self._last_state is not None:
             last, kind = self._last_state
             arrays = last.arrays_of(state)
@@ -276,28 +320,21 @@ class CompiledStep:
         kind: _StateKind,
         constants: Static,
         arrays: list[Any],
+        given: list[Any],
         others: list[Any],
-        own: bool,
     ) -> tuple[_Program, bool]:
-        """Returns the program for these arguments, and whether this call is the first of it."""
-        types = list(map(type_of, others))
-        last = self._last_program
-        if (
-            own
-            and last is not None
-            and last.keeps_types
-            and last.kind is kind
-            and last.constants is constants
-            and last.types == types
-        ):
-            return last, False
-        key = kind.static, constants, tuple(map(type_of, arrays)), tuple(types)
+        """Returns the program for these arguments, and whether this call is the first of it.
+
+        `others` are the `given` arguments on the devices.
+        """
+        types = tuple(map(type_of, others))
+        key = kind.static, constants, tuple(map(type_of, arrays)), types
         program = self._programs.get(key)
         is_new = program is None
         if program is None:
             program = self._compile(kind, constants, arrays, others)
             self._programs[key] = program
-        self._last_program = program
+        self._last_program = dataclasses.replace(program, types=list(map(type_of, given)))
         return program, is_new
 
     def _compile(
@@ -317,7 +354,6 @@ class CompiledStep:
             closed_over,
             kind,
             constants,
-            types=list(map(type_of, others)),
             keeps_types=new_types == [(x.shape, x.dtype) for x in arrays],
         )
 

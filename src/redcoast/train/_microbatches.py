@@ -2,29 +2,29 @@
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
 from ..tracking._metrics import PackedMetrics
 from ._compile import CompiledStep
+from ._flat_state import FlatState
 
 
 def by_microbatches(
     compiled: Callable[[int], CompiledStep], batch_size: int, accumulate: int
-) -> Callable[..., Any]:
-    """A step that calls `compiled(accumulate)`, with another number for a short last batch."""
+) -> Callable[[PyTree, PyTree], tuple[FlatState, PackedMetrics]]:
+    """The method `take` of `compiled(accumulate)`, with another number for a short last batch."""
     compiled = ft.cache(compiled)
 
-    def call(state: PyTree, batch: PyTree) -> tuple[PyTree, PackedMetrics]:
-        if accumulate == 1:
-            return compiled(1)(state, batch)
-        rows = jax.tree.leaves(batch)[0].shape[0]
-        count = microbatches(rows, batch_size=batch_size, accumulate=accumulate)
-        return compiled(count)(state, batch)
+    def take(state: PyTree | FlatState, batch: PyTree) -> tuple[FlatState, PackedMetrics]:
+        count = accumulate
+        if accumulate > 1:
+            rows = jax.tree.leaves(batch)[0].shape[0]
+            count = microbatches(rows, batch_size=batch_size, accumulate=accumulate)
+        return compiled(count).take(state, batch)
 
-    return call
+    return take
 
 
 def microbatches(rows: int, *, batch_size: int, accumulate: int) -> int:

@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from ..core._control_flow import AnyJaxpr, consts_of
+from ..core._control_flow import AnyJaxpr, consts_of, open_jaxpr
 from ..core._donation import is_deleted
 from ..core._program_key import program_key
 from ..core._tracing import traced_over
@@ -60,7 +60,8 @@ def compiled_once(
     - `jaxpr`: the program. Its first arguments, one for each of `in_shardings`, are the arrays of
         the state; its first results, one for each of `out_shardings`, those of the new state.
     - `function`: the user's function that may close over arrays, such as the loss.
-    - `donates`: whether the memory of the state is used for the results.
+    - `donates`: whether the memory of the state is used for the results. Arrays that the program
+        returns as they are, such as frozen weights and keys, are not donated, and are the results.
     - `only_last`: whether nothing but the last of the other results is computed.
     """
     constants = list(consts_of(jaxpr))
@@ -96,6 +97,9 @@ def _jit(
 ) -> Run:
     evaluate = jaxpr_as_fun(jaxpr)
     count = len(out_shardings)
+    if donates:
+        kept = _kept(jaxpr, in_shardings, out_shardings)
+        return _jit_donating(evaluate, mesh, in_shardings, out_shardings, kept)
 
     def program(arrays: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
         with traced_over(mesh):
@@ -107,8 +111,55 @@ def _jit(
         program,
         in_shardings=(list(in_shardings), None),
         out_shardings=(list(out_shardings), None),
-        donate_argnums=0 if donates else (),
     )
+
+
+def _kept(jaxpr: AnyJaxpr, in_shardings: Shardings, out_shardings: Shardings) -> list[int]:
+    """The numbers of the arrays of the state that a program returns as they are."""
+    inner = open_jaxpr(jaxpr)
+    kept: list[int] = []
+    for i, (before, after) in enumerate(zip(in_shardings, out_shardings, strict=True)):
+        if inner.outvars[i] is inner.invars[i] and before == after:
+            kept.append(i)
+    return kept
+
+
+def _jit_donating(
+    evaluate: Callable[..., list[Any]],
+    mesh: Mesh | AbstractMesh,
+    in_shardings: Shardings,
+    out_shardings: Shardings,
+    kept: list[int],
+) -> Run:
+    """A program that is given, and returns, only the arrays that it changes: each costs time."""
+    count = len(out_shardings)
+    changed = [i for i in range(count) if i not in kept]
+
+    def program(new: list[Any], same: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
+        arrays = merged(new, same)
+        with traced_over(mesh):
+            results = evaluate(*arrays, *others)
+        return [results[i] for i in changed], list(results[count:])
+
+    def merged(new: list[Any], same: list[Any]) -> list[Any]:
+        arrays: list[Any] = [None] * count
+        for i, x in zip([*changed, *kept], [*new, *same], strict=True):
+            arrays[i] = x
+        return arrays
+
+    jitted = jax.jit(
+        program,
+        in_shardings=([in_shardings[i] for i in changed], [in_shardings[i] for i in kept], None),
+        out_shardings=([out_shardings[i] for i in changed], None),
+        donate_argnums=0,
+    )
+
+    def run(arrays: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
+        same = [arrays[i] for i in kept]
+        new, results = jitted([arrays[i] for i in changed], same, others)
+        return merged(new, same), results
+
+    return run
 
 
 def _drop_with(function: Callable[..., Any], number: int) -> bool:

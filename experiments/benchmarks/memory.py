@@ -1,14 +1,15 @@
-"""The memory that a plan estimates, and that of the compiled program.
+"""The memory and the communication that a plan estimates, and those of the compiled program.
 
     python experiments/benchmarks/memory.py --compiled runs/memory.json
 
 A program is the loss and its gradients, with planned shardings and constraints, for eight devices:
 emulated ones of the CPU, or with `--platform a100` or `--platform v4` those of an accelerator, by
 its own compiler. `planned` is `plan.report.program.memory.total`, and `compiled` the arguments,
-results and temporaries of the compiled program, on each device. The CPU's compiler schedules for
-little memory, as in a dry run that stands in for an accelerator. What was compiled is kept in the
-file `--compiled`, so that another version of redcoast plans for the same programs in a minute; that
-is right as long as the plans are the same.
+results and temporaries of the compiled program, on each device. Under `sent`, they are the sum of
+`plan.report.program.traffic`, and the bytes that each device sends in a step. The CPU's compiler
+schedules for little memory, as in a dry run that stands in for an accelerator. What was compiled is
+kept in the file `--compiled`, so that another version of redcoast plans for the same programs in a
+minute; that is right as long as the plans are the same.
 """
 
 import json
@@ -28,6 +29,7 @@ from traffic.measure import lower_step
 from traffic.targets import Platform, target_devices
 
 import redcoast as rc
+from redcoast.dryrun.hlo import collectives, sent_bytes
 
 MESHES = {
     "data 8": {"data": 8},
@@ -37,6 +39,7 @@ MESHES = {
 # The largest difference that is not an outlier, relative to what is compiled.
 LIMITS = {"cpu": 0.25}
 LIMIT_OF_ACCELERATORS = 0.15
+LIMIT_OF_COMMUNICATION = 0.1
 OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
@@ -65,8 +68,12 @@ def main(
     programs = {case.name: case for case in (*CASES, *SCIENCE) if case.compiled}
     programs |= {f"{case.name} (tiny)": case for case in VARIED}
     programs |= family_plans.make_cases(16, 64)
-    table, ratios = Printed(), []
-    table.add("| program | mesh | planned, MB | compiled, MB | ratio |", "|---|---|---:|---:|---:|")
+    table = Printed()
+    ratios: list[float] = []
+    ratios_sent: list[float] = []
+    heads = ("program", "mesh", *("memory planned, MB", "compiled", "ratio"))
+    heads += ("sent planned, MB", "compiled", "ratio")
+    table.add(f"| {' | '.join(heads)} |", f"|---|---|{'---:|' * 6}")
     for name in cases or programs:
         for mesh_name in meshes:
             mesh = rc.make_mesh(**MESHES[mesh_name], devices=devices)
@@ -82,16 +89,26 @@ def main(
                 continue
             planned, real = plan.report.program.memory.total, known[key]["peak"]
             ratios.append(planned / real)
-            row = f"{planned / 1e6:.2f} | {real / 1e6:.2f} | {planned / real:.2f}"
+            sent = sum(one.bytes for one in plan.report.program.traffic)
+            really_sent = known[key]["sent"]
+            # A part of a kilobyte is not worth comparing.
+            ratios_sent.append((sent + 1e3) / (really_sent + 1e3))
+            cells = (planned / 1e6, real / 1e6, ratios[-1])
+            cells += (sent / 1e6, really_sent / 1e6, ratios_sent[-1])
+            row = " | ".join(f"{cell:.2f}" for cell in cells)
             table.add(f"| {name} | {mesh_name} | {row} |")
+    table.add("", f"Memory: {summary(ratios, limit)}")
+    table.add("", f"Communication: {summary(ratios_sent, LIMIT_OF_COMMUNICATION)}")
+    table.write(page, f"memory_{platform}")
+
+
+def summary(ratios: list[float], limit: float) -> str:
     within = sum(abs(ratio - 1) <= limit for ratio in ratios)
     off = statistics.median(abs(ratio - 1) for ratio in ratios)
-    table.add(
-        "",
+    return (
         f"{within} of {len(ratios)} plans are within {limit:.0%} of the compiled program; half "
-        f"are within {off:.0%}.",
+        f"are within {off:.1%}."
     )
-    table.write(page, f"memory_{platform}")
 
 
 def plan_of(case: Case, mesh: Mesh) -> Any:
@@ -105,16 +122,18 @@ def compile_program(case: Case, mesh: Mesh, plan: Any) -> dict[str, Any]:
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     try:
         lowered = lower_step(case, mesh, layout)
-        memory = lowered.compile(compiler_options=OPTIONS if on_cpu else None).memory_analysis()
+        compiled = lowered.compile(compiler_options=OPTIONS if on_cpu else None)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+    memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
     held -= memory.alias_size_in_bytes
     peak = held + memory.temp_size_in_bytes
     if mesh.devices.flat[0].platform == "tpu":
         peak = memory.peak_memory_in_bytes
     sizes = {"arguments": memory.argument_size_in_bytes, "results": memory.output_size_in_bytes}
-    return sizes | {"temporaries": memory.temp_size_in_bytes, "peak": peak}
+    sizes |= {"temporaries": memory.temp_size_in_bytes, "peak": peak}
+    return sizes | {"sent": sent_bytes(collectives(compiled.as_text(), mesh))}
 
 
 if __name__ == "__main__":

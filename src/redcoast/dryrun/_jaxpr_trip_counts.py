@@ -14,15 +14,12 @@ from jax.extend.core import JaxprEqn
 
 from ..core._control_flow import AnyJaxpr, Call, While, consts_of, control_flow, open_jaxpr
 from ..core._jaxpr import evaluate_jaxpr
+from ..sharding.operations._rule_table import VIEWS
 from .hlo._trip_counts import Carried, Value, added, solve
 
 _COMPARISONS = {"lt": "LT", "le": "LE", "gt": "GT", "ge": "GE", "ne": "NE"}
 # Primitives that do not change the value of a scalar integer.
-_SAME = frozenset(
-    """
-    convert_element_type copy copy_p optimization_barrier pvary reshape squeeze broadcast_in_dim
-    """.split()  # noqa: SIM905
-)
+_SAME = VIEWS | {"broadcast_in_dim", "convert_element_type", "pvary"}
 
 
 def jaxpr_trip_count(loop: While, inputs: Sequence[Value]) -> int | None:

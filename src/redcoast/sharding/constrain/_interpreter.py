@@ -41,6 +41,7 @@ from ._custom_rules import is_float0, run_custom
 from ._grouped_conv import is_grouped, run_grouped
 from ._local_operation import acts_on_parts, run_operation
 from ._local_region import LocalRegion, waits_for_rows
+from ._local_states import NotLocal
 from ._shardings import (
     Shardings,
     find_shardings,
@@ -50,6 +51,10 @@ from ._shardings import (
 )
 from ._split_conv import run_split_conv
 from ._split_fft import run_split_fft
+
+# Rows depend on each other; JAX has no rule for an operation inside of `jax.shard_map`, or refuses
+# its parts for their shapes, types or axes; or a rule of Equinox's finds other inputs there.
+_REFUSALS = (NotLocal, NotImplementedError, TypeError, ValueError, AssertionError)
 
 
 class CannotRebind(Exception):
@@ -246,8 +251,7 @@ def _run_on_rows(nested: _Nested, scope: Scope) -> list[Any] | None:
         operands = list(map(_as_array, operands, equation.invars))
         used = set(variables((*scope.jaxpr.outvars, *_operands_of(scope.jaxpr))))
         return region.run(equation, operands, states, [var in used for var in equation.outvars])
-    except Exception:
-        # Rows depend on each other, or an operation raises an error inside of `jax.shard_map`.
+    except _REFUSALS:
         return None
 
 

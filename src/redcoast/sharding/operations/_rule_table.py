@@ -59,6 +59,19 @@ KEPT = frozenset(
     tanh
     """.split()  # noqa: SIM905
 )
+# The same elements in the same order, which need no memory of their own.
+VIEWS = frozenset(
+    """
+    copy copy_p expand_dims name optimization_barrier reshape sharding_constraint squeeze
+    stop_gradient
+    """.split()  # noqa: SIM905
+)
+# XLA computes these once, and keeps the result for all uses; it computes cheaper ones again.
+COSTLY = frozenset(
+    """
+    cos erf erf_inv exp exp2 expm1 log log1p log2 logistic pow sin sqrt tan tanh
+    """.split()  # noqa: SIM905
+)
 # Each element of the results depends on all earlier ones.
 CUMULATIVE = frozenset(["cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"])
 # Scaled operands scale the results of these, though they are not linear.

@@ -213,6 +213,7 @@ class Graph:
     # Blocked nodes along which elements depend on few others: an example can be split along them.
     near: set[int] = field(default_factory=set)
     stacks: set[int] = field(default_factory=set)  # blocked nodes that count a scan's layers
+    unrolled: set[int] = field(default_factory=set)  # those of a scan that does not loop
     created: set[int] = field(default_factory=set)  # created by the program: noise, zeros, copies
     of_parameters: set[int] = field(default_factory=set)  # nodes of parameters and constants
     # The axes that the program itself constrains a dimension to; `()` if it is replicated.

@@ -217,6 +217,8 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
         layers, *dims = value.dims
         graph.block(layers)
         graph.stacks.add(layers)
+        if scan.unroll >= scan.length:
+            graph.unrolled.add(layers)
         slices.append(graph.value(var.aval, tuple(dims), grad=value.grad))
         graph.add_move(value, layers, slices[-1], None)
     outside = graph.cursor

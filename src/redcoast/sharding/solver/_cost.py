@@ -298,6 +298,9 @@ def gathers(graph: Graph, value: Value) -> int:
     """
     if not value.grad:
         return 1
+    # The compiler gathers the layers of a scan without a loop once.
+    if not graph.unrolled.isdisjoint(value.dims):
+        return 1
     if not graph.stacks.isdisjoint(value.dims):
         return 2
     for equation in graph.first_use.get(value.dims, ()):

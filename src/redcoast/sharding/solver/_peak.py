@@ -26,7 +26,7 @@ from ...core._control_flow import (
     saves,
 )
 from ..operations import fixed_operands, is_linear
-from ..operations._rule_table import CONSTRAINED, REDUCTIONS
+from ..operations._rule_table import CONSTRAINED, COSTLY, REDUCTIONS, VIEWS
 from ..program._graph import Source, Value
 from ..program._walk import Scope
 from ._buffers import Buffer, ModelArray, Part, Peak, Roots, Timeline, argument, union
@@ -42,18 +42,6 @@ _WRITTEN = REDUCTIONS | frozenset(
     """
     concatenate cumlogsumexp cummax cummin cumprod cumsum dynamic_update_slice random_bits
     random_gamma reduce_window_max reduce_window_sum select_and_scatter_add threefry2x32
-    """.split()  # noqa: SIM905
-)
-_VIEWS = frozenset(
-    """
-    copy copy_p expand_dims name optimization_barrier reshape sharding_constraint squeeze
-    stop_gradient
-    """.split()  # noqa: SIM905
-)
-# XLA computes these once, and keeps the result for all uses; it computes cheaper ones again.
-_COSTLY = frozenset(
-    """
-    cos erf erf_inv exp exp2 expm1 log log1p log2 logistic pow sin sqrt tan tanh
     """.split()  # noqa: SIM905
 )
 
@@ -220,11 +208,11 @@ class _Run:
             self._write_results(scope, values, equation, source)
             return
         operands = union(self._read_from(values, atom) for atom in equation.invars)
-        is_kept = name in _COSTLY
+        is_kept = name in COSTLY
         if _is_square(equation):
             # What is squared and summed, as by a norm, is kept for its other uses.
             is_kept = len(operands) > 1
-        if name in _VIEWS:
+        if name in VIEWS:
             # The same value, which is in memory once if both are.
             operands = values.of(equation.invars[0])
         for var in equation.outvars:

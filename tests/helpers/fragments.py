@@ -19,6 +19,13 @@ inputs = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
 examples = [(x, np.int32(x.sum() > 0)) for x in inputs]
 collate_fn = lambda examples: tuple(np.stack(column) for column in zip(*examples, strict=True))
 """
+PARTS = """
+import tempfile, jax, numpy as np, redcoast as rc
+from pathlib import Path
+from jax.sharding import NamedSharding, PartitionSpec as P
+folder = Path(tempfile.mkdtemp())
+sharding = NamedSharding(rc.make_mesh(), P(None, None, "data"))
+"""
 FLAX = (
     ROWS
     + """
@@ -143,6 +150,7 @@ FRAGMENTS = (
     Fragment("howto/sources.md", "import pyarrow.dataset", PARQUET, after=1, needs=("pyarrow",)),
     Fragment("howto/sources.md", "from_list(rows)", "import datasets", 1, needs=("datasets",)),
     Fragment("howto/sources.md", "StatefulDataLoader", after=1, needs=("torchdata",)),
+    Fragment("howto/large_examples.md", "import zarr", PARTS, needs=("zarr",)),
     Fragment("howto/sources.md", "import webdataset", after=1, needs=("webdataset",)),
     Fragment("howto/sources.md", "mp_prefetch", PROCESSES),
     Fragment("tracking.md", "trackio_logger(project", after=1, needs=("trackio",)),

@@ -13,6 +13,7 @@ import redcoast as rc
 from redcoast.core._jaxpr import iter_equations
 from redcoast.core._target import Target, compiling_for
 from redcoast.models import Llama, LlamaConfig, _attention
+from redcoast.models._scan_layers import default_unroll
 
 # Eight query heads, four key heads.
 Q, K = (2, 8, 8, 16), (2, 12, 4, 16)
@@ -95,8 +96,30 @@ def test_operations_are_chosen_for_the_device_that_is_compiled_for():
         return "dot_product_attention" in text, "unroll=1" in text
 
     devices = [Target("gpu", 9), Target("cpu", 0), Target("gpu", 7), Target("tpu", 0)]
-    expected = [(True, True), (False, False), (False, True), (False, True)]
+    expected = [(True, False), (False, False), (False, False), (False, True)]
     assert [chosen(device) for device in devices] == expected
+
+
+@pytest.mark.parametrize(("remat", "kernels"), [("none", 1), ("dots", 1), ("full", 2)])
+def test_fused_attention_runs_once_where_products_are_saved(remat, kernels):
+    sizes = {"layers": 2, "heads": 2, "kv_heads": 1, "hidden": 8, "unroll": 1}
+    config = LlamaConfig(vocab=8, width=16, **sizes, remat=remat)
+    half = lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
+    abstract = eqx.filter_eval_shape(
+        lambda: jax.tree.map(half, Llama(config, key=jax.random.key(0)))
+    )
+    loss = lambda model, tokens: jnp.sum(model(tokens).astype(jnp.float32))
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    with compiling_for(Target("gpu", 9)):
+        text = str(jax.make_jaxpr(jax.grad(loss))(abstract, tokens))
+    assert text.count("= dot_product_attention_fwd_wrapper[") == kernels
+
+
+def test_long_layers_and_generation_are_loops_on_a_gpu():
+    with compiling_for(Target("gpu", 9)):
+        assert default_unroll(32) == 32
+        assert default_unroll(33) == 1
+        assert default_unroll(2, has_cache=True) == 1
 
 
 def test_long_causal_rows_need_no_array_of_all_pairs(monkeypatch):

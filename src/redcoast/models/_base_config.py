@@ -45,7 +45,7 @@ class LayersConfig(LayerSizes):
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights, except in
       experts) or `"full"`.
     - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
-      them on a CPU if there are at most four, and otherwise one.
+      them if they are few: four on a CPU, 32 on a GPU, none on a TPU; otherwise one.
     """
 
     remat: Remat = "none"

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from ._scan_layers import Remat, default_unroll, is_by_layer, layer_arrays, scan_layers, with_remat
+from ._scan_layers import (
+    Remat,
+    default_unroll,
+    has_cache,
+    is_by_layer,
+    layer_arrays,
+    scan_layers,
+    with_remat,
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ def scan_kinds(
     keys = jax.random.split(key, len(kinds)) if key is not None else None
     if any(map(is_by_layer, jax.tree.leaves(dict(stacks), is_leaf=is_by_layer))):
         return _run_each(layer_fn, x, stacks, kinds, (inputs, keys), cache)
-    unroll = unroll or default_unroll(len(kinds))
+    unroll = unroll or default_unroll(len(kinds), has_cache=has_cache(cache))
     for part in repeated_layers(kinds):
         before, slices = Counter(part.before), {}
         for kind, each in Counter(part.pattern).items():

@@ -7,22 +7,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import Primitive
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ..core._sequence_parts import sequence_parts
 from ..core._target import target
+from ._blockwise import KEPT
 from ._by_layer import ByLayer
 from ._dropout import split_key
 
 Remat = Literal["none", "dots", "full"]
 
+# The kernels of fused attention, whose results are products too; they would run twice. What cuDNN's
+# backward kernel needs beside the result is a float32 number for each query and head.
+_FUSED = frozenset({"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"})
+
+
+def _save_products(primitive: Primitive, *operands: Any, **params: Any) -> bool:
+    """A policy that saves the products with weights, and the results of fused attention."""
+    if primitive.name in _FUSED or (primitive.name == "name" and params["name"] == KEPT):
+        return True
+    return bool(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params)
+    )
+
+
 _POLICIES = {
     "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": _save_products,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 # The largest number of layers that are by default unrolled in programs for a CPU.
 MOST_UNROLLED = 4
+# The same for a GPU, without a cache. For 16 layers of a LLaMA with 1.1 billion parameters, a loop
+# copies 83 GB more in a step of an H100, of 236 ms in all, since it collects what is saved for the
+# backward pass in stacks; unrolled layers need less memory and compile in twice the time. Several
+# layers in an iteration of a loop are worse than both (`experiments/benchmarks/accelerators.py`).
+MOST_UNROLLED_ON_GPU = 32
 
 
 def check_remat(remat: str) -> None:
@@ -59,8 +80,8 @@ def scan_layers(
     - `key`: PRNG key, split into one for each layer; None gives None to each layer.
     - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
         (everything except the products with weights) or `"full"` (the entire layer).
-    - `unroll`: the number of layers in one iteration of the loop; by default, all of them on a CPU
-        if there are at most four, and otherwise one.
+    - `unroll`: the number of layers in one iteration of the loop; by default, all of them if there
+        are few enough for the device (`default_unroll`), and otherwise one.
 
     **Returns:**
 
@@ -70,7 +91,7 @@ def scan_layers(
         return _run_layers(layer_fn, x, layers, cache, key)
     count = jax.tree.leaves(layers)[0].shape[0]
     keys = jax.random.split(key, count) if key is not None else None
-    together = min(unroll or default_unroll(count), count)
+    together = min(unroll or default_unroll(count, has_cache=has_cache(cache)), count)
 
     # The residual stream of each layer is saved for the backward pass, in which XLA for GPUs
     # prefers another layout. XLA would copy the residual streams of all layers at once, which are
@@ -90,10 +111,24 @@ def scan_layers(
     return x, cache
 
 
-def default_unroll(count: int) -> int:
-    """Returns the number of layers in one iteration of a loop over `count` layers."""
-    # A loop compiles faster, but it copies slices of weights and gradients on a CPU.
-    return 1 if count > MOST_UNROLLED or target().platform != "cpu" else count
+def has_cache(cache: PyTree) -> bool:
+    """Whether there is a key-value cache, rather than sums over the layers or nothing."""
+    return any(x.ndim > 2 for x in jax.tree.leaves(cache))
+
+
+def default_unroll(count: int, *, has_cache: bool = False) -> int:
+    """Returns the number of layers in one iteration of a loop over `count` layers: all or one.
+
+    A loop compiles faster, but copies slices of weights and gradients. TPUs copy little.
+    """
+    platform, most = target().platform, 1
+    if platform == "cpu":
+        most = MOST_UNROLLED
+    elif platform == "gpu" and not has_cache:
+        most = MOST_UNROLLED_ON_GPU
+    if count > most:
+        return 1
+    return count
 
 
 def _run_layers(

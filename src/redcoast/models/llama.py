@@ -55,7 +55,7 @@ class LlamaConfig(TransformerConfig):
     - `kind`: the `model_type` of its files, if several published types have the same options.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
     - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
-      them on a CPU if there are at most four, and otherwise one.
+      them if they are few: four on a CPU, 32 on a GPU, none on a TPU; otherwise one.
     - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
       and of padding.
     - `decoding`: the defaults of [`redcoast.generate`][] for this model.

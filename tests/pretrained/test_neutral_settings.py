@@ -49,7 +49,7 @@ MEANT = {
     "sliding_window_pattern": 6,
     "num_register_tokens": 4,
     "position_embedding_type": "alibi",
-    "quantization_config": {"quant_method": "gptq"},
+    "quantization_config": {"quant_method": "hqq"},
     "is_encoder_decoder": True,
     "rope_scaling": {"type": "linear", "factor": 2.0, "speed": 2.0},
     "something_new": 1,

@@ -312,10 +312,9 @@ INT4 = {"weights": {"type": "int", "num_bits": 4, "group_size": 32}}
 @pytest.mark.parametrize(
     ("quantisation", "words"),
     [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "GPTQ: .*`qweight`"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemm"}, "AWQ: .*`qzeros`"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes: .*4-bit"),
-        ({"load_in_8bit": True}, "bitsandbytes: "),
+        ({"quant_method": "gptq", "bits": 3}, "gptq .`bits` is 3"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq .*'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq .`version` is 'gemv'"),
         ({"quant_method": "hqq"}, "hqq. This is not supported"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"group_0": INT4}},

@@ -38,8 +38,8 @@ def load_pretrained(
         the model, in place of planned ones. With neither `mesh` nor `shardings`, all arrays are
         placed on JAX's default device.
     - `dtype`: the dtype of the arrays; by default, the dtype of the files (if they have several,
-        the one with the most bytes). Quantised tensors of a `.gguf` file count as float32. Tensors
-        in FP8 or MXFP4 get the dtype of the other tensors, or bfloat16 if there are none.
+        the one with the most bytes). Quantised tensors of a `.gguf` file count as float32. Other
+        quantised tensors get the dtype of the other tensors, or bfloat16 if there are none.
     - `options`: fields of the model's configuration to override, such as `remat` or a dropout rate.
 
     **Returns:**

@@ -1,6 +1,7 @@
 """Replaces the quantised tensors of a file by the tensors that they represent.
 
-MXFP4 and 8-bit floating-point numbers (FP8) are supported. Other methods are rejected.
+MXFP4, 8-bit floating-point numbers (FP8), and the integers of bitsandbytes, GPTQ and AWQ are
+supported. Other methods are rejected.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import numpy as np
 from ..core._errors import several, short_repr
 from ._dequantise import EXPONENTS, FP8, read_mxfp4, read_scaled
 from ._lazy_tensor import Box, Source, Stored
+from ._packed_integers import of_bitsandbytes, of_groups
 from ._settings import Implemented, Settings
 
 # The settings that describe a quantisation.
@@ -28,11 +30,13 @@ _FP8_METHODS: dict[str, Implemented] = {
     "modelopt": {"quant_algo": ("FP8",)},
     "compressed-tensors": {"transform_config": ({}, None)},
 }
-_REFUSED = {
-    "gptq": ("GPTQ", "integers in groups, packed into `qweight`, with `scales` and `qzeros`"),
-    "awq": ("AWQ", "integers in groups, packed into `qweight`, with `scales` and `qzeros`"),
-    "bitsandbytes": ("bitsandbytes", "blocks of packed 4-bit or 8-bit numbers with their ranges"),
+# Methods whose weights are integers.
+_INTEGER_METHODS: dict[str, Implemented] = {
+    "awq": {"bits": (4,), "version": ("gemm", "GEMM", None)},
+    "bitsandbytes": {},
+    "gptq": {"bits": (2, 4, 8), "checkpoint_format": ("gptq", "gptq_v2", None)},
 }
+_METHODS = {"mxfp4": {}} | _FP8_METHODS | _INTEGER_METHODS
 # Names of the scales of `x` and of `x.weight`.
 _SCALES = ("{}_scale_inv", "{}_scale")
 _SCALES_OF_MODULES = ("{}.scale", "{}.qscale_weight")
@@ -58,8 +62,12 @@ def dequantised(source: Source, dtype: np.dtype | None, where: object) -> Source
     settings, quantisation = split_quantisation(source.settings, where)
     if quantisation is None:
         return source
+    method = _method_of(quantisation)
+    if method in _INTEGER_METHODS:
+        stored = _of_integers(source.stored, quantisation, dtype, where)
+        return dataclasses.replace(source, settings=settings, stored=stored)
     dtype = dtype or _dtype_of_others(source.stored)
-    if quantisation["quant_method"] == "mxfp4":
+    if method == "mxfp4":
         stored = _of_mxfp4(source.stored, dtype, where)
     else:
         stored = _of_fp8(source.stored, _block_size(quantisation), dtype, where)
@@ -85,23 +93,27 @@ def _check_method(quantisation: Any, where: object) -> None:
     """Raises if the method of a quantisation is not implemented."""
     if not isinstance(quantisation, dict):
         quantisation = {}
-    method = quantisation.get("quant_method")
-    if method is None and (quantisation.get("load_in_8bit") or quantisation.get("load_in_4bit")):
-        method = "bitsandbytes"  # files of its first versions name no method
+    method = _method_of(quantisation)
     odd = _odd_settings(method, quantisation)
-    if isinstance(method, str) and not odd and (method == "mxfp4" or method in _FP8_METHODS):
+    if isinstance(method, str) and not odd and method in _METHODS:
         return
-    name, stored = _REFUSED.get(str(method), (str(method or "an unnamed method"), ""))
+    name = str(method or "an unnamed method")
     if odd:
         name += f" ({', '.join(odd)})"
-    if stored:
-        name += f": they are stored as {stored}"
     raise ValueError(
         f"{where} contains weights that are quantised with {name}. This is not "
-        "supported; MXFP4 and 8-bit floating-point numbers (FP8) are. Load the model that they "
+        "supported; MXFP4, 8-bit floating-point numbers (FP8), and the integers of bitsandbytes, "
+        "GPTQ and AWQ (`bits`: 4; of GPTQ also 2 and 8) are. Load the model that they "
         "were made from, or a `.gguf` file of it; or dequantise the weights with a program that "
         "reads them, and save that model as safetensors."
     )
+
+
+def _method_of(quantisation: Settings) -> Any:
+    method = quantisation.get("quant_method")
+    if method is None and (quantisation.get("load_in_8bit") or quantisation.get("load_in_4bit")):
+        return "bitsandbytes"  # files of its first versions name no method
+    return method
 
 
 def _odd_settings(method: Any, quantisation: Settings) -> list[str]:
@@ -109,7 +121,7 @@ def _odd_settings(method: Any, quantisation: Settings) -> list[str]:
     odd = []
     if not isinstance(method, str):
         return odd
-    for name, values in _FP8_METHODS.get(method, {}).items():
+    for name, values in _METHODS.get(method, {}).items():
         if quantisation.get(name) not in values:
             odd.append(f"`{name}` is {short_repr(quantisation.get(name))}")
     if method != "compressed-tensors":
@@ -153,6 +165,20 @@ def _dtype_of_others(stored: Mapping[str, Stored]) -> np.dtype:
     if not sizes:
         return np.dtype(jnp.bfloat16)
     return sizes.most_common(1)[0][0]
+
+
+def _of_integers(
+    stored: Mapping[str, Stored], quantisation: Settings, dtype: np.dtype | None, where: object
+) -> dict[str, Stored]:
+    """Replaces weights of bitsandbytes, GPTQ and AWQ."""
+    if _method_of(quantisation) == "bitsandbytes":
+        read = of_bitsandbytes(stored, where)
+    else:
+        read = of_groups(stored, quantisation, where)
+    others = {name: x for name, x in read.items() if isinstance(x, Stored)}
+    dtype = dtype or _dtype_of_others(others)
+    make = {name: x for name, x in read.items() if name not in others}
+    return others | {name: make_tensor(dtype) for name, make_tensor in make.items()}
 
 
 def _of_mxfp4(stored: Mapping[str, Stored], dtype: np.dtype, where: object) -> dict[str, Stored]:

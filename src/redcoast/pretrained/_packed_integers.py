@@ -1,0 +1,237 @@
+"""Reads weights that bitsandbytes, GPTQ and AWQ store as integers with scales.
+
+Only the bytes of a part of a weight are read. Products are computed in float32 and rounded once.
+"""
+
+import functools as ft
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..core._errors import several
+from ._dequantise import CACHED
+from ._lazy_tensor import Box, Stored
+from ._settings import Settings
+
+# The state of a 4-bit weight is a tensor with the bytes of a JSON object.
+_STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+# In AWQ, the place of each of eight neighbouring outputs in an int32.
+_AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+# The largest tensor that is read whole when a file is opened.
+_MOST_OF_STATE = 2**16
+
+
+class Misfit(ValueError):
+    """Raised for a weight whose tensors do not match; `args[0]` says why."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A weight of 4-bit codes, two in a byte, in blocks of its elements in storage order."""
+
+    codes: Stored
+    shape: tuple[int, ...]
+    size: int  # elements in a block
+    values: np.ndarray  # of each code
+    scales: np.ndarray  # of each block
+
+    def read(self, box: Box, out: np.ndarray) -> None:
+        width = prod(self.shape[1:])
+        rest = (slice(None), *box[1:])
+        step = max(1, CACHED // width)
+        for start in range(box[0].start, box[0].stop, step):
+            stop = min(start + step, box[0].stop)
+            first, last = start * width, stop * width
+            raw = self.codes.take((slice(first // 2, -(-last // 2)), slice(0, 1)))[:, 0]
+            # The first of two codes is in the upper bits.
+            codes = np.stack([raw >> 4, raw & 15], axis=1).reshape(-1)[first % 2 :][: last - first]
+            scales = self.scales[np.arange(first, last) // self.size]
+            rows = (self.values[codes] * scales).reshape(stop - start, *self.shape[1:])
+            out[start - box[0].start : stop - box[0].start] = rows[rest]
+
+
+def of_bitsandbytes(stored: Mapping[str, Stored], where: object) -> dict[str, Any]:
+    """Replaces `x` and its state (4 bits), or its scales (8 bits), by what reads `x`.
+
+    The values are new tensors, as a function from their dtype.
+    """
+    read, problems = dict[str, Any](stored), []
+    for name, x in stored.items():
+        try:
+            if state := next((name + end for end in _STATES if name + end in stored), None):
+                blocks = _blocks(name, state, stored)
+                read[name] = ft.partial(Stored, blocks.shape, read=blocks.read)
+            elif x.dtype == np.int8 and (scales := _without_end(name) + ".SCB") in stored:
+                read[name] = ft.partial(Stored, x.shape, read=_rows(name, x, stored[scales]))
+        except Misfit as error:
+            problems.append(error.args[0])
+    if problems:
+        raise ValueError(
+            f"{where} has weights of bitsandbytes that cannot be read: {several(problems)}."
+        )
+    ends = (".SCB", ".weight_format")
+    states = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATES)
+    of_weights = {name + end for name in stored for end in states}
+    return {
+        name: x for name, x in read.items() if name not in of_weights and not name.endswith(ends)
+    }
+
+
+def _without_end(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _whole(name: str, stored: Mapping[str, Stored]) -> np.ndarray:
+    if name not in stored:
+        raise Misfit(f"{name} is missing")
+    return stored[name].take(tuple(map(slice, [0] * len(stored[name].shape), stored[name].shape)))
+
+
+def _blocks(name: str, state: str, stored: Mapping[str, Stored]) -> Blocks:
+    if stored[state].nbytes > _MOST_OF_STATE:
+        raise Misfit(f"{state} has {stored[state].nbytes} bytes")
+    try:
+        about = json.loads(_whole(state, stored).tobytes())
+        shape, size = tuple(map(int, about["shape"])), int(about["blocksize"])
+        of_scales = int(about.get("nested_blocksize", 1)), float(about.get("nested_offset", 0))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Misfit(f"{state} does not describe a weight ({error})") from error
+    codes, values = stored[name], _whole(f"{name}.quant_map", stored)
+    count = prod(shape)
+    counts = codes.shape, values.shape, min(size, of_scales[0], count) > 0
+    if codes.dtype != np.uint8 or counts != ((-(-count // 2), 1), (16,), True):
+        raise Misfit(f"{name} has shape {codes.shape}, which does not match its state")
+    scales = _whole(f"{name}.absmax", stored).reshape(-1)
+    if f"{name}.nested_absmax" in stored:
+        nested = _whole(f"{name}.nested_absmax", stored).astype(np.float32)
+        at = np.arange(len(scales)) // of_scales[0]
+        of_codes = _whole(f"{name}.nested_quant_map", stored).astype(np.float32)
+        if scales.dtype != np.uint8 or len(of_codes) != 256 or at[-1:] >= len(nested):
+            raise Misfit(f"{name}.absmax does not match its own scales")
+        scales = of_codes[scales] * nested[at] + np.float32(of_scales[1])
+    if len(scales) != -(-count // size):
+        raise Misfit(f"{name} has {len(scales)} scales, but {-(-count // size)} blocks")
+    return Blocks(codes, shape, size, values.astype(np.float32), scales.astype(np.float32))
+
+
+def _rows(name: str, x: Stored, scales: Stored) -> Any:
+    """Reads rows of 8-bit integers, each of which has a scale, its largest absolute value."""
+    if len(x.shape) != 2 or scales.shape != x.shape[:1]:
+        raise Misfit(f"{name} of shape {x.shape} has scales of shape {scales.shape}")
+
+    def read(box: Box, out: np.ndarray) -> None:
+        of_rows = scales.take(box[:1]).astype(np.float32) / np.float32(127)
+        out[...] = x.take(box) * of_rows[:, None]
+
+    return read
+
+
+def of_groups(
+    stored: Mapping[str, Stored], quantisation: Settings, where: object
+) -> dict[str, Any]:
+    """Replaces `x.qweight`, `x.qzeros`, `x.scales` and `x.g_idx` of GPTQ and AWQ by what reads
+    `x.weight`, as a function from its dtype."""
+    read, problems = dict[str, Any](stored), []
+    for name, weight in stored.items():
+        module = name.removesuffix(".qweight")
+        if module == name:
+            continue
+        try:
+            groups = _groups(module, weight, stored, quantisation)
+        except Misfit as error:
+            problems.append(error.args[0])
+            continue
+        for end in ("qweight", "qzeros", "scales", "g_idx"):
+            read.pop(f"{module}.{end}", None)
+        read[f"{module}.weight"] = ft.partial(Stored, groups.shape, read=groups.read)
+    if problems:
+        raise ValueError(
+            f"{where} has weights in groups of integers that cannot be read: {several(problems)}."
+        )
+    return read
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A weight (outputs, inputs), of which groups of inputs have a scale and a zero.
+
+    Integers are packed into int32: of neighbouring inputs in GPTQ, of neighbouring outputs in AWQ.
+    """
+
+    weight: Stored
+    zeros: Stored
+    scales: Stored
+    of_inputs: np.ndarray  # the group of each input
+    bits: int
+    awq: bool
+    offset: int  # what is added to the stored zeros
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.scales.shape[1], len(self.of_inputs)
+
+    def read(self, box: Box, out: np.ndarray) -> None:
+        outputs, inputs = box
+        packed = 32 // self.bits
+        part = slice(outputs.start // packed, -(-outputs.stop // packed))
+        inside = slice(outputs.start - part.start * packed, outputs.stop - part.start * packed)
+        every = slice(0, self.scales.shape[0])
+        zeros = self._unpack(self.zeros.take((every, part)), 1)[:, inside] + self.offset
+        scales = self.scales.take((every, outputs)).astype(np.float32)
+        if self.awq:
+            numbers = self._unpack(self.weight.take((inputs, part)), 1)[:, inside]
+        else:
+            rows = slice(inputs.start // packed, -(-inputs.stop // packed))
+            first = inputs.start - rows.start * packed
+            numbers = self._unpack(self.weight.take((rows, outputs)), 0)
+            numbers = numbers[first : first + inputs.stop - inputs.start]
+        at = self.of_inputs[inputs]
+        out[...] = ((numbers - zeros[at]) * scales[at]).T
+
+    def _unpack(self, x: np.ndarray, axis: int) -> np.ndarray:
+        """Integers from int32, along an axis."""
+        places = np.arange(32 // self.bits)
+        if self.awq:
+            places = _AWQ_PLACES
+        shifts = (places * self.bits).astype(np.uint32)
+        parts = np.expand_dims(x.view(np.uint32), axis + 1)
+        along = shifts.reshape([-1 if d == axis + 1 else 1 for d in range(parts.ndim)])
+        numbers = (parts >> along) & np.uint32(2**self.bits - 1)
+        shape = list(x.shape)
+        shape[axis] *= len(shifts)
+        return numbers.astype(np.int32).reshape(shape)
+
+
+def _groups(
+    module: str, weight: Stored, stored: Mapping[str, Stored], quantisation: Settings
+) -> Groups:
+    bits, awq = quantisation["bits"], quantisation["quant_method"] == "awq"
+    try:
+        zeros, scales = stored[f"{module}.qzeros"], stored[f"{module}.scales"]
+    except KeyError as error:
+        raise Misfit(f"{error.args[0]} is missing") from error
+    packed = 32 // bits
+    if len(weight.shape) != 2 or len(scales.shape) != 2 or 0 in scales.shape + weight.shape:
+        raise Misfit(f"{module}.qweight has shape {weight.shape}, its scales {scales.shape}")
+    groups, outputs = scales.shape
+    inputs, right = weight.shape[0] * packed, (weight.shape[0], outputs)
+    if awq:
+        inputs, right = weight.shape[0], (weight.shape[0], outputs // packed)
+    are_integers = weight.dtype == zeros.dtype == np.int32
+    if weight.shape != right or zeros.shape != (groups, outputs // packed) or not are_integers:
+        raise Misfit(
+            f"{module}.qweight of shape {weight.shape} has zeros of shape {zeros.shape} and scales "
+            f"of shape {scales.shape}"
+        )
+    of_inputs = np.arange(inputs) // -(-inputs // groups)
+    if f"{module}.g_idx" in stored:
+        of_inputs = _whole(f"{module}.g_idx", stored)
+    if of_inputs.shape != (inputs,) or of_inputs.min() < 0 or of_inputs.max() >= groups:
+        raise Misfit(f"{module}.g_idx does not give each of {inputs} inputs one of {groups} groups")
+    # The first format of GPTQ stores zeros less one.
+    is_first = not awq and quantisation.get("checkpoint_format", "gptq") == "gptq"
+    return Groups(weight, zeros, scales, of_inputs, bits, awq, int(is_first))

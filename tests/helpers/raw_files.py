@@ -14,6 +14,7 @@ KINDS = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
     "float8_e8m0fnu": "F8_E8M0",
+    "int8": "I8",
     "uint8": "U8",
     "int32": "I32",
 }

@@ -325,7 +325,7 @@ def fragments(session: nox.Session) -> None:
     session.install("dm-pix", "einops", "onnx>=1.20.1", "onnx-ir>=0.2.1", "onnxruntime>=1.24.1")
     session.install("datasets>=3", "pyarrow", "torchdata", "trackio", "webdataset", "zarr")
     tests = ("tests/properties/test_fragments.py", "tests/properties/test_docs.py")
-    tests += ("tests/data/test_source_libraries.py",)
+    tests += ("tests/data/test_source_libraries.py", "tests/data/test_parts_of_examples.py")
     session.run("pytest", *tests, "-m", "integration", *session.posargs)
 
 

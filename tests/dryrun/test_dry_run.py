@@ -3,6 +3,7 @@
 import functools as ft
 import gc
 import json
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -189,6 +190,16 @@ def test_table(run):
         assert words in text
     for words in ("Upper bound on utilisation: ", "<- the bottleneck", "rough guesses"):
         assert words in text
+
+
+def test_table_says_where_the_plan_has_less_communication(run):
+    """Nothing else compares the sums; `by_line` compares lines."""
+    planned = sum(one.bytes for one in run.plan.report.program.traffic)
+    unplanned = [line for line in run.lines if not line["planned_bytes"]]
+    assert "The plan has" not in str(replace(run, sent_bytes=planned))
+    text = " ".join(str(replace(run, sent_bytes=2 * planned)).split())
+    assert "The plan has" in text
+    assert ("on lines where it has none" in text) == any(line["bytes"] for line in unplanned)
 
 
 def test_mesh_is_chosen_by_estimated_cost():

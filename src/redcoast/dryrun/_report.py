@@ -219,6 +219,7 @@ class DryRun:
 
 _ESTIMATED = "Estimates by the CPU compiler, in place of the compiler for the target."
 _SHOWN = 8  # causes of communication
+_NEAR = 0.1  # a plan whose communication differs by a smaller share is not said to differ
 _SHOWN_LINES = 20  # of code
 _LITTLE = 1e-3  # a network that takes less than this share of the largest bound is not shown
 
@@ -255,6 +256,16 @@ def _traffic(run: DryRun) -> list[str]:
     if not run.traffic:
         return ["Devices do not communicate."]
     lines = [f"Communication per device and step: {megabytes(run.sent_bytes)} MB"]
+    program = run.plan.report.program_or_none
+    if program is not None:
+        planned = sum(one.bytes for one in program.traffic)
+        if abs(run.sent_bytes - planned) > _NEAR * run.sent_bytes:
+            # Beside the loss, the optimizer and metrics communicate, of which a plan has nothing.
+            added = sum(one["bytes"] for one in run.lines if not one["planned_bytes"])
+            text = f"The plan has {megabytes(planned)} MB"
+            if added:
+                text += f"; {megabytes(added)} MB are on lines where it has none (`by_line()`)"
+            lines += paragraph(f"{text}.", "  ", "  ")
     lines.append(f"  {'MB':>12}  {'times':>5}  axis, kind, cause")
     for one in run.traffic[:_SHOWN]:
         words = f"{one['axis']}: {one['kind']}, {one['cause']}"

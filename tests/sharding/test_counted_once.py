@@ -91,3 +91,16 @@ def test_gradients_of_kernels_are_summed_over_parts_of_an_example():
     planned, sent, plan = planned_and_sent(loss, convolve, batch, mesh, hardware=hardware)
     assert plan.report.program.split_examples
     assert planned == pytest.approx(sent, rel=0.1), plan.table()
+
+
+def test_what_depends_on_the_platform_is_planned():
+    """The operation that chooses has no operands, which every report has to allow for."""
+
+    def loss(model, batch, key):
+        of_platform = {"cpu": jnp.sin, "default": jnp.cos}
+        return jnp.mean(jax.lax.platform_dependent(batch @ model, **of_platform) ** 2)
+
+    args = (array(16, 8), None)
+    plan = rc.plan_shardings(array(8, 8), real_mesh(8, 1, 1), fn=loss, args=args)
+    assert plan.report.program.batch_axes == ("data",)
+    assert plan.report.program.coupled is None

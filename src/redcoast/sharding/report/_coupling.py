@@ -193,7 +193,8 @@ class _Use:
         A part of an array with more rows, such as the real examples among real and generated ones,
         is not.
         """
-        if self.operation.name.startswith("cum"):
+        # What chooses by platform has no operands.
+        if self.operation.name.startswith("cum") or not self.operation.operands:
             return False
         operand, result = self.operation.operands[0], self.operation.result
         changed = self.rule.moved | (self.rule.whole & self.rule.indexed)

@@ -69,7 +69,7 @@ def _sent(move: Move, graph: Graph, batch: BatchDims) -> int | float:
     if move.target is not None:
         target = batch.set_of(move.target)
     if own is None:
-        if target is None:
+        if target is None or move.target is None:
             return 0
         # A part of each device's cotangent belongs to an array that all have.
         size = move.bytes / batch.alone(move.target, move.result_dims)

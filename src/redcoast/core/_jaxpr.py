@@ -101,7 +101,7 @@ def evaluate_jaxpr(
     read = lambda atom: read_literal(atom) if isinstance(atom, Literal) else env[atom]
     for index, equation in enumerate(jaxpr.eqns):
         operands = [read(atom) for atom in equation.invars]
-        with _at_line_of(equation):
+        with at_line_of(equation):
             results = handle(index, equation, operands)
         env.update(zip(equation.outvars, results, strict=True))
         for var in last.get(index, ()):
@@ -109,7 +109,7 @@ def evaluate_jaxpr(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _at_line_of(equation: JaxprEqn) -> AbstractContextManager[None]:
+def at_line_of(equation: JaxprEqn) -> AbstractContextManager[None]:
     """A context in which operations have the line of the user's code that an equation has."""
     info = equation.source_info
     names = source_info_util.current_name_stack() + info.name_stack

@@ -3,7 +3,7 @@
 import functools as ft
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -138,7 +138,12 @@ def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch", of="batch"))
 
 
-def plan_job(job: Job, mesh: Mesh, hardware: Hardware | None = None) -> Plan:
+def plan_job(
+    job: Job,
+    mesh: Mesh,
+    hardware: Hardware | None = None,
+    memory: int | float | Literal["auto"] | None = None,
+) -> Plan:
     """The plan that `fit` makes for this step on a mesh."""
     return plan_step(
         job.state,
@@ -150,6 +155,7 @@ def plan_job(job: Job, mesh: Mesh, hardware: Hardware | None = None) -> Plan:
         trainable=job.trainable,
         overrides=job.overrides,
         hardware=hardware,
+        memory=memory,
     )
 
 

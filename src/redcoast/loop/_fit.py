@@ -80,6 +80,7 @@ def fit(
     workers: int = 2,
     ahead: int = 4,
     steps_per_call: int | None = None,
+    memory: int | float | Literal["auto"] | None = "auto",
 ) -> TrainState:
     """Trains a model on raw examples, sharded over the devices of a mesh.
 
@@ -144,6 +145,10 @@ def fit(
         a signal stops the run after the call. 1 makes each step a call. A larger number is for
         steps that are short without being recognised as such; it needs memory for as many batches
         and for two copies of the state.
+    - `memory`: the bytes of each device that a step may take. If the plan takes more, the backward
+        pass recomputes values, and as little arithmetic as suffices by an estimate; see
+        `plan.report.program.recomputed`. `"auto"` is 85 % of the memory that the devices report;
+        CPUs report none. `None` recomputes nothing.
 
     **Returns:**
 
@@ -220,7 +225,7 @@ def fit(
         printer.describe_run(abstract, data, evaluation, compute_dtype, plans=needs_plan(plan))
         if mesh == "auto":
             data.mesh = best_mesh(training, abstract, data, overrides, quiet=printer.quiet)
-        run_plan = plan_run(plan, training, abstract, data, overrides)
+        run_plan = plan_run(plan, training, abstract, data, overrides, memory)
         compiled = training.compiled_by(run_plan)
         check_agreement(
             run_plan,

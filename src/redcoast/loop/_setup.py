@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.core import Tracer
@@ -94,6 +94,7 @@ def plan_run(
     state: TrainState,
     data: Batches,
     overrides: Sequence[tuple[str, Any]],
+    memory: int | float | Literal["auto"] | None = None,
 ) -> Plan:
     """Returns the given plan, after a check that it fits the state, or else plans the step."""
     if training.accumulate > 1 and data.per_batch:
@@ -101,6 +102,11 @@ def plan_run(
     if isinstance(plan, Plan):
         if overrides:
             raise ValueError("`plan` already contains its overrides; leave `overrides` out.")
+        if memory not in (None, "auto"):
+            raise ValueError(
+                "`plan` already says what is recomputed; leave `memory` out, or pass it to "
+                "`plan_step`."
+            )
         plan = with_auto_plan(plan)
         check_plan_fits(plan, state)
         return plan
@@ -122,6 +128,7 @@ def plan_run(
             compute_dtype=training.compute_dtype,
             trainable=training.trainable,
             overrides=overrides,
+            memory=memory,
         )
         check_coupling(planned, training, state, data.spec)
         check_faults(planned, training, state, data.spec)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -15,6 +15,7 @@ from ..core._frames import hide_frames
 from ..distributed._mesh import AXES, PIPE
 from .report._data import Coupling, PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
+from .solver._memory import FILLED
 from .tree._leaf_plans import Compute, LeafPlan, model_of, plan_leaves
 from .tree._leaves import flat_leaves
 from .tree._overrides import Override, model_dim
@@ -196,7 +197,7 @@ class Plan:
             gradient = jax.jit(jax.grad(plan.constrain(loss_fn)))(model, batch, None)
             ```
         """
-        if self.mesh.size == 1:
+        if self.mesh.size == 1 and self.compute.recompute is None:
             return fn
         # Imported where a function is traced, so that importing redcoast stays cheap.
         from .constrain._function import Constrained
@@ -316,6 +317,7 @@ def plan_shardings(
     hardware: Hardware | None = None,
     sequence: bool = False,
     microbatches: int | None = None,
+    memory: int | float | Literal["auto"] | None = None,
 ) -> Plan:
     """Plans how to shard the arrays of a tree over a mesh, with the reason for each.
 
@@ -351,6 +353,10 @@ def plan_shardings(
     - `microbatches`: With `pipe` in the mesh, the number of microbatches that go through the
         pipeline in a step. By default, as many as keep the bubble under a tenth of the time, if the
         batch has enough rows.
+    - `memory`: Bytes of each device that a step of a loss may take. If the plan takes more,
+        `plan.constrain` recomputes values in the backward pass, and as little arithmetic as
+        suffices by an estimate. `"auto"` is 85 % of the memory that the devices report, or of
+        `Hardware.memory`; without either, and by default, nothing is recomputed.
 
     **Returns:**
 
@@ -358,7 +364,8 @@ def plan_shardings(
 
     **Raises:**
 
-    `ValueError`, as [`redcoast.infer_shardings`][] does; if no plan stays within the budget; if the
+    `ValueError`, as [`redcoast.infer_shardings`][] does; if no plan stays within the budget, or
+    within `memory` with all that can be recomputed; if the
     mesh has `pipe` and the layers of a loss cannot run as a pipeline; and if an argument that
     describes the program of a function is given without `fn`.
 
@@ -386,11 +393,13 @@ def plan_shardings(
                 f"`microbatches={microbatches}` needs a pipeline, and the mesh has none. Use "
                 "`make_mesh(pipe=...)`, or `accumulate` for microbatches one after the other."
             )
+    check_memory(memory)
     if fn is None:
         about_program = {
             "args": bool(args),
             "budget": budget is not None,
             "microbatches": microbatches is not None,
+            "memory": memory is not None,
             "sequence": sequence,
             "hardware": hardware is not None,
             "trainable": trainable is not eqx.is_inexact_array,
@@ -403,24 +412,60 @@ def plan_shardings(
                 )
         return _plan_structure(tree, mesh, overrides)
     from ._from_program import plan_flow
+    from ._memory_plan import Task, plan_within
 
     # The planned function gets constraints, which JAX takes on Auto axes alone.
     model, args = on_auto_axes((model_of(tree), tuple(args)))
+    hardware, auto_mesh = hardware or hardware_of(mesh), with_auto_axes(mesh)
+    plan = lambda planned: plan_flow(
+        model,
+        auto_mesh,
+        planned,
+        args,
+        overrides=overrides,
+        trainable=trainable,
+        hardware=hardware,
+        budget=budget,
+        state_bytes=_bytes_like_parameters(tree),
+        sequence=sequence,
+        microbatches=microbatches,
+    )
+    limit = memory_limit(memory, hardware)
     with auto_ambient_mesh():
-        plans, compute, report = plan_flow(
-            model,
-            with_auto_axes(mesh),
-            fn,
-            args,
-            overrides=overrides,
-            trainable=trainable,
-            hardware=hardware or hardware_of(mesh),
-            budget=budget,
-            state_bytes=_bytes_like_parameters(tree),
-            sequence=sequence,
-            microbatches=microbatches,
-        )
+        if limit is None:
+            plans, compute, report = plan(fn)
+        else:
+            task = Task(fn, model, args, auto_mesh, trainable, plan)
+            plans, compute, report = plan_within(task, limit, must_fit=memory != "auto")
     return make_plan(tree, mesh, plan_leaves(tree, plans), compute, report)
+
+
+def check_memory(memory: object) -> None:
+    """Raises an error unless `memory` is a positive number of bytes, `"auto"` or `None`."""
+    if memory is None or memory == "auto":
+        return
+    is_number = isinstance(memory, int | float) and not isinstance(memory, bool)
+    if not is_number:
+        raise TypeError(
+            f"`memory` is {memory!r}. It must be the bytes of each device that a step may take, "
+            'such as 16e9, or "auto", or None to recompute nothing.'
+        )
+    if not 0 < memory < float("inf"):
+        raise ValueError(
+            f"`memory` is {memory}. It must be a positive number of bytes of each device, such as "
+            '16e9; None recomputes nothing, and "auto" uses what the devices report.'
+        )
+
+
+def memory_limit(
+    memory: int | float | Literal["auto"] | None, hardware: Hardware
+) -> int | float | None:
+    """The bytes of each device that a step may take; None if that is not limited."""
+    if memory != "auto":
+        return memory
+    if hardware.memory is None:
+        return None
+    return FILLED * hardware.memory
 
 
 def _plan_structure(tree: PyTree, mesh: Mesh | AbstractMesh, overrides: Sequence[Override]) -> Plan:

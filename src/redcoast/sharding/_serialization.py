@@ -4,7 +4,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from os import PathLike
 from pathlib import Path
 from types import UnionType
@@ -20,7 +20,16 @@ from ..core._frames import hide_frames
 from ..core._read_json import read_json
 from ._plan import Plan, make_plan, mesh_or_ambient
 from .report._data import ProgramReport
-from .tree._leaf_plans import OVERRIDE, Compute, Kind, LeafPlan, Role, model_of, plan_leaves
+from .tree._leaf_plans import (
+    OVERRIDE,
+    Compute,
+    Kind,
+    LeafPlan,
+    Recompute,
+    Role,
+    model_of,
+    plan_leaves,
+)
 from .tree._leaves import Leaf, flat_leaves
 from .tree._overrides import axes_of_spec, spec_parts
 
@@ -28,7 +37,7 @@ FORMAT = 1
 Json = dict[str, Any]
 # The types of the entries of a file, in which a tuple is a list. Files of earlier versions lack
 # the new ones.
-_NEW = ("kind", "together", "constants", "tokens", "microbatches", "split")
+_NEW = ("kind", "together", "constants", "tokens", "microbatches", "split", "recompute")
 _ARRAY = {
     "path": str,
     "shape": list[int],
@@ -48,6 +57,14 @@ _COMPUTE = {
     "tokens": bool,
     "microbatches": int | None,
     "split": list[tuple[list[str], list[tuple[int, int]]]],
+    "recompute": dict | None,
+}
+_RECOMPUTE = {
+    "parts": int,
+    "price": float,
+    "higher": float,
+    "blocks": int,
+    "trained": list[bool],
 }
 
 
@@ -113,6 +130,8 @@ def _compute_to_json(compute: Compute) -> Json:
     entries = asdict(compute)
     if not compute.split:
         del entries["split"]
+    if compute.recompute is None:
+        del entries["recompute"]
     return entries
 
 
@@ -165,9 +184,19 @@ def load_plan(
     replicated = [LeafPlan(leaf, P(), OVERRIDE, "parameter") for leaf in leaves]
     unsharded = plan_leaves(tree, replicated)
     _check_leaves(path, document["rows"], [plan.leaf for plan in unsharded])
-    compute = Compute(**{name: _tuples(value) for name, value in document["compute"].items()})
+    compute = _read_compute(document["compute"])
     plans = _read_plans(path, document, unsharded, compute)
     return make_plan(tree, mesh, plans, compute, _read_program(path, document["report"]))
+
+
+def _read_compute(entries: Json) -> Compute:
+    recompute = entries.get("recompute")
+    rest = {name: _tuples(value) for name, value in entries.items() if name != "recompute"}
+    compute = Compute(**rest)
+    if recompute is None:
+        return compute
+    fields = {name: _tuples(value) for name, value in recompute.items()}
+    return replace(compute, recompute=Recompute(**fields))
 
 
 def _axis_sizes(mesh: Mapping[str, int]) -> str:
@@ -257,6 +286,15 @@ def _wrong_entries(document: Json) -> set[str]:
     microbatches = compute.get("microbatches")
     if isinstance(microbatches, int) and microbatches < 1:
         wrong.add("microbatches")
+    recompute = compute.get("recompute")
+    if recompute is not None and (
+        not isinstance(recompute, dict)
+        or _wrong_among(recompute, _RECOMPUTE)
+        or recompute.keys() - _RECOMPUTE
+        or recompute["parts"] < 1
+        or recompute["blocks"] < 0
+    ):
+        wrong.add("recompute")
     # Sizes divide the dimensions of arrays below.
     sizes = list(document["mesh"].values())
     if not wrong and not (_is_of_type(sizes, list[int]) and min(sizes, default=1) > 0):

@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -16,6 +16,8 @@ from ..core._pytree import abstract_array
 from ..core._tracing import abstract_key
 from ..distributed._mesh import ambient_or_default, batch_shards
 from ..sharding import Hardware, Plan, coupling_sentence, plan_shardings
+from ..sharding._plan import check_memory, memory_limit
+from ..sharding.solver._hardware import hardware_of
 from ._coupled import (
     find_coupled,
     find_faults,
@@ -44,6 +46,7 @@ def plan_step(
     overrides: Sequence[tuple[str, Any]] = (),
     hardware: Hardware | None = None,
     microbatches: int | None = None,
+    memory: int | float | Literal["auto"] | None = None,
 ) -> Plan:
     """Plans how a training step is sharded over a mesh, as `fit` plans its step.
 
@@ -57,6 +60,7 @@ def plan_step(
     - `overrides`: as for [`redcoast.infer_shardings`][].
     - `hardware`, `microbatches`: as for [`redcoast.plan_shardings`][]. With `accumulate`, each of
         the accumulated parts is divided into this many microbatches.
+    - `memory`: as for [`redcoast.plan_shardings`][]: the bytes of each device that a step may take.
 
     **Returns:**
 
@@ -81,7 +85,9 @@ def plan_step(
     if accumulate > 1:
         refuse_other_rows(batch, accumulate)
     mesh = ambient_or_default(mesh)
-    if mesh.size == 1:
+    check_memory(memory)
+    is_limited = memory_limit(memory, hardware or hardware_of(mesh)) is not None
+    if mesh.size == 1 and not is_limited:
         return plan_shardings(state, mesh, overrides=overrides)
 
     def microbatch(x: Any) -> jax.ShapeDtypeStruct:
@@ -99,6 +105,7 @@ def plan_step(
         overrides=overrides,
         hardware=hardware,
         microbatches=microbatches,
+        memory=memory,
     )
 
 

@@ -1,7 +1,7 @@
 """The state, the compiled step and the plan of a training loop, in one call."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -54,6 +54,7 @@ def prepare(
     trainable: PyTree = eqx.is_inexact_array,
     average: int | float | None = None,
     steps_per_call: int = 1,
+    memory: int | float | Literal["auto"] | None = "auto",
 ) -> Prepared:
     """Plans and creates the state of a custom training loop, and compiles its training step.
 
@@ -77,6 +78,7 @@ def prepare(
         a step takes less than a few milliseconds: `step(state, batches)` takes this many batches,
         stacked along a new first dimension, and returns metrics of shape `(steps_per_call,)`, as
         [`redcoast.train_steps`][] does. Each batch is sharded as it would be alone.
+    - `memory`: as for [`redcoast.fit`][].
 
     **Returns:**
 
@@ -110,6 +112,7 @@ def prepare(
         compute_dtype=compute_dtype,
         trainable=trainable,
         overrides=overrides,
+        memory=memory,
     )
     check_own_step(plan, training, abstract, batch)
     if steps_per_call == 1:

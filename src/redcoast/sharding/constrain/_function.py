@@ -30,6 +30,7 @@ from ..solver._strategy import Program, follow_program, parts
 from ..tree._leaf_plans import Compute
 from ._grouped_conv import is_grouped
 from ._interpreter import CannotRebind, run_constrained
+from ._recompute import Recomputed
 from ._shardings import Shardings, find_shardings
 
 
@@ -53,7 +54,16 @@ class Constrained:
         # Under a `jax.jit` of the caller's own, arrays keep the mesh that they were put on.
         if has_explicit_axes((tree, args)):
             return call_on_auto_axes(self, self._out_spec(args), tree, *args)
+        if self.compute.recompute is not None:
+            return self._with_recomputation()(tree, *args)
         return self._constrained(tree, *args)
+
+    def _with_recomputation(self) -> Callable[..., Any]:
+        """The function with a derivative that computes values again, and without that plan."""
+        again = Recomputed(self.fn, self.mesh, self.compute)
+        if self.mesh.size == 1:
+            return again
+        return replace(self, fn=again, compute=replace(self.compute, recompute=None))
 
     def _out_spec(self, args: Sequence[Any]) -> Callable[[jax.ShapeDtypeStruct], PartitionSpec]:
         """A function that gives the spec of a result: rows of the batch are split, nothing else."""

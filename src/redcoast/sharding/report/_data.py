@@ -163,6 +163,24 @@ class NotDone:
 
 
 @dataclass(frozen=True)
+class Recomputation:
+    """What the backward pass recomputes to save memory.
+
+    **Attributes:**
+
+    - `saved`: The estimated bytes that this saves on each device.
+    - `flops`, `share`: The floating point operations of a device that it adds, and by which part of
+        all of them these are more.
+    - `what`: What is recomputed: the lines of the user's code, the costliest first.
+    """
+
+    saved: int
+    flops: float
+    share: float
+    what: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ProgramReport:
     """What a plan infers from the program of a function.
 
@@ -196,6 +214,9 @@ class ProgramReport:
         an array, as sentences: where a function runs on the host, and where the program asks for a
         sharding that the compiler cannot reach step by step.
     - `lines`: The lines of the user's code that cost memory or communication, the costliest first.
+    - `recomputed`: What the backward pass recomputes because of `memory`: the bytes that are
+        `saved` on each device, the `flops` that this adds and their `share`, and in `what` the
+        lines of the user's code; `None` if nothing.
     - `device_memory`, `device_memory_known`: The bytes of memory that a device has, and whether the
         devices, or `Hardware.memory`, specify it. Otherwise it is 80 GB.
     """
@@ -223,6 +244,7 @@ class ProgramReport:
     lines: tuple[LineCost, ...] = field(default=(), repr=False, compare=False)
     split_examples: Mapping[str, str] = field(default_factory=dict, repr=False)
     gathered_whole: tuple[str, ...] = ()
+    recomputed: Recomputation | None = None
 
 
 @dataclass(frozen=True)

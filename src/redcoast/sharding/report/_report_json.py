@@ -50,6 +50,8 @@ def program_to_json(program: data.ProgramReport | None) -> dict[str, Any]:
     figures = asdict(program)
     if not program.split_examples:
         del figures["split_examples"]
+    if program.recomputed is None:
+        del figures["recomputed"]
     return _lists(figures) | {
         "coupled": [] if program.coupled is None else [asdict(program.coupled)],
         "traffic": [{key: getattr(one, key) for key in keys} for one in program.traffic],
@@ -92,7 +94,14 @@ def program_from_json(saved: Mapping[str, Any]) -> data.ProgramReport:
         lines=tuple(map(_line_cost, saved.get("lines", ()))),
         split_examples=saved.get("split_examples", {}),
         gathered_whole=tuple(saved.get("gathered_whole", ())),
+        recomputed=_recomputation(saved.get("recomputed")),
     )
+
+
+def _recomputation(saved: Mapping[str, Any] | None) -> data.Recomputation | None:
+    if saved is None:
+        return None
+    return data.Recomputation(**dict(saved) | {"what": tuple(saved["what"])})
 
 
 def _traffic(one: Mapping[str, Any]) -> data.Traffic:

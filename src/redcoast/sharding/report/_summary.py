@@ -6,7 +6,16 @@ from math import prod
 from ...distributed._mesh import BATCH_AXES, PIPE
 from ._data import NotDone, PlannedArray, PlanReport, ProgramReport
 from ._not_done import is_tensor_parallel, parameters_of
-from ._text import WIDTH, grouped, hanging, paragraph, percentages, scaled, shortened
+from ._text import (
+    WIDTH,
+    grouped,
+    hanging,
+    paragraph,
+    percentages,
+    recomputed_sentence,
+    scaled,
+    shortened,
+)
 
 MOST_LINES = 10
 _DETAILS = "Details: plan.table(), plan.report"
@@ -45,7 +54,11 @@ def _one_device(report: PlanReport) -> str:
     if (program := report.program_or_none) is None:
         return text + (f", {scaled(states)} of optimizer state" if states else "")
     limit = f" of {scaled(program.device_memory)}" if program.device_memory_known else ""
-    return f"{text}, memory about {scaled(program.memory.total)}{limit}"
+    text = f"{text}, memory about {scaled(program.memory.total)}{limit}"
+    if program.recomputed is None:
+        return text
+    first = _labelled("Recomputed", "")
+    return "\n".join([text, *hanging(first, recomputed_sentence(program.recomputed))])
 
 
 def _count(arrays: Sequence[PlannedArray]) -> int:
@@ -156,6 +169,8 @@ def _estimates(report: PlanReport, *, short: bool) -> list[str]:
         )
         lines += hanging(_labelled("Pipeline", ""), text)
     lines.append(_labelled("Memory", _memory(program)))
+    if program.recomputed is not None:
+        lines += hanging(_labelled("Recomputed", ""), recomputed_sentence(program.recomputed))
     if program.closed_over:
         lines += _closed_over(program, short=short)
     return [*lines, *_communication(program)]

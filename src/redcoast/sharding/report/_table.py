@@ -17,6 +17,7 @@ from ._text import (
     in_columns,
     megabytes,
     paragraph,
+    recomputed_sentence,
 )
 
 # For each axis, at most so many causes, and none with less than this share of the communication.
@@ -191,6 +192,11 @@ def _memory(program: data.ProgramReport) -> list[str]:
             "(`Hardware.memory`): use more devices, a larger `fsdp` or `model`, a smaller batch, "
             "or `jax.checkpoint` in the model."
         )
+    if program.recomputed is not None:
+        again = program.recomputed
+        lines += paragraph(f"Recomputed {recomputed_sentence(again)}.")
+        for line in again.what:
+            lines += paragraph(line, "  ", "    ")
     return ["", *lines]
 
 

@@ -6,7 +6,7 @@ from itertools import groupby, pairwise, zip_longest
 from typing import TypeVar
 
 from ...core._errors import in_units
-from ._data import Coupling
+from ._data import Coupling, Recomputation
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")
@@ -156,3 +156,12 @@ def in_columns(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
 def coupling_sentence(one: Coupling) -> str:
     where = f" ({one.where})" if one.where else ""
     return f"The examples of a batch depend on each other: {one.operation}{where} {one.why}."
+
+
+def recomputed_sentence(one: Recomputation) -> str:
+    """What recomputation saves and costs, in words that follow a label."""
+    lines = [line.rpartition(": ")[0] for line in one.what]
+    where = "in the backward pass"
+    if lines:
+        where = f"{', '.join(lines[:2])} {where}"
+    return f"{where}: saves {scaled(one.saved)}, costs {one.share:.1%} more arithmetic"

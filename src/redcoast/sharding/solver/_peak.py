@@ -23,11 +23,11 @@ from ...core._control_flow import (
     While,
     control_flow,
     primitive_name,
-    saves,
 )
 from ..operations import fixed_operands, is_linear
 from ..operations._rule_table import CONSTRAINED, COSTLY, REDUCTIONS, VIEWS
 from ..program._graph import Source, Value
+from ..program._remat import Region, find_needed
 from ..program._walk import Scope
 from ._buffers import Buffer, ModelArray, Part, Peak, Roots, Timeline, argument, union
 
@@ -306,9 +306,14 @@ class _Run:
         equation, inner = scope.jaxpr.eqns[index], scope.inner[index][0]
         (inside,) = values.inner[index]
         if call.kind is CallKind.REMAT:
+            wanted = (False,) * len(inner.jaxpr.outvars)
+            grads = [inner.values[var].grad for var in inner.jaxpr.invars]
+            region = Region(wanted, True, call.policy)
+            again = find_needed(inner.jaxpr, region, grads).equations
+            # What is saved, and what only that is computed from, is not computed again.
             kept: dict[Any, Roots] = {}
-            for each in inner.jaxpr.eqns:
-                if call.policy is not None and saves(call.policy, each):
+            for place, each in enumerate(inner.jaxpr.eqns):
+                if place not in again:
                     kept.update((var, inside.of(var)) for var in each.outvars)
             inside = _Values()
             for var, atom in zip(inner.jaxpr.invars, equation.invars, strict=True):

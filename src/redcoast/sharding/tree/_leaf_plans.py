@@ -53,6 +53,29 @@ class LeafPlan:
 
 
 @dataclass(frozen=True)
+class Recompute:
+    """Which values of a program are computed again in its backward pass, by prices of memory.
+
+    A program that is traced again, for other shapes too, is divided and decided anew in the same
+    way.
+
+    **Attributes:**
+
+    - `parts`: How many times less a block may need than the whole program.
+    - `price`, `higher`: The seconds of arithmetic that a byte on each device is worth. The higher
+        price holds for the first blocks, which keep their values for longest.
+    - `blocks`: The number of blocks with the higher price.
+    - `trained`: For each array of the model, whether it is trained.
+    """
+
+    parts: int
+    price: float
+    higher: float
+    blocks: int
+    trained: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
 class Compute:
     """How a program computes with a tree's arrays.
 
@@ -63,7 +86,7 @@ class Compute:
     `tokens`, a batch with fewer rows than `batch_axes` have devices is split along its sequence.
     `microbatches` is how many a pipeline divides a batch into, if a user has decided it. `split`
     has the dimensions that are split within examples: for axes of the mesh, the places of the
-    batch's arrays, each with a dimension.
+    batch's arrays, each with a dimension. `recompute` is what the backward pass computes again.
     """
 
     dims: tuple[int | None, ...]
@@ -74,6 +97,7 @@ class Compute:
     tokens: bool = False
     microbatches: int | None = None
     split: tuple[tuple[tuple[str, ...], tuple[tuple[int, int], ...]], ...] = ()
+    recompute: Recompute | None = None
 
 
 def plan_leaves(tree: PyTree, model: list[LeafPlan]) -> list[LeafPlan]:

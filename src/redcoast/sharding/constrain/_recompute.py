@@ -1,0 +1,76 @@
+"""A function that computes values again in its backward pass, as a plan decides."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree
+
+from ...core._frames import hide_frames
+from ...core._pytree import join
+from ..memory._decide import Decider
+from ..memory._flat import SizeOf, flatten
+from ..memory._rebuild import run_decided
+from ..memory._summarise import recomputed_lines
+from ..program._graph import Value
+from ..program._trace import Arrays, Traced, trace_over
+from ..solver._strategy import follow_program
+from ..tree._leaf_plans import Compute
+from ..tree._overrides import spec_parts
+from ._shardings import Shardings, find_shardings
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """`fn(tree, *args)`, whose derivative computes again what `compute.recompute` says.
+
+    Functions that are no losses, such as predictions, are not changed.
+    """
+
+    fn: Callable[..., Any]
+    mesh: Mesh | AbstractMesh
+    compute: Compute
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+    @hide_frames
+    def __call__(self, tree: PyTree, *args: Any) -> Any:
+        recompute = self.compute.recompute
+        assert recompute is not None
+        traced, arrays, decider = self.read(tree, args, recompute.trained)
+        if not traced.trains:
+            return self.fn(tree, *args)
+        results = run_decided(decider.flat, decider.decide(recompute), arrays)
+        return join(results, traced.output)
+
+    def describe(self, tree: PyTree, args: Sequence[Any]) -> tuple[str, ...]:
+        """The lines of the user's code that are computed again, the costliest first."""
+        recompute = self.compute.recompute
+        assert recompute is not None
+        _, _, decider = self.read(tree, args, recompute.trained)
+        return recomputed_lines(decider.flat, decider.decide(recompute))
+
+    def read(
+        self, tree: PyTree, args: Sequence[Any], trained: Sequence[bool]
+    ) -> tuple[Traced, Arrays, Decider]:
+        """The traced program, the arrays that it is called with, and what decides about it."""
+        traced, arrays = trace_over(self.mesh, self.fn, tree, args)
+        program = follow_program(traced, trained)
+        shardings = find_shardings(program, self.mesh, self.compute)
+        return traced, arrays, Decider(flatten(program.scope, sizes_of(shardings)))
+
+
+def sizes_of(shardings: Shardings) -> SizeOf:
+    """The bytes of a value on each device."""
+    axes = dict(shardings.mesh.shape)
+
+    def size_of(value: Value) -> float:
+        chosen = shardings.sequence
+        if shardings.is_parallel(value):
+            chosen = shardings.chosen
+        return value.bytes / spec_parts(shardings.spec(value, chosen), axes)
+
+    return size_of

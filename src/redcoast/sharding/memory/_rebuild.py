@@ -1,0 +1,151 @@
+"""Runs a program again with blocks in `jax.checkpoint`, which keep what was decided."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Literal
+
+from ...core._jaxpr import at_line_of, bind_again
+from ._blocks import Block
+from ._decide import Choice, Decided
+from ._flat import Atom, Flat, Step
+
+# The name by which `jax.checkpoint` knows what is kept.
+KEPT = "redcoast.kept"
+_POLICY = jax.checkpoint_policies.save_only_these_names(KEPT)
+
+
+def run_decided(flat: Flat, decided: Decided, inputs: Sequence[Any]) -> list[Any]:
+    """The results of a program, computed as it was decided."""
+    return _run(flat, decided, inputs, prevent_cse=True)
+
+
+def _run(flat: Flat, decided: Decided, inputs: Sequence[Any], *, prevent_cse: bool) -> list[Any]:
+    values: dict[int, Any] = dict(zip(flat.inputs, inputs, strict=True))
+    values.update(flat.constants)
+    constant = _constant_steps(flat)
+    for block, choice in decided:
+        steps = flat.steps[block.start : block.stop]
+        if steps[0].body is not None and choice.inner:
+            results = _run_loop(steps[0], steps[0].body, choice.inner, values)
+            values.update(zip(steps[0].outputs, results, strict=True))
+        elif not choice.is_again:
+            for step in steps:
+                _run_step(step, values)
+        else:
+            _run_again(block, steps, choice, values, constant, prevent_cse=prevent_cse)
+    return [_as_array(_read(values, atom), atom) for atom in flat.outputs]
+
+
+def _run_again(
+    block: Block,
+    steps: Sequence[Step],
+    choice: Choice,
+    values: dict[int, Any],
+    constant: dict[int, Step],
+    *,
+    prevent_cse: bool,
+) -> None:
+    """Runs a block in `jax.checkpoint`."""
+    # Numbers of the program, such as positions, are computed where they are used.
+    own = _steps_of_constants(block.inputs, constant)
+    inputs = [number for number in block.inputs if number not in constant]
+
+    def run(*arrays: Any) -> list[Any]:
+        local = dict(zip(inputs, arrays, strict=True))
+        for step in own:
+            _run_step(step, local)
+        for step in steps:
+            _run_step(step, local)
+            for number in step.outputs:
+                if number in choice.kept:
+                    local[number] = checkpoint_name(local[number], KEPT)
+        return [local[number] for number in block.outputs]
+
+    run_again = jax.checkpoint(run, policy=_POLICY, prevent_cse=prevent_cse)
+    results = run_again(*(values[number] for number in inputs))
+    values.update(zip(block.outputs, results, strict=True))
+
+
+def _constant_steps(flat: Flat) -> dict[int, Step]:
+    """The steps that depend on no input, by the values that they write."""
+    steps: dict[int, Step] = {}
+    for step in flat.steps:
+        is_constant = step.is_fused and not step.is_bare
+        if is_constant and all(number in steps for number in step.reads):
+            steps.update(dict.fromkeys(step.outputs, step))
+    return steps
+
+
+def _steps_of_constants(numbers: Sequence[int], constant: dict[int, Step]) -> list[Step]:
+    """The steps that some constants are computed by, in order."""
+    steps: dict[Step, None] = {}
+
+    def add(number: int) -> None:
+        step = constant.get(number)
+        if step is None or step in steps:
+            return
+        for one in step.reads:
+            add(one)
+        steps[step] = None
+
+    for number in numbers:
+        add(number)
+    return list(steps)
+
+
+def _run_step(step: Step, values: dict[int, Any]) -> None:
+    operands = [_read(values, atom) for atom in step.inputs]
+    with at_line_of(step.equation):
+        results = bind_again(step.equation, operands)
+    values.update(zip(step.outputs, results, strict=True))
+
+
+def _run_loop(step: Step, body: Flat, inner: Decided, values: dict[int, Any]) -> list[Any]:
+    scan = step.scan
+    assert scan is not None
+    operands = [_as_array(_read(values, atom), atom) for atom in step.inputs]
+    operands = [
+        _as_type(x, atom.aval) for x, atom in zip(operands, step.equation.invars, strict=True)
+    ]
+    consts, init, xs = scan.split(operands)
+    # In a loop of one block, the compiler cannot undo the recomputation: the passes are two loops.
+    is_one = len(inner) == 1 and scan.unroll < scan.length
+
+    def iterate(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        results = _run(body, inner, [*consts, *carry, *xs], prevent_cse=not is_one)
+        return results[: scan.carry], results[scan.carry :]
+
+    with at_line_of(step.equation):
+        carry, ys = jax.lax.scan(
+            iterate,
+            list(init),
+            list(xs),
+            length=scan.length,
+            reverse=scan.reverse,
+            unroll=scan.unroll,
+        )
+    return [*carry, *ys]
+
+
+def _read(values: dict[int, Any], atom: Atom) -> Any:
+    if isinstance(atom, Literal):
+        return atom.val
+    return values[atom]
+
+
+def _as_array(x: Any, atom: Any) -> Any:
+    """Converts a number of the program to an array of the traced dtype."""
+    if isinstance(atom, Literal) and not isinstance(x, jax.Array):
+        return jnp.asarray(x, atom.aval.dtype)
+    return x
+
+
+def _as_type(x: Any, aval: Any) -> Any:
+    """An initial carry of a loop, which may be a number, as an array."""
+    if isinstance(x, jax.Array):
+        return x
+    return jnp.asarray(x, aval.dtype)

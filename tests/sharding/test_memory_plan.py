@@ -1,0 +1,188 @@
+"""What a plan recomputes in the backward pass to stay within `memory`."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from random_models import to_device
+
+import redcoast as rc
+
+LAYERS, WIDTH, ROWS = 4, 32, 128
+# As in a dry run that stands in for an accelerator. Without the last one, the compiler for CPUs
+# undoes recomputation.
+OPTIONS = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+    "xla_disable_hlo_passes": "cse_barrier_expander",
+}
+
+
+def layer(x, p):
+    return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+
+def in_a_loop(model, batch, key):
+    for p in model:
+        batch = layer(batch, p)
+    return jnp.mean(batch**2)
+
+
+def in_a_scan(model, batch, key):
+    batch, _ = jax.lax.scan(lambda x, p: (layer(x, p), None), batch, model)
+    return jnp.mean(batch**2)
+
+
+def make_model():
+    shapes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    return [{name: array(shape, i) for name, shape in shapes.items()} for i in range(LAYERS)]
+
+
+def array(shape, seed=9):
+    return to_device(np.random.default_rng(seed).normal(0, 0.2, shape), np.float32)
+
+
+def half(loss, model, batch, mesh, *, part=0.5, **options):
+    """A plan that saves a part of the memory of activations, and its limit."""
+    plan = rc.plan_shardings(model, mesh, fn=loss, args=(batch, None), **options)
+    memory = plan.report.program.memory
+    limit = memory.total - round(part * memory.activations)
+    plan = rc.plan_shardings(model, mesh, fn=loss, args=(batch, None), memory=limit, **options)
+    return plan, limit
+
+
+def compiled(loss, model, batch):
+    return jax.jit(jax.grad(loss)).lower(model, batch, None).compile(compiler_options=OPTIONS)
+
+
+@pytest.mark.parametrize("loss", [pytest.param(in_a_loop, marks=pytest.mark.thorough), in_a_scan])
+def test_half_of_the_activations(loss):
+    """Models that say nothing of rematerialisation: half of the temporaries, the same gradients."""
+    model, batch = make_model(), array((ROWS, WIDTH))
+    if loss is in_a_scan:
+        model = jax.tree.map(lambda *xs: to_device(np.stack(xs)), *model)
+    plan, limit = half(loss, model, batch, rc.make_mesh(devices=jax.devices()[:1]))
+    report = plan.report.program
+    assert report.memory.total <= limit
+    # At most the products that `jax.checkpoint` of each layer would compute again: one of six.
+    assert 0 <= report.recomputed.share < 0.17
+    assert "test_memory_plan.py" in str(plan)
+    assert "more arithmetic" in str(plan)
+    plain, again = (compiled(fn, model, batch) for fn in (loss, plan.constrain(loss)))
+    before, after = (one.memory_analysis().temp_size_in_bytes for one in (plain, again))
+    assert after < 0.65 * before
+    expected, found = plain(model, batch, None), again(model, batch, None)
+    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6 * np.abs(x).max())
+
+
+@pytest.mark.thorough
+def test_over_a_mesh():
+    """Sizes are those of each device, and shardings stay what they are."""
+    model, batch = make_model(), array((ROWS, WIDTH))
+    mesh = rc.make_mesh(data=2, fsdp=2, model=2)
+    plan, limit = half(in_a_loop, model, batch, mesh, part=0.3)
+    assert plan.report.program.memory.total <= limit
+    expected = jax.jit(jax.grad(in_a_loop))(model, batch, None)
+    found = jax.jit(jax.grad(plan.constrain(in_a_loop)))(model, batch, None)
+    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5 * np.abs(x).max())
+
+
+def test_nothing_changes_where_it_fits():
+    model, batch = make_model(), array((ROWS, WIDTH))
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+    plan = rc.plan_shardings(model, mesh, fn=in_a_loop, args=(batch, None), memory=1e9)
+    assert plan.report.program.recomputed is None
+    assert plan.constrain(in_a_loop) is in_a_loop
+
+
+@pytest.mark.thorough
+def test_auto_is_the_memory_of_the_hardware():
+    model, batch = make_model(), array((ROWS, WIDTH))
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+    options = {"fn": in_a_loop, "args": (batch, None), "memory": "auto"}
+    assert rc.plan_shardings(model, mesh, **options).report.program.recomputed is None
+    total = rc.plan_shardings(model, mesh, **options).report.program.memory.total
+    small = rc.Hardware(memory=total)
+    plan = rc.plan_shardings(model, mesh, hardware=small, **options)
+    assert plan.report.program.recomputed is not None
+    assert plan.report.program.memory.total <= 0.85 * total
+
+
+@pytest.mark.thorough
+def test_frozen_arrays_need_less():
+    """What is not trained has no gradient that needs the values that it is multiplied by."""
+    model, batch = make_model(), array((ROWS, WIDTH))
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+    trainable = [{"up": False, "down": i == 0} for i in range(LAYERS)]
+    plan, limit = half(in_a_loop, model, batch, mesh, trainable=trainable)
+    assert plan.report.program.memory.total <= limit
+    assert plan.compute.recompute.trained == (True, *[False] * (2 * LAYERS - 1))
+
+
+def test_a_saved_plan_recomputes_the_same(tmp_path):
+    model, batch = make_model(), array((ROWS, WIDTH))
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+    plan, _ = half(in_a_loop, model, batch, mesh)
+    rc.save_plan(plan, tmp_path / "plan.json")
+    loaded = rc.load_plan(tmp_path / "plan.json", model, mesh)
+    assert loaded.compute == plan.compute
+    assert loaded.report.program.recomputed == plan.report.program.recomputed
+
+
+@pytest.mark.thorough
+def test_fit_trains_within_memory():
+    """The losses of a run with a limit are those of a run without one."""
+    rows = list(np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32))
+
+    def loss_fn(model, batch, key):
+        return jnp.mean((jax.vmap(model)(batch) - batch) ** 2)
+
+    def run(memory):
+        losses = []
+        model = eqx.nn.MLP(8, 8, 64, depth=4, key=jax.random.key(0))
+        rc.fit(
+            model,
+            optax.sgd(0.1),
+            rows,
+            collate_fn=np.stack,
+            loss_fn=loss_fn,
+            batch_size=32,
+            steps=3,
+            mesh=rc.make_mesh(devices=jax.devices()[:1]),
+            log=[lambda metrics, step: losses.append(metrics["loss"])],
+            memory=memory,
+        )
+        return losses
+
+    np.testing.assert_allclose(run(185e3), run(None), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("memory", "error", "match"),
+    [
+        (1000, ValueError, "too small: with all that can be recomputed"),
+        (0, ValueError, "must be a positive number of bytes"),
+        (float("nan"), ValueError, "must be a positive number of bytes"),
+        ("16GB", TypeError, "memory"),
+        (True, TypeError, "must be the bytes of each device"),
+    ],
+)
+def test_bad_memory(memory, error, match):
+    model, batch = make_model(), array((ROWS, WIDTH))
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+    with pytest.raises(error, match=match):
+        rc.plan_shardings(model, mesh, fn=in_a_loop, args=(batch, None), memory=memory)
+
+
+def test_memory_needs_a_loss():
+    model, batch = make_model(), array((ROWS, WIDTH))
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match="`memory` needs a function"):
+        rc.plan_shardings(model, mesh, memory=1e9)
+    predict = lambda model, batch: layer(batch, model[0])
+    with pytest.raises(ValueError, match="not a floating point scalar"):
+        rc.plan_shardings(model, mesh, fn=predict, args=(batch,), memory=1000)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -50,6 +50,7 @@ def dry_run(
     trainable: PyTree = eqx.is_inexact_array,
     average: int | float | None = None,
     suggest: bool = True,
+    memory: int | float | Literal["auto"] | None = None,
 ) -> DryRun:
     """Compiles the step that [`redcoast.fit`][] would run, for devices that need not be present.
 
@@ -74,6 +75,7 @@ def dry_run(
     - `overrides`: as for [`redcoast.infer_shardings`][].
     - `suggest`: whether to search for changes that make the step fit, if it does not. Each change
         is compiled.
+    - `memory`: as for [`redcoast.plan_shardings`][]; `"auto"` is 85 % of what the target has.
 
     **Returns:**
 
@@ -120,22 +122,27 @@ def dry_run(
                 f"`mesh` is {sizes!r}. It must be a mesh, or sizes of `data`, `fsdp`, `model` and "
                 '`pipe`, such as {"fsdp": 4, "model": 2}.'
             )
-        found = _result(job, place, *_compile(job, place, sizes))
+        found = _result(job, place, *_compile(job, place, sizes, memory))
         if found.fits or not suggest:
             return found
         others = [sizes for sizes in likely(job, place) if sizes != found.mesh]
-        again = lambda job, sizes: _compile(job, place, sizes)[2]
+        again = lambda job, sizes: _compile(job, place, sizes, memory)[2]
         changes = find_changes(make, init_fn, job, found, others, again)
         return replace(found, changes=tuple(changes))
 
 
-def _compile(job: Job, place: Place, sizes: Mapping[str, int]) -> tuple[Mesh, Plan, Compiled]:
+def _compile(
+    job: Job,
+    place: Place,
+    sizes: Mapping[str, int],
+    memory: int | float | Literal["auto"] | None = None,
+) -> tuple[Mesh, Plan, Compiled]:
     try:
         mesh = place.mesh(sizes)
     except ValueError as error:
         raise ValueError(f"The mesh does not match the target {place.name!r}. {error}") from error
     enter_phase("Planning", f"the mesh {show_sizes(mesh.shape)}")
-    plan = plan_job(job, mesh, planner_hardware(place, mesh))
+    plan = plan_job(job, mesh, planner_hardware(place, mesh), memory)
     compiled = compile_job(job, plan, mesh, stands_in=place.stands_in, with_lines=True)
     return mesh, plan, compiled
 

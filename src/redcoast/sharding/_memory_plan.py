@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 from ..core._trainable import trainable_arrays
 from ..distributed._mesh import PIPE
 from .constrain._recompute import Recomputed
-from .memory._search import Candidate, least_within, weigh
+from .memory._search import RecomputeCandidate, least_within, weigh
 from .report._data import ProgramReport, Recomputation
 from .report._text import scaled
 from .solver._figures import Memory
@@ -19,7 +19,7 @@ Planned = tuple[list[LeafPlan], Compute, ProgramReport]
 
 
 @dataclass(frozen=True)
-class Task:
+class MemoryTask:
     """What is planned: `plan` plans the shardings for a function like `fn`."""
 
     fn: Callable[..., PyTree]
@@ -30,7 +30,7 @@ class Task:
     plan: Callable[[Callable[..., PyTree]], Planned]
 
 
-def plan_within(task: Task, memory: int | float, *, must_fit: bool) -> Planned:
+def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Planned:
     """The plan with which a step takes at most `memory` bytes of each device.
 
     It recomputes the least in the backward pass. If nothing suffices, it raises `ValueError` if it
@@ -79,7 +79,11 @@ def plan_within(task: Task, memory: int | float, *, must_fit: bool) -> Planned:
 
 
 def _recomputing(
-    task: Task, before: Planned, recompute: Recompute, best: Candidate, activations: int
+    task: MemoryTask,
+    before: Planned,
+    recompute: Recompute,
+    best: RecomputeCandidate,
+    activations: int,
 ) -> Planned:
     """The plan of a function that recomputes values, with its estimates."""
     _, compute, report = before

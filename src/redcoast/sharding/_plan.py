@@ -412,7 +412,7 @@ def plan_shardings(
                 )
         return _plan_structure(tree, mesh, overrides)
     from ._from_program import plan_flow
-    from ._memory_plan import Task, plan_within
+    from ._memory_plan import MemoryTask, plan_within
 
     # The planned function gets constraints, which JAX takes on Auto axes alone.
     model, args = on_auto_axes((model_of(tree), tuple(args)))
@@ -435,7 +435,7 @@ def plan_shardings(
         if limit is None:
             plans, compute, report = plan(fn)
         else:
-            task = Task(fn, model, args, auto_mesh, trainable, plan)
+            task = MemoryTask(fn, model, args, auto_mesh, trainable, plan)
             plans, compute, report = plan_within(task, limit, must_fit=memory != "auto")
     return make_plan(tree, mesh, plan_leaves(tree, plans), compute, report)
 

@@ -60,10 +60,10 @@ class Recomputed:
         traced, arrays = trace_over(self.mesh, self.fn, tree, args)
         program = follow_program(traced, trained)
         shardings = find_shardings(program, self.mesh, self.compute)
-        return traced, arrays, Decider(flatten(program.scope, sizes_of(shardings)))
+        return traced, arrays, Decider(flatten(program.scope, device_sizes(shardings)))
 
 
-def sizes_of(shardings: Shardings) -> SizeOf:
+def device_sizes(shardings: Shardings) -> SizeOf:
     """The bytes of a value on each device."""
     axes = dict(shardings.mesh.shape)
 

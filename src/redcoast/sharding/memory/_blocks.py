@@ -16,7 +16,7 @@ _MOST_PLACES = 400
 
 
 @dataclass(frozen=True)
-class Block:
+class StepBlock:
     """The steps from `start` to `stop`. `alone` is whether it is one loop, or cannot run again.
 
     `inputs` are the values from before that it reads, `outputs` those that are used after it.
@@ -29,19 +29,19 @@ class Block:
     outputs: tuple[int, ...]
 
 
-def needed_bytes(flat: Flat) -> float:
+def bytes_for_derivatives(flat: Flat) -> float:
     """The bytes of all values that derivatives need, without those inside of loops."""
     return float(np.sum(_Places(flat).needed))
 
 
-def divide(flat: Flat, room: float) -> list[Block]:
+def divide(flat: Flat, room: float) -> list[StepBlock]:
     """The blocks that keep fewest bytes between them, each of which needs at most `room` bytes.
 
     A block that cannot be divided may need more.
     """
     places = _Places(flat)
     cuts = places.cuts(room)
-    blocks: list[Block] = []
+    blocks: list[StepBlock] = []
     for start, stop in pairwise(cuts):
         blocks.append(places.block(start, stop))
     return blocks
@@ -67,7 +67,7 @@ class _Places:
                 self.needed[self.made[number]] += flat.sizes[number]
         self.results = frozenset(x for x in flat.outputs if isinstance(x, int))
 
-    def block(self, start: int, stop: int) -> Block:
+    def block(self, start: int, stop: int) -> StepBlock:
         steps = self.flat.steps[start:stop]
         inputs: dict[int, None] = {}
         outputs: list[int] = []
@@ -78,7 +78,7 @@ class _Places:
             for number in step.outputs:
                 if self.used.get(number, -1) >= stop:
                     outputs.append(number)
-        return Block(start, stop, self._is_alone(start), tuple(inputs), tuple(outputs))
+        return StepBlock(start, stop, self._is_alone(start), tuple(inputs), tuple(outputs))
 
     def _is_alone(self, index: int) -> bool:
         step = self.flat.steps[index]

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..tree._leaf_plans import Recompute
-from ._blocks import Block, divide, needed_bytes
-from ._flat import Flat, Step
+from ._blocks import StepBlock, bytes_for_derivatives, divide
+from ._flat import Flat, FlatStep
 from ._min_cut import choose_kept
 
 
 @dataclass(frozen=True)
-class Choice:
+class BlockChoice:
     """What a block keeps.
 
     - `is_again`: whether the block is computed again. Otherwise, the compiler keeps what it needs.
@@ -24,14 +24,14 @@ class Choice:
 
     is_again: bool
     kept: frozenset[int] = frozenset()
-    inner: "tuple[tuple[Block, Choice], ...]" = ()
+    inner: "tuple[tuple[StepBlock, BlockChoice], ...]" = ()
     bytes: float = 0.0
     needs: float = 0.0
     seconds: float = 0.0
     flops: float = 0.0
 
 
-Decided = Sequence[tuple[Block, Choice]]
+Decided = Sequence[tuple[StepBlock, BlockChoice]]
 
 
 @dataclass(eq=False)
@@ -39,14 +39,14 @@ class Decider:
     """Decides the blocks of a program at several prices. What is decided once is kept."""
 
     flat: Flat
-    divided: dict[int, list[Block]] = field(default_factory=dict)
+    divided: dict[int, list[StepBlock]] = field(default_factory=dict)
 
     @ft.cached_property
     def total(self) -> float:
         """The bytes of all values that derivatives need, loops included."""
         return _total(self.flat)
 
-    def blocks(self, parts: int) -> list[Block]:
+    def blocks(self, parts: int) -> list[StepBlock]:
         """The blocks, each of which needs at most a part of all memory."""
         if parts not in self.divided:
             self.divided[parts] = divide(self.flat, self.total / parts)
@@ -61,7 +61,7 @@ class Decider:
     def _decide_at(self, parts: int, price: float) -> Decided:
         """The blocks, and what each keeps at one price."""
         if (parts, price) not in self._at_price:
-            decided: list[tuple[Block, Choice]] = []
+            decided: list[tuple[StepBlock, BlockChoice]] = []
             blocks = self.blocks(parts)
             last = self._last(blocks)
             for place, block in enumerate(blocks):
@@ -76,7 +76,7 @@ class Decider:
     def _at_price(self) -> dict[tuple[int, float], Decided]:
         return {}
 
-    def _last(self, blocks: list[Block]) -> int | None:
+    def _last(self, blocks: list[StepBlock]) -> int | None:
         """The last block that has derivatives, which run right after it; None for a loop.
 
         What it keeps is needed at once, so that it saves no memory to compute it again.
@@ -87,7 +87,7 @@ class Decider:
                 return None if steps[0].body is not None else place
         return None
 
-    def _choice(self, flat: Flat, block: Block, price: float, parts: int) -> Choice:
+    def _choice(self, flat: Flat, block: StepBlock, price: float, parts: int) -> BlockChoice:
         # Layers that repeat are decided alike.
         if (id(flat), block) not in self._outlines:
             self._outlines[id(flat), block] = _outline(flat, block)
@@ -99,7 +99,7 @@ class Decider:
             self._known[key] = choice, frozenset(number[value] for value in choice.kept)
         choice, places = self._known[key]
         kept = frozenset(relative[place] for place in places)
-        return Choice(
+        return BlockChoice(
             choice.is_again,
             kept,
             self._inner(flat, block, choice, price, parts),
@@ -110,25 +110,25 @@ class Decider:
         )
 
     @ft.cached_property
-    def _outlines(self) -> dict[tuple[int, Block], object]:
+    def _outlines(self) -> dict[tuple[int, StepBlock], object]:
         return {}
 
     @ft.cached_property
-    def _known(self) -> dict[tuple[object, float, int], tuple[Choice, frozenset[int]]]:
+    def _known(self) -> dict[tuple[object, float, int], tuple[BlockChoice, frozenset[int]]]:
         return {}
 
     def _inner(
-        self, flat: Flat, block: Block, choice: Choice, price: float, parts: int
-    ) -> tuple[tuple[Block, Choice], ...]:
+        self, flat: Flat, block: StepBlock, choice: BlockChoice, price: float, parts: int
+    ) -> tuple[tuple[StepBlock, BlockChoice], ...]:
         body = flat.steps[block.start].body
         if body is None or not choice.is_again:
             return ()
-        inner: list[tuple[Block, Choice]] = []
+        inner: list[tuple[StepBlock, BlockChoice]] = []
         for one in divide(body, self.total / parts):
             inner.append((one, self._choice(body, one, price, parts)))
         return tuple(inner)
 
-    def _decide_block(self, flat: Flat, block: Block, price: float, parts: int) -> Choice:
+    def _decide_block(self, flat: Flat, block: StepBlock, price: float, parts: int) -> BlockChoice:
         steps = flat.steps[block.start : block.stop]
         if steps[0].body is not None:
             return self._decide_loop(steps[0], steps[0].body, price, parts)
@@ -141,14 +141,14 @@ class Decider:
             return again
         return is_open
 
-    def _decide_loop(self, loop: Step, body: Flat, price: float, parts: int) -> Choice:
+    def _decide_loop(self, loop: FlatStep, body: Flat, price: float, parts: int) -> BlockChoice:
         assert loop.scan is not None
         length = loop.scan.length
         blocks = divide(body, self.total / parts)
         choices = [self._choice(body, block, price, parts) for block in blocks]
         needs, kept = footprint(body, list(zip(blocks, choices, strict=True)))
         kept += _carried(body, loop)
-        return Choice(
+        return BlockChoice(
             any(choice.is_again for choice in choices),
             bytes=length * kept,
             needs=needs - kept,
@@ -178,7 +178,7 @@ def _bytes(flat: Flat, numbers: Iterable[int]) -> float:
     return sum((flat.sizes[number] for number in numbers), 0.0)
 
 
-def _carried(body: Flat, loop: Step) -> float:
+def _carried(body: Flat, loop: FlatStep) -> float:
     """The bytes of what one iteration gets from the one before, which are always kept."""
     assert loop.scan is not None
     _, carry, _ = loop.scan.split(body.inputs)
@@ -190,14 +190,14 @@ def _carried(body: Flat, loop: Step) -> float:
 
 
 def _total(flat: Flat) -> float:
-    total = needed_bytes(flat)
+    total = bytes_for_derivatives(flat)
     for step in flat.steps:
         if step.body is not None and step.scan is not None:
-            total += step.scan.length * needed_bytes(step.body)
+            total += step.scan.length * bytes_for_derivatives(step.body)
     return total
 
 
-def _keep_all(flat: Flat, steps: list[Step]) -> Choice:
+def _keep_all(flat: Flat, steps: list[FlatStep]) -> BlockChoice:
     """What the compiler keeps by itself: it computes again what it can fuse."""
     seconds: dict[int, float] = {}
     for place, step in enumerate(steps):
@@ -206,10 +206,10 @@ def _keep_all(flat: Flat, steps: list[Step]) -> Choice:
             seconds[place] = 1.0
     most = max(1.0, sum((flat.sizes[number] for step in steps for number in step.outputs), 0.0))
     kept, _ = choose_kept(flat, steps, 0.5 / most, seconds, (), forced=False)
-    return Choice(False, frozenset(kept))
+    return BlockChoice(False, frozenset(kept))
 
 
-def _keep_some(flat: Flat, block: Block, steps: list[Step], price: float) -> Choice:
+def _keep_some(flat: Flat, block: StepBlock, steps: list[FlatStep], price: float) -> BlockChoice:
     """What a block keeps that is computed again."""
     seconds = {place: step.seconds for place, step in enumerate(steps)}
     kept, again = choose_kept(flat, steps, price, seconds, block.outputs)
@@ -217,7 +217,7 @@ def _keep_some(flat: Flat, block: Block, steps: list[Step], price: float) -> Cho
     for place in again:
         if not steps[place].is_free:
             needs += sum((flat.sizes[number] for number in steps[place].outputs), 0.0)
-    return Choice(
+    return BlockChoice(
         True,
         frozenset(kept),
         needs=needs,
@@ -226,7 +226,7 @@ def _keep_some(flat: Flat, block: Block, steps: list[Step], price: float) -> Cho
     )
 
 
-def _relative(flat: Flat, block: Block) -> list[int]:
+def _relative(flat: Flat, block: StepBlock) -> list[int]:
     """The values of a block, in the order in which it writes them."""
     numbers: list[int] = []
     for step in flat.steps[block.start : block.stop]:
@@ -234,7 +234,7 @@ def _relative(flat: Flat, block: Block) -> list[int]:
     return numbers
 
 
-def _outline(flat: Flat, block: Block) -> object:
+def _outline(flat: Flat, block: StepBlock) -> object:
     """What decides about a block, the same for layers that repeat."""
     place_of: dict[int, int] = {}
     outline: list[object] = []

@@ -56,7 +56,7 @@ _COSTLY = frozenset(
 
 
 @dataclass(eq=False)
-class Step:
+class FlatStep:
     """An equation, with the values that it reads and writes.
 
     - `seconds`, `flops`: what it takes to compute it again on a device; `flops` are those of
@@ -95,7 +95,7 @@ class Flat:
 
     inputs: list[int] = field(default_factory=list)
     outputs: list[Atom] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[FlatStep] = field(default_factory=list)
     sizes: list[float] = field(default_factory=list)
     constants: dict[int, object] = field(default_factory=dict)
 
@@ -177,9 +177,9 @@ class _Reader:
         flow: ControlFlow | None,
         inputs: list[Atom],
         outputs: list[int],
-    ) -> Step:
+    ) -> FlatStep:
         equation = scope.jaxpr.eqns[index]
-        step = Step(equation, inputs, outputs, is_bare=bool(equation.effects))
+        step = FlatStep(equation, inputs, outputs, is_bare=bool(equation.effects))
         step.seconds, step.flops = cost_of(scope, index, self.size_of)
         name, inner = primitive_name(equation), scope.inner.get(index, [])
         is_cheap = not inner and name not in CONSTRAINED | REDUCTIONS | _COSTLY
@@ -195,7 +195,7 @@ class _Reader:
         return step
 
 
-def _needs(scope: Scope, index: int, flow: ControlFlow | None, step: Step) -> list[int]:
+def _needs(scope: Scope, index: int, flow: ControlFlow | None, step: FlatStep) -> list[int]:
     """The values that the derivative of a step needs."""
     equation, rule = scope.jaxpr.eqns[index], scope.rules.get(index)
     values = [scope.value_of(atom) for atom in equation.invars]
@@ -210,7 +210,7 @@ def _needs(scope: Scope, index: int, flow: ControlFlow | None, step: Step) -> li
     return step.reads
 
 
-def _fixed(rule: Rule, varied: Sequence[bool], step: Step) -> list[int]:
+def _fixed(rule: Rule, varied: Sequence[bool], step: FlatStep) -> list[int]:
     needed: list[int] = []
     for atom, is_fixed in zip(step.inputs, fixed_operands(rule, varied), strict=True):
         if is_fixed and isinstance(atom, int):

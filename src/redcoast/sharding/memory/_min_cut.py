@@ -11,7 +11,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from ._flat import Flat, Step
+from ._flat import Flat, FlatStep
 
 _PRECISION = 1e7  # of capacities, which are integers
 _INFINITE = 2**30
@@ -20,7 +20,7 @@ _APART = 0.1
 
 def choose_kept(
     flat: Flat,
-    steps: Sequence[Step],
+    steps: Sequence[FlatStep],
     price: float,
     seconds: Mapping[int, float],
     free: Collection[int],

@@ -9,9 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
 from ...core._jaxpr import at_line_of, bind_again
-from ._blocks import Block
-from ._decide import Choice, Decided
-from ._flat import Atom, Flat, Step
+from ._blocks import StepBlock
+from ._decide import BlockChoice, Decided
+from ._flat import Atom, Flat, FlatStep
 
 # The name by which `jax.checkpoint` knows what is kept.
 KEPT = "redcoast.kept"
@@ -41,11 +41,11 @@ def _run(flat: Flat, decided: Decided, inputs: Sequence[Any], *, prevent_cse: bo
 
 
 def _run_again(
-    block: Block,
-    steps: Sequence[Step],
-    choice: Choice,
+    block: StepBlock,
+    steps: Sequence[FlatStep],
+    choice: BlockChoice,
     values: dict[int, Any],
-    constant: dict[int, Step],
+    constant: dict[int, FlatStep],
     *,
     prevent_cse: bool,
 ) -> None:
@@ -70,9 +70,9 @@ def _run_again(
     values.update(zip(block.outputs, results, strict=True))
 
 
-def _constant_steps(flat: Flat) -> dict[int, Step]:
+def _constant_steps(flat: Flat) -> dict[int, FlatStep]:
     """The steps that depend on no input, by the values that they write."""
-    steps: dict[int, Step] = {}
+    steps: dict[int, FlatStep] = {}
     for step in flat.steps:
         is_constant = step.is_fused and not step.is_bare
         if is_constant and all(number in steps for number in step.reads):
@@ -80,9 +80,9 @@ def _constant_steps(flat: Flat) -> dict[int, Step]:
     return steps
 
 
-def _steps_of_constants(numbers: Sequence[int], constant: dict[int, Step]) -> list[Step]:
+def _steps_of_constants(numbers: Sequence[int], constant: dict[int, FlatStep]) -> list[FlatStep]:
     """The steps that some constants are computed by, in order."""
-    steps: dict[Step, None] = {}
+    steps: dict[FlatStep, None] = {}
 
     def add(number: int) -> None:
         step = constant.get(number)
@@ -97,14 +97,14 @@ def _steps_of_constants(numbers: Sequence[int], constant: dict[int, Step]) -> li
     return list(steps)
 
 
-def _run_step(step: Step, values: dict[int, Any]) -> None:
+def _run_step(step: FlatStep, values: dict[int, Any]) -> None:
     operands = [_read(values, atom) for atom in step.inputs]
     with at_line_of(step.equation):
         results = bind_again(step.equation, operands)
     values.update(zip(step.outputs, results, strict=True))
 
 
-def _run_loop(step: Step, body: Flat, inner: Decided, values: dict[int, Any]) -> list[Any]:
+def _run_loop(step: FlatStep, body: Flat, inner: Decided, values: dict[int, Any]) -> list[Any]:
     scan = step.scan
     assert scan is not None
     operands = [_as_array(_read(values, atom), atom) for atom in step.inputs]

@@ -13,7 +13,7 @@ _CHEAP, _DEAR = 1e-3, 1e3  # the first and the last price, by the mean one
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RecomputeCandidate:
     """What is computed again, the estimated bytes at the peak and the seconds that it costs."""
 
     recompute: Recompute
@@ -22,22 +22,22 @@ class Candidate:
     flops: float
 
 
-def weigh(decider: Decider, recompute: Recompute) -> Candidate:
+def weigh(decider: Decider, recompute: Recompute) -> RecomputeCandidate:
     """What a choice costs, and the memory that it is estimated to take."""
     decided = decider.decide(recompute)
     most, _ = footprint(decider.flat, decided)
     seconds = sum((choice.seconds for _, choice in decided), 0.0)
     flops = sum((choice.flops for _, choice in decided), 0.0)
-    return Candidate(recompute, most, seconds, flops)
+    return RecomputeCandidate(recompute, most, seconds, flops)
 
 
-def least_within(decider: Decider, limit: float) -> Candidate:
+def least_within(decider: Decider, limit: float) -> RecomputeCandidate:
     """The choice of least time whose estimated memory is within a limit.
 
     If none is, the one that takes the least memory.
     """
-    best: Candidate | None = None
-    least: Candidate | None = None
+    best: RecomputeCandidate | None = None
+    least: RecomputeCandidate | None = None
     for parts in _divisions(decider):
         at_prices = list(_at_prices(decider, parts))
         for candidate in at_prices:
@@ -66,7 +66,7 @@ def _divisions(decider: Decider) -> Iterator[int]:
             yield parts
 
 
-def _at_prices(decider: Decider, parts: int) -> Iterator[Candidate]:
+def _at_prices(decider: Decider, parts: int) -> Iterator[RecomputeCandidate]:
     """What is computed again at the prices at which that changes, for one division into blocks."""
     nothing = weigh(decider, Recompute(parts, 0.0, 0.0, 0))
     everything = weigh(decider, Recompute(parts, 1.0, 1.0, 0))
@@ -82,8 +82,8 @@ def _at_prices(decider: Decider, parts: int) -> Iterator[Candidate]:
 
 
 def _between(
-    decider: Decider, low: Candidate, high: Candidate, halvings: int
-) -> Iterator[Candidate]:
+    decider: Decider, low: RecomputeCandidate, high: RecomputeCandidate, halvings: int
+) -> Iterator[RecomputeCandidate]:
     """The candidates at prices between two, at which something else is computed again."""
     if not halvings or (low.bytes, low.seconds) == (high.bytes, high.seconds):
         return
@@ -94,7 +94,9 @@ def _between(
     yield from _between(decider, middle, high, halvings - 1)
 
 
-def _mixed(decider: Decider, lower: Candidate, higher: Candidate, limit: float) -> Candidate:
+def _mixed(
+    decider: Decider, lower: RecomputeCandidate, higher: RecomputeCandidate, limit: float
+) -> RecomputeCandidate:
     """The fewest blocks at the higher price with which the memory is within the limit."""
     best, few, many = higher, 0, len(decider.blocks(lower.recompute.parts))
     while few <= many:

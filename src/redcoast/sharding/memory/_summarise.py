@@ -4,9 +4,9 @@ from collections import Counter
 
 from ...core._control_flow import primitive_name
 from ...core._frames import own_line
-from ._blocks import Block
-from ._decide import Choice, Decided
-from ._flat import Flat, Step
+from ._blocks import StepBlock
+from ._decide import BlockChoice, Decided
+from ._flat import Flat, FlatStep
 
 _SHOWN, _NAMED = 5, 4  # lines, and operations of each
 _LIBRARIES = "code of libraries"
@@ -33,9 +33,9 @@ def recomputed_lines(flat: Flat, decided: Decided) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _steps_again(flat: Flat, decided: Decided) -> list[tuple[Step, int]]:
+def _steps_again(flat: Flat, decided: Decided) -> list[tuple[FlatStep, int]]:
     """The steps that are computed again, and how often."""
-    steps: list[tuple[Step, int]] = []
+    steps: list[tuple[FlatStep, int]] = []
     for block, choice in decided:
         loop = flat.steps[block.start]
         if choice.inner and loop.body is not None and loop.scan is not None:
@@ -46,13 +46,13 @@ def _steps_again(flat: Flat, decided: Decided) -> list[tuple[Step, int]]:
     return steps
 
 
-def _of_block(flat: Flat, block: Block, choice: Choice) -> list[Step]:
+def _of_block(flat: Flat, block: StepBlock, choice: BlockChoice) -> list[FlatStep]:
     """The steps of a block that what is needed, and not kept, is computed by."""
     steps = flat.steps[block.start : block.stop]
     wanted: set[int] = set()
     for step in steps:
         wanted |= step.needs
-    again: list[Step] = []
+    again: list[FlatStep] = []
     for step in reversed(steps):
         if (wanted - choice.kept).isdisjoint(step.outputs) and not step.hides:
             continue

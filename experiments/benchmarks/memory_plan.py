@@ -1,0 +1,206 @@
+"""Models that say nothing of rematerialisation, at half of the memory of their activations.
+
+    python experiments/benchmarks/memory_plan.py
+
+Each model has a layer, which policies by hand wrap in `jax.checkpoint`: all of it (`full`), all
+but products (`dots`), all but products with weights (`weights`), and all of every second layer.
+`plan` is `plan_shardings(memory=...)` of the model as it is. Temporaries are those of the gradient
+as the CPU's compiler reports them, scheduled for little memory, and with the barriers of
+`jax.checkpoint`, which this compiler otherwise removes. Arithmetic is what it counts, relative to
+the program without recomputation. The plan is asked for less until the compiled temporaries are at
+most half: its estimate and the compiler's figure differ.
+"""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+import redcoast as rc
+
+OPTIONS = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+    "xla_disable_hlo_passes": "cse_barrier_expander",
+}
+POLICIES = {
+    "full": None,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "weights": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+TRIES = 3
+WIDTH, LAYERS = 128, 8
+
+
+def norm(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+
+
+def attend(x: jax.Array, p: Any, heads: int = 4) -> jax.Array:
+    split = lambda y: y.reshape(*y.shape[:-1], heads, -1)
+    q, k, v = split(x @ p["q"]), split(x @ p["k"]), split(x @ p["v"])
+    scores = jnp.einsum("bshd,bthd->bhst", q, k) / q.shape[-1] ** 0.5
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -1e9), -1)
+    return jnp.einsum("bhst,bthd->bshd", weights, v).reshape(x.shape) @ p["o"]
+
+
+def transformer(x: jax.Array, p: Any) -> jax.Array:
+    x = x + attend(norm(x), p)
+    return x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
+
+
+def gated(x: jax.Array, p: Any) -> jax.Array:
+    x = x + attend(norm(x), p)
+    h = norm(x)
+    return x + (jax.nn.silu(h @ p["up"]) * (h @ p["gate"])) @ p["down"]
+
+
+def parallel(x: jax.Array, p: Any) -> jax.Array:
+    h = norm(x)
+    return x + attend(h, p) + jax.nn.gelu(h @ p["up"]) @ p["down"]
+
+
+def perceptron(x: jax.Array, p: Any) -> jax.Array:
+    return jnp.tanh(x @ p["q"])
+
+
+def residual(x: jax.Array, p: Any) -> jax.Array:
+    return x + jax.nn.relu(norm(x) @ p["up"]) @ p["down"]
+
+
+def mixer(x: jax.Array, p: Any) -> jax.Array:
+    tokens = jnp.einsum("bsd,st->btd", norm(x), p["mix"])
+    x = x + jax.nn.gelu(tokens)
+    return x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
+
+
+def experts(x: jax.Array, p: Any) -> jax.Array:
+    shares = jax.nn.softmax(norm(x) @ p["router"], -1)
+    hidden = jax.nn.gelu(jnp.einsum("bsd,edh->besh", norm(x), p["ups"]))
+    return x + jnp.einsum("besh,ehd,bse->bsd", hidden, p["downs"], shares)
+
+
+def convolution(x: jax.Array, p: Any) -> jax.Array:
+    side = int(x.shape[1] ** 0.5)
+    image = x.reshape(x.shape[0], side, side, -1)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    conv = ft.partial(
+        jax.lax.conv_general_dilated,
+        window_strides=(1, 1),
+        padding="SAME",
+        dimension_numbers=numbers,
+    )
+    hidden = jax.nn.relu(conv(image, p["kernel"]))
+    return x + conv(hidden, p["kernel2"]).reshape(x.shape)
+
+
+def linear_attention(x: jax.Array, p: Any) -> jax.Array:
+    q, k, v = (jax.nn.elu(norm(x) @ p[name]) + 1 for name in "qkv")
+    state = jnp.einsum("bsd,bse->bde", k, v)
+    x = x + jnp.einsum("bsd,bde->bse", q, state) / x.shape[1] @ p["o"]
+    return x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
+
+
+MODELS: dict[str, tuple[Callable[..., jax.Array], bool]] = {
+    "transformer, loop": (transformer, False),
+    "transformer, scan": (transformer, True),
+    "gated transformer, loop": (gated, False),
+    "gated transformer, scan": (gated, True),
+    "parallel transformer, loop": (parallel, False),
+    "residual MLP, loop": (residual, False),
+    "mixer, loop": (mixer, False),
+    "experts, loop": (experts, False),
+    "convolutions, loop": (convolution, False),
+    "linear attention, loop": (linear_attention, False),
+    "perceptron, loop": (perceptron, False),
+}
+
+
+def parameters() -> list[dict[str, jax.Array]]:
+    shapes = dict.fromkeys("qkvo", (WIDTH, WIDTH))
+    shapes |= {"up": (WIDTH, 4 * WIDTH), "gate": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    shapes |= {"mix": (64, 64), "router": (WIDTH, 4)}
+    shapes |= {"ups": (4, WIDTH, WIDTH), "downs": (4, WIDTH, WIDTH)}
+    shapes |= {"kernel": (3, 3, WIDTH, WIDTH), "kernel2": (3, 3, WIDTH, WIDTH)}
+    random = np.random.default_rng(0)
+    make = lambda shape: jnp.asarray(random.normal(0, 0.05, shape), jnp.float32)
+    return [{name: make(shape) for name, shape in shapes.items()} for _ in range(LAYERS)]
+
+
+def loss_of(layer: Callable[..., jax.Array], scanned: bool, wrap: Any, every: int = 1) -> Any:
+    """The loss of a model whose layers are wrapped, all or every second one."""
+
+    def loss_fn(model: Any, batch: jax.Array, key: Any) -> jax.Array:
+        x = batch
+        if scanned:
+            x, _ = jax.lax.scan(lambda x, p: (wrap(layer)(x, p), None), x, model)
+            return jnp.mean(norm(x) ** 4)
+        for place, p in enumerate(model):
+            run = wrap(layer) if place % every == 0 else layer
+            x = run(x, p)
+        return jnp.mean(norm(x) ** 4)
+
+    return loss_fn
+
+
+def compiled(loss: Any, model: Any, batch: Any) -> tuple[int, float]:
+    """The bytes of temporaries of the gradient, and its arithmetic."""
+    program = jax.jit(jax.grad(loss)).lower(model, batch, None).compile(compiler_options=OPTIONS)
+    flops = program.cost_analysis()["flops"]
+    return program.memory_analysis().temp_size_in_bytes, flops
+
+
+def planned(loss: Any, model: Any, batch: Any, half: float) -> tuple[int, float]:
+    """The compiled program of a plan that is asked for half of the temporaries."""
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+    plan = ft.partial(rc.plan_shardings, model, mesh, fn=loss, args=(batch, None))
+    memory = plan().report.program.memory
+    asked = best = None
+    room = memory.activations / 2
+    for _ in range(TRIES):
+        asked = memory.total - memory.activations + room
+        try:
+            found = compiled(plan(memory=asked).constrain(loss), model, batch)
+        except ValueError:
+            break
+        if found[0] <= half and (best is None or found[1] < best[1]):
+            best = found
+        if 0.93 * half <= found[0] <= half:
+            break
+        room *= 0.97 * half / found[0]
+    return best or (0, 0.0)
+
+
+def main(models: tuple[str, ...] = ()) -> None:
+    """Prints the memory and the arithmetic of each policy, relative to no recomputation.
+
+    Args:
+        models: Names of models; all by default.
+    """
+    layers = parameters()
+    batch = jnp.asarray(np.random.default_rng(1).normal(size=(32, 64, WIDTH)), jnp.float32)
+    print("| model | memory, arithmetic: full | dots | weights | every second | plan |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for name in models or MODELS:
+        layer, scanned = MODELS[name]
+        model = jax.tree.map(lambda *xs: jnp.stack(xs), *layers) if scanned else layers
+        make = ft.partial(loss_of, layer, scanned)
+        plain = make(lambda fn: fn)
+        size, flops = compiled(plain, model, batch)
+        rows: list[tuple[int, float]] = []
+        for policy in POLICIES.values():
+            wrap = ft.partial(jax.checkpoint, policy=policy)
+            rows.append(compiled(make(wrap), model, batch))
+        rows.append((0, 0.0) if scanned else compiled(make(jax.checkpoint, 2), model, batch))
+        rows.append(planned(plain, model, batch, size / 2))
+        cells = [f"{one / size:.2f}, {work / flops:.3f}" if one else "-" for one, work in rows]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -280,7 +280,7 @@ def _is_option(view: View) -> bool:
 
 
 def _attend_in_kernel(
-    q: Array, k: Array, v: Array, visible: Visible, bias: Array | None, scale: float
+    q: Array, k: Array, v: Array, visible: Visible, bias: Any, scale: float
 ) -> Array:
     options: dict[str, Any] = {"scale": scale, "implementation": "cudnn"}
     if isinstance(visible, View) and _is_option(visible):

@@ -77,17 +77,18 @@ def attend_in_splash(
     queries, keys = q.shape[1], k.shape[1]
     rows, columns = _block_size(queries), _block_size(keys)
     window = None
-    if view.window is not None:
-        window = (view.window - 1, view.window - 1)
-    if window is not None and view.causal:
+    if view.window is not None and view.causal:
         window = (view.window - 1, 0)
-    segments = _segments(view, q.shape[0], queries, keys, columns)
+    elif view.window is not None:
+        window = (view.window - 1, view.window - 1)
+    segments: Any = _segments(view, q.shape[0], queries, keys, columns)
     options = SplashOptions(rows, columns, view.causal, window, softcap)
     q = _pad(q * jnp.asarray(scale, q.dtype), rows)
     k, v = _pad(k, columns), _pad(v, columns)
     if segments is not None:
         segments = _pad(segments[0], rows, _PADDING), _pad(segments[1], columns, _PADDING)
-    return _attention(options, q, k, v, segments)[:, :queries]
+    out: Any = _attention(options, q, k, v, segments)
+    return out[:, :queries]
 
 
 def _block_size(size: int) -> int:
@@ -202,7 +203,8 @@ def _run_backward(
         grads = splash._splash_attention_bwd(**kernel.kwargs, res=kept, do=grad)
         return grads[3:6]
 
-    grads = jax.vmap(of_row)(*map(_swap, (q, k, v, out, grad)), log_sum, _as_ids(segments))
+    arrays = tuple(map(_swap, (q, k, v, out, grad)))
+    grads = jax.vmap(of_row)(*arrays, log_sum, _as_ids(segments))  # pyright: ignore[reportCallIssue]
     of_queries, of_keys, of_values = map(_swap, grads)
     return of_queries, of_keys, of_values
 

@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from ...core._jaxpr import bind_local
+from ..operations._rule import shape_of
 from ..program._graph import Value
 from ..tree._overrides import spec_axes
 from ._shardings import Shardings
@@ -47,15 +48,15 @@ def run_kernel(
     if of_keys[0] != rows or of_keys[2] != heads or not is_even:
         return None
     by_rank = {4: P(rows, None, heads), 3: P(rows, heads), 2: P(rows)}
-    specs = [
-        [by_rank[len(atom.aval.shape)] for atom in side]
+    in_specs, out_specs = (
+        tuple(by_rank[len(shape_of(atom))] for atom in side)
         for side in (equation.invars, equation.outvars)
-    ]
+    )
     run = jax.shard_map(
         lambda *inputs: tuple(bind_local(equation, inputs, {})),
         mesh=mesh,
-        in_specs=tuple(specs[0]),
-        out_specs=tuple(specs[1]),
+        in_specs=in_specs,
+        out_specs=out_specs,
         check_vma=False,
     )
     return list(run(*operands))

@@ -2,7 +2,7 @@
 
     pip install "redcoast[experiments,cuda12]" && python experiments/benchmarks/gpu.py
 
-Takes less than eight minutes and needs no network: the weights and the tokens are random. It prints
+Takes less than ten minutes and needs no network: the weights and the tokens are random. It prints
 one table and writes a JSON. The model is a LLaMA with the sizes of TinyLlama, 1.1 billion
 parameters, which are kept in float32 and computed in bfloat16. The least rematerialisation with
 which the dry run says that the step fits is used.
@@ -10,6 +10,9 @@ which the dry run says that the step fits is used.
 - MFU: model operations per second, 6 for each parameter (without the embedding) and token, and
   `12 * layers * width * length` for attention (Chowdhery et al., 2022, appendix B), divided by the
   published peak rate.
+- Time of a step: the dry run's estimate from the schedule of the compiled program, for the whole
+  step, by kind of kernel, and for the kernels that take longest. A profile of three steps has the
+  measured times of the kernels.
 - Limit of generation: the bytes of the weights and of the cache, which each new token reads,
   divided by the bandwidth of a copy on this card.
 
@@ -22,9 +25,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +47,10 @@ from real_peak import target_of
 
 import redcoast as rc
 from redcoast import losses
+from redcoast.dryrun._efficiencies import efficiencies_of
+from redcoast.dryrun._step_time import AttainedRates, estimate_step_time, kernel_seconds
+from redcoast.dryrun.hlo._events import Event, Loop, read_schedule
+from redcoast.dryrun.hlo._kernels import KernelWork
 from redcoast.models import Llama, LlamaConfig, _attention
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -136,6 +144,7 @@ def main(c: Config) -> list[Row]:
         part(f"training, {name}", train)
         if kernel == kernels[0]:
             part("memory", ft.partial(memory_rows, device, peaks, kernel, remat))
+            part("kernels", ft.partial(kernel_rows, size, chip, kernel, remat))
             part("a bare loop", ft.partial(bare_rows, size, c.steps, chip, kernel, remat, name))
             part("generation", lambda: generation_rows(size))
             part("the loop", lambda: loop_rows(size))
@@ -297,6 +306,86 @@ def memory_rows(device: Any, peaks: dict[str, int], kernel: bool, remat: str) ->
         return []
     foretold = peaks[f"{kernel} {remat}"] / 2**30
     return [row("peak memory", stats["peak_bytes_in_use"] / 2**30, "GiB", foretold, "dry run")]
+
+
+# Kernels
+
+PROFILED = 3  # steps
+LONGEST = 10  # kernels with a row of their own
+
+
+def kernel_rows(size: Size, chip: rc.Chip, kernel: bool, remat: str) -> list[Row]:
+    """The time of a step and of its kernels in a profile, against the estimates of a dry run."""
+    tokens = tokens_of(size, 1)
+    with attention(kernel):
+        model = jax.jit(init_fn(size.model, remat))(jax.random.key(0))
+        opt_state, step = OPTIMIZER.init(model), bare_step()
+        compiled = step.lower(model, opt_state, tokens).compile()
+    events = read_schedule(compiled.as_text(), {"data": 1})
+    estimate = estimate_step_time(events, chip=chip, bandwidths={"data": 1.0})
+    rates = AttainedRates(chip, {"data": 1.0}, efficiencies_of(chip))
+    foretold: dict[str, float] = {}
+    for name, seconds in kernel_times(events, rates):
+        foretold[name] = foretold.get(name, 0.0) + seconds
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(WARM_UP + PROFILED):
+            if i == WARM_UP:
+                jax.block_until_ready(model)
+                jax.profiler.start_trace(folder)
+                begin = time.perf_counter()
+            model, opt_state, _ = compiled(model, opt_state, tokens)
+        jax.block_until_ready(model)
+        elapsed = (time.perf_counter() - begin) / PROFILED
+        jax.profiler.stop_trace()
+        measured = profiled_times(Path(folder), set(foretold))
+    rows = [row(f"a step, remat {remat}", 1e3 * elapsed, "ms", 1e3 * estimate.seconds, "dry run")]
+    kinds: dict[str, set[str]] = {}
+    for one in kernels_of(events):
+        kinds.setdefault(one.kind, set()).add(one.name)
+    for kind, names in kinds.items():
+        sums = [1e3 * sum(times.get(x, 0.0) for x in names) for times in (measured, foretold)]
+        rows.append(row(f"kernels of a step: {kind}", sums[0], "ms", sums[1], "dry run"))
+    longest = sorted(measured, key=lambda name: -measured[name])[:LONGEST]
+    for name in longest:
+        rows.append(row(name, 1e3 * measured[name], "ms", 1e3 * foretold[name], "dry run"))
+    return rows
+
+
+def kernel_times(
+    events: Sequence[Event], rates: AttainedRates, times: int = 1
+) -> Iterator[tuple[str, float]]:
+    """The name and the estimated time of each kernel, as often as it runs in a step."""
+    for event in events:
+        if isinstance(event, KernelWork):
+            yield event.name, times * kernel_seconds(event, rates)
+        elif isinstance(event, Loop):
+            yield from kernel_times(event.events, rates, times * event.times)
+
+
+def kernels_of(events: Sequence[Event]) -> Iterator[KernelWork]:
+    for event in events:
+        if isinstance(event, KernelWork):
+            yield event
+        elif isinstance(event, Loop):
+            yield from kernels_of(event.events)
+
+
+def profiled_times(folder: Path, names: set[str]) -> dict[str, float]:
+    """The seconds of each kernel in a step, from a profile. Kernels of a device have a line of
+    their own on a GPU; on a CPU, their events are named for them."""
+    times: dict[str, float] = {}
+    for path in folder.rglob("*.xplane.pb"):
+        profile = jax.profiler.ProfileData.from_file(str(path))
+        on_device = [plane for plane in profile.planes if plane.name.startswith("/device:")]
+        for plane in on_device or profile.planes:
+            for line in plane.lines:
+                for event in line.events:
+                    name = event.name
+                    if on_device:
+                        name = str(dict(event.stats).get("hlo_op", ""))
+                    if name in names:
+                        times[name] = times.get(name, 0.0) + event.duration_ns / 1e9 / PROFILED
+    return times
 
 
 # Generation

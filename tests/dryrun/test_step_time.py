@@ -280,3 +280,29 @@ def test_text_that_is_no_program():
         read_schedule("nothing", MESH)
     with pytest.raises(ValueError, match="compiled for 4 devices"):
         read_schedule(program(GATHER), {"data": 2})
+
+
+# As JAX's splash attention is printed: its metadata take several lines. Of the four blocks of the
+# causal mask, one is masked.
+SPLASH = r"""
+  %mask = s8[1,2,2]{2,1,0} constant({ { { 1, 0 }, { 2, 1 } } })
+  %next = s8[1,2,2]{2,1,0} constant({ { { 0, 0 }, { 0, 1 } } })
+  %q = bf16[2,4,64,8]{3,2,1,0} bitcast(%x)
+  %k = bf16[2,4,32,8]{3,2,1,0} bitcast(%w)
+  %out = (bf16[2,4,64,8]{3,2,1,0}, f32[2,4,64]{2,1,0}) custom-call(%next, %mask, %q, %k, %k), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\"block_kv\": 16, \"block_kv_dkv\": 16}"
+}}, metadata={op_name="attention"}
+  %dq = bf16[2,4,64,8]{3,2,1,0} custom-call(%next, %mask, %q, %k, %k, %q), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\"block_kv\": 16, \"block_kv_dkv\": 16}"
+}}, metadata={op_name="attention"}
+  ROOT %y = bf16[2,4,64,8]{3,2,1,0} get-tuple-element(%out), index=0"""  # noqa: E501
+
+
+def test_splash_attention_counts_the_blocks_that_its_mask_leaves():
+    """Without its kernel's cost, which Pallas does not state, attention would take no time."""
+    forward, backward = read_schedule(program(SPLASH), MESH)
+    blocks = 2 * 4 * 64 * 32 * 8 * 3 // 4
+    assert isinstance(forward, KernelWork)
+    assert isinstance(backward, KernelWork)
+    assert (forward.kind, forward.flops) == ("attention", (("bf16", 2 * 2 * blocks),))
+    assert backward.flops == (("bf16", 3 * 2 * blocks),)

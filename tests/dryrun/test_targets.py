@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxlib.xla_client import make_cpu_client
 
 import redcoast as rc
 from redcoast import CHIPS
 from redcoast.dryrun import _devices as devices_module
 from redcoast.dryrun._devices import gpu_config, place_of
-from redcoast.dryrun._links import axis_bandwidths
+from redcoast.dryrun._links import axis_bandwidths, slow_axes
 from redcoast.dryrun._target_name import parse_target
 
 GPUS = [chip for chip in CHIPS.values() if chip.kind == "gpu"]
@@ -278,3 +279,21 @@ def test_devices_with_coordinates():
     # `model`: neighbours. `fsdp`: both of the first axis, and every other one of the second.
     found = axis_bandwidths(target, mesh)
     assert [found[axis] / link for axis in ("data", "fsdp", "model")] == [1, 1.5, 1]
+
+
+def test_several_slices_are_connected_by_the_network_of_their_hosts():
+    """Two slices of sixteen chips: `data` is between them, `fsdp` inside each."""
+    target = parse_target("v5e:2x4x4")
+    assert (target.count, target.slices, target.shape, target.groups) == (32, 2, (4, 4), 2)
+    devices = make_cpu_client(num_devices=32).devices()
+    mesh = rc.make_mesh(data=2, fsdp=16, devices=devices)
+    chip, speeds = rc.CHIPS["v5e"], axis_bandwidths(target, mesh)
+    one = axis_bandwidths(parse_target("v5e:4x4"), rc.make_mesh(fsdp=16, devices=devices[:16]))
+    assert speeds["data"] == chip.host_bandwidth
+    assert speeds["fsdp"] == one["fsdp"]
+    assert slow_axes(target, mesh) == {"data"}
+    assert parse_target("v5p:2x2x2x4").slices == 2
+    with pytest.raises(ValueError, match="no slice 3x3"):
+        parse_target("v5e:2x3x3")
+    with pytest.raises(ValueError, match="more than 128 slices"):
+        parse_target("v5e:129x4x4")

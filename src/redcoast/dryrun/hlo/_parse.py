@@ -1,7 +1,7 @@
 """Parses the text of compiled HLO into computations and instructions."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.-]+) \(.*\{$")
@@ -53,22 +53,27 @@ def parse_module(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entries: list[str] = []
     current, found, root = None, {}, None
+    last: Instruction | None = None
     for number, line in enumerate(text.split("\n"), start=1):
         if current is None:
             opening = _COMPUTATION.match(line)
             if opening is not None:
-                current, found, root = opening[2], {}, None
+                current, found, root, last = opening[2], {}, None, None
                 entries += [current] if opening[1] else []
-        elif line.startswith("}"):
+        elif line.startswith("}") and not _is_open(last):
             if root is None:
                 raise ValueError(
                     f"The computation `{current}` of the HLO text has no instruction marked ROOT."
                 )
             computations[current] = Computation(found, root)
             current = None
+        elif last is not None and not line.startswith(" ") and line.strip():
+            # The attributes of a kernel of Pallas take several lines.
+            last = replace(last, rest=f"{last.rest} {line}")
+            found[last.name] = last
         elif line.strip():
             instruction, is_root = _instruction(line, number)
-            found[instruction.name] = instruction
+            found[instruction.name] = last = instruction
             root = instruction.name if is_root else root
     if current is not None:
         raise ValueError(f"The HLO text is cut off: it ends inside the computation `{current}`.")
@@ -83,6 +88,14 @@ def parse_module(text: str) -> Module:
         replicas=_setting(header[0], "replica_count"),
         partitions=_setting(header[0], "num_partitions"),
     )
+
+
+def _is_open(instruction: Instruction | None) -> bool:
+    """Whether the attributes of an instruction go on in the next line: a brace is not closed."""
+    if instruction is None:
+        return False
+    text = _STRING.sub("", instruction.rest)
+    return text.count("{") > text.count("}")
 
 
 def _instruction(line: str, number: int) -> tuple[Instruction, bool]:

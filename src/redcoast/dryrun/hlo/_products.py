@@ -40,9 +40,15 @@ def call_target(instruction: Instruction) -> str:
 
 def is_attention(instruction: Instruction) -> bool:
     """Whether an instruction is a kernel that computes attention, of cuDNN or of Pallas."""
+    stated = _COST.search(instruction.rest) is not None
+    pallas = stated or _is_splash(instruction)
     target = call_target(instruction)
-    pallas = target == "tpu_custom_call" and _COST.search(instruction.rest) is not None
-    return target.startswith("__cudnn$fmha") or pallas
+    return target.startswith("__cudnn$fmha") or (target == "tpu_custom_call" and pallas)
+
+
+def _is_splash(instruction: Instruction) -> bool:
+    """Whether an instruction is JAX's splash attention, whose metadata are its block sizes."""
+    return "block_kv_dkv" in instruction.rest
 
 
 def product_flops(module: Module, within: Computation, instruction: Instruction) -> Counter[str]:
@@ -63,11 +69,11 @@ def product_flops(module: Module, within: Computation, instruction: Instruction)
                     total += product_flops(module, inner, each)
             return total
         case "custom-call":
-            return _custom_call(within, instruction)
+            return _custom_call(module, within, instruction)
     return Counter()
 
 
-def _custom_call(within: Computation, instruction: Instruction) -> Counter[str]:
+def _custom_call(module: Module, within: Computation, instruction: Instruction) -> Counter[str]:
     target = call_target(instruction)
     if target.startswith("__cudnn$fmha"):
         return _cudnn_attention(within, instruction, backward="Backward" in target)
@@ -75,6 +81,8 @@ def _custom_call(within: Computation, instruction: Instruction) -> Counter[str]:
         return _dot(within, instruction, instruction.rest)
     if target.startswith("__cudnn$conv"):
         return _convolution(within, instruction)
+    if _is_splash(instruction):
+        return _splash_attention(module, within, instruction)
     stated = _COST.search(instruction.rest)
     if stated is None:
         return Counter()
@@ -155,6 +163,47 @@ def _cudnn_attention(
         pairs *= _causal_share(keys[1], int(window[1]) if window else 0)
     products = _BACKWARD if backward else _FORWARD
     return Counter({dtype: round(products * 2 * pairs * features)})
+
+
+# The products of splash attention's backward kernels, by the number of gradients that they return:
+# of queries; of keys and values; of all three.
+_SPLASH_BACKWARD = {1: 3, 2: 4, 3: 5}
+
+
+def _splash_attention(
+    module: Module, within: Computation, instruction: Instruction
+) -> Counter[str]:
+    """The products of the blocks that the mask leaves."""
+    shapes = [array_shapes(lookup(within, name).shape) for name in operands(instruction)]
+    arrays = [found[0] for found in shapes if found]
+    # (..., length, features); logarithms of sums and the like are in float32.
+    sequences = [one for one in arrays if one[0].startswith(("bf", "f")) and len(one[1]) >= 3]
+    half = [one for one in sequences if one[0] != "f32"]
+    if len(half) >= 3:
+        sequences = half
+    (dtype, queries), (_, keys) = sequences[:2]
+    gradients = sum(one == dtype for one, _ in array_shapes(instruction.shape))
+    # A backward kernel reads the gradient of the outputs too.
+    backward = len(sequences) > 3
+    products = _SPLASH_BACKWARD[gradients] if backward else _FORWARD
+    features = queries[-1]
+    pairs = prod(queries[:-1]) * keys[-2]
+    masks = [shape for one, shape in arrays if one.startswith("s") and len(shape) == 3]
+    share = _block_share(module, masks[0]) if masks else 1.0
+    return Counter({dtype: round(products * 2 * pairs * features * share)})
+
+
+def _block_share(module: Module, shape: tuple[int, ...]) -> float:
+    """The part of all blocks that are not masked entirely: of the program's constants with the
+    shape of a mask of blocks, the largest part that is not zero."""
+    dims = ",".join(map(str, shape))
+    shares = [0.0]
+    for each in module.computations.values():
+        for instruction in each.instructions.values():
+            if instruction.opcode == "constant" and f"[{dims}]" in instruction.shape:
+                numbers = re.findall(r"\d+", instruction.rest.partition("})")[0])
+                shares.append(sum(number != "0" for number in numbers) / prod(shape))
+    return min(1.0, max(shares)) or 1.0
 
 
 def _causal_share(length: int, window: int) -> float:

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import optax
 import tyro
 from _pages import Printed
+from jaxlib.xla_client import make_cpu_client
 from megatron_ahead import spec
 
 import redcoast as rc
@@ -286,13 +287,13 @@ def predicted(program: Program, groups: int, attained: Efficiencies | None) -> S
     layer.
     """
     chip = chip_of(program)
-    devices = replace(program.devices, chip=chip)
-    mesh = abstract_mesh(program)
+    devices = program.devices
+    bandwidths, slow = links_of(program.name)
     step = estimate_step_time(
         schedule_of(stored(program)),
         chip=chip,
-        bandwidths=axis_bandwidths(devices, mesh),
-        slow_axes=slow_axes(devices, mesh),
+        bandwidths=bandwidths,
+        slow_axes=slow,
         efficiencies=attained,
         groups=groups,
     )
@@ -313,18 +314,15 @@ def chip_of(program: Program) -> Chip:
     return chip if program.chip is None else replace(chip, **program.chip)
 
 
-def abstract_mesh(program: Program) -> Any:
-    """The mesh, of CPU devices with the identities of the target's."""
-    return place_mesh(program.target, tuple(program.mesh.items()))
-
-
 @ft.cache
-def place_mesh(target: str, sizes: tuple[tuple[str, int], ...]) -> Any:
-    from jaxlib import xla_client
-
-    count = parse_target(target).count
-    devices = xla_client.make_cpu_client(num_devices=count).devices()
-    return rc.make_mesh(**dict(sizes), devices=devices)
+def links_of(name: str) -> tuple[dict[str, float], frozenset[str]]:
+    """The bandwidths along the axes of a program's mesh, and the axes between hosts or slices."""
+    (program,) = (one for one in read_programs() if one.name == name)
+    devices = replace(program.devices, chip=chip_of(program))
+    # CPU devices stand for the target's, whose places follow from their order.
+    stand_ins = make_cpu_client(num_devices=devices.count).devices()
+    mesh = rc.make_mesh(**program.mesh, devices=stand_ins)
+    return axis_bandwidths(devices, mesh), slow_axes(devices, mesh)
 
 
 def family_of(program: Program) -> str:

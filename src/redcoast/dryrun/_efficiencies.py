@@ -39,30 +39,30 @@ class Efficiencies:
 
 
 _TPU = Efficiencies(
-    product=0.80,
-    attention=0.45,
-    memory=0.85,
-    network=0.85,
+    product=0.948,
+    attention=0.20,
+    memory=0.92,
+    network=0.814,
     between=0.7,
     launch=1e-6,
     latency=5e-6,
-    per_doubling=0.01,
+    per_doubling=0.018,
 )
 _AMPERE = Efficiencies(
-    product=0.80,
-    attention=0.55,
-    memory=0.85,
-    network=0.8,
+    product=0.805,
+    attention=0.32,
+    memory=0.905,
+    network=1.0,
     between=0.7,
     launch=4e-6,
     latency=2e-5,
     per_doubling=0.01,
 )
 _HOPPER = Efficiencies(
-    product=0.65,
-    attention=0.45,
-    memory=0.85,
-    network=0.8,
+    product=0.597,
+    attention=0.24,
+    memory=0.99,
+    network=1.0,
     between=0.7,
     launch=4e-6,
     latency=2e-5,

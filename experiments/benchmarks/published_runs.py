@@ -172,7 +172,9 @@ def compile_program(program: Program) -> dict[str, Any]:
         plan = plan_job(job, mesh, planner_hardware(place, mesh))
         lowered = trace_job(job, plan, mesh).lower()
         # Machine code is not read, only the schedule.
-        options = {"xla_backend_optimization_level": 0} if place.compiler == "cuda" else None
+        options: Any = None
+        if place.compiler == "cuda":
+            options = {"xla_backend_optimization_level": 0}
         compiled = lowered.compile(compiler_options=options)
     memory: Any = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
@@ -207,13 +209,13 @@ def config_of(program: Program) -> Any:
 def encode(events: Sequence[Event]) -> list[Any]:
     """Events as JSON. Kernels that follow each other are one, if they are equal or have no
     products: their times then depend on their number and the sum of their bytes."""
-    found: list[Any] = []
+    found: list[list[Any]] = []
     begun = {event.key for event in events if isinstance(event, Start)}
     for event in events:
         match event:
             case KernelWork(_, kind, flops, size):
-                before = found[-1] if found and found[-1][0] == "kernel" else None
-                alike = before is not None and before[1:3] == [kind, dict(flops)]
+                before = found[-1] if found else []
+                alike = before[:3] == ["kernel", kind, dict(flops)]
                 if alike and (not flops or before[3] == size * before[4]):
                     before[3] += size
                     before[4] += 1

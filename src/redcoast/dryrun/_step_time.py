@@ -6,7 +6,7 @@ its start and its end; the rest of it, and every transfer that is not asynchrono
 """
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,14 +52,18 @@ class StepTime:
     utilisation: float
 
 
+def _zeros() -> defaultdict[str, float]:
+    return defaultdict(float)
+
+
 @dataclass
 class _Totals:
     """What one execution of a list of events takes; the clock is at `now`."""
 
     now: float = 0.0
-    busy: Counter[str] = field(default_factory=Counter)
-    exposed: Counter[str] = field(default_factory=Counter)
-    transfers: Counter[str] = field(default_factory=Counter)
+    busy: defaultdict[str, float] = field(default_factory=_zeros)
+    exposed: defaultdict[str, float] = field(default_factory=_zeros)
+    transfers: defaultdict[str, float] = field(default_factory=_zeros)
     kernels: int = 0
 
 

@@ -8,7 +8,8 @@ import pytest
 
 import redcoast as rc
 from redcoast.models import Llama, LlamaConfig
-from redcoast.scores import _lm_eval
+from redcoast.scores._cut import cut_at
+from redcoast.scores._score_pairs import score_pairs
 
 SIZES = LlamaConfig(32, 16, 1, 2, 2, 32, eos=(1,), context=40)
 MODEL = Llama(SIZES, key=jax.random.key(0))
@@ -31,7 +32,7 @@ def test_texts_of_all_lengths_have_their_own_scores():
     pairs = [(tokens(n), tokens(m)) for n, m in [(5, 2), (5, 2), (45, 3)]]
     mesh = rc.make_mesh(data=2, model=2, devices=jax.devices()[:4])
     shardings = rc.infer_shardings(MODEL, mesh)
-    found = _lm_eval.score_pairs(jax.device_put(MODEL, shardings), pairs, 40, 2)
+    found = score_pairs(jax.device_put(MODEL, shardings), pairs, 40, 2)
     for (score, greedy), pair in zip(found, pairs, strict=True):
         expected, likeliest = own_score(*pair)
         assert score == pytest.approx(expected, rel=1e-4)
@@ -39,8 +40,8 @@ def test_texts_of_all_lengths_have_their_own_scores():
 
 
 def test_a_text_ends_before_the_first_of_its_ends():
-    assert _lm_eval.cut_at("a\nb ab", ["\n", "ab"]) == "a"
-    assert _lm_eval.cut_at("cab", ["\n", "ab", ""]) == "c"
+    assert cut_at("a\nb ab", ["\n", "ab"]) == "a"
+    assert cut_at("cab", ["\n", "ab", ""]) == "c"
 
 
 def test_without_lm_eval_the_package_is_named(monkeypatch):

@@ -1,0 +1,127 @@
+"""The class of `lm-eval` that a model in memory is wrapped in. It is imported on the first call."""
+
+# pyright: reportMissingImports=false
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int, PyTree
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from ..generate import generate
+from ._cut import cut_at
+from ._score_pairs import pad_tokens, score_pairs
+
+
+class InMemory(TemplateLM):
+    """A decoder in memory, with the interface of `lm-eval`."""
+
+    def __init__(
+        self,
+        model: PyTree,
+        tokenizer: Any,
+        chat_template: Callable[..., str] | None,
+        batch_size: int,
+        length: int,
+        max_new_tokens: int,
+    ):
+        super().__init__()
+        self.model, self.encoder, self.render = model, tokenizer, chat_template
+        self.batch_size, self.max_length = batch_size, length
+        self.max_gen_toks = max_new_tokens
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(np.atleast_1d(self.model.config.eos)[0])
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = getattr(self.model.config, "bos", None)
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return "redcoast"
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        if add_special_tokens is None:
+            prefix = self.encoder.id_to_token(self.prefix_token_id)
+            add_special_tokens = not (prefix and string.startswith(prefix))
+        return self.encoder.encode(string, add_special_tokens=add_special_tokens).ids
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        if self.render is None:
+            raise ValueError("Pass `chat_template` to `lm_eval_model` to render chats.")
+        return self.render(chat_history, add_generation_prompt=add_generation_prompt)
+
+    def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        return score_pairs(self.model, pairs, self.max_length, self.batch_size)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
+        windows: list[Any] = []
+        owners: list[int] = []
+        for owner, request in enumerate(requests):
+            rolling = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            new = [make_disjoint_window(window) for window in rolling]
+            windows += new
+            owners += [owner] * len(new)
+        scores = score_pairs(self.model, windows, self.max_length, self.batch_size)
+        totals = np.zeros(len(requests))
+        np.add.at(totals, owners, [score for score, _ in scores])
+        return totals.tolist()
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        groups: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(index)
+        texts = [""] * len(requests)
+        for indices in groups.values():
+            options = normalize_gen_kwargs(requests[indices[0]].args[1], self.max_gen_toks)
+            until = handle_stop_sequences(options.pop("until", None), eos=None)
+            prompts = [self.tok_encode(requests[i].args[0]) for i in indices]
+            for i, text in zip(indices, self._answers(prompts, until, options), strict=True):
+                texts[i] = text
+        return texts
+
+    def _answers(
+        self, prompts: list[list[int]], until: list[str], options: dict[str, Any]
+    ) -> list[str]:
+        new = options.pop("max_gen_toks")
+        sampled = options.pop("do_sample", False)
+        if not sampled:
+            options["temperature"] = 0.0
+        decode = lambda row: self.encoder.decode(np.asarray(row).tolist())
+        stop = lambda row: any(end in decode(row) for end in until if end)
+        rows = [prompt[-max(1, self.max_length - new) :] for prompt in prompts]
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+        texts = [""] * len(rows)
+        for number, batch in enumerate(_batches(order, self.batch_size)):
+            tokens, mask = pad_tokens([rows[i] for i in batch], len(rows[batch[0]]), left=True)
+            key = jax.random.fold_in(jax.random.key(0), number) if sampled else None
+            found = generate(self.model, tokens, new, mask=mask, key=key, stop=stop, **options)
+            for i, row in zip(batch, np.asarray(found), strict=True):
+                texts[i] = cut_at(decode(_before_end(row, self.model.config)), until)
+        return texts
+
+
+def _batches(order: list[int], size: int) -> Iterable[list[int]]:
+    return (order[i : i + size] for i in range(0, len(order), size))
+
+
+def _before_end(row: Int[np.ndarray, " new"], config: Any) -> Int[np.ndarray, " kept"]:
+    ending = np.isin(row, config.eos)
+    return row[: ending.argmax()] if ending.any() else row

@@ -1,0 +1,108 @@
+"""The log-probabilities of texts that follow other texts, in batches on any mesh."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from ..loop._evaluate import predict_examples
+
+CHUNK, SHORTEST = 128, 32
+
+
+def score_pairs(
+    model: PyTree, pairs: Sequence[tuple[list[int], list[int]]], length: int, batch_size: int
+) -> list[tuple[float, bool]]:
+    """Returns for each context and continuation the log-probability of the continuation, and
+    whether it is what greedy decoding would write. Contexts that are too long lose their beginning.
+    """
+    rows = [(context + continuation)[-(length + 1) :] for context, continuation in pairs]
+    by_size: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        by_size.setdefault(_padded_size(len(row) - 1, length), []).append(index)
+    results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+    for size, indices in by_size.items():
+        examples = [(rows[i], len(pairs[i][1])) for i in indices]
+        found = predict_examples(
+            model,
+            examples,
+            collate_fn=lambda examples, size=size: _collate(examples, size + 1),
+            predict_fn=_scores,
+            batch_size=batch_size,
+            mesh=_mesh_of(model),
+        )
+        for i, score in zip(indices, found, strict=True):
+            results[i] = float(score["log_prob"]), bool(score["greedy"])
+    return results
+
+
+def _scores(model: PyTree, batch: dict[str, Array], key: Any) -> dict[str, Array]:
+    """The log-probability of the scored tokens of each row, and whether all are the likeliest; with
+    the logits of only one chunk of the sequence in memory at a time."""
+    hidden = model.hidden(batch["tokens"][:, :-1], mask=batch["real"][:, :-1])
+    targets, scored = batch["tokens"][:, 1:], batch["scored"][:, 1:]
+
+    def of_chunk(
+        inputs: tuple[Array, Array],
+    ) -> tuple[Float[Array, "batch chunk"], Bool[Array, "batch chunk"]]:
+        hidden, targets = inputs
+        logits = model.unembed(hidden).astype(jnp.float32)
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        log_probs = chosen - jax.nn.logsumexp(logits, axis=-1)
+        return log_probs, jnp.argmax(logits, axis=-1) == targets
+
+    chunks = _in_chunks(hidden), _in_chunks(targets)
+    log_probs, greedy = (
+        jnp.moveaxis(x, 0, 1).reshape(len(targets), -1)[:, : targets.shape[1]]
+        for x in jax.lax.map(of_chunk, chunks)
+    )
+    total = jnp.sum(jnp.where(scored, log_probs, 0), axis=1)
+    return {"log_prob": total, "greedy": jnp.all(greedy | ~scored, axis=1)}
+
+
+def _in_chunks(x: Array) -> Array:
+    """Pads and splits the sequence into chunks of equal length, along a new first dimension."""
+    batch, seq, *rest = x.shape
+    count = -(-seq // CHUNK)
+    size = -(-seq // count)
+    x = jnp.pad(x, [(0, 0), (0, count * size - seq)] + [(0, 0)] * len(rest))
+    return jnp.moveaxis(x.reshape(batch, count, size, *rest), 1, 0)
+
+
+def _collate(
+    examples: Sequence[tuple[list[int], int]], length: int
+) -> dict[str, Int[np.ndarray, "batch seq"] | Bool[np.ndarray, "batch seq"]]:
+    tokens, real = pad_tokens([row for row, _ in examples], length)
+    ends = np.array([len(row) for row, _ in examples])
+    starts = ends - [count for _, count in examples]
+    columns = np.arange(length)
+    scored = (columns >= starts[:, None]) & (columns < ends[:, None])
+    return {"tokens": tokens, "real": real, "scored": scored}
+
+
+def _padded_size(size: int, most: int) -> int:
+    """The size that a text is padded to: a power of two, of which there are few, or the most."""
+    return min(max(SHORTEST, 1 << (size - 1).bit_length()), most)
+
+
+def pad_tokens(
+    rows: Sequence[list[int]], length: int, *, left: bool = False
+) -> tuple[Int[np.ndarray, "batch seq"], Bool[np.ndarray, "batch seq"]]:
+    tokens, real = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), bool)
+    for index, row in enumerate(rows):
+        place = slice(length - len(row), length) if left else slice(len(row))
+        tokens[index, place], real[index, place] = row, True
+    return tokens, real
+
+
+def _mesh_of(model: PyTree) -> Mesh | None:
+    """The mesh that a model is on; None if it is on one device."""
+    for leaf in jax.tree.leaves(model):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None

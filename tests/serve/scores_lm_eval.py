@@ -7,6 +7,8 @@ the same weights.
 # pyright: reportMissingImports=false
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ import lm_eval
 import numpy as np
 import pytest
 from lm_eval.tasks import TaskManager
+from paths import EXPERIMENTS
 from processes import start_processes
 from serve_helpers import TEMPLATE, byte_level
 from tokenizers import AddedToken
@@ -77,8 +80,9 @@ def weights(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tasks")
+def tasks(weights):
+    directory = weights.parent / "tasks"
+    directory.mkdir()
     data = directory / "legs.jsonl"
     lines = [{"animal": name, "answer": min(n // 2, 3)} for name, n in ANIMALS.items()]
     data.write_text("\n".join(map(json.dumps, lines)))
@@ -157,6 +161,18 @@ def test_whole_texts_in_memory(weights, tasks, context):
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert ours[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_the_script_has_the_scores_of_transformers(weights, tasks, tmp_path):
+    """From the command line, in a process of its own, on a mesh."""
+    names, out = ["legs_choice", "legs_answer"], tmp_path / "scores.json"
+    options = ["--weights", weights, "--folder", weights.parent / "tasks", "--out", out]
+    command = [EXPERIMENTS / "score.py", *options, "--local-devices", "8", "--mesh", "2x4"]
+    subprocess.run([sys.executable, *map(str, command), "--tasks", *names], check=True)
+    found = json.loads(out.read_text())
+    for name in names:
+        theirs, _ = of_transformers(weights, name, tasks)
+        assert {metric: found[name][metric] for metric in theirs} == theirs
 
 
 def made(mesh):

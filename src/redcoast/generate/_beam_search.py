@@ -10,7 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ._cache_rows import cache_batch_dims, reorder_rows, repeat_rows
 from ._logits import INVALID
@@ -59,7 +59,7 @@ class Candidates(eqx.Module):
 
 
 def search_beams(
-    model: Any, read: ReadPrompt, request: Request
+    model: PyTree, read: ReadPrompt, request: Request
 ) -> tuple[Int[Array, "results room"], Any]:
     """Returns the best hypotheses of each row, `copies` of them, and the cache."""
     logits, cache = first_logits(model, read, request), read.cache

@@ -4,19 +4,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 Dims = tuple[int | None, ...]
 
 
-def cache_batch_dims(cache: Any, rows: int) -> Dims:
+def cache_batch_dims(cache: PyTree, rows: int) -> Dims:
     """Finds the batch dimension of each array of a cache with `rows` rows."""
     more = jax.eval_shape(lambda cache: cache.take(jnp.zeros(rows + 1, jnp.int32)), cache)
     changed = lambda x, y: next((d for d in range(x.ndim) if x.shape[d] != y.shape[d]), None)
     return tuple(map(changed, jax.tree.leaves(cache), jax.tree.leaves(more)))
 
 
-def repeat_rows(cache: Any, dims: Dims, times: int) -> Any:
+def repeat_rows(cache: PyTree, dims: Dims, times: int) -> Any:
     """Repeats each row of a cache `times` times."""
     leaves, structure = jax.tree.flatten(cache)
     return structure.unflatten(
@@ -24,7 +24,9 @@ def repeat_rows(cache: Any, dims: Dims, times: int) -> Any:
     )
 
 
-def reorder_rows(cache: Any, before: Any, dims: Dims, parent: Int[Array, "batch beams"]) -> Any:
+def reorder_rows(
+    cache: PyTree, before: PyTree, dims: Dims, parent: Int[Array, "batch beams"]
+) -> Any:
     """Replaces the beams of each row by their parents.
 
     Arrays that are the same objects as in `before`, such as the encoder's keys and values, are the

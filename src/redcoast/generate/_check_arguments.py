@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from ..core._decoding import as_integer
 from ..core._train_state import refuse_state
@@ -42,7 +43,9 @@ def check_scored(beams: int, log_probabilities: Any) -> None:
         )
 
 
-def check_rows(model: Any, tokens: Any, mask: Any, rows: Any, beams: int, *, traced: bool) -> None:
+def check_rows(
+    model: PyTree, tokens: Any, mask: Any, rows: Any, beams: int, *, traced: bool
+) -> None:
     """Raises if results cannot be generated in fewer rows."""
     if (count := as_integer("rows", rows)) < 1:
         raise ValueError(f"`rows` is {count}. It must be at least 1.")
@@ -74,7 +77,7 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"`{name}` is {value!r}. It must be True or False.")
 
 
-def check_no_encoder(model: Any, option: str) -> None:
+def check_no_encoder(model: PyTree, option: str) -> None:
     if hasattr(model, "encode"):
         raise ValueError(
             f"`{option}` is for decoders, but a {type(model).__name__} has an encoder. Pass no "
@@ -102,7 +105,7 @@ def check_stream_in_turn(stream: Any, stop: Any) -> None:
         )
 
 
-def check_model(model: Any) -> None:
+def check_model(model: PyTree) -> None:
     refuse_state(model, "generate")
     needed = ("init_cache", "decode", "unembed", "config")
     if missing := [name for name in needed if not hasattr(model, name)]:
@@ -143,7 +146,7 @@ def as_prompts(tokens: Any) -> Any:
     return np.array(rows, np.int32).reshape(len(rows), lengths[0])
 
 
-def check_prompt(model: Any, tokens: Any, mask: Any) -> None:
+def check_prompt(model: PyTree, tokens: Any, mask: Any) -> None:
     """Raises if the prompts are not a matrix of token ids, or if a row has no real token.
 
     The values of arrays are only checked if they are known, which they are not while tracing.
@@ -172,7 +175,7 @@ def check_prompt(model: Any, tokens: Any, mask: Any) -> None:
     _check_vocabulary(model, tokens, mask)
 
 
-def check_rows_to_score(model: Any, tokens: Any, mask: Any) -> None:
+def check_rows_to_score(model: PyTree, tokens: Any, mask: Any) -> None:
     """Raises if these are no rows of tokens whose log-probabilities a decoder can compute."""
     refuse_state(model, "log_probabilities")
     if hasattr(model, "encode") or not (hasattr(model, "hidden") and hasattr(model, "unembed")):
@@ -222,7 +225,7 @@ def _check_not_empty(mask: Any) -> None:
             )
 
 
-def _check_vocabulary(model: Any, tokens: Any, mask: Any) -> None:
+def _check_vocabulary(model: PyTree, tokens: Any, mask: Any) -> None:
     vocab = getattr(model.config, "vocab", None)
     if vocab is None or not is_known(tokens) or not (mask is None or is_known(mask)):
         return
@@ -243,7 +246,7 @@ def _rows(rows: np.ndarray) -> str:
 
 
 def check_positions(
-    model: Any, tokens: Any, mask: Any, prefix: Sequence[int], max_new_tokens: int
+    model: PyTree, tokens: Any, mask: Any, prefix: Sequence[int], max_new_tokens: int
 ) -> None:
     """Raises if the model has too few positions for the prompt (or `prefix`, the tokens after the
     first one of an encoder-decoder) and the new tokens."""
@@ -266,7 +269,7 @@ def check_positions(
         )
 
 
-def _longest(model: Any, tokens: Any, mask: Any, prefix: Sequence[int]) -> tuple[int, str]:
+def _longest(model: PyTree, tokens: Any, mask: Any, prefix: Sequence[int]) -> tuple[int, str]:
     if hasattr(model, "encode"):
         behind = f" and `prefix`, of {len(prefix)} tokens," if prefix else ""
         return 1 + len(prefix), f"The token that the decoder starts with{behind}"

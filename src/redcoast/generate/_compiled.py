@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from ..core._pytree import Static, join, split
 from ..distributed._arrays import put, whole
@@ -24,13 +24,13 @@ Result = Int[Array, "results new"] | Generated
 Padded = Int[Array, "results room"] | Generated
 
 
-def decode(model: Any, tokens: Any, mask: Any, request: Request) -> Padded:
+def decode(model: PyTree, tokens: Any, mask: Any, request: Request) -> Padded:
     """Generates tokens as a part of a traced program."""
     tokens, mask = jnp.asarray(tokens), None if mask is None else jnp.asarray(mask)
     return _decode(model, read_prompt(model, tokens, mask, request), request)[0]
 
 
-def decode_compiled(model: Any, tokens: Any, mask: Any, request: Request) -> Result:
+def decode_compiled(model: PyTree, tokens: Any, mask: Any, request: Request) -> Result:
     """Generates tokens with programs that are compiled for a number of rows and a size of cache."""
     read, compile_all = read_compiled(model, tokens, mask, request)
     rest = read.hidden, read.prompt, request
@@ -47,13 +47,13 @@ def decode_compiled(model: Any, tokens: Any, mask: Any, request: Request) -> Res
 
 
 def _decode_after(
-    cache: Any, arrays: list[Any], static: Static, hidden: Any, prompt: Any, request: Request
-) -> tuple[Padded, Any]:
+    cache: PyTree, arrays: list[Any], static: Static, hidden: Any, prompt: Any, request: Request
+) -> tuple[Padded, PyTree]:
     return _decode(join(arrays, static), ReadPrompt(hidden, cache, prompt), request)
 
 
 def _begin_after(
-    cache: Any, arrays: list[Any], static: Static, hidden: Any, prompt: Any, request: Request
+    cache: PyTree, arrays: list[Any], static: Static, hidden: Any, prompt: Any, request: Request
 ) -> Any:
     """The cache after the prompt, with its rows repeated, and the first new token."""
     return begin(join(arrays, static), ReadPrompt(hidden, cache, prompt), request)
@@ -75,7 +75,7 @@ _run_in_place = jax.jit(_decode_after, static_argnums=2, donate_argnums=0)
 _run = jax.jit(_decode_after, static_argnums=2)
 
 
-def _decode(model: Any, read: ReadPrompt, request: Request) -> tuple[Padded, Any]:
+def _decode(model: PyTree, read: ReadPrompt, request: Request) -> tuple[Padded, PyTree]:
     """Generates tokens after a prompt, padded to `request.room`. Returns also the cache."""
     if request.beams > 1:
         return search_beams(model, read, request)

@@ -62,11 +62,13 @@ def decode_exactly(
     arrays, static = split(model)
     if is_traced((arrays, tokens, mask, request.key)):
         return _decode(arrays, static, tokens, mask, request, slots, traced_mesh())
-    tokens, mask = np.asarray(tokens), np.ones(tokens.shape) if mask is None else np.asarray(mask)
+    real = np.ones(tokens.shape, bool)
+    if mask is not None:
+        real = np.asarray(mask).astype(bool)
     length = bucket(tokens.shape[1])  # so that few lengths are compiled
-    tokens, mask = (pad_columns(x, length, left=False) for x in (tokens.astype(np.int32), mask))
-    mask = mask.astype(bool)
-    new = _decode_compiled(arrays, static, tokens, mask, request, slots, mesh_of(arrays))
+    tokens, real = (pad_columns(x, length, left=False) for x in (np.asarray(tokens), real))
+    tokens = tokens.astype(np.int32)
+    new = _decode_compiled(arrays, static, tokens, real, request, slots, mesh_of(arrays))
     return trim(new, int(request.limit))
 
 

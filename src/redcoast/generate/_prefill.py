@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from ..core._pytree import Static, abstract_array, join, split
 from ..core._target import target
@@ -55,7 +55,7 @@ def chunk_sizes() -> tuple[int, int]:
     return small, LARGE.get(platform, LARGE_OF_ACCELERATORS)
 
 
-def chunks_for(model: Any, length: int, most: int | None = None) -> list[int]:
+def chunks_for(model: PyTree, length: int, most: int | None = None) -> list[int]:
     """Returns the sizes of the chunks of a prompt of `length` tokens, with at most `most` columns.
     Padding is in the first one.
 
@@ -71,20 +71,20 @@ def chunks_for(model: Any, length: int, most: int | None = None) -> list[int]:
     return [small] * -(-rest // small) + [large] * full
 
 
-def slots_for(model: Any, length: int, new: int) -> int:
+def slots_for(model: PyTree, length: int, new: int) -> int:
     """Returns the size of the cache, a power of two, for prompts of `length` tokens and `new`
     tokens."""
     needed = sum(chunks_for(model, length, most=0)) + new
     return 1 << (max(LEAST_SLOTS, needed) - 1).bit_length()
 
 
-def reads_in_chunks(model: Any, tokens: Any, mask: Any) -> bool:
+def reads_in_chunks(model: PyTree, tokens: Any, mask: Any) -> bool:
     """Whether a prompt is read in chunks: by a decoder, if this process knows its tokens."""
     known = is_known(tokens) and (mask is None or is_known(mask))
     return known and not is_encoder_decoder(model)
 
 
-def room_for(model: Any, tokens: Any, mask: Any, new: int) -> int:
+def room_for(model: PyTree, tokens: Any, mask: Any, new: int) -> int:
     """Returns the room for `new` tokens, which programs are compiled for: of a prompt in chunks,
     the size of the cache."""
     if reads_in_chunks(model, tokens, mask):
@@ -93,7 +93,7 @@ def room_for(model: Any, tokens: Any, mask: Any, new: int) -> int:
 
 
 def read_compiled(
-    model: Any, tokens: Any, mask: Any, request: Request
+    model: PyTree, tokens: Any, mask: Any, request: Request
 ) -> tuple[ReadPrompt, Callable[[], None]]:
     """Processes prompts, of any length with the same programs if they are read in chunks.
 
@@ -119,7 +119,7 @@ class PromptChunks:
     `start` is the slot of the first column.
     """
 
-    def __init__(self, model: Any, tokens: Any, mask: Any, request: Request, *, start: int = 0):
+    def __init__(self, model: PyTree, tokens: Any, mask: Any, request: Request, *, start: int = 0):
         self._arrays, self._static = split(model)
         self._mesh, self._request = mesh_of(self._arrays), request
         self._slot = np.asarray(start, np.int32)
@@ -163,7 +163,7 @@ class PromptChunks:
                 _compile_append(self._static, places, structure, tuple(leaves))
 
 
-def by_layer_with(model: Any, cache: Any) -> tuple[list[Any], Static, Any]:
+def by_layer_with(model: PyTree, cache: PyTree) -> tuple[list[Any], Static, Any]:
     """Returns the model and the cache for the steps after the prompt: on CPUs, with arrays for each
     layer."""
     apart = by_layer(model)
@@ -172,7 +172,7 @@ def by_layer_with(model: Any, cache: Any) -> tuple[list[Any], Static, Any]:
     return *split(apart), cache
 
 
-def types_and_places(tree: Any) -> Any:
+def types_and_places(tree: PyTree) -> Any:
     """What `jax.jit` compiles a program for, of its arguments."""
 
     def of_array(x: Any) -> jax.ShapeDtypeStruct:
@@ -224,7 +224,7 @@ def _open(
 
 @ft.partial(jax.jit, static_argnums=(2, 5), donate_argnums=0)
 def _append(
-    cache: Any, arrays: list[Any], static: Static, tokens: Any, real: Any, places: Places
+    cache: PyTree, arrays: list[Any], static: Static, tokens: Any, real: Any, places: Places
 ) -> Any:
     """Reads a chunk. The cache keeps its shardings, or each chunk would be compiled again."""
     hidden, cache = join(arrays, static).decode(tokens, cache, mask=real)
@@ -238,13 +238,13 @@ def _read_whole(
     return read_prompt(join(arrays, static), tokens, mask, request)
 
 
-def places_of(tree: Any) -> Places:
+def places_of(tree: PyTree) -> Places:
     """Returns the shardings of arrays that are on a mesh."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
     return tuple(s if isinstance(s, NamedSharding) else None for s in shardings)
 
 
-def keep_places(tree: Any, places: Places) -> Any:
+def keep_places(tree: PyTree, places: Places) -> Any:
     """Constrains the arrays of a tree to shardings, if there are any."""
     if not places:
         return tree
@@ -262,7 +262,7 @@ def mesh_of(arrays: list[Any]) -> Mesh | None:
     return next(meshes, None)
 
 
-def prepare_prompt(model: Any, arrays: list[Any], tokens: Any, mask: Any) -> tuple[Any, Any]:
+def prepare_prompt(model: PyTree, arrays: list[Any], tokens: Any, mask: Any) -> tuple[Any, Any]:
     """Pads tokens and mask to the length of a bucket, and puts them on the model's devices."""
     place = ft.partial(_place, mesh=mesh_of(arrays))
     if tokens.ndim != 2:

@@ -5,7 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
+from jaxtyping import Array, Bool, Float, Int, Integer, PyTree, Shaped
 
 from ..models._inputs import AnyArray, Mask
 from ._check_arguments import check_token_options
@@ -60,12 +60,12 @@ class ReadPrompt(eqx.Module):
     """
 
     hidden: Float[Array, "batch 1 width"]
-    cache: Any
+    cache: PyTree
     prompt: Int[AnyArray, "batch prompt"]
 
 
 def read_prompt(
-    model: Any, tokens: Shaped[AnyArray, "batch ..."], mask: Mask | None, request: Request
+    model: PyTree, tokens: Shaped[AnyArray, "batch ..."], mask: Mask | None, request: Request
 ) -> ReadPrompt:
     """Processes a prompt in one forward pass."""
     hidden, cache, prompt = read_whole_prompt(model, tokens, mask, request)
@@ -73,7 +73,7 @@ def read_prompt(
 
 
 def read_whole_prompt(
-    model: Any, tokens: Shaped[AnyArray, "batch ..."], mask: Mask | None, request: Request
+    model: PyTree, tokens: Shaped[AnyArray, "batch ..."], mask: Mask | None, request: Request
 ) -> tuple[Float[Array, "batch prompt width"], Any, Int[Array, "batch prompt"]]:
     """Like `read_prompt`, with the hidden states of the whole prompt."""
     if is_encoder_decoder(model):
@@ -92,7 +92,7 @@ def read_whole_prompt(
     return hidden, cache, tokens if mask is None else jnp.where(mask, tokens, -1)
 
 
-def new_cache(model: Any, count: Int[Array, " batch"], length: int, request: Request) -> Any:
+def new_cache(model: PyTree, count: Int[Array, " batch"], length: int, request: Request) -> PyTree:
     """Returns an empty cache of `length` slots for prompts of `count` tokens."""
     cache = model.init_cache(count.shape[0], length)
     if hasattr(model, "expect"):
@@ -101,7 +101,7 @@ def new_cache(model: Any, count: Int[Array, " batch"], length: int, request: Req
     return cache
 
 
-def first_logits(model: Any, read: ReadPrompt, request: Request) -> Float[Array, "batch vocab"]:
+def first_logits(model: PyTree, read: ReadPrompt, request: Request) -> Float[Array, "batch vocab"]:
     """Returns the logits of the first new token."""
     logits = model.unembed(read.hidden)[:, 0]
     check_token_options(request, logits.shape[-1])
@@ -109,12 +109,12 @@ def first_logits(model: Any, read: ReadPrompt, request: Request) -> Float[Array,
 
 
 def append_tokens(
-    model: Any, tokens: Int[Array, " rows"], cache: Any
+    model: PyTree, tokens: Int[Array, " rows"], cache: PyTree
 ) -> tuple[Float[Array, "rows vocab"], Any]:
     """Appends one token to each row. Returns the logits of the next token, and the cache."""
     hidden, cache = model.decode(tokens[:, None], cache)
     return model.unembed(hidden)[:, 0], cache
 
 
-def is_encoder_decoder(model: Any) -> bool:
+def is_encoder_decoder(model: PyTree) -> bool:
     return hasattr(model, "encode")

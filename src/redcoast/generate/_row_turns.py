@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..core._pytree import Static, join
 from ..distributed._arrays import whole
@@ -51,19 +51,19 @@ class Turns(eqx.Module):
     least: Int[Array, " rows"] | None
 
 
-def slots_in_turn(model: Any, length: int, new: int) -> int:
+def slots_in_turn(model: PyTree, length: int, new: int) -> int:
     """Returns the size of the cache. With room for twice as many new tokens as a row has, rows are
     moved at most once in `new` steps."""
     return 1 << (sum(chunks_for(model, length)) + 2 * new - 1).bit_length()
 
 
-def decode_in_turn(model: Any, tokens: Any, mask: Any, request: Request, rows: int) -> Result:
+def decode_in_turn(model: PyTree, tokens: Any, mask: Any, request: Request, rows: int) -> Result:
     """Generates results in `rows` rows, each the same as if all were generated at once."""
     return _Decoding(model, np.asarray(tokens), mask, request, rows).run()
 
 
 class _Decoding:
-    def __init__(self, model: Any, tokens: np.ndarray, mask: Any, request: Request, rows: int):
+    def __init__(self, model: PyTree, tokens: np.ndarray, mask: Any, request: Request, rows: int):
         self.model, self.request, self.tokens = model, request, tokens
         self.real = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask).astype(bool)
         self.limit, self.rows = int(request.limit), rows
@@ -97,7 +97,7 @@ class _Decoding:
         mask = np.arange(self.limit)[None] < self.lengths[:, None]
         return Generated(*map(jax.device_put, (self.new, self.scores, mask)))
 
-    def _start(self) -> tuple[Any, Turns]:
+    def _start(self) -> tuple[PyTree, Turns]:
         """Reads the first prompts together."""
         first = np.arange(self.rows) // self.request.copies
         chunks = PromptChunks(self.model, self.tokens[first], self.real[first], self.reading)
@@ -110,7 +110,7 @@ class _Decoding:
         rest = np.arange(self.rows, dtype=np.int32), self.request, self.everywhere
         return cache, _first_turns(self.arrays, self.static, last, chunks.prompt, *rest)
 
-    def _take_turns(self, cache: Any, turns: Turns) -> tuple[Any, Turns]:
+    def _take_turns(self, cache: PyTree, turns: Turns) -> tuple[PyTree, Turns]:
         """Keeps the results that have ended, and starts others in their rows."""
         while True:
             ended, counts, new, scores = map(
@@ -128,7 +128,7 @@ class _Decoding:
             for row in free[: len(self.waiting)]:
                 cache, turns = self._admit(cache, turns, row, self.waiting.popleft())
 
-    def _admit(self, cache: Any, turns: Turns, row: int, result: int) -> tuple[Any, Turns]:
+    def _admit(self, cache: PyTree, turns: Turns, row: int, result: int) -> tuple[PyTree, Turns]:
         """Reads the prompt of a result into a row."""
         number = result // self.request.copies
         prompt = self.tokens[number][self.real[number]][None]
@@ -144,7 +144,7 @@ class _Decoding:
             cache, turns, self.arrays, self.static, own, last, chunks.prompt, place, *rest
         )
 
-    def _move(self, cache: Any, turns: Turns) -> Any:
+    def _move(self, cache: PyTree, turns: Turns) -> Any:
         """Moves all rows to the first slots, as far as the longest one."""
         used = self.columns + whole(turns.counts)
         running = [used[row] for row in range(self.rows) if self.results[row] is not None]
@@ -170,11 +170,11 @@ def _first_turns(
 
 @ft.partial(jax.jit, static_argnums=(3, 9, 10, 11), donate_argnums=(0, 1))
 def _replace_row(
-    cache: Any,
+    cache: PyTree,
     turns: Turns,
     arrays: list[Any],
     static: Static,
-    own: Any,
+    own: PyTree,
     last: Any,
     prompt: Any,
     place: Any,
@@ -182,7 +182,7 @@ def _replace_row(
     dims: Dims,
     places: Places,
     everywhere: NamedSharding | None,
-) -> tuple[Any, Turns]:
+) -> tuple[PyTree, Turns]:
     """Puts the cache of one prompt and its first token into a row."""
     row, number = place
     first = _choose_first(join(arrays, static), last, prompt, number[None], request)
@@ -206,7 +206,7 @@ def _put_row(x: Array, own: Array, d: int, row: Any, *, sharded: bool) -> Array:
 
 @ft.partial(jax.jit, static_argnums=(3, 6, 7), donate_argnums=(0, 1))
 def _advance_rows(
-    cache: Any,
+    cache: PyTree,
     turns: Turns,
     arrays: list[Any],
     static: Static,
@@ -237,11 +237,11 @@ def _advance_rows(
 
 
 @ft.partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _move_slots(cache: Any, by: Any, places: Places) -> Any:
+def _move_slots(cache: PyTree, by: Any, places: Places) -> Any:
     return keep_places(move_slots(cache, by), places)
 
 
-def _choose_first(model: Any, last: Any, prompt: Any, numbers: Any, request: Request) -> Turns:
+def _choose_first(model: PyTree, last: Any, prompt: Any, numbers: Any, request: Request) -> Turns:
     """The rows with their first tokens."""
     turns = blank_turns(jnp.asarray(prompt), jnp.asarray(numbers), request)
     return choose_next(model.unembed(last)[:, 0], turns, request)
@@ -290,5 +290,5 @@ def choose_next(logits: Float[Array, "rows vocab"], turns: Turns, request: Reque
     return Turns(turns.numbers, tokens, counts, ended, new, scores, history, turns.least)
 
 
-def _placed(tree: Any, place: NamedSharding | None) -> Any:
+def _placed(tree: PyTree, place: NamedSharding | None) -> Any:
     return tree if place is None else jax.lax.with_sharding_constraint(tree, place)

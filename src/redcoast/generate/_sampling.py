@@ -1,11 +1,9 @@
 """Greedy decoding and sampling."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..core._token_losses import token_losses
 from ._cache_rows import cache_batch_dims, repeat_rows
@@ -37,7 +35,7 @@ class New(eqx.Module):
     lengths: Int[Array, " results"]
 
 
-def sample(model: Any, read: ReadPrompt, request: Request) -> tuple[New, Any]:
+def sample(model: PyTree, read: ReadPrompt, request: Request) -> tuple[New, PyTree]:
     """Generates tokens until all rows have ended. Returns also the cache."""
     cache, last = begin(model, read, request)
     shape = (last.tokens.shape[0], request.room)
@@ -63,7 +61,7 @@ def sample(model: Any, read: ReadPrompt, request: Request) -> tuple[New, Any]:
     return new, cache
 
 
-def begin(model: Any, read: ReadPrompt, request: Request) -> tuple[Any, Last]:
+def begin(model: PyTree, read: ReadPrompt, request: Request) -> tuple[PyTree, Last]:
     """Returns the cache and the first new token."""
     logits, cache = first_logits(model, read, request), read.cache
     prompt = jnp.asarray(read.prompt)
@@ -80,7 +78,7 @@ def begin(model: Any, read: ReadPrompt, request: Request) -> tuple[Any, Last]:
     return cache, _next(logits, nothing, request)
 
 
-def advance(model: Any, cache: Any, last: Last, request: Request) -> tuple[Any, Last]:
+def advance(model: PyTree, cache: PyTree, last: Last, request: Request) -> tuple[PyTree, Last]:
     """Generates one more token for each row."""
     logits, cache = append_tokens(model, last.tokens, cache)
     return cache, _next(logits, last, request)

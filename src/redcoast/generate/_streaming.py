@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, PyTree
 
 from ..core._iterate import with_last
 from ..core._pytree import Static, join, split
@@ -25,7 +25,12 @@ Stop = Callable[[Int[np.ndarray, " new"]], Any]
 
 
 def decode_streaming(
-    model: Any, tokens: Any, mask: Any, request: Request, stream: Stream | None, stop: Stop | None
+    model: PyTree,
+    tokens: Any,
+    mask: Any,
+    request: Request,
+    stream: Stream | None,
+    stop: Stop | None,
 ) -> Result:
     """Generates tokens, and calls `stream` with the tokens of each step while the next step is
     running. Rows for which `stop` returns true end too."""
@@ -52,7 +57,7 @@ def decode_streaming(
     return Generated(*map(jax.device_put, (new, scores, real)))
 
 
-def _steps(model: Any, tokens: Any, mask: Any, request: Request, count: int) -> Iterator[Last]:
+def _steps(model: PyTree, tokens: Any, mask: Any, request: Request, count: int) -> Iterator[Last]:
     read, compile_all = read_compiled(model, tokens, mask, request)
     arrays, static = split(model)
     known = jax.tree.leaves(types_and_places((read.cache, request)))
@@ -73,7 +78,7 @@ def _steps(model: Any, tokens: Any, mask: Any, request: Request, count: int) -> 
 
 
 def _advance_all(
-    cache: Any,
+    cache: PyTree,
     arrays: list[Any],
     static: Static,
     last: Last,
@@ -89,7 +94,7 @@ def _advance_all(
 
 @ft.partial(jax.jit, static_argnums=(2, 5), donate_argnums=0)
 def _advance(
-    cache: Any,
+    cache: PyTree,
     arrays: list[Any],
     static: Static,
     last: Last,

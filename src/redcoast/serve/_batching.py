@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from ..core._decoding import Decoding
 from ..core._iterate import with_last
@@ -104,7 +105,7 @@ class Served:
     - `seed`: the seed of requests without a seed.
     """
 
-    model: Any
+    model: PyTree
     tokenizer: Any
     rows: int
     multiple: int

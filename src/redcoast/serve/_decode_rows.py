@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..core._pytree import Static, join, split
 from ..generate._logits import filter_logits, first_greatest
@@ -47,7 +47,7 @@ class RowProgress(eqx.Module):
 
 
 def decode_rows(
-    model: Any,
+    model: PyTree,
     tokens: Int[np.ndarray, "rows prompt"],
     mask: Bool[np.ndarray, "rows prompt"],
     request: Request,
@@ -116,7 +116,7 @@ def _begin(
 
 @ft.partial(jax.jit, static_argnums=(2, 4, 5), donate_argnums=0)
 def _advance(
-    cache: Any,
+    cache: PyTree,
     arrays: list[Any],
     static: Static,
     tokens: Int[Array, " rows"],
@@ -130,7 +130,7 @@ def _advance(
     return _placed(logits.astype(jnp.float32), everywhere), keep_places(cache, places)
 
 
-def _placed(tree: Any, place: NamedSharding | None) -> Any:
+def _placed(tree: PyTree, place: NamedSharding | None) -> Any:
     if place is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, place)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from ..core._decoding import Decoding, as_tuple
 from ..generate._check_arguments import check_token_options
@@ -59,7 +60,7 @@ def load_served(
 
     `ValueError` if the files cannot be read, or if the model does not continue text.
     """
-    model: Any = load_pretrained(weights, mesh=mesh if mesh.size > 1 else None, dtype=dtype)
+    model: PyTree = load_pretrained(weights, mesh=mesh if mesh.size > 1 else None, dtype=dtype)
     if not hasattr(model, "init_cache") or hasattr(model, "encode"):
         raise ValueError(f"A {type(model).__name__} does not continue text. Serve a decoder.")
     multiple = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -85,7 +86,7 @@ def load_served(
     return served, Server(limits, queue, tokenizer, render, int(time.time()), Speller(tokenizer))
 
 
-def default_decoding(model: Any) -> Decoding:
+def default_decoding(model: PyTree) -> Decoding:
     """The decoding of the model's files, or else the default of the API: sampling at temperature
     1."""
     own = getattr(model.config, "decoding", Decoding())

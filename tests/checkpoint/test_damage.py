@@ -13,7 +13,8 @@ from problem import collate_fn, loss_fn, make_examples, make_model
 from random_models import to_device
 
 import redcoast as rc
-from redcoast.checkpoint._checksums import find_damage
+from redcoast.checkpoint import _tree
+from redcoast.checkpoint._checksums import find_damage, write_checksums
 from redcoast.checkpoint._policy import restore_newest, saved_steps
 from redcoast.checkpoint._saver import Saver
 
@@ -119,6 +120,33 @@ def test_invalid_metadata(copy, changes, words):
     edit(copy, **{"checksums": None, **changes})
     with pytest.raises(ValueError, match=words):
         rc.load_checkpoint(copy)
+
+
+def test_arrays_are_described_once(copy, monkeypatch):
+    # To read the shapes from the files of the arrays takes a sixth of a load.
+    monkeypatch.setattr(_tree, "saved_arrays", None)
+    np.testing.assert_array_equal(rc.load_checkpoint(copy, TREE)["weight"], TREE["weight"])
+
+
+@pytest.mark.parametrize("fault", ["unreadable", "missing", "wrong"])
+def test_another_description_of_the_arrays(copy, fault):
+    """Checkpoints of older versions have none; one with other types is found out."""
+    arrays = json.loads((copy / "metadata" / "metadata").read_text())["arrays"]
+    like = TREE
+    if fault == "unreadable":
+        arrays = {"weight": "float32"}
+    elif fault == "missing":
+        arrays = None
+    else:
+        arrays["weight"]["dtype"] = "int32"
+        like = TREE | {"weight": TREE["weight"].astype(jnp.int32)}
+    edit(copy, arrays=arrays)
+    write_checksums(copy)
+    if fault == "wrong":
+        with pytest.raises(ValueError, match="cannot be read, although its checksums are correct"):
+            rc.load_checkpoint(copy, like)
+    else:
+        np.testing.assert_array_equal(rc.load_checkpoint(copy, like)["weight"], TREE["weight"])
 
 
 def test_a_newer_format_with_other_checksums(copy):

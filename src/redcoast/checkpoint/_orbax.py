@@ -101,11 +101,10 @@ def can_store(dtype: Any) -> bool:
 
 
 def saved_arrays(path: Path) -> dict[Names, Any]:
-    """The shapes and dtypes of all arrays in a checkpoint."""
+    """The shapes and dtypes of all arrays in a checkpoint, whose names were checked."""
     import orbax.checkpoint as ocp
     from etils import epath
 
-    _check_names(path)
     tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(path / ARRAYS)).tree
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     arrays = {tuple(jax.tree_util.keystr((k,), simple=True) for k in p): x for p, x in leaves}
@@ -165,7 +164,7 @@ def check_size(path: Path, arrays: Mapping[Names, Any]) -> None:
         )
 
 
-def _check_names(path: Path) -> None:
+def check_names(path: Path) -> None:
     """Bounds the JSON files that Orbax reads without limits, and rejects names that are paths."""
     file = path / ARRAYS / "_METADATA"
     for other in (path / ARRAYS).glob("array_metadatas/*"):

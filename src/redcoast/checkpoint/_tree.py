@@ -27,6 +27,7 @@ from ._orbax import (
     CheckpointDamaged,
     Names,
     can_store,
+    check_names,
     check_size,
     get,
     make_checkpointer,
@@ -112,6 +113,7 @@ def arrays_and_document(
 ) -> tuple[dict[Names, Any], dict[str, Any]]:
     """The arrays of a tree, and the JSON document that is saved next to them."""
     arrays: dict[Names, Any] = {}
+    kinds: dict[str, Any] = {}  # to read them from the arrays' files takes longer
     keys: dict[str, str] = {}  # the implementation of each PRNG key, which is saved as its data
     empty: dict[str, Any] = {}  # Orbax does not save arrays without elements
     for names, x in arrays_to_save(tree).items():
@@ -121,6 +123,7 @@ def arrays_and_document(
             x = jax.random.key_data(x)
         if x.size:
             arrays[names] = x
+            kinds[joined] = {"shape": x.shape, "dtype": x.dtype.name}
         else:
             empty[joined] = {"shape": x.shape, "dtype": x.dtype.name}
     document = {
@@ -128,6 +131,7 @@ def arrays_and_document(
         "versions": dict(_versions()),
         "prng_keys": keys,
         "checksums": ALGORITHM,
+        "arrays": kinds,
         "empty": empty,
         "metadata": json.loads(json.dumps(dict(metadata), default=_as_number)),
     }
@@ -242,8 +246,14 @@ def load_arrays(
     """
     verified = document.get("checksums") is not None
     empty = _empty_arrays(path, document)
+    everything = None
+    if like is not None and verified:
+        everything = _described_arrays(document)
     with reading(path, verified=verified):
-        everything = saved_arrays(path) | empty
+        check_names(path)
+        if everything is None:
+            everything = saved_arrays(path)
+        everything |= empty
     prefix = ()
     if subtree:
         prefix = tuple(subtree.strip("/").split("/"))
@@ -275,6 +285,7 @@ def load_arrays(
         wanted[_full(prefix, names)] = _placed(x, sharding_of.get(names))
     with reading(path, verified=verified):
         loaded = _read(path, wanted, empty)
+        _check_read(loaded, saved)
     restored: dict[Names, Any] = {}
     for names, x in arrays.items():
         full = _full(prefix, names)
@@ -283,6 +294,30 @@ def load_arrays(
             impl = document["prng_keys"].get("/".join(full))
             restored[names] = jax.random.wrap_key_data(loaded[full], impl=impl)
     return jax.tree_util.tree_map_with_path(lambda path, x: restored.get(_names(path), x), like)
+
+
+def _described_arrays(document: Mapping[str, Any]) -> dict[Names, jax.ShapeDtypeStruct] | None:
+    """The shapes and dtypes of the arrays of a checkpoint by its JSON document; `None` if it does
+    not have them, as those of earlier versions do not."""
+    arrays: dict[Names, jax.ShapeDtypeStruct] = {}
+    try:
+        for name, array in document["arrays"].items():
+            kind = jax.ShapeDtypeStruct(array["shape"], jnp.dtype(array["dtype"]))
+            arrays[tuple(name.split("/"))] = kind
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return arrays
+
+
+def _check_read(loaded: Mapping[Names, Any], described: Mapping[Names, Any]) -> None:
+    """Raises `ValueError` if arrays are not those that the JSON document describes."""
+    for names, x in loaded.items():
+        shape, dtype = tuple(described[names].shape), np.dtype(described[names].dtype)
+        if (x.shape, x.dtype) != (shape, dtype.newbyteorder("=")):
+            raise ValueError(
+                f"{'/'.join(names)} is {x.dtype}{list(x.shape)} in its file, and "
+                f"{dtype}{list(shape)} in the description of the arrays"
+            )
 
 
 def _empty_arrays(path: Path, document: Mapping[str, Any]) -> dict[Names, np.ndarray]:

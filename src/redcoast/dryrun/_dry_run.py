@@ -21,7 +21,9 @@ from ..core._trainable import trainable_arrays
 from ..distributed._mesh import AXES, PIPE
 from ..sharding import Plan
 from ..sharding.tree._overrides import Override
+from ..train._compiler_options import Option, compiler_options_for, show_options
 from ..train._loss import LossFn
+from ..train._training import Training
 from ._changes import find_changes
 from ._compile_job import Compiled, Traffic, compile_job, show_sizes
 from ._devices import Place
@@ -51,6 +53,7 @@ def dry_run(
     average: int | float | None = None,
     suggest: bool = True,
     memory: int | float | Literal["auto"] | None = None,
+    compiler_options: Mapping[str, Option] | None = None,
 ) -> DryRun:
     """Compiles the step that [`redcoast.fit`][] would run, for devices that need not be present.
 
@@ -76,6 +79,7 @@ def dry_run(
     - `suggest`: whether to search for changes that make the step fit, if it does not. Each change
         is compiled.
     - `memory`: as for [`redcoast.plan_shardings`][]; `"auto"` is 85 % of what the target has.
+    - `compiler_options`: as for [`redcoast.compile_step`][].
 
     **Returns:**
 
@@ -109,6 +113,7 @@ def dry_run(
         overrides=overrides,
         trainable=trainable,
         average=average,
+        compiler_options=compiler_options,
     )
     place, init_fn = target_place(target), as_init_fn(init_fn)
     with without_ambient_mesh(), compiling_for(place.device):
@@ -168,6 +173,10 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
             slow_axes=slow_axes(target, mesh),
             groups=target.groups,
         )
+    if layers := _training(job).layers(job.state.model, job.batch, mesh):
+        notes.append(f"Layers of the model: {layers}.")
+    if options := compiler_options_for(mesh, job.compiler_options):
+        notes.append(f"Options of the compiler: {show_options(options)}.")
     if count := compiled.open_loops:
         notes.append(
             f"{'A loop has' if count == 1 else f'{count} loops have'} a trip count that depends on "
@@ -193,6 +202,10 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
         plan=plan,
         lines=_with_plan(compiled.lines, plan),
     )
+
+
+def _training(job: Job) -> Training:
+    return Training(job.loss_fn, job.optimizer, compute_dtype=job.compute_dtype)
 
 
 def _with_plan(lines: Sequence[Traffic], plan: Plan) -> tuple[Traffic, ...]:

@@ -1,7 +1,7 @@
 """The training step that `fit` runs, planned and traced with abstract values."""
 
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from ..sharding._plan import layer_counts
 from ..sharding.tree._overrides import Override
 from ..tracking._metrics import pack_metrics
 from ..train._compile import compile_step
+from ..train._compiler_options import Option, check_compiler_options
 from ..train._loss import LossFn, evaluate_loss
 from ..train._plan_step import plan_step
 from ..train._precision import as_compute_dtype
@@ -46,6 +47,7 @@ class Job:
     compute_dtype: Any
     overrides: Sequence[Override]
     trainable: PyTree
+    compiler_options: Mapping[str, Option] | None = None
 
     @property
     def rows(self) -> int:
@@ -77,6 +79,7 @@ def make_job(
     overrides: Sequence[Override] = (),
     trainable: PyTree = eqx.is_inexact_array,
     average: int | float | None = None,
+    compiler_options: Mapping[str, Option] | None = None,
 ) -> Job:
     """Makes an abstract training step from its parts; no arrays are created.
 
@@ -87,6 +90,7 @@ def make_job(
     check_functions(init_fn=init_fn, loss_fn=loss_fn)
     check_optimizer(optimizer)
     check_integer("accumulate", accumulate)
+    check_compiler_options(compiler_options)
     compute_dtype = as_compute_dtype(compute_dtype)
     given = {"compute_dtype": compute_dtype, "trainable": trainable, "average": average}
     make = lambda key: init_state(init_fn, optimizer, key=key, **given)
@@ -101,7 +105,17 @@ def make_job(
 
     enter_phase("Tracing", "the model and its loss")
     state = trace_for(_ANY_MESH, evaluate)
-    return Job(state, batch, loss_fn, optimizer, accumulate, compute_dtype, overrides, trainable)
+    return Job(
+        state,
+        batch,
+        loss_fn,
+        optimizer,
+        accumulate,
+        compute_dtype,
+        overrides,
+        trainable,
+        compiler_options,
+    )
 
 
 def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
@@ -169,7 +183,10 @@ def trace_job(job: Job, plan: Plan, mesh: Mesh) -> jax.stages.Traced:
         trainable=job.trainable,
         accumulate=job.accumulate,
     )
-    return compile_step(pack_metrics(step), plan.shardings).trace(job.state, split_batch(job, mesh))
+    compiled = compile_step(
+        pack_metrics(step), plan.shardings, compiler_options=job.compiler_options
+    )
+    return compiled.trace(job.state, split_batch(job, mesh))
 
 
 def split_batch(job: Job, mesh: Mesh) -> PyTree[jax.ShapeDtypeStruct]:

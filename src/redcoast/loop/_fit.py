@@ -1,7 +1,7 @@
 """The training loop, to be read, copied and changed."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from ..data._loading import checked_threads
 from ..distributed._heartbeat import watching
 from ..sharding import Plan
 from ..tracking._metrics import Log, metrics_reader
+from ..train._compiler_options import check_compiler_options
 from ..train._loss import LossFn
 from ..train._microbatches import by_microbatches
 from ..train._plan_step import verify_step
@@ -81,6 +82,7 @@ def fit(
     ahead: int = 4,
     steps_per_call: int | None = None,
     memory: int | float | Literal["auto"] | None = "auto",
+    compiler_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> TrainState:
     """Trains a model on raw examples, sharded over the devices of a mesh.
 
@@ -149,6 +151,7 @@ def fit(
         pass recomputes values, and as little arithmetic as suffices by an estimate; see
         `plan.report.program.recomputed`. `"auto"` is 85 % of the memory that the devices report;
         CPUs report none. `None` recomputes nothing.
+    - `compiler_options`: as for [`redcoast.compile_step`][], for the programs of training steps.
 
     **Returns:**
 
@@ -183,7 +186,10 @@ def fit(
     check_functions(loss_fn=loss_fn)
     collate_fn = check_batching(collate_fn, batch_size)
     compute_dtype = as_compute_dtype(compute_dtype)
-    training = Training(loss_fn, optimizer, accumulate, compute_dtype, trainable)
+    check_compiler_options(compiler_options)
+    training = Training(
+        loss_fn, optimizer, accumulate, compute_dtype, trainable, compiler_options=compiler_options
+    )
     threads = checked_threads(workers, ahead)
     if steps_per_call is not None:
         check_integer("steps_per_call", steps_per_call)
@@ -270,7 +276,9 @@ def fit(
             epochs=epochs,
             is_over=is_over,
         )
-        printer.announce(run_plan, data, resumed=run.resumed, over=is_over)
+        options = training.options_for(data.mesh)
+        layers = lambda: training.layers(abstract.model, data.spec, data.mesh)
+        printer.announce(run_plan, data, options, layers, resumed=run.resumed, over=is_over)
         compiled_evaluation, names = prepare_evaluation(
             evaluation, training, run_plan, state, data, threads
         )

@@ -1,7 +1,7 @@
 """The output of a run before its first step and at its end."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -18,6 +18,7 @@ from ..sharding import Plan
 from ..tracking._loggers import all_loggers, say_once, shows_progress
 from ..tracking._metrics import Log
 from ..tracking._terminal import show_directory
+from ..train._compiler_options import Options, show_options
 from ..train._precision import ComputeDtype
 from ..train._step import TrainState
 from ._evaluation import Evaluation
@@ -58,11 +59,27 @@ class Printer:
         if plans:
             say("Planning ...")
 
-    def announce(self, plan: Plan, data: Batches, *, resumed: bool, over: bool) -> None:
-        """Prints how the model is sharded, and what is next."""
+    def announce(
+        self,
+        plan: Plan,
+        data: Batches,
+        options: Options,
+        layers: Callable[[], str],
+        *,
+        resumed: bool,
+        over: bool,
+    ) -> None:
+        """Prints how the model is sharded and compiled, and what is next.
+
+        `layers` returns how its layers run. On a CPU, it is not called: it traces the loss.
+        """
         if self.quiet:
             return
         say(str(plan))
+        if data.mesh.devices.flat[0].platform != "cpu" and (how := layers()):
+            say(_wrapped("Layers", how))
+        if options:
+            say(_wrapped("Compiler", show_options(options)))
         if resumed:
             say(f"Resumed at step {data.step}.")
             # Of a run that is not resumed, it is a warning.

@@ -41,6 +41,7 @@ def run_of_fit(
         "accumulate": training.accumulate,
         "average": None if state.average is None else state.average.decay,
         "epochs": epochs,
+        "compiler_options": dict(training.options_for(data.mesh)),
         "seconds_at_peak": seconds_at_peak(
             state,
             training.loss_fn,

@@ -532,9 +532,17 @@ def layer_counts(
     fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree], mesh: Mesh | AbstractMesh
 ) -> list[int]:
     """The lengths of the scans of a function over arrays of the tree, which can be stages."""
+    return [length for length, _ in layer_loops(fn, tree, args, mesh)]
+
+
+def layer_loops(
+    fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree], mesh: Mesh | AbstractMesh
+) -> list[tuple[int, int]]:
+    """The lengths of these scans, and how many layers an iteration of the compiled loop has."""
     from .pipeline._stages import layer_scans
 
-    return [scan.loop.length for scan in layer_scans(_trace_frozen(fn, tree, args, mesh))]
+    scans = layer_scans(_trace_frozen(fn, tree, args, mesh))
+    return [(scan.loop.length, scan.loop.unroll) for scan in scans]
 
 
 def _trace_frozen(

@@ -1,7 +1,7 @@
 """Steps that are compiled once, with the shardings of their inputs and outputs fixed."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,12 @@ from ..distributed._agreement import agree_on_program
 from ..distributed._arrays import abstract_batch, place_array, put, stays_on_host
 from ..distributed._emulation import overdue_on
 from ..tracking._metrics import PackedMetrics
+from ._compiler_options import (
+    Option,
+    Options,
+    check_compiler_options,
+    compiler_options_for,
+)
 from ._flat_function import (
     call_watched,
     flatten_step,
@@ -52,6 +58,7 @@ def compile_step(
     state_shardings: PyTree,
     *,
     mesh: Mesh | None = None,
+    compiler_options: Mapping[str, Option] | None = None,
 ) -> "CompiledStep":
     """Compiles a training step for a custom training loop, as [`redcoast.fit`][] does.
 
@@ -69,6 +76,9 @@ def compile_step(
         a subtree applies to all of its arrays. Bare `PartitionSpec`s refer to `mesh`.
     - `mesh`: the mesh that bare `PartitionSpec`s refer to, in `step` too. The default is the mesh
         of `state_shardings`.
+    - `compiler_options`: options of XLA, such as `{"xla_gpu_enable_while_loop_unrolling": 1}`, in
+        place of the [defaults](howto/accelerators.md#options) for the kind of device; `{}` for
+        none. Options that the compiler does not know are left out with a warning.
 
     **Returns:**
 
@@ -82,7 +92,8 @@ def compile_step(
 
     **Raises:**
 
-    `TypeError` if a leaf of `state_shardings` is not a sharding. `ValueError` if it has no leaves
+    `TypeError` if a leaf of `state_shardings` is not a sharding, or an option is not a boolean, a
+    number or a string. `ValueError` if it has no leaves
     or does not match the state that the step is called with; if an argument was donated to an
     earlier step; or if the step does not return `(state, aux)` with a state of the same structure.
 
@@ -96,8 +107,10 @@ def compile_step(
         ```
     """
     check_functions(step=step)
+    check_compiler_options(compiler_options)
     shardings, mesh = _shardings_by_path(state_shardings, mesh)
-    return CompiledStep(step, shardings, mesh)
+    options = compiler_options_for(mesh, compiler_options)
+    return CompiledStep(step, shardings, mesh, options=options)
 
 
 def compile_reusable_step(
@@ -106,14 +119,18 @@ def compile_reusable_step(
     loss_fn: Callable[..., Any],
     *,
     rows_axis: int = 0,
+    options: Options = (),
 ) -> "CompiledStep":
     """A compiled step whose programs later steps use again, as `compiled_once` describes.
 
     `loss_fn` is the user's function that the step calls. `rows_axis` is the dimension of the NumPy
     arrays among its arguments that has the rows of a batch: 1 if several batches are stacked.
+    `options` are those of the compiler.
     """
     shardings, mesh = _shardings_by_path(state_shardings, None)
-    return CompiledStep(step, shardings, mesh, reuse_for=loss_fn, rows_axis=rows_axis)
+    return CompiledStep(
+        step, shardings, mesh, reuse_for=loss_fn, rows_axis=rows_axis, options=options
+    )
 
 
 def _shardings_by_path(
@@ -195,7 +212,9 @@ class CompiledStep:
         *,
         reuse_for: Callable[..., Any] | None = None,
         rows_axis: int = 0,
+        options: Options = (),
     ):
+        self.compiler_options = dict(options)
         self._shardings = shardings  # by path
         self._given_mesh = mesh
         self._mesh = with_auto_axes(mesh)
@@ -362,7 +381,13 @@ class CompiledStep:
     ) -> tuple[Callable[..., Any], list[Any]]:
         """The program of an earlier step that is the same, with the constants of this one."""
         compiled, closed_over = compiled_once(
-            traced.jaxpr, function, self._mesh, kind.shardings, kind.given_shardings, donates=True
+            traced.jaxpr,
+            function,
+            self._mesh,
+            kind.shardings,
+            kind.given_shardings,
+            donates=True,
+            options=tuple(self.compiler_options.items()),
         )
         structure = jax.tree.structure(traced.out_info[1])
 
@@ -398,6 +423,7 @@ class CompiledStep:
             in_shardings=(kind.shardings, None),
             out_shardings=(kind.given_shardings, None),
             donate_argnums=0,
+            compiler_options=self.compiler_options or None,
         )
 
 

@@ -1,6 +1,6 @@
 """The state, the compiled step and the plan of a training loop, in one call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -16,6 +16,7 @@ from ..core._pytree import show_place
 from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan
 from ._compile import CompiledStep, compile_reusable_step, compile_step
+from ._compiler_options import Option, check_compiler_options
 from ._loss import LossFn
 from ._plan_step import check_own_step, plan_step
 from ._precision import as_compute_dtype
@@ -55,6 +56,7 @@ def prepare(
     average: int | float | None = None,
     steps_per_call: int = 1,
     memory: int | float | Literal["auto"] | None = "auto",
+    compiler_options: Mapping[str, Option] | None = None,
 ) -> Prepared:
     """Plans and creates the state of a custom training loop, and compiles its training step.
 
@@ -79,6 +81,7 @@ def prepare(
         stacked along a new first dimension, and returns metrics of shape `(steps_per_call,)`, as
         [`redcoast.train_steps`][] does. Each batch is sharded as it would be alone.
     - `memory`: as for [`redcoast.fit`][].
+    - `compiler_options`: as for [`redcoast.compile_step`][].
 
     **Returns:**
 
@@ -98,7 +101,10 @@ def prepare(
     check_integer("steps_per_call", steps_per_call)
     mesh, key = ambient_or_default(mesh), on_auto_axes(key)
     compute_dtype = as_compute_dtype(compute_dtype)
-    training = Training(loss_fn, optimizer, accumulate, compute_dtype, trainable)
+    check_compiler_options(compiler_options)
+    training = Training(
+        loss_fn, optimizer, accumulate, compute_dtype, trainable, compiler_options=compiler_options
+    )
     with auto_ambient_mesh():
         abstract, _, create = starting_state(
             on_auto_axes(init_fn), training, key, average=average, caller="prepare"
@@ -116,10 +122,12 @@ def prepare(
     )
     check_own_step(plan, training, abstract, batch)
     if steps_per_call == 1:
-        step = compile_step(training.step(plan, accumulate), plan.shardings)
+        one_step = training.step(plan, accumulate)
+        step = compile_step(one_step, plan.shardings, compiler_options=compiler_options)
     else:
         steps = counted(training.step(plan, accumulate, train_steps), steps_per_call)
-        step = compile_reusable_step(steps, plan.shardings, loss_fn, rows_axis=1)
+        options = training.options_for(mesh)
+        step = compile_reusable_step(steps, plan.shardings, loss_fn, rows_axis=1, options=options)
     return Prepared(create(plan.shardings), step, plan)
 
 

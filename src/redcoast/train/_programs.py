@@ -20,6 +20,7 @@ from ..core._control_flow import AnyJaxpr, consts_of, open_jaxpr
 from ..core._donation import is_deleted
 from ..core._program_key import program_key
 from ..core._tracing import traced_over
+from ._compiler_options import Options
 
 Shardings = Sequence[NamedSharding]
 # A jitted function `(state arrays, other arrays) -> (new state arrays, other results)`.
@@ -48,6 +49,7 @@ def compiled_once(
     *,
     donates: bool = False,
     only_last: bool = False,
+    options: Options = (),
 ) -> tuple[Run, list[Any]]:
     """Returns a jitted function that runs a traced program, and the arrays that it closes over.
 
@@ -63,14 +65,15 @@ def compiled_once(
     - `donates`: whether the memory of the state is used for the results. Arrays that the program
         returns as they are, such as frozen weights and keys, are not donated, and are the results.
     - `only_last`: whether nothing but the last of the other results is computed.
+    - `options`: options of the compiler.
     """
     constants = list(consts_of(jaxpr))
     shardings = tuple(in_shardings), tuple(out_shardings)
-    key = program_key(jaxpr), mesh, shardings, donates, only_last
+    key = program_key(jaxpr), mesh, shardings, donates, only_last, options
     program = _PROGRAMS.pop(key, None)
     # An array that it closes over may have been donated to another program since.
     if program is None or any(map(is_deleted, consts_of(program.jaxpr))):
-        run = _jit(jaxpr, mesh, in_shardings, out_shardings, donates, only_last)
+        run = _jit(jaxpr, mesh, in_shardings, out_shardings, donates, only_last, options)
         program = _Program(next(_numbers), jaxpr, run)
         holds_memory = any(map(_is_of_the_user, constants))
         if holds_memory and not _drop_with(function, program.number):
@@ -94,12 +97,13 @@ def _jit(
     out_shardings: Shardings,
     donates: bool,
     only_last: bool,
+    options: Options,
 ) -> Run:
     evaluate = jaxpr_as_fun(jaxpr)
     count = len(out_shardings)
     if donates:
         kept = _kept(jaxpr, in_shardings, out_shardings)
-        return _jit_donating(evaluate, mesh, in_shardings, out_shardings, kept)
+        return _jit_donating(evaluate, mesh, in_shardings, out_shardings, kept, options)
 
     def program(arrays: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
         with traced_over(mesh):
@@ -111,6 +115,7 @@ def _jit(
         program,
         in_shardings=(list(in_shardings), None),
         out_shardings=(list(out_shardings), None),
+        compiler_options=dict(options) or None,
     )
 
 
@@ -130,6 +135,7 @@ def _jit_donating(
     in_shardings: Shardings,
     out_shardings: Shardings,
     kept: list[int],
+    options: Options,
 ) -> Run:
     """A program that is given, and returns, only the arrays that it changes: each costs time."""
     count = len(out_shardings)
@@ -152,6 +158,7 @@ def _jit_donating(
         in_shardings=([in_shardings[i] for i in changed], [in_shardings[i] for i in kept], None),
         out_shardings=([out_shardings[i] for i in changed], None),
         donate_argnums=0,
+        compiler_options=dict(options) or None,
     )
 
     def run(arrays: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -1,19 +1,22 @@
 """How a model is trained, as one record."""
 
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
+from ..core._tracing import abstract_key
 from ..sharding import Plan
+from ..sharding._plan import layer_loops
 from ..tracking._metrics import pack_metrics
 from ._compile import CompiledStep, compile_reusable_step
-from ._loss import LossFn
+from ._compiler_options import Option, Options, compiler_options_for
+from ._loss import LossFn, evaluate_loss
 from ._precision import ComputeDtype
 from ._several_steps import several_steps
 from ._step import train_step
@@ -23,7 +26,8 @@ from ._step import train_step
 class Training:
     """What a training step depends on, beside its state and its batch.
 
-    The fields are the arguments of [`redcoast.train_step`][].
+    The fields are the arguments of [`redcoast.train_step`][], and options of the compiler in place
+    of the defaults.
     """
 
     loss_fn: LossFn
@@ -31,6 +35,23 @@ class Training:
     accumulate: int = 1
     compute_dtype: ComputeDtype = None
     trainable: PyTree = eqx.is_inexact_array
+    compiler_options: Mapping[str, Option] | None = None
+
+    def options_for(self, mesh: Mesh) -> Options:
+        """The options of the compiler for the devices of a mesh."""
+        return compiler_options_for(mesh, self.compiler_options)
+
+    def layers(self, model: PyTree, batch: PyTree, mesh: Mesh | AbstractMesh) -> str:
+        """How the compiled loss runs the layers that a model stacks; empty if it stacks none."""
+        measure = ft.partial(evaluate_loss, self.loss_fn, compute_dtype=self.compute_dtype)
+        loss = lambda model, batch, key: measure(model, batch, key).loss
+        found: list[str] = []
+        for count, unroll in layer_loops(loss, model, (batch, abstract_key()), mesh):
+            how = "in a loop"
+            if unroll >= count:
+                how = "unrolled"
+            found.append(f"{count} {how}")
+        return ", ".join(found)
 
     def step(
         self, plan: Plan, accumulate: int, take: Callable[..., Any] = train_step
@@ -57,11 +78,14 @@ class Training:
         @ft.cache
         def compiled(accumulate: int) -> CompiledStep:
             step = pack_metrics(self.step(plan, accumulate))
-            return compile_reusable_step(step, plan.shardings, self.loss_fn)
+            options = self.options_for(plan.mesh)
+            return compile_reusable_step(step, plan.shardings, self.loss_fn, options=options)
 
         return compiled
 
     def several_by(self, plan: Plan, mesh: Mesh) -> CompiledStep:
         """The compiled step of a plan for several stacked batches, as `several_steps` makes it."""
         step = several_steps(pack_metrics(self.step(plan, self.accumulate)), plan.shardings, mesh)
-        return compile_reusable_step(step, plan.shardings, self.loss_fn, rows_axis=1)
+        return compile_reusable_step(
+            step, plan.shardings, self.loss_fn, rows_axis=1, options=self.options_for(mesh)
+        )

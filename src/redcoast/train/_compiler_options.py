@@ -1,0 +1,124 @@
+"""Options of the compiler for training steps, with defaults for each kind of device.
+
+The defaults are what shortened the schedules of compiled steps
+(`experiments/benchmarks/accelerators.py`). Versions of XLA know different options, so each is tried
+on a trivial program first, and left out if the compiler does not know it.
+"""
+
+import functools as ft
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from ..core._frames import warn
+
+Option: TypeAlias = bool | int | float | str
+Options: TypeAlias = tuple[tuple[str, Option], ...]
+
+_MIB = 2**20
+_GPU: dict[str, Option] = {
+    # Without it, no collective is asynchronous.
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    # Four times fewer collectives in unrolled layers, of which as much is hidden.
+    "xla_gpu_all_gather_combine_threshold_bytes": 128 * _MIB,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * _MIB,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 128 * _MIB,
+}
+_TPU: dict[str, Option] = {
+    "xla_tpu_enable_latency_hiding_scheduler": True,
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+    "xla_tpu_overlap_compute_collective_tc": True,
+    "xla_enable_async_all_gather": True,
+}
+_DEFAULTS: dict[str, dict[str, Option]] = {"gpu": _GPU, "cuda": _GPU, "tpu": _TPU}
+
+
+def check_compiler_options(options: object) -> None:
+    """Raises an error unless the options are None, or a mapping of names to values."""
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise TypeError(
+            f"`compiler_options` is {options!r}. It must be a dict of XLA's options, such as "
+            '{"xla_gpu_enable_latency_hiding_scheduler": True}, or None for the defaults.'
+        )
+    for name, value in options.items():
+        if not isinstance(name, str):
+            raise TypeError(f"`compiler_options` has the name {name!r}. Names must be strings.")
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            raise ValueError(
+                f"`compiler_options` has {name}={value!r}. Pass the boolean "
+                f"{value.lower() == 'true'}: the compiler does not read it from a string."
+            )
+        if not isinstance(value, bool | int | float | str | np.bool_ | np.integer | np.floating):
+            raise TypeError(
+                f"`compiler_options` has {name}={value!r}. Values must be booleans, numbers or "
+                "strings."
+            )
+
+
+def compiler_options_for(mesh: Mesh, given: Mapping[str, Option] | None = None) -> Options:
+    """The options for programs on the devices of a mesh that their compiler knows.
+
+    `given` replaces the defaults. Those of them that the compiler does not know are left out with a
+    warning.
+
+    **Raises:**
+
+    `ValueError` if the compiler knows an option but not its value.
+    """
+    own = [x for x in mesh.devices.flat if x.process_index == jax.process_index()]
+    device = (own or list(mesh.devices.flat))[0]
+    options = given
+    if options is None:
+        options = _DEFAULTS.get(device.platform, {})
+    plain: dict[str, Option] = {}
+    for name, value in options.items():
+        plain[name] = value.item() if isinstance(value, np.generic) else value
+    known = _known_options(device, tuple(plain.items()))
+    unknown = plain.keys() - dict(known).keys()
+    if given is not None and unknown:
+        warn(
+            f"The compiler for {device.platform} does not know the options "
+            f"{', '.join(sorted(unknown))} of `compiler_options`. They are left out."
+        )
+    return known
+
+
+@ft.cache
+def _known_options(device: jax.Device, options: Options) -> Options:
+    if not options or _refusal(device, options) is None:
+        return options
+    known: list[tuple[str, Option]] = []
+    for name, value in options:
+        refusal = _refusal(device, ((name, value),))
+        if refusal is None:
+            known.append((name, value))
+        elif "No such compile option" not in refusal:
+            raise ValueError(
+                f"The compiler for {device.platform} refuses {name}={value!r} of "
+                f"`compiler_options`: {refusal}"
+            )
+    return tuple(known)
+
+
+def _refusal(device: jax.Device, options: Options) -> str | None:
+    """The compiler's error about options, if there is one."""
+    x = jax.ShapeDtypeStruct((8,), np.float32, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(lambda x: x + 1).lower(x).compile(compiler_options=dict(options))
+    except jax.errors.JaxRuntimeError as error:
+        refusal = str(error)
+        if "compile option" in refusal or "setting option" in refusal:
+            return refusal
+    return None
+
+
+def show_options(options: Options) -> str:
+    """Options in one line, such as `"xla_enable_async_all_gather=True"`."""
+    return ", ".join(f"{name}={value}" for name, value in options)

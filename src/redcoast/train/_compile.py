@@ -77,7 +77,7 @@ def compile_step(
     - `mesh`: the mesh that bare `PartitionSpec`s refer to, in `step` too. The default is the mesh
         of `state_shardings`.
     - `compiler_options`: options of XLA, such as `{"xla_gpu_enable_while_loop_unrolling": 1}`, in
-        place of the [defaults](howto/accelerators.md#options) for the kind of device; `{}` for
+        place of the [defaults](../howto/accelerators.md#options) for the kind of device; `{}` for
         none. Options that the compiler does not know are left out with a warning.
 
     **Returns:**

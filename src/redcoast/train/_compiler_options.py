@@ -7,11 +7,11 @@ on a trivial program first, and left out if the compiler does not know it.
 
 import functools as ft
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
 
 from ..core._frames import warn
 
@@ -62,7 +62,9 @@ def check_compiler_options(options: object) -> None:
             )
 
 
-def compiler_options_for(mesh: Mesh, given: Mapping[str, Option] | None = None) -> Options:
+def compiler_options_for(
+    mesh: Mesh | AbstractMesh, given: Mapping[str, Option] | None = None
+) -> Options:
     """The options for programs on the devices of a mesh that their compiler knows.
 
     `given` replaces the defaults. Those of them that the compiler does not know are left out with a
@@ -72,6 +74,8 @@ def compiler_options_for(mesh: Mesh, given: Mapping[str, Option] | None = None) 
 
     `ValueError` if the compiler knows an option but not its value.
     """
+    if not isinstance(mesh, Mesh):
+        return ()
     own = [x for x in mesh.devices.flat if x.process_index == jax.process_index()]
     device = (own or list(mesh.devices.flat))[0]
     options = given
@@ -91,7 +95,7 @@ def compiler_options_for(mesh: Mesh, given: Mapping[str, Option] | None = None) 
 
 
 @ft.cache
-def _known_options(device: jax.Device, options: Options) -> Options:
+def _known_options(device: Any, options: Options) -> Options:
     if not options or _refusal(device, options) is None:
         return options
     known: list[tuple[str, Option]] = []
@@ -107,11 +111,12 @@ def _known_options(device: jax.Device, options: Options) -> Options:
     return tuple(known)
 
 
-def _refusal(device: jax.Device, options: Options) -> str | None:
+def _refusal(device: Any, options: Options) -> str | None:
     """The compiler's error about options, if there is one."""
     x = jax.ShapeDtypeStruct((8,), np.float32, sharding=SingleDeviceSharding(device))
+    settings: dict[str, Any] = dict(options)
     try:
-        jax.jit(lambda x: x + 1).lower(x).compile(compiler_options=dict(options))
+        jax.jit(lambda x: x + 1).lower(x).compile(compiler_options=settings)
     except jax.errors.JaxRuntimeError as error:
         refusal = str(error)
         if "compile option" in refusal or "setting option" in refusal:

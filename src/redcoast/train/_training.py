@@ -37,7 +37,7 @@ class Training:
     trainable: PyTree = eqx.is_inexact_array
     compiler_options: Mapping[str, Option] | None = None
 
-    def options_for(self, mesh: Mesh) -> Options:
+    def options_for(self, mesh: Mesh | AbstractMesh) -> Options:
         """The options of the compiler for the devices of a mesh."""
         return compiler_options_for(mesh, self.compiler_options)
 

@@ -41,7 +41,7 @@ from redcoast.dryrun.hlo._parse import (
     parse_module,
     size_in_bytes,
 )
-from redcoast.dryrun.hlo._trip_counts import CallScope, loop_scope, trip_count
+from redcoast.dryrun.hlo._trip_counts import CallScope, inner_scope, loop_scope, trip_count
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY, TOKENS = 16, 2048, 8192, 32000, 2048
 HEADS, KV_HEADS = 16, 8
@@ -180,6 +180,8 @@ def count_kernels(text: str) -> Counter[str]:
             if one.opcode == "while":
                 body = loop_scope(scope, one, called(one, "body")[0])
                 walk(body, times * (trip_count(scope, one) or 1))
+            elif one.opcode == "call":
+                walk(inner_scope(scope, one, called(one, "to_apply")[0]), times)
             elif one.opcode.endswith("-done"):
                 start = order[place[operands(one)[0]]]
                 hides = any(is_product(module, x) for x in order[place[start.name] + 1 : n])

@@ -26,11 +26,11 @@ from ..core._target import target
 from ..core._tracing import on_one_device, traced_mesh
 from ..models._inputs import AnyArray, Mask
 from ..models._rotary import LongRope, RopeScaling
-from ._check_arguments import check_no_encoder
+from ._check_arguments import check_no_encoder, check_token_options
 from ._compiled import Padded, Result, trim
 from ._generated import Generated
 from ._prefill import LEAST_SLOTS, mesh_of
-from ._prompt import append_tokens, bucket, check_token_options, pad_columns
+from ._prompt import append_tokens, bucket, pad_columns
 from ._request import Request
 from ._row_turns import Turns, blank_turns, choose_next
 from ._sampling import score_tokens

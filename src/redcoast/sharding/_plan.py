@@ -444,8 +444,7 @@ def check_memory(memory: object) -> None:
     """Raises an error unless `memory` is a positive number of bytes, `"auto"` or `None`."""
     if memory is None or memory == "auto":
         return
-    is_number = isinstance(memory, int | float) and not isinstance(memory, bool)
-    if not is_number:
+    if isinstance(memory, bool) or not isinstance(memory, int | float):
         raise TypeError(
             f"`memory` is {memory!r}. It must be the bytes of each device that a step may take, "
             'such as 16e9, or "auto", or None to recompute nothing.'

@@ -140,7 +140,8 @@ def _read(values: dict[int, Any], atom: Atom) -> Any:
 def _as_array(x: Any, atom: Any) -> Any:
     """Converts a number of the program to an array of the traced dtype."""
     if isinstance(atom, Literal) and not isinstance(x, jax.Array):
-        return jnp.asarray(x, atom.aval.dtype)
+        aval: Any = atom.aval
+        return jnp.asarray(x, aval.dtype)
     return x
 
 

@@ -101,7 +101,7 @@ def program_from_json(saved: Mapping[str, Any]) -> data.ProgramReport:
 def _recomputation(saved: Mapping[str, Any] | None) -> data.Recomputation | None:
     if saved is None:
         return None
-    return data.Recomputation(**dict(saved) | {"what": tuple(saved["what"])})
+    return data.Recomputation(saved["saved"], saved["flops"], saved["share"], tuple(saved["what"]))
 
 
 def _traffic(one: Mapping[str, Any]) -> data.Traffic:

@@ -93,3 +93,25 @@ def test_what_is_alive_at_the_peak_belongs_to_the_block():
     assert sum(one.memory_bytes for one in plan.report.program.lines) == pytest.approx(
         memory.activations, rel=1e-3
     )
+
+
+def doubled(x):
+    return 2 * x
+
+
+def summed_over_time(x):
+    return jax.lax.scan(lambda total, row: (total + row, None), x[0], x)[0]
+
+
+@pytest.mark.parametrize("linear", [jax.jit(doubled), summed_over_time])
+def test_calls_that_a_rematerialised_block_need_not_compute_again(linear):
+    """Their derivatives need none of their values."""
+
+    def loss(model, batch, key):
+        block = jax.checkpoint(lambda w, x: linear(jnp.tanh(x @ w)))
+        return jnp.mean(block(model, batch) ** 2)
+
+    mesh = rc.make_mesh(data=8)
+    batch = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    plan = rc.plan_shardings(array(32, 32), mesh, fn=loss, args=(batch, None))
+    assert plan.report is not None

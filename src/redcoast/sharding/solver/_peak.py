@@ -315,7 +315,8 @@ class _Run:
             for place, each in enumerate(inner.jaxpr.eqns):
                 if place not in again:
                     kept.update((var, inside.of(var)) for var in each.outvars)
-            inside = _Values()
+            # With the calls and loops that are not computed again.
+            inside = _Values(inner=dict(inside.inner), loops=dict(inside.loops))
             for var, atom in zip(inner.jaxpr.invars, equation.invars, strict=True):
                 inside.roots[var] = values.of(atom)
                 self.time.read(inside.roots[var])

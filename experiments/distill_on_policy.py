@@ -68,14 +68,16 @@ def main(c: Config) -> None:
     loss_fn = ft.partial(distillation_loss, c, width)
     train, plan, loss = prepare(run, model, optimizer, loss_fn, rollout, trainable=TRAINABLE)
     mesh, even = mesh_of(plan), np.full(len(task.train), 0.5)
-    options = {"samples": 1, "new_tokens": c.new_tokens}
 
     def collect(state, number):
         choose = ft.partial(choose_problems, np.random.default_rng((c.run.seed, number)), even, 0.0)
         key = jax.random.fold_in(keys.acting, number)
         student = state["train"].model["student"]
         rollout = state["rollout"]
-        return (roll_out(policy, student, task, rollout, choose, key=key, **options),)
+        new = roll_out(
+            policy, student, task, rollout, choose, samples=1, new_tokens=c.new_tokens, key=key
+        )
+        return (new,)
 
     def step(state, rollout):
         train, metrics = rc.train_step(

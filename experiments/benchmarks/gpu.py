@@ -328,11 +328,12 @@ def kernel_rows(size: Size, chip: rc.Chip, kernel: bool, remat: str) -> list[Row
     for name, seconds in kernel_times(events, rates):
         foretold[name] = foretold.get(name, 0.0) + seconds
     with tempfile.TemporaryDirectory() as folder:
-        for i in range(WARM_UP + PROFILED):
-            if i == WARM_UP:
-                jax.block_until_ready(model)
-                jax.profiler.start_trace(folder)
-                begin = time.perf_counter()
+        for _ in range(WARM_UP):
+            model, opt_state, _ = compiled(model, opt_state, tokens)
+        jax.block_until_ready(model)
+        jax.profiler.start_trace(folder)
+        begin = time.perf_counter()
+        for _ in range(PROFILED):
             model, opt_state, _ = compiled(model, opt_state, tokens)
         jax.block_until_ready(model)
         elapsed = (time.perf_counter() - begin) / PROFILED

@@ -151,8 +151,10 @@ def loss_of(layer: Callable[..., jax.Array], scanned: bool, wrap: Any, every: in
 def compiled(loss: Any, model: Any, batch: Any) -> tuple[int, float]:
     """The bytes of temporaries of the gradient, and its arithmetic."""
     program = jax.jit(jax.grad(loss)).lower(model, batch, None).compile(compiler_options=OPTIONS)
-    flops = program.cost_analysis()["flops"]
-    return program.memory_analysis().temp_size_in_bytes, flops
+    costs, memory = program.cost_analysis(), program.memory_analysis()
+    assert costs is not None
+    assert memory is not None
+    return memory.temp_size_in_bytes, costs["flops"]
 
 
 def planned(loss: Any, model: Any, batch: Any, half: float) -> tuple[int, float]:

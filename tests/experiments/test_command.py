@@ -50,8 +50,11 @@ print([name for name in ("jax", "numpy", "redcoast") if name in sys.modules])
 )
 def test_help_that_nobody_reads_to_its_end_ends_quietly(command):
     """As in `--help | head`."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, *command, "--help"], **pipes) as process:
+    command = [sys.executable, *command, "--help"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 1

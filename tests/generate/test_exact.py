@@ -160,7 +160,8 @@ def test_the_gradient_is_that_of_the_forward_pass():
 @pytest.mark.thorough
 def test_tokens_and_padding_are_as_without_it():
     """With copies, options that depend on earlier tokens, ends, and padding on both sides."""
-    model, options = tiny(3), {"max_new_tokens": 9, "num_return_sequences": 2}
+    model = tiny(3)
+    options: dict[str, Any] = {"max_new_tokens": 9, "num_return_sequences": 2}
     _, (tokens, mask), _ = prompts([3, 7, 1, 5])
     options |= {"temperature": 1.5, "top_k": 6, "key": jax.random.key(2), "eos": (4,)}
     options |= {"repetition_penalty": 1.2, "min_new_tokens": 2, "log_probabilities": True}

@@ -17,16 +17,20 @@ from redcoast.train._start import starting_state
 
 def out_of_memory(monkeypatch, at):
     """Lets a step fail as XLA's allocator does."""
-    run, calls = CompiledStep.__call__, iter(range(1, 100))
+    calls = iter(range(1, 100))
 
-    def call(self, *args):
-        if next(calls) == at:
-            raise jax.errors.JaxRuntimeError(
-                "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes."
-            )
-        return run(self, *args)
+    def failing(run):
+        def call(self, *args):
+            if next(calls) == at:
+                raise jax.errors.JaxRuntimeError(
+                    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes."
+                )
+            return run(self, *args)
 
-    monkeypatch.setattr(CompiledStep, "__call__", call)
+        return call
+
+    for name in ("__call__", "take"):
+        monkeypatch.setattr(CompiledStep, name, failing(getattr(CompiledStep, name)))
 
 
 @pytest.mark.parametrize("sizes", [ONE, {"fsdp": 2, "model": 2}])

@@ -102,8 +102,9 @@ def test_operations_are_chosen_for_the_device_that_is_compiled_for():
 
 @pytest.mark.parametrize(("remat", "kernels"), [("none", 1), ("dots", 1), ("full", 2)])
 def test_fused_attention_runs_once_where_products_are_saved(remat, kernels):
-    sizes = {"layers": 2, "heads": 2, "kv_heads": 1, "hidden": 8, "unroll": 1}
-    config = LlamaConfig(vocab=8, width=16, **sizes, remat=remat)
+    config = LlamaConfig(
+        vocab=8, width=16, layers=2, heads=2, kv_heads=1, hidden=8, unroll=1, remat=remat
+    )
     half = lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
     abstract = eqx.filter_eval_shape(
         lambda: jax.tree.map(half, Llama(config, key=jax.random.key(0)))

@@ -142,7 +142,7 @@ def test_each_device_runs_the_kernel_for_its_own_rows_and_heads():
         plan = rc.plan_shardings(scale, mesh, fn=attention_loss, args=(q, k, v, segments))
         grad = jax.jit(jax.value_and_grad(plan.constrain(attention_loss)))
         shapes = [
-            [x.invars[0].aval.shape for x in one]
+            [x.invars[0].aval.shape for x in one]  # pyright: ignore[reportAttributeAccessIssue]
             for one in local_kernels(grad, scale, q, k, v, segments)
         ]
         partitioned = grad(scale, q, k, v, segments)

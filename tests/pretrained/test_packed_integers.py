@@ -59,7 +59,11 @@ def in_nf4(name, shape, nested):
 def in_int8(name, shape):
     codes = (integers_of(name, shape, 255) - 127).astype(np.int8)
     scales, module = positive(name + "scales", shape[:1]), name.removesuffix(".weight")
-    tensors = {name: codes, f"{module}.SCB": scales, f"{module}.weight_format": np.uint8([0])}
+    tensors = {
+        name: codes,
+        f"{module}.SCB": scales,
+        f"{module}.weight_format": np.array([0], np.uint8),
+    }
     return tensors, codes * (scales / np.float32(127))[:, None]
 
 
@@ -68,7 +72,9 @@ def packed(x, bits, axis, order=None):
     count = 32 // bits
     parts = np.moveaxis(x, axis, -1).reshape(*np.moveaxis(x, axis, -1).shape[:-1], -1, count)
     order = range(count) if order is None else order
-    total = sum(parts[..., place].astype(np.uint64) << (bits * i) for i, place in enumerate(order))
+    total = np.zeros(parts.shape[:-1], np.uint64)
+    for i, place in enumerate(order):
+        total |= parts[..., place].astype(np.uint64) << (bits * i)
     return np.moveaxis(total.astype(np.uint32).view(np.int32), -1, axis)
 
 

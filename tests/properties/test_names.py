@@ -22,6 +22,7 @@ OF_EACH_TABLE = {
 OF_EACH_COMMAND = {"main"}
 # Measurements of what no public name has.
 OF_INTERNALS = {
+    "accelerators.py": "kernels and the schedule of a step that is compiled for absent devices",
     "attention.py": "the two implementations of attention, without a model around them",
     "data_parallel.py": "weights as an array for each layer, which only programs on CPUs get",
     "expert_parallel.py": "a mixture of experts whose tokens are sent to the devices of experts",
@@ -30,6 +31,7 @@ OF_INTERNALS = {
     "loop_parts.py": "the training step without some of its parts",
     "megatron_ahead.py": "the step of a dry run whose activations are not constrained",
     "published_runs.py": "the schedule of a dry run, and the efficiencies of its estimate",
+    "saving.py": "the parts of a load, which are timed by themselves",
     "step_ahead.py": "a gradient without a step around it, for devices that are not there",
 }
 PRIVATE = re.compile(r"\b(from|import) redcoast(\.\w+)* import (\w+, )*_|\bredcoast(\.\w+)*\._\w")

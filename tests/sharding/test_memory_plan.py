@@ -1,5 +1,7 @@
 """What a plan recomputes in the backward pass to stay within `memory`."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -64,14 +66,15 @@ def test_half_of_the_activations(loss):
     if loss is in_a_scan:
         model = jax.tree.map(lambda *xs: to_device(np.stack(xs)), *model)
     plan, limit = half(loss, model, batch, rc.make_mesh(devices=jax.devices()[:1]))
-    report = plan.report.program
+    report: Any = plan.report.program
     assert report.memory.total <= limit
     # At most the products that `jax.checkpoint` of each layer would compute again: one of six.
     assert 0 <= report.recomputed.share < 0.17
     assert "test_memory_plan.py" in str(plan)
     assert "more arithmetic" in str(plan)
     plain, again = (compiled(fn, model, batch) for fn in (loss, plan.constrain(loss)))
-    before, after = (one.memory_analysis().temp_size_in_bytes for one in (plain, again))
+    analyses: list[Any] = [one.memory_analysis() for one in (plain, again)]
+    before, after = (one.temp_size_in_bytes for one in analyses)
     assert after < 0.65 * before
     expected, found = plain(model, batch, None), again(model, batch, None)
     for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
@@ -119,6 +122,7 @@ def test_frozen_arrays_need_less():
     mesh = rc.make_mesh(devices=jax.devices()[:1])
     trainable = [{"up": False, "down": i == 0} for i in range(LAYERS)]
     plan, limit = half(in_a_loop, model, batch, mesh, trainable=trainable)
+    assert plan.compute.recompute is not None
     assert plan.report.program.memory.total <= limit
     assert plan.compute.recompute.trained == (True, *[False] * (2 * LAYERS - 1))
 

@@ -52,7 +52,7 @@ def test_evaluations_do_not_count(clock):
 def test_memory_and_utilisation_where_they_are_known(clock, monkeypatch):
     class Device:
         def memory_stats(self):
-            return {"peak_bytes_in_use": 5e9}
+            return {"peak_bytes_in_use": 5_000_000_000}
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     rates = Rates(rc.RunInfo(config={"seconds_at_peak": 0.3}), clock)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from problem import arrays
 
 import redcoast as rc
+from redcoast.core._pytree import join
 from redcoast.train import _flat_state
 from redcoast.train._compile import compile_reusable_step
 
@@ -153,14 +154,13 @@ class PartlyFrozen(eqx.Module):
 def test_a_flat_state_is_made_a_tree_when_it_is_needed(monkeypatch):
     # A loop of short steps passes arrays from step to step; making modules takes longer than that.
     made = []
-    join = _flat_state.join
     monkeypatch.setattr(_flat_state, "join", lambda *parts: made.append(parts) or join(*parts))
 
     def add(state, x):
         return eqx.tree_at(lambda s: s.weight, state, state.weight + x), {"x": x}
 
     mesh = rc.make_mesh(devices=jax.devices()[:1])
-    state = PartlyFrozen(jnp.ones(3), jnp.zeros(2))
+    state: Any = PartlyFrozen(jnp.ones(3), jnp.zeros(2))
     frozen = state.frozen
     step = compile_reusable_step(add, rc.infer_shardings(state, mesh), add)
     for number in range(4):

@@ -28,7 +28,7 @@ read: set[int] = set()
 
 def open_field(file):
     if asked["zarr"]:
-        import zarr
+        import zarr  # pyright: ignore[reportMissingImports]
 
         return zarr.open_array(file, mode="r")
     return np.load(file, mmap_mode="r")

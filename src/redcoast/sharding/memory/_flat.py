@@ -180,7 +180,7 @@ class _Reader:
     ) -> FlatStep:
         equation = scope.jaxpr.eqns[index]
         step = FlatStep(equation, inputs, outputs, is_bare=bool(equation.effects))
-        step.seconds, step.flops = cost_of(scope, index, self.size_of)
+        step.seconds, step.flops = cost_of_equation(scope, index, self.size_of)
         name, inner = primitive_name(equation), scope.inner.get(index, [])
         is_cheap = not inner and name not in CONSTRAINED | REDUCTIONS | _COSTLY
         step.is_fused = is_cheap and scope.rules.get(index) is not None
@@ -218,14 +218,14 @@ def _fixed(rule: Rule, varied: Sequence[bool], step: FlatStep) -> list[int]:
     return needed
 
 
-def cost_of(scope: Scope, index: int, size_of: SizeOf) -> tuple[float, float]:
+def cost_of_equation(scope: Scope, index: int, size_of: SizeOf) -> tuple[float, float]:
     """The seconds that an equation takes on a device, and the operations of its products."""
     equation, inner = scope.jaxpr.eqns[index], scope.inner.get(index, [])
     if inner:
         seconds = flops = 0.0
         for one in inner:
             for place in range(len(one.jaxpr.eqns)):
-                more, operations = cost_of(one, place, size_of)
+                more, operations = cost_of_equation(one, place, size_of)
                 seconds += more
                 flops += operations
         times = _times(control_flow(equation))

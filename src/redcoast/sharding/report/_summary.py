@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import prod
 
 from ...distributed._mesh import BATCH_AXES, PIPE
+from ..solver._figures import Pipelining
 from ._data import NotDone, PlannedArray, PlanReport, ProgramReport
 from ._not_done import is_tensor_parallel, parameters_of
 from ._text import (
@@ -35,26 +36,33 @@ def draw_summary(report: PlanReport) -> str:
     """How the devices are used, with the estimates for each of them; one line for one device."""
     if prod(report.mesh.values()) == 1:
         return _one_device(report)
-    lines = []
-    for leave_out in range(5):  # the most detailed version that fits
-        shares = _shares(report, reasons=leave_out < 1, merged=leave_out > 1)
-        estimates = _estimates(report, short=leave_out > 1)
+    lines: list[str] = []
+    # The most detailed version that fits: each one leaves out one thing more.
+    for left_out in range(5):
+        shares = _shares(report, reasons=left_out < 1, merged=left_out > 1)
+        estimates = _estimates(report, short=left_out > 1)
         lines = [*_devices(report), _parameters(report), *shares, *estimates]
-        for one in report.not_done:
-            lines += _not_done(one, remedies=leave_out < 4)
-        lines += [_DETAILS] if leave_out < 3 else []
+        for not_done in report.not_done:
+            lines += _not_done(not_done, remedies=left_out < 4)
+        if left_out < 3:
+            lines.append(_DETAILS)
         if len(lines) <= MOST_LINES:
             return "\n".join(lines)
     return "\n".join([*lines[: MOST_LINES - 1], f"... {_DETAILS}"])
 
 
 def _one_device(report: PlanReport) -> str:
-    states, size = report.totals.optimizer_state.bytes, report.totals.parameters.bytes
+    states = report.totals.optimizer_state.bytes
+    size = report.totals.parameters.bytes
     text = f"1 device: {_count(parameters_of(report)):,} parameters ({scaled(size)})"
-    if (program := report.program_or_none) is None:
-        return text + (f", {scaled(states)} of optimizer state" if states else "")
-    limit = f" of {scaled(program.device_memory)}" if program.device_memory_known else ""
-    text = f"{text}, memory about {scaled(program.memory.total)}{limit}"
+    program = report.program_or_none
+    if program is None:
+        if states:
+            text += f", {scaled(states)} of optimizer state"
+        return text
+    text += f", memory about {scaled(program.memory.total)}"
+    if program.device_memory_known:
+        text += f" of {scaled(program.device_memory)}"
     if program.recomputed is None:
         return text
     first = _labelled("Recomputed", "")
@@ -67,42 +75,65 @@ def _count(arrays: Sequence[PlannedArray]) -> int:
 
 def _devices(report: PlanReport) -> list[str]:
     sizes = {axis: size for axis, size in report.mesh.items() if size > 1}
-    ways = grouped(sizes, lambda axis: _use(report, axis))
-    counts = {use: prod(sizes[axis] for axis in axes) for use, axes in ways.items()}
-    used = " x ".join(f"{counts[use]}-way {use}" for use in _USES if use in counts)
-    mesh = "(mesh " + ", ".join(f"{axis}={size}" for axis, size in sizes.items()) + ")"
-    line = f"{prod(sizes.values()):,} devices = {used}"
-    line = line if len(line) <= WIDTH else line.replace(" parallel x", " x")
-    return [f"{line} {mesh}"] if len(f"{line} {mesh}") <= WIDTH else [line, f"  {mesh}"]
+    counts: dict[str, int] = {}
+    for axis, size in sizes.items():
+        use = _use(report, axis)
+        counts[use] = counts.get(use, 1) * size
+    uses = " x ".join(f"{counts[use]}-way {use}" for use in _USES if use in counts)
+    mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    mesh = f"(mesh {mesh})"
+    line = f"{prod(sizes.values()):,} devices = {uses}"
+    if len(line) > WIDTH:
+        line = line.replace(" parallel x", " x")
+    if len(f"{line} {mesh}") > WIDTH:
+        return [line, f"  {mesh}"]
+    return [f"{line} {mesh}"]
 
 
 def _use(report: PlanReport, axis: str) -> str:
     """What the devices along a mesh axis do."""
+    sharded = [array for array in report.arrays if axis in array.axes]
+    has_tensor_parallel = any(map(is_tensor_parallel, sharded))
     program = report.program_or_none
-    if axis == PIPE and program is not None and program.pipeline is not None:
+    if program is None:
+        return _use_without_program(axis, sharded, has_tensor_parallel)
+    over_batch = axis in program.batch_axes
+    if axis == PIPE and program.pipeline is not None:
         return "pipeline parallel"
-    # Without a function, the usual axes are assumed.
-    batch = BATCH_AXES if program is None else program.batch_axes
-    over_model = ("model",) if program is None else program.model_axes
-    over = [array for array in report.arrays if axis in array.axes]
-    split = {} if program is None else program.split_examples
-    if axis in over_model and any(map(is_tensor_parallel, over)):
+    if axis in program.model_axes and has_tensor_parallel:
         return "tensor parallel"
-    if over:
-        no_batch = program is not None and not program.batch
-        return "FSDP" if axis in batch or no_batch else "parameter sharding"
-    if axis in split:
-        return split[axis]
-    if program is not None and program.sequences and axis in batch and not split:
+    if sharded and (over_batch or not program.batch):
+        return "FSDP"
+    if sharded:
+        return "parameter sharding"
+    if axis in program.split_examples:
+        return program.split_examples[axis]
+    # `split_examples` is empty if a sequence is split over all axes of the batch.
+    if over_batch and program.sequences and not program.split_examples:
         return "context parallel"
-    return "data parallel" if axis in batch else "replication"
+    if over_batch:
+        return "data parallel"
+    return "replication"
+
+
+def _use_without_program(
+    axis: str, sharded: Sequence[PlannedArray], has_tensor_parallel: bool
+) -> str:
+    """What the devices along a mesh axis do, if the axes are used as usual."""
+    if axis == "model" and has_tensor_parallel:
+        return "tensor parallel"
+    if axis not in BATCH_AXES:
+        return "parameter sharding" if sharded else "replication"
+    return "FSDP" if sharded else "data parallel"
 
 
 def _parameters(report: PlanReport) -> str:
     total = report.totals.parameters
-    factor = f"{total.factor:.{1 if total.factor < 100 else 0}f}"
-    each = f"{scaled(total.bytes_per_device)} on each device ({factor}x less)"
-    each = each if total.factor > 1 else "all of them on each device"
+    each = "all of them on each device"
+    if total.factor > 1:
+        digits = 1 if total.factor < 100 else 0
+        less = f"{total.factor:.{digits}f}x less"
+        each = f"{scaled(total.bytes_per_device)} on each device ({less})"
     count = _count(parameters_of(report))
     return _labelled("Parameters", f"{count:,} ({scaled(total.bytes)}), {each}")
 
@@ -110,18 +141,24 @@ def _parameters(report: PlanReport) -> str:
 def _shares(report: PlanReport, *, reasons: bool, merged: bool) -> list[str]:
     """The share of the parameters in each way of sharding, with the largest arrays of each; if
     `merged`, those below 1 % in one line."""
-    ways = {way: x for way, x in grouped(parameters_of(report), _way).items() if _count(x)}
-    shares = percentages([_count(arrays) for arrays in ways.values()])
+    by_way = grouped(parameters_of(report), _way)
+    ways = {way: arrays for way, arrays in by_way.items() if _count(arrays)}
+    percents = percentages([_count(arrays) for arrays in ways.values()])
+    shares = dict(zip(ways, percents, strict=True))
+    small = [way for way in ways if not shares[way]]
+    if not merged or len(small) == 1:
+        small = []
+    widest = max(map(len, ways), default=0)
     lines = []
-    small = [way for share, way in zip(shares, ways, strict=True) if not share]
-    small = small if merged and len(small) > 1 else []
-    for share, way in sorted(zip(shares, ways, strict=True), key=lambda item: -item[0]):
+    for way in sorted(ways, key=lambda way: -shares[way]):
         if way in small:
             continue
-        percent, widest = f"{share}%" if share else "<1%", max(map(len, ways))
+        percent = f"{shares[way]}%" if shares[way] else "<1%"
         first = f"  {percent:>5} {way:<{widest}}  "
         lines += _examples(first, ways[way], reasons and way == "replicated")
-    return lines + ([f"    <1% each: {', '.join(small)}"] if small else [])
+    if small:
+        lines.append(f"    <1% each: {', '.join(small)}")
+    return lines
 
 
 def _way(array: PlannedArray) -> str:
@@ -129,7 +166,9 @@ def _way(array: PlannedArray) -> str:
         return "tensor-parallel"
     if array.reason.kind == "pipeline":
         return "on its stage"
-    return "replicated" if array.parts == 1 else "FSDP-sharded"
+    if array.parts == 1:
+        return "replicated"
+    return "FSDP-sharded"
 
 
 def _examples(first: str, arrays: Sequence[PlannedArray], reasons: bool) -> list[str]:
@@ -139,18 +178,28 @@ def _examples(first: str, arrays: Sequence[PlannedArray], reasons: bool) -> list
         return [first + _paths(arrays, room)]
     main = arrays[0].reason
     alike = [array for array in arrays if array.reason == main]
-    others = f"; {len(arrays) - len(alike)} more" if len(alike) < len(arrays) else ""
-    return hanging(first, f"{_paths(alike, room)}: {main.text}{others}")
+    text = f"{_paths(alike, room)}: {main.text}"
+    others = len(arrays) - len(alike)
+    if others:
+        text += f"; {others} more"
+    return hanging(first, text)
 
 
 def _paths(arrays: Sequence[PlannedArray], width: int) -> str:
+    """As many paths as fit, of at most three; a single one that does not fit is cut."""
     paths = [array.path or "(the array)" for array in arrays]
-    texts = [shortened(paths, limit) for limit in (3, 2, 1)]
-    return next((text for text in texts if len(text) <= width), _cut(texts[-1], width))
+    text = ""
+    for limit in (3, 2, 1):
+        text = shortened(paths, limit)
+        if len(text) <= width:
+            return text
+    return _cut(text, width)
 
 
 def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+    if len(text) <= width:
+        return text
+    return text[: width - 3] + "..."
 
 
 def _estimates(report: PlanReport, *, short: bool) -> list[str]:
@@ -158,16 +207,11 @@ def _estimates(report: PlanReport, *, short: bool) -> list[str]:
     if program is None:
         size = scaled(report.totals.all.bytes_per_device)
         return [_labelled("Memory", f"{size} of arrays on each device; pass `fn` for estimates")]
-    lines = hanging(_labelled("Batch", ""), program.batch) if program.sequences else []
-    if (one := program.pipeline) is not None:
-        layers = " and ".join(map(str, one.layers))
-        noun = "layer" if layers == "1" else "layers"
-        of_time, sent = (", ", "sent") if short else (" of the time, ", "sent between stages")
-        text = (
-            f"{one.stages} stages of {layers} {noun}, {one.microbatches} microbatches, bubble "
-            f"{one.bubble:.0%}{of_time}{scaled(one.bytes)} {sent}"
-        )
-        lines += hanging(_labelled("Pipeline", ""), text)
+    lines: list[str] = []
+    if program.sequences:
+        lines += hanging(_labelled("Batch", ""), program.batch)
+    if program.pipeline is not None:
+        lines += _pipeline(program.pipeline, short=short)
     lines.append(_labelled("Memory", _memory(program)))
     if program.recomputed is not None:
         lines += hanging(_labelled("Recomputed", ""), recomputed_sentence(program.recomputed))
@@ -176,10 +220,21 @@ def _estimates(report: PlanReport, *, short: bool) -> list[str]:
     return [*lines, *_communication(program)]
 
 
+def _pipeline(pipeline: Pipelining, *, short: bool) -> list[str]:
+    layers = " and ".join(map(str, pipeline.layers))
+    noun = "layer" if layers == "1" else "layers"
+    stages = f"{pipeline.stages} stages of {layers} {noun}, {pipeline.microbatches} microbatches"
+    size = scaled(pipeline.bytes)
+    costs = f"bubble {pipeline.bubble:.0%} of the time, {size} sent between stages"
+    if short:
+        costs = f"bubble {pipeline.bubble:.0%}, {size} sent"
+    return hanging(_labelled("Pipeline", ""), f"{stages}, {costs}")
+
+
 def _closed_over(program: ProgramReport, *, short: bool) -> list[str]:
     """The large arrays that the function closes over, which every device has."""
-    size = scaled(sum(one.bytes for one in program.closed_over))
-    names = list(dict.fromkeys(one.name for one in program.closed_over))
+    size = scaled(sum(array.bytes for array in program.closed_over))
+    names = list(dict.fromkeys(array.name for array in program.closed_over))
     shown = ", ".join(names[:2])
     if len(names) > 2:
         shown += f" and {len(names) - 2} more"
@@ -190,31 +245,40 @@ def _closed_over(program: ProgramReport, *, short: bool) -> list[str]:
 
 
 def _memory(program: ProgramReport) -> str:
-    about, limit = f"about {scaled(program.memory.total)}", scaled(program.device_memory)
-    full = program.memory.total > program.device_memory
+    about = f"about {scaled(program.memory.total)}"
+    limit = scaled(program.device_memory)
+    is_full = program.memory.total > program.device_memory
+    if program.device_memory_known and is_full:
+        return f"{about}, MORE THAN the {limit} of each device"
     if program.device_memory_known:
-        return f"{about}, {'MORE THAN' if full else 'of'} the {limit} of each device"
-    if full:
+        return f"{about}, of the {limit} of each device"
+    if is_full:
         return f"{about} on each device, MORE THAN the assumed limit of {limit}"
     return f"{about} on each device (limit unknown; {limit} assumed)"
 
 
 def _communication(program: ProgramReport) -> list[str]:
-    kinds = grouped(program.traffic, lambda one: one.kind)
-    sizes = [sum(one.bytes for one in entries) for entries in kinds.values()]
+    sizes: dict[str, int] = {}
+    for traffic in program.traffic:
+        sizes[traffic.kind] = sizes.get(traffic.kind, 0) + traffic.bytes
+    total = sum(sizes.values())
     first = _labelled("Communication", "")
-    if not sum(sizes):
+    if not total:
         return [f"{first}none"]
-    shares = sorted(zip(percentages(sizes), kinds, strict=True), key=lambda item: -item[0])
-    shown = ", ".join(f"{share}% {kind}" for share, kind in shares if share)
-    return hanging(first, f"about {scaled(sum(sizes))} per device and step: {shown}")
+    percents = percentages(list(sizes.values()))
+    shares = dict(zip(sizes, percents, strict=True))
+    kinds = sorted(shares, key=lambda kind: -shares[kind])
+    shown = ", ".join(f"{shares[kind]}% {kind}" for kind in kinds if shares[kind])
+    return hanging(first, f"about {scaled(total)} per device and step: {shown}")
 
 
-def _not_done(one: NotDone, *, remedies: bool) -> list[str]:
+def _not_done(not_done: NotDone, *, remedies: bool) -> list[str]:
     if not remedies:
-        return [_cut(f"Not done: {one.asked} (plan.report.not_done)", WIDTH)]
-    remedy = f" {one.forced_by}" if one.forced_by else ""
-    return paragraph(f"Not done: {one.asked}, because {one.why}.{remedy}", rest="  ")
+        return [_cut(f"Not done: {not_done.asked} (plan.report.not_done)", WIDTH)]
+    text = f"Not done: {not_done.asked}, because {not_done.why}."
+    if not_done.forced_by:
+        text += f" {not_done.forced_by}"
+    return paragraph(text, rest="  ")
 
 
 def _labelled(label: str, text: str) -> str:

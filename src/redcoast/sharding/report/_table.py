@@ -56,19 +56,33 @@ def draw_table(report: data.PlanReport) -> str:
     """All arrays below the reason for their sharding, similar ones in one line, and the sums."""
     program = report.program_or_none
     mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items())
-    others = (size for axis, size in report.mesh.items() if axis != "data")
-    one = max(others) == 1 and all(array.parts == 1 for array in report.arrays)
-    groups = groups_of(report, by_reason=not one)
-    sections = [("", groups)] if one else _sections(groups)
-    lines = [f"Plan over the mesh {mesh}", "", *_body(sections), ""]
-    if one:
+    lines = [f"Plan over the mesh {mesh}", ""]
+    if _is_all_replicated(report):
+        groups = groups_of(report, by_reason=False)
+        lines += [*_body([("", groups)]), ""]
         lines += ["All arrays are replicated: fsdp and model have one device each.", ""]
-    elif any(x.reason.kind == "tensor-parallel" and "fsdp" in x.axes for x in report.arrays):
-        instead = program is not None and "fsdp" in program.model_axes
-        lines += [] if instead else [*paragraph(_ALSO_FSDP), ""]
+    else:
+        lines += [*_body(_sections(groups_of(report))), ""]
+        is_model_axis = program is not None and "fsdp" in program.model_axes
+        if _is_fsdp_sharded_as_well(report) and not is_model_axis:
+            lines += [*paragraph(_ALSO_FSDP), ""]
     lines += _totals(report.totals)
-    lines += [] if program is None else _program(program)
+    if program is not None:
+        lines += _program(program)
     return "\n".join(lines)
+
+
+def _is_all_replicated(report: data.PlanReport) -> bool:
+    """Whether all arrays are replicated since no axis but `data` has more than one device."""
+    largest = max(size for axis, size in report.mesh.items() if axis != "data")
+    return largest == 1 and all(array.parts == 1 for array in report.arrays)
+
+
+def _is_fsdp_sharded_as_well(report: data.PlanReport) -> bool:
+    """Whether tensor-parallel arrays are sharded over `fsdp` too."""
+    return any(
+        array.reason.kind == "tensor-parallel" and "fsdp" in array.axes for array in report.arrays
+    )
 
 
 def groups_of(report: data.PlanReport, *, by_reason: bool = True) -> list[_Group]:
@@ -76,49 +90,89 @@ def groups_of(report: data.PlanReport, *, by_reason: bool = True) -> list[_Group
 
     The usual state of an optimizer, which is sharded like the parameters, is left out.
     """
-    usual = lambda x: x.role == "optimizer state" and (x.reason.kind == "follows" or x.bytes <= 64)
-    arrays = [array for array in report.arrays if not usual(array)]
-    kind = lambda x: (x.shape, x.spec, x.dtype, x.reason if by_reason else None)
-    found = []
-    for alike in grouped(range(len(arrays)), lambda place: kind(arrays[place])).values():
-        for pattern, places in braced([arrays[place].path for place in alike]):
-            first, size = alike[places[0]], sum(arrays[alike[p]].bytes_per_device for p in places)
-            found.append((first, _Group(pattern, arrays[first], size)))
-    return [group for _, group in sorted(found, key=lambda item: item[0])]
+    arrays = [array for array in report.arrays if not _is_usual_state(array)]
+
+    def appearance(place: int) -> tuple[object, ...]:
+        array = arrays[place]
+        same = array.shape, array.spec, array.dtype
+        return (*same, array.reason) if by_reason else same
+
+    # By the place of the first array, since the groups follow the order of the tree.
+    groups: dict[int, _Group] = {}
+    for alike in grouped(range(len(arrays)), appearance).values():
+        for pattern, members in braced([arrays[place].path for place in alike]):
+            places = [alike[member] for member in members]
+            size = sum(arrays[place].bytes_per_device for place in places)
+            groups[places[0]] = _Group(pattern, arrays[places[0]], size)
+    return [groups[place] for place in sorted(groups)]
+
+
+def _is_usual_state(array: data.PlannedArray) -> bool:
+    """Whether it is optimizer state that follows its parameter, or is small, as a count of steps
+    is."""
+    is_usual = array.reason.kind == "follows" or array.bytes <= 64
+    return array.role == "optimizer state" and is_usual
 
 
 def _sections(groups: Sequence[_Group]) -> list[tuple[str, list[_Group]]]:
     """Groups by reason: tensor-parallel ones first, then FSDP-sharded and replicated ones."""
-    found = grouped(groups, lambda group: (group.first.reason, group.first.parts == 1)).values()
-    rank = lambda x: 2 if x.parts == 1 else int(x.reason.kind == "fsdp")
+    by_reason = grouped(groups, lambda group: (group.first.reason, group.first.parts == 1))
     sections = []
-    for members in sorted(found, key=lambda members: rank(members[0].first)):
+    for members in sorted(by_reason.values(), key=lambda members: _rank(members[0].first)):
         first = members[0].first
-        label = "Replicated" if first.parts == 1 else _LABELS[first.reason.kind]
-        heading = label if label == "Override" else f"{label}: {first.reason.text}"
+        label = "Replicated"
+        if first.parts > 1:
+            label = _LABELS[first.reason.kind]
+        heading = f"{label}: {first.reason.text}"
+        if label == "Override":
+            heading = label
         sections.append((heading, members))
     return sections
 
 
+def _rank(array: data.PlannedArray) -> int:
+    """The place of an array's section in the table."""
+    if array.parts == 1:
+        return 2
+    return 1 if array.reason.kind == "fsdp" else 0
+
+
 def _body(sections: Sequence[tuple[str, list[_Group]]]) -> list[str]:
-    drawn = [
-        (heading, [_cells(group, heading) for group in groups]) for heading, groups in sections
-    ]
-    cells = [_COLUMNS, *(row for _, rows in drawn for row in rows)]
-    longest = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    widths = [min(width, _LONGEST.get(i, width)) for i, width in enumerate(longest)]
-    widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1))
+    drawn = []
+    all_rows: list[tuple[str, ...]] = [_COLUMNS]
+    for heading, groups in sections:
+        rows = [_cells(group, heading) for group in groups]
+        drawn.append((heading, rows))
+        all_rows += rows
+    widths = _widths(all_rows)
     lines = in_columns(_COLUMNS, widths)
     for heading, rows in drawn:
-        lines += paragraph(heading, rest="    ") if heading else []
-        lines += [line for row in rows for line in in_columns(row, widths)]
+        if heading:
+            lines += paragraph(heading, rest="    ")
+        for row in rows:
+            lines += in_columns(row, widths)
     return lines
 
 
+def _widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
+    """The widths of the columns; the first gets what the others leave of the page."""
+    widths = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+        longest = max(map(len, column))
+        widths.append(min(longest, _LONGEST.get(i, longest)))
+    gaps = 2 * (len(widths) - 1)
+    widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - gaps)
+    return widths
+
+
 def _cells(group: _Group, heading: str) -> tuple[str, ...]:
-    path = ("  " if heading else "") + (group.paths or "(the array)")
-    entries = ", ".join("+".join(spec_axes(entry)) or "-" for entry in group.first.spec)
-    spec = f"({entries})" if entries else "replicated"
+    path = group.paths or "(the array)"
+    if heading:
+        path = f"  {path}"
+    spec = "replicated"
+    if group.first.spec:
+        entries = ["+".join(spec_axes(entry)) or "-" for entry in group.first.spec]
+        spec = f"({', '.join(entries)})"
     return path, str(group.first.shape), spec, megabytes(group.bytes_per_device)
 
 
@@ -133,28 +187,38 @@ def _totals(totals: data.Totals) -> list[str]:
         lines.append(f"{'':<17}(sharded like the parameters; {shown}x their size)")
     if totals.other.bytes > 1e6:
         lines.append(_total("other", totals.other))
-    return [*lines, _total("all", totals.all)] if len(lines) > 1 else lines
+    if len(lines) > 1:
+        lines.append(_total("all", totals.all))
+    return lines
 
 
 def _total(name: str, total: data.Total) -> str:
-    full, device = megabytes(total.bytes), megabytes(total.bytes_per_device)
-    less = f" ({total.factor:.1f}x less)" if total.factor > 1 else ""
-    return f"{name:<15}  {device:>12} MB per device of {full} MB{less}"
+    full = megabytes(total.bytes)
+    device = megabytes(total.bytes_per_device)
+    line = f"{name:<15}  {device:>12} MB per device of {full} MB"
+    if total.factor > 1:
+        line += f" ({total.factor:.1f}x less)"
+    return line
 
 
 def _program(program: data.ProgramReport) -> list[str]:
     """The lines below the sums: memory, batch and communication."""
-    lines, coupled = _memory(program), program.coupled
-    texts = [_closed_over(program.closed_over)] if program.closed_over else []
-    texts += [program.batch] if program.batch else []
-    texts += [_repeated(one, program.arithmetic.flops) for one in program.repeated]
-    texts += [] if coupled is None else [f"{coupling_sentence(coupled)} {_COUPLED}"]
+    texts = []
+    if program.closed_over:
+        texts.append(_closed_over(program.closed_over))
+    if program.batch:
+        texts.append(program.batch)
+    for repeated in program.repeated:
+        texts.append(_repeated(repeated, program.arithmetic.flops))
+    if program.coupled is not None:
+        texts.append(f"{coupling_sentence(program.coupled)} {_COUPLED}")
+    lines = _memory(program)
     for text in texts:
         lines += ["", *paragraph(text)]
     if program.hindrances:
         lines += ["", "Could not be sharded along another dimension:"]
-    for one in program.hindrances:
-        lines += paragraph(f"{one.arrays}: {one.why}", "  ", "    ")
+    for hindrance in program.hindrances:
+        lines += paragraph(f"{hindrance.arrays}: {hindrance.why}", "  ", "    ")
     lines += ["", *_traffic(program.traffic)]
     for text in program.gathered_whole:
         lines += ["", *paragraph(text)]
@@ -166,12 +230,17 @@ def _program(program: data.ProgramReport) -> list[str]:
 
 def _closed_over(entries: Sequence[data.ClosedOver]) -> str:
     """Describes arrays that the function closes over, and how to have them sharded."""
-    size = megabytes(sum(one.bytes for one in entries))
-    arrays = "an array" if len(entries) == 1 else f"{len(entries)} arrays"
-    over = lambda one: f", tensor-parallel over {' x '.join(one.axes)}" if one.axes else ""
-    shown = (f"{one.name} ({megabytes(one.bytes)} MB{over(one)})" for one in entries)
-    kinds = Counter(shown).most_common()
-    named = several([f"{n} x {kind}" if n > 1 else kind for kind, n in kinds], 6, noun=" shapes")
+    size = megabytes(sum(entry.bytes for entry in entries))
+    arrays = "an array"
+    if len(entries) > 1:
+        arrays = f"{len(entries)} arrays"
+    counts = Counter(map(_closed_over_array, entries))
+    texts = []
+    for text, count in counts.most_common():
+        if count > 1:
+            text = f"{count} x {text}"
+        texts.append(text)
+    named = several(texts, 6, noun=" shapes")
     return (
         f"The function closes over {arrays} of {size} MB: {named}. Constants of the compiled "
         "program are replicated on every device. Pass them as a part of the model that "
@@ -180,33 +249,46 @@ def _closed_over(entries: Sequence[data.ClosedOver]) -> str:
     )
 
 
+def _closed_over_array(array: data.ClosedOver) -> str:
+    about = f"{megabytes(array.bytes)} MB"
+    if array.axes:
+        about += f", tensor-parallel over {' x '.join(array.axes)}"
+    return f"{array.name} ({about})"
+
+
 def _memory(program: data.ProgramReport) -> list[str]:
     memory, available = program.memory, program.device_memory
-    sizes = {name: size for name, size in vars(memory).items() if size and name != "total"}
-    parts = ", ".join(f"{megabytes(x)} {name.replace('_', ' ')}" for name, x in sizes.items())
-    lines = paragraph(f"Estimated memory per device: {megabytes(memory.total)} MB ({parts}).")
+    kinds = {kind: size for kind, size in vars(memory).items() if kind != "total" and size}
+    parts = ", ".join(f"{megabytes(size)} {name.replace('_', ' ')}" for name, size in kinds.items())
+    lines = [
+        "",
+        *paragraph(f"Estimated memory per device: {megabytes(memory.total)} MB ({parts})."),
+    ]
     if memory.total > available:
-        known = "that it has" if program.device_memory_known else "that are assumed"
+        source = "that it has" if program.device_memory_known else "that are assumed"
         lines += paragraph(
-            f"That is more than the {megabytes(available)} MB {known} "
+            f"That is more than the {megabytes(available)} MB {source} "
             "(`Hardware.memory`): use more devices, a larger `fsdp` or `model`, a smaller batch, "
             "or `jax.checkpoint` in the model."
         )
     if program.recomputed is not None:
-        again = program.recomputed
-        lines += paragraph(f"Recomputed {recomputed_sentence(again)}.")
-        for line in again.what:
+        lines += paragraph(f"Recomputed {recomputed_sentence(program.recomputed)}.")
+        for line in program.recomputed.what:
             lines += paragraph(line, "  ", "    ")
-    return ["", *lines]
+    return lines
 
 
-def _repeated(one: data.Repeated, flops: int | float) -> str:
-    units = {"TFLOP": 1e12, "GFLOP": 1e9, "MFLOP": 1e6, "FLOP": 1}
-    unit = next((unit for unit, scale in units.items() if flops >= scale), "FLOP")
-    of = f": products with {one.arrays}" if one.arrays else ""
+def _repeated(repeated: data.Repeated, flops: int | float) -> str:
+    scale, unit = 1.0, "FLOP"
+    for prefix, factor in (("M", 1e6), ("G", 1e9), ("T", 1e12)):
+        if flops >= factor:
+            scale, unit = factor, f"{prefix}FLOP"
+    products = ""
+    if repeated.arrays:
+        products = f": products with {repeated.arrays}"
     return (
-        f"{one.flops / units[unit]:.3g} of {flops / units[unit]:.3g} {unit} are computed by every "
-        f"device{of}, because {one.why}."
+        f"{repeated.flops / scale:.3g} of {flops / scale:.3g} {unit} are computed by every "
+        f"device{products}, because {repeated.why}."
     )
 
 
@@ -214,18 +296,24 @@ def _traffic(traffic: Sequence[data.Traffic]) -> list[str]:
     """The causes below the mesh axes that they are over, the largest first."""
     if not traffic:
         return ["No communication between devices."]
-    size = lambda entries: sum(one.bytes for one in entries)
-    lines = [f"Estimated communication per device and step: {megabytes(size(traffic))} MB"]
-    axes = grouped(traffic, lambda one: one.axis)
-    for axis, entries in sorted(axes.items(), key=lambda item: -size(item[1])):
-        lines += _cause(size(entries), f"over {axis}", 0)
-        shown = [one for one in entries if one.bytes > _LITTLE * size(entries)][:_SHOWN]
-        for one in shown:
-            lines += _cause(one.bytes, one.cause, 4)
+    lines = [f"Estimated communication per device and step: {megabytes(_bytes(traffic))} MB"]
+    by_axis = grouped(traffic, lambda entry: entry.axis)
+    for axis, entries in sorted(by_axis.items(), key=lambda item: -_bytes(item[1])):
+        total = _bytes(entries)
+        lines += _cause(total, f"over {axis}", 0)
+        large = [entry for entry in entries if entry.bytes > _LITTLE * total]
+        shown = large[:_SHOWN]
+        for entry in shown:
+            lines += _cause(entry.bytes, entry.cause, 4)
         rest = entries[len(shown) :]
-        if megabytes(size(rest)).strip("0."):
-            lines += _cause(size(rest), f"{len(rest)} smaller", 4)
+        # What is rounded to 0.0000 MB is not worth a line.
+        if megabytes(_bytes(rest)).strip("0."):
+            lines += _cause(_bytes(rest), f"{len(rest)} smaller", 4)
     return lines
+
+
+def _bytes(entries: Sequence[data.Traffic]) -> int:
+    return sum(entry.bytes for entry in entries)
 
 
 def _cause(count: int, text: str, indent: int) -> list[str]:

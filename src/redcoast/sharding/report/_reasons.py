@@ -31,32 +31,43 @@ def batch_axes(decision: Decision, axes: Mapping[str, int]) -> tuple[str, ...]:
 
 def batch_sentences(decision: Decision, axes: Mapping[str, int], others: Mapping[str, int]) -> str:
     """What happens to the batch, and to arrays in it that are not rows; empty without one."""
+    sentence = _sentence(decision, axes)
+    if not others:
+        return sentence
     by_size = grouped(others, others.__getitem__)
-    named = [f"{shortened(names)} ({size:,})" for size, names in by_size.items()]
-    sizes, listed = _sizes(decision), several(named, 6, noun=" sizes")
-    also = f" It has {sizes} rows. Arrays in it that are not split with them: {listed}."
-    return _sentence(decision, axes) + (also if named else "")
+    texts = [f"{shortened(names)} ({size:,})" for size, names in by_size.items()]
+    listed = several(texts, 6, noun=" sizes")
+    rows = f"It has {_sizes(decision)} rows."
+    return f"{sentence} {rows} Arrays in it that are not split with them: {listed}."
 
 
 def batch_sizes(decision: Decision) -> tuple[int, ...]:
     """The sizes of the batch dimension."""
     program = decision.program
+    sizes = {program.graph.sizes[d] for d in program.batch.given}
     if program.batch.sequence:
-        return tuple(sorted({value.shape[0] for value in program.examples}))
-    return tuple(sorted({program.graph.sizes[d] for d in program.batch.given}))
+        # The dimensions that are split are those of the sequence.
+        sizes = {value.shape[0] for value in program.examples}
+    return tuple(sorted(sizes))
 
 
 def _sentence(decision: Decision, axes: Mapping[str, int]) -> str:
     """What happens to the batch, and why if it is unusual."""
-    strategy, used = decision.strategy, batch_axes(decision, axes)
-    wanted = used_axes(strategy.batch, axes)
-    split = f"split over {_listed(used)}" if used else "replicated"
-    batch, over = decision.program.batch, f"{' x '.join(wanted)} = {parts(wanted, axes)}"
-    unsplit = f" Its examples are not split: {batch.whole}." if batch.whole else ""
+    batch = decision.program.batch
     if not batch.given:
         return ""
     if batch.sets:
         return _split_sentence(decision, axes)
+    strategy = decision.strategy
+    used = batch_axes(decision, axes)
+    wanted = used_axes(strategy.batch, axes)
+    over = f"{' x '.join(wanted)} = {parts(wanted, axes)}"
+    split = "replicated"
+    if used:
+        split = f"split over {_listed(used)}"
+    unsplit = ""
+    if batch.whole:
+        unsplit = f" Its examples are not split: {batch.whole}."
     if batch.sequence:
         return (
             f"A batch of {_sizes(decision)} does not divide over {over}, so its sequences are "
@@ -65,7 +76,9 @@ def _sentence(decision: Decision, axes: Mapping[str, int]) -> str:
     if "model" in strategy.batch:
         return f"Data parallelism over {_listed(used)}: tensor parallelism would cost more."
     if "fsdp" in strategy.model:
-        alone = "the batch is split over data alone" if used else "every device has the full batch"
+        alone = "every device has the full batch"
+        if used:
+            alone = "the batch is split over data alone"
         why = "The batch is small for this model"
         if is_fsdp_possible(decision.program, axes):
             why = "FSDP would need more memory than the devices have"
@@ -84,28 +97,39 @@ def split_examples(decision: Decision, axes: Mapping[str, int]) -> dict[str, str
         return {}
     along_sequence = is_sequence(program, example_parts(program.batch.split, axes))
     use = "context parallel" if along_sequence else "domain parallel"
-    inside = (over for over, places in program.batch.split if any(d for _, d in places))
-    return {axis: use for over in inside for axis in over}
+    uses: dict[str, str] = {}
+    for over, places in program.batch.split:
+        # Dimension 0 is that of the examples.
+        if any(d > 0 for _, d in places):
+            uses |= dict.fromkeys(over, use)
+    return uses
 
 
 def _split_sentence(decision: Decision, axes: Mapping[str, int]) -> str:
     """Along which dimensions a batch is split, over which axes."""
-    arrays, texts = decision.program.batch_arrays, []
+    arrays = decision.program.batch_arrays
+    texts = []
     for over, places in decision.program.batch.split:
-        by_dim: dict[int, list[int]] = {}
+        by_dim: dict[int, set[int]] = {}
         for place, d in places:
-            by_dim.setdefault(d, []).append(arrays[place].shape[d])
-        along = [f"dimension {d} ({_sizes_of(sizes)})" for d, sizes in sorted(by_dim.items())]
+            by_dim.setdefault(d, set()).add(arrays[place].shape[d])
+        along = []
+        for d in sorted(by_dim):
+            sizes = sorted(by_dim[d], reverse=True)
+            along.append(f"dimension {d} ({_with_commas(sizes)})")
         texts.append(f"along {_listed(along)} over {_listed(used_axes(over, axes))}")
-    rows = arrays[decision.program.batch.split[0][1][0][0]].shape[0]
+    _, places = decision.program.batch.split[0]
+    first, _ = places[0]
+    rows = arrays[first].shape[0]
     return (
         f"A batch of {rows} is split {_listed(texts)}. Operations that need more of an example "
         "than a device has gather it."
     )
 
 
-def _sizes_of(sizes: Sequence[int]) -> str:
-    return _listed([f"{size:,}" for size in sorted(set(sizes), reverse=True)])
+def _with_commas(sizes: Sequence[int]) -> str:
+    """`2,048, 1,024 and 512`."""
+    return _listed([f"{size:,}" for size in sizes])
 
 
 def _sizes(decision: Decision) -> str:
@@ -117,16 +141,24 @@ def not_rows(batch: Sequence[Any], decision: Decision) -> dict[str, int]:
 
     `batch` is the first of a function's arguments, as a sequence of one.
     """
-    given = flat_leaves(tuple(batch))
-    left_out = [given[place] for place in decision.program.batch.left_out]
-    return {"/".join(leaf.path[1:]): leaf.shape[0] for leaf in left_out}
+    leaves = flat_leaves(tuple(batch))
+    sizes: dict[str, int] = {}
+    for place in decision.program.batch.left_out:
+        leaf = leaves[place]
+        # The first key of the path is the place in the sequence.
+        sizes["/".join(leaf.path[1:])] = leaf.shape[0]
+    return sizes
 
 
 def _listed(names: Sequence[str]) -> str:
     """`a, b and c`."""
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    if len(names) < 2:
+        return "".join(names)
+    *first, last = names
+    return f"{', '.join(first)} and {last}"
 
 
+_NUMBER = re.compile(r"(\d+)")
 Members = list[tuple[Leaf, int]]  # arrays, and the dimension of each that is split
 
 
@@ -142,44 +174,63 @@ def _find_sets(
     leaves: Sequence[Leaf], decision: Decision, axes: Mapping[str, int]
 ) -> dict[int, Set]:
     """For each class of tensor-parallel dimensions its arrays; layers alike share a set."""
-    split = list(zip(leaves, decision.program.parameters, decision.computed, strict=True))
-    for place, (one, value, d) in enumerate(constant_dims(decision)):
-        leaf = Leaf(len(leaves) + place, (f"closed over {one.name}",), one.shape, one.dtype)
-        split.append((leaf, value, d))
+    arrays = list(zip(leaves, decision.program.parameters, decision.computed, strict=True))
+    for place, (constant, value, d) in enumerate(constant_dims(decision)):
+        path = (f"closed over {constant.name}",)
+        leaf = Leaf(len(leaves) + place, path, constant.shape, constant.dtype)
+        arrays.append((leaf, value, d))
     members: dict[int, Members] = {}
-    for leaf, value, d in split:
+    for leaf, value, d in arrays:
         if d is not None:
-            members.setdefault(decision.classes[value.dims[d]], []).append((leaf, d))
-    alike = grouped(members, lambda root: _relative(members[root]))
-    over, sets = " x ".join(used_axes(decision.strategy.model, axes)), {}
-    for roots in alike.values():
-        sets |= dict.fromkeys(roots, _set([members[root] for root in roots], over))
+            root = decision.classes[value.dims[d]]
+            members.setdefault(root, []).append((leaf, d))
+    over = " x ".join(used_axes(decision.strategy.model, axes))
+    sets: dict[int, Set] = {}
+    for roots in grouped(members, lambda root: _relative(members[root])).values():
+        alike = _set([members[root] for root in roots], over)
+        sets |= dict.fromkeys(roots, alike)
     return sets
 
 
-def _set(found: Sequence[Members], over: str) -> Set:
-    count, size = len(found), len(found[0])
+def _set(alike: Sequence[Members], over: str) -> Set:
+    """The arrays of sets that differ only in the indices of their layers."""
+    leaves = [leaf for leaf, _ in chain(*alike)]
     # In the order of the tree, in which the sets of layers alternate.
-    leaves = sorted((leaf for members in found for leaf, _ in members), key=lambda leaf: leaf.index)
+    leaves.sort(key=lambda leaf: leaf.index)
     names = shortened([leaf.name for leaf in leaves], limit=6, width=200)
-    if size == 1:
+    first = alike[0]
+    if len(first) == 1:
         return Set(names, Reason("tensor-parallel", f"over {over}, with no other array"))
-    sizes = sorted({leaf.shape[d] for leaf, d in found[0]}, reverse=True)
+    sizes = sorted({leaf.shape[d] for leaf, d in first}, reverse=True)
     along = " and ".join(f"{size:,}" for size in sizes[:4])
-    sets = f" ({count} sets of {size})" if count > 1 else ""
-    return Set(names, Reason("tensor-parallel", f"along {along} over {over}{sets}", names))
+    text = f"along {along} over {over}"
+    if len(alike) > 1:
+        text += f" ({len(alike)} sets of {len(first)})"
+    return Set(names, Reason("tensor-parallel", text, names))
 
 
-def _relative(members: Members) -> Any:
-    """A key that is the same for two sets that differ only in the indices of their layers."""
-    paths = [re.split(r"(\d+)", leaf.name) for leaf, _ in members]
-    indices = [[(tuple(p[:i:2]), int(p[i])) for i in range(1, len(p), 2)] for p in paths]
+def _relative(members: Members) -> tuple[object, ...]:
+    """A key that is the same for two sets that differ only in the indices of their layers.
+
+    The indices of `layers/4/up` and `layers/5/down` are 0 and 1: each counts from the least one
+    after the same text.
+    """
     least: dict[tuple[str, ...], int] = {}
-    for before, index in chain(*indices):
-        least[before] = min(least.get(before, index), index)
-    numbers = [tuple(index - least[before] for before, index in some) for some in indices]
-    shapes = [(leaf.shape, d) for leaf, d in members]
-    return tuple(sorted(zip([tuple(p[::2]) for p in paths], numbers, shapes, strict=True)))
+    for leaf, _ in members:
+        for before, index in _indices(leaf.name):
+            least[before] = min(least.get(before, index), index)
+    keys = []
+    for leaf, d in members:
+        texts = tuple(_NUMBER.split(leaf.name)[::2])
+        steps = tuple(index - least[before] for before, index in _indices(leaf.name))
+        keys.append((texts, steps, (leaf.shape, d)))
+    return tuple(sorted(keys))
+
+
+def _indices(name: str) -> list[tuple[tuple[str, ...], int]]:
+    """The numbers in a path, each with the texts before it."""
+    pieces = _NUMBER.split(name)  # texts and numbers alternate
+    return [(tuple(pieces[:i:2]), int(pieces[i])) for i in range(1, len(pieces), 2)]
 
 
 @dataclass(frozen=True)
@@ -218,10 +269,10 @@ class Reasons:
         indivisible = self.indivisible(place, 2)
         if not indivisible:
             return "tensor parallelism would cost more"
-        divisible = sorted({size for _, size, inner in self._free_dims(place) if not inner})
+        divisible = {size for _, size, inner in self._free_dims(place) if not inner}
         if not divisible:
             return indivisible
-        along = _listed([f"{size:,}" for size in reversed(divisible)])
+        along = _with_commas(sorted(divisible, reverse=True))
         return f"{indivisible}, and tensor parallelism along {along} would cost more"
 
     def indivisible(self, place: int, least: int) -> str:
@@ -232,11 +283,13 @@ class Reasons:
         """
         reasons: list[tuple[int, str]] = []
         for _, size, inner in self._free_dims(place):
-            if inner and inner != size:
-                of = f"{size} is {inner} x {size // inner}, and " if size % inner == 0 else ""
-                reasons.append((size, of + self._does_not_divide(inner, self.over)))
-            elif inner and size >= least:
-                reasons.append((size, self._does_not_divide(size, self.over)))
+            is_small = inner == size < least
+            if inner == 0 or is_small:
+                continue
+            why = self._does_not_divide(inner, self.over)
+            if inner != size and size % inner == 0:
+                why = f"{size} is {inner} x {size // inner}, and {why}"
+            reasons.append((size, why))
         _, largest = max(reasons, key=lambda reason: reason[0], default=(0, ""))
         return largest
 
@@ -258,7 +311,8 @@ class Reasons:
 
     def not_stored(self, place: int) -> str:
         """Why an array is not FSDP-sharded either."""
-        largest = max((size for _, _, size in self._dims(place)), default=0)
+        sizes = [size for _, _, size in self._dims(place)]
+        largest = max(sizes, default=0)
         if not largest:
             return "it has no dimension that can be sharded"
         axis = min(used_axes(("fsdp", "model"), self.axes), key=self.axes.__getitem__)
@@ -266,42 +320,54 @@ class Reasons:
 
     def _dims(self, place: int) -> list[tuple[int, int, int]]:
         """The dimensions that are not blocked, with their nodes and sizes."""
-        program = self.decision.program
-        value, classes = program.parameters[place], self.decision.classes
+        program, classes = self.decision.program, self.decision.classes
+        value = program.parameters[place]
         blocked = classes.of(program.graph.blocked)
-        dims = zip(range(len(value.dims)), value.dims, value.shape, strict=True)
-        return [(d, node, size) for d, node, size in dims if classes[node] not in blocked]
+        dims = []
+        for d, (node, size) in enumerate(zip(value.dims, value.shape, strict=True)):
+            if classes[node] not in blocked:
+                dims.append((d, node, size))
+        return dims
 
     def _does_not_divide(self, size: int, over: Sequence[str]) -> str:
         n = parts(over, self.axes)
-        shown = f"{' x '.join(over)}{'=' if len(over) == 1 else ' = '}{n}"
-        return f"{size} does not divide over {shown} ({multiples_near(size, n)} would)"
+        devices = f"{' x '.join(over)} = {n}"
+        if len(over) == 1:
+            devices = f"{over[0]}={n}"
+        return f"{size} does not divide over {devices} ({multiples_near(size, n)} would)"
 
 
 def find_reasons(leaves: Sequence[Leaf], decision: Decision, axes: Mapping[str, int]) -> Reasons:
     classes, graph = decision.classes, decision.program.graph
     links: dict[int, int] = {}
     for a, b in graph.links:
-        for one, other in ((a, b), (b, a)):
-            if classes.divides(one) and not classes.divides(other) and graph.sizes[other] > 1:
-                links.setdefault(classes[one], graph.sizes[other])
+        for node, linked in ((a, b), (b, a)):
+            is_indivisible = not classes.divides(linked) and graph.sizes[linked] > 1
+            if classes.divides(node) and is_indivisible:
+                links.setdefault(classes[node], graph.sizes[linked])
     return Reasons(leaves, decision, axes, _find_sets(leaves, decision, axes), links)
 
 
 def hindrances(reasons: Reasons) -> tuple[Hindrance, ...]:
     """For tensor-parallel arrays, the sizes that rule out another dimension."""
     split = [place for place, d in enumerate(reasons.decision.computed) if d is not None]
-    found = grouped(split, lambda place: reasons.indivisible(place, reasons.n))
-    named = {why: shortened([reasons.leaves[p].name for p in found[why]]) for why in found if why}
-    return tuple(Hindrance(names, why) for why, names in named.items())
+    by_reason = grouped(split, lambda place: reasons.indivisible(place, reasons.n))
+    entries = []
+    for why, places in by_reason.items():
+        if why:
+            names = shortened([reasons.leaves[place].name for place in places])
+            entries.append(Hindrance(names, why))
+    return tuple(entries)
 
 
 def closed_over(reasons: Reasons) -> tuple[ClosedOver, ...]:
     """The large arrays that the function closes over, which are in no state."""
-    split = {one for one, _, d in constant_dims(reasons.decision) if d is not None}
-    large = [one for one in reasons.decision.program.constants if one.bytes >= LARGE_CONSTANT]
-    over = lambda one: reasons.over if one in split else ()
-    return tuple(
-        ClosedOver(one.name, tuple(one.shape), str(one.dtype), one.bytes, over(one))
-        for one in large
-    )
+    split = {constant for constant, _, d in constant_dims(reasons.decision) if d is not None}
+    arrays = []
+    for constant in reasons.decision.program.constants:
+        if constant.bytes < LARGE_CONSTANT:
+            continue
+        axes = reasons.over if constant in split else ()
+        sizes, dtype = tuple(constant.shape), str(constant.dtype)
+        arrays.append(ClosedOver(constant.name, sizes, dtype, constant.bytes, axes))
+    return tuple(arrays)

@@ -34,10 +34,11 @@ def find_lines(
     sent: Counter[Frame] = Counter()
     saved: Counter[Frame] = Counter()
     causes: dict[Frame, Counter[str]] = defaultdict(Counter)
-    for one in entries:
-        frame = frames.of(one.source)
-        sent[frame] += one.bytes  # pyright: ignore[reportArgumentType]
-        causes[frame][one.cause.partition(":")[0]] += one.bytes  # pyright: ignore
+    for entry in entries:
+        frame = frames.of(entry.source)
+        cause, _, _ = entry.cause.partition(":")
+        sent[frame] += entry.bytes  # pyright: ignore[reportArgumentType]
+        causes[frame][cause] += entry.bytes  # pyright: ignore[reportArgumentType]
     for size, source in memory:
         saved[frames.of(source)] += size  # pyright: ignore[reportArgumentType]
     for constant in program.constants:
@@ -45,20 +46,20 @@ def find_lines(
         frame = frames.of(source)
         saved[frame] += constant.bytes
         causes[frame]["arrays that the function closes over"] += constant.bytes
-    lines = [
-        LineCost(
-            file=file,
-            number=number,
-            memory_bytes=round(saved[file, number]),
-            sent_bytes=round(sent[file, number]),
-            causes=tuple(cause for cause, size in causes[file, number].most_common() if size),
-            caller=frames.callers.get((file, number), _NOWHERE),
-        )
-        for file, number in {*sent, *saved}
-    ]
-    costly = [one for one in lines if one.memory_bytes or one.sent_bytes]
-    order = lambda one: (-(one.memory_bytes + one.sent_bytes), one.file, one.number)
-    return tuple(sorted(costly, key=order))
+    lines: list[LineCost] = []
+    for frame in {*sent, *saved}:
+        memory_bytes, sent_bytes = round(saved[frame]), round(sent[frame])
+        if not memory_bytes and not sent_bytes:
+            continue
+        costly = tuple(cause for cause, size in causes[frame].most_common() if size)
+        caller = frames.callers.get(frame, _NOWHERE)
+        lines.append(LineCost(*frame, memory_bytes, sent_bytes, costly, caller))
+    return tuple(sorted(lines, key=_order))
+
+
+def _order(line: LineCost) -> tuple[int, str, int]:
+    """The costliest first, and lines that cost the same by their places."""
+    return -(line.memory_bytes + line.sent_bytes), line.file, line.number
 
 
 class _Frames:
@@ -87,7 +88,7 @@ class _Frames:
         """The innermost line of the user's code or of a model, and that of the user's code."""
         if id(equation) not in self._known:
             trace = getattr(equation.source_info, "traceback", None)
-            frames = [(x.file_name, x.line_num) for x in getattr(trace, "frames", ())]
+            frames = [(f.file_name, f.line_num) for f in getattr(trace, "frames", ())]
             self._known[id(equation)] = own_or_model_frame(frames), first_own(frames)
         return self._known[id(equation)]
 
@@ -95,18 +96,20 @@ class _Frames:
 def draw_lines(program: ProgramReport) -> str:
     """A table of the lines that cost most, with their code."""
     lines = [f"{'memory MB':>10}  {'sent MB':>10}  line"]
-    for one in program.lines[:_SHOWN]:
-        first = f"{megabytes(one.memory_bytes):>10}  {megabytes(one.sent_bytes):>10}  "
-        code = getline(one.file, one.number).strip()
-        named = f"{os.path.basename(one.file)}:{one.number}"
-        if not one.file:
-            named = "no line of your code"
-        lines += hanging(first, f"{named}  {code}"[: 3 * WIDTH])
-        lines += hanging(" " * len(first) + "  ", "; ".join(one.causes)) if one.causes else []
-    if len(program.lines) > _SHOWN:
-        rest = program.lines[_SHOWN:]
-        memory = megabytes(sum(one.memory_bytes for one in rest))
-        sent = megabytes(sum(one.sent_bytes for one in rest))
+    for line in program.lines[:_SHOWN]:
+        first = f"{megabytes(line.memory_bytes):>10}  {megabytes(line.sent_bytes):>10}  "
+        code = getline(line.file, line.number).strip()
+        place = f"{os.path.basename(line.file)}:{line.number}"
+        if not line.file:
+            place = "no line of your code"
+        lines += hanging(first, f"{place}  {code}"[: 3 * WIDTH])
+        if line.causes:
+            indent = " " * (len(first) + 2)
+            lines += hanging(indent, "; ".join(line.causes))
+    rest = program.lines[_SHOWN:]
+    if rest:
+        memory = megabytes(sum(line.memory_bytes for line in rest))
+        sent = megabytes(sum(line.sent_bytes for line in rest))
         lines.append(f"{memory:>10}  {sent:>10}  {len(rest)} other lines")
     memory = program.memory
     others = memory.total - memory.activations - memory.closed_over

@@ -3,15 +3,16 @@
 from math import prod
 
 from ...distributed._mesh import BATCH_AXES
-from ._data import NotDone, PlannedArray, PlanReport
+from ._data import NotDone, PlannedArray, PlanReport, ProgramReport
 
 
 def find_not_done(report: PlanReport) -> tuple[NotDone, ...]:
     """At most one entry for each of `model`, `fsdp` and the batch."""
-    if (nothing := _too_small(report)) is not None:
-        return (nothing,)
-    found = _tensor_parallelism(report), _fsdp(report), _batch(report)
-    return tuple(one for one in found if one is not None)
+    too_small = _too_small(report)
+    if too_small is not None:
+        return (too_small,)
+    entries = _tensor_parallelism(report), _fsdp(report), _batch(report)
+    return tuple(entry for entry in entries if entry is not None)
 
 
 def parameters_of(report: PlanReport) -> list[PlannedArray]:
@@ -22,19 +23,22 @@ def parameters_of(report: PlanReport) -> list[PlannedArray]:
 
 def is_tensor_parallel(array: PlannedArray) -> bool:
     """Whether an array is computed with in parts; an override with `model` makes it so."""
-    override = array.reason.kind == "override" and "model" in array.axes
-    return (override and array.parts > 1) or array.reason.kind == "tensor-parallel"
+    if array.reason.kind == "override":
+        return "model" in array.axes and array.parts > 1
+    return array.reason.kind == "tensor-parallel"
 
 
 def _too_small(report: PlanReport) -> NotDone | None:
     """The entry for a step that every device computes, although its batch would divide."""
-    count, program = prod(report.mesh.values()), report.program_or_none
+    count = prod(report.mesh.values())
+    program = report.program_or_none
     if count == 1 or program is None or not program.batch_sizes:
         return None
     flops = program.arithmetic.flops
-    overridden = any(array.reason.kind == "override" for array in report.arrays)
-    rows_divide = all(size % count == 0 for size in program.batch_sizes)
-    if overridden or not rows_divide or program.arithmetic.per_device < flops:
+    is_divided = program.arithmetic.per_device < flops
+    if is_divided or not _rows_divide(program, count):
+        return None
+    if any(array.reason.kind == "override" for array in report.arrays):
         return None
     why = (
         f"it is too small: communication would take longer than {flops:,.3g} floating point "
@@ -43,26 +47,37 @@ def _too_small(report: PlanReport) -> NotDone | None:
     return NotDone(f"dividing the step over {count} devices", why, "")
 
 
+def _rows_divide(program: ProgramReport, count: int) -> bool:
+    return all(size % count == 0 for size in program.batch_sizes)
+
+
 def _tensor_parallelism(report: PlanReport) -> NotDone | None:
-    count, parameters, program = report.mesh["model"], parameters_of(report), report.program_or_none
-    over = [array for array in parameters if "model" in array.axes]
-    if count == 1 or any(map(is_tensor_parallel, over)):
+    count = report.mesh["model"]
+    parameters = parameters_of(report)
+    program = report.program_or_none
+    sharded = [array for array in parameters if "model" in array.axes]
+    if count == 1 or any(map(is_tensor_parallel, sharded)):
         return None
     why = _why(parameters)
     if program is not None and "model" in program.batch_axes:
-        instead = "FSDP" if over else "data parallelism"
+        instead = "data parallelism"
+        if sharded:
+            instead = "FSDP"
         why = f"{instead} over the same devices is estimated to cost less"
     return _entry(f"tensor parallelism over model={count}", why, "model", report)
 
 
 def _fsdp(report: PlanReport) -> NotDone | None:
-    count, parameters, program = report.mesh["fsdp"], parameters_of(report), report.program_or_none
+    count = report.mesh["fsdp"]
+    parameters = parameters_of(report)
+    program = report.program_or_none
     asked = f"FSDP over fsdp={count}"
     if count == 1:
         return None
     if program is not None and "fsdp" in program.model_axes:
         why = "tensor parallelism over the same devices is estimated to cost less"
-        rows_divide = all(size % (report.mesh["data"] * count) == 0 for size in program.batch_sizes)
+        rows_divide = _rows_divide(program, report.mesh["data"] * count)
+        # The rows would divide and the function trains, so that only memory can rule FSDP out.
         if program.memory.gradients and rows_divide:
             why = "tensor parallelism over the same devices needs less memory"
         return _entry(asked, why, "model", report)
@@ -76,11 +91,18 @@ def _fsdp(report: PlanReport) -> NotDone | None:
 
 def _entry(asked: str, why: str, axis: str, report: PlanReport) -> NotDone | None:
     """The entry, if there is a reason; any size that divides over `axis` can be forced."""
-    sizes = {size for array in parameters_of(report) for size in array.shape if size}
+    if not why:
+        return None
     count = report.mesh[axis]
-    fits = count > 1 and any(size % count == 0 for size in sizes)
-    forced_by = f"An override with `{axis}` in its spec forces it." if fits else ""
-    return NotDone(asked, why, forced_by) if why else None
+    forced_by = ""
+    if count > 1 and any(_divides(array, count) for array in parameters_of(report)):
+        forced_by = f"An override with `{axis}` in its spec forces it."
+    return NotDone(asked, why, forced_by)
+
+
+def _divides(array: PlannedArray, count: int) -> bool:
+    """Whether a dimension of an array divides over so many devices."""
+    return any(size > 0 and size % count == 0 for size in array.shape)
 
 
 def _why(parameters: list[PlannedArray]) -> str:
@@ -96,10 +118,14 @@ def _batch(report: PlanReport) -> NotDone | None:
     program = report.program_or_none
     if program is None or not program.batch:
         return None
-    asked = [a for a in BATCH_AXES if report.mesh[a] > 1 and a not in program.model_axes]
+    asked = [
+        axis for axis in BATCH_AXES if report.mesh[axis] > 1 and axis not in program.model_axes
+    ]
     if all(axis in program.batch_axes for axis in asked):
         return None
-    sizes = " and ".join(map(str, program.batch_sizes))
-    rows = f"a batch of {sizes}" if sizes else "the batch"
+    rows = "the batch"
+    if program.batch_sizes:
+        sizes = " and ".join(map(str, program.batch_sizes))
+        rows = f"a batch of {sizes}"
     over = " x ".join(f"{axis}={report.mesh[axis]}" for axis in asked)
     return NotDone(f"a batch split over {over}", f"{rows} does not divide", "")

@@ -21,52 +21,75 @@ def repeated(reasons: Reasons) -> tuple[Repeated, ...]:
     decision, axes = reasons.decision, reasons.axes
     if parts(tuple(axes), axes) == 1:
         return ()
-    shared, program = sharing(decision, axes), decision.program
-    alone = [work for work in program.graph.works if shared(work.dims) == 1]
+    program = decision.program
+    devices_sharing = sharing(decision, axes)
+    undivided = [work for work in program.graph.works if devices_sharing(work.dims) == 1]
     least = _LITTLE * arithmetic(decision, axes).per_device
-    if sum(work.flops for work in alone) <= least:
+    if _flops(undivided) <= least:
         return ()
     count = batch_of(decision, axes).count
-    why = _rows_reason(program, count) if count > 1 else partial(_no_rows, reasons)
-    found = []
-    for text, works in grouped(alone, why).items():
-        places = {place for work in works for place in _places(program, work)}
+    why = partial(_no_rows, reasons)
+    if count > 1:
+        why = _rows_reason(program, count)
+    entries = []
+    for text, works in grouped(undivided, why).items():
+        flops = _flops(works)
+        if flops <= least:
+            continue
+        places: set[int] = set()
+        for work in works:
+            places.update(_places(program, work))
         names = shortened([reasons.leaves[place].name for place in sorted(places)])
-        found.append(Repeated(sum((work.flops for work in works), 0.0), names, text))
-    return tuple(one for one in sorted(found, key=lambda one: -one.flops) if one.flops > least)
+        entries.append(Repeated(flops, names, text))
+    return tuple(sorted(entries, key=lambda entry: -entry.flops))
+
+
+def _flops(works: Sequence[Work]) -> float:
+    return sum((work.flops for work in works), 0.0)
 
 
 def _places(program: Program, work: Work) -> list[int]:
     """The places of the parameters that are multiplied unchanged, transposed or cast."""
     operands = [set(dims) for dims in work.of if dims]
-    values = enumerate(program.parameters)
-    return [place for place, x in values if any(dims.issubset(x.dims) for dims in operands)]
+    places = []
+    for place, value in enumerate(program.parameters):
+        if any(dims.issubset(value.dims) for dims in operands):
+            places.append(place)
+    return places
 
 
 def _no_rows(reasons: Reasons, work: Work) -> str:
     """Why work is not divided if the batch is not split."""
     program = reasons.decision.program
+    batch = "there is no batch"
+    if program.batch.given:
+        batch = "the batch is not split"
     places = _places(program, work)
-    why = reasons.not_computed(places[0]) if places and reasons.n > 1 else ""
-    batch = "the batch is not split" if program.batch.given else "there is no batch"
-    return f"{batch}, and {why}" if why else batch
+    if not places or reasons.n == 1:
+        return batch
+    why = reasons.not_computed(places[0])
+    if not why:
+        return batch
+    return f"{batch}, and {why}"
 
 
 def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
     """Returns a function that gives the reason if the batch is split over `count` devices."""
-    graph, given = program.graph, program.batch.given
+    graph = program.graph
     if program.batch.sequence:
         return lambda work: "none of its dimensions is linked to the sequence"
-    sizes = sorted({graph.sizes[node] for node in given})
+    sizes = sorted({graph.sizes[node] for node in program.batch.given})
     classes = Classes(graph, 1, soft=True, least=2)
-    against = reasons_against(graph, classes, given)
+    against = reasons_against(graph, classes, program.batch.given)
 
     def why(work: Work) -> str:
         for node in work.dims:
-            found, size = against.get(classes[node], ""), graph.sizes[node]
+            size = graph.sizes[node]
+            reason = against.get(classes[node], "")
             # Dimensions such as experts are not rows, unless they have the size of the batch.
-            if found and (found != OF_PARAMETERS or size in sizes):
-                return _sentence(size, found, sizes, count)
+            is_rows = reason != OF_PARAMETERS or size in sizes
+            if reason and is_rows:
+                return _sentence(size, reason, sizes, count)
         return "none of its dimensions is linked to the batch"
 
     return why
@@ -80,7 +103,8 @@ def _sentence(size: int, against: str, batch: Sequence[int], count: int) -> str:
         return f"most operations on {rows} are combined with rows of the batch"
     if against == REPLICATED:
         return f"the program constrains {rows} to be replicated"
-    few = f"{rows} differ in number from the batch ({', '.join(f'{n:,}' for n in batch)})"
+    sizes = ", ".join(f"{size:,}" for size in batch)
+    other_number = f"{rows} differ in number from the batch ({sizes})"
     if size % count:
-        return f"{few}, and do not divide over {count} devices"
-    return f"{few}; `jax.lax.with_sharding_constraint` on them splits them too"
+        return f"{other_number}, and do not divide over {count} devices"
+    return f"{other_number}; `jax.lax.with_sharding_constraint` on them splits them too"

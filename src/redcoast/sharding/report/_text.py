@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby, pairwise, zip_longest
+from itertools import pairwise, zip_longest
 from typing import TypeVar
 
 from ...core._errors import in_units
@@ -15,10 +15,10 @@ Pattern = tuple[tuple[str, ...], ...]  # for each part of a path, its possible t
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
     """The items of each key, both in their order."""
-    found: dict[Key, list[Item]] = {}
+    groups: dict[Key, list[Item]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def braced(paths: Sequence[str]) -> list[tuple[str, list[int]]]:
@@ -26,16 +26,23 @@ def braced(paths: Sequence[str]) -> list[tuple[str, list[int]]]:
 
     Patterns are in the order of the first path that they match.
     """
-    apart = [tuple((part,) for part in re.split(r"(\d+|/)", path)) for path in paths]
-    found: dict[Pattern, list[int]] = grouped(range(len(paths)), apart.__getitem__)
+    # At first each path is its own pattern.
+    patterns = grouped(range(len(paths)), lambda place: _pattern(paths[place]))
+    longest = max(map(len, patterns), default=0)
     before = 0
-    while len(found) != before:
-        before = len(found)
+    while len(patterns) != before:
+        before = len(patterns)
         for kind in ("number", "name"):  # numbers first, so that layers are joined first
-            for part in range(max(map(len, apart))):
-                found = _joined(found, kind, part)
-    ordered = sorted(found.items(), key=lambda item: min(item[1]))
+            for part in range(longest):
+                patterns = _joined(patterns, kind, part)
+    ordered = sorted(patterns.items(), key=lambda item: min(item[1]))
     return [("".join(map(_pattern_text, pattern)), places) for pattern, places in ordered]
+
+
+def _pattern(path: str) -> Pattern:
+    """The pattern of one path: `(("layers",), ("/",), ("4",), ("/",), ("up",))`, and empty texts
+    between a slash and a number."""
+    return tuple((text,) for text in re.split(r"(\d+|/)", path))
 
 
 def shortened(paths: Sequence[str], limit: int = 3, width: int = 60) -> str:
@@ -44,33 +51,45 @@ def shortened(paths: Sequence[str], limit: int = 3, width: int = 60) -> str:
     shown = [name for name, _ in patterns[:limit]]
     while len(shown) > 1 and len(", ".join(shown)) > width:
         shown.pop()
+    text = ", ".join(shown)
     more = sum(len(places) for _, places in patterns[len(shown) :])
-    return ", ".join(shown) + (f" and {more} more" if more else "")
+    if more:
+        text += f" and {more} more"
+    return text
 
 
-def _joined(found: dict[Pattern, list[int]], kind: str, part: int) -> dict[Pattern, list[int]]:
-    """Joins patterns that differ in one part only."""
-    result: dict[Pattern, list[int]] = {}
-    for patterns in grouped(found, lambda pattern: _others(pattern, kind, part)).values():
-        first = patterns[0]
-        if len(patterns) > 1:
-            texts = dict.fromkeys(text for pattern in patterns for text in pattern[part])
-            first = (*first[:part], tuple(texts), *first[part + 1 :])
-        result[first] = [place for pattern in patterns for place in found[pattern]]
-    return result
+def _joined(patterns: dict[Pattern, list[int]], kind: str, part: int) -> dict[Pattern, list[int]]:
+    """Joins patterns that differ in one part only; each has the places of its paths."""
+    joined: dict[Pattern, list[int]] = {}
+    for alike in grouped(patterns, lambda pattern: _others(pattern, kind, part)).values():
+        first = alike[0]
+        if len(alike) == 1:
+            joined[first] = patterns[first]
+            continue
+        texts: dict[str, None] = {}  # in the order of the patterns
+        places: list[int] = []
+        for pattern in alike:
+            texts |= dict.fromkeys(pattern[part])
+            places += patterns[pattern]
+        joined[(*first[:part], tuple(texts), *first[part + 1 :])] = places
+    return joined
 
 
 def _others(pattern: Pattern, kind: str, part: int) -> Pattern:
     """The parts of a pattern that must be equal to join it with others."""
-    fits = part < len(pattern) and _kind(pattern[part][0]) == kind
-    return (*pattern[:part], (kind,), *pattern[part + 1 :]) if fits else (*pattern, ("alone",))
+    if part < len(pattern) and _kind(pattern[part][0]) == kind:
+        return (*pattern[:part], (kind,), *pattern[part + 1 :])
+    # No other pattern has these parts.
+    return (*pattern, ("alone",))
 
 
 def _kind(text: str) -> str:
     # A range would drop the leading zeros of a number.
     if text.isdigit() and str(int(text)) == text:
         return "number"
-    return "name" if text.strip("/") else ""
+    if text.strip("/"):
+        return "name"
+    return ""
 
 
 def _pattern_text(texts: tuple[str, ...]) -> str:
@@ -83,9 +102,13 @@ def _pattern_text(texts: tuple[str, ...]) -> str:
     steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 2 and len(steps) == 1 and steps != {1}:
         return f"{{{numbers[0]}..{numbers[-1]}..{steps.pop()}}}"
-    runs = groupby(enumerate(numbers), lambda item: item[1] - item[0])
-    ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
-    return "{" + ",".join(f"{a}..{b}" if a < b else f"{a}" for a, b in ends) + "}"
+    # In a run of successive numbers, all have the same difference from their places.
+    places = range(len(numbers))
+    texts = []
+    for run in grouped(places, lambda place: numbers[place] - place).values():
+        first, last = numbers[run[0]], numbers[run[-1]]
+        texts.append(f"{first}..{last}" if first < last else f"{first}")
+    return "{" + ",".join(texts) + "}"
 
 
 WIDTH = 80
@@ -96,15 +119,16 @@ def pieces(text: str, width: int, rest: str = "") -> list[str]:
 
     It is broken after a space or a slash, or else a comma, if there is one.
     """
-    found = []
+    lines = []
     while len(text) > width:
         cut = max(text.rfind(" ", 0, width + 1), text.rfind("/", 0, width) + 1)
         if cut <= width // 3:
             cut = max(cut, text.rfind(",", 0, width) + 1)
-        cut = cut if cut > len(rest) else width
-        found.append(text[:cut].rstrip())
+        if cut <= len(rest):
+            cut = width  # a cut inside `rest` would not shorten the text
+        lines.append(text[:cut].rstrip())
         text = rest + text[cut:].lstrip()
-    return [*found, text]
+    return [*lines, text]
 
 
 def paragraph(text: str, first: str = "", rest: str = "") -> list[str]:
@@ -134,34 +158,41 @@ def scaled(count: int | float) -> str:
 
 def percentages(sizes: Sequence[int | float]) -> list[int]:
     """The shares of some sizes in percent, rounded so that they add up to 100."""
-    exact = [100 * size / sum(sizes) for size in sizes]
-    found = list(map(int, exact))
-    order = sorted(range(len(sizes)), key=lambda place: found[place] - exact[place])
-    for place in order[: 100 - sum(found)]:
-        found[place] += 1
-    return found
+    total = sum(sizes)
+    exact = [100 * size / total for size in sizes]
+    rounded = list(map(int, exact))
+    # Those that lost most when they were rounded down are rounded up.
+    order = sorted(range(len(sizes)), key=lambda place: rounded[place] - exact[place])
+    for place in order[: 100 - sum(rounded)]:
+        rounded[place] += 1
+    return rounded
 
 
 def in_columns(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
     """One line, or more if a cell is longer than its column; the last one is flush right."""
-    first, *rest = zip(cells, widths, strict=True)
-    split = [pieces(*first, "    "), *(pieces(cell, width) for cell, width in rest)]
+    split = [pieces(cells[0], widths[0], "    ")]
+    for cell, width in zip(cells[1:], widths[1:], strict=True):
+        split.append(pieces(cell, width))
     lines = []
-    for parts in zip_longest(*split, fillvalue=""):
-        left = map(str.ljust, parts[:-1], widths)
-        lines.append("  ".join([*left, parts[-1].rjust(widths[-1])]).rstrip())
+    for texts in zip_longest(*split, fillvalue=""):
+        padded = list(map(str.ljust, texts, widths))
+        padded[-1] = texts[-1].rjust(widths[-1])
+        lines.append("  ".join(padded).rstrip())
     return lines
 
 
-def coupling_sentence(one: Coupling) -> str:
-    where = f" ({one.where})" if one.where else ""
-    return f"The examples of a batch depend on each other: {one.operation}{where} {one.why}."
+def coupling_sentence(coupling: Coupling) -> str:
+    operation = coupling.operation
+    if coupling.where:
+        operation = f"{operation} ({coupling.where})"
+    return f"The examples of a batch depend on each other: {operation} {coupling.why}."
 
 
-def recomputed_sentence(one: Recomputation) -> str:
+def recomputed_sentence(recomputed: Recomputation) -> str:
     """What recomputation saves and costs, in words that follow a label."""
-    lines = [line.rpartition(": ")[0] for line in one.what]
+    lines = [line.rpartition(": ")[0] for line in recomputed.what]
     where = "in the backward pass"
     if lines:
         where = f"{', '.join(lines[:2])} {where}"
-    return f"{where}: saves {scaled(one.saved)}, costs {one.share:.1%} more arithmetic"
+    saved = scaled(recomputed.saved)
+    return f"{where}: saves {saved}, costs {recomputed.share:.1%} more arithmetic"

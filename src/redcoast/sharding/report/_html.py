@@ -33,9 +33,11 @@ def draw_html(report: PlanReport) -> str:
             megabytes(group.bytes_per_device),
             html.escape(array.reason.text),
         )
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    if (left := len(groups) - _SHOWN) > 0:
-        rows.append(f'<tr><td colspan="6">{left:,} more lines: plan.table()</td></tr>')
+        row = "".join(f"<td>{cell}</td>" for cell in cells)
+        rows.append(f"<tr>{row}</tr>")
+    more = len(groups) - _SHOWN
+    if more > 0:
+        rows.append(f'<tr><td colspan="6">{more:,} more lines: plan.table()</td></tr>')
     heads = ("parts", "array", "shape", "spec", "MB/device", "reason")
     head = "".join(f"<th>{name}</th>" for name in heads)
     return (
@@ -45,24 +47,30 @@ def draw_html(report: PlanReport) -> str:
 
 
 def _spec(array: PlannedArray) -> str:
+    if not array.spec:
+        return "replicated"
     entries = ["+".join(spec_axes(entry)) or "-" for entry in array.spec]
-    return f"({', '.join(entries)})" if entries else "replicated"
+    return f"({', '.join(entries)})"
 
 
 def draw_array(array: PlannedArray, mesh: Mapping[str, int]) -> str:
     """An SVG picture of the last two dimensions of an array, or of those that are divided."""
     parts = [prod(mesh[axis] for axis in spec_axes(entry)) for entry in array.spec]
     parts += [1] * (len(array.shape) - len(parts))
-    rows, columns = _drawn_dims(parts)
-    size = lambda dim: 1 if dim is None else array.shape[dim]
-    tiles = lambda dim: 1 if dim is None else min(parts[dim], _MOST_TILES)
-    height, width = _sides(size(rows), size(columns))
-    count = tiles(rows) * tiles(columns)
+    # What is missing of two dimensions is drawn as one of size 1.
+    sizes, tiles = [1, 1], [1, 1]
+    for dim in _drawn_dims(parts):
+        sizes.append(array.shape[dim])
+        tiles.append(min(parts[dim], _MOST_TILES))
+    rows, columns = tiles[-2:]
+    height, width = _sides(*sizes[-2:])
+    w, h = width / columns, height / rows
+    count = rows * columns
     boxes = []
     for place in range(count):
-        row, column = divmod(place, tiles(columns))
-        x, y = column * width / tiles(columns), row * height / tiles(rows)
-        w, h = width / tiles(columns), height / tiles(rows)
+        row, column = divmod(place, columns)
+        # Multiplied first, so that the last tile ends where the picture does.
+        x, y = column * width / columns, row * height / rows
         boxes.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" '
             f'fill="{_colour(place, count)}" stroke="white" stroke-width="0.5"/>'
@@ -71,22 +79,21 @@ def draw_array(array: PlannedArray, mesh: Mapping[str, int]) -> str:
     return f'<svg width="{width}" height="{height}">{title}{"".join(boxes)}</svg>'
 
 
-def _drawn_dims(parts: Sequence[int]) -> tuple[int | None, int | None]:
-    """The two dimensions of a picture, in their order: the divided ones first, then the last."""
-    if len(parts) < 2:
-        return None, (0 if parts else None)
-    chosen = sorted(range(len(parts)), key=lambda dim: (parts[dim] > 1, dim))[-2:]
-    first, second = sorted(chosen)
-    return first, second
+def _drawn_dims(parts: Sequence[int]) -> list[int]:
+    """The dimensions of a picture, at most two: the last of the divided ones, then the last."""
+    order = sorted(range(len(parts)), key=lambda dim: (parts[dim] > 1, dim))
+    return sorted(order[-2:])
 
 
 def _sides(rows: int, columns: int) -> tuple[int, int]:
     """The height and the width of a picture; the sides have the ratio of the logarithms."""
-    lengths = [math.log2(max(2, size)) for size in (rows, columns)]
-    scale = _LONGEST / max(*lengths, 12)
-    height, width = (max(_SHORTEST, round(length * scale)) for length in lengths)
-    return height, width
+    height, width = math.log2(max(2, rows)), math.log2(max(2, columns))
+    # The longest side of an array of up to 4,096 elements is shorter than that of larger ones.
+    scale = _LONGEST / max(height, width, 12)
+    return max(_SHORTEST, round(height * scale)), max(_SHORTEST, round(width * scale))
 
 
 def _colour(place: int, count: int) -> str:
-    return "#bbb" if count == 1 else f"hsl({360 * place // count}, 65%, 62%)"
+    if count == 1:
+        return "#bbb"
+    return f"hsl({360 * place // count}, 65%, 62%)"

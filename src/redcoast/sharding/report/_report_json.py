@@ -1,6 +1,6 @@
 """A plan's report to JSON and back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,15 +15,20 @@ _REPLICATED = ("path", "shape", "bytes", "role", "reason")
 
 def report_to_json(report: data.PlanReport) -> dict[str, Any]:
     """All of a report; what was inferred from a program is beside the arrays."""
-    arrays = [array_to_json(array) for array in report.arrays]
+    rows = [array_to_json(array) for array in report.arrays]
+    replicated: list[dict[str, Any]] = []
+    for row in rows:
+        if row["parts"] == 1:
+            replicated.append({key: row[key] for key in _REPLICATED})
     totals = asdict(report.totals).values()
-    return {
+    without_program = {
         "mesh": dict(report.mesh),
-        "rows": arrays,
+        "rows": rows,
         "totals": dict(zip(_ROLES, totals, strict=True)),
-        "replicated": [{k: row[k] for k in _REPLICATED} for row in arrays if row["parts"] == 1],
-        "not_done": [asdict(one) for one in report.not_done],
-    } | program_to_json(report.program_or_none)
+        "replicated": replicated,
+        "not_done": list(map(asdict, report.not_done)),
+    }
+    return without_program | program_to_json(report.program_or_none)
 
 
 def array_to_json(array: data.PlannedArray) -> dict[str, Any]:
@@ -46,48 +51,58 @@ def program_to_json(program: data.ProgramReport | None) -> dict[str, Any]:
     """The figures of a program; none for a plan made without a function."""
     if program is None:
         return {}
-    keys = ("axis", "kind", "cause", "bytes")
     figures = asdict(program)
+    # Most programs have none of the two.
     if not program.split_examples:
         del figures["split_examples"]
     if program.recomputed is None:
         del figures["recomputed"]
-    return _lists(figures) | {
-        "coupled": [] if program.coupled is None else [asdict(program.coupled)],
-        "traffic": [{key: getattr(one, key) for key in keys} for one in program.traffic],
+    figures["coupled"] = []
+    if program.coupled is not None:
+        figures["coupled"] = [asdict(program.coupled)]
+    figures["traffic"] = list(map(_traffic_to_json, program.traffic))
+    return _lists(figures)
+
+
+def _traffic_to_json(traffic: data.Traffic) -> dict[str, str | int]:
+    return {
+        "axis": traffic.axis,
+        "kind": traffic.kind,
+        "cause": traffic.cause,
+        "bytes": traffic.bytes,
     }
 
 
 def _lists(value: Any) -> Any:
+    """A value with lists in place of tuples, also inside dicts and tuples."""
     if isinstance(value, Mapping):
-        return {key: _lists(one) for key, one in value.items()}
-    return [_lists(one) for one in value] if isinstance(value, tuple) else value
+        return {key: _lists(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return list(map(_lists, value))
+    return value
 
 
 def program_from_json(saved: Mapping[str, Any]) -> data.ProgramReport:
     """Reads what `program_to_json` returns; files of earlier versions lack some entries."""
     memory = saved["device_memory"]
-    pipeline: dict[str, Any] | None = saved.get("pipeline")
-    if pipeline is not None:
-        pipeline = dict(pipeline) | {"layers": tuple(pipeline["layers"])}
     return data.ProgramReport(
         batch_axes=tuple(saved["batch_axes"]),
         model_axes=tuple(saved["model_axes"]),
         batch=saved["batch"],
         batch_sizes=tuple(saved.get("batch_sizes", ())),
         not_rows=saved["not_rows"],
-        hindrances=tuple(data.Hindrance(**one) for one in saved["hindrances"]),
+        hindrances=tuple(data.Hindrance(**entry) for entry in saved["hindrances"]),
         traffic=tuple(map(_traffic, saved["traffic"])),
         closed_over=tuple(map(_closed_over, saved.get("closed_over", ()))),
-        coupled=next((data.Coupling(**one) for one in saved.get("coupled", ())), None),
+        coupled=_coupling(saved.get("coupled", ())),
         unknown=saved["unknown"],
         arithmetic=Arithmetic(**saved["arithmetic"]),
-        repeated=tuple(data.Repeated(**one) for one in saved.get("repeated", ())),
+        repeated=tuple(data.Repeated(**entry) for entry in saved.get("repeated", ())),
         memory=Memory(**{"closed_over": 0, "batch": 0} | saved["memory"]),
         device_memory=memory,
         device_memory_known=saved.get("device_memory_known", memory != DEFAULT_MEMORY),
         sequences=saved.get("sequences", False),
-        pipeline=None if pipeline is None else Pipelining(**pipeline),
+        pipeline=_pipelining(saved.get("pipeline")),
         summed=saved.get("summed", {}),
         shared_masks=tuple(saved.get("shared_masks", ())),
         promotions=tuple(saved.get("promotions", ())),
@@ -104,24 +119,47 @@ def _recomputation(saved: Mapping[str, Any] | None) -> data.Recomputation | None
     return data.Recomputation(saved["saved"], saved["flops"], saved["share"], tuple(saved["what"]))
 
 
-def _traffic(one: Mapping[str, Any]) -> data.Traffic:
-    kind, cause = one.get("kind"), one["cause"]
+def _coupling(saved: Sequence[Mapping[str, Any]]) -> data.Coupling | None:
+    """Reads a list of at most one entry."""
+    if not saved:
+        return None
+    return data.Coupling(**saved[0])
+
+
+def _pipelining(saved: Mapping[str, Any] | None) -> Pipelining | None:
+    if saved is None:
+        return None
+    figures: dict[str, Any] = dict(saved)
+    figures["layers"] = tuple(saved["layers"])
+    return Pipelining(**figures)
+
+
+def _traffic(saved: Mapping[str, Any]) -> data.Traffic:
+    axes, cause = tuple(saved["axis"].split(" x ")), saved["cause"]
+    kind = saved.get("kind")
     if not kind:  # in a file of an earlier version
-        kind = "parameters" if cause.startswith("gathers of parameters") else "activations"
-        kind = "gradients" if cause.startswith("gradients") else kind
-    return data.Traffic(tuple(one["axis"].split(" x ")), kind, cause, one["bytes"])
+        kind = _kind_of_cause(cause)
+    return data.Traffic(axes, kind, cause, saved["bytes"])
 
 
-def _line_cost(one: Mapping[str, Any]) -> data.LineCost:
-    sizes = one["memory_bytes"], one["sent_bytes"]
-    file, number = one.get("caller", ("", 0))
-    causes = tuple(one["causes"])
-    return data.LineCost(one["file"], one["number"], *sizes, causes, (file, number))
+def _kind_of_cause(cause: str) -> data.TrafficKind:
+    if cause.startswith("gradients"):
+        return "gradients"
+    if cause.startswith("gathers of parameters"):
+        return "parameters"
+    return "activations"
 
 
-def _closed_over(one: Mapping[str, Any]) -> data.ClosedOver:
-    sizes, axes = tuple(one["shape"]), tuple(one["axes"])
-    return data.ClosedOver(one["name"], sizes, one["dtype"], one["bytes"], axes)
+def _line_cost(saved: Mapping[str, Any]) -> data.LineCost:
+    sizes = saved["memory_bytes"], saved["sent_bytes"]
+    file, number = saved.get("caller", ("", 0))
+    causes = tuple(saved["causes"])
+    return data.LineCost(saved["file"], saved["number"], *sizes, causes, (file, number))
+
+
+def _closed_over(saved: Mapping[str, Any]) -> data.ClosedOver:
+    shape, axes = tuple(saved["shape"]), tuple(saved["axes"])
+    return data.ClosedOver(saved["name"], shape, saved["dtype"], saved["bytes"], axes)
 
 
 def reason_from_json(row: Mapping[str, Any], computed: bool) -> Reason:

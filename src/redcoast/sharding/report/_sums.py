@@ -47,9 +47,13 @@ class _Examples:
 
     def apart(self, operation: Operation) -> bool:
         """Whether the examples of an operand are divided into several dimensions."""
-        operands = [value for value in operation.operands if value is not None]
-        dims = [pair for value in operands for pair in zip(value.dims, value.shape, strict=True)]
-        return any(self.batch.has(node) and 1 < size < self.size for node, size in dims)
+        for value in operation.operands:
+            if value is None:
+                continue
+            for node, size in zip(value.dims, value.shape, strict=True):
+                if self.batch.has(node) and 1 < size < self.size:
+                    return True
+        return False
 
     def divides(self, x: float | None) -> bool:
         """Whether a number is the number of examples or a multiple, as the number of elements."""
@@ -60,16 +64,21 @@ class _Examples:
 
 def find_sums(program: Program) -> dict[str, str]:
     """The scalar results that are sums over examples, by path, with lines of the user's code."""
-    traced, given = program.traced, program.batch.given
-    if not given or (size := program.graph.sizes[given[0]]) < 2:
+    traced, scope = program.traced, program.scope
+    if not program.batch.given:
         return {}
-    examples, scope = _Examples(batch_dims(program, 1), size), program.scope
+    size = program.graph.sizes[program.batch.given[0]]
+    if size < 2:
+        return {}
+    examples = _Examples(batch_dims(program, 1), size)
     inputs: list[_Growth] = []
     for place, var in enumerate(scope.jaxpr.invars):
         in_batch = traced.arrays <= place < traced.arrays + traced.batch
         has_rows = any(map(examples.batch.has, scope.values[var].dims))
-        # An array of the batch without rows may be anything, such as the number of its tokens.
-        inputs.append(_UNKNOWN if in_batch and not has_rows else _Growth())
+        growth = _Growth()
+        if in_batch and not has_rows:
+            growth = _UNKNOWN  # it may be anything, such as the number of tokens
+        inputs.append(growth)
     facts = Facts(
         of_number=lambda value: _Growth(number=_number(value)),
         of_results=partial(_growth, examples),
@@ -78,7 +87,7 @@ def find_sums(program: Program) -> dict[str, str]:
     )
     results = follow_facts(facts, scope, inputs)
     output = join(scope.jaxpr.outvars, traced.output)
-    paths = {id(x): show_path(path) for path, x in jax.tree_util.tree_leaves_with_path(output)}
+    paths = {id(var): show_path(path) for path, var in jax.tree_util.tree_leaves_with_path(output)}
     sums: dict[str, str] = {}
     for var, growth in zip(scope.jaxpr.outvars, results, strict=True):
         is_scalar = getattr(var.aval, "shape", None) == ()
@@ -133,48 +142,60 @@ def _growth(examples: _Examples, operation: Operation, operands: Growths) -> _Gr
         return result  # a number of the program stays a number
     if name in HOMOGENEOUS or (rule is not None and rule.linear):
         return replace(result, number=None)
-    # Of a value that does not grow, no function does.
-    return _Growth() if all(x.degree == 0 for x in operands) else _UNKNOWN
+    if all(x.degree == 0 for x in operands):
+        return _Growth()  # a function of values that do not grow does not grow
+    return _UNKNOWN
 
 
 def _largest(operands: Growths) -> _Growth:
     if any(x.degree is None for x in operands):
         return _UNKNOWN
     most = max(operands, key=lambda x: x.degree or 0, default=_Growth())
-    number = operands[0].number if len(operands) == 1 else None
-    return _Growth(most.degree, number, any(x.divided for x in operands), most.line)
+    number = None
+    if len(operands) == 1:
+        number = operands[0].number
+    is_divided = any(x.divided for x in operands)
+    return _Growth(most.degree, number, is_divided, most.line)
 
 
 def _quotient(examples: _Examples, over: _Growth, under: _Growth) -> _Growth:
+    """How the quotient of two values of known degree grows."""
     by_count = examples.divides(under.number)
     degree = (over.degree or 0) - (under.degree or 0)
     if by_count and degree > 0:
         return replace(over, degree=degree - 1, number=None)
     if degree > 0 and under.number not in (None, 1, 2, 3):
         return _UNKNOWN  # an expected number of examples, or one that is scaled
-    divided = over.divided or by_count or (under.degree or 0) > (over.degree or 0)
-    known = over.number is not None and under.number not in (None, 0)
-    number = over.number / under.number if known else None  # pyright: ignore
+    divided = over.divided or by_count or degree < 0
+    number = None
+    if over.number is not None and under.number:  # it is not divided by 0
+        number = over.number / under.number
     return _Growth(max(degree, 0), number, divided, over.line)
 
 
 def _product(examples: _Examples, a: _Growth, b: _Growth) -> _Growth:
-    for x, y in ((a, b), (b, a)):
-        if x.number and examples.divides(1 / x.number):
-            return _quotient(examples, y, _Growth(number=1 / x.number))
+    """How the product of two values of known degree grows."""
+    # A product with 1 / n is a quotient.
+    for factor, other in ((a, b), (b, a)):
+        if factor.number and examples.divides(1 / factor.number):
+            return _quotient(examples, other, _Growth(number=1 / factor.number))
     if 0 in (a.number, b.number):
         return _Growth(number=0.0)
     degree = (a.degree or 0) + (b.degree or 0)
     divided = a.divided or b.divided
-    if divided and degree > 0:  # a sum, and a number of which it was divided
-        return _Growth(degree - 1, line=_largest([a, b]).line)
-    known = a.number is not None and b.number is not None
-    number = a.number * b.number if known else None  # pyright: ignore
-    return _Growth(degree, number, divided, _largest([a, b]).line)
+    line = _largest([a, b]).line
+    if divided and degree > 0:  # a sum, and a value that was divided by the number of examples
+        return _Growth(degree - 1, line=line)
+    number = None
+    if a.number is not None and b.number is not None:
+        number = a.number * b.number
+    return _Growth(degree, number, divided, line)
 
 
 def _number(value: Any) -> float | None:
     try:
-        return float(value) if np.ndim(value) == 0 else None
+        if np.ndim(value) == 0:
+            return float(value)
     except (TypeError, ValueError):  # a key
-        return None
+        pass
+    return None

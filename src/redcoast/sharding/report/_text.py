@@ -40,8 +40,7 @@ def braced(paths: Sequence[str]) -> list[tuple[str, list[int]]]:
 
 
 def _pattern(path: str) -> Pattern:
-    """The pattern of one path: `(("layers",), ("/",), ("4",), ("/",), ("up",))`, and empty texts
-    between a slash and a number."""
+    """The pattern of one path: that of `w/up` is `(("w",), ("/",), ("up",))`."""
     return tuple((text,) for text in re.split(r"(\d+|/)", path))
 
 
@@ -104,11 +103,11 @@ def _pattern_text(texts: tuple[str, ...]) -> str:
         return f"{{{numbers[0]}..{numbers[-1]}..{steps.pop()}}}"
     # In a run of successive numbers, all have the same difference from their places.
     places = range(len(numbers))
-    texts = []
+    ranges: list[str] = []
     for run in grouped(places, lambda place: numbers[place] - place).values():
         first, last = numbers[run[0]], numbers[run[-1]]
-        texts.append(f"{first}..{last}" if first < last else f"{first}")
-    return "{" + ",".join(texts) + "}"
+        ranges.append(f"{first}..{last}" if first < last else f"{first}")
+    return "{" + ",".join(ranges) + "}"
 
 
 WIDTH = 80

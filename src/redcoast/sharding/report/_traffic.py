@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 
 from ...distributed._mesh import PIPE
@@ -14,6 +15,7 @@ from ..solver._hardware import Hardware, all_gather, all_reduce
 from ..solver._planned_collectives import of_batch, of_model
 from ..solver._strategy import (
     Decision,
+    Staged,
     any_tensor_parallel,
     batch_gathers,
     batch_of,
@@ -29,29 +31,15 @@ from ._sent import Axes, Sent
 from ._sent_whole import sent_as_asked, sent_to_hosts
 from ._text import grouped, shortened
 
+Cause = tuple[Axes, TrafficKind, str]
+
 
 def all_sent(plans: Sequence[LeafPlan], reasons: Reasons, hardware: Hardware) -> list[Sent]:
     """What each device communicates in a step."""
     decision, axes = reasons.decision, reasons.axes
     entries = list(_of_program(reasons, hardware))
-    if (staged := decision.program.staged) is not None:
-        reasons = replace(reasons, decision=replace(decision, program=staged.outside))
-        outside: dict[tuple[Axes, TrafficKind, str], float] = defaultdict(float)
-        total: dict[tuple[Axes, TrafficKind, str], float] = defaultdict(float)
-        for one in entries:
-            total[one.axes, one.kind, one.cause] += one.bytes
-        for one in _of_program(reasons, hardware):
-            outside[one.axes, one.kind, one.cause] += one.bytes
-        scaled: list[Sent] = []
-        for one in entries:
-            key = one.axes, one.kind, one.cause
-            # The gradients of a stage are summed over its microbatches first.
-            share = staged.share
-            if one.kind == "gradients":
-                share = 1 / staged.stages
-            size = outside[key] + (total[key] - outside[key]) * share
-            scaled.append(replace(one, bytes=one.bytes * size / max(1, total[key])))
-        entries = scaled
+    if decision.program.staged is not None:
+        entries = _of_one_stage(entries, decision.program.staged, reasons, hardware)
     entries += _gathers(plans, decision, axes)
     entries += sent_to_hosts(decision, axes)
     entries += sent_as_asked(decision, axes)
@@ -59,13 +47,47 @@ def all_sent(plans: Sequence[LeafPlan], reasons: Reasons, hardware: Hardware) ->
     return entries
 
 
+def _of_one_stage(
+    entries: Sequence[Sent], staged: Staged, reasons: Reasons, hardware: Hardware
+) -> list[Sent]:
+    """What a device of one stage communicates, of what the program without stages would.
+
+    `entries` are those of the whole program. A stage has a part of what is inside its layers, and
+    all of what is outside them.
+    """
+    decision = replace(reasons.decision, program=staged.outside)
+    total = _by_cause(entries)
+    outside = _by_cause(_of_program(replace(reasons, decision=decision), hardware))
+    of_stage: list[Sent] = []
+    for entry in entries:
+        cause = _cause(entry)
+        share = staged.share
+        if entry.kind == "gradients":
+            # The gradients of a stage are summed over its microbatches first.
+            share = 1 / staged.stages
+        size = outside[cause] + (total[cause] - outside[cause]) * share
+        # Each entry of a cause is scaled by the same factor, so that lines keep their shares.
+        of_stage.append(replace(entry, bytes=entry.bytes * size / max(1, total[cause])))
+    return of_stage
+
+
+def _by_cause(entries: Iterable[Sent]) -> defaultdict[Cause, float]:
+    """The bytes of each cause; 0 for one that does not occur."""
+    sums: defaultdict[Cause, float] = defaultdict(float)
+    for entry in entries:
+        sums[_cause(entry)] += entry.bytes
+    return sums
+
+
+def _cause(entry: Sent) -> Cause:
+    return entry.axes, entry.kind, entry.cause
+
+
 def traffic(entries: Iterable[Sent]) -> tuple[Traffic, ...]:
     """The bytes that each device communicates in a step by their causes, the largest first."""
-    sums: dict[tuple[Axes, TrafficKind, str], float] = defaultdict(float)
-    for one in entries:
-        sums[one.axes, one.kind, one.cause] += one.bytes
+    sums = _by_cause(entries)
     ordered = sorted(sums.items(), key=lambda item: (-item[1], item[0]))
-    return tuple(Traffic(*key, round(size)) for key, size in ordered if size > 0)
+    return tuple(Traffic(*cause, round(size)) for cause, size in ordered if size > 0)
 
 
 def _of_program(reasons: Reasons, hardware: Hardware) -> Iterator[Sent]:
@@ -75,7 +97,8 @@ def _of_program(reasons: Reasons, hardware: Hardware) -> Iterator[Sent]:
 
 
 def _between_stages(decision: Decision, axes: Mapping[str, int]) -> Iterator[Sent]:
-    if (staged := decision.program.staged) is None:
+    staged = decision.program.staged
+    if staged is None:
         return
     cause = "from each stage of the pipeline to the next, and back"
     yield Sent((PIPE,), "activations", cause, sent_between(decision, axes))
@@ -97,27 +120,28 @@ def sent_between(decision: Decision, axes: Mapping[str, int]) -> float:
 
 def pipelining(decision: Decision, axes: Mapping[str, int]) -> Pipelining | None:
     """How the program runs as a pipeline, if it does."""
-    if (one := decision.program.staged) is None:
+    staged = decision.program.staged
+    if staged is None:
         return None
     sent = round(sent_between(decision, axes))
-    return Pipelining(one.stages, one.layers, one.microbatches, one.bubble, sent)
+    return Pipelining(staged.stages, staged.layers, staged.microbatches, staged.bubble, sent)
 
 
 def _tensor_parallel(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Iterator[Sent]:
     """All-reduces of sums over tensor-parallel dimensions, and all-gathers after them."""
     decision = reasons.decision
     graph, classes = decision.program.graph, decision.classes
-    for one in of_model(graph, classes, batch, reasons.n, hardware):
-        if one.root not in decision.chosen:
+    for collective in of_model(graph, classes, batch, reasons.n, hardware):
+        if collective.root not in decision.chosen:
             continue
         # Overrides may shard two dimensions of an array, of which one counts.
         names = "arrays of overrides"
-        if one.root in reasons.sets:
-            names = reasons.sets[one.root].names
-        cause = f"all-reduces of activations, {_way(one.backward)}: {names}"
-        if one.cause == "gathered":
+        if collective.root in reasons.sets:
+            names = reasons.sets[collective.root].names
+        cause = f"all-reduces of activations, {_way(collective.backward)}: {names}"
+        if collective.cause == "gathered":
             cause = f"all-gathers after tensor-parallel arrays: {names}"
-        yield Sent(reasons.over, "activations", cause, one.bytes, one.source)
+        yield Sent(reasons.over, "activations", cause, collective.bytes, collective.source)
 
 
 def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Iterator[Sent]:
@@ -125,7 +149,9 @@ def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Itera
     decision, graph = reasons.decision, reasons.decision.program.graph
     spread = used_axes(decision.strategy.batch, reasons.axes)
     of_tokens = decision.program.batch.sequence
-    what = "sequence" if of_tokens else "batch"
+    what = "batch"
+    if of_tokens:
+        what = "sequence"
     causes = {
         "gradients": f"gradients, summed over the {what}",
         "written": "all-gathers of the batch, written by index",
@@ -144,15 +170,17 @@ def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Itera
         causes["moved"] = "parts of examples, which other devices need"
     elif of_tokens:
         causes |= dict.fromkeys(("written", "compared"), "all-gathers of keys and values")
-    for one in of_batch(graph, batch, stored(decision.strategy, reasons.axes), hardware):
-        size = one.bytes
-        if any_tensor_parallel(decision, one.dims):
+    stored_over = stored(decision.strategy, reasons.axes)
+    for collective in of_batch(graph, batch, stored_over, hardware):
+        size = collective.bytes
+        if any_tensor_parallel(decision, collective.dims):
             size = size / reasons.n
-        cause = causes.get(one.cause, f"sums over the {what}, {_way(one.backward)}")
+        others = f"sums over the {what}, {_way(collective.backward)}"
+        cause = causes.get(collective.cause, others)
         kind: TrafficKind = "activations"
-        if one.cause == "gradients":
+        if collective.cause == "gradients":
             kind = "gradients"
-        yield Sent(spread, kind, cause, size, one.source)
+        yield Sent(spread, kind, cause, size, collective.source)
     cause = "all-gathers of the batch, which is given split over fsdp too"
     size = batch_gathers(decision.program, decision.strategy, reasons.axes)
     yield Sent(("fsdp",), "activations", cause, size)
@@ -166,23 +194,33 @@ def _gathers(
     plans: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int]
 ) -> Iterator[Sent]:
     """FSDP-sharded arrays are all-gathered, over the axes of their storage alone."""
-    found: list[tuple[Axes, str, float, Source]] = []
-    parameters, staged = decision.program.parameters, decision.program.staged
-    first_use = decision.program.graph.first_use
-    layered = frozenset() if staged is None else staged.layered
-    for place, (row, value, d) in enumerate(zip(plans, parameters, decision.computed, strict=True)):
-        kept = set() if d is None else set(spec_axes([*row.spec, *[None] * len(value.dims)][d]))
-        used = {axis for entry in row.spec for axis in spec_axes(entry)}
-        kept |= {PIPE} & used if place in layered else set()
+    program = decision.program
+    layered = frozenset[int]()
+    if program.staged is not None:
+        layered = program.staged.layered
+    arrays: list[tuple[Axes, str, float, Source]] = []
+    computed = zip(plans, program.parameters, decision.computed, strict=True)
+    for place, (row, value, d) in enumerate(computed):
+        entries = [spec_axes(entry) for entry in row.spec]
+        used = set(chain(*entries))
+        # Axes that it is computed with in parts, or that each stage has its own layers along.
+        kept: set[str] = set()
+        if d is not None and d < len(entries):
+            kept.update(entries[d])
+        times = gathers(program.graph, value)
+        if place in layered:
+            kept |= used & {PIPE}
+            times = 1  # a stage gathers its layers once, before its first microbatch
         over = tuple(axis for axis in axes if axis in used - kept)
-        # A stage gathers its layers once, before its first microbatch.
-        times = 1 if place in layered else gathers(decision.program.graph, value)
         part = value.bytes * times / prod(axes[axis] for axis in kept)
         size = all_gather(parts(over, axes), part)
         # A scan uses one layer of an array at a time.
-        source = first_use.get(value.dims, first_use.get(value.dims[1:], ()))
-        found.append((over, row.leaf.name, size, source))
-    for over, gathered in grouped(found, lambda one: one[0]).items():
+        source = program.graph.first_use.get(value.dims)
+        if source is None:
+            source = program.graph.first_use.get(value.dims[1:], ())
+        arrays.append((over, row.leaf.name, size, source))
+    for over, gathered in grouped(arrays, lambda array: array[0]).items():
         names = shortened([name for _, name, _, _ in gathered])
+        cause = f"all-gathers of parameters: {names}"
         for _, _, size, source in gathered:
-            yield Sent(over, "parameters", f"all-gathers of parameters: {names}", size, source)
+            yield Sent(over, "parameters", cause, size, source)

@@ -38,21 +38,28 @@ Origins = Sequence[_Origin]
 
 
 def _merged(origins: Origins) -> _Origin:
-    return _Origin(
-        any(origin.model for origin in origins),
-        any(origin.counts for origin in origins),
-        next((origin.summed for origin in origins if origin.summed), None),
-        next((origin.weighed for origin in origins if origin.weighed), None),
-        max((origin.weights for origin in origins), default=0),
-    )
+    """What a result depends on: all that its operands depend on."""
+    merged = _Origin()
+    for origin in origins:
+        merged = _Origin(
+            merged.model or origin.model,
+            merged.counts or origin.counts,
+            merged.summed or origin.summed,
+            merged.weighed or origin.weighed,
+            max(merged.weights, origin.weights),
+        )
+    return merged
 
 
 def find_coupling(program: Program) -> Coupling | None:
     """The first operation that relates examples to each other, if there is one."""
-    traced, given = program.traced, program.batch.given
-    if not given or (size := program.graph.sizes[given[0]]) < 2:
+    if not program.batch.given:
         return None
-    search, jaxpr = _Search(batch_dims(program, 1), size), program.scope.jaxpr
+    size = program.graph.sizes[program.batch.given[0]]
+    if size < 2:
+        return None
+    traced, jaxpr = program.traced, program.scope.jaxpr
+    search = _Search(batch_dims(program, 1), size)
     facts = Facts(
         of_number=lambda value: _Origin(),
         of_results=search.origin,
@@ -62,8 +69,9 @@ def find_coupling(program: Program) -> Coupling | None:
     )
     needed = jaxpr.outvars
     if traced.trains:
-        needed = jaxpr.outvars[:1]
-    origins = [_Origin(model=i < traced.arrays) for i in range(len(jaxpr.invars))]
+        needed = jaxpr.outvars[:1]  # the loss
+    # The model's arrays are the first arguments.
+    origins = [_Origin(model=place < traced.arrays) for place in range(len(jaxpr.invars))]
     follow_facts(facts, program.scope, origins, needed=needed)
     return search.coupling
 
@@ -116,10 +124,10 @@ class _Use:
 
     def along(self, factors: frozenset[Factor]) -> bool:
         """Whether the batch dimension of an operand is one of the factors."""
-        return any(
-            self.batch.has(node) and dimension[0] in factors
-            for _, node, dimension in self.operation.dimensions()
-        )
+        for _, node, dimension in self.operation.dimensions():
+            if self.batch.has(node) and dimension[0] in factors:
+                return True
+        return False
 
     def reduces(self) -> bool:
         """Whether the operation reduces over examples."""
@@ -131,15 +139,16 @@ class _Use:
         merged = _merged(self.origins)
         if self.rule.shuffled:
             merged = replace(merged, counts=False)
-        known = [value for value in self.operation.operands if value is not None]
-        if self.result_rows and len(known) > 1:
+        arrays = [value for value in self.operation.operands if value is not None]
+        if self.result_rows and len(arrays) > 1:
             merged = replace(merged, weights=0, weighed=None)
         if not self.reduces():
             return merged
         if merged.model:
             return replace(merged, summed=self.operation)
-        several = any(size > 1 for size in self.operation.result.shape)
-        return replace(merged, weighed=self.operation, weights=1 + several)
+        is_scalar = all(size <= 1 for size in self.operation.result.shape)
+        weights = 1 if is_scalar else 2
+        return replace(merged, weighed=self.operation, weights=weights)
 
     def coupling(self) -> Coupling | None:
         """How the operation relates examples, if it does."""
@@ -167,9 +176,12 @@ class _Use:
         return Coupling(where.name, where.line(), why)
 
     def _compares_all(self) -> bool:
-        operands = [value for value in self.operation.operands if value is not None]
-        most = max((self.rows(value.dims) for value in operands), default=0)
-        return self.result_rows > max(1, most)
+        """Whether the result has more batch dimensions than any operand, and more than one."""
+        most = 1
+        for value in self.operation.operands:
+            if value is not None:
+                most = max(most, self.rows(value.dims))
+        return self.result_rows > most
 
     def _is_along_batch(self) -> bool:
         """Whether it sorts the examples, or adds up all before each."""
@@ -202,16 +214,19 @@ class _Use:
             changed = self.rule.whole
         if operand is None or len(operand.shape) != len(result.shape):
             return False
-        pairs = zip(operand.dims, operand.shape, result.shape, self.rule.operands[0], strict=True)
-        return any(
-            self.batch.has(node) and dimension[0] in changed and before == self.size >= after
-            for node, before, after, dimension in pairs
-        )
+        dimensions = self.rule.operands[0]
+        for d, node in enumerate(operand.dims):
+            before, after = operand.shape[d], result.shape[d]
+            is_changed = self.batch.has(node) and dimensions[d][0] in changed
+            if is_changed and before == self.size >= after:
+                return True
+        return False
 
     def _is_nonlinear(self) -> bool:
         """Whether it is a nonlinear function of a sum over examples."""
         summed = {place for place, origin in enumerate(self.origins) if origin.summed is not None}
         is_power_of_one = self.operation.equation.params.get("y") == 1
+        # Linear in all sums at once: the product of two sums is not, though it is in each.
         is_linear = any(summed <= places for places in self.rule.linear)
         return bool(summed) and not (is_linear or is_power_of_one or self.rule.is_pairwise)
 
@@ -219,13 +234,14 @@ class _Use:
         """Whether a reduction over all examples is used for each of them."""
         if not self.result_rows:
             return False
-        pairs = [
-            (origin, value)
-            for origin, value in zip(self.origins, self.operation.operands, strict=True)
-            if value is not None
-        ]
-        whole = [origin for origin, value in pairs if not self.rows(value.dims)]
+        weights: list[int] = []
+        for origin, value in zip(self.origins, self.operation.operands, strict=True):
+            if value is None:
+                continue
+            weights.append(origin.weights)
+            is_reduction = origin.summed is not None or origin.weights == 2
+            if is_reduction and not self.rows(value.dims):
+                return True
         # Division by a sum of weights is a weighted mean; its subtraction is not.
         adds = self.rule.linear == (frozenset([0, 1]),)
-        shifts = adds and sorted(origin.weights for origin, _ in pairs) == [0, 1]
-        return shifts or any(origin.summed is not None or origin.weights == 2 for origin in whole)
+        return adds and sorted(weights) == [0, 1]

@@ -1,5 +1,6 @@
 """A plan's report as data."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -273,7 +274,7 @@ class PlanReport:
         plan = rc.plan_shardings(model, rc.make_mesh(), fn=loss_fn, args=(batch, None))
         for array in plan.report.arrays:
             print(array.path, array.spec, array.reason.kind, array.bytes_per_device)
-        print(sum(one.bytes for one in plan.report.program.traffic))
+        print(sum(traffic.bytes for traffic in plan.report.program.traffic))
         ```
     """
 
@@ -321,17 +322,36 @@ def make_report(
     rows: Sequence[LeafPlan], axes: Mapping[str, int], program: ProgramReport | None = None
 ) -> PlanReport:
     """The report of a plan with these rows over a mesh with such axes."""
-    arrays = []
-    for row in rows:
-        leaf, parts = row.leaf, spec_parts(row.spec, axes)
-        what = leaf.name, leaf.shape, str(leaf.dtype), row.spec, row.reason, row.role
-        arrays.append(PlannedArray(*what, parts, leaf.bytes, leaf.bytes // parts))
-    roles = "parameter", "optimizer state", "other"
-    by_role = ([array for array in arrays if array.role == role] for role in roles)
-    totals = Totals(_total(arrays), *map(_total, by_role))
+    arrays = [_planned_array(row, axes) for row in rows]
+    by_role: defaultdict[Role, list[PlannedArray]] = defaultdict(list)
+    for array in arrays:
+        by_role[array.role].append(array)
+    totals = Totals(
+        all=_total(arrays),
+        parameters=_total(by_role["parameter"]),
+        optimizer_state=_total(by_role["optimizer state"]),
+        other=_total(by_role["other"]),
+    )
     return PlanReport(dict(axes), tuple(arrays), totals, program)
 
 
+def _planned_array(row: LeafPlan, axes: Mapping[str, int]) -> PlannedArray:
+    leaf = row.leaf
+    parts = spec_parts(row.spec, axes)
+    return PlannedArray(
+        path=leaf.name,
+        shape=leaf.shape,
+        dtype=str(leaf.dtype),
+        spec=row.spec,
+        reason=row.reason,
+        role=row.role,
+        parts=parts,
+        bytes=leaf.bytes,
+        bytes_per_device=leaf.bytes // parts,
+    )
+
+
 def _total(arrays: Sequence[PlannedArray]) -> Total:
-    sizes = sum(array.bytes for array in arrays), sum(array.bytes_per_device for array in arrays)
-    return Total(len(arrays), *sizes)
+    size = sum(array.bytes for array in arrays)
+    each = sum(array.bytes_per_device for array in arrays)
+    return Total(len(arrays), size, each)

@@ -9,7 +9,7 @@ from ..tree._overrides import spec_axes
 from ._data import PlannedArray, PlanReport
 from ._summary import draw_summary
 from ._table import groups_of
-from ._text import megabytes
+from ._text import megabytes, spec_text
 
 _SHOWN = 40  # lines of the table
 _MOST_TILES = 16  # parts that are drawn along a dimension
@@ -29,7 +29,7 @@ def draw_html(report: PlanReport) -> str:
             draw_array(array, report.mesh),
             html.escape(group.paths or "(the array)"),
             html.escape(str(array.shape)),
-            html.escape(_spec(array)),
+            html.escape(spec_text(array.spec)),
             megabytes(group.bytes_per_device),
             html.escape(array.reason.text),
         )
@@ -44,13 +44,6 @@ def draw_html(report: PlanReport) -> str:
         f"<pre>{html.escape(draw_summary(report))}</pre>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     )
-
-
-def _spec(array: PlannedArray) -> str:
-    if not array.spec:
-        return "replicated"
-    entries = ["+".join(spec_axes(entry)) or "-" for entry in array.spec]
-    return f"({', '.join(entries)})"
 
 
 def draw_array(array: PlannedArray, mesh: Mapping[str, int]) -> str:

@@ -18,16 +18,16 @@ def check_limits(
     if max_memory is not None:
         check_number("max_memory", max_memory)
         if program.memory.total > max_memory:
-            costs = [(one.memory_bytes, one) for one in program.lines]
+            costs = [(line.memory_bytes, line) for line in program.lines]
             raise ValueError(
                 f"Each device needs about {scaled(program.memory.total)} of memory, more than "
                 f"max_memory={max_memory:,.0f} bytes. {_costliest(costs, 'keep')}"
             )
     if max_bytes is not None:
         check_number("max_bytes", max_bytes)
-        sent = sum(one.bytes for one in program.traffic)
+        sent = sum(traffic.bytes for traffic in program.traffic)
         if sent > max_bytes:
-            costs = [(one.sent_bytes, one) for one in program.lines]
+            costs = [(line.sent_bytes, line) for line in program.lines]
             raise ValueError(
                 f"Each device communicates about {scaled(sent)} in a step, more than "
                 f"max_bytes={max_bytes:,.0f} bytes. {_costliest(costs, 'send')}"
@@ -37,11 +37,11 @@ def check_limits(
 def _costliest(costs: list[tuple[int, LineCost]], verb: str) -> str:
     """A sentence on the lines that cost most."""
     ordered = sorted(costs, key=lambda cost: -cost[0])
-    named = [
-        f"{os.path.basename(one.file)}:{one.number} ({scaled(size)})"
-        for size, one in ordered[:_NAMED]
-        if size and one.file
-    ]
-    if not named:
+    texts: list[str] = []
+    for size, line in ordered[:_NAMED]:
+        # What belongs to no line of the user's code has no file.
+        if size and line.file:
+            texts.append(f"{os.path.basename(line.file)}:{line.number} ({scaled(size)})")
+    if not texts:
         return '`plan.table(by="line")` lists what each line costs.'
-    return f'These lines {verb} most: {", ".join(named)}. `plan.table(by="line")` lists all.'
+    return f'These lines {verb} most: {", ".join(texts)}. `plan.table(by="line")` lists all.'

@@ -26,19 +26,23 @@ class _From(IntEnum):
 
 def find_shared_masks(program: Program) -> tuple[str, ...]:
     """The lines of the user's code that use a random mask for all examples alike."""
-    traced, given = program.traced, program.batch.given
-    if not given or program.graph.sizes[given[0]] < 2:
+    if not program.batch.given:
         return ()
-    lines: dict[str, None] = {}
+    size = program.graph.sizes[program.batch.given[0]]
+    if size < 2:
+        return ()
+    lines: dict[str, None] = {}  # in the order of the program
     facts = Facts(
         of_number=lambda number: _From.NUMBERS,
         of_results=partial(_origin, batch_dims(program, 1), lines),
         join=max,
         widen=max,
     )
-    known = traced.arrays + traced.batch
-    others = len(program.scope.jaxpr.invars) - known
-    follow_facts(facts, program.scope, [_From.ARRAYS] * known + [_From.NUMBERS] * others)
+    # The first arguments are the arrays of the model, and then those of the batch.
+    arrays = program.traced.arrays + program.traced.batch
+    others = len(program.scope.jaxpr.invars) - arrays
+    origins = [_From.ARRAYS] * arrays + [_From.NUMBERS] * others
+    follow_facts(facts, program.scope, origins)
     return tuple(lines)
 
 

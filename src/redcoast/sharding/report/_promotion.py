@@ -7,7 +7,7 @@ that are meant have a `[:, None]`, a `keepdims`, or are a matrix product.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal
 
@@ -29,25 +29,29 @@ class _Origin(NamedTuple):
 
 def find_promotions(program: Program) -> tuple[str, ...]:
     """The lines of the user's code that combine every example with every other by mistake."""
-    traced, given = program.traced, program.batch.given
-    if not given or program.graph.sizes[given[0]] < 2:
+    if not program.batch.given:
         return ()
-    lines: dict[str, None] = {}
-    size = program.graph.sizes[given[0]]
+    size = program.graph.sizes[program.batch.given[0]]
+    if size < 2:
+        return ()
+    lines: dict[str, None] = {}  # in the order of the program
     facts = Facts(
         of_number=lambda number: _Origin(),
         of_results=partial(_origin, batch_dims(program, 1), size, lines),
         join=_merged,
         widen=lambda before, after: _merged([before, after]),
     )
-    count = len(program.scope.jaxpr.invars)
-    follow_facts(facts, program.scope, [_Origin(model=i < traced.arrays) for i in range(count)])
+    arguments = len(program.scope.jaxpr.invars)
+    # The model's arrays are the first arguments.
+    origins = [_Origin(model=place < program.traced.arrays) for place in range(arguments)]
+    follow_facts(facts, program.scope, origins)
     return tuple(lines)
 
 
 def _merged(origins: Sequence[_Origin]) -> _Origin:
     model = any(origin.model for origin in origins)
-    return _Origin(model, any(origin.widened for origin in origins))
+    widened = any(origin.widened for origin in origins)
+    return _Origin(model, widened)
 
 
 def _origin(
@@ -83,7 +87,9 @@ def _is_mistake(
         return False
     for row, column in ((0, 1), (1, 0)):
         broadcast = operation.producer(equation.invars[row])
-        if shape_of(equation.invars[column]) != (size, 1) or not _is_row(broadcast, size):
+        if broadcast is None or not _is_row(broadcast, size):
+            continue
+        if shape_of(equation.invars[column]) != (size, 1):
             continue
         differ = operands[0].model != operands[1].model and not operands[column].widened
         of_batch = all(map(batch.has, operation.result.dims))
@@ -91,15 +97,15 @@ def _is_mistake(
     return False
 
 
-def _is_row(equation: JaxprEqn | None, size: int) -> bool:
+def _is_row(equation: JaxprEqn, size: int) -> bool:
     """Whether an equation broadcasts a flat array of all examples to a single row."""
-    if equation is None or equation.primitive.name != "broadcast_in_dim":
+    if equation.primitive.name != "broadcast_in_dim":
         return False
     shapes = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
     return shapes == ((size,), (1, size))
 
 
-def _is_implicit(broadcast: Any, equation: JaxprEqn) -> bool:
+def _is_implicit(broadcast: JaxprEqn, equation: JaxprEqn) -> bool:
     """Whether an operation itself did the broadcast, which then has the same frames."""
     frames = _frames(broadcast)
     added = any(file.endswith(_BATCHING) for file, *_ in frames)

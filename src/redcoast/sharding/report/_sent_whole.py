@@ -107,23 +107,38 @@ def _changes(decision: Decision, axes: Sizes) -> Iterator[tuple[Asked, _Change]]
 
 
 def _change(asked: Asked, before: Spec, after: Spec, axes: Sizes) -> _Change:
-    count = [parts(entry, axes) for entry in before]
-    ratios = [parts(entry, axes) / n for entry, n in zip(after, count, strict=True)]
-    less = Counter(1 / ratio for ratio in ratios if ratio < 1)
-    more = Counter(ratio for ratio in ratios if ratio > 1)
+    """What a change between two shardings sends.
+
+    `less` are the factors by which dimensions are split less than before, and `more` those by which
+    others are split more. A factor in both is exchanged between two dimensions.
+    """
+    less: Counter[float] = Counter()
+    more: Counter[float] = Counter()
+    for now, wanted in zip(before, after, strict=True):
+        ratio = parts(wanted, axes) / parts(now, axes)
+        if ratio < 1:
+            less[1 / ratio] += 1
+        elif ratio > 1:
+            more[ratio] += 1
     exchanged = less & more
-    size = asked.value.bytes / prod(count)
+    count = prod(parts(entry, axes) for entry in before)
     if less and more and not exchanged:
-        return _Change(before, all_gather(prod(count), asked.value.bytes), True)
+        return _Change(before, all_gather(count, asked.value.bytes), True)
+    size = asked.value.bytes / count  # of the part that a device has
     size /= prod((more - exchanged).elements())  # what is split further sends nothing
     sent = sum(size * (1 - 1 / ratio) for ratio in exchanged.elements())
     for ratio in (less - exchanged).elements():
         sent += size * (ratio - 1)
         size *= ratio
-    pairs = list(zip(before, after, strict=True))
-    if any(now and wanted and wanted[: len(now)] != now[: len(wanted)] for now, wanted in pairs):
-        sent += size  # between other devices
+    if any(map(_is_permuted, before, after)):
+        sent += size  # each device has the part of another one
     return _Change(before, sent, False)
+
+
+def _is_permuted(before: Axes, after: Axes) -> bool:
+    """Whether a dimension is split over other axes, and not only over more or fewer of them."""
+    common = min(len(before), len(after))
+    return before[:common] != after[:common]
 
 
 def _planned(value: Value, decision: Decision, batch: BatchDims, axes: Sizes) -> list[Axes]:

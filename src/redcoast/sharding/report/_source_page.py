@@ -30,8 +30,8 @@ def draw_source_page(lines: Sequence[LineCost], title: str, summary: str) -> str
     by_file: dict[str, dict[int, LineCost]] = defaultdict(dict)
     for line in sorted(lines, key=_cost, reverse=True):
         by_file[line.file][line.number] = line
-    named = [line for line in lines if line.file][:_FIRST]
-    first = "".join(f'<li><a href="#{_anchor(line)}">{_place(line)}</a></li>' for line in named)
+    with_file = [line for line in lines if line.file]
+    first = "".join(map(_link, with_file[:_FIRST]))
     files = "".join(_file(file, costs, most) for file, costs in by_file.items())
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -50,16 +50,17 @@ def _anchor(line: LineCost) -> str:
     return html.escape(f"{os.path.basename(line.file)}:{line.number}")
 
 
-def _place(line: LineCost) -> str:
+def _link(line: LineCost) -> str:
+    """An entry of the list at the top, which leads to the line's row."""
     sizes = f"{megabytes(line.memory_bytes)} MB of memory, {megabytes(line.sent_bytes)} MB sent"
-    return f"{_anchor(line)}: {sizes}"
+    return f'<li><a href="#{_anchor(line)}">{_anchor(line)}: {sizes}</a></li>'
 
 
 def _file(file: str, costs: Mapping[int, LineCost], most: int) -> str:
     """The code of a file around the lines with a cost."""
     if not file:
-        rows = [_row(0, "no line of your code", costs[0], most)]
-        return f"<h2>Elsewhere</h2><table>{''.join(rows)}</table>"
+        row = _row(0, "no line of your code", costs[0], most)
+        return f"<h2>Elsewhere</h2><table>{row}</table>"
     code = getlines(file)
     rows: list[str] = []
     before = 0
@@ -87,8 +88,8 @@ def _row(number: int, code: str, line: LineCost | None, most: int) -> str:
     if line is None:
         return f"<tr>{cells}<td></td><td></td><td>{html.escape(code)}</td></tr>"
     share = _cost(line) / max(1, most)
-    sizes = (megabytes(line.memory_bytes), megabytes(line.sent_bytes))
-    cells += "".join(f'<td class="size">{size}</td>' for size in sizes)
+    for size in (line.memory_bytes, line.sent_bytes):
+        cells += f'<td class="size">{megabytes(size)}</td>'
     cells += f"<td>{html.escape(code)}</td>"
     cells += f'<td class="causes">{html.escape("; ".join(line.causes))}</td>'
     colour = f"rgba(230, 74, 25, {0.1 + 0.5 * share:.2f})"

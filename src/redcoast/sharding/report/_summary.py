@@ -11,6 +11,7 @@ from ._text import (
     WIDTH,
     grouped,
     hanging,
+    mesh_text,
     paragraph,
     percentages,
     recomputed_sentence,
@@ -80,8 +81,7 @@ def _devices(report: PlanReport) -> list[str]:
         use = _use(report, axis)
         counts[use] = counts.get(use, 1) * size
     uses = " x ".join(f"{counts[use]}-way {use}" for use in _USES if use in counts)
-    mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-    mesh = f"(mesh {mesh})"
+    mesh = f"(mesh {mesh_text(sizes)})"
     line = f"{prod(sizes.values()):,} devices = {uses}"
     if len(line) > WIDTH:
         line = line.replace(" parallel x", " x")

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from ...core._errors import several
 from ..tree._leaf_plans import Kind
-from ..tree._overrides import spec_axes
 from . import _data as data
 from ._text import (
     WIDTH,
@@ -16,8 +15,10 @@ from ._text import (
     hanging,
     in_columns,
     megabytes,
+    mesh_text,
     paragraph,
     recomputed_sentence,
+    spec_text,
 )
 
 # For each axis, at most so many causes, and none with less than this share of the communication.
@@ -55,8 +56,7 @@ class _Group(NamedTuple):
 def draw_table(report: data.PlanReport) -> str:
     """All arrays below the reason for their sharding, similar ones in one line, and the sums."""
     program = report.program_or_none
-    mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items())
-    lines = [f"Plan over the mesh {mesh}", ""]
+    lines = [f"Plan over the mesh {mesh_text(report.mesh)}", ""]
     if _is_all_replicated(report):
         groups = groups_of(report, by_reason=False)
         lines += [*_body([("", groups)]), ""]
@@ -169,11 +169,8 @@ def _cells(group: _Group, heading: str) -> tuple[str, ...]:
     path = group.paths or "(the array)"
     if heading:
         path = f"  {path}"
-    spec = "replicated"
-    if group.first.spec:
-        entries = ["+".join(spec_axes(entry)) or "-" for entry in group.first.spec]
-        spec = f"({', '.join(entries)})"
-    return path, str(group.first.shape), spec, megabytes(group.bytes_per_device)
+    first = group.first
+    return path, str(first.shape), spec_text(first.spec), megabytes(group.bytes_per_device)
 
 
 def _totals(totals: data.Totals) -> list[str]:

@@ -1,11 +1,14 @@
 """Lines of limited width."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise, zip_longest
 from typing import TypeVar
 
+from jax.sharding import PartitionSpec
+
 from ...core._errors import in_units
+from ..tree._overrides import spec_axes
 from ._data import Coupling, Recomputation
 
 Item = TypeVar("Item")
@@ -178,6 +181,19 @@ def in_columns(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
         padded[-1] = texts[-1].rjust(widths[-1])
         lines.append("  ".join(padded).rstrip())
     return lines
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """`data=2, model=4`."""
+    return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """`(-, data+fsdp)`, in which `-` is a dimension that is not sharded."""
+    entries = ["+".join(spec_axes(entry)) or "-" for entry in spec]
+    if not entries:
+        return "replicated"
+    return f"({', '.join(entries)})"
 
 
 def coupling_sentence(coupling: Coupling) -> str:

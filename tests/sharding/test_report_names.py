@@ -26,6 +26,7 @@ def test_patterns_stand_for_exactly_their_paths(paths):
         (["a/0", "a/1", "a/5"], ["a/{0..1,5}"]),
         (["down/0/norm2", "down/1/norm1"], ["down/0/norm2", "down/1/norm1"]),
         (["w", "w1", "w01"], ["w", "w1", "w01"]),
+        (["w/²", "w/b"], ["w/{²,b}"]),  # a digit that is no decimal
         ([""], [""]),
     ],
 )

@@ -87,7 +87,7 @@ def _others(pattern: Pattern, kind: str, part: int) -> Pattern:
 
 def _kind(text: str) -> str:
     # A range would drop the leading zeros of a number.
-    if text.isdigit() and str(int(text)) == text:
+    if text.isdecimal() and str(int(text)) == text:
         return "number"
     if text.strip("/"):
         return "name"

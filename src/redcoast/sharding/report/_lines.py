@@ -102,6 +102,7 @@ def draw_lines(program: ProgramReport) -> str:
         place = f"{os.path.basename(line.file)}:{line.number}"
         if not line.file:
             place = "no line of your code"
+        # A very long line of code would hide the others.
         lines += hanging(first, f"{place}  {code}"[: 3 * WIDTH])
         if line.causes:
             indent = " " * (len(first) + 2)

@@ -59,8 +59,8 @@ def _sentence(decision: Decision, axes: Mapping[str, int]) -> str:
     if batch.sets:
         return _split_sentence(decision, axes)
     strategy = decision.strategy
-    used = batch_axes(decision, axes)
     wanted = used_axes(strategy.batch, axes)
+    used = batch_axes(decision, axes)  # those of them over which the rows divide
     over = f"{' x '.join(wanted)} = {parts(wanted, axes)}"
     split = "replicated"
     if used:
@@ -342,6 +342,7 @@ def find_reasons(leaves: Sequence[Leaf], decision: Decision, axes: Mapping[str, 
     links: dict[int, int] = {}
     for a, b in graph.links:
         for node, linked in ((a, b), (b, a)):
+            # A size of 1 is broadcast, so that it rules nothing out.
             is_indivisible = not classes.divides(linked) and graph.sizes[linked] > 1
             if classes.divides(node) and is_indivisible:
                 links.setdefault(classes[node], graph.sizes[linked])

@@ -21,6 +21,7 @@ from ._text import (
 
 MOST_LINES = 10
 _DETAILS = "Details: plan.table(), plan.report"
+# In the order of the first line.
 _USES = (
     "pipeline parallel",
     "data parallel",
@@ -146,6 +147,7 @@ def _shares(report: PlanReport, *, reasons: bool, merged: bool) -> list[str]:
     percents = percentages([_count(arrays) for arrays in ways.values()])
     shares = dict(zip(ways, percents, strict=True))
     small = [way for way in ways if not shares[way]]
+    # A line for a single small share takes no more room than a line for all of them.
     if not merged or len(small) == 1:
         small = []
     widest = max(map(len, ways), default=0)
@@ -265,7 +267,7 @@ def _communication(program: ProgramReport) -> list[str]:
     first = _labelled("Communication", "")
     if not total:
         return [f"{first}none"]
-    percents = percentages(list(sizes.values()))
+    percents = percentages(list(sizes.values()))  # which add up to 100
     shares = dict(zip(sizes, percents, strict=True))
     kinds = sorted(shares, key=lambda kind: -shares[kind])
     shown = ", ".join(f"{shares[kind]}% {kind}" for kind in kinds if shares[kind])

@@ -34,7 +34,7 @@ _UNKNOWN = (
 )
 _COUPLED = "`accumulate`, or batches of another size, would change the loss."
 _COLUMNS = ("path", "shape", "spec", "MB/device")
-_LONGEST = {1: 22, 2: 22}
+_LONGEST = {1: 22, 2: 22}  # of the shape and the spec, which are broken if they are longer
 _LABELS: dict[Kind, str] = {
     "tensor-parallel": "Tensor-parallel",
     "fsdp": "FSDP-sharded",
@@ -182,6 +182,7 @@ def _totals(totals: data.Totals) -> list[str]:
         shown = f"{times:.1f}" if times > 0.05 else f"{times:.2g}"
         lines.append(_total("optimizer state", states))
         lines.append(f"{'':<17}(sharded like the parameters; {shown}x their size)")
+    # Counts of steps and keys are not worth a line.
     if totals.other.bytes > 1e6:
         lines.append(_total("other", totals.other))
     if len(lines) > 1:
@@ -298,6 +299,7 @@ def _traffic(traffic: Sequence[data.Traffic]) -> list[str]:
     for axis, entries in sorted(by_axis.items(), key=lambda item: -_bytes(item[1])):
         total = _bytes(entries)
         lines += _cause(total, f"over {axis}", 0)
+        # Entries are the largest first, so that those that are left out are the last ones.
         large = [entry for entry in entries if entry.bytes > _LITTLE * total]
         shown = large[:_SHOWN]
         for entry in shown:

@@ -139,15 +139,18 @@ class Place:
     @property
     def stands_in(self) -> bool:
         """Whether these are CPU devices in place of an accelerator's."""
-        kind = "cpu" if self.target is None else self.target.chip.kind
-        return kind != "cpu" and self.devices[0].platform == "cpu"
+        if self.target is None or self.target.chip.kind == "cpu":
+            return False
+        return self.devices[0].platform == "cpu"
 
     @property
     def device(self) -> Device:
         """The device that models choose operations for. A CPU in place of a GPU has none of its
         kernels."""
-        found = target_of(self.devices[0])
-        return found if self.target is None else replace(found, platform=self.target.chip.kind)
+        device = target_of(self.devices[0])
+        if self.target is None:
+            return device
+        return replace(device, platform=self.target.chip.kind)
 
     def mesh(self, sizes: Mapping[str, int]) -> Mesh:
         return make_mesh(**sizes, devices=self.devices)
@@ -167,16 +170,22 @@ def place_of(target: TargetDevices) -> Place:
         return place(devices=_cpu(target.count), notes=(_NOMINAL,), compiler="cpu")
     if missing := missing_compiler(target.chip):
         return place(devices=_cpu(target.count), notes=(f"{missing} {_BIAS}",), compiler="cpu")
-    compiler = "tpu" if target.chip.kind == "tpu" else "cuda"
+    compiler, describe = "cuda", _cuda
+    if target.chip.kind == "tpu":
+        compiler, describe = "tpu", _tpu
     try:
-        devices = _tpu(target) if compiler == "tpu" else _cuda(target)
+        devices = describe(target)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-        hint = _LOCK if "lockfile" in str(error) else ""
+        hint = ""
+        if "lockfile" in str(error):
+            hint = _LOCK
         raise RuntimeError(
             f"The compiler for {target.name} is installed, but does not work: "
             f"{str(error).rstrip('.')}.{hint}"
         ) from error
-    notes = (_OLD,) if target.chip.name == "1080ti" else ()
+    notes: tuple[str, ...] = ()
+    if target.chip.name == "1080ti":
+        notes = (_OLD,)
     return place(devices=devices, notes=notes, compiler=compiler)
 
 
@@ -196,17 +205,21 @@ def missing_extra(chip: Chip) -> str | None:
     """The extra that installs a chip's own compiler, unless it is installed."""
     if chip.kind == "cpu":
         return None
-    compiler, extra = ("tpu", "tpu") if chip.kind == "tpu" else ("cuda", "cuda12")
-    return None if _installed(compiler) else extra
+    compiler, extra = "cuda", "cuda12"
+    if chip.kind == "tpu":
+        compiler, extra = "tpu", "tpu"
+    if _installed(compiler):
+        return None
+    return extra
 
 
 def _installed(compiler: str) -> bool:
     if compiler == "tpu":
-        return "TPU_LIBRARY_PATH" in os.environ or _found("libtpu")
-    return any(map(_found, _PLUGINS))
+        return "TPU_LIBRARY_PATH" in os.environ or _exists("libtpu")
+    return any(map(_exists, _PLUGINS))
 
 
-def _found(module: str) -> bool:
+def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package of the module does not exist either
@@ -241,9 +254,11 @@ def _environment(variables: dict[str, str], *present: str) -> Iterator[None]:
     Variables that the user has set do not change. If a file matches `present`, the hardware is
     present and nothing is set.
     """
-    there = any(glob(pattern) for pattern in present)
-    missing = [] if there else [name for name in variables if name not in os.environ]
-    os.environ |= {name: variables[name] for name in missing}
+    missing: list[str] = []
+    if not any(map(glob, present)):
+        missing = [name for name in variables if name not in os.environ]
+    for name in missing:
+        os.environ[name] = variables[name]
     try:
         yield
     finally:
@@ -262,5 +277,5 @@ def _cuda(target: TargetDevices) -> list[Any]:
             return describe().devices
         except NotImplementedError:
             # JAX has been used before, found no card, and did not load the plugin.
-            importlib.import_module(next(filter(_found, _PLUGINS))).initialize()
+            importlib.import_module(next(filter(_exists, _PLUGINS))).initialize()
             return describe().devices

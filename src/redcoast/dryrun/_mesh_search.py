@@ -104,8 +104,8 @@ def suggest_mesh(
         init_fn = lambda key: {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 64))}
         loss_fn = lambda p, x, key: jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
         batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
-        found = rc.suggest_mesh(init_fn, loss_fn, batch, optax.adamw(1e-3), target="cpu:4")
-        print(found)
+        suggestion = rc.suggest_mesh(init_fn, loss_fn, batch, optax.adamw(1e-3), target="cpu:4")
+        print(suggestion)
         ```
     """
     check_integer("compiled", compiled)
@@ -118,7 +118,11 @@ def suggest_mesh(
             trainable=trainable,
             average=average,
         )
-        return suggest(job, attached_place() if target is None else target_place(target), compiled)
+        if target is None:
+            place = attached_place()
+        else:
+            place = target_place(target)
+        return suggest(job, place, compiled)
 
 
 def auto_mesh(
@@ -142,14 +146,15 @@ def auto_mesh(
         return make_mesh()
     abstract = eqx.filter_eval_shape(lambda: state)
     job = Job(abstract, batch, optimizer=optimizer, **options)
-    found = suggest(job, attached_place(), compiled=3)
+    suggestion = suggest(job, attached_place(), compiled=3)
     if not quiet:
-        say(str(found))
-    if not found.fits:
+        say(str(suggestion))
+    if not suggestion.fits:
         logger.warning(
-            "The step fits on none of the compiled meshes; %s needs the least memory.", dict(found)
+            "The step fits on none of the compiled meshes; %s needs the least memory.",
+            dict(suggestion),
         )
-    return make_mesh(**found)
+    return make_mesh(**suggestion)
 
 
 def estimate_mesh(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
@@ -164,8 +169,8 @@ def estimate_mesh(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
     program = plan.report.program_or_none
     if program is None:  # on one device, nothing is planned
         return Candidate(sizes, _seconds(place, mesh, {dtype: 0}, sent), None)
-    for one in program.traffic:
-        sent["+".join(one.axes)] += one.bytes * job.accumulate
+    for cost in program.traffic:
+        sent["+".join(cost.axes)] += cost.bytes * job.accumulate
     flops = program.arithmetic.per_device * job.accumulate
     seconds = _seconds(place, mesh, {dtype: flops}, sent)
     usual = "model" not in program.batch_axes and "fsdp" not in program.model_axes
@@ -174,30 +179,36 @@ def estimate_mesh(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
     return Candidate(sizes, seconds, program.memory.total, usual, repeated)
 
 
-def compile_candidate(job: Job, place: Place, one: Candidate) -> Candidate:
+def compile_candidate(job: Job, place: Place, candidate: Candidate) -> Candidate:
     """Adds the compiler's figures of the step that `fit` runs on this mesh."""
-    mesh = place.mesh(one.mesh)
-    found, wrong = None, None
+    mesh = place.mesh(candidate.mesh)
+    flops: Mapping[str, int | float] = {}
     try:
         enter_phase("Planning", f"the mesh {show_sizes(mesh.shape)}")
         plan = plan_job(job, mesh, planner_hardware(place, mesh))
-        found = compile_job(job, plan, mesh, stands_in=place.stands_in)
+        compiled = compile_job(job, plan, mesh, stands_in=place.stands_in)
     except (ValueError, RuntimeError) as error:  # other meshes may still compile
-        wrong = str(error)
-    own = [wrong, found.peak, found.refused, dict(found.sent)] if found else [wrong, 0, False, {}]
-    # Compilers that autotune may produce different programs in different processes, all of which
-    # must choose the same mesh.
-    everyone = exchange("the compiled step", own) if place.target is None else [own]
-    if found is None or any(wrong for wrong, *_ in everyone):
-        return replace(one, error=next(wrong for wrong, *_ in everyone if wrong))
-    needed = max(needed for _, needed, *_ in everyone)
-    if any(refused for _, _, refused, _ in everyone):
-        return replace(one, peak_memory=needed, fits=False)
-    sent = Counter(everyone[0][3])
+        own = [str(error), 0, False, {}]
+    else:
+        flops = compiled.flops
+        own = [None, compiled.peak, compiled.refused, dict(compiled.sent)]
+    everyone = [own]
+    if place.target is None:
+        # Compilers that autotune may produce different programs in different processes, all of
+        # which must choose the same mesh.
+        everyone = exchange("the compiled step", own)
+    errors, peaks, refused, sent_bytes = zip(*everyone, strict=True)
+    for error in errors:
+        if error is not None:
+            return replace(candidate, error=error)
+    needed = max(peaks)
+    if any(refused):
+        return replace(candidate, peak_memory=needed, fits=False)
+    sent = Counter(sent_bytes[0])
     return replace(
-        one,
+        candidate,
         sent_bytes=sent.total(),
-        seconds=_seconds(place, mesh, found.flops, sent),
+        seconds=_seconds(place, mesh, flops, sent),
         peak_memory=needed,
         fits=place.usable is None or needed <= place.usable,
     )
@@ -221,11 +232,11 @@ def dtype_of(job: Job) -> str:
     """The dtype that a step computes in: `compute_dtype`, or the dtype of most parameters."""
     if job.compute_dtype is not None:
         return str(jnp.dtype(job.compute_dtype))
-    held: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for x in jax.tree.leaves(job.state.model):
         if jnp.issubdtype(getattr(x, "dtype", bool), jnp.inexact):
-            held[str(x.dtype)] += x.size
-    return held.most_common(1)[0][0]
+            sizes[str(x.dtype)] += x.size
+    return sizes.most_common(1)[0][0]
 
 
 # The smallest share of the planner's memory estimate that compiled programs have needed.
@@ -246,9 +257,10 @@ def cheapest(job: Job, place: Place) -> dict[str, int]:
 
     If none fits, the sizes of the mesh that needs the least memory.
     """
-    if not (found := likely(job, place)):
+    meshes = likely(job, place)
+    if not meshes:
         raise _impossible(estimate_mesh(job, place, factorisations(len(place.devices))[0]))
-    return found[0]
+    return meshes[0]
 
 
 def likely(job: Job, place: Place) -> list[dict[str, int]]:
@@ -257,10 +269,18 @@ def likely(job: Job, place: Place) -> list[dict[str, int]]:
     Meshes on which the step fits by the planner's estimate come first, by their estimated cost; the
     others follow, by their estimated memory.
     """
-    usable = inf if place.usable is None else FILLED * place.usable
-    fits = lambda one: _memory_of(one) <= usable
-    order = lambda one: (0, _cost_of(one)) if fits(one) else (1, _need_of(one))
-    return [one.mesh for one in sorted(_tried(_estimate_all(job, place)), key=order)]
+    usable = inf
+    if place.usable is not None:
+        usable = FILLED * place.usable
+    fitting: list[Candidate] = []
+    too_large: list[Candidate] = []
+    for candidate in _without_error(_estimate_all(job, place)):
+        if _memory_of(candidate) <= usable:
+            fitting.append(candidate)
+        else:
+            too_large.append(candidate)
+    ordered = [*sorted(fitting, key=_cost_of), *sorted(too_large, key=_need_of)]
+    return [candidate.mesh for candidate in ordered]
 
 
 def _estimate_all(job: Job, place: Place) -> list[Candidate]:
@@ -270,26 +290,30 @@ def _estimate_all(job: Job, place: Place) -> list[Candidate]:
 
 def _estimate_meshes(job: Job, place: Place) -> list[Candidate]:
     count = len(place.devices)
-    found = _estimates(job, place, factorisations(count))
-    layers = math.gcd(*scanned_layers(job)) if count > 1 else 0
-    for stages in (n for n in range(2, layers + 1) if layers % n == 0 and count % n == 0):
+    candidates = _estimates(job, place, factorisations(count))
+    if count == 1:
+        return candidates
+    # The stages of a pipeline have equally many layers of every scan.
+    layers = math.gcd(*scanned_layers(job))
+    for stages in range(2, layers + 1):
+        if layers % stages or count % stages:
+            continue
         meshes = [{PIPE: stages, **sizes} for sizes in factorisations(count // stages)]
-        staged = _estimates(job, place, meshes)
         # If a step cannot run as a pipeline, a mesh without one does as much.
-        found += [one for one in staged if one.error is None]
-    return found
+        candidates += _without_error(_estimates(job, place, meshes))
+    return candidates
 
 
 def _estimates(job: Job, place: Place, meshes: Sequence[dict[str, int]]) -> list[Candidate]:
-    found = []
+    candidates = []
     for number, sizes in enumerate(meshes, 1):
         enter_phase("Planning", f"mesh {number} of {len(meshes)}")
-        found.append(estimate_mesh(job, place, sizes))
-    return found
+        candidates.append(estimate_mesh(job, place, sizes))
+    return candidates
 
 
-def _impossible(one: Candidate) -> ValueError:
-    return ValueError(f"The step cannot be run on any mesh. On {one.mesh}: {one.error}")
+def _impossible(candidate: Candidate) -> ValueError:
+    return ValueError(f"The step cannot be run on any mesh. On {candidate.mesh}: {candidate.error}")
 
 
 def choose_mesh(
@@ -299,43 +323,66 @@ def choose_mesh(
     compiled: int,
 ) -> MeshSuggestion:
     """Chooses the best of the estimated meshes; compiles up to twice `compiled` of them."""
-    left, done = [one for one in estimated if one.error is None], []
-    enough = lambda tried: compiled if any(one.fits for one in tried) else 2 * compiled
-    while left and len(_tried(done)) < enough(_tried(done)):
-        following = _following(left, done, place.usable, compiled)
+    left = _without_error(estimated)
+    failed = [candidate for candidate in estimated if candidate.error is not None]
+    tried: list[Candidate] = []  # the meshes that were compiled without an error
+    while left and len(tried) < _number_to_compile(tried, compiled):
+        following = _following(left, tried, place.usable, compiled)
         left.remove(following)
-        done.append(compiling(following))
-    wrong = [one for one in (*estimated, *done) if one.error is not None]
-    # Meshes that fit, by time, and then meshes that do not, by memory.
-    rank = lambda one: (0, _compared(one, one.seconds)) if one.fits else (1, one.peak_memory or 0)
-    tried = sorted(_tried(done), key=rank)
+        candidate = compiling(following)
+        if candidate.error is None:
+            tried.append(candidate)
+        else:
+            failed.append(candidate)
     if not tried:
-        raise _impossible(wrong[0])
-    best, ordered = tried[0], (*tried, *sorted(left, key=_cost_of), *wrong)
+        raise _impossible(failed[0])
+    tried.sort(key=_rank)
+    best = tried[0]
     return MeshSuggestion(
-        *(best.mesh, bool(best.fits), place.name, place.usable, ordered, place.notes),
+        sizes=best.mesh,
+        fits=bool(best.fits),
+        target=place.name,
+        usable_memory=place.usable,
+        candidates=(*tried, *sorted(left, key=_cost_of), *failed),
+        notes=place.notes,
         speeds_assumed=place.target is None,
     )
 
 
-def _tried(done: Sequence[Candidate]) -> list[Candidate]:
-    return [one for one in done if one.error is None]
+def _number_to_compile(tried: Sequence[Candidate], compiled: int) -> int:
+    for candidate in tried:
+        if candidate.fits:
+            return compiled
+    return 2 * compiled
+
+
+def _rank(candidate: Candidate) -> tuple[int, int | float]:
+    """Puts meshes that fit first, by time, and then meshes that do not, by memory."""
+    if candidate.fits:
+        return 0, _compared(candidate, candidate.seconds)
+    return 1, candidate.peak_memory or 0
+
+
+def _without_error(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [candidate for candidate in candidates if candidate.error is None]
 
 
 def _following(
-    left: Sequence[Candidate], done: Sequence[Candidate], usable: int | None, compiled: int
+    left: Sequence[Candidate], tried: Sequence[Candidate], usable: int | None, compiled: int
 ) -> Candidate:
     """The mesh to compile next: the cheapest that may fit, or the one that needs least memory."""
-    tried = _tried(done)
-    shares = [
-        one.peak_memory / one.estimated_memory
-        for one in tried
-        if one.peak_memory and one.estimated_memory
-    ]
+    # The share of the estimated memory that this step's programs have needed so far.
+    shares = []
+    for candidate in tried:
+        if candidate.peak_memory and candidate.estimated_memory:
+            shares.append(candidate.peak_memory / candidate.estimated_memory)
     share = min(shares, default=LEAST_SHARE)
-    may = [one for one in left if usable is None or share * _memory_of(one) <= usable]
-    if may and len(tried) < compiled:
-        return min(may, key=_cost_of)
+    promising = []
+    for candidate in left:
+        if usable is None or share * _memory_of(candidate) <= usable:
+            promising.append(candidate)
+    if promising and len(tried) < compiled:
+        return min(promising, key=_cost_of)
     return min(left, key=_need_of)
 
 
@@ -343,17 +390,21 @@ def _following(
 _MARGIN = 1.1
 
 
-def _cost_of(one: Candidate) -> tuple[int | float, bool]:
-    return _compared(one, one.priced_seconds), not one.usual
+def _cost_of(candidate: Candidate) -> tuple[int | float, bool]:
+    return _compared(candidate, candidate.priced_seconds), not candidate.usual
 
 
-def _compared(one: Candidate, seconds: int | float | None) -> int | float:
-    return (seconds or 0) * (_MARGIN if PIPE in one.mesh else 1)
+def _compared(candidate: Candidate, seconds: int | float | None) -> int | float:
+    if seconds is None:
+        return 0
+    if PIPE in candidate.mesh:
+        return _MARGIN * seconds
+    return seconds
 
 
-def _need_of(one: Candidate) -> tuple[int | float, bool]:
-    return _memory_of(one), not one.usual
+def _need_of(candidate: Candidate) -> tuple[int | float, bool]:
+    return _memory_of(candidate), not candidate.usual
 
 
-def _memory_of(one: Candidate) -> int | float:
-    return one.estimated_memory or 0
+def _memory_of(candidate: Candidate) -> int | float:
+    return candidate.estimated_memory or 0

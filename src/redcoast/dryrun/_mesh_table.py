@@ -1,8 +1,7 @@
 """The result of a mesh search, and its table."""
 
-import itertools as it
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -76,9 +75,9 @@ class MeshSuggestion(Mapping[str, Any]):
         init_fn = lambda key: jnp.zeros((64, 256))
         loss_fn = lambda weights, batch, key: jnp.mean((batch @ weights) ** 2)
         batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
-        found = rc.suggest_mesh(init_fn, loss_fn, batch, optax.sgd(0.1))
-        mesh = rc.make_mesh(**found)
-        first = found.candidates[0].mesh  # the sizes of this mesh, as a dict
+        suggestion = rc.suggest_mesh(init_fn, loss_fn, batch, optax.sgd(0.1))
+        mesh = rc.make_mesh(**suggestion)
+        first = suggestion.candidates[0].mesh  # the sizes of this mesh, as a dict
         ```
     """
 
@@ -102,10 +101,14 @@ class MeshSuggestion(Mapping[str, Any]):
     def __str__(self) -> str:
         chosen = ", ".join(f"{axis}={size}" for axis, size in self.items())
         head = f"Meshes for {self.target}: {chosen} is the best of {len(self.candidates)}"
-        sources = _SOURCES + (_ASSUMED if self.speeds_assumed else "")
-        words = _words(self)
+        sources = _SOURCES
+        if self.speeds_assumed:
+            sources += _ASSUMED
         lines = [head, *paragraph(sources), "", *_table(self.candidates)]
-        return "\n".join([*lines, *([""] if words else []), *words])
+        remarks = _remarks(self)
+        if remarks:
+            lines += ["", *remarks]
+        return "\n".join(lines)
 
 
 class _Column(NamedTuple):
@@ -127,25 +130,42 @@ _COMPILED = (
 
 def _table(candidates: Sequence[Candidate]) -> list[str]:
     """The lines of the table; meshes with the same figures share one."""
-    axes = (PIPE, *AXES) if any(PIPE in one.mesh for one in candidates) else AXES
-    columns = (*_PLANNED, *_COMPILED)
-    units = [_unit(candidates, column) for column in columns]
-    rows = [(*axes, *(name for name, _ in units), "")]
-    for one, figures, alike in _groups(candidates, [unit for _, unit in units]):
-        sizes = (str(one.mesh.get(axis, 1)) for axis in axes)
-        rows.append((*sizes, *figures, _remark(one, alike)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
-    ends = [end + 2 * place for place, end in enumerate(it.accumulate(widths))]
-    planned, compiled = ends[len(axes) + len(_PLANNED) - 1], ends[-2]
-    return ["planned".rjust(planned) + "compiled".rjust(compiled - planned), *lines]
+    axes = AXES
+    if any(PIPE in candidate.mesh for candidate in candidates):
+        axes = (PIPE, *AXES)
+    names: list[str] = []
+    units: list[float] = []
+    for column in (*_PLANNED, *_COMPILED):
+        name, unit = _unit(candidates, column)
+        names.append(name)
+        units.append(unit)
+    rows = [(*axes, *names, "")]
+    for candidate, figures, alike in _groups(candidates, units):
+        sizes = [str(candidate.mesh.get(axis, 1)) for axis in axes]
+        rows.append((*sizes, *figures, _remark(candidate, alike)))
+    # The remarks, in the last column, are not aligned.
+    *columns, _ = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    # Two spaces before each column but the first.
+    planned = sum(widths[: len(axes) + len(_PLANNED)]) + 2 * (len(axes) + len(_PLANNED) - 1)
+    compiled = sum(widths) + 2 * (len(widths) - 1)
+    lines = ["planned".rjust(planned) + "compiled".rjust(compiled - planned)]
+    for *cells, remark in rows:
+        aligned = map(str.rjust, cells, widths)
+        lines.append("  ".join([*aligned, remark]).rstrip())
+    return lines
 
 
 def _unit(candidates: Sequence[Candidate], column: _Column) -> tuple[str, float]:
     """The largest unit of which some mesh has at least a tenth."""
-    most = max((getattr(one, column.name) or 0 for one in candidates), default=0)
-    fitting = (unit for unit in column.units if most >= 0.1 * unit[1])
-    return next(fitting, column.units[0] if most == 0 else column.units[-1])
+    figures = [getattr(candidate, column.name) or 0 for candidate in candidates]
+    most = max(figures, default=0)
+    if most == 0:
+        return column.units[0]
+    for name, unit in column.units:
+        if most >= 0.1 * unit:
+            return name, unit
+    return column.units[-1]
 
 
 def _groups(
@@ -156,38 +176,55 @@ def _groups(
 
     A mesh that was not compiled counts as equal to the first one with the same estimates.
     """
-    first: dict[Any, Candidate] = {}
-    texts: dict[Any, tuple[str, ...]] = {}
-    alike: Counter[Any] = Counter()
-    for one in candidates:
-        values = (getattr(one, column.name) for column in (*_PLANNED, *_COMPILED))
-        figures = tuple(map(_scaled, values, units))
-        planned = figures[: len(_PLANNED)]
-        key = (figures, one.fits, one.error)
-        if one.fits is None and one.error is None:
-            same = (
-                k for k, x in first.items() if x.error is None and k[0][: len(planned)] == planned
-            )
-            key = next(same, key)
-        first.setdefault(key, one)
-        texts.setdefault(key, figures)
-        alike[key] += 1
-    return [(one, texts[key], alike[key] - 1) for key, one in first.items()]
+    first: dict[_TableLine, Candidate] = {}
+    alike: Counter[_TableLine] = Counter()
+    for candidate in candidates:
+        figures = []
+        for column, unit in zip((*_PLANNED, *_COMPILED), units, strict=True):
+            figures.append(_scaled(getattr(candidate, column.name), unit))
+        line = _TableLine(tuple(figures), candidate.fits, candidate.error)
+        if candidate.fits is None and candidate.error is None:
+            line = _with_same_estimates(line, first)
+        first.setdefault(line, candidate)
+        alike[line] += 1
+    return [(candidate, line.figures, alike[line] - 1) for line, candidate in first.items()]
 
 
-def _remark(one: Candidate, alike: int) -> str:
-    if one.error is not None:
-        return "cannot be run: " + one.error.splitlines()[0][:60]
-    words = {True: "fits", False: "does not fit", None: ""}[one.fits]
-    more = f"{alike} more with these figures" if alike else ""
-    return ", ".join(filter(None, (words, more)))
+class _TableLine(NamedTuple):
+    """What decides whether two meshes share a line of the table."""
+
+    figures: tuple[str, ...]  # as text, in the order of the columns
+    fits: bool | None
+    error: str | None
+
+
+def _with_same_estimates(line: _TableLine, others: Iterable[_TableLine]) -> _TableLine:
+    """The first of the other lines with the same planned figures; by default the line itself."""
+    planned = line.figures[: len(_PLANNED)]
+    for other in others:
+        if other.error is None and other.figures[: len(_PLANNED)] == planned:
+            return other
+    return line
+
+
+def _remark(candidate: Candidate, alike: int) -> str:
+    if candidate.error is not None:
+        return "cannot be run: " + candidate.error.splitlines()[0][:60]
+    remarks = []
+    if candidate.fits is not None:
+        remarks.append("fits" if candidate.fits else "does not fit")
+    if alike:
+        remarks.append(f"{alike} more with these figures")
+    return ", ".join(remarks)
 
 
 def _scaled(value: int | float | None, unit: int | float) -> str:
     if value is None:
         return "-"
     value = value / unit
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 _SOURCES = (
@@ -197,19 +234,24 @@ _SOURCES = (
 _ASSUMED = " The speeds of the devices are not known: the estimates are for an A100."
 
 
-def _words(found: MeshSuggestion) -> list[str]:
-    usable = found.usable_memory
-    best = found.candidates[0]
-    lines = [] if usable is None else [f"A program can use {usable / 1e9:.4g} GB on a device."]
-    if not found.fits and usable is not None and best.peak_memory is not None:
-        lines.append(
+def _remarks(suggestion: MeshSuggestion) -> list[str]:
+    """The lines below the table."""
+    usable = suggestion.usable_memory
+    best = suggestion.candidates[0]
+    remarks = []
+    if usable is not None:
+        remarks.append(f"A program can use {usable / 1e9:.4g} GB on a device.")
+    if not suggestion.fits and usable is not None and best.peak_memory is not None:
+        remarks.append(
             f"WARNING: none of the compiled meshes fits. The first needs the least memory: "
             f"{(best.peak_memory - usable) / 1e9:.3g} GB too much."
         )
     if best.repeated:
-        lines.append(
+        remarks.append(
             "The step is too small to be divided: on the best mesh, every device computes all of "
             "it, because communication would take longer. One device is as fast."
         )
-    lines += found.notes
-    return [line for one in lines for line in paragraph(one)]
+    lines = []
+    for remark in (*remarks, *suggestion.notes):
+        lines += paragraph(remark)
+    return lines

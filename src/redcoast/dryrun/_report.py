@@ -1,6 +1,7 @@
 """The result of a dry run, as data and as a table."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from linecache import getline
 from typing import Any
@@ -139,16 +140,18 @@ class DryRun:
     @property
     def report(self) -> dict[str, Any]:
         """The same as plain data, for `json.dumps`."""
-        names = [name for name in self.__dataclass_fields__ if name not in ("plan", "changes")]
-        found = {name: getattr(self, name) for name in names}
-        found |= {"notes": list(self.notes), "traffic": list(self.traffic)}
-        found["lines"] = list(self.lines)
-        return found | {
-            "bounds": None if self.bounds is None else asdict(self.bounds),
-            "step": None if self.step is None else asdict(self.step),
-            "plan": self.plan.report.to_json(),
-            "changes": [asdict(change) for change in self.changes],
-        }
+        data: dict[str, Any] = {}
+        for name in self.__dataclass_fields__:
+            if name not in ("plan", "changes"):
+                data[name] = getattr(self, name)
+        for name in ("notes", "traffic", "lines"):
+            data[name] = list(data[name])
+        for name in ("bounds", "step"):
+            if data[name] is not None:
+                data[name] = asdict(data[name])
+        data["plan"] = self.plan.report.to_json()
+        data["changes"] = list(map(asdict, self.changes))
+        return data
 
     def by_line(self) -> str:
         """Lists the lines of code that need most memory and communication, as compiled.
@@ -163,24 +166,20 @@ class DryRun:
         """
         lines = ["Per device and step, as compiled, by line of code"]
         lines += [f"{'memory MB':>10}  {'sent MB':>10}  {'planned MB':>10}  line"]
-        for one in self.lines[:_SHOWN_LINES]:
-            named = "no line of your code"
-            if one["file"]:
-                code = getline(one["file"], one["line"]).strip()
-                named = f"{os.path.basename(one['file'])}:{one['line']}  {code}"
-            sizes = (one["memory_bytes"], one["bytes"], one["planned_bytes"])
-            first = "".join(f"{megabytes(size):>10}  " for size in sizes)
-            lines += hanging(first, named)
-            causes = "; ".join(one["causes"])
-            if one["bytes"] and not one["planned_bytes"]:
+        for line in self.lines[:_SHOWN_LINES]:
+            place = "no line of your code"
+            if line["file"]:
+                code = getline(line["file"], line["line"]).strip()
+                place = f"{os.path.basename(line['file'])}:{line['line']}  {code}"
+            figures = _line_figures([line])
+            lines += hanging(figures, place)
+            causes = "; ".join(line["causes"])
+            if line["bytes"] and not line["planned_bytes"]:
                 causes = f"added by the compiler: {causes}"
             if causes:
-                lines += hanging(" " * len(first) + "  ", causes)
+                lines += hanging(" " * len(figures) + "  ", causes)
         if rest := self.lines[_SHOWN_LINES:]:
-            names = ("memory_bytes", "bytes", "planned_bytes")
-            sizes = (sum(one[name] for one in rest) for name in names)
-            first = "".join(f"{megabytes(size):>10}  " for size in sizes)
-            lines.append(f"{first}{len(rest)} other lines")
+            lines.append(f"{_line_figures(rest)}{len(rest)} other lines")
         program = self.plan.report.program_or_none
         if program is not None:
             lines += ["", "As planned", self.plan.table(by="line")]
@@ -194,20 +193,24 @@ class DryRun:
         The text of an HTML file, which needs no other files.
         """
         lines = []
-        for one in self.lines:
-            place = one["file"], one["line"]
-            causes = tuple(one["causes"])
-            lines.append(LineCost(*place, one["memory_bytes"], one["bytes"], causes, place))
+        for line in self.lines:
+            place = line["file"], line["line"]
+            causes = tuple(line["causes"])
+            lines.append(LineCost(*place, line["memory_bytes"], line["bytes"], causes, place))
         return draw_source_page(lines, f"Dry run for {self.target}", str(self))
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        devices = "1 device" if self.devices == 1 else f"{self.devices} devices"
+        devices = "1 device"
+        if self.devices > 1:
+            devices = f"{self.devices} devices"
         head = (
             f"Dry run for {self.target}: {devices}, mesh {sizes}; compiled by the "
             f"{self.compiler.upper()} compiler in {self.compile_seconds:.1f} s"
         )
-        lines = [] if self.own_compiler else [_ESTIMATED]
+        lines = []
+        if not self.own_compiler:
+            lines.append(_ESTIMATED)
         lines += [*paragraph(head), "", *paragraph(_verdict(self)), ""]
         lines += [*_memory(self), "", *_traffic(self), "", *_time(self)]
         if not self.fits:
@@ -215,6 +218,15 @@ class DryRun:
         for note in self.notes:
             lines += ["", *paragraph(note)]
         return "\n".join(lines)
+
+
+def _line_figures(lines: Sequence[dict[str, Any]]) -> str:
+    """The first columns of a table of lines of code: the sums over some of them, in megabytes."""
+    columns = ""
+    for name in ("memory_bytes", "bytes", "planned_bytes"):
+        size = sum(line[name] for line in lines)
+        columns += f"{megabytes(size):>10}  "
+    return columns
 
 
 _ESTIMATED = "Estimates by the CPU compiler, in place of the compiler for the target."
@@ -229,7 +241,9 @@ def _verdict(run: DryRun) -> str:
     of = f"{gib(peak)} of {gib(usable)} GiB of memory"
     if run.fits:
         return f"It fits: {of}, {gib(usable - peak)} GiB to spare."
-    least = "at least " if run.refused else ""
+    least = ""
+    if run.refused:
+        least = "at least "
     return f"It does not fit: {least}{of}, {least}{gib(peak - usable)} GiB too much."
 
 
@@ -242,10 +256,11 @@ def _memory(run: DryRun) -> list[str]:
             continue
         more = ""
         if name == "temporaries":
+            gradients = gib(memory["gradients"])
+            more = f"  (including gradients: {gradients})"
             # Compilers may need less memory for gradients than is planned.
-            kept = memory["gradients"] <= memory[name]
-            words = "including gradients: {}" if kept else "gradients: {} if all were kept"
-            more = f"  ({words.format(gib(memory['gradients']))})"
+            if memory["gradients"] > memory[name]:
+                more = f"  (gradients: {gradients} if all were kept)"
         lines.append(f"  {name.replace('_', ' '):<28}{gib(memory[name]):>10}{more}")
     return lines
 
@@ -258,21 +273,24 @@ def _traffic(run: DryRun) -> list[str]:
     lines = [f"Communication per device and step: {megabytes(run.sent_bytes)} MB"]
     program = run.plan.report.program_or_none
     if program is not None:
-        planned = sum(one.bytes for one in program.traffic)
+        planned = sum(cost.bytes for cost in program.traffic)
         if abs(run.sent_bytes - planned) > _NEAR * run.sent_bytes:
             # Beside the loss, the optimizer and metrics communicate, of which a plan has nothing.
-            added = sum(one["bytes"] for one in run.lines if not one["planned_bytes"])
+            added = 0
+            for line in run.lines:
+                if not line["planned_bytes"]:
+                    added += line["bytes"]
             text = f"The plan has {megabytes(planned)} MB"
             if added:
                 text += f"; {megabytes(added)} MB are on lines where it has none (`by_line()`)"
             lines += paragraph(f"{text}.", "  ", "  ")
     lines.append(f"  {'MB':>12}  {'times':>5}  axis, kind, cause")
-    for one in run.traffic[:_SHOWN]:
-        words = f"{one['axis']}: {one['kind']}, {one['cause']}"
-        lines += hanging(f"  {megabytes(one['bytes']):>12}  {one['times']:>5}  ", words)
+    for row in run.traffic[:_SHOWN]:
+        words = f"{row['axis']}: {row['kind']}, {row['cause']}"
+        lines += hanging(f"  {megabytes(row['bytes']):>12}  {row['times']:>5}  ", words)
     if rest := run.traffic[_SHOWN:]:
-        size = megabytes(sum(one["bytes"] for one in rest))
-        times = sum(one["times"] for one in rest)
+        size = megabytes(sum(row["bytes"] for row in rest))
+        times = sum(row["times"] for row in rest)
         lines.append(f"  {size:>12}  {times:>5}  {len(rest)} smaller")
     return lines
 
@@ -290,14 +308,18 @@ def _time(run: DryRun) -> list[str]:
     if bounds is None:
         return paragraph(f"Arithmetic per device and step: {flops or 'none'}.")
     every = {"arithmetic": bounds.arithmetic, "memory": bounds.memory}
-    every |= {f"network ({axes})": seconds for axes, seconds in bounds.network.items()}
+    for axes, seconds in bounds.network.items():
+        every[f"network ({axes})"] = seconds
     lines = ["Lower bounds on the time of a step:"]
     for name, seconds in every.items():
         if name.startswith("network") and seconds < _LITTLE * every[bounds.binding]:
             continue
-        what = f": {flops}" if name == "arithmetic" and flops else ""
-        mark = "  <- the bottleneck" if name == bounds.binding else ""
-        lines.append(f"  {seconds * 1e3:>12,.4g} ms  {name}{what}{mark}")
+        row = f"  {seconds * 1e3:>12,.4g} ms  {name}"
+        if name == "arithmetic" and flops:
+            row += f": {flops}"
+        if name == bounds.binding:
+            row += "  <- the bottleneck"
+        lines.append(row)
     largest = every[bounds.binding]
     repeated = 0.0
     if bounds.arithmetic:
@@ -305,8 +327,10 @@ def _time(run: DryRun) -> list[str]:
     text = f"Upper bound on utilisation: {bounds.utilisation:.0%}"
     if repeated >= _LITTLE:
         text += f"; {repeated:.0%} of the arithmetic is repeated by several devices"
-    step = [] if run.step is None else ["", *show_step_time(run.step)]
-    return [*lines, text, *step]
+    lines.append(text)
+    if run.step is not None:
+        lines += ["", *show_step_time(run.step)]
+    return lines
 
 
 def _changes(run: DryRun) -> list[str]:

@@ -62,18 +62,31 @@ def parse_target(name: str) -> TargetDevices:
     first, colon, sizes = name.partition(":")
     chip = CHIPS.get(first)
     if chip is None:
-        begin = [chip for chip in CHIPS if first and chip.startswith(first)]
-        near = begin or difflib.get_close_matches(first, CHIPS, n=2, cutoff=0.5)
-        meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise ValueError(
-            f"There is no target {name!r}: {first!r} is none of {', '.join(CHIPS)}.{meant} Write a "
-            'TPU slice as "v4:2x2x2", cards as "h100:4", cards of several hosts as "h100:2x8", and '
-            'emulated devices as "cpu:8".'
+            f"There is no target {name!r}: {first!r} is none of {', '.join(CHIPS)}."
+            f'{_did_you_mean(first)} Write a TPU slice as "v4:2x2x2", cards as "h100:4", cards of '
+            'several hosts as "h100:2x8", and emulated devices as "cpu:8".'
         )
-    if not re.fullmatch(_SIZES if colon else "", sizes):
-        raise ValueError(f"The target {name!r} does not give the number of devices. {_form(chip)}")
-    shape = tuple(int(size) for size in sizes.split("x")) if colon else ()
-    return _slice(name, chip, shape) if chip.kind == "tpu" else _cards(name, chip, shape)
+    shape: tuple[int, ...] = ()
+    if colon:
+        if not _SIZES.fullmatch(sizes):
+            raise ValueError(
+                f"The target {name!r} does not give the number of devices. {_form(chip)}"
+            )
+        shape = tuple(map(int, sizes.split("x")))
+    if chip.kind == "tpu":
+        return _slice(name, chip, shape)
+    return _cards(name, chip, shape)
+
+
+def _did_you_mean(name: str) -> str:
+    near: list[str] = []
+    if name:
+        near = [chip for chip in CHIPS if chip.startswith(name)]
+    near = near or difflib.get_close_matches(name, CHIPS, n=2, cutoff=0.5)
+    if not near:
+        return ""
+    return f" Did you mean {' or '.join(map(repr, near))}?"
 
 
 def _slice(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
@@ -87,7 +100,8 @@ def _slice(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
         asked = math.prod(shape)
         # Among slices with the same number of chips, the closest to a cube come first.
         distance = lambda size: (abs(math.log(math.prod(size) / asked)), sum(size))
-        near = sorted(sorted(sizes, key=distance)[:5], key=math.prod)
+        near = sorted(sizes, key=distance)[:5]
+        near.sort(key=math.prod)
         names = ", ".join(f"{chip.name}:{_written(size)}" for size in near)
         rule = f"all slices are {', '.join(map(_written, sizes))}"
         if chip.torus == 3:
@@ -103,7 +117,9 @@ def _slice(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
     # A host of v5e and v6e has eight chips, so slices of up to eight are in one host. Larger slices
     # use four chips of each host.
     alone = chip.torus == 2 and count <= 8 * slices
-    hosts = slices if alone else count // chip.per_host
+    hosts = count // chip.per_host
+    if alone:
+        hosts = slices
     return TargetDevices(name, chip, count, hosts, shape, slices)
 
 
@@ -124,19 +140,17 @@ def _cards(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
 @functools.cache
 def _slices(chip: str) -> Sequence[tuple[int, ...]]:
     """The sides of all slices of a TPU."""
-    if (most := _MOST_CHIPS.get(chip)) is None:
+    if chip not in _MOST_CHIPS:
         return _PLANE
-    sizes = range(4, most // 16 + 1, 4)
-    cubes = [
-        (a, b, c)
-        for a in sizes
-        if a**3 <= most
-        for b in sizes
-        if a <= b and a * b * b <= most
-        for c in sizes
-        if b <= c and a * b * c <= most
-    ]
-    return [*_LESS_THAN_A_CUBE, *cubes]
+    most = _MOST_CHIPS[chip]
+    slices = [*_LESS_THAN_A_CUBE]
+    # Multiples of the cube, the shortest side first. No side is shorter than the one before.
+    longest = most // 16
+    for a in range(4, longest + 1, 4):
+        for b in range(a, longest + 1, 4):
+            for c in range(b, most // (a * b) + 1, 4):
+                slices.append((a, b, c))
+    return slices
 
 
 def _written(shape: Sequence[int]) -> str:
@@ -145,8 +159,11 @@ def _written(shape: Sequence[int]) -> str:
 
 def _form(chip: Chip) -> str:
     if chip.kind == "tpu":
-        example = f"{chip.name}:{'4x4' if chip.torus == 2 else '2x2x2'}"
-        several = f"{chip.name}:2x{'4x4' if chip.torus == 2 else '2x2x2'}"
+        sizes = "2x2x2"
+        if chip.torus == 2:
+            sizes = "4x4"
+        example = f"{chip.name}:{sizes}"
+        several = f"{chip.name}:2x{sizes}"
         return (
             f'Write the number of chips along each dimension of the slice, such as "{example}", '
             f'after the number of slices if there are several, such as "{several}".'

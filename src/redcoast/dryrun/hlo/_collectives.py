@@ -21,6 +21,7 @@ from ._parse import (
     parse_module,
     size_in_bytes,
 )
+from ._products import call_target
 from ._replica_groups import axes_and_size, written_groups
 from ._source_lines import Frame, read_frames
 from ._trip_counts import CallScope, inner_scope, loop_scope, trip_count
@@ -32,8 +33,8 @@ _SENT: dict[str, Callable[[int, int], int]] = {
     "reduce-scatter": lambda operand, n: -(-operand * (n - 1) // n),
     "all-to-all": lambda operand, n: -(-operand * (n - 1) // n),
     "ragged-all-to-all": lambda operand, n: -(-operand * (n - 1) // n),
-    "collective-permute": lambda operand, n: operand if n > 1 else 0,
-    "collective-broadcast": lambda operand, n: operand if n > 1 else 0,
+    "collective-permute": lambda operand, n: operand * (n > 1),
+    "collective-broadcast": lambda operand, n: operand * (n > 1),
 }
 # Kinds whose groups may number replicas instead of partitions.
 _OVER_REPLICAS = ("all-reduce", "all-gather", "reduce-scatter")
@@ -144,18 +145,20 @@ def read_program(
     @cache
     def carries(name: str) -> bool:
         """Whether a computation contains or calls collectives."""
-        inside = computation(module, name).instructions.values()
-        return any(collective_kind(each) or any(map(carries, callees_of(each))) for each in inside)
+        for instruction in computation(module, name).instructions.values():
+            if collective_kind(instruction) or any(map(carries, callees_of(instruction))):
+                return True
+        return False
 
     return PartitionedProgram(module, tuple(axes.items()), carries, read_frames(hlo_text))
 
 
-def sent_bytes(found: Sequence[Collective]) -> int:
+def sent_bytes(of_program: Sequence[Collective]) -> int:
     """The bytes that one device sends in one run of a program with these collectives."""
-    return sum(each.count * each.sent_bytes for each in found)
+    return sum(each.count * each.sent_bytes for each in of_program)
 
 
-def by_kind_and_axes(found: Sequence[Collective]) -> list[dict[str, Any]]:
+def by_kind_and_axes(of_program: Sequence[Collective]) -> list[dict[str, Any]]:
     """Sums the collectives of a program by kind and axes, those that send the most bytes first.
 
     **Returns:**
@@ -164,10 +167,12 @@ def by_kind_and_axes(found: Sequence[Collective]) -> list[dict[str, Any]]:
     all executions), and `exact` (False if a loop of unknown length is included).
     """
     rows: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
-    for each in found:
-        blank = {"count": 0, "operand_bytes": 0, "sent_bytes": 0, "exact": True}
-        start = {"kind": each.kind, "axes": list(each.axes)} | blank
-        row = rows.setdefault((each.kind, each.axes), start)
+    for each in of_program:
+        key = each.kind, each.axes
+        if key not in rows:
+            zeros = {"count": 0, "operand_bytes": 0, "sent_bytes": 0}
+            rows[key] = {"kind": each.kind, "axes": list(each.axes), **zeros, "exact": True}
+        row = rows[key]
         row["count"] += each.count
         row["operand_bytes"] += each.count * each.operand_bytes
         row["sent_bytes"] += each.count * each.sent_bytes
@@ -193,7 +198,9 @@ def _check_devices(module: Module, axes: dict[str, int]) -> None:
 
 def collective_kind(instruction: Instruction) -> str | None:
     kind = instruction.opcode.removesuffix("-start")
-    return kind if kind in _SENT else None
+    if kind in _SENT:
+        return kind
+    return None
 
 
 def callees_of(instruction: Instruction) -> list[str]:
@@ -215,32 +222,43 @@ def _executed(
     program: PartitionedProgram, scope: CallScope, caller: Instruction | None = None
 ) -> list[Collective]:
     """The collectives of one execution of a computation."""
-    found = []
+    executed = []
     for instruction in scope.computation.instructions.values():
         if collective_kind(instruction):
-            found += collectives_of(program, scope, instruction, caller)
+            executed += collectives_of(program, scope, instruction, caller)
             continue
         callees = callees_of(instruction)
         if not any(map(program.carries, callees)):
             continue
         if instruction.opcode == "while":
-            trips = trip_count(scope, instruction)
-            known = trips is not None
-            runs = {"condition": trips + 1, "body": trips} if known else {"condition": 2, "body": 1}
-            for role, times in runs.items():
-                inside = loop_scope(scope, instruction, callee(instruction, role))
-                found += [
-                    replace(each, count=times * each.count, exact=each.exact and known)
-                    for each in _executed(program, inside)
-                ]
+            executed += _of_loop(program, scope, instruction)
         elif instruction.opcode == "conditional":
-            branches = enumerate(callees, start=1)
-            scopes = [inner_scope(scope, instruction, name, skip) for skip, name in branches]
-            found += max((_executed(program, branch) for branch in scopes), key=sent_bytes)
+            # Its operands are the number of the branch, and one operand for each branch.
+            branches = []
+            for skip, name in enumerate(callees, start=1):
+                branch = inner_scope(scope, instruction, name, skip)
+                branches.append(_executed(program, branch))
+            executed += max(branches, key=sent_bytes)
         else:
             for name in callees:
-                found += _executed(program, inner_scope(scope, instruction, name), instruction)
-    return found
+                executed += _executed(program, inner_scope(scope, instruction, name), instruction)
+    return executed
+
+
+def _of_loop(program: PartitionedProgram, scope: CallScope, loop: Instruction) -> list[Collective]:
+    """The collectives of all iterations; of one, if their number depends on data."""
+    trips = trip_count(scope, loop)
+    body_runs = 1
+    if trips is not None:
+        body_runs = trips
+    executed = []
+    # The condition runs once more than the body.
+    for role, runs in (("condition", body_runs + 1), ("body", body_runs)):
+        inside = loop_scope(scope, loop, callee(loop, role))
+        for each in _executed(program, inside):
+            exact = each.exact and trips is not None
+            executed.append(replace(each, count=runs * each.count, exact=exact))
+    return executed
 
 
 def collectives_of(
@@ -259,12 +277,15 @@ def collectives_of(
     axes, size = _partners(program, instruction, kind)
     # On TPUs, a fusion of an all-reduce and a slice runs as a reduce-scatter.
     if kind == "all-reduce" and caller and caller.opcode == "fusion" and size > 1:
-        scattered = size_in_bytes(caller.shape) * size == operand
-        kind = "reduce-scatter" if scattered else kind
+        if size_in_bytes(caller.shape) * size == operand:
+            kind = "reduce-scatter"
     around = ""
     if caller is not None:
         around = caller.rest
-    source = _OP_NAME.search(instruction.rest) or _OP_NAME.search(around)
+    source = None
+    name = _OP_NAME.search(instruction.rest) or _OP_NAME.search(around)
+    if name is not None:
+        source = name[1]
     frames = program.frames_of(instruction.rest) or program.frames_of(around)
     return [
         Collective(
@@ -274,7 +295,7 @@ def collectives_of(
             operand_bytes=operand,
             sent_bytes=_SENT[kind](operand, size),
             group_size=size,
-            source=source[1] if source else None,
+            source=source,
             frames=tuple(frames),
         )
     ]
@@ -287,12 +308,10 @@ def is_later_part(scope: CallScope, instruction: Instruction) -> bool:
     """
     if "chain_id=" not in attributes(instruction):
         return False
-    return not any(
-        each.opcode == "custom-call"
-        and 'custom_call_target="AsyncCollectiveStart"' in each.rest
-        and instruction.name in operands(each)
-        for each in scope.computation.instructions.values()
-    )
+    for each in scope.computation.instructions.values():
+        if call_target(each) == "AsyncCollectiveStart" and instruction.name in operands(each):
+            return False
+    return True
 
 
 def _partners(

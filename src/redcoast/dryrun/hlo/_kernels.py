@@ -72,14 +72,12 @@ def _accessed(module: Module, within: Computation, instruction: Instruction) -> 
     """The bytes that an instruction reads and writes."""
     arrays = operands(instruction)
     shapes = {name: lookup(within, name).shape for name in arrays}
-    if instruction.opcode in ("fusion", "fusion-start"):
-        inner = computation(module, fused) if (fused := _fused(instruction)) else None
-        if inner is None:
-            return sum(map(main_bytes, shapes.values())) + main_bytes(instruction.shape)
-        read = sum(
-            min(main_bytes(shapes[name]), _bytes_read(module, inner, _parameter(inner, place)))
-            for place, name in enumerate(arrays)
-        )
+    if instruction.opcode in ("fusion", "fusion-start") and (fused := _fused(instruction)):
+        inner = computation(module, fused)
+        read = 0
+        for place, name in enumerate(arrays):
+            needed = _bytes_read(module, inner, _parameter(inner, place))
+            read += min(main_bytes(shapes[name]), needed)
         written = main_bytes(instruction.shape)
         if instruction.opcode == "fusion-start":
             written = main_bytes(lookup(inner, inner.root).shape)
@@ -96,8 +94,9 @@ def _accessed(module: Module, within: Computation, instruction: Instruction) -> 
 
 
 def _fused(instruction: Instruction) -> str | None:
-    names = called(instruction, "calls")
-    return names[0] if names else None
+    for name in called(instruction, "calls"):
+        return name
+    return None
 
 
 def _parameter(inner: Computation, place: int) -> str | None:
@@ -115,16 +114,16 @@ def _bytes_read(module: Module, inner: Computation, name: str | None) -> int:
     whole = _unplaced_bytes(value.shape)
     total = 0
     for user in inner.instructions.values():
-        places = [place for place, used in enumerate(operands(user)) if used == name]
-        for place in places:
-            total += _read_by(module, inner, user, place, whole)
+        for place, operand in enumerate(operands(user)):
+            if operand == name:
+                total += _read_by(module, inner, user, place, whole)
     return min(total, whole)
 
 
 def _read_by(module: Module, inner: Computation, user: Instruction, place: int, whole: int) -> int:
     match user.opcode:
-        case opcode if opcode in _PARTS:
-            return _unplaced_bytes(user.shape) if place == 0 else whole
+        case opcode if opcode in _PARTS and place == 0:
+            return _unplaced_bytes(user.shape)
         case "dynamic-update-slice" if place == 0:
             return 0
         case "tuple":
@@ -132,8 +131,8 @@ def _read_by(module: Module, inner: Computation, user: Instruction, place: int, 
         case "fusion" if (fused := _fused(user)) is not None:
             nested = computation(module, fused)
             return _bytes_read(module, nested, _parameter(nested, place))
-        case opcode if opcode in _VIEWS:
-            return _bytes_read(module, inner, user.name) if user.name != inner.root else whole
+        case opcode if opcode in _VIEWS and user.name != inner.root:
+            return _bytes_read(module, inner, user.name)
     return whole
 
 

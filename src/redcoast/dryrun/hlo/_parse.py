@@ -52,29 +52,33 @@ def parse_module(text: str) -> Module:
         )
     computations: dict[str, Computation] = {}
     entries: list[str] = []
-    current, found, root = None, {}, None
+    current: str | None = None  # the name of the computation that the lines belong to
+    instructions: dict[str, Instruction] = {}
+    root: str | None = None
     last: Instruction | None = None
     for number, line in enumerate(text.split("\n"), start=1):
         if current is None:
             opening = _COMPUTATION.match(line)
             if opening is not None:
-                current, found, root, last = opening[2], {}, None, None
-                entries += [current] if opening[1] else []
+                current, instructions, root, last = opening[2], {}, None, None
+                if opening[1]:
+                    entries.append(current)
         elif line.startswith("}") and not _is_open(last):
             if root is None:
                 raise ValueError(
                     f"The computation `{current}` of the HLO text has no instruction marked ROOT."
                 )
-            computations[current] = Computation(found, root)
+            computations[current] = Computation(instructions, root)
             current = None
         elif last is not None and not line.startswith(" ") and line.strip():
             # The attributes of a kernel of Pallas take several lines.
             last = replace(last, rest=f"{last.rest} {line}")
-            found[last.name] = last
+            instructions[last.name] = last
         elif line.strip():
-            instruction, is_root = _instruction(line, number)
-            found[instruction.name] = last = instruction
-            root = instruction.name if is_root else root
+            last, is_root = _instruction(line, number)
+            instructions[last.name] = last
+            if is_root:
+                root = last.name
     if current is not None:
         raise ValueError(f"The HLO text is cut off: it ends inside the computation `{current}`.")
     if len(entries) != 1:
@@ -111,7 +115,9 @@ def _instruction(line: str, number: int) -> tuple[Instruction, bool]:
 
 def _setting(header: str, name: str) -> int:
     match = re.search(rf"\b{name}=(\d+)", header)
-    return int(match[1]) if match else 1
+    if match is None:
+        return 1
+    return int(match[1])
 
 
 def computation(module: Module, name: str) -> Computation:
@@ -130,7 +136,10 @@ def arguments(instruction: Instruction) -> tuple[str, str]:
     """The text of an instruction's operands, and of the attributes after them."""
     depth = 1
     for match in re.finditer(r"[()]", instruction.rest):
-        depth += 1 if match[0] == "(" else -1
+        if match[0] == "(":
+            depth += 1
+        else:
+            depth -= 1
         if depth == 0:
             return instruction.rest[: match.start()], instruction.rest[match.end() :]
     raise ValueError(f"Unterminated operand list for `{instruction.name}` in the HLO text.")
@@ -149,19 +158,21 @@ def attributes(instruction: Instruction) -> str:
 def called(instruction: Instruction, *names: str) -> list[str]:
     """The computations that the attributes of these names refer to."""
     pattern = rf"\b(?:{'|'.join(names)})=(\{{[^{{}}]*\}}|%[\w.-]+)"
-    found = re.finditer(pattern, attributes(instruction))
-    return [name for match in found for name in _NAME.findall(match[1])]
+    callees = []
+    for reference in re.finditer(pattern, attributes(instruction)):
+        callees += _NAME.findall(reference[1])
+    return callees
 
 
 def callee(instruction: Instruction, *names: str) -> str:
     """The one computation that the attributes of these names refer to."""
-    found = called(instruction, *names)
-    if len(found) != 1:
+    callees = called(instruction, *names)
+    if len(callees) != 1:
         raise ValueError(
-            f"The instruction `{instruction.name}` of the HLO text refers to {len(found)} "
+            f"The instruction `{instruction.name}` of the HLO text refers to {len(callees)} "
             f"computations by `{'` or `'.join(names)}`, but must refer to one."
         )
-    return found[0]
+    return callees[0]
 
 
 def size_in_bytes(shape: str) -> int:
@@ -170,33 +181,49 @@ def size_in_bytes(shape: str) -> int:
     for dtype, dims, layout in _ARRAY.findall(shape):
         if dtype in ("token", "opaque"):
             continue
-        width = _WIDTH.match(dtype)
-        if width is None and dtype != "pred":
-            raise ValueError(f"The HLO text has arrays of type `{dtype}`, whose size is unknown.")
-        bits = int(width[1]) if width else 8
-        if bits < 8:
-            # Numbers of less than 8 bits take a byte each, unless the layout packs them.
-            packed = re.search(r"E\((\d+)\)", layout)
-            bits = int(packed[1]) if packed else 8
-        # A dynamic dimension, `<=8`, is allocated at its bound.
-        count = prod(int(dim.removeprefix("<=")) for dim in dims.split(",") if dim)
-        total += -(-count * bits // 8)
+        total += -(-prod(_sizes(dims)) * _bits(dtype, layout) // 8)
     return total
+
+
+def _bits(dtype: str, layout: str) -> int:
+    """The bits that an element of an array takes in memory."""
+    if dtype == "pred":
+        return 8
+    width = _WIDTH.match(dtype)
+    if width is None:
+        raise ValueError(f"The HLO text has arrays of type `{dtype}`, whose size is unknown.")
+    bits = int(width[1])
+    if bits >= 8:
+        return bits
+    # Numbers of less than 8 bits take a byte each, unless the layout packs them.
+    packed = re.search(r"E\((\d+)\)", layout)
+    if packed is None:
+        return 8
+    return int(packed[1])
+
+
+def _sizes(dims: str) -> tuple[int, ...]:
+    """The dimensions of an array, such as `8,32`; a dynamic one, `<=8`, is allocated at its
+    bound."""
+    sizes = []
+    for dim in dims.split(","):
+        if dim:  # a scalar has no dimensions
+            sizes.append(int(dim.removeprefix("<=")))
+    return tuple(sizes)
 
 
 def array_shapes(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     """The dtype and the dimensions of each array of a shape, or of a tuple of shapes."""
-    return [
-        (dtype, tuple(int(dim.removeprefix("<=")) for dim in dims.split(",") if dim))
-        for dtype, dims, _ in _ARRAY.findall(shape)
-    ]
+    return [(dtype, _sizes(dims)) for dtype, dims, _ in _ARRAY.findall(shape)]
 
 
 def bytes_in_space(shape: str) -> dict[int, int]:
     """The bytes of a shape by memory space, of which 0 is the device's main memory."""
-    found: dict[int, int] = {}
-    for match in _ARRAY.finditer(shape):
-        space = re.search(r"S\((\d+)\)", match[3] or "")
-        number = int(space[1]) if space else 0
-        found[number] = found.get(number, 0) + size_in_bytes(match[0])
-    return found
+    sizes: dict[int, int] = {}
+    for array in _ARRAY.finditer(shape):
+        space = 0
+        written = re.search(r"S\((\d+)\)", array[3] or "")
+        if written is not None:
+            space = int(written[1])
+        sizes[space] = sizes.get(space, 0) + size_in_bytes(array[0])
+    return sizes

@@ -34,8 +34,12 @@ _FORWARD, _BACKWARD = 2, 5
 
 def call_target(instruction: Instruction) -> str:
     """The name of the function that a custom call calls; `""` for other instructions."""
-    match = _TARGET.search(instruction.rest) if instruction.opcode == "custom-call" else None
-    return match[1] if match else ""
+    if instruction.opcode != "custom-call":
+        return ""
+    match = _TARGET.search(instruction.rest)
+    if match is None:
+        return ""
+    return match[1]
 
 
 def is_attention(instruction: Instruction) -> bool:
@@ -94,8 +98,10 @@ def _dot(within: Computation, instruction: Instruction, settings: str) -> Counte
     """Two operations for each element of the result and each contracted element."""
     dtype, shape = _first_array(lookup(within, operands(instruction)[0]).shape)
     _, result = _first_array(instruction.shape)
-    contracted = _numbers(settings, "lhs_contracting_dim(?:ension)?s")
-    return Counter({dtype: 2 * prod(result) * prod(shape[dim] for dim in contracted)})
+    multiply_adds = prod(result)
+    for dim in _numbers(settings, "lhs_contracting_dim(?:ension)?s"):
+        multiply_adds *= shape[dim]
+    return Counter({dtype: 2 * multiply_adds})
 
 
 def _convolution(within: Computation, instruction: Instruction) -> Counter[str]:
@@ -111,40 +117,59 @@ def _convolution(within: Computation, instruction: Instruction) -> Counter[str]:
     _, result = _first_array(instruction.shape)
     window = _window(text)
     count = result[results.index("b")] * result[results.index("f")] * kernel[kernels.index("i")]
-    for place, label in enumerate(label for label in results if label.isdigit()):
-        sizes = (shape[inputs.index(label)], kernel[kernels.index(label)])
-        count *= _overlaps(*sizes, result[results.index(label)], window, place)
+    spatial = list(filter(str.isdigit, results))  # the labels of spatial dimensions are digits
+    for place, label in enumerate(spatial):
+        input_size = shape[inputs.index(label)]
+        kernel_size = kernel[kernels.index(label)]
+        result_size = result[results.index(label)]
+        count *= _overlaps(input_size, kernel_size, result_size, window, place)
     return Counter({dtype: 2 * count})
 
 
 def _window(text: str) -> dict[str, list[str]]:
     """The settings of a window, such as `size=3x3 pad=1_1x1_1`, by their names."""
     match = _WINDOW.search(text)
-    settings = match[1].split() if match else []
-    pairs = (setting.split("=") for setting in settings)
-    return {name: values.split("x") for name, values in pairs}
+    settings: dict[str, list[str]] = {}
+    if match is None:
+        return settings
+    for setting in match[1].split():
+        name, values = setting.split("=")
+        settings[name] = values.split("x")
+    return settings
+
+
+def _window_setting(
+    window: dict[str, list[str]], name: str, place: int, *, default: int = 1
+) -> int:
+    """A setting along one dimension; of padding, `1_2`, the number of elements before."""
+    if name not in window:
+        return default
+    return int(window[name][place].split("_")[0])
 
 
 def _overlaps(size: int, kernel: int, result: int, window: dict[str, list[str]], place: int) -> int:
     """The number of pairs of a place in the result and in the window that meet an element."""
-    value = lambda name, default: window[name][place] if name in window else default
-    stride, spread = int(value("stride", "1")), int(value("rhs_dilate", "1"))
-    gap, before = int(value("lhs_dilate", "1")), int(value("pad", "0_0").split("_")[0])
+    stride = _window_setting(window, "stride", place)
+    spread = _window_setting(window, "rhs_dilate", place)
+    gap = _window_setting(window, "lhs_dilate", place)
+    before = _window_setting(window, "pad", place, default=0)
+    end = (size - 1) * gap  # of the dilated input: elements are at multiples of the gap
     count = 0
     for tap in range(kernel):
         first = tap * spread - before
         last = first + (result - 1) * stride
         if gap == 1:
-            low = max(0, -(first // stride) if first < 0 else 0)
+            low = max(0, -(first // stride))
             high = min(result - 1, (size - 1 - first) // stride)
             count += max(0, high - low + 1)
         elif stride == 1:
-            # Elements are at multiples of the gap.
-            low, high = max(first, 0), min(last, (size - 1) * gap)
+            low = max(first, 0)
+            high = min(last, end)
             count += max(0, high // gap - (low - 1) // gap)
         else:
-            inside = (first + step * stride for step in range(result))
-            count += sum(at % gap == 0 and 0 <= at <= (size - 1) * gap for at in inside)
+            for step in range(result):
+                position = first + step * stride
+                count += position % gap == 0 and 0 <= position <= end
     return count
 
 
@@ -159,9 +184,14 @@ def _cudnn_attention(
     batch, length, heads, features = queries
     pairs = float(batch * heads * length * keys[1])
     if _CAUSAL.search(instruction.rest):
-        window = _SLIDING.search(instruction.rest)
-        pairs *= _causal_share(keys[1], int(window[1]) if window else 0)
-    products = _BACKWARD if backward else _FORWARD
+        window = 0
+        sliding = _SLIDING.search(instruction.rest)
+        if sliding is not None:
+            window = int(sliding[1])
+        pairs *= _causal_share(keys[1], window)
+    products = _FORWARD
+    if backward:
+        products = _BACKWARD
     return Counter({dtype: round(products * 2 * pairs * features)})
 
 
@@ -174,22 +204,30 @@ def _splash_attention(
     module: Module, within: Computation, instruction: Instruction
 ) -> Counter[str]:
     """The products of the blocks that the mask leaves."""
-    shapes = [array_shapes(lookup(within, name).shape) for name in operands(instruction)]
-    arrays = [found[0] for found in shapes if found]
-    # (..., length, features); logarithms of sums and the like are in float32.
-    sequences = [one for one in arrays if one[0].startswith(("bf", "f")) and len(one[1]) >= 3]
-    half = [one for one in sequences if one[0] != "f32"]
+    sequences = []  # queries, keys and values: (..., length, features)
+    half = []
+    masks = []
+    for name in operands(instruction):
+        for dtype, shape in array_shapes(lookup(within, name).shape)[:1]:
+            if dtype.startswith(("bf", "f")) and len(shape) >= 3:
+                sequences.append((dtype, shape))
+                if dtype != "f32":
+                    half.append((dtype, shape))
+            elif dtype.startswith("s") and len(shape) == 3:
+                masks.append(shape)
     if len(half) >= 3:
+        # Logarithms of sums and the like are in float32.
         sequences = half
     (dtype, queries), (_, keys) = sequences[:2]
-    gradients = sum(one == dtype for one, _ in array_shapes(instruction.shape))
-    # A backward kernel reads the gradient of the outputs too.
-    backward = len(sequences) > 3
-    products = _SPLASH_BACKWARD[gradients] if backward else _FORWARD
+    products = _FORWARD
+    if len(sequences) > 3:  # a backward kernel reads the gradient of the outputs too
+        result_dtypes = [result for result, _ in array_shapes(instruction.shape)]
+        products = _SPLASH_BACKWARD[result_dtypes.count(dtype)]
     features = queries[-1]
     pairs = prod(queries[:-1]) * keys[-2]
-    masks = [shape for one, shape in arrays if one.startswith("s") and len(shape) == 3]
-    share = _block_share(module, masks[0]) if masks else 1.0
+    share = 1.0
+    if masks:
+        share = _block_share(module, masks[0])
     return Counter({dtype: round(products * 2 * pairs * features * share)})
 
 
@@ -201,8 +239,9 @@ def _block_share(module: Module, shape: tuple[int, ...]) -> float:
     for each in module.computations.values():
         for instruction in each.instructions.values():
             if instruction.opcode == "constant" and f"[{dims}]" in instruction.shape:
-                numbers = re.findall(r"\d+", instruction.rest.partition("})")[0])
-                shares.append(sum(number != "0" for number in numbers) / prod(shape))
+                blocks = re.findall(r"\d+", instruction.rest.partition("})")[0])
+                computed = len(blocks) - blocks.count("0")  # a block of 0 is masked entirely
+                shares.append(computed / prod(shape))
     return min(1.0, max(shares)) or 1.0
 
 
@@ -219,4 +258,6 @@ def _first_array(shape: str) -> tuple[str, tuple[int, ...]]:
 
 def _numbers(text: str, name: str) -> list[int]:
     match = re.search(rf'"?\b{name}"?[=:][\[{{]([^\]}}]*)[\]}}]', text)
-    return [int(number) for number in re.findall(r"\d+", match[1])] if match else []
+    if match is None:
+        return []
+    return list(map(int, re.findall(r"\d+", match[1])))

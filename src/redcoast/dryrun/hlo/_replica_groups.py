@@ -41,18 +41,19 @@ def axes_and_size(groups: str, axes: tuple[tuple[str, int], ...]) -> tuple[tuple
 
 def spanned_axes(groups: Groups, axes: dict[str, int]) -> tuple[str, ...]:
     """The axes, in the order of the mesh, along which the devices of a group differ."""
-    sizes, spanned = tuple(axes.values()), set()
+    sizes = tuple(axes.values())
+    spanned: set[str] = set()
     for group in groups:
         if max(group) >= prod(sizes):
             raise ValueError(
                 f"A collective of the HLO text names device {max(group)}, but the mesh has "
                 f"{prod(sizes)} devices. Pass the mesh that the program was compiled for."
             )
-        places = np.stack(np.unravel_index(np.asarray(group), sizes), axis=-1)
-        spanned |= {
-            axis for axis, moved in zip(axes, (places != places[0]).any(0), strict=True) if moved
-        }
-    return tuple(axis for axis in axes if axis in spanned)
+        coordinates = np.unravel_index(np.asarray(group), sizes)  # of the group, for each axis
+        for axis, along in zip(axes, coordinates, strict=True):
+            if (along != along[0]).any():
+                spanned.add(axis)
+    return tuple(filter(spanned.__contains__, axes))
 
 
 def parse_groups(text: str, devices: int) -> Groups:
@@ -77,14 +78,16 @@ def _lists(text: str) -> list[list[int]]:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
+    return list(map(int, re.findall(r"\d+", text)))
 
 
 def _transposed(text: str) -> np.ndarray:
     """`[4,2]T(1,0)`: 0, 1, 2, ... as a 4 x 2 array, transposed."""
     dims, _, order = text.partition("T")
     array = np.arange(prod(_numbers(dims))).reshape(_numbers(dims))
-    return array.transpose(_numbers(order)) if order else array
+    if not order:
+        return array
+    return array.transpose(_numbers(order))
 
 
 def _mesh_groups(text: str) -> np.ndarray:
@@ -96,22 +99,37 @@ def _mesh_groups(text: str) -> np.ndarray:
     match = _MESH.fullmatch(text)
     assert match is not None
     axes = {axis: int(size) for axis, size in _AXIS.findall(match["axes"])}
+    # Of each axis, the factors that groups are along, as (size of the factors before, size).
     factors: dict[str, list[tuple[int, int]]] = {axis: [] for axis in axes}
     for axis, before, size in _FACTOR.findall(match["over"]):
-        factors[axis].append((int(before), int(size)) if size else (1, axes[axis]))
-    dims, over = [], []
+        if size:
+            factors[axis].append((int(before), int(size)))
+        else:
+            factors[axis].append((1, axes[axis]))
+    # Each axis becomes several dimensions: its factors, and what is between and after them.
+    dims: list[int] = []
+    over: list[int] = []  # the dimensions that groups are along
+    group_size = 1
     for axis, size in axes.items():
         done = 1
         for before, factor in sorted(factors[axis]):
             over.append(len(dims) + 1)
+            group_size *= factor
             dims += [before // done, factor]
             done = before * factor
         dims.append(size // done)
-    rest = [i for i in range(len(dims)) if i not in over]
-    given = f"[{prod(dims)}]" if match["ids"] is None else match["ids"]
-    ids = _transposed(given) if given.startswith("[") else np.asarray(_numbers(given))
-    ids = ids.reshape(dims)
-    return ids.transpose(rest + over).reshape(-1, prod(dims[i] for i in over))
+    rest = [dim for dim in range(len(dims)) if dim not in over]
+    ids = _device_ids(match["ids"], prod(dims)).reshape(dims)
+    return ids.transpose(rest + over).reshape(-1, group_size)
+
+
+def _device_ids(text: str | None, count: int) -> np.ndarray:
+    """`device_ids`: a transposed array, `[4,2]T(1,0)`, or a list; by default 0, 1, 2, ..."""
+    if text is None:
+        return np.arange(count)
+    if text.startswith("["):
+        return _transposed(text)
+    return np.asarray(_numbers(text))
 
 
 def connected(pairs: Groups, devices: int) -> Groups:

@@ -72,7 +72,9 @@ def trip_count(scope: CallScope, loop: Instruction) -> int | None:
     compared = _comparison(_symbolic(scope, callee(loop, "condition")))
     start = lambda place: _value(scope, operands(loop)[0], place)
     after = lambda place: _root(_symbolic(scope, callee(loop, "body")), place)
-    return None if compared is None else solve(compared, start, after)
+    if compared is None:
+        return None
+    return solve(compared, start, after)
 
 
 _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
@@ -93,8 +95,12 @@ def solve(
         """A constant, or a number that no iteration changes."""
         if not isinstance(value, Carried):
             return value
-        begin = start(value.place) if after(value.place) == Carried(value.place, 0) else None
-        return begin + value.more if isinstance(begin, int) else None
+        if after(value.place) != Carried(value.place, 0):
+            return None
+        begin = start(value.place)
+        if not isinstance(begin, int):
+            return None
+        return begin + value.more
 
     left, direction, right = compared
     if not isinstance(left, Carried) or invariant(left) is not None:
@@ -144,7 +150,8 @@ def _comparison(scope: CallScope) -> tuple[Value, str, Value] | None:
     if instruction.opcode != "compare" or direction is None:
         return None
     compared = operands(instruction)
-    left, right = _value(scope, compared[0], None), _value(scope, compared[1], None)
+    left = _value(scope, compared[0], None)
+    right = _value(scope, compared[1], None)
     return left, direction[1], right
 
 
@@ -154,7 +161,9 @@ def _value(scope: CallScope, name: str, place: int | None) -> Value:
     match instruction.opcode:
         case "constant":
             literal = arguments(instruction)[0]
-            return int(literal) if re.fullmatch(r"-?\d+", literal) else None
+            if re.fullmatch(r"-?\d+", literal) is None:
+                return None
+            return int(literal)
         case "parameter":
             return scope.parameters(int(arguments(instruction)[0]), place)
         case "get-tuple-element":
@@ -163,11 +172,16 @@ def _value(scope: CallScope, name: str, place: int | None) -> Value:
                 return None
             return _value(scope, operands(instruction)[0], int(index[1]))
         case "tuple":
-            return None if place is None else _value(scope, operands(instruction)[place], None)
+            if place is None:
+                return None
+            return _value(scope, operands(instruction)[place], None)
         case "add" | "subtract":
             terms = operands(instruction)
-            left, right = _value(scope, terms[0], None), _value(scope, terms[1], None)
-            return added(left, right, 1 if instruction.opcode == "add" else -1)
+            left = _value(scope, terms[0], None)
+            right = _value(scope, terms[1], None)
+            if instruction.opcode == "add":
+                return added(left, right, 1)
+            return added(left, right, -1)
         case "fusion" | "call":
             inner = callee(instruction, "calls", "to_apply")
             return _root(inner_scope(scope, instruction, inner), place)
@@ -185,4 +199,6 @@ def added(left: Value, right: Value, sign: int) -> Value:
         return None
     if isinstance(left, Carried):
         return Carried(left.place, left.more + sign * right)
-    return None if left is None else left + sign * right
+    if left is None:
+        return None
+    return left + sign * right

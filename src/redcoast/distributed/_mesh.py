@@ -114,7 +114,7 @@ def _does_not_fit(sizes: dict[str, int], fixed: int, count: int, free: list[str]
         if size > 1 and count % others == 0:
             fitting = [count // others]
             if free:
-                fitting = _divisors(count // others)
+                fitting = divisors(count // others)
             fits.append(f"{axis} in {fitting}")
     if fits:
         way += f"; with the other sizes as they are, {' or '.join(fits)} would fit"
@@ -127,7 +127,8 @@ def _does_not_fit(sizes: dict[str, int], fixed: int, count: int, free: list[str]
     return message
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, the smallest first."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 

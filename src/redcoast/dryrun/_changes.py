@@ -1,6 +1,7 @@
 """Finds the smallest changes that make a training step fit in memory."""
 
 import dataclasses
+import itertools as it
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..data._per_batch import has_per_batch
-from ._compile_job import Compiled
+from ._compile_job import Compiled, show_sizes
 from ._job import Job
 from ._report import Change, DryRun
 
@@ -50,23 +51,36 @@ def find_changes(
     now = Settings(run.mesh, False, job.accumulate, job.compute_dtype)
 
     def tried(settings: Settings) -> Change | None:
-        changed = rematerialised(init_fn) if settings.remat else init_fn
+        changed = init_fn
+        if settings.remat:
+            changed = rematerialised(init_fn)
         options = {"accumulate": settings.accumulate, "compute_dtype": settings.compute_dtype}
         try:
-            found = again(make(changed, **options), settings.mesh)
+            compiled = again(make(changed, **options), settings.mesh)
         # For example, an override does not divide on that mesh, or the compiler fails.
         except (ValueError, RuntimeError):
             return None
-        if found.refused or found.peak > run.memory["usable"]:
+        if compiled.refused or compiled.peak > run.memory["usable"]:
             return None
-        dtype = None if settings.compute_dtype is None else jnp.dtype(settings.compute_dtype).name
-        of = (settings.mesh, settings.remat, settings.accumulate, dtype)
-        return Change(_words(now, settings), found.peak, *of)
+        dtype = None
+        if settings.compute_dtype is not None:
+            dtype = jnp.dtype(settings.compute_dtype).name
+        return Change(
+            what=_words(now, settings),
+            peak=compiled.peak,
+            mesh=settings.mesh,
+            remat=settings.remat,
+            accumulate=settings.accumulate,
+            compute_dtype=dtype,
+        )
 
     kinds = _kinds(now, job, others)
-    single = [next(filter(None, map(tried, options)), None) for options in kinds]
-    if any(single):
-        yield from filter(None, single)
+    # Of each kind, the smallest change that is enough alone.
+    single: list[Change] = []
+    for options in kinds:
+        single += it.islice(filter(None, map(tried, options)), 1)
+    if single:
+        yield from single
     elif (change := _together(now, kinds, tried)) is not None:
         yield change
 
@@ -74,43 +88,69 @@ def find_changes(
 def _kinds(now: Settings, job: Job, others: Sequence[dict[str, int]]) -> list[list[Settings]]:
     """The changes of each kind, smaller ones first."""
     change = dataclasses.replace
-    found = [[change(now, mesh=sizes) for sizes in others[:MESHES]]]
+    kinds = [[change(now, mesh=sizes) for sizes in others[:MESHES]]]
     if can_rematerialise(job.state.model):
-        found.append([change(now, remat=True)])
-    shards = now.mesh["data"] * now.mesh["fsdp"]
-    counts = [now.accumulate * 2**n for n in range(1, 4)]
-    # Microbatches that do not divide over the devices would be replicated.
-    divides = lambda count: job.rows % (count * shards) == 0 and not has_per_batch(job.batch)
-    counts = list(filter(divides, counts))
-    found.append([change(now, accumulate=count) for count in counts])
+        kinds.append([change(now, remat=True)])
+    if not has_per_batch(job.batch):
+        kinds.append([change(now, accumulate=count) for count in _microbatches(now, job)])
     if now.compute_dtype is None or jnp.dtype(now.compute_dtype).itemsize > 2:
-        found.append([change(now, compute_dtype=jnp.bfloat16)])
-    return [options for options in found if options]
+        kinds.append([change(now, compute_dtype=jnp.bfloat16)])
+    return list(filter(None, kinds))
+
+
+def _microbatches(now: Settings, job: Job) -> list[int]:
+    """Larger numbers of microbatches that the batch divides into."""
+    shards = now.mesh["data"] * now.mesh["fsdp"]
+    counts = []
+    for factor in (2, 4, 8):
+        count = factor * now.accumulate
+        # Microbatches that do not divide over the devices would be replicated.
+        if job.rows % (count * shards) == 0:
+            counts.append(count)
+    return counts
 
 
 def _together(
     now: Settings, kinds: list[list[Settings]], tried: Callable[[Settings], Change | None]
 ) -> Change | None:
     """Adds one kind of change after another until the step fits, then drops unnecessary changes."""
-    settings, made, found = now, [], None
+    settings, sufficient = now, None
+    steps: list[tuple[str, list[Settings]]] = []  # the field that changes, and its options
     for options in kinds:
-        fields = [field.name for field in dataclasses.fields(Settings)]
-        name = next(f for f in fields if getattr(options[0], f) != getattr(now, f))
-        # The first mesh is the most promising; the last number of microbatches saves the most.
-        settings = _with(settings, options[0 if name == "mesh" else -1], name)
-        made.append((name, options))
-        if len(made) > 1 and (found := tried(settings)) is not None:
+        name = _changed_field(now, options[0])
+        # The last number of microbatches saves the most; the first mesh is the most promising.
+        most = options[-1]
+        if name == "mesh":
+            most = options[0]
+        settings = _with(settings, most, name)
+        steps.append((name, options))
+        if len(steps) == 1:
+            continue  # single changes have been tried
+        sufficient = tried(settings)
+        if sufficient is not None:
             break
-    if found is None:
+    if sufficient is None:
         return None
-    for name, options in made:
+    for name, options in steps:
+        smaller: list[Settings] = []
         # The last change cannot be dropped: without it the step did not fit.
-        less_of_it = [now] * (name != made[-1][0]) + options[:-1] * (name != "mesh")
-        for less in less_of_it:
-            if (better := tried(_with(settings, less, name))) is not None:
-                settings, found = _with(settings, less, name), better
+        if name != steps[-1][0]:
+            smaller.append(now)
+        if name != "mesh":
+            smaller += options[:-1]
+        for less in smaller:
+            change = tried(_with(settings, less, name))
+            if change is not None:
+                settings, sufficient = _with(settings, less, name), change
                 break
-    return found
+    return sufficient
+
+
+def _changed_field(now: Settings, settings: Settings) -> str:
+    for field in dataclasses.fields(Settings):
+        if getattr(settings, field.name) != getattr(now, field.name):
+            return field.name
+    raise AssertionError("the settings are the same")
 
 
 def _with(settings: Settings, other: Settings, name: str) -> Settings:
@@ -120,7 +160,7 @@ def _with(settings: Settings, other: Settings, name: str) -> Settings:
 def _words(now: Settings, settings: Settings) -> str:
     words = []
     if settings.mesh != now.mesh:
-        words.append("mesh " + ", ".join(f"{axis}={n}" for axis, n in settings.mesh.items()))
+        words.append(f"mesh {show_sizes(settings.mesh)}")
     if settings.remat:
         words.append('remat="full" in the model')
     if settings.accumulate != now.accumulate:
@@ -155,10 +195,12 @@ def _keeping_some(tree: Any) -> Iterator[Any]:
         config = getattr(tree, "config", None)
         if dataclasses.is_dataclass(config) and getattr(config, "remat", "full") != "full":
             yield tree
-        inside = [getattr(tree, field.name, None) for field in dataclasses.fields(tree)]
+        parts = [getattr(tree, field.name, None) for field in dataclasses.fields(tree)]
     elif isinstance(tree, dict):
-        inside = list(tree.values())
+        parts = list(tree.values())
+    elif isinstance(tree, list | tuple):
+        parts = list(tree)
     else:
-        inside = list(tree) if isinstance(tree, list | tuple) else []
-    for one in inside:
-        yield from _keeping_some(one)
+        parts = []
+    for part in parts:
+        yield from _keeping_some(part)

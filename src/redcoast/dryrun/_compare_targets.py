@@ -1,5 +1,6 @@
 """One training step on several kinds of hardware: what fits, how fast it is, and what it costs."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,11 +43,12 @@ class TargetComparison:
         loss_fn = lambda model, x, key: jnp.mean((x @ model["w"]) ** 2)
         batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
         targets = ("cpu:1", "cpu:4")
-        found = rc.compare_targets(
+        comparison = rc.compare_targets(
             init_fn, loss_fn, batch, optax.sgd(0.1), targets=targets, steps=1e6, price=0.05
         )
-        print(found)
-        cheapest = min(found.costs, key=lambda target: found.costs[target].price)
+        print(comparison)
+        costs = comparison.costs
+        cheapest = min(costs, key=lambda target: costs[target].price)
         ```
     """
 
@@ -55,23 +57,25 @@ class TargetComparison:
     errors: dict[str, str]
 
     def __str__(self) -> str:
-        priced = any(cost.price is not None for cost in self.costs.values())
+        has_price = any(cost.price is not None for cost in self.costs.values())
         heads = ["target", "devices", "mesh", "memory (GiB)", "step (ms)", "examples/s"]
         if self.costs:
             heads += ["hours", "device hours"]
-        if priced:
+        if has_price:
             heads.append("price")
         rows = [heads]
         for target, run in self.runs.items():
             rows.append([*_figures(run), *_costs(self.costs.get(target), len(heads) - 6)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
-        for row in rows:
-            first, *rest = zip(row, widths, strict=True)
-            cells = [first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)]
+        for target, *figures in rows:
+            cells = [target.ljust(widths[0]), *map(str.rjust, figures, widths[1:])]
             lines.append("  ".join(cells).rstrip())
-        lines += [f"{target} cannot be used: {why}" for target, why in self.errors.items()]
-        notes = dict.fromkeys(note for run in self.runs.values() for note in run.notes)
+        for target, why in self.errors.items():
+            lines.append(f"{target} cannot be used: {why}")
+        notes: dict[str, None] = {}  # as a set in order: several runs may have the same note
+        for run in self.runs.values():
+            notes.update(dict.fromkeys(run.notes))
         return "\n".join([*lines, *notes])
 
 
@@ -121,11 +125,12 @@ def compare_targets(
         loss_fn = lambda model, x, key: jnp.mean((x @ model["w"]) ** 2)
         batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
         targets = ("cpu:1", "cpu:4")
-        found = rc.compare_targets(
+        comparison = rc.compare_targets(
             init_fn, loss_fn, batch, optax.sgd(0.1), targets=targets, steps=1e6, price=0.05
         )
-        print(found)
-        cheapest = min(found.costs, key=lambda target: found.costs[target].price)
+        print(comparison)
+        costs = comparison.costs
+        cheapest = min(costs, key=lambda target: costs[target].price)
         ```
     """
     if isinstance(targets, str) or not targets:
@@ -154,12 +159,16 @@ def compare_targets(
             runs[target.name] = run
     if not runs:
         raise next(iter(errors.values()))
-    runs = dict(sorted(runs.items(), key=lambda item: _order(item[1])))
-    costs = {}
-    for name, run in runs.items():
-        if steps is not None and run.step is not None:
-            costs[name] = run.cost(steps, price=prices[name])
-    return TargetComparison(runs, costs, {name: str(error) for name, error in errors.items()})
+    ordered = sorted(runs, key=lambda name: _order(runs[name]))
+    costs: dict[str, TrainingCost] = {}
+    for name in ordered:
+        if steps is not None and runs[name].step is not None:
+            costs[name] = runs[name].cost(steps, price=prices[name])
+    return TargetComparison(
+        runs={name: runs[name] for name in ordered},
+        costs=costs,
+        errors={name: str(error) for name, error in errors.items()},
+    )
 
 
 def price_of(
@@ -172,36 +181,43 @@ def price_of(
     `ValueError` if there are prices, but none for this target, or one is not positive.
     """
     if isinstance(price, Mapping):
-        names = (target.name, target.chip.name)
-        known = [price[name] for name in names if name in price]
-        if not known:
+        if target.name in price:
+            price = price[target.name]
+        elif target.chip.name in price:
+            price = price[target.chip.name]
+        else:
             raise ValueError(
                 f"`price` has no price for {target.name!r}, only for {', '.join(map(repr, price))}."
                 f" Add one for {target.chip.name!r}."
             )
-        price = known[0]
     if price is not None:
         check_positive("price", price)
     return price
 
 
 def _order(run: DryRun) -> tuple[bool, float]:
-    return not run.fits, float("inf") if run.step is None else run.step.seconds
+    if run.step is None:
+        return not run.fits, math.inf
+    return not run.fits, run.step.seconds
 
 
 def _figures(run: DryRun) -> list[str]:
-    sizes = (f"{axis}={size}" for axis, size in run.mesh.items() if size > 1)
+    sizes = [f"{axis}={size}" for axis, size in run.mesh.items() if size > 1]
     peak, usable = run.memory["peak"], run.memory["usable"]
     memory = f"{in_units(peak, 2**30)} of {in_units(usable, 2**30)}"
     if not run.fits:
         memory += ": too much"
-    step = "-" if run.step is None else f"{run.step.seconds * 1e3:,.4g}"
-    rate = "-" if run.step is None else f"{run.rows / run.step.seconds:,.4g}"
+    step, rate = "-", "-"
+    if run.step is not None:
+        step = f"{run.step.seconds * 1e3:,.4g}"
+        rate = f"{run.rows / run.step.seconds:,.4g}"
     return [run.target, str(run.devices), ",".join(sizes) or "-", memory, step, rate]
 
 
 def _costs(cost: TrainingCost | None, columns: int) -> list[str]:
     if cost is None:
         return ["-"] * columns
-    price = "-" if cost.price is None else f"{cost.price:,.2f}"
+    price = "-"
+    if cost.price is not None:
+        price = f"{cost.price:,.2f}"
     return [f"{cost.hours:,.4g}", f"{cost.device_hours:,.4g}", price][:columns]

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from ..core._frames import own_or_model_frame
 from ..sharding import Plan
-from ..sharding.solver._figures import Arithmetic
 from ._flops import contractions
 from ._job import Job, trace_job
 from ._phases import enter_phase
@@ -61,10 +60,10 @@ class Compiled:
     @property
     def sent(self) -> Counter[str]:
         """Bytes that a device communicates over each set of axes."""
-        found: Counter[str] = Counter()
-        for one in self.traffic or ():
-            found[one["axis"]] += one["bytes"]
-        return found
+        sent: Counter[str] = Counter()
+        for row in self.traffic or ():
+            sent[row["axis"]] += row["bytes"]
+        return sent
 
 
 def compile_job(
@@ -90,10 +89,11 @@ def compile_job(
     what = f"the step on the mesh {show_sizes(mesh.shape)}"
     enter_phase("Tracing", what)
     traced = trace_job(job, plan, mesh)
-    found = contractions(traced.jaxpr)
+    counted = contractions(traced.jaxpr)
     program = plan.report.program_or_none
-    counted = Arithmetic(1, 1) if program is None else program.arithmetic
-    share = counted.per_device / max(1, counted.flops)
+    share = 1.0  # of the program's operations, those of one device
+    if program is not None:
+        share = program.arithmetic.per_device / max(1, program.arithmetic.flops)
     options = _CPU_OPTIONS
     if stands_in:
         options = _STAND_IN
@@ -104,8 +104,8 @@ def compile_job(
         lowered = traced.lower()
         enter_phase("Compiling", what)
         compiled = compile_for(lowered, mesh, options, with_lines=with_lines)
-    flops = {dtype: share * count for dtype, count in found.flops.items()}
-    return replace(compiled, flops=flops, open_loops=found.open_loops)
+    flops = {dtype: share * count for dtype, count in counted.flops.items()}
+    return replace(compiled, flops=flops, open_loops=counted.open_loops)
 
 
 # JAX leaves out all but a few lines of a program, and takes one with other lines for the same.
@@ -143,11 +143,15 @@ def compile_for(
     """Compiles a lowered program and reads the compiler's figures."""
     platform = mesh.devices.flat[0].platform
     begin = time.perf_counter()
-    options = dict(cpu_options) if platform == "cpu" else None
+    options = None
+    if platform == "cpu":
+        options = dict(cpu_options)
     try:
         compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        peak = needed_bytes(str(error)) if "RESOURCE_EXHAUSTED" in str(error) else None
+        peak = None
+        if "RESOURCE_EXHAUSTED" in str(error):
+            peak = needed_bytes(str(error))
         if peak is None:
             raise RuntimeError(
                 "The compiler failed on this program; it may succeed for another mesh or another "
@@ -158,49 +162,55 @@ def compile_for(
     memory: Any = compiled.memory_analysis()
     arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
     # Results overwrite donated arguments.
-    held = arguments + results - memory.alias_size_in_bytes
-    peak = held + memory.temp_size_in_bytes
+    persistent = arguments + results - memory.alias_size_in_bytes
+    peak = persistent + memory.temp_size_in_bytes
     if platform == "tpu":
         # The TPU compiler may put temporaries in the memory of arguments that are no longer needed.
         # This figure takes that into account; for other compilers it excludes temporaries.
         peak = memory.peak_memory_in_bytes
     text = compiled.as_text()
-    found = collectives(text, mesh)
+    communication = collectives(text, mesh)
     lines: tuple[Traffic, ...] = ()
     if with_lines and text is not None:
-        lines = _by_line(found, peak_buffers(text))
+        lines = _by_line(communication, peak_buffers(text))
     return Compiled(
         peak=peak,
-        temporaries=max(0, peak - held),
+        temporaries=max(0, peak - persistent),
         moved=arguments + results,
-        traffic=_traffic(found),
+        traffic=_traffic(communication),
         lines=lines,
-        events=() if text is None else read_schedule(text, mesh),
+        events=read_schedule(text, mesh),
         seconds=seconds,
     )
 
 
 def needed_bytes(message: str) -> int | None:
     """The memory on a device that a compiler's out-of-memory message says a program needs."""
-    found = _USED.search(message) or _TEMPORARIES.search(message)
-    return found and round(float(found[1]) * _UNITS[found[2]])
+    needed = _USED.search(message) or _TEMPORARIES.search(message)
+    if needed is None:
+        return None
+    return round(float(needed[1]) * _UNITS[needed[2]])
 
 
-def _traffic(found: Sequence[Collective]) -> tuple[Traffic, ...]:
+def _traffic(communication: Sequence[Collective]) -> tuple[Traffic, ...]:
     """The communication of one device in a step, grouped by axis, kind and cause, largest first."""
     times: Counter[tuple[str, str, str]] = Counter()
     sent: Counter[tuple[str, str, str]] = Counter()
-    for one in found:
-        key = "+".join(one.axes), one.kind, cause(one.source)
-        times[key] += one.count
-        sent[key] += one.count * one.sent_bytes
-    return tuple(
-        {"axis": axis, "kind": kind, "cause": why, "times": times[axis, kind, why], "bytes": size}
-        for (axis, kind, why), size in sent.most_common()
-    )
+    for each in communication:
+        key = "+".join(each.axes), each.kind, cause(each.source)
+        times[key] += each.count
+        sent[key] += each.count * each.sent_bytes
+    rows: list[Traffic] = []
+    for key, size in sent.most_common():
+        axis, kind, why = key
+        row = {"axis": axis, "kind": kind, "cause": why, "times": times[key], "bytes": size}
+        rows.append(row)
+    return tuple(rows)
 
 
-def _by_line(found: Sequence[Collective], held: Sequence[HeldBuffer]) -> tuple[Traffic, ...]:
+def _by_line(
+    communication: Sequence[Collective], buffers: Sequence[HeldBuffer]
+) -> tuple[Traffic, ...]:
     """The communication of one device in a step, and its temporary memory at the peak, by line.
 
     A line is the innermost one in the user's code, or in a model of redcoast.
@@ -208,11 +218,12 @@ def _by_line(found: Sequence[Collective], held: Sequence[HeldBuffer]) -> tuple[T
     sent: Counter[Frame] = Counter()
     memory: Counter[Frame] = Counter()
     causes: dict[Frame, Counter[str]] = defaultdict(Counter)
-    for one in found:
-        line = own_or_model_frame(one.frames) or _NOWHERE
-        sent[line] += one.count * one.sent_bytes
-        causes[line][f"{one.kind}, {cause(one.source)}"] += one.count * one.sent_bytes
-    for buffer in held:
+    for each in communication:
+        line = own_or_model_frame(each.frames) or _NOWHERE
+        size = each.count * each.sent_bytes
+        sent[line] += size
+        causes[line][f"{each.kind}, {cause(each.source)}"] += size
+    for buffer in buffers:
         memory[own_or_model_frame(buffer.frames) or _NOWHERE] += buffer.bytes
     costs = {line: sent[line] + memory[line] for line in (*sent, *memory)}
     lines: list[Traffic] = []
@@ -231,9 +242,18 @@ def cause(source: str | None) -> str:
     if source is None:
         return "not named by the compiler"
     # The names of merged operations are in brackets: "while/body/(add:dot_general)".
-    merged = source.rpartition("(")[2].rstrip(")") if source.endswith(")") else ""
-    last = [one.rpartition("/")[2] for one in (merged or source).split(":")]
-    names = list(dict.fromkeys(name for name in last if re.fullmatch(r"[a-z][\w-]*", name)))
+    merged = ""
+    if source.endswith(")"):
+        merged = source.rpartition("(")[2].rstrip(")")
+    names: set[str] = set()
+    for path in (merged or source).split(":"):
+        name = path.rpartition("/")[2]
+        if re.fullmatch(r"[a-z][\w-]*", name):
+            names.add(name)
+    operations = ", ".join(sorted(names)[:3]) or "several"
+    # A rematerialised operation is also within `transpose`, and that within `jvp`.
     parts = {"rematted_computation": "rematerialised", "transpose(": "backward", "jvp(": "forward"}
-    part = next((part for mark, part in parts.items() if mark in source), "outside the gradient")
-    return f"{part}: {', '.join(sorted(names)[:3]) or 'several'}"
+    for mark, part in parts.items():
+        if mark in source:
+            return f"{part}: {operations}"
+    return f"outside the gradient: {operations}"

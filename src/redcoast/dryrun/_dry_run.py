@@ -10,7 +10,7 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 from jaxtyping import PyTree
 
 from ..core._frames import hide_frames
@@ -120,20 +120,26 @@ def dry_run(
         job = make(init_fn, accumulate=accumulate, compute_dtype=compute_dtype)
         if mesh is None:
             sizes = cheapest(job, place)
+        elif isinstance(mesh, Mesh):
+            sizes = mesh.shape
         else:
-            sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
+            sizes = mesh
         if not isinstance(sizes, Mapping) or not set(sizes) <= {*AXES, PIPE}:
             raise TypeError(
                 f"`mesh` is {sizes!r}. It must be a mesh, or sizes of `data`, `fsdp`, `model` and "
                 '`pipe`, such as {"fsdp": 4, "model": 2}.'
             )
-        found = _result(job, place, *_compile(job, place, sizes, memory))
-        if found.fits or not suggest:
-            return found
-        others = [sizes for sizes in likely(job, place) if sizes != found.mesh]
-        again = lambda job, sizes: _compile(job, place, sizes, memory)[2]
-        changes = find_changes(make, init_fn, job, found, others, again)
-        return replace(found, changes=tuple(changes))
+        run = _result(job, place, *_compile(job, place, sizes, memory))
+        if run.fits or not suggest:
+            return run
+        others = [sizes for sizes in likely(job, place) if sizes != run.mesh]
+
+        def again(job: Job, sizes: Mapping[str, int]) -> Compiled:
+            _, _, compiled = _compile(job, place, sizes, memory)
+            return compiled
+
+        changes = find_changes(make, init_fn, job, run, others, again)
+        return replace(run, changes=tuple(changes))
 
 
 def _compile(
@@ -177,12 +183,18 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
         notes.append(f"Layers of the model: {layers}.")
     if options := compiler_options_for(mesh, job.compiler_options):
         notes.append(f"Options of the compiler: {show_options(options)}.")
-    if count := compiled.open_loops:
+    if compiled.open_loops:
+        loops = "A loop has"
+        if compiled.open_loops > 1:
+            loops = f"{compiled.open_loops} loops have"
         notes.append(
-            f"{'A loop has' if count == 1 else f'{count} loops have'} a trip count that depends on "
-            "the data, and is counted as one iteration: the real number of operations is higher "
-            "than the figure here, and so may be the communication."
+            f"{loops} a trip count that depends on the data, and is counted as one iteration: the "
+            "real number of operations is higher than the figure here, and so may be the "
+            "communication."
         )
+    sent = None
+    if not compiled.refused:
+        sent = compiled.sent.total()
     return DryRun(
         target=target.name,
         devices=target.count,
@@ -193,7 +205,7 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
         refused=compiled.refused,
         memory=_memory(job, plan, mesh, compiled) | {"usable": target.chip.usable},
         traffic=compiled.traffic or (),
-        sent_bytes=None if compiled.refused else compiled.sent.total(),
+        sent_bytes=sent,
         arithmetic=compiled.flops,
         bounds=bounds,
         step=step,
@@ -212,9 +224,10 @@ def _with_plan(lines: Sequence[Traffic], plan: Plan) -> tuple[Traffic, ...]:
     """The lines of code of a compiled program, with the bytes that the plan says they send."""
     planned: Counter[tuple[str, int]] = Counter()
     program = plan.report.program_or_none
-    for one in () if program is None else program.lines:
-        # Compiled programs have no lines of redcoast's models.
-        planned[one.caller] += one.sent_bytes
+    if program is not None:
+        for cost in program.lines:
+            # Compiled programs have no lines of redcoast's models.
+            planned[cost.caller] += cost.sent_bytes
     return tuple({**line, "planned_bytes": planned[line["file"], line["line"]]} for line in lines)
 
 
@@ -228,19 +241,28 @@ def _repeated(plan: Plan, mesh: Mesh) -> float:
 
 def _memory(job: Job, plan: Plan, mesh: Mesh, compiled: Compiled) -> dict[str, int]:
     """Bytes of memory on each device, by use."""
-    held = lambda x, sharding: prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
     arrays, _ = split(job.state.model)
-    trained = trainable_arrays(job.state.model, job.trainable)
+    is_trained = trainable_arrays(job.state.model, job.trainable)
     shardings = jax.tree.leaves(plan.shardings.model)
-    gradients = zip(arrays, shardings, trained, strict=True)
+    gradients = 0
+    for x, sharding, trained in zip(arrays, shardings, is_trained, strict=True):
+        if trained:
+            gradients += _shard_bytes(x, sharding)
+    batch = jax.tree.leaves(split_batch(job, mesh))
     totals = plan.report.totals
-    found = {
+    memory = {
         "parameters": totals.parameters.bytes_per_device,
         "optimizer_state": totals.optimizer_state.bytes_per_device,
         "other": totals.other.bytes_per_device,
-        "batch": sum(held(x, x.sharding) for x in jax.tree.leaves(split_batch(job, mesh))),
-        "gradients": sum(held(x, sharding) for x, sharding, yes in gradients if yes),
+        "batch": sum(_shard_bytes(x, x.sharding) for x in batch),
+        "gradients": gradients,
     }
     if compiled.temporaries is not None:
-        found["temporaries"] = compiled.temporaries
-    return found | {"peak": compiled.peak}
+        memory["temporaries"] = compiled.temporaries
+    memory["peak"] = compiled.peak
+    return memory
+
+
+def _shard_bytes(x: Any, sharding: Sharding) -> int:
+    """The bytes of an array on each device."""
+    return prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize

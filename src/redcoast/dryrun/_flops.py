@@ -74,9 +74,9 @@ def contractions(jaxpr: AnyJaxpr) -> Contractions:
     inner = open_jaxpr(jaxpr)
     # Rematerialised programs contain many unused computations.
     live, _ = dce_jaxpr(inner, [True] * len(inner.outvars), instantiate=True)
-    found = _count(close_jaxpr(live, consts_of(jaxpr)))
-    opened = found.pop(_OPEN, 0)
-    return Contractions(dict(sorted(found.items())), opened)
+    flops = _count(close_jaxpr(live, consts_of(jaxpr)))
+    open_loops = flops.pop(_OPEN, 0)
+    return Contractions(dict(sorted(flops.items())), open_loops)
 
 
 def _count(jaxpr: AnyJaxpr, inputs: Sequence[Value] | None = None) -> Flops:
@@ -105,36 +105,52 @@ def _count_equation(equation: JaxprEqn, known: list[Value]) -> Flops:
             return _while(loop, known)
         case Cond(branches):
             counts = [_count(branch, known[1:]) for branch in branches]
-            return max(counts, key=lambda flops: sum(n for key, n in flops.items() if key != _OPEN))
+            return max(counts, key=lambda flops: flops.total() - flops[_OPEN])
         case Manual() as manual:
             # Along other axes, all devices compute the same, which counts once.
             devices = prod(manual.mesh.shape[axis] for axis in manual.axes)
             return _times(devices, _count(manual.body, known))
         case Kernel(body, points):
-            return _times(prod(size for size in points if isinstance(size, int)), _count(body))
+            # A size that is not known counts as 1.
+            steps = prod(size for size in points if isinstance(size, int))
+            return _times(steps, _count(body))
         case LinearSolve(solve, places):
             return _count(solve, [known[place] for place in places])
         case Call(jaxpr):
             return _count(jaxpr, known)
     total: Flops = Counter()
     for key, param in equation.params.items():
-        if not key.startswith(_NOT_RUN):
-            for jaxpr in param if isinstance(param, tuple | list) else (param,):
-                if isinstance(jaxpr, AnyJaxpr):
-                    total.update(_count(jaxpr))
+        if key.startswith(_NOT_RUN):
+            continue
+        candidates = [param]
+        if isinstance(param, tuple | list):
+            candidates = param
+        for candidate in candidates:
+            if isinstance(candidate, AnyJaxpr):
+                total.update(_count(candidate))
     return total
 
 
 def _times(count: int, flops: Flops) -> Flops:
-    return Counter({key: n if key == _OPEN else count * n for key, n in flops.items()})
+    """The operations of `count` executions. A loop of unknown length in them is still one loop."""
+    total: Flops = Counter()
+    for key, number in flops.items():
+        if key == _OPEN:
+            total[key] = number
+        else:
+            total[key] = count * number
+    return total
 
 
 def _flops(equation: JaxprEqn, count: int) -> Flops:
     """The operations of a number of multiply-adds, by the wider of the operands' dtypes."""
     operands: Any = equation.invars[:2]
-    dtype = max((atom.aval.dtype for atom in operands), key=lambda one: one.itemsize)
-    each = 8 if jnp.issubdtype(dtype, jnp.complexfloating) else 2
-    return Counter({str(dtype): each * count})
+    dtypes = [operand.aval.dtype for operand in operands]
+    dtype = max(dtypes, key=lambda each: each.itemsize)
+    operations = 2
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        operations = 8
+    return Counter({str(dtype): operations * count})
 
 
 def _while(loop: While, known: list[Value]) -> Flops:
@@ -144,5 +160,8 @@ def _while(loop: While, known: list[Value]) -> Flops:
     cond = _count(loop.cond, [*cond_consts, *carry])
     trips = jaxpr_trip_count(loop, known)
     if trips is None:
-        return body + cond + Counter({_OPEN: 1} if body or cond else {})
+        total = body + cond
+        if body or cond:
+            total[_OPEN] += 1
+        return total
     return _times(trips, body) + _times(trips + 1, cond)

@@ -28,7 +28,9 @@ def jaxpr_trip_count(loop: While, inputs: Sequence[Value]) -> int | None:
     carried = [Carried(place, 0) for place in range(len(start))]
     after = _results(loop.body, [*body_consts, *carried])
     compared = _comparison(loop.cond, [*cond_consts, *carried])
-    return None if compared is None else solve(compared, start.__getitem__, after.__getitem__)
+    if compared is None:
+        return None
+    return solve(compared, start.__getitem__, after.__getitem__)
 
 
 def unchanged(
@@ -40,29 +42,42 @@ def unchanged(
     """
     carried = [Carried(place, 0) for place in range(len(start))]
     after = _results(body, [*constants, *carried, *[None] * more])
-    return [
-        begin if after[place] == Carried(place, 0) else None for place, begin in enumerate(start)
-    ]
+    values: list[Value] = []
+    for place, begin in enumerate(start):
+        if after[place] == Carried(place, 0):
+            values.append(begin)
+        else:
+            values.append(None)
+    return values
 
 
 def known_results(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     """Computes an equation's results, as far as they are known integers."""
     name = equation.primitive.name
-    if name in ("add", "sub"):
-        return [added(inputs[0], inputs[1], 1 if name == "add" else -1)]
+    unknown: list[Value] = [None] * len(equation.outvars)
+    if name == "add":
+        return [added(inputs[0], inputs[1], 1)]
+    if name == "sub":
+        return [added(inputs[0], inputs[1], -1)]
     if name == "mul":
         left, right = inputs
-        return [left * right if isinstance(left, int) and isinstance(right, int) else None]
+        if isinstance(left, int) and isinstance(right, int):
+            return [left * right]
+        return unknown
     if name in _SAME and len(equation.outvars) <= len(inputs):
-        sized = zip(equation.outvars, inputs, strict=False)
-        return [value if _is_integer(var.aval) else None for var, value in sized]
+        results = list(unknown)
+        for place, var in enumerate(equation.outvars):
+            # An array that an integer is broadcast to is no integer.
+            if _is_integer(var.aval):
+                results[place] = inputs[place]
+        return results
     match control_flow(equation):
         case While() as loop:
             _, body_consts, start = loop.split(inputs)
             return unchanged(loop.body, body_consts, start)
         case Call(jaxpr):
             return _results(jaxpr, inputs)
-    return [None] * len(equation.outvars)
+    return unknown
 
 
 def evaluate_integers(
@@ -85,7 +100,9 @@ def _results(jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[Value]:
 
 
 def _integer(x: Any) -> int | None:
-    return int(x) if not isinstance(x, Tracer) and _is_integer(jax.typeof(x)) else None
+    if isinstance(x, Tracer) or not _is_integer(jax.typeof(x)):
+        return None
+    return int(x)
 
 
 def _is_integer(aval: Any) -> bool:
@@ -95,19 +112,20 @@ def _is_integer(aval: Any) -> bool:
 
 def _comparison(jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> tuple[Value, str, Value] | None:
     """The comparison that computes a loop's condition, as operand, direction, operand."""
-    found: list[tuple[JaxprEqn, list[Value]]] = []
+    computing: list[tuple[JaxprEqn, list[Value]]] = []  # the equation that computes it
     out = open_jaxpr(jaxpr).outvars[0]
 
     def record(_: int, equation: JaxprEqn, known: list[Value]) -> list[Value]:
         if out in equation.outvars:
-            found.append((equation, known))
+            computing.append((equation, known))
         return known_results(equation, known)
 
     evaluate_integers(jaxpr, inputs, record)
-    if not found:
+    if not computing:
         return None
-    equation, known = found[0]
-    if (direction := _COMPARISONS.get(equation.primitive.name)) is not None:
+    equation, known = computing[0]
+    direction = _COMPARISONS.get(equation.primitive.name)
+    if direction is not None:
         return known[0], direction, known[1]
     call = control_flow(equation)
     if not isinstance(call, Call) or len(equation.outvars) > 1:

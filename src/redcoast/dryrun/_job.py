@@ -18,7 +18,7 @@ from ..core._errors import check_functions, check_integer, check_optimizer
 from ..core._pytree import abstract_array, show_place
 from ..core._tracing import abstract_key, trace_for
 from ..data._per_batch import is_per_batch
-from ..distributed._mesh import AXES, batch_sharding
+from ..distributed._mesh import AXES, batch_sharding, divisors
 from ..sharding import Hardware, Plan
 from ..sharding._plan import layer_counts
 from ..sharding.tree._overrides import Override
@@ -63,7 +63,9 @@ def as_init_fn(model_or_init_fn: Any) -> Callable[..., Any]:
         return model_or_init_fn
 
     def create(x: Any) -> Any:
-        return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jnp.zeros(x.shape, x.dtype)
+        return x
 
     return lambda key: jax.tree.map(create, model_or_init_fn)
 
@@ -92,14 +94,20 @@ def make_job(
     check_integer("accumulate", accumulate)
     check_compiler_options(compiler_options)
     compute_dtype = as_compute_dtype(compute_dtype)
-    given = {"compute_dtype": compute_dtype, "trainable": trainable, "average": average}
-    make = lambda key: init_state(init_fn, optimizer, key=key, **given)
+    make = ft.partial(
+        init_state,
+        init_fn,
+        optimizer,
+        compute_dtype=compute_dtype,
+        trainable=trainable,
+        average=average,
+    )
     batch = batch_shapes(batch)
     # An error in the loss is the same on all meshes, so it is raised here, before planning.
     measure = ft.partial(evaluate_loss, loss_fn, compute_dtype=compute_dtype)
 
     def evaluate() -> TrainState:
-        state = eqx.filter_eval_shape(make, abstract_key())
+        state = eqx.filter_eval_shape(lambda key: make(key=key), abstract_key())
         eqx.filter_eval_shape(lambda *args: measure(*args).loss, state.model, batch, abstract_key())
         return state
 
@@ -193,7 +201,9 @@ def split_batch(job: Job, mesh: Mesh) -> PyTree[jax.ShapeDtypeStruct]:
     """The batch with the sharding that `fit` gives it."""
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
-        sharding = batch_sharding(mesh, x.shape[0]) if x.shape else NamedSharding(mesh, P())
+        sharding = NamedSharding(mesh, P())
+        if x.shape:
+            sharding = batch_sharding(mesh, x.shape[0])
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree.map(place, job.batch)
@@ -208,10 +218,8 @@ def scanned_layers(job: Job) -> list[int]:
 
 def factorisations(count: int) -> list[dict[str, int]]:
     """All sizes of data, fsdp and model whose product is `count`."""
-    divisors = [n for n in range(1, count + 1) if count % n == 0]
-    return [
-        {"data": count // (fsdp * model), "fsdp": fsdp, "model": model}
-        for fsdp in divisors
-        for model in divisors
-        if count % (fsdp * model) == 0
-    ]
+    sizes = []
+    for fsdp in divisors(count):
+        for model in divisors(count // fsdp):
+            sizes.append({"data": count // (fsdp * model), "fsdp": fsdp, "model": model})
+    return sizes

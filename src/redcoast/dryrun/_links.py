@@ -38,18 +38,23 @@ def axis_bandwidths(target: TargetDevices, mesh: Mesh) -> dict[str, float]:
     bandwidth of a link.
     """
     places = _places(target, mesh)
-    return {
-        "+".join(mesh.axis_names[index] for index in axes): _slowest(target, places, axes)
-        for count in range(1, mesh.devices.ndim + 1)
-        for axes in combinations(range(mesh.devices.ndim), count)
-    }
+    dimensions = dict(enumerate(mesh.axis_names))
+    bandwidths: dict[str, float] = {}
+    for count in range(1, len(dimensions) + 1):
+        for axes in combinations(dimensions, count):
+            name = "+".join(map(dimensions.__getitem__, axes))
+            bandwidths[name] = _slowest(target, places, axes)
+    return bandwidths
 
 
 def slow_axes(target: TargetDevices, mesh: Mesh) -> frozenset[str]:
     """The axes of a mesh along which neighbours are in different hosts (GPUs) or slices (TPUs)."""
     groups = _places(target, mesh)[..., 0]
-    apart = (np.ptp(groups, axis=place).any() for place in range(groups.ndim))
-    return frozenset(axis for axis, yes in zip(mesh.axis_names, apart, strict=True) if yes)
+    slow: set[str] = set()
+    for dimension, axis in enumerate(mesh.axis_names):
+        if np.ptp(groups, axis=dimension).any():
+            slow.add(axis)
+    return frozenset(slow)
 
 
 @dataclass(frozen=True)
@@ -73,29 +78,31 @@ def _places(target: TargetDevices, mesh: Mesh) -> Int[np.ndarray, "*mesh dimensi
     if not hasattr(devices.flat[0], "coords"):
         devices = make_mesh(**mesh.shape, devices=_halves(target)).devices
     dimensions = len(target.shape)
-    flat = [
-        (getattr(device, "slice_index", None) or 0, *device.coords[:dimensions])
-        for device in devices.flat
-    ]
-    return np.array(flat).reshape(*devices.shape, 1 + dimensions)
+    places = []
+    for device in devices.flat:
+        slice_index = getattr(device, "slice_index", None) or 0
+        places.append((slice_index, *device.coords[:dimensions]))
+    return np.array(places).reshape(*devices.shape, 1 + dimensions)
 
 
 def _halves(target: TargetDevices) -> list[Any]:
     shape = (*target.shape, 1)[:3]
     cores = target.chip.cores
     chips = math.prod(shape)
-    return [
-        _Half(
-            (number * chips + chip) * cores + core,
-            tuple(map(int, np.unravel_index(chip, shape, order="F"))),
-            core,
-            number,
-            target.chip.device_kind,
-        )
-        for number in range(target.slices)
-        for chip in range(chips)
-        for core in range(cores)
-    ]
+    halves = []
+    for number in range(target.slices):
+        for chip in range(chips):
+            coords = tuple(map(int, np.unravel_index(chip, shape, order="F")))
+            for core in range(cores):
+                half = _Half(
+                    id=len(halves),
+                    coords=coords,
+                    core_on_chip=core,
+                    slice_index=number,
+                    device_kind=target.chip.device_kind,
+                )
+                halves.append(half)
+    return halves
 
 
 def _slowest(
@@ -126,7 +133,9 @@ def _between(chip: Chip, groups: Int[np.ndarray, "n 1"], within: float) -> float
         return within
     # The devices of a host or slice share what leaves it.
     rate = chip.host_bandwidth * together * ((n - 1) / n) / ((apart - 1) / apart)
-    return rate if together == 1 else min(rate, within)
+    if together == 1:
+        return rate
+    return min(rate, within)
 
 
 def _in_slice(target: TargetDevices, group: Int[np.ndarray, "n dimensions"]) -> float:
@@ -134,13 +143,17 @@ def _in_slice(target: TargetDevices, group: Int[np.ndarray, "n dimensions"]) -> 
     chip = target.chip
     places, counts = np.unique(group, axis=0, return_counts=True)
     n, apart, together = len(group), len(places), int(counts.max())
-    within = chip.link_bandwidth * (_BETWEEN_HALVES if chip.cores > 1 and together > 1 else 1)
+    within = chip.link_bandwidth
+    if chip.cores > 1 and together > 1:
+        within *= _BETWEEN_HALVES
     if apart == 1:
         return within
     # Devices of the same chip in other groups use its links too.
     leaving = _torus(target, places) * together / chip.cores
     rate = leaving * ((n - 1) / n) / ((apart - 1) / apart)
-    return rate if together == 1 else min(rate, within)
+    if together == 1:
+        return rate
+    return min(rate, within)
 
 
 def _torus(target: TargetDevices, chips: Int[np.ndarray, "chips dimensions"]) -> float:
@@ -149,13 +162,19 @@ def _torus(target: TargetDevices, chips: Int[np.ndarray, "chips dimensions"]) ->
     Slices of complete 4 x 4 x 4 cubes wrap around in all dimensions; two-dimensional slices only in
     dimensions as long as the pod's: https://cloud.google.com/tpu/docs/v4 and v5e.
     """
-    total, cubes = 0.0, all(size % 4 == 0 for size in target.shape)
+    total = 0.0
+    of_cubes = all(size % 4 == 0 for size in target.shape)
     for dimension, size in enumerate(target.shape):
         taken = np.unique(chips[:, dimension])
-        if len(taken) > 1:
-            # If the chips of other groups are in between, all these groups share each link.
-            step = int(np.diff(taken).min())
-            wraps = size == 16 if target.chip.torus == 2 else cubes
-            ring = wraps and len(taken) * step == size
-            total += target.chip.link_bandwidth * (2 if ring else 1) / step
+        if len(taken) == 1:
+            continue
+        # If the chips of other groups are in between, all these groups share each link.
+        step = int(np.diff(taken).min())
+        wraps = of_cubes
+        if target.chip.torus == 2:
+            wraps = size == 16
+        links = 1
+        if wraps and len(taken) * step == size:
+            links = 2  # in a ring, every chip has two neighbours
+        total += target.chip.link_bandwidth * links / step
     return total

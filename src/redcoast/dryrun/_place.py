@@ -1,5 +1,6 @@
 """The devices to find a mesh for, attached or of a target, and what is known about them."""
 
+import itertools as it
 from dataclasses import replace
 
 import jax
@@ -23,9 +24,14 @@ def target_place(name: str) -> Place:
 def attached_place() -> Place:
     """The attached devices of all processes; all processes must call this together."""
     devices = jax.devices()
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
-    everyone = [limit for own in exchange("the memory of devices", limits) for limit in own]
-    usable = None if None in everyone else min(everyone)
+    limits = []
+    for device in jax.local_devices():
+        stats = device.memory_stats() or {}
+        limits.append(stats.get("bytes_limit"))
+    everyone = list(it.chain.from_iterable(exchange("the memory of devices", limits)))
+    usable = None
+    if None not in everyone:
+        usable = min(everyone)
     return Place(f"{len(devices)} x {devices[0].device_kind}", devices, None, usable)
 
 
@@ -36,10 +42,11 @@ def planner_hardware(place: Place, mesh: Mesh) -> Hardware:
     """
     if place.target is None:
         return hardware_of(mesh)
-    cpu = place.target.chip.kind == "cpu"
-    # Emulated devices do not report their memory.
-    memory = None if cpu else place.target.chip.usable
-    return Hardware(memory=memory, adds_first=not cpu, scatters=not cpu, overlaps=not cpu)
+    if place.target.chip.kind == "cpu":
+        # Emulated devices do not report their memory.
+        return Hardware(memory=None, adds_first=False, scatters=False, overlaps=False)
+    usable = place.target.chip.usable
+    return Hardware(memory=usable, adds_first=True, scatters=True, overlaps=True)
 
 
 def target_hardware(place: Place, mesh: Mesh, dtype: str = "float32") -> Hardware:

@@ -72,10 +72,13 @@ def time_bounds(
     network = {axes: size / bandwidth(axes, bandwidths) for axes, size in sent_bytes.items()}
     # `max` returns the first of equal bounds: arithmetic.
     every = {"arithmetic": arithmetic, "memory": memory}
-    every |= {f"network ({axes})": seconds for axes, seconds in network.items()}
+    for axes, seconds in network.items():
+        every[f"network ({axes})"] = seconds
     binding = max(every, key=lambda name: every[name])
     useful = arithmetic * (1 - repeated)
-    utilisation = useful / every[binding] if every[binding] else 0.0
+    utilisation = 0.0
+    if every[binding]:
+        utilisation = useful / every[binding]
     return Bounds(float(arithmetic), float(memory), network, binding, float(utilisation))
 
 
@@ -83,8 +86,10 @@ def peak(chip: Chip, dtype: str) -> int | float:
     """Peak operations per second on operands of a dtype."""
     if dtype.startswith(("float8", "int8", "uint8", "float4", "int4", "uint4")):
         return 2 * chip.flops["bfloat16"]  # at most twice the rate of 16 bits
+    if dtype in ("bfloat16", "float16"):
+        return chip.flops["bfloat16"]
     # Wider dtypes are at most as fast as float32.
-    return chip.flops["bfloat16" if dtype in ("bfloat16", "float16") else "float32"]
+    return chip.flops["float32"]
 
 
 def bandwidth(axes: str, bandwidths: Mapping[str, int | float]) -> int | float:
@@ -92,5 +97,5 @@ def bandwidth(axes: str, bandwidths: Mapping[str, int | float]) -> int | float:
     all axes if none of these is listed."""
     if axes in bandwidths:
         return bandwidths[axes]
-    found = [bandwidths[axis] for axis in axes.split("+") if axis in bandwidths]
-    return max(found or bandwidths.values())
+    known = [bandwidths[axis] for axis in axes.split("+") if axis in bandwidths]
+    return max(known or bandwidths.values())

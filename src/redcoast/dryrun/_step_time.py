@@ -112,13 +112,16 @@ def estimate_step_time(
         estimate_step_time([product], chip=CHIPS["h100"], bandwidths={"data": 1e10}).seconds
         ```
     """
-    attained = efficiencies_of(chip) if efficiencies is None else efficiencies
-    rates = AttainedRates(chip, bandwidths, attained, slow_axes)
+    if efficiencies is None:
+        efficiencies = efficiencies_of(chip)
+    rates = AttainedRates(chip, bandwidths, efficiencies, slow_axes)
     totals = _run(events, rates)
-    waiting = totals.now * attained.per_doubling * math.log2(groups)
+    waiting = totals.now * efficiencies.per_doubling * math.log2(groups)
     seconds = totals.now + waiting
     hidden = {axes: time - totals.exposed[axes] for axes, time in totals.transfers.items()}
-    ideal = _seconds_at_peak(events, chip)
+    utilisation = 0.0
+    if seconds:
+        utilisation = _seconds_at_peak(events, chip) / seconds
     return StepTime(
         seconds=float(seconds),
         products=float(totals.busy["product"]),
@@ -128,7 +131,7 @@ def estimate_step_time(
         hidden=_positive(hidden),
         waiting=float(waiting),
         kernels=totals.kernels,
-        utilisation=float(ideal / seconds) if seconds else 0.0,
+        utilisation=float(utilisation),
     )
 
 
@@ -168,7 +171,9 @@ def _queue(
     """Begins a transfer as soon as its network is free. Returns its axes and its end."""
     where = "+".join(transfer.axes) or transfer.kind
     # GPUs run one collective at a time; TPUs have links of their own for each axis.
-    network = where if rates.chip.kind == "tpu" or not transfer.axes else "links"
+    network = where
+    if transfer.axes and rates.chip.kind != "tpu":
+        network = "links"
     time = transfer_seconds(transfer, rates)
     end = max(totals.now, free.get(network, 0.0)) + time
     free[network] = end
@@ -198,7 +203,9 @@ def _add_loop(totals: _Totals, body: _Totals, times: int) -> None:
 def kernel_seconds(kernel: KernelWork, rates: AttainedRates) -> float:
     """The time of a kernel: its arithmetic or its memory traffic, whichever takes longer."""
     chip, attained = rates.chip, rates.efficiencies
-    share = attained.attention if kernel.kind == "attention" else attained.product
+    share = attained.product
+    if kernel.kind == "attention":
+        share = attained.attention
     arithmetic = sum(count / (share * peak(chip, dtype)) for dtype, count in _named(kernel))
     memory = kernel.memory_bytes / (attained.memory * chip.memory_bandwidth)
     return attained.launch + max(arithmetic, memory)
@@ -210,15 +217,15 @@ _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float
 
 def _named(kernel: KernelWork) -> list[tuple[str, int]]:
     """The operations of a kernel by the names that dtypes have in JAX."""
-    found = []
+    flops = []
     for dtype, count in kernel.flops:
         name = _DTYPES.get(dtype, dtype)
         if dtype.startswith("f8"):
             name = f"float8_{dtype}"
         elif dtype[0] in "su" and dtype[1:].isdigit():
             name = f"int{dtype[1:]}"
-        found.append((name, count))
-    return found
+        flops.append((name, count))
+    return flops
 
 
 def transfer_seconds(transfer: Transfer, rates: AttainedRates) -> float:
@@ -230,8 +237,9 @@ def transfer_seconds(transfer: Transfer, rates: AttainedRates) -> float:
         return size / (attained.memory * rates.chip.memory_bandwidth)
     if transfer.kind == "host":
         return size / _HOST_LINK
-    slow = not rates.slow_axes.isdisjoint(transfer.axes)
-    share = attained.between if slow else attained.network
+    share = attained.network
+    if not rates.slow_axes.isdisjoint(transfer.axes):
+        share = attained.between
     rate = bandwidth("+".join(transfer.axes), rates.bandwidths)
     return attained.latency + size / (share * rate)
 

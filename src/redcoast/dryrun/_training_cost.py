@@ -43,9 +43,10 @@ def cost_of(
         )
     hours = float(steps) * step.seconds / 3600
     device_hours = devices * hours
-    return TrainingCost(
-        float(steps), hours, device_hours, None if price is None else price * device_hours
-    )
+    total = None
+    if price is not None:
+        total = price * device_hours
+    return TrainingCost(float(steps), hours, device_hours, total)
 
 
 def check_positive(name: str, value: int | float) -> None:

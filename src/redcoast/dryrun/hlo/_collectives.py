@@ -276,9 +276,14 @@ def collectives_of(
     operand = sum(size_in_bytes(lookup(scope.computation, name).shape) for name in arrays)
     axes, size = _partners(program, instruction, kind)
     # On TPUs, a fusion of an all-reduce and a slice runs as a reduce-scatter.
-    if kind == "all-reduce" and caller and caller.opcode == "fusion" and size > 1:
-        if size_in_bytes(caller.shape) * size == operand:
-            kind = "reduce-scatter"
+    if (
+        kind == "all-reduce"
+        and size > 1
+        and caller is not None
+        and caller.opcode == "fusion"
+        and size_in_bytes(caller.shape) * size == operand
+    ):
+        kind = "reduce-scatter"
     around = ""
     if caller is not None:
         around = caller.rest

@@ -107,9 +107,12 @@ def _events(program: PartitionedProgram, scope: CallScope) -> Iterator[Event]:
             case "while":
                 yield _loop(program, scope, instruction)
             case "conditional":
-                names = enumerate(callees_of(instruction), start=1)
-                scopes = [inner_scope(scope, instruction, name, skip) for skip, name in names]
-                yield from max((list(_events(program, branch)) for branch in scopes), key=len)
+                # Its operands are the number of the branch, and one operand for each branch.
+                branches = []
+                for skip, name in enumerate(callees_of(instruction), start=1):
+                    branch = inner_scope(scope, instruction, name, skip)
+                    branches.append(list(_events(program, branch)))
+                yield from max(branches, key=len)
             case "call":
                 for name in called(instruction, "to_apply"):
                     yield from _events(program, inner_scope(scope, instruction, name))
@@ -123,8 +126,10 @@ def _events(program: PartitionedProgram, scope: CallScope) -> Iterator[Event]:
 def _loop(program: PartitionedProgram, scope: CallScope, instruction: Instruction) -> Loop:
     trips = trip_count(scope, instruction)
     body = loop_scope(scope, instruction, callee(instruction, "body"))
-    times = 1 if trips is None else trips
-    return Loop(times, tuple(_events(program, body)), trips is not None)
+    events = tuple(_events(program, body))
+    if trips is None:
+        return Loop(1, events, exact=False)
+    return Loop(trips, events)
 
 
 def _plain(
@@ -162,19 +167,21 @@ def _wrapped(
     inside = inner_scope(scope, instruction, name)
     channel = ""
     targets: set[str] = set()
-    found: list[Collective] = []
+    fused: list[Collective] = []
     for each in inside.computation.instructions.values():
         targets.add(call_target(each))
         if collective_kind(each) is not None:
             channel = _channel(each)
             if not is_later_part(inside, each):
-                found += collectives_of(program, inside, each, instruction)
+                fused += collectives_of(program, inside, each, instruction)
     ends = "AsyncCollectiveDone" in targets
     if "AsyncCollectiveStart" in targets:
-        yield from (Start(channel, _transfer(each)) for each in found)
-        found = []
+        for each in fused:
+            yield Start(channel, _transfer(each))
+        fused = []
     if instruction.opcode == "async-start":
-        yield from (Start(instruction.name, _transfer(each)) for each in found)
+        for each in fused:
+            yield Start(instruction.name, _transfer(each))
         return
     kernel = read_kernel(scope.module, scope.computation, instruction)
     if kernel is not None and kernel.flops:
@@ -182,7 +189,7 @@ def _wrapped(
     if ends:
         yield Done(channel)
     else:
-        yield from map(_transfer, found)
+        yield from map(_transfer, fused)
 
 
 def _channel(instruction: Instruction) -> str:
@@ -190,15 +197,22 @@ def _channel(instruction: Instruction) -> str:
     return f"channel {after.partition(',')[0]}"
 
 
-def _transfer(one: Collective) -> Transfer:
-    return Transfer(one.kind, one.axes, one.sent_bytes, one.group_size)
+def _transfer(collective: Collective) -> Transfer:
+    return Transfer(
+        kind=collective.kind,
+        axes=collective.axes,
+        sent_bytes=collective.sent_bytes,
+        devices=collective.group_size,
+    )
 
 
 def _copied(scope: CallScope, instruction: Instruction) -> Transfer:
     """A copy between memories. Its result is a tuple, whose largest array is the one copied."""
     source = bytes_in_space(lookup(scope.computation, operands(instruction)[0]).shape)
     result = bytes_in_space(instruction.shape)
-    kind = "host" if HOST_SPACE in source or HOST_SPACE in result else "memory"
+    kind = "memory"
+    if HOST_SPACE in source or HOST_SPACE in result:
+        kind = "host"
     moved = sum(source.values())
     if instruction.opcode != "copy-start":
         # The result has the operand, the slice, and a context.

@@ -82,15 +82,15 @@ def peak_buffers(hlo_text: str) -> tuple[HeldBuffer, ...]:
     """
     frames_of = read_frames(hlo_text)
     module = parse_module(hlo_text)
-    held = []
+    buffers = []
     for buffer in _Program(module).peak(module.entry):
         rest = buffer.writer.rest
         source = _OP_NAME.search(rest)
         name = None
         if source is not None:
             name = source[1]
-        held.append(HeldBuffer(buffer.bytes, name, tuple(frames_of(rest))))
-    return tuple(sorted(held, key=lambda one: -one.bytes))
+        buffers.append(HeldBuffer(buffer.bytes, name, tuple(frames_of(rest))))
+    return tuple(sorted(buffers, key=lambda buffer: -buffer.bytes))
 
 
 @dataclass

@@ -53,12 +53,13 @@ def read_frames(text: str) -> Callable[[str], list[Frame]]:
             if source is None:
                 return []
             return [(source[1], int(source[2] or 0))]
-        found: list[Frame] = []
+        frames: list[Frame] = []
         number = int(frame[1])
-        while number in stack and len(found) < _DEEPEST:
+        while number in stack and len(frames) < _DEEPEST:
             location = locations.get(stack[number].get("file_location_id", 0), {})
-            found.append((files.get(location.get("file_name_id", 0), ""), location.get("line", 0)))
+            file = files.get(location.get("file_name_id", 0), "")
+            frames.append((file, location.get("line", 0)))
             number = stack[number].get("parent_frame_id", 0) - adds_one
-        return found
+        return frames
 
     return frames_of

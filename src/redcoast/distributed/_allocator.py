@@ -57,7 +57,10 @@ def keep_freed_memory(*, on_cpu: bool | None = None) -> None:
     _left_because = _obstacle(on_cpu) or ""
     if not _left_because:
         mallopt = ctypes.CDLL(None).mallopt
-        refused = [name for name, value in _SETTINGS.items() if mallopt(name, value) != 1]
+        refused = []
+        for parameter, value in _SETTINGS.items():
+            if mallopt(parameter, value) != 1:
+                refused.append(parameter)
         _is_set = not refused
         _left_because = f"glibc refused the parameters {refused}"
 
@@ -84,21 +87,28 @@ def _obstacle(on_cpu: bool | None) -> str | None:
         return f"{own} is set"
     if has_chosen_devices():
         return "JAX was used before `make_mesh`; JAX_PLATFORMS=cpu is not set"
-    return None if on_cpu else _accelerator(must_be_said=on_cpu is False)
+    if on_cpu:
+        return None
+    return _accelerator(must_be_said=on_cpu is False)
 
 
 def _is_glibc() -> bool:
-    names = getattr(os, "confstr_names", {})
-    version = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in names else None
-    return (version or "").startswith("glibc")
+    # Windows has no `confstr`, and other C libraries than glibc do not know the name.
+    if "CS_GNU_LIBC_VERSION" not in getattr(os, "confstr_names", {}):
+        return False
+    version = os.confstr("CS_GNU_LIBC_VERSION") or ""
+    return version.startswith("glibc")
 
 
 def _own_settings() -> str | None:
     """The variable by which a user has set the allocator."""
-    names = [f"MALLOC_{name}" for name in _OF_GLIBC]
     if "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return "GLIBC_TUNABLES"
-    return next((name for name in names if name in os.environ), None)
+    for name in _OF_GLIBC:
+        variable = f"MALLOC_{name}"
+        if variable in os.environ:
+            return variable
+    return None
 
 
 def _accelerator(must_be_said: bool) -> str | None:
@@ -106,7 +116,9 @@ def _accelerator(must_be_said: bool) -> str | None:
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if platforms:
         first = platforms.split(",")[0]
-        return None if first == "cpu" else f"JAX_PLATFORMS={platforms}"
+        if first == "cpu":
+            return None
+        return f"JAX_PLATFORMS={platforms}"
     if must_be_said:
         return "JAX_PLATFORMS=cpu is not set, and no mesh was made"
     modules = [name for name in ("libtpu", "jax_plugins") if find_spec(name) is not None]
@@ -133,8 +145,10 @@ def is_much(free: int, most_used: int, available: int, whole: int) -> bool:
 
     It keeps as much as it has used at a time, and less if a quarter of the machine is not left.
     """
-    scarce = available < whole / 4
-    return free > _SPARE + (0 if scarce else most_used)
+    spare = _SPARE
+    if available >= whole / 4:
+        spare += most_used
+    return free > spare
 
 
 def _return_memory() -> None:
@@ -152,7 +166,8 @@ def _return_memory() -> None:
         with open("/proc/self/statm", encoding="ascii") as file:
             _, resident, shared, *_ = map(int, file.read().split())
         free = (resident - shared) * page - used
-        available, whole = (os.sysconf(f"SC_{name}PHYS_PAGES") * page for name in ("AV", ""))
+        available = os.sysconf("SC_AVPHYS_PAGES") * page
+        whole = os.sysconf("SC_PHYS_PAGES") * page
         if is_much(free, most_used, available, whole):
             library.malloc_trim(ctypes.c_size_t(0))
 

@@ -82,7 +82,9 @@ def place_array(
 ) -> PyTree:
     """Places an array as `place_batch` does. `axis` is the dimension of the rows."""
     sharding = _batch_place(x, mesh, kinds, axis)
-    return x if sharding is None else put(x, sharding)
+    if sharding is None:
+        return x
+    return put(x, sharding)
 
 
 @hide_frames
@@ -142,7 +144,9 @@ def abstract_batch(arrays: PyTree, mesh: Mesh, axis: int = 0) -> PyTree:
         if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
             return x
         sharding = _batch_place(x, mesh, (np.ndarray, jax.ShapeDtypeStruct), axis)
-        return x if sharding is None else abstract_array(x, sharding)
+        if sharding is None:
+            return x
+        return abstract_array(x, sharding)
 
     return jax.tree.map(describe, arrays)
 
@@ -153,8 +157,10 @@ def _batch_place(x: PyTree, mesh: Mesh, kinds: tuple[type, ...], axis: int) -> S
         return None
     alone = isinstance(x, np.ndarray) and stays_on_host(mesh)
     if alone or not isinstance(x, kinds) or np.ndim(x) <= axis:
+        if not _is_local(x):
+            return None
         # Process-local arrays, such as a key, have to be replicated over all devices.
-        return NamedSharding(mesh, P()) if _is_local(x) else None
+        return NamedSharding(mesh, P())
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) and not isinstance(x, jax.Array):
         return None  # abstract keys: NumPy has none
     return batch_sharding(mesh, x.shape[axis], axis)
@@ -199,7 +205,9 @@ def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree
     )
     tree = tree_to_jax_dtypes(tree, "the model or state")
     leaves, structure = jax.tree.flatten(tree)
-    may_alias = False if copy else None
+    may_alias = None
+    if copy:
+        may_alias = False
     for i, sharding in enumerate(structure.flatten_up_to(shardings)):
         if sharding is not None:
             leaves[i] = put(leaves[i], sharding, may_alias=may_alias)

@@ -99,8 +99,9 @@ class CoordinatorWatch:
         # Intervals are counted, because this process may have been stopped for a while.
         last, silent = None, 0.0
         while not self._ended.wait(INTERVAL):
-            silent = 0.0 if self._answered != last else silent + INTERVAL
-            last = self._answered
+            silent += INTERVAL
+            if self._answered != last:
+                last, silent = self._answered, 0.0
             if silent >= UNREACHABLE:
                 self._leave(f"has not answered for {silent:.0f} s")
 

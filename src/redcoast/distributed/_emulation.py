@@ -58,15 +58,20 @@ def warn_of_few_threads() -> None:
 
 def pool_threads(count: int) -> int:
     """The number of threads in XLA's pool for emulated devices."""
-    given = os.environ.get("NPROC", "")
-    default = os.cpu_count() or 1
-    return max(int(given) if given.isdigit() else default, count)
+    threads = os.cpu_count() or 1
+    setting = os.environ.get("NPROC", "")
+    if setting.isdigit():
+        threads = int(setting)
+    return max(threads, count)
 
 
 def _configured_devices() -> int:
-    flag = _FLAG.findall(os.environ.get("XLA_FLAGS", ""))
+    flagged = 0
+    numbers = _FLAG.findall(os.environ.get("XLA_FLAGS", ""))
+    if numbers:
+        flagged = int(numbers[-1])  # XLA takes the last of several
     configured: Any = getattr(jax.config, "jax_num_cpu_devices", -1)
-    return max(int(flag[-1]) if flag else 0, configured or 0)
+    return max(flagged, configured or 0)
 
 
 def _local_cpu_devices() -> int:
@@ -143,4 +148,6 @@ _overdue = Overdue()
 def overdue_on(mesh: Mesh) -> Overdue | None:
     """The watch for calls of a program on emulated devices; `None` on other devices."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return _overdue if on_cpu and _local_cpu_devices() > 1 and mesh.size > 1 else None
+    if on_cpu and _local_cpu_devices() > 1 and mesh.size > 1:
+        return _overdue
+    return None

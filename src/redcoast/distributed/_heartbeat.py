@@ -199,6 +199,9 @@ def _publish(what: dict[str, Any]) -> None:
 
 def _longest() -> tuple[str, float] | None:
     now = time.monotonic()
-    found = [(now - since, what) for what, since in list(_doing.values())]
-    seconds, what = max(found, default=(0.0, ""))
-    return (what, round(seconds, 1)) if found else None
+    # A copy, because other threads add to it.
+    activities = [(now - since, what) for what, since in list(_doing.values())]
+    if not activities:
+        return None
+    seconds, what = max(activities)
+    return what, round(seconds, 1)

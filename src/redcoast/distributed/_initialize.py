@@ -111,11 +111,11 @@ def initialize(
     _check(asked)
     if jax.distributed.is_initialized():
         return _check_same(asked)
-    given = _with_variables(asked)
-    job = _complete(given, timeout)
+    explicit = _with_variables(asked)
+    job = _complete(explicit, timeout)
     if (job.processes or 1) == 1:
-        if given.processes is None and (found := _unjoined()):
-            logger.warning("%s", found)
+        if explicit.processes is None and (warning := _unjoined()):
+            logger.warning("%s", warning)
         return _emulate(job.local_devices)
     _join(job, timeout)
 
@@ -169,8 +169,11 @@ def _with_variables(job: _Job) -> _Job:
             text = os.environ.get(variable, "").strip()
             if not text or getattr(job, name) is not None:
                 continue
+            if name == "coordinator":
+                values[name] = text
+                continue
             try:
-                values[name] = text if name == "coordinator" else int(text)
+                values[name] = int(text)
             except ValueError:
                 raise ValueError(f"{variable} must be an integer, but is {text!r}.") from None
         job = replace(job, **values)

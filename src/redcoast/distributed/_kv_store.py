@@ -67,8 +67,15 @@ def exchange(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
     key = f"redcoast/{topic}/{number}"
     store.key_value_set(f"{key}/{own}", json.dumps(value))
     deadline = time.monotonic() + timeout
-    found = [_wait(store, f"{key}/{other}", deadline) for other in range(count)]
-    if missing := [other for other, text in enumerate(found) if text is None]:
+    texts: list[str] = []
+    missing: list[int] = []
+    for other in range(count):
+        text = _wait(store, f"{key}/{other}", deadline)
+        if text is None:
+            missing.append(other)
+        else:
+            texts.append(text)
+    if missing:
         raise TimeoutError(
             f"No response from {name_processes(missing)} within {timeout:g} s about {topic}. A "
             "process that does not respond may have ended, may hang, or may run another program: "
@@ -77,7 +84,7 @@ def exchange(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
     # Every process has read all values of the previous round, so they can be deleted.
     if number:
         store.key_value_delete(f"redcoast/{topic}/{number - 1}/{own}")
-    return [json.loads(text or "null") for text in found]
+    return list(map(json.loads, texts))
 
 
 def report_failure(error: BaseException) -> None:
@@ -91,9 +98,12 @@ def report_failure(error: BaseException) -> None:
 
 def failures() -> dict[int, str]:
     """The failures that other processes have reported, by process."""
-    found = key_value_store().key_value_dir_get(_failed())
-    said = {int(key.rsplit("/", 1)[1]): text for key, text in found}
-    return {other: text for other, text in said.items() if other != jax.process_index()}
+    reasons: dict[int, str] = {}
+    for key, text in key_value_store().key_value_dir_get(_failed()):
+        process = int(key.rsplit("/", 1)[1])
+        if process != jax.process_index():
+            reasons[process] = text
+    return reasons
 
 
 def reset_failures() -> None:
@@ -108,7 +118,10 @@ def _failed() -> str:
 
 def decide(topic: str, value: Any) -> Any:
     """Returns the value of process 0 in all processes."""
-    return exchange(topic, value if is_main() else None)[0]
+    own = None
+    if is_main():
+        own = value
+    return exchange(topic, own)[0]
 
 
 def get_within(store: Any, key: str, timeout_ms: int) -> str | None:
@@ -124,9 +137,9 @@ def get_within(store: Any, key: str, timeout_ms: int) -> str | None:
 def _wait(store: Any, key: str, deadline: float) -> str | None:
     while True:
         left = deadline - time.monotonic()
-        found = get_within(store, key, max(1, int(1000 * min(left, 1.0))))
-        if found is not None:
-            return found
+        value = get_within(store, key, max(1, int(1000 * min(left, 1.0))))
+        if value is not None:
+            return value
         for other, text in failures().items():
             raise ProcessLost(f"Process {other} has failed: {text}")
         if left <= 0:

@@ -68,7 +68,9 @@ def make_mesh(
         raise TypeError(f"`devices` is {devices!r}. It must be a list of JAX devices.")
     provide_threads()
     keep_freed_memory()
-    devices = list(jax.devices() if devices is None else devices)
+    if devices is None:
+        devices = jax.devices()
+    devices = list(devices)
     warn_of_few_threads()
     watch_freed_memory()
     sizes = {"data": data, "fsdp": fsdp, "model": model}
@@ -99,7 +101,9 @@ def _resolve(sizes: dict[str, int], count: int) -> tuple[int, ...]:
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if count % fixed or (not free and fixed != count):
         raise ValueError(_does_not_fit(sizes, fixed, count, free))
-    return tuple(count // fixed if size == -1 else size for size in sizes.values())
+    if free:
+        sizes = {**sizes, free[0]: count // fixed}
+    return tuple(sizes.values())
 
 
 def _does_not_fit(sizes: dict[str, int], fixed: int, count: int, free: list[str]) -> str:
@@ -185,7 +189,9 @@ def ambient_or_default(mesh: Mesh | None) -> Mesh:
         check_mesh(mesh)
         return mesh
     ambient = jax.sharding.get_mesh()
-    return make_mesh() if ambient.empty else ambient
+    if ambient.empty:
+        return make_mesh()
+    return ambient
 
 
 @hide_frames

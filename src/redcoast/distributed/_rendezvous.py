@@ -55,7 +55,9 @@ def split_address(address: str) -> tuple[str, int]:
     """Splits `host:port`; an IPv6 address is written in brackets."""
     host, colon, port = address.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
-    number = int(port) if port.isascii() and port.isdigit() else 0
+    number = 0
+    if port.isascii() and port.isdigit():
+        number = int(port)
     if not colon or not bare or (":" in bare and host == bare) or not 0 < number < 65536:
         raise ValueError(
             "`coordinator` must be host:port, such as 10.0.0.1:1234 or [fe80::1]:1234: the machine "
@@ -70,10 +72,13 @@ def is_loopback(host: str) -> bool:
 
 def name_processes(numbers: Sequence[int]) -> str:
     """Formats indices as `process 3` or `processes 1 and 2`; of many, names the first few."""
-    names = [str(i) for i in numbers[:8]]
-    more = [f"{len(numbers) - 8} more"] if len(numbers) > 8 else []
-    *first, last = names + more
-    return f"processes {', '.join(first)} and {last}" if first else f"process {last}"
+    names = list(map(str, numbers[:8]))
+    if len(numbers) > 8:
+        names.append(f"{len(numbers) - 8} more")
+    *first, last = names
+    if not first:
+        return f"process {last}"
+    return f"processes {', '.join(first)} and {last}"
 
 
 Members = dict[int, tuple[socket.socket, str]]
@@ -82,13 +87,17 @@ Members = dict[int, tuple[socket.socket, str]]
 def _listen(coordinator: str, loopback: bool, port: int, end: float) -> socket.socket:
     """Opens the server's socket; retries while the port may still be in use by an earlier run."""
     end = min(end, time.monotonic() + 2 * _PATIENCE)
-    six = not loopback and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if six or "[" in coordinator else socket.AF_INET
-    host = split_address(coordinator)[0] if loopback else ""
+    host = ""  # all interfaces
+    if loopback:
+        host, _ = split_address(coordinator)
+    both = not loopback and socket.has_dualstack_ipv6()
+    family = socket.AF_INET
+    if both or "[" in coordinator:
+        family = socket.AF_INET6
     while True:
         try:
             return socket.create_server(
-                (host, port), family=family, backlog=1024, dualstack_ipv6=six
+                (host, port), family=family, backlog=1024, dualstack_ipv6=both
             )
         except OSError as error:
             if time.monotonic() > end:
@@ -124,7 +133,9 @@ def _gather(
                 _admit(accept(), me, members)
             except TimeoutError:
                 _tell([x for x, _ in members.values()], missing=name_processes(missing))
-            members = {i: member for i, member in members.items() if _is_there(member[0])}
+            for number, (connection, _) in list(members.items()):
+                if not _is_there(connection):
+                    del members[number]  # it may connect again
     except (TimeoutError, ValueError) as error:
         _tell([x for x, _ in members.values()], error=str(error), wrong=type(error) is ValueError)
         raise
@@ -146,7 +157,9 @@ def _admit(connection: socket.socket, me: dict[str, Any], members: Members) -> N
             f"on {me['host']} as one of {me['processes']}. Start all with the same `processes`."
         )
     elif number == 0 or (number in members and _is_there(members[number][0])):
-        also = members[number][1] if number else me["host"]
+        also = me["host"]
+        if number in members:
+            _, also = members[number]
         wrong = (
             f"Two processes were started as process {number}, on {also} and on {host}. Give each "
             "process its own `process_id`."
@@ -197,7 +210,9 @@ def _join(coordinator: str, me: dict[str, Any], end: float, timeout: int | float
         if "start" in answer:
             return answer["start"]
         if "error" in answer:
-            raise (ValueError if answer["wrong"] else TimeoutError)(answer["error"])
+            if answer["wrong"]:
+                raise ValueError(answer["error"])
+            raise TimeoutError(answer["error"])
         raise TimeoutError(
             f"Process 0 waits at {coordinator}, but {answer['missing']} of "
             f"{me['processes']} did not join within {timeout:g} s of the start of process "

@@ -64,6 +64,7 @@ def agree(
         differences.append(_difference(name, _parts_that_differ(texts)))
     for name in _differing(all_checksums):
         listing = listings.get(name, Listing([]))
+        # Lines that are random in any process are compared by none.
         if not any(exchange("what varies", listing.varies(), timeout=timeout)):
             differences.append(_first_difference(name, listing))
     if differences:
@@ -119,6 +120,7 @@ def _first_difference(name: str, listing: Listing) -> str:
     differs = _common_prefix([own, first])
     if own == first:
         differs = _MOST
+    # The first line at which any process differs from process 0.
     at = min(exchange("where lines differ", differs))
     line, where = "nothing", ""
     if at < len(listing.lines):

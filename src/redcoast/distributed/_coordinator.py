@@ -49,11 +49,14 @@ class Service:
 
     def __init__(self, address: str, count: int, **options: Any):
         # Lost processes are detected by heartbeats between the processes, not by JAX.
-        asked = json.dumps([address, count, LINGER, {**options, "recoverable": True}])
-        command = [sys.executable, "-c", SERVICE_PROGRAM, asked]
-        pipe, quiet = subprocess.PIPE, {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+        arguments = json.dumps([address, count, LINGER, {**options, "recoverable": True}])
         self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, text=True, start_new_session=True, env=quiet
+            [sys.executable, "-c", SERVICE_PROGRAM, arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # signals of the terminal do not reach it
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},  # errors only
         )
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -83,7 +83,7 @@ def watching() -> Iterator[None]:
             forget_others(is_failure=True)
             if _may_be_of_a_collective(error):
                 # It may come from a collective that another process has left.
-                watch.found.wait(DEAD + 5 * BEAT)
+                watch.is_over.wait(DEAD + 5 * BEAT)
             if watch.reason is not None:
                 raise ProcessLost(watch.reason) from error
             report_failure(error)
@@ -104,13 +104,13 @@ def _may_be_of_a_collective(error: BaseException | None) -> bool:
 class _Watch:
     """A context in which a thread monitors the other processes.
 
-    If this process cannot continue because of another one, `found` is set, and `reason` says why.
+    If this process cannot continue because of another one, `is_over` is set, and `reason` says why.
     """
 
     def __init__(self):
         self._thread = threading.Thread(target=self._run, name="redcoast-watch", daemon=True)
         self._ended = threading.Event()
-        self.found = threading.Event()
+        self.is_over = threading.Event()
         self.reason: str | None = None
         self._seen: dict[int, tuple[int, float]] = {}  # the last heartbeat, and its time
         self._hosts: dict[int, str] = {}
@@ -150,22 +150,25 @@ class _Watch:
             return f"{self._name(other)} has failed: {text}"
         now = time.monotonic()
         for key, text in key_value_store().key_value_dir_get(_KEY):
-            other, said = int(key.rsplit("/", 1)[1]), json.loads(text)
-            beat = said["beat"]
+            other = int(key.rsplit("/", 1)[1])
+            message = json.loads(text)
+            beat = message["beat"]  # -1 after the end of the run there
             if beat < 0 or other == jax.process_index():
                 self._seen.pop(other, None)
                 continue
-            self._hosts[other] = said["host"]
+            self._hosts[other] = message["host"]
+            # Times of this machine only: clocks of several machines differ.
             if self._seen.get(other, (None, 0.0))[0] != beat:
                 self._seen[other] = (beat, now)
-            self._warn(other, said["doing"])
+            self._warn(other, message["doing"])
         for other, (_, since) in self._seen.items():
             if now - since > DEAD:
                 return f"{self._name(other)} has died: no heartbeat for {now - since:.0f} s."
         return None
 
-    def _warn(self, other: int, said: tuple[str, float] | None) -> None:
-        what, seconds = said or ("", 0.0)
+    def _warn(self, other: int, activity: Sequence[Any] | None) -> None:
+        """Warns if an activity, `[name, seconds]`, takes long, and again when it has doubled."""
+        what, seconds = activity or ("", 0.0)
         if seconds < self._warned.get(other, SLOW):
             if seconds < SLOW:
                 self._warned.pop(other, None)
@@ -184,7 +187,7 @@ class _Watch:
 
     def _end(self, reason: str) -> None:
         self.reason = reason
-        self.found.set()
+        self.is_over.set()
         if not self._ended.wait(GRACE):
             # The main thread waits forever in a collective, and nothing else can end it.
             words = f"redcoast: {reason} This process exits."

@@ -107,11 +107,11 @@ def initialize(
     """
     if not timeout > 0:
         raise ValueError(f"`timeout` must be positive, but is {timeout} s.")
-    asked = _Job(coordinator, processes, process_id, local_devices)
-    _check(asked)
+    arguments = _Job(coordinator, processes, process_id, local_devices)
+    _check(arguments)
     if jax.distributed.is_initialized():
-        return _check_same(asked)
-    explicit = _with_variables(asked)
+        return _check_same(arguments)
+    explicit = _with_variables(arguments)
     job = _complete(explicit, timeout)
     if (job.processes or 1) == 1:
         if explicit.processes is None and (warning := _unjoined()):
@@ -136,7 +136,7 @@ def _check(job: _Job) -> None:
         raise ValueError(f"`local_devices` must be at least 1, but is {job.local_devices}.")
 
 
-def _check_same(asked: _Job) -> None:
+def _check_same(arguments: _Job) -> None:
     """Raises `ValueError` if a second call differs from the first."""
     state = runtime()
     joined = {
@@ -146,10 +146,10 @@ def _check_same(asked: _Job) -> None:
         "local_devices": jax.config.jax_num_cpu_devices,  # pyright: ignore
     }
     for name, value in joined.items():
-        if getattr(asked, name) not in (None, value):
+        if getattr(arguments, name) not in (None, value):
             raise ValueError(
                 f"This process has already joined its job with {name}={value!r}, and cannot join "
-                f"again with {name}={getattr(asked, name)!r}. Call `initialize` once."
+                f"again with {name}={getattr(arguments, name)!r}. Call `initialize` once."
             )
 
 

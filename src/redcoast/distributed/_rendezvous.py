@@ -40,7 +40,7 @@ def meet(coordinator: str, processes: int, process_id: int, timeout: int | float
     me = {"process_id": process_id, "processes": processes, "host": socket.gethostname()}
     if process_id > 0:
         return _join(coordinator, me, end, timeout)
-    with contextlib.ExitStack() as accepted:
+    with contextlib.ExitStack() as accepted:  # closes all connections
         with _listen(coordinator, is_loopback(host), port, end) as server:
             accept = lambda: accepted.enter_context(server.accept()[0])
             members = _gather(server, accept, me, end, timeout)

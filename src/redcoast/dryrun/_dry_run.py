@@ -162,7 +162,7 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
     target = place.target
     assert target is not None
     bounds, step, notes = None, None, list(place.notes)
-    if compiled.moved is not None:
+    if compiled.moved is not None:  # the compiler has accepted the program
         bandwidths = axis_bandwidths(target, mesh)
         bounds = time_bounds(
             flops=compiled.flops,
@@ -192,7 +192,7 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
             "real number of operations is higher than the figure here, and so may be the "
             "communication."
         )
-    sent = None
+    sent = None  # unknown
     if not compiled.refused:
         sent = compiled.sent.total()
     return DryRun(
@@ -245,6 +245,7 @@ def _memory(job: Job, plan: Plan, mesh: Mesh, compiled: Compiled) -> dict[str, i
     is_trained = trainable_arrays(job.state.model, job.trainable)
     shardings = jax.tree.leaves(plan.shardings.model)
     gradients = 0
+    # Gradients have the shardings of their parameters.
     for x, sharding, trained in zip(arrays, shardings, is_trained, strict=True):
         if trained:
             gradients += _shard_bytes(x, sharding)

@@ -98,12 +98,14 @@ def _count_equation(equation: JaxprEqn, known: list[Value]) -> Flops:
     match control_flow(equation):
         case Scan() as scan:
             consts, start, xs = scan.split(known)
+            # Only what is the same in all iterations is known.
             carry = unchanged(scan.body, consts, start, len(xs))
             body = _count(scan.body, [*consts, *carry, *[None] * len(xs)])
             return _times(scan.length, body)
         case While() as loop:
             return _while(loop, known)
         case Cond(branches):
+            # The first operand is the number of the branch.
             counts = [_count(branch, known[1:]) for branch in branches]
             return max(counts, key=lambda flops: flops.total() - flops[_OPEN])
         case Manual() as manual:
@@ -164,4 +166,5 @@ def _while(loop: While, known: list[Value]) -> Flops:
         if body or cond:
             total[_OPEN] += 1
         return total
+    # The condition runs once more than the body.
     return _times(trips, body) + _times(trips + 1, cond)

@@ -25,6 +25,7 @@ _SAME = VIEWS | {"broadcast_in_dim", "convert_element_type", "pvary"}
 def jaxpr_trip_count(loop: While, inputs: Sequence[Value]) -> int | None:
     """Returns how many times a loop's body runs, given the known operands; `None` if unknown."""
     cond_consts, body_consts, start = loop.split(inputs)
+    # Evaluates an iteration with symbols: `Carried(i, 1)` after it is a counter that grows by 1.
     carried = [Carried(place, 0) for place in range(len(start))]
     after = _results(loop.body, [*body_consts, *carried])
     compared = _comparison(loop.cond, [*cond_consts, *carried])

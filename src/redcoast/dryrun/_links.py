@@ -74,11 +74,13 @@ def _places(target: TargetDevices, mesh: Mesh) -> Int[np.ndarray, "*mesh dimensi
     """For each device, its slice and the coordinates of its chip (TPU), or its host."""
     devices = mesh.devices
     if target.chip.kind != "tpu":
-        return np.vectorize(lambda device: device.id // target.shape[1])(devices)[..., None]
+        _, cards = target.shape
+        hosts = np.vectorize(lambda device: device.id // cards)(devices)
+        return hosts[..., None]
     if not hasattr(devices.flat[0], "coords"):
         devices = make_mesh(**mesh.shape, devices=_halves(target)).devices
     dimensions = len(target.shape)
-    places = []
+    places = []  # (devices, 1 + dimensions)
     for device in devices.flat:
         slice_index = getattr(device, "slice_index", None) or 0
         places.append((slice_index, *device.coords[:dimensions]))
@@ -111,6 +113,7 @@ def _slowest(
     """The lowest bandwidth of all groups of devices along some axes."""
     size = math.prod(places.shape[axis] for axis in axes)
     last = range(-1 - len(axes), -1)
+    # (groups, devices of a group, dimensions). Groups at the same places are equally fast.
     groups = np.moveaxis(places, axes, last).reshape(-1, size, places.shape[-1])
     return min(_bandwidth(target, group) for group in np.unique(groups, axis=0))
 
@@ -127,8 +130,9 @@ def _bandwidth(target: TargetDevices, group: Int[np.ndarray, "n dimensions"]) ->
 
 def _between(chip: Chip, groups: Int[np.ndarray, "n 1"], within: float) -> float:
     """The bandwidth of devices in several hosts or slices, in each of which it is `within`."""
-    places, counts = np.unique(groups, axis=0, return_counts=True)
-    n, apart, together = len(groups), len(places), int(counts.max())
+    hosts, counts = np.unique(groups, axis=0, return_counts=True)
+    n, apart = len(groups), len(hosts)
+    together = int(counts.max())  # devices of the group in one host or slice
     if apart == 1:
         return within
     # The devices of a host or slice share what leaves it.
@@ -141,15 +145,16 @@ def _between(chip: Chip, groups: Int[np.ndarray, "n 1"], within: float) -> float
 def _in_slice(target: TargetDevices, group: Int[np.ndarray, "n dimensions"]) -> float:
     """The bandwidth of devices of one slice."""
     chip = target.chip
-    places, counts = np.unique(group, axis=0, return_counts=True)
-    n, apart, together = len(group), len(places), int(counts.max())
+    chips, counts = np.unique(group, axis=0, return_counts=True)
+    n, apart = len(group), len(chips)
+    together = int(counts.max())  # devices of the group on one chip
     within = chip.link_bandwidth
     if chip.cores > 1 and together > 1:
         within *= _BETWEEN_HALVES
     if apart == 1:
         return within
     # Devices of the same chip in other groups use its links too.
-    leaving = _torus(target, places) * together / chip.cores
+    leaving = _torus(target, chips) * together / chip.cores
     rate = leaving * ((n - 1) / n) / ((apart - 1) / apart)
     if together == 1:
         return rate

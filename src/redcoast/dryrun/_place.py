@@ -58,6 +58,7 @@ def target_hardware(place: Place, mesh: Mesh, dtype: str = "float32") -> Hardwar
     if target is None:
         return hardware
     speeds = axis_bandwidths(target, mesh)
+    # A batch is sent along all of its axes, at the speed of the slowest.
     batch = [speeds[axis] for axis in BATCH_AXES if mesh.shape[axis] > 1]
     return replace(
         hardware,

@@ -252,6 +252,7 @@ def _memory(run: DryRun) -> list[str]:
     rows = ["parameters", "optimizer_state", "other", "batch", "temporaries", "peak", "usable"]
     lines = [f"{'Memory per device':<30}{'GiB':>10}"]
     for name in rows:
+        # Counters and keys are too small for a line.
         if name not in memory or (name == "other" and memory[name] < 2**20):
             continue
         more = ""
@@ -320,6 +321,7 @@ def _time(run: DryRun) -> list[str]:
         if name == bounds.binding:
             row += "  <- the bottleneck"
         lines.append(row)
+    # `utilisation` is without what several devices repeat, and `arithmetic` is with it.
     largest = every[bounds.binding]
     repeated = 0.0
     if bounds.arithmetic:

@@ -76,7 +76,7 @@ def time_bounds(
         every[f"network ({axes})"] = seconds
     binding = max(every, key=lambda name: every[name])
     useful = arithmetic * (1 - repeated)
-    utilisation = 0.0
+    utilisation = 0.0  # of a step that takes no time, such as one without arrays
     if every[binding]:
         utilisation = useful / every[binding]
     return Bounds(float(arithmetic), float(memory), network, binding, float(utilisation))

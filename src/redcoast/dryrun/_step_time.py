@@ -142,8 +142,8 @@ def _positive(times: Mapping[str, float]) -> dict[str, float]:
 def _run(events: Sequence[Event], rates: AttainedRates) -> _Totals:
     """Runs events on a device whose networks are free at first, and are again at the end."""
     totals = _Totals()
-    free: dict[str, float] = {}
-    ends: dict[str, tuple[str, float]] = {}
+    free: dict[str, float] = {}  # when each network is free again
+    ends: dict[str, tuple[str, float]] = {}  # of transfers under way: axes and time
     for event in events:
         match event:
             case KernelWork():
@@ -160,6 +160,7 @@ def _run(events: Sequence[Event], rates: AttainedRates) -> _Totals:
                     _wait(totals, *ends.pop(key))
             case Loop(times, inner):
                 _add_loop(totals, _run(inner, rates), times)
+    # The step is over when the last transfer is.
     for where, end in ends.values():
         _wait(totals, where, end)
     return totals
@@ -220,9 +221,9 @@ def _named(kernel: KernelWork) -> list[tuple[str, int]]:
     flops = []
     for dtype, count in kernel.flops:
         name = _DTYPES.get(dtype, dtype)
-        if dtype.startswith("f8"):
+        if dtype.startswith("f8"):  # f8e4m3fn, f8e5m2
             name = f"float8_{dtype}"
-        elif dtype[0] in "su" and dtype[1:].isdigit():
+        elif dtype[0] in "su" and dtype[1:].isdigit():  # s8, u4
             name = f"int{dtype[1:]}"
         flops.append((name, count))
     return flops
@@ -231,7 +232,7 @@ def _named(kernel: KernelWork) -> list[tuple[str, int]]:
 def transfer_seconds(transfer: Transfer, rates: AttainedRates) -> float:
     """The time of a transfer on links that nothing else uses."""
     if transfer.devices <= 1 and transfer.axes:
-        return 0.0
+        return 0.0  # a collective of one device
     attained, size = rates.efficiencies, transfer.sent_bytes
     if transfer.kind == _MEMORY:
         return size / (attained.memory * rates.chip.memory_bandwidth)

@@ -97,9 +97,12 @@ def _slice(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
         if slices > _MOST_SLICES:
             raise ValueError(f"The target {name!r} has more than {_MOST_SLICES} slices.")
     if shape not in (sizes := _slices(chip.name)):
-        asked = math.prod(shape)
+        chips = math.prod(shape)
+
         # Among slices with the same number of chips, the closest to a cube come first.
-        distance = lambda size: (abs(math.log(math.prod(size) / asked)), sum(size))
+        def distance(size: Sequence[int]) -> tuple[float, int]:
+            return abs(math.log(math.prod(size) / chips)), sum(size)
+
         near = sorted(sizes, key=distance)[:5]
         near.sort(key=math.prod)
         names = ", ".join(f"{chip.name}:{_written(size)}" for size in near)
@@ -126,7 +129,7 @@ def _slice(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
 def _cards(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
     if len(shape) > 2 or (chip.kind == "cpu" and len(shape) > 1):
         raise ValueError(f"The target {name!r} has too many sizes. {_form(chip)}")
-    hosts, cards = (1, 1, *shape)[-2:]
+    hosts, cards = (1, 1, *shape)[-2:]  # one host, if only the cards are written
     if cards > chip.per_host:
         raise ValueError(
             f"The target {name!r} has {cards} devices in a host, but a host has at most "

@@ -184,6 +184,7 @@ def _wrapped(
             yield Start(instruction.name, _transfer(each))
         return
     kernel = read_kernel(scope.module, scope.computation, instruction)
+    # The memory traffic of a fusion without products is that of its transfer.
     if kernel is not None and kernel.flops:
         yield kernel
     if ends:

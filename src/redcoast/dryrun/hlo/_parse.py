@@ -62,7 +62,7 @@ def parse_module(text: str) -> Module:
             if opening is not None:
                 current, instructions, root, last = opening[2], {}, None, None
                 if opening[1]:
-                    entries.append(current)
+                    entries.append(opening[2])
         elif line.startswith("}") and not _is_open(last):
             if root is None:
                 raise ValueError(

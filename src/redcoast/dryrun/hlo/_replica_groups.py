@@ -70,7 +70,7 @@ def parse_groups(text: str, devices: int) -> Groups:
             array = _transposed(order).reshape(_numbers(shape))
     except (KeyError, ValueError) as error:
         raise ValueError(f"The HLO text has invalid replica groups: {text}.") from error
-    return array.reshape(-1, array.shape[-1]).tolist()
+    return array.reshape(-1, array.shape[-1]).tolist()  # (groups, devices of a group)
 
 
 def _lists(text: str) -> list[list[int]]:
@@ -134,7 +134,7 @@ def _device_ids(text: str | None, count: int) -> np.ndarray:
 
 def connected(pairs: Groups, devices: int) -> Groups:
     """The connected components of source-target pairs; other devices form groups of one."""
-    groups = {device: {device} for device in range(devices)}
+    groups = {device: {device} for device in range(devices)}  # the group of each device
     for source, target in pairs:
         merged = groups.setdefault(source, {source}) | groups.setdefault(target, {target})
         groups |= dict.fromkeys(merged, merged)

@@ -1,7 +1,6 @@
 """Finds the smallest changes that make a training step fit in memory."""
 
 import dataclasses
-import itertools as it
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +49,8 @@ def find_changes(
     """
     now = Settings(run.mesh, False, job.accumulate, job.compute_dtype)
 
-    def tried(settings: Settings) -> Change | None:
+    def compile_with(settings: Settings) -> Change | None:
+        """The change to these settings, if it is enough."""
         changed = init_fn
         if settings.remat:
             changed = rematerialised(init_fn)
@@ -78,11 +78,17 @@ def find_changes(
     # Of each kind, the smallest change that is enough alone.
     single: list[Change] = []
     for options in kinds:
-        single += it.islice(filter(None, map(tried, options)), 1)
+        for settings in options:
+            change = compile_with(settings)
+            if change is not None:
+                single.append(change)
+                break
     if single:
         yield from single
-    elif (change := _together(now, kinds, tried)) is not None:
-        yield change
+        return
+    combination = _together(now, kinds, compile_with)
+    if combination is not None:
+        yield combination
 
 
 def _kinds(now: Settings, job: Job, others: Sequence[dict[str, int]]) -> list[list[Settings]]:
@@ -111,7 +117,7 @@ def _microbatches(now: Settings, job: Job) -> list[int]:
 
 
 def _together(
-    now: Settings, kinds: list[list[Settings]], tried: Callable[[Settings], Change | None]
+    now: Settings, kinds: list[list[Settings]], compile_with: Callable[[Settings], Change | None]
 ) -> Change | None:
     """Adds one kind of change after another until the step fits, then drops unnecessary changes."""
     settings, sufficient = now, None
@@ -126,7 +132,7 @@ def _together(
         steps.append((name, options))
         if len(steps) == 1:
             continue  # single changes have been tried
-        sufficient = tried(settings)
+        sufficient = compile_with(settings)
         if sufficient is not None:
             break
     if sufficient is None:
@@ -139,7 +145,7 @@ def _together(
         if name != "mesh":
             smaller += options[:-1]
         for less in smaller:
-            change = tried(_with(settings, less, name))
+            change = compile_with(_with(settings, less, name))
             if change is not None:
                 settings, sufficient = _with(settings, less, name), change
                 break

@@ -152,7 +152,7 @@ def compile_for(
         peak = None
         if "RESOURCE_EXHAUSTED" in str(error):
             peak = needed_bytes(str(error))
-        if peak is None:
+        if peak is None:  # another error, or a message without figures
             raise RuntimeError(
                 "The compiler failed on this program; it may succeed for another mesh or another "
                 f"batch. Its error was: {error}"
@@ -225,6 +225,7 @@ def _by_line(
         causes[line][f"{each.kind}, {cause(each.source)}"] += size
     for buffer in buffers:
         memory[own_or_model_frame(buffer.frames) or _NOWHERE] += buffer.bytes
+    # Lines that send and lines that hold memory may be different ones.
     costs = {line: sent[line] + memory[line] for line in (*sent, *memory)}
     lines: list[Traffic] = []
     for line, _ in sorted(costs.items(), key=lambda item: -item[1]):

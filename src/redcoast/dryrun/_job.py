@@ -130,6 +130,7 @@ def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     """The shapes and dtypes of a batch, whose leaves must all have the same number of rows, unless
     they are marked as `per_batch`."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
+    # An array marked as `per_batch` is inside a node, whose path is shorter than the array's.
     parts = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_per_batch)
     of_examples = {path for path, part in parts if not is_per_batch(part)}
     if not leaves:

@@ -169,10 +169,12 @@ def estimate_mesh(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
     program = plan.report.program_or_none
     if program is None:  # on one device, nothing is planned
         return Candidate(sizes, _seconds(place, mesh, {dtype: 0}, sent), None)
+    # A plan's figures are for one of the `accumulate` parts of the batch.
     for cost in program.traffic:
         sent["+".join(cost.axes)] += cost.bytes * job.accumulate
     flops = program.arithmetic.per_device * job.accumulate
     seconds = _seconds(place, mesh, {dtype: flops}, sent)
+    # The batch may be sharded over `model`, and parameters of tensor parallelism over `fsdp`.
     usual = "model" not in program.batch_axes and "fsdp" not in program.model_axes
     whole = program.arithmetic.per_device >= program.arithmetic.flops > 0
     repeated = whole and mesh.size > 1
@@ -198,10 +200,11 @@ def compile_candidate(job: Job, place: Place, candidate: Candidate) -> Candidate
         # which must choose the same mesh.
         everyone = exchange("the compiled step", own)
     errors, peaks, refused, sent_bytes = zip(*everyone, strict=True)
+    # A mesh on which one process fails is of no use to the others.
     for error in errors:
         if error is not None:
             return replace(candidate, error=error)
-    needed = max(peaks)
+    needed = max(peaks)  # the process with the largest program decides whether the step fits
     if any(refused):
         return replace(candidate, peak_memory=needed, fits=False)
     sent = Counter(sent_bytes[0])

@@ -67,6 +67,7 @@ def time_bounds(
         )
         ```
     """
+    # Operations of different dtypes run one after another; arithmetic, memory and network overlap.
     arithmetic = sum(count / peak(chip, dtype) for dtype, count in flops.items())
     memory = moved_bytes / chip.memory_bandwidth
     network = {axes: size / bandwidth(axes, bandwidths) for axes, size in sent_bytes.items()}

@@ -273,6 +273,7 @@ def collectives_of(
     arrays = operands(instruction)
     if kind == "ragged-all-to-all":
         arrays = arrays[:1]  # The other operands are the output buffer, offsets and sizes.
+    # Bytes of all operands: combined collectives have several.
     operand = sum(size_in_bytes(lookup(scope.computation, name).shape) for name in arrays)
     axes, size = _partners(program, instruction, kind)
     # On TPUs, a fusion of an all-reduce and a slice runs as a reduce-scatter.

@@ -85,9 +85,9 @@ def _accessed(module: Module, within: Computation, instruction: Instruction) -> 
     result = main_bytes(instruction.shape)
     match instruction.opcode:
         case opcode if opcode in _PARTS:
-            return 2 * result
+            return 2 * result  # reads as much as it writes
         case "dynamic-update-slice":
-            return 2 * main_bytes(shapes[arrays[1]])
+            return 2 * main_bytes(shapes[arrays[1]])  # in place: only the update is moved
         case "broadcast":
             return result
     return sum(map(main_bytes, shapes.values())) + result

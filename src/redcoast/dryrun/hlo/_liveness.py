@@ -106,6 +106,7 @@ class _Program:
 
     def _peak(self, body: Computation) -> list[_Buffer]:
         order = list(body.instructions.values())
+        # What runs inside an instruction is in memory beside all that is live at its place.
         inside = [self._inside(instruction) for instruction in order]
         buffers, results = _buffers(order, body.root)
         begins: dict[int, list[_Buffer]] = defaultdict(list)
@@ -148,6 +149,7 @@ def _total(buffers: Sequence[_Buffer]) -> int:
 
 def _buffers(order: Sequence[Instruction], root: str) -> tuple[list[_Buffer], set[_Buffer]]:
     """All buffers of a computation, and those of its results."""
+    # Dicts in place of sets of buffers keep the order of the program.
     last_reads: dict[str, int] = {}
     for place, instruction in enumerate(order):
         last_reads.update(dict.fromkeys(operands(instruction), place))
@@ -158,9 +160,13 @@ def _buffers(order: Sequence[Instruction], root: str) -> tuple[list[_Buffer], se
         reads = [values.get(name) for name in names]
         for buffer in _leaves(reads):
             buffer.last = place
-        dying = [read for name, read in zip(names, reads, strict=True) if last_reads[name] == place]
+        dying = []
+        for name, read in zip(names, reads, strict=True):
+            if last_reads[name] == place:
+                dying.append(read)
         values[instruction.name] = _value(instruction, reads, dying, place)
         buffers.update(dict.fromkeys(_leaves(values[instruction.name])))
+    # Results live until after the last instruction.
     for buffer in _leaves(values.get(root)):
         buffer.last = len(order)
     return list(buffers), {*_leaves(values.get(root))}
@@ -181,6 +187,7 @@ def _value(instruction: Instruction, reads: list[_Tree], dying: list[_Tree], pla
     if opcode in _SAME_BUFFER or opcode.endswith(("-done", "-update")):
         return next(iter(reads), None)
     tree = _allocate(_sizes(instruction.shape), instruction, place)
+    # XLA lets an elementwise operation write over an operand of the same size.
     if isinstance(tree, _Buffer) and opcode in _MAY_WRITE_OVER:
         for read in dying:
             if isinstance(read, _Buffer) and read.bytes == tree.bytes:
@@ -196,6 +203,7 @@ def _sizes(shape: str) -> Any:
             return 0
         return size_in_bytes(shape)
     parts: list[Any] = []
+    # Splits at the commas of the tuple itself; `first` is where the current element begins.
     depth, first = 0, 1
     for place, letter in enumerate(shape):
         depth += letter in "([{"

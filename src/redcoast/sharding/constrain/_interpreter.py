@@ -1,14 +1,15 @@
 """Re-evaluates a jaxpr with the shardings of its activations constrained."""
 
 import functools as ft
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,25 +23,27 @@ from ...core._control_flow import (
     control_flow,
     primitive_name,
 )
-from ...core._jaxpr import bind_again, evaluate_jaxpr, iter_equations, variables
+from ...core._jaxpr import bind_again, evaluate_jaxpr, iter_equations, struct_of, variables
 from ...core._markers import gathered_dimension
 from ...core._pytree import ARRAYS, join
+from ..operations import Atom
 from ..operations._rule_table import CONSTRAINED
 from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
 from ..program._constants import LARGE_CONSTANT
-from ..program._trace import trace_over
+from ..program._graph import Value
+from ..program._trace import Arrays, trace_over
 from ..program._walk import Scope, outputs_of
 from ..solver._batch import BatchNodes, made_rows
-from ..solver._strategy import follow_program
+from ..solver._strategy import Program, follow_program
 from ..tree._leaf_plans import Compute
 from ._attention_kernel import is_kernel, run_kernel
 from ._copied_weights import apply_copies, copy_weights
-from ._custom_rules import is_float0, run_custom
+from ._custom_rules import Fn, is_float0, run_custom
 from ._grouped_conv import is_grouped, run_grouped
 from ._local_operation import acts_on_parts, run_operation
-from ._local_region import LocalRegion, waits_for_rows
+from ._local_region import LocalRegion, select_rows, waits_for_rows
 from ._local_states import NotLocal
 from ._shardings import (
     Shardings,
@@ -71,29 +74,29 @@ class _Nested:
     equation: JaxprEqn
     inner: list[Scope]
     shardings: Shardings
-    operands: list[Any]
+    operands: Arrays
     stored: list[bool]
 
 
 def run_constrained(
     scope: Scope,
     shardings: Shardings,
-    inputs: Sequence[Any],
+    inputs: Sequence[object],
     stored: Sequence[bool] = (),
-    copies: Mapping[Any, Any] | None = None,
-) -> list[Any]:
+    copies: Mapping[Atom, jax.Array] | None = None,
+) -> Arrays:
     """Evaluates a jaxpr with its activations constrained.
 
     `stored` selects inputs that are FSDP-sharded. They are constrained, and so gathered, where they
     are used, inside loops and calls. `copies` has one copy of a weight for each shard of the batch.
     """
     jaxpr = scope.jaxpr
-    given = zip((*jaxpr.constvars, *jaxpr.invars), (*scope.consts, *inputs), strict=True)
-    env: dict[Any, Any] = dict(given)
+    arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*scope.consts, *inputs), strict=True)
+    env: dict[Atom, Any] = dict(arguments)
     waiting = _stored_variables(scope, shardings, stored)
-    copies = dict(copies or {})
+    copies = dict(copies or {})  # with those that equations rearrange
 
-    def gather(atom: Any, x: Any) -> Any:
+    def gather(atom: Atom, x: Any) -> Any:
         if isinstance(atom, Literal):
             return x
         if atom in waiting:
@@ -101,84 +104,97 @@ def run_constrained(
             waiting.discard(atom)
         return env[atom]
 
-    def handle(index: int, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+    def handle(index: int, equation: JaxprEqn, operands: Arrays) -> Arrays:
+        name = equation.primitive.name
         flow = control_flow(equation)
-        has_own_rules = isinstance(flow, Call) and flow.kind is CallKind.OWN_RULES
-        # What replaces transformations of its own has no other form that has the same ones.
-        inner = [] if has_own_rules else scope.inner.get(index, [])
+        inner = scope.inner.get(index, [])
+        if isinstance(flow, Call) and flow.kind is CallKind.OWN_RULES:
+            # What replaces transformations of its own has no other form that has the same ones.
+            inner = []
         if not inner:
             operands = list(map(gather, equation.invars, operands))
-        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
-            operands = [
-                x if isinstance(a, Literal) else shardings.constrain_operand(x, scope.values[a])
-                for a, x in zip(equation.invars, operands, strict=True)
-            ]
-        if equation.primitive.name == "concatenate":
+        if name in ("dot_general", "conv_general_dilated"):
+            operands = _constrain_operands(equation, scope, shardings, operands)
+        if name == "concatenate":
             operands = _keep_whole(equation, scope, shardings, operands)
-        wait = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
-        nested = _Nested(equation, inner, shardings, operands, wait)
+        is_stored = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
+        nested = _Nested(equation, inner, shardings, operands, is_stored)
         try:
             results = _run(nested, flow, scope, copies)
         except CannotRebind:
             raise
         except Exception as error:
-            raise CannotRebind(equation.primitive.name) from error
-        if equation.primitive.name in CONSTRAINED:
+            raise CannotRebind(name) from error
+        if name in CONSTRAINED:
             values = [scope.values[var] for var in equation.outvars]
             results = list(map(shardings.constrain, results, values))
         return results
 
-    return [
-        _as_array(x, atom) if isinstance(atom, Literal) else x
-        for x, atom in zip(evaluate_jaxpr(jaxpr, env, handle), jaxpr.outvars, strict=True)
-    ]
+    results = evaluate_jaxpr(jaxpr, env, handle)
+    for place, atom in enumerate(jaxpr.outvars):
+        if isinstance(atom, Literal):
+            results[place] = _as_array(results[place], atom)
+    return results
 
 
-def _stored_variables(scope: Scope, shardings: Shardings, stored: Sequence[bool]) -> set[Any]:
+def _stored_variables(scope: Scope, shardings: Shardings, stored: Sequence[bool]) -> set[Var]:
     """The inputs and large constants that are sharded in storage."""
-    inputs = {var for var, one in zip(scope.jaxpr.invars, stored, strict=False) if one}
-    values = ((var, scope.values[var]) for var in scope.jaxpr.constvars)
-    large = ((var, value) for var, value in values if value.bytes >= LARGE_CONSTANT)
-    return inputs | {var for var, value in large if any(shardings.spec(value))}
+    # `stored` may be shorter than the inputs: the others are not.
+    variables = set(itertools.compress(scope.jaxpr.invars, stored))
+    for var in scope.jaxpr.constvars:
+        value = scope.values[var]
+        if value.bytes >= LARGE_CONSTANT and any(shardings.spec(value)):
+            variables.add(var)
+    return variables
 
 
-def _keep_whole(
-    equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: list[Any]
-) -> list[Any]:
+def _constrain_operands(
+    equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Arrays
+) -> Arrays:
+    constrained = list(operands)
+    for place, atom in enumerate(equation.invars):
+        if not isinstance(atom, Literal):
+            constrained[place] = shardings.constrain_operand(operands[place], scope.values[atom])
+    return constrained
+
+
+def _keep_whole(equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Arrays) -> Arrays:
     """Constrains whole arrays that are concatenated into one that is split.
 
     Without constraints, XLA splits their cotangents like that of the result, and then those of the
     activations that they come from, which are gathered again in the layers.
     """
     parts = [scope.values[atom] for atom in equation.invars]
-    parallel = shardings.is_parallel(scope.values[equation.outvars[0]])
-    if not parallel or any(map(shardings.is_parallel, parts)):
+    is_split = shardings.is_parallel(scope.values[equation.outvars[0]])
+    if not is_split or any(map(shardings.is_parallel, parts)):
         return operands
     return list(map(shardings.constrain, operands, parts))
 
 
-def _as_array(x: Any, atom: Any) -> Any:
+def _as_array(x: Any, atom: Atom) -> jax.Array:
     """Converts a literal, which is a Python number, to an array of the traced dtype."""
-    return x if isinstance(x, jax.Array) else jnp.asarray(x, atom.aval.dtype)
+    if isinstance(x, jax.Array):
+        return x
+    return jnp.asarray(x, struct_of(atom).dtype)
 
 
 def _run(
-    nested: _Nested, flow: ControlFlow | None, scope: Scope, copies: dict[Any, Any]
-) -> list[Any]:
+    nested: _Nested, flow: ControlFlow | None, scope: Scope, copies: dict[Atom, jax.Array]
+) -> Arrays:
     equation, shardings, operands = nested.equation, nested.shardings, nested.operands
     name = primitive_name(equation)
     result = apply_copies(equation, scope, shardings, operands, copies)
     if result is not None:
         return [result]
     if name == "conv_general_dilated" and shardings.tokens:
-        values = [scope.values[atom] for atom in (*equation.invars, *equation.outvars)]
+        values = _values(scope, (*equation.invars, *equation.outvars))
         if (results := run_split_conv(equation, operands, values, shardings)) is not None:
             return results
     if is_grouped(equation):
-        specs = (shardings.spec(scope.values[atom]) for atom in equation.invars)
-        return run_grouped(equation, operands, shardings.mesh, *specs)
+        image_spec, kernel_spec = map(shardings.spec, _values(scope, equation.invars))
+        return run_grouped(equation, operands, shardings.mesh, image_spec, kernel_spec)
     if is_kernel(equation):
-        values = [scope.values[atom] for atom in equation.invars]
+        values = _values(scope, equation.invars)
         if (results := run_kernel(equation, operands, values, shardings)) is not None:
             return results
     if name == "random_bits" and (draw := shardings.draws.get(id(equation))) is not None:
@@ -189,7 +205,7 @@ def _run(
         local = lambda x: equation.primitive.bind(x, **equation.params)
         return [shardings.run_local(local, operands[0], scope.values[equation.invars[0]])]
     if name == "fft":
-        value, result = (scope.values[x] for x in (equation.invars[0], equation.outvars[0]))
+        value, result = _values(scope, (equation.invars[0], equation.outvars[0]))
         results = run_split_fft(equation, operands[0], value, result, shardings)
         if results is not None:
             return results
@@ -203,8 +219,9 @@ def _run(
             return [jax.lax.with_sharding_constraint(operands[0], sharding)]
     if (d := gathered_dimension(equation)) is not None:
         value = scope.values[equation.invars[0]]
-        gathers = shardings.batch_dim(value) == d
-        return [shardings.gather(operands[0], value, d) if gathers else operands[0]]
+        if shardings.batch_dim(value) == d:
+            return [shardings.gather(operands[0], value, d)]
+        return [operands[0]]
     if name == "dot_general" and shardings.tokens:
         operands = gather_operands(equation, scope, shardings, operands)
     if name == "gather" and shardings.tokens:
@@ -221,42 +238,71 @@ def _run(
     return bind_again(equation, operands)
 
 
-def _run_on_rows(nested: _Nested, scope: Scope) -> list[Any] | None:
+def _values(scope: Scope, atoms: Sequence[Atom]) -> list[Value]:
+    return [scope.values[atom] for atom in atoms]
+
+
+def _run_on_rows(nested: _Nested, scope: Scope) -> Arrays | None:
     """The results of an equation that each device runs on its own rows, or None if it does not."""
     equation, shardings = nested.equation, nested.shardings
-    values = [None if isinstance(x, Literal) else scope.values[x] for x in equation.invars]
-    results = [scope.values[var] for var in equation.outvars]
-    alone = run_operation(equation, nested.operands, values, results, shardings)
+    values = list(map(scope.value_of, equation.invars))
+    result_values = _values(scope, equation.outvars)
+    results = run_operation(equation, nested.operands, values, result_values, shardings)
+    if results is not None:
+        return results
     # The stages of a pipeline run one after the other, each for some rows.
-    in_pipeline, devices = shardings.rows is not None, prod(shardings.mesh.shape.values())
-    if alone is not None or in_pipeline or shardings.tokens or devices == 1:
-        return alone
-    if not waits_for_rows(equation):
+    in_pipeline = shardings.rows is not None
+    devices = prod(shardings.mesh.shape.values())
+    if in_pipeline or shardings.tokens or devices == 1 or not waits_for_rows(equation):
         return None
-    axes = tuple(axis for axis in shardings.batch_axes if shardings.mesh.shape[axis] > 1)
-    states = [
-        shardings.batch_dim(value) if axes and value is not None else None for value in values
-    ]
-    is_parallel = any(value is not None and shardings.is_parallel(value) for value in values)
-    sharded = shardings.compute.model_axes if is_parallel else ()
-    is_loop = isinstance(control_flow(equation), While)
-    region = LocalRegion(shardings.mesh, axes, sharded, is_loop)
+    region = _region(equation, values, shardings)
+    states = [_row_dim(value, region, shardings) for value in values]
     try:
         if not region.is_worth_it(equation, states):
             return None
-        operands = [
-            shardings.constrain(x, value) if stored and value is not None else x
-            for x, value, stored in zip(nested.operands, values, nested.stored, strict=True)
-        ]
+        operands = _gather_stored(nested, values)
         operands = list(map(_as_array, operands, equation.invars))
-        used = set(variables((*scope.jaxpr.outvars, *_operands_of(scope.jaxpr))))
+        used = _used(scope.jaxpr)
         return region.run(equation, operands, states, [var in used for var in equation.outvars])
     except _REFUSALS:
         return None
 
 
-def _operands_of(jaxpr: Jaxpr) -> list[Any]:
-    return [atom for equation in jaxpr.eqns for atom in equation.invars]
+def _region(
+    equation: JaxprEqn, values: Sequence[Value | None], shardings: Shardings
+) -> LocalRegion:
+    """The devices that divide the rows of an equation with operands of these values."""
+    axes = tuple(axis for axis in shardings.batch_axes if shardings.mesh.shape[axis] > 1)
+    is_loop = isinstance(control_flow(equation), While)
+    is_parallel = any(value is not None and shardings.is_parallel(value) for value in values)
+    sharded = ()
+    if is_parallel:
+        sharded = shardings.compute.model_axes
+    return LocalRegion(shardings.mesh, axes, sharded, is_loop)
+
+
+def _row_dim(value: Value | None, region: LocalRegion, shardings: Shardings) -> int | None:
+    """The dimension of an operand that counts rows, if it has one and the devices divide it."""
+    if value is None or not region.axes:
+        return None
+    return shardings.batch_dim(value)
+
+
+def _gather_stored(nested: _Nested, values: Sequence[Value | None]) -> Arrays:
+    """The operands of an equation, of which none is sharded in storage any more."""
+    operands = list(nested.operands)
+    for place, value in enumerate(values):
+        if value is not None and nested.stored[place]:
+            operands[place] = nested.shardings.constrain(operands[place], value)
+    return operands
+
+
+def _used(jaxpr: Jaxpr) -> set[Var]:
+    """The variables that an equation or a result reads."""
+    used = set(variables(jaxpr.outvars))
+    for equation in jaxpr.eqns:
+        used.update(variables(equation.invars))
+    return used
 
 
 def _has_nothing_to_constrain(nested: _Nested, call: Call) -> bool:
@@ -267,11 +313,11 @@ def _has_nothing_to_constrain(nested: _Nested, call: Call) -> bool:
     return call.has_derivative and not has_contraction and not runs_on_rows
 
 
-def _call(nested: _Nested, call: Call) -> list[Any]:
+def _call(nested: _Nested, call: Call) -> Arrays:
     equation, shardings, body = nested.equation, nested.shardings, nested.inner[0]
     run = _function(body, shardings, nested.stored)
     if call.has_derivative:
-        specs = [shardings.spec(body.values[var]) for var in body.jaxpr.invars]
+        specs = list(map(shardings.spec, _values(body, body.jaxpr.invars)))
         run_traced_rule = ft.partial(_run_traced_rule, shardings)
         return run_custom(equation, call.kind, run, nested.operands, specs, run_traced_rule)
     if call.kind is CallKind.REMAT:
@@ -279,48 +325,66 @@ def _call(nested: _Nested, call: Call) -> list[Any]:
     return list(run(*nested.operands))
 
 
-def _function(scope: Scope, shardings: Shardings, stored: Sequence[bool]) -> Callable[..., Any]:
+def _function(scope: Scope, shardings: Shardings, stored: Sequence[bool]) -> Fn:
     return lambda *inputs: run_constrained(scope, shardings, inputs, stored)
 
 
 def _run_traced_rule(
-    shardings: Shardings, fn: Callable[..., Any], specs: Sequence[P], *inputs: Any
-) -> tuple[list[Any], list[P], Any]:
+    shardings: Shardings, fn: Fn, specs: Sequence[P], *inputs: object
+) -> tuple[Arrays, list[P], Any]:
     """Runs a function that is not part of the jaxpr, constrained by the specs of its inputs.
 
     Returns the leaves of `fn(*inputs)`, their specs, and the structure of the result.
     """
-    at = [i for i, x in enumerate(inputs) if isinstance(x, ARRAYS) and not is_float0(x)]
+    places = [i for i, x in enumerate(inputs) if isinstance(x, ARRAYS) and not is_float0(x)]
 
-    def of_arrays(arrays: list[Any]) -> Any:
-        given = dict(zip(at, arrays, strict=True))
-        return fn(*(given.get(i, x) for i, x in enumerate(inputs)))
+    def of_arrays(arrays: Arrays) -> Any:
+        arguments = list(inputs)
+        for place, x in zip(places, arrays, strict=True):
+            arguments[place] = x
+        return fn(*arguments)
 
-    traced, arrays = trace_over(shardings.mesh, of_arrays, [inputs[i] for i in at], ())
+    traced, arrays = trace_over(shardings.mesh, of_arrays, [inputs[i] for i in places], ())
     program = follow_program(traced, [False] * traced.arrays)
-    pairs = [(value, specs[i]) for value, i in zip(program.parameters, at, strict=True)]
-    rows = [(value, sharded_dim(spec, shardings.batch_axes)) for value, spec in pairs]
-    nodes = tuple(value.dims[d] for value, d in rows if d is not None)
-    dims = tuple(sharded_dim(spec, shardings.compute.model_axes) for _, spec in pairs)
-    compute = Compute(dims, shardings.batch_axes, shardings.compute.model_axes)
-    made = () if shardings.tokens else made_rows(program.graph, nodes)
-    program = replace(program, batch=BatchNodes(nodes, made, sequence=shardings.tokens))
+    program, compute = _follow_specs(program, [specs[i] for i in places], shardings)
     local = find_shardings(program, shardings.mesh, compute)
     results = run_constrained(program.scope, local, arrays)
-    found = [local.spec(value) for value in outputs_of(program.graph, program.scope)]
+    result_specs = list(map(local.spec, outputs_of(program.graph, program.scope)))
     leaves, structure = jax.tree.flatten(join(results, traced.output))
-    named = jax.tree.leaves(join(found, traced.output))
-    return leaves, [x if isinstance(x, P) else P() for x in named], structure
+    leaf_specs = jax.tree.leaves(join(result_specs, traced.output))
+    for place, spec in enumerate(leaf_specs):
+        if not isinstance(spec, P):  # the leaf is no array
+            leaf_specs[place] = P()
+    return leaves, leaf_specs, structure
 
 
-def _pipelined(nested: _Nested, pipeline: Pipeline) -> list[Any]:
+def _follow_specs(
+    program: Program, specs: Sequence[P], shardings: Shardings
+) -> tuple[Program, Compute]:
+    """A program with the batch that the specs of its inputs split, and its arrays' shardings."""
+    nodes: list[int] = []  # the dimensions that are rows of the batch
+    for value, spec in zip(program.parameters, specs, strict=True):
+        d = sharded_dim(spec, shardings.batch_axes)
+        if d is not None:
+            nodes.append(value.dims[d])
+    created = ()
+    if not shardings.tokens:
+        created = made_rows(program.graph, nodes)
+    batch = BatchNodes(tuple(nodes), created, sequence=shardings.tokens)
+    model_axes = shardings.compute.model_axes
+    dims = tuple(sharded_dim(spec, model_axes) for spec in specs)
+    compute = Compute(dims, shardings.batch_axes, model_axes)
+    return replace(program, batch=batch), compute
+
+
+def _pipelined(nested: _Nested, pipeline: Pipeline) -> Arrays:
     """Runs a scan over layers as a pipeline, with one layer constrained for few rows."""
     scan, outside = pipeline.scans[id(nested.equation)], nested.shardings
     compute = replace(outside.compute, batch_axes=())
     shardings = find_shardings(pipeline.microbatch, outside.mesh, compute)
-    specs = [shardings.spec(scan.body.values[var]) for var in scan.body.jaxpr.invars]
+    specs = list(map(shardings.spec, _values(scan.body, scan.body.jaxpr.invars)))
 
-    def layer(inputs: Sequence[Any], rows: Any) -> list[Any]:
+    def layer(inputs: Sequence[jax.Array], rows: jax.Array) -> Arrays:
         drawn = replace(shardings, draws=scan.random_bits, rows=rows)
         return run_constrained(scan.body, drawn, inputs)
 
@@ -329,19 +393,19 @@ def _pipelined(nested: _Nested, pipeline: Pipeline) -> list[Any]:
     return run_pipeline(scan, layout, operands, layer, specs)
 
 
-def _scan(nested: _Nested, scan: Scan) -> list[Any]:
+def _scan(nested: _Nested, scan: Scan) -> Arrays:
     equation, shardings, scope = nested.equation, nested.shardings, nested.inner[0]
     if shardings.pipeline is not None and id(equation) in shardings.pipeline.scans:
         return _pipelined(nested, shardings.pipeline)
     consts, init, xs = scan.split(nested.operands)
     stored_consts, _, stored_xs = scan.split(nested.stored)
     _, carry_vars, _ = scan.split(scope.jaxpr.invars)
-    values = [scope.values[var] for var in carry_vars]
+    values = _values(scope, carry_vars)
     consts, stored_consts = _gather(scope, shardings, consts, stored_consts)
     copies = copy_weights(scope, shardings, consts)
     stored = [*stored_consts, *[False] * len(init), *stored_xs]
 
-    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+    def body(carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         inputs = [*consts, *map(shardings.constrain, carry, values), *xs]
         results = run_constrained(scope, shardings, inputs, stored, copies)
         count = len(carry)
@@ -355,8 +419,8 @@ def _scan(nested: _Nested, scan: Scan) -> list[Any]:
 
 
 def _gather(
-    scope: Scope, shardings: Shardings, consts: Sequence[Any], stored: Sequence[bool]
-) -> tuple[list[Any], list[bool]]:
+    scope: Scope, shardings: Shardings, consts: Sequence[object], stored: Sequence[bool]
+) -> tuple[Arrays, list[bool]]:
     """Gathers the constants of a loop before it, and not in every iteration.
 
     Layers that a scan inside the loop iterates over stay sharded; the scan gathers one at a time.
@@ -369,49 +433,52 @@ def _gather(
     return consts, stored
 
 
-def _has_layers(scope: Scope, var: Any) -> bool:
+def _has_layers(scope: Scope, var: Var) -> bool:
     """Whether a scan in a jaxpr iterates over the first dimension of an array."""
     for index, inner in scope.inner.items():
         equation = scope.jaxpr.eqns[index]
         count = len(equation.invars)
         flow = control_flow(equation)
-        xs = flow.consts + flow.carry if isinstance(flow, Scan) else count
-        for at in (at for at, atom in enumerate(equation.invars) if atom is var):
-            if at >= xs:
+        first_scanned = count
+        if isinstance(flow, Scan):
+            first_scanned = flow.consts + flow.carry
+        for place, atom in enumerate(equation.invars):
+            if atom is not var:
+                continue
+            if place >= first_scanned:
                 return True
-            for one in inner:
+            for body in inner:
                 # Other operands, such as a branch index, may come before the inner jaxpr's.
-                inner_at = at - (count - len(one.jaxpr.invars))
-                if inner_at >= 0 and _has_layers(one, one.jaxpr.invars[inner_at]):
+                inner_place = place - (count - len(body.jaxpr.invars))
+                if inner_place >= 0 and _has_layers(body, body.jaxpr.invars[inner_place]):
                     return True
     return False
 
 
-def _while(nested: _Nested, loop: While) -> list[Any]:
+def _while(nested: _Nested, loop: While) -> Arrays:
     shardings, (cond, body) = nested.shardings, nested.inner
     cond_consts, body_consts, init = loop.split(nested.operands)
     stored_cond, stored_body, stored_carry = loop.split(nested.stored)
     carry_vars = body.jaxpr.invars[len(body_consts) :]
-    values = [body.values[var] for var in carry_vars]
+    values = _values(body, carry_vars)
     body_consts, stored_body = _gather(body, shardings, body_consts, stored_body)
 
-    def keep_going(carry: list[Any]) -> Any:
+    def keep_going(carry: Arrays) -> jax.Array:
         return run_constrained(cond, shardings, [*cond_consts, *carry], stored_cond)[0]
 
-    def step(carry: list[Any]) -> list[Any]:
+    def step(carry: Arrays) -> Arrays:
         inputs = [*body_consts, *map(shardings.constrain, carry, values)]
         results = run_constrained(body, shardings, inputs, [*stored_body, *stored_carry])
         if (rows := keep_going(carry)).ndim:
             # Under `vmap`, each row stops on its own and keeps its last value.
-            mask = lambda x: jnp.expand_dims(rows, tuple(range(rows.ndim, x.ndim)))
-            pairs = zip(results, carry, strict=True)
-            results = [jax.lax.select(jnp.broadcast_to(mask(x), x.shape), x, y) for x, y in pairs]
+            select = ft.partial(select_rows, rows)
+            results = list(map(select, results, carry))
         return list(map(shardings.constrain, results, values))
 
     init = list(map(_as_array, init, carry_vars))
     return jax.lax.while_loop(lambda carry: jnp.any(keep_going(carry)), step, init)
 
 
-def _cond(nested: _Nested) -> list[Any]:
+def _cond(nested: _Nested) -> Arrays:
     branches = [_function(scope, nested.shardings, nested.stored[1:]) for scope in nested.inner]
     return list(jax.lax.switch(nested.operands[0], branches, *nested.operands[1:]))

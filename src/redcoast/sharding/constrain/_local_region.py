@@ -284,7 +284,7 @@ class _Evaluation:
             results = self._convert(self.jaxpr(flow.body, list(inputs)), carry)
             if (rows := keep_going(state)).ndim:
                 # Under `vmap`, each row stops on its own and keeps its last value.
-                results = [_select(rows, x, y) for x, y in zip(results, state, strict=True)]
+                results = [select_rows(rows, x, y) for x, y in zip(results, state, strict=True)]
             return results
 
         more = lambda state: jnp.any(keep_going(state))
@@ -466,7 +466,8 @@ def _has_reverse_rule(equation: JaxprEqn) -> bool:
     return isinstance(flow, Call) and flow.kind is CallKind.CUSTOM_VJP
 
 
-def _select(rows: Any, x: Any, y: Any) -> Any:
+def select_rows(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """The rows of `x` that `rows` selects, and the other rows of `y`."""
     mask = jnp.expand_dims(rows, tuple(range(rows.ndim, x.ndim)))
     return jax.lax.select(jnp.broadcast_to(mask, x.shape), x, y)
 

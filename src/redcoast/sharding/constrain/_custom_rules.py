@@ -4,7 +4,8 @@ A rule is not part of the jaxpr. It is traced when it is called, and constrained
 its inputs.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,21 +19,22 @@ from jax.sharding import PartitionSpec as P
 
 from ...core._control_flow import CallKind
 from ...core._jaxpr import bind_again
+from ..program._trace import Arrays
 
 Fn = Callable[..., Any]
 # `run_local(fn, specs, *inputs)` constrains `fn` by the specs of its inputs. It returns the leaves
 # of `fn(*inputs)`, their specs, and their structure.
-RunLocal = Callable[..., tuple[list[Any], list[P], Any]]
+RunLocal = Callable[..., tuple[Arrays, list[P], Any]]
 
 
 def run_custom(
     equation: JaxprEqn,
     kind: CallKind,
     body: Fn,
-    inputs: Sequence[Any],
+    inputs: Sequence[object],
     specs: Sequence[P],
     run_local: RunLocal,
-) -> list[Any]:
+) -> Arrays:
     """Runs a function with custom derivatives, with `body` as its constrained implementation.
 
     `kind` says which derivative it replaces. `specs` are the shardings of its inputs.
@@ -50,68 +52,93 @@ def run_custom(
 
 
 def _jvp_rule(original: Fn, specs: Sequence[P], run_local: RunLocal) -> Fn:
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        exact = [_is_exact(x) for x in primals]
+    def rule(primals: Sequence[object], tangents: Sequence[object]) -> tuple[Arrays, Arrays]:
+        inexact = list(map(_is_inexact, primals))
 
-        def push(*inputs: Any) -> tuple[list[Any], list[Any]]:
-            pushed = iter(inputs[len(primals) :])
-            given = tuple(z if e else next(pushed) for z, e in zip(tangents, exact, strict=True))
-            out, out_tangents = jax.jvp(original, inputs[: len(primals)], given)
-            return out, [
-                None if _is_exact(x) else t for x, t in zip(out, out_tangents, strict=True)
-            ]
+        def push(*inputs: object) -> tuple[Arrays, Arrays]:
+            primals_in, tangents_in = inputs[: len(inexact)], inputs[len(inexact) :]
+            all_tangents = _replace(tangents, inexact, tangents_in)
+            out, out_tangents = jax.jvp(original, primals_in, tuple(all_tangents))
+            return out, _none_where_exact(out, out_tangents)
 
-        inexact = [(t, s) for t, s, e in zip(tangents, specs, exact, strict=True) if not e]
-        inputs = [*primals, *(t for t, _ in inexact)]
-        leaves, _, structure = run_local(push, [*specs, *(s for _, s in inexact)], *inputs)
+        moving = list(itertools.compress(tangents, inexact))
+        moving_specs = list(itertools.compress(specs, inexact))
+        leaves, _, structure = run_local(push, [*specs, *moving_specs], *primals, *moving)
         out, out_tangents = structure.unflatten(leaves)
-        zero = lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0)  # of an integer array
-        return out, [zero(x) if t is None else t for x, t in zip(out, out_tangents, strict=True)]
+        for place, tangent in enumerate(out_tangents):
+            if tangent is None:
+                out_tangents[place] = zero_tangent(out[place])
+        return out, out_tangents
 
     return rule
+
+
+def _replace(items: Sequence[object], chosen: Sequence[bool], by: Iterable[object]) -> Arrays:
+    """The items, of which the chosen ones are replaced in order."""
+    replaced = list(items)
+    places = itertools.compress(range(len(items)), chosen)
+    for place, item in zip(places, by, strict=True):
+        replaced[place] = item
+    return replaced
+
+
+def _none_where_exact(primals: Sequence[object], tangents: Sequence[object]) -> Arrays:
+    """The tangents, but None for those of integer arrays, which are no arrays of JAX."""
+    kept = list(tangents)
+    for place, primal in enumerate(primals):
+        if not _is_inexact(primal):
+            kept[place] = None
+    return kept
+
+
+def zero_tangent(x: Any) -> np.ndarray:
+    """The tangent of an integer array."""
+    return np.zeros(jnp.shape(x), jax.dtypes.float0)
 
 
 def _vjp_rules(original: Fn, specs: Sequence[P], run_local: RunLocal) -> tuple[Fn, Fn]:
     residual_specs: list[P] = []  # of the results and residuals of the forward pass
 
-    def forward(*primals: Any) -> tuple[list[Any], Any]:
+    def forward(*primals: Any) -> tuple[Arrays, Fn]:
         perturbed = [primal.perturbed for primal in primals]
+        inputs = [primal.value for primal in primals]
         push = lambda *inputs: _partial_vjp(original, perturbed, inputs)
-        leaves, found, structure = run_local(push, specs, *(primal.value for primal in primals))
-        residual_specs[:] = found
+        leaves, leaf_specs, structure = run_local(push, specs, *inputs)
+        residual_specs[:] = leaf_specs
         return structure.unflatten(leaves)
 
-    def backward(pull: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        zeros = [isinstance(x, SymbolicZero) for x in cotangents]
-        nonzero = [x for x, zero in zip(cotangents, zeros, strict=True) if not zero]
+    def backward(pull: Fn, cotangents: Arrays) -> tuple[Any, ...]:
+        used = [not isinstance(x, SymbolicZero) for x in cotangents]
+        # Of a result that is not used, the rule gets a symbolic zero too: it may need to know.
+        zeros: list[ad.Zero | None] = [None] * len(cotangents)
+        for place, x in enumerate(cotangents):
+            if isinstance(x, SymbolicZero):
+                zeros[place] = ad.Zero(x.aval)
+        nonzero = list(itertools.compress(cotangents, used))
         leaves, structure = jax.tree.flatten((nonzero, pull))
 
-        def pull_back(*leaves: Any) -> list[Any]:
+        def pull_back(*leaves: object) -> Arrays:
             nonzero, pull = structure.unflatten(leaves)
-            # Of a result that is not used, the rule gets a symbolic zero too: it may need to know.
-            given = iter(nonzero)
-            pairs = zip(cotangents, zeros, strict=True)
-            full = [ad.Zero(x.aval) if zero else next(given) for x, zero in pairs]
-            return [None if is_float0(x) else x for x in pull(full)]
+            in_cotangents = pull(_replace(zeros, used, nonzero))
+            return [None if is_float0(x) else x for x in in_cotangents]
 
-        of_results = zip(residual_specs, zeros, strict=False)
-        specs = [spec for spec, zero in of_results if not zero] + residual_specs[len(zeros) :]
-        found, _, out = run_local(pull_back, specs, *leaves)
-        return tuple(out.unflatten(found))
+        # The leaves of the forward pass are the results, and then the residuals in `pull`.
+        result_specs, pull_specs = residual_specs[: len(used)], residual_specs[len(used) :]
+        used_specs = list(itertools.compress(result_specs, used))
+        out_leaves, _, out_structure = run_local(pull_back, [*used_specs, *pull_specs], *leaves)
+        return tuple(out_structure.unflatten(out_leaves))
 
     return forward, backward
 
 
-def _partial_vjp(fn: Fn, perturbed: Sequence[bool], inputs: Sequence[Any]) -> tuple[list[Any], Any]:
+def _partial_vjp(fn: Fn, perturbed: Sequence[bool], inputs: Sequence[object]) -> tuple[Arrays, Fn]:
     """The results of a function, and a PyTree that maps their cotangents to those of its inputs,
     which are None where an input is not perturbed."""
 
-    def of_perturbed(*chosen: Any) -> list[Any]:
-        waiting = iter(chosen)
-        return fn(*(next(waiting) if yes else x for yes, x in zip(perturbed, inputs, strict=True)))
+    def of_perturbed(*chosen: object) -> Arrays:
+        return fn(*_replace(inputs, perturbed, chosen))
 
-    chosen = (x for yes, x in zip(perturbed, inputs, strict=True) if yes)
-    results, pull = jax.vjp(of_perturbed, *chosen)
+    results, pull = jax.vjp(of_perturbed, *itertools.compress(inputs, perturbed))
     return results, jax.tree_util.Partial(_pull_back, _Flags(tuple(perturbed)), pull)
 
 
@@ -121,15 +148,14 @@ class _Flags:
     values: tuple[bool, ...]
 
 
-def _pull_back(perturbed: _Flags, pull: Fn, cotangents: list[Any]) -> list[Any]:
-    found = iter(pull(cotangents))
-    return [next(found) if yes else None for yes in perturbed.values]
+def _pull_back(perturbed: _Flags, pull: Fn, cotangents: Arrays) -> Arrays:
+    return _replace([None] * len(perturbed.values), perturbed.values, pull(cotangents))
 
 
-def _is_exact(x: Any) -> bool:
-    return not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+def _is_inexact(x: object) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def is_float0(x: Any) -> bool:
+def is_float0(x: object) -> bool:
     """Whether this is the derivative of an integer array."""
     return getattr(x, "dtype", None) == jax.dtypes.float0

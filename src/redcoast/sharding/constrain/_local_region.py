@@ -8,10 +8,11 @@ cotangents of what is replicated over them, and add sums over them.
 """
 
 import functools as ft
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,10 @@ from ...core._jaxpr import (
     iter_equations,
     struct_of,
 )
+from ..operations import Atom
 from ..operations._made_rules import OF_ANY_ROW
+from ..program._trace import Arrays
+from ._custom_rules import zero_tangent
 from ._local_states import (
     CALLBACK,
     OWN,
@@ -62,8 +66,6 @@ from ._local_states import (
 _RESULT_SIZES = frozenset(["shape", "new_sizes"])
 _OPERAND_SIZES = frozenset(["limit_indices", "slice_sizes"])
 _WITH_SIZES = frozenset(["broadcast_in_dim", "reshape", "slice", "dynamic_slice", "gather"])
-
-Arrays = list[Any]
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class LocalRegion:
     def run(
         self,
         equation: JaxprEqn,
-        operands: Sequence[Any],
+        operands: Sequence[object],
         states: Sequence[State],
         used: Sequence[bool],
     ) -> Arrays:
@@ -112,28 +114,26 @@ class LocalRegion:
         flow = control_flow(equation)
         if not self.is_loop and any(map(_has_reverse_rule, _inside(equation))):
             raise NotLocal("it has a `custom_vjp`")
-        synchronised = isinstance(flow, While) and any(
-            needed and state is OWN for needed, state in zip(used, step.results, strict=True)
-        )
         results = step.results
-        if isinstance(flow, While) and synchronised:
+        synchronised = False
+        if isinstance(flow, While) and OWN in itertools.compress(results, used):
+            synchronised = True
             results = self.states.loop(flow, states).carry
-        if any(n and state is OWN for n, state in zip(used, results, strict=True)):
+        if OWN in itertools.compress(results, used):
             raise NotLocal("a result differs from device to device")
         evaluate = _Evaluation(self, synchronised)
 
-        def local(*inputs: Any) -> tuple[Any, ...]:
-            found = evaluate.equation(equation, list(zip(inputs, states, strict=True)))
-            pairs = zip(found, results, strict=True)
-            return tuple(self._sum(x) if state is SUM else x for (x, _), state in pairs)
+        def local(*inputs: jax.Array) -> tuple[jax.Array, ...]:
+            parts = evaluate.equation(equation, list(zip(inputs, states, strict=True)))
+            return tuple(
+                self._added(x, state) for (x, _), state in zip(parts, results, strict=True)
+            )
 
-        specs = [self._spec(x, state) for x, state in zip(operands, states, strict=True)]
-        outputs = zip(equation.outvars, results, strict=True)
         run = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=tuple(specs),
-            out_specs=tuple(self._spec(var.aval, state) for var, state in outputs),
+            in_specs=tuple(map(self._spec, _ranks(equation.invars), states)),
+            out_specs=tuple(map(self._spec, _ranks(equation.outvars), results)),
             axis_names=self._manual_axes(equation),
             check_vma=False,
         )
@@ -141,8 +141,10 @@ class LocalRegion:
 
     def _manual_axes(self, equation: JaxprEqn) -> frozenset[str]:
         others = {axis for axis, size in self.mesh.shape.items() if size > 1} - {*self.axes}
-        # Without a reverse-mode derivative, further axes cost nothing, and XLA cannot use them.
-        free = others - {*self.sharded} if self.is_loop else set()
+        free: set[str] = set()
+        if self.is_loop:
+            # Without a reverse-mode derivative, further axes cost nothing, and XLA cannot use them.
+            free = others - {*self.sharded}
         has_callback = CALLBACK in map(primitive_name, _inside(equation))
         if free == others and (self.is_loop or has_callback):
             return frozenset(self.mesh.axis_names)
@@ -151,14 +153,17 @@ class LocalRegion:
             raise NotLocal("it calls a function on the host")
         return frozenset(self.axes) | free
 
-    def _spec(self, x: Any, state: State) -> P:
-        entries: list[Any] = [None] * len(x.shape)
+    def _spec(self, rank: int, state: State) -> P:
+        entries: list[tuple[str, ...] | None] = [None] * rank
         if isinstance(state, int):
             entries[state] = self.axes
         return P(*entries)
 
-    def _sum(self, x: Any) -> Any:
-        return jax.lax.psum(x, self.axes)
+    def _added(self, x: jax.Array, state: State) -> jax.Array:
+        """A result of the region, from what one device has of it."""
+        if state is SUM:
+            return jax.lax.psum(x, self.axes)
+        return x
 
     def convert(self, x: Any, state: State, wanted: State) -> Any:
         """What a device needs of an array, from what it has of it."""
@@ -172,10 +177,12 @@ class LocalRegion:
         is_first = jax.lax.axis_index(self.axes) == 0
         return jnp.where(is_first, x, jnp.zeros((), jnp.result_type(x)))
 
-    def shape(self, aval: Any, state: State) -> tuple[int, ...]:
+    def shape(self, atom: Atom, state: State) -> tuple[int, ...]:
         """The shape of what a device has of an array."""
-        count = self.states.count
-        return tuple(n // count if d == state else n for d, n in enumerate(aval.shape))
+        shape = list(struct_of(atom).shape)
+        if isinstance(state, int):
+            shape[state] //= self.states.count
+        return tuple(shape)
 
 
 LocalArray = tuple[Any, State]  # what a device has of an array, and what it is
@@ -193,24 +200,27 @@ class _Evaluation:
 
     def jaxpr(self, jaxpr: AnyJaxpr, inputs: Sequence[LocalArray]) -> list[LocalArray]:
         opened = open_jaxpr(jaxpr)
-        env: dict[Any, LocalArray] = {}
-        consts = zip(opened.constvars, map(_bare, consts_of(jaxpr)), strict=True)
-        env.update((var, (x, None)) for var, x in consts)
+        env: dict[Atom, LocalArray] = {}
+        for var, x in zip(opened.constvars, consts_of(jaxpr), strict=True):
+            env[var] = (_bare(x), None)
         env.update(zip(opened.invars, inputs, strict=True))
         nested = _Evaluation(self.region)
         handle = lambda index, equation, operands: nested.equation(equation, operands)
         results = evaluate_jaxpr(opened, env, handle, lambda literal: (literal.val, None))
-        pairs = zip(results, opened.outvars, strict=True)
-        return [(jnp.asarray(x, struct_of(atom).dtype), state) for (x, state), atom in pairs]
+        for place, atom in enumerate(opened.outvars):
+            x, state = results[place]
+            # A literal is a Python number, or one of NumPy.
+            results[place] = (jnp.asarray(x, struct_of(atom).dtype), state)
+        return results
 
     def as_function(
         self, jaxpr: AnyJaxpr, states: Sequence[State], wanted: Sequence[State]
     ) -> Callable[..., Arrays]:
         """A function of what a device has, whose results are as `wanted`."""
 
-        def run(*inputs: Any) -> Arrays:
-            found = self.jaxpr(jaxpr, list(zip(inputs, states, strict=True)))
-            return self._convert(found, wanted)
+        def run(*inputs: object) -> Arrays:
+            results = self.jaxpr(jaxpr, list(zip(inputs, states, strict=True)))
+            return self._convert(results, wanted)
 
         return run
 
@@ -235,7 +245,7 @@ class _Evaluation:
                 results = self._solve(equation, inputs, step.operands, step.results)
             case _:
                 results = self._operation(equation, inputs, step.operands, step.results)
-        shapes = map(self.region.shape, (var.aval for var in equation.outvars), step.results)
+        shapes = map(self.region.shape, equation.outvars, step.results)
         if list(map(jnp.shape, results)) != list(shapes):
             raise NotLocal(f"`{primitive_name(equation)}` changes what its rows are")
         return list(zip(results, step.results, strict=True))
@@ -249,10 +259,10 @@ class _Evaluation:
     ) -> Arrays:
         if is_identity(equation):
             return inputs
-        params: dict[str, Any] = {}
+        params: dict[str, object] = {}
         if equation.primitive.name in _WITH_SIZES:
             for key in _RESULT_SIZES & equation.params.keys():
-                params[key] = self.region.shape(equation.outvars[0].aval, results[0])
+                params[key] = self.region.shape(equation.outvars[0], results[0])
             for key in _OPERAND_SIZES & equation.params.keys():
                 params[key] = self._sizes(equation, key, states[0])
         if vmapped_axes(equation) is not None and 0 in results:
@@ -261,7 +271,7 @@ class _Evaluation:
 
     def _sizes(self, equation: JaxprEqn, key: str, state: State) -> tuple[int, ...]:
         """Sizes along the dimensions of the first operand: all rows become those of a device."""
-        whole = equation.invars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+        whole = struct_of(equation.invars[0]).shape
         sizes = list(equation.params[key])
         if isinstance(state, int) and sizes[state] == whole[state]:
             sizes[state] //= self.region.states.count
@@ -272,10 +282,9 @@ class _Evaluation:
     ) -> Arrays:
         cond_consts, body_consts, init = flow.split(inputs)
         cond_states, body_states, carry = flow.split(tuple(states))
-        carry_avals = list(map(struct_of, equation.invars[-len(init) :]))
-        init = [jnp.asarray(x, aval.dtype) for x, aval in zip(init, carry_avals, strict=True)]
+        init = _as_arrays(init, equation.invars[-len(init) :])
 
-        def keep_going(state: Arrays) -> Any:
+        def keep_going(state: Arrays) -> jax.Array:
             inputs = zip((*cond_consts, *state), (*cond_states, *carry), strict=True)
             return self.jaxpr(flow.cond, list(inputs))[0][0]
 
@@ -284,7 +293,8 @@ class _Evaluation:
             results = self._convert(self.jaxpr(flow.body, list(inputs)), carry)
             if (rows := keep_going(state)).ndim:
                 # Under `vmap`, each row stops on its own and keeps its last value.
-                results = [select_rows(rows, x, y) for x, y in zip(results, state, strict=True)]
+                select = ft.partial(select_rows, rows)
+                results = list(map(select, results, state))
             return results
 
         more = lambda state: jnp.any(keep_going(state))
@@ -301,8 +311,7 @@ class _Evaluation:
         self, equation: JaxprEqn, flow: Scan, inputs: Arrays, states: Sequence[State]
     ) -> Arrays:
         consts, init, xs = flow.split(inputs)
-        avals = list(map(struct_of, flow.split(equation.invars)[1]))
-        init = [jnp.asarray(x, aval.dtype) for x, aval in zip(init, avals, strict=True)]
+        init = _as_arrays(init, flow.split(equation.invars)[1])
         _, outputs = self.region.states.scan(flow, states)
         const_states, _, x_states = flow.split(tuple(states))
         row_states = [shifted(state, -1) for state in x_states]
@@ -356,11 +365,11 @@ class _Evaluation:
         outputs = [i for i, var in enumerate(equation.outvars) if is_inexact(var.aval)]
 
         def push(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
-            given = [_no_tangent(aval) for aval in avals]
+            all_tangents: Arrays = list(map(zero_tangent, avals))
             for place, tangent in zip(moving, tangents, strict=True):
-                given[place] = tangent
+                all_tangents[place] = tangent
             original = lambda *xs: bind_again(equation, xs)
-            out, out_tangents = jax.jvp(original, tuple(primals), tuple(given))
+            out, out_tangents = jax.jvp(original, tuple(primals), tuple(all_tangents))
             return out, [out_tangents[i] for i in outputs]
 
         custom = jax.custom_jvp(run)
@@ -372,18 +381,20 @@ class _Evaluation:
             custom.defjvp(ft.partial(_raise, error))  # the function refuses to be differentiated
             return custom
         # If the rule combines rows, the region is not used.
-        given = [*states, *(states[i] for i in moving)]
+        rule_states = [*states, *(states[i] for i in moving)]
         wanted = [*results, *(results[i] for i in outputs)]
-        for state, need in zip(self.region.states.of_jaxpr(closed, given), wanted, strict=True):
+        out_states = self.region.states.of_jaxpr(closed, rule_states)
+        for state, need in zip(out_states, wanted, strict=True):
             check_becomes(state, need)
+        run_rule = self.as_function(closed, rule_states, wanted)
 
-        def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Arrays, Arrays]:
-            inputs = [*primals, *(tangents[i] for i in moving)]
-            found = self.jaxpr(closed, list(zip(inputs, given, strict=True)))
-            arrays = self._convert(found, wanted)
-            out, pushed = arrays[: len(results)], iter(arrays[len(results) :])
-            numbers = enumerate(out)
-            return out, [next(pushed) if i in outputs else _no_tangent(x) for i, x in numbers]
+        def rule(primals: Sequence[object], tangents: Sequence[object]) -> tuple[Arrays, Arrays]:
+            arrays = run_rule(*primals, *(tangents[i] for i in moving))
+            out, pushed = arrays[: len(results)], arrays[len(results) :]
+            out_tangents: Arrays = list(map(zero_tangent, out))
+            for place, tangent in zip(outputs, pushed, strict=True):
+                out_tangents[place] = tangent
+            return out, out_tangents
 
         custom.defjvp(rule)
         return custom
@@ -400,7 +411,7 @@ class _Evaluation:
         It is only evaluated in loops without a reverse-mode derivative.
         """
 
-        def backward(residuals: None, cotangents: Arrays) -> tuple[Any, ...]:
+        def backward(residuals: None, cotangents: Arrays) -> NoReturn:
             raise NotImplementedError(
                 "Reverse-mode differentiation does not work for `jax.lax.while_loop`."
             )
@@ -418,13 +429,12 @@ class _Evaluation:
     ) -> Arrays:
         flow = control_flow(equation)
         assert isinstance(flow, LinearSolve)
-        count = len(results)
 
-        def function(part: Any) -> Callable[..., Arrays]:
+        def function(part: tuple[AnyJaxpr, Sequence[int]]) -> Callable[..., Arrays]:
             jaxpr, places = part
             consts = [inputs[place] for place in places]
-            given = (*(states[place] for place in places), *results)
-            run = self.as_function(jaxpr, given, results)
+            const_states = [states[place] for place in places]
+            run = self.as_function(jaxpr, [*const_states, *results], results)
             return lambda *xs: run(*consts, *jax.tree.leaves(xs))
 
         parts = flow.functions
@@ -434,11 +444,11 @@ class _Evaluation:
             transposed = function(parts["transpose_solve"])
             options["transpose_solve"] = lambda _, b: transposed(*b)
         options["symmetric"] = flow.symmetric
-        right_side = inputs[len(inputs) - count :]
-        found = jax.lax.custom_linear_solve(
+        right_side = inputs[len(inputs) - len(results) :]
+        solution = jax.lax.custom_linear_solve(
             matvec, list(right_side), lambda _, b: solve(*b), **options
         )
-        return list(found)
+        return list(solution)
 
 
 def waits_for_rows(equation: JaxprEqn) -> bool:
@@ -451,6 +461,16 @@ def waits_for_rows(equation: JaxprEqn) -> bool:
         case Cond():
             return any(primitive_name(x) == CALLBACK for x in _inside(equation))
     return False
+
+
+def _as_arrays(inputs: Sequence[object], atoms: Sequence[Atom]) -> list[jax.Array]:
+    """Converts inputs, some of which are Python numbers, to arrays of the traced dtypes."""
+    dtypes = [struct_of(atom).dtype for atom in atoms]
+    return list(map(jnp.asarray, inputs, dtypes))
+
+
+def _ranks(atoms: Sequence[Atom]) -> list[int]:
+    return [len(struct_of(atom).shape) for atom in atoms]
 
 
 def _inside(equation: JaxprEqn) -> list[JaxprEqn]:
@@ -475,14 +495,10 @@ def select_rows(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
 def _bare(x: Any) -> Any:
     """A constant without its sharding, which has other axes outside of the region."""
     is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-    is_key = is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(x) if is_array and not is_key else x
+    if not is_array or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    return np.asarray(x)
 
 
-def _raise(error: Exception, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+def _raise(error: Exception, primals: Sequence[object], tangents: Sequence[object]) -> NoReturn:
     raise error
-
-
-def _no_tangent(x: Any) -> Any:
-    """The tangent of an integer array."""
-    return np.zeros(jnp.shape(x), jax.dtypes.float0)

@@ -5,7 +5,6 @@ Each device computes attention for its own rows and heads.
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -14,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ...core._jaxpr import bind_local
 from ..operations._rule import shape_of
 from ..program._graph import Value
+from ..program._trace import Arrays
 from ..tree._overrides import spec_axes
 from ._shardings import Shardings
 
@@ -27,10 +27,10 @@ def is_kernel(equation: JaxprEqn) -> bool:
 
 def run_kernel(
     equation: JaxprEqn,
-    operands: Sequence[Any],
+    operands: Arrays,
     values: Sequence[Value | None],
     shardings: Shardings,
-) -> list[Any] | None:
+) -> Arrays | None:
     """The results of a kernel on the rows and heads of each device.
 
     It is None if the devices do not divide them evenly. The equation then stands for operations
@@ -43,20 +43,18 @@ def run_kernel(
         return None
     of_queries, of_keys = shardings.spec(queries), shardings.spec(keys)
     rows, heads = of_queries[0], of_queries[2]
-    sizes = [prod(mesh.shape[axis] for axis in spec_axes(entry)) for entry in (rows, heads)]
-    is_even = queries.shape[0] % sizes[0] == keys.shape[2] % sizes[1] == 0
+    row_shards = prod(mesh.shape[axis] for axis in spec_axes(rows))
+    head_shards = prod(mesh.shape[axis] for axis in spec_axes(heads))
+    is_even = queries.shape[0] % row_shards == 0 and keys.shape[2] % head_shards == 0
     if of_keys[0] != rows or of_keys[2] != heads or not is_even:
         return None
     by_rank = {4: P(rows, None, heads), 3: P(rows, heads), 2: P(rows)}
-    in_specs, out_specs = (
-        tuple(by_rank[len(shape_of(atom))] for atom in side)
-        for side in (equation.invars, equation.outvars)
-    )
+    spec_of = lambda atom: by_rank[len(shape_of(atom))]
     run = jax.shard_map(
         lambda *inputs: tuple(bind_local(equation, inputs, {})),
         mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
+        in_specs=tuple(map(spec_of, equation.invars)),
+        out_specs=tuple(map(spec_of, equation.outvars)),
         check_vma=False,
     )
     return list(run(*operands))

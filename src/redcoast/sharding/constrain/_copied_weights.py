@@ -8,22 +8,25 @@ over the devices once, after the loop.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
 from ...core._jaxpr import bind_again, is_inexact
+from ..operations import Atom
 from ..program._graph import Value
 from ..program._loop_weights import can_hoist_gradient_sum, rearranges, uses
+from ..program._trace import Arrays
 from ..program._walk import Scope
 from ._shardings import Shardings
 
 
-def copy_weights(scope: Scope, shardings: Shardings, consts: Sequence[Any]) -> dict[Any, Any]:
+def copy_weights(
+    scope: Scope, shardings: Shardings, consts: Sequence[object]
+) -> dict[Atom, jax.Array]:
     """Returns copies of the constants of a loop for which this saves sums over the batch."""
-    copies = {}
+    copies: dict[Atom, jax.Array] = {}
     if len(shardings.batch.sets) > 1:
         # The constants may have some of the split dimensions, and copies need all of the axes.
         return copies
@@ -45,20 +48,17 @@ def apply_copies(
     equation: JaxprEqn,
     scope: Scope,
     shardings: Shardings,
-    operands: Sequence[Any],
-    copies: dict[Any, Any],
-) -> Any:
+    operands: Arrays,
+    copies: dict[Atom, jax.Array],
+) -> jax.Array | None:
     """Returns the result computed with copies of a weight, or None if there are none.
 
     If the equation only rearranges the weight, the rearranged copies are added to `copies`.
     """
-    atoms = equation.invars
-    index = next(
-        (i for i, a in enumerate(atoms) if not isinstance(a, Literal) and a in copies), None
-    )
+    index = _first_copied(equation, copies)
     if index is None:
         return None
-    weight, out = atoms[index], equation.outvars[0]
+    weight, out = equation.invars[index], equation.outvars[0]
     if rearranges(equation):
         copies[out] = _rearrange(equation, copies[weight])
         return None
@@ -67,74 +67,107 @@ def apply_copies(
     if equation.primitive.name == "dot_general":
         return _dot(equation, scope, shardings, operands, index, copies[weight])
     result = scope.values[out]
-    at = shardings.batch_dim(result)
+    batch_dim = shardings.batch_dim(result)
     if equation.primitive.name == "broadcast_in_dim":
-        return _broadcast(copies[weight], equation.params["broadcast_dimensions"], at, result)
+        dims = equation.params["broadcast_dimensions"]
+        return _broadcast(copies[weight], dims, batch_dim, result)
     # Elementwise operations broadcast dimensions of size one implicitly.
-    repeated = _broadcast(copies[weight], tuple(range(len(result.shape))), at, result)
-    inputs = [repeated if i == index else x for i, x in enumerate(operands)]
-    return None if repeated is None else bind_again(equation, inputs)[0]
+    dims = tuple(range(len(result.shape)))
+    repeated = _broadcast(copies[weight], dims, batch_dim, result)
+    if repeated is None:
+        return None
+    inputs = list(operands)
+    inputs[index] = repeated
+    return bind_again(equation, inputs)[0]
 
 
-def _rearrange(equation: JaxprEqn, copies: Any) -> Any:
+def _first_copied(equation: JaxprEqn, copies: dict[Atom, jax.Array]) -> int | None:
+    """The number of the first operand that has copies."""
+    for place, atom in enumerate(equation.invars):
+        if not isinstance(atom, Literal) and atom in copies:
+            return place
+    return None
+
+
+def _rearrange(equation: JaxprEqn, copies: jax.Array) -> jax.Array:
     if equation.primitive.name == "convert_element_type":
         return jax.lax.convert_element_type(copies, equation.params["new_dtype"])
     if equation.primitive.name == "broadcast_in_dim":
         return jax.lax.reshape(copies, (copies.shape[0], *equation.params["shape"]))
-    return jax.lax.transpose(copies, (0, *(d + 1 for d in equation.params["permutation"])))
+    permutation = [d + 1 for d in equation.params["permutation"]]
+    return jax.lax.transpose(copies, (0, *permutation))
 
 
-def _broadcast(copies: Any, dims: tuple[int, ...], at: int | None, result: Value) -> Any:
-    """The copies in the shape of a result; None if it has no batch dimension `at`."""
-    if at is not None and at in dims and copies.shape[1 + dims.index(at)] == 1:
-        copies = jnp.squeeze(copies, axis=1 + dims.index(at))
-        dims = tuple(d for d in dims if d != at)
-    if at is None or at in dims:
+def _broadcast(
+    copies: jax.Array, dims: tuple[int, ...], batch_dim: int | None, result: Value
+) -> jax.Array | None:
+    """The copies in the shape of a result; None if it has no batch dimension that they lack.
+
+    `dims` are the dimensions of the result that those of the weight become.
+    """
+    if batch_dim is None:
         return None
+    if batch_dim in dims:
+        axis = 1 + dims.index(batch_dim)
+        if copies.shape[axis] != 1:
+            return None
+        copies = jnp.squeeze(copies, axis=axis)
+        dims = tuple(d for d in dims if d != batch_dim)
     shards, shape = copies.shape[0], result.shape
-    split = (*shape[:at], shards, shape[at] // shards, *shape[at + 1 :])
-    into = (at, *(d + (d > at) for d in dims))
+    # The batch dimension is split into two, `(shards, rest)`.
+    rest = shape[batch_dim] // shards
+    split = (*shape[:batch_dim], shards, rest, *shape[batch_dim + 1 :])
+    places = (batch_dim, *_after_split(dims, batch_dim))
     # The derivative of `broadcast_in_dim` requires ascending dimensions.
-    order = sorted(range(len(into)), key=into.__getitem__)
-    copies = jax.lax.broadcast_in_dim(jnp.transpose(copies, order), split, sorted(into))
+    order = sorted(range(len(places)), key=places.__getitem__)
+    copies = jax.lax.broadcast_in_dim(jnp.transpose(copies, order), split, sorted(places))
     return jax.lax.reshape(copies, shape)
+
+
+def _after_split(dims: Sequence[int], batch_dim: int) -> tuple[int, ...]:
+    """The numbers of dimensions after the batch dimension is split into `(shards, rest)`.
+
+    That of the batch dimension itself stays that of the shards.
+    """
+    return tuple(d + (d > batch_dim) for d in dims)
 
 
 def _dot(
     equation: JaxprEqn,
     scope: Scope,
     shardings: Shardings,
-    operands: Sequence[Any],
+    operands: Arrays,
     index: int,
-    copies: Any,
-) -> Any:
+    copies: jax.Array,
+) -> jax.Array | None:
     """A product with the copies in place of operand `index`, batched over the shards.
 
     None if the other operand has no batch dimension that is kept.
     """
-    atom, params = equation.invars[1 - index], equation.params
-    sums, _ = params["dimension_numbers"]
-    value = None if isinstance(atom, Literal) else scope.values.get(atom)
-    at = None if value is None else shardings.batch_dim(value)
-    if value is None or at is None or at in sums[1 - index]:
+    other_index = 1 - index
+    sums, _ = equation.params["dimension_numbers"]
+    value = scope.value_of(equation.invars[other_index])
+    if value is None:
         return None
-    # Its dimension `at` is split into two, `(shards, rest)`.
-    other = shardings.split_batch(operands[1 - index], value, at)
-    mine, theirs = tuple(d + 1 for d in sums[index]), tuple(d + (d > at) for d in sums[1 - index])
-    operands, contracted, batch = [copies, other], [mine, theirs], [(0,), (at,)]
-    if index == 1:
-        operands, contracted, batch = operands[::-1], contracted[::-1], batch[::-1]
-    found = jax.lax.dot_general(
-        *operands,
-        dimension_numbers=((contracted[0], contracted[1]), (batch[0], batch[1])),
-        precision=params["precision"],
-        preferred_element_type=params["preferred_element_type"],
-    )
-    # The shards are the first dimension. Move them back to where the batch is in the result.
-    before = sum(1 for d in range(at) if d not in sums[1 - index])
+    batch_dim = shardings.batch_dim(value)
+    if batch_dim is None or batch_dim in sums[other_index]:
+        return None
+    # The batch dimension of the other operand is split into two, `(shards, rest)`.
+    other = shardings.split_batch(operands[other_index], value, batch_dim)
+    copy_sums = tuple(d + 1 for d in sums[index])
+    other_sums = _after_split(sums[other_index], batch_dim)
+    options = {key: equation.params[key] for key in ("precision", "preferred_element_type")}
     if index == 0:
-        before += copies.ndim - 1 - len(mine)
-    found = jnp.moveaxis(found, 0, before)
-    shape = found.shape
+        numbers = ((copy_sums, other_sums), ((0,), (batch_dim,)))
+        product = jax.lax.dot_general(copies, other, dimension_numbers=numbers, **options)
+    else:
+        numbers = ((other_sums, copy_sums), ((batch_dim,), (0,)))
+        product = jax.lax.dot_general(other, copies, dimension_numbers=numbers, **options)
+    # The shards are the first dimension. Move them back to where the batch is in the result.
+    before = len(set(range(batch_dim)).difference(sums[other_index]))
+    if index == 0:
+        before += copies.ndim - 1 - len(copy_sums)
+    product = jnp.moveaxis(product, 0, before)
+    shape = product.shape
     merged = (*shape[:before], shape[before] * shape[before + 1], *shape[before + 2 :])
-    return jax.lax.reshape(found, merged)
+    return jax.lax.reshape(product, merged)

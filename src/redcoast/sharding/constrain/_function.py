@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -18,7 +17,7 @@ from ...core._pytree import join
 from ...core._tracing import needs_ambient_mesh, traced_over
 from ...distributed._mesh import PIPE, batch_shards
 from ..pipeline._stages import NoPipeline, pipeline_of
-from ..program._trace import trace_over
+from ..program._trace import Traced, trace_over
 from ..solver._split_examples import (
     apply_split,
     example_parts,
@@ -45,12 +44,12 @@ class Constrained:
     Instances with equal functions and plans are equal, so that compiled programs are reused.
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[..., PyTree]
     mesh: Mesh | AbstractMesh
     compute: Compute
 
     @hide_frames
-    def __call__(self, tree: PyTree, *args: Any) -> Any:
+    def __call__(self, tree: PyTree, *args: PyTree) -> PyTree:
         # Under a `jax.jit` of the caller's own, arrays keep the mesh that they were put on.
         if has_explicit_axes((tree, args)):
             return call_on_auto_axes(self, self._out_spec(args), tree, *args)
@@ -58,14 +57,14 @@ class Constrained:
             return self._with_recomputation()(tree, *args)
         return self._constrained(tree, *args)
 
-    def _with_recomputation(self) -> Callable[..., Any]:
+    def _with_recomputation(self) -> Callable[..., PyTree]:
         """The function with a derivative that computes values again, and without that plan."""
         again = Recomputed(self.fn, self.mesh, self.compute)
         if self.mesh.size == 1:
             return again
         return replace(self, fn=again, compute=replace(self.compute, recompute=None))
 
-    def _out_spec(self, args: Sequence[Any]) -> Callable[[jax.ShapeDtypeStruct], PartitionSpec]:
+    def _out_spec(self, args: Sequence[PyTree]) -> Callable[[jax.ShapeDtypeStruct], PartitionSpec]:
         """A function that gives the spec of a result: rows of the batch are split, nothing else."""
         shapes = [jnp.shape(x) for x in jax.tree.leaves(args[:1]) if eqx.is_array_like(x)]
         rows = {shape[0] for shape in shapes if shape}
@@ -80,18 +79,19 @@ class Constrained:
 
         return out_spec
 
-    def _constrained(self, tree: PyTree, *args: Any) -> Any:
+    def _constrained(self, tree: PyTree, *args: PyTree) -> PyTree:
         try:
-            found = trace_over(self.mesh, self.fn, tree, args)
+            traced, arrays = trace_over(self.mesh, self.fn, tree, args)
         except Exception as error:
-            found = type(error).__name__
-        if isinstance(found, str):
+            traced, arrays, reason = None, [], type(error).__name__
+        else:
+            reason = ""
+        if traced is None:
             # If the function itself is wrong, this raises its own error, which is not to be chained
             # to the one above.
             result = self._plain(tree, *args)
-            self._warn(f"the function cannot be traced ({found})")
+            self._warn(f"the function cannot be traced ({reason})")
             return result
-        traced, arrays = found
         if traced.arrays != len(self.compute.dims):
             raise ValueError(
                 f"The function was constrained by a plan for a tree with {len(self.compute.dims)} "
@@ -107,24 +107,29 @@ class Constrained:
         try:
             results = run_constrained(program.scope, shardings, arrays, [True] * traced.arrays)
         except CannotRebind as error:
-            # With one of the two sizes 1, no axis is unused, and the compiler is right.
-            risky = self.mesh.shape["model"] > 1 and batch_shards(self.mesh) > 1
-            if risky and any(map(is_grouped, iter_equations(traced.jaxpr))):
-                raise RuntimeError(
-                    f"The function cannot be constrained, because its `{error}` cannot be "
-                    "re-evaluated. Without constraints, the gradients of its grouped convolutions "
-                    "may be wrong because of a defect of the XLA compiler. Use a mesh with model=1."
-                ) from error
-            if shardings.pipeline is not None:
-                raise RuntimeError(
-                    f"The function cannot be run as a pipeline, because its `{error}` cannot be "
-                    "re-evaluated for several stages at once. Use a mesh without `pipe`."
-                ) from error
+            self._check_right_without_constraints(error, traced, shardings)
             self._warn(f"its `{error}` cannot be re-evaluated", custom="custom_" in str(error))
             return self._plain(tree, *args)
         return join(results, traced.output)
 
-    def _split(self, program: Program, tree: PyTree, args: Any) -> Program:
+    def _check_right_without_constraints(
+        self, error: CannotRebind, traced: Traced, shardings: Shardings
+    ) -> None:
+        # With one of the two sizes 1, no axis is unused, and the compiler is right.
+        risky = self.mesh.shape["model"] > 1 and batch_shards(self.mesh) > 1
+        if risky and any(map(is_grouped, iter_equations(traced.jaxpr))):
+            raise RuntimeError(
+                f"The function cannot be constrained, because its `{error}` cannot be "
+                "re-evaluated. Without constraints, the gradients of its grouped convolutions "
+                "may be wrong because of a defect of the XLA compiler. Use a mesh with model=1."
+            ) from error
+        if shardings.pipeline is not None:
+            raise RuntimeError(
+                f"The function cannot be run as a pipeline, because its `{error}` cannot be "
+                "re-evaluated for several stages at once. Use a mesh without `pipe`."
+            ) from error
+
+    def _split(self, program: Program, tree: PyTree, args: Sequence[PyTree]) -> Program:
         """The program with its examples split, if the rows of this batch cannot be."""
         compute, sizes = self.compute, self.mesh.shape
         count, frozen = parts(compute.batch_axes, sizes), [False] * len(program.parameters)
@@ -135,23 +140,26 @@ class Constrained:
         trace = lambda: follow_program(trace_over(self.mesh, self.fn, tree, args)[0], frozen)
         if compute.split:
             again = trace_in_parts(example_parts(compute.split, sizes), trace)
-            found = apply_split(again, compute.split, sizes)
-            if found is not None:
-                return found
-        found = split_tokens(program, count, trace)
-        return found if found.batch.sequence else program
+            split = apply_split(again, compute.split, sizes)
+            if split is not None:
+                return split
+        split = split_tokens(program, count, trace)
+        if not split.batch.sequence:
+            return program
+        return split
 
-    def _shardings_of(self, program: Program, tree: PyTree, args: Any) -> Shardings:
+    def _shardings_of(self, program: Program, tree: PyTree, args: Sequence[PyTree]) -> Shardings:
         """The shardings of the program, with its pipeline if it has one."""
         shardings = find_shardings(program, self.mesh, self.compute)
         # A prediction is computed by all devices, which gather one layer after the other.
         if self.mesh.shape.get(PIPE, 1) == 1 or not program.traced.trains:
             return shardings
-        given, why = (self.mesh, self.fn, tree, args, shardings.batch_axes), ""
+        called = (self.mesh, self.fn, tree, args, shardings.batch_axes)
+        why = ""
         # Another batch, as in evaluation, may need another number of microbatches.
         for count in dict.fromkeys((self.compute.microbatches, None)):
             try:
-                return replace(shardings, pipeline=pipeline_of(program, *given, count))
+                return replace(shardings, pipeline=pipeline_of(program, *called, count))
             except NoPipeline as error:
                 why = str(error)
         warn(
@@ -160,7 +168,7 @@ class Constrained:
         )
         return shardings
 
-    def _plain(self, tree: PyTree, *args: Any) -> Any:
+    def _plain(self, tree: PyTree, *args: PyTree) -> PyTree:
         # Traced on its own first, so that nothing of an attempt that fails is in the program.
         trace = lambda: eqx.filter_eval_shape(self.fn, tree, *args)
         with traced_over(self.mesh, ambient=needs_ambient_mesh(self.mesh, trace)):

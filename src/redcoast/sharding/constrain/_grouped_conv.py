@@ -10,13 +10,13 @@ the gradient over the axes that the batch is sharded over.
 import functools as ft
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from ..program._trace import Arrays
 from ..tree._overrides import spec_axes
 
 _PARAMS = """
@@ -36,24 +36,27 @@ def is_grouped(equation: JaxprEqn) -> bool:
 
 def run_grouped(
     equation: JaxprEqn,
-    operands: Sequence[Any],
+    operands: Arrays,
     mesh: Mesh | AbstractMesh,
     image_spec: P,
     kernel_spec: P,
-) -> list[Any]:
+) -> Arrays:
     """Runs the convolution sharded over the batch and, if the groups divide, over channels.
 
     `image_spec` and `kernel_spec` are the shardings of the operands in the rest of the program.
     """
-    numbers, groups = (equation.params[key] for key in ("dimension_numbers", "feature_group_count"))
-    batch, channel = (image_spec[d] for d in numbers.lhs_spec[:2])
-    n = prod(mesh.shape[axis] for axis in spec_axes(channel))
+    numbers, groups = equation.params["dimension_numbers"], equation.params["feature_group_count"]
+    batch_dim, channel_dim = numbers.lhs_spec[:2]
+    batch, channel = image_spec[batch_dim], image_spec[channel_dim]
+    shards = prod(mesh.shape[axis] for axis in spec_axes(channel))
     if equation.params["batch_group_count"] > 1:
         batch = channel = None
-    if groups % n or kernel_spec[numbers.rhs_spec[0]] != channel:
+    if groups % shards or kernel_spec[numbers.rhs_spec[0]] != channel:
         channel = None
     local = {key: equation.params[key] for key in _PARAMS}
-    local["feature_group_count"] = groups // (n if channel else 1)
+    local["feature_group_count"] = groups
+    if channel:
+        local["feature_group_count"] = groups // shards
     run = jax.shard_map(
         ft.partial(jax.lax.conv_general_dilated, **local),
         mesh=mesh,
@@ -63,7 +66,7 @@ def run_grouped(
     return [run(*operands)]
 
 
-def _spec(dims: Sequence[int], first: Any, second: Any) -> P:
-    entries: list[Any] = [None] * len(dims)
+def _spec(dims: Sequence[int], first: object, second: object) -> P:
+    entries: list[object] = [None] * len(dims)
     entries[dims[0]], entries[dims[1]] = first, second
     return P(*entries)

@@ -197,8 +197,10 @@ def _run(
         values = _values(scope, equation.invars)
         if (results := run_kernel(equation, operands, values, shardings)) is not None:
             return results
-    if name == "random_bits" and (draw := shardings.draws.get(id(equation))) is not None:
-        return [draw_rows(operands[0], draw, shardings.rows, equation.params["bit_width"])]
+    if name == "random_bits" and shardings.rows is not None:
+        bits = shardings.draws.get(id(equation))
+        if bits is not None:
+            return [draw_rows(operands[0], bits, shardings.rows, equation.params["bit_width"])]
     if name == "layout_constraint":
         # XLA would gather the operand: it knows no sharding of a layout.
         # Inside of `jax.shard_map` the mesh is another than the equation's.

@@ -5,9 +5,9 @@ devices, although they act on each transform or matrix alone. The table of opera
 which dimensions; `jax.shard_map` divides those that are sharded.
 """
 
+import itertools
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -18,6 +18,7 @@ from ...core._jaxpr import bind_local
 from ..operations import Dimension, Factor, Rule, rule_of
 from ..operations._made_rules import DECOMPOSITIONS
 from ..program._graph import Value
+from ..program._trace import Arrays
 from ..tree._overrides import spec_axes
 from ._shardings import Shardings
 
@@ -31,11 +32,11 @@ def acts_on_parts(equation: JaxprEqn) -> bool:
 
 def run_operation(
     equation: JaxprEqn,
-    operands: Sequence[Any],
+    operands: Arrays,
     values: Sequence[Value | None],
     results: Sequence[Value],
     shardings: Shardings,
-) -> list[Any] | None:
+) -> Arrays | None:
     """The results of an operation that runs on each device alone, or None if it does not.
 
     `values` are the values of the operands, None for literals.
@@ -48,13 +49,13 @@ def run_operation(
     axes = _axes_of_factors(rule, (*values, *results), shardings)
     if not axes:
         return None
-    specs = [[_spec(dims, axes) for dims in side] for side in (rule.operands, rule.results)]
+    used = itertools.chain.from_iterable(axes.values())
     run = jax.shard_map(
         lambda *inputs: tuple(bind_local(equation, inputs, {})),
         mesh=shardings.mesh,
-        in_specs=tuple(specs[0]),
-        out_specs=tuple(specs[1]),
-        axis_names=frozenset(axis for names in axes.values() for axis in names),
+        in_specs=tuple(_spec(dims, axes) for dims in rule.operands),
+        out_specs=tuple(_spec(dims, axes) for dims in rule.results),
+        axis_names=frozenset(used),
         check_vma=False,
     )
     return list(jax.jit(run)(*operands))
@@ -73,13 +74,20 @@ def _axes_of_factors(
             continue
         for dimension, entry in zip(dimensions, shardings.spec(value), strict=True):
             names = tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1)
-            taken = {axis for others in axes.values() for axis in others}
-            free = len(dimension) == 1 and dimension[0] not in torn and dimension[0] not in axes
-            count = prod(sizes[axis] for axis in names)
-            if names and free and taken.isdisjoint(names) and not rule.sizes[dimension[0]] % count:
-                axes[dimension[0]] = names
+            if not names or len(dimension) != 1:
+                continue
+            factor = dimension[0]
+            used = set(itertools.chain.from_iterable(axes.values()))
+            is_free = factor not in torn and factor not in axes and used.isdisjoint(names)
+            shards = prod(sizes[axis] for axis in names)
+            if is_free and rule.sizes[factor] % shards == 0:
+                axes[factor] = names
     return axes
 
 
 def _spec(dimensions: Sequence[Dimension], axes: dict[Factor, tuple[str, ...]]) -> P:
-    return P(*(axes.get(d[0]) if len(d) == 1 else None for d in dimensions))
+    entries: list[tuple[str, ...] | None] = [None] * len(dimensions)
+    for d, dimension in enumerate(dimensions):
+        if len(dimension) == 1:
+            entries[d] = axes.get(dimension[0])
+    return P(*entries)

@@ -125,9 +125,8 @@ class LocalRegion:
 
         def local(*inputs: jax.Array) -> tuple[jax.Array, ...]:
             parts = evaluate.equation(equation, list(zip(inputs, states, strict=True)))
-            return tuple(
-                self._added(x, state) for (x, _), state in zip(parts, results, strict=True)
-            )
+            arrays = [x for x, _ in parts]
+            return tuple(map(self._added, arrays, results))
 
         run = jax.shard_map(
             local,

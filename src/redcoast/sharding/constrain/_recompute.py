@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
@@ -28,7 +27,7 @@ class Recomputed:
     Functions that are no losses, such as predictions, are not changed.
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[..., PyTree]
     mesh: Mesh | AbstractMesh
     compute: Compute
 
@@ -37,7 +36,7 @@ class Recomputed:
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
     @hide_frames
-    def __call__(self, tree: PyTree, *args: Any) -> Any:
+    def __call__(self, tree: PyTree, *args: PyTree) -> PyTree:
         recompute = self.compute.recompute
         assert recompute is not None
         traced, arrays, decider = self.read(tree, args, recompute.trained)
@@ -46,7 +45,7 @@ class Recomputed:
         results = run_decided(decider.flat, decider.decide(recompute), arrays)
         return join(results, traced.output)
 
-    def describe(self, tree: PyTree, args: Sequence[Any]) -> tuple[str, ...]:
+    def describe(self, tree: PyTree, args: Sequence[PyTree]) -> tuple[str, ...]:
         """The lines of the user's code that are computed again, the costliest first."""
         recompute = self.compute.recompute
         assert recompute is not None
@@ -54,7 +53,7 @@ class Recomputed:
         return recomputed_lines(decider.flat, decider.decide(recompute))
 
     def read(
-        self, tree: PyTree, args: Sequence[Any], trained: Sequence[bool]
+        self, tree: PyTree, args: Sequence[PyTree], trained: Sequence[bool]
     ) -> tuple[Traced, Arrays, Decider]:
         """The traced program, the arrays that it is called with, and what decides about it."""
         traced, arrays = trace_over(self.mesh, self.fn, tree, args)

@@ -1,5 +1,6 @@
 """The shardings of a program's values that follow from a plan."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ..pipeline._draws import RandomBits
 from ..pipeline._stages import Pipeline
 from ..program._graph import Value
+from ..program._trace import Arrays
 from ..program._walk import Scope
 from ..solver._batch_dims import BatchDims
 from ..solver._classes import Classes
@@ -48,12 +50,13 @@ class Shardings:
     pipeline: Pipeline | None = None
     # In the layers of a pipeline: the random numbers for rows, and the numbers of the rows.
     draws: Mapping[int, RandomBits] = field(default_factory=dict)
-    rows: Any = None
+    rows: jax.Array | None = None
 
     def spec(self, value: Value, chosen: frozenset[int] | None = None) -> P:
         """Returns a spec with the batch over its axes and a chosen class over the model's."""
-        chosen = self.chosen if chosen is None else chosen
-        entries: list[Any] = [None] * len(value.dims)
+        if chosen is None:
+            chosen = self.chosen
+        entries: list[tuple[str, ...] | None] = [None] * len(value.dims)
         free = {*self.batch_axes, *self.compute.model_axes}
         for d, node in enumerate(value.dims):  # each axis is used once
             split = self.batch.set_of(node)
@@ -69,8 +72,10 @@ class Shardings:
 
     def constrain(self, x: Any, value: Value) -> Any:
         """Constrains an array to the sharding of its value."""
+        if self.is_parallel(value):
+            return self._constrain(x, value, self.chosen)
         # Between the tensor-parallel parts, the sequence is sharded instead.
-        return self._constrain(x, value, self.chosen if self.is_parallel(value) else self.sequence)
+        return self._constrain(x, value, self.sequence)
 
     def is_parallel(self, value: Value) -> bool:
         """Whether a dimension of a value is tensor-parallel."""
@@ -78,28 +83,34 @@ class Shardings:
 
     def constrain_operand(self, x: Any, value: Value) -> Any:
         """Gathers the sequence of an operand of a contraction."""
-        return self._constrain(x, value, self.chosen) if self.sequence else x
+        if not self.sequence:
+            return x
+        return self._constrain(x, value, self.chosen)
 
     def _constrain(self, x: Any, value: Value, chosen: frozenset[int]) -> Any:
         if not value.shape or not isinstance(x, jax.Array):
             return x
-        entries = zip(self.spec(value, chosen), value.dims, strict=True)
+        entries: list[object] = list(self.spec(value, chosen))
         # XLA propagates the shardings that the program itself asks for.
         free = self.asked | self.uneven
-        asked = [P.UNCONSTRAINED if e is None and d in free else e for e, d in entries]
-        return self.with_spec(x, P(*asked))
+        for d, node in enumerate(value.dims):
+            if entries[d] is None and node in free:
+                entries[d] = P.UNCONSTRAINED
+        return self.with_spec(x, P(*entries))
 
-    def with_spec(self, x: Any, spec: P) -> Any:
+    def with_spec(self, x: jax.Array, spec: P) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
-    def gather(self, x: Any, value: Value, d: int) -> Any:
+    def gather(self, x: jax.Array, value: Value, d: int) -> jax.Array:
         """Gathers a dimension of an array that is split like the batch."""
         entries = list(self.spec(value))
         # Split first, and gathered then: the cotangent is reduce-scattered, and not all-reduced.
         x = self.with_spec(x, P(*entries))
         return self.with_spec(x, P(*entries[:d], None, *entries[d + 1 :]))
 
-    def run_local(self, fn: Callable[[Any], Any], x: Any, value: Value) -> Any:
+    def run_local(
+        self, fn: Callable[[jax.Array], jax.Array], x: jax.Array, value: Value
+    ) -> jax.Array:
         """Applies a function that keeps the sharded dimensions to the part on each device."""
         spec = self.spec(value)
         return jax.shard_map(fn, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
@@ -108,14 +119,14 @@ class Shardings:
         """Returns the dimension that is sharded like the batch."""
         return sharded_dim(self.spec(value), self.batch_axes)
 
-    def split_batch(self, x: Any, value: Value, at: int) -> Any:
+    def split_batch(self, x: jax.Array, value: Value, at: int) -> jax.Array:
         """Reshapes the batch dimension `at` into two: shards, and the rows of each."""
         shape, entries, shards = x.shape, list(self.spec(value)), self.batch.count
         split = (*shape[:at], shards, shape[at] // shards, *shape[at + 1 :])
         spec = P(*entries[: at + 1], None, *entries[at + 1 :])
         return self.with_spec(jax.lax.reshape(x, split), spec)
 
-    def copies(self, x: Any, value: Value) -> Any:
+    def copies(self, x: jax.Array, value: Value) -> jax.Array:
         """Repeats an array along a new leading dimension, once for each shard of the batch."""
         repeated = jnp.broadcast_to(x[None], (self.batch.count, *x.shape))
         return self.with_spec(repeated, P(self.batch_axes, *self.spec(value)))
@@ -123,20 +134,29 @@ class Shardings:
 
 def sharded_dim(spec: P, axes: Sequence[str]) -> int | None:
     """Returns the dimension that a spec shards over exactly these axes, if any."""
-    # A spec stores a single axis as its name alone.
-    return next((d for d, entry in enumerate(spec) if axes and spec_axes(entry) == axes), None)
+    if not axes:
+        return None
+    for d, entry in enumerate(spec):
+        # A spec stores a single axis as its name alone.
+        if spec_axes(entry) == axes:
+            return d
+    return None
 
 
 def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute) -> Shardings:
     """Derives the shardings of all values from the tensor-parallel arrays and the batch."""
     classes = Classes(program.graph, parts(compute.model_axes, mesh.shape))
-    pairs = zip(program.parameters, compute.dims, strict=True)
-    split = [value.dims[d] for value, d in pairs if d is not None]
-    chosen = classes.of(node for node in split if classes.divides(node))
+    split: list[int] = []  # the dimensions of arrays of the tree that are tensor-parallel
+    for value, d in zip(program.parameters, compute.dims, strict=True):
+        if d is not None:
+            split.append(value.dims[d])
+    chosen = classes.of(filter(classes.divides, split))
     chosen |= _classes_of_constants(program, classes, compute)
     axes = split_axes(program, compute.batch_axes, mesh.shape)
     batch = batch_over(program, compute.batch_axes, mesh.shape)
-    sequence = _sequence(program, classes, chosen, batch) if compute.sequence else frozenset()
+    sequence: frozenset[int] = frozenset()
+    if compute.sequence:
+        sequence = _sequence(program, classes, chosen, batch)
     asked, tokens = frozenset(asked_axes(program.graph)), program.batch.sequence
     uneven = _uneven(program, batch)
     return Shardings(mesh, classes, chosen, batch, axes, compute, sequence, asked, uneven, tokens)
@@ -149,28 +169,32 @@ def _uneven(program: Program, batch: BatchDims) -> frozenset[int]:
     """
     if not program.batch.sets:
         return frozenset()
-    graph, uneven = program.graph, set()
+    graph = program.graph
+    uneven: set[int] = set()
     anywhere = Classes(graph, 1, soft=True, least=2, apart=program.owned)
-    for one, nodes in zip(batch.sets, program.batch.sets, strict=True):
+    for split, nodes in zip(batch.sets, program.batch.sets, strict=True):
         linked = anywhere.of(nodes.given)
-        uneven |= {
-            node
-            for node, size in enumerate(graph.sizes)
-            if size >= one.count and not one.classes.divides(node) and anywhere[node] in linked
-        }
+        for node, size in enumerate(graph.sizes):
+            is_uneven = size >= split.count and not split.classes.divides(node)
+            if is_uneven and anywhere[node] in linked:
+                uneven.add(node)
     return frozenset(uneven)
 
 
 def _classes_of_constants(program: Program, classes: Classes, compute: Compute) -> frozenset[int]:
     """The classes of arrays closed over, matched to the plan's by type and in order."""
-    left, found = list(compute.constants), set()
+    dims_by_name: dict[str, list[int | None]] = {}
+    for name, d in compute.constants:
+        dims_by_name.setdefault(name, []).append(d)
+    chosen: set[int] = set()
     for constant, value in program.planned:
-        name, d = next((entry for entry in left if entry[0] == constant.name), ("", None))
-        if name:
-            left.remove((name, d))
+        dims = dims_by_name.get(constant.name)
+        if not dims:
+            continue
+        d = dims.pop(0)
         if d is not None and classes.divides(value.dims[d]):
-            found.add(classes[value.dims[d]])
-    return frozenset(found)
+            chosen.add(classes[value.dims[d]])
+    return frozenset(chosen)
 
 
 def _sequence(
@@ -189,19 +213,19 @@ def _sequence(
     for value in program.parameters:
         owned.update(dict.fromkeys(classes.of(value.dims), value.bytes))
     most = _MOST_PARAMETERS * sum(value.bytes for value in program.parameters)
-    many = {one for one, size in owned.items() if size > most}
-    kept: Counter[int] = Counter()
+    many = {root for root, size in owned.items() if size > most}
+    unsharded: Counter[int] = Counter()
     for dims, size in graph.memory_traffic.items():
-        roots = {classes[node] for node in dims if classes.divides(node)}
-        if roots.isdisjoint(chosen) and any(batch.has(node) for node in dims):
-            free = {classes[n] for n in dims if classes.divides(n) and not batch.has(n)}
-            kept.update(dict.fromkeys(free - many - blocked, size))
-    return frozenset(one for one, _ in kept.most_common(1))
+        divided = list(filter(classes.divides, dims))
+        if classes.of(divided).isdisjoint(chosen) and any(map(batch.has, dims)):
+            free = classes.of(itertools.filterfalse(batch.has, divided))
+            unsharded.update(dict.fromkeys(free - many - blocked, size))
+    return frozenset(root for root, _ in unsharded.most_common(1))
 
 
 def gather_operands(
-    equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Sequence[Any]
-) -> list[Any]:
+    equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Arrays
+) -> Arrays:
     """Replicates operands of a `dot_general` along a split dimension that does not stay split.
 
     In attention, scores have two dimensions of tokens, of which the queries' stays split.
@@ -213,39 +237,49 @@ def gather_operands(
     split = [shardings.batch_dim(value) for value in values]
     kept = shardings.batch_dim(scope.values[equation.outvars[0]])
     places = _places(equation, values)
-    result = []
-    for one, (x, value) in enumerate(zip(operands, values, strict=True)):
-        if (d := split[one]) is None:
-            result.append(x)
+    gathered = list(operands)
+    for side, value in enumerate(values):
+        d = split[side]
+        if d is None:
             continue
-        partner = places[one][d]
-        stays = partner == kept if isinstance(partner, int) else split[1 - one] == partner[0]
-        result.append(x if stays else shardings.gather(x, value, d))
-    return result
+        place = places[side][d]
+        if isinstance(place, _SummedWith):
+            stays = split[1 - side] == place.dim
+        else:
+            stays = place == kept
+        if not stays:
+            gathered[side] = shardings.gather(operands[side], value, d)
+    return gathered
 
 
-def _places(equation: JaxprEqn, values: Sequence[Value]) -> list[list[Any]]:
-    """For each dimension of both operands its place in the result; if it is summed over, a list
-    with the dimension of the other operand."""
+@dataclass(frozen=True)
+class _SummedWith:
+    """A dimension is summed over, together with dimension `dim` of the other operand."""
+
+    dim: int
+
+
+def _places(equation: JaxprEqn, values: Sequence[Value]) -> list[dict[int, int | _SummedWith]]:
+    """For each operand of a `dot_general`, the dimension of the result that each of its dimensions
+    becomes: those of the batch first, then those that are kept of both operands in turn."""
     sums, batch = equation.params["dimension_numbers"]
-    found: list[list[Any]] = [[None] * len(value.dims) for value in values]
-    for one in (0, 1):
-        for mine, theirs in zip(sums[one], sums[1 - one], strict=True):
-            found[one][mine] = [theirs]
-        for place, d in enumerate(batch[one]):
-            found[one][d] = place
-    place = len(batch[0])
-    for one in (0, 1):
-        for d, known in enumerate(found[one]):
-            if known is None:
-                found[one][d] = place
-                place += 1
-    return found
+    next_place = len(batch[0])
+    places: list[dict[int, int | _SummedWith]] = []
+    for side, value in enumerate(values):
+        of_side: dict[int, int | _SummedWith] = {d: place for place, d in enumerate(batch[side])}
+        for mine, theirs in zip(sums[side], sums[1 - side], strict=True):
+            of_side[mine] = _SummedWith(theirs)
+        for d in range(len(value.dims)):
+            if d not in of_side:
+                of_side[d] = next_place
+                next_place += 1
+        places.append(of_side)
+    return places
 
 
 def gather_looked_up(
-    equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Sequence[Any]
-) -> list[Any]:
+    equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Arrays
+) -> Arrays:
     """Replicates a split array whose elements are looked up by indices that are split too.
 
     Every device then looks up its own, as the edges of a graph do the nodes.

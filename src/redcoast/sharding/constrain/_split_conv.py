@@ -4,10 +4,9 @@ XLA gathers the operands of grouped and of transposed convolutions whose space i
 device gets the rows that its windows need from its neighbours, and computes its part of the result.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from ..program._graph import Value
+from ..program._trace import Arrays
 from ..tree._overrides import spec_axes
 from ._shardings import Shardings
 
@@ -45,8 +45,8 @@ class _Window:
 
 
 def run_split_conv(
-    equation: JaxprEqn, operands: Sequence[Any], values: Sequence[Value], shardings: Shardings
-) -> list[Any] | None:
+    equation: JaxprEqn, operands: Arrays, values: Sequence[Value], shardings: Shardings
+) -> Arrays | None:
     """The results of a convolution whose space is split, or None if it is not or XLA does as well.
 
     `values` are those of the image, of the kernel and of the result.
@@ -57,7 +57,7 @@ def run_split_conv(
         return None
     if params["batch_group_count"] > 1 or any(shardings.spec(values[1])):
         return None
-    image, result = (shardings.spec(value) for value in (values[0], values[2]))
+    image, result = shardings.spec(values[0]), shardings.spec(values[2])
     batch, channel = numbers.lhs_spec[:2]
     windows, padding = [], list(params["padding"])
     into, out = [None] * len(image), [None] * len(result)
@@ -65,24 +65,32 @@ def run_split_conv(
         into[batch] = out[numbers.out_spec[0]] = image[batch]
     if image[channel] is not None:
         return None
-    for at, (a, c) in enumerate(zip(numbers.lhs_spec[2:], numbers.out_spec[2:], strict=True)):
-        if image[a] is None and result[c] is None:
-            continue
-        if image[a] != result[c]:
+    # Each spatial dimension, as a dimension of the image, of the kernel and of the result.
+    spatial = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    for at, dims in enumerate(spatial):
+        image_dim, _, result_dim = dims
+        entry = image[image_dim]
+        if entry != result[result_dim]:
             return None
-        axes = spec_axes(image[a])
-        sizes = values[0].shape[a], values[1].shape[numbers.rhs_spec[2 + at]], values[2].shape[c]
-        window = _window(equation, at, a, sizes, axes, prod(shardings.mesh.shape[x] for x in axes))
+        if entry is None:
+            continue
+        axes = spec_axes(entry)
+        count = prod(shardings.mesh.shape[axis] for axis in axes)
+        image_size, kernel_size, result_size = (
+            value.shape[d] for value, d in zip(values, dims, strict=True)
+        )
+        sizes = (image_size, kernel_size, result_size)
+        window = _window(equation, at, image_dim, sizes, axes, count)
         if window is None:
             return None
         windows.append(window)
         padding[at] = window.padding
-        into[a], out[c] = image[a], result[c]
+        into[image_dim], out[result_dim] = entry, entry
     if not windows:
         return None
     static = {name: params[name] for name in _PARAMS}
 
-    def local(x: Any, kernel: Any) -> Any:
+    def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
         for window in windows:
             x = _with_halo(x, window, shardings.mesh.shape)
         return jax.lax.conv_general_dilated(x, kernel, padding=padding, **static)
@@ -105,27 +113,26 @@ def _window(
     zeros between its elements (`lhs_dilation`).
     """
     params = equation.params
-    stride, spread, apart = (
-        params[name][at] for name in ("window_strides", "lhs_dilation", "rhs_dilation")
-    )
+    stride, spread = params["window_strides"][at], params["lhs_dilation"][at]
     image, kernel, result = sizes
-    own, made = image // count, result // count
+    own, own_results = image // count, result // count
     # Parts of image and result have to begin at the same positions.
-    if image % count or result % count or own * spread != made * stride:
+    if image % count or result % count or own * spread != own_results * stride:
         return None
-    low, extent = params["padding"][at][0], (kernel - 1) * apart
+    low = params["padding"][at][0]
+    extent = (kernel - 1) * params["rhs_dilation"][at]
     left = low // spread
-    last = (made - 1) * stride + extent - low
+    last = (own_results - 1) * stride + extent - low
     right = last // spread - (own - 1)
     if max(left, right, -left, -right) > own or own + left + right < 1:
         return None
     first_pad = low - spread * left
     length = (own + left + right - 1) * spread + 1
-    last_pad = (made - 1) * stride + extent + 1 - length - first_pad
+    last_pad = (own_results - 1) * stride + extent + 1 - length - first_pad
     return _Window(dim, axes, left, right, (first_pad, last_pad))
 
 
-def _with_halo(x: Any, window: _Window, sizes: Any) -> Any:
+def _with_halo(x: jax.Array, window: _Window, sizes: Mapping[str, int]) -> jax.Array:
     """A part of an array, with elements of the neighbouring parts, or without some of its own."""
     d, own = window.dim, x.shape[window.dim]
     start, stop = max(0, -window.left), own - max(0, -window.right)

@@ -5,11 +5,12 @@ dimension meanwhile, by an all-to-all before and one after the transform, or gat
 dimension divides. XLA's own partitioning of such a transform can end the process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
@@ -20,8 +21,8 @@ from ._shardings import Shardings
 
 
 def run_split_fft(
-    equation: JaxprEqn, operand: Any, value: Value, result: Value, shardings: Shardings
-) -> list[Any] | None:
+    equation: JaxprEqn, operand: jax.Array, value: Value, result: Value, shardings: Shardings
+) -> list[jax.Array] | None:
     """The result of a Fourier transform, or None if no transformed dimension is split."""
     lengths = tuple(equation.params["fft_lengths"])
     entries, first = list(shardings.spec(value)), operand.ndim - len(lengths)
@@ -29,30 +30,41 @@ def run_split_fft(
     if not any(entries[d] is not None for d in transformed):
         return None
     # Constrained before and after, the cotangents are too.
-    x, kind = shardings.constrain(operand, value), equation.params["fft_type"]
-    stages = _stages(kind, lengths, first)
+    x = shardings.constrain(operand, value)
+    whole = _Stage(equation.params["fft_type"], tuple(transformed), lengths)
     if _moved(entries, transformed, x.shape, shardings.mesh.shape) is not None:
-        stages = [(kind, tuple(transformed), lengths)]
-    specs = _specs_of_stages(entries, [dims for _, dims, _ in stages], x.shape, shardings)
+        stages = [whole]
+    else:
+        stages = _stages(whole)
+    specs = _specs_of_stages(entries, stages, x.shape, shardings)
     if specs is None:
         x = shardings.with_spec(x, P())
         x = shardings.with_spec(bind_again(equation, [x])[0], P())
         return [shardings.constrain(x, result)]
-    for (kind, dims, sizes), spec in zip(stages, specs, strict=True):
-        x = _transform(shardings.with_spec(x, spec), kind, dims, sizes, spec, shardings)
+    for stage, spec in zip(stages, specs, strict=True):
+        x = _transform(shardings.with_spec(x, spec), stage, spec, shardings)
     return [shardings.constrain(x, result)]
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """A transform along some dimensions."""
+
+    kind: object  # a `jax.lax.FftType`; an integer in some versions of JAX
+    dims: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
 def _specs_of_stages(
-    entries: Sequence[Any],
-    stages: Sequence[tuple[int, ...]],
+    entries: Sequence[object],
+    stages: Sequence[_Stage],
     shape: Sequence[int],
     shardings: Shardings,
 ) -> list[P] | None:
     """The spec during the transform of each stage's dimensions; None if another dimension lacks."""
     specs: list[P] = []
-    for dims in stages:
-        moved = _moved(entries, dims, shape, shardings.mesh.shape)
+    for stage in stages:
+        moved = _moved(entries, stage.dims, shape, shardings.mesh.shape)
         if moved is None:
             return None
         entries = moved
@@ -60,56 +72,55 @@ def _specs_of_stages(
     return specs
 
 
-def _stages(
-    kind: Any, lengths: tuple[int, ...], first: int
-) -> list[tuple[Any, tuple[int, ...], tuple[int, ...]]]:
-    """Transforms of one dimension each, which are the transform of several: the kind, the
-    dimension, and its length."""
-    name = str(getattr(kind, "name", kind)).upper()
-    dims = [first + i for i in range(len(lengths))]
-    steps = [((d,), (size,)) for d, size in zip(dims, lengths, strict=True)]
+def _stages(whole: _Stage) -> list[_Stage]:
+    """Transforms along one dimension each, which are the transform along all of them."""
+    name = str(getattr(whole.kind, "name", whole.kind)).upper()
     forward, backward = jax.lax.FftType.FFT, jax.lax.FftType.IFFT
+    kinds = [forward] * len(whole.dims)
+    if name in ("IFFT", "IRFFT"):
+        kinds = [backward] * len(whole.dims)
+    # The array is real before or after the last dimension only.
     if name == "RFFT":
-        *others, last = steps
-        return [(jax.lax.FftType.RFFT, *last), *((forward, *one) for one in others)]
+        kinds[-1] = jax.lax.FftType.RFFT
     if name == "IRFFT":
-        *others, last = steps
-        return [*((backward, *one) for one in others), (jax.lax.FftType.IRFFT, *last)]
-    return [(backward if name == "IFFT" else forward, *one) for one in steps]
+        kinds[-1] = jax.lax.FftType.IRFFT
+    places = zip(kinds, whole.dims, whole.lengths, strict=True)
+    stages = [_Stage(kind, (d,), (length,)) for kind, d, length in places]
+    if name == "RFFT":
+        return [stages[-1], *stages[:-1]]
+    return stages
 
 
 def _moved(
-    entries: Sequence[Any], dims: Sequence[int], shape: Sequence[int], sizes: Any
-) -> list[Any] | None:
+    entries: Sequence[object], dims: Sequence[int], shape: Sequence[int], sizes: Mapping[str, int]
+) -> list[tuple[str, ...] | None] | None:
     """The entries of a spec without the dimensions `dims`, which are split along others instead."""
-    moved = [spec_axes(entry) for entry in entries]
+    moved = list(map(spec_axes, entries))
+    others = [d for d in range(len(shape)) if d not in dims]
     for d in dims:
         axes, moved[d] = moved[d], ()
         if not axes:
             continue
-
-        def parts(other: int, axes: tuple[str, ...] = axes) -> int:
-            return prod(sizes[axis] for axis in (*moved[other], *axes))
-
-        others = [other for other in range(len(shape)) if other not in dims]
-        free = [other for other in others if shape[other] % parts(other) == 0]
-        if not free:
+        best, largest = None, 0  # the dimension with the largest part on each device
+        for other in others:
+            part, left = divmod(shape[other], prod(sizes[axis] for axis in (*moved[other], *axes)))
+            if left == 0 and (best is None or part > largest):
+                best, largest = other, part
+        if best is None:
             return None
-        best = max(free, key=lambda other: (shape[other] // parts(other), -other))
         moved[best] = (*moved[best], *axes)
     return [axes or None for axes in moved]
 
 
-def _transform(
-    x: Any, kind: Any, dims: tuple[int, ...], lengths: Any, spec: P, shardings: Shardings
-) -> Any:
-    last = tuple(range(x.ndim - len(dims), x.ndim))
+def _transform(x: jax.Array, stage: _Stage, spec: P, shardings: Shardings) -> jax.Array:
+    last = tuple(range(x.ndim - len(stage.dims), x.ndim))
+    transform = lambda x: jax.lax.fft(x, stage.kind, stage.lengths)
 
-    def local(x: Any) -> Any:
-        if dims == last:
-            return jax.lax.fft(x, kind, lengths)
-        found = jax.lax.fft(jax.numpy.moveaxis(x, dims, last), kind, lengths)
-        return jax.numpy.moveaxis(found, last, dims)
+    def local(x: jax.Array) -> jax.Array:
+        if stage.dims == last:
+            return transform(x)
+        moved = jnp.moveaxis(x, stage.dims, last)
+        return jnp.moveaxis(transform(moved), last, stage.dims)
 
     run = jax.shard_map(local, mesh=shardings.mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.jit(run)(x)

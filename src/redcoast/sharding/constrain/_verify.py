@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ...core._control_flow import (
     AnyJaxpr,
@@ -27,15 +27,17 @@ from ..program._trace import trace_over
 # Differences are relative to at least this fraction of the largest element of all gradients.
 _FLOOR = 1e-3
 
+Loss = Callable[..., Any]  # `loss_fn(model, batch, key)`
+
 
 def verify(
-    planned: Callable[..., Any],
-    loss_fn: Callable[..., Any],
+    planned: Loss,
+    loss_fn: Loss,
     shardings: PyTree,
     mesh: Mesh,
     model: PyTree,
     batch: PyTree,
-    key: Any,
+    key: PRNGKeyArray | None,
     tolerance: int | float,
 ) -> dict[str, float]:
     """Computes the relative differences of the loss and of each gradient, by path.
@@ -45,20 +47,12 @@ def verify(
     with without_ambient_mesh():  # `jax.jit` would use the devices of an ambient mesh
         expected = _on_one_device(loss_fn, mesh, model, batch, key)
     replicated = NamedSharding(mesh, P())
-    place = lambda x, sharding: x if sharding is None else jax.device_put(x, sharding)
-    placed = jax.tree.map(place, model, shardings)
-    rows, key_here = _shard_rows(batch, mesh), _put(key, replicated)
-    found = _loss_and_grads(planned, placed, rows, key_here, mesh)
-    # Some gradients are only rounding errors, which have no meaningful scale. One is the gradient
-    # of the key bias in attention, which does not change the softmax.
-    largest = max(
-        (_largest(value) for name, value in expected.items() if name != "loss"), default=0
-    )
-    errors = {
-        name: _difference(found[name], value, 0.0 if name == "loss" else _FLOOR * largest)
-        for name, value in expected.items()
-    }
-    wrong = [f"{name} (by {e:.2g})" for name, e in errors.items() if not e <= tolerance]
+    placed = jax.tree.map(_place, model, shardings)
+    rows, placed_key = _shard_rows(batch, mesh), _put(key, replicated)
+    actual = _loss_and_grads(planned, placed, rows, placed_key, mesh)
+    errors = _differences(actual, expected)
+    # A NaN is not less than the tolerance, and not more either.
+    wrong = [f"{name} (by {error:.2g})" for name, error in errors.items() if not error <= tolerance]
     if wrong:
         raise ValueError(
             "The planned program and one device give different results. Relative to the largest "
@@ -69,18 +63,25 @@ def verify(
     return errors
 
 
+def _place(x: Any, sharding: Sharding | None) -> Any:
+    if sharding is None:  # `x` is no array
+        return x
+    return jax.device_put(x, sharding)
+
+
 def _on_one_device(
-    loss_fn: Callable[..., Any], mesh: Mesh, model: PyTree, batch: PyTree, key: Any
+    loss_fn: Loss, mesh: Mesh, model: PyTree, batch: PyTree, key: PRNGKeyArray | None
 ) -> dict[str, np.ndarray]:
     """Computes the loss and gradients with all arrays and constants on one device."""
     device = SingleDeviceSharding(jax.local_devices()[0])
 
-    def alone(model: PyTree, batch: PyTree, key: Any) -> Any:
+    def loss_on_device(model: PyTree, batch: PyTree, key: PRNGKeyArray | None) -> Any:
         traced, arrays = trace_over(mesh, loss_fn, model, (batch, key))
-        return join(jaxpr_as_fun(_on_device(traced.jaxpr, device))(*arrays), traced.output)
+        run = jaxpr_as_fun(_on_device(traced.jaxpr, device))
+        return join(run(*arrays), traced.output)
 
-    model, batch, key = (_put(x, device) for x in (model, batch, key))
-    return _loss_and_grads(alone, model, batch, key, mesh)
+    model, batch, key = _put((model, batch, key), device)
+    return _loss_and_grads(loss_on_device, model, batch, key, mesh)
 
 
 def _on_device(closed: AnyJaxpr, device: Sharding) -> AnyJaxpr:
@@ -88,7 +89,9 @@ def _on_device(closed: AnyJaxpr, device: Sharding) -> AnyJaxpr:
     with jax.ensure_compile_time_eval():  # the constants of inner jaxprs must not be traced
         consts = [_put(x, device) for x in consts_of(closed)]
     jaxpr = _replace_shardings(open_jaxpr(closed), device)
-    return close_jaxpr(jaxpr, consts) if consts or not isinstance(closed, Jaxpr) else jaxpr
+    if isinstance(closed, Jaxpr) and not consts:
+        return jaxpr
+    return close_jaxpr(jaxpr, consts)
 
 
 def _replace_shardings(jaxpr: Jaxpr, device: Sharding) -> Jaxpr:
@@ -97,53 +100,89 @@ def _replace_shardings(jaxpr: Jaxpr, device: Sharding) -> Jaxpr:
             return _on_device(param, device)
         if type(param) is tuple:
             return tuple(map(replaced, param))
-        return device if isinstance(param, NamedSharding) else param
+        if isinstance(param, NamedSharding):
+            return device
+        return param
 
-    def of(equation: JaxprEqn) -> JaxprEqn:
+    def without_sharding(param: Any) -> Any:
+        if isinstance(param, NamedSharding):
+            return None
+        return replaced(param)
+
+    def on_device(equation: JaxprEqn) -> JaxprEqn:
         if equation.primitive.name == "sharding_constraint":
             return replace_parameters(equation, replaced)
         # The output shardings of other operations follow from their operands.
-        without = lambda param: None if isinstance(param, NamedSharding) else replaced(param)
-        return replace_parameters(equation, without)
+        return replace_parameters(equation, without_sharding)
 
-    return jaxpr.replace(eqns=list(map(of, jaxpr.eqns)))
+    return jaxpr.replace(eqns=list(map(on_device, jaxpr.eqns)))
 
 
 def _loss_and_grads(
-    loss_fn: Callable[..., Any], model: PyTree, batch: PyTree, key: Any, mesh: Mesh
+    loss_fn: Loss, model: PyTree, batch: PyTree, key: PRNGKeyArray | None, mesh: Mesh
 ) -> dict[str, np.ndarray]:
     params, rest = eqx.partition(model, eqx.is_inexact_array)
 
-    def loss_of(params: PyTree, batch: PyTree, key: Any) -> Any:
+    def loss_of(params: PyTree, batch: PyTree, key: PRNGKeyArray | None) -> Array:
         result = loss_fn(eqx.combine(params, rest), batch, key)
-        return result[0] if isinstance(result, tuple) else result
+        if isinstance(result, tuple):  # the loss and auxiliary outputs
+            return result[0]
+        return result
 
     compute = eqx.filter_jit(jax.value_and_grad(loss_of))
     loss, grads = trace_for(mesh, lambda: compute(params, batch, key))
-    named = leaf_paths(grads, jax.Array)
-    return {"loss": np.asarray(loss)} | {path: np.asarray(x) for path, x in named.items()}
+    arrays = {"loss": loss, **leaf_paths(grads, jax.Array)}
+    return {path: np.asarray(x) for path, x in arrays.items()}
 
 
 def _put(tree: PyTree, sharding: Sharding) -> PyTree:
-    return jax.tree.map(lambda x: jax.device_put(x, sharding) if eqx.is_array(x) else x, tree)
+    def put(x: Any) -> Any:
+        if not eqx.is_array(x):
+            return x
+        return jax.device_put(x, sharding)
+
+    return jax.tree.map(put, tree)
 
 
 def _shard_rows(batch: PyTree, mesh: Mesh) -> PyTree:
     """Places a batch as `fit` does: its rows are sharded if they divide."""
-    where = lambda x: batch_sharding(mesh, x.shape[0]) if x.ndim else NamedSharding(mesh, P())
-    place = lambda x: jax.device_put(x, where(x)) if eqx.is_array(x) else x
+
+    def place(x: Any) -> Any:
+        if not eqx.is_array(x):
+            return x
+        if x.ndim == 0:
+            return jax.device_put(x, NamedSharding(mesh, P()))
+        return jax.device_put(x, batch_sharding(mesh, x.shape[0]))
+
     return jax.tree.map(place, batch)
 
 
-def _difference(found: np.ndarray, expected: np.ndarray, floor: int | float) -> int | float:
+def _differences(
+    actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]
+) -> dict[str, float]:
+    """The relative differences of the loss and of each gradient."""
+    grads = [value for name, value in expected.items() if name != "loss"]
+    # Some gradients are only rounding errors, which have no meaningful scale. One is the gradient
+    # of the key bias in attention, which does not change the softmax.
+    floor = _FLOOR * max(map(_largest, grads), default=0.0)
+    floors = {**dict.fromkeys(expected, floor), "loss": 0.0}
+    return {name: _difference(actual[name], expected[name], floors[name]) for name in expected}
+
+
+def _difference(actual: np.ndarray, expected: np.ndarray, floor: float) -> float:
     scale = max(_largest(expected), floor)
-    error = _largest(np.asarray(_wide(found) - _wide(expected)))
-    return error / scale if scale else error
+    error = _largest(np.asarray(_wide(actual) - _wide(expected)))
+    if scale == 0:
+        return error
+    return error / scale
 
 
-def _largest(x: np.ndarray) -> int | float:
+def _largest(x: np.ndarray) -> float:
     return float(np.max(np.abs(_wide(x)), initial=0.0))
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.result_type(x.dtype, np.float64) if x.dtype.kind in "fc" else np.float64)
+    """The array in the precision of `float64`, complex if it is complex."""
+    if x.dtype.kind == "c":
+        return x.astype(np.result_type(x.dtype, np.float64))
+    return x.astype(np.float64)

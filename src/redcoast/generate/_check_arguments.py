@@ -1,7 +1,8 @@
 """The checks of the arguments of `generate`."""
 
 import functools as ft
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +14,11 @@ from jaxtyping import PyTree
 from ..core._decoding import as_integer
 from ..core._train_state import refuse_state
 from ..models._cache import has_slots_to_move
+from ..models._inputs import AnyArray
+from ._request import Request
 
 
-def check_count(max_new_tokens: Any) -> None:
+def check_count(max_new_tokens: object) -> None:
     if (count := as_integer("max_new_tokens", max_new_tokens)) < 1:
         raise ValueError(f"`max_new_tokens` is {count}. It must be at least 1.")
 
@@ -34,7 +37,7 @@ def check_stream(beams: int, *, traced: bool) -> None:
         )
 
 
-def check_scored(beams: int, log_probabilities: Any) -> None:
+def check_scored(beams: int, log_probabilities: object) -> None:
     check_flag("log_probabilities", log_probabilities)
     if log_probabilities and beams > 1:
         raise ValueError(
@@ -44,7 +47,7 @@ def check_scored(beams: int, log_probabilities: Any) -> None:
 
 
 def check_rows(
-    model: PyTree, tokens: Any, mask: Any, rows: Any, beams: int, *, traced: bool
+    model: PyTree, tokens: object, mask: object, rows: object, beams: int, *, traced: bool
 ) -> None:
     """Raises if results cannot be generated in fewer rows."""
     if (count := as_integer("rows", rows)) < 1:
@@ -57,22 +60,22 @@ def check_rows(
             "host starts each row. Call `generate` outside, or pass no `rows`."
         )
     check_no_encoder(model, "rows")
-    if not (is_known(tokens) and (mask is None or is_known(mask))):
+    if not are_known(tokens, mask):
         raise ValueError(
             "`rows` needs prompts that each process has in full. Pass NumPy arrays as `tokens` and "
             "`mask`."
         )
-    short, long = (jax.eval_shape(ft.partial(model.init_cache, 1, size)) for size in (8, 16))
-    if not has_slots_to_move(long) and jax.tree.map(jnp.shape, short) != jax.tree.map(
-        jnp.shape, long
-    ):
+    short = jax.eval_shape(ft.partial(model.init_cache, 1, 8))
+    long = jax.eval_shape(ft.partial(model.init_cache, 1, 16))
+    has_slots = jax.tree.map(jnp.shape, short) != jax.tree.map(jnp.shape, long)
+    if has_slots and not has_slots_to_move(long):
         raise ValueError(
             f"`rows` needs a cache of `redcoast.models`, but a {type(model).__name__} has a "
             f"{type(long).__name__}, whose slots cannot be moved. Pass no `rows`."
         )
 
 
-def check_flag(name: str, value: Any) -> None:
+def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` is {value!r}. It must be True or False.")
 
@@ -85,7 +88,7 @@ def check_no_encoder(model: PyTree, option: str) -> None:
         )
 
 
-def check_exact_options(beams: int, rows: Any, stream: Any, stop: Any) -> None:
+def check_exact_options(beams: int, rows: object, stream: object, stop: object) -> None:
     """Raises if another option determines the shapes or the order of the arithmetic."""
     others = {"rows": rows is not None, "stream": stream is not None, "stop": stop is not None}
     others[f"beams={beams}"] = beams > 1
@@ -97,7 +100,7 @@ def check_exact_options(beams: int, rows: Any, stream: Any, stop: Any) -> None:
             )
 
 
-def check_stream_in_turn(stream: Any, stop: Any) -> None:
+def check_stream_in_turn(stream: object, stop: object) -> None:
     if stream is not None or stop is not None:
         raise ValueError(
             "`rows` is not supported with `stream` or `stop`, because results begin at different "
@@ -127,23 +130,26 @@ def as_prompts(tokens: Any) -> Any:
 
     `ValueError` if the lists have different lengths.
     """
-    rows = tokens if isinstance(tokens, list | tuple) else ()
-    is_token = lambda x: isinstance(x, int | np.integer) and not isinstance(x, bool)
-    if rows and all(map(is_token, rows)):
+    if not isinstance(tokens, list | tuple) or not tokens:
+        return tokens
+    if _are_tokens(tokens):
         raise ValueError(
-            f"`tokens` is a list of {len(rows)} integers, but must have the shape (batch, seq). "
+            f"`tokens` is a list of {len(tokens)} integers, but must have the shape (batch, seq). "
             "For one prompt, pass `[tokens]`."
         )
-    of_tokens = lambda row: isinstance(row, list | tuple) and all(map(is_token, row))
-    if not rows or not all(map(of_tokens, rows)):
+    if not all(isinstance(row, list | tuple) and _are_tokens(row) for row in tokens):
         return tokens
-    lengths = sorted({len(row) for row in rows})
+    lengths = sorted(set(map(len, tokens)))
     if len(lengths) > 1:
         raise ValueError(
             f"The lists in `tokens` have from {lengths[0]} to {lengths[-1]} tokens. Pad them to "
             "one length, on either side, and pass a `mask` with 0 at the padding."
         )
-    return np.array(rows, np.int32).reshape(len(rows), lengths[0])
+    return np.array(tokens, np.int32).reshape(len(tokens), lengths[0])
+
+
+def _are_tokens(items: Sequence[object]) -> bool:
+    return all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in items)
 
 
 def check_prompt(model: PyTree, tokens: Any, mask: Any) -> None:
@@ -195,16 +201,18 @@ def check_rows_to_score(model: PyTree, tokens: Any, mask: Any) -> None:
     _check_vocabulary(model, tokens, mask)
 
 
-def _check_array(name: str, x: Any) -> None:
+def _check_array(name: str, x: object) -> None:
     if not isinstance(x, np.ndarray | jax.Array):
         kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
-        way = f" Convert it with `np.asarray({name})`." if hasattr(x, "__array__") else ""
+        way = ""
+        if hasattr(x, "__array__"):
+            way = f" Convert it with `np.asarray({name})`."
         if any(isinstance(part, str) for part in jax.tree.leaves(x)):
             way = " Encode text with the tokenizer of the model."
         raise TypeError(f"`{name}` is of type {kind}. It must be a NumPy or JAX array.{way}")
 
 
-def _check_mask(tokens: Any, mask: Any) -> None:
+def _check_mask(tokens: AnyArray, mask: Any) -> None:
     _check_array("mask", mask)
     if mask.shape != tokens.shape:
         raise ValueError(
@@ -215,7 +223,7 @@ def _check_mask(tokens: Any, mask: Any) -> None:
         raise ValueError(f"`mask` has dtype {mask.dtype}. It must hold booleans or integers.")
 
 
-def _check_not_empty(mask: Any) -> None:
+def _check_not_empty(mask: AnyArray) -> None:
     if is_known(mask):
         empty = np.flatnonzero(~np.asarray(mask).astype(bool).any(axis=1))
         if empty.size:
@@ -225,28 +233,36 @@ def _check_not_empty(mask: Any) -> None:
             )
 
 
-def _check_vocabulary(model: PyTree, tokens: Any, mask: Any) -> None:
+def _check_vocabulary(model: PyTree, tokens: AnyArray, mask: AnyArray | None) -> None:
     vocab = getattr(model.config, "vocab", None)
-    if vocab is None or not is_known(tokens) or not (mask is None or is_known(mask)):
+    if vocab is None or not are_known(tokens, mask):
         return
-    tokens = np.asarray(tokens)
-    outside = (tokens < 0) | (tokens >= vocab)
+    ids = np.asarray(tokens)
+    outside = (ids < 0) | (ids >= vocab)
     if mask is not None:
         outside &= np.asarray(mask).astype(bool)
     if outside.any():
         raise ValueError(
-            f"`tokens` holds {tokens[outside][0]} in {_rows(np.flatnonzero(outside.any(axis=1)))}, "
+            f"`tokens` holds {ids[outside][0]} in {_rows(np.flatnonzero(outside.any(axis=1)))}, "
             f"but the token ids of the vocabulary are 0 to {vocab - 1}."
         )
 
 
 def _rows(rows: np.ndarray) -> str:
-    shown = ", ".join(map(str, rows[:5])) + (", ..." if rows.size > 5 else "")
-    return f"row {shown}" if rows.size == 1 else f"rows {shown}"
+    if rows.size == 1:
+        return f"row {rows[0]}"
+    shown = list(map(str, rows[:5]))
+    if rows.size > 5:
+        shown.append("...")
+    return f"rows {', '.join(shown)}"
 
 
 def check_positions(
-    model: PyTree, tokens: Any, mask: Any, prefix: Sequence[int], max_new_tokens: int
+    model: PyTree,
+    tokens: AnyArray,
+    mask: AnyArray | None,
+    prefix: Sequence[int],
+    max_new_tokens: int,
 ) -> None:
     """Raises if the model has too few positions for the prompt (or `prefix`, the tokens after the
     first one of an encoder-decoder) and the new tokens."""
@@ -261,42 +277,66 @@ def check_positions(
     # The last new token is never fed back, so it needs no position.
     needed = length + max_new_tokens - 1
     if needed > positions:
-        shorter = "Pass a shorter prompt, or " if length > 1 else "Pass "
+        remedy = "Pass"
+        if length > 1:
+            remedy = "Pass a shorter prompt, or"
         raise ValueError(
             f"{what} and all but the last of `max_new_tokens={max_new_tokens}` need {needed} "
-            f"positions, but the model has {positions}. {shorter}"
+            f"positions, but the model has {positions}. {remedy} "
             f"`max_new_tokens={positions - length + 1}`."
         )
 
 
-def _longest(model: PyTree, tokens: Any, mask: Any, prefix: Sequence[int]) -> tuple[int, str]:
+def _longest(
+    model: PyTree, tokens: AnyArray, mask: AnyArray | None, prefix: Sequence[int]
+) -> tuple[int, str]:
     if hasattr(model, "encode"):
-        behind = f" and `prefix`, of {len(prefix)} tokens," if prefix else ""
-        return 1 + len(prefix), f"The token that the decoder starts with{behind}"
+        what = "The token that the decoder starts with"
+        if prefix:
+            what += f" and `prefix`, of {len(prefix)} tokens,"
+        return 1 + len(prefix), what
     if mask is None:
         return tokens.shape[1], f"The prompt of {tokens.shape[1]} tokens"
     # Positions are counted over real tokens. While tracing, at least one is assumed.
-    length = int(np.asarray(mask).astype(bool).sum(axis=1).max()) if is_known(mask) else 1
+    length = 1
+    if is_known(mask):
+        length = int(np.asarray(mask).astype(bool).sum(axis=1).max())
     return length, f"The longest prompt, of {length} tokens,"
 
 
-def check_token_options(request: Any, vocab: int) -> None:
+def check_token_options(request: Request, vocab: int) -> None:
     """Raises if an option names a token outside the vocabulary."""
-    begin = () if request.forced_bos is None else (request.forced_bos,)
-    words = tuple(token for word in request.bad_words for token in word)
-    named = {"eos": request.eos, "forced_eos": request.forced_eos, "forced_bos": begin}
-    named |= {"suppress": request.suppress, "bad_words": words, "prefix": request.prefix}
-    named |= {"begin_suppress": request.begin_suppress}
-    for name, tokens in named.items():
-        if outside := [token for token in tokens if not 0 <= token < vocab]:
-            more = " Pass `eos=()` to generate `max_new_tokens` tokens for every row."
+    forced_bos = ()
+    if request.forced_bos is not None:
+        forced_bos = (request.forced_bos,)
+    tokens_of_options: dict[str, Iterable[int]] = {
+        "eos": request.eos,
+        "forced_eos": request.forced_eos,
+        "forced_bos": forced_bos,
+        "suppress": request.suppress,
+        "bad_words": itertools.chain.from_iterable(request.bad_words),
+        "prefix": request.prefix,
+        "begin_suppress": request.begin_suppress,
+    }
+    for name, tokens in tokens_of_options.items():
+        for token in tokens:
+            if 0 <= token < vocab:
+                continue
+            remedy = ""
+            if name == "eos":
+                remedy = " Pass `eos=()` to generate `max_new_tokens` tokens for every row."
             raise ValueError(
-                f"`{name}` has {outside[0]}, but the token ids of the vocabulary are 0 to "
-                f"{vocab - 1}.{more if name == 'eos' else ''}"
+                f"`{name}` has {token}, but the token ids of the vocabulary are 0 to "
+                f"{vocab - 1}.{remedy}"
             )
 
 
-def is_known(x: Any) -> bool:
+def are_known(tokens: object, mask: object) -> bool:
+    """Whether this process can read prompts now, and their mask if they have one."""
+    return is_known(tokens) and (mask is None or is_known(mask))
+
+
+def is_known(x: object) -> bool:
     """Whether this process can read the values of an array now."""
     if isinstance(x, Tracer):
         return False

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from ..core._pytree import Static, abstract_array, join, split
 from ..core._target import target
@@ -22,9 +22,10 @@ from ..distributed._arrays import place_batch, put
 from ..distributed._mesh import BATCH_AXES
 from ..models._by_layer import by_layer
 from ..models._cache import at_slot, split_layers
+from ..models._inputs import AnyArray
 from ..models._rotary import RopeScaling
 from ..models._scan_layers import is_by_layer
-from ._check_arguments import is_known
+from ._check_arguments import are_known, is_known
 from ._prompt import (
     ReadPrompt,
     bucket,
@@ -35,7 +36,9 @@ from ._prompt import (
 )
 from ._request import Request
 
+Arrays = list[Any]  # the leaves of a model: arrays of JAX or of NumPy
 Places = tuple[NamedSharding | None, ...]
+Read = tuple[Array, Array, PyTree]  # the hidden states, that of the last token, and the cache
 
 # The numbers of tokens of a row in a chunk. A pass over a chunk reads all weights, so large chunks
 # are faster for long prompts: on two CPU cores, SmolLM2-135M reads 128 tokens in 0.59 s, and as
@@ -78,13 +81,12 @@ def slots_for(model: PyTree, length: int, new: int) -> int:
     return 1 << (max(LEAST_SLOTS, needed) - 1).bit_length()
 
 
-def reads_in_chunks(model: PyTree, tokens: Any, mask: Any) -> bool:
+def reads_in_chunks(model: PyTree, tokens: AnyArray, mask: AnyArray | None) -> bool:
     """Whether a prompt is read in chunks: by a decoder, if this process knows its tokens."""
-    known = is_known(tokens) and (mask is None or is_known(mask))
-    return known and not is_encoder_decoder(model)
+    return are_known(tokens, mask) and not is_encoder_decoder(model)
 
 
-def room_for(model: PyTree, tokens: Any, mask: Any, new: int) -> int:
+def room_for(model: PyTree, tokens: AnyArray, mask: AnyArray | None, new: int) -> int:
     """Returns the room for `new` tokens, which programs are compiled for: of a prompt in chunks,
     the size of the cache."""
     if reads_in_chunks(model, tokens, mask):
@@ -93,7 +95,7 @@ def room_for(model: PyTree, tokens: Any, mask: Any, new: int) -> int:
 
 
 def read_compiled(
-    model: PyTree, tokens: Any, mask: Any, request: Request
+    model: PyTree, tokens: AnyArray, mask: AnyArray | None, request: Request
 ) -> tuple[ReadPrompt, Callable[[], None]]:
     """Processes prompts, of any length with the same programs if they are read in chunks.
 
@@ -102,10 +104,10 @@ def read_compiled(
     """
     if not reads_in_chunks(model, tokens, mask):
         arrays, static = split(model)
-        prompt = prepare_prompt(model, arrays, tokens, mask)
-        return _read_whole(arrays, static, *prompt, request), lambda: None
+        tokens, mask = prepare_prompt(model, arrays, tokens, mask)
+        return _read_whole(arrays, static, tokens, mask, request), lambda: None
     chunks = PromptChunks(model, tokens, mask, request)
-    ((_, last, cache),) = deque(chunks, maxlen=1)
+    ((_, last, cache),) = deque(chunks, maxlen=1)  # the last chunk
     return ReadPrompt(last, cache, chunks.prompt), chunks.compile_all
 
 
@@ -119,11 +121,19 @@ class PromptChunks:
     `start` is the slot of the first column.
     """
 
-    def __init__(self, model: PyTree, tokens: Any, mask: Any, request: Request, *, start: int = 0):
+    def __init__(
+        self,
+        model: PyTree,
+        tokens: AnyArray,
+        mask: AnyArray | None,
+        request: Request,
+        *,
+        start: int = 0,
+    ):
         self._arrays, self._static = split(model)
         self._mesh, self._request = mesh_of(self._arrays), request
         self._slot = np.asarray(start, np.int32)
-        self._place = ft.partial(_place, given=tokens, mesh=self._mesh)
+        self._place = ft.partial(_place, like=tokens, mesh=self._mesh)
         most = request.room - int(np.max(request.limit))
         self._sizes = chunks_for(model, tokens.shape[1], most)
         self.columns = sum(self._sizes)
@@ -132,9 +142,9 @@ class PromptChunks:
         room = request.room - self.columns
         self.prompt = self._place(np.pad(prompt, ((0, 0), (room, 0)), constant_values=-1))
 
-    def __iter__(self) -> Iterator[tuple[Array, Array, Any]]:
-        static, request, count = self._static, self._request, self._real.sum(axis=1, dtype=np.int32)
-        count = self._place(count)
+    def __iter__(self) -> Iterator[tuple[Array, Array, PyTree]]:
+        static, request = self._static, self._request
+        count = self._place(self._real.sum(axis=1, dtype=np.int32))
         start, cache, places = 0, None, ()
         if self._mesh is None:
             cache = _empty(self._arrays, static, count, self._slot, request)
@@ -142,28 +152,29 @@ class PromptChunks:
             part = slice(start, start + size)
             tokens, real = self._place(self._tokens[:, part]), self._place(self._real[:, part])
             if cache is None:
-                rest = count, self._slot, request
-                *hidden, cache = _open(self._arrays, static, tokens, real, *rest)
+                hidden, last, cache = _open(
+                    self._arrays, static, tokens, real, count, self._slot, request
+                )
                 places = places_of(cache)
             else:
-                *hidden, cache = _append(cache, self._arrays, static, tokens, real, places)
+                hidden, last, cache = _append(cache, self._arrays, static, tokens, real, places)
             self._compiled_for = types_and_places((cache, self._arrays, tokens, real)), places
             start += size
-            yield hidden[0], hidden[1], cache
+            yield hidden, last, cache
 
     def compile_all(self) -> None:
         """Compiles the programs for chunks of all sizes that fit into the cache, so that a prompt
         of another length compiles nothing. It is called when the first new token is on its way."""
-        (*known, tokens, real), places = self._compiled_for
+        (cache, arrays, tokens, real), places = self._compiled_for
         for size in chunk_sizes():
             if size < self._request.room:
                 shape = (tokens.shape[0], size)
-                chunk = tokens.update(shape=shape), real.update(shape=shape)
-                leaves, structure = jax.tree.flatten((*known, *chunk))
+                chunk, chunk_real = tokens.update(shape=shape), real.update(shape=shape)
+                leaves, structure = jax.tree.flatten((cache, arrays, chunk, chunk_real))
                 _compile_append(self._static, places, structure, tuple(leaves))
 
 
-def by_layer_with(model: PyTree, cache: PyTree) -> tuple[list[Any], Static, Any]:
+def by_layer_with(model: PyTree, cache: PyTree) -> tuple[Arrays, Static, PyTree]:
     """Returns the model and the cache for the steps after the prompt: on CPUs, with arrays for each
     layer."""
     apart = by_layer(model)
@@ -172,12 +183,13 @@ def by_layer_with(model: PyTree, cache: PyTree) -> tuple[list[Any], Static, Any]
     return *split(apart), cache
 
 
-def types_and_places(tree: PyTree) -> Any:
+def types_and_places(tree: PyTree) -> PyTree:
     """What `jax.jit` compiles a program for, of its arguments."""
 
-    def of_array(x: Any) -> jax.ShapeDtypeStruct:
-        committed = isinstance(x, jax.Array) and x.committed
-        return abstract_array(x, x.sharding if committed else None)
+    def of_array(x: AnyArray) -> jax.ShapeDtypeStruct:
+        if isinstance(x, jax.Array) and x.committed:
+            return abstract_array(x, x.sharding)
+        return abstract_array(x, None)
 
     return jax.tree.map(of_array, tree)
 
@@ -189,32 +201,42 @@ def _compile_append(static: Static, places: Places, structure: Any, leaves: tupl
     _append.lower(cache, arrays, static, tokens, real, places).compile()
 
 
-def aligned(tokens: np.ndarray, mask: Any, columns: int) -> tuple[np.ndarray, np.ndarray]:
+def aligned(
+    tokens: np.ndarray, mask: AnyArray | None, columns: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns tokens and their mask with all padding on the left, in `columns` columns."""
-    real = np.ones(tokens.shape, bool) if mask is None else _on_host(mask).astype(bool)
+    real = _as_real(tokens, mask)
     after = np.argmax(real[:, ::-1], axis=1)
     order = (np.arange(tokens.shape[1]) - after[:, None]) % tokens.shape[1]
-    tokens, real = (np.take_along_axis(x, order, axis=1) for x in (tokens, real))
+    tokens = np.take_along_axis(tokens, order, axis=1)
+    real = np.take_along_axis(real, order, axis=1)
     # Ids outside the vocabulary would result in NaN.
     tokens = np.where(real, tokens, 0).astype(np.int32)
     return pad_columns(tokens, columns, left=True), pad_columns(real, columns, left=True)
 
 
 @ft.partial(jax.jit, static_argnums=1)
-def _empty(arrays: list[Any], static: Static, count: Any, slot: Any, request: Request) -> Any:
-    return at_slot(new_cache(join(arrays, static), count, request.room, request), slot)
+def _empty(
+    arrays: Arrays,
+    static: Static,
+    count: Int[Array, " rows"],
+    slot: Int[Array, ""],
+    request: Request,
+) -> PyTree:
+    cache = new_cache(join(arrays, static), count, request.room, request)
+    return at_slot(cache, slot)
 
 
 @ft.partial(jax.jit, static_argnums=1)
 def _open(
-    arrays: list[Any],
+    arrays: Arrays,
     static: Static,
-    tokens: Any,
-    real: Any,
-    count: Any,
-    slot: Any,
+    tokens: Int[Array, "rows chunk"],
+    real: Bool[Array, "rows chunk"],
+    count: Int[Array, " rows"],
+    slot: Int[Array, ""],
     request: Request,
-) -> Any:
+) -> Read:
     """Reads the first chunk. The compiler chooses the shardings of the cache."""
     model = join(arrays, static)
     cache = at_slot(new_cache(model, count, request.room, request), slot)
@@ -224,8 +246,13 @@ def _open(
 
 @ft.partial(jax.jit, static_argnums=(2, 5), donate_argnums=0)
 def _append(
-    cache: PyTree, arrays: list[Any], static: Static, tokens: Any, real: Any, places: Places
-) -> Any:
+    cache: PyTree,
+    arrays: Arrays,
+    static: Static,
+    tokens: Int[Array, "rows chunk"],
+    real: Bool[Array, "rows chunk"],
+    places: Places,
+) -> Read:
     """Reads a chunk. The cache keeps its shardings, or each chunk would be compiled again."""
     hidden, cache = join(arrays, static).decode(tokens, cache, mask=real)
     return hidden, hidden[:, -1:], keep_places(cache, places)
@@ -233,36 +260,46 @@ def _append(
 
 @ft.partial(jax.jit, static_argnums=1)
 def _read_whole(
-    arrays: list[Any], static: Static, tokens: Any, mask: Any, request: Request
+    arrays: Arrays, static: Static, tokens: Array, mask: Array | None, request: Request
 ) -> ReadPrompt:
     return read_prompt(join(arrays, static), tokens, mask, request)
 
 
 def places_of(tree: PyTree) -> Places:
     """Returns the shardings of arrays that are on a mesh."""
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
-    return tuple(s if isinstance(s, NamedSharding) else None for s in shardings)
+    return tuple(map(_named_sharding, jax.tree.leaves(tree)))
 
 
-def keep_places(tree: PyTree, places: Places) -> Any:
+def _named_sharding(x: object) -> NamedSharding | None:
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        return sharding
+    return None
+
+
+def keep_places(tree: PyTree, places: Places) -> PyTree:
     """Constrains the arrays of a tree to shardings, if there are any."""
     if not places:
         return tree
     leaves, structure = jax.tree.flatten(tree)
-    stay = jax.lax.with_sharding_constraint
-    kept = [x if p is None else stay(x, p) for x, p in zip(leaves, places, strict=True)]
-    return structure.unflatten(kept)
+    for i, (leaf, sharding) in enumerate(zip(leaves, places, strict=True)):
+        if sharding is not None:
+            leaves[i] = jax.lax.with_sharding_constraint(leaf, sharding)
+    return structure.unflatten(leaves)
 
 
-def mesh_of(arrays: list[Any]) -> Mesh | None:
+def mesh_of(arrays: Arrays) -> Mesh | None:
     """Returns the mesh that a model is on."""
-    shardings = (getattr(x, "sharding", None) for x in arrays)
-    meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
-    meshes = (m for m in meshes if isinstance(m, Mesh) and set(BATCH_AXES) <= set(m.axis_names))
-    return next(meshes, None)
+    for sharding in map(_named_sharding, arrays):
+        mesh = sharding and sharding.mesh
+        if isinstance(mesh, Mesh) and set(BATCH_AXES) <= set(mesh.axis_names):
+            return mesh
+    return None
 
 
-def prepare_prompt(model: PyTree, arrays: list[Any], tokens: Any, mask: Any) -> tuple[Any, Any]:
+def prepare_prompt(
+    model: PyTree, arrays: Arrays, tokens: AnyArray, mask: AnyArray | None
+) -> tuple[AnyArray, AnyArray | None]:
     """Pads tokens and mask to the length of a bucket, and puts them on the model's devices."""
     place = ft.partial(_place, mesh=mesh_of(arrays))
     if tokens.ndim != 2:
@@ -270,27 +307,40 @@ def prepare_prompt(model: PyTree, arrays: list[Any], tokens: Any, mask: Any) -> 
     # A decoder appends new tokens on the right, so its prompts are padded on the left.
     left = not is_encoder_decoder(model)
     length = bucket(tokens.shape[1])
-    most = None if left else getattr(model.config, "positions", None)
-    if most is not None:  # an encoder may have too few positions for a padded length
+    most = getattr(model.config, "positions", None)
+    if most is not None and not left:  # an encoder may have too few positions for a padded length
         length = max(tokens.shape[1], min(length, most))
     pad = ft.partial(pad_columns, length=length, left=left)
-    real = np.ones(tokens.shape, bool) if mask is None else _on_host(mask).astype(bool)
     padded = pad(_on_host(tokens)).astype(np.int32)
-    return place(padded, tokens), place(pad(real), tokens if mask is None else mask)
+    real = pad(_as_real(tokens, mask))
+    if mask is None:
+        return place(padded, tokens), place(real, tokens)
+    return place(padded, tokens), place(real, mask)
+
+
+def _as_real(tokens: AnyArray, mask: AnyArray | None) -> Any:
+    """Which tokens are not padding, as booleans; on the host if they are known."""
+    if mask is None:
+        return np.ones(tokens.shape, bool)
+    return _on_host(mask).astype(bool)
 
 
 def _on_host(x: Any) -> Any:
     # Padding on the host needs no compilation for each length.
-    return np.asarray(x) if is_known(x) else x
+    if not is_known(x):
+        return x
+    return np.asarray(x)
 
 
-def _place(x: Any, given: Any, mesh: Mesh | None) -> Any:
-    """Puts `x` where the user committed `given`; otherwise shards its rows over the mesh."""
+def _place(x: AnyArray, like: AnyArray, mesh: Mesh | None) -> AnyArray:
+    """Puts `x` where the user committed `like`; otherwise shards its rows over the mesh."""
     if not isinstance(x, np.ndarray):
         return x
-    if isinstance(given, jax.Array) and given.committed:
-        sharding = given.sharding
+    if isinstance(like, jax.Array) and like.committed:
+        sharding = like.sharding
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, P(*sharding.spec[:1]))
         return put(x, sharding)
-    return x if mesh is None else place_batch(x, mesh)
+    if mesh is None:
+        return x
+    return place_batch(x, mesh)

@@ -1,7 +1,7 @@
 """The options of `generate`, as arguments of compiled programs."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -85,8 +85,8 @@ class Request(eqx.Module):
     @property
     def needs_history(self) -> bool:
         """Whether a choice depends on the earlier tokens of its row."""
-        longer = any(len(word) > 1 for word in self.bad_words)
-        return self.repetition_penalty is not None or self.ngram > 0 or longer
+        has_longer_words = any(len(word) > 1 for word in self.bad_words)
+        return self.repetition_penalty is not None or self.ngram > 0 or has_longer_words
 
 
 def choose_decoding(
@@ -96,30 +96,47 @@ def choose_decoding(
 
     The configuration's sampling only applies if there is a key and no conflicting option.
     """
-    names = [field.name for field in dataclasses.fields(Decoding)]
-    if unknown := sorted(options.keys() - set(names)):
-        known = [f" {name}: {_ELSEWHERE[name]}." for name in unknown if name in _ELSEWHERE]
-        others = [name for name in unknown if name not in _ELSEWHERE]
-        remedies = [remedy_for(name, ("key", "max_new_tokens")) for name in others]
-        raise TypeError(
-            f"`generate` has no option {', '.join(unknown)}. The options of decoding are "
-            f"{', '.join(names)}.{' In place of' if known else ''}{''.join(known)}"
-            f"{''.join(f' {remedy}' for remedy in remedies if remedy)}"
-        )
-    found: Decoding = getattr(config, "decoding", GREEDY) if decoding is None else decoding
+    _check_options(options)
+    base: Decoding = getattr(config, "decoding", GREEDY)
     changes: dict[str, Any] = {}
-    if decoding is None:
+    if decoding is not None:
+        base = decoding
+    else:
         if key is None or options.get("beams", 1) != 1 or options.get("temperature", 1) == 0:
             changes |= UNSAMPLED
         if options.get("beams") == 1 or options.get("temperature", 0) != 0:
             changes |= {"beams": 1, "length_penalty": 1.0, "early_stopping": False}
-    found = dataclasses.replace(found, **{**changes, **options})
-    if found.temperature > 0 and key is None:
+    chosen = dataclasses.replace(base, **{**changes, **options})
+    if chosen.temperature > 0 and key is None:
         raise ValueError(
-            f"`temperature={found.temperature}` samples tokens, which needs a `key`, such as "
+            f"`temperature={chosen.temperature}` samples tokens, which needs a `key`, such as "
             "`jax.random.key(0)`. For greedy decoding, pass `temperature=0`."
         )
-    return found
+    return chosen
+
+
+def _check_options(options: Mapping[str, object]) -> None:
+    """Raises if `generate` has no such options, and says which one takes the place of each."""
+    names = [field.name for field in dataclasses.fields(Decoding)]
+    unknown = sorted(options.keys() - set(names))
+    if not unknown:
+        return
+    message = (
+        f"`generate` has no option {', '.join(unknown)}. The options of decoding are "
+        f"{', '.join(names)}."
+    )
+    replaced = [name for name in unknown if name in _ELSEWHERE]
+    if replaced:
+        message += " In place of"
+    for name in replaced:
+        message += f" {name}: {_ELSEWHERE[name]}."
+    for name in unknown:
+        remedy = ""
+        if name not in _ELSEWHERE:
+            remedy = remedy_for(name, ("key", "max_new_tokens"))
+        if remedy:
+            message += f" {remedy}"
+    raise TypeError(message)
 
 
 def make_request(
@@ -133,29 +150,51 @@ def make_request(
     scored: bool = False,
 ) -> Request:
     """Creates a request from a decoding and the configuration of a model."""
-    sampled = d.temperature > 0
-    given = getattr(config, "eos", ()) if d.eos is None else d.eos
-    ends = tuple(dict.fromkeys(as_tuple(given)))
-    pad = getattr(config, "pad", None) if d.pad is None else d.pad
+    eos = d.eos
+    if eos is None:
+        eos = getattr(config, "eos", ())
+    ends = tuple(dict.fromkeys(as_tuple(eos)))
+    pad = d.pad
+    if pad is None:
+        pad = getattr(config, "pad", None)
     if pad is None or pad < 0:  # some configurations use a negative id if there is no padding token
         pad = next(iter(ends), 0)
-    number = lambda x: np.asarray(x, np.float32)
-    count = lambda x: np.asarray(x, np.int32) if x > 0 and ends else None
-    # In double precision first, as in `transformers`.
-    lengths = np.arange(1, room + 1, dtype=np.float64)
+    temperature = None
+    if d.temperature > 0:
+        temperature = _scalar(d.temperature)
+    else:
+        key = None
+    tail = None
+    if d.top_p and d.top_p < 1:  # `top_p=1` excludes nothing, not even by rounding
+        tail = _scalar(1 - d.top_p)
+    min_p = None
+    if d.min_p is not None:
+        min_p = _scalar(d.min_p)
+    top_k = None
+    if d.top_k is not None:  # a number larger than any vocabulary keeps everything
+        top_k = np.asarray(min(d.top_k, 2**30), np.int32)
+    norms = None
+    if d.beams > 1:
+        # In double precision first, as in `transformers`.
+        lengths = np.arange(1, room + 1, dtype=np.float64)
+        norms = (lengths**d.length_penalty).astype(np.float32)
+    repetition_penalty = None
+    if d.repetition_penalty != 1:
+        repetition_penalty = _scalar(d.repetition_penalty)
+    forced_bos, prefix = d.forced_bos, tuple(d.prefix)
+    if decoder_only:
+        forced_bos, prefix = None, ()
     return Request(
         limit=np.asarray(max_new_tokens, np.int32),
-        key=key if sampled else None,
-        temperature=number(d.temperature) if sampled else None,
-        # `top_p=1` excludes nothing, not even by rounding.
-        tail=number(1 - d.top_p) if d.top_p and d.top_p < 1 else None,
-        min_p=None if d.min_p is None else number(d.min_p),
-        norms=(lengths**d.length_penalty).astype(np.float32) if d.beams > 1 else None,
-        repetition_penalty=None if d.repetition_penalty == 1 else number(d.repetition_penalty),
-        least=count(d.min_new_tokens),
-        least_with_prompt=count(d.min_length),
-        # A number larger than any vocabulary keeps everything.
-        top_k=None if d.top_k is None else np.asarray(min(d.top_k, 2**30), np.int32),
+        key=key,
+        temperature=temperature,
+        tail=tail,
+        min_p=min_p,
+        norms=norms,
+        repetition_penalty=repetition_penalty,
+        least=_least(d.min_new_tokens, ends),
+        least_with_prompt=_least(d.min_length, ends),
+        top_k=top_k,
         room=room,
         beams=d.beams,
         eos=ends,
@@ -164,12 +203,23 @@ def make_request(
         scored=scored,
         # If the penalty is not positive, a longer hypothesis cannot become better.
         early_stopping=d.early_stopping is True or (d.length_penalty > 0 and d.early_stopping),
-        forced_bos=None if decoder_only else d.forced_bos,
+        forced_bos=forced_bos,
         forced_eos=as_tuple(d.forced_eos),
         ngram=d.no_repeat_ngram_size,
         suppress=tuple(d.suppress),
         begin_suppress=tuple(d.begin_suppress),
-        prefix=() if decoder_only else tuple(d.prefix),
+        prefix=prefix,
         bad_words=tuple(map(tuple, d.bad_words)),
         logits_fn=d.logits_fn,
     )
+
+
+def _scalar(x: int | float) -> np.ndarray:
+    return np.asarray(x, np.float32)
+
+
+def _least(count: int, ends: tuple[int, ...]) -> np.ndarray | None:
+    """A minimum number of tokens, which means something only if some tokens end a row."""
+    if count <= 0 or not ends:
+        return None
+    return np.asarray(count, np.int32)

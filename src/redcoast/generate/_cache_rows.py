@@ -1,7 +1,5 @@
 """The rows of a cache: repeated for several results, and reordered for beams."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
@@ -12,32 +10,43 @@ Dims = tuple[int | None, ...]
 def cache_batch_dims(cache: PyTree, rows: int) -> Dims:
     """Finds the batch dimension of each array of a cache with `rows` rows."""
     more = jax.eval_shape(lambda cache: cache.take(jnp.zeros(rows + 1, jnp.int32)), cache)
-    changed = lambda x, y: next((d for d in range(x.ndim) if x.shape[d] != y.shape[d]), None)
-    return tuple(map(changed, jax.tree.leaves(cache), jax.tree.leaves(more)))
+    shapes, shapes_of_more = _shapes(cache), _shapes(more)
+    return tuple(map(_first_difference, shapes, shapes_of_more))
 
 
-def repeat_rows(cache: PyTree, dims: Dims, times: int) -> Any:
+def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
+    return [x.shape for x in jax.tree.leaves(tree)]
+
+
+def _first_difference(shape: tuple[int, ...], other: tuple[int, ...]) -> int | None:
+    for d, (size, other_size) in enumerate(zip(shape, other, strict=True)):
+        if size != other_size:
+            return d
+    return None
+
+
+def repeat_rows(cache: PyTree, dims: Dims, times: int) -> PyTree:
     """Repeats each row of a cache `times` times."""
     leaves, structure = jax.tree.flatten(cache)
-    return structure.unflatten(
-        x if d is None else jnp.repeat(x, times, axis=d) for x, d in zip(leaves, dims, strict=True)
-    )
+    for i, d in enumerate(dims):
+        if d is not None:
+            leaves[i] = jnp.repeat(leaves[i], times, axis=d)
+    return structure.unflatten(leaves)
 
 
 def reorder_rows(
     cache: PyTree, before: PyTree, dims: Dims, parent: Int[Array, "batch beams"]
-) -> Any:
+) -> PyTree:
     """Replaces the beams of each row by their parents.
 
     Arrays that are the same objects as in `before`, such as the encoder's keys and values, are the
     same for all beams of a row and are not copied.
     """
     leaves, structure = jax.tree.flatten(cache)
-    old = jax.tree.leaves(before)
-    return structure.unflatten(
-        x if d is None or x is y else _take_parents(x, d, parent)
-        for x, y, d in zip(leaves, old, dims, strict=True)
-    )
+    for i, (x, old, d) in enumerate(zip(leaves, jax.tree.leaves(before), dims, strict=True)):
+        if d is not None and x is not old:
+            leaves[i] = _take_parents(x, d, parent)
+    return structure.unflatten(leaves)
 
 
 def _take_parents(x: Array, d: int, parent: Int[Array, "batch beams"]) -> Array:

@@ -8,14 +8,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from ..core._pytree import Static, join, split
 from ..distributed._arrays import put, whole
+from ..models._inputs import AnyArray, Mask
 from ._beam_search import search_beams
 from ._generated import Generated
 from ._logits import INVALID
-from ._prefill import by_layer_with, read_compiled
+from ._prefill import Arrays, by_layer_with, read_compiled
 from ._prompt import ReadPrompt, read_prompt
 from ._request import Request
 from ._sampling import Last, begin, sample
@@ -24,37 +25,52 @@ Result = Int[Array, "results new"] | Generated
 Padded = Int[Array, "results room"] | Generated
 
 
-def decode(model: PyTree, tokens: Any, mask: Any, request: Request) -> Padded:
+def decode(model: PyTree, tokens: AnyArray, mask: Mask | None, request: Request) -> Padded:
     """Generates tokens as a part of a traced program."""
-    tokens, mask = jnp.asarray(tokens), None if mask is None else jnp.asarray(mask)
-    return _decode(model, read_prompt(model, tokens, mask, request), request)[0]
+    if mask is not None:
+        mask = jnp.asarray(mask)
+    read = read_prompt(model, jnp.asarray(tokens), mask, request)
+    new, _ = _decode(model, read, request)
+    return new
 
 
-def decode_compiled(model: PyTree, tokens: Any, mask: Any, request: Request) -> Result:
+def decode_compiled(model: PyTree, tokens: AnyArray, mask: Mask | None, request: Request) -> Result:
     """Generates tokens with programs that are compiled for a number of rows and a size of cache."""
     read, compile_all = read_compiled(model, tokens, mask, request)
-    rest = read.hidden, read.prompt, request
     limit = int(request.limit)
     if limit == 1 and request.beams == 1:  # without the program for the tokens after the first
-        _, last = begin_after(read.cache, *split(model), *rest)
+        arrays, static = split(model)
+        _, last = begin_after(read.cache, arrays, static, read.hidden, read.prompt, request)
         new = first_of(last, request)
     else:
         arrays, static, cache = by_layer_with(model, read.cache)
-        run = _run_in_place if request.copies == request.beams == 1 else _run
-        new, _ = run(cache, arrays, static, *rest)
+        run = _run
+        if request.copies == request.beams == 1:  # no row of the cache is repeated
+            run = _run_in_place
+        new, _ = run(cache, arrays, static, read.hidden, read.prompt, request)
     compile_all()
     return trim(new, limit)
 
 
 def _decode_after(
-    cache: PyTree, arrays: list[Any], static: Static, hidden: Any, prompt: Any, request: Request
+    cache: PyTree,
+    arrays: Arrays,
+    static: Static,
+    hidden: Float[Array, "batch 1 width"],
+    prompt: Int[Array, "batch prompt"],
+    request: Request,
 ) -> tuple[Padded, PyTree]:
     return _decode(join(arrays, static), ReadPrompt(hidden, cache, prompt), request)
 
 
 def _begin_after(
-    cache: PyTree, arrays: list[Any], static: Static, hidden: Any, prompt: Any, request: Request
-) -> Any:
+    cache: PyTree,
+    arrays: Arrays,
+    static: Static,
+    hidden: Float[Array, "batch 1 width"],
+    prompt: Int[Array, "batch prompt"],
+    request: Request,
+) -> tuple[PyTree, Last]:
     """The cache after the prompt, with its rows repeated, and the first new token."""
     return begin(join(arrays, static), ReadPrompt(hidden, cache, prompt), request)
 
@@ -92,8 +108,10 @@ def trim(new: Padded, count: int) -> Result:
         return jax.tree.map(lambda x: x[:, :count], new)
     # Cut on the host: on the devices each number of columns would be compiled.
     host: Any = jax.tree.map(lambda x: whole(x)[:, :count], new)
-    tokens: Any = host.tokens if isinstance(host, Generated) else host
-    check_generated(tokens)
+    if isinstance(host, Generated):
+        check_generated(np.asarray(host.tokens))
+    else:
+        check_generated(host)
     return jax.tree.map(_put_as, host, new)
 
 
@@ -101,7 +119,9 @@ def _put_as(host: np.ndarray, x: Array) -> Array:
     """Puts an array where `x` is."""
     if isinstance(x.sharding, NamedSharding) and not x.is_fully_addressable:
         return put(host, NamedSharding(x.sharding.mesh, P()))  # every process gets all of it
-    return jax.device_put(host, x.sharding if x.committed else None)
+    if not x.committed:
+        return jax.device_put(host)
+    return jax.device_put(host, x.sharding)
 
 
 def check_generated(new: np.ndarray, *, first: int = 0) -> None:

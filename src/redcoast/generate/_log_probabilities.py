@@ -66,9 +66,13 @@ def log_probabilities(
         check_exact(model)
         if not is_traced((model, tokens, mask)):
             return score_exactly(model, tokens, mask)
-    real = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask, bool)
+    real = jnp.ones(tokens.shape, bool)
+    context_mask = None
+    if mask is not None:
+        real = jnp.asarray(mask, bool)
+        context_mask = real[:, :-1]
     ids = jnp.where(real, jnp.asarray(tokens), 0)
-    hidden = model.hidden(ids[:, :-1], mask=None if mask is None else real[:, :-1])
+    hidden = model.hidden(ids[:, :-1], mask=context_mask)
     fast = token_log_probabilities(hidden, model.unembed, ids[:, 1:], chunk=chunk)
     scored = real[:, 1:] & (jnp.cumsum(real, axis=1)[:, 1:] > 1)
     fast = jnp.where(scored, fast, 0)

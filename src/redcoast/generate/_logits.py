@@ -28,10 +28,12 @@ def choose_tokens(
     the results, by default 0, 1, 2, ...."""
     scores = process(logits.astype(jnp.float32), history, step, least, request)
     if request.key is not None and request.temperature is not None:
-        given = request.top_k, request.tail, request.min_p
-        scores = filter_logits(scores, request.temperature, *given)
+        scores = filter_logits(
+            scores, request.temperature, request.top_k, request.tail, request.min_p
+        )
         # The argmax of logits plus Gumbel noise is a sample of the softmax (Gumbel, 1954).
-        rows = jnp.arange(scores.shape[0]) if rows is None else rows
+        if rows is None:
+            rows = jnp.arange(scores.shape[0])
         scores = scores + gumbel_noise(request.key, step, rows, scores.shape[1])
     return first_greatest(scores)
 

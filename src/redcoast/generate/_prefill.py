@@ -290,8 +290,8 @@ def keep_places(tree: PyTree, places: Places) -> PyTree:
 
 def mesh_of(arrays: Arrays) -> Mesh | None:
     """Returns the mesh that a model is on."""
-    for sharding in map(_named_sharding, arrays):
-        mesh = sharding and sharding.mesh
+    for sharding in filter(None, map(_named_sharding, arrays)):
+        mesh = sharding.mesh
         if isinstance(mesh, Mesh) and set(BATCH_AXES) <= set(mesh.axis_names):
             return mesh
     return None

@@ -23,10 +23,15 @@ def least_new(
     `prompt` holds -1 at padding, which is not part of the prompt: the length of a row does not
     depend on the other rows.
     """
+    if request.least_with_prompt is None and request.least is None:
+        return None
     if request.least_with_prompt is None:
-        return None if request.least is None else jnp.asarray(request.least)[None]
-    missing = jnp.asarray(request.least_with_prompt) - jnp.sum(prompt >= 0, axis=1, dtype=jnp.int32)
-    return missing if request.least is None else jnp.maximum(missing, request.least)
+        return jnp.asarray(request.least)[None]
+    lengths = jnp.sum(prompt >= 0, axis=1, dtype=jnp.int32)
+    missing = jnp.asarray(request.least_with_prompt) - lengths
+    if request.least is None:
+        return missing
+    return jnp.maximum(missing, request.least)
 
 
 def process(

@@ -25,8 +25,12 @@ def bucket(length: int) -> int:
 def pad_columns(x: Any, length: int, *, left: bool) -> Any:
     """Pads a NumPy or JAX matrix to `length` columns with zeros."""
     free = length - x.shape[1]
-    xp = np if isinstance(x, np.ndarray) else jnp
-    return xp.pad(x, ((0, 0), (free, 0) if left else (0, free)))
+    widths = ((0, 0), (0, free))
+    if left:
+        widths = ((0, 0), (free, 0))
+    if isinstance(x, np.ndarray):
+        return np.pad(x, widths)
+    return jnp.pad(x, widths)
 
 
 def align_right(
@@ -74,22 +78,27 @@ def read_prompt(
 
 def read_whole_prompt(
     model: PyTree, tokens: Shaped[AnyArray, "batch ..."], mask: Mask | None, request: Request
-) -> tuple[Float[Array, "batch prompt width"], Any, Int[Array, "batch prompt"]]:
+) -> tuple[Float[Array, "batch prompt width"], PyTree, Int[Array, "batch prompt"]]:
     """Like `read_prompt`, with the hidden states of the whole prompt."""
     if is_encoder_decoder(model):
-        # Inputs without a mask, such as images or sounds, are passed to the encoder unchanged.
-        memory = model.encode(tokens if mask is None else blank(tokens, mask), mask=mask)
+        if mask is not None:  # inputs without a mask, such as images or sounds, are not changed
+            tokens = blank(tokens, mask)
+        memory = model.encode(tokens, mask=mask)
         first = jnp.array([[model.config.decoder_start, *request.prefix]], jnp.int32)
         length = first.shape[1] + request.room
         cache = model.init_cache(tokens.shape[0], length, memory=memory, memory_mask=mask)
-        tokens, mask = jnp.broadcast_to(first, (tokens.shape[0], first.shape[1])), None
-    else:
-        tokens, mask = align_right(tokens, mask)
-        count = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
-        count = count if mask is None else jnp.sum(mask, axis=1, dtype=jnp.int32)
-        cache = new_cache(model, count, tokens.shape[1] + request.room, request)
-    hidden, cache = model.decode(tokens, cache, mask=mask)
-    return hidden, cache, tokens if mask is None else jnp.where(mask, tokens, -1)
+        prompt = jnp.broadcast_to(first, (tokens.shape[0], first.shape[1]))
+        hidden, cache = model.decode(prompt, cache, mask=None)
+        return hidden, cache, prompt
+    prompt, real = align_right(tokens, mask)
+    count = jnp.full(prompt.shape[0], prompt.shape[1], jnp.int32)
+    if real is not None:
+        count = jnp.sum(real, axis=1, dtype=jnp.int32)
+    cache = new_cache(model, count, prompt.shape[1] + request.room, request)
+    hidden, cache = model.decode(prompt, cache, mask=real)
+    if real is not None:
+        prompt = jnp.where(real, prompt, -1)
+    return hidden, cache, prompt
 
 
 def new_cache(model: PyTree, count: Int[Array, " batch"], length: int, request: Request) -> PyTree:
@@ -110,7 +119,7 @@ def first_logits(model: PyTree, read: ReadPrompt, request: Request) -> Float[Arr
 
 def append_tokens(
     model: PyTree, tokens: Int[Array, " rows"], cache: PyTree
-) -> tuple[Float[Array, "rows vocab"], Any]:
+) -> tuple[Float[Array, "rows vocab"], PyTree]:
     """Appends one token to each row. Returns the logits of the next token, and the cache."""
     hidden, cache = model.decode(tokens[:, None], cache)
     return model.unembed(hidden)[:, 0], cache

@@ -8,7 +8,6 @@ moved to the front.
 import dataclasses
 import functools as ft
 from collections import deque
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -21,11 +20,20 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from ..core._pytree import Static, join
 from ..distributed._arrays import whole
 from ..models._cache import move_slots
+from ..models._inputs import AnyArray
 from ._cache_rows import Dims, cache_batch_dims
 from ._compiled import Result, check_generated
 from ._generated import Generated
 from ._logits import INVALID, choose_tokens
-from ._prefill import Places, PromptChunks, by_layer_with, chunks_for, keep_places, places_of
+from ._prefill import (
+    Arrays,
+    Places,
+    PromptChunks,
+    by_layer_with,
+    chunks_for,
+    keep_places,
+    places_of,
+)
 from ._processors import least_new
 from ._prompt import append_tokens
 from ._request import Request
@@ -57,15 +65,22 @@ def slots_in_turn(model: PyTree, length: int, new: int) -> int:
     return 1 << (sum(chunks_for(model, length)) + 2 * new - 1).bit_length()
 
 
-def decode_in_turn(model: PyTree, tokens: Any, mask: Any, request: Request, rows: int) -> Result:
+def decode_in_turn(
+    model: PyTree, tokens: AnyArray, mask: AnyArray | None, request: Request, rows: int
+) -> Result:
     """Generates results in `rows` rows, each the same as if all were generated at once."""
-    return _Decoding(model, np.asarray(tokens), mask, request, rows).run()
+    tokens = np.asarray(tokens)
+    real = np.ones(tokens.shape, bool)
+    if mask is not None:
+        real = np.asarray(mask).astype(bool)
+    return _Decoding(model, tokens, real, request, rows).run()
 
 
 class _Decoding:
-    def __init__(self, model: PyTree, tokens: np.ndarray, mask: Any, request: Request, rows: int):
-        self.model, self.request, self.tokens = model, request, tokens
-        self.real = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask).astype(bool)
+    def __init__(
+        self, model: PyTree, tokens: np.ndarray, real: np.ndarray, request: Request, rows: int
+    ):
+        self.model, self.request, self.tokens, self.real = model, request, tokens, real
         self.limit, self.rows = int(request.limit), rows
         self.slots = slots_in_turn(model, tokens.shape[1], self.limit)
         self.reading = dataclasses.replace(request, room=self.slots, copies=1)
@@ -88,8 +103,16 @@ class _Decoding:
             if self.filled == self.slots:
                 cache = self._move(cache, turns)
             most = np.asarray([self.slots - self.filled, len(self.waiting)], np.int32)
-            rest = self.arrays, self.static, most, self.request, self.places, self.everywhere
-            cache, turns, steps = _advance_rows(cache, turns, *rest)
+            cache, turns, steps = _advance_rows(
+                cache,
+                turns,
+                self.arrays,
+                self.static,
+                most,
+                self.request,
+                self.places,
+                self.everywhere,
+            )
             self.filled += int(steps)
         check_generated(self.new)
         if not self.request.scored:
@@ -105,17 +128,27 @@ class _Decoding:
         self.arrays, self.static, cache = by_layer_with(self.model, cache)
         self.dims = cache_batch_dims(cache, self.rows)
         self.places = places_of(cache)
-        mesh = next((place.mesh for place in self.places if place is not None), None)
-        self.everywhere = None if mesh is None else NamedSharding(mesh, P())
-        rest = np.arange(self.rows, dtype=np.int32), self.request, self.everywhere
-        return cache, _first_turns(self.arrays, self.static, last, chunks.prompt, *rest)
+        on_mesh = next(filter(None, self.places), None)
+        self.everywhere = None
+        if on_mesh is not None:
+            self.everywhere = NamedSharding(on_mesh.mesh, P())
+        numbers = np.arange(self.rows, dtype=np.int32)
+        turns = _first_turns(
+            self.arrays,
+            self.static,
+            last,
+            chunks.prompt,
+            numbers,
+            self.request,
+            self.everywhere,
+        )
+        return cache, turns
 
     def _take_turns(self, cache: PyTree, turns: Turns) -> tuple[PyTree, Turns]:
         """Keeps the results that have ended, and starts others in their rows."""
         while True:
-            ended, counts, new, scores = map(
-                whole, (turns.ended, turns.counts, turns.new, turns.scores)
-            )
+            ended, counts = whole(turns.ended), whole(turns.counts)
+            new, scores = whole(turns.new), whole(turns.scores)
             free = [row for row in range(self.rows) if ended[row] and self.results[row] is not None]
             for row in free:
                 result = self.results[row]
@@ -139,12 +172,22 @@ class _Decoding:
         ((_, last, own),) = deque(chunks, maxlen=1)
         _, _, own = by_layer_with(self.model, own)
         place = np.asarray([row, result], np.int32)
-        rest = self.request, self.dims, self.places, self.everywhere
         return _replace_row(
-            cache, turns, self.arrays, self.static, own, last, chunks.prompt, place, *rest
+            cache,
+            turns,
+            self.arrays,
+            self.static,
+            own,
+            last,
+            chunks.prompt,
+            place,
+            self.request,
+            self.dims,
+            self.places,
+            self.everywhere,
         )
 
-    def _move(self, cache: PyTree, turns: Turns) -> Any:
+    def _move(self, cache: PyTree, turns: Turns) -> PyTree:
         """Moves all rows to the first slots, as far as the longest one."""
         used = self.columns + whole(turns.counts)
         running = [used[row] for row in range(self.rows) if self.results[row] is not None]
@@ -156,11 +199,11 @@ class _Decoding:
 
 @ft.partial(jax.jit, static_argnums=(1, 6))
 def _first_turns(
-    arrays: list[Any],
+    arrays: Arrays,
     static: Static,
-    last: Any,
-    prompt: Any,
-    numbers: Any,
+    last: Float[Array, "rows 1 width"],
+    prompt: Int[Array, "rows length"],
+    numbers: Int[Array, " rows"],
     request: Request,
     everywhere: NamedSharding | None,
 ) -> Turns:
@@ -172,12 +215,12 @@ def _first_turns(
 def _replace_row(
     cache: PyTree,
     turns: Turns,
-    arrays: list[Any],
+    arrays: Arrays,
     static: Static,
     own: PyTree,
-    last: Any,
-    prompt: Any,
-    place: Any,
+    last: Float[Array, "1 1 width"],
+    prompt: Int[Array, "1 length"],
+    place: Int[Array, "2"],
     request: Request,
     dims: Dims,
     places: Places,
@@ -188,14 +231,13 @@ def _replace_row(
     first = _choose_first(join(arrays, static), last, prompt, number[None], request)
     turns = jax.tree.map(lambda x, y: x.at[row].set(y[0]), turns, first)
     leaves, structure = jax.tree.flatten(cache)
-    put = [
-        x if d is None else _put_row(x, y, d, row, sharded=bool(everywhere))
-        for x, y, d in zip(leaves, jax.tree.leaves(own), dims, strict=True)
-    ]
-    return keep_places(structure.unflatten(put), places), _placed(turns, everywhere)
+    for i, (x, own_row, d) in enumerate(zip(leaves, jax.tree.leaves(own), dims, strict=True)):
+        if d is not None:
+            leaves[i] = _put_row(x, own_row, d, row, sharded=everywhere is not None)
+    return keep_places(structure.unflatten(leaves), places), _placed(turns, everywhere)
 
 
-def _put_row(x: Array, own: Array, d: int, row: Any, *, sharded: bool) -> Array:
+def _put_row(x: Array, own: Array, d: int, row: Int[Array, ""], *, sharded: bool) -> Array:
     if not sharded:
         return jax.lax.dynamic_update_slice_in_dim(x, own, row, d)
     # A slice of a dimension that is sharded would be gathered.
@@ -208,13 +250,13 @@ def _put_row(x: Array, own: Array, d: int, row: Any, *, sharded: bool) -> Array:
 def _advance_rows(
     cache: PyTree,
     turns: Turns,
-    arrays: list[Any],
+    arrays: Arrays,
     static: Static,
-    most: Any,
+    most: Int[Array, "2"],
     request: Request,
     places: Places,
     everywhere: NamedSharding | None,
-) -> tuple[Any, Turns, Int[Array, ""]]:
+) -> tuple[PyTree, Turns, Int[Array, ""]]:
     """Generates tokens until a row ends, if a prompt waits for it, or until all have ended; at most
     as many as there are slots. Returns also the number of steps."""
     model = join(arrays, static)
@@ -237,13 +279,19 @@ def _advance_rows(
 
 
 @ft.partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _move_slots(cache: PyTree, by: Any, places: Places) -> Any:
+def _move_slots(cache: PyTree, by: Int[Array, ""], places: Places) -> PyTree:
     return keep_places(move_slots(cache, by), places)
 
 
-def _choose_first(model: PyTree, last: Any, prompt: Any, numbers: Any, request: Request) -> Turns:
+def _choose_first(
+    model: PyTree,
+    last: Float[Array, "rows 1 width"],
+    prompt: Int[Array, "rows length"],
+    numbers: Int[Array, " rows"],
+    request: Request,
+) -> Turns:
     """The rows with their first tokens."""
-    turns = blank_turns(jnp.asarray(prompt), jnp.asarray(numbers), request)
+    turns = blank_turns(prompt, numbers, request)
     return choose_next(model.unembed(last)[:, 0], turns, request)
 
 
@@ -269,9 +317,9 @@ def choose_next(logits: Float[Array, "rows vocab"], turns: Turns, request: Reque
     rows, counts = jnp.arange(logits.shape[0]), turns.counts
 
     def choose(logits, history, count, least, number):
-        each = lambda x: None if x is None else x[None]
-        options = each(history), count, each(least), request
-        return choose_tokens(logits[None], *options, rows=number[None])[0]
+        history, least = jax.tree.map(lambda x: x[None], (history, least))  # either may be None
+        tokens = choose_tokens(logits[None], history, count, least, request, rows=number[None])
+        return tokens[0]
 
     tokens = jax.vmap(choose)(logits, turns.history, counts, turns.least, turns.numbers)
     tokens = jnp.where(turns.ended, request.pad, tokens)
@@ -290,5 +338,7 @@ def choose_next(logits: Float[Array, "rows vocab"], turns: Turns, request: Reque
     return Turns(turns.numbers, tokens, counts, ended, new, scores, history, turns.least)
 
 
-def _placed(tree: PyTree, place: NamedSharding | None) -> Any:
-    return tree if place is None else jax.lax.with_sharding_constraint(tree, place)
+def _placed(turns: Turns, place: NamedSharding | None) -> Turns:
+    if place is None:
+        return turns
+    return jax.lax.with_sharding_constraint(turns, place)

@@ -39,7 +39,9 @@ def sample(model: PyTree, read: ReadPrompt, request: Request) -> tuple[New, PyTr
     """Generates tokens until all rows have ended. Returns also the cache."""
     cache, last = begin(model, read, request)
     shape = (last.tokens.shape[0], request.room)
-    scores = jnp.zeros(shape, jnp.float32) if request.scored else None
+    scores = None
+    if request.scored:
+        scores = jnp.zeros(shape, jnp.float32)
     new = New(jnp.full(shape, request.pad, jnp.int32), scores, last.lengths)
 
     def write(new, last):
@@ -67,12 +69,15 @@ def begin(model: PyTree, read: ReadPrompt, request: Request) -> tuple[PyTree, La
     prompt = jnp.asarray(read.prompt)
     if request.copies > 1:
         cache = repeat_rows(cache, cache_batch_dims(cache, logits.shape[0]), request.copies)
-        logits, prompt = (jnp.repeat(x, request.copies, axis=0) for x in (logits, prompt))
+        logits = jnp.repeat(logits, request.copies, axis=0)
+        prompt = jnp.repeat(prompt, request.copies, axis=0)
     rows = jnp.zeros(logits.shape[0], jnp.int32)
-    room = ((0, 0), (0, request.room))
-    history = jnp.pad(prompt, room, constant_values=-1) if request.needs_history else None
+    history, scores = None, None
+    if request.needs_history:
+        history = jnp.pad(prompt, ((0, 0), (0, request.room)), constant_values=-1)
+    if request.scored:
+        scores = rows.astype(jnp.float32)
     count = jnp.zeros((), jnp.int32)
-    scores = rows.astype(jnp.float32) if request.scored else None
     least = least_new(prompt, request)
     nothing = Last(rows, scores, rows.astype(bool), rows, count, history, least)
     return cache, _next(logits, nothing, request)

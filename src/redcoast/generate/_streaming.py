@@ -11,14 +11,23 @@ from jaxtyping import Int, PyTree
 from ..core._iterate import with_last
 from ..core._pytree import Static, join, split
 from ..distributed._arrays import whole
+from ..models._inputs import AnyArray, Mask
 from ._compiled import Result, begin_after, begin_in_place, check_generated
 from ._generated import Generated
-from ._prefill import Places, by_layer_with, keep_places, places_of, read_compiled, types_and_places
+from ._prefill import (
+    Arrays,
+    Places,
+    by_layer_with,
+    keep_places,
+    places_of,
+    read_compiled,
+    types_and_places,
+)
 from ._request import Request
 from ._sampling import Last, advance
 
 # The programs of steps that were called: for what model, where, and for which cache and options.
-_COMPILED: set[Any] = set()
+_COMPILED: set[tuple[object, ...]] = set()
 
 Stream = Callable[[Int[np.ndarray, " batch"]], Any]
 Stop = Callable[[Int[np.ndarray, " new"]], Any]
@@ -26,8 +35,8 @@ Stop = Callable[[Int[np.ndarray, " new"]], Any]
 
 def decode_streaming(
     model: PyTree,
-    tokens: Any,
-    mask: Any,
+    tokens: AnyArray,
+    mask: Mask | None,
     request: Request,
     stream: Stream | None,
     stop: Stop | None,
@@ -39,17 +48,18 @@ def decode_streaming(
     scores, real = np.zeros((rows, count), np.float32), np.zeros((rows, count), bool)
     stopped = np.zeros(rows, bool)
     for i, last in enumerate(_steps(model, tokens, mask, request, count)):
-        found, ended = whole(last.tokens), whole(last.ended)
-        check_generated(found[:, None], first=i)
-        new[:, i] = np.where(stopped, request.pad, found)
+        step_tokens, ended = whole(last.tokens), whole(last.ended)
+        check_generated(step_tokens[:, None], first=i)
+        new[:, i] = np.where(stopped, request.pad, step_tokens)
         if last.scores is not None:
             real[:, i] = ~stopped & (whole(last.lengths) > i)
             scores[:, i] = np.where(stopped, 0, whole(last.scores))
         if stream is not None:
             stream(new[:, i].copy())
         if stop is not None:
-            running = np.flatnonzero(~stopped & ~ended)
-            stopped[[row for row in running if stop(new[row, : i + 1].copy())]] = True
+            for row in np.flatnonzero(~stopped & ~ended):
+                if stop(new[row, : i + 1].copy()):
+                    stopped[row] = True
         if (ended | stopped).all():
             break
     if not request.scored:
@@ -57,12 +67,16 @@ def decode_streaming(
     return Generated(*map(jax.device_put, (new, scores, real)))
 
 
-def _steps(model: PyTree, tokens: Any, mask: Any, request: Request, count: int) -> Iterator[Last]:
+def _steps(
+    model: PyTree, tokens: AnyArray, mask: Mask | None, request: Request, count: int
+) -> Iterator[Last]:
     read, compile_all = read_compiled(model, tokens, mask, request)
     arrays, static = split(model)
     known = jax.tree.leaves(types_and_places((read.cache, request)))
     program = static, places_of(arrays), tuple(map(str, known))
-    start = begin_in_place if request.copies == 1 else begin_after
+    start = begin_after
+    if request.copies == 1:  # no row of the cache is repeated
+        start = begin_in_place
     cache, last = start(read.cache, arrays, static, read.hidden, read.prompt, request)
     is_new = program not in _COMPILED
     if is_new:  # the first token does not wait for the program of the others
@@ -74,12 +88,13 @@ def _steps(model: PyTree, tokens: Any, mask: Any, request: Request, count: int) 
         next(steps)  # was yielded
         compile_all()
         _COMPILED.add(program)
-    yield from (step for step, _ in with_last(steps))
+    for step, _ in with_last(steps):
+        yield step
 
 
 def _advance_all(
     cache: PyTree,
-    arrays: list[Any],
+    arrays: Arrays,
     static: Static,
     last: Last,
     request: Request,
@@ -95,11 +110,11 @@ def _advance_all(
 @ft.partial(jax.jit, static_argnums=(2, 5), donate_argnums=0)
 def _advance(
     cache: PyTree,
-    arrays: list[Any],
+    arrays: Arrays,
     static: Static,
     last: Last,
     request: Request,
     places: Places,
-) -> Any:
+) -> tuple[PyTree, Last]:
     # Keeps the shardings of the first step: if they changed, each step would be recompiled.
     return keep_places(advance(join(arrays, static), cache, last, request), places)

@@ -126,7 +126,7 @@ def run_constrained(
         except Exception as error:
             raise CannotRebind(name) from error
         if name in CONSTRAINED:
-            values = [scope.values[var] for var in equation.outvars]
+            values = _values(scope, equation.outvars)
             results = list(map(shardings.constrain, results, values))
         return results
 
@@ -164,7 +164,7 @@ def _keep_whole(equation: JaxprEqn, scope: Scope, shardings: Shardings, operands
     Without constraints, XLA splits their cotangents like that of the result, and then those of the
     activations that they come from, which are gathered again in the layers.
     """
-    parts = [scope.values[atom] for atom in equation.invars]
+    parts = _values(scope, equation.invars)
     is_split = shardings.is_parallel(scope.values[equation.outvars[0]])
     if not is_split or any(map(shardings.is_parallel, parts)):
         return operands
@@ -276,9 +276,8 @@ def _region(
     """The devices that divide the rows of an equation with operands of these values."""
     axes = tuple(axis for axis in shardings.batch_axes if shardings.mesh.shape[axis] > 1)
     is_loop = isinstance(control_flow(equation), While)
-    is_parallel = any(value is not None and shardings.is_parallel(value) for value in values)
     sharded = ()
-    if is_parallel:
+    if any(map(shardings.is_parallel, filter(None, values))):
         sharded = shardings.compute.model_axes
     return LocalRegion(shardings.mesh, axes, sharded, is_loop)
 
@@ -309,10 +308,14 @@ def _used(jaxpr: Jaxpr) -> set[Var]:
 
 def _has_nothing_to_constrain(nested: _Nested, call: Call) -> bool:
     """Whether a call has a derivative of its own and no contraction: most are activations."""
-    inside = list(iter_equations(nested.inner[0].jaxpr))
-    has_contraction = any(x.primitive.name in CONSTRAINED for x in inside)
-    runs_on_rows = any(acts_on_parts(x) or waits_for_rows(x) or is_kernel(x) for x in inside)
-    return call.has_derivative and not has_contraction and not runs_on_rows
+    if not call.has_derivative:
+        return False
+    for equation in iter_equations(nested.inner[0].jaxpr):
+        if equation.primitive.name in CONSTRAINED:
+            return False
+        if acts_on_parts(equation) or waits_for_rows(equation) or is_kernel(equation):
+            return False
+    return True
 
 
 def _call(nested: _Nested, call: Call) -> Arrays:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +57,9 @@ from ._local_states import (
     NotLocal,
     State,
     check_becomes,
+    have_rows,
     is_identity,
-    shifted,
+    shift_all,
     vmapped_axes,
 )
 
@@ -66,6 +67,9 @@ from ._local_states import (
 _RESULT_SIZES = frozenset(["shape", "new_sizes"])
 _OPERAND_SIZES = frozenset(["limit_indices", "slice_sizes"])
 _WITH_SIZES = frozenset(["broadcast_in_dim", "reshape", "slice", "dynamic_slice", "gather"])
+
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class LocalRegion:
         """Whether the devices might communicate about rows otherwise. Raises `NotLocal`."""
         flow = control_flow(equation)
         if not isinstance(flow, While):
-            return any(isinstance(state, int) for state in states)
+            return have_rows(states)
         if self.states.loop(flow, states).condition is not None:
             return True
         # All devices run as many iterations. Activations that are sharded over other axes would not
@@ -313,7 +317,7 @@ class _Evaluation:
         init = _as_arrays(init, flow.split(equation.invars)[1])
         _, outputs = self.region.states.scan(flow, states)
         const_states, _, x_states = flow.split(tuple(states))
-        row_states = [shifted(state, -1) for state in x_states]
+        row_states = shift_all(x_states, -1)
         body_states = (*const_states, *outputs[: flow.carry], *row_states)
         step = self.as_function(flow.body, body_states, outputs)
 
@@ -369,26 +373,26 @@ class _Evaluation:
                 all_tangents[place] = tangent
             original = lambda *xs: bind_again(equation, xs)
             out, out_tangents = jax.jvp(original, tuple(primals), tuple(all_tangents))
-            return out, [out_tangents[i] for i in outputs]
+            return out, _at(out_tangents, outputs)
 
         custom = jax.custom_jvp(run)
         try:
             # For all rows, and so without the axes of the region.
             with use_abstract_mesh(equation.ctx.cur_abstract_mesh):
-                closed = jax.make_jaxpr(push)(avals, [avals[i] for i in moving])
+                closed = jax.make_jaxpr(push)(avals, _at(avals, moving))
         except Exception as error:
             custom.defjvp(ft.partial(_raise, error))  # the function refuses to be differentiated
             return custom
         # If the rule combines rows, the region is not used.
-        rule_states = [*states, *(states[i] for i in moving)]
-        wanted = [*results, *(results[i] for i in outputs)]
+        rule_states = [*states, *_at(states, moving)]
+        wanted = [*results, *_at(results, outputs)]
         out_states = self.region.states.of_jaxpr(closed, rule_states)
         for state, need in zip(out_states, wanted, strict=True):
             check_becomes(state, need)
         run_rule = self.as_function(closed, rule_states, wanted)
 
         def rule(primals: Sequence[object], tangents: Sequence[object]) -> tuple[Arrays, Arrays]:
-            arrays = run_rule(*primals, *(tangents[i] for i in moving))
+            arrays = run_rule(*primals, *_at(tangents, moving))
             out, pushed = arrays[: len(results)], arrays[len(results) :]
             out_tangents: Arrays = list(map(zero_tangent, out))
             for place, tangent in zip(outputs, pushed, strict=True):
@@ -431,9 +435,8 @@ class _Evaluation:
 
         def function(part: tuple[AnyJaxpr, Sequence[int]]) -> Callable[..., Arrays]:
             jaxpr, places = part
-            consts = [inputs[place] for place in places]
-            const_states = [states[place] for place in places]
-            run = self.as_function(jaxpr, [*const_states, *results], results)
+            consts = _at(inputs, places)
+            run = self.as_function(jaxpr, [*_at(states, places), *results], results)
             return lambda *xs: run(*consts, *jax.tree.leaves(xs))
 
         parts = flow.functions
@@ -466,6 +469,10 @@ def _as_arrays(inputs: Sequence[object], atoms: Sequence[Atom]) -> list[jax.Arra
     """Converts inputs, some of which are Python numbers, to arrays of the traced dtypes."""
     dtypes = [struct_of(atom).dtype for atom in atoms]
     return list(map(jnp.asarray, inputs, dtypes))
+
+
+def _at(items: Sequence[Item], places: Sequence[int]) -> list[Item]:
+    return [items[place] for place in places]
 
 
 def _ranks(atoms: Sequence[Atom]) -> list[int]:

@@ -121,15 +121,15 @@ class LocalStates:
             return self._operation(equation, states)
         # What differs from device to device is treated as if all devices had the same, and then
         # everything that follows from it differs too.
-        step = self._operation(equation, [_replaced(state, OWN, None) for state in states])
+        step = self._operation(equation, _replace_all(states, OWN, None))
         if SUM in step.results:
             raise NotLocal(f"`{primitive_name(equation)}` sums what differs from device to device")
         operands = list(step.operands)
         for place, state in enumerate(states):
             if state is OWN:
                 operands[place] = _replaced(operands[place], None, OWN)
-        results = tuple(_replaced(state, None, OWN) for state in step.results)
-        return LocalStep(tuple(operands), results)
+        results = _replace_all(step.results, None, OWN)
+        return LocalStep(tuple(operands), tuple(results))
 
     def flow(self, equation: JaxprEqn) -> ControlFlow | None:
         """What an equation runs."""
@@ -185,7 +185,7 @@ class LocalStates:
         consts, carry, xs = flow.split(tuple(states))
         if 0 in xs:
             raise NotLocal("`scan` goes from row to row")
-        row_states = [shifted(state, -1) for state in xs]
+        row_states = shift_all(xs, -1)
         while True:
             outputs = self.of_jaxpr(flow.body, (*consts, *carry, *row_states))
             joined = tuple(map(join_states, carry, outputs[: len(carry)]))
@@ -195,7 +195,7 @@ class LocalStates:
 
     def _scan(self, equation: JaxprEqn, flow: Scan, states: Sequence[State]) -> LocalStep:
         operands, outputs = self.scan(flow, states)
-        stacked = [shifted(state, 1) for state in outputs[flow.carry :]]
+        stacked = shift_all(outputs[flow.carry :], 1)
         return LocalStep(operands, (*outputs[: flow.carry], *stacked))
 
     def _cond(self, equation: JaxprEqn, flow: Cond, states: Sequence[State]) -> LocalStep:
@@ -212,7 +212,7 @@ class LocalStates:
         return LocalStep(tuple(states), tuple(results))
 
     def _call(self, equation: JaxprEqn, flow: Call, states: Sequence[State]) -> LocalStep:
-        if flow.kind is CallKind.OWN_RULES and any(state is not None for state in states):
+        if flow.kind is CallKind.OWN_RULES and not _are_same(states):
             raise NotLocal(f"`{primitive_name(equation)}` has rules of its own")
         return LocalStep(tuple(states), self.of_jaxpr(flow.jaxpr, states))
 
@@ -236,7 +236,7 @@ class LocalStates:
         is_vmapped, rule = vmapped_axes(equation) is not None, rule_of(equation)
         if rule is None and not is_vmapped and name != CALLBACK and not is_identity(equation):
             raise NotLocal(f"`{name}` is not known to keep rows apart")
-        if all(state is None for state in states):
+        if _are_same(states):
             return LocalStep(tuple(states), (None,) * count)
         if name in PAIRWISE or is_identity(equation):
             return LocalStep(tuple(states), tuple(states))
@@ -273,11 +273,10 @@ class LocalStates:
 
     def _rows_factor(self, name: str, rule: Rule, states: Sequence[State]) -> Factor:
         """The factor that the rows of all operands are the blocks of."""
-        factors = {
-            self._slowest(name, rule, rule.operands[place][state])
-            for place, state in enumerate(states)
-            if isinstance(state, int)
-        }
+        factors: set[Factor] = set()
+        for place, state in enumerate(states):
+            if isinstance(state, int):
+                factors.add(self._slowest(name, rule, rule.operands[place][state]))
         if len(factors) > 1:
             raise NotLocal(f"`{name}` combines rows with other rows")
         return factors.pop()
@@ -330,11 +329,27 @@ def is_identity(equation: JaxprEqn) -> bool:
     return all(axis_type is AxisType.Auto for axis_type in types)
 
 
-def shifted(state: State, by: int) -> State:
-    """The state of an array with more or fewer dimensions before the one of the rows."""
-    if isinstance(state, int):
-        return state + by
-    return state
+def shift_all(states: Sequence[State], by: int) -> list[State]:
+    """The states of arrays with more or fewer dimensions before the one of the rows."""
+    shifted = list(states)
+    for place, state in enumerate(states):
+        if isinstance(state, int):
+            shifted[place] = state + by
+    return shifted
+
+
+def have_rows(states: Sequence[State]) -> bool:
+    """Whether the rows of an array are divided over the devices."""
+    return any(isinstance(state, int) for state in states)
+
+
+def _are_same(states: Sequence[State]) -> bool:
+    """Whether all devices have the same arrays."""
+    return all(state is None for state in states)
+
+
+def _replace_all(states: Sequence[State], old: State, new: State) -> list[State]:
+    return [_replaced(state, old, new) for state in states]
 
 
 def _replaced(state: State, old: State, new: State) -> State:
@@ -389,7 +404,7 @@ def _of_sum(equation: JaxprEqn, rule: Rule, states: Sequence[State]) -> LocalSte
     sums = frozenset(place for place, state in enumerate(states) if state is SUM)
     group = next((group for group in rule.linear if sums <= group), None)
     rounds = name in _ROUNDED and _is_narrower(equation)
-    if group is None or rounds or any(isinstance(state, int) for state in states):
+    if group is None or rounds or have_rows(states):
         raise NotLocal(f"`{name}` is applied to a sum over rows, and is not linear")
     # Of several terms, each is added by one device.
     operands: list[State] = [None] * len(states)

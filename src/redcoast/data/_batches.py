@@ -4,7 +4,7 @@ import contextlib
 import functools as ft
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from ..core._iterate import with_next
 from ..distributed._kv_store import exchange, is_main
 from ..distributed._mesh import ambient_or_default
 from ._by_host import SplitByHost, read_part
-from ._collate import CollateFn, check_batching, collate, collate_own, count_rows
+from ._collate import CollateFn, Rngs, check_batching, collate, collate_own, count_rows
 from ._fingerprint import fingerprint, warn_of_other_examples
 from ._loading import (
     USUAL_THREADS,
@@ -34,6 +34,7 @@ from ._loading import (
 from ._per_batch import has_per_batch, is_per_batch, without_marks
 from ._permutation import data_seed, example_generators, shuffled
 from ._sources import fetch, is_endless, read_source
+from ._stack import Examples
 from ._stream_state import decode_stream_state, encode_stream_state
 from ._streams import is_iterator
 
@@ -59,7 +60,7 @@ class Batch(NamedTuple):
     step: int
     epoch_end: bool
     last: bool
-    state: dict[str, Any]
+    state: dict[str, PyTree]
 
 
 class Batches:
@@ -76,7 +77,7 @@ class Batches:
 
     def __init__(
         self,
-        examples: Any,
+        examples: object,
         collate_fn: CollateFn | None,
         *,
         batch_size: int | None,
@@ -92,7 +93,7 @@ class Batches:
         self._own = batch_size is None  # whether the source makes batches itself
         self._part, self._parts = 0, 1
         if isinstance(examples, SplitByHost):
-            self._examples: Any
+            self._examples: Any  # `Epochs` if there is a `length`, otherwise a `Stream`
             self._examples, self._part, self._parts = read_part(examples, mesh, batch_size)
         elif batch_size is None:
             self._examples = read_batches(OwnBatches(examples), epochs=epochs)
@@ -100,7 +101,7 @@ class Batches:
             self._examples = read_source(examples, epochs=epochs)
         self.length: int | None = getattr(self._examples, "length", None)
         self.batch_size: int = self._own_rows() if batch_size is None else batch_size
-        self._state: dict[str, Any] = {}
+        self._state: dict[str, PyTree] = {}
         self._loading: Iterator[tuple[Loaded, Loaded | None, bool]] | None = None
         self._closing = contextlib.ExitStack()
         self._stream_is_ahead = False  # of the last returned batch, since batches were prepared
@@ -190,7 +191,7 @@ class Batches:
 
     @ft.cached_property
     def _marked_spec(self) -> PyTree:
-        def abstract(part: Any) -> Any:
+        def abstract(part: PyTree) -> PyTree:
             if is_per_batch(part):  # the sizes of other batches may differ
                 return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), part)
             return jax.ShapeDtypeStruct((self.batch_size, *part.shape[1:]), part.dtype)
@@ -237,13 +238,13 @@ class Batches:
             (item,) = self._examples.peek(1)
             return Collating(self.collate_fn, self.mesh).own_host_batch(item, 0)[0]
 
-        def read(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
+        def read(own: list[int]) -> tuple[Examples, list[int], Rngs]:
             rngs = lambda: example_generators([0] * len(own), own, np.zeros(2, np.uint64))
             return self._first_examples(own), own, rngs
 
         return Collating(self.collate_fn, self.mesh).host_batch(self.batch_size, read)
 
-    def _first_examples(self, rows: list[int]) -> list[Any]:
+    def _first_examples(self, rows: list[int]) -> Examples:
         if self.length is not None:
             with self._examples.using(0) as dataset:
                 return fetch(dataset, [i % self.length for i in rows])
@@ -252,11 +253,11 @@ class Batches:
             raise ValueError(_EMPTY)
         return [examples[i % len(examples)] for i in rows]
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, PyTree]:
         """Returns the state after the last returned batch, which can be stored as JSON."""
         return dict(self._state)
 
-    def recognise_examples(self, saved: Mapping[str, Any]) -> None:
+    def recognise_examples(self, saved: Mapping[str, PyTree]) -> None:
         """Warns if the examples differ from a saved state's, for instance in their order.
 
         States that `gather_state` returns have what they are recognised by. It reads a few
@@ -271,7 +272,7 @@ class Batches:
                 again = fingerprint(dataset, self.length)
                 warn_of_other_examples(before, self._fingerprint, again)
 
-    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+    def gather_state(self, state: dict[str, PyTree]) -> dict[str, PyTree]:
         """Returns a state for a checkpoint, with the places of all processes.
 
         All processes must call it if the examples are split by host.
@@ -284,7 +285,7 @@ class Batches:
         streams = dict(places)
         return {**state, "stream": {"parts": [streams[part] for part in range(self._parts)]}}
 
-    def _own_place(self, stream: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _own_place(self, stream: dict[str, PyTree] | None) -> dict[str, PyTree] | None:
         """The position in the part that this process reads."""
         places = (stream or {}).get("parts")
         if places is None:
@@ -298,7 +299,7 @@ class Batches:
         return places[self._part]
 
     @hide_frames
-    def set_state(self, state: dict[str, Any], *, key: PRNGKeyArray | None = None) -> None:
+    def set_state(self, state: dict[str, PyTree], *, key: PRNGKeyArray | None = None) -> None:
         """Sets the position, so that the next batch is the one after the given state.
 
         **Arguments:**
@@ -461,7 +462,7 @@ _EMPTY = "`examples` is a stream that gave no examples. Pass a stream at its sta
 
 @hide_frames
 def batches(
-    examples: Any,
+    examples: object,
     collate_fn: CollateFn | None = None,
     *,
     batch_size: int | None,

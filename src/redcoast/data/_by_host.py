@@ -1,7 +1,6 @@
 """Sources of which each host reads its own part."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -15,11 +14,11 @@ from ._streams import Stream
 class SplitByHost:
     """The source that [`redcoast.split_by_host`][] returns."""
 
-    def __init__(self, make: Callable[[int, int], Any]):
+    def __init__(self, make: Callable[[int, int], object]):
         self.make = make
 
 
-def split_by_host(make: Callable[[int, int], Any]) -> SplitByHost:
+def split_by_host(make: Callable[[int, int], object]) -> SplitByHost:
     """Creates a stream of which each process reads its own part, for `fit` and `batches`.
 
     Without it, each process reads the entire stream, and uses only the rows of its own devices.

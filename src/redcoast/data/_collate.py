@@ -17,10 +17,11 @@ from ..distributed._heartbeat import doing
 from ._columns import is_table
 from ._in_turn import InTurn
 from ._per_batch import is_per_batch
-from ._stack import stack_examples
+from ._stack import Examples, stack_examples
 
 T = TypeVar("T")
 CollateFn = Callable[..., PyTree]
+Rngs = Callable[[], list[np.random.Generator] | None]  # a generator for each example
 ARRAYS = (np.ndarray, jax.Array)
 MOST = 8  # indices in a note
 
@@ -36,7 +37,7 @@ class BatchForm:
         leaves, self._structure = jax.tree.flatten(batch)
         self._types = [(x.dtype, x.ndim) for x in leaves]
 
-    def fits(self, leaves: list[Any], structure: object, rows: int) -> bool:
+    def fits(self, leaves: list[PyTree], structure: object, rows: int) -> bool:
         if structure != self._structure:
             return False
         for x, (dtype, ndim) in zip(leaves, self._types, strict=True):
@@ -47,9 +48,7 @@ class BatchForm:
         return True
 
 
-def collate(
-    collate_fn: CollateFn, examples: list[Any], indices: list[int], rngs: Callable[[], Any]
-) -> PyTree:
+def collate(collate_fn: CollateFn, examples: Examples, indices: list[int], rngs: Rngs) -> PyTree:
     """Calls `collate_fn`, and checks that it returned a batch with one row for each example.
 
     Arrays that are marked as `per_batch` may have any shape, and keep the mark. Arrays that
@@ -60,9 +59,9 @@ def collate(
 
 def collate_alike(
     collate_fn: CollateFn,
-    examples: list[Any],
+    examples: Examples,
     indices: list[int],
-    rngs: Callable[[], Any],
+    rngs: Rngs,
     in_turn: InTurn,
     form: BatchForm | None,
 ) -> tuple[PyTree, bool]:
@@ -90,7 +89,7 @@ def collate_alike(
 
 
 def collate_own(
-    collate_fn: CollateFn | None, batch: Any, number: int, in_turn: InTurn | None = None
+    collate_fn: CollateFn | None, batch: PyTree, number: int, in_turn: InTurn | None = None
 ) -> PyTree:
     """Returns the arrays of a batch that the source of the examples has made.
 
@@ -109,18 +108,16 @@ def collate_own(
 _WHAT = "what `collate_fn` returned"
 
 
-def _owned(leaves: list[Any]) -> tuple[list[Any], bool]:
+def _owned(leaves: list[PyTree]) -> tuple[list[PyTree], bool]:
     """The arrays that a user's function returned, copied if it may write into them again, and
     whether any was copied."""
     held = held_elsewhere(leaves)
     return [copied(x) if is_held else x for x, is_held in zip(leaves, held, strict=True)], any(held)
 
 
-def _call(
-    collate_fn: CollateFn, examples: list[Any], indices: list[int], rngs: Callable[[], Any]
-) -> PyTree:
+def _call(collate_fn: CollateFn, examples: Examples, indices: list[int], rngs: Rngs) -> PyTree:
     """What `collate_fn` returns."""
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if takes_rngs(collate_fn):
         options = {"rngs": rngs()}
     try:
@@ -152,7 +149,7 @@ def _checked(batch: PyTree, rows: int) -> PyTree:
     return arrays
 
 
-def _call_with_batch(collate_fn: CollateFn | None, batch: Any, number: int) -> PyTree:
+def _call_with_batch(collate_fn: CollateFn | None, batch: PyTree, number: int) -> PyTree:
     if collate_fn is None:
         arrays = foreign_to_numpy(batch)
     else:
@@ -178,7 +175,7 @@ def _without_exit(collate_fn: CollateFn, *args: object, **options: object) -> Py
 def foreign_to_numpy(tree: PyTree) -> PyTree:
     """Converts the arrays of other libraries, such as PyTorch's tensors, to NumPy arrays."""
 
-    def is_foreign(x: Any) -> bool:
+    def is_foreign(x: object) -> bool:
         own = isinstance(x, (*ARRAYS, np.generic))
         return not own and hasattr(x, "__array__") and not is_table(x)
 
@@ -222,7 +219,7 @@ def _check_batch(arrays: PyTree, what: str) -> None:
         raise ValueError(f"{what} has no rows. {advice}")
 
 
-def check_batching(collate_fn: Any, batch_size: Any) -> CollateFn | None:
+def check_batching(collate_fn: CollateFn | None, batch_size: int | None) -> CollateFn | None:
     """Checks the two arguments that define batches, and returns the `collate_fn` to use.
 
     By default, examples are stacked, and items that are batches are not changed.
@@ -249,7 +246,7 @@ def check_batching(collate_fn: Any, batch_size: Any) -> CollateFn | None:
     return collate_fn
 
 
-def has_no_default(fn: Callable[..., Any], name: str) -> bool:
+def has_no_default(fn: Callable[..., object], name: str) -> bool:
     return inspect.signature(fn).parameters[name].default is inspect.Parameter.empty
 
 
@@ -295,7 +292,7 @@ def _check_rows(arrays: PyTree, rows: int) -> None:
             )
 
 
-def _is_numeric(leaf: Any) -> bool:
+def _is_numeric(leaf: object) -> bool:
     return isinstance(leaf, ARRAYS) and (isinstance(leaf, jax.Array) or has_numbers(leaf.dtype))
 
 
@@ -324,7 +321,7 @@ def check_alike(batches: Iterator[Any]) -> Generator[Any, None, None]:
         yield batch
 
 
-def _structure(arrays: PyTree) -> tuple[Any, list[tuple[Any, Any]]]:
+def _structure(arrays: PyTree) -> tuple[PyTree, list[tuple[object, int | tuple[int, ...]]]]:
     """Returns the properties that must be the same for all batches of a run."""
     leaves, structure = jax.tree.flatten(arrays)
     alone = jax.process_count() == 1

@@ -1,26 +1,25 @@
 """Columns as examples: the rows of a tuple of arrays, as Keras takes `(x, y)`, and of tables."""
 
-from typing import Any
-
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 
 class Columns:
     """The examples of arrays with equal first dimensions; example i is the tuple of rows i."""
 
-    def __init__(self, arrays: tuple[Any, ...]):
+    def __init__(self, arrays: tuple[PyTree, ...]):
         # Rows of an array of JAX would each be a computation.
         self._arrays = [np.asarray(x) if isinstance(x, jax.Array) else x for x in arrays]
 
     def __len__(self) -> int:
         return len(self._arrays[0])
 
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
+    def __getitem__(self, index: int) -> tuple[PyTree, ...]:
         return tuple(x[index] for x in self._arrays)
 
-    def __getitems__(self, indices: list[int]) -> list[tuple[Any, ...]]:
-        columns: list[Any] = []
+    def __getitems__(self, indices: list[int]) -> list[tuple[PyTree, ...]]:
+        columns: list[PyTree] = []
         for x in self._arrays:
             if isinstance(x, np.ndarray):
                 columns.append(x[indices])
@@ -29,7 +28,7 @@ class Columns:
         return list(zip(*columns, strict=True))
 
 
-def as_columns(examples: tuple[Any, ...], name: str) -> Columns | None:
+def as_columns(examples: tuple[PyTree, ...], name: str) -> Columns | None:
     """The rows of a tuple of arrays; `None` for a tuple of other things, which are examples.
 
     **Raises:**
@@ -61,17 +60,17 @@ def as_columns(examples: tuple[Any, ...], name: str) -> Columns | None:
     return Columns(examples)
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__", "__len__"))
 
 
-def is_table(x: Any) -> bool:
+def is_table(x: object) -> bool:
     """Whether this is a table or a part of one, as Arrow, pandas and Polars have them."""
     arrow = hasattr(x, "__arrow_c_stream__") or hasattr(x, "__arrow_c_array__")
     return (arrow and hasattr(x, "columns")) or hasattr(x, "to_table")
 
 
-def rows_of_table(table: Any, name: str) -> str:
+def rows_of_table(table: object, name: str) -> str:
     """The expression that makes a list of the rows of a table, which has this name."""
     if hasattr(table, "to_pylist"):  # pyarrow
         return f"{name}.to_pylist()"

@@ -1,9 +1,8 @@
 """Checksums of a few examples, by which a resumed run knows whether it reads the same data."""
 
 import logging
-from typing import Any
 
-from ._sources import fetch
+from ._sources import Indexed, fetch
 from ._stream_state import example_checksum
 
 logger = logging.getLogger("redcoast")
@@ -11,7 +10,7 @@ _MOST = 8  # examples that are compared
 _SHARE = 0.75  # of them differ, where all are in another order
 
 
-def fingerprint(dataset: Any, length: int) -> list[int] | None:
+def fingerprint(dataset: Indexed, length: int) -> list[int] | None:
     """Checksums of examples at places all over the dataset; `None` if one cannot be read now."""
     places = dict.fromkeys(i * length // _MOST for i in range(_MOST))
     try:
@@ -20,7 +19,9 @@ def fingerprint(dataset: Any, length: int) -> list[int] | None:
         return None
 
 
-def warn_of_other_examples(before: Any, now: list[int] | None, again: list[int] | None) -> None:
+def warn_of_other_examples(
+    before: list[int] | None, now: list[int] | None, again: list[int] | None
+) -> None:
     """Warns if most examples are not those that a run was started with.
 
     `again` are the checksums of a second reading: an example that is augmented differs in each.

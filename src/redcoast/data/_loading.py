@@ -4,7 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from ..distributed._mesh import batch_shards
 from ._collate import (
     BatchForm,
     CollateFn,
+    Rngs,
     check_alike,
     collate_alike,
     collate_own,
@@ -29,7 +30,7 @@ from ._in_turn import InTurn, working_in_threads
 from ._per_batch import has_per_batch, is_per_batch, without_marks
 from ._permutation import batch_indices, example_generators
 from ._sources import Epochs, StreamReader, by_epoch, count_examples, fetch, read_source
-from ._stack import stack_examples
+from ._stack import Examples, stack_examples
 from ._streams import RepeatedStream, Stream, is_iterator
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class Loaded(NamedTuple):
     arrays: PyTree
     rows: int
     position: int
-    stream: Any = None  # the encoded state of the stream after this batch
+    stream: PyTree = None  # the encoded state of the stream after this batch
     per_batch: bool = False  # whether some arrays do not have one row for each example
     epoch: int = 0  # of its first example; only in a stream
     is_alike: bool = False  # whether it is known to have the structure and dtypes of one before
@@ -72,10 +73,10 @@ def checked_threads(workers: int, ahead: int) -> Threads:
 class OwnBatches(NamedTuple):
     """Examples whose items are batches."""
 
-    source: Any
+    source: object
 
 
-def count_in_epoch(examples: Any, name: str = "examples") -> int | None:
+def count_in_epoch(examples: object, name: str = "examples") -> int | None:
     """Returns the number of examples in an epoch; `None` for a stream, of examples or batches."""
     if isinstance(examples, OwnBatches):
         return None
@@ -83,7 +84,7 @@ def count_in_epoch(examples: Any, name: str = "examples") -> int | None:
 
 
 # For some rows of a batch: their examples, the indices of the examples, and their generators.
-ReadRows = Callable[[list[int]], tuple[list[Any], list[int], Callable[[], Any]]]
+ReadRows = Callable[[list[int]], tuple[Examples, list[int], Rngs]]
 
 
 class Collating:
@@ -104,7 +105,7 @@ class Collating:
         """Returns the batch that `collate_fn` makes of this many rows, with its marks."""
         return self._host_batch(rows, read)[0]
 
-    def __call__(self, rows: int, position: int, read: ReadRows, stream: Any = None) -> Loaded:
+    def __call__(self, rows: int, position: int, read: ReadRows, stream: PyTree = None) -> Loaded:
         batch, is_alike = self._host_batch(rows, read)
         if is_alike:
             return Loaded(batch, rows, position, stream, is_alike=True)
@@ -125,7 +126,7 @@ class Collating:
             return self._host_batch(rows, read)
         return batch, is_alike
 
-    def own_host_batch(self, item: Any, number: int) -> tuple[PyTree, int]:
+    def own_host_batch(self, item: PyTree, number: int) -> tuple[PyTree, int]:
         """Returns this process's rows of a batch that the source made, and the total number of
         rows."""
         batch = collate_own(self._collate_fn, item, number, self._in_turn)
@@ -135,12 +136,12 @@ class Collating:
             batch = jax.tree.map(lambda x: x[np.array(own, int)], batch)
         return batch, rows
 
-    def of_own(self, item: Any, number: int, stream: Any = None) -> Loaded:
+    def of_own(self, item: PyTree, number: int, stream: PyTree = None) -> Loaded:
         """A batch that the source made, on the devices; its position is not known."""
         batch, rows = self.own_host_batch(item, number)
         return self._place(batch, rows, 0, stream)
 
-    def _place(self, batch: PyTree, rows: int, position: int, stream: Any) -> Loaded:
+    def _place(self, batch: PyTree, rows: int, position: int, stream: PyTree) -> Loaded:
         arrays, per_batch = batch, has_per_batch(batch)
         if per_batch:
             arrays = without_marks(batch)
@@ -160,7 +161,7 @@ def _is_plain(batch: PyTree) -> bool:
 
 
 def training_batches(
-    examples: Any,
+    examples: object,
     collate_fn: CollateFn,
     *,
     batch_size: int,
@@ -180,7 +181,7 @@ def training_batches(
         begin, *parts = batch
         rows = len(parts[0])
 
-        def read(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
+        def read(own: list[int]) -> tuple[Examples, list[int], Rngs]:
             epochs, indices = parts
             if len(own) < rows:
                 epochs, indices = [epochs[i] for i in own], [indices[i] for i in own]
@@ -188,7 +189,7 @@ def training_batches(
             if epochs[0] == epochs[-1]:
                 with of_epoch.using(epochs[0]) as dataset:
                     return fetch(dataset, indices, reading, stacks=stacks), indices, rngs
-            examples: list[Any] = []
+            examples: list[PyTree] = []
             for epoch in dict.fromkeys(epochs):
                 first = epochs.index(epoch)
                 of_one = indices[first : first + epochs.count(epoch)]
@@ -206,7 +207,7 @@ def training_batches(
 
 
 def stream_batches(
-    stream: Any,
+    stream: PyTree,
     collate_fn: CollateFn | None,
     *,
     batch_size: int | None,
@@ -252,7 +253,7 @@ def stream_batches(
 
         rows = len(examples) * parts
 
-        def of_rows(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
+        def of_rows(own: list[int]) -> tuple[Examples, list[int], Rngs]:
             if parts > 1 and len(own) != len(examples):
                 raise ValueError(
                     "`collate_fn` marks arrays with `per_batch`, which belong to the batch of all "
@@ -272,8 +273,8 @@ class _Read(NamedTuple):
     """Examples of a stream: the position after them, the state after them, and their epoch."""
 
     position: int
-    examples: list[Any]
-    state: Any
+    examples: list[PyTree]
+    state: dict[str, PyTree]
     epoch: int
 
 
@@ -289,7 +290,7 @@ def with_positions(
 
 
 def ordered_batches(
-    examples: Any,
+    examples: object,
     collate_fn: CollateFn | None,
     *,
     batch_size: int | None,
@@ -312,7 +313,7 @@ def ordered_batches(
     def make(bounds: tuple[int, int]) -> Loaded:
         begin, end = bounds
 
-        def read(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
+        def read(own: list[int]) -> tuple[Examples, list[int], Rngs]:
             indices = [begin + i for i in own]
             return fetch(source(0), indices, reading), indices, lambda: None
 
@@ -332,7 +333,7 @@ def read_batches(batches: OwnBatches, *, epochs: int | None = 1, name: str = "ex
     return RepeatedStream(in_order, epochs=epochs, name=name)
 
 
-def repeatable(examples: Any, *, name: str) -> Any:
+def repeatable(examples: object, *, name: str) -> object:
     """Returns the examples of epoch 0, which can be read in order any number of times.
 
     **Raises:**
@@ -356,7 +357,7 @@ def repeatable(examples: Any, *, name: str) -> Any:
     return examples
 
 
-def first_rows(examples: Any, count: int, *, name: str) -> list[Any]:
+def first_rows(examples: object, count: int, *, name: str) -> Examples:
     """Returns the first examples of a source that is read in order, or rows of its batches."""
     if isinstance(examples, OwnBatches):
         rows = itertools.chain.from_iterable(map(unbatched, read_batches(examples, name=name)))
@@ -367,7 +368,7 @@ def first_rows(examples: Any, count: int, *, name: str) -> list[Any]:
     return list(map(copied, itertools.islice(source, count)))
 
 
-def unbatched(batch: Any) -> Iterator[Any]:
+def unbatched(batch: PyTree) -> Iterator[PyTree]:
     """The rows of a batch: dicts and tuples of the rows of its columns."""
     if isinstance(batch, Mapping):
         columns = map(unbatched, batch.values())
@@ -386,17 +387,17 @@ def _ordered_stream(
     reader = StreamReader(stream, used=threads.ahead + threads.workers + 1)
     shards = batch_shards(mesh)
 
-    def read() -> Iterator[tuple[int, list[Any]]]:
+    def read() -> Iterator[tuple[int, list[PyTree]]]:
         start = 0
         while examples := reader(batch_size):
             for begin, end in chunks(len(examples), batch_size, shards):
                 yield start + begin, examples[begin:end]
             start += len(examples)
 
-    def make(batch: tuple[int, list[Any]]) -> Loaded:
+    def make(batch: tuple[int, list[PyTree]]) -> Loaded:
         start, examples = batch
 
-        def of_rows(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
+        def of_rows(own: list[int]) -> tuple[Examples, list[int], Rngs]:
             return [examples[i] for i in own], [start + i for i in own], lambda: None
 
         return collating(len(examples), start + len(examples), of_rows)

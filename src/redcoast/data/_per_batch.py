@@ -1,7 +1,6 @@
 """Arrays of a batch that do not have one row for each example."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -62,7 +61,7 @@ def per_batch(arrays: PyTree) -> PyTree:
     return PerBatch(arrays)
 
 
-def is_per_batch(x: Any) -> bool:
+def is_per_batch(x: object) -> bool:
     return isinstance(x, PerBatch)
 
 

@@ -9,15 +9,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
+from jaxtyping import PyTree
 
 from ..core._errors import listed, noting, short_repr
 from ..core._owned import copied, have_places, held_elsewhere, memory_of
 from ..distributed._heartbeat import doing
 from ._columns import as_columns, is_table, rows_of_table
 from ._in_turn import InTurn, threads_at_work
+from ._stack import Examples
 from ._stream_state import decode_stream_state, encode_stream_state
 from ._streams import (
     IteratorWithoutState,
@@ -30,6 +32,15 @@ from ._streams import (
 from ._token_windows import TokenWindows
 
 
+@runtime_checkable
+class Indexed(Protocol):
+    """Examples with a length and an index: a list, an array, a dataset."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> PyTree: ...
+
+
 class Epochs:
     """The examples of each epoch; called with an epoch, it returns them.
 
@@ -38,14 +49,14 @@ class Epochs:
     - `length`: the number of examples in an epoch.
     """
 
-    def __init__(self, examples: Any, length: int):
+    def __init__(self, examples: Indexed, length: int):
         self._examples, self.length = examples, length
 
-    def __call__(self, epoch: int) -> Any:
+    def __call__(self, epoch: int) -> Indexed:
         with self.using(epoch) as examples:
             return examples
 
-    def using(self, epoch: int) -> AbstractContextManager[Any]:
+    def using(self, epoch: int) -> AbstractContextManager[Indexed]:
         """Returns the examples of an epoch, which do not change until the context ends."""
         return contextlib.nullcontext(self._examples)
 
@@ -58,21 +69,24 @@ class _EpochsOfFunction(Epochs):
     has since returned the same object for another epoch.
     """
 
-    def __init__(self, make: Callable[[int], Any], first: Any, name: str, epochs: int | None):
+    def __init__(
+        self, make: Callable[[int], Indexed], first: Indexed, name: str, epochs: int | None
+    ):
         # The examples of two epochs are kept, because a batch may span both.
-        super().__init__({0: first}, _length(first, f"{name}(0)", epochs))
+        super().__init__(first, _length(first, f"{name}(0)", epochs))
+        self._of_epoch: dict[int, Indexed] = {0: first}
         self._make, self._name = make, name
         self._readers: collections.Counter[int] = collections.Counter()
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
-    def using(self, epoch: int) -> Iterator[Any]:
+    def using(self, epoch: int) -> Iterator[Indexed]:
         with self._changed:
-            if epoch not in self._examples:
+            if epoch not in self._of_epoch:
                 self._changed.wait_for(lambda: not self._readers.total())
-                if epoch not in self._examples:
+                if epoch not in self._of_epoch:
                     self._load(epoch)
-            examples = self._examples[epoch]
+            examples = self._of_epoch[epoch]
             self._readers[epoch] += 1
         try:
             yield examples
@@ -88,12 +102,12 @@ class _EpochsOfFunction(Epochs):
                 f"`{self._name}({epoch})` has {len(found)} examples, but `{self._name}(0)` has "
                 f"{self.length}. Every epoch must have the same number."
             )
-        others = [(e, x) for e, x in self._examples.items() if x is not found]
-        self._examples = dict([*others[-1:], (epoch, found)])
+        others = [(e, x) for e, x in self._of_epoch.items() if x is not found]
+        self._of_epoch = dict([*others[-1:], (epoch, found)])
 
 
 def read_source(
-    examples: Any, *, epochs: int | None = None, name: str = "examples", batched: bool = False
+    examples: object, *, epochs: int | None = None, name: str = "examples", batched: bool = False
 ) -> Epochs | Stream:
     """Returns a reader of examples, by index or in sequence.
 
@@ -120,7 +134,8 @@ def read_source(
     if is_indexed(examples):
         return Epochs(examples, _length(examples, name, epochs))
     if hasattr(examples, "__iter__"):
-        return RepeatedStream(lambda epoch: examples, epochs=epochs, name=name, sets_epoch=True)
+        source: PyTree = examples
+        return RepeatedStream(lambda epoch: source, epochs=epochs, name=name, sets_epoch=True)
     if not callable(examples):
         raise TypeError(
             f"`{name}` is of type {type(examples).__name__}. It must have a length and an index "
@@ -130,7 +145,7 @@ def read_source(
     return _read_function(examples, epochs, name)
 
 
-def _read_function(make: Callable[..., Any], epochs: int | None, name: str) -> Epochs | Stream:
+def _read_function(make: Callable[..., PyTree], epochs: int | None, name: str) -> Epochs | Stream:
     takes_epoch = _takes_argument(make)
     call = make
     if not takes_epoch:
@@ -149,7 +164,7 @@ def _read_function(make: Callable[..., Any], epochs: int | None, name: str) -> E
     return RepeatedStream(begin, epochs=epochs, name=name)
 
 
-def _takes_argument(make: Callable[..., Any]) -> bool:
+def _takes_argument(make: Callable[..., object]) -> bool:
     try:
         signature = inspect.signature(make)
     except ValueError:  # functions implemented in C may have no signature
@@ -162,7 +177,7 @@ def _takes_argument(make: Callable[..., Any]) -> bool:
     return any(x.kind is x.VAR_POSITIONAL or x.name == "epoch" for x in parameters)
 
 
-def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Epochs, int]:
+def by_epoch(examples: object, *, name: str = "examples") -> tuple[Epochs, int]:
     """Returns the examples of each epoch, and the number of examples in an epoch."""
     source = read_source(examples, name=name)
     if isinstance(source, Stream):
@@ -174,7 +189,7 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Epochs, int]:
     return source, source.length
 
 
-def is_indexed(examples: Any) -> bool:
+def is_indexed(examples: object) -> TypeGuard[Indexed]:
     """Returns whether examples have a length and an index."""
     if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
         return False
@@ -192,7 +207,7 @@ def _depth_of(cls: type, name: str) -> int:
     return len(cls.__mro__)
 
 
-def _index_works(examples: Any) -> bool:
+def _index_works(examples: PyTree) -> bool:
     """Whether indexing works; PyTorch's datasets inherit a method that only raises an error."""
     try:
         count = len(examples)
@@ -206,7 +221,7 @@ def _index_works(examples: Any) -> bool:
     return True
 
 
-def _refuse_columns(examples: Any, name: str) -> None:
+def _refuse_columns(examples: object, name: str) -> None:
     """Raises `TypeError` if the items of examples are columns, or letters."""
     what = "path" if isinstance(examples, os.PathLike) else "string"
     if isinstance(examples, str | bytes | os.PathLike):
@@ -236,7 +251,7 @@ def _refuse_columns(examples: Any, name: str) -> None:
     )
 
 
-def _has_examples(part: Any) -> bool:
+def _has_examples(part: object) -> bool:
     """Whether a value of a dict is a set of examples, such as a split, and not a column."""
     if is_indexed(part):
         with contextlib.suppress(LookupError):  # of a series of pandas that has other keys
@@ -245,7 +260,7 @@ def _has_examples(part: Any) -> bool:
     return hasattr(part, "__iter__") and not hasattr(part, "__array__")
 
 
-def _refuse_loader(examples: Any, name: str) -> None:
+def _refuse_loader(examples: object, name: str) -> None:
     """Raises `TypeError` if examples are a loader of batches, such as PyTorch's."""
     makes_batches = getattr(examples, "batch_sampler", True) is not None
     if hasattr(examples, "dataset") and makes_batches and not is_indexed(examples):
@@ -256,7 +271,7 @@ def _refuse_loader(examples: Any, name: str) -> None:
         )
 
 
-def count_examples(examples: Any, name: str = "examples") -> int | None:
+def count_examples(examples: object, name: str = "examples") -> int | None:
     """Returns the number of examples in an epoch; `None` for a stream or without examples."""
     if examples is None or isinstance(examples, Stream):
         return None
@@ -266,7 +281,7 @@ def count_examples(examples: Any, name: str = "examples") -> int | None:
     return source.length
 
 
-def _length(examples: Any, name: str, epochs: int | None = None) -> int:
+def _length(examples: Indexed, name: str, epochs: int | None = None) -> int:
     count = len(examples)
     if count == 0:
         raise ValueError(f"`{name}` is empty. Pass at least one example.")
@@ -284,8 +299,8 @@ def is_endless(length: int) -> bool:
 
 
 def fetch(
-    examples: Any, indices: list[int], in_turn: InTurn | None = None, *, stacks: bool = False
-) -> Any:
+    examples: Indexed, indices: list[int], in_turn: InTurn | None = None, *, stacks: bool = False
+) -> Examples:
     """Returns a list of the examples with the given indices, fetched in one call if possible.
 
     With `stacks`, it may also be an array of them.
@@ -301,9 +316,7 @@ def fetch(
         raise
 
 
-def _fetch(
-    examples: Any, indices: list[int], in_turn: InTurn | None, stacks: bool
-) -> list[Any] | np.ndarray:
+def _fetch(examples: Indexed, indices: list[int], in_turn: InTurn | None, stacks: bool) -> Examples:
     if type(examples) is TokenWindows:  # it returns copies
         windows = examples.__getitems__(indices)
         if stacks:
@@ -325,15 +338,15 @@ def _fetch(
 _SEQUENCES = (list, tuple, range)  # indexing them calls no user code
 
 
-def _read_all(examples: Any, indices: list[int]) -> Sequence[Any]:
+def _read_all(examples: PyTree, indices: list[int]) -> Sequence[PyTree]:
     if hasattr(examples, "__getitems__"):  # faster for datasets on disk
         return examples.__getitems__(indices)
     return [examples[i] for i in indices]
 
 
 def _read(
-    examples: Any, indices: list[int], reuses: bool, read: list[Any] | None = None
-) -> tuple[list[Any], bool]:
+    examples: Indexed, indices: list[int], reuses: bool, read: list[PyTree] | None = None
+) -> tuple[list[PyTree], bool]:
     """The examples, and whether they were copied because the dataset may write into them.
 
     `read` are the examples if they were read just now.
@@ -372,10 +385,12 @@ class StreamReader:
     def __init__(self, stream: Stream, *, used: int = 0):
         self.epoch = stream.epoch
         self._stream, self._copies = stream, False
-        self._used: collections.deque[tuple[list[Any], list[int]]] = collections.deque(maxlen=used)
+        self._used: collections.deque[tuple[list[PyTree], list[int]]] = collections.deque(
+            maxlen=used
+        )
         self.state = encode_stream_state(stream.get_state())
 
-    def __call__(self, count: int) -> list[Any]:
+    def __call__(self, count: int) -> list[PyTree]:
         """Returns the next examples, fewer than `count` at the end of the stream."""
         examples = self._read(count)
         if not self._copies:
@@ -393,9 +408,9 @@ class StreamReader:
         self.state = encode_stream_state(self._stream.get_state())
         return examples
 
-    def _read(self, count: int) -> list[Any]:
+    def _read(self, count: int) -> list[PyTree]:
         read = zip(range(count), self._stream, strict=False)
-        examples: list[Any] = []
+        examples: list[PyTree] = []
         for i, example in read:
             if i == 0:
                 self.epoch = self._stream.epoch

@@ -1,10 +1,10 @@
 """The default `collate_fn`: stacks the arrays and numbers of the examples."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from ..core._dtypes import dtype_advice, has_numbers
@@ -12,10 +12,11 @@ from ..core._pytree import show_place
 from ..core._user_functions import ITEMS_ARE_BATCHES
 from ._columns import is_table, rows_of_table
 
+Examples = list[PyTree] | np.ndarray  # of a batch; an array if they were read as one
 _OWN = "Pass a `collate_fn` that makes arrays of the examples"
 
 
-def stack_examples(examples: list[Any] | np.ndarray) -> PyTree[np.ndarray]:
+def stack_examples(examples: Examples) -> PyTree[np.ndarray]:
     """Stacks the examples, PyTrees of arrays and numbers, leaf by leaf.
 
     A list of numbers, as in JSON, counts as an array.
@@ -46,7 +47,7 @@ def stack_examples(examples: list[Any] | np.ndarray) -> PyTree[np.ndarray]:
     return structure.unflatten(stacked)
 
 
-def _are_alike(examples: list[Any]) -> bool:
+def _are_alike(examples: list[PyTree]) -> bool:
     """Whether the examples are arrays of numbers of one kind, as windows of tokens are."""
     if type(examples[0]) is not np.ndarray or not has_numbers(examples[0].dtype):
         return False
@@ -54,7 +55,7 @@ def _are_alike(examples: list[Any]) -> bool:
     return all(type(x) is np.ndarray and x.shape == shape and x.dtype == dtype for x in examples)
 
 
-def _of_batches(flat: list[tuple[list[Any], Any]]) -> str:
+def _of_batches(flat: list[tuple[list[PyTree], object]]) -> str:
     """What to pass if each example may be a batch: if its arrays have equal numbers of rows."""
     for leaves, _ in flat:
         rows = {x.shape[:1] if hasattr(x, "shape") else () for x in leaves}
@@ -63,7 +64,7 @@ def _of_batches(flat: list[tuple[list[Any], Any]]) -> str:
     return f" {ITEMS_ARE_BATCHES}"
 
 
-def _stack(path: tuple[Any, ...], column: tuple[Any, ...], advice: Callable[[], str]) -> np.ndarray:
+def _stack(path: KeyPath, column: tuple[object, ...], advice: Callable[[], str]) -> np.ndarray:
     where = show_place(path, "example", "the example")
     arrays = [_as_array(x, where) for x in column]
     for position, x in enumerate(arrays):
@@ -75,7 +76,7 @@ def _stack(path: tuple[Any, ...], column: tuple[Any, ...], advice: Callable[[], 
     return np.stack(arrays)
 
 
-def _as_array(x: Any, where: str) -> np.ndarray:
+def _as_array(x: object, where: str) -> np.ndarray:
     if is_table(x):
         raise TypeError(
             f"There is a table, of type {type(x).__name__}, at {where}. Make examples of its rows, "
@@ -98,7 +99,7 @@ def _as_array(x: Any, where: str) -> np.ndarray:
     return array
 
 
-def _is_list_of_numbers(x: Any) -> bool:
+def _is_list_of_numbers(x: object) -> bool:
     """Whether a node is a list of numbers, possibly nested: an array in JSON."""
     while type(x) is list:
         if not x:
@@ -109,5 +110,5 @@ def _is_list_of_numbers(x: Any) -> bool:
     return False
 
 
-def _shown(structure: Any) -> str:
+def _shown(structure: object) -> str:
     return str(structure).removeprefix("PyTreeDef(").removesuffix(")")

@@ -7,14 +7,14 @@ import json
 import sys
 import zlib
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 
-def encode_stream_state(state: Any) -> dict[str, Any]:
+def encode_stream_state(state: PyTree) -> dict[str, PyTree]:
     """Encodes the state of an iterator for JSON.
 
     A state can be saved if it is plain data, bytes, or a tree of these and of arrays, such as
@@ -26,7 +26,7 @@ def encode_stream_state(state: Any) -> dict[str, Any]:
     return encoded
 
 
-def encode_if_storable(state: Any) -> dict[str, Any] | None:
+def encode_if_storable(state: PyTree) -> dict[str, PyTree] | None:
     """Encodes a state for JSON; returns `None` if it cannot be."""
     if isinstance(state, bytes):
         return {"base64": base64.b64encode(state).decode()}
@@ -41,7 +41,7 @@ def encode_if_storable(state: Any) -> dict[str, Any] | None:
         return None
 
 
-def decode_stream_state(encoded: dict[str, Any]) -> Any:
+def decode_stream_state(encoded: dict[str, PyTree]) -> PyTree:
     """Inverts `encode_stream_state`."""
     if "base64" in encoded:
         return base64.b64decode(encoded["base64"])
@@ -50,7 +50,7 @@ def decode_stream_state(encoded: dict[str, Any]) -> Any:
     return copy.deepcopy(encoded["plain"])
 
 
-def _encode(x: Any) -> dict[str, Any]:
+def _encode(x: PyTree) -> dict[str, PyTree]:
     if x is None or isinstance(x, bool | int | float | str):
         return {"value": x}
     if isinstance(x, bytes):
@@ -73,7 +73,7 @@ def _encode(x: Any) -> dict[str, Any]:
     }
 
 
-def _decode(x: dict[str, Any]) -> Any:
+def _decode(x: dict[str, PyTree]) -> PyTree:
     if "value" in x:
         return x["value"]
     if "bytes" in x:
@@ -90,12 +90,12 @@ def _decode(x: dict[str, Any]) -> Any:
     return library.asarray(array.copy())
 
 
-def example_checksum(example: Any) -> int:
+def example_checksum(example: PyTree) -> int:
     """A checksum of the arrays, numbers and strings of an example."""
     return zlib.crc32(b"".join(_bytes_of(example)))
 
 
-def _bytes_of(x: Any) -> list[bytes]:
+def _bytes_of(x: PyTree) -> list[bytes]:
     if x is None or isinstance(x, bool | int | float | str):
         return [repr(x).encode(errors="surrogatepass")]
     if isinstance(x, bytes):

@@ -5,7 +5,9 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard, TypeVar
+
+from jaxtyping import PyTree
 
 from ..core._owned import copied, memory_of
 from ._stream_state import (
@@ -15,6 +17,7 @@ from ._stream_state import (
     example_checksum,
 )
 
+T = TypeVar("T")
 logger = logging.getLogger("redcoast")
 _REPORT = 100_000  # examples that are skipped without a message
 _LONG = 1_000_000  # examples of an epoch that are read without a message
@@ -23,14 +26,14 @@ _LONG = 1_000_000  # examples of an epoch that are read without a message
 class StateMethods(NamedTuple):
     """The two methods of a source or an iterator that return and restore its state."""
 
-    save: Callable[[], Any]
-    load: Callable[[Any], Any]
+    save: Callable[[], PyTree]
+    load: Callable[[PyTree], object]
 
 
 _NAMES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
-def state_methods(source: Any) -> StateMethods | None:
+def state_methods(source: object) -> StateMethods | None:
     """The methods that return and restore the state of a source; `None` if it has none."""
     for names in _NAMES:
         if all(hasattr(source, name) for name in names):
@@ -38,7 +41,7 @@ def state_methods(source: Any) -> StateMethods | None:
     return None
 
 
-def is_iterator(examples: Any) -> bool:
+def is_iterator(examples: object) -> TypeGuard[Iterator[PyTree]]:
     """Whether examples can be read only once."""
     return hasattr(examples, "__next__")
 
@@ -55,21 +58,21 @@ class Stream:
     epoch = 0
     resumes = True
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PyTree]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         raise NotImplementedError
 
-    def get_state(self) -> Any:
+    def get_state(self) -> PyTree:
         """Returns the state after the last returned example."""
         raise NotImplementedError
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: PyTree) -> None:
         """Continues after the example at which the state was taken."""
         raise NotImplementedError
 
-    def peek(self, count: int) -> list[Any]:
+    def peek(self, count: int) -> list[PyTree]:
         """Returns the next examples without advancing."""
         raise NotImplementedError
 
@@ -77,21 +80,21 @@ class Stream:
 class IteratorWithState(Stream):
     """The stream of an iterator that has its own state."""
 
-    def __init__(self, iterator: Any):
+    def __init__(self, iterator: Iterator[PyTree]):
         methods = state_methods(iterator)
         assert methods is not None
         self._iterator, self._methods = iterator, methods
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         return next(self._iterator)
 
-    def get_state(self) -> Any:
+    def get_state(self) -> PyTree:
         return self._methods.save()
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: PyTree) -> None:
         self._methods.load(state)
 
-    def peek(self, count: int) -> list[Any]:
+    def peek(self, count: int) -> list[PyTree]:
         state = encode_stream_state(self.get_state())
         examples = list(itertools.islice(self._iterator, count))
         self.set_state(decode_stream_state(state))
@@ -107,26 +110,26 @@ class IteratorWithoutState(Stream):
 
     resumes = False
 
-    def __init__(self, iterator: Iterator[Any]):
-        self._iterator, self._ahead = iterator, deque[Any]()
+    def __init__(self, iterator: Iterator[PyTree]):
+        self._iterator, self._ahead = iterator, deque[PyTree]()
         self._count, self._failed = 0, False
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         example = self._ahead.popleft() if self._ahead else self._read()
         self._count += 1
         return example
 
-    def get_state(self) -> Any:
+    def get_state(self) -> PyTree:
         return {"count": self._count}
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: PyTree) -> None:
         if state != self.get_state() or self._failed:
             raise ValueError(
                 "`examples` is an iterator without a state, which cannot go back to an earlier "
                 "example. Pass a function that returns a new iterator."
             )
 
-    def peek(self, count: int) -> list[Any]:
+    def peek(self, count: int) -> list[PyTree]:
         while len(self._ahead) < count:
             try:
                 self._ahead.append(self._read())
@@ -134,7 +137,7 @@ class IteratorWithoutState(Stream):
                 break
         return list(map(copied, itertools.islice(self._ahead, count)))
 
-    def _read(self) -> Any:
+    def _read(self) -> PyTree:
         try:
             return copied(next(self._iterator))  # the iterator may write into it for the next one
         except StopIteration:
@@ -162,7 +165,7 @@ class RepeatedStream(Stream):
 
     def __init__(
         self,
-        begin: Callable[[int], Any],
+        begin: Callable[[int], Iterable[PyTree]],
         *,
         epochs: int | None,
         name: str,
@@ -171,18 +174,19 @@ class RepeatedStream(Stream):
         self._sets_epoch = sets_epoch
         self._begin, self._epochs, self._name = begin, epochs, name
         self._has_length = False
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[PyTree] | None = None
         self._methods: StateMethods | None = None
-        self._initial: Any = None  # the state of a source before it was read
+        self._initial: PyTree = None  # the state of a source before it was read
         self._failed = False
-        self._ahead = deque[Any]()
+        self._ahead = deque[PyTree]()
         self._reading, self._count = 0, 0  # the epoch that is read, and its examples so far
-        self._anchor: Any = None  # an encoded state of the source
-        self._since: list[Any] = []  # the first and last example after the anchor, and their number
+        self._anchor: dict[str, PyTree] | None = None  # an encoded state of the source
+        # The first and last example after the anchor, and their number.
+        self._since: list[PyTree] = []
         self._moved = False  # since the last state was returned
         self._state = self._describe()
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         while True:
             try:
                 example = self._ahead.popleft() if self._ahead else self._read()
@@ -197,7 +201,7 @@ class RepeatedStream(Stream):
             self._since, self._moved = [first, example, number + 1], True
             return example
 
-    def peek(self, count: int) -> list[Any]:
+    def peek(self, count: int) -> list[PyTree]:
         if self._finished():
             return []
         while len(self._ahead) < count:
@@ -207,7 +211,7 @@ class RepeatedStream(Stream):
                 break
         return list(map(copied, itertools.islice(self._ahead, count)))
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, PyTree]:
         if self._moved:
             self._state, self._moved = self._describe(), False
             # The state of the source does not include examples that were read ahead.
@@ -218,7 +222,7 @@ class RepeatedStream(Stream):
                 self._anchor, self._since = anchor, []
         return dict(self._state)
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, PyTree]) -> None:
         if not isinstance(state, dict) or not {"epoch", "count", "since"} <= set(state):
             raise ValueError(
                 f"The run was started with an iterator that has its own state, and "
@@ -240,7 +244,7 @@ class RepeatedStream(Stream):
             self._anchor = encode_if_storable(self._methods.save())
         self._state = dict(state)
 
-    def _describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, PyTree]:
         first, last, number = self._since or (None, None, 0)
         checks = []
         if self._since:
@@ -253,7 +257,7 @@ class RepeatedStream(Stream):
             "checks": checks,
         }
 
-    def _go_to(self, state: dict[str, Any]) -> None:
+    def _go_to(self, state: dict[str, PyTree]) -> None:
         """Reads up to a state, from the nearest position that restores the same examples."""
         count, epoch, since = (state[name] for name in ("count", "epoch", "since"))
         if state["anchor"] is not None:
@@ -281,7 +285,7 @@ class RepeatedStream(Stream):
                 self._name,
             )
 
-    def _skip(self, skipped: int, since: int, start: Any) -> list[int] | None:
+    def _skip(self, skipped: int, since: int, start: PyTree) -> list[int] | None:
         """Reads examples of the epoch from a state of the source, or from its beginning.
 
         Returns checksums of the first and the last of the `since` examples before the place, or
@@ -306,10 +310,10 @@ class RepeatedStream(Stream):
                 checks.append(example_checksum(example))
         return checks
 
-    def _start(self, state: Any) -> None:
+    def _start(self, state: PyTree) -> None:
         """Begins to read an epoch, from a state of the source or from its beginning."""
         self._iterator = None  # an old iterator must not share the state of the source
-        source: Any = self._begin(self._reading)
+        source: Iterable[PyTree] = self._begin(self._reading)
         if not isinstance(source, Iterable):
             raise TypeError(
                 f"`{self._name}({self._reading})` is of type {type(source).__name__}. It must be "
@@ -331,7 +335,7 @@ class RepeatedStream(Stream):
             methods.load(state)
         self._iterator, self._methods = iterator, methods
 
-    def _read(self) -> Any:
+    def _read(self) -> PyTree:
         if self._failed:
             self.set_state(self._state)
         if self._finished():
@@ -377,7 +381,7 @@ class RepeatedStream(Stream):
             raise StopIteration
 
 
-def _shallow_copy(source: Any) -> Any:
+def _shallow_copy(source: T) -> T:
     try:
         return copy.copy(source)
     except Exception:

@@ -3,10 +3,9 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Integer, PyTree
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ..core._errors import check_integer
@@ -29,7 +28,7 @@ class TokenWindows:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: Any) -> np.ndarray:
+    def __getitem__(self, index: int | np.integer) -> np.ndarray:
         if not -len(self) <= index < len(self):
             raise IndexError(f"There are {len(self)} windows, and none at {index}.")
         index = int(index) % len(self)
@@ -46,7 +45,7 @@ class TokenWindows:
         return windows.astype(_dtype_of_window(windows.dtype), copy=False)
 
 
-def _dtype_of_window(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _dtype_of_window(dtype: np.dtype) -> np.dtype:
     # Small unsigned integers, in which tokens are stored, overflow in arithmetic.
     if dtype.itemsize < 4:
         return np.dtype(np.int32)
@@ -90,7 +89,7 @@ def token_windows(
     """
     check_integer("length", length)
     check_integer("stride", length if stride is None else stride)
-    parts: list[Any] = list(tokens) if isinstance(tokens, list | tuple) else [tokens]
+    parts: list[PyTree] = list(tokens) if isinstance(tokens, list | tuple) else [tokens]
     for part in parts:
         shape, dtype = getattr(part, "shape", None), getattr(part, "dtype", None)
         if shape is None or len(shape) != 1 or not np.issubdtype(np.dtype(dtype), np.integer):

@@ -2,10 +2,10 @@
 background."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
@@ -32,7 +32,7 @@ class Restored(NamedTuple):
 
     state: PyTree
     step: int
-    data: dict[str, Any]
+    data: dict[str, PyTree]
     metrics: dict[str, float]
 
 
@@ -85,7 +85,7 @@ class Checkpointer:
         return self._checkpoints is not None and self._checkpoints.best is not None
 
     @contextlib.contextmanager
-    def locked(self) -> Any:
+    def locked(self) -> Iterator[None]:
         """Locks the directory against other runs, already before the first save."""
         with lock_run(self.directory):
             check_shared(self.directory)
@@ -129,7 +129,7 @@ class Checkpointer:
         self,
         step: int,
         state: PyTree,
-        data: Mapping[str, Any] | None = None,
+        data: Mapping[str, PyTree] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Starts to save a state. Its arrays may be donated as soon as this returns.
@@ -173,6 +173,6 @@ class Checkpointer:
         return self
 
     @hide_frames
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: PyTree) -> None:
         self._entered.__exit__(*error)
         self._saver = None

@@ -7,10 +7,9 @@ number.
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from ..core._read_json import read_json
 from ..core._regular_file import open_regular
@@ -57,7 +56,7 @@ def find_damage(directory: Path, *, part: int = 0, parts: int = 1) -> str | None
     return None
 
 
-def kind_of_checksums(directory: Path) -> Any:
+def kind_of_checksums(directory: Path) -> object:
     """The checksum algorithm of a checkpoint; `None` for older versions, which have none."""
     file = directory / FILE
     if not file.is_file():
@@ -65,7 +64,7 @@ def kind_of_checksums(directory: Path) -> Any:
     return read_json(file).get("algorithm")
 
 
-def _listed(directory: Path) -> dict[str, list[Any]]:
+def _listed(directory: Path) -> dict[str, list[int | str]]:
     """The recorded size and checksum of each file, if they use the algorithm of this version."""
     if kind_of_checksums(directory) != ALGORITHM:
         return {}
@@ -80,7 +79,7 @@ def _listed(directory: Path) -> dict[str, list[Any]]:
     return listed
 
 
-def _seal(listed: dict[str, Any]) -> str:
+def _seal(listed: Mapping[str, list[int | str]]) -> str:
     return f"{zlib.crc32(json.dumps(listed, sort_keys=True).encode()):08x}"
 
 
@@ -108,13 +107,13 @@ def _files(directory: Path) -> dict[str, int]:
     return sizes
 
 
-def _measured(directory: Path, names: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
+def _measured(directory: Path, names: Sequence[str]) -> Iterator[tuple[str, list[int | str]]]:
     """Each file with its size and checksum, measured in threads."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="redcoast-checksum") as pool:
         yield from zip(names, pool.map(lambda n: _measure(directory / n), names), strict=True)
 
 
-def _measure(path: Path) -> list[Any]:
+def _measure(path: Path) -> list[int | str]:
     """The size and checksum of a file, read one block at a time."""
     size, value = 0, 0
     block = memoryview(bytearray(BLOCK_BYTES))

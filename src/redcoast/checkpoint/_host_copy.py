@@ -1,17 +1,18 @@
 """Asynchronous copies of arrays to host memory."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
+K = TypeVar("K")  # the names of the arrays
 # By default XLA lets a process pin 64 GiB of host memory for GPUs. A save takes at most half of it.
 MOST_BYTES = 2**35
 
 
-def can_copy(arrays: Mapping[Any, Any]) -> bool:
+def can_copy(arrays: Mapping[K, np.ndarray | jax.Array]) -> bool:
     """Whether `copy_to_host` supports these arrays; otherwise Orbax copies them synchronously."""
     count = 0
     for x in arrays.values():
@@ -25,15 +26,15 @@ def can_copy(arrays: Mapping[Any, Any]) -> bool:
     return count <= MOST_BYTES
 
 
-def copy_to_host(arrays: Mapping[Any, Any]) -> dict[Any, Any]:
+def copy_to_host(arrays: Mapping[K, np.ndarray | jax.Array]) -> dict[K, np.ndarray | jax.Array]:
     """Copies one replica of each shard to host memory, keeping the sharding.
 
     It returns before the copies are finished. The originals may be donated at once: the runtime
     makes later computations wait for the copies.
     """
-    copies: dict[Any, Any] = {}
-    on_device: dict[Any, jax.Array] = {}
-    host_shardings: dict[Any, Sharding] = {}
+    copies: dict[K, np.ndarray | jax.Array] = {}
+    on_device: dict[K, jax.Array] = {}
+    host_shardings: dict[K, Sharding] = {}
     for name, x in arrays.items():
         if not isinstance(x, jax.Array):
             copies[name] = np.copy(x)
@@ -65,7 +66,7 @@ def _first_replica(x: jax.Array) -> jax.Array:
     sharding = x.sharding
     if not isinstance(sharding, NamedSharding):
         return x
-    sharded_axes: set[Any] = set()
+    sharded_axes: set[str | None] = set()
     for part in sharding.spec:
         sharded_axes.update(part if isinstance(part, tuple) else (part,))
     # Of the axes that the array is replicated over, the first devices.

@@ -6,26 +6,41 @@ It depends on undocumented file names and on the order of calls in Orbax, as in 
 
 import contextlib
 import functools as ft
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from ..core._durable_files import sync_tree
 from ..core._read_json import read_json
+from ..sharding.tree._leaves import ArrayLike
 from ._checksums import write_checksums
 
 ARRAYS = "state"
 METADATA = "metadata"
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of unfinished checkpoints
 Names = tuple[str, ...]
+Place = tuple[ArrayLike, Sharding | None]  # the array to read, and its sharding
 # Arrays that claim more memory than this factor times their bytes on disk, plus one gigabyte, were
 # not saved by redcoast: zstd compresses even zeros by no more than this factor.
 MOST_COMPRESSED, SPARE_BYTES = 2**16, 2**30
+
+
+@runtime_checkable
+class Described(Protocol):
+    """An array, or a description of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> DTypeLike: ...
 
 
 class CheckpointDamaged(ValueError):
@@ -44,7 +59,7 @@ class CheckpointDamaged(ValueError):
     __module__ = "redcoast"
 
 
-def make_checkpointer(*, background: bool, barrier: Any = None) -> Any:
+def make_checkpointer(*, background: bool, barrier: Callable[..., None] | None = None) -> Any:
     """Creates an Orbax checkpointer that adds checksums to each checkpoint and syncs its files.
 
     `barrier(key=..., timeout_ms=...)` replaces Orbax's barrier between processes in the background.
@@ -80,7 +95,7 @@ def make_checkpointer(*, background: bool, barrier: Any = None) -> Any:
     return ocp.Checkpointer(handler)
 
 
-def orbax_args(flat: Mapping[Names, Any], document: dict[str, Any]) -> Any:
+def orbax_args(flat: Mapping[Names, ArrayLike], document: dict[str, PyTree]) -> Any:
     """The Orbax arguments that save the arrays as a nested dict, and the JSON metadata."""
     import orbax.checkpoint as ocp
 
@@ -89,7 +104,7 @@ def orbax_args(flat: Mapping[Names, Any], document: dict[str, Any]) -> Any:
     )
 
 
-def can_store(dtype: Any) -> bool:
+def can_store(dtype: np.dtype) -> bool:
     """Whether TensorStore, which writes the arrays, has a dtype."""
     import tensorstore
 
@@ -100,7 +115,7 @@ def can_store(dtype: Any) -> bool:
         return False
 
 
-def saved_arrays(path: Path) -> dict[Names, Any]:
+def saved_arrays(path: Path) -> dict[Names, Described]:
     """The shapes and dtypes of all arrays in a checkpoint, whose names were checked."""
     import orbax.checkpoint as ocp
     from etils import epath
@@ -114,14 +129,12 @@ def saved_arrays(path: Path) -> dict[Names, Any]:
     return arrays
 
 
-def read_arrays(
-    path: Path, wanted: Mapping[Names, tuple[Any, Sharding | None] | None]
-) -> dict[str, Any]:
+def read_arrays(path: Path, wanted: Mapping[Names, Place | None]) -> dict[str, PyTree]:
     """Reads arrays, each with the given sharding, or as a NumPy array without one."""
     import orbax.checkpoint as ocp
     from etils import epath
 
-    def how(place: tuple[Any, Sharding | None] | None) -> ocp.RestoreArgs:
+    def how(place: Place | None) -> ocp.RestoreArgs:
         if place is None or place[1] is None:
             return ocp.RestoreArgs(restore_type=np.ndarray)
         return ocp.ArrayRestoreArgs(sharding=place[1], global_shape=place[0].shape)
@@ -154,7 +167,7 @@ def reading(path: Path, *, verified: bool) -> Iterator[None]:
         raise CheckpointDamaged(f"{path} is damaged: {reason}") from error
 
 
-def check_size(path: Path, arrays: Mapping[Names, Any]) -> None:
+def check_size(path: Path, arrays: Mapping[Names, Described]) -> None:
     """Rejects arrays that claim more memory than their files can hold."""
     stored = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     claimed = sum(prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays.values())
@@ -179,8 +192,8 @@ def check_names(path: Path) -> None:
                 )
 
 
-def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
+def nest(flat: Mapping[Names, object]) -> dict[str, PyTree]:
+    nested: dict[str, PyTree] = {}
     for names, x in flat.items():
         inner = nested
         for name in names[:-1]:
@@ -189,5 +202,5 @@ def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
     return nested
 
 
-def get(nested: Any, names: Names) -> Any:
+def get(nested: PyTree, names: Names) -> PyTree:
     return ft.reduce(lambda inner, name: inner[name], names, nested)

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jaxtyping import PyTree
@@ -106,7 +106,7 @@ def default_mode(metric: str, caller: str) -> Literal["min", "max"]:
     return "min"
 
 
-def as_checkpoints(checkpoints: Any) -> Checkpoints | None:
+def as_checkpoints(checkpoints: object) -> Checkpoints | None:
     """Returns the `Checkpoints` of a run, from themselves or from the path of its directory."""
     if checkpoints is None or isinstance(checkpoints, Checkpoints):
         return checkpoints
@@ -140,7 +140,7 @@ def newest_checkpoint(checkpoints: Checkpoints | None) -> str:
 
 def restore_newest(
     checkpoints: Checkpoints, like: PyTree, shardings: PyTree
-) -> tuple[PyTree, dict[str, Any]] | None:
+) -> tuple[PyTree, dict[str, PyTree]] | None:
     """Restores the newest undamaged checkpoint of a run and its metadata; `None` without one.
 
     Damaged checkpoints that are newer are renamed to `<step>.damaged`.
@@ -174,7 +174,7 @@ def restore_newest(
     return None
 
 
-def _restore(path: Path, like: PyTree, shardings: PyTree) -> tuple[PyTree, dict[str, Any]] | str:
+def _restore(path: Path, like: PyTree, shardings: PyTree) -> tuple[PyTree, dict[str, PyTree]] | str:
     """The state and the metadata of a checkpoint, or a sentence that says how it is damaged."""
     own = None  # about the first damaged file in this process's share of the files
     try:
@@ -216,7 +216,7 @@ def best_metrics(checkpoints: Checkpoints) -> dict[int, float]:
     return {step: value for step, value in values.items() if not math.isnan(value)}
 
 
-def metric_of(checkpoints: Checkpoints, metrics: Mapping[str, Any]) -> float:
+def metric_of(checkpoints: Checkpoints, metrics: Mapping[str, object]) -> float:
     """The value of the metric `best`; NaN if it was not evaluated."""
     value = metrics.get(checkpoints.metric, math.nan)
     if isinstance(value, int | float):

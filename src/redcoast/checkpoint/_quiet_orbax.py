@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
 # `asyncio` reports failed tasks of Orbax whose results are never read.
 LOGGERS = ("absl", "asyncio")
@@ -30,7 +30,7 @@ def quiet_orbax() -> Iterator[None]:
 
     before = sys.unraisablehook
 
-    def hook(error: Any) -> None:
+    def hook(error: "sys.UnraisableHookArgs") -> None:
         if not _is_late_result(error.exc_value, error.exc_traceback):
             before(error)
 
@@ -54,7 +54,7 @@ def _concerns(record: logging.LogRecord, files: str) -> bool:
     return any(name.startswith(files) for name in names)
 
 
-def _is_late_result(error: BaseException | None, trace: Any) -> bool:
+def _is_late_result(error: BaseException | None, trace: TracebackType | None) -> bool:
     """Whether a thread of TensorStore had a result for an event loop that is closed after an
     error."""
     if threading.current_thread() is threading.main_thread() or trace is None:

@@ -134,7 +134,7 @@ class Saver:
         best = is_best(self._checkpoints, value, self._values)
         return step % self._checkpoints.every == 0 or best
 
-    def save(self, step: int, tree: PyTree, metadata: Mapping[str, Any]) -> None:
+    def save(self, step: int, tree: PyTree, metadata: Mapping[str, PyTree]) -> None:
         """Starts saving a tree; its arrays may be donated as soon as this returns."""
         self._settle()
         if step == self._last and not self._failed:
@@ -166,10 +166,10 @@ class Saver:
             self._save_again = ft.partial(self._save_together, path, args)
         self._save_again()
 
-    def _submit(self, path: Path, args: Any) -> None:
+    def _submit(self, path: Path, args: object) -> None:
         self._pending = self._thread.submit(self._save_alone, path, args)
 
-    def _save_alone(self, path: Path, args: Any) -> Exception | None:
+    def _save_alone(self, path: Path, args: object) -> Exception | None:
         """Saves host copies in the background, since Orbax's preparation is slower than copying."""
         if (problem := _unwritable(path)) is not None:
             return OSError(problem)
@@ -179,7 +179,7 @@ class Saver:
             return error
         return self._finish()
 
-    def _save_together(self, path: Path, args: Any) -> None:
+    def _save_together(self, path: Path, args: object) -> None:
         """Starts a save by Orbax, which copies the arrays, in all processes at once."""
         self._together.begin()
         if (problem := self._together.outcome(_unwritable(path))) is not None:

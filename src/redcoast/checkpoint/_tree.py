@@ -7,12 +7,13 @@ import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import UnionType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from ..core._durable_files import sync_name
@@ -20,12 +21,15 @@ from ..core._errors import local_path, several
 from ..core._frames import hide_frames
 from ..core._read_json import read_json
 from ..distributed._kv_store import is_main
+from ..sharding.tree._leaves import ArrayLike
 from ._checksums import ALGORITHM, FILE, find_damage, kind_of_checksums
 from ._orbax import (
     ARRAYS,
     METADATA,
     CheckpointDamaged,
+    Described,
     Names,
+    Place,
     can_store,
     check_names,
     check_size,
@@ -42,7 +46,6 @@ from ._shared_directory import check_shared
 FORMAT = 1
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP)
 LIBRARIES = ("redcoast", "jax", "equinox", "optax", "orbax-checkpoint")
-ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 ROOT = "value"  # the name of an array that is the entire tree
 _WHICH = (
     "Pass the path that was given to `save_checkpoint`, or a step's directory inside a run's "
@@ -69,7 +72,7 @@ class CheckpointMismatch(ValueError):
 
 @hide_frames
 def save_checkpoint(
-    path: str | Path, tree: PyTree, *, metadata: Mapping[str, Any] | None = None
+    path: str | Path, tree: PyTree, *, metadata: Mapping[str, PyTree] | None = None
 ) -> None:
     """Saves the arrays of a PyTree as a nested dict, with Orbax.
 
@@ -109,13 +112,13 @@ def save_checkpoint(
 
 
 def arrays_and_document(
-    tree: PyTree, metadata: Mapping[str, Any]
-) -> tuple[dict[Names, Any], dict[str, Any]]:
+    tree: PyTree, metadata: Mapping[str, PyTree]
+) -> tuple[dict[Names, np.ndarray | jax.Array], dict[str, PyTree]]:
     """The arrays of a tree, and the JSON document that is saved next to them."""
-    arrays: dict[Names, Any] = {}
-    kinds: dict[str, Any] = {}  # to read them from the arrays' files takes longer
+    arrays: dict[Names, np.ndarray | jax.Array] = {}
+    kinds: dict[str, dict[str, object]] = {}  # to read them from the arrays' files takes longer
     keys: dict[str, str] = {}  # the implementation of each PRNG key, which is saved as its data
-    empty: dict[str, Any] = {}  # Orbax does not save arrays without elements
+    empty: dict[str, dict[str, object]] = {}  # Orbax does not save arrays without elements
     for names, x in arrays_to_save(tree).items():
         joined = "/".join(names)
         if _is_key(x):
@@ -138,7 +141,7 @@ def arrays_and_document(
     return arrays, document
 
 
-def arrays_to_save(tree: PyTree) -> dict[Names, Any]:
+def arrays_to_save(tree: PyTree) -> dict[Names, PyTree]:
     """The arrays of a tree by the names under which they are saved.
 
     **Raises:**
@@ -148,7 +151,7 @@ def arrays_to_save(tree: PyTree) -> dict[Names, Any]:
     flat = flatten_arrays(tree)
     if not any(x.size for x in flat.values()):
         raise ValueError("The tree has no arrays with elements, so there is nothing to save.")
-    named: dict[Names, Any] = {}
+    named: dict[Names, PyTree] = {}
     unknown: list[Names] = []
     for names, x in flat.items():
         full = _full((), names)
@@ -169,7 +172,7 @@ def arrays_to_save(tree: PyTree) -> dict[Names, Any]:
     return named
 
 
-def _as_number(x: Any) -> Any:
+def _as_number(x: PyTree) -> PyTree:
     if hasattr(x, "item") and np.ndim(x) == 0:  # metrics are often scalars of NumPy or JAX
         return x.item()
     raise TypeError(
@@ -233,7 +236,7 @@ def load_checkpoint(
 
 def load_arrays(
     path: Path,
-    document: Mapping[str, Any],
+    document: Mapping[str, PyTree],
     like: PyTree | None,
     *,
     shardings: PyTree[NamedSharding | None] | None = None,
@@ -269,7 +272,7 @@ def load_arrays(
             return inner[ROOT]
         return inner
     arrays = flatten_arrays(like)
-    sharding_of: dict[Names, Any] = {}
+    sharding_of: dict[Names, Sharding] = {}
     if shardings is not None:
         sharding_of = flatten_arrays(shardings, Sharding)
     expected = {_full(prefix, names): x for names, x in arrays.items()}
@@ -280,13 +283,13 @@ def load_arrays(
             f"`shardings` has a sharding where `like` has no array: {where}. Pass the shardings of "
             "the arrays of `like`, such as `plan.shardings.model` for a model."
         )
-    wanted: dict[Names, Any] = {}
+    wanted: dict[Names, Place] = {}
     for names, x in arrays.items():
         wanted[_full(prefix, names)] = _placed(x, sharding_of.get(names))
     with reading(path, verified=verified):
         loaded = _read(path, wanted, empty)
         _check_read(loaded, saved)
-    restored: dict[Names, Any] = {}
+    restored: dict[Names, np.ndarray | jax.Array] = {}
     for names, x in arrays.items():
         full = _full(prefix, names)
         restored[names] = loaded[full]
@@ -296,7 +299,7 @@ def load_arrays(
     return jax.tree_util.tree_map_with_path(lambda path, x: restored.get(_names(path), x), like)
 
 
-def _described_arrays(document: Mapping[str, Any]) -> dict[Names, jax.ShapeDtypeStruct] | None:
+def _described_arrays(document: Mapping[str, PyTree]) -> dict[Names, jax.ShapeDtypeStruct] | None:
     """The shapes and dtypes of the arrays of a checkpoint by its JSON document; `None` if it does
     not have them, as those of earlier versions do not."""
     arrays: dict[Names, jax.ShapeDtypeStruct] = {}
@@ -309,7 +312,9 @@ def _described_arrays(document: Mapping[str, Any]) -> dict[Names, jax.ShapeDtype
     return arrays
 
 
-def _check_read(loaded: Mapping[Names, Any], described: Mapping[Names, Any]) -> None:
+def _check_read(
+    loaded: Mapping[Names, np.ndarray | jax.Array], described: Mapping[Names, Described]
+) -> None:
     """Raises `ValueError` if arrays are not those that the JSON document describes."""
     for names, x in loaded.items():
         shape, dtype = tuple(described[names].shape), np.dtype(described[names].dtype)
@@ -320,7 +325,7 @@ def _check_read(loaded: Mapping[Names, Any], described: Mapping[Names, Any]) -> 
             )
 
 
-def _empty_arrays(path: Path, document: Mapping[str, Any]) -> dict[Names, np.ndarray]:
+def _empty_arrays(path: Path, document: Mapping[str, PyTree]) -> dict[Names, np.ndarray]:
     """The arrays of a checkpoint that have no elements, from its JSON document."""
     try:
         empty: dict[Names, np.ndarray] = {}
@@ -336,8 +341,8 @@ def _empty_arrays(path: Path, document: Mapping[str, Any]) -> dict[Names, np.nda
 
 
 def _read(
-    path: Path, wanted: Mapping[Names, Any], empty: Mapping[Names, np.ndarray]
-) -> dict[Names, Any]:
+    path: Path, wanted: Mapping[Names, Place | None], empty: Mapping[Names, np.ndarray]
+) -> dict[Names, PyTree]:
     """Reads arrays, each with its sharding. Arrays without elements are not in the files."""
     stored = {names: place for names, place in wanted.items() if names not in empty}
     tree = {}
@@ -392,7 +397,7 @@ def _inside(path: Path) -> str:
     return f'Its newest checkpoint is {newest}. `subtree="model"` loads only the model.'
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
+def read_metadata(path: Path) -> dict[str, PyTree]:
     """Reads the JSON document of a checkpoint."""
     file = path / METADATA / METADATA
     try:
@@ -415,14 +420,14 @@ def read_metadata(path: Path) -> dict[str, Any]:
     return document
 
 
-def flatten_arrays(tree: PyTree, kinds: Any = ARRAY_TYPES) -> dict[Names, Any]:
+def flatten_arrays(tree: PyTree, kinds: type | UnionType = ArrayLike) -> dict[Names, PyTree]:
     """The arrays of a tree, by the names along their paths.
 
     **Raises:**
 
     `ValueError` if two arrays would be saved under the same name.
     """
-    flat: dict[Names, Any] = {}
+    flat: dict[Names, PyTree] = {}
     joined_before: set[str] = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(leaf, kinds):
@@ -439,7 +444,7 @@ def flatten_arrays(tree: PyTree, kinds: Any = ARRAY_TYPES) -> dict[Names, Any]:
     return flat
 
 
-def _names(path: tuple[Any, ...]) -> Names:
+def _names(path: KeyPath) -> Names:
     # A slash inside a key must not be read as a path separator.
     return tuple(jax.tree_util.keystr((k,), simple=True).replace("/", "%2F") for k in path)
 
@@ -448,18 +453,18 @@ def _full(prefix: Names, names: Names) -> Names:
     return prefix + names or (ROOT,)
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: ArrayLike) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _stored(x: Any) -> Any:
+def _stored(x: ArrayLike) -> ArrayLike:
     """The shape and dtype of an array as it is saved: PRNG keys are saved as their data."""
     if _is_key(x):
         return jax.eval_shape(jax.random.key_data, x)
     return x
 
 
-def _placed(x: Any, sharding: Sharding | None) -> tuple[Any, Sharding | None]:
+def _placed(x: ArrayLike, sharding: Sharding | None) -> Place:
     """The array to read, and the sharding to read it with; `None` reads a NumPy array."""
     if sharding is None and not isinstance(x, (np.ndarray, np.generic)):
         sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
@@ -467,7 +472,7 @@ def _placed(x: Any, sharding: Sharding | None) -> tuple[Any, Sharding | None]:
 
 
 def _check_match(
-    path: Path, wanted: dict[Names, Any], saved: dict[Names, Any], *, resuming: bool
+    path: Path, wanted: dict[Names, ArrayLike], saved: dict[Names, Described], *, resuming: bool
 ) -> None:
     """Raises `CheckpointMismatch` if names, shapes or dtypes differ from the expected ones."""
     differences = _differences(wanted, saved, "this run" if resuming else "`like`")
@@ -490,7 +495,9 @@ def _check_match(
     raise CheckpointMismatch(f"{path} does not match `like`. {differences} {remedy}")
 
 
-def _refuse_other_average(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -> None:
+def _refuse_other_average(
+    path: Path, wanted: dict[Names, ArrayLike], saved: dict[Names, Described]
+) -> None:
     """Raises `CheckpointMismatch` if only one of the run and its checkpoint averages weights."""
     averages = lambda arrays: any(names[0] == "average" for names in arrays)
     if averages(wanted) and not averages(saved):
@@ -507,7 +514,7 @@ def _refuse_other_average(path: Path, wanted: dict[Names, Any], saved: dict[Name
         )
 
 
-def _differences(wanted: dict[Names, Any], saved: dict[Names, Any], other: str) -> str:
+def _differences(wanted: dict[Names, ArrayLike], saved: dict[Names, Described], other: str) -> str:
     """Sentences about the names, shapes and dtypes that differ; empty if none do."""
     show = lambda names: "/".join(names)
     missing, extra = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())

@@ -1,15 +1,14 @@
 """Calls a function on Auto axes inside a program whose arrays are on Explicit axes."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
-from jaxtyping import PyTree
+from jaxtyping import ArrayLike, PyTree
 
 from ._axis_types import auto_ambient_mesh, explicit_mesh_of, is_explicit, on_auto_axes, on_mesh
-from ._pytree import join, split
+from ._pytree import Static, join, split
 
 OutSpec = Callable[[jax.ShapeDtypeStruct], PartitionSpec]
 
@@ -20,7 +19,7 @@ def has_explicit_axes(tree: PyTree) -> bool:
     return is_explicit(jax.sharding.get_abstract_mesh()) or any(map(_is_on_explicit_axes, arrays))
 
 
-def call_on_auto_axes(fn: Callable[..., Any], out_spec: OutSpec, *args: Any) -> Any:
+def call_on_auto_axes(fn: Callable[..., PyTree], out_spec: OutSpec, *args: PyTree) -> PyTree:
     """Calls `fn(*args)` with Auto axes in place of Explicit ones.
 
     **Arguments:**
@@ -31,9 +30,9 @@ def call_on_auto_axes(fn: Callable[..., Any], out_spec: OutSpec, *args: Any) -> 
     arrays, static = split(args)
     if not any(isinstance(x, Tracer) for x in arrays):
         return _eager(fn, args)
-    outputs: list[Any] = []
+    outputs: list[Static] = []
 
-    def flat(arrays: list[Any]) -> list[Any]:
+    def flat(arrays: list[PyTree]) -> list[PyTree]:
         results, rest = split(fn(*join(arrays, static)))
         outputs[:] = [rest]
         return results
@@ -43,16 +42,16 @@ def call_on_auto_axes(fn: Callable[..., Any], out_spec: OutSpec, *args: Any) -> 
     meshes = [jax.typeof(x).sharding.mesh for x in arrays if _is_on_explicit_axes(x)]
     mesh = next(iter(meshes), jax.sharding.get_abstract_mesh())
     out_shardings = [NamedSharding(mesh, out_spec(shape)) for shape in shapes]
-    results: Any = auto_axes(flat, out_sharding=out_shardings)(arrays)
+    results: PyTree = auto_axes(flat, out_sharding=out_shardings)(arrays)
     return join(results, outputs[0])
 
 
-def _eager(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _eager(fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> PyTree:
     mesh = explicit_mesh_of(args)
     with auto_ambient_mesh():
         results = fn(*on_auto_axes(args))
     return on_mesh(results, mesh)
 
 
-def _is_on_explicit_axes(x: Any) -> bool:
+def _is_on_explicit_axes(x: ArrayLike) -> bool:
     return is_explicit(jax.typeof(x).sharding.mesh)

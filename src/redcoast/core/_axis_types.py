@@ -8,7 +8,7 @@ on the mesh that was given.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax.core import Tracer
@@ -22,6 +22,7 @@ from jax.sharding import (
 )
 from jaxtyping import PyTree
 
+T = TypeVar("T")
 AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh, Mesh | AbstractMesh)
 
 
@@ -43,7 +44,7 @@ def on_auto_axes(tree: PyTree) -> PyTree:
     return jax.tree.map(auto_array, tree)
 
 
-def auto_array(x: Any) -> Any:
+def auto_array(x: PyTree) -> PyTree:
     """Converts one leaf, as `on_auto_axes` does."""
     sharding = x
     if not isinstance(x, NamedSharding):
@@ -62,7 +63,7 @@ def on_mesh(tree: PyTree, mesh: Mesh | AbstractMesh | None) -> PyTree:
         return tree
     inside = with_auto_axes(mesh)
 
-    def convert(x: Any) -> Any:
+    def convert(x: T) -> T:
         sharding = None
         if _is_placed(x):
             sharding = getattr(x, "sharding", None)
@@ -99,14 +100,14 @@ def auto_ambient_mesh() -> Iterator[None]:
             yield
 
 
-def _is_placed(x: Any) -> bool:
+def _is_placed(x: object) -> bool:
     """Whether this is an array with memory, or the shape of one."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return True
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted()
 
 
-def _explicit_sharding(x: Any) -> NamedSharding | None:
+def _explicit_sharding(x: object) -> NamedSharding | None:
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not is_explicit(sharding.mesh):
         return None
@@ -119,7 +120,7 @@ def _over(sharding: NamedSharding, mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
-def _moved(x: Any, sharding: NamedSharding) -> Any:
+def _moved(x: PyTree, sharding: NamedSharding) -> PyTree:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=sharding)
     # The spec of a key may have an entry for the dimension of the numbers that it consists of.

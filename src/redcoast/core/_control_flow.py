@@ -21,7 +21,9 @@ import jax
 import jax.extend.core
 from jax._src.ad_checkpoint import name_p
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import ArrayLike, PyTree
 
 from ._versions import own_version, versions_tested
 
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     AnyJaxpr = jax.extend.core.ClosedJaxpr | Jaxpr
 else:
     AnyJaxpr = getattr(jax.extend.core, "ClosedJaxpr", Jaxpr) | Jaxpr
-Items = TypeVar("Items", bound=Sequence[Any])
+Atom = Var | Literal
+T = TypeVar("T")
+Items = TypeVar("Items", bound=Sequence[object])
 
 
 class UnsupportedJaxVersion(RuntimeError):
@@ -109,7 +113,7 @@ class Call:
 
     jaxpr: AnyJaxpr
     kind: CallKind
-    policy: Any = None
+    policy: Callable[..., object] | None = None
     prevent_cse: bool | tuple[bool, ...] = True
 
     @property
@@ -138,7 +142,7 @@ class Kernel:
     """A `pallas_call`, which runs `body` once for each point of its grid."""
 
     body: AnyJaxpr
-    points: tuple[Any, ...]  # the sizes of the grid, some of which may depend on data
+    points: tuple[object, ...]  # the sizes of the grid, some of which may depend on data
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ class Manual:
     """
 
     body: AnyJaxpr
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     axes: frozenset[str]
 
 
@@ -283,7 +287,7 @@ def primitive_name(equation: JaxprEqn) -> str:
     return name
 
 
-def saves(policy: Callable[..., Any], equation: JaxprEqn) -> bool:
+def saves(policy: Callable[..., object], equation: JaxprEqn) -> bool:
     """Returns whether a rematerialisation policy keeps the results of an equation."""
     primitive, params = equation.primitive, equation.params
     if primitive.name == _HIGH_LEVEL and primitive_name(equation) == _NAMED:
@@ -313,7 +317,7 @@ def _read_high_level(prim: Any) -> Call | str | None:
     if kind == _NAMED:
         return _NAMED
 
-    def expand(*operands: Any) -> list[Any]:
+    def expand(*operands: PyTree) -> list[PyTree]:
         results = prim.expand(*jax.tree.unflatten(prim.in_tree, operands))
         return jax.tree.leaves(results)
 
@@ -336,7 +340,7 @@ def _high_level_kind(cls: type) -> CallKind | str | None:
     return None
 
 
-def _identity(x: Any) -> Any:
+def _identity(x: T) -> T:
     return x
 
 
@@ -365,12 +369,12 @@ def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
     return cast(Jaxpr, getattr(jaxpr, "jaxpr", jaxpr))
 
 
-def consts_of(jaxpr: AnyJaxpr) -> Sequence[Any]:
+def consts_of(jaxpr: AnyJaxpr) -> Sequence[ArrayLike]:
     """Returns the constants of a closed jaxpr; an open one has none."""
     return getattr(jaxpr, "consts", ())
 
 
-def close_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any]) -> AnyJaxpr:
+def close_jaxpr(jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -> AnyJaxpr:
     """Returns the jaxpr with values for its constants."""
     if hasattr(jaxpr, "consts"):
         return jaxpr.replace(consts=list(consts))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from ._frames import hide_frames_of_init
 
 _SAMPLING = ("top_k", "top_p", "min_p")
-UNSAMPLED: dict[str, Any] = {"temperature": 0.0, **dict.fromkeys(_SAMPLING)}
+UNSAMPLED: dict[str, float | None] = {"temperature": 0.0, **dict.fromkeys(_SAMPLING)}
 
 
 @hide_frames_of_init

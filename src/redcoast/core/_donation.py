@@ -1,7 +1,6 @@
 """Donated arrays, which are copied if they are also needed elsewhere."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Hashable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,9 @@ from jaxtyping import PyTree
 from ._pytree import show_path
 
 
-def separate(donated: list[Any], kept: Iterable[Any], *, distinct: bool = False) -> list[Any]:
+def separate(
+    donated: list[PyTree], kept: Iterable[PyTree], *, distinct: bool = False
+) -> list[PyTree]:
     """The arrays to donate, copied where they share memory with another array of the call.
 
     A buffer that is donated must occur once among the arguments; on several devices XLA ends the
@@ -28,7 +29,7 @@ def separate(donated: list[Any], kept: Iterable[Any], *, distinct: bool = False)
         if (not distinct or _data(x).shape in shapes) and is_concrete(x):
             candidates.append(i)
     shapes = {_data(donated[i]).shape for i in candidates}
-    used: set[Any] = set()
+    used: set[Hashable] = set()
     for x in others:
         if _data(x).shape in shapes:
             used.update(_buffers(x))
@@ -54,23 +55,23 @@ def refuse_deleted(tree: PyTree, what: str, advice: str) -> None:
             )
 
 
-def is_concrete(x: Any) -> bool:
+def is_concrete(x: object) -> bool:
     """Whether this is an array with memory, and not a tracer."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def is_deleted(x: Any) -> bool:
+def is_deleted(x: object) -> bool:
     """Whether this was an array, and is no longer."""
     method = getattr(x, "is_deleted", None)  # `isinstance` takes ten times as long
     return method is not None and method()
 
 
-def _data(x: Any) -> Any:
+def _data(x: PyTree) -> PyTree:
     # `jax.random.key_data` gives the same array, but takes longer than all else here.
     return getattr(x, "_base_array", x)
 
 
-def _buffers(x: Any) -> set[Any]:
+def _buffers(x: jax.Array) -> set[Hashable]:
     """The addresses of an array's shards; different `jax.Array`s may share memory."""
     try:
         shards = _data(x).addressable_shards

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from ._pytree import show_path, show_place
@@ -97,7 +98,7 @@ def tree_to_jax_dtypes(tree: PyTree, root: str, *, of: str = "") -> PyTree:
     `of` is the name of the tree in the places of its arrays, if it is data: `batch` in `batch[0]`.
     """
 
-    def convert(path: Any, x: Any) -> Any:
+    def convert(path: KeyPath, x: PyTree) -> PyTree:
         if not isinstance(x, np.ndarray | np.generic):
             return x
         where = show_place(path, of) if of else show_path(path)
@@ -109,5 +110,5 @@ def tree_to_jax_dtypes(tree: PyTree, root: str, *, of: str = "") -> PyTree:
     return jax.tree_util.tree_map_with_path(convert, tree)
 
 
-def _is_jax_leaf(x: Any) -> bool:
+def _is_jax_leaf(x: object) -> bool:
     return not isinstance(x, np.ndarray | np.generic) or is_jax_dtype(x.dtype)

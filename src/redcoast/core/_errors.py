@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 _LONGEST = 200  # letters of a name or a value in a message
 
 
-def check_functions(**functions: Any) -> None:
+def check_functions(**functions: object) -> None:
     """Raises `TypeError` if a value is not callable."""
     for name, fn in functions.items():
         if not callable(fn):
@@ -30,14 +30,14 @@ def check_integer(name: str, value: Any, *, least: int = 1) -> None:
         raise ValueError(f"`{name}` is {value}. It must be at least {least}.")
 
 
-def check_number(name: str, value: Any, *, above: int | float | None = None) -> None:
+def check_number(name: str, value: object, *, above: int | float | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _wrong_type(name, value, "a number")
     if above is not None and not value > above:
         raise ValueError(f"`{name}` is {value}. It must be more than {above}.")
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: object) -> None:
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         words = "an optax optimizer, such as `optax.adamw(3e-4)`"
         raise _wrong_type("optimizer", optimizer, words)
@@ -55,11 +55,11 @@ def check_key(key: Any) -> None:
         )
 
 
-def check_mesh(mesh: Any) -> None:
+def check_mesh(mesh: object) -> None:
     check_kind("mesh", mesh, (Mesh, AbstractMesh), "a mesh, as `redcoast.make_mesh` returns")
 
 
-def check_kind(name: str, value: Any, kind: type | tuple[type, ...], words: str) -> None:
+def check_kind(name: str, value: object, kind: type | tuple[type, ...], words: str) -> None:
     """Raises `TypeError` unless `value` is an instance of `kind`, described by `words`."""
     if not isinstance(value, kind):
         raise _wrong_type(name, value, words)
@@ -83,7 +83,7 @@ def local_path(name: str, path: str | os.PathLike[str]) -> Path:
     return Path(path).expanduser()
 
 
-def _wrong_type(name: str, value: Any, words: str) -> TypeError:
+def _wrong_type(name: str, value: object, words: str) -> TypeError:
     shown = repr(value)
     plain = isinstance(value, int | float | str) or value is None
     if not (plain and len(shown) < 50):
@@ -110,7 +110,7 @@ class noting:  # used like a function; a generator would take longer in each ste
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.add_to(error)
 
@@ -121,7 +121,7 @@ class noting:  # used like a function; a generator would take longer in each ste
                 error.add_note(text)
 
 
-def short_repr(value: Any, most: int = _LONGEST) -> str:
+def short_repr(value: object, most: int = _LONGEST) -> str:
     """Formats a value as `repr` does; a long one by its beginning and its length."""
     text = repr(value)
     if len(text) <= most:

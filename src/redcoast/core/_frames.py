@@ -22,7 +22,7 @@ from jax.extend import source_info_util
 from ._keywords import remedy_for
 from ._static_arrays import explain_static_arrays
 
-Fn = TypeVar("Fn", bound=Callable[..., Any])
+Fn = TypeVar("Fn", bound=Callable[..., object])
 Class = TypeVar("Class")
 
 _EQUINOX = f"{Path(eqx.__file__).parent}{os.sep}"
@@ -92,7 +92,7 @@ def hide_frames_of_init(cls: type[Class]) -> type[Class]:
     return cls
 
 
-def _suggest(fn: Callable[..., Any], error: TypeError, kwargs: Mapping[str, Any]) -> None:
+def _suggest(fn: Callable[..., object], error: TypeError, kwargs: Mapping[str, object]) -> None:
     """Adds a note to the error of a call with an argument that the function does not have."""
     failed = re.search(
         rf"\b{fn.__name__}\(\) (?:got an unexpected keyword argument '(?P<name>\w+)'"
@@ -125,7 +125,7 @@ def _suggest(fn: Callable[..., Any], error: TypeError, kwargs: Mapping[str, Any]
             )
 
 
-def tidy(error: BaseException, *, called: Callable[..., Any] | None = None) -> None:
+def tidy(error: BaseException, *, called: Callable[..., object] | None = None) -> None:
     """Removes hidden frames from an error and those it came from, and puts the last notes last.
 
     The frame of `called` is hidden too, because a dataclass's `__init__` is in no file.

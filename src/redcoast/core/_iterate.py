@@ -3,9 +3,9 @@
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -20,7 +20,7 @@ def map_in_threads(
     # Also called, once, when the process ends with this iterator open: what it needs is gone by the
     # time that the iterator is deleted.
     end = weakref.finalize(pool, pool.shutdown, wait=False, cancel_futures=True)
-    pending: deque[Any] = deque()
+    pending: deque[Future[U]] = deque()
     errors: list[Exception] = []
     try:
         for item in until_error(items, errors):

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jaxtyping import PyTree
 
-from ._control_flow import AnyJaxpr, inner_jaxprs, open_jaxpr
+from ._control_flow import AnyJaxpr, Atom, inner_jaxprs, open_jaxpr
 
 T = TypeVar("T")
 
@@ -29,12 +30,12 @@ def iter_equations(
                 yield from iter_equations(inner, skip)
 
 
-def variables(atoms: Iterable[Any]) -> list[Any]:
+def variables(atoms: Iterable[Atom]) -> list[Var]:
     """Returns the atoms that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
-def is_inexact(aval: Any) -> bool:
+def is_inexact(aval: object) -> bool:
     """Whether values of this type are floating point or complex, and so can have gradients."""
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
@@ -45,7 +46,7 @@ def struct_of(atom: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 
-def bind_again(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+def bind_again(equation: JaxprEqn, inputs: Sequence[PyTree]) -> list[PyTree]:
     """Binds an equation's primitive to other inputs, and returns the results."""
     params = equation.primitive.get_bind_params(equation.params)
     # Older versions of JAX return the functions to call separately from the parameters.
@@ -57,7 +58,9 @@ def bind_again(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     return [results]
 
 
-def bind_local(equation: JaxprEqn, inputs: Sequence[Any], changes: Mapping[str, Any]) -> list[Any]:
+def bind_local(
+    equation: JaxprEqn, inputs: Sequence[PyTree], changes: Mapping[str, object]
+) -> list[PyTree]:
     """Binds an equation's primitive inside of `jax.shard_map`, with some parameters changed.
 
     The mesh of the equation has no meaning there.
@@ -75,7 +78,7 @@ def bind_local(equation: JaxprEqn, inputs: Sequence[Any], changes: Mapping[str, 
 
 def evaluate_jaxpr(
     jaxpr: Jaxpr,
-    env: dict[Any, T],
+    env: dict[Var, T],
     handle: Callable[[int, JaxprEqn, list[T]], Sequence[T]],
     read_literal: Callable[[Literal], T] = lambda literal: literal.val,
 ) -> list[T]:
@@ -92,10 +95,10 @@ def evaluate_jaxpr(
 
     The values of the jaxpr's outputs.
     """
-    indices: dict[Any, int] = {}  # of the last use of each variable
+    indices: dict[Var, int] = {}  # of the last use of each variable
     for index, equation in enumerate(jaxpr.eqns):
         indices.update(dict.fromkeys(variables((*equation.invars, *equation.outvars)), index))
-    last: dict[int, list[Any]] = {}
+    last: dict[int, list[Var]] = {}
     for var in indices.keys() - set(variables(jaxpr.outvars)):
         last.setdefault(indices[var], []).append(var)
     read = lambda atom: read_literal(atom) if isinstance(atom, Literal) else env[atom]

@@ -1,16 +1,15 @@
 """Base classes by which the structural rules recognise what stands in place of a weight."""
 
 from abc import abstractmethod
-from typing import Any
 
 import equinox as eqx
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Integer, PyTree
 
 
 class AbstractLowRank(eqx.Module):
     """A weight, and two matrices whose product is added to it."""
 
-    weight: eqx.AbstractVar[Any]
+    weight: eqx.AbstractVar[PyTree]
     a: eqx.AbstractVar[Float[Array, "..."]]
     b: eqx.AbstractVar[Float[Array, "..."]]
 

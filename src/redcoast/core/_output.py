@@ -7,14 +7,14 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
 
 logger = logging.getLogger("redcoast")
 
 _NAMES = {"<stdout>": "Standard output", "<stderr>": "Standard error"}
 # The streams that a warning was given for.
-_failed: weakref.WeakSet[Any] = weakref.WeakSet()
+_failed: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 class ForgivingStream:
@@ -36,7 +36,7 @@ class ForgivingStream:
             self._drop(error)
             return len(text)
 
-    def writelines(self, lines: Any) -> None:
+    def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
@@ -72,7 +72,7 @@ class ForgivingStream:
         )
 
 
-def _discard_buffer(stream: Any, error: Exception) -> None:
+def _discard_buffer(stream: TextIO, error: Exception) -> None:
     """Empties the buffer of a stream that cannot be written to.
 
     Python would try to write it again at exit, and the process would end with exit code 120.

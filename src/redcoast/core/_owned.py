@@ -8,14 +8,14 @@ import copy
 import functools as ft
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 
-def held_elsewhere(objects: Sequence[Any], known: Iterable[Any] = ()) -> list[bool]:
+def held_elsewhere(objects: Sequence[object], known: Iterable[object] = ()) -> list[bool]:
     """Whether other code may refer to the memory of each array, or of the arrays in each container.
 
     This is so if there are other references to an array, to its base, or to a dict or list; if the
@@ -28,7 +28,7 @@ def held_elsewhere(objects: Sequence[Any], known: Iterable[Any] = ()) -> list[bo
         All other objects are treated as immutable.
     - `known`: arrays that are never written.
     """
-    seen: dict[int, Any] = {}
+    seen: dict[int, object] = {}
     references: dict[int, int] = {}
     for x in objects:
         _visit(x, seen, references)
@@ -51,7 +51,7 @@ def are_fresh(arrays: list[np.ndarray]) -> bool:
     return True
 
 
-def _references_in(items: list[Any], i: int) -> int:
+def _references_in(items: Sequence[object], i: int) -> int:
     return sys.getrefcount(items[i])
 
 
@@ -65,7 +65,7 @@ def _kind(cls: type) -> type | None:
     return next((kind for kind in kinds if issubclass(cls, kind)), None)
 
 
-def _visit(x: Any, seen: dict[int, Any], references: dict[int, int]) -> None:
+def _visit(x: PyTree, seen: dict[int, object], references: dict[int, int]) -> None:
     """Counts a reference to an object, and its references to others."""
     kind = _kind(type(x))
     if kind is None:
@@ -83,7 +83,7 @@ def _visit(x: Any, seen: dict[int, Any], references: dict[int, int]) -> None:
             _visit(part, seen, references)
 
 
-def _parts(x: Any, kind: type) -> Iterable[Any]:
+def _parts(x: PyTree, kind: type) -> Iterable[PyTree]:
     if kind is dict:
         return x.values()
     # A list of numbers is not searched.
@@ -92,7 +92,7 @@ def _parts(x: Any, kind: type) -> Iterable[Any]:
     return ()
 
 
-def _references(seen: dict[int, Any], key: int) -> int:
+def _references(seen: dict[int, object], key: int) -> int:
     return sys.getrefcount(seen[key])
 
 
@@ -100,7 +100,7 @@ def _references(seen: dict[int, Any], key: int) -> int:
 _ALONE = _references({0: object()}, 0)
 
 
-def _is_held(x: Any, held: set[int], safe: set[int]) -> bool:
+def _is_held(x: PyTree, held: set[int], safe: set[int]) -> bool:
     kind = _kind(type(x))
     if kind is None:
         return False
@@ -113,7 +113,7 @@ def _is_held(x: Any, held: set[int], safe: set[int]) -> bool:
     return any(_is_held(part, held, safe) for part in _parts(x, kind))
 
 
-def _is_array_held(x: Any, held: set[int], safe: set[int]) -> bool:
+def _is_array_held(x: np.ndarray, held: set[int], safe: set[int]) -> bool:
     if id(x) in safe:
         return False
     if id(x) in held:
@@ -141,7 +141,7 @@ def have_places(examples: Sequence[object], count: int) -> bool:
     return True
 
 
-def memory_of(x: Any) -> list[int]:
+def memory_of(x: PyTree) -> list[int]:
     """The addresses of the arrays, dicts and lists of a tree."""
     kind = _kind(type(x))
     if kind is np.ndarray:
@@ -158,7 +158,7 @@ def memory_of(x: Any) -> list[int]:
     return [id(x), *inner]
 
 
-def copied(x: Any) -> Any:
+def copied(x: PyTree) -> PyTree:
     """Copies the arrays and the containers of a tree. Other objects are treated as immutable."""
     if type(x) is np.ndarray:  # most often
         return x.copy()

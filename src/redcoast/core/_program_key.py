@@ -10,14 +10,14 @@ import dataclasses
 import functools as ft
 from collections.abc import Hashable, Mapping
 from types import FunctionType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
+from jaxtyping import PyTree
 
-from ._control_flow import AnyJaxpr, Call, consts_of, control_flow, is_high_level, open_jaxpr
+from ._control_flow import AnyJaxpr, Atom, Call, consts_of, control_flow, is_high_level, open_jaxpr
 
 # Parameters that change no value: notes, and functions for derivatives that are not taken.
 _IGNORED = frozenset(
@@ -56,7 +56,7 @@ class _Programs:
         inner = open_jaxpr(jaxpr)
         names: dict[Var, int] = {}
 
-        def atom_key(atom: Any) -> Hashable:
+        def atom_key(atom: Atom) -> Hashable:
             if isinstance(atom, Literal):
                 return atom.aval, _array_key(np.asarray(atom.val))
             return names.setdefault(atom, len(names)), atom.aval
@@ -84,7 +84,7 @@ class _Programs:
             str(sorted(map(str, equation.effects))),
         )
 
-    def _parameters(self, equation: JaxprEqn) -> Mapping[str, Any]:
+    def _parameters(self, equation: JaxprEqn) -> Mapping[str, object]:
         if not is_high_level(equation):
             return {k: v for k, v in equation.params.items() if k not in _IGNORED}
         # The one parameter of these holds functions for derivatives, beside what it runs.
@@ -93,7 +93,7 @@ class _Programs:
             return {"runs": call.jaxpr, "prevent_cse": call.prevent_cse}
         return equation.params
 
-    def _value_key(self, value: Any) -> Hashable:
+    def _value_key(self, value: object) -> Hashable:
         """The key of a parameter: its value, or else its identity."""
         if isinstance(value, AnyJaxpr):
             return "program", self.number_of(value)
@@ -144,7 +144,7 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(name for name in cls.__dict__["__slots__"] if not name.startswith("_"))
 
 
-def _array_key(x: Any) -> Hashable:
+def _array_key(x: PyTree) -> Hashable:
     """The type and the bytes of an array, or the identity of a large one."""
     is_value = not isinstance(x, jax.Array)
     if not is_value and x.nbytes <= _MOST_BYTES and x.is_fully_addressable and not x.is_deleted():

@@ -7,15 +7,15 @@ import functools as ft
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jaxtyping import PyTree
 
-from ._control_flow import AnyJaxpr, consts_of, inner_jaxprs, is_high_level, open_jaxpr
+from ._control_flow import AnyJaxpr, Atom, consts_of, inner_jaxprs, is_high_level, open_jaxpr
 from ._frames import own_line
 
 # A memory address, and the directory of a file, which may differ between machines.
@@ -45,7 +45,7 @@ def line_of(equation: JaxprEqn | None) -> str:
     return own_line(getattr(getattr(equation, "source_info", None), "traceback", None))
 
 
-def describe_array(x: Any) -> str:
+def describe_array(x: PyTree) -> str:
     """The type and the values of an array, or their checksum."""
     if isinstance(x, jax.Array) and x.is_deleted():
         return "a deleted array"
@@ -65,7 +65,7 @@ def _checksum(values: np.ndarray) -> str:
     return f"{zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data):08x}"
 
 
-def _is_default(value: Any) -> bool:
+def _is_default(value: object) -> bool:
     """Whether a parameter is `None`, `False` or empty, as most of them are."""
     return value is None or value is False or value == ()
 
@@ -74,7 +74,9 @@ class _Describer:
     """Describes jaxprs, each of which may be called at several places."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Lines]] = {}  # by id, with the jaxpr, to keep it alive
+        self._known: dict[
+            int, tuple[AnyJaxpr, Lines]
+        ] = {}  # by id, with the jaxpr, to keep it alive
 
     def lines(self, jaxpr: AnyJaxpr) -> Lines:
         if id(jaxpr) not in self._known:
@@ -87,7 +89,7 @@ class _Describer:
         for var, value in zip(inner.constvars, consts_of(jaxpr), strict=False):
             yield f"{names.of(var)} = constant {self._text(value, [])}", None
         for equation in inner.eqns:
-            called: list[Any] = []
+            called: list[AnyJaxpr] = []
             params = {k: v for k, v in equation.params.items() if k not in _IGNORED}
             if is_high_level(equation):  # its one parameter holds functions and the jaxpr
                 params = {"runs": inner_jaxprs(equation)}
@@ -102,7 +104,7 @@ class _Describer:
                 yield from self.lines(each)
         yield f"results {names.of_all(inner.outvars)}", None
 
-    def _text(self, value: Any, called: list[Any]) -> str:
+    def _text(self, value: object, called: list[AnyJaxpr]) -> str:
         """Describes a parameter of an equation, and collects the jaxprs in it."""
         text = ft.partial(self._text, called=called)
         if isinstance(value, AnyJaxpr):
@@ -129,13 +131,13 @@ class _Names:
     """Numbers the variables of a jaxpr in order of appearance."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
+        self._numbers: dict[Var, int] = {}
 
-    def of(self, atom: Any) -> str:
+    def of(self, atom: Atom) -> str:
         if isinstance(atom, Literal):
             return describe_array(np.asarray(atom.val, getattr(atom.aval, "dtype", None)))
         number = self._numbers.setdefault(atom, len(self._numbers))
         return f"v{number}:{_OF_A_PROCESS.sub('', str(atom.aval))}"
 
-    def of_all(self, atoms: Iterable[Any]) -> str:
+    def of_all(self, atoms: Iterable[Atom]) -> str:
         return f"({', '.join(map(self.of, atoms))})"

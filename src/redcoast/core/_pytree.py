@@ -1,13 +1,18 @@
 """Partitions of a PyTree into arrays and everything else, and leaves by path."""
 
 import sys
+from types import UnionType
 from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
+from jax.sharding import Sharding
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
+# The arrays of a tree, flat: of JAX or NumPy, tracers, or their shapes and dtypes.
+Arrays = list[PyTree]
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 NUMBERS = (*ARRAYS, int, float, complex)
 
@@ -18,7 +23,7 @@ class Static:
     `jax.jit` compiles once for each distinct value.
     """
 
-    def __init__(self, structure: Any, leaves: tuple[Any, ...]):
+    def __init__(self, structure: PyTree, leaves: tuple[PyTree, ...]):
         self.structure = structure
         self.leaves = leaves  # `None`, which is not a leaf, in the place of each array
         self.only_arrays = all(leaf is None for leaf in leaves)
@@ -40,7 +45,7 @@ class Static:
         return str(self.structure)
 
 
-def split(tree: PyTree, *, numbers: bool = False) -> tuple[list[Any], Static]:
+def split(tree: PyTree, *, numbers: bool = False) -> tuple[Arrays, Static]:
     """Splits a tree into its arrays and its static part.
 
     With `numbers=True`, Python numbers count as arrays.
@@ -55,7 +60,7 @@ def split(tree: PyTree, *, numbers: bool = False) -> tuple[list[Any], Static]:
     return arrays, Static(structure, tuple(constants))
 
 
-def join(arrays: list[Any], static: Static) -> PyTree:
+def join(arrays: Arrays, static: Static) -> PyTree:
     """The inverse of `split`."""
     if static.only_arrays:
         return static.structure.unflatten(arrays)
@@ -65,14 +70,14 @@ def join(arrays: list[Any], static: Static) -> PyTree:
     )
 
 
-def abstract_array(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+def abstract_array(x: PyTree, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an array, concrete or abstract, with a sharding if one is given."""
     dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
     weak = getattr(x, "weak_type", False)
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding, weak_type=weak)
 
 
-def abstract_arrays(arrays: list[Any]) -> list[jax.ShapeDtypeStruct]:
+def abstract_arrays(arrays: Arrays) -> list[jax.ShapeDtypeStruct]:
     return list(map(abstract_array, arrays))
 
 
@@ -82,7 +87,7 @@ def abstract_tree(tree: PyTree) -> PyTree:
     return join(abstract_arrays(arrays), static)
 
 
-def is_layer_state(x: Any) -> bool:
+def is_layer_state(x: object) -> bool:
     """Whether a node of a tree is the state of layers, such as running averages.
 
     It is an `eqx.nn.State`, or a variable of Flax NNX that is not an `nnx.Param`. Its arrays may
@@ -95,18 +100,18 @@ def is_layer_state(x: Any) -> bool:
     return isinstance(x, eqx.nn.State)
 
 
-def layer_states(tree: PyTree) -> dict[str, Any]:
+def layer_states(tree: PyTree) -> dict[str, PyTree]:
     """Returns the states of layers in a tree, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_layer_state)
     return {show_path(path): x for path, x in leaves if is_layer_state(x)}
 
 
-def show_path(path: tuple[Any, ...], root: str = "") -> str:
+def show_path(path: KeyPath, root: str = "") -> str:
     """Formats the path of a leaf, such as `layers/wq`; `root` stands for the empty path."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or root
 
 
-def show_place(path: tuple[Any, ...], of: str, root: str = "") -> str:
+def show_place(path: KeyPath, of: str, root: str = "") -> str:
     """Formats the path of a leaf of data: as `show_path`, or, in a tuple or a list, as Python reads
     it: `batch[0]`, where `of` is `batch`.
 
@@ -126,7 +131,7 @@ def _show_key(key: Any) -> str:
     return str(key)  # `[0]` or `.name`
 
 
-def leaf_paths(tree: PyTree, kinds: Any) -> dict[str, Any]:
+def leaf_paths(tree: PyTree, kinds: type | UnionType | tuple[type, ...]) -> dict[str, PyTree]:
     """Returns the leaves that are instances of `kinds`, by path, such as `layers/wq`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
     return {show_path(path): leaf for path, leaf in leaves if isinstance(leaf, kinds)}

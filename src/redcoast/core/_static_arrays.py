@@ -4,10 +4,11 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from ._errors import several
 from ._pytree import show_path
@@ -17,7 +18,7 @@ _COMPARED = re.compile(r"metadata fields|truth value of an array|__eq__|hash")
 _INIT_FN = ("init_fn", "model_or_state")  # arguments that are functions of a key
 
 
-def static_arrays(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
+def static_arrays(tree: PyTree, path: KeyPath = ()) -> Iterator[str]:
     """Yields the static fields of dataclasses in a tree that contain arrays."""
     inner = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
     if any(child is tree for _, child in inner):  # a leaf
@@ -33,7 +34,7 @@ def static_arrays(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
         yield from static_arrays(child, (*path, *key))
 
 
-def _holds_array(value: Any) -> bool:
+def _holds_array(value: object) -> bool:
     if isinstance(value, dict):
         return any(map(_holds_array, value.values()))
     if isinstance(value, list | tuple):
@@ -42,7 +43,7 @@ def _holds_array(value: Any) -> bool:
 
 
 def explain_static_arrays(
-    fn: Callable[..., Any], error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+    fn: Callable[..., object], error: Exception, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> ValueError | None:
     """Returns the error to raise in place of an error of `fn(*args, **kwargs)` that static arrays
     caused."""
@@ -66,10 +67,10 @@ def explain_static_arrays(
     )
 
 
-def _model_of(name: str, value: Any) -> Any:
+def _model_of(name: str, value: PyTree) -> PyTree:
     """Returns an argument, or the model if it is a function that creates one."""
     if name not in _INIT_FN or not callable(value) or jax.tree.leaves(value) != [value]:
         return value
-    models: list[Any] = []
+    models: list[PyTree] = []
     jax.eval_shape(lambda key: models.append(value(key)), jax.random.key(0))
     return models[-1]

@@ -92,7 +92,7 @@ def missing_mesh() -> Iterator[None]:
             raise
 
 
-def needs_ambient_mesh(mesh: Mesh | AbstractMesh, trace: Callable[[], Any]) -> bool:
+def needs_ambient_mesh(mesh: Mesh | AbstractMesh, trace: Callable[[], object]) -> bool:
     """Whether `trace` fails without an ambient mesh for this reason."""
     try:
         with missing_mesh(), traced_over(mesh):
@@ -143,6 +143,6 @@ def _resolving_specs(mesh: Mesh | AbstractMesh) -> Iterator[None]:
         resources.env = before
 
 
-def without_ambient_mesh() -> AbstractContextManager[Any]:
+def without_ambient_mesh() -> AbstractContextManager[object]:
     """An ambient mesh may be one of other devices than those that are compiled for."""
     return jax.set_mesh(Mesh(np.empty((), object), ()))

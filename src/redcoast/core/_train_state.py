@@ -1,7 +1,5 @@
 """The base class of a training state, which contains a model and its optimizer state."""
 
-from typing import Any
-
 import equinox as eqx
 from jaxtyping import PyTree
 
@@ -14,7 +12,7 @@ class AbstractTrainState(eqx.Module):
     opt_state: eqx.AbstractVar[PyTree]
 
 
-def refuse_state(model: Any, caller: str) -> None:
+def refuse_state(model: object, caller: str) -> None:
     """Raises `TypeError` if a function of a model, named `caller`, was given a training state."""
     if isinstance(model, AbstractTrainState):
         raise TypeError(

@@ -4,11 +4,11 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from ._errors import several
@@ -45,7 +45,7 @@ def trainable_arrays(tree: PyTree, trainable: PyTree) -> list[bool]:
     arrays, static = split(tree)
     are_trained: list[bool] = []
 
-    def look(arrays: list[Any]) -> None:
+    def look(arrays: list[PyTree]) -> None:
         # Filters such as `eqx.is_inexact_array` recognise abstract arrays only inside a trace.
         params, _ = partition_trainable(join(arrays, static), trainable)
         ids = set(map(id, jax.tree.leaves(params)))
@@ -87,7 +87,7 @@ def _are_patterns(items: Sequence[object]) -> bool:
     return bool(items) and all(isinstance(x, str | re.Pattern) for x in items)
 
 
-def _required_arguments(fn: Callable[..., Any]) -> int:
+def _required_arguments(fn: Callable[..., object]) -> int:
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # functions implemented in C may have no signature
@@ -97,14 +97,14 @@ def _required_arguments(fn: Callable[..., Any]) -> int:
 
 
 def _of_leaves(
-    model: PyTree, select: Callable[[Any, Any], Any], *, of_model: Exception | None = None
+    model: PyTree, select: Callable[[KeyPath, PyTree], object], *, of_model: Exception | None = None
 ) -> PyTree:
     """Returns a mask with the result of a function for each path and floating array.
 
     `of_model` is the error that the function raised for the model itself.
     """
 
-    def choose(path: Any, x: Any) -> bool:
+    def choose(path: KeyPath, x: PyTree) -> bool:
         if not eqx.is_inexact_array(x):
             return False
         where = show_path(path, "its root")
@@ -133,7 +133,7 @@ def _shown(error: Exception) -> str:
     return f"{type(error).__name__} ({first})"
 
 
-def _part(model: PyTree, select: Callable[[PyTree], Any], chosen: PyTree) -> PyTree:
+def _part(model: PyTree, select: Callable[[PyTree], PyTree], chosen: PyTree) -> PyTree:
     """A mask of the part of a model that a function returned, `chosen`."""
     leaves, structure = jax.tree.flatten(model)
     # A model may contain an array several times, and the selected part may contain it once.
@@ -153,27 +153,28 @@ def _part(model: PyTree, select: Callable[[PyTree], Any], chosen: PyTree) -> PyT
     )
 
 
-def _stand_in(x: Any) -> Any:
+def _stand_in(x: PyTree) -> PyTree:
     """A distinct array with the shape and dtype of another, which takes no memory."""
     if not eqx.is_inexact_array(x):
         return x
     return np.broadcast_to(np.zeros((), x.dtype), x.shape)
 
 
-def _kind_of(x: Any) -> str:
+def _kind_of(x: PyTree) -> str:
     if not jax.tree.leaves(x):
         return "nothing"
     return f"a value of type {type(x).__name__}"
 
 
-def _matching(model: PyTree, patterns: Sequence[Any]) -> PyTree:
+def _matching(model: PyTree, patterns: Sequence[str | re.Pattern[str]]) -> PyTree:
     """A mask of the leaves whose paths match one of the patterns."""
     leaves = jax.tree_util.tree_leaves_with_path(model)
     names = [show_path(path) for path, x in leaves if eqx.is_inexact_array(x)]
     chosen: set[str] = set()
     for pattern in patterns:
-        text = pattern
-        if not isinstance(pattern, str):  # it is compiled
+        if isinstance(pattern, str):
+            text = pattern
+        else:  # it is compiled
             text = pattern.pattern
         try:
             matched = {name for name in names if re.search(pattern, name)}
@@ -194,7 +195,7 @@ def _matching(model: PyTree, patterns: Sequence[Any]) -> PyTree:
 def _does_not_fit(model: PyTree, trainable: PyTree) -> ValueError | None:
     """Returns an error that explains why `trainable` does not fit, for common mistakes."""
     filters = dict(jax.tree_util.tree_leaves_with_path(trainable, is_leaf=lambda x: x is None))
-    parts: set[Any] = set()  # all places in the model, leaves and what holds them
+    parts: set[KeyPath] = set()  # all places in the model, leaves and what holds them
     lacking: list[str] = []
     for path, _ in jax.tree_util.tree_leaves_with_path(model):
         prefixes = [path[:length] for length in range(len(path) + 1)]

@@ -6,7 +6,6 @@ import inspect
 import itertools
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -40,7 +39,7 @@ _OF_ANOTHER_ORDER = (
 )
 
 
-def takes_keyword(fn: Callable[..., Any], name: str) -> bool:
+def takes_keyword(fn: Callable[..., object], name: str) -> bool:
     """Returns whether a function has a parameter of this name."""
     code = getattr(fn, "__code__", None)
     # For a plain function, this is cheaper than its signature. A decorator takes any keyword.
@@ -91,7 +90,7 @@ def calling(
     return noting(notes)
 
 
-def _sentence(what: str, x: Any) -> str:
+def _sentence(what: str, x: PyTree) -> str:
     if what not in ("examples", "outputs"):
         return f"The {what} {'are' if what.endswith('s') else 'is'} {describe(x, what)}."
     of_one = what.removesuffix("s")
@@ -158,7 +157,7 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
     if not isinstance(error, TypeError | ValueError):
         return []
     private = ("equinox._", "redcoast.")  # wrappers of methods; models that take batches
-    layers: list[dict[str, Any]] = []
+    layers: list[dict[str, PyTree]] = []
     for frame in frames:
         module = frame.f_locals.get("self")
         if isinstance(module, eqx.Module) and not type(module).__module__.startswith(private):
@@ -177,11 +176,11 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
     return hints + _channels_first(layers) + _batches_in_batch(batch)
 
 
-def _channels_first(layers: list[dict[str, Any]]) -> list[str]:
+def _channels_first(layers: list[dict[str, PyTree]]) -> list[str]:
     """A hint for a convolution whose input has its channels elsewhere, or none."""
     names = layers[-1] if layers else {}
     layer = names.get("self")
-    x: Any = names.get("x")
+    x: PyTree = names.get("x")
     if not isinstance(layer, eqx.nn.Conv | eqx.nn.ConvTranspose) or not eqx.is_array(x):
         return []
     layer, x = layers[-1].get("self"), layers[-1].get("x")
@@ -251,7 +250,7 @@ def _inputs_of(batch: PyTree) -> str:
     return "batch"
 
 
-def _batched_layer(layers: list[dict[str, Any]], batch: PyTree) -> str | None:
+def _batched_layer(layers: list[dict[str, PyTree]], batch: PyTree) -> str | None:
     """The outermost module that was called with all rows of the batch, if the innermost was too.
 
     `layers` are the local names of the methods of modules that an error went through.
@@ -266,7 +265,7 @@ def _batched_layer(layers: list[dict[str, Any]], batch: PyTree) -> str | None:
     return type(layers[0]["self"]).__name__
 
 
-def _kind(x: Any) -> str:
+def _kind(x: PyTree) -> str:
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
     return type(x).__name__

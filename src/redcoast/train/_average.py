@@ -1,7 +1,5 @@
 """Moving averages of weights."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -36,7 +34,7 @@ def moving_average(old: PyTree, new: PyTree, decay: float | Float[Array, ""]) ->
     if jax.tree.structure(old) != jax.tree.structure(new):
         raise ValueError("`old` and `new` have different structures; average trees of one kind.")
 
-    def mix(a: Any, b: Any) -> Any:
+    def mix(a: PyTree, b: PyTree) -> PyTree:
         if not eqx.is_inexact_array(a):
             return b
         share = jnp.asarray(1 - decay, a.real.dtype)

@@ -1,14 +1,14 @@
 """Steps that are compiled once, with the shardings of their inputs and outputs fixed."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from ..core._axis_types import (
@@ -24,7 +24,7 @@ from ..core._donation import is_concrete, is_deleted, separate
 from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions
 from ..core._frames import hide_frames
-from ..core._pytree import Static, abstract_array, split
+from ..core._pytree import Arrays, Static, abstract_array, split
 from ..core._tracing import missing_mesh
 from ..distributed._agreement import agree_on_program
 from ..distributed._arrays import abstract_batch, place_array, put, stays_on_host
@@ -49,7 +49,7 @@ from ._programs import compiled_once
 from ._step_messages import check_hashable, match_shardings, path_name, refuse_donated
 from ._wrong_gradients import refuse_wrong_gradients
 
-Jitted = Callable[..., Any]
+Jitted = Callable[..., PyTree]
 
 
 @hide_frames
@@ -116,7 +116,7 @@ def compile_step(
 def compile_reusable_step(
     step: Callable[..., tuple[PyTree, PyTree]],
     state_shardings: PyTree[NamedSharding],
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., object],
     *,
     rows_axis: int = 0,
     options: Options = (),
@@ -135,7 +135,7 @@ def compile_reusable_step(
 
 def _shardings_by_path(
     state_shardings: PyTree, mesh: Mesh | None
-) -> tuple[dict[Any, NamedSharding], Mesh]:
+) -> tuple[dict[KeyPath, NamedSharding], Mesh]:
     """The shardings of the leaves of a tree, with bare specs on the mesh, and the mesh."""
     leaves = jax.tree_util.tree_leaves_with_path(state_shardings)
     for path, x in leaves:
@@ -161,7 +161,7 @@ def _shardings_by_path(
             f"The mesh of `state_shardings` is {own_mesh}, which has no devices. Plan with a mesh "
             "of devices, as returned by `redcoast.make_mesh`."
         )
-    shardings: dict[Any, NamedSharding] = {}
+    shardings: dict[KeyPath, NamedSharding] = {}
     for path, x in leaves:
         shardings[path] = NamedSharding(own_mesh, x) if isinstance(x, P) else x
     return shardings, own_mesh
@@ -183,14 +183,14 @@ class _StateKind:
 class _Program:
     """A step that was compiled for arguments of some shapes."""
 
-    run: Callable[[list[Any], list[Any]], tuple[list[Any], PyTree]]
-    closed_over: list[Any]  # arrays that the step refers to
+    run: Callable[[Arrays, Arrays], tuple[Arrays, PyTree]]
+    closed_over: Arrays  # arrays that the step refers to
     kind: _StateKind
     constants: Static
     keeps_types: bool  # whether the new state has arrays of the same types
-    types: list[Any] = field(default_factory=list)  # of the arguments in the last call
+    types: list[Hashable] = field(default_factory=list)  # of the arguments in the last call
 
-    def fits(self, kind: _StateKind, structure: object, types: list[Any]) -> bool:
+    def fits(self, kind: _StateKind, structure: object, types: list[Hashable]) -> bool:
         """Whether it is the program for a state that a step returned, and other arguments."""
         return (
             self.keeps_types
@@ -206,11 +206,11 @@ class CompiledStep:
 
     def __init__(
         self,
-        step: Callable[..., Any],
-        shardings: dict[Any, NamedSharding],
+        step: Callable[..., PyTree],
+        shardings: dict[KeyPath, NamedSharding],
         mesh: Mesh,
         *,
-        reuse_for: Callable[..., Any] | None = None,
+        reuse_for: Callable[..., object] | None = None,
         rows_axis: int = 0,
         options: Options = (),
     ):
@@ -222,7 +222,7 @@ class CompiledStep:
         self._reuse_for = reuse_for  # the user's function, if programs are used again
         self._rows_axis = rows_axis
         self._kinds: dict[Static, _StateKind] = {}
-        self._programs: dict[Any, _Program] = {}
+        self._programs: dict[Hashable, _Program] = {}
         self._stays_on_host = stays_on_host(self._mesh)
         self._overdue = overdue_on(mesh)
         # Of the last call, which the next one usually repeats.
@@ -282,7 +282,7 @@ class CompiledStep:
             aux = unwrap_constants(aux)
         return FlatState(arrays, kind.static, self), aux
 
-    def _argument(self, x: Any) -> Any:
+    def _argument(self, x: PyTree) -> PyTree:
         """An array or a number among the arguments, on the devices of the step."""
         if isinstance(x, np.ndarray):
             if self._stays_on_host:
@@ -290,7 +290,7 @@ class CompiledStep:
             return self._place(x)
         return auto_array(self._place(x))
 
-    def _place(self, x: Any) -> Any:
+    def _place(self, x: PyTree) -> PyTree:
         return place_array(x, self._mesh, axis=self._rows_axis)
 
     def lower(self, state: PyTree, /, *args: PyTree) -> jax.stages.Lowered:
@@ -306,7 +306,7 @@ class CompiledStep:
         with auto_ambient_mesh():
             return self._trace(kind, constants, arrays, others)[1]
 
-    def _split_arguments(self, args: tuple[PyTree, ...]) -> tuple[list[Any], Static]:
+    def _split_arguments(self, args: tuple[PyTree, ...]) -> tuple[Arrays, Static]:
         arrays, constants = split(args, numbers=True)
         last = self._last_constants
         if last is None or (constants.structure, constants.leaves) != (last.structure, last.leaves):
@@ -314,7 +314,7 @@ class CompiledStep:
             self._last_constants = last = constants
         return arrays, last
 
-    def _split_state(self, state: PyTree) -> tuple[list[Any], _StateKind, bool]:
+    def _split_state(self, state: PyTree) -> tuple[Arrays, _StateKind, bool]:
         """Returns the state's arrays, its kind, and whether the last call returned the arrays."""
         if isinstance(state, FlatState) and state.maker is self:
             return state.arrays, self._kinds[state.static], True
@@ -338,9 +338,9 @@ class CompiledStep:
         self,
         kind: _StateKind,
         constants: Static,
-        arrays: list[Any],
-        given: list[Any],
-        others: list[Any],
+        arrays: Arrays,
+        given: Arrays,
+        others: Arrays,
     ) -> tuple[_Program, bool]:
         """Returns the program for these arguments, and whether this call is the first of it.
 
@@ -357,7 +357,7 @@ class CompiledStep:
         return program, is_new
 
     def _compile(
-        self, kind: _StateKind, constants: Static, arrays: list[Any], others: list[Any]
+        self, kind: _StateKind, constants: Static, arrays: Arrays, others: Arrays
     ) -> _Program:
         jitted, traced = self._trace(kind, constants, arrays, others)
         agree_on_program("the program of the step", traced.jaxpr, self._mesh)
@@ -377,8 +377,8 @@ class CompiledStep:
         )
 
     def _reused(
-        self, kind: _StateKind, traced: jax.stages.Traced, function: Callable[..., Any]
-    ) -> tuple[Callable[..., Any], list[Any]]:
+        self, kind: _StateKind, traced: jax.stages.Traced, function: Callable[..., object]
+    ) -> tuple[Callable[..., PyTree], Arrays]:
         """The program of an earlier step that is the same, with the constants of this one."""
         compiled, closed_over = compiled_once(
             traced.jaxpr,
@@ -391,18 +391,18 @@ class CompiledStep:
         )
         structure = jax.tree.structure(traced.out_info[1])
 
-        def run(arrays: list[Any], others: list[Any]) -> tuple[list[Any], PyTree]:
+        def run(arrays: Arrays, others: Arrays) -> tuple[Arrays, PyTree]:
             arrays, aux = compiled(arrays, others)
             return arrays, structure.unflatten(aux)
 
         return run, closed_over
 
     def _trace(
-        self, kind: _StateKind, constants: Static, arrays: list[Any], others: list[Any]
+        self, kind: _StateKind, constants: Static, arrays: Arrays, others: Arrays
     ) -> tuple[Jitted, jax.stages.Traced]:
         """The jitted step for the constants, and its program for the arrays."""
 
-        def trace(jitted: Any) -> tuple[Jitted, jax.stages.Traced]:
+        def trace(jitted: PyTree) -> tuple[Jitted, jax.stages.Traced]:
             traced = jitted.trace(list(map(abstract_array, arrays, kind.shardings)), others)
             refuse_wrong_gradients(traced.jaxpr, self._mesh)
             kind.jitted[constants] = jitted
@@ -427,7 +427,7 @@ class CompiledStep:
         )
 
 
-def _put(x: Any, sharding: NamedSharding) -> Any:
+def _put(x: PyTree, sharding: NamedSharding) -> PyTree:
     # The jitted call would also move arrays that are elsewhere, but in a separate program.
     if is_concrete(x) and x.committed and x.sharding == sharding:
         return x

@@ -1,33 +1,35 @@
 """Compiled functions of a tree that stays, such as evaluations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes, with_auto_axes
-from ..core._pytree import Static, split
+from ..core._pytree import Arrays, Static, split
 from ..core._tracing import missing_mesh
 from ..distributed._arrays import place_batch
 from ..distributed._emulation import overdue_on
 from ._flat_function import call_watched, flatten_arguments, is_jit_disabled, type_of
 from ._programs import compiled_once
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class _Arguments:
     """A tree and other arguments, taken apart."""
 
-    arrays: list[Any]
+    arrays: Arrays
     static: Static
-    others: list[Any]
+    others: Arrays
     constants: Static
 
     @property
-    def types(self) -> tuple[Any, ...]:
+    def types(self) -> tuple[Hashable, ...]:
         """What a program for these arguments depends on."""
         types = [type_of(x) for x in (*self.arrays, *self.others)]
         return (*types, self.static, self.constants)
@@ -45,7 +47,7 @@ class CompiledCall:
         shardings: PyTree[NamedSharding],
         mesh: Mesh | AbstractMesh,
         *,
-        reuse_for: Callable[..., Any] | None = None,
+        reuse_for: Callable[..., object] | None = None,
     ):
         assert isinstance(mesh, Mesh), "An abstract mesh has no devices to compile for."
         self.mesh = with_auto_axes(mesh)
@@ -56,7 +58,7 @@ class CompiledCall:
         self._function = reuse_for or fn
         self._reuses = reuse_for is not None
         self._overdue = overdue_on(mesh)
-        self._programs: dict[Any, Callable[..., PyTree]] = {}
+        self._programs: dict[Hashable, Callable[..., PyTree]] = {}
 
     def __call__(self, tree: PyTree, *args: PyTree) -> PyTree:
         arguments = self._split(tree, args)
@@ -73,7 +75,7 @@ class CompiledCall:
         """Traces the function, like the method of a jitted function."""
         return self._trace(self._split(tree, args))
 
-    def last(self, tree: PyTree, *args: PyTree) -> tuple[PyTree, Any]:
+    def last(self, tree: PyTree, *args: PyTree) -> tuple[PyTree, jax.Array]:
         """Returns the abstract outputs, and the last output array, from a program that computes
         only that."""
         arguments = self._split(tree, args)
@@ -93,7 +95,7 @@ class CompiledCall:
         compiled, _ = compiled_once(traced.jaxpr, self._function, self.mesh, self._shardings)
         structure = jax.tree.structure(traced.out_info)
 
-        def run(arrays: list[Any], others: list[Any]) -> PyTree:
+        def run(arrays: Arrays, others: Arrays) -> PyTree:
             _, results = compiled(arrays, others)
             return structure.unflatten(results)
 
@@ -105,7 +107,7 @@ class CompiledCall:
     def _call_jitted(self, arguments: _Arguments) -> PyTree:
         return self._first_of(self._jitted, arguments)
 
-    def _first_of(self, call: Callable[..., Any], arguments: _Arguments) -> Any:
+    def _first_of(self, call: Callable[..., T], arguments: _Arguments) -> T:
         """Calls a function that traces the program, with an ambient mesh only if it needs one."""
         parts = arguments.arrays, arguments.static, arguments.others, arguments.constants
         if not self._is_ambient:

@@ -1,7 +1,6 @@
 """Warnings for losses that are not a mean over examples, or use one random mask for all of them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import equinox as eqx
 from jax.sharding import AbstractMesh, Mesh
@@ -36,7 +35,7 @@ def find_coupled(
 ) -> Coupling | None:
     """Finds the first operation that makes the examples of a batch depend on each other."""
 
-    def loss(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
+    def loss(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> PyTree:
         if not training:
             model = eqx.nn.inference_mode(model)
         return evaluate_loss(loss_fn, model, batch, key, compute_dtype).loss
@@ -58,7 +57,7 @@ def find_faults(
     lines; the lines that use one random mask for all examples; and the lines where NumPy's rank
     promotion combines each example with every other."""
 
-    def results(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
+    def results(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> PyTree:
         if not training:
             model = eqx.nn.inference_mode(model)
         result = evaluate_loss(loss_fn, model, batch, key, compute_dtype)

@@ -1,18 +1,20 @@
 """Functions of trees as functions of flat lists of arrays, which `jax.jit` calls faster."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..core._pytree import NUMBERS, Static, join, split
+from ..core._pytree import NUMBERS, Arrays, Static, join, split
 from ..core._tracing import traced_over
 from ..distributed._emulation import Overdue
 from ._step_messages import first_difference, state_and_aux
+
+T = TypeVar("T")
 
 
 @jax.tree_util.register_static
@@ -21,26 +23,26 @@ class _Constant:
     """A leaf of aux that is not an array, as a node without leaves: jitted functions can return
     it."""
 
-    value: Any
+    value: object
 
 
-def flatten_arguments(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+def flatten_arguments(fn: Callable[..., PyTree], mesh: Mesh) -> Callable[..., PyTree]:
     """Converts `fn(tree, *args)` to a function of the partitions that `split` returns."""
 
     def call(
-        arrays: list[Any], static: Static, others: list[Any], constants: Static, ambient: bool
-    ) -> Any:
+        arrays: Arrays, static: Static, others: Arrays, constants: Static, ambient: bool
+    ) -> PyTree:
         with traced_over(mesh, ambient=ambient):
             return fn(join(arrays, static), *join(others, constants))
 
     return call
 
 
-def flatten_step(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+def flatten_step(step: Callable[..., PyTree], mesh: Mesh) -> Callable[..., tuple[Arrays, PyTree]]:
     """The same for a step, which returns the arrays of the new state, and aux."""
     call = flatten_arguments(step, mesh)
 
-    def flat_step(arrays: list[Any], static: Static, *rest: Any) -> tuple[list[Any], PyTree]:
+    def flat_step(arrays: Arrays, static: Static, *rest: PyTree) -> tuple[Arrays, PyTree]:
         new_state, aux = state_and_aux(call(arrays, static, *rest), static)
         new_arrays, new = split(new_state)
         if (new.structure, new.leaves) != (static.structure, static.leaves):
@@ -53,7 +55,7 @@ def flatten_step(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     return flat_step
 
 
-def _wrap_constant(leaf: Any) -> Any:
+def _wrap_constant(leaf: object) -> object:
     if isinstance(leaf, NUMBERS):
         return leaf
     return _Constant(leaf)
@@ -65,7 +67,7 @@ def unwrap_constants(aux: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.value if is_constant(x) else x, aux, is_leaf=is_constant)
 
 
-def type_of(x: Any) -> Any:
+def type_of(x: object) -> Hashable:
     """What a program depends on of an array or a number that is passed to it."""
     aval = getattr(x, "aval", None)
     if aval is not None:
@@ -80,7 +82,7 @@ def is_jit_disabled() -> bool:
     return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009  # it has no type
 
 
-def call_watched(overdue: Overdue | None, run: Callable[..., Any], *args: Any) -> Any:
+def call_watched(overdue: Overdue | None, run: Callable[..., T], *args: PyTree) -> T:
     """Calls a jitted function while emulated devices are watched."""
     if overdue is None:
         return run(*args)
@@ -95,6 +97,6 @@ def call_watched(overdue: Overdue | None, run: Callable[..., Any], *args: Any) -
         overdue.end(last)
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain(x: object) -> bool:
     """Whether this is an array that says whether it is ready, as a typed key does not."""
     return isinstance(x, jax.Array) and not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)

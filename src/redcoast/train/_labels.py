@@ -3,7 +3,6 @@
 import functools as ft
 import types
 from collections.abc import Iterator
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -38,7 +37,7 @@ def labels_like(labels: PyTree, params: PyTree) -> PyTree:
     return jax.tree.map(keep, labels, params, is_leaf=is_label)
 
 
-def _is_tree_of_labels(x: Any) -> bool:
+def _is_tree_of_labels(x: object) -> bool:
     """Whether this is a module with names, numbers or booleans in place of arrays."""
     if not isinstance(x, eqx.Module):
         return False
@@ -46,7 +45,7 @@ def _is_tree_of_labels(x: Any) -> bool:
     return bool(leaves) and all(isinstance(y, str | bool | int) for y in leaves)
 
 
-def _cells(optimizer: Any) -> Iterator[types.CellType]:
+def _cells(optimizer: object) -> Iterator[types.CellType]:
     """Yields the closure cells of an optimizer and of its parts."""
     waiting, seen = [optimizer], set()
     while waiting and len(seen) < _MOST:

@@ -15,11 +15,11 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ..core._pytree import ARRAYS, split
+from ..core._pytree import ARRAYS, Arrays, split
 
 # A reference to a module, an array or a constant of a state, and its arrays: those of a module
 # until it is deleted, and not an array itself, which would be kept alive.
-_Part = tuple[Callable[[], Any], list[Any] | None]
+_Part = tuple[Callable[[], object], Arrays | None]
 
 
 class Outline:
@@ -37,11 +37,11 @@ class Outline:
 class LastState:
     """The parts of one state and their arrays."""
 
-    def __init__(self, outline: Outline, state: PyTree, arrays: list[Any]):
+    def __init__(self, outline: Outline, state: PyTree, arrays: Arrays):
         self._outline = outline
         self._parts: list[_Part] = []
         forget = lambda _, parts=self._parts: parts.clear()
-        rest: Iterator[Any] = iter(arrays)
+        rest: Iterator[PyTree] = iter(arrays)
         parts = outline.structure.flatten_up_to(state)
         for part, count in zip(parts, outline.counts, strict=True):
             if count is None:
@@ -52,7 +52,7 @@ class LastState:
             else:
                 self._parts.append((lambda constant=part: constant, []))
 
-    def arrays_of(self, state: PyTree) -> list[Any] | None:
+    def arrays_of(self, state: PyTree) -> Arrays | None:
         """The arrays of a state if it has the same parts; otherwise `None`."""
         try:
             parts = self._outline.structure.flatten_up_to(state)
@@ -60,7 +60,7 @@ class LastState:
             return None
         if len(parts) != len(self._parts):  # a part was deleted
             return None
-        arrays: list[Any] = []
+        arrays: Arrays = []
         for part, (reference, own) in zip(parts, self._parts, strict=True):
             if reference() is not part:
                 return None

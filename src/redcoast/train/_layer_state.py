@@ -4,7 +4,6 @@ import functools as ft
 import inspect
 from collections.abc import Iterator
 from types import CodeType, FunctionType
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -54,7 +53,7 @@ def warn_of_kept_state(model: PyTree) -> None:
     )
 
 
-def warn_of_outer_state(loss_fn: Any, model: PyTree) -> None:
+def warn_of_outer_state(loss_fn: object, model: PyTree) -> None:
     """Warns if a loss reads the state of a model's layers that is not in its arguments."""
     if layer_states(model) or not _has_layers_with_state(model) or _is_frozen(model):
         return
@@ -67,7 +66,7 @@ def warn_of_outer_state(loss_fn: Any, model: PyTree) -> None:
         )
 
 
-def _values_read(fn: Any) -> Iterator[Any]:
+def _values_read(fn: PyTree) -> Iterator[object]:
     """The values of the closure of a function, and of the globals that its code loads."""
     if inspect.ismethod(fn):
         yield from _values_read(fn.__func__)
@@ -100,13 +99,13 @@ def _has_layers_with_state(model: PyTree) -> bool:
     return any(map(_has_state_index, layers))
 
 
-def returns_state(value: Any) -> bool:
+def returns_state(value: PyTree) -> bool:
     """Whether the value that a loss returned as `aux` looks like a state or a model."""
     leaves = jax.tree.leaves(value, is_leaf=_is_state_or_module)
     return any(map(_is_state_or_module, leaves))
 
 
-def _is_state_or_module(x: Any) -> bool:
+def _is_state_or_module(x: object) -> bool:
     return isinstance(x, eqx.Module) or is_layer_state(x)
 
 
@@ -117,7 +116,7 @@ def _is_frozen(model: PyTree) -> bool:
     return bool(layers) and all(getattr(x, "inference", None) is True for x in layers)
 
 
-def _has_state_index(x: Any) -> bool:
+def _has_state_index(x: object) -> bool:
     """Whether a module itself, and not one inside it, has a `StateIndex`."""
     if not isinstance(x, eqx.Module):
         return False

@@ -5,21 +5,21 @@ Only the integers are computed, not the loss.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.lax import GatherScatterMode
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ..core._control_flow import AnyJaxpr, Call, consts_of, control_flow, open_jaxpr
+from ..core._control_flow import AnyJaxpr, Atom, Call, consts_of, control_flow, open_jaxpr
 from ..core._frames import own_line
 from ..core._jaxpr import bind_again
-from ..core._pytree import ARRAYS, abstract_tree, join, show_place, split
+from ..core._pytree import ARRAYS, Arrays, abstract_tree, join, show_place, split
 from ..core._tracing import abstract_key, trace_for
 from ._loss import LossFn, evaluate_loss
 from ._precision import ComputeDtype
@@ -49,13 +49,13 @@ class Lookups(NamedTuple):
     the arrays of a batch."""
 
     axes: tuple[Lookup, ...]
-    extremes: Callable[[list[Any]], list[Any]]
+    extremes: Callable[[Arrays], Arrays]
 
 
 class _Integers(NamedTuple):
     """Integers of a program, and which arrays of the batch they are computed from."""
 
-    value: Any
+    value: PyTree
     inputs: frozenset[int] = frozenset()
 
 
@@ -80,7 +80,7 @@ def find_lookups(
     arrays, static = split(model)
     rows, rest = split(batch)
 
-    def compute(arrays: list[Any], rows: list[Any], key: PRNGKeyArray) -> Any:
+    def compute(arrays: Arrays, rows: Arrays, key: PRNGKeyArray) -> jax.Array:
         model = join(arrays, static)
         if not training:
             model = eqx.nn.inference_mode(model)
@@ -99,7 +99,7 @@ def _places(batch: PyTree) -> list[str]:
 def _read(
     jaxpr: AnyJaxpr,
     before: int,
-    rows: Sequence[Any],
+    rows: Sequence[PyTree],
     places: Sequence[str],
     mesh: Mesh | AbstractMesh,
     loss_fn: LossFn,
@@ -107,7 +107,7 @@ def _read(
     """The lookups of a traced loss, whose inputs from `before` on are the arrays of the batch."""
     axes: list[Lookup] = []
 
-    def extremes(arrays: Sequence[Any]) -> list[jax.Array]:
+    def extremes(arrays: Sequence[PyTree]) -> list[jax.Array]:
         inputs: list[_Integers | None] = [None] * len(open_jaxpr(jaxpr).invars)
         for i, x in enumerate(arrays):
             if _is_integer(x):
@@ -135,11 +135,11 @@ def _follow(
 ) -> list[_Integers | None]:
     """The integer results that do not depend on the model; lookups are appended to `indexed`."""
     opened = open_jaxpr(jaxpr)
-    env: dict[Any, _Integers | None] = dict(zip(opened.invars, inputs, strict=True))
+    env: dict[Var, _Integers | None] = dict(zip(opened.invars, inputs, strict=True))
     for variable, value in zip(opened.constvars, consts_of(jaxpr), strict=False):
         env[variable] = _Integers(value) if _is_integer(value) else None
 
-    def read(atom: Any) -> _Integers | None:
+    def read(atom: Atom) -> _Integers | None:
         if isinstance(atom, Literal):
             return _Integers(atom.val)
         return env.get(atom)
@@ -192,7 +192,7 @@ def _indexed(equation: JaxprEqn, indices: _Integers) -> list[_Indexed]:
 
 def _lookup(indexed: _Indexed, places: Sequence[str]) -> Lookup:
     equation = indexed.equation
-    operand: Any = equation.invars[0].aval
+    operand: PyTree = equation.invars[0].aval
     shape = tuple(operand.shape)
     mode = GatherScatterMode.from_any(equation.params["mode"])
     return Lookup(
@@ -208,7 +208,7 @@ def _line(equation: JaxprEqn) -> str:
     return own_line(getattr(equation.source_info, "traceback", None))
 
 
-def _is_integer(x: Any) -> bool:
+def _is_integer(x: object) -> bool:
     dtype = getattr(x, "dtype", None)
     kinds = (jnp.integer, jnp.bool_)
     return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)

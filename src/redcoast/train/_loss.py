@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,7 +23,7 @@ logger = logging.getLogger("redcoast")
 # JAX has no public name for the tracers of differentiated arrays.
 _DIFFERENTIATED = (ad.JVPTracer, ad.LinearizeTracer)
 
-LossFn = Callable[..., Any]
+LossFn = Callable[..., PyTree]
 # Names of metrics that `train_step` returns, and of fields that loggers add.
 _RESERVED = ("loss", "grad_norm", "skipped", "learning_rate", "loss_scale", "skipped_total")
 _LOGGED = ("step", "time")
@@ -33,7 +33,7 @@ class LossResult(NamedTuple):
     """The result of a loss. If it returned no model, `model` is its argument."""
 
     loss: Float[Array, ""]
-    aux: dict[str, Any]
+    aux: dict[str, PyTree]
     weight: Float[Array, ""]
     model: PyTree
 
@@ -74,7 +74,7 @@ def evaluate_loss(
     return LossResult(widen(loss), aux, weight, new_model)
 
 
-def _unpack(out: Any, model: PyTree) -> tuple[Any, Any, PyTree]:
+def _unpack(out: PyTree, model: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     if not isinstance(out, tuple):
         return out, {}, model
     if len(out) == 2:
@@ -87,7 +87,7 @@ def _unpack(out: Any, model: PyTree) -> tuple[Any, Any, PyTree]:
     )
 
 
-def _check_loss(loss: Any) -> None:
+def _check_loss(loss: object) -> None:
     if not isinstance(loss, jax.Array):
         hint = " Is a `return` missing?" * (loss is None)
         hint += " The loss comes first: `return loss, aux`." * isinstance(loss, dict)
@@ -128,7 +128,7 @@ def _check_dependence(loss: Array, model: PyTree, *, updated: bool) -> None:
     )
 
 
-def _check_aux(aux: Any, model: PyTree) -> None:
+def _check_aux(aux: object, model: PyTree) -> None:
     if not isinstance(aux, dict):
         hint = ""
         if returns_state(aux):
@@ -157,7 +157,7 @@ def _check_aux(aux: Any, model: PyTree) -> None:
             )
 
 
-def _is_carried(value: Any) -> bool:
+def _is_carried(value: PyTree) -> bool:
     """Whether a value may be a state, including a dict of arrays such as Flax's `mutable`
     collections."""
     arrays = [x for x in jax.tree.leaves(value) if eqx.is_array(x)]
@@ -187,7 +187,7 @@ def _stored_dtypes(new_model: PyTree, model: PyTree) -> PyTree:
     return jax.tree.map(stored, new_model, model)
 
 
-def _kind(leaf: Any, floating: bool = False) -> str:
+def _kind(leaf: PyTree, floating: bool = False) -> str:
     if not eqx.is_array(leaf):
         return f"a {type(leaf).__name__}"
     dtype = leaf.dtype

@@ -1,7 +1,5 @@
 """Dynamic loss scaling for float16 (Micikevicius et al. 2017, arXiv:1710.03740)."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -84,7 +82,7 @@ class LossScale(eqx.Module):
         leaves = lambda s: (s.value, s.good, s.skipped)
         return eqx.tree_at(leaves, self, (jnp.where(finite, value, halved), good, skipped))
 
-    def _divide(self, x: Any) -> Any:
+    def _divide(self, x: PyTree) -> PyTree:
         if not eqx.is_inexact_array(x):
             return x
         wide = widen(x)

@@ -1,7 +1,6 @@
 """Calls an optax optimizer, and checks its state and its updates."""
 
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +46,7 @@ def refuse_optimizer_states(params: PyTree, kind: type) -> None:
         )
 
 
-def _is_optax_state(x: Any) -> bool:
+def _is_optax_state(x: object) -> bool:
     kind = type(x)
     named = issubclass(kind, tuple) and kind.__name__.endswith("State")
     return named and kind.__module__.split(".")[0] == "optax"
@@ -58,7 +57,7 @@ def call_update(
     grads: PyTree,
     opt_state: PyTree,
     params: PyTree,
-    **extras: Any,
+    **extras: PyTree,
 ) -> tuple[PyTree, PyTree]:
     """Calls `optimizer.update` with the extra arguments that it accepts."""
     update = optax.with_extra_args_support(optimizer).update

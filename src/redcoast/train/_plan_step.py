@@ -43,7 +43,7 @@ def plan_step(
     accumulate: int = 1,
     compute_dtype: Any = None,
     trainable: PyTree = eqx.is_inexact_array,
-    overrides: Sequence[tuple[str, Any]] = (),
+    overrides: Sequence[tuple[str, PyTree]] = (),
     hardware: Hardware | None = None,
     microbatches: int | None = None,
     memory: int | float | Literal["auto"] | None = None,
@@ -90,7 +90,7 @@ def plan_step(
     if mesh.size == 1 and not is_limited:
         return plan_shardings(state, mesh, overrides=overrides)
 
-    def microbatch(x: Any) -> jax.ShapeDtypeStruct:
+    def microbatch(x: PyTree) -> jax.ShapeDtypeStruct:
         x = abstract_array(x)
         if accumulate == 1 or x.shape[0] % accumulate:
             return x
@@ -191,11 +191,11 @@ def verify_step(plan: Plan, training: Training, state: TrainState, batch: PyTree
     plan.verify(loss, state.model, batch, state.key, tolerance=tolerance)
 
 
-def _loss(loss_fn: LossFn, compute_dtype: ComputeDtype) -> Callable[..., Any]:
+def _loss(loss_fn: LossFn, compute_dtype: ComputeDtype) -> Callable[..., PyTree]:
     """The loss, and the new model if `loss_fn` returns one, because it is communicated too."""
 
     @ft.wraps(loss_fn, updated=())
-    def measure(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
+    def measure(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> PyTree:
         result = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
         if result.model is model:
             return result.loss

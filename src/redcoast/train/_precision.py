@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, ArrayLike, PyTree
 
 from ..core._pytree import layer_states
 
@@ -62,12 +62,12 @@ def has_floating_state(model: PyTree) -> bool:
     return any(map(is_floating, jax.tree.leaves(layer_states(model))))
 
 
-def is_floating(x: Any) -> bool:
+def is_floating(x: PyTree) -> bool:
     # NumPy scalars have a dtype too. Python floats are weakly typed and need no cast.
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def widen(x: Any) -> Array:
+def widen(x: ArrayLike) -> Array:
     """Casts half precision and integers, which are too coarse for sums, to float32."""
     x = jnp.asarray(x)
     wide = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4

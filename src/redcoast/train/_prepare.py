@@ -49,7 +49,7 @@ def prepare(
     *,
     key: PRNGKeyArray | None = None,
     mesh: Mesh | None = None,
-    overrides: Sequence[tuple[str, Any]] = (),
+    overrides: Sequence[tuple[str, PyTree]] = (),
     accumulate: int = 1,
     compute_dtype: Any = None,
     trainable: PyTree = eqx.is_inexact_array,
@@ -131,7 +131,7 @@ def prepare(
     return Prepared(create(plan.shardings), step, plan)
 
 
-def counted(steps: Callable[..., Any], count: int) -> Callable[..., Any]:
+def counted(steps: Callable[..., PyTree], count: int) -> Callable[..., PyTree]:
     """Several steps, after a check that they are given as many batches."""
 
     def checked(state: TrainState, batches: PyTree) -> tuple[TrainState, PyTree]:

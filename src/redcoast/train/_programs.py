@@ -10,21 +10,23 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jaxtyping import PyTree
 
 from ..core._control_flow import AnyJaxpr, consts_of, open_jaxpr
 from ..core._donation import is_deleted
 from ..core._program_key import program_key
+from ..core._pytree import Arrays
 from ..core._tracing import traced_over
 from ._compiler_options import Options
 
 Shardings = Sequence[NamedSharding]
 # A jitted function `(state arrays, other arrays) -> (new state arrays, other results)`.
-Run = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
+Run = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
 
 _MOST = 16
 _FEW_BYTES = 1 << 16
@@ -42,7 +44,7 @@ _PROGRAMS: dict[Hashable, _Program] = {}  # the last is the one that was used la
 
 def compiled_once(
     jaxpr: AnyJaxpr,
-    function: Callable[..., Any],
+    function: Callable[..., object],
     mesh: Mesh | AbstractMesh,
     in_shardings: Shardings = (),
     out_shardings: Shardings = (),
@@ -50,7 +52,7 @@ def compiled_once(
     donates: bool = False,
     only_last: bool = False,
     options: Options = (),
-) -> tuple[Run, list[Any]]:
+) -> tuple[Run, Arrays]:
     """Returns a jitted function that runs a traced program, and the arrays that it closes over.
 
     It is the function of an earlier call if the program, the devices and the shardings are the
@@ -85,7 +87,7 @@ def compiled_once(
     return program.run, [*constants, *consts_of(program.jaxpr)]
 
 
-def _is_of_the_user(constant: Any) -> bool:
+def _is_of_the_user(constant: PyTree) -> bool:
     """Whether a constant is more than a few numbers that were written into the program."""
     return isinstance(constant, jax.Array) or constant.nbytes > _FEW_BYTES
 
@@ -105,7 +107,7 @@ def _jit(
         kept = _kept(jaxpr, in_shardings, out_shardings)
         return _jit_donating(evaluate, mesh, in_shardings, out_shardings, kept, options)
 
-    def program(arrays: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
+    def program(arrays: Arrays, others: Arrays) -> tuple[Arrays, Arrays]:
         with traced_over(mesh):
             results = evaluate(*arrays, *others)
         others = results[-1:] if only_last else results[count:]  # JAX leaves out the rest
@@ -130,7 +132,7 @@ def _kept(jaxpr: AnyJaxpr, in_shardings: Shardings, out_shardings: Shardings) ->
 
 
 def _jit_donating(
-    evaluate: Callable[..., list[Any]],
+    evaluate: Callable[..., Arrays],
     mesh: Mesh | AbstractMesh,
     in_shardings: Shardings,
     out_shardings: Shardings,
@@ -141,14 +143,14 @@ def _jit_donating(
     count = len(out_shardings)
     changed = [i for i in range(count) if i not in kept]
 
-    def program(new: list[Any], same: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
+    def program(new: Arrays, same: Arrays, others: Arrays) -> tuple[Arrays, Arrays]:
         arrays = merged(new, same)
         with traced_over(mesh):
             results = evaluate(*arrays, *others)
         return [results[i] for i in changed], list(results[count:])
 
-    def merged(new: list[Any], same: list[Any]) -> list[Any]:
-        arrays: list[Any] = [None] * count
+    def merged(new: Arrays, same: Arrays) -> Arrays:
+        arrays: Arrays = [None] * count
         for i, x in zip([*changed, *kept], [*new, *same], strict=True):
             arrays[i] = x
         return arrays
@@ -161,7 +163,7 @@ def _jit_donating(
         compiler_options=dict(options) or None,
     )
 
-    def run(arrays: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
+    def run(arrays: Arrays, others: Arrays) -> tuple[Arrays, Arrays]:
         same = [arrays[i] for i in kept]
         new, results = jitted([arrays[i] for i in changed], same, others)
         return merged(new, same), results
@@ -169,7 +171,7 @@ def _jit_donating(
     return run
 
 
-def _drop_with(function: Callable[..., Any], number: int) -> bool:
+def _drop_with(function: Callable[..., object], number: int) -> bool:
     """Drops a program when a function is deleted; returns whether that is possible."""
     owner = function
     if inspect.ismethod(function):

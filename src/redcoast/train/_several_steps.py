@@ -5,7 +5,6 @@ program serves every number of steps, and where the calls of a run begin and end
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..core._pytree import join, split
+from ..core._pytree import Arrays, join, split
 from ..distributed._mesh import batch_sharding
 from ..tracking._metrics import PackedMetrics
 
@@ -34,7 +33,7 @@ class StepsTaken(eqx.Module):
     values: Float[Array, "most metrics"]
 
 
-def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[..., Any]:
+def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[..., PyTree]:
     """Converts a step on a batch to several steps on stacked batches.
 
     **Arguments:**
@@ -55,7 +54,7 @@ def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[.
         arrays, static = split(state)
         names: tuple[str, ...] = ()
 
-        def one(arrays: list[Any], batch: PyTree) -> tuple[list[Any], Array]:
+        def one(arrays: Arrays, batch: PyTree) -> tuple[Arrays, Array]:
             nonlocal names
             state, metrics = step(join(arrays, static), batch)
             names = metrics.names
@@ -73,7 +72,7 @@ def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[.
                     "`steps_per_call=1`."
                 )
 
-        def take(i: Array, carry: tuple[list[Any], Array]) -> tuple[list[Any], Array]:
+        def take(i: Array, carry: tuple[Arrays, Array]) -> tuple[Arrays, Array]:
             arrays, values = carry
             batch = [_batch(x, i, mesh) for x in jax.tree.leaves(batches)]
             *arrays, row = run(*arrays, *batch)

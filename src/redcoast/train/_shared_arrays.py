@@ -1,17 +1,15 @@
 """Arrays and modules that occur several times in a model, as in PyTorch's weight tying."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from ..core._errors import several
 from ..core._frames import warn
 from ..core._pytree import show_path
 from ..core._trainable import partition_trainable
-
-Path = tuple[Any, ...]
 
 
 def warn_of_shared(model: PyTree, trainable: PyTree) -> None:
@@ -21,7 +19,7 @@ def warn_of_shared(model: PyTree, trainable: PyTree) -> None:
     """
     params, _ = partition_trainable(model, trainable)
     arrays = dict(jax.tree_util.tree_leaves_with_path(params))
-    places: dict[int, list[Path]] = {}
+    places: dict[int, list[KeyPath]] = {}
     for path, x in arrays.items():
         places.setdefault(id(x), []).append(path)
     groups: dict[str, None] = {}  # each once: a module has many arrays
@@ -40,11 +38,11 @@ def warn_of_shared(model: PyTree, trainable: PyTree) -> None:
     )
 
 
-def _outermost(paths: list[Path], arrays: Mapping[Path, Any]) -> list[Path]:
+def _outermost(paths: list[KeyPath], arrays: Mapping[KeyPath, object]) -> list[KeyPath]:
     """Returns the paths of the largest shared subtree, such as a module."""
 
-    def content(part: Path) -> dict[Path, int]:
-        inside: dict[Path, int] = {}
+    def content(part: KeyPath) -> dict[KeyPath, int]:
+        inside: dict[KeyPath, int] = {}
         for path, x in arrays.items():
             if path[: len(part)] == part:
                 inside[path[len(part) :]] = id(x)

@@ -1,21 +1,22 @@
 """A training state in a few lines."""
 
 import math
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
+from jaxtyping import PyTree
 
+from ..core._pytree import Arrays
 from ..core._train_state import AbstractTrainState
 from ..sharding.report._text import scaled
 
 _SHOWN = 3  # parts of an optimizer
 
 
-def show_state(state: AbstractTrainState, step: Any) -> str | None:
+def show_state(state: AbstractTrainState, step: object) -> str | None:
     """Returns the step, and the sizes and shardings of the model and the optimizer state, as text.
 
     The result is `None` if the leaves of the model are not arrays, as in a state of shardings.
@@ -38,21 +39,21 @@ def show_state(state: AbstractTrainState, step: Any) -> str | None:
     return "\n".join([*lines, *_devices(model)])
 
 
-def _arrays(tree: Any) -> list[Any]:
+def _arrays(tree: PyTree) -> Arrays:
     leaves = jax.tree.leaves(tree)
     # Only JAX's own keys have a size in bytes.
     return [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)]
 
 
-def _bytes(arrays: list[Any]) -> int:
+def _bytes(arrays: Arrays) -> int:
     return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
-def _size(arrays: list[Any]) -> str:
+def _size(arrays: Arrays) -> str:
     return scaled(_bytes(arrays))
 
 
-def _step(step: Any) -> str:
+def _step(step: object) -> str:
     if not isinstance(step, jax.Array) or isinstance(step, Tracer):
         return "abstract"
     if step.is_deleted():
@@ -62,11 +63,11 @@ def _step(step: Any) -> str:
     return f"step {int(step.addressable_data(0)):,}"
 
 
-def _optimizer(opt_state: Any) -> str:
+def _optimizer(opt_state: PyTree) -> str:
     """The parts of an optimizer's state that have arrays, by the names of their types."""
     names: dict[str, None] = {}
 
-    def visit(node: Any) -> bool:
+    def visit(node: object) -> bool:
         if isinstance(node, tuple) and hasattr(node, "_fields") and _arrays(node):
             names.setdefault(type(node).__name__)
             return True
@@ -77,7 +78,7 @@ def _optimizer(opt_state: Any) -> str:
     return ", ".join(shown + ["..."] * (len(names) > _SHOWN)) or "no state"
 
 
-def _devices(model: list[Any]) -> list[str]:
+def _devices(model: Arrays) -> list[str]:
     """The mesh, and the bytes of the model on each of its devices."""
     bytes_per_device = 0
     mesh = None

@@ -2,15 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 from jaxtyping import Array, Bool, PyTree
 
 from ..core._control_flow import AnyJaxpr, consts_of, open_jaxpr
 from ..core._jaxpr import bind_again, evaluate_jaxpr, variables
+from ..core._pytree import Arrays
 
 
 def guarded_update(
@@ -40,7 +40,7 @@ def guarded_update(
     return updates, structure.unflatten(outputs[count:])
 
 
-def _evaluate(closed: AnyJaxpr, inputs: list[Any], old: list[Any], finite: Array) -> list[Any]:
+def _evaluate(closed: AnyJaxpr, inputs: Arrays, old: Arrays, finite: Array) -> Arrays:
     """Evaluates a jaxpr whose last outputs replace `old`, each only if `finite`."""
     jaxpr = open_jaxpr(closed)
     first = len(jaxpr.outvars) - len(old)
@@ -54,11 +54,11 @@ def _evaluate(closed: AnyJaxpr, inputs: list[Any], old: list[Any], finite: Array
         if not isinstance(var, Literal) and counts[var] == 1 and var in computed
     }
 
-    def handle(_: int, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+    def handle(_: int, equation: JaxprEqn, operands: list[PyTree]) -> list[PyTree]:
         results = zip(equation.outvars, bind_again(equation, operands), strict=True)
         return [jnp.where(finite, x, replaces[v]) if v in replaces else x for v, x in results]
 
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts_of(closed), strict=True))
+    env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(closed), strict=True))
     env.update(zip(jaxpr.invars, inputs, strict=True))
     outputs = evaluate_jaxpr(jaxpr, env, handle)
     selected = [not isinstance(var, Literal) and var in replaces for var in state_vars]

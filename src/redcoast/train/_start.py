@@ -121,7 +121,7 @@ def _warn_of_float16(model: PyTree, trainable: PyTree) -> None:
         )
 
 
-def is_init_fn(model: Any) -> bool:
+def is_init_fn(model: object) -> bool:
     """Whether a model is passed as a function of a key, and not as a callable module."""
     plain = inspect.isfunction(model) or inspect.ismethod(model)
     return plain or (isinstance(model, ft.partial) and not isinstance(model, jax.tree_util.Partial))

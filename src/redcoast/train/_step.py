@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
+from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes
@@ -156,7 +157,7 @@ def init_state(
     return create_split(create, key, shardings=shardings)
 
 
-def is_model(model_or_init_fn: Any) -> bool:
+def is_model(model_or_init_fn: PyTree) -> bool:
     """Whether this is a model, which may be callable, and not a function that creates one."""
     is_array = lambda x: isinstance(x, (*ARRAYS, jax.ShapeDtypeStruct))
     return any(map(is_array, jax.tree.leaves(model_or_init_fn)))
@@ -313,7 +314,7 @@ def train_step(
     params, rest = part(state.model)
     key = jax.random.fold_in(state.key, state.step)
 
-    def scaled(*args: Any) -> tuple[Array, Any]:
+    def scaled(*args: PyTree) -> tuple[Array, PyTree]:
         loss, rest = loss_of(*args)
         return loss if scale is None else scale.scale(loss), rest
 
@@ -426,7 +427,7 @@ def loss_of_params(
 
 
 def loss_and_grads(
-    loss_of: Callable[..., Any],
+    loss_of: Callable[..., PyTree],
     params: PyTree,
     rest: PyTree,
     batch: PyTree,
@@ -470,7 +471,7 @@ def split_rows(batch: PyTree, count: int) -> PyTree:
     """Reshapes the batch dimension, of size b, to `(count, b // count)`."""
     refuse_other_rows(batch, count)
 
-    def split_leaf(path: Any, x: Any) -> Array:
+    def split_leaf(path: KeyPath, x: PyTree) -> Array:
         if x.shape[0] % count:
             where = show_place(path, "batch", "the batch")
             raise ValueError(
@@ -488,7 +489,7 @@ def refuse_other_rows(batch: PyTree, accumulate: int) -> None:
     """Raises `ValueError` if the arrays of a batch cannot be split alike into microbatches."""
     if has_per_batch(batch):
         refuse_per_batch(accumulate)
-    rows: dict[Any, list[str]] = {}
+    rows: dict[int, list[str]] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         size = next(iter(jnp.shape(x)), 0)
         rows.setdefault(size, []).append(show_place(path, "batch", "the batch"))

@@ -1,10 +1,10 @@
 """Errors of compiled steps: what does not match, at which path, and what would work."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from ..core._donation import refuse_deleted
@@ -12,7 +12,7 @@ from ..core._errors import several
 from ..core._pytree import ARRAYS, NUMBERS, Static, show_path
 
 
-def path_name(path: Any) -> str:
+def path_name(path: KeyPath) -> str:
     return show_path(path, "the root")
 
 
@@ -32,10 +32,10 @@ def refuse_donated(state: PyTree, args: tuple[PyTree, ...]) -> None:
         )
 
 
-def match_shardings(shardings: dict[Any, NamedSharding], state: PyTree) -> list[NamedSharding]:
+def match_shardings(shardings: dict[KeyPath, NamedSharding], state: PyTree) -> list[NamedSharding]:
     """Returns the sharding of each array of the state, from its path or a prefix of it."""
     is_end = lambda x: x is None or not jax.tree.leaves(x)
-    matched: list[tuple[str, Any, NamedSharding]] = []
+    matched: list[tuple[str, PyTree, NamedSharding]] = []
     missing: list[str] = []
     known = {()}
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_end):
@@ -94,7 +94,7 @@ def check_hashable(static: Static, tree: Callable[[], PyTree]) -> None:
         raise
 
 
-def state_and_aux(out: Any, static: Static) -> tuple[PyTree, PyTree]:
+def state_and_aux(out: PyTree, static: Static) -> tuple[PyTree, PyTree]:
     rest = "It must return `(state, aux)`, where aux is any PyTree, such as `{}`."
     if jax.tree.structure(out) == static.structure:
         raise ValueError(f"The step returned only the state. {rest}")

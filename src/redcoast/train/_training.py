@@ -3,7 +3,6 @@
 import functools as ft
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import optax
@@ -54,7 +53,7 @@ class Training:
         return ", ".join(found)
 
     def step(
-        self, plan: Plan, accumulate: int, take: Callable[..., Any] = train_step
+        self, plan: Plan, accumulate: int, take: Callable[..., PyTree] = train_step
     ) -> Callable[..., tuple[PyTree, PyTree]]:
         """The step `(state, batch) -> (state, metrics)` with the activations of a plan.
 

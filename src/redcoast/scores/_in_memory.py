@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import Int, PyTree
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -48,7 +49,7 @@ class InMemory(TemplateLM):
         return "redcoast"
 
     def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **_: Any
+        self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
         if add_special_tokens is None:
             prefix = self.encoder.id_to_token(self.prefix_token_id)
@@ -62,12 +63,16 @@ class InMemory(TemplateLM):
             raise ValueError("Pass `chat_template` to `lm_eval_model` to render chats.")
         return self.render(chat_history, add_generation_prompt=add_generation_prompt)
 
-    def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests: list[PyTree], **_: object
+    ) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
         return score_pairs(self.model, pairs, self.max_length, self.batch_size)
 
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
-        windows: list[Any] = []
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        windows: list[tuple[list[int], list[int]]] = []
         owners: list[int] = []
         for owner, request in enumerate(requests):
             rolling = get_rolling_token_windows(
@@ -84,7 +89,7 @@ class InMemory(TemplateLM):
         np.add.at(totals, owners, [score for score, _ in scores])
         return totals.tolist()
 
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(index)
@@ -98,7 +103,7 @@ class InMemory(TemplateLM):
         return texts
 
     def _answers(
-        self, prompts: list[list[int]], until: list[str], options: dict[str, Any]
+        self, prompts: list[list[int]], until: list[str], options: dict[str, PyTree]
     ) -> list[str]:
         new = options.pop("max_gen_toks")
         sampled = options.pop("do_sample", False)

@@ -1,7 +1,6 @@
 """The log-probabilities of texts that follow other texts, in batches on any mesh."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ def score_pairs(
     return results
 
 
-def _scores(model: PyTree, batch: dict[str, Array], key: Any) -> dict[str, Array]:
+def _scores(model: PyTree, batch: dict[str, Array], key: object) -> dict[str, Array]:
     """The log-probability of the scored tokens of each row, and whether all are the likeliest; with
     the logits of only one chunk of the sequence in memory at a time."""
     hidden = model.hidden(batch["tokens"][:, :-1], mask=batch["real"][:, :-1])

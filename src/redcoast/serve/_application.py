@@ -8,9 +8,8 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -25,6 +24,7 @@ from ._connections import timed
 from ._guard import guard
 from ._load_served import Server
 from ._openai import Ask, check_model_name, read_request
+from ._openai_fields import Body
 from ._refused import Refused, error_body
 from ._replies import Choice, Reply, model_body, usage_body
 
@@ -181,7 +181,9 @@ async def read_body(request: Request, most: int, seconds: int | float) -> bytes:
     return bytes(body)
 
 
-async def received(job: ServedJob, pieces: asyncio.Queue[Any]) -> AsyncIterator[Piece]:
+async def received(
+    job: ServedJob, pieces: asyncio.Queue[Piece | Exception]
+) -> AsyncIterator[Piece]:
     """Yields the pieces of a job until all of its rows have ended."""
     left = len(job.prompts)
     while left:
@@ -193,8 +195,8 @@ async def received(job: ServedJob, pieces: asyncio.Queue[Any]) -> AsyncIterator[
 
 
 async def collect(
-    job: ServedJob, ask: Ask, reply: Reply, pieces: asyncio.Queue[Any]
-) -> dict[str, Any]:
+    job: ServedJob, ask: Ask, reply: Reply, pieces: asyncio.Queue[Piece | Exception]
+) -> Body:
     """Returns the body of a response that is not streamed."""
     choices = [Choice() for _ in job.prompts]
     async for piece in received(job, pieces):
@@ -204,7 +206,7 @@ async def collect(
 
 
 async def events(
-    job: ServedJob, ask: Ask, reply: Reply, pieces: asyncio.Queue[Any]
+    job: ServedJob, ask: Ask, reply: Reply, pieces: asyncio.Queue[Piece | Exception]
 ) -> AsyncIterator[str]:
     """Yields the parts of a streamed response, as server-sent events."""
     event = lambda body: f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
@@ -233,7 +235,9 @@ async def show_http_error(request: Request, error: Exception) -> Response:
     return await show_error(request, Refused(error.status_code, text), error.headers)
 
 
-async def show_error(request: Request, error: Exception, headers: Any = None) -> Response:
+async def show_error(
+    request: Request, error: Exception, headers: Mapping[str, str] | None = None
+) -> Response:
     status, body = error_body(error)
     if status in (408, 413):  # the rest of the body is not read
         headers = {**(headers or {}), "Connection": "close"}

@@ -18,7 +18,7 @@ from ..core._iterate import with_last
 from ..generate._logits import INVALID
 from ..generate._prefill import slots_for
 from ..generate._request import Request, make_request
-from ._decode_rows import decode_rows
+from ._decode_rows import Scores, decode_rows
 from ._detokenize import Text
 from ._grammar import Grammar, allowed_bits
 from ._row_options import RowRequest, ends_of, shared_decoding, stack_options
@@ -85,13 +85,13 @@ class ServedJob:
     decoding: Decoding
     seed: int | None
     stops: tuple[str, ...]
-    send: Callable[[Piece | Exception], Any]
+    send: Callable[[Piece | Exception], object]
     cancelled: threading.Event = field(default_factory=threading.Event)
     continues: bool = False
     extras: Extras = Extras()
 
     @property
-    def alike(self) -> Any:
+    def alike(self) -> Decoding:
         """A value that is equal for jobs that can share a batch."""
         return shared_decoding(self.decoding)
 
@@ -367,13 +367,13 @@ def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
             break
 
 
-def shared_request(config: Any, decoding: Decoding) -> Request:
+def shared_request(config: PyTree, decoding: Decoding) -> Request:
     """The options of a decoding that are part of a batch's program."""
     shared = shared_decoding(decoding)
     return make_request(config, shared, max_new_tokens=1, room=1, decoder_only=True, key=None)
 
 
-def show_prompts(rows: Sequence[AnswerRow], scores: Any) -> None:
+def show_prompts(rows: Sequence[AnswerRow], scores: Scores) -> None:
     """Sends the prompts of rows that echo them."""
     for i, row in enumerate(rows):
         if row.job.extras.echo is None:
@@ -387,7 +387,7 @@ def show_prompts(rows: Sequence[AnswerRow], scores: Any) -> None:
         row.echo(scored)
 
 
-def score_of(row: AnswerRow, token: int, scores: Any, place: Any) -> Any:
+def score_of(row: AnswerRow, token: int, scores: Scores, place: int | tuple[int, int]) -> Any:
     """The score of a token at a position of the arrays, if the row requests it."""
     count = row.job.extras.logprobs
     if count is None or row.ended:

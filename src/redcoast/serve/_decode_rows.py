@@ -3,7 +3,6 @@
 import dataclasses
 import functools as ft
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ..core._pytree import Static, join, split
+from ..core._pytree import Arrays, Static, join, split
 from ..generate._logits import filter_logits, first_greatest
 from ..generate._prefill import PromptChunks, by_layer_with, keep_places, places_of
 from ..generate._processors import process
@@ -55,7 +54,7 @@ def decode_rows(
     steps: int,
     *,
     score_prompt: bool = False,
-    allow: Callable[[], Any] | None = None,
+    allow: Callable[[], np.ndarray] | None = None,
 ) -> Iterator[tuple[RowProgress, Scores | None]]:
     """Yields the progress after each of at most `steps` steps; after the first one, with the scores
     of the prompt's tokens if requested. Position `i` has the scores of token `i + 1`.
@@ -106,9 +105,7 @@ def decode_rows(
 
 
 @ft.partial(jax.jit, static_argnums=(1, 3))
-def _begin(
-    arrays: list[Any], static: Static, last: Any, everywhere: NamedSharding | None
-) -> Logits:
+def _begin(arrays: Arrays, static: Static, last: Array, everywhere: NamedSharding | None) -> Logits:
     """Returns the logits of the first new token."""
     logits = join(arrays, static).unembed(last)[:, 0].astype(jnp.float32)
     return _placed(logits, everywhere)
@@ -117,12 +114,12 @@ def _begin(
 @ft.partial(jax.jit, static_argnums=(2, 4, 5), donate_argnums=0)
 def _advance(
     cache: PyTree,
-    arrays: list[Any],
+    arrays: Arrays,
     static: Static,
     tokens: Int[Array, " rows"],
     places: tuple[NamedSharding | None, ...],
     everywhere: NamedSharding | None,
-) -> Any:
+) -> tuple[Logits, PyTree]:
     """Returns the logits after one more token of each row, and the cache."""
     # A row whose logits were NaN continues with any token, which is never returned.
     logits, cache = append_tokens(join(arrays, static), jnp.maximum(tokens, 0), cache)
@@ -130,7 +127,7 @@ def _advance(
     return _placed(logits.astype(jnp.float32), everywhere), keep_places(cache, places)
 
 
-def _placed(tree: PyTree, place: NamedSharding | None) -> Any:
+def _placed(tree: PyTree, place: NamedSharding | None) -> PyTree:
     if place is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, place)
@@ -165,7 +162,7 @@ def _choose(
     before: RowProgress,
     request: Request,
     options: RowOptions,
-    allowed: Any,
+    allowed: Array | np.ndarray | None,
     everywhere: NamedSharding | None,
 ) -> RowProgress:
     """Chooses the next token of each row."""
@@ -256,14 +253,14 @@ def _drawn(scores: Logits, count: Int[Array, ""], options: RowOptions) -> Int[Ar
 def _noise(count: Int[Array, ""], options: RowOptions, vocab: int) -> Logits:
     """Gumbel noise as in `redcoast.generate`, where the row index is the `number` in a request."""
 
-    def of_row(seed: Any, number: Any) -> Any:
+    def of_row(seed: Array, number: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed), count)
         return jax.random.gumbel(jax.random.fold_in(key, number), (vocab,), jnp.float32)
 
     return jax.vmap(of_row)(jnp.asarray(options.seeds), jnp.asarray(options.numbers))
 
 
-def _tokens_in(tokens: Any, vocab: int) -> Bool[Array, "rows vocab"]:
+def _tokens_in(tokens: Array | np.ndarray, vocab: int) -> Bool[Array, "rows vocab"]:
     """Whether each token of the vocabulary is in a row, in which -1 is ignored."""
     tokens = jnp.asarray(tokens)
     rows = jnp.arange(tokens.shape[0])[:, None]
@@ -272,7 +269,7 @@ def _tokens_in(tokens: Any, vocab: int) -> Bool[Array, "rows vocab"]:
     return nothing.at[rows, place].set(True, mode="drop")
 
 
-def _as_bools(bits: Any, vocab: int) -> Bool[Array, "rows vocab"]:
+def _as_bools(bits: Array | np.ndarray, vocab: int) -> Bool[Array, "rows vocab"]:
     """The first `vocab` bits of each row of 32-bit words, the least significant bit first."""
     places = jnp.arange(32, dtype=jnp.uint32)[None, None]
     wide = (jnp.asarray(bits)[:, :, None] >> places) & jnp.uint32(1)
@@ -293,7 +290,7 @@ def _scores(logits: Logits, tokens: Int[Array, " rows"]) -> Scores:
 
 @ft.partial(jax.jit, static_argnums=(1, 4))
 def _score_chunk(
-    arrays: list[Any],
+    arrays: Arrays,
     static: Static,
     hidden: Float[Array, "rows chunk width"],
     following: Int[Array | np.ndarray, "rows chunk"],
@@ -305,7 +302,7 @@ def _score_chunk(
     count = length // CHUNK
     apart = lambda x: jnp.moveaxis(x.reshape(rows, count, CHUNK, *x.shape[2:]), 1, 0)
 
-    def score(part: Any) -> Scores:
+    def score(part: tuple[Array, Array]) -> Scores:
         hidden, tokens = part
         logits = model.unembed(hidden)
         found = _scores(logits.reshape(rows * CHUNK, -1), tokens.reshape(-1))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import PyTree
 
 
 class Grammar:
@@ -53,7 +54,7 @@ def allowed_bits(grammars: Sequence[Grammar | None], vocab: int, rows: int) -> n
 
 def grammars_of(
     tokenizer: Any, vocab: int, eos: tuple[int, ...]
-) -> Callable[[Mapping[str, Any]], Callable[[], Grammar]] | None:
+) -> Callable[[Mapping[str, object]], Callable[[], Grammar]] | None:
     """Returns a function from a `response_format` to a function that creates its grammar; None
     without `llguidance`. It raises a `ValueError` for an unsupported format."""
     if importlib.util.find_spec("llguidance") is None:
@@ -68,7 +69,7 @@ def grammars_of(
             ends = {"eos_token": eos[0]}
         return LLTokenizer(tokenizer.to_str(), n_vocab=vocab, **ends)
 
-    def make(form: Mapping[str, Any]) -> Callable[[], Grammar]:
+    def make(form: Mapping[str, object]) -> Callable[[], Grammar]:
         from llguidance import LLMatcher  # pyright: ignore[reportMissingImports]
 
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema_of(form)))
@@ -79,7 +80,7 @@ def grammars_of(
     return make
 
 
-def schema_of(form: Any) -> Any:
+def schema_of(form: PyTree) -> dict[str, object] | bool:
     """The JSON schema of a `response_format`."""
     kind = None
     if isinstance(form, dict):

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..core._decoding import Decoding
 from ._batching import Extras
+from ._grammar import Grammar
 from ._openai_fields import Body, boolean, integer, is_integer, is_number, number
 from ._openai_limits import Limits
 from ._openai_prompts import (
@@ -25,7 +26,7 @@ from ._refused import Refused
 from ._row_options import MOST_BIASES, MOST_ENDS, MOST_TOP, ends_of
 
 # Parameters with the only supported values, and parameters that do not affect answers.
-ONLY: dict[str, tuple[Any, ...]] = {
+ONLY: dict[str, tuple[object, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
     "function_call": (None, "none", "auto"),
@@ -148,7 +149,7 @@ def refuse_unknown(request: Body, *, chat: bool) -> None:
             raise Refused(400, text, name, "unsupported_value")
 
 
-def _is_served(value: object, served: tuple[Any, ...]) -> bool:
+def _is_served(value: object, served: tuple[object, ...]) -> bool:
     for other in served:
         # In Python, `True == 1`.
         if value == other and isinstance(value, bool) == isinstance(other, bool):
@@ -300,7 +301,7 @@ def read_bias(bias: object, limits: Limits) -> dict[int, float]:
     return biases
 
 
-def read_format(form: Any, limits: Limits) -> Callable[[], Any] | None:
+def read_format(form: Any, limits: Limits) -> Callable[[], Grammar] | None:
     """Returns a function that creates the grammar of a `response_format`; None for any text."""
     if form is None or form == {"type": "text"}:
         return None

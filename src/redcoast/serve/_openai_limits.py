@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..core._decoding import Decoding
+from ._grammar import Grammar
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Limits:
     decoding: Decoding
     characters: int = 2**18
     eos: tuple[int, ...] = ()
-    grammars: Callable[[Mapping[str, Any]], Callable[[], Any] | None] | None = None
+    grammars: Callable[[Mapping[str, object]], Callable[[], Grammar] | None] | None = None
 
     @property
     def most_bytes(self) -> int:

@@ -1,17 +1,17 @@
 """Errors of OpenAI's API."""
 
-from typing import Any
-
 
 class Refused(Exception):
     """An error that is returned to the client, with the status of the response."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: Any = None):
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
 
-def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
+def error_body(error: Exception) -> tuple[int, dict[str, dict[str, str | None]]]:
     """Returns the status and the body of a response for an error."""
     if not isinstance(error, Refused):
         message = f"The server could not answer: {type(error).__name__}: {error}"

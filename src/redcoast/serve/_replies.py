@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from ._batching import Piece, Scored
+from ._openai_fields import Body
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -51,7 +52,7 @@ class Reply:
         response_id = f"{kind}-{uuid.uuid4().hex}"
         return Reply(chat, name, response_id, int(time.time()), speller, scored)
 
-    def whole(self, choices: Sequence[Choice], usage: Any) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], usage: dict[str, int]) -> Body:
         """The body of a response that is not streamed."""
         bodies = []
         for index, choice in enumerate(choices):
@@ -62,9 +63,9 @@ class Reply:
             bodies.append({"index": index, **content, **end})
         return self._body("", bodies) | {"usage": usage}
 
-    def chunk(self, piece: Piece, before: Choice, *, first: bool) -> dict[str, Any]:
+    def chunk(self, piece: Piece, before: Choice, *, first: bool) -> Body:
         """One part of a streamed response; `before` is the state before it."""
-        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        delta: Body = {"role": "assistant"} if first else {}
         delta |= {"content": piece.text} if piece.text or first else {}
         content = {"delta": delta} if self.chat else {"text": piece.text}
         logprobs = self.logprobs(piece.scored, before.length)
@@ -72,11 +73,11 @@ class Reply:
         end = {"logprobs": logprobs, "finish_reason": piece.finish}
         return self._body(".chunk", [{"index": piece.row, **content, **end}])
 
-    def last(self, usage: Any) -> dict[str, Any]:
+    def last(self, usage: dict[str, int]) -> Body:
         """The part of a streamed response that contains its usage."""
         return self._body(".chunk", []) | {"usage": usage}
 
-    def logprobs(self, scored: Sequence[Scored], offset: int) -> dict[str, Any] | None:
+    def logprobs(self, scored: Sequence[Scored], offset: int) -> Body | None:
         """The log-probabilities of tokens whose texts begin at `offset` in a completion."""
         if not self.scored:
             return None
@@ -101,7 +102,7 @@ class Reply:
             top.setdefault(self.speller.text(token), logprob)
         return top
 
-    def _of_chat(self, scored: Scored) -> dict[str, Any]:
+    def _of_chat(self, scored: Scored) -> Body:
         entry = lambda token, logprob: {
             "token": self.speller.text(token),
             "logprob": logprob,
@@ -110,7 +111,7 @@ class Reply:
         top = [entry(*pair) for pair in scored.top]
         return entry(scored.token, scored.logprob) | {"top_logprobs": top}
 
-    def _body(self, part: str, choices: list[Any]) -> dict[str, Any]:
+    def _body(self, part: str, choices: list[Body]) -> Body:
         kind = "text_completion"
         if self.chat:
             kind = f"chat.completion{part}"
@@ -171,5 +172,5 @@ def usage_body(prompt: int, new: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def model_body(name: str, created: int) -> dict[str, Any]:
+def model_body(name: str, created: int) -> Body:
     return {"id": name, "object": "model", "created": created, "owned_by": "redcoast"}

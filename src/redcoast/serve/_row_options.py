@@ -6,7 +6,6 @@ requires a new compilation.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import equinox as eqx
 import numpy as np
@@ -89,7 +88,7 @@ def stack_options(
     return options
 
 
-def _greedy_rows(count: int) -> Any:
+def _greedy_rows(count: int) -> RowOptions:
     """The options of rows of padding, in arrays that other rows are written into."""
     none = Decoding()
     return RowOptions(

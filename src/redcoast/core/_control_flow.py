@@ -23,7 +23,7 @@ from jax._src.ad_checkpoint import name_p
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import ArrayLike, PyTree
+from jaxtyping import PyTree
 
 from ._versions import own_version, versions_tested
 
@@ -113,7 +113,7 @@ class Call:
 
     jaxpr: AnyJaxpr
     kind: CallKind
-    policy: Callable[..., object] | None = None
+    policy: Callable[..., PyTree] | None = None
     prevent_cse: bool | tuple[bool, ...] = True
 
     @property
@@ -369,12 +369,12 @@ def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
     return cast(Jaxpr, getattr(jaxpr, "jaxpr", jaxpr))
 
 
-def consts_of(jaxpr: AnyJaxpr) -> Sequence[ArrayLike]:
+def consts_of(jaxpr: AnyJaxpr) -> Sequence[PyTree]:
     """Returns the constants of a closed jaxpr; an open one has none."""
     return getattr(jaxpr, "consts", ())
 
 
-def close_jaxpr(jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -> AnyJaxpr:
+def close_jaxpr(jaxpr: Jaxpr, consts: Sequence[PyTree]) -> AnyJaxpr:
     """Returns the jaxpr with values for its constants."""
     if hasattr(jaxpr, "consts"):
         return jaxpr.replace(consts=list(consts))

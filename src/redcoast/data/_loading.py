@@ -357,14 +357,14 @@ def repeatable(examples: object, *, name: str) -> object:
     return examples
 
 
-def first_rows(examples: object, count: int, *, name: str) -> Examples:
+def first_rows(examples: object, count: int, *, name: str) -> list[PyTree]:
     """Returns the first examples of a source that is read in order, or rows of its batches."""
     if isinstance(examples, OwnBatches):
         rows = itertools.chain.from_iterable(map(unbatched, read_batches(examples, name=name)))
         return list(itertools.islice(rows, count))
     source = read_source(examples, epochs=1, name=name)
     if isinstance(source, Epochs):
-        return fetch(source(0), list(range(count)))
+        return list(fetch(source(0), list(range(count))))
     return list(map(copied, itertools.islice(source, count)))
 
 

@@ -92,7 +92,7 @@ def run_constrained(
     """
     jaxpr = scope.jaxpr
     arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*scope.consts, *inputs), strict=True)
-    env: dict[Atom, Any] = dict(arguments)
+    env: dict[Var, Any] = dict(arguments)
     waiting = _stored_variables(scope, shardings, stored)
     copies = dict(copies or {})  # with those that equations rearrange
 

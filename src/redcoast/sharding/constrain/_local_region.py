@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
@@ -203,7 +203,7 @@ class _Evaluation:
 
     def jaxpr(self, jaxpr: AnyJaxpr, inputs: Sequence[LocalArray]) -> list[LocalArray]:
         opened = open_jaxpr(jaxpr)
-        env: dict[Atom, LocalArray] = {}
+        env: dict[Var, LocalArray] = {}
         for var, x in zip(opened.constvars, consts_of(jaxpr), strict=True):
             env[var] = (_bare(x), None)
         env.update(zip(opened.invars, inputs, strict=True))

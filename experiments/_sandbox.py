@@ -69,4 +69,4 @@ def passed_tests(
         except subprocess.TimeoutExpired:
             return 0
     found, _, passed = done.stdout.rpartition(" ")
-    return int(passed) if found == word and passed.isdigit() else 0
+    return int(passed) if found == word and passed.isdecimal() else 0

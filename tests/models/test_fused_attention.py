@@ -14,6 +14,7 @@ from redcoast.core._jaxpr import iter_equations
 from redcoast.core._target import Target, compiling_for
 from redcoast.models import Llama, LlamaConfig, _attention
 from redcoast.models._scan_layers import default_unroll
+from redcoast.models._view import View
 
 # Eight query heads, four key heads.
 Q, K = (2, 8, 8, 16), (2, 12, 4, 16)
@@ -137,3 +138,14 @@ def test_long_causal_rows_need_no_array_of_all_pairs(monkeypatch):
     assert any(one.primitive.name.startswith("dot_product_attention_fwd") for one in found)
     avals: Any = [var.aval for one in found for var in one.outvars]
     assert max(aval.size for aval in avals) < 2048 * 2048
+
+
+@pytest.mark.parametrize(("present", "fused"), [(0, False), (8, False), (9, True)])
+def test_wide_heads_take_the_kernel_only_where_jax_lowers_it(monkeypatch, present, fused):
+    """JAX asks the first device of the machine, and not the one that a dry run compiles for."""
+    monkeypatch.setattr(_attention, "target_of", lambda device: Target("gpu", present))
+    half = lambda heads: jnp.zeros((2, 16, heads, 256), jnp.bfloat16)
+    attention = lambda *args: _attention.attend(*args, visible=View(causal=True))
+    with compiling_for(Target("gpu", 9)):
+        program = str(jax.make_jaxpr(attention)(half(4), half(2), half(2)))
+    assert ("dot_product_attention" in program) == fused

@@ -389,7 +389,7 @@ def _inside(path: Path) -> str:
     for directory in (path, path / "checkpoints"):
         for arrays in directory.glob(f"*/{ARRAYS}"):
             name = arrays.parent.name
-            if name.isdigit():
+            if name.isdecimal():
                 checkpoints[int(name)] = arrays.parent
     if not checkpoints:
         return _WHICH

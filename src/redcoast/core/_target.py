@@ -33,7 +33,7 @@ def target() -> Target:
 
 def target_of(device: Any) -> Target:
     capability = getattr(device, "compute_capability", "").partition(".")[0]
-    return Target(device.platform, int(capability) if capability.isdigit() else 0)
+    return Target(device.platform, int(capability) if capability.isdecimal() else 0)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def pool_threads(count: int) -> int:
     """The number of threads in XLA's pool for emulated devices."""
     threads = os.cpu_count() or 1
     setting = os.environ.get("NPROC", "")
-    if setting.isdigit():
+    if setting.isdecimal():
         threads = int(setting)
     return max(threads, count)
 

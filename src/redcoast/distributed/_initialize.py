@@ -207,7 +207,7 @@ def _complete(job: _Job, timeout: int | float) -> _Job:
 def _with_torchrun(job: _Job) -> _Job:
     names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
     host, port, processes, number = (os.environ.get(name, "").strip() for name in names)
-    numbers = port.isdigit() and processes.isdigit() and number.isdigit()
+    numbers = port.isdecimal() and processes.isdecimal() and number.isdecimal()
     if not host or not numbers or int(processes) < 2:
         return job
     # On the port itself, torchrun's agent may listen.
@@ -220,7 +220,7 @@ def _with_torchrun(job: _Job) -> _Job:
         coordinator=f"{host}:{int(port) + taken}",
         processes=int(processes),
         process_id=int(number),
-        local_id=int(local_id) if local_id.isdigit() else None,
+        local_id=int(local_id) if local_id.isdecimal() else None,
     )
 
 
@@ -268,7 +268,7 @@ def _unjoined() -> str:
     several = []
     for name in _LAUNCHERS:
         text = os.environ.get(name, "").strip()
-        if text.isdigit() and int(text) > 1 and not (in_step and name.startswith("SLURM_")):
+        if text.isdecimal() and int(text) > 1 and not (in_step and name.startswith("SLURM_")):
             several.append((name, text))
     if several:
         count, number = several[0]

@@ -223,7 +223,7 @@ def _named(kernel: KernelWork) -> list[tuple[str, int]]:
         name = _DTYPES.get(dtype, dtype)
         if dtype.startswith("f8"):  # f8e4m3fn, f8e5m2
             name = f"float8_{dtype}"
-        elif dtype[0] in "su" and dtype[1:].isdigit():  # s8, u4
+        elif dtype[0] in "su" and dtype[1:].isdecimal():  # s8, u4
             name = f"int{dtype[1:]}"
         flops.append((name, count))
     return flops

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
 from ..core._markers import gather_sequence
 from ..core._sequence_parts import sequence_parts
-from ..core._target import target
+from ..core._target import target, target_of
 from ..core._tracing import size_of_axis
 from ._blockwise import attend_in_blocks
 from ._dropout import dropout
@@ -306,7 +306,11 @@ def _has_stages() -> bool:
 def _has_kernel(q: Array, k: Array, v: Array) -> bool:
     # cuDNN's kernel never materialises all scores. These are the shapes that it supports.
     half = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] == v.shape[-1]
-    most = 256 if target().capability >= 9 else 128  # Hopper or newer
+    most = 128
+    present = target_of(jax.local_devices()[0])
+    # From Hopper on, but JAX refuses it on a machine that does not have such a device itself.
+    if min(target().capability, present.capability) >= 9:
+        most = 256
     sizes = q.shape[-1] % 8 == 0 and q.shape[-1] <= most and min(q.shape[1], k.shape[1]) > 1
     return half and sizes and target().capability >= _OLDEST_WITH_KERNEL
 

@@ -162,7 +162,7 @@ def _candidates(state: Leaf, by_path: Mapping[Path, LeafPlan]) -> Iterator[tuple
     """
     # Longer ends come before shorter ones: a layer may have the name of the whole model.
     ends: list[tuple[Path, Path]] = [(state.path, ())]
-    if state.path and state.path[-1].isdigit():
+    if state.path and state.path[-1].isdecimal():
         ends.append((state.path[:-1], state.path[-1:]))
     for path, rest in ends:
         for start in range(len(path)):

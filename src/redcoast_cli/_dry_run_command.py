@@ -28,46 +28,63 @@ from ._workload import Workload, make_workload, state_bytes
 
 @dataclass(frozen=True)
 class Attempt:
-    """A dry run, and its settings: model, batch and options."""
+    """A dry run, its settings (model, batch and options), and what a training run costs."""
 
     run: rc.DryRun
     settings: dict[str, Any]
+    cost: TrainingCost | None = None
 
     @property
     def fits(self) -> bool:
         return self.run.fits
 
-    cost: TrainingCost | None = None
-
     @property
     def report(self) -> dict[str, Any]:
-        cost = {} if self.cost is None else {"cost": asdict(self.cost)}
-        return self.settings | self.run.report | cost
+        report = self.settings | self.run.report
+        if self.cost is not None:
+            report["cost"] = asdict(self.cost)
+        return report
 
 
 def main(c: DryRunCommand) -> None:
     """Prints the requested dry run, and exits with 0 if the step fits, and 1 otherwise."""
     with refusing():
+        check_training_run(c)
         if c.targets is not None:
-            found = print_comparison(c)
-            raise SystemExit(0 if any(run.fits for run in found.runs.values()) else 1)
+            comparison = print_comparison(c)
+            raise SystemExit(not any(run.fits for run in comparison.runs.values()))
         if missing := missing_compiler(chip_of(c)):
             print(*paragraph(missing), sep="\n", file=sys.stderr, flush=True)
         if c.compare:
-            found = compare(c)
-            raise SystemExit(0 if any(one.fits for one in found) else 1)
-        found = with_cost(c, answer(c))
+            raise SystemExit(not any(best.fits for best in compare(c)))
+        requested = with_cost(c, answer(c))
     if c.json:
-        print(json.dumps(found.report, indent=1))
+        print(json.dumps(requested.report, indent=1))
     else:
-        print(found.run)
-    if found.cost is not None and not c.json:
-        print(*paragraph(show_cost(found.cost, found.settings)), sep="\n")
-    if c.by_line and not c.json:
-        print(f"\n{found.run.by_line()}")
+        print(requested.run)
+        if requested.cost is not None:
+            print(*paragraph(show_cost(requested.cost, requested.settings)), sep="\n")
+        if c.by_line:
+            print(f"\n{requested.run.by_line()}")
     if c.html is not None:
-        Path(c.html).write_text(found.run.to_html(), "utf-8")
-    raise SystemExit(0 if found.fits else 1)
+        Path(c.html).write_text(requested.run.to_html(), "utf-8")
+    raise SystemExit(not requested.fits)
+
+
+def check_training_run(c: DryRunCommand) -> None:
+    """Refuses --tokens and --price that make no sense, before anything is compiled."""
+    if c.tokens is None:
+        if c.price is not None:
+            refuse("--price needs --tokens, the length of the training run.")
+        return
+    if not 0 < c.tokens < math.inf:
+        refuse(f"--tokens must be a positive number, but is {c.tokens:g}.")
+    if make_workload(c.model, c.seq).seq is None:
+        refuse(f"{c.model} reads images: --tokens needs a model that reads text.")
+    prices = prices_of(c)
+    if not c.smallest:  # which tries targets of other sizes
+        for name in (c.targets or c.target).split(","):
+            price_of(prices, parse_target(name))
 
 
 @contextlib.contextmanager
@@ -156,27 +173,14 @@ def compare(c: DryRunCommand) -> list[Attempt]:
     return [*runs.values()]
 
 
-def with_cost(c: DryRunCommand, found: Attempt) -> Attempt:
+def with_cost(c: DryRunCommand, requested: Attempt) -> Attempt:
     """Adds the hours and the price of a training run, if --tokens says how long it is."""
-    if c.tokens is None:
-        if c.price is not None:
-            refuse("--price needs --tokens, the length of the training run.")
-        return found
-    target = parse_target(found.run.target)
-    if found.run.step is None:
-        return found
-    steps = steps_of_tokens(c, found.settings["batch"], found.settings["seq"])
-    return replace(found, cost=found.run.cost(steps, price=price_of(prices_of(c), target)))
-
-
-def steps_of_tokens(c: DryRunCommand, rows: int, seq: int | None) -> float:
-    """The number of steps that --tokens takes."""
-    assert c.tokens is not None
-    if seq is None:
-        refuse(f"{c.model} reads images: --tokens needs a model that reads text.")
-    if not 0 < c.tokens < math.inf:
-        refuse(f"--tokens must be a positive number, but is {c.tokens:g}.")
-    return c.tokens / (rows * seq)
+    run, settings = requested.run, requested.settings
+    if c.tokens is None or run.step is None:
+        return requested
+    steps = c.tokens / (settings["batch"] * settings["seq"])
+    price = price_of(prices_of(c), parse_target(run.target))
+    return replace(requested, cost=run.cost(steps, price=price))
 
 
 def prices_of(c: DryRunCommand) -> float | dict[str, float] | None:
@@ -186,8 +190,11 @@ def prices_of(c: DryRunCommand) -> float | dict[str, float] | None:
     try:
         if "=" not in c.price:
             return float(c.price)
-        pairs = [one.rpartition("=") for one in c.price.split(",")]
-        return {name.strip().lower(): float(value) for name, _, value in pairs}
+        prices: dict[str, float] = {}
+        for setting in c.price.split(","):
+            name, _, value = setting.rpartition("=")
+            prices[name.strip().lower()] = float(value)
+        return prices
     except ValueError:
         refuse(f"--price is {c.price!r}. It must be a number, or numbers such as h100=2.5,v5e=1.2.")
 
@@ -199,7 +206,9 @@ def show_cost(cost: TrainingCost, settings: Mapping[str, Any]) -> str:
         f"{cost.steps * tokens:,.0f} tokens are {cost.steps:,.0f} steps of {tokens:,} tokens: "
         f"{cost.hours:,.4g} hours, {cost.device_hours:,.4g} device hours"
     )
-    return f"{text}." if cost.price is None else f"{text}, at a price of {cost.price:,.2f}."
+    if cost.price is not None:
+        text += f", at a price of {cost.price:,.2f}"
+    return f"{text}."
 
 
 def print_comparison(c: DryRunCommand) -> rc.TargetComparison:
@@ -214,34 +223,32 @@ def print_comparison(c: DryRunCommand) -> rc.TargetComparison:
             print(*paragraph(missing), sep="\n", file=sys.stderr, flush=True)
     rows = max(rows_of(c, target) for target in targets)
     workload = make_workload(c.model, c.seq, remat=c.remat, chunk=c.chunk)
-    if c.price is not None and c.tokens is None:
-        refuse("--price needs --tokens, the length of the training run.")
     options = _step_options(c) | {"price": prices_of(c)}
-    if c.tokens is not None:
-        options["steps"] = steps_of_tokens(c, rows, workload.seq)
+    if c.tokens is not None and workload.seq is not None:
+        options["steps"] = c.tokens / (rows * workload.seq)
     if c.mesh != "auto":
         options["mesh"] = mesh_sizes(c.mesh)
     names = [target.name for target in targets]
     with show_phases():
-        found = rc.compare_targets(*workload.arguments(rows), targets=names, **options)
-    print(show_comparison(c, found, workload, rows))
-    return found
+        comparison = rc.compare_targets(*workload.arguments(rows), targets=names, **options)
+    print(show_comparison(c, comparison, workload, rows))
+    return comparison
 
 
 def show_comparison(
-    c: DryRunCommand, found: rc.TargetComparison, workload: Workload, rows: int
+    c: DryRunCommand, comparison: rc.TargetComparison, workload: Workload, rows: int
 ) -> str:
+    """The table below a line of settings, or both as JSON."""
     settings = {"model": c.model, "seq": workload.seq, "batch": rows, "dtype": c.dtype}
-    if not c.json:
-        length = "" if workload.seq is None else f" of {workload.seq:,} tokens"
-        return (
-            f"{c.model}, {rows} rows{length} for each step, {c.dtype}, remat {c.remat}\n\n{found}"
-        )
-    runs = {}
-    for name, run in found.runs.items():
-        cost = found.costs.get(name)
-        runs[name] = run.report | ({} if cost is None else {"cost": asdict(cost)})
-    return json.dumps(settings | {"runs": runs, "errors": found.errors}, indent=1)
+    if c.json:
+        runs = {name: dict(run.report) for name, run in comparison.runs.items()}
+        for name, cost in comparison.costs.items():
+            runs[name]["cost"] = asdict(cost)
+        return json.dumps(settings | {"runs": runs, "errors": comparison.errors}, indent=1)
+    size = f"{rows} rows"
+    if workload.seq is not None:
+        size += f" of {workload.seq:,} tokens"
+    return f"{c.model}, {size} for each step, {c.dtype}, remat {c.remat}\n\n{comparison}"
 
 
 def attempt(

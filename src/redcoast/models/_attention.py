@@ -44,7 +44,9 @@ _MOST_MASKED = 8192 * 8192
 
 def real_tokens(shape: tuple[int, ...], mask: Mask | None) -> Real:
     """Returns the mask as booleans. Without a mask, all tokens are real."""
-    return AllReal(shape[1]) if mask is None else jnp.asarray(mask, bool)
+    if mask is None:
+        return AllReal(shape[1])
+    return jnp.asarray(mask, bool)
 
 
 def count_positions(
@@ -63,11 +65,15 @@ def count_positions(
 
 def as_array(real: Real) -> Bool[Array, "#batch seq"]:
     """Returns an array that is created in the program, so that it is not a constant of it."""
-    return jnp.ones(real.shape, bool) if isinstance(real, AllReal) else real
+    if isinstance(real, AllReal):
+        return jnp.ones(real.shape, bool)
+    return real
 
 
 def _unless_known(real: Real) -> Bool[Array, "#batch seq"] | None:
-    return None if isinstance(real, AllReal) else real
+    if isinstance(real, AllReal):
+        return None
+    return real
 
 
 def causal_view(
@@ -87,9 +93,12 @@ def causal_view(
         belongs to.
     - `window`: the number of slots that a query sees, including its own; no limit by default.
     """
-    both = None if segments is None else (segments, segments)
+    both, queries = None, real.shape[1]
+    if segments is not None:
+        both = (segments, segments)
+    if slots is not None:
+        queries = slots.shape[0]
     view = View(_unless_known(real), slots, both, causal=True, window=window)
-    queries = real.shape[1] if slots is None else slots.shape[0]
     return _view_or_array(view, queries, real.shape[1])
 
 
@@ -101,14 +110,14 @@ def full_view(
 ) -> Visible:
     """Returns a bidirectional mask: each query sees all real keys of its row or segment. With
     `window`, it sees this many slots in each direction, including its own."""
-    if window is not None:
-        both = None if segments is None else (segments, segments)
-        view = View(_unless_known(real), segments=both, window=window)
-        return _view_or_array(view, real.shape[1], real.shape[1])
+    length = real.shape[1]
+    both = None
     if segments is not None:
-        return segment_view(real, segments, segments)
-    view = View(_unless_known(real))
-    return view if _keeps_view(view, real.shape[1], real.shape[1]) else as_array(real)[:, None]
+        both = (segments, segments)
+    view = View(_unless_known(real), segments=both, window=window)
+    if segments is None and window is None and not _keeps_view(view, length, length):
+        return as_array(real)[:, None]  # one row for all queries
+    return _view_or_array(view, length, length)
 
 
 def segment_view(
@@ -120,7 +129,9 @@ def segment_view(
 
 
 def _view_or_array(view: View, queries: int, keys: int) -> Visible:
-    return view if _keeps_view(view, queries, keys) else view.visible(queries, keys)
+    if _keeps_view(view, queries, keys):
+        return view
+    return view.visible(queries, keys)
 
 
 def _keeps_view(view: View, queries: int, keys: int) -> bool:
@@ -167,7 +178,9 @@ def attend(
     - `rate`, `key`: dropout rate of the attention weights, and its PRNG key; no dropout without a
         key.
     """
-    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    scale = float(scale)
     view = _as_view(visible, q.shape[1], k.shape[1])
     is_plain = sinks is None and (key is None or rate == 0)
     # Over a sequence that is split, a kernel would need all queries on one device.
@@ -175,7 +188,9 @@ def attend(
         if bias is None and view is not None and _has_splash(q, k, v, view):
             return attend_in_splash(q, k, v, view, scale=scale, softcap=softcap)
         if softcap is None and _has_kernel(q, k, v) and _takes_mask(view, bias, q, k):
-            return _attend_in_kernel(q, k, v, visible if view is None else view, bias, scale)
+            if view is not None:
+                visible = view
+            return _attend_in_kernel(q, k, v, visible, bias, scale)
     if view is not None and has_many_pairs(q.shape[1], k.shape[1]):
         options: Any = {"scale": scale, "softcap": softcap, "rate": rate, "key": key}
         options["sinks"] = sinks
@@ -189,14 +204,18 @@ def attend(
     # float32. Queries are scaled before the product so that float16 does not overflow. There is a
     # dimension for groups only if there are fewer key heads, since XLA copies arrays for it, or on
     # a TPU, where fewer bytes are accessed with it.
-    g = "" if q.shape[2] == k.shape[2] and target().platform != "tpu" else "g"
+    g = "g"
+    if q.shape[2] == k.shape[2] and target().platform != "tpu":
+        g = ""
     grouped = (q * scale).reshape(*q.shape[:2], k.shape[2], *[-1] * len(g), q.shape[3])
     # One query has no dimension of queries: with it, XLA for CPUs would multiply keys by queries,
     # and not queries by keys, which takes several times as long.
-    s = "" if q.shape[1] == 1 and target().platform == "cpu" else "s"
-    grouped = grouped if s else grouped[:, 0]
+    s = "s"
+    if q.shape[1] == 1 and target().platform == "cpu":
+        s, grouped = "", grouped[:, 0]
     scores = jnp.einsum(f"b{s}n{g}k,btnk->bn{g}{s}t", grouped, k).astype(wide(q.dtype))
-    scores = scores if s else scores[..., None, :]
+    if not s:
+        scores = scores[..., None, :]
     if bias is not None:
         if isinstance(bias, RelativeBias):
             bias = bias.at(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]))
@@ -207,9 +226,13 @@ def attend(
     # The smallest finite number instead of -inf: queries that see no key must not get NaN.
     seen = jnp.expand_dims(visible, range(1, scores.ndim - 2))
     scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
-    weights = jax.nn.softmax(scores) if sinks is None else _softmax_with(sinks, scores)
+    if sinks is None:
+        weights = jax.nn.softmax(scores)
+    else:
+        weights = _softmax_with(sinks, scores)
     weights = dropout(weights.astype(q.dtype), rate, key)
-    weights = weights if s else weights[..., 0, :]
+    if not s:
+        weights = weights[..., 0, :]
     out = jnp.einsum(f"bn{g}{s}t,btnk->b{s}n{g}k", weights, v)
     return out.reshape(*q.shape[:3], v.shape[-1])
 
@@ -293,7 +316,9 @@ def _attend_in_kernel(
     if isinstance(visible, View):
         visible = visible.visible(q.shape[1], k.shape[1])
     # In a pipeline, which maps attention over stages, JAX reshapes a mask of rows to all heads.
-    heads = q.shape[2] if visible.shape[0] > 1 and _has_stages() else 1
+    heads = 1
+    if visible.shape[0] > 1 and _has_stages():
+        heads = q.shape[2]
     shape = (visible.shape[0], heads, q.shape[1], k.shape[1])
     mask = jnp.broadcast_to(visible[:, None], shape)
     return jax.nn.dot_product_attention(q, k, v, mask=mask, **options)

@@ -40,10 +40,9 @@ _POLICIES = {
 # The largest number of layers that are by default unrolled in programs for a CPU.
 MOST_UNROLLED = 12
 # The same for a GPU, without a cache. For 16 layers of a LLaMA with 1.1 billion parameters, a loop
-# moves 10 GB more in a step of an H100 with jax 0.12, and 83 GB with jax 0.10, since it collects
-# what is saved for the backward pass in stacks; unrolled layers need less memory and compile in
-# twice the time. Several layers in an iteration of a loop are worse than both
-# (`experiments/benchmarks/accelerators.py`).
+# moves 10 GB more in a step of an H100, since it collects what is saved for the backward pass in
+# stacks; unrolled layers need less memory and compile in twice the time
+# (`experiments/benchmarks/accelerators.py`, with jax 0.12).
 MOST_UNROLLED_ON_GPU = 32
 
 

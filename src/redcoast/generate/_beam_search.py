@@ -67,21 +67,21 @@ def search_beams(
     batch, beams = logits.shape[0], request.beams
     dims = cache_batch_dims(cache, batch)
     cache = repeat_rows(cache, dims, beams)
-    found = _select(jnp.repeat(logits, beams, axis=0), _begin(batch, request), prompt, request)
+    search = _select(jnp.repeat(logits, beams, axis=0), _begin(batch, request), prompt, request)
 
     def keep_going(carry):
         return (carry[1].count < request.limit) & jnp.any(carry[1].open)
 
     def step(carry):
-        cache, found = carry
-        newest = jax.lax.dynamic_index_in_dim(found.running.tokens, found.count - 1, 2, False)
+        cache, search = carry
+        newest = jax.lax.dynamic_index_in_dim(search.running.tokens, search.count - 1, 2, False)
         logits, longer = append_tokens(model, newest.reshape(-1), cache)
-        found = _select(logits, found, prompt, request)
-        return reorder_rows(longer, cache, dims, found.running.parent), found
+        search = _select(logits, search, prompt, request)
+        return reorder_rows(longer, cache, dims, search.running.parent), search
 
-    cache, found = jax.lax.while_loop(keep_going, step, (cache, found))
-    best = found.finished.tokens[:, : request.copies]
-    return jnp.where(found.valid[:, None, None], best, INVALID).reshape(-1, request.room), cache
+    cache, search = jax.lax.while_loop(keep_going, step, (cache, search))
+    best = search.finished.tokens[:, : request.copies]
+    return jnp.where(search.valid[:, None, None], best, INVALID).reshape(-1, request.room), cache
 
 
 def _begin(batch: int, request: Request) -> Search:
@@ -108,14 +108,14 @@ def _select(
     request: Request,
 ) -> Search:
     """Advances the search by one token."""
-    found = _candidates(logits, last, prompt, request)
-    scores = found.scores + jnp.where(found.ends, _EXCLUDED, 0.0)
+    candidates = _candidates(logits, last, prompt, request)
+    scores = candidates.scores + jnp.where(candidates.ends, _EXCLUDED, 0.0)
     scores, best = jax.lax.top_k(scores, request.beams)
-    tokens = jnp.take_along_axis(found.tokens, best[:, :, None], axis=1)
-    running = Running(tokens, scores, jnp.take_along_axis(found.parent, best, axis=1))
+    tokens = jnp.take_along_axis(candidates.tokens, best[:, :, None], axis=1)
+    running = Running(tokens, scores, jnp.take_along_axis(candidates.parent, best, axis=1))
     norm = jnp.take(jnp.asarray(request.norms), last.count)
-    finished = _finish(found, last, norm)
-    invalid = last.open & jnp.any(jnp.isnan(found.scores), axis=1)
+    finished = _finish(candidates, last, norm)
+    invalid = last.open & jnp.any(jnp.isnan(candidates.scores), axis=1)
     return Search(
         running,
         finished,
@@ -166,14 +166,14 @@ def _candidates(
     return Candidates(tokens, scores, parent, ends)
 
 
-def _finish(found: Candidates, last: Search, norm: Float[Array, ""]) -> Finished:
+def _finish(candidates: Candidates, last: Search, norm: Float[Array, ""]) -> Finished:
     beams = last.finished.scores.shape[1]
     # The other candidates can only be continued.
-    ends = found.ends & (jnp.arange(found.ends.shape[1]) < beams)[None]
-    scores = found.scores / norm
+    ends = candidates.ends & (jnp.arange(candidates.ends.shape[1]) < beams)[None]
+    scores = candidates.scores / norm
     scores += jnp.where(last.open[:, None], 0.0, _EXCLUDED)
     scores += jnp.where(ends, 0.0, _EXCLUDED)
-    tokens = jnp.concatenate([last.finished.tokens, found.tokens], axis=1)
+    tokens = jnp.concatenate([last.finished.tokens, candidates.tokens], axis=1)
     filled = jnp.concatenate([last.finished.filled, ends], axis=1)
     scores, best = jax.lax.top_k(jnp.concatenate([last.finished.scores, scores], axis=1), beams)
     tokens = jnp.take_along_axis(tokens, best[:, :, None], axis=1)

@@ -43,13 +43,13 @@ def process(
 ) -> Scores:
     """Applies the options to logits, or to log-probabilities in beam search. `count` is the number
     of new tokens so far, and `least` is what `least_new` returned."""
-    given = scores
+    raw = scores
     if request.logits_fn is not None:
-        scores = request.logits_fn(given)
-        if getattr(scores, "shape", None) != given.shape or scores.dtype != given.dtype:
+        scores = request.logits_fn(raw)
+        if getattr(scores, "shape", None) != raw.shape or scores.dtype != raw.dtype:
             raise ValueError(
                 f"`logits_fn` returned {jax.typeof(scores)}. It must return logits of the shape "
-                f"and the dtype that it gets, {jax.typeof(given)}."
+                f"and the dtype that it gets, {jax.typeof(raw)}."
             )
     if request.repetition_penalty is not None:
         scores = penalise(scores, history, request.repetition_penalty)
@@ -70,7 +70,7 @@ def process(
         scores = _exclude(scores, _is(request.suppress, scores))
     if request.begin_suppress:
         scores = _exclude(scores, (count == 0) & _is(request.begin_suppress, scores))
-    return jnp.where(jnp.isnan(given), given, scores)  # is reported
+    return jnp.where(jnp.isnan(raw), raw, scores)  # is reported
 
 
 def _exclude(scores: Scores, excluded: Bool[Array, "rows_or_1 vocab"]) -> Scores:
@@ -110,8 +110,8 @@ def repeats_ngram(
         same &= (history[:, i : i + starts] == token) & (token >= 0)
     after = history[:, size:]
     place = jnp.where(same & (after >= 0), after, vocab)
-    found = jnp.zeros((rows, vocab + 1), bool)
-    return found.at[jnp.arange(rows)[:, None], place].set(True)[:, :vocab]
+    is_listed = jnp.zeros((rows, vocab + 1), bool)
+    return is_listed.at[jnp.arange(rows)[:, None], place].set(True)[:, :vocab]
 
 
 def follows(

@@ -107,6 +107,7 @@ def test_the_rows_go_over_the_data_axis_unless_they_were_put_elsewhere():
     assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
     everywhere = jax.device_put(TOKENS, NamedSharding(mesh, P()))
     chunks = PromptChunks(model, everywhere, None, request_of())
+    assert isinstance(chunks.prompt, jax.Array)
     assert chunks.prompt.sharding.is_fully_replicated
     np.testing.assert_array_equal(generate(model, everywhere, **PROMPT), one_device("greedy"))
     # Three rows do not divide over two.

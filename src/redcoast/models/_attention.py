@@ -178,8 +178,9 @@ def attend(
     - `rate`, `key`: dropout rate of the attention weights, and its PRNG key; no dropout without a
         key.
     """
+    usual: float = q.shape[-1] ** -0.5
     if scale is None:
-        scale = q.shape[-1] ** -0.5
+        scale = usual
     scale = float(scale)
     view = _as_view(visible, q.shape[1], k.shape[1])
     is_plain = sinks is None and (key is None or rate == 0)

@@ -45,7 +45,7 @@ def test_copies_do_not_change_with_later_steps():
 
 
 def test_one_replica_is_copied_with_its_sharding():
-    copies: dict[str, Any] = copy_to_host(split(1))
+    copies: dict[int, Any] = copy_to_host(split(1))
     assert [len(x.sharding.device_set) for x in copies.values()] == PARTS
     assert {x.sharding.memory_kind for x in copies.values()} == {"unpinned_host"}
     for x, y in zip(copies.values(), split(1).values(), strict=True):

@@ -118,6 +118,7 @@ def test_the_filters_keep_what_the_definitions_say(kind):
         np.testing.assert_allclose(jax.nn.softmax(scores), want, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_top_k_above_the_vocabulary_and_a_top_p_of_one_keep_everything():
     draw = ft.partial(generate, MODEL, LEFT, max_new_tokens=6, temperature=1.0, key=KEY)
     np.testing.assert_array_equal(draw(top_k=500, top_p=1.0), draw())

@@ -74,6 +74,7 @@ def steps_in_turn(lengths, rows):
     return max(ends)
 
 
+@pytest.mark.thorough
 def test_rows_that_run_out_of_slots_are_moved_and_steps_are_saved():
     steps = []
 

@@ -132,6 +132,7 @@ def test_early_stopping_that_cannot_work_is_refused(tmp_path):
         rc.EarlyStopping(0)
 
 
+@pytest.mark.thorough
 def test_logger_with_a_parameter_state_gets_that_of_its_step():
     seen, evaluated = {}, []
 

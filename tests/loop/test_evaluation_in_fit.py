@@ -101,6 +101,7 @@ def test_only_weights_are_computed_before_the_first_step_and_one_batch_after_it(
     assert seen == ["train", "eval", *["train"] * 3, *["eval"] * 4]
 
 
+@pytest.mark.thorough
 def test_an_evaluation_that_loses_its_weight_later_does_not_end_the_run(caplog):
     """Where the weight depends on the model, no rehearsal can know."""
 

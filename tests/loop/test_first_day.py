@@ -85,6 +85,7 @@ def test_a_finished_run_that_prints_nothing_warns(tmp_path, caplog):
     assert "choose another directory for a new run" in caplog.text
 
 
+@pytest.mark.thorough
 def test_injected_values_of_a_checkpoint_are_said(tmp_path, caplog):
     options = one_device() | {"checkpoints": tmp_path}
 

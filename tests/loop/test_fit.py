@@ -176,12 +176,14 @@ def test_a_short_last_batch_counts_all_of_it(batch_size):
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_fewer_examples_than_a_batch_train_and_it_says_so(caplog):
     state = fit(examples=EXAMPLES[:5], epochs=10, log=rc.progress_logger())
     assert int(state.step) == 4  # 50 positions in batches of 16
     assert "`batch_size=16` is more than the 5 examples" in caplog.text
 
 
+@pytest.mark.thorough
 def test_a_batch_that_does_not_divide_says_so(capsys):
     fit(batch_size=10, log=rc.progress_logger())
     assert "A multiple of 8 would be sharded" in capsys.readouterr().out
@@ -239,6 +241,7 @@ def test_accumulation_and_half_precision():
     assert state.model.layers[0].weight.dtype == jnp.float32
 
 
+@pytest.mark.thorough
 def test_overrides_reach_the_state():
     state = fit(mesh=rc.make_mesh(model=4), overrides=[("layers/1/weight", None)])
     assert state.model.layers[1].weight.is_fully_replicated
@@ -647,6 +650,7 @@ def test_a_donated_state_is_named():
             call()
 
 
+@pytest.mark.thorough
 def test_first_examples_of_no_weight_do_not_stop_a_run():
     def collate(examples):
         real = np.array([e["index"] >= 16 for e in examples])

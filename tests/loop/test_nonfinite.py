@@ -138,6 +138,7 @@ def test_parameters_with_nan_are_named_before_any_step(frozen):
     assert ("model/layers/0/weight" in text) == (not frozen)
 
 
+@pytest.mark.thorough
 def test_a_damaged_optimizer_state_shows_in_the_parameters(tmp_path):
     """A state loaded with a moment that is not a number: the first step spoils parameters."""
     optimizer = optax.adam(1e-2)

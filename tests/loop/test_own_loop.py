@@ -50,6 +50,7 @@ def docs_loop(stop_at=None):
     return names["train"]
 
 
+@pytest.mark.thorough
 def test_the_loop_of_the_docs_is_fit_bit_for_bit_also_killed_and_resumed(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         docs_loop(stop_at=14)(tmp_path / "own", 23)

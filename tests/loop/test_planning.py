@@ -89,6 +89,7 @@ def test_verify_passes_and_stops_a_run_that_computes_something_else(monkeypatch)
         fit(plan="verify")
 
 
+@pytest.mark.thorough
 def test_accumulated_microbatches_are_planned_and_constrained():
     def losses(accumulate, mesh):
         found = []

@@ -292,6 +292,7 @@ def test_a_change_of_what_the_loss_reads_is_never_missed(loss, change):
     assert after == expected == pytest.approx(2 * before)
 
 
+@pytest.mark.thorough
 def test_a_function_of_the_host_is_the_one_of_its_run():
     """Callbacks are compared by identity: their variables may change after the comparison."""
 

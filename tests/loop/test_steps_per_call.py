@@ -162,6 +162,7 @@ def exploding(after):
     return {"collate_fn": collate, "loss_fn": loss}
 
 
+@pytest.mark.thorough
 def test_skipped_steps_end_the_run_after_the_same_step_with_the_same_words(caplog):
     """The cause is sought in the state after that step, with its batch, and not at the call's end.
 
@@ -291,7 +292,7 @@ def waiting_loss(model, batch, key):
     ],
     ids=["forbidden", "state", "effects", "open loop", "large"],
 )
-@pytest.mark.few("forbidden", "effects", "open loop")
+@pytest.mark.few("forbidden", "effects")
 def test_other_steps_are_taken_alone(options, monkeypatch):
     assert not numbers_of_calls(monkeypatch, **{"steps_per_call": None, "steps": 3, **options})
 

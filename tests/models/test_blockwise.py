@@ -246,6 +246,7 @@ def test_forward_mode_says_why_not(many):
                 (model.embed,), (model.embed,))  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_plans_are_those_of_all_pairs(many):
     mesh, model, found = rc.make_mesh(data=2, fsdp=2, model=2), llama(), []
     for count in (1, 10**9):

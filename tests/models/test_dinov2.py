@@ -99,6 +99,7 @@ def test_a_grid_of_the_same_size_is_the_table():
     np.testing.assert_allclose(rows[:, 0], np.repeat(np.arange(3.0), 5), atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_plan_is_megatrons():
     """On 2 x 4 devices, heads and hidden features are split."""
     config = Dinov2Config(384, 3, 8, image=56, head="classification", labels=10)

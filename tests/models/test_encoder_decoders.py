@@ -100,6 +100,7 @@ def test_later_tokens_of_the_decoder_change_nothing_before_them(family):
     assert jnp.all(jnp.any(before[:, 3:] != after[:, 3:], axis=-1))
 
 
+@pytest.mark.thorough
 def test_every_token_of_the_encoder_changes_every_logit(family):
     model = MODELS[family]
     for at in (0, 6):

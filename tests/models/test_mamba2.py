@@ -90,6 +90,7 @@ def test_the_cache_has_one_size_for_any_length():
     assert caches[0].before.shape == (2, 3, 2, 4 * 8 + 2 * 12)
 
 
+@pytest.mark.thorough
 def test_cache_is_as_all_at_once():
     check_cache(make(layers=1))
 

@@ -172,6 +172,7 @@ def test_remat_changes_no_gradient():
     check_remat(lambda remat: make(remat=remat))
 
 
+@pytest.mark.thorough
 def test_experts_are_split():
     plan = check_split(make(vocab=256, width=64, hidden=64, chosen=2))
     specs = plan.shardings.layers

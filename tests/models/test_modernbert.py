@@ -102,6 +102,7 @@ def test_labels_do_not_depend_on_padding(pooling):
         model(tokens, segments=tokens)
 
 
+@pytest.mark.thorough
 def test_the_plan_is_megatrons():
     """On 2 x 4 devices, heads and hidden features are split, and so is the vocabulary."""
     config = ModernBertConfig(4096, 512, 3, 8, 768, head="masked")

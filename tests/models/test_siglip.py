@@ -42,6 +42,7 @@ def test_the_loss_is_that_of_all_pairs():
         pairwise_sigmoid(jnp.zeros((3, 4)))
 
 
+@pytest.mark.thorough
 def test_the_plan_is_megatrons():
     """On 2 x 4 devices, heads and hidden features of both encoders are split."""
     config = SiglipConfig(IMAGE, TEXT)

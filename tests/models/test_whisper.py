@@ -108,6 +108,7 @@ def test_positions_of_the_encoder_are_sinusoids_and_are_not_trained():
     assert jnp.any(gradient.encoder.first)
 
 
+@pytest.mark.thorough
 def test_cache_and_padding_are_as_all_at_once():
     model = random_model(Whisper, CONFIG)
     logits = eqx.filter_jit(lambda model, *args, **more: model(*args, **more))

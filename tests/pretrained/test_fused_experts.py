@@ -27,6 +27,7 @@ def fused(tensors, *, turned):
     return others
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.few("True")
 def test_experts_in_one_tensor_are_read(turned, tmp_path):

@@ -102,6 +102,7 @@ def test_layers_with_and_without_a_window_are_split(blocks, make):
     plan.verify(chunked, model, batch(1), tolerance=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_row_of_packed_texts_is_split_and_exact(blocks):
     mesh, model = rc.make_mesh(data=2, fsdp=2, model=2), Llama(CONFIG, key=jax.random.key(0))
     plan = planned(chunked, mesh, 1, model)

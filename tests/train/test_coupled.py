@@ -263,6 +263,7 @@ ROWS = np.random.default_rng(0).normal(size=(32, D)).astype(np.float32)
 MLP = eqx.nn.MLP(D, D, 16, 1, key=jax.random.key(0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", MESHES, ids=["8", "1"])
 @pytest.mark.few("8")
 def test_accumulation_warns_if_examples_depend_on_each_other(mesh):

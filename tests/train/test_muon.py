@@ -115,6 +115,7 @@ def test_no_matrix_is_orthogonalised_twice():
     assert flops[0] < 0.4 * flops[1]
 
 
+@pytest.mark.thorough
 def test_ranks_that_are_not_those_of_matrices_are_named():
     options = {"loss_fn": loss_fn, "batch_size": 16, "steps": 1, "log": False}
     message = "orthogonalises norms, which.*higher rank to Adam: down, up.*rc.matrix_dimensions"
@@ -129,6 +130,7 @@ def test_ranks_that_are_not_those_of_matrices_are_named():
             rc.fit(make(jax.random.key(0)), optimizer, ROWS, **options)
 
 
+@pytest.mark.thorough
 def test_dimension_numbers_in_the_shape_of_a_callable_module():
     """Optax calls labels that are callable."""
     model = eqx.nn.MLP(WIDTH, WIDTH, 32, 2, key=jax.random.key(0))

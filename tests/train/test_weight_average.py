@@ -157,6 +157,7 @@ def test_fit_evaluates_the_averaged_model():
     assert abs(losses[0] - losses[1]) > 1e-3
 
 
+@pytest.mark.thorough
 def test_average_turned_on_or_off_between_save_and_resume_is_refused(tmp_path):
     train: Any = ft.partial(rc.fit, make_model(), optax.sgd(0.1), make_examples(16), **OPTIONS)
     for name, before, after in (("on", None, 0.9), ("off", 0.9, None)):
@@ -177,6 +178,7 @@ def test_state_goes_on_with_its_average_or_begins_one():
     assert state.average is None
 
 
+@pytest.mark.thorough
 def test_average_counts_in_the_plan_and_the_dry_run():
     create = ft.partial(rc.init_state, make_model(), optax.sgd(0.1), key=jax.random.key(0))
     mesh = rc.make_mesh(fsdp=8)

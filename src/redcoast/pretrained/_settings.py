@@ -18,6 +18,7 @@ FieldNames = Mapping[str, str | tuple[str, object]]
 # Settings of which only some values are implemented, with those values.
 Implemented = Mapping[str, tuple[object, ...]]
 REQUIRED = object()
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 # Settings that do not change the results, in addition to those that `_neutral.py` describes: names,
 # defaults for text generation, and choices between equivalent implementations.
@@ -53,10 +54,13 @@ _SAME = {"swish": "silu"}
 
 def read_settings(
     settings: Settings,
-    defaults: Mapping[str, object],
-    only: Implemented = MappingProxyType({}),
-    ignored: tuple[str, ...] = (),
-) -> Settings:
+    fields: FieldNames,
+    defaults: Mapping[str, object] = NOTHING,
+    *,
+    only: Implemented = NOTHING,
+    ignored: str = "",
+    renamed: Mapping[str, str] = NOTHING,
+) -> tuple[Settings, Fields]:
     """Reads the values of a `config.json`, and rejects unknown settings that might change results.
 
     Settings that are disabled, or do not concern the model's arithmetic, are ignored
@@ -65,30 +69,35 @@ def read_settings(
     **Arguments:**
 
     - `settings`: the parsed file.
-    - `defaults`: the settings that the family reads, with their default values, or `REQUIRED`.
+    - `fields`: the fields of the configuration that are settings of the file.
+    - `defaults`: further settings that the family reads, and default values that differ from those
+        of `fields`; `REQUIRED` for those that must be in a file.
     - `only`: settings of which only some values are implemented, with those values.
-    - `ignored`: settings of this family that do not change the results.
+    - `ignored`: the names of settings of this family that do not change the results.
+    - `renamed`: maps other names of settings to the names that are read.
 
     **Returns:**
 
-    A value for each key of `defaults`.
+    The values of the settings, by their names in the file; and the values of `fields`, and `eos`.
 
     **Raises:**
 
     `ValueError` that names every setting that is missing, unknown or not implemented.
     """
     only = {**_OFF, **only}
+    defaults = dict(map(_with_default, fields.values())) | dict(defaults)
     values = {}
-    for name, value in settings.items():
+    for name, value in rename(settings, renamed).items():
         values[name] = value
         if isinstance(value, str):
             values[name] = _SAME.get(value, value)
-    if problems := _problems(values, defaults, only, {*ignored, *_HARMLESS}):
+    if problems := _problems(values, defaults, only, {*ignored.split(), *_HARMLESS}):
         raise ValueError(
             f"The settings of this {settings.get('model_type', 'model')} are not supported: "
             f"{'; '.join(problems)}."
         )
-    return {name: _value(values, name, default) for name, default in defaults.items()}
+    c = {name: _value(values, name, default) for name, default in defaults.items()}
+    return c, read_fields(c, fields)
 
 
 def _problems(
@@ -162,11 +171,6 @@ def published_ids(
     return {"eos_token_id": ends, "bos_token_id": bos, "pad_token_id": pad}
 
 
-def defaults_of(fields: FieldNames) -> dict[str, object]:
-    """Returns the default values of the settings of fields, or `REQUIRED`."""
-    return dict(map(_with_default, fields.values()))
-
-
 def _with_default(setting: str | tuple[str, object]) -> tuple[str, object]:
     if isinstance(setting, str):
         return setting, REQUIRED
@@ -175,7 +179,10 @@ def _with_default(setting: str | tuple[str, object]) -> tuple[str, object]:
 
 def names_of(fields: FieldNames) -> dict[str, str]:
     """Returns the names of the settings of fields."""
-    return {field: _with_default(setting)[0] for field, setting in fields.items()}
+    names = {}
+    for field, setting in fields.items():
+        names[field], _ = _with_default(setting)
+    return names
 
 
 def read_fields(c: Settings, fields: FieldNames) -> Fields:

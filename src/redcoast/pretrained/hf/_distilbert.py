@@ -1,7 +1,7 @@
 """The settings and tensors of DistilBERT in Hugging Face's format."""
 
 from ...models.bert import BertConfig
-from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import LABELLED, read_architecture, read_labels, write_labels
 from ._tables import attention, dense, linear, norm
@@ -30,12 +30,13 @@ _LETTERS = {"q": "q_lin", "k": "k_lin", "v": "v_lin", "o": "out_lin"}
 
 
 def read_distilbert(settings: Settings) -> Fields:
-    defaults = {**defaults_of(_FIELDS), "eos_token_id": None, _RATE: 0.2}
+    defaults = {"eos_token_id": None, _RATE: 0.2}
     only = {"tie_word_embeddings": (True,), "tie_weights_": (True,)}
     # The positions are in a table of the file, whatever their initialisation was.
-    c = read_settings(settings, defaults, only, ("sinusoidal_pos_embds",))
+    ignored = "sinusoidal_pos_embds"
+    c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored=ignored)
     head = read_architecture(settings, _ARCHITECTURES, "DistilBertModel")
-    fields = read_fields(c, _FIELDS) | {"kind": "distilbert", "types": 1, "head": head}
+    fields |= {"kind": "distilbert", "types": 1, "head": head}
     if head in LABELLED:
         fields |= read_labels(settings)
     fields["head_dropout"] = None

@@ -5,19 +5,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ...models._transformer import TransformerConfig
-from .._settings import (
-    FieldNames,
-    Fields,
-    Implemented,
-    Settings,
-    defaults_of,
-    read_fields,
-    read_settings,
-    rename,
-    write_fields,
-)
+from .._settings import FieldNames, Fields, Implemented, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._rope import read_rope_settings, write_rope
+from ._rope import ROPE, read_rope_settings, write_rope
 from ._tables import (
     HEADS_BIAS,
     LLAMA_FIELDS,
@@ -56,8 +46,7 @@ class Kind:
       type has the same options in other files.
     - `fields`: the names of the settings of its fields, and their default values.
     - `defaults`: further settings that are read, and default values that differ.
-    - `only`, `ignored`: arguments of `read_settings`.
-    - `renamed`: other names of settings.
+    - `only`, `ignored`, `renamed`: arguments of `read_settings`.
     - `rope`: reads the rotary embeddings from the settings.
     - `more`: returns further fields of the configuration from the settings.
     - `written`: returns further settings from the configuration.
@@ -70,7 +59,7 @@ class Kind:
     fields: FieldNames = field(default_factory=lambda: TRANSFORMER_FIELDS)
     defaults: Mapping[str, object] = field(default_factory=dict)
     only: Implemented = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
+    ignored: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict)
     rope: Callable[[Settings], Fields] = read_rope_settings
     more: Callable[[Settings], Fields] = lambda settings: {}
@@ -83,12 +72,7 @@ Kinds = Mapping[str, Kind]
 def read_kind(settings: Settings, kinds: Kinds) -> Fields:
     """Reads the settings of one of several types of model, by default of the first."""
     kind = kinds.get(settings.get("model_type", ""), next(iter(kinds.values())))
-    defaults = {
-        **defaults_of(kind.fields),
-        "eos_token_id": None,
-        **dict.fromkeys(("rope_scaling", "rope_parameters")),
-        **kind.defaults,
-    }
+    defaults = {"eos_token_id": None, **ROPE, **kind.defaults}
     only = {
         "model_type": tuple(kinds),
         "hidden_act": ("silu",),
@@ -97,10 +81,11 @@ def read_kind(settings: Settings, kinds: Kinds) -> Fields:
         "rope_interleaved": (False,),
         **kind.only,
     }
-    c = read_settings(rename(settings, kind.renamed), defaults, only, kind.ignored)
-    if c["num_key_value_heads"] is None:
-        c["num_key_value_heads"] = c["num_attention_heads"]
-    return read_fields(c, kind.fields) | kind.rope(c) | dict(kind.options) | kind.more(c)
+    options = {"only": only, "ignored": kind.ignored, "renamed": kind.renamed}
+    c, values = read_settings(settings, kind.fields, defaults, **options)
+    if values["kv_heads"] is None:
+        values["kv_heads"] = values["heads"]
+    return values | kind.rope(c) | dict(kind.options) | kind.more(c)
 
 
 def write_kind(config: TransformerConfig, kinds: Kinds) -> Settings:

@@ -52,13 +52,17 @@ def _numbered(count: int) -> list[str]:
     return [f"LABEL_{i}" for i in range(count)]
 
 
-def read_side(size: int | list[int], name: str) -> int:
-    """Returns the height and width of images or patches, which must be squares."""
-    if not isinstance(size, list):
-        return size
-    if len({*size}) > 1:
-        raise ValueError(f"`{name}` is {size}, but only squares are implemented.")
-    return size[0]
+def read_sides(c: Settings) -> Fields:
+    """Returns the sides of images and of patches, which must be squares."""
+    fields = {}
+    for field in ("image", "patch"):
+        size = c[f"{field}_size"]
+        if not isinstance(size, list):
+            size = [size]
+        if len({*size}) > 1:
+            raise ValueError(f"`{field}_size` is {size}, but only squares are implemented.")
+        fields[field] = size[0]
+    return fields
 
 
 def image_inputs(config: Any, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -24,7 +24,7 @@ DENSE_LAYERS = "first_k_dense_replace"
 # distributed.
 OF_TRAINING = """
     aux_loss_alpha seq_aux num_nextn_predict_layers num_mtp_layers ep_size output_router_logits
-""".split()  # noqa: SIM905
+"""
 
 
 def mixture_tensors(

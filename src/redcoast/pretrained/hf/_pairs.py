@@ -5,17 +5,9 @@ import jax
 import jax.numpy as jnp
 
 from ...models import ClipConfig, SiglipConfig
-from .._settings import (
-    FieldNames,
-    Fields,
-    Implemented,
-    Settings,
-    defaults_of,
-    read_fields,
-    read_settings,
-)
+from .._settings import FieldNames, Fields, Implemented, Settings, read_settings
 from .._tensors import Tensor
-from ._labels import image_inputs, read_side
+from ._labels import image_inputs, read_sides
 from ._tables import EMBED, OUT_PROJ, attention, dense, norm
 
 BUFFERS = (r"\.embeddings\.position_ids$",)
@@ -29,15 +21,18 @@ def read_encoder(
     settings: Settings | None,
     fields: FieldNames,
     only: Implemented,
-    ignored: tuple[str, ...] = (),
+    ignored: str = "",
 ) -> Fields:
     """Reads the settings of one encoder, which are often only those that differ from the base
     size."""
-    defaults = defaults_of(fields) | ({} if "image" in fields else {"eos_token_id": 49407})
-    c = read_settings(settings or {}, defaults, only, ignored)
-    if "image" in fields:
-        c |= {name: read_side(c[name], name) for name in ("image_size", "patch_size")}
-    return read_fields(c, fields)
+    of_images = "image" in fields
+    defaults = {}
+    if not of_images:
+        defaults = {"eos_token_id": 49407}
+    c, values = read_settings(settings or {}, fields, defaults, only=only, ignored=ignored)
+    if of_images:
+        values |= read_sides(c)
+    return values
 
 
 def pair_tensors(config: ClipConfig | SiglipConfig) -> dict[str, Tensor]:

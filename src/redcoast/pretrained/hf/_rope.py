@@ -16,6 +16,8 @@ _YARN = {
     "rounded": "truncate",
     "amplitude": "attention_factor",
 }
+# The settings that have the others.
+ROPE = dict.fromkeys(("rope_scaling", "rope_parameters"))
 # Settings of rotary embeddings and of their scaling. Qwen's sections for images have no effect on
 # texts.
 _OF_OTHER_KINDS = frozenset(

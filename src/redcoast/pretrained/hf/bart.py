@@ -1,15 +1,7 @@
 """The settings and tensors of BART in Hugging Face's format."""
 
 from ...models.bart import BartConfig
-from .._settings import (
-    Fields,
-    Settings,
-    defaults_of,
-    read_fields,
-    read_settings,
-    rename,
-    write_fields,
-)
+from .._settings import Fields, Settings, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._stacks import OTHER_STACK_NAMES, STACK_FIELDS, only_stacks, stack_tensors, write_stacks
 from ._tables import EMBED, norm
@@ -43,7 +35,6 @@ _NEVER = """
 
 def read(settings: Settings) -> Fields:
     settings = rename(settings, OTHER_STACK_NAMES)
-    defaults = defaults_of(_FIELDS) | {"eos_token_id": 2}
     only = {
         "model_type": ("bart",),
         **only_stacks(settings),
@@ -51,8 +42,8 @@ def read(settings: Settings) -> Fields:
         "extra_pos_embeddings": (2,),
         **dict.fromkeys(_NEVER.split(), (False,)),
     }
-    c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
-    return read_fields(c, _FIELDS)
+    _, fields = read_settings(settings, _FIELDS, {"eos_token_id": 2}, only=only, ignored=_IGNORED)
+    return fields
 
 
 def write(config: BartConfig) -> Settings:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection
 
 from ...models.bert import BertConfig
-from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._distilbert import distilbert_tensors, read_distilbert, write_distilbert
 from ._labels import LABELLED, read_architecture, read_labels, write_labels
@@ -47,7 +47,7 @@ def read(settings: Settings) -> Fields:
         settings = settings | {"model_type": "roberta", "architectures": names}
     kind = settings.get("model_type", "bert")
     roberta = kind == "roberta"
-    defaults = {**defaults_of(_FIELDS), "max_position_embeddings": 512}
+    defaults: Settings = {"max_position_embeddings": 512}
     if roberta:
         defaults |= {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
     else:
@@ -64,10 +64,10 @@ def read(settings: Settings) -> Fields:
         directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
         pooler_size_per_head pooler_type output_past _num_labels
     """
-    c = read_settings(settings, defaults, only, tuple(ignored.split()))
+    c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored=ignored)
     known = {_name(kind, x): x for x in _HEADS if (kind, x) != ("roberta", "pretraining")}
     head = read_architecture(settings, known, _name(kind, None))
-    fields = read_fields(c, _FIELDS) | {"kind": kind, "head": head, "pooler": head is None}
+    fields |= {"kind": kind, "head": head, "pooler": head is None}
     fields["positions"] = c["max_position_embeddings"]
     if roberta:
         fields["positions"] -= c["pad_token_id"] + 1

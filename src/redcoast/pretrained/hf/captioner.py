@@ -24,8 +24,8 @@ def read(settings: Settings) -> Fields:
     defaults = {"encoder": REQUIRED, "decoder": REQUIRED, **dict.fromkeys(_IDS)}
     only = {"model_type": ("vision-encoder-decoder",), "is_encoder_decoder": (True,)}
     # The embeddings of the two parts are never tied. The decoder has its own settings for these.
-    ignored = ("tie_word_embeddings", "vocab_size", "is_decoder", "add_cross_attention")
-    c = read_settings(settings, defaults, only, ignored)
+    ignored = "tie_word_embeddings vocab_size is_decoder add_cross_attention"
+    c, _ = read_settings(settings, {}, defaults, only=only, ignored=ignored)
     model = "VisionEncoderDecoderModel"
     read_architecture(settings, {model: None}, model)
     decoder = dict(c["decoder"])

@@ -41,7 +41,7 @@ _TEXT = {
     **OF_TEXTS,
 }
 # The entire model determines the size of the outputs.
-_IGNORED = ("projection_dim",)
+_IGNORED = "projection_dim"
 
 
 def read(settings: Settings) -> Fields:
@@ -49,7 +49,8 @@ def read(settings: Settings) -> Fields:
     defaults = {**dict.fromkeys(parts), "projection_dim": 512}
     defaults |= {part + "_dict": None for part in parts}
     # The embedding of tokens is tied to nothing.
-    c = read_settings(settings, defaults, {"model_type": ("clip",)}, ("tie_word_embeddings",))
+    options = {"only": {"model_type": ("clip",)}, "ignored": "tie_word_embeddings"}
+    c, _ = read_settings(settings, {}, defaults, **options)
     read_architecture(settings, {"CLIPModel": None}, "CLIPModel")
     # If the oldest files have a setting twice, the second one counts.
     text, image = ({**(c[part] or {}), **(c[part + "_dict"] or {})} for part in parts)

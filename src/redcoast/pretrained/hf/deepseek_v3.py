@@ -3,18 +3,10 @@
 import functools as ft
 
 from ...models.deepseek_v3 import DeepseekV3Config
-from .._settings import (
-    Fields,
-    Settings,
-    defaults_of,
-    read_fields,
-    read_settings,
-    rename,
-    write_fields,
-)
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._mixtures import DENSE_LAYERS, MIXTURE_FIELDS, OF_TRAINING, mixture_tensors
-from ._rope import read_yarn, write_yarn
+from ._rope import ROPE, read_yarn, write_yarn
 from ._tables import OUT_OF_HEADS, TURNED, VECTOR, tied_head
 
 BASE_PREFIX = "model."
@@ -36,13 +28,7 @@ _FIELDS = {
 
 
 def read(settings: Settings) -> Fields:
-    settings = rename(settings, {"num_local_experts": "n_routed_experts"})
-    defaults = {
-        **defaults_of(_FIELDS),
-        DENSE_LAYERS: 3,
-        "eos_token_id": 1,
-        **dict.fromkeys(("rope_scaling", "rope_parameters")),
-    }
+    defaults = {DENSE_LAYERS: 3, "eos_token_id": 1, **ROPE}
     only = {
         "model_type": KINDS,
         "hidden_act": ("silu",),
@@ -52,8 +38,10 @@ def read(settings: Settings) -> Fields:
         "topk_method": ("noaux_tc",),
         "num_key_value_heads": (settings.get("num_attention_heads"), None),
     }
-    c = read_settings(settings, defaults, only, (*OF_TRAINING, "head_dim", "qk_head_dim"))
-    fields = read_fields(c, _FIELDS) | {"dense_layers": c[DENSE_LAYERS]}
+    options = {"only": only, "ignored": OF_TRAINING + "head_dim qk_head_dim"}
+    options["renamed"] = {"num_local_experts": "n_routed_experts"}
+    c, fields = read_settings(settings, _FIELDS, defaults, **options)
+    fields["dense_layers"] = c[DENSE_LAYERS]
     return fields | read_yarn(c, {}, ("mscale", "mscale_all_dim"))
 
 

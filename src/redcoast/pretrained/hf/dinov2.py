@@ -1,9 +1,9 @@
 """The settings and tensors of DINOv2 in Hugging Face's format."""
 
 from ...models.dinov2 import Dinov2Config
-from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._labels import image_inputs, read_architecture, read_labels, read_side, write_labels
+from ._labels import image_inputs, read_architecture, read_labels, read_sides, write_labels
 from ._tables import VECTOR, all_names, attention, dense, gate_and_up, linear, norm, patches
 from .vit import VIT_ATTENTION, VIT_MODULES
 
@@ -31,22 +31,19 @@ _HEADS = {"Model": None, "Backbone": None, "ForImageClassification": "classifica
 def read(settings: Settings) -> Fields:
     kind = settings.get("model_type", "dinov2")
     has_registers = kind == "dinov2_with_registers"
-    defaults = defaults_of(_FIELDS)
+    defaults = {"use_mask_token": True}
     if has_registers:
-        defaults |= {"patch_size": 16, "num_register_tokens": 4}
-    else:
-        defaults |= {"use_mask_token": True}
+        defaults = {"patch_size": 16, "num_register_tokens": 4}
     # Settings of backbones, which `features` takes as arguments.
     ignored = """
         apply_layernorm reshape_hidden_states out_features out_indices stage_names
         intermediate_size
     """
-    c = read_settings(settings, defaults, {"model_type": tuple(_TYPES)}, tuple(ignored.split()))
+    options = {"only": {"model_type": tuple(_TYPES)}, "ignored": ignored}
+    c, fields = read_settings(settings, _FIELDS, defaults, **options)
     known = {_TYPES.get(kind, "") + name: head for name, head in _HEADS.items()}
     head = read_architecture(settings, known, next(iter(known)))
-    for name in ("image_size", "patch_size"):
-        c[name] = read_side(c[name], name)
-    fields = read_fields(c, _FIELDS) | {"head": head}
+    fields |= {"head": head, **read_sides(c)}
     if head:
         fields |= read_labels(settings)
     if not has_registers:

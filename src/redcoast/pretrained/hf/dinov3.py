@@ -1,9 +1,9 @@
 """The settings and tensors of DINOv3 in Hugging Face's format."""
 
 from ...models.dinov3 import Dinov3Config
-from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._labels import image_inputs, read_architecture, read_side
+from ._labels import image_inputs, read_architecture, read_sides
 from ._tables import PROJ, SIZES, TURNED, VECTOR, all_names, attention, norm, patches
 
 _FIELDS = {
@@ -32,14 +32,12 @@ _HEADS = {"DINOv3ViTModel": None, "DINOv3ViTBackbone": None}
 
 
 def read(settings: Settings) -> Fields:
-    defaults = defaults_of(_FIELDS)
     # Settings of backbones, which `features` takes as arguments.
     ignored = "apply_layernorm reshape_hidden_states out_features out_indices stage_names"
-    c = read_settings(settings, defaults, {"model_type": ("dinov3_vit",)}, tuple(ignored.split()))
+    only = {"model_type": ("dinov3_vit",)}
+    c, fields = read_settings(settings, _FIELDS, only=only, ignored=ignored)
     read_architecture(settings, _HEADS, next(iter(_HEADS)))
-    for name in ("image_size", "patch_size"):
-        c[name] = read_side(c[name], name)
-    return read_fields(c, _FIELDS)
+    return fields | read_sides(c)
 
 
 def write(config: Dinov3Config) -> Settings:

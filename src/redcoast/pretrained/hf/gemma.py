@@ -1,17 +1,9 @@
 """The settings and tensors of Gemma 1, 2 and 3 in Hugging Face's format."""
 
 from ...models.gemma import GemmaConfig
-from .._settings import (
-    Fields,
-    Settings,
-    defaults_of,
-    read_fields,
-    read_settings,
-    rename,
-    write_fields,
-)
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._rope import read_rope, write_rope
+from ._rope import ROPE, read_rope, write_rope
 from ._tables import (
     LLAMA_FIELDS,
     LLAMA_LAYER,
@@ -49,13 +41,7 @@ def read(settings: Settings) -> Fields:
     table = _FIELDS
     if second or third:
         table = _FIELDS | _LATER
-    defaults = {
-        **defaults_of(table),
-        "max_position_embeddings": 8192,
-        "eos_token_id": 1,
-        "rope_theta": 1e4,
-        **dict.fromkeys(("rope_scaling", "rope_parameters")),
-    }
+    defaults = {"max_position_embeddings": 8192, "eos_token_id": 1, "rope_theta": 1e4, **ROPE}
     only: dict[str, tuple[object, ...]] = {
         "model_type": ("gemma", "gemma2", "gemma3_text"),
         # The first files have "gelu", but their models were trained with the tanh approximation.
@@ -64,17 +50,18 @@ def read(settings: Settings) -> Fields:
         "attention_bias": (False,),
         "use_bidirectional_attention": (False, None),
     }
+    renamed = {}
     if second or third:
         defaults |= {"layer_types": None, "sliding_window_pattern": 2}
-        settings = rename(settings, {"_sliding_window_pattern": "sliding_window_pattern"})
+        renamed = {"_sliding_window_pattern": "sliding_window_pattern"}
     if second:
         defaults |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     if third:
         defaults |= {"sliding_window_pattern": 6, "max_position_embeddings": 131072}
         defaults |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
         only["attn_logit_softcapping"] = (None,)
-    c = read_settings(settings, defaults, only)
-    fields = read_fields(c, table) | {"post_norms": second or third, "qk_norm": third}
+    c, fields = read_settings(settings, table, defaults, only=only, renamed=renamed)
+    fields |= {"post_norms": second or third, "qk_norm": third}
     return fields | _local(c) | _rope(c)
 
 

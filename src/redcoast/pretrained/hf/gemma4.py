@@ -1,7 +1,7 @@
 """The settings and tensors of Gemma 4 in Hugging Face's format."""
 
 from ...models.gemma4 import Gemma4Config
-from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._rope import kind_of_rope, rotated_part, unread
 from ._tables import (
@@ -56,7 +56,6 @@ _ROPE = {
 
 def read(settings: Settings) -> Fields:
     defaults = {
-        **defaults_of(_FIELDS),
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
         "enable_moe_block": False,
@@ -75,12 +74,12 @@ def read(settings: Settings) -> Fields:
         # Images alone are seen in both directions.
         "use_bidirectional_attention": ("vision", None),
     }
-    c = read_settings(settings, defaults, only)
+    c, fields = read_settings(settings, _FIELDS, defaults, only=only)
     local = all_but_last_of(6, c["num_hidden_layers"])[:-1]
     if c["layer_types"]:
         local = read_windows(c["layer_types"][:-1])
     local = (*local, False)  # the last has no window, whatever the file says
-    fields = read_fields(c, _FIELDS) | {"local": local}
+    fields["local"] = local
     if c["hidden_size_per_layer_input"]:
         fields |= read_fields(c, _INPUTS)
     if c["enable_moe_block"]:

@@ -1,18 +1,10 @@
 """The settings and tensors of GLM-4's mixtures of experts in Hugging Face's format."""
 
 from ...models.glm4_moe import Glm4MoeConfig
-from .._settings import (
-    Fields,
-    Settings,
-    defaults_of,
-    read_fields,
-    read_settings,
-    rename,
-    write_fields,
-)
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._mixtures import DENSE_LAYERS, MIXTURE_FIELDS, OF_TRAINING, mixture_tensors
-from ._rope import read_rope_settings, rope_of, rotated_part, write_rope
+from ._rope import ROPE, read_rope_settings, rope_of, rotated_part, write_rope
 from ._tables import PROJ, attention, tied_head
 
 BASE_PREFIX = "model."
@@ -39,16 +31,11 @@ _FIELDS = {
 
 def read(settings: Settings) -> Fields:
     names = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
-    defaults = {
-        **defaults_of(_FIELDS),
-        _PART: None,
-        DENSE_LAYERS: 1,
-        "eos_token_id": None,
-        **dict.fromkeys(("rope_scaling", "rope_parameters")),
-    }
-    only: dict[str, tuple[object, ...]] = {"model_type": ("glm4_moe",), "hidden_act": ("silu",)}
-    c = read_settings(rename(settings, names), defaults, only, tuple(OF_TRAINING))
-    fields = read_fields(c, _FIELDS) | {"dense_layers": c[DENSE_LAYERS]}
+    defaults = {_PART: None, DENSE_LAYERS: 1, "eos_token_id": None, **ROPE}
+    only = {"model_type": ("glm4_moe",), "hidden_act": ("silu",)}
+    options = {"only": only, "ignored": OF_TRAINING, "renamed": names}
+    c, fields = read_settings(settings, _FIELDS, defaults, **options)
+    fields["dense_layers"] = c[DENSE_LAYERS]
     rope = rope_of(c)
     part = rope.pop(_PART, None) or c[_PART] or 0.5
     size = c["head_dim"] or c["hidden_size"] // max(c["num_attention_heads"], 1)

@@ -1,15 +1,9 @@
 """The settings and tensors of GPT-2 in Hugging Face's format."""
 
+from typing import Any
+
 from ...models.gpt2 import GPT2Config
-from .._settings import (
-    Fields,
-    Settings,
-    defaults_of,
-    read_fields,
-    read_settings,
-    rename,
-    write_fields,
-)
+from .._settings import FieldNames, Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._tables import EMBED, VECTOR, dense, norm, own_head, tied_head
 
@@ -56,12 +50,17 @@ _IGNORED = """
 
 
 def read(settings: Settings) -> Fields:
-    defaults = defaults_of(_FIELDS) | {"eos_token_id": 50256}
     only = {"model_type": ("gpt2",)}
-    settings = rename(settings, OTHER_NAMES)
-    c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
-    hidden = 4 * c["n_embd"] if c["n_inner"] is None else c["n_inner"]
-    return read_fields(c, _FIELDS) | {"hidden": hidden}
+    return read_gpt2(settings, _FIELDS, only=only, ignored=_IGNORED)
+
+
+def read_gpt2(settings: Settings, fields: FieldNames, **options: Any) -> Fields:
+    """Reads the settings of GPT-2 or GPT-J; `options` are as for `read_settings`."""
+    defaults = {"eos_token_id": 50256}
+    _, values = read_settings(settings, fields, defaults, renamed=OTHER_NAMES, **options)
+    if values["hidden"] is None:
+        values["hidden"] = 4 * values["width"]
+    return values
 
 
 def write(config: GPT2Config) -> Settings:

@@ -1,9 +1,9 @@
 """The settings and tensors of GPT-NeoX and Pythia in Hugging Face's format."""
 
 from ...models.gpt_neox import GPTNeoXConfig
-from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._rope import read_rope, rope_of, rotated_part
+from ._rope import ROPE, read_rope, rope_of, rotated_part
 from ._tables import EMBED, OUT_OF_HEADS, SIZES, TURNED, VECTOR, dense, norm
 
 BASE_PREFIX = "gpt_neox."
@@ -29,21 +29,20 @@ _PART = "partial_rotary_factor"
 
 def read(settings: Settings) -> Fields:
     defaults = {
-        **defaults_of(_FIELDS),
         "eos_token_id": 2,
         "rotary_pct": 0.25,
         "rotary_emb_base": 10000.0,
-        **dict.fromkeys(("rope_scaling", "rope_parameters")),
+        **ROPE,
     }
-    only: dict[str, tuple[object, ...]] = {"model_type": ("gpt_neox",)}
-    c = read_settings(settings, defaults, only, ("is_decoder", "classifier_dropout"))
+    options = {"only": {"model_type": ("gpt_neox",)}, "ignored": "is_decoder classifier_dropout"}
+    c, fields = read_settings(settings, _FIELDS, defaults, **options)
     rope = rope_of(c)
     part, base = rope.pop(_PART, c["rotary_pct"]), rope.get("rope_theta", c["rotary_emb_base"])
     if read_rope(rope) is not None:
         raise ValueError("`rope_scaling` is not implemented for this model.")
     rotary_dim = int(c["hidden_size"] // max(c["num_attention_heads"], 1) * part)
     dropout = {"embed_dropout": c["hidden_dropout"]}
-    return read_fields(c, _FIELDS) | {"rotary_dim": rotary_dim, "rope_base": base, **dropout}
+    return fields | {"rotary_dim": rotary_dim, "rope_base": base, **dropout}
 
 
 def write(config: GPTNeoXConfig) -> Settings:

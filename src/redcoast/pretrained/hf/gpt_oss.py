@@ -1,17 +1,9 @@
 """The settings and tensors of GPT-OSS in Hugging Face's format."""
 
 from ...models.gpt_oss import GptOssConfig
-from .._settings import (
-    Fields,
-    Settings,
-    defaults_of,
-    read_fields,
-    read_settings,
-    rename,
-    write_fields,
-)
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._rope import read_yarn, write_yarn
+from ._rope import ROPE, read_yarn, write_yarn
 from ._tables import LLAMA_FIELDS, LLAMA_LAYER, dense, llama_attention, llama_ends, tied_head
 from ._windows import all_but_last_of, read_windows, write_windows
 
@@ -35,24 +27,25 @@ _DEFAULT_ROPE |= {"original_max_position_embeddings": 4096}
 
 
 def read(settings: Settings) -> Fields:
-    more = ("eos_token_id", "rope_scaling", "rope_parameters", "layer_types")
-    defaults = defaults_of(_FIELDS) | dict.fromkeys(more)
+    defaults = {"eos_token_id": None, "layer_types": None, **ROPE}
     only = {
         "model_type": ("gpt_oss",),
         "hidden_act": ("silu",),
         "attention_bias": (True,),
         "swiglu_alpha": (1.702,),
     }
-    settings = rename(settings, {"experts_per_token": "num_experts_per_tok"})
+    renamed = {"experts_per_token": "num_experts_per_tok"}
     # `output_router_logits` only selects the training loss. The initial context is also in the
     # settings of YaRN.
-    c = read_settings(settings, defaults, only, ("output_router_logits", "initial_context_length"))
+    ignored = "output_router_logits initial_context_length"
+    options = {"only": only, "ignored": ignored, "renamed": renamed}
+    c, fields = read_settings(settings, _FIELDS, defaults, **options)
     local = all_but_last_of(2, c["num_hidden_layers"])
     if c["layer_types"]:
         local = read_windows(c["layer_types"])
     if c["sliding_window"] is None:
         local = (False,) * len(local)
-    return read_fields(c, _FIELDS) | {"local": local, **read_yarn(c, _DEFAULT_ROPE)}
+    return fields | {"local": local, **read_yarn(c, _DEFAULT_ROPE)}
 
 
 def write(config: GptOssConfig) -> Settings:

@@ -1,18 +1,10 @@
 """The settings and tensors of GPT-J in Hugging Face's format."""
 
 from ...models.gptj import GPTJConfig
-from .._settings import (
-    Fields,
-    Settings,
-    defaults_of,
-    read_fields,
-    read_settings,
-    rename,
-    write_fields,
-)
+from .._settings import Fields, Settings, write_fields
 from .._tensors import Tensor
 from ._tables import EMBED, OUT_PROJ, attention, dense, norm, own_head, tied_head
-from .gpt2 import GPT2_FIELDS, OTHER_NAMES
+from .gpt2 import GPT2_FIELDS, read_gpt2
 
 BASE_PREFIX = "transformer."
 # Causal masks, the score of masked tokens, and the rotary angles.
@@ -35,19 +27,16 @@ _IGNORED = """
 
 
 def read(settings: Settings) -> Fields:
-    defaults = defaults_of(_FIELDS) | {"eos_token_id": 50256}
     only = {
         "model_type": ("gptj",),
         "rotary": (True,),
         "scale_attn_weights": (True,),
         "add_cross_attention": (False,),
     }
-    settings = rename(settings, OTHER_NAMES)
-    c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
-    if c["rotary_dim"] is None:
+    fields = read_gpt2(settings, _FIELDS, only=only, ignored=_IGNORED)
+    if fields["rotary_dim"] is None:
         raise ValueError("`rotary_dim` must be a number of features, but is None.")
-    hidden = 4 * c["n_embd"] if c["n_inner"] is None else c["n_inner"]
-    return read_fields(c, _FIELDS) | {"hidden": hidden}
+    return fields
 
 
 def write(config: GPTJConfig) -> Settings:

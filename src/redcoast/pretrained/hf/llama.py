@@ -130,7 +130,7 @@ _OF_STATES = """
     mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit intermediate_size
     num_experts_per_tok output_router_logits router_aux_loss_coef
 """
-_NO_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+_NO_WINDOW = "sliding_window use_sliding_window max_window_layers layer_types"
 
 KINDS = {
     "llama": Kind(
@@ -222,7 +222,7 @@ KINDS = {
         },
         only={"num_local_experts": (0,), "normalization_function": ("rmsnorm",)},
         # Settings of layers with states or experts, of which there are none.
-        ignored=tuple(_OF_STATES.split()),
+        ignored=_OF_STATES,
         renamed={"layers_block_type": "layer_types"},
         more=_attention_alone,
         written=lambda c: {

@@ -3,7 +3,7 @@
 import math
 
 from ...models.mamba2 import Mamba2Config
-from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._tables import EMBED, TURNED, VECTOR, own_head, tied_head
 
@@ -35,7 +35,6 @@ _IGNORED = """
 
 
 def read(settings: Settings) -> Fields:
-    defaults = defaults_of(_FIELDS) | {"eos_token_id": 2}
     given = (settings.get(name) for name in ("num_heads", "head_dim", "hidden_size"))
     sizes = [value for value in given if type(value) is int and value > 0]
     # A file of `transformers` stores infinity as a number, or in this form.
@@ -48,7 +47,9 @@ def read(settings: Settings) -> Fields:
         "time_step_limit": tuple([0.0, end] for end in infinity),
         "expand": (sizes[0] * sizes[1] / sizes[2],) if len(sizes) == 3 else (2,),
     }
-    return read_fields(read_settings(settings, defaults, only, tuple(_IGNORED.split())), _FIELDS)
+    options = {"only": only, "ignored": _IGNORED}
+    _, fields = read_settings(settings, _FIELDS, {"eos_token_id": 2}, **options)
+    return fields
 
 
 def write(config: Mamba2Config) -> Settings:

@@ -30,7 +30,7 @@ KINDS = {
         },
         only={"router_jitter_noise": (0.0,)},
         # It only selects the training loss, which users define themselves.
-        ignored=("output_router_logits", "max_window_layers"),
+        ignored="output_router_logits max_window_layers",
     ),
     "qwen3_moe": Kind(
         architecture="Qwen3Moe",
@@ -51,7 +51,7 @@ KINDS = {
         },
         only={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
         # The second is the size of dense layers, and there are none.
-        ignored=("output_router_logits", "intermediate_size", "max_window_layers"),
+        ignored="output_router_logits intermediate_size max_window_layers",
         renamed={"num_local_experts": "num_experts"},
         more=lambda c: {} if c["use_sliding_window"] else {"window": None},
         written=lambda c: {

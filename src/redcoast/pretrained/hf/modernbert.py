@@ -1,7 +1,7 @@
 """The settings and tensors of ModernBERT in Hugging Face's format."""
 
 from ...models.modernbert import ModernBertConfig, all_but_every
-from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import LABELLED, read_architecture, read_labels, write_labels
 from ._tables import (
@@ -54,7 +54,6 @@ _BASES = {"rope_base": GLOBAL, "local_rope_base": LOCAL}
 
 def read(settings: Settings) -> Fields:
     defaults = {
-        **defaults_of(_FIELDS),
         "eos_token_id": 50282,
         "global_attn_every_n_layers": 3,
         **dict.fromkeys(("layer_types", "rope_parameters")),
@@ -70,9 +69,9 @@ def read(settings: Settings) -> Fields:
         deterministic_flash_attn sparse_prediction sparse_pred_ignore_index reference_compile
         repad_logits_with_grad
     """
-    c = read_settings(settings, defaults, only, tuple(ignored.split()))
+    c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored=ignored)
     head = read_architecture(settings, _HEADS, "ModernBertModel")
-    fields = read_fields(c, _FIELDS) | {"head": head, "local": _read_local(c)}
+    fields |= {"head": head, "local": _read_local(c)}
     if head in LABELLED:
         fields |= read_labels(settings)
     return fields | _read_rope(c["rope_parameters"] or {})

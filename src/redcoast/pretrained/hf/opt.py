@@ -1,7 +1,7 @@
 """The settings and tensors of OPT in Hugging Face's format."""
 
 from ...models.opt import OPTConfig
-from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._tables import EMBED, OUT_PROJ, TURNED, attention, dense, norm, own_head, tied_head
 
@@ -27,8 +27,7 @@ _FIELDS = {
 
 
 def read(settings: Settings) -> Fields:
-    defaults = defaults_of(_FIELDS) | {"eos_token_id": 2}
-    defaults |= {"do_layer_norm_before": True, "_remove_final_layer_norm": False}
+    defaults = {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "eos_token_id": 2}
     only = {
         "model_type": ("opt",),
         **dict.fromkeys(("layerdrop", "activation_dropout"), (0.0,)),
@@ -36,9 +35,10 @@ def read(settings: Settings) -> Fields:
         "scale_embeddings": (False,),
         "add_cross_attention": (False,),
     }
-    c = read_settings(settings, defaults, only, ("is_decoder", "decoder_start_token_id"))
+    ignored = "is_decoder decoder_start_token_id"
+    c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored=ignored)
     before = c["do_layer_norm_before"]
-    return read_fields(c, _FIELDS) | {
+    return fields | {
         "post_norm": not before,
         "final_norm": before and not c["_remove_final_layer_norm"],
     }

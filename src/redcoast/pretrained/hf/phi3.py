@@ -4,10 +4,10 @@ import math
 
 from ...models._rotary import LongRope
 from ...models.phi3 import Phi3Config
-from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._kinds import Kind, kind_of, transformer_tensors
-from ._rope import rope_of, rotated_part, unread
+from ._rope import ROPE, rope_of, rotated_part, unread
 from ._tables import INTO_HEADS, LLAMA_FIELDS, LLAMA_LAYER, gate_and_up, tied_head
 
 BASE_PREFIX = "model."
@@ -28,12 +28,11 @@ _FACTORS = {"short": "short_factor", "long": "long_factor"}
 
 def read(settings: Settings) -> Fields:
     defaults = {
-        **defaults_of(_FIELDS),
         "original_max_position_embeddings": 4096,
         "eos_token_id": 32000,
         "rope_theta": 1e4,
         "partial_rotary_factor": 1.0,
-        **dict.fromkeys(("rope_scaling", "rope_parameters")),
+        **ROPE,
     }
     only = {
         "model_type": ("phi3",),
@@ -45,10 +44,10 @@ def read(settings: Settings) -> Fields:
         "interpolate_factor": (1,),
     }
     # `embd_pdrop` is in the files, but no published implementation applies it.
-    c = read_settings(settings, defaults, only, ("embd_pdrop",))
-    if c["num_key_value_heads"] is None:
-        c["num_key_value_heads"] = c["num_attention_heads"]
-    return read_fields(c, _FIELDS) | _read_rope(c)
+    c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored="embd_pdrop")
+    if fields["kv_heads"] is None:
+        fields["kv_heads"] = fields["heads"]
+    return fields | _read_rope(c)
 
 
 def _read_rope(c: Settings) -> Fields:

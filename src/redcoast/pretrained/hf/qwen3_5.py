@@ -1,9 +1,9 @@
 """The settings and tensors of Qwen3.5 in Hugging Face's format, with and without experts."""
 
 from ...models.qwen3_5 import Qwen3_5Config
-from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._rope import read_rope_settings, rope_of, rotated_part, write_rope
+from ._rope import ROPE, read_rope_settings, rope_of, rotated_part, write_rope
 from ._tables import (
     LLAMA_FIELDS,
     PROJ,
@@ -52,16 +52,15 @@ _IGNORED = "output_router_logits mtp_num_hidden_layers mtp_use_dedicated_embeddi
 
 def read(settings: Settings) -> Fields:
     # The sizes of a network and of experts stand in files of either kind.
-    fields, ignored = _FIELDS, [*_IGNORED.split(), *_OF_EXPERTS]
+    table, ignored = _FIELDS, [_IGNORED, *_OF_EXPERTS]
     if settings.get("model_type") == KINDS[1]:
-        fields, ignored = _ROUTED, [*_IGNORED.split(), "intermediate_size"]
+        table, ignored = _ROUTED, [_IGNORED, "intermediate_size"]
     defaults = {
-        **defaults_of(fields),
         _PART: None,
         "layer_types": None,
         "full_attention_interval": 4,
         "eos_token_id": None,
-        **dict.fromkeys(("rope_scaling", "rope_parameters")),
+        **ROPE,
     }
     only = {
         "model_type": KINDS,
@@ -71,13 +70,13 @@ def read(settings: Settings) -> Fields:
         "norm_topk_prob": (True,),
         "mlp_only_layers": ([], None),
     }
-    c = read_settings(settings, defaults, only, tuple(ignored))
+    c, fields = read_settings(settings, table, defaults, only=only, ignored=" ".join(ignored))
     rope = rope_of(c)
     part = rope.pop(_PART, None) or c[_PART] or 0.25
     size = c["head_dim"] or c["hidden_size"] // max(c["num_attention_heads"], 1)
     scaled = read_rope_settings(c | {"rope_parameters": rope, "rope_scaling": None})
     linear = {"linear": _linear(c), "rotary_dim": int(size * part)}
-    return read_fields(c, fields) | scaled | linear
+    return fields | scaled | linear
 
 
 def _linear(c: Settings) -> tuple[bool, ...]:

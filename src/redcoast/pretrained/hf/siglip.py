@@ -42,13 +42,10 @@ _TEXT = {
 
 
 def read(settings: Settings) -> Fields:
-    c = read_settings(
-        settings,
-        {"text_config": REQUIRED, "vision_config": REQUIRED},
-        {"model_type": ("siglip",)},
-        # The embedding of tokens is tied to nothing.
-        ("tie_word_embeddings",),
-    )
+    defaults = {"text_config": REQUIRED, "vision_config": REQUIRED}
+    # The embedding of tokens is tied to nothing.
+    options = {"only": {"model_type": ("siglip",)}, "ignored": "tie_word_embeddings"}
+    c, _ = read_settings(settings, {}, defaults, **options)
     read_architecture(settings, {"SiglipModel": None}, "SiglipModel")
     image_kind = {"model_type": ("siglip_vision_model",), "vision_use_head": (True,)}
     text_kind = {"model_type": ("siglip_text_model",)}

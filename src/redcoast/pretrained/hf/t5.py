@@ -4,15 +4,7 @@ import dataclasses
 from collections.abc import Collection
 
 from ...models.t5 import T5Config
-from .._settings import (
-    Fields,
-    Settings,
-    defaults_of,
-    read_fields,
-    read_settings,
-    rename,
-    write_fields,
-)
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._tables import EMBED, VECTOR, attention
 
@@ -46,18 +38,16 @@ _OTHER_NAMES = {
     "head_dim": "d_kv",
 }
 # Settings of heads that are not implemented, and of old versions of `transformers`.
-_IGNORED = ("classifier_dropout", "n_positions", "output_past")
+_IGNORED = "feed_forward_proj classifier_dropout n_positions output_past"
 
 
 def read(settings: Settings) -> Fields:
-    settings = rename(settings, _OTHER_NAMES)
     mt5 = settings.get("model_type") == "mt5"
     proj = settings.get("feed_forward_proj", "gated-gelu" if mt5 else "relu")
     activation = proj.removeprefix("gated-")
     if proj == "gated-gelu":
         activation = "gelu_new"
     defaults = {
-        **defaults_of(_FIELDS),
         "dense_act_fn": activation,
         "is_gated_act": proj.startswith("gated-"),
         "eos_token_id": 1,
@@ -69,8 +59,9 @@ def read(settings: Settings) -> Fields:
         "is_encoder_decoder": (True,),
         "is_decoder": (False,),
     }
-    c = read_settings(settings, defaults, only, ("feed_forward_proj", *_IGNORED))
-    fields = read_fields(c, _FIELDS) | {"tied": not mt5 and _is_scaled(c)}
+    options = {"only": only, "ignored": _IGNORED, "renamed": _OTHER_NAMES}
+    c, fields = read_settings(settings, _FIELDS, defaults, **options)
+    fields["tied"] = not mt5 and _is_scaled(c)
     if fields["decoder_layers"] is None:
         fields["decoder_layers"] = c["num_layers"]
     if fields["decoder_start"] is None:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from ...models.vit import ViTConfig
-from .._settings import Fields, Settings, defaults_of, read_fields, read_settings, write_fields
+from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import image_inputs, read_architecture, read_labels, write_labels
 from ._tables import BERT_FIELDS, all_names, attention, dense, linear, norm, patches
@@ -25,7 +25,7 @@ _HEADS = {"ViTModel": None, "ViTForImageClassification": "classification"}
 
 
 def read(settings: Settings) -> Fields:
-    defaults = defaults_of(_FIELDS) | {"image_size": 224, "patch_size": 16}
+    defaults = {"image_size": 224, "patch_size": 16}
     only = {
         "model_type": ("vit",),
         "pooler_act": ("tanh",),
@@ -37,9 +37,9 @@ def read(settings: Settings) -> Fields:
         encoder_stride bos_token_id eos_token_id pad_token_id decoder_start_token_id
         tie_word_embeddings
     """
-    c = read_settings(settings, defaults, only, tuple(ignored.split()))
+    c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored=ignored)
     head = read_architecture(settings, _HEADS, "ViTModel")
-    fields = read_fields(c, _FIELDS) | {"head": head, "pooler": head is None}
+    fields |= {"head": head, "pooler": head is None}
     fields |= {"image": _pair(c["image_size"]), "patch": _pair(c["patch_size"])}
     if head:
         fields |= read_labels(settings)

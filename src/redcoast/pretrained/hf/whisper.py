@@ -4,15 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ...models.whisper import WhisperConfig
-from .._settings import (
-    Fields,
-    Settings,
-    defaults_of,
-    read_fields,
-    read_settings,
-    rename,
-    write_fields,
-)
+from .._settings import Fields, Settings, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._labels import read_architecture
 from ._stacks import OTHER_STACK_NAMES, STACK_FIELDS, only_stacks, stack_tensors, write_stacks
@@ -40,15 +32,15 @@ _MODELS: dict[str, None] = {"WhisperForConditionalGeneration": None, "WhisperMod
 
 def read(settings: Settings) -> Fields:
     settings = rename(settings, OTHER_STACK_NAMES)
-    defaults = defaults_of(_FIELDS) | {"max_source_positions": 1500, "eos_token_id": 50256}
+    defaults = {"max_source_positions": 1500, "eos_token_id": 50256}
     only = {
         "model_type": ("whisper",),
         **only_stacks(settings),
         "apply_spec_augment": (False,),
     }
-    c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
+    c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored=_IGNORED)
     read_architecture(settings, _MODELS, "WhisperForConditionalGeneration")
-    return read_fields(c, _FIELDS) | {"frames": 2 * c["max_source_positions"]}
+    return fields | {"frames": 2 * c["max_source_positions"]}
 
 
 def write(config: WhisperConfig) -> Settings:

@@ -1,7 +1,7 @@
 """The layers of encoders, and of BART and Whisper: attention and a feed-forward network, with
 biases."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import Visible, attend
-from ._basic import ACTIVATIONS, layer_norm, small_normal, zeros
+from ._basic import ACTIVATIONS, layer_norm, ones, small_normal, zeros
 from ._by_layer import StackedLayers
 from ._dropout import dropout, split_key
 from ._einsum import Projections, feed_forward, keys_values, outputs, product, queries
@@ -18,10 +18,11 @@ from ._scan_layers import scan_layers
 
 
 class EncoderLayers(StackedLayers):
-    """The parameters of all layers, stacked along their first dimension."""
+    """The parameters of all layers of an encoder, or of an OPT, stacked along their first
+    dimension."""
 
-    attention_norm: Float[Array, "layers width"]
-    attention_norm_shift: Float[Array, "layers width"]
+    attention_norm: Float[Array, "layers width"] | None
+    attention_norm_shift: Float[Array, "layers width"] | None
     wq: Float[Array, "layers width heads head_dim"]
     wk: Float[Array, "layers width heads head_dim"]
     wv: Float[Array, "layers width heads head_dim"]
@@ -29,29 +30,41 @@ class EncoderLayers(StackedLayers):
     bq: Float[Array, "layers heads head_dim"] | None
     bk: Float[Array, "layers heads head_dim"] | None
     bv: Float[Array, "layers heads head_dim"] | None
-    bo: Float[Array, "layers width"]
-    mlp_norm: Float[Array, "layers width"]
-    mlp_norm_shift: Float[Array, "layers width"]
+    bo: Float[Array, "layers width"] | None
+    mlp_norm: Float[Array, "layers width"] | None
+    mlp_norm_shift: Float[Array, "layers width"] | None
     up: Float[Array, "layers width hidden"]
-    up_bias: Float[Array, "layers hidden"]
+    up_bias: Float[Array, "layers hidden"] | None
     down: Float[Array, "layers hidden width"]
-    down_bias: Float[Array, "layers width"]
+    down_bias: Float[Array, "layers width"] | None
 
-    def __init__(self, config: Any, *, qkv_bias: bool = True, key: PRNGKeyArray):
+    def __init__(
+        self,
+        config: Any,
+        *,
+        qkv_bias: bool = True,
+        bias: bool = True,
+        affine: bool = True,
+        sample: Callable[..., Array] = small_normal,
+        out_scale: float = 1.0,
+        key: PRNGKeyArray,
+    ):
+        """`sample(key, shape, scale)` returns initial weights; the scale of those that add to the
+        residual stream is `out_scale`. Norms have a learned scale and shift if `affine`."""
         c = config
         wq, wk, wv, wo, up, down = jax.random.split(key, 6)
-        stream, head = (c.layers, c.width), (c.heads, c.head_dim)
-        self.attention_norm, self.attention_norm_shift = jnp.ones(stream), jnp.zeros(stream)
-        into, of_heads = (*stream, *head), (c.layers, *head)
-        self.wq, self.wk, self.wv = (small_normal(k, into) for k in (wq, wk, wv))
-        self.wo = small_normal(wo, (*of_heads, c.width))
-        self.bq, self.bk, self.bv = (zeros(of_heads, when=qkv_bias) for _ in range(3))
-        self.bo = jnp.zeros(stream)
-        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
-        self.up = small_normal(up, (*stream, c.hidden))
-        self.up_bias = jnp.zeros((c.layers, c.hidden))
-        self.down = small_normal(down, (c.layers, c.hidden, c.width))
-        self.down_bias = jnp.zeros(stream)
+        stream, inside = (c.layers, c.width), (c.layers, c.hidden)
+        of_heads, into = (c.layers, c.heads, c.head_dim), (*stream, c.heads, c.head_dim)
+        self.attention_norm = ones(stream, when=affine)
+        self.attention_norm_shift = zeros(stream, when=affine)
+        self.wq, self.wk, self.wv = (sample(k, into, 1.0) for k in (wq, wk, wv))
+        self.wo = sample(wo, (*of_heads, c.width), out_scale)
+        self.bq, self.bk, self.bv = (zeros(of_heads, when=bias and qkv_bias) for _ in range(3))
+        self.bo = zeros(stream, when=bias)
+        self.mlp_norm, self.mlp_norm_shift = ones(stream, when=affine), zeros(stream, when=affine)
+        self.up, self.up_bias = sample(up, (*stream, c.hidden), 1.0), zeros(inside, when=bias)
+        self.down = sample(down, (*inside, c.width), out_scale)
+        self.down_bias = zeros(stream, when=bias)
 
 
 def attention_output(

@@ -9,12 +9,11 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
 from ._basic import layer_norm, look_up, ones, output_scale, zeros
-from ._by_layer import StackedLayers
 from ._cache import extend
 from ._decoder import Decoder, tied_or_own_head
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, product, queries
-from ._encoder import attention_output
+from ._encoder import EncoderLayers, attention_output
 from ._scan_layers import scan_layers
 
 
@@ -80,45 +79,6 @@ class OPTConfig(DecoderConfig, HeadSizes):
 _OFFSET = 2
 
 
-class OPTLayers(StackedLayers):
-    """The parameters of all layers, stacked along their first dimension."""
-
-    attention_norm: Float[Array, "layers width"] | None
-    attention_norm_shift: Float[Array, "layers width"] | None
-    wq: Float[Array, "layers width heads head_dim"]
-    wk: Float[Array, "layers width heads head_dim"]
-    wv: Float[Array, "layers width heads head_dim"]
-    wo: Float[Array, "layers heads head_dim width"]
-    bq: Float[Array, "layers heads head_dim"] | None
-    bk: Float[Array, "layers heads head_dim"] | None
-    bv: Float[Array, "layers heads head_dim"] | None
-    bo: Float[Array, "layers width"] | None
-    mlp_norm: Float[Array, "layers width"] | None
-    mlp_norm_shift: Float[Array, "layers width"] | None
-    up: Float[Array, "layers width hidden"]
-    up_bias: Float[Array, "layers hidden"] | None
-    down: Float[Array, "layers hidden width"]
-    down_bias: Float[Array, "layers width"] | None
-
-    def __init__(self, config: OPTConfig, *, key: PRNGKeyArray):
-        c = config
-        wq, wk, wv, wo, up, down = jax.random.split(key, 6)
-        scale = output_scale(c.layers)
-        stream, inside = (c.layers, c.width), (c.layers, c.hidden)
-        of_heads, into = (c.layers, c.heads, c.head_dim), (*stream, c.heads, c.head_dim)
-        self.attention_norm = ones(stream, when=c.affine)
-        self.attention_norm_shift = zeros(stream, when=c.affine)
-        self.wq, self.wk, self.wv = (_normal(k, into) for k in (wq, wk, wv))
-        self.wo = _normal(wo, (*of_heads, c.width), scale)
-        self.bq, self.bk, self.bv = (zeros(of_heads, when=c.bias) for _ in range(3))
-        self.bo = zeros(stream, when=c.bias)
-        self.mlp_norm = ones(stream, when=c.affine)
-        self.mlp_norm_shift = zeros(stream, when=c.affine)
-        self.up, self.up_bias = _normal(up, (*stream, c.hidden)), zeros(inside, when=c.bias)
-        self.down = _normal(down, (*inside, c.width), scale)
-        self.down_bias = zeros(stream, when=c.bias)
-
-
 def _normal(key, shape, scale=1.0):
     return jax.random.normal(key, shape) * (0.006 * scale)
 
@@ -136,7 +96,7 @@ class OPT(Decoder):
     embed: Float[Array, "vocab embed_width"]
     position_embed: Float[Array, "rows width"]
     project_in: Float[Array, "embed_width width"] | None
-    layers: OPTLayers
+    layers: EncoderLayers
     norm: Float[Array, " width"] | None
     norm_shift: Float[Array, " width"] | None
     project_out: Float[Array, "width embed_width"] | None
@@ -154,7 +114,8 @@ class OPT(Decoder):
         if c.embed_width != c.width:
             self.project_in = _normal(into, (c.embed_width, c.width))
             self.project_out = _normal(out, (c.width, c.embed_width))
-        self.layers = OPTLayers(c, key=layers)
+        options = {"bias": c.bias, "affine": c.affine, "out_scale": output_scale(c.layers)}
+        self.layers = EncoderLayers(c, sample=_normal, key=layers, **options)
         self.norm = ones((c.width,), when=c.final_norm and c.affine)
         self.norm_shift = zeros((c.width,), when=c.final_norm and c.affine)
         if not c.tied:

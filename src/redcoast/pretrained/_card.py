@@ -66,5 +66,8 @@ def check_card(card: Any) -> None:
 
 def _row(key: str, value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    cells = [" ".join(cell.replace("|", "\\|").split()) for cell in (key.replace("_", " "), text)]
-    return f"| {cells[0]} | {cells[1]} |"
+    return f"| {_cell(key.replace('_', ' '))} | {_cell(text)} |"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())

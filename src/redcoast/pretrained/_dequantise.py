@@ -15,7 +15,7 @@ from ._lazy_tensor import Box, Stored
 
 CACHED = 2**16  # numbers that fit into a processor's cache, in float32
 _BYTES = np.arange(256, dtype=np.uint8)
-FP8 = {np.dtype(x) for x in (jnp.float8_e4m3fn, jnp.float8_e5m2)}
+FP8 = {np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)}
 _FP8_VALUES = {dtype: _BYTES.view(dtype).astype(np.float32) for dtype in FP8}
 # 8-bit exponents (E8M0). The largest one, which encodes NaN, becomes infinite.
 _POWERS = np.append(np.exp2(_BYTES[:255] - 127.0), np.inf).astype(np.float32)
@@ -26,7 +26,7 @@ _PAIRS = np.stack([np.tile(_DOUBLED, 16), np.repeat(_DOUBLED, 16)], axis=1).view
 _HALF_POWERS = np.exp2(_BYTES - 128.0).astype(np.float32)
 # Products that overflow, or of infinite numbers.
 _QUIET: dict[str, Any] = {"over": "ignore", "invalid": "ignore"}
-EXPONENTS = {np.dtype(x) for x in (np.uint8, jnp.float8_e8m0fnu)}
+EXPONENTS = {np.dtype(np.uint8), np.dtype(jnp.float8_e8m0fnu)}
 
 
 def read_scaled(
@@ -55,11 +55,13 @@ def _scales(
         blocks.append(slice(part.start // size, (part.stop - 1) // size + 1))
         indices.append(np.arange(part.start, part.stop) // size - blocks[-1].start)
     # A dimension of size 1 has one scale for all of the weight.
-    outer = [
-        slice(0, 1) if n == 1 else part for n, part in zip(scale.shape, box[:-2], strict=False)
-    ]
-    found = scale.take((*outer, *blocks))
-    values = _POWERS[found.view(np.uint8)] if scale.dtype in EXPONENTS else found
+    outer = list(box[:-2])
+    for dim in range(len(outer)):
+        if scale.shape[dim] == 1:
+            outer[dim] = slice(0, 1)
+    values = scale.take((*outer, *blocks))
+    if scale.dtype in EXPONENTS:
+        values = _POWERS[values.view(np.uint8)]
     return values.astype(np.float32), *indices
 
 

@@ -34,7 +34,7 @@ _NAMES = {
 _FORCED = "forced_decoder_ids"
 _FILTERS = ("top_k", "top_p", "min_p")
 _OF_SAMPLING = ("temperature", *_FILTERS)
-_SAMPLING = {name: name for name in _OF_SAMPLING}
+_SAMPLING = dict(zip(_OF_SAMPLING, _OF_SAMPLING, strict=True))
 _READ = frozenset((*_NAMES.values(), *_OF_SAMPLING))
 # The options of sampling, and their defaults in `transformers`.
 _DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None}

@@ -35,6 +35,9 @@ class Stored:
         self.read(box, out)
         return out
 
+    def take_whole(self) -> np.ndarray:
+        return self.take(tuple(slice(0, size) for size in self.shape))
+
 
 @dataclass(frozen=True)
 class Source:
@@ -77,6 +80,9 @@ def split_box(shape: Sequence[int], order: Sequence[int], most: int) -> list[Box
         steps[d] = 1
     parts = []
     for size, step in zip(shape, steps, strict=True):
-        starts = [min(start, size - step) for start in range(0, size, step)]
-        parts.append([slice(start, start + step) for start in starts])
+        of_dimension = []
+        for start in range(0, size, step):
+            start = min(start, size - step)
+            of_dimension.append(slice(start, start + step))
+        parts.append(of_dimension)
     return list(it.product(*parts))

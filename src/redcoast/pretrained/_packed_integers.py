@@ -76,9 +76,10 @@ def of_bitsandbytes(stored: Mapping[str, Stored], where: object) -> dict[str, An
     ends = (".SCB", ".weight_format")
     states = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATES)
     of_weights = {name + end for name in stored for end in states}
-    return {
-        name: x for name, x in read.items() if name not in of_weights and not name.endswith(ends)
-    }
+    for name in stored:
+        if name in of_weights or name.endswith(ends):
+            del read[name]
+    return read
 
 
 def _without_end(name: str) -> str:
@@ -88,7 +89,7 @@ def _without_end(name: str) -> str:
 def _whole(name: str, stored: Mapping[str, Stored]) -> np.ndarray:
     if name not in stored:
         raise Misfit(f"{name} is missing")
-    return stored[name].take(tuple(map(slice, [0] * len(stored[name].shape), stored[name].shape)))
+    return stored[name].take_whole()
 
 
 def _blocks(name: str, state: str, stored: Mapping[str, Stored]) -> Blocks:
@@ -199,8 +200,9 @@ class Groups:
             places = _AWQ_PLACES
         shifts = (places * self.bits).astype(np.uint32)
         parts = np.expand_dims(x.view(np.uint32), axis + 1)
-        along = shifts.reshape([-1 if d == axis + 1 else 1 for d in range(parts.ndim)])
-        numbers = (parts >> along) & np.uint32(2**self.bits - 1)
+        along = [1] * parts.ndim
+        along[axis + 1] = len(shifts)
+        numbers = (parts >> shifts.reshape(along)) & np.uint32(2**self.bits - 1)
         shape = list(x.shape)
         shape[axis] *= len(shifts)
         return numbers.astype(np.int32).reshape(shape)

@@ -175,10 +175,16 @@ def _of_integers(
         read = of_bitsandbytes(stored, where)
     else:
         read = of_groups(stored, quantisation, where)
-    others = {name: x for name, x in read.items() if isinstance(x, Stored)}
-    dtype = dtype or _dtype_of_others(others)
-    make = {name: x for name, x in read.items() if name not in others}
-    return others | {name: make_tensor(dtype) for name, make_tensor in make.items()}
+    tensors, packed = {}, {}
+    for name, x in read.items():
+        if isinstance(x, Stored):
+            tensors[name] = x
+        else:
+            packed[name] = x
+    dtype = dtype or _dtype_of_others(tensors)
+    for name, make_tensor in packed.items():
+        tensors[name] = make_tensor(dtype)
+    return tensors
 
 
 def _of_mxfp4(stored: Mapping[str, Stored], dtype: np.dtype, where: object) -> dict[str, Stored]:
@@ -228,17 +234,21 @@ def _of_fp8(
 
 
 def _name_of_scale(name: str, stored: Mapping[str, Stored]) -> str | None:
-    names = [pattern.format(name) for pattern in _SCALES]
-    if name.endswith(".weight"):
-        names += [pattern.format(name.removesuffix(".weight")) for pattern in _SCALES_OF_MODULES]
-    return next((x for x in names if x in stored), None)
+    for pattern in _SCALES:
+        if (scale := pattern.format(name)) in stored:
+            return scale
+    module = name.removesuffix(".weight")
+    for pattern in _SCALES_OF_MODULES:
+        if module != name and (scale := pattern.format(module)) in stored:
+            return scale
+    return None
 
 
 def _as_grid(scale: Stored, shape: tuple[int, ...]) -> Stored:
     """Returns scales with as many dimensions as their weight. A scale for all of the weight, or one
     for each row, may have fewer."""
     if prod(scale.shape) == 1:
-        everything = tuple(slice(0, 1) for _ in scale.shape)
+        everything = (slice(0, 1),) * len(scale.shape)
 
         def read(_: Box, out: np.ndarray) -> None:
             out[...] = scale.take(everything).reshape(())

@@ -31,7 +31,10 @@ class ArrayToRead:
     def starts(self) -> dict[Any, tuple[int, ...]]:
         """The start indices of the box of each device of this process."""
         boxes = self.sharding.addressable_devices_indices_map(self.shape)
-        return {d: tuple(part.start or 0 for part in box or ()) for d, box in boxes.items()}
+        starts = {}
+        for device, box in boxes.items():
+            starts[device] = tuple(part.start or 0 for part in box or ())
+        return starts
 
     @ft.cached_property
     def distinct_starts(self) -> list[tuple[int, ...]]:

@@ -40,8 +40,9 @@ def fill_device(
 
     for step, read_pieces, place in map_in_threads(read, steps(), **THREADS):
         target = targets[step.path]
-        which = [target.distinct_starts.index(target.starts[device]) for device in devices]
-        pieces = jax.device_put([read_pieces[i] for i in which], list(devices))
+        of_start = dict(zip(target.distinct_starts, read_pieces, strict=True))
+        pieces = [of_start[target.starts[device]] for device in devices]
+        pieces = jax.device_put(pieces, list(devices))
         if step.path in small:
             arrays[step.path] = target.assemble(dict(zip(devices, pieces, strict=True)))
             continue
@@ -59,13 +60,18 @@ def _read(
     step: ReadStep, target: ArrayToRead, stored: Mapping[str, Stored], *, small: bool
 ) -> tuple[list[np.ndarray], SlicesToBox | None]:
     """Returns the pieces for each distinct box, and how a device rearranges them."""
-    pieces = [read_window(window, target.dtype, stored) for window in step.windows]
-    places = [window.place for window in step.windows]
+    pieces, places = [], []
+    for window in step.windows:
+        pieces.append(read_window(window, target.dtype, stored))
+        places.append(window.place)
     # If all devices rearrange in the same way, one program is faster than the host.
     if len({*places}) == 1 and not small:
         return pieces, places[0]
-    placed = (place(piece) for place, piece in zip(places, pieces, strict=True))
-    return [np.ascontiguousarray(x).astype(target.dtype, copy=False) for x in placed], None
+    placed = []
+    for place, piece in zip(places, pieces, strict=True):
+        contiguous = np.ascontiguousarray(place(piece))
+        placed.append(contiguous.astype(target.dtype, copy=False))
+    return placed, None
 
 
 def _zeros(targets: Mapping[str, ArrayToRead], mesh: Mesh) -> dict[str, jax.Array]:

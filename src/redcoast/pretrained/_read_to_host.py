@@ -46,7 +46,8 @@ def fill_host(
 def copy_across(source: np.ndarray, target: np.ndarray) -> None:
     """Copies an array into one with another memory order."""
     # NumPy copies extension types such as bfloat16 element by element.
-    source, target = (x.view(f"u{x.dtype.itemsize}") for x in (source, target))
+    bits = f"u{source.dtype.itemsize}"
+    source, target = source.view(bits), target.view(bits)
     # A few rows of the source at a time, so that the written part of the target stays in the cache.
     slowest = sorted(range(source.ndim), key=lambda d: -source.strides[d])
     for box in split_box(source.shape, slowest, CACHED):

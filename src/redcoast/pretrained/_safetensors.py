@@ -116,9 +116,8 @@ def write_safetensors(
     - `arrays`: the arrays, in the same order.
     """
     # NumPy makes a contiguous array of a single number one-dimensional.
-    found = {
-        name: np.ascontiguousarray(x).reshape(shape)
-        for (name, (shape, _)), x in zip(shapes.items(), arrays, strict=True)
-    }
-    save_file(found, path, metadata={"format": "pt"})  # required by `transformers`
+    contiguous = {}
+    for (name, (shape, _)), x in zip(shapes.items(), arrays, strict=True):
+        contiguous[name] = np.ascontiguousarray(x).reshape(shape)
+    save_file(contiguous, path, metadata={"format": "pt"})  # required by `transformers`
     sync(path)

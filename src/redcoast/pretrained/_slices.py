@@ -1,14 +1,14 @@
 """Maps slices of an array to slices of its published tensors, and back."""
 
+import functools as ft
 import itertools as it
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 
-from ._tensors import Tensor, factor_sizes, ranges, tensor_name, tensor_sizes
+from ._tensors import Tensor, factor_sizes, product_of, ranges, tensor_name, tensor_sizes
 
 Box = tuple[slice, ...]
 Span = tuple[int, int]
@@ -53,7 +53,8 @@ def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
     sizes = factor_sizes(tensor, leaf_shape)
     bounds = [part.indices(size)[:2] for part, size in zip(box, leaf_shape, strict=True)]
     lead = len(tensor.fields)
-    names = tuple(tensor_name(tensor, at) for at in it.product(*it.starmap(range, bounds[:lead])))
+    indices = it.product(*it.starmap(range, bounds[:lead]))
+    names = tuple(map(ft.partial(tensor_name, tensor), indices))
     # The span of each factor in the tensors. The array has one index of a fixed factor.
     spans: dict[str, Span] = {"1": (0, 1)}
     for factor, fixed in tensor.fixed:
@@ -96,7 +97,7 @@ def _spans_of_factors(
     """For a slice of one dimension of the array, returns the span of each factor that it needs, the
     product of these spans, and the span of the slice in it."""
     first, *others = group
-    inner = prod(sizes[factor] for factor in others)
+    inner = product_of(others, sizes)
     start, stop = bounds
     low, high = start // inner, -(-stop // inner)
     spans = {factor: (0, sizes[factor]) for factor in others} | {first: (low, high)}
@@ -115,14 +116,16 @@ def _covering_slice(
         cut += 1
     faster = group[cut + 1 :]
     low, high = spans[group[cut]]
-    inner = prod(sizes[factor] for factor in faster)
+    inner = product_of(faster, sizes)
     start = 0
     for factor in group[: cut + 1]:
         start = start * sizes[factor] + spans[factor][0]
     start *= inner
-    extents = [*[1] * cut, high - low, *(sizes[factor] for factor in faster)]
-    inside = [(0, extent) for extent in extents[: cut + 1]]
-    inside += [spans[factor] for factor in faster]
+    extents = [*[1] * cut, high - low]
+    inside = [(0, extent) for extent in extents]
+    for factor in faster:
+        extents.append(sizes[factor])
+        inside.append(spans[factor])
     return slice(start, start + (high - low) * inner), extents, inside
 
 
@@ -150,7 +153,11 @@ def insert(tensor: Tensor, part: np.ndarray, out: np.ndarray) -> None:
     for factor, first in ranges(tensor).items():
         at[factor] = slice(first, first + sizes[factor])
     extents = tensor_sizes(tensor, sizes)
-    view = out.reshape([extents[factor] for factor in factors])  # since `out` is contiguous
-    order = [moved.index(factor) for factor in factors if factor in moved]
-    source = part.reshape([sizes[factor] for factor in moved]).transpose(order)
-    view[tuple(at.get(factor, slice(None)) for factor in factors)] = source
+    shape, index, order = [], [], []
+    for factor in factors:
+        shape.append(extents[factor])
+        index.append(at.get(factor, slice(None)))
+        if factor in moved:
+            order.append(moved.index(factor))
+    view = out.reshape(shape)  # not a copy, since `out` is contiguous
+    view[tuple(index)] = part.reshape([sizes[factor] for factor in moved]).transpose(order)

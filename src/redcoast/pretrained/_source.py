@@ -124,7 +124,7 @@ def _instead(path: Path) -> str:
             ", but adapters. Load the model that they were trained for, and then the adapters: "
             f"`lora.load_adapters(model, {str(path)!r})`"
         )
-    snapshots = sorted(x for x in path.glob("snapshots/*") if x.is_dir())
+    snapshots = sorted(filter(Path.is_dir, path.glob("snapshots/*")))
     if snapshots:
         listed = " or ".join(map(str, snapshots))
         return f", but snapshots of a model, as in the hub's cache. Pass {listed}"
@@ -189,7 +189,7 @@ def _open_gguf(path: Path) -> Source:
 
 
 def _pickled(files: list[Path]) -> str:
-    names = several([str(file) for file in files])
+    names = several(list(map(str, files)))
     return (
         f"{names}: the weights are pickled, and unpickling runs any code in the file. If you trust "
         "it, load it once with `transformers` and save it with "

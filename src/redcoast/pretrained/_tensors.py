@@ -4,8 +4,10 @@ import itertools as it
 import re
 import string
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 Groups = tuple[tuple[str, ...], ...]
 # The end of a field that counts some of the layers.
@@ -185,9 +187,16 @@ def ranges(tensor: Tensor) -> dict[str, int]:
 
 def tensor_sizes(tensor: Tensor, sizes: dict[str, int]) -> dict[str, int]:
     """Returns the size of each factor in the tensor, given the sizes in the leaf."""
-    right = {*it.chain(*tensor.right)}
-    totals = {f: at[1] for f, at in tensor.fixed if isinstance(at, tuple) and f in right}
-    return sizes | totals
+    fixed: dict[str, Any] = dict(tensor.fixed)
+    totals = dict(sizes)
+    for factor in ranges(tensor):
+        _, totals[factor] = fixed[factor]
+    return totals
+
+
+def product_of(factors: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """Returns the size of a dimension that consists of these factors."""
+    return prod(map(sizes.__getitem__, factors))
 
 
 def tensor_name(tensor: Tensor, index: tuple[int, ...]) -> str:
@@ -209,4 +218,4 @@ def tensor_names(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[tuple[int,
 def tensor_shape(tensor: Tensor, leaf_shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of each of a leaf's tensors."""
     sizes = tensor_sizes(tensor, factor_sizes(tensor, leaf_shape))
-    return tuple(prod(sizes[f] for f in group) for group in tensor.left)
+    return tuple(product_of(group, sizes) for group in tensor.left)

@@ -129,7 +129,7 @@ def text_part(source: Source, where: object) -> Source:
     if settings is source.settings:
         return source
     names = _names(source.stored)
-    left_out = Counter(_module(name) for name in source.stored.keys() - names.keys())
+    left_out = Counter(map(_module, source.stored.keys() - names.keys()))
     if left_out:
         parts = " and ".join(f"{count} of {name}" for name, count in sorted(left_out.items()))
         warn(
@@ -144,14 +144,15 @@ def text_part(source: Source, where: object) -> Source:
 
 def _names(stored: Mapping[str, Stored]) -> dict[str, str]:
     """Maps the names of the language model's tensors to the names in a separate language model."""
-    own = [prefix for prefix in _PREFIXES if prefix != _HEAD]
-    if not any(name.startswith(tuple(own)) for name in stored):
+    own = tuple(_PREFIXES.keys() - {_HEAD})
+    if not any(name.startswith(own) for name in stored):
         return {name: name for name in stored if name.startswith(("model.", _HEAD))}
     renamed = {}
     for name in stored:
-        prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)
-        if prefix is not None:
-            renamed[name] = _PREFIXES[prefix] + name.removeprefix(prefix)
+        for prefix, new in _PREFIXES.items():
+            if name.startswith(prefix):
+                renamed[name] = new + name.removeprefix(prefix)
+                break  # the longest prefixes come first
     return renamed
 
 

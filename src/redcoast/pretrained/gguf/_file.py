@@ -162,8 +162,10 @@ def files_of_model(path: Path, count: int) -> list[Path]:
             f"{path} is one of {count} files of a model. They are found by their names, which must "
             f"be such as model-00001-of-{count:05}.gguf."
         )
-    names = [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, count + 1)]
-    parts = [file_inside(path.parent, name) for name in names]
+    parts = []
+    for number in range(1, count + 1):
+        name = f"{match[1]}-{number:05}-of-{match[3]}.gguf"
+        parts.append(file_inside(path.parent, name))
     if missing := [part.name for part in parts if not part.is_file()]:
         raise ValueError(
             f"{path} is one of {count} files of a model, of which {path.parent} lacks "
@@ -174,11 +176,15 @@ def files_of_model(path: Path, count: int) -> list[Path]:
 
 def first_part(files: list[Path]) -> Path | None:
     """Returns the first of several files if their names show that they are parts of one model."""
-    matches = [_NAME.fullmatch(file.name) for file in files]
-    if not files or any(match is None for match in matches):
+    models = set()
+    for file in files:
+        match = _NAME.fullmatch(file.name)
+        if match is None:
+            return None
+        models.add((match[1], match[3]))
+    if len(models) != 1:
         return None
-    models = {(match[1], match[3]) for match in matches if match}
-    return min(files) if len(models) == 1 else None
+    return min(files)
 
 
 def _read_file(path: Path) -> GGUF:
@@ -186,8 +192,10 @@ def _read_file(path: Path) -> GGUF:
     try:
         check_header(path)
         reader = gguf.GGUFReader(path)
-        fields = {name: field for name, field in reader.fields.items() if name not in _LONG}
-        metadata = {name: field.contents() for name, field in fields.items()}
+        metadata = {}
+        for name, field in reader.fields.items():
+            if name not in _LONG:
+                metadata[name] = field.contents()
         check_extents(
             [(x.name, x.data_offset, x.data.nbytes) for x in reader.tensors], path.stat().st_size
         )
@@ -198,7 +206,7 @@ def _read_file(path: Path) -> GGUF:
 
 def _stored(gguf: Any, tensor: Any) -> Stored:
     # GGUF lists the fastest dimension first.
-    shape = tuple(int(size) for size in tensor.shape[::-1])
+    shape = tuple(map(int, tensor.shape[::-1]))
     if tensor.data.dtype.kind == "f":
         return Stored(shape, tensor.data.dtype, lambda box, out: np.copyto(out, tensor.data[box]))
     return Stored(shape, np.dtype(np.float32), ft.partial(_read_blocks, gguf, tensor))

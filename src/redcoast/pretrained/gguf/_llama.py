@@ -119,7 +119,7 @@ def _scaling(path: Path, file: GGUF, metadata: Settings, head_dim: int) -> Setti
     if kind != "none" and factors is not None:
         raise ValueError(f"{path} has both `llama.rope.scaling.type` {kind!r} and {_FACTORS}.")
     if factors is not None:
-        values = factors.take(tuple(slice(0, n) for n in factors.shape)).astype(np.float64)
+        values = factors.take_whole().astype(np.float64)
         return fit_llama3(path, values, metadata.get("rope.freq_base", 10000.0))
     if kind == "none":
         return None

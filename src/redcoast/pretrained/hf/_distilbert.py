@@ -3,7 +3,7 @@
 from ...models.bert import BertConfig
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._labels import LABELLED, read_architecture, read_labels, write_labels
+from ._labels import LABELLED, architecture_of, read_architecture, read_labels, write_labels
 from ._tables import attention, dense, linear, norm
 
 _FIELDS = {
@@ -46,7 +46,7 @@ def read_distilbert(settings: Settings) -> Fields:
 
 
 def write_distilbert(config: BertConfig) -> Settings:
-    name = next(name for name, head in _ARCHITECTURES.items() if head == config.head)
+    name = architecture_of(config.head, _ARCHITECTURES)
     settings = write_fields(config, _FIELDS) | write_labels(config) | {_RATE: config.head_rate}
     return settings | {"architectures": [name], "model_type": "distilbert"}
 
@@ -55,12 +55,12 @@ def distilbert_tensors(config: BertConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
     base = "distilbert." if config.head else ""
     layer = base + "transformer.layer.{layer}."
-    kept, fixed = "rows width -> rows width", {"heads": config.heads}
+    kept, heads = "rows width -> rows width", config.heads
     tables = {
         "embed": Tensor(base + "embeddings.word_embeddings.weight", kept),
         "position_embed": Tensor(base + "embeddings.position_embeddings.weight", kept),
         **norm("norm", base + "embeddings.LayerNorm"),
-        **attention("layers/", layer + "attention.", _LETTERS, biases="qkvo", **fixed),
+        **attention("layers/", layer + "attention.", _LETTERS, biases="qkvo", heads=heads),
         **norm("layers/attention_norm", layer + "sa_layer_norm"),
         **dense("layers/up", layer + "ffn.lin1"),
         **dense("layers/down", layer + "ffn.lin2"),

@@ -111,14 +111,12 @@ def kind_of(config: TransformerConfig, kinds: Kinds) -> str:
         if all(getattr(config, x) == fixed[x] for x in _OPTIONS if x not in kind.free):
             return name
     chosen = {x: getattr(config, x) for x in _OPTIONS if getattr(config, x) != _DEFAULTS[x]}
-    raise ValueError(
-        f"No published architecture has this combination of options: {_listed(chosen)}. "
-        + " ".join(
-            f"{kind.architecture} has {_listed(kind.options) or 'none of them'}, and may have "
-            f"{' and '.join(f'`{x}`' for x in kind.free) or 'no other'}."
-            for kind in named.values()
-        )
-    )
+    sentences = [f"No published architecture has this combination of options: {_listed(chosen)}."]
+    for kind in named.values():
+        fixed = _listed(kind.options) or "none of them"
+        free = " and ".join(map("`{}`".format, kind.free)) or "no other"
+        sentences.append(f"{kind.architecture} has {fixed}, and may have {free}.")
+    raise ValueError(" ".join(sentences))
 
 
 def _listed(options: Mapping[str, object]) -> str:

@@ -22,6 +22,11 @@ def read_architecture(settings: Settings, known: Mapping[str, T], default: str) 
     return known[names[0]]
 
 
+def architecture_of(head: str | None, known: Mapping[str, str | None]) -> str:
+    """Returns the architecture with this head: the inverse of `read_architecture`."""
+    return next(name for name, other in known.items() if other == head)
+
+
 def read_labels(settings: Settings) -> Fields:
     """Returns the number of labels, and their names unless they are the default names."""
     found = settings.get("id2label")

@@ -50,8 +50,11 @@ def unread(rope: Settings, read: Iterable[str]) -> list[str]:
 
 def kind_of_rope(rope: Settings) -> str:
     # For tokens of text, the three positions of Qwen's models are equal.
-    kinds = [rope.get(name) or "default" for name in ("rope_type", "type")]
-    return next((kind for kind in kinds if kind not in ("default", "mrope")), "default")
+    for name in ("rope_type", "type"):
+        kind = rope.get(name) or "default"
+        if kind not in ("default", "mrope"):
+            return kind
+    return "default"
 
 
 def read_rope(rope: Settings | None, *, context: int | None = None) -> RopeScaling | None:

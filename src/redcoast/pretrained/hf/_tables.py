@@ -37,7 +37,7 @@ INTO_HEADS = "(heads head_dim) width -> width heads head_dim"
 OUT_OF_HEADS = "width (heads head_dim) -> heads head_dim width"
 HEADS_BIAS = "(heads head_dim) -> heads head_dim"
 # The modules of attention layers, by letter.
-PROJ = {letter: f"{letter}_proj" for letter in "qkvo"}
+PROJ = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
 OUT_PROJ = PROJ | {"o": "out_proj"}
 
 
@@ -82,15 +82,23 @@ def patches(leaf: str, name: str) -> dict[str, Tensor]:
 
 
 def attention(
-    leaf: str, prefix: str, modules: Mapping[str, str], *, biases: str = "", **fixed: int
+    leaf: str,
+    prefix: str,
+    modules: Mapping[str, str],
+    *,
+    letters: str = "qkvo",
+    biases: str = "",
+    **fixed: int,
 ) -> dict[str, Tensor]:
     """Returns the weights of attention layers, and the biases of the letters in `biases`.
 
     `modules` has the names behind `prefix` by their letter: `q`, `k`, `v`, and `o` for the output.
+    `letters` are those that have a tensor of their own.
     """
     table = {}
-    for letter, module in modules.items():
-        weight, bias = f"{prefix}{module}.weight", f"{prefix}{module}.bias"
+    for letter in letters:
+        name = prefix + modules[letter]
+        weight, bias = f"{name}.weight", f"{name}.bias"
         if letter == "o":
             tensors = Tensor(weight, OUT_OF_HEADS, **fixed), Tensor(bias, VECTOR)
         else:
@@ -110,6 +118,12 @@ def gate_and_up(name: str, *, biased: bool = False) -> dict[str, Tensor]:
         if biased:
             found[leaf + "_bias"] = Tensor(name + ".bias", bias, part=(i, 2))
     return found
+
+
+def with_prefix(prefix: str, table: Mapping[str, Tensor], layers: int) -> dict[str, str]:
+    """Maps the names of all tensors of a table, behind a prefix that files may omit, to the
+    names."""
+    return {prefix + name: name for name in all_names(table, layers)}
 
 
 def all_names(table: Mapping[str, Tensor], layers: int) -> list[str]:

@@ -111,13 +111,13 @@ def tensors(config: BertConfig) -> dict[str, Tensor]:
         return distilbert_tensors(config)
     base = f"{config.kind}." if config.head else ""
     layer = base + "encoder.layer.{layer}."
-    kept, fixed = "rows width -> rows width", {"heads": config.heads}
+    kept, heads = "rows width -> rows width", config.heads
     return {
         "embed": Tensor(base + "embeddings.word_embeddings.weight", kept),
         "position_embed": Tensor(base + "embeddings.position_embeddings.weight", kept),
         "type_embed": Tensor(base + "embeddings.token_type_embeddings.weight", kept),
         **norm("norm", base + "embeddings.LayerNorm"),
-        **attention("layers/", layer + "attention.", _ATTENTION, biases="qkvo", **fixed),
+        **attention("layers/", layer + "attention.", _ATTENTION, biases="qkvo", heads=heads),
         **norm("layers/attention_norm", layer + "attention.output.LayerNorm"),
         **dense("layers/up", layer + "intermediate.dense"),
         **dense("layers/down", layer + "output.dense"),

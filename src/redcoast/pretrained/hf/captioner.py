@@ -30,12 +30,17 @@ def read(settings: Settings) -> Fields:
     read_architecture(settings, {model: None}, model)
     decoder = dict(c["decoder"])
     # Missing token ids are taken from the decoder. Captions start with `bos` by default.
-    start, bos, eos, pad = (decoder.get(n) if c[n] is None else c[n] for n in _IDS)
+    for name in _IDS:
+        if c[name] is None:
+            c[name] = decoder.get(name)
+    start, bos, eos, pad = map(c.get, _IDS)
+    if start is None:
+        start = bos
     return {
         # The encoder has no head here, whatever its own settings are.
         "encoder": ViTConfig(**vit.read({**c["encoder"], "architectures": None})),
         "decoder": GPT2Config(**gpt2.read(decoder)),
-        "decoder_start": bos if start is None else start,
+        "decoder_start": start,
         "eos": token_ids(eos),
         "bos": bos,
         "pad": pad,
@@ -68,11 +73,11 @@ def settle(config: CaptionerConfig, names: Collection[str]) -> CaptionerConfig:
 def tensors(config: CaptionerConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
     parts = {"encoder": vit.tensors(config.encoder), "decoder": gpt2.tensors(config.decoder)}
-    found = {
-        f"{part}/{leaf}": Tensor(f"{part}.{t.name}", t.pattern, **dict(t.fixed))
-        for part, table in parts.items()
-        for leaf, t in table.items()
-    }
+    found = {}
+    for part, table in parts.items():
+        for leaf, tensor in table.items():
+            name = f"{part}.{tensor.name}"
+            found[f"{part}/{leaf}"] = Tensor(name, tensor.pattern, **dict(tensor.fixed))
     if config.encoder.width != config.decoder.width:
         found |= linear("bridge", "enc_to_dec_proj")
     return found

@@ -45,16 +45,18 @@ _IGNORED = "projection_dim"
 
 
 def read(settings: Settings) -> Fields:
-    parts = ("text_config", "vision_config")
+    # The oldest files have settings of the two encoders twice.
+    parts = ("text_config", "vision_config", "text_config_dict", "vision_config_dict")
     defaults = {**dict.fromkeys(parts), "projection_dim": 512}
-    defaults |= {part + "_dict": None for part in parts}
     # The embedding of tokens is tied to nothing.
     options = {"only": {"model_type": ("clip",)}, "ignored": "tie_word_embeddings"}
     c, _ = read_settings(settings, {}, defaults, **options)
     read_architecture(settings, {"CLIPModel": None}, "CLIPModel")
-    # If the oldest files have a setting twice, the second one counts.
-    text, image = ({**(c[part] or {}), **(c[part + "_dict"] or {})} for part in parts)
-    image_kind, text_kind = ({"model_type": (f"clip_{x}_model",)} for x in ("vision", "text"))
+    # If a setting is there twice, the second one counts.
+    text = {**(c["text_config"] or {}), **(c["text_config_dict"] or {})}
+    image = {**(c["vision_config"] or {}), **(c["vision_config_dict"] or {})}
+    image_kind = {"model_type": ("clip_vision_model",)}
+    text_kind = {"model_type": ("clip_text_model",)}
     return {
         "image": ClipImageConfig(**read_encoder(image, _IMAGE, image_kind, _IGNORED)),
         "text": ClipTextConfig(**read_encoder(text, _TEXT, text_kind, _IGNORED)),

@@ -7,7 +7,7 @@ from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._mixtures import DENSE_LAYERS, MIXTURE_FIELDS, OF_TRAINING, mixture_tensors
 from ._rope import ROPE, read_yarn, write_yarn
-from ._tables import OUT_OF_HEADS, TURNED, VECTOR, tied_head
+from ._tables import OUT_OF_HEADS, TURNED, VECTOR, tied_head, under
 
 BASE_PREFIX = "model."
 KINDS = ("deepseek_v3", "kimi_k2")
@@ -81,7 +81,7 @@ def _attention(c: DeepseekV3Config, leaf: str, attention: str) -> dict[str, Tens
     pattern = "(heads part) latent -> latent heads part"
     found["wk"] = Tensor(both, pattern, part=(0, out))
     found["wv"] = Tensor(both, pattern, part=(c.plain_size, out))
-    return {leaf + name: tensor for name, tensor in found.items()}
+    return under(leaf, found)
 
 
 duplicates = tied_head("model.embed_tokens.weight")

@@ -4,7 +4,7 @@ from ...models.dinov2 import Dinov2Config
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import image_inputs, read_architecture, read_labels, read_sides, write_labels
-from ._tables import VECTOR, all_names, attention, dense, gate_and_up, linear, norm, patches
+from ._tables import VECTOR, attention, dense, gate_and_up, linear, norm, patches, with_prefix
 from .vit import VIT_ATTENTION, VIT_MODULES
 
 _FIELDS = {
@@ -129,8 +129,7 @@ def duplicates(config: Dinov2Config) -> dict[str, str]:
     """Maps other names under which a file may contain a tensor to the tensor's own name."""
     if config.head:
         return {}
-    names = all_names(tensors(config), config.layers)
-    return {f"{_kind(config)}.{name}": name for name in names}
+    return with_prefix(f"{_kind(config)}.", tensors(config), config.layers)
 
 
 example_inputs = image_inputs

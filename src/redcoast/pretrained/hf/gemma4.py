@@ -191,7 +191,7 @@ def _attention(c: Gemma4Config, kind: str, layer: str) -> dict[str, Tensor]:
     if kind == "near" or (kind == "far" and not c.keys_are_values):
         letters += "v"
     name = layer + "self_attn."
-    table = attention("", name, {letter: PROJ[letter] for letter in letters})
+    table = attention("", name, PROJ, letters=letters)
     for letter in norms:
         weight = f"{name}{letter}_norm.weight"
         table[f"{letter}_norm"] = Tensor(weight, "head_dim -> head_dim")
@@ -206,7 +206,7 @@ def _rest(c: Gemma4Config, layer: str) -> dict[str, Tensor]:
         "mlp_norm": "pre_feedforward_layernorm",
         "mlp_post_norm": "post_feedforward_layernorm",
     }
-    matrices = {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+    matrices = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
     table = {"scalar": Tensor(layer + "layer_scalar", "size -> size")}
     if c.layer_size is not None:
         names["input_post_norm"] = "post_per_layer_input_norm"

@@ -5,7 +5,7 @@ from typing import Any
 from ...models.gpt2 import GPT2Config
 from .._settings import FieldNames, Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._tables import EMBED, VECTOR, dense, norm, own_head, tied_head
+from ._tables import EMBED, VECTOR, dense, norm, own_head, tied_head, under
 
 BASE_PREFIX = "transformer."
 # Causal masks, and the score of masked tokens.
@@ -95,14 +95,13 @@ def _attention(prefix: str, norm_name: str, leaf: str, *, cross: bool = False) -
         "wo": Tensor(prefix + "c_proj.weight", "(heads head_dim) width -> heads head_dim width"),
         "bo": Tensor(prefix + "c_proj.bias", VECTOR),
     }
-    places = {"k": (0, 2), "v": (1, 2)} if cross else {"q": (0, 3), "k": (1, 3), "v": (2, 3)}
-    places = {letter: ("c_attn", part) for letter, part in places.items()}
+    places = {"q": ("c_attn", (0, 3)), "k": ("c_attn", (1, 3)), "v": ("c_attn", (2, 3))}
     if cross:
-        places["q"] = ("q_attn", (0, 1))
+        places = {"q": ("q_attn", (0, 1)), "k": ("c_attn", (0, 2)), "v": ("c_attn", (1, 2))}
     for letter, (name, part) in places.items():
         found[f"w{letter}"] = Tensor(f"{prefix}{name}.weight", weight, part=part)
         found[f"b{letter}"] = Tensor(f"{prefix}{name}.bias", bias, part=part)
-    return {leaf + name: tensor for name, tensor in found.items()}
+    return under(leaf, found)
 
 
 duplicates = tied_head("transformer.wte.weight")

@@ -39,7 +39,7 @@ def _rope_layers(c: Settings) -> Fields:
     count, each = c["num_hidden_layers"], c["no_rope_layer_interval"]
     numbers = c["no_rope_layers"]  # they are 1 where there are rotary embeddings
     if numbers is None:
-        numbers = [(i + 1) % each for i in range(count)]
+        numbers = all_but_last_of(each, count)
     return {"rope_layers": tuple(map(bool, numbers[:count]))}
 
 
@@ -250,7 +250,7 @@ KINDS = {
         only={"use_sliding_window": (False,)},
         ignored=_NO_WINDOW,
         more=_rope_layers,
-        written=lambda c: {"no_rope_layers": [int(rotated) for rotated in c.rope_layers]},
+        written=lambda c: {"no_rope_layers": list(map(int, c.rope_layers))},
     ),
 }
 

@@ -37,14 +37,13 @@ _IGNORED = """
 def read(settings: Settings) -> Fields:
     given = (settings.get(name) for name in ("num_heads", "head_dim", "hidden_size"))
     sizes = [value for value in given if type(value) is int and value > 0]
-    # A file of `transformers` stores infinity as a number, or in this form.
-    infinity = (math.inf, "Infinity", {"__float__": "Infinity"})
     only = {
         "model_type": ("mamba2",),
         "hidden_act": ("silu",),
         "use_bias": (False,),
         "use_conv_bias": (True,),
-        "time_step_limit": tuple([0.0, end] for end in infinity),
+        # A file of `transformers` stores infinity in one of these forms.
+        "time_step_limit": ([0.0, math.inf], [0.0, "Infinity"], [0.0, {"__float__": "Infinity"}]),
         "expand": (sizes[0] * sizes[1] / sizes[2],) if len(sizes) == 3 else (2,),
     }
     options = {"only": only, "ignored": _IGNORED}

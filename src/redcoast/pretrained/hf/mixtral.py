@@ -76,7 +76,7 @@ def tensors(config: MixtralConfig) -> dict[str, Tensor]:
     moe = LLAMA_LAYER + ("mlp." if config.qk_norm else "block_sparse_moe.")
     names = {"gate": "w1", "up": "w3", "down": "w2"}
     if config.qk_norm:
-        names = {leaf: f"{leaf}_proj" for leaf in names}
+        names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     tables = transformer_tensors(config)
     tables["layers/router"] = Tensor(moe + "gate.weight", TURNED)
     for leaf, name in names.items():

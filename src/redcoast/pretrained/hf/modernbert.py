@@ -3,7 +3,7 @@
 from ...models.modernbert import ModernBertConfig, all_but_every
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._labels import LABELLED, read_architecture, read_labels, write_labels
+from ._labels import LABELLED, architecture_of, read_architecture, read_labels, write_labels
 from ._tables import (
     EMBED,
     HEADS_BIAS,
@@ -12,9 +12,10 @@ from ._tables import (
     SIZES,
     TURNED,
     VECTOR,
-    all_names,
     gate_and_up,
     linear,
+    norm,
+    with_prefix,
 )
 from ._windows import GLOBAL, LOCAL, read_windows, write_windows
 
@@ -114,7 +115,7 @@ def write(config: ModernBertConfig) -> Settings:
     every = [n for n in range(1, c.layers + 1) if all_but_every(n, c.layers) == c.has_window]
     if every:
         settings["global_attn_every_n_layers"] = every[0]
-    name = next(name for name, head in _HEADS.items() if head == c.head)
+    name = architecture_of(c.head, _HEADS)
     return settings | {
         "architectures": [name],
         "model_type": "modernbert",
@@ -167,8 +168,9 @@ def _head(c: ModernBertConfig) -> dict[str, Tensor]:
 
 
 def _norm(c: ModernBertConfig, leaf: str, name: str) -> dict[str, Tensor]:
-    shift = {leaf + "_shift": Tensor(name + ".bias", VECTOR)} if c.norm_bias else {}
-    return {leaf: Tensor(name + ".weight", VECTOR), **shift}
+    if c.norm_bias:
+        return norm(leaf, name)
+    return {leaf: Tensor(name + ".weight", VECTOR)}
 
 
 def duplicates(config: ModernBertConfig) -> dict[str, str]:
@@ -176,4 +178,4 @@ def duplicates(config: ModernBertConfig) -> dict[str, str]:
     if config.head:
         tied = {"decoder.weight": "model.embeddings.tok_embeddings.weight"}
         return tied if config.head == "masked" else {}
-    return {BASE_PREFIX + name: name for name in all_names(tensors(config), config.layers)}
+    return with_prefix(BASE_PREFIX, tensors(config), config.layers)

@@ -135,7 +135,7 @@ def _rest(c: Qwen3_5Config, layer: str) -> dict[str, Tensor]:
 
 def _attention(layer: str) -> dict[str, Tensor]:
     name = layer + "self_attn."
-    found = attention("", name, {letter: PROJ[letter] for letter in "kvo"})
+    found = attention("", name, PROJ, letters="kvo")
     both = "(heads part head_dim) width -> width heads head_dim"
     for index, leaf in enumerate(("wq", "wz")):  # a head's queries, and the gate of its outputs
         found[leaf] = Tensor(name + "q_proj.weight", both, part=(index, 2))

@@ -14,7 +14,7 @@ from ._pairs import (
     pair_tensors,
     read_encoder,
 )
-from ._tables import attention, dense, linear, norm, patches
+from ._tables import OUT_PROJ, attention, dense, linear, norm, patches
 
 __all__ = ["BUFFERS", "example_inputs", "read", "tensors", "write"]
 
@@ -82,13 +82,13 @@ def _pooler(leaf: str, name: str, heads: int) -> dict[str, Tensor]:
     inside = name + "attention."
     found = {
         leaf + "query": Tensor(name + "probe", "1 1 width -> width"),
-        **attention(leaf + "attention/", inside, {"o": "out_proj"}, biases="o", heads=heads),
+        **attention(leaf + "attention/", inside, OUT_PROJ, letters="o", biases="o", heads=heads),
         **norm(leaf + "norm", name + "layernorm"),
         **dense(leaf + "up", name + "mlp.fc1"),
         **dense(leaf + "down", name + "mlp.fc2"),
     }
     for i, letter in enumerate("qkv"):
-        weight, bias = (inside + f"in_proj_{kind}" for kind in ("weight", "bias"))
+        weight, bias = inside + "in_proj_weight", inside + "in_proj_bias"
         part = "(part heads head_dim) width -> width heads head_dim"
         fixed = {"part": (i, 3), "heads": heads}
         found[f"{leaf}attention/w{letter}"] = Tensor(weight, part, **fixed)

@@ -140,7 +140,7 @@ def _stack(config: T5Config, stack: str) -> dict[str, Tensor]:
 
 
 def _attention(layer: str, name: str, leaf: str) -> dict[str, Tensor]:
-    found = attention(leaf, layer + name, {letter: letter for letter in "qkvo"})
+    found = attention(leaf, layer + name, {"q": "q", "k": "k", "v": "v", "o": "o"})
     return found | {leaf + "norm": Tensor(layer + "layer_norm.weight", VECTOR)}
 
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from ...models.vit import ViTConfig
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._labels import image_inputs, read_architecture, read_labels, write_labels
-from ._tables import BERT_FIELDS, all_names, attention, dense, linear, norm, patches
+from ._labels import architecture_of, image_inputs, read_architecture, read_labels, write_labels
+from ._tables import BERT_FIELDS, attention, dense, linear, norm, patches, with_prefix
 
 _FIELDS = {
     **BERT_FIELDS,
@@ -63,7 +63,7 @@ def _size(pair: tuple[int, int]) -> int | list[int]:
 
 def write(config: ViTConfig) -> Settings:
     c = config
-    name = next(name for name, head in _HEADS.items() if head == c.head)
+    name = architecture_of(c.head, _HEADS)
     settings = write_fields(c, _FIELDS)
     settings |= {"image_size": _size(c.image), "patch_size": _size(c.patch)}
     settings |= {"pooler_output_size": c.pooler_size or c.width} | write_labels(c)
@@ -129,7 +129,7 @@ def duplicates(config: ViTConfig) -> dict[str, str]:
     """Maps other names under which a file may contain a tensor to the tensor's own name."""
     if config.head:
         return {}
-    return {"vit." + name: name for name in all_names(tensors(config), config.layers)}
+    return with_prefix("vit.", tensors(config), config.layers)
 
 
 example_inputs = image_inputs

@@ -40,7 +40,7 @@ def read_template(directory: Path) -> tuple[str | None, Settings]:
     `ValueError` that names the file if it is outside the directory, is too large, or has another
     format.
     """
-    settings, more = (_settings(directory, name) for name in ("tokenizer_config.json", _SPECIAL))
+    settings, more = _settings(directory, "tokenizer_config.json"), _settings(directory, _SPECIAL)
     # Tokens that only the second file contains.
     settings |= {name: token for name, token in more.items() if settings.get(name) is None}
     if (directory / "chat_template.jinja").exists():

@@ -189,8 +189,12 @@ def _converted(weights: Path) -> Any:
 def gguf_special(read: Callable[[str], Any]) -> dict[str, str]:
     """The special tokens of a .gguf file."""
     words = read("tokenizer.ggml.tokens") or []
-    ids = {name: read(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-    return {f"{name}_token": words[i] for name, i in ids.items() if i is not None}
+    special = {}
+    for name in ("bos", "eos"):
+        index = read(f"tokenizer.ggml.{name}_token_id")
+        if index is not None:
+            special[f"{name}_token"] = words[index]
+    return special
 
 
 def _gguf_tokenizer(path: Path) -> Any:
@@ -214,7 +218,7 @@ def _gguf_tokenizer(path: Path) -> Any:
         if token_type == _CONTROL:
             control.append(AddedToken(word, normalized=False, special=True))
     tokenizer.add_special_tokens(control)
-    begin, end = (_added_token(read, name) for name in ("bos", "eos"))
+    begin, end = _added_token(read, "bos"), _added_token(read, "eos")
     special: list[tuple[str, int]] = []
     form = ["$0"]  # the text itself
     if begin is not None:

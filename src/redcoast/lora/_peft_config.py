@@ -97,7 +97,7 @@ class PeftConfig:
 
 def _ends_with(module: str, names: Sequence[str]) -> bool:
     """Whether a module's name ends with one of these, whole words each."""
-    return f".{module}".endswith(tuple(f".{name}" for name in names))
+    return f".{module}".endswith(tuple(map(".{}".format, names)))
 
 
 def read_adapter_config(path: Path) -> PeftConfig:

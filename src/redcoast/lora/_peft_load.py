@@ -58,8 +58,9 @@ class Slot:
     @property
     def names(self) -> dict[Index, tuple[str, str]]:
         """The names of the tensors of both factors, for each index in the stack."""
-        a, b = (tensor_names(tensor, self.sides[0]) for tensor in self.tensors)
-        return {index: (a[index], b[index]) for index in a}
+        of_a, of_b = self.tensors
+        names = tensor_names(of_b, self.sides[0])
+        return {index: (a, names[index]) for index, a in tensor_names(of_a, self.sides[0]).items()}
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the shapes of `a` and `b` for this rank."""
@@ -89,7 +90,9 @@ class Slot:
         """Reads the adapters of the weight; returns None if there are none."""
         if not ranks:
             return None
-        scales = {index: config.scale(self.modules(index), rank) for index, rank in ranks.items()}
+        scales = {}
+        for index, rank in ranks.items():
+            scales[index] = config.scale(self.modules(index), rank)
         scale = 1.0  # if they differ, in which case they are factors of `b`
         if len({*scales.values()}) == 1:
             scale = next(iter(scales.values()))
@@ -99,7 +102,8 @@ class Slot:
         # the other.
         name_of_a, _ = self.names[next(iter(ranks))]
         dtype = stored[name_of_a].dtype
-        a, b = (np.zeros(shape, dtype) for shape in self.shapes(max(ranks.values())))
+        of_a, of_b = self.shapes(max(ranks.values()))
+        a, b = np.zeros(of_a, dtype), np.zeros(of_b, dtype)
         for index, rank in ranks.items():
             a[index][..., :rank] = self._read(0, index, rank, stored)
             part = self._read(1, index, rank, stored)
@@ -154,10 +158,13 @@ def load_adapters(model: PyTree, path: str | Path) -> PyTree:
     _check_vocabulary(model, stored, path)
     model, stored = with_own_head(model, stored, config, path)
     slots = _slots(model)
-    ranks = {slot.path: slot.find(stored) for slot in slots}
+    ranks, new = {}, {}
+    for slot in slots:
+        ranks[slot.path] = slot.find(stored)
     whole = _whole_tensors(model)
     _check(slots, ranks, _shapes(model), stored, config, path)
-    new = {slot.path: slot.read(ranks[slot.path], stored, config) for slot in slots}
+    for slot in slots:
+        new[slot.path] = slot.read(ranks[slot.path], stored, config)
     replaced = _read_replaced(model, whole, stored)
     saved_with = _saved_with(model, replaced, whole, stored, config)
 
@@ -218,11 +225,20 @@ def _saved_with(
     for path, array in replaced.items():
         tensors = tensor_names(whole[path], array.shape).values()
         own = [name.removeprefix(PREFIX) for name in tensors if name in stored]
-        named = [m for m in config.saved if any(is_saved(name, [m]) for name in own)]
+        named = _saved_modules(own, config.saved)
         if not named and not jnp.array_equal(array, leaves[path]):
             named = map(module_of, own)
         names |= dict.fromkeys(named)
     return tuple(names)
+
+
+def _saved_modules(tensors: Sequence[str], modules: Sequence[str]) -> list[str]:
+    """The modules that some of the tensors belong to."""
+    named = []
+    for module in modules:
+        if any(is_saved(tensor, [module]) for tensor in tensors):
+            named.append(module)
+    return named
 
 
 def _check_model(model: PyTree) -> None:
@@ -265,24 +281,34 @@ def _stored(model: PyTree, path: Path) -> dict[str, Stored]:
             raise ValueError(f"{path / TENSORS} holds {name} twice, under two names.")
         stored[name] = tensor
     base = PREFIX + getattr(hf, "BASE_PREFIX", "")
-    ends = tuple(f"{PREFIX}{module_of(name)}." for name in _outside_of_base(model))
-    if any(name.startswith((base, *ends)) for name in stored):
+    starts = [base]
+    for name in _outside_of_base(model):
+        starts.append(f"{PREFIX}{module_of(name)}.")
+    if any(name.startswith(tuple(starts)) for name in stored):
         return stored
     # The adapters were trained for the base model, without its head.
-    return {base + name.removeprefix(PREFIX): x for name, x in stored.items()}
+    renamed_tensors = {}
+    for name, tensor in stored.items():
+        renamed_tensors[base + name.removeprefix(PREFIX)] = tensor
+    return renamed_tensors
 
 
 def _outside_of_base(model: PyTree) -> list[str]:
     """Returns the names of tensors that the base model lacks, such as heads."""
     base = getattr(hf_names(model.config), "BASE_PREFIX", "")
-    names = [*tied_heads(model), *(name.removeprefix(PREFIX) for name in _shapes(model))]
-    return [name for name in names if not name.startswith(base)]
+    outside = []
+    for name in (*tied_heads(model), *_shapes(model)):
+        name = name.removeprefix(PREFIX)
+        if not name.startswith(base):
+            outside.append(name)
+    return outside
 
 
 def _check_vocabulary(model: PyTree, stored: Mapping[str, Stored], path: Path) -> None:
     """Raises if the tensors are from a model whose vocabulary was resized."""
     shapes = _shapes(model)
-    shapes |= {PREFIX + head: shapes[PREFIX + embed] for head, embed in tied_heads(model).items()}
+    for head, embed in tied_heads(model).items():
+        shapes[PREFIX + head] = shapes[PREFIX + embed]
     vocab = getattr(model.config, "vocab", None)
     for name, x in stored.items():
         right = shapes.get(name, ())

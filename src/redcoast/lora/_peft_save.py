@@ -63,13 +63,17 @@ class AdaptedModule:
     @property
     def scale(self) -> float:
         """The common scale of all parts; 1 if they differ, in which case B is scaled instead."""
-        scales = {part.scale for part in self.parts}
-        return 1.0 if len(scales) > 1 else scales.pop()
+        first, *others = self.parts
+        if any(part.scale != first.scale for part in others):
+            return 1.0
+        return first.scale
 
     @property
     def alpha(self) -> int | float:
         alpha = self.scale * self.rank
-        return int(alpha) if float(alpha).is_integer() else alpha
+        if float(alpha).is_integer():
+            return int(alpha)
+        return alpha
 
     @property
     def names(self) -> list[str]:
@@ -81,7 +85,7 @@ class AdaptedModule:
         """A regular expression that matches these names."""
         published = self.parts[0].published
         if re.search(SOME_LAYERS, published.name):  # of some of the layers
-            return "|".join(name.replace(".", r"\.") for name in self.names)
+            return "|".join(self.names).replace(".", r"\.")
         text = module_of(published.name).replace(".", r"\.")
         return text.format(**dict.fromkeys(published.fields, r"\d+"))
 
@@ -155,7 +159,9 @@ def save_adapters(model: PyTree, path: str | Path, *, modules_to_save: Sequence[
         for module in modules.values():
             arrays |= dict(module.arrays())
         arrays |= others.arrays
-        shapes = {name: (x.shape, x.dtype) for name, x in arrays.items()}
+        shapes = {}
+        for name, x in arrays.items():
+            shapes[name] = x.shape, x.dtype
         write_safetensors(path / TENSORS, shapes, iter(arrays.values()))
         text = json.dumps(_settings(modules, others), indent=2, sort_keys=True)
         (path / CONFIG).write_text(text + "\n")
@@ -185,7 +191,8 @@ def _modules(model: PyTree) -> dict[str, AdaptedModule]:
             )
         part = Part(published, tensors, whole(node.a), whole(node.b), node.scale)
         parts[published.name] = (*parts.get(published.name, ()), part)
-    return {name: AdaptedModule(of_module) for name, of_module in parts.items()}
+    modules = map(AdaptedModule, parts.values())
+    return dict(zip(parts, modules, strict=True))
 
 
 @dataclass(frozen=True)
@@ -211,13 +218,16 @@ def _others(model: PyTree, modules: list[str]) -> Others:
         if path in table:
             for index, name in tensor_names(table[path], leaf.shape).items():
                 names[name] = path, index
-    heads = {head: embed for head, embed in tied_heads(model).items() if embed in names}
+    heads = {}
+    for head, embed in tied_heads(model).items():
+        if embed in names:
+            heads[head] = embed
     for module in modules:
         if not any(is_saved(name, [module]) for name in (*names, *heads)):
-            known = sorted({module_of(name).rpartition(".")[2] for name in names})
+            known = {module_of(name).rpartition(".")[2] for name in names}
             raise ValueError(
                 f"`modules_to_save` has {module!r}, but no module of the `transformers` model has "
-                f"this name. Its modules are {', '.join(known)}."
+                f"this name. Its modules are {', '.join(sorted(known))}."
             )
     # An embedding is saved with its tied heads, and a head with its embedding.
     pairs = {}
@@ -233,8 +243,9 @@ def _others(model: PyTree, modules: list[str]) -> Others:
     more = []
     for head, embed in pairs.items():
         arrays[PREFIX + head] = arrays[PREFIX + embed]
-        more += [module_of(head), module_of(embed)]
-    more = [name for name in more if not is_saved(f"{name}.weight", modules)]
+        for module in (module_of(head), module_of(embed)):
+            if not is_saved(f"{module}.weight", modules):
+                more.append(module)
     return Others([*modules, *more], arrays, bool(pairs))
 
 
@@ -243,7 +254,9 @@ def _without_adapter(
 ) -> jax.Array | np.ndarray:
     if isinstance(leaf, LowRank):
         leaf = leaf.weight
-    return leaf.dequantised() if isinstance(leaf, QuantisedWeight) else leaf
+    if isinstance(leaf, QuantisedWeight):
+        return leaf.dequantised()
+    return leaf
 
 
 def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:

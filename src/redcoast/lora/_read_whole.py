@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..pretrained._lazy_tensor import Stored
+from ..pretrained._read_plan import read_window
 from ..pretrained._slices import locate
 from ..pretrained._tensors import Tensor, tensor_names
 
@@ -18,7 +19,7 @@ def read_whole(
     names = tensor_names(tensor, leaf.shape)
     if stored.keys() >= {*names.values()}:
         window = locate(tensor, leaf.shape, tuple(map(slice, leaf.shape)))
-        read = np.stack([stored[name].take(window.slices) for name in window.names])
+        read = read_window(window, leaf.dtype, stored)
         array = window.place(read).astype(leaf.dtype)
         if isinstance(leaf, jax.Array):
             return jax.device_put(array, leaf.sharding)
@@ -35,6 +36,7 @@ def read_at(
 ) -> np.ndarray:
     """Reads an array of this shape at one index of its leading dimensions."""
     rest = shape[len(index) :]
-    window = locate(tensor, shape, (*(slice(i, i + 1) for i in index), *map(slice, rest)))
+    at = tuple(slice(i, i + 1) for i in index)
+    window = locate(tensor, shape, (*at, *map(slice, rest)))
     part = window.place(stored[window.names[0]].take(window.slices)[None])
     return part.reshape(rest)

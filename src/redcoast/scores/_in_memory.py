@@ -2,7 +2,7 @@
 
 # pyright: reportMissingImports=false
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,7 +42,9 @@ class InMemory(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         bos = getattr(self.model.config, "bos", None)
-        return self.eot_token_id if bos is None else bos
+        if bos is None:
+            return self.eot_token_id
+        return bos
 
     @property
     def tokenizer_name(self) -> str:
@@ -81,13 +83,14 @@ class InMemory(TemplateLM):
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            new = [make_disjoint_window(window) for window in rolling]
-            windows += new
-            owners += [owner] * len(new)
+            for window in rolling:
+                windows.append(make_disjoint_window(window))
+                owners.append(owner)
         scores = score_pairs(self.model, windows, self.max_length, self.batch_size)
-        totals = np.zeros(len(requests))
-        np.add.at(totals, owners, [score for score, _ in scores])
-        return totals.tolist()
+        totals = [0.0] * len(requests)
+        for owner, (score, _) in zip(owners, scores, strict=True):
+            totals[owner] += score
+        return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         groups: dict[str, list[int]] = {}
@@ -109,24 +112,32 @@ class InMemory(TemplateLM):
         sampled = options.pop("do_sample", False)
         if not sampled:
             options["temperature"] = 0.0
-        decode = lambda row: self.encoder.decode(np.asarray(row).tolist())
-        stop = lambda row: any(end in decode(row) for end in until if end)
+
+        def decode(row: Int[np.ndarray, " new"]) -> str:
+            return self.encoder.decode(np.asarray(row).tolist())
+
+        def stop(row: Int[np.ndarray, " new"]) -> bool:
+            text = decode(row)
+            return any(end in text for end in until if end)
+
         rows = [prompt[-max(1, self.max_length - new) :] for prompt in prompts]
+        # Rows of similar lengths stand together, so that batches have little padding.
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         texts = [""] * len(rows)
-        for number, batch in enumerate(_batches(order, self.batch_size)):
+        key = None
+        for start in range(0, len(order), self.batch_size):
+            batch = order[start : start + self.batch_size]
             tokens, mask = pad_tokens([rows[i] for i in batch], len(rows[batch[0]]), left=True)
-            key = jax.random.fold_in(jax.random.key(0), number) if sampled else None
-            found = generate(self.model, tokens, new, mask=mask, key=key, stop=stop, **options)
-            for i, row in zip(batch, np.asarray(found), strict=True):
+            if sampled:
+                key = jax.random.fold_in(jax.random.key(0), start // self.batch_size)
+            answers = generate(self.model, tokens, new, mask=mask, key=key, stop=stop, **options)
+            for i, row in zip(batch, np.asarray(answers), strict=True):
                 texts[i] = cut_at(decode(_before_end(row, self.model.config)), until)
         return texts
 
 
-def _batches(order: list[int], size: int) -> Iterable[list[int]]:
-    return (order[i : i + size] for i in range(0, len(order), size))
-
-
 def _before_end(row: Int[np.ndarray, " new"], config: Any) -> Int[np.ndarray, " kept"]:
-    ending = np.isin(row, config.eos)
-    return row[: ending.argmax()] if ending.any() else row
+    ends = np.flatnonzero(np.isin(row, config.eos))
+    if len(ends) == 0:
+        return row
+    return row[: ends[0]]

@@ -26,7 +26,7 @@ def score_pairs(
     results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
     for size, indices in by_size.items():
         examples = [(rows[i], len(pairs[i][1])) for i in indices]
-        found = predict_examples(
+        scores = predict_examples(
             model,
             examples,
             collate_fn=lambda examples, size=size: _collate(examples, size + 1),
@@ -34,7 +34,7 @@ def score_pairs(
             batch_size=batch_size,
             mesh=_mesh_of(model),
         )
-        for i, score in zip(indices, found, strict=True):
+        for i, score in zip(indices, scores, strict=True):
             results[i] = float(score["log_prob"]), bool(score["greedy"])
     return results
 
@@ -54,11 +54,9 @@ def _scores(model: PyTree, batch: dict[str, Array], key: object) -> dict[str, Ar
         log_probs = chosen - jax.nn.logsumexp(logits, axis=-1)
         return log_probs, jnp.argmax(logits, axis=-1) == targets
 
-    chunks = _in_chunks(hidden), _in_chunks(targets)
-    log_probs, greedy = (
-        jnp.moveaxis(x, 0, 1).reshape(len(targets), -1)[:, : targets.shape[1]]
-        for x in jax.lax.map(of_chunk, chunks)
-    )
+    log_probs, greedy = jax.lax.map(of_chunk, (_in_chunks(hidden), _in_chunks(targets)))
+    log_probs = _of_rows(log_probs, targets.shape[1])  # (batch, seq)
+    greedy = _of_rows(greedy, targets.shape[1])
     total = jnp.sum(jnp.where(scored, log_probs, 0), axis=1)
     return {"log_prob": total, "greedy": jnp.all(greedy | ~scored, axis=1)}
 
@@ -69,15 +67,22 @@ def _in_chunks(x: Array) -> Array:
     count = -(-seq // CHUNK)
     size = -(-seq // count)
     x = jnp.pad(x, [(0, 0), (0, count * size - seq)] + [(0, 0)] * len(rest))
-    return jnp.moveaxis(x.reshape(batch, count, size, *rest), 1, 0)
+    return jnp.moveaxis(x.reshape(batch, count, size, *rest), 1, 0)  # (chunks, batch, chunk, ...)
+
+
+def _of_rows(chunks: Array, seq: int) -> Array:
+    """The inverse of `_in_chunks`."""
+    rows = jnp.moveaxis(chunks, 0, 1)  # (batch, chunks, chunk)
+    return rows.reshape(len(rows), -1)[:, :seq]
 
 
 def _collate(
     examples: Sequence[tuple[list[int], int]], length: int
 ) -> dict[str, Int[np.ndarray, "batch seq"] | Bool[np.ndarray, "batch seq"]]:
-    tokens, real = pad_tokens([row for row, _ in examples], length)
-    ends = np.array([len(row) for row, _ in examples])
-    starts = ends - [count for _, count in examples]
+    rows, counts = zip(*examples, strict=True)
+    tokens, real = pad_tokens(rows, length)
+    ends = real.sum(axis=1)  # (batch,)
+    starts = ends - np.array(counts)  # a continuation is at the end of its row
     columns = np.arange(length)
     scored = (columns >= starts[:, None]) & (columns < ends[:, None])
     return {"tokens": tokens, "real": real, "scored": scored}
@@ -93,8 +98,11 @@ def pad_tokens(
 ) -> tuple[Int[np.ndarray, "batch seq"], Bool[np.ndarray, "batch seq"]]:
     tokens, real = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), bool)
     for index, row in enumerate(rows):
-        place = slice(length - len(row), length) if left else slice(len(row))
-        tokens[index, place], real[index, place] = row, True
+        start = 0
+        if left:
+            start = length - len(row)
+        tokens[index, start : start + len(row)] = row
+        real[index, start : start + len(row)] = True
     return tokens, real
 
 

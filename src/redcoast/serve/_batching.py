@@ -143,12 +143,16 @@ class Queue:
         with self.changed:
             self.changed.wait_for(lambda: self.jobs or self.closed)
             self.changed.wait_for(lambda: self._waiting() >= self.rows or self.closed, wait)
-            self.jobs = [job for job in self.jobs if not job.cancelled.is_set()]
             batch: list[ServedJob] = []
-            for job in () if self.closed else self.jobs:
+            left: list[ServedJob] = []
+            for job in self.jobs:
+                if job.cancelled.is_set():
+                    continue
                 if self._fit([*batch, job]):
                     batch.append(job)
-            self.jobs = [job for job in self.jobs if job not in batch]
+                else:
+                    left.append(job)
+            self.jobs = left
             return batch
 
     def _fit(self, jobs: list[ServedJob]) -> bool:
@@ -224,25 +228,32 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def rows_for(job: ServedJob, served: Served, random: np.random.Generator) -> list["AnswerRow"]:
-    seeds = random.integers(2**32, size=len(job.prompts)).tolist()
-    return [AnswerRow(job, i, served, seed) for i, seed in enumerate(seeds)]
+    """The rows of a job. Without a seed of its own, each row draws one."""
+    rows = []
+    for index, drawn in enumerate(random.integers(2**32, size=len(job.prompts)).tolist()):
+        seed, number = drawn, 0
+        if job.seed is not None:
+            seed, number = job.seed, index  # rows of one seed differ by their numbers
+        rows.append(AnswerRow(job, index, served, seed, number))
+    return rows
 
 
 class AnswerRow:
     """One row of a batch: sends its text until it ends."""
 
-    def __init__(self, job: ServedJob, index: int, served: Served, seed: int):
+    def __init__(self, job: ServedJob, index: int, served: Served, seed: int, number: int):
         self.job, self.index = job, index
+        self.seed, self.number = seed, number
         self.prompt = job.prompts[index]
         self.ends = ends_of(job.decoding, served.model.config)
-        self.seed = seed if job.seed is None else job.seed
-        self.number = 0 if job.seed is None else index
         before = []
         if job.continues:
             before = self.prompt
         self.decode = served.tokenizer.decode
         self.text = Text(self.decode, job.stops, before)
-        self.grammar = None if job.extras.grammar is None else job.extras.grammar()
+        self.grammar = None
+        if job.extras.grammar is not None:
+            self.grammar = job.extras.grammar()
         self.count, self.finish = 0, None
         self.began = self.failed = False
         self.scored: list[Scored] = []
@@ -271,7 +282,8 @@ class AnswerRow:
         texts = self.job.extras.echo
         if texts is None or self.ended:
             return
-        self.finish = None if self.job.new_tokens else "length"
+        if self.job.new_tokens == 0:
+            self.finish = "length"
         text = texts[self.index]
         if text is None:
             text = self.decode(self.prompt, skip_special_tokens=False)
@@ -301,22 +313,23 @@ class AnswerRow:
                 "parameters may hold NaN, or activations may overflow in their dtype."
             )
         self.count += 1
-        self.scored += [] if scored is None else [scored]
-        end = token in self.ends
-        text = ""
+        if scored is not None:
+            self.scored.append(scored)
+        text, end = "", token in self.ends
         if not end:
-            text = self.text.add(token)
-        if self.grammar is not None and not end:
-            self.grammar.take(token)
-            if self.grammar.done:
-                end, text = True, text + self.text.rest()
-        if not end and not self.text.stopped and self.count < self.job.new_tokens:
-            if text or self.scored:
-                self._send(text, self.scored)
-            return
-        text += "" if self.text.stopped else self.text.rest()
-        self.finish = "stop" if end or self.text.stopped else "length"
-        self._send(text, self.scored)
+            text = self.text.add(token)  # empty as long as it may be part of a stop
+            if self.grammar is not None:
+                self.grammar.take(token)
+                end = self.grammar.done
+        last = end or self.text.stopped or self.count >= self.job.new_tokens
+        if last and not self.text.stopped:
+            text += self.text.rest()  # in which there may be a stop
+        if end or self.text.stopped:
+            self.finish = "stop"
+        elif last:
+            self.finish = "length"
+        if last or text or self.scored:
+            self._send(text, self.scored)
 
     def _send(self, text: str, scored: Sequence[Scored]) -> None:
         self.began, self.scored = True, []
@@ -325,25 +338,27 @@ class AnswerRow:
 
 def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
     """Generates one batch."""
+    config = served.model.config
     prompts = [row.prompt for row in rows]
-    tokens, mask = pad_prompts(prompts, served)
-    count, vocab = len(tokens), served.model.config.vocab
+    tokens, mask = pad_prompts(prompts, served)  # (count, length)
+    count = len(tokens)
     requests = [row.request for row in rows]
-    lengths = [*map(len, prompts)]
+    limits = np.ones(count, np.int32)  # of rows of padding, too
+    for i, row_request in enumerate(requests):
+        limits[i] = row_request.limit
+    lengths = list(map(len, prompts))
     # Rounded up, so that few programs are compiled: rows end by themselves.
-    longest = next_power(max(request.limit for request in requests), LEAST)
+    longest = next_power(int(limits.max()), LEAST)
     steps_at_most = max(min(longest, served.context - max(lengths)), 1)
     options = stack_options(requests, lengths, [row.ends for row in rows], count)
-    limits = np.ones(count, np.int32)  # of rows of padding, too
-    limits[: len(rows)] = [request.limit for request in requests]
-    request = shared_request(served.model.config, rows[0].job.decoding)
     room = slots_for(served.model, tokens.shape[1], steps_at_most)
+    request = shared_request(config, rows[0].job.decoding)
     request = replace(request, limit=limits, room=room)
     echoes = [row for row in rows if row.job.extras.echo is not None]
     grammars = [row.grammar for row in rows]
     allow = None
-    if grammars.count(None) < len(grammars):
-        allow = lambda: allowed_bits(grammars, vocab, count)
+    if any(grammar is not None for grammar in grammars):
+        allow = lambda: allowed_bits(grammars, config.vocab, count)
     steps = decode_rows(
         served.model,
         tokens,
@@ -354,9 +369,10 @@ def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
         score_prompt=any(row.request.logprobs for row in echoes),
         allow=allow,
     )
-    # The next step runs while the tokens of the last one are read, unless it depends on them.
-    ready = ((step, None) for step in steps) if allow else with_last(steps)
-    for number, ((progress, of_prompt), _) in enumerate(ready):
+    if allow is None:
+        # The next step runs while the tokens of the last one are read. A grammar needs them first.
+        steps = (step for step, _ in with_last(steps))
+    for number, (progress, of_prompt) in enumerate(steps):
         if number == 0 and echoes:
             show_prompts(rows, jax.device_get(of_prompt))
         chosen, scores = jax.device_get((progress.tokens, progress.scores))

@@ -12,12 +12,11 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import optax
-from _options import existing_run, newest_name, resume_command
+from _options import existing_run, mesh_sizes, newest_name, refuse, resume_command
 from jax.experimental.multihost_utils import broadcast_one_to_all
 from jax.sharding import Mesh
 
 import redcoast as rc
-from redcoast_cli._usage import mesh_sizes, refuse
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _extras import from_extra
+from _options import refuse
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
-
-from redcoast_cli._usage import refuse
 
 with from_extra("rl"):
     import gymnasium

@@ -11,17 +11,21 @@ import sys
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from redcoast_cli._options import Maybe
+from redcoast_cli._usage import mesh_sizes as mesh_sizes
 from redcoast_cli._usage import quiet_pipe, wrap_help
+from redcoast_cli._usage import refuse as refuse
 
+T = TypeVar("T")
+# An optional value; the text of the option says what is used by default.
+Maybe = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
 Mesh = Annotated[str, tyro.conf.arg(metavar="MESH")]
 STYLE = (tyro.conf.DisallowNone,)
 # Modules with options; all others that a script imports, except Python's own, are slow.
-FAST = ("tyro", "redcoast_cli._options")
+FAST = ("tyro", "_options", "redcoast_cli._options")
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from _cells import beyond_text, in_gib, paper_table, peak_gib, read_cells, write_cell
+from _options import Maybe, refuse
 
 import redcoast as rc
-from redcoast_cli._options import Maybe
 from redcoast_cli._reach import dry_run_to_fit
-from redcoast_cli._usage import refuse
 from redcoast_cli._workload import make_workload
 
 PAPER_1080TI = 10 * 10**9  # bytes; the paper counts 10 of the card's 11 GB

@@ -20,11 +20,11 @@ import optax
 from _common import exit_if_stopped, report, start
 from _environments import ENVIRONMENTS, HostEnvs, mean_return, reset_envs, rollout, sizes
 from _learner import mesh_of, on_one_device, prepare, run_learner, scan_steps, split_keys
+from _options import refuse
 from _plots import plot_metric
 from _replay import add, empty_buffer, sample
 
 import redcoast as rc
-from redcoast_cli._usage import refuse
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from _common import end_training, make_optimizer, report, start
 from _corpus import read_texts, windows
 from _extras import from_extra
 from _images import read_images
+from _options import Maybe
 from _plots import plot_lines
 from _published import read_tokenizer, smollm2
 
 import redcoast as rc
 from redcoast import lora
-from redcoast_cli._options import Maybe
 
 with from_extra("privacy"):
     from dp_accounting.pld import privacy_loss_distribution

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from _common import exit_if_stopped, make_optimizer, report, start
 from _learner import mesh_of, prepare, run_learner, split_keys
+from _options import Maybe, refuse
 from _plots import plot_metric
 from _policies import accuracy, imitating_policy, published_policy, token_logits
 from _rollouts import blank_rollout, choose_problems, learned_tokens, roll_out
@@ -23,8 +24,6 @@ from _verifiable import make_task
 
 import redcoast as rc
 from redcoast import losses
-from redcoast_cli._options import Maybe
-from redcoast_cli._usage import refuse
 
 TRAINABLE = {"student": True, "teacher": False}
 

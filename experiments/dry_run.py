@@ -18,11 +18,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import _options
+from _options import refuse
 from _table1 import print_table1
 
 from redcoast_cli import _dry_run_command
 from redcoast_cli._options import DryRunCommand
-from redcoast_cli._usage import refuse
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,11 @@ import numpy as np
 import optax
 from _common import exit_if_stopped, report, start
 from _images import read_images
+from _options import Maybe, refuse
 from _plots import plot_lines, plot_metric, plt, save_predictions
 from jax.flatten_util import ravel_pytree
 
 import redcoast as rc
-from redcoast_cli._options import Maybe
-from redcoast_cli._usage import refuse
 
 
 @dataclass(frozen=True)

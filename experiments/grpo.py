@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from _common import exit_if_stopped, report, start
 from _learner import mesh_of, prepare, run_learner, split_keys
+from _options import Maybe, refuse
 from _plots import plot_metric
 from _policies import accuracy, read_policy, token_log_probs
 from _rollouts import blank_rollout, choose_problems, learned_tokens, of_answers, roll_out
@@ -25,8 +26,6 @@ from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
 from redcoast import lora, losses
-from redcoast_cli._options import Maybe
-from redcoast_cli._usage import refuse
 
 
 @dataclass(frozen=True)

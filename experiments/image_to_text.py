@@ -11,6 +11,7 @@ import numpy as np
 from _common import end_training, make_optimizer, report, start
 from _extras import from_extra
 from _glyphs import read_glyphs
+from _options import Maybe
 from _packages import fetch_npm
 from _plots import save_pictures
 from _published import read_tokenizer
@@ -21,7 +22,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 import redcoast as rc
 from redcoast import losses
 from redcoast.models import Captioner, CaptionerConfig, GPT2Config, ViTConfig
-from redcoast_cli._options import Maybe
 
 with from_extra("text"):
     from rouge_score.rouge_scorer import RougeScorer

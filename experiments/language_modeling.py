@@ -10,12 +10,12 @@ import numpy as np
 import optax
 from _common import exit_if_stopped, make_optimizer, report, save_samples, start
 from _corpus import read_texts, windows
+from _options import Maybe
 from _plots import plot_metric
 from _tokenizers import train_tokenizer
 
 import redcoast as rc
 from redcoast.models import Llama, LlamaConfig
-from redcoast_cli._options import Maybe
 
 
 @dataclass(frozen=True)

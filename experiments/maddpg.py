@@ -23,11 +23,11 @@ import optax
 from _common import Started, confidence_95, exit_if_stopped, report, start
 from _extras import from_extra
 from _learner import mesh_of, on_one_device, prepare, run_learner, scan_steps, split_keys
+from _options import refuse
 from _plots import plt
 from _replay import add, empty_buffer, sample
 
 import redcoast as rc
-from redcoast_cli._usage import refuse
 
 with from_extra("rl"):
     from mpe2 import simple_spread_v3

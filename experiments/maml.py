@@ -13,11 +13,11 @@ import numpy as np
 import optax
 from _common import confidence_95, end_training, make_optimizer, report, start
 from _glyphs import read_glyphs
+from _options import Maybe
 from _plots import plot_lines, save_predictions
 from sklearn.neighbors import KNeighborsClassifier as KNN
 
 import redcoast as rc
-from redcoast_cli._options import Maybe
 
 TESTS, TRAIN = range(600), range(600, 10**9)  # the numbers of tasks
 SCRIPTS = {"latin": TRAIN, "greek": TRAIN, "cyrillic": TESTS, "armenian": TESTS, "georgian": TESTS}

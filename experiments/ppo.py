@@ -16,10 +16,10 @@ import optax
 from _common import exit_if_stopped, report, start
 from _environments import ENVIRONMENTS, HostEnvs, mean_return, reset_envs, rollout, sizes
 from _learner import mesh_of, on_one_device, prepare, run_learner, split_keys
+from _options import refuse
 from _plots import plot_metric
 
 import redcoast as rc
-from redcoast_cli._usage import refuse
 
 TRAINABLE = {"networks": eqx.is_inexact_array, "normalization": False}
 

@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _common import end_training, make_optimizer, report, start
+from _options import Maybe, refuse
 from _plots import plot_metric
 from _policies import accuracy, collate_answers, read_policy, token_log_probs, write_answers
 from _verifiable import make_task
 
 import redcoast as rc
 from redcoast import lora, losses
-from redcoast_cli._options import Maybe
-from redcoast_cli._usage import refuse
 
 OF_MEANS = ("ipo", "orpo", "simpo")  # of the mean over the tokens of an answer, and not the sum
 WITH_REFERENCE = ("dpo", "ipo", "kto")

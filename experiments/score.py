@@ -11,11 +11,10 @@ from typing import Any
 import _options
 import jax.numpy as jnp
 from _common import print_once
+from _options import Maybe, mesh_sizes
 from _published import read_tokenizer, smollm2
 
 import redcoast as rc
-from redcoast_cli._options import Maybe
-from redcoast_cli._usage import mesh_sizes
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _common import broadcast_text, print_once
+from _options import Maybe, mesh_sizes
 from _published import chat_template, read_tokenizer, smollm2
 
 import redcoast as rc
-from redcoast_cli._options import Maybe
-from redcoast_cli._usage import mesh_sizes
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from _common import end_training, make_optimizer, print_once, report, start
 from _corpus import beginning_of_text, chat_windows, packed_chats, read_chats, read_texts, windows
+from _options import Maybe
 from _published import chat_template, read_tokenizer, smollm2
 
 import redcoast as rc
 from redcoast import lora, losses
-from redcoast_cli._options import Maybe
 
 
 @dataclass(frozen=True)

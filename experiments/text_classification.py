@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from _common import end_training, make_optimizer, report, save_samples, start
 from _corpus import read_texts
+from _options import Maybe
 from _packages import fetch
 from _published import minilm, read_tokenizer
 from _tokenizers import encode, train_tokenizer
@@ -23,7 +24,6 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 
 import redcoast as rc
 from redcoast.models import Bert, BertConfig, with_head
-from redcoast_cli._options import Maybe
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from _common import end_training, make_optimizer, report, save_samples, start
 from _extras import from_extra
+from _options import Maybe
 from _packages import fetch
 from _published import read_tokenizer
 from _tokenizers import END, PAD, encode, train_tokenizer
@@ -20,7 +21,6 @@ from sklearn.model_selection import train_test_split
 
 import redcoast as rc
 from redcoast.models import T5, Bart, BartConfig, T5Config, shift_right
-from redcoast_cli._options import Maybe
 
 with from_extra("text"):
     from rouge_score.rouge_scorer import RougeScorer

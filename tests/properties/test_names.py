@@ -34,6 +34,18 @@ OF_INTERNALS = {
     "saving.py": "the parts of a load, which are timed by themselves",
     "step_ahead.py": "a gradient without a step around it, for devices that are not there",
 }
+# The command `redcoast` itself, of which scripts show or measure parts.
+OF_THE_COMMAND = {
+    "_cells.py": "the words and units of its dry runs",
+    "_options.py": "how it reads meshes, wraps its help and refuses options, for all scripts",
+    "_table1.py": "its search for the smallest number of devices, for the models of a paper",
+    "dry_run.py": "the command `redcoast dry-run`, with one more option",
+    "exact.py": "how it reads meshes",
+    "megatron_ahead.py": "the workloads of its dry runs",
+    "meshes.py": "the workloads of its dry runs",
+    "real_peak.py": "the workloads of its dry runs",
+}
+PRIVATE_OF_COMMAND = re.compile(r"\bredcoast_cli import (\w+, )*_|\bredcoast_cli(\.\w+)*\._\w")
 PRIVATE = re.compile(r"\b(from|import) redcoast(\.\w+)* import (\w+, )*_|\bredcoast(\.\w+)*\._\w")
 
 
@@ -71,8 +83,12 @@ def test_no_two_functions_or_classes_have_the_same_public_looking_name():
 
 def test_experiments_use_public_names():
     """A user copies an experiment, and private names change without notice."""
-    private = set()
+    private, of_command = set(), set()
     for path in sorted((ROOT / "experiments").rglob("*.py")):
-        if PRIVATE.search(path.read_text("utf-8")):
+        text = path.read_text("utf-8")
+        if PRIVATE.search(text):
             private.add(path.name)
+        if PRIVATE_OF_COMMAND.search(text):
+            of_command.add(path.name)
     assert private == set(OF_INTERNALS)
+    assert of_command == set(OF_THE_COMMAND)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from sharding_helpers import array
 
+from redcoast.sharding.program._classes import Classes
+from redcoast.sharding.program._program import follow_program
 from redcoast.sharding.program._trace import trace
 from redcoast.sharding.program._walk import outputs_of
-from redcoast.sharding.solver._classes import Classes
-from redcoast.sharding.solver._strategy import follow_program
 
 
 class Followed:

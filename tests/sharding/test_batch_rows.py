@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from sharding_helpers import array, mesh_of, real_mesh
 
 import redcoast as rc
+from redcoast.sharding.program._program import follow_program
 from redcoast.sharding.program._trace import trace
-from redcoast.sharding.solver._strategy import follow_program
 
 ROWS, WIDTH, HIDDEN = 64, 24, 48
 KEY = jax.eval_shape(lambda: jax.random.key(0))

@@ -12,12 +12,14 @@ from jax.sharding import PartitionSpec as P
 from sharding_helpers import array, mesh_of
 
 import redcoast as rc
+from redcoast.sharding.program._batch_dims import batch_dims
+from redcoast.sharding.program._classes import Classes, conflicts
+from redcoast.sharding.program._program import follow_program
 from redcoast.sharding.program._trace import trace
 from redcoast.sharding.solver import _eliminate as search_module
-from redcoast.sharding.solver._classes import Classes, conflicts
 from redcoast.sharding.solver._cost import Axes, Parameter, Problem, price
 from redcoast.sharding.solver._eliminate import search_groups
-from redcoast.sharding.solver._strategy import _candidates, _grouped, batch_dims, follow_program
+from redcoast.sharding.solver._strategy import _candidates, _grouped
 
 MODEL, BATCH = 4, 2
 

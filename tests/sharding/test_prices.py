@@ -9,10 +9,11 @@ from sharding_helpers import array, real_mesh
 
 import redcoast as rc
 from redcoast.dryrun.hlo import collectives, sent_bytes
+from redcoast.sharding.program._batch_dims import batch_dims
+from redcoast.sharding.program._classes import Classes
+from redcoast.sharding.program._program import follow_program
 from redcoast.sharding.program._trace import trace
-from redcoast.sharding.solver._classes import Classes
 from redcoast.sharding.solver._cost import Axes, Parameter, price
-from redcoast.sharding.solver._strategy import batch_dims, follow_program
 
 
 def planned_and_sent(fn, model, batch, mesh, used=None, hardware=None):

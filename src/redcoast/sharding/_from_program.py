@@ -9,9 +9,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..core._trainable import trainable_arrays
-from ..distributed._mesh import PIPE
+from ..distributed._mesh import BATCH_AXES, PIPE
+from ._mesh_axes import parts, used_axes
 from .pipeline._stages import NoPipeline, pipeline_of, stage_program
+from .program._batch import Split
 from .program._graph import Value
+from .program._program import Program, follow_program
 from .program._shared_programs import once
 from .program._trace import trace_over
 from .report import _reasons
@@ -25,7 +28,6 @@ from .report._sent_whole import find_gathered_whole
 from .report._sums import find_sums
 from .report._traffic import all_sent, pipelining, traffic
 from .solver import _memory
-from .solver._batch import Split
 from .solver._hardware import Hardware
 from .solver._replicate import replicate
 from .solver._split_examples import (
@@ -39,17 +41,7 @@ from .solver._split_examples import (
     split_tokens,
     trace_in_parts,
 )
-from .solver._strategy import (
-    DEFAULT,
-    Decision,
-    Program,
-    Strategy,
-    best_strategy,
-    constant_dims,
-    follow_program,
-    parts,
-    used_axes,
-)
+from .solver._strategy import Decision, best_strategy
 from .tree._leaf_plans import (
     ON_STAGES,
     OVERRIDE,
@@ -103,7 +95,7 @@ class _Task:
         left = _memory.room_for_activations(
             self.program, self.axes, fsdp_sharded, self.memory, self.state_bytes
         )
-        return max(0, _memory.peak_bytes(decision, self.axes, fsdp_sharded) - left)
+        return max(0, _memory.peak_bytes(decision, fsdp_sharded) - left)
 
 
 @dataclass(frozen=True)
@@ -148,9 +140,9 @@ def plan_flow(
         traced, _ = trace_over(mesh, fn, model, args)
         return follow_program(traced, trainable_arrays(model, trainable))
 
-    def as_pipeline(program: Program, strategy: Strategy) -> Program:
+    def as_pipeline(program: Program, batch_axes: tuple[str, ...]) -> Program:
         try:
-            pipeline = pipeline_of(program, mesh, fn, model, args, strategy.batch, microbatches)
+            pipeline = pipeline_of(program, mesh, fn, model, args, batch_axes, microbatches)
             return stage_program(program, pipeline)
         except NoPipeline as error:
             raise ValueError(
@@ -162,26 +154,26 @@ def plan_flow(
     is_pipeline = axes.get(PIPE, 1) > 1 and program.traced.trains
     if is_pipeline:
         # The solver compares what the stages of a pipeline keep in memory.
-        program = as_pipeline(program, DEFAULT)
+        program = as_pipeline(program, BATCH_AXES)
     task = _Task(leaves, program, axes, specs, hardware, state_bytes)
     if is_pipeline:
         best = _cheapest([task], budget)
     else:
         best = _by_rows_or_within(task, budget, trace)
-    task, decision, strategy = best.task, best.decision, best.decision.strategy
+    task, decision = best.task, best.decision
     compute = Compute(
-        decision.computed,
-        strategy.batch,
-        strategy.model,
-        sequence,
-        tuple((constant.name, d) for constant, _, d in constant_dims(decision)),
-        decision.program.batch.sequence,
-        microbatches,
-        decision.program.batch.split,
+        dims=decision.computed,
+        batch_axes=decision.batch_axes,
+        model_axes=decision.model_axes,
+        sequence=sequence,
+        constants=tuple((constant.name, d) for constant, _, d in decision.constants),
+        tokens=decision.program.batch.sequence,
+        microbatches=microbatches,
+        split=decision.program.batch.split,
     )
-    if is_pipeline and strategy != DEFAULT:
+    if is_pipeline and decision.batch_axes != BATCH_AXES:
         # Other axes divide the batch into another number of microbatches.
-        task = replace(task, program=as_pipeline(program, strategy))
+        task = replace(task, program=as_pipeline(program, decision.batch_axes))
         decision = replace(decision, program=task.program)
     not_rows = _reasons.not_rows(args[:1], decision)
     by_rows = program if decision.program.batch.sequence else task.program
@@ -192,7 +184,7 @@ def _by_rows_or_within(task: _Task, budget: int | None, trace: Callable[[], Prog
     """The plan, with the batch split by rows if they divide and it fits into memory, or along
     dimensions of its examples."""
     program, axes = task.program, task.axes
-    count = parts(DEFAULT.batch, axes)
+    count = parts(BATCH_AXES, axes)
 
     @ft.lru_cache(None)
     def traced(parts: int) -> Program:
@@ -272,7 +264,7 @@ def _lay_out(task: _Task, budget: int | None) -> _Layout:
     plans, decision = make(large)
     if task.hardware.memory is not None:
         # Memory that is only assumed may not be there.
-        decision, replicated = replicate(plans, decision, axes, task.memory, state_bytes)
+        decision, replicated = replicate(plans, decision, task.memory, state_bytes)
         plans = _plans(task, decision, large, replicated)
     return _Layout(task, plans, decision)
 
@@ -288,7 +280,7 @@ def _plans(
     `replicated_over_model` are the places of arrays that are FSDP-sharded over `fsdp` alone.
     """
     staged = decision.program.staged
-    why = _reasons.find_reasons(task.leaves, decision, task.axes)
+    why = _reasons.find_reasons(task.leaves, decision)
     plans: list[LeafPlan] = []
     for place, leaf in enumerate(task.leaves):
         role: Role = "other"
@@ -298,7 +290,7 @@ def _plans(
             plans.append(LeafPlan(leaf, task.overrides[leaf.index], OVERRIDE, role))
             continue
         is_sharded, is_replicated = fsdp_sharded[place], place in replicated_over_model
-        spec = _spec(place, decision, is_sharded, is_replicated, task.axes)
+        spec = _spec(place, decision, is_sharded, is_replicated)
         reason = _reason(place, spec, is_sharded, is_replicated, why)
         if staged is not None and place in staged.layered:
             if not any(spec):
@@ -308,46 +300,36 @@ def _plans(
     return plans
 
 
-def _spec(
-    place: int,
-    decision: Decision,
-    fsdp_sharded: bool,
-    replicated_over_model: bool,
-    axes: Mapping[str, int],
-) -> P:
-    value, strategy = decision.program.parameters[place], decision.strategy
-    model_axes, fsdp_axes = strategy.model, ("fsdp",)
-    if "model" in strategy.batch:
+def _spec(place: int, decision: Decision, fsdp_sharded: bool, replicated_over_model: bool) -> P:
+    value = decision.program.parameters[place]
+    model_axes, fsdp_axes = decision.model_axes, ("fsdp",)
+    if "model" in decision.batch_axes:
         # If the batch is split over all axes, an array that is sharded over the last two along one
         # dimension has a gradient that can be reduce-scattered.
         model_axes = STORAGE_AXES
     if "fsdp" in model_axes:
         fsdp_axes = ()
-    model, fsdp = used_axes(model_axes, axes), used_axes(fsdp_axes, axes)
+    model, fsdp = used_axes(model_axes, decision.sizes), used_axes(fsdp_axes, decision.sizes)
     entries: Entries = [None] * len(value.dims)
     computed = decision.computed[place]
     if computed is not None:
         entries[computed] = model
     elif fsdp_sharded and model and not replicated_over_model:
-        _shard_storage(decision, value, entries, model, axes)
+        _shard_storage(decision, value, entries, model)
     if fsdp_sharded and fsdp:
         # A tensor-parallel array is stored in parts along a second dimension.
-        _shard_storage(decision, value, entries, fsdp, axes)
+        _shard_storage(decision, value, entries, fsdp)
     return trim_spec(entries)
 
 
 def _shard_storage(
-    decision: Decision,
-    value: Value,
-    entries: Entries,
-    over: tuple[str, ...],
-    axes: Mapping[str, int],
+    decision: Decision, value: Value, entries: Entries, over: tuple[str, ...]
 ) -> None:
     """Shards the largest dimension that divides over all of the axes, or else one over each.
 
     It is neither a layer count nor a window. The first of equal dimensions is taken.
     """
-    n, blocked = parts(over, axes), decision.classes.of(decision.program.graph.blocked)
+    n, blocked = parts(over, decision.sizes), decision.classes.of(decision.program.graph.blocked)
     largest: int | None = None
     for d, (node, size) in enumerate(zip(value.dims, value.shape, strict=True)):
         divides = size > 0 and size % n == 0
@@ -359,7 +341,7 @@ def _shard_storage(
         entries[largest] = over
     elif len(over) > 1:
         for axis in over:
-            _shard_storage(decision, value, entries, (axis,), axes)
+            _shard_storage(decision, value, entries, (axis,))
 
 
 def _reason(
@@ -372,10 +354,10 @@ def _reason(
         return Reason("fsdp", why.not_computed(place) or STORED)
     if replicated_over_model:
         text = f"{why.not_computed(place)}, and the devices have room for it"
-    elif parts(STORAGE_AXES, why.axes) == 1:
+    elif parts(STORAGE_AXES, why.decision.sizes) == 1:
         text = "fsdp and model have one device each"
     elif not is_large(program, program.parameters[place]):
-        text = why.indivisible(place, why.n) or f"small, fewer than {LARGE:,} elements"
+        text = why.indivisible(place, why.decision.n) or f"small, fewer than {LARGE:,} elements"
     elif not fsdp_sharded:
         text = "the budget leaves room for it"
     else:
@@ -395,12 +377,12 @@ def _report(
     `not_rows` are the arrays of the batch that are not rows. What the program does with its rows is
     that of `by_rows`, whether rows are split or not.
     """
-    axes, reasons = task.axes, _reasons.find_reasons(task.leaves, decision, task.axes)
+    reasons = _reasons.find_reasons(task.leaves, decision)
     sent = all_sent(plans, reasons, task.hardware)
     return ProgramReport(
-        batch_axes=_reasons.batch_axes(decision, axes),
+        batch_axes=_reasons.batch_axes(decision),
         model_axes=reasons.over,
-        batch=_reasons.batch_sentences(decision, axes, not_rows),
+        batch=_reasons.batch_sentences(decision, not_rows),
         batch_sizes=_reasons.batch_sizes(decision),
         not_rows=not_rows,
         hindrances=_reasons.hindrances(reasons),
@@ -411,14 +393,14 @@ def _report(
         shared_masks=once(find_shared_masks, by_rows),
         promotions=once(find_promotions, by_rows),
         unknown=dict(sorted(task.program.graph.unknown.items())),
-        arithmetic=_memory.arithmetic(decision, axes),
+        arithmetic=_memory.arithmetic(decision),
         repeated=repeated(reasons),
-        memory=_memory.estimate_memory(plans, decision, axes, task.state_bytes),
+        memory=_memory.estimate_memory(plans, decision, task.state_bytes),
         device_memory=task.memory,
         device_memory_known=task.hardware.memory is not None,
         sequences=decision.program.batch.sequence,
-        split_examples=_reasons.split_examples(decision, axes),
-        gathered_whole=find_gathered_whole(decision, axes),
-        pipeline=pipelining(decision, axes),
-        lines=find_lines(sent, _memory.activation_parts(plans, decision, axes), decision.program),
+        split_examples=_reasons.split_examples(decision),
+        gathered_whole=find_gathered_whole(decision),
+        pipeline=pipelining(decision),
+        lines=find_lines(sent, _memory.activation_parts(plans, decision), decision.program),
     )

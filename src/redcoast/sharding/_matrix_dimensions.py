@@ -140,8 +140,8 @@ def find_uses(
     mesh: Mesh | AbstractMesh | None = None,
 ) -> WeightUses:
     """How `fn(model, *args)` uses the arrays of the model. A mesh is that of its constraints."""
+    from .program._program import follow_program
     from .program._trace import trace_over
-    from .solver._strategy import follow_program
 
     if mesh is None:
         mesh = AbstractMesh((), ())
@@ -153,7 +153,6 @@ def find_uses(
         of_number=lambda number: _Origin(),
         of_results=partial(_follow, uses),
         join=_joined,
-        widen=lambda before, after: _joined([before, after]),
     )
     inputs = [_Origin(is_data=True)] * len(scope.jaxpr.invars)
     for i, leaf in enumerate(flat_leaves(model)):

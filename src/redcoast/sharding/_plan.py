@@ -548,8 +548,8 @@ def _trace_frozen(
     fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree], mesh: Mesh | AbstractMesh
 ) -> Any:
     """The `Program` of a function, whose class is not imported here, without gradients."""
+    from .program._program import follow_program
     from .program._trace import trace_over
-    from .solver._strategy import follow_program
 
     traced, _ = trace_over(mesh, fn, model_of(tree), args)
     return follow_program(traced, [False] * traced.arrays)

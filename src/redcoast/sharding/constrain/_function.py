@@ -16,7 +16,9 @@ from ...core._jaxpr import iter_equations
 from ...core._pytree import join
 from ...core._tracing import needs_ambient_mesh, traced_over
 from ...distributed._mesh import PIPE, batch_shards
+from .._mesh_axes import parts
 from ..pipeline._stages import NoPipeline, pipeline_of
+from ..program._program import Program, follow_program
 from ..program._trace import Traced, trace_over
 from ..solver._split_examples import (
     apply_split,
@@ -25,7 +27,6 @@ from ..solver._split_examples import (
     split_tokens,
     trace_in_parts,
 )
-from ..solver._strategy import Program, follow_program, parts
 from ..tree._leaf_plans import Compute
 from ._grouped_conv import is_grouped
 from ._interpreter import CannotRebind, run_constrained

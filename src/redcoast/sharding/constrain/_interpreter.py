@@ -31,12 +31,12 @@ from ..operations._rule_table import CONSTRAINED
 from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
+from ..program._batch import BatchNodes, made_rows
 from ..program._constants import LARGE_CONSTANT
 from ..program._graph import Value
+from ..program._program import Program, follow_program
 from ..program._trace import Arrays, trace_over
 from ..program._walk import Scope, outputs_of
-from ..solver._batch import BatchNodes, made_rows
-from ..solver._strategy import Program, follow_program
 from ..tree._leaf_plans import Compute
 from ._attention_kernel import is_kernel, run_kernel
 from ._copied_weights import apply_copies, copy_weights

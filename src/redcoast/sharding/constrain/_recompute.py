@@ -13,8 +13,8 @@ from ..memory._flat import SizeOf, flatten
 from ..memory._rebuild import run_decided
 from ..memory._summarise import recomputed_lines
 from ..program._graph import Value
+from ..program._program import follow_program
 from ..program._trace import Arrays, Traced, trace_over
-from ..solver._strategy import follow_program
 from ..tree._leaf_plans import Compute
 from ..tree._overrides import spec_parts
 from ._shardings import Shardings, find_shardings

@@ -12,15 +12,15 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .._mesh_axes import parts
 from ..pipeline._draws import RandomBits
 from ..pipeline._stages import Pipeline
+from ..program._batch_dims import BatchDims, batch_over, split_axes
+from ..program._classes import Classes
 from ..program._graph import Value
+from ..program._program import Program
 from ..program._trace import Arrays
 from ..program._walk import Scope
-from ..solver._batch_dims import BatchDims
-from ..solver._classes import Classes
-from ..solver._memory import asked_axes
-from ..solver._strategy import Program, batch_over, parts, split_axes
 from ..tree._leaf_plans import Compute
 from ..tree._overrides import axes_of_spec, spec_axes
 
@@ -157,7 +157,7 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
     sequence: frozenset[int] = frozenset()
     if compute.sequence:
         sequence = _sequence(program, classes, chosen, batch)
-    asked, tokens = frozenset(asked_axes(program.graph)), program.batch.sequence
+    asked, tokens = frozenset(program.asked_axes), program.batch.sequence
     uneven = _uneven(program, batch)
     return Shardings(mesh, classes, chosen, batch, axes, compute, sequence, asked, uneven, tokens)
 

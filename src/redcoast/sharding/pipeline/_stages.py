@@ -14,11 +14,12 @@ from ...core._control_flow import Call, CallKind, Scan, control_flow
 from ...core._jaxpr import is_inexact, struct_of
 from ...core._pytree import abstract_arrays, join, split
 from ...distributed._mesh import PIPE
+from .._mesh_axes import parts
+from ..program._classes import Classes
 from ..program._graph import Value
+from ..program._program import Program, Staged, follow_program
 from ..program._trace import trace_over
 from ..program._walk import Scope
-from ..solver._classes import Classes
-from ..solver._strategy import Program, Staged, follow_program, parts
 from ._draws import RandomBits, find_random_bits
 from ._follow import follow_rows, in_layer, of_layers
 from ._row_states import SUM, MixesRows, RowDim, State, SumOfRows, differing

@@ -87,7 +87,8 @@ class Facts(Generic[Fact]):
     - `of_number`: the fact of a literal or a constant, from its value.
     - `of_results`: the fact of the results of an operation, from the facts of its operands.
     - `join`: the fact of an array that comes from one of several branches.
-    - `widen`: the fact of a loop's carry, from its facts before and after an iteration.
+    - `widen`: the fact of a loop's carry, from its facts before and after an iteration; by default
+        that of an array that is one or the other.
     - `control`: the fact of a result, from itself and the facts of what a branch is chosen by, or a
         loop ends by.
     """
@@ -95,8 +96,14 @@ class Facts(Generic[Fact]):
     of_number: Callable[[object], Fact]
     of_results: Callable[[Operation, Sequence[Fact]], Fact]
     join: Callable[[Sequence[Fact]], Fact]
-    widen: Callable[[Fact, Fact], Fact]
+    widen: Callable[[Fact, Fact], Fact] | None = None
     control: Callable[[Fact, Sequence[Fact]], Fact] = lambda fact, _: fact
+
+    def carried(self, before: Fact, after: Fact) -> Fact:
+        """The fact of a loop's carry."""
+        if self.widen is None:
+            return self.join([before, after])
+        return self.widen(before, after)
 
 
 def follow_facts(
@@ -160,7 +167,7 @@ def _follow_inner(
     ) -> list[Fact]:
         results = run(body, [*consts, *carry, *xs])
         # A carried value may depend on the results of an earlier iteration.
-        carried = map(facts.widen, carry, results)
+        carried = map(facts.carried, carry, results)
         return run(body, [*consts, *carried, *xs])
 
     def control(results: Iterable[Fact], conditions: Sequence[Fact]) -> list[Fact]:

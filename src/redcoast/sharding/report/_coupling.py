@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from ...core._jaxpr import is_inexact
 from ..operations import Factor, Rule
 from ..operations._rule_table import UNCOUPLED
+from ..program._batch_dims import Examples, find_examples
 from ..program._facts import Facts, Operation, follow_facts
-from ..solver._batch_dims import BatchDims
-from ..solver._strategy import Program, batch_dims
+from ..program._program import Program
 from ._data import Coupling
 
 
@@ -53,18 +53,15 @@ def _merged(origins: Origins) -> _Origin:
 
 def find_coupling(program: Program) -> Coupling | None:
     """The first operation that relates examples to each other, if there is one."""
-    if not program.batch.given:
-        return None
-    size = program.graph.sizes[program.batch.given[0]]
-    if size < 2:
+    examples = find_examples(program)
+    if examples is None:
         return None
     traced, jaxpr = program.traced, program.scope.jaxpr
-    search = _Search(batch_dims(program, 1), size)
+    search = _Search(examples)
     facts = Facts(
         of_number=lambda value: _Origin(),
         of_results=search.origin,
         join=_merged,
-        widen=lambda before, after: _merged([before, after]),
         control=lambda result, condition: _merged([result, *condition]),
     )
     needed = jaxpr.outvars
@@ -78,10 +75,9 @@ def find_coupling(program: Program) -> Coupling | None:
 
 @dataclass
 class _Search:
-    """The search for the first operation that relates the examples of a batch of `size`."""
+    """The search for the first operation that relates the examples of a batch."""
 
-    batch: BatchDims
-    size: int
+    examples: Examples
     coupling: Coupling | None = None
 
     def origin(self, operation: Operation, origins: Origins) -> _Origin:
@@ -98,7 +94,7 @@ class _Search:
             # rows of each group are.
             groups = [_Origin(origin.model, origin.counts) for origin in origins[2:]]
             origins = [*origins[:2], *groups]
-        use = _Use(self.batch, self.size, operation, rule, origins)
+        use = _Use(self.examples, operation, rule, origins)
         if self.coupling is None:
             self.coupling = use.coupling()
         return use.origin()
@@ -108,15 +104,14 @@ class _Search:
 class _Use:
     """An operation on values of which some have rows, one for each example."""
 
-    batch: BatchDims
-    size: int
+    examples: Examples
     operation: Operation
     rule: Rule
     origins: Origins  # of the operands
 
     def rows(self, dims: Sequence[int]) -> int:
         """How many of the dimensions are the batch dimension."""
-        return sum(map(self.batch.has, dims))
+        return sum(map(self.examples.has, dims))
 
     @property
     def result_rows(self) -> int:
@@ -125,7 +120,7 @@ class _Use:
     def along(self, factors: frozenset[Factor]) -> bool:
         """Whether the batch dimension of an operand is one of the factors."""
         for _, node, dimension in self.operation.dimensions():
-            if self.batch.has(node) and dimension[0] in factors:
+            if self.examples.has(node) and dimension[0] in factors:
                 return True
         return False
 
@@ -217,8 +212,8 @@ class _Use:
         dimensions = self.rule.operands[0]
         for d, node in enumerate(operand.dims):
             before, after = operand.shape[d], result.shape[d]
-            is_changed = self.batch.has(node) and dimensions[d][0] in changed
-            if is_changed and before == self.size >= after:
+            is_changed = self.examples.has(node) and dimensions[d][0] in changed
+            if is_changed and before == self.examples.count >= after:
                 return True
         return False
 

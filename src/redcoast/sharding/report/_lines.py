@@ -12,8 +12,8 @@ from jax.extend.core import JaxprEqn
 
 from ...core._frames import first_own, own_or_model_frame
 from ..program._graph import Source
+from ..program._program import Program
 from ..solver._buffers import Part
-from ..solver._strategy import Program
 from ._data import LineCost, ProgramReport
 from ._sent import Sent
 from ._text import WIDTH, hanging, megabytes

@@ -10,9 +10,9 @@ from math import prod
 
 import numpy as np
 
+from ..program._batch_dims import Examples, find_examples
 from ..program._facts import Facts, Operation, follow_facts
-from ..solver._batch_dims import BatchDims
-from ..solver._strategy import Program, batch_dims
+from ..program._program import Program
 
 
 class _From(IntEnum):
@@ -26,17 +26,14 @@ class _From(IntEnum):
 
 def find_shared_masks(program: Program) -> tuple[str, ...]:
     """The lines of the user's code that use a random mask for all examples alike."""
-    if not program.batch.given:
-        return ()
-    size = program.graph.sizes[program.batch.given[0]]
-    if size < 2:
+    examples = find_examples(program)
+    if examples is None:
         return ()
     lines: dict[str, None] = {}  # in the order of the program
     facts = Facts(
         of_number=lambda number: _From.NUMBERS,
-        of_results=partial(_origin, batch_dims(program, 1), lines),
+        of_results=partial(_origin, examples, lines),
         join=max,
-        widen=max,
     )
     # The first arguments are the arrays of the model, and then those of the batch.
     arrays = program.traced.arrays + program.traced.batch
@@ -47,7 +44,7 @@ def find_shared_masks(program: Program) -> tuple[str, ...]:
 
 
 def _origin(
-    batch: BatchDims, lines: dict[str, None], operation: Operation, operands: Sequence[_From]
+    examples: Examples, lines: dict[str, None], operation: Operation, operands: Sequence[_From]
 ) -> _From:
     """What the results of an operation are computed from; a shared mask's line is recorded."""
     if operation.name == "random_bits":
@@ -55,8 +52,8 @@ def _origin(
     for origin, value in zip(operands, operation.operands, strict=True):
         if origin is not _From.MASK or value is None:
             continue
-        is_for_all = prod(value.shape) > 1 and not any(map(batch.has, value.dims))
-        if is_for_all and any(map(batch.has, operation.result.dims)):
+        is_for_all = prod(value.shape) > 1 and not any(map(examples.has, value.dims))
+        if is_for_all and any(map(examples.has, operation.result.dims)):
             lines[operation.line()] = None
     origin = max(operands, default=_From.NUMBERS)
     is_comparison = getattr(operation.equation.outvars[0].aval, "dtype", None) == np.bool_

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn, Literal
 
 from ..operations import shape_of
+from ..program._batch_dims import Examples, find_examples
 from ..program._facts import Facts, Operation, follow_facts
-from ..solver._batch_dims import BatchDims
-from ..solver._strategy import Program, batch_dims
+from ..program._program import Program
 
 _BATCHING = "batching.py"  # of JAX: the operations that `jax.vmap` adds
 
@@ -29,17 +29,14 @@ class _Origin(NamedTuple):
 
 def find_promotions(program: Program) -> tuple[str, ...]:
     """The lines of the user's code that combine every example with every other by mistake."""
-    if not program.batch.given:
-        return ()
-    size = program.graph.sizes[program.batch.given[0]]
-    if size < 2:
+    examples = find_examples(program)
+    if examples is None:
         return ()
     lines: dict[str, None] = {}  # in the order of the program
     facts = Facts(
         of_number=lambda number: _Origin(),
-        of_results=partial(_origin, batch_dims(program, 1), size, lines),
+        of_results=partial(_origin, examples, lines),
         join=_merged,
-        widen=lambda before, after: _merged([before, after]),
     )
     arguments = len(program.scope.jaxpr.invars)
     # The model's arrays are the first arguments.
@@ -49,20 +46,17 @@ def find_promotions(program: Program) -> tuple[str, ...]:
 
 
 def _merged(origins: Sequence[_Origin]) -> _Origin:
-    model = any(origin.model for origin in origins)
-    widened = any(origin.widened for origin in origins)
-    return _Origin(model, widened)
+    merged = _Origin()
+    for origin in origins:
+        merged = _Origin(merged.model or origin.model, merged.widened or origin.widened)
+    return merged
 
 
 def _origin(
-    batch: BatchDims,
-    size: int,
-    lines: dict[str, None],
-    operation: Operation,
-    operands: Sequence[_Origin],
+    examples: Examples, lines: dict[str, None], operation: Operation, operands: Sequence[_Origin]
 ) -> _Origin:
     """The origin of an operation's results; the line of a mistake is recorded."""
-    if _is_mistake(batch, size, operation, operands):
+    if _is_mistake(examples, operation, operands):
         lines[operation.line()] = None
     equation, rule, origin = operation.equation, operation.rule, _merged(operands)
     if rule is not None and rule.reduced and len(operands) > 1:
@@ -75,12 +69,10 @@ def _origin(
     return origin
 
 
-def _is_mistake(
-    batch: BatchDims, size: int, operation: Operation, operands: Sequence[_Origin]
-) -> bool:
+def _is_mistake(examples: Examples, operation: Operation, operands: Sequence[_Origin]) -> bool:
     """Whether an operation combines a column of predictions with a flat array, or labels in a
     column with flat predictions."""
-    equation = operation.equation
+    equation, size = operation.equation, examples.count
     if len(operands) != 2 or shape_of(equation.outvars[0]) != (size, size):
         return False
     if any(isinstance(atom, Literal) for atom in equation.invars):
@@ -92,7 +84,7 @@ def _is_mistake(
         if shape_of(equation.invars[column]) != (size, 1):
             continue
         differ = operands[0].model != operands[1].model and not operands[column].widened
-        of_batch = all(map(batch.has, operation.result.dims))
+        of_batch = all(map(examples.has, operation.result.dims))
         return differ and of_batch and _is_implicit(broadcast, equation)
     return False
 

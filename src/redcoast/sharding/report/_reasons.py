@@ -7,16 +7,11 @@ from itertools import chain
 from typing import Any
 
 from ...core._errors import several
+from .._mesh_axes import parts, used_axes
+from ..program._batch_dims import split_axes
 from ..program._constants import LARGE_CONSTANT
 from ..solver._split_examples import example_parts, is_sequence
-from ..solver._strategy import (
-    Decision,
-    constant_dims,
-    is_fsdp_possible,
-    parts,
-    split_axes,
-    used_axes,
-)
+from ..solver._strategy import Decision, is_fsdp_possible
 from ..tree._leaf_plans import Reason
 from ..tree._leaves import Leaf, flat_leaves
 from ..tree._overrides import multiples_near
@@ -24,14 +19,15 @@ from ._data import ClosedOver, Hindrance
 from ._text import grouped, shortened
 
 
-def batch_axes(decision: Decision, axes: Mapping[str, int]) -> tuple[str, ...]:
+def batch_axes(decision: Decision) -> tuple[str, ...]:
     """The axes that the batch is split over."""
-    return used_axes(split_axes(decision.program, decision.strategy.batch, axes), axes)
+    over = split_axes(decision.program, decision.batch_axes, decision.sizes)
+    return used_axes(over, decision.sizes)
 
 
-def batch_sentences(decision: Decision, axes: Mapping[str, int], others: Mapping[str, int]) -> str:
+def batch_sentences(decision: Decision, others: Mapping[str, int]) -> str:
     """What happens to the batch, and to arrays in it that are not rows; empty without one."""
-    sentence = _sentence(decision, axes)
+    sentence = _sentence(decision)
     if not others:
         return sentence
     by_size = grouped(others, others.__getitem__)
@@ -51,17 +47,16 @@ def batch_sizes(decision: Decision) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def _sentence(decision: Decision, axes: Mapping[str, int]) -> str:
+def _sentence(decision: Decision) -> str:
     """What happens to the batch, and why if it is unusual."""
     batch = decision.program.batch
     if not batch.given:
         return ""
     if batch.sets:
-        return _split_sentence(decision, axes)
-    strategy = decision.strategy
-    wanted = used_axes(strategy.batch, axes)
-    used = batch_axes(decision, axes)  # those of them over which the rows divide
-    over = f"{' x '.join(wanted)} = {parts(wanted, axes)}"
+        return _split_sentence(decision)
+    wanted = used_axes(decision.batch_axes, decision.sizes)
+    used = batch_axes(decision)  # those of them over which the rows divide
+    over = f"{' x '.join(wanted)} = {parts(wanted, decision.sizes)}"
     split = "replicated"
     if used:
         split = f"split over {_listed(used)}"
@@ -73,14 +68,14 @@ def _sentence(decision: Decision, axes: Mapping[str, int]) -> str:
             f"A batch of {_sizes(decision)} does not divide over {over}, so its sequences are "
             f"split over {_listed(used)}. Attention gathers keys and values."
         )
-    if "model" in strategy.batch:
+    if "model" in decision.batch_axes:
         return f"Data parallelism over {_listed(used)}: tensor parallelism would cost more."
-    if "fsdp" in strategy.model:
+    if "fsdp" in decision.model_axes:
         alone = "every device has the full batch"
         if used:
             alone = "the batch is split over data alone"
         why = "The batch is small for this model"
-        if is_fsdp_possible(decision.program, axes):
+        if is_fsdp_possible(decision.program, decision.sizes):
             why = "FSDP would need more memory than the devices have"
         return f"{why}, so fsdp is used for tensor parallelism as well, and {alone}.{unsplit}"
     if not wanted:
@@ -90,12 +85,12 @@ def _sentence(decision: Decision, axes: Mapping[str, int]) -> str:
     return f"A batch of {_sizes(decision)} does not divide over {over}, so it is {split}.{unsplit}"
 
 
-def split_examples(decision: Decision, axes: Mapping[str, int]) -> dict[str, str]:
+def split_examples(decision: Decision) -> dict[str, str]:
     """The axes that examples are split over along dimensions of their own, and what that is."""
     program = decision.program
     if not program.batch.sets:
         return {}
-    along_sequence = is_sequence(program, example_parts(program.batch.split, axes))
+    along_sequence = is_sequence(program, example_parts(program.batch.split, decision.sizes))
     use = "context parallel" if along_sequence else "domain parallel"
     uses: dict[str, str] = {}
     for over, places in program.batch.split:
@@ -105,7 +100,7 @@ def split_examples(decision: Decision, axes: Mapping[str, int]) -> dict[str, str
     return uses
 
 
-def _split_sentence(decision: Decision, axes: Mapping[str, int]) -> str:
+def _split_sentence(decision: Decision) -> str:
     """Along which dimensions a batch is split, over which axes."""
     arrays = decision.program.batch_arrays
     texts = []
@@ -117,7 +112,7 @@ def _split_sentence(decision: Decision, axes: Mapping[str, int]) -> str:
         for d in sorted(by_dim):
             sizes = sorted(by_dim[d], reverse=True)
             along.append(f"dimension {d} ({_with_commas(sizes)})")
-        texts.append(f"along {_listed(along)} over {_listed(used_axes(over, axes))}")
+        texts.append(f"along {_listed(along)} over {_listed(used_axes(over, decision.sizes))}")
     _, places = decision.program.batch.split[0]
     first, _ = places[0]
     rows = arrays[first].shape[0]
@@ -170,12 +165,10 @@ class Set:
     reason: Reason
 
 
-def _find_sets(
-    leaves: Sequence[Leaf], decision: Decision, axes: Mapping[str, int]
-) -> dict[int, Set]:
+def _find_sets(leaves: Sequence[Leaf], decision: Decision) -> dict[int, Set]:
     """For each class of tensor-parallel dimensions its arrays; layers alike share a set."""
     arrays = list(zip(leaves, decision.program.parameters, decision.computed, strict=True))
-    for place, (constant, value, d) in enumerate(constant_dims(decision)):
+    for place, (constant, value, d) in enumerate(decision.constants):
         path = (f"closed over {constant.name}",)
         leaf = Leaf(len(leaves) + place, path, constant.shape, constant.dtype)
         arrays.append((leaf, value, d))
@@ -184,7 +177,7 @@ def _find_sets(
         if d is not None:
             root = decision.classes[value.dims[d]]
             members.setdefault(root, []).append((leaf, d))
-    over = " x ".join(used_axes(decision.strategy.model, axes))
+    over = " x ".join(used_axes(decision.model_axes, decision.sizes))
     sets: dict[int, Set] = {}
     for roots in grouped(members, lambda root: _relative(members[root])).values():
         alike = _set([members[root] for root in roots], over)
@@ -243,19 +236,13 @@ class Reasons:
 
     leaves: Sequence[Leaf]
     decision: Decision
-    axes: Mapping[str, int]
     sets: Mapping[int, Set]
     indivisible_links: Mapping[int, int]
 
     @property
     def over(self) -> tuple[str, ...]:
         """The axes of tensor parallelism with more than one device."""
-        return used_axes(self.decision.strategy.model, self.axes)
-
-    @property
-    def n(self) -> int:
-        """The number of devices of these axes."""
-        return parts(self.over, self.axes)
+        return used_axes(self.decision.model_axes, self.decision.sizes)
 
     def computed(self, place: int, d: int) -> Reason:
         """The reason for an array that is tensor-parallel along dimension `d`."""
@@ -264,8 +251,9 @@ class Reasons:
 
     def not_computed(self, place: int) -> str:
         """Why an array is not tensor-parallel; empty where nothing is."""
-        if self.n == 1 or "model" in self.decision.strategy.batch:
-            return self.indivisible(place, self.n)
+        n = self.decision.n
+        if n == 1 or "model" in self.decision.batch_axes:
+            return self.indivisible(place, n)
         indivisible = self.indivisible(place, 2)
         if not indivisible:
             return "tensor parallelism would cost more"
@@ -304,18 +292,18 @@ class Reasons:
             if d == self.decision.computed[place]:
                 continue
             inner = self.indivisible_links.get(self.decision.classes[node], 0)
-            if size % self.n:
+            if size % self.decision.n:
                 inner = size
             dims.append((d, size, inner))
         return dims
 
     def not_stored(self, place: int) -> str:
         """Why an array is not FSDP-sharded either."""
-        sizes = [size for _, _, size in self._dims(place)]
-        largest = max(sizes, default=0)
+        largest = max((size for _, _, size in self._dims(place)), default=0)
         if not largest:
             return "it has no dimension that can be sharded"
-        axis = min(used_axes(("fsdp", "model"), self.axes), key=self.axes.__getitem__)
+        sizes = self.decision.sizes
+        axis = min(used_axes(("fsdp", "model"), sizes), key=sizes.__getitem__)
         return self._does_not_divide(largest, (axis,))
 
     def _dims(self, place: int) -> list[tuple[int, int, int]]:
@@ -330,14 +318,14 @@ class Reasons:
         return dims
 
     def _does_not_divide(self, size: int, over: Sequence[str]) -> str:
-        n = parts(over, self.axes)
+        n = parts(over, self.decision.sizes)
         devices = f"{' x '.join(over)} = {n}"
         if len(over) == 1:
             devices = f"{over[0]}={n}"
         return f"{size} does not divide over {devices} ({multiples_near(size, n)} would)"
 
 
-def find_reasons(leaves: Sequence[Leaf], decision: Decision, axes: Mapping[str, int]) -> Reasons:
+def find_reasons(leaves: Sequence[Leaf], decision: Decision) -> Reasons:
     classes, graph = decision.classes, decision.program.graph
     links: dict[int, int] = {}
     for a, b in graph.links:
@@ -346,13 +334,13 @@ def find_reasons(leaves: Sequence[Leaf], decision: Decision, axes: Mapping[str, 
             is_indivisible = not classes.divides(linked) and graph.sizes[linked] > 1
             if classes.divides(node) and is_indivisible:
                 links.setdefault(classes[node], graph.sizes[linked])
-    return Reasons(leaves, decision, axes, _find_sets(leaves, decision, axes), links)
+    return Reasons(leaves, decision, _find_sets(leaves, decision), links)
 
 
 def hindrances(reasons: Reasons) -> tuple[Hindrance, ...]:
     """For tensor-parallel arrays, the sizes that rule out another dimension."""
     split = [place for place, d in enumerate(reasons.decision.computed) if d is not None]
-    by_reason = grouped(split, lambda place: reasons.indivisible(place, reasons.n))
+    by_reason = grouped(split, lambda place: reasons.indivisible(place, reasons.decision.n))
     entries = []
     for why, places in by_reason.items():
         if why:
@@ -363,7 +351,7 @@ def hindrances(reasons: Reasons) -> tuple[Hindrance, ...]:
 
 def closed_over(reasons: Reasons) -> tuple[ClosedOver, ...]:
     """The large arrays that the function closes over, which are in no state."""
-    split = {constant for constant, _, d in constant_dims(reasons.decision) if d is not None}
+    split = {constant for constant, _, d in reasons.decision.constants if d is not None}
     arrays = []
     for constant in reasons.decision.program.constants:
         if constant.bytes < LARGE_CONSTANT:

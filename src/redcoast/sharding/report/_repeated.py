@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from .._mesh_axes import parts
+from ..program._batch import OF_PARAMETERS, REPLICATED, WITH_BATCH, reasons_against
+from ..program._classes import Classes
 from ..program._graph import Work
-from ..solver._batch import OF_PARAMETERS, REPLICATED, WITH_BATCH, reasons_against
-from ..solver._classes import Classes
+from ..program._program import Program
 from ..solver._memory import arithmetic, sharing
-from ..solver._strategy import Program, batch_of, parts
 from ._data import Repeated
 from ._reasons import Reasons
 from ._text import grouped, shortened
@@ -18,16 +19,16 @@ _LITTLE = 0.05
 
 def repeated(reasons: Reasons) -> tuple[Repeated, ...]:
     """The arithmetic that every device does, the most first."""
-    decision, axes = reasons.decision, reasons.axes
-    if parts(tuple(axes), axes) == 1:
+    decision = reasons.decision
+    if parts(tuple(decision.sizes), decision.sizes) == 1:
         return ()
     program = decision.program
-    devices_sharing = sharing(decision, axes)
+    devices_sharing = sharing(decision)
     undivided = [work for work in program.graph.works if devices_sharing(work.dims) == 1]
-    least = _LITTLE * arithmetic(decision, axes).per_device
+    least = _LITTLE * arithmetic(decision).per_device
     if _flops(undivided) <= least:
         return ()
-    count = batch_of(decision, axes).count
+    count = decision.batch.count
     why = partial(_no_rows, reasons)
     if count > 1:
         why = _rows_reason(program, count)
@@ -65,7 +66,7 @@ def _no_rows(reasons: Reasons, work: Work) -> str:
     if program.batch.given:
         batch = "the batch is not split"
     places = _places(program, work)
-    if not places or reasons.n == 1:
+    if not places or reasons.decision.n == 1:
         return batch
     why = reasons.not_computed(places[0])
     if not why:

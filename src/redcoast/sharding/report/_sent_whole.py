@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from math import prod
 
 from ...core._frames import own_line
+from .._mesh_axes import parts, used_axes
 from ..program._graph import Asked, Dims, Source, Value
-from ..solver._batch_dims import BatchDims
 from ..solver._hardware import all_gather, all_reduce
-from ..solver._strategy import Decision, any_tensor_parallel, batch_of, parts, used_axes
+from ..solver._strategy import Decision
+from ..tree._overrides import axes_of_spec
 from ._sent import Axes, Sent
 from ._text import scaled
 
@@ -24,38 +25,38 @@ Sizes = Mapping[str, int]
 Spec = Sequence[Axes]  # the axes of each dimension
 
 
-def sent_to_hosts(decision: Decision, axes: Sizes) -> Iterator[Sent]:
+def sent_to_hosts(decision: Decision) -> Iterator[Sent]:
     """What functions on the host receive and return, but for gathers over tensor-parallel axes."""
-    batch = batch_of(decision, axes)
-    rows = used_axes(decision.strategy.batch, axes)
-    everyone = used_axes(tuple(axes), axes)
+    sizes = decision.sizes
+    rows = used_axes(decision.batch_axes, sizes)
+    everyone = used_axes(tuple(sizes), sizes)
     for call in decision.program.graph.host_calls:
         values = (*call.operands, *call.results)
-        sharded = any(any_tensor_parallel(decision, value.dims) for value in values)
+        sharded = any(decision.is_parallel(value.dims) for value in values)
         if call.is_inside and not sharded:
             continue  # each device calls it for its own rows
         cause = "functions on the host: what they receive and return"
         for value in call.operands:
-            size = all_gather(batch.parts(value.dims), value.bytes) * call.times
+            size = all_gather(decision.batch.parts(value.dims), value.bytes) * call.times
             yield Sent(rows, "activations", cause, size, call.source)
         for value in call.results:
-            size = all_reduce(parts(everyone, axes), value.bytes) * call.times
+            size = all_reduce(parts(everyone, sizes), value.bytes) * call.times
             yield Sent(everyone, "activations", cause, size, call.source)
 
 
-def sent_as_asked(decision: Decision, axes: Sizes) -> Iterator[Sent]:
+def sent_as_asked(decision: Decision) -> Iterator[Sent]:
     """What is sent to reach the shardings that the program itself asks for."""
-    for asked, change in _changes(decision, axes):
-        over = used_axes(tuple(axis for entry in change.before for axis in entry), axes)
+    for asked, change in _changes(decision):
+        over = used_axes(axes_of_spec(change.before), decision.sizes)
         cause = "shardings that the program asks for"
         yield Sent(over, "activations", cause, change.sent * asked.times, asked.source)
 
 
-def find_gathered_whole(decision: Decision, axes: Sizes) -> tuple[str, ...]:
+def find_gathered_whole(decision: Decision) -> tuple[str, ...]:
     """Sentences on the lines at which every device sends all that it has of an array."""
     texts: list[str] = []
     sizes: Counter[str] = Counter()
-    for sent in sent_to_hosts(decision, axes):
+    for sent in sent_to_hosts(decision):
         sizes[_line(sent.source)] += round(sent.bytes)
     for line, size in sizes.most_common():
         if size:
@@ -64,7 +65,7 @@ def find_gathered_whole(decision: Decision, axes: Sizes) -> tuple[str, ...]:
                 f"`eqx.error_if`. It runs for one device: each device sends {scaled(size)} in a "
                 "step, since operands are gathered there and results are sent to all devices."
             )
-    for asked, change in _changes(decision, axes):
+    for asked, change in _changes(decision):
         if change.gathers_all:
             texts.append(
                 f"{_line(asked.source)} asks for a sharding that the compiler cannot reach step by "
@@ -91,19 +92,19 @@ class _Change:
     gathers_all: bool
 
 
-def _changes(decision: Decision, axes: Sizes) -> Iterator[tuple[Asked, _Change]]:
-    batch = batch_of(decision, axes)
+def _changes(decision: Decision) -> Iterator[tuple[Asked, _Change]]:
+    sizes = decision.sizes
     known: dict[Dims, Spec] = {}  # what the program has asked for
     for asked in decision.program.graph.asked:
         dims = asked.value.dims
-        before = known.get(dims) or _planned(asked.value, decision, batch, axes)
+        before = known.get(dims) or _planned(asked.value, decision)
         after: list[Axes] = []
         for now, wanted in zip(before, asked.axes, strict=True):
             if wanted is None:
                 wanted = now
-            after.append(used_axes(wanted, axes))
+            after.append(used_axes(wanted, sizes))
         known[dims] = after
-        yield asked, _change(asked, before, after, axes)
+        yield asked, _change(asked, before, after, sizes)
 
 
 def _change(asked: Asked, before: Spec, after: Spec, axes: Sizes) -> _Change:
@@ -141,16 +142,16 @@ def _is_permuted(before: Axes, after: Axes) -> bool:
     return before[:common] != after[:common]
 
 
-def _planned(value: Value, decision: Decision, batch: BatchDims, axes: Sizes) -> list[Axes]:
+def _planned(value: Value, decision: Decision) -> list[Axes]:
     """The axes that each dimension is split over, each axis once."""
     entries: list[Axes] = []
     taken: set[str] = set()
     for node in value.dims:
-        split, over = batch.set_of(node), ()
+        split, over = decision.batch.set_of(node), ()
         if split is not None:
-            over = used_axes(split.axes, axes)
-        elif any_tensor_parallel(decision, (node,)):
-            over = used_axes(decision.strategy.model, axes)
+            over = used_axes(split.axes, decision.sizes)
+        elif decision.is_chosen(node):
+            over = used_axes(decision.model_axes, decision.sizes)
         if not taken.isdisjoint(over):
             over = ()
         taken.update(over)

@@ -16,9 +16,9 @@ import numpy as np
 
 from ...core._pytree import join, show_path
 from ..operations._rule_table import HOMOGENEOUS
+from ..program._batch_dims import Examples, find_examples
 from ..program._facts import Facts, Operation, follow_facts
-from ..solver._batch_dims import BatchDims
-from ..solver._strategy import Program, batch_dims
+from ..program._program import Program
 
 
 @dataclass(frozen=True)
@@ -40,41 +40,16 @@ Growths = Sequence[_Growth]
 _UNKNOWN = _Growth(None)
 
 
-@dataclass(frozen=True)
-class _Examples:
-    batch: BatchDims
-    size: int  # the number of examples
-
-    def apart(self, operation: Operation) -> bool:
-        """Whether the examples of an operand are divided into several dimensions."""
-        for value in operation.operands:
-            if value is None:
-                continue
-            for node, size in zip(value.dims, value.shape, strict=True):
-                if self.batch.has(node) and 1 < size < self.size:
-                    return True
-        return False
-
-    def divides(self, x: float | None) -> bool:
-        """Whether a number is the number of examples or a multiple, as the number of elements."""
-        if x is None or not math.isfinite(x) or abs(x) < self.size:
-            return False
-        return math.isclose(x / self.size, round(x / self.size), rel_tol=1e-5)
-
-
 def find_sums(program: Program) -> dict[str, str]:
     """The scalar results that are sums over examples, by path, with lines of the user's code."""
     traced, scope = program.traced, program.scope
-    if not program.batch.given:
+    examples = find_examples(program)
+    if examples is None:
         return {}
-    size = program.graph.sizes[program.batch.given[0]]
-    if size < 2:
-        return {}
-    examples = _Examples(batch_dims(program, 1), size)
     inputs: list[_Growth] = []
     for place, var in enumerate(scope.jaxpr.invars):
         in_batch = traced.arrays <= place < traced.arrays + traced.batch
-        has_rows = any(map(examples.batch.has, scope.values[var].dims))
+        has_rows = any(map(examples.has, scope.values[var].dims))
         growth = _Growth()
         if in_batch and not has_rows:
             growth = _UNKNOWN  # it may be anything, such as the number of tokens
@@ -111,7 +86,35 @@ def _is_zero(operation: Operation) -> bool:
     return stop is not None and stop.primitive.name == "stop_gradient" and stop.invars[0] is x
 
 
-def _growth(examples: _Examples, operation: Operation, operands: Growths) -> _Growth:
+def _sums_over(examples: Examples, operation: Operation) -> bool:
+    """Whether an operation that sums does so over examples."""
+    assert operation.rule is not None
+    for _, node, dimension in operation.dimensions():
+        if examples.has(node) and dimension[0] in operation.rule.reduced:
+            return True
+    return False
+
+
+def _are_apart(examples: Examples, operation: Operation) -> bool:
+    """Whether the examples of an operand are divided into several dimensions."""
+    for value in operation.operands:
+        if value is None:
+            continue
+        for node, size in zip(value.dims, value.shape, strict=True):
+            if examples.has(node) and 1 < size < examples.count:
+                return True
+    return False
+
+
+def _is_count(examples: Examples, x: float | None) -> bool:
+    """Whether a number is the number of examples or a multiple, as the number of elements."""
+    if x is None or not math.isfinite(x) or abs(x) < examples.count:
+        return False
+    multiple = x / examples.count
+    return math.isclose(multiple, round(multiple), rel_tol=1e-5)
+
+
+def _growth(examples: Examples, operation: Operation, operands: Growths) -> _Growth:
     """How the results of an operation grow."""
     name, rule = operation.name, operation.rule
     if getattr(operation.equation.outvars[0].aval, "dtype", None) == np.bool_:
@@ -126,11 +129,8 @@ def _growth(examples: _Examples, operation: Operation, operands: Growths) -> _Gr
         return _product(examples, *operands)
     result = _largest(operands)
     if rule is not None and rule.sums:
-        sums = any(
-            examples.batch.has(node) and dimension[0] in rule.reduced
-            for _, node, dimension in operation.dimensions()
-        )
-        if sums and (rule.writes is not None or examples.apart(operation)):
+        sums = _sums_over(examples, operation)
+        if sums and (rule.writes is not None or _are_apart(examples, operation)):
             return _UNKNOWN
         if rule.writes is not None:
             return replace(result, number=None)
@@ -158,9 +158,9 @@ def _largest(operands: Growths) -> _Growth:
     return _Growth(most.degree, number, is_divided, most.line)
 
 
-def _quotient(examples: _Examples, over: _Growth, under: _Growth) -> _Growth:
+def _quotient(examples: Examples, over: _Growth, under: _Growth) -> _Growth:
     """How the quotient of two values of known degree grows."""
-    by_count = examples.divides(under.number)
+    by_count = _is_count(examples, under.number)
     degree = (over.degree or 0) - (under.degree or 0)
     if by_count and degree > 0:
         return replace(over, degree=degree - 1, number=None)
@@ -173,11 +173,11 @@ def _quotient(examples: _Examples, over: _Growth, under: _Growth) -> _Growth:
     return _Growth(max(degree, 0), number, divided, over.line)
 
 
-def _product(examples: _Examples, a: _Growth, b: _Growth) -> _Growth:
+def _product(examples: Examples, a: _Growth, b: _Growth) -> _Growth:
     """How the product of two values of known degree grows."""
     # A product with 1 / n is a quotient.
     for factor, other in ((a, b), (b, a)):
-        if factor.number and examples.divides(1 / factor.number):
+        if factor.number and _is_count(examples, 1 / factor.number):
             return _quotient(examples, other, _Growth(number=1 / factor.number))
     if 0 in (a.number, b.number):
         return _Growth(number=0.0)

@@ -1,28 +1,20 @@
 """The estimated communication of a plan, by mesh axis and by cause."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
 
 from ...distributed._mesh import PIPE
+from .._mesh_axes import parts, used_axes
 from ..program._graph import Source
-from ..solver._batch_dims import BatchDims
+from ..program._program import Staged
 from ..solver._cost import gathers
 from ..solver._figures import Pipelining
 from ..solver._hardware import Hardware, all_gather, all_reduce
 from ..solver._planned_collectives import of_batch, of_model
-from ..solver._strategy import (
-    Decision,
-    Staged,
-    any_tensor_parallel,
-    batch_gathers,
-    batch_of,
-    parts,
-    stored,
-    used_axes,
-)
+from ..solver._strategy import Decision, batch_gathers, stored
 from ..tree._leaf_plans import LeafPlan
 from ..tree._overrides import spec_axes
 from ._data import Traffic, TrafficKind
@@ -36,14 +28,14 @@ Cause = tuple[Axes, TrafficKind, str]
 
 def all_sent(plans: Sequence[LeafPlan], reasons: Reasons, hardware: Hardware) -> list[Sent]:
     """What each device communicates in a step."""
-    decision, axes = reasons.decision, reasons.axes
+    decision = reasons.decision
     entries = list(_of_program(reasons, hardware))
     if decision.program.staged is not None:
         entries = _of_one_stage(entries, decision.program.staged, reasons, hardware)
-    entries += _gathers(plans, decision, axes)
-    entries += sent_to_hosts(decision, axes)
-    entries += sent_as_asked(decision, axes)
-    entries += _between_stages(decision, axes)
+    entries += _gathers(plans, decision)
+    entries += sent_to_hosts(decision)
+    entries += sent_as_asked(decision)
+    entries += _between_stages(decision)
     return entries
 
 
@@ -91,47 +83,46 @@ def traffic(entries: Iterable[Sent]) -> tuple[Traffic, ...]:
 
 
 def _of_program(reasons: Reasons, hardware: Hardware) -> Iterator[Sent]:
-    batch = batch_of(reasons.decision, reasons.axes)
-    yield from _tensor_parallel(reasons, batch, hardware)
-    yield from _over_batch(reasons, batch, hardware)
+    yield from _tensor_parallel(reasons, hardware)
+    yield from _over_batch(reasons, hardware)
 
 
-def _between_stages(decision: Decision, axes: Mapping[str, int]) -> Iterator[Sent]:
+def _between_stages(decision: Decision) -> Iterator[Sent]:
     staged = decision.program.staged
     if staged is None:
         return
     cause = "from each stage of the pipeline to the next, and back"
-    yield Sent((PIPE,), "activations", cause, sent_between(decision, axes))
+    yield Sent((PIPE,), "activations", cause, sent_between(decision))
     # The results of the last stage go to all stages, and the gradients of the first stage's.
-    shards = batch_of(decision, axes).count
+    shards = decision.batch.count
     gradients = staged.returned * staged.ticks / staged.microbatches
     size = all_reduce(staged.stages, (staged.carried + gradients) / shards)
     cause = "what enters and leaves the pipeline, on all stages"
     yield Sent((PIPE,), "activations", cause, size)
 
 
-def sent_between(decision: Decision, axes: Mapping[str, int]) -> float:
+def sent_between(decision: Decision) -> float:
     """Bytes that a device sends to the next stage in a step, and back."""
     staged = decision.program.staged
     assert staged is not None
-    shards = batch_of(decision, axes).count
+    shards = decision.batch.count
     return (staged.carried + staged.returned) / shards * staged.ticks / staged.microbatches
 
 
-def pipelining(decision: Decision, axes: Mapping[str, int]) -> Pipelining | None:
+def pipelining(decision: Decision) -> Pipelining | None:
     """How the program runs as a pipeline, if it does."""
     staged = decision.program.staged
     if staged is None:
         return None
-    sent = round(sent_between(decision, axes))
+    sent = round(sent_between(decision))
     return Pipelining(staged.stages, staged.layers, staged.microbatches, staged.bubble, sent)
 
 
-def _tensor_parallel(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Iterator[Sent]:
+def _tensor_parallel(reasons: Reasons, hardware: Hardware) -> Iterator[Sent]:
     """All-reduces of sums over tensor-parallel dimensions, and all-gathers after them."""
     decision = reasons.decision
     graph, classes = decision.program.graph, decision.classes
-    for collective in of_model(graph, classes, batch, reasons.n, hardware):
+    for collective in of_model(graph, classes, decision.batch, decision.n, hardware):
         if collective.root not in decision.chosen:
             continue
         # Overrides may shard two dimensions of an array, of which one counts.
@@ -144,10 +135,10 @@ def _tensor_parallel(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> 
         yield Sent(reasons.over, "activations", cause, collective.bytes, collective.source)
 
 
-def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Iterator[Sent]:
+def _over_batch(reasons: Reasons, hardware: Hardware) -> Iterator[Sent]:
     """Sums over the batch, and all-gathers of it."""
-    decision, graph = reasons.decision, reasons.decision.program.graph
-    spread = used_axes(decision.strategy.batch, reasons.axes)
+    decision = reasons.decision
+    spread = used_axes(decision.batch_axes, decision.sizes)
     of_tokens = decision.program.batch.sequence
     what = "batch"
     if of_tokens:
@@ -170,11 +161,12 @@ def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Itera
         causes["moved"] = "parts of examples, which other devices need"
     elif of_tokens:
         causes |= dict.fromkeys(("written", "compared"), "all-gathers of keys and values")
-    stored_over = stored(decision.strategy, reasons.axes)
-    for collective in of_batch(graph, batch, stored_over, hardware):
+    stored_over = stored(decision.batch_axes, decision.sizes)
+    graph = decision.program.graph
+    for collective in of_batch(graph, decision.batch, stored_over, hardware):
         size = collective.bytes
-        if any_tensor_parallel(decision, collective.dims):
-            size = size / reasons.n
+        if decision.is_parallel(collective.dims):
+            size = size / decision.n
         others = f"sums over the {what}, {_way(collective.backward)}"
         cause = causes.get(collective.cause, others)
         kind: TrafficKind = "activations"
@@ -182,7 +174,7 @@ def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Itera
             kind = "gradients"
         yield Sent(spread, kind, cause, size, collective.source)
     cause = "all-gathers of the batch, which is given split over fsdp too"
-    size = batch_gathers(decision.program, decision.strategy, reasons.axes)
+    size = batch_gathers(decision.program, decision.batch_axes, decision.sizes)
     yield Sent(("fsdp",), "activations", cause, size)
 
 
@@ -190,11 +182,9 @@ def _way(backward: bool) -> str:
     return "backward" if backward else "forward"
 
 
-def _gathers(
-    plans: Sequence[LeafPlan], decision: Decision, axes: Mapping[str, int]
-) -> Iterator[Sent]:
+def _gathers(plans: Sequence[LeafPlan], decision: Decision) -> Iterator[Sent]:
     """FSDP-sharded arrays are all-gathered, over the axes of their storage alone."""
-    program = decision.program
+    program, axes = decision.program, decision.sizes
     layered = frozenset[int]()
     if program.staged is not None:
         layered = program.staged.layered

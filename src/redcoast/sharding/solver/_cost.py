@@ -12,9 +12,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...core._control_flow import Call, CallKind, Scan, While, control_flow
+from ..program._batch_dims import BatchDims
+from ..program._classes import Classes
 from ..program._graph import Dims, Graph, Value
-from ._batch_dims import BatchDims
-from ._classes import Classes
 from ._hardware import Hardware, all_gather
 from ._planned_collectives import PlannedCollective, of_batch, of_model
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from jax.extend.core import JaxprEqn, Var
 
 from ..operations._rule_table import CUMULATIVE
+from ..program._batch_dims import BatchDims
 from ..program._graph import Graph, Move
-from ._batch_dims import BatchDims
 from ._hardware import all_gather, all_reduce
 
 # The parts of its operand that a device sends for a slice that is split again, and of each operand

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...core._jaxpr import struct_of
+from ..program._batch_dims import BatchDims
+from ..program._classes import Classes
 from ..program._graph import BatchConflict, Dims, Graph, Halo, PartialSum, Reshard, Source, Value
-from ._batch_dims import BatchDims
-from ._classes import Classes
 from ._hardware import Hardware, all_gather, all_reduce
 from ._moved_rows import moved_rows
 

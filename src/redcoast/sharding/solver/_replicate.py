@@ -1,13 +1,15 @@
 """Replicates arrays whose sharding over `model` only saves memory, if there is enough memory."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from ...distributed._mesh import BATCH_AXES
+from .._mesh_axes import parts
 from ..tree._leaf_plans import OVERRIDE, LeafPlan
 from ..tree._overrides import spec_axes, spec_parts
 from ._memory import FILLED, estimate_memory
-from ._strategy import DEFAULT, Decision, computed_dims, parts
+from ._strategy import Decision
 
 # The part of the free memory that replicated arrays may use. Programs for accelerators used up to
 # 1.4 times the estimate (experiments/benchmarks/meshes.py), and must still fit.
@@ -17,7 +19,6 @@ _FRACTION = 0.25
 def replicate(
     plans: Sequence[LeafPlan],
     decision: Decision,
-    axes: Mapping[str, int],
     memory: int | float,
     state_bytes: int,
 ) -> tuple[Decision, frozenset[int]]:
@@ -28,10 +29,10 @@ def replicate(
     smallest are replicated first, as long as all of them use a small part of the free memory. If
     the batch is sharded, none are replicated, because their gradients would be larger.
     """
-    batch = parts(decision.strategy.batch, axes)
-    if decision.strategy != DEFAULT or axes["model"] == 1 or batch > 1:
+    axes = decision.sizes
+    if decision.batch_axes != BATCH_AXES or parts(BATCH_AXES, axes) > 1 or axes["model"] == 1:
         return decision, frozenset()
-    used = estimate_memory(plans, decision, axes, state_bytes).total
+    used = estimate_memory(plans, decision, state_bytes).total
     left = _FRACTION * (FILLED * memory - used)
     parameters = decision.program.parameters
     trained_bytes = sum(value.grad * value.bytes for value in parameters)
@@ -59,9 +60,7 @@ def replicate(
         d = decision.computed[place]
         if d is not None:
             dropped.add(decision.classes[parameters[place].dims[d]])
-    chosen = decision.chosen - dropped
-    computed = computed_dims(decision.program, decision.classes, chosen)
-    return replace(decision, chosen=chosen, computed=computed), frozenset(replicated)
+    return replace(decision, chosen=decision.chosen - dropped), frozenset(replicated)
 
 
 def _memory_only(plans: Sequence[LeafPlan], decision: Decision) -> list[list[int]]:

@@ -13,11 +13,14 @@ from itertools import chain, combinations
 from jax.sharding import PartitionSpec as P
 
 from ...core._sequence_parts import divided_into
+from ...distributed._mesh import BATCH_AXES
+from .._mesh_axes import parts, used_axes
+from ..program._batch import BatchNodes, Split, SplitSet
+from ..program._batch_dims import batch_dims
+from ..program._classes import Classes
 from ..program._graph import Graph
+from ..program._program import Program
 from ..tree._overrides import spec_axes
-from ._batch import BatchNodes, Split, SplitSet
-from ._classes import Classes
-from ._strategy import DEFAULT, Program, batch_dims, parts, used_axes
 
 # The axes of a mesh that examples may be split over, those of a batch first.
 _AXES = ("data", "fsdp", "model")
@@ -245,7 +248,7 @@ def candidates_of_two(traced: Traces, sizes: Mapping[str, int]) -> Iterator[Prog
 
 def _axes(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     """The axes of a batch, and all axes, without those of size 1."""
-    of_batch, of_all = used_axes(DEFAULT.batch, sizes), used_axes(_AXES, sizes)
+    of_batch, of_all = used_axes(BATCH_AXES, sizes), used_axes(_AXES, sizes)
     return [axes for axes in dict.fromkeys((of_batch, of_all)) if axes]
 
 

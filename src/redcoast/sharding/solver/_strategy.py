@@ -1,90 +1,77 @@
 """Decides which dimensions of a tree's arrays to shard, from the program that uses them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import prod
 
-from ...core._control_flow import open_jaxpr
 from ...distributed._mesh import BATCH_AXES
-from ..program._constants import Constant, find_constants
-from ..program._graph import Cursor, Graph, Source, Value
-from ..program._remat import Region
-from ..program._shared_programs import once
-from ..program._trace import Traced
-from ..program._walk import Scope, walk
-from ._batch import BatchNodes, find_batch
-from ._batch_dims import BatchDims, SplitNodes
-from ._classes import Classes, conflicts, splittable
-from ._cost import Axes, Parameter, Prices, group, price
+from .._mesh_axes import parts
+from ..program._batch_dims import BatchDims, batch_dims, batch_over, split_axes
+from ..program._classes import Classes, conflicts, splittable
+from ..program._constants import Constant
+from ..program._graph import Graph, Value
+from ..program._program import Program
+from ._cost import Axes, Parameter, Prices, Seconds, group, price
 from ._eliminate import search_groups
 from ._hardware import Hardware, all_gather
 
 
 @dataclass(frozen=True)
-class Program:
-    """The graph and values of a traced function.
+class Decision:
+    """Which dimensions of a program are sharded over which axes of a mesh.
 
-    `parameters` are the values of the tree, `batch_arrays` those of the batch, and `examples` the
-    batch's arrays of rows.
+    The batch is split over `batch_axes`, if it divides, and the classes that are `chosen` over
+    `model_axes`. `sizes` are those of all axes. `cost` is the time of a step in parts, and
+    `seconds` the sum of them, with what overlaps.
     """
 
-    traced: Traced
-    graph: Graph
-    scope: Scope
-    parameters: tuple[Value, ...]
-    batch_arrays: tuple[Value, ...]
-    examples: tuple[Value, ...]
-    batch: BatchNodes
-    constants: tuple[Constant, ...] = ()  # arrays that the function closes over
-    staged: "Staged | None" = None  # if it runs as a pipeline
+    program: Program
+    sizes: Mapping[str, int]
+    batch_axes: tuple[str, ...]
+    model_axes: tuple[str, ...]
+    classes: Classes
+    chosen: frozenset[int]
+    cost: Seconds
+    seconds: int | float
+
+    @property
+    def n(self) -> int:
+        """The number of devices that the chosen classes are sharded over."""
+        return parts(self.model_axes, self.sizes)
 
     @cached_property
-    def owned(self) -> frozenset[int]:
-        """The dimensions of parameters and of large constants, along which no example is split."""
-        values = (*self.parameters, *(value for _, value in self.planned))
-        return frozenset(node for value in values for node in value.dims)
+    def batch(self) -> BatchDims:
+        """The dimensions that are sharded with the batch."""
+        return batch_over(self.program, self.batch_axes, self.sizes)
+
+    @cached_property
+    def computed(self) -> tuple[int | None, ...]:
+        """The tensor-parallel dimension of each array of the tree, or None."""
+        return tuple(map(self._dimension, self.program.parameters))
 
     @property
-    def planned(self) -> list[tuple[Constant, Value]]:
-        """Large arrays that the function closes over; they can be tensor-parallel."""
-        return [(one, value) for one in self.constants if one.is_planned for value in one.values]
+    def constants(self) -> list[tuple[Constant, Value, int | None]]:
+        """The tensor-parallel dimension, or None, of each use of a planned constant."""
+        planned = self.program.planned
+        return [(constant, value, self._dimension(value)) for constant, value in planned]
+
+    def is_chosen(self, node: int) -> bool:
+        """Whether a dimension is tensor-parallel."""
+        return self.classes.divides(node) and self.classes[node] in self.chosen
+
+    def is_parallel(self, dims: Sequence[int]) -> bool:
+        """Whether an array with these dimensions is tensor-parallel."""
+        return any(map(self.is_chosen, dims))
+
+    def _dimension(self, value: Value) -> int | None:
+        for d, node in enumerate(value.dims):
+            if self.is_chosen(node):
+                return d
+        return None
 
 
 @dataclass(frozen=True)
-class Staged:
-    """How the layers of a program run as a pipeline.
-
-    `outside` is the program without what is done in its layers. `layered` are the places of the
-    arrays of layers, and `layers` the number of them in each scan. `carried` are the bytes of the
-    batch that go from stage to stage, and `returned` those that have a gradient.
-    """
-
-    outside: Program
-    stages: int
-    microbatches: int
-    layered: frozenset[int]
-    layers: tuple[int, ...]
-    carried: int
-    returned: int
-
-    @property
-    def bubble(self) -> float:
-        """The part of the time in which a stage waits for its first or after its last rows."""
-        return 1 - self.microbatches / self.ticks
-
-    @property
-    def ticks(self) -> int:
-        return self.microbatches + self.stages - 1
-
-    @property
-    def share(self) -> float:
-        """The work of one stage, in the bubble too, relative to the work of all layers."""
-        return self.ticks / self.microbatches / self.stages
-
-
-@dataclass(frozen=True)
-class Strategy:
+class _Strategy:
     """The mesh axes of the batch, and of tensor parallelism."""
 
     batch: tuple[str, ...]
@@ -93,63 +80,8 @@ class Strategy:
 
 # The second is data parallelism over all axes, cheapest with many examples. The third uses `fsdp`
 # for tensor parallelism too, where FSDP is not possible.
-DEFAULT = Strategy(BATCH_AXES, ("model",))
-OTHERS = Strategy((*BATCH_AXES, "model"), ("model",)), Strategy(("data",), ("fsdp", "model"))
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The tensor-parallel dimensions.
-
-    `computed` has the tensor-parallel dimension of each array of the tree, or None. `chosen` are
-    the classes that are sharded over `strategy.model`. `seconds` is the estimated time of a step,
-    `serial` the same if no communication hides behind arithmetic, and `communication` the part of
-    the latter for communication.
-    """
-
-    computed: tuple[int | None, ...]
-    strategy: Strategy
-    program: Program
-    classes: Classes
-    chosen: frozenset[int]
-    seconds: int | float
-    serial: int | float
-    communication: int | float
-
-
-def follow_program(
-    traced: Traced, trainable: Sequence[bool], skipped: frozenset[int] = frozenset()
-) -> Program:
-    """Follows every dimension through a traced function. Only trainable arrays have gradients.
-
-    What is done in `skipped` scans, by the `id` of their equation, is not counted.
-    """
-    return once(_follow, traced, tuple(trainable), skipped)
-
-
-def _follow(traced: Traced, trainable: Sequence[bool], skipped: frozenset[int]) -> Program:
-    # Of a loss, only the first result is differentiated.
-    places = range(len(traced.jaxpr.out_avals))
-    differentiated = tuple(not traced.trains or place == 0 for place in places)
-    used = (True,) * len(places)
-    if traced.trains and traced.moved == traced.arrays:
-        # The trained arrays of a returned model are not used.
-        used = (*used[traced.moved :], *(not trained for trained in trainable))
-    regions = Region(used), Region(differentiated, differentiated=True)
-    graph = Graph(skipped=skipped, cursor=Cursor(regions))
-    jaxpr = open_jaxpr(traced.jaxpr)
-    grads = [*trainable, *(False for _ in jaxpr.invars[traced.arrays :])]
-    pairs = zip(jaxpr.invars, grads, strict=True)
-    inputs = [graph.value(var.aval, grad=grad and traced.trains) for var, grad in pairs]
-    scope = walk(graph, traced.jaxpr, inputs)
-    parameters, rest = tuple(inputs[: traced.arrays]), inputs[traced.arrays :]
-    graph.of_parameters.update(node for value in parameters for node in value.dims)
-    given = rest[: traced.batch]
-    batch = find_batch(graph, given, rest[traced.batch :])
-    rows = (value for place, value in enumerate(given) if place not in batch.left_out)
-    examples = tuple(value for value in rows if value.dims)
-    constants = find_constants(scope)
-    return Program(traced, graph, scope, parameters, tuple(given), examples, batch, constants)
+_DEFAULT = _Strategy(BATCH_AXES, ("model",))
+_OTHERS = _Strategy((*BATCH_AXES, "model"), ("model",)), _Strategy(("data",), ("fsdp", "model"))
 
 
 def best_strategy(
@@ -170,15 +102,17 @@ def best_strategy(
     for _, value in program.planned:
         # Constants are always replicated in storage, so they are not gathered.
         parameters.append(Parameter(value, sharded=False))
-    several = all(d is None for d in forced)
-    strategies = (DEFAULT, *OTHERS) if several or program.batch.sets else (DEFAULT,)
-    first, *rest = [one for one in strategies if _applies(one, program, sizes)]
-    best = _solve(program, first, sizes, parameters, hardware, forced)
-    for strategy in rest:
+    strategies = [_DEFAULT]
+    if program.batch.sets or all(d is None for d in forced):
+        strategies += _OTHERS
+    applicable = (strategy for strategy in strategies if _applies(strategy, program, sizes))
+    best = _solve(program, next(applicable), sizes, parameters, hardware, forced)
+    for strategy in applicable:
         other = _solve(program, strategy, sizes, parameters, hardware, ())
         too_large, best_too_large = excess(other), excess(best)
         if (too_large > 0) != (best_too_large > 0):
-            best = best if too_large else other
+            if best_too_large:
+                best = other
             continue
         margin = 1e-6
         if "fsdp" in strategy.model:
@@ -189,7 +123,7 @@ def best_strategy(
         # behind arithmetic or not, since it is an estimate that it does.
         if other.seconds > best.seconds:
             continue
-        if other.serial < best.serial - margin * best.communication:
+        if other.cost.serial < best.cost.serial - margin * best.cost.communication:
             best = other
     return best
 
@@ -198,46 +132,32 @@ def is_fsdp_possible(program: Program, sizes: Mapping[str, int]) -> bool:
     """Whether a program can be trained with FSDP: it has gradients, and its batch is sharded over
     `fsdp`."""
     trains = any(value.grad for value in program.parameters)
-    return trains and "fsdp" in split_axes(program, DEFAULT.batch, sizes)
+    return trains and "fsdp" in split_axes(program, BATCH_AXES, sizes)
 
 
-def _applies(strategy: Strategy, program: Program, sizes: Mapping[str, int]) -> bool:
+def _applies(strategy: _Strategy, program: Program, sizes: Mapping[str, int]) -> bool:
     if program.batch.sets:
         if "fsdp" in strategy.model:
             return False
-        over = {axis for one in program.batch.sets for axis in one.axes}
+        over: set[str] = set()
+        for split_set in program.batch.sets:
+            over.update(split_set.axes)
         return over <= set(strategy.batch) and ("model" in over) == ("model" in strategy.batch)
     if program.batch.sequence:
-        return strategy == DEFAULT
+        return strategy == _DEFAULT
     if "model" in strategy.batch:
         return sizes["model"] > 1 and batch_dims(program, parts(strategy.batch, sizes)).is_split
-    return strategy == DEFAULT or sizes["fsdp"] > 1
+    return strategy == _DEFAULT or sizes["fsdp"] > 1
 
 
-def parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
-    """The number of devices of these axes together."""
-    return prod(sizes[axis] for axis in axes)
-
-
-def used_axes(axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Those of the axes that have more than one device."""
-    return tuple(axis for axis in axes if sizes[axis] > 1)
-
-
-def any_tensor_parallel(decision: Decision, dims: Sequence[int]) -> bool:
-    """Whether an array with these dimensions is tensor-parallel."""
-    classes = decision.classes
-    return any(classes.divides(node) and classes[node] in decision.chosen for node in dims)
-
-
-def stored(strategy: Strategy, sizes: Mapping[str, int]) -> int:
+def stored(batch_axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     """The number of devices that share the batch and each store a different shard."""
-    return parts([axis for axis in strategy.batch if axis != "data"], sizes)
+    return parts([axis for axis in batch_axes if axis != "data"], sizes)
 
 
 def _solve(
     program: Program,
-    strategy: Strategy,
+    strategy: _Strategy,
     sizes: Mapping[str, int],
     parameters: Sequence[Parameter],
     hardware: Hardware,
@@ -245,100 +165,48 @@ def _solve(
 ) -> Decision:
     graph, n = program.graph, parts(strategy.model, sizes)
     classes, batch = Classes(graph, n), batch_over(program, strategy.batch, sizes)
-    fsdp = 1 if "fsdp" in strategy.model else sizes["fsdp"]
-    axes = Axes(batch.count, fsdp, n, stored(strategy, sizes))
-    free = n > 1 and "model" not in strategy.batch
-    candidates = _candidates(program, classes, batch) if free else []
-    pairs = zip(program.parameters, forced, strict=False)
-    fixed = classes.of(value.dims[d] for value, d in pairs if d is not None)
-    fixed = fixed.intersection(candidates)
+    fsdp = sizes["fsdp"]
+    if "fsdp" in strategy.model:
+        fsdp = 1
+    axes = Axes(batch.count, fsdp, n, stored(strategy.batch, sizes))
+    candidates: list[int] = []
+    if n > 1 and "model" not in strategy.batch:
+        candidates = _candidates(program, classes, batch)
     against = conflicts(graph, classes, candidates)
-    taken = fixed.union(*(against[one] for one in fixed))
-    candidates = [one for one in candidates if one not in taken]
+    fixed = _fixed(program, classes, forced).intersection(candidates)
+    taken = fixed.union(*map(against.__getitem__, fixed))
+    candidates = [root for root in candidates if root not in taken]
     groups, price_of = _grouped(graph, classes, candidates, batch, parameters, axes)
     prices = price_of(hardware)
     picked = search_groups(prices.problem())
-    chosen = fixed.union(one for one, number in groups.items() if number in picked)
-    computed = computed_dims(program, classes, chosen)
-    seconds = prices.seconds(picked)
-    gathered = batch_gathers(program, strategy, sizes) / hardware.batch_bandwidth
-    return Decision(
-        computed,
-        strategy,
-        program,
-        classes,
-        chosen,
-        seconds.of_step(overlaps=hardware.overlaps) + gathered,
-        seconds.serial + gathered,
-        seconds.communication + gathered,
-    )
+    chosen = fixed.union(root for root, number in groups.items() if number in picked)
+    cost = prices.seconds(picked)
+    gathered = batch_gathers(program, strategy.batch, sizes) / hardware.batch_bandwidth
+    cost = replace(cost, exposed=cost.exposed + gathered)
+    seconds = cost.of_step(overlaps=hardware.overlaps)
+    return Decision(program, sizes, strategy.batch, strategy.model, classes, chosen, cost, seconds)
 
 
-def batch_dims(program: Program, count: int) -> BatchDims:
-    """The dimensions that are sharded with the batch over `count` devices, if that is possible."""
-    batch = program.batch
-    return BatchDims((_split_nodes(program, batch.given, batch.made, count),))
+def _fixed(program: Program, classes: Classes, forced: Sequence[int | None]) -> frozenset[int]:
+    """The classes of the dimensions that must be tensor-parallel."""
+    nodes: list[int] = []
+    for value, d in zip(program.parameters, forced, strict=False):
+        if d is not None:
+            nodes.append(value.dims[d])
+    return classes.of(nodes)
 
 
-def _split_nodes(
-    program: Program,
-    given: Sequence[int],
-    made: Sequence[int],
-    count: int,
-    axes: tuple[str, ...] = (),
-) -> SplitNodes:
-    classes = example_classes(program, count)
-    if not any(map(classes.divides, given)):
-        return SplitNodes(classes, frozenset(), 1)
-    roots = frozenset(classes[node] for node in (*given, *made) if classes.divides(node))
-    return SplitNodes(classes, roots, count, axes)
-
-
-def example_classes(program: Program, count: int) -> Classes:
-    """The classes of dimensions that are sharded with the batch."""
-    apart = program.owned if program.batch.sequence else ()
-    return Classes(program.graph, count, soft=True, apart=apart)
-
-
-def split_axes(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes that the batch is split over: fewer than are given if it does not divide."""
-    if program.batch.sets:
-        return tuple(axis for axis in axes if any(axis in one.axes for one in program.batch.sets))
-    over = tuple(axes)
-    while over and not batch_dims(program, parts(over, sizes)).is_split:
-        over = over[:-1]
-    return over
-
-
-def batch_over(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) -> BatchDims:
-    """The dimensions that are sharded with the batch over as many of the axes as it divides."""
-    batch = program.batch
-    if batch.sets:
-        return BatchDims(
-            tuple(
-                _split_nodes(program, one.given, one.made, parts(one.axes, sizes), one.axes)
-                for one in batch.sets
-            )
-        )
-    over = split_axes(program, axes, sizes)
-    count = parts(over, sizes)
-    return BatchDims((_split_nodes(program, batch.given, batch.made, count, over),))
-
-
-def batch_of(decision: Decision, sizes: Mapping[str, int]) -> BatchDims:
-    """The dimensions that a decision shards with the batch."""
-    return batch_over(decision.program, decision.strategy.batch, sizes)
-
-
-def batch_gathers(program: Program, strategy: Strategy, sizes: Mapping[str, int]) -> int | float:
+def batch_gathers(
+    program: Program, batch_axes: Sequence[str], sizes: Mapping[str, int]
+) -> int | float:
     """Bytes that each device sends to all-gather the batch over `fsdp`.
 
-    A batch is given split over `data` and `fsdp`, also if the strategy splits it over `data` alone.
+    A batch is given split over `data` and `fsdp`, also if the plan splits it over `data` alone.
     """
-    if "fsdp" in strategy.batch:
+    if "fsdp" in batch_axes:
         return 0
-    given = batch_dims(program, parts(DEFAULT.batch, sizes))
-    size = sum(value.bytes for value in program.examples if given.parts(value.dims[:1]) > 1)
+    batch = batch_dims(program, parts(BATCH_AXES, sizes))
+    size = sum(value.bytes for value in program.examples if batch.parts(value.dims[:1]) > 1)
     return all_gather(sizes["fsdp"], size / sizes["data"])
 
 
@@ -354,63 +222,25 @@ def _grouped(
     against = conflicts(graph, classes, candidates)
     groups = group(graph, classes, candidates, against, parameters)
     between: dict[int, set[int]] = {number: set() for number in groups.values()}
-    for one, others in against.items():
-        between[groups[one]] |= {groups[other] for other in others}
+    for root, others in against.items():
+        between[groups[root]].update(map(groups.__getitem__, others))
     return groups, partial(price, graph, classes, batch, parameters, groups, between, axes)
 
 
 def _candidates(program: Program, classes: Classes, batch: BatchDims) -> list[int]:
     """The classes of parameter dimensions that can be sharded, in the order of the program."""
-    values = *program.parameters, *(value for _, value in program.planned)
-    nodes = [node for value in values for node in value.dims]
-    free = splittable(program.graph, classes, nodes)
-    free -= {classes[node] for node in range(len(program.graph.sizes)) if batch.has(node)}
+    graph = program.graph
+    nodes: list[int] = []
+    for value in program.parameters:
+        nodes.extend(value.dims)
+    for _, value in program.planned:
+        nodes.extend(value.dims)
+    free = splittable(graph, classes, nodes)
+    free -= classes.of(filter(batch.has, range(len(graph.sizes))))
     # This order does not depend on the order of the leaves.
-    order = dict.fromkeys(classes[node] for work in program.graph.works for node in work.dims)
-    order |= dict.fromkeys(classes[found.node] for found in program.graph.partial_sums.values())
-    order |= dict.fromkeys(classes[node] for node in nodes)
-    return [one for one in order if one in free]
-
-
-def computed_dims(
-    program: Program, classes: Classes, chosen: frozenset[int]
-) -> tuple[int | None, ...]:
-    """The tensor-parallel dimension of each array, or None."""
-    return tuple(_dimension(value, classes, chosen) for value in program.parameters)
-
-
-def constant_dims(decision: Decision) -> list[tuple[Constant, Value, int | None]]:
-    """The tensor-parallel dimension, or None, of each use of a planned constant."""
-    dimension = lambda value: _dimension(value, decision.classes, decision.chosen)
-    return [(one, value, dimension(value)) for one, value in decision.program.planned]
-
-
-def _dimension(value: Value, classes: Classes, chosen: frozenset[int]) -> int | None:
-    is_split = lambda node: classes.divides(node) and classes[node] in chosen
-    return next((d for d, node in enumerate(value.dims) if is_split(node)), None)
-
-
-def staged_sum(decision: Decision, measure: Callable[[Decision], int | float]) -> int | float:
-    """A sum over the operations of a program, for one stage if it runs as a pipeline."""
-    total, staged = measure(decision), decision.program.staged
-    if staged is None:
-        return total
-    outside = measure(replace(decision, program=staged.outside))
-    return outside + (total - outside) * staged.share
-
-
-def saved_bytes(decision: Decision, axes: Mapping[str, int]) -> int | float:
-    """Bytes per device that are saved for the backward pass."""
-    return staged_sum(decision, lambda one: sum(size for size, _ in saved_parts(one, axes)))
-
-
-def saved_parts(
-    decision: Decision, axes: Mapping[str, int]
-) -> Iterator[tuple[int | float, Source]]:
-    """Bytes per device that are saved for the backward pass, and the operation of each."""
-    batch, n = batch_of(decision, axes), parts(decision.strategy.model, axes)
-    for (dims, source), size in decision.program.graph.saved.items():
-        share = batch.parts(dims)
-        if any_tensor_parallel(decision, dims):
-            share *= n
-        yield size / share, source
+    in_order: list[int] = []
+    for work in graph.works:
+        in_order.extend(work.dims)
+    in_order.extend(partial_sum.node for partial_sum in graph.partial_sums.values())
+    roots = dict.fromkeys(map(classes.__getitem__, [*in_order, *nodes]))
+    return [root for root in roots if root in free]

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from ..program._graph import Graph
+from ._graph import Graph
 
 
 class Classes:

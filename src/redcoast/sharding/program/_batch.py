@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ...distributed._mesh import BATCH_AXES
-from ..program._graph import Graph, Value
 from ._classes import Classes
+from ._graph import Graph, Value
 
 # Reasons not to shard a dimension of a created array with the batch: another size; a dimension of
 # parameters, constants or blocked operations; mostly combined with the batch; replicated by the

@@ -1,0 +1,155 @@
+"""A traced function with its graph: the arrays of the model, the batch, and constants."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...core._control_flow import open_jaxpr
+from ._batch import BatchNodes, find_batch
+from ._classes import Classes
+from ._constants import Constant, find_constants
+from ._graph import Cursor, Graph, Value
+from ._remat import Region
+from ._shared_programs import once
+from ._trace import Traced
+from ._walk import Scope, walk
+
+
+@dataclass(frozen=True)
+class Program:
+    """The graph and values of a traced function.
+
+    `parameters` are the values of the tree, `batch_arrays` those of the batch, and `examples` the
+    batch's arrays of rows.
+    """
+
+    traced: Traced
+    graph: Graph
+    scope: Scope
+    parameters: tuple[Value, ...]
+    batch_arrays: tuple[Value, ...]
+    examples: tuple[Value, ...]
+    batch: BatchNodes
+    constants: tuple[Constant, ...] = ()  # arrays that the function closes over
+    staged: "Staged | None" = None  # if it runs as a pipeline
+
+    @cached_property
+    def owned(self) -> frozenset[int]:
+        """The dimensions of parameters and of large constants, along which no example is split."""
+        nodes: set[int] = set()
+        for value in self.parameters:
+            nodes.update(value.dims)
+        for _, value in self.planned:
+            nodes.update(value.dims)
+        return frozenset(nodes)
+
+    @property
+    def planned(self) -> list[tuple[Constant, Value]]:
+        """Large arrays that the function closes over; they can be tensor-parallel."""
+        planned: list[tuple[Constant, Value]] = []
+        for constant in self.constants:
+            if constant.is_planned:
+                planned += [(constant, value) for value in constant.values]
+        return planned
+
+    @cached_property
+    def asked_axes(self) -> dict[int, tuple[str, ...]]:
+        """The axes of the program's own constraints, for each node that is linked to one."""
+        constrained = self.graph.constrained
+        if not any(constrained.values()):
+            return {}
+        classes = Classes(self.graph, 1, least=2)
+        by_class: dict[int, tuple[str, ...]] = {}
+        for node, axes in constrained.items():
+            if axes:
+                by_class[classes[node]] = axes
+        asked: dict[int, tuple[str, ...]] = {}
+        for node in range(len(self.graph.sizes)):
+            if classes[node] in by_class:
+                asked[node] = by_class[classes[node]]
+        return asked
+
+
+@dataclass(frozen=True)
+class Staged:
+    """How the layers of a program run as a pipeline.
+
+    `outside` is the program without what is done in its layers. `layered` are the places of the
+    arrays of layers, and `layers` the number of them in each scan. `carried` are the bytes of the
+    batch that go from stage to stage, and `returned` those that have a gradient.
+    """
+
+    outside: Program
+    stages: int
+    microbatches: int
+    layered: frozenset[int]
+    layers: tuple[int, ...]
+    carried: int
+    returned: int
+
+    @property
+    def bubble(self) -> float:
+        """The part of the time in which a stage waits for its first or after its last rows."""
+        return 1 - self.microbatches / self.ticks
+
+    @property
+    def ticks(self) -> int:
+        return self.microbatches + self.stages - 1
+
+    @property
+    def share(self) -> float:
+        """The work of one stage, in the bubble too, relative to the work of all layers."""
+        return self.ticks / self.microbatches / self.stages
+
+
+def follow_program(
+    traced: Traced, trainable: Sequence[bool], skipped: frozenset[int] = frozenset()
+) -> Program:
+    """Follows every dimension through a traced function. Only trainable arrays have gradients.
+
+    What is done in `skipped` scans, by the `id` of their equation, is not counted.
+    """
+    return once(_follow, traced, tuple(trainable), skipped)
+
+
+def _follow(traced: Traced, trainable: Sequence[bool], skipped: frozenset[int]) -> Program:
+    jaxpr = open_jaxpr(traced.jaxpr)
+    graph = Graph(skipped=skipped, cursor=Cursor(_regions(traced, trainable)))
+    inputs: list[Value] = []
+    for var in jaxpr.invars:
+        is_trained = len(inputs) < traced.arrays and trainable[len(inputs)]
+        inputs.append(graph.value(var.aval, grad=is_trained and traced.trains))
+    scope = walk(graph, traced.jaxpr, inputs)
+    parameters, rest = inputs[: traced.arrays], inputs[traced.arrays :]
+    for value in parameters:
+        graph.of_parameters.update(value.dims)
+    arrays, others = rest[: traced.batch], rest[traced.batch :]
+    batch = find_batch(graph, arrays, others)
+    examples: list[Value] = []
+    for place, value in enumerate(arrays):
+        if value.dims and place not in batch.left_out:
+            examples.append(value)
+    return Program(
+        traced,
+        graph,
+        scope,
+        tuple(parameters),
+        tuple(arrays),
+        tuple(examples),
+        batch,
+        find_constants(scope),
+    )
+
+
+def _regions(traced: Traced, trainable: Sequence[bool]) -> tuple[Region, Region]:
+    """What a step uses of a program, and what its gradient is of."""
+    count = len(traced.jaxpr.out_avals)
+    # Of a loss, only the first result is differentiated.
+    differentiated = [not traced.trains] * count
+    if differentiated:
+        differentiated[0] = True
+    used = [True] * count
+    if traced.trains and traced.moved == traced.arrays:
+        # The trained arrays of a returned model are not used.
+        used[count - traced.moved :] = [not is_trained for is_trained in trainable]
+    return Region(tuple(used)), Region(tuple(differentiated), differentiated=True)

@@ -4,11 +4,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
+from operator import mod
 from os import PathLike
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -18,14 +18,16 @@ from ..core._durable_files import sync
 from ..core._errors import check_kind, local_path, several
 from ..core._frames import hide_frames
 from ..core._read_json import read_json
+from ..core._typed_json import WrongEntries, from_json
 from ._plan import Plan, make_plan, mesh_or_ambient
 from .report._data import ProgramReport
+from .report._text import mesh_text
 from .tree._leaf_plans import (
     OVERRIDE,
     Compute,
     Kind,
     LeafPlan,
-    Recompute,
+    Reason,
     Role,
     model_of,
     plan_leaves,
@@ -35,37 +37,31 @@ from .tree._overrides import axes_of_spec, spec_parts
 
 FORMAT = 1
 Json = dict[str, Any]
-# The types of the entries of a file, in which a tuple is a list. Files of earlier versions lack
-# the new ones.
-_NEW = ("kind", "together", "constants", "tokens", "microbatches", "split", "recompute")
-_ARRAY = {
-    "path": str,
-    "shape": list[int],
-    "dtype": str,
-    "spec": list[str | list[str] | None],
-    "reason": str,
-    "role": Role,
-    "kind": Kind,
-    "together": str,
-}
-_COMPUTE = {
-    "dims": list[int | None],
-    "batch_axes": list[str],
-    "model_axes": list[str],
-    "sequence": bool,
-    "constants": list[tuple[str, int | None]],
-    "tokens": bool,
-    "microbatches": int | None,
-    "split": list[tuple[list[str], list[tuple[int, int]]]],
-    "recompute": dict | None,
-}
-_RECOMPUTE = {
-    "parts": int,
-    "price": float,
-    "higher": float,
-    "blocks": int,
-    "trained": list[bool],
-}
+Entry = str | tuple[str, ...] | None  # of a spec
+
+
+@dataclass(frozen=True)
+class _SavedArray:
+    """What a file has of one array. Files of earlier versions lack `kind` and `together`."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: tuple[Entry, ...]
+    reason: str
+    role: Role
+    kind: Kind | None = None
+    together: str = ""
+
+
+@dataclass(frozen=True)
+class _SavedPlan:
+    """What a file has of a plan. The report is empty if the plan was made without a function."""
+
+    mesh: dict[str, int]
+    rows: tuple[_SavedArray, ...]
+    compute: Json
+    report: Json
 
 
 @hide_frames
@@ -102,7 +98,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
     document = {
         "format": FORMAT,
         "mesh": dict(plan.report.mesh),
-        "rows": [{key: row[key] for key in _ARRAY} for row in arrays],
+        "rows": [{key: row[key] for key in _SavedArray.__dataclass_fields__} for row in arrays],
         "compute": _compute_to_json(plan.compute),
         "report": program_to_json(plan.report.program_or_none),
     }
@@ -171,10 +167,10 @@ def load_plan(
         ```
     """
     path = Path(path).expanduser()
-    document = _read(path)
+    saved, compute = _read(path)
     mesh = mesh_or_ambient(mesh)
-    if document["mesh"] != dict(mesh.shape):
-        planned, current = _axis_sizes(document["mesh"]), _axis_sizes(mesh.shape)
+    if saved.mesh != dict(mesh.shape):
+        planned, current = mesh_text(saved.mesh), mesh_text(mesh.shape)
         raise ValueError(
             f"The plan in {path} is for a mesh of {planned}, but the given mesh has {current}. "
             f"Use rc.make_mesh({planned}), or plan again."
@@ -183,66 +179,54 @@ def load_plan(
     # The paths, roles and indices of the arrays, with specs that are read from the file below.
     replicated = [LeafPlan(leaf, P(), OVERRIDE, "parameter") for leaf in leaves]
     unsharded = plan_leaves(tree, replicated)
-    _check_leaves(path, document["rows"], [plan.leaf for plan in unsharded])
-    compute = _read_compute(document["compute"])
-    plans = _read_plans(path, document, unsharded, compute)
-    return make_plan(tree, mesh, plans, compute, _read_program(path, document["report"]))
-
-
-def _read_compute(entries: Json) -> Compute:
-    recompute = entries.get("recompute")
-    rest = {name: _tuples(value) for name, value in entries.items() if name != "recompute"}
-    compute = Compute(**rest)
-    if recompute is None:
-        return compute
-    fields = {name: _tuples(value) for name, value in recompute.items()}
-    return replace(compute, recompute=Recompute(**fields))
-
-
-def _axis_sizes(mesh: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.items())
+    _check_leaves(path, saved.rows, [plan.leaf for plan in unsharded])
+    plans = _read_plans(path, saved, unsharded, compute)
+    return make_plan(tree, mesh, plans, compute, _read_program(path, saved.report))
 
 
 def _read_plans(
-    path: Path, document: Json, unsharded: Sequence[LeafPlan], compute: Compute
+    path: Path, saved: _SavedPlan, unsharded: Sequence[LeafPlan], compute: Compute
 ) -> list[LeafPlan]:
-    from .report._report_json import reason_from_json
-
     dims = iter(compute.dims)
     plans: list[LeafPlan] = []
-    for plan, row in zip(unsharded, document["rows"], strict=True):
+    for plan, row in zip(unsharded, saved.rows, strict=True):
         # `compute` is about the arrays of the model, which are the parameters of `unsharded`.
         dim = None
         if plan.role == "parameter":
             dim = next(dims, None)
-        reason = reason_from_json(row, dim is not None)
-        spec = _read_spec(path, row, document["mesh"])
-        plans.append(LeafPlan(plan.leaf, spec, reason, row["role"]))
+        reason = Reason(row.kind or _kind(row, dim), row.reason, row.together)
+        plans.append(LeafPlan(plan.leaf, _read_spec(path, row, saved.mesh), reason, row.role))
     return plans
+
+
+def _kind(row: _SavedArray, computed: int | None) -> Kind:
+    """The kind of the reason in a file of an earlier version, from the reason's words."""
+    if row.reason == "override":
+        return "override"
+    if row.role == "optimizer state" and row.reason.startswith("follows "):
+        return "follows"
+    if not any(row.spec):
+        return "replicated"
+    if computed is not None:
+        return "tensor-parallel"
+    return "fsdp"
 
 
 def _read_program(path: Path, report: Json) -> ProgramReport | None:
     from .report._report_json import program_from_json
 
-    if not report:  # the plan was made without a function
+    if not report:
         return None
     try:
         return program_from_json(report)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, WrongEntries) as error:
         raise ValueError(
             f"{path} is not a complete plan: the figures of its report cannot be read: {error}. "
             "Plan again, and save the new plan."
         ) from error
 
 
-def _tuples(x: object) -> Any:
-    """Replaces lists, which JSON has, by tuples."""
-    if isinstance(x, list):
-        return tuple(map(_tuples, x))
-    return x
-
-
-def _read(path: Path) -> Json:
+def _read(path: Path) -> tuple[_SavedPlan, Compute]:
     try:
         document = read_json(path)
     except FileNotFoundError as error:
@@ -259,88 +243,43 @@ def _read(path: Path) -> Json:
             f"{path} is a plan of format {version}, but this version of redcoast reads format "
             f"{FORMAT}. Plan again, and save the new plan."
         )
-    if wrong := _wrong_entries(document):
+    try:
+        saved = from_json(_SavedPlan, document, exact=False)
+        compute = from_json(Compute, saved.compute)
+        _check_values(saved, compute)
+    except WrongEntries as error:
         raise ValueError(
-            f"{path} is not a complete plan: {', '.join(sorted(wrong))} must be present and of the "
-            "right type. Plan again, and save the new plan."
-        )
-    return document
+            f"{path} is not a complete plan: {', '.join(sorted(error.names))} must be present and "
+            "of the right type. Plan again, and save the new plan."
+        ) from error
+    return saved, compute
+
+
+def _check_values(saved: _SavedPlan, compute: Compute) -> None:
+    """Raises `WrongEntries` for numbers that no plan has."""
+    if min(saved.mesh.values(), default=1) < 1:  # sizes divide dimensions of arrays
+        raise WrongEntries("mesh")
+    if compute.microbatches is not None and compute.microbatches < 1:
+        raise WrongEntries("microbatches")
+    recompute = compute.recompute
+    if recompute is not None and (recompute.parts < 1 or recompute.blocks < 0):
+        raise WrongEntries("recompute")
 
 
 def _cannot_read(path: Path, error: OSError) -> str:
     return f"Cannot read a plan from {path}: {error.strerror}. Save one with `rc.save_plan`."
 
 
-def _wrong_entries(document: Json) -> set[str]:
-    """The names of entries that are missing or have a wrong type."""
-    kinds = {"mesh": dict, "rows": list, "compute": dict, "report": dict}
-    wrong = {name for name, kind in kinds.items() if not isinstance(document.get(name), kind)}
-    if wrong:
-        return wrong
-    for row in document["rows"]:
-        wrong |= _wrong_among(row, _ARRAY)
-    if wrong:
-        return wrong
-    compute = document["compute"]
-    wrong = _wrong_among(compute, _COMPUTE) | (compute.keys() - _COMPUTE)
-    microbatches = compute.get("microbatches")
-    if isinstance(microbatches, int) and microbatches < 1:
-        wrong.add("microbatches")
-    recompute = compute.get("recompute")
-    if recompute is not None and (
-        not isinstance(recompute, dict)
-        or _wrong_among(recompute, _RECOMPUTE)
-        or recompute.keys() - _RECOMPUTE
-        or recompute["parts"] < 1
-        or recompute["blocks"] < 0
-    ):
-        wrong.add("recompute")
-    # Sizes divide the dimensions of arrays below.
-    sizes = list(document["mesh"].values())
-    if not wrong and not (_is_of_type(sizes, list[int]) and min(sizes, default=1) > 0):
-        return {"mesh"}
-    return wrong
-
-
-def _wrong_among(entries: object, types: Mapping[str, object]) -> set[str]:
-    if not isinstance(entries, dict):
-        return {"rows"}
-    wrong: set[str] = set()
-    for name, kind in types.items():
-        if name not in entries:
-            if name not in _NEW:
-                wrong.add(name)
-        elif not _is_of_type(entries[name], kind):
-            wrong.add(name)
-    return wrong
-
-
-def _is_of_type(value: object, kind: object) -> bool:
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return value in arguments
-    if origin in (Union, UnionType):
-        return any(_is_of_type(value, argument) for argument in arguments)
-    if origin is list:
-        (of_items,) = arguments
-        return isinstance(value, list) and all(_is_of_type(item, of_items) for item in value)
-    if origin is tuple:
-        if not isinstance(value, list) or len(value) != len(arguments):
-            return False
-        return all(map(_is_of_type, value, arguments))
-    return type(value) is kind  # a bool is not an integer here
-
-
-def _check_leaves(path: Path, rows: Sequence[Json], leaves: Sequence[Leaf]) -> None:
-    planned, paths = [row["path"] for row in rows], [leaf.name for leaf in leaves]
+def _check_leaves(path: Path, rows: Sequence[_SavedArray], leaves: Sequence[Leaf]) -> None:
+    planned, paths = [row.path for row in rows], [leaf.name for leaf in leaves]
     if planned != paths:
         raise ValueError(f"The plan in {path} is for another tree: {_difference(planned, paths)}.")
     for row, leaf in zip(rows, leaves, strict=True):
-        shape, dtype = tuple(row["shape"]), row["dtype"]
-        if (shape, dtype) != (leaf.shape, str(leaf.dtype)):
+        if (row.shape, row.dtype) != (leaf.shape, str(leaf.dtype)):
             raise ValueError(
                 f"The plan in {path} is for another tree: {leaf.name or 'the array'} was planned "
-                f"with shape {shape} and dtype {dtype}, but has {leaf.shape} and {leaf.dtype}. "
+                f"with shape {row.shape} and dtype {row.dtype}, but has {leaf.shape} and "
+                f"{leaf.dtype}. "
                 "Plan again."
             )
 
@@ -364,17 +303,16 @@ def _difference(planned: Sequence[str], paths: Sequence[str]) -> str:
     raise AssertionError("The paths are equal.")
 
 
-def _read_spec(path: Path, row: Json, axes: dict[str, int]) -> P:
+def _read_spec(path: Path, row: _SavedArray, axes: Mapping[str, int]) -> P:
     """The spec of a row. Raises if it does not fit, because the file may have been edited."""
-    spec, shape = P(*_tuples(row["spec"])), row["shape"]
-    used = axes_of_spec(spec)
-    fits = len(spec) <= len(shape) and len(used) == len(set(used)) and set(used) <= set(axes)
+    used = axes_of_spec(row.spec)
+    fits = len(row.spec) <= len(row.shape) and len(used) == len(set(used)) and set(used) <= {*axes}
     if fits:
-        sizes = zip(shape, spec, strict=False)
-        fits = all(size % spec_parts([entry], axes) == 0 for size, entry in sizes)
+        parts = [spec_parts([entry], axes) for entry in row.spec]
+        fits = not any(map(mod, row.shape, parts))
     if not fits:
         raise ValueError(
-            f"In {path} the spec {row['spec']} of {row['path'] or 'the array'} does not fit its "
-            f"shape {row['shape']} on the mesh {axes}."
+            f"In {path} the spec {row.spec} of {row.path or 'the array'} does not fit "
+            f"its shape {list(row.shape)} on the mesh {axes}."
         )
-    return spec
+    return P(*row.spec)

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
@@ -118,9 +119,9 @@ def read_tree(root: Node) -> tuple[list[Block], SizeCounts]:
     """The blocks of a tree, inner ones first, so that the last one is the tree itself."""
     sizes = SizeCounts(_stacked_dimensions(root, 0), {})
     for leaf in leaves_below(root):
-        unstacked = leaf.shape[sizes.stacks[leaf.index] :]
+        unstacked = set(leaf.shape[sizes.stacks[leaf.index] :])
         counter = sizes.by_layer.setdefault(layer_of(leaf), Counter())
-        counter.update({size for size in unstacked if size > 1})
+        counter.update(unstacked - {0, 1})
     blocks: list[Block] = []
     _read(root, sizes, blocks)
     return _orient(blocks, sizes), sizes
@@ -131,10 +132,9 @@ def layer_of(leaf: Leaf) -> tuple[str, ...]:
     above = leaf.path[:-1]
     if leaf.path[-1:] and leaf.path[-1] in _GENERIC:
         above = leaf.path[:-2]
-    parts = [re.sub(r"\d+", "*", part) for part in above]
-    while parts and "*" not in parts[-1]:
-        parts.pop()
-    return tuple(parts)
+    while above and not re.search(r"\d", above[-1]):
+        above = above[:-1]
+    return tuple(re.sub(r"\d+", "*", part) for part in above)
 
 
 def _stacked_dimensions(node: Node, depth: int) -> dict[int, int]:
@@ -193,11 +193,13 @@ def _read(node: Node, sizes: SizeCounts, blocks: list[Block]) -> list[WeightMatr
     block = Block(node.path, node.owner, node.ordered)
     matrices = _matrices_of_arrays(node, sizes)
     for name, child in node.children.items():
-        if isinstance(child, Leaf):
-            inner = [matrices[name]] if name in matrices else []
-        else:
-            layer = _layer(child, sizes)
-            inner = [layer] if layer is not None else _read(child, sizes, blocks)
+        matrix, inner = matrices.get(name), list[WeightMatrix]()
+        if isinstance(child, Node):
+            matrix = _layer(child, sizes)
+            if matrix is None:
+                inner = _read(child, sizes, blocks)
+        if matrix is not None:
+            inner = [matrix]
         block.below.extend(inner)
         if len(inner) == 1:
             # The path of a matrix in an inner node of its own begins with that node.
@@ -230,18 +232,19 @@ def _matrices_of_arrays(node: Node, sizes: SizeCounts) -> dict[str, WeightMatrix
             if matrix is not None:
                 matrices[name] = matrix
     # Biases with a dimension of heads look like matrices.
-    biases = {matrix.bias.index for matrix in matrices.values() if matrix.bias is not None}
-    return {name: matrix for name, matrix in matrices.items() if matrix.index not in biases}
+    for matrix in list(matrices.values()):
+        if matrix.bias is not None:
+            matrices.pop(matrix.bias.path[-1], None)
+    return matrices
 
 
 def _layer(node: Node, sizes: SizeCounts) -> WeightMatrix | None:
     """The matrix of a stock layer, or of a dict or module with only a weight and a bias."""
     owner, names = node.owner, node.path[-1:]
-    leaves = {name: child for name, child in node.children.items() if isinstance(child, Leaf)}
-    keys = [key for key in _WEIGHTS if key in leaves]
-    if not keys or isinstance(owner, NORMS + RECURRENT):
+    key, weight = _first_leaf(node, _WEIGHTS)
+    _, bias = _first_leaf(node, ("bias", "b"))
+    if weight is None or isinstance(owner, NORMS + RECURRENT):
         return None
-    weight, bias = leaves[keys[0]], leaves.get("bias", leaves.get("b"))
     has_others = len(node.children) != 1 + (bias is not None)
     if len(weight.shape) < 2 or has_others:
         return None
@@ -254,7 +257,16 @@ def _layer(node: Node, sizes: SizeCounts) -> WeightMatrix | None:
         return WeightMatrix(
             names, weight, bias, "conv", stack, (stack + 1,), (stack,), owner.groups
         )
-    return _matrix((*names, keys[0]), weight, bias, sizes, named_by_node=True)
+    return _matrix((*names, key), weight, bias, sizes, named_by_node=True)
+
+
+def _first_leaf(node: Node, names: Sequence[str]) -> tuple[str, Leaf | None]:
+    """The first array of a node that has one of some names."""
+    for name in names:
+        child = node.children.get(name)
+        if isinstance(child, Leaf):
+            return name, child
+    return "", None
 
 
 def _bias_of(name: str, weight: Leaf, node: Node) -> Leaf | None:
@@ -318,7 +330,9 @@ def _channels(key: str, shape: tuple[int, ...], stack: int) -> tuple[int, int] |
     ins, outs = stack + 1, stack
     if key == "kernel":  # Flax stores the window first, PyTorch last
         ins, outs = len(shape) - 2, len(shape) - 1
-    window = [shape[d] for d in range(stack, len(shape)) if d not in (ins, outs)]
+    window = list(shape[stack:])
+    for d in sorted((ins, outs), reverse=True):
+        del window[d - stack]
     # With rank 3, it may also be a matrix with a dimension of heads or experts.
     is_narrow = rank > 3 or window[0] < min(shape[outs], max(shape[ins], 2))
     if is_narrow and max(window) <= _KERNEL_WIDTH:
@@ -358,7 +372,9 @@ def _orient(blocks: list[Block], sizes: SizeCounts) -> list[Block]:
 
     for block in blocks:
         block.below[:] = map(oriented, block.below)
-        block.near[:] = [m if m is None else oriented(m) for m in block.near]
+        for place, matrix in enumerate(block.near):
+            if matrix is not None:
+                block.near[place] = oriented(matrix)
     return blocks
 
 

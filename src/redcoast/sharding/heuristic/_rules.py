@@ -9,14 +9,14 @@ rules of Megatron-LM (arXiv:1909.08053, section 3).
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd, prod
 from typing import Literal
 
 import equinox as eqx
 from jaxtyping import PyTree
 
-from ..tree._leaves import LARGE
+from ..tree._leaves import LARGE, Leaf
 from ..tree._overrides import multiples_near
 from ._matrices import Block, SizeCounts, WeightMatrix, layer_of
 
@@ -28,6 +28,7 @@ _SMALL = re.compile(
 )
 _HEAD = re.compile(r"head|logits|vocab|(^|_)(lm|output|decoder|unembed\w*)($|_)", re.IGNORECASE)
 _INPUTS = ("query", "key", "value", "fused")  # the roles of matrices into attention
+_COMPLETE = ({"query", "key", "value"}, {"query", "fused"}, {"fused"})
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 _KV_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "kv_heads")
 
@@ -48,41 +49,14 @@ class Split:
 
 
 Splits = dict[int, Split]  # by the index of the array
-
-
-def shard_matrices(blocks: list[Block], sizes: SizeCounts, n: int) -> Splits:
-    """The splits of all matrices and of their biases over `n` devices."""
-    by_path = {block.path: block for block in blocks}
-    matrices = blocks[-1].below
-    splits: Splits = {}
-    # Attention is first, because it shows the width of the residual stream.
-    for block in blocks:
-        parent = by_path.get(block.path[:-1]) if block.path else None
-        _shard_attention(block, parent, splits, n)
-    attention = dict(splits)
-    # Chains in lists may be sharded on any size, and others not on the residual widths.
-    for block in blocks:
-        if block.is_ordered:
-            _shard_chains(block, set(), splits, n)
-    tables = [matrix for matrix in matrices if matrix.kind == "table"]
-    _shard_tables(tables, _outer_sizes(matrices, attention), splits, n)
-    widths = _outer_sizes(tables, splits)
-    for block in blocks:
-        _shard_pairs(block, widths | _outer_sizes(block.below, attention), sizes, splits, n)
-    _shard_heads(matrices, splits, n)
-    residual = _outer_sizes(matrices, splits)
-    for block in blocks:
-        _shard_chains(block, residual, splits, n)
-    residual = _outer_sizes(matrices, splits)
-    for matrix in matrices:
-        if matrix.index not in splits:
-            _shard_alone(matrix, residual, splits, n)
-    return splits
+Inputs = dict[str | None, WeightMatrix]  # those of attention, by their role
+Side = Literal["column", "row"]
 
 
 def vocabularies(splits: Splits) -> set[int]:
     """The sizes of all vocabularies, sharded or not."""
-    return {split.vocabulary for split in splits.values() if split.vocabulary is not None}
+    sizes = {split.vocabulary for split in splits.values()}
+    return {size for size in sizes if size is not None}
 
 
 def indivisible(what: str, size: int, n: int) -> str:
@@ -90,124 +64,295 @@ def indivisible(what: str, size: int, n: int) -> str:
     return f"{what} {size} is not a multiple of model={n} ({multiples_near(size, n)} would be)"
 
 
-def _shard(
-    matrix: WeightMatrix,
-    side: Literal["column", "row"],
-    reason: str,
-    splits: Splits,
-    n: int,
-    *,
-    fused: int = 1,
-    heads: int | None = None,
-) -> None:
-    """Shards a matrix on its output (column-parallel) or on its input (row-parallel).
-
-    `fused` is the number of equal matrices that are fused in it. `heads` are not split themselves.
-    """
-    dim, outer = matrix.ins[0], matrix.out_size
-    if side == "column":
-        dim, outer = matrix.outs[0], matrix.in_size
-    size = matrix.weight.shape[dim]
-    has_heads = len(matrix.ins) + len(matrix.outs) > 2
-    if matrix.groups > 1:
-        _replicate(matrix, f"convolution in {matrix.groups} groups", splits, outer)
-    elif heads is not None and heads % n:
-        _replicate(matrix, indivisible("number of heads", heads, n), splits, outer)
-    elif size % (n * fused):
-        what = "number of heads" if has_heads else "size"
-        _replicate(matrix, indivisible(what, size // fused, n), splits, outer)
-    else:
-        splits[matrix.index] = Split(dim, f"{side}-parallel, {reason}", outer)
-        if matrix.bias is not None:
-            splits[matrix.bias.index] = _split_of_bias(matrix, side, size)
-
-
-def _split_of_bias(matrix: WeightMatrix, side: Literal["column", "row"], size: int) -> Split:
-    """The bias of a column-parallel matrix is sharded like the outputs that it is added to."""
-    if side == "row":
-        return Split(None, "bias of a row-parallel matrix")
-    assert matrix.bias is not None
-    for dim in range(matrix.stack, len(matrix.bias.shape)):
-        if matrix.bias.shape[dim] == size:
-            return Split(dim, "like its matrix")
-    return Split(None, "does not have its matrix's output size")
-
-
-def _replicate(matrix: WeightMatrix, reason: str, splits: Splits, outer: int | None = None) -> None:
-    """Replicates a matrix and its bias."""
-    splits[matrix.index] = Split(None, reason, outer)
-    if matrix.bias is not None:
-        splits[matrix.bias.index] = Split(None, "like its matrix")
-
-
-def _undecided(block: Block, splits: Splits) -> list[WeightMatrix | None]:
-    """The matrices near a block without a split, and None for others between them."""
-    undecided: list[WeightMatrix | None] = []
-    for matrix in block.near:
-        if matrix is not None and (matrix.kind == "table" or matrix.index in splits):
-            matrix = None
-        undecided.append(matrix)
-    return undecided
+def shard_matrices(blocks: list[Block], sizes: SizeCounts, n: int) -> Splits:
+    """The splits of all matrices and of their biases over `n` devices."""
+    rules = _Rules(sizes, n)
+    by_path = {block.path: block for block in blocks}
+    matrices = blocks[-1].below
+    # Attention is first, because it shows the width of the residual stream.
+    for block in blocks:
+        parent = None
+        if block.path:
+            parent = by_path.get(block.path[:-1])
+        rules.shard_attention(block, parent)
+    attention = dict(rules.splits)
+    # Chains in lists may be sharded on any size, and others not on the residual widths.
+    for block in blocks:
+        if block.is_ordered:
+            rules.shard_chains(block, set())
+    tables = [matrix for matrix in matrices if matrix.kind == "table"]
+    rules.shard_tables(tables, _outer_sizes(matrices, attention))
+    widths = _outer_sizes(tables, rules.splits)
+    for block in blocks:
+        rules.shard_pairs(block, widths | _outer_sizes(block.below, attention))
+    rules.shard_heads(matrices)
+    residual = _outer_sizes(matrices, rules.splits)
+    for block in blocks:
+        rules.shard_chains(block, residual)
+    residual = _outer_sizes(matrices, rules.splits)
+    for matrix in matrices:
+        if matrix.index not in rules.splits:
+            rules.shard_alone(matrix, residual)
+    return rules.splits
 
 
 def _outer_sizes(matrices: Iterable[WeightMatrix], splits: Splits) -> set[int]:
     """The sizes of the sides of matrices that are not sharded: widths of the residual stream."""
-    outer = {splits[matrix.index].outer for matrix in matrices if matrix.index in splits}
-    return {size for size in outer if size is not None}
+    sizes: set[int] = set()
+    for matrix in matrices:
+        split = splits.get(matrix.index)
+        if split is not None and split.outer is not None:
+            sizes.add(split.outer)
+    return sizes
 
 
-def _shard_attention(block: Block, parent: Block | None, splits: Splits, n: int) -> None:
-    """Shards the attention matrices of a block, if it has any."""
-    matrices = _linear(block, splits)
-    if _shard_explicit_heads(matrices, splits, n):
-        return
-    beside: list[WeightMatrix] = []
-    if parent is not None:
-        beside = _linear(parent, splits)
-    inputs: dict[str | None, WeightMatrix] = {m.role: m for m in matrices if m.role in _INPUTS}
-    if set(inputs) not in ({"query", "key", "value"}, {"query", "fused"}, {"fused"}):
-        inputs = _inputs_by_shape(matrices, beside)
-        if block.is_ordered or not inputs:
-            return
-    heads = _int_field(block.owner, _HEADS)
-    kv_heads = _int_field(block.owner, _KV_HEADS) or heads
-    for role, matrix in inputs.items():
-        if role == "fused":
-            # The sizes of fused matrices are multiples of the keys' size.
-            fused = matrix.out_size // gcd(matrix.in_size, matrix.out_size)
-            what = "attention query, key and value in one matrix"
-            _shard(matrix, "column", what, splits, n, fused=fused, heads=heads)
-        elif role == "query":
-            _shard(matrix, "column", "attention query", splits, n, heads=heads)
+@dataclass(frozen=True)
+class _Rules:
+    """The rules, which fill `splits` for `n` devices. A matrix that has a split keeps it."""
+
+    sizes: SizeCounts
+    n: int
+    splits: Splits = field(default_factory=dict)
+
+    def _shard(
+        self,
+        matrix: WeightMatrix,
+        side: Side,
+        reason: str,
+        *,
+        fused: int = 1,
+        heads: int | None = None,
+    ) -> None:
+        """Shards a matrix on its output (column-parallel) or on its input (row-parallel).
+
+        `fused` is the number of equal matrices that are fused in it. `heads` are not split
+        themselves.
+        """
+        dim, outer = matrix.ins[0], matrix.out_size
+        if side == "column":
+            dim, outer = matrix.outs[0], matrix.in_size
+        size = matrix.weight.shape[dim]
+        if matrix.groups > 1:
+            self._replicate(matrix, f"convolution in {matrix.groups} groups", outer)
+        elif heads is not None and heads % self.n:
+            self._replicate(matrix, indivisible("number of heads", heads, self.n), outer)
+        elif size % (self.n * fused):
+            what = "size"
+            if len(matrix.ins) + len(matrix.outs) > 2:
+                what = "number of heads"
+            self._replicate(matrix, indivisible(what, size // fused, self.n), outer)
         else:
-            _shard(matrix, "column", f"attention {role}", splits, n, heads=kv_heads)
-    output = _output(matrices, inputs) or _output(beside, inputs)
-    if output is not None:
-        _shard(output, "row", "attention output", splits, n, heads=heads)
+            self.splits[matrix.index] = Split(dim, f"{side}-parallel, {reason}", outer)
+            if matrix.bias is not None:
+                self.splits[matrix.bias.index] = _split_of_bias(matrix, matrix.bias, side, size)
+
+    def _replicate(self, matrix: WeightMatrix, reason: str, outer: int | None = None) -> None:
+        """Replicates a matrix and its bias."""
+        self.splits[matrix.index] = Split(None, reason, outer)
+        if matrix.bias is not None:
+            self.splits[matrix.bias.index] = Split(None, "like its matrix")
+
+    def _undecided(self, block: Block) -> list[WeightMatrix | None]:
+        """The matrices near a block without a split, and None for others between them."""
+        undecided: list[WeightMatrix | None] = []
+        for matrix in block.near:
+            if matrix is not None and (matrix.kind == "table" or matrix.index in self.splits):
+                matrix = None
+            undecided.append(matrix)
+        return undecided
+
+    def _linear(self, block: Block) -> list[WeightMatrix]:
+        matrices = filter(None, self._undecided(block))
+        return [matrix for matrix in matrices if matrix.kind == "linear"]
+
+    def shard_attention(self, block: Block, parent: Block | None) -> None:
+        """Shards the attention matrices of a block, if it has any."""
+        matrices = self._linear(block)
+        if self._shard_explicit_heads(matrices):
+            return
+        beside: list[WeightMatrix] = []
+        if parent is not None:
+            beside = self._linear(parent)
+        inputs: Inputs = {}
+        for matrix in matrices:
+            if matrix.role in _INPUTS:
+                inputs[matrix.role] = matrix
+        if set(inputs) not in _COMPLETE:
+            inputs = _inputs_by_shape(matrices, beside)
+            if block.is_ordered or not inputs:
+                return
+        heads = _int_field(block.owner, _HEADS)
+        kv_heads = _int_field(block.owner, _KV_HEADS) or heads
+        for role, matrix in inputs.items():
+            if role == "fused":
+                # The sizes of fused matrices are multiples of the keys' size.
+                fused = matrix.out_size // gcd(matrix.in_size, matrix.out_size)
+                what = "attention query, key and value in one matrix"
+                self._shard(matrix, "column", what, fused=fused, heads=heads)
+            elif role == "query":
+                self._shard(matrix, "column", "attention query", heads=heads)
+            else:
+                self._shard(matrix, "column", f"attention {role}", heads=kv_heads)
+        output = _output(matrices, inputs) or _output(beside, inputs)
+        if output is not None:
+            self._shard(output, "row", "attention output", heads=heads)
+
+    def _shard_explicit_heads(self, matrices: list[WeightMatrix]) -> bool:
+        """Shards matrices with a separate dimension of heads, which shows their sides."""
+        what = "heads"
+        for matrix in matrices:
+            # As of (experts, width, hidden), where the sides are not next to each other.
+            if len(matrix.outs) == 2 and matrix.outs[1] - matrix.outs[0] > 1:
+                what = "heads or experts"
+        has_heads = False
+        for matrix in matrices:
+            if len(matrix.outs) == 2:
+                self._shard(matrix, "column", f"{what} of {matrix.name}")
+            if len(matrix.ins) == 2:
+                self._shard(matrix, "row", f"{what} into {matrix.name}")
+            has_heads |= 2 in (len(matrix.outs), len(matrix.ins))
+        return has_heads
+
+    def shard_pairs(self, block: Block, residual: set[int]) -> None:
+        """Shards pairs of matrices, from the residual width to an inner one and back, on the inner
+        one.
+
+        `residual` are the input widths of attention below the block, which are not inner widths.
+        Names show the direction of square matrices.
+        """
+        matrices = list(filter(None, self._undecided(block)))
+        if block.is_ordered or len(matrices) < 2:
+            return
+        width = self._most_frequent(matrices)
+        ups: list[WeightMatrix] = []
+        downs: list[WeightMatrix] = []
+        for matrix in matrices:
+            if matrix.in_size == width and (not matrix.is_square or matrix.role == "up"):
+                ups.append(matrix)
+            if matrix.out_size == width and (not matrix.is_square or matrix.role == "down"):
+                downs.append(matrix)
+        for down in downs:
+            inner = down.in_size
+            if inner in residual and not down.is_square:
+                continue
+            partners = [up for up in ups if up.out_size in (inner, 2 * inner)]
+            if partners:
+                self._shard(down, "row", f"pairs with {partners[-1].name}")
+            for up in partners:
+                fused = up.out_size // inner
+                self._shard(up, "column", f"pairs with {down.name}", fused=fused)
+
+    def _most_frequent(self, matrices: list[WeightMatrix]) -> int:
+        """The size that most matrices have on one side; ties go by the arrays of the layer."""
+        counts: dict[int, int] = {}
+        for matrix in matrices:
+            # A square matrix counts once.
+            for size in dict.fromkeys((matrix.in_size, matrix.out_size)):
+                counts[size] = counts.get(size, 0) + 1
+        weight = matrices[0].weight
+        return max(counts, key=lambda size: (counts[size], self.sizes.count(weight, size)))
+
+    def shard_chains(self, block: Block, residual: set[int]) -> None:
+        """Shards chains of matrices, each the input of the next: column, row, column, row."""
+        chains: list[list[WeightMatrix]] = []
+        before = None
+        for matrix in self._undecided(block):
+            if matrix is not None and before is not None and _follows(before, matrix):
+                chains[-1].append(matrix)
+            elif matrix is not None:
+                chains.append([matrix])
+            before = matrix
+        place = ""
+        if block.is_ordered and block.path:
+            place = f"{block.path[-1]}/"
+        for chain in chains:
+            if len(chain) > 1:
+                self._alternate(chain, residual, place)
+
+    def _alternate(self, chain: list[WeightMatrix], residual: set[int], place: str) -> None:
+        column = None  # the matrix before, if it is column-parallel
+        for i, matrix in enumerate(chain):
+            if column is not None:
+                self._shard(matrix, "row", f"pairs with {place}{column.name}")
+                column = None
+            elif matrix.out_size in residual:
+                continue  # `shard_alone` replicates it
+            elif i + 1 < len(chain):
+                self._shard(matrix, "column", f"pairs with {place}{chain[i + 1].name}")
+                if self.splits[matrix.index].dim is not None:
+                    column = matrix
+            elif matrix.out_size * _NARROW < matrix.in_size:
+                self._replicate(
+                    matrix, f"output of {matrix.out_size} from {matrix.in_size}, narrow"
+                )
+            else:
+                self._shard(matrix, "column", "output")
+
+    def shard_alone(self, matrix: WeightMatrix, residual: set[int]) -> None:
+        """Shards a matrix without a partner on its output, if it is divisible and large."""
+        elements = prod(matrix.weight.shape[matrix.stack :])
+        if matrix.out_size in residual:
+            reason = "no matrix follows to pair with, and its output is replicated"
+            self._replicate(matrix, reason)
+        elif elements < LARGE:
+            self._replicate(matrix, f"small, {elements:,} elements")
+        else:
+            self._shard(matrix, "column", "output")
+
+    def shard_tables(self, tables: list[WeightMatrix], residual: set[int]) -> None:
+        """Shards token embeddings on the vocabulary. Positions and token types are replicated."""
+        for table in tables:
+            if any(map(_SMALL.search, table.weight.path[-3:])):
+                reason = "table of positions or types, small"
+                self.splits[table.index] = Split(None, reason, table.out_size)
+            elif table.in_size in residual and table.out_size not in residual:
+                self.splits[table.index] = self._vocabulary(table, table.outs[0])
+            else:
+                self.splits[table.index] = self._vocabulary(table, table.ins[0])
+
+    def shard_heads(self, matrices: list[WeightMatrix]) -> None:
+        """Shards matrices outside layers that have the vocabulary on one side, and their biases."""
+        sizes = vocabularies(self.splits)
+        for matrix in matrices:
+            is_decided = matrix.index in self.splits
+            if matrix.kind != "linear" or is_decided or layer_of(matrix.weight):
+                continue
+            shape, bias = matrix.weight.shape, matrix.bias
+            dims = [d for d in (*matrix.outs, *matrix.ins) if shape[d] in sizes]
+            # If both sides have the size of the vocabulary, a name must identify the head.
+            if not dims or (len(dims) > 1 and not _HEAD.search(matrix.name)):
+                continue
+            split = self._vocabulary(matrix, dims[0])
+            self.splits[matrix.index] = split
+            if bias is None:
+                continue
+            last = None
+            if split.dim in matrix.outs and bias.shape[-1] == shape[dims[0]]:
+                last = len(bias.shape) - 1
+            self.splits[bias.index] = Split(last, "like its matrix")
+
+    def _vocabulary(self, matrix: WeightMatrix, dim: int) -> Split:
+        """The split of a matrix along the dimension of the vocabulary."""
+        size, outer, rows = matrix.weight.shape[dim], matrix.out_size, None
+        if dim in matrix.outs:
+            outer = matrix.in_size
+        if matrix.kind == "table":
+            rows = max(matrix.in_size, matrix.out_size)
+        if size % self.n:
+            return Split(None, indivisible("vocabulary", size, self.n), outer, rows)
+        return Split(dim, "vocabulary-parallel", outer, rows)
 
 
-def _linear(block: Block, splits: Splits) -> list[WeightMatrix]:
-    undecided = _undecided(block, splits)
-    return [matrix for matrix in undecided if matrix is not None and matrix.kind == "linear"]
+def _split_of_bias(matrix: WeightMatrix, bias: Leaf, side: Side, size: int) -> Split:
+    """The bias of a column-parallel matrix is sharded like the outputs that it is added to."""
+    if side == "row":
+        return Split(None, "bias of a row-parallel matrix")
+    if size in bias.shape[matrix.stack :]:
+        return Split(bias.shape.index(size, matrix.stack), "like its matrix")
+    return Split(None, "does not have its matrix's output size")
 
 
-def _shard_explicit_heads(matrices: list[WeightMatrix], splits: Splits, n: int) -> bool:
-    """Shards matrices with a separate dimension of heads, which shows their sides."""
-    columns = [matrix for matrix in matrices if len(matrix.outs) == 2]
-    rows = [matrix for matrix in matrices if len(matrix.ins) == 2]
-    # As of (experts, width, hidden), where the sides are not next to each other.
-    apart = any(matrix.outs[1] - matrix.outs[0] > 1 for matrix in columns)
-    what = "heads or experts" if apart else "heads"
-    for matrix in columns:
-        _shard(matrix, "column", f"{what} of {matrix.name}", splits, n)
-    for matrix in rows:
-        _shard(matrix, "row", f"{what} into {matrix.name}", splits, n)
-    return bool(columns or rows)
-
-
-def _inputs_by_shape(
-    matrices: list[WeightMatrix], beside: list[WeightMatrix]
-) -> dict[str | None, WeightMatrix]:
+def _inputs_by_shape(matrices: list[WeightMatrix], beside: list[WeightMatrix]) -> Inputs:
     """Finds query, key and value by four patterns of shapes.
 
     Four square matrices; two square ones and two others that are alike (grouped queries); three
@@ -218,9 +363,11 @@ def _inputs_by_shape(
         return {}
     width = squares[0].in_size
     # What the next matrix of an MLP reads is not of attention.
-    others = [m for m in matrices if m.in_size == width and not m.is_square]
     inner = {matrix.in_size for matrix in matrices}
-    others = [matrix for matrix in others if matrix.out_size not in inner]
+    others: list[WeightMatrix] = []
+    for matrix in matrices:
+        if matrix.in_size == width and matrix.out_size not in inner:
+            others.append(matrix)
     sizes = [matrix.out_size for matrix in others]
     squares_beside = [matrix.out_size for matrix in beside if matrix.is_square]
     is_split = len(squares) == len(matrices) == 3 and squares_beside == [width]
@@ -233,12 +380,12 @@ def _inputs_by_shape(
     return {}
 
 
-def _output(
-    matrices: list[WeightMatrix], inputs: dict[str | None, WeightMatrix]
-) -> WeightMatrix | None:
+def _output(matrices: list[WeightMatrix], inputs: Inputs) -> WeightMatrix | None:
     """The last matrix from the heads' width back, if possible one with the name of an output."""
     query = inputs.get("query") or inputs["fused"]
-    widths = {inputs[role].out_size for role in ("query", "value") if role in inputs}
+    widths: Collection[int] = {
+        inputs[role].out_size for role in ("query", "value") if role in inputs
+    }
     widths = widths or {query.in_size}
     indices = {matrix.index for matrix in inputs.values()}
     named, closing = None, None
@@ -262,136 +409,7 @@ def _int_field(owner: PyTree, names: tuple[str, ...]) -> int | None:
     return None
 
 
-def _shard_pairs(
-    block: Block, residual: set[int], sizes: SizeCounts, splits: Splits, n: int
-) -> None:
-    """Shards pairs of matrices, from the residual width to an inner one and back, on the inner one.
-
-    `residual` are the input widths of attention below the block, which are not inner widths. Names
-    show the direction of square matrices.
-    """
-    matrices = [matrix for matrix in _undecided(block, splits) if matrix is not None]
-    if block.is_ordered or len(matrices) < 2:
-        return
-    sides = [(matrix.in_size, matrix.out_size) for matrix in matrices]
-
-    def frequency(size: int) -> tuple[int, int]:
-        """How many matrices have it on one side; ties go by the arrays of the layer."""
-        pairs = [pair for pair in sides if size in pair]
-        return len(pairs), sizes.count(matrices[0].weight, size)
-
-    width = max(sum(sides, ()), key=frequency)
-    ups = [m for m in matrices if m.in_size == width and (not m.is_square or m.role == "up")]
-    downs = [m for m in matrices if m.out_size == width and (not m.is_square or m.role == "down")]
-    for down in downs:
-        inner = down.in_size
-        if inner in residual and not down.is_square:
-            continue
-        partners = [up for up in ups if up.out_size in (inner, 2 * inner)]
-        if partners:
-            _shard(down, "row", f"pairs with {partners[-1].name}", splits, n)
-        for up in partners:
-            fused = up.out_size // inner
-            _shard(up, "column", f"pairs with {down.name}", splits, n, fused=fused)
-
-
-def _shard_chains(block: Block, residual: set[int], splits: Splits, n: int) -> None:
-    """Shards chains of matrices, each the input of the next: column, row, column, row."""
-    chains: list[list[WeightMatrix]] = []
-    before = None
-    for matrix in _undecided(block, splits):
-        if matrix is not None and before is not None and _follows(before, matrix):
-            chains[-1].append(matrix)
-        elif matrix is not None:
-            chains.append([matrix])
-        before = matrix
-    place = ""
-    if block.is_ordered and block.path:
-        place = f"{block.path[-1]}/"
-    for chain in chains:
-        if len(chain) > 1:
-            _alternate(chain, residual, place, splits, n)
-
-
 def _follows(before: WeightMatrix, after: WeightMatrix) -> bool:
     if before.kind == "conv" and after.kind == "linear":
         return after.in_size % before.out_size == 0  # flattened, channels first
     return before.out_size == after.in_size
-
-
-def _alternate(
-    chain: list[WeightMatrix], residual: set[int], place: str, splits: Splits, n: int
-) -> None:
-    column = None  # the matrix before, if it is column-parallel
-    for i, matrix in enumerate(chain):
-        if column is not None:
-            _shard(matrix, "row", f"pairs with {place}{column.name}", splits, n)
-            column = None
-        elif matrix.out_size in residual:
-            continue  # `_shard_alone` replicates it
-        elif i + 1 < len(chain):
-            _shard(matrix, "column", f"pairs with {place}{chain[i + 1].name}", splits, n)
-            if splits[matrix.index].dim is not None:
-                column = matrix
-        elif matrix.out_size * _NARROW < matrix.in_size:
-            reason = f"output of {matrix.out_size} from {matrix.in_size}, narrow"
-            _replicate(matrix, reason, splits)
-        else:
-            _shard(matrix, "column", "output", splits, n)
-
-
-def _shard_alone(matrix: WeightMatrix, residual: set[int], splits: Splits, n: int) -> None:
-    """Shards a matrix without a partner on its output, if it is divisible and large."""
-    elements = prod(matrix.weight.shape[matrix.stack :])
-    if matrix.out_size in residual:
-        reason = "no matrix follows to pair with, and its output is replicated"
-        _replicate(matrix, reason, splits)
-    elif elements < LARGE:
-        _replicate(matrix, f"small, {elements:,} elements", splits)
-    else:
-        _shard(matrix, "column", "output", splits, n)
-
-
-def _shard_tables(tables: list[WeightMatrix], residual: set[int], splits: Splits, n: int) -> None:
-    """Shards token embeddings on the vocabulary. Positions and token types are replicated."""
-    for table in tables:
-        if any(_SMALL.search(part) for part in table.weight.path[-3:]):
-            reason = "table of positions or types, small"
-            splits[table.index] = Split(None, reason, table.out_size)
-        elif table.in_size in residual and table.out_size not in residual:
-            splits[table.index] = _vocabulary(table, table.outs[0], n)
-        else:
-            splits[table.index] = _vocabulary(table, table.ins[0], n)
-
-
-def _shard_heads(matrices: list[WeightMatrix], splits: Splits, n: int) -> None:
-    """Shards matrices outside layers that have the vocabulary on one side, and their biases."""
-    sizes = vocabularies(splits)
-    for matrix in matrices:
-        if matrix.kind != "linear" or matrix.index in splits or layer_of(matrix.weight):
-            continue
-        shape = matrix.weight.shape
-        dims = [d for d in (*matrix.outs, *matrix.ins) if shape[d] in sizes]
-        # If both sides have the size of the vocabulary, a name must identify the head.
-        if not dims or (len(dims) > 1 and not _HEAD.search(matrix.name)):
-            continue
-        split = _vocabulary(matrix, dims[0], n)
-        splits[matrix.index] = split
-        if matrix.bias is None:
-            continue
-        last = len(matrix.bias.shape) - 1
-        if split.dim not in matrix.outs or matrix.bias.shape[last] != shape[dims[0]]:
-            last = None
-        splits[matrix.bias.index] = Split(last, "like its matrix")
-
-
-def _vocabulary(matrix: WeightMatrix, dim: int, n: int) -> Split:
-    """The split of a matrix along the dimension of the vocabulary."""
-    size = matrix.weight.shape[dim]
-    outer = matrix.in_size if dim in matrix.outs else matrix.out_size
-    rows = None
-    if matrix.kind == "table":
-        rows = max(matrix.in_size, matrix.out_size)
-    if size % n:
-        return Split(None, indivisible("vocabulary", size, n), outer, rows)
-    return Split(dim, "vocabulary-parallel", outer, rows)

@@ -134,7 +134,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_only_has_the_size_of_the_batch_is_no_rows(name):
     traced, _ = trace(OTHERS[name], WEIGHTS, (BATCH, KEY))
-    assert follow_program(traced, [True] * len(WEIGHTS)).batch.made == ()
+    assert follow_program(traced, [True] * len(WEIGHTS)).batch.of_created == ()
 
 
 def values(tree, seed=0):

@@ -204,8 +204,8 @@ def _by_rows_or_within(task: _Task, budget: int | None, trace: Callable[[], Prog
         best = _cheapest([task, *others], budget)
         return by_rows if best.excess else best
     by_tokens = split_tokens(program, count, lambda: traced(count))
-    why_whole = by_tokens.batch.whole or "it would cost more"
-    by_rows = replace(program, batch=replace(program.batch, whole=why_whole))
+    why_whole = by_tokens.batch.why_whole or "it would cost more"
+    by_rows = replace(program, batch=replace(program.batch, why_whole=why_whole))
     tasks = [replace(task, program=by_rows)]
     if is_sequence(by_tokens, count):
         tasks.append(replace(task, program=by_tokens))

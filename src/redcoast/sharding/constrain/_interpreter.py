@@ -31,7 +31,7 @@ from ..operations._rule_table import CONSTRAINED
 from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
-from ..program._batch import BatchNodes, made_rows
+from ..program._batch import BatchNodes, created_rows
 from ..program._constants import LARGE_CONSTANT
 from ..program._graph import Value
 from ..program._program import Program, follow_program
@@ -374,7 +374,7 @@ def _follow_specs(
             nodes.append(value.dims[d])
     created = ()
     if not shardings.tokens:
-        created = made_rows(program.graph, nodes)
+        created = created_rows(program.graph, nodes)
     batch = BatchNodes(tuple(nodes), created, sequence=shardings.tokens)
     model_axes = shardings.compute.model_axes
     dims = tuple(sharded_dim(spec, model_axes) for spec in specs)

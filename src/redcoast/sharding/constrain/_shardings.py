@@ -173,7 +173,7 @@ def _uneven(program: Program, batch: BatchDims) -> frozenset[int]:
     uneven: set[int] = set()
     anywhere = Classes(graph, 1, soft=True, least=2, apart=program.owned)
     for split, nodes in zip(batch.sets, program.batch.sets, strict=True):
-        linked = anywhere.of(nodes.given)
+        linked = anywhere.of(nodes.of_inputs)
         for node, size in enumerate(graph.sizes):
             is_uneven = size >= split.count and not split.classes.divides(node)
             if is_uneven and anywhere[node] in linked:

@@ -154,7 +154,7 @@ def pipeline_of(
     """The pipeline of `fn(tree, *args)`, whose program is given. Raises `NoPipeline`."""
     stages, shards = mesh.shape[PIPE], parts(batch_axes, mesh.shape)
     scans = _scans_in_stages(program, stages)
-    rows = program.graph.sizes[program.batch.given[0]]
+    rows = program.graph.sizes[program.batch.of_inputs[0]]
     count = count_microbatches(rows, shards, stages, microbatches)
     own_rows = rows // (shards * count)  # of one microbatch on one device
     if rows < 4:
@@ -193,7 +193,7 @@ def _scans_in_stages(program: Program, stages: int) -> list[LayerScan]:
             "Its layers are not a scan: no `jax.lax.scan` goes over arrays of the model. Stack "
             "equal layers, as `eqx.filter_vmap` does, and scan over them."
         )
-    if not program.batch.given:
+    if not program.batch.of_inputs:
         raise NoPipeline("It has no batch: the first argument has no array with a dimension.")
     for scan in scans:
         layers = scan.loop.length
@@ -219,10 +219,10 @@ def _with_rows(
     """The program of a batch with another number of rows."""
     batch, *others = args
     arrays, static = split(batch)
-    size = program.graph.sizes[program.batch.given[0]]
+    size = program.graph.sizes[program.batch.of_inputs[0]]
     shapes = abstract_arrays(arrays)
     for place, x in enumerate(shapes):
-        if x.shape and x.shape[0] == size and place not in program.batch.left_out:
+        if x.shape and x.shape[0] == size and place not in program.batch.not_rows:
             shape = (rows, *x.shape[1:])
             shapes[place] = jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
     try:

@@ -6,60 +6,65 @@ as many rows as the batch, its rows are sharded like the batch, unless something
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from ...distributed._mesh import BATCH_AXES
 from ._classes import Classes
-from ._graph import Graph, Value
-
-# Reasons not to shard a dimension of a created array with the batch: another size; a dimension of
-# parameters, constants or blocked operations; mostly combined with the batch; replicated by the
-# program's own constraint.
-SIZE, OF_PARAMETERS, WITH_BATCH, REPLICATED = "size", "held", "met", "whole"
-
+from ._graph import Dims, Graph, Value
 
 # For axes of a mesh, dimensions of the batch's arrays: the place of the array, and the dimension.
 Split = tuple[tuple[tuple[str, ...], tuple[tuple[int, int], ...]], ...]
+
+
+class NotRows(Enum):
+    """Why a dimension of a created array is not sharded with the batch."""
+
+    OTHER_SIZE = "it has another size"
+    OF_PARAMETERS = "it belongs to parameters, constants or blocked operations"
+    WITH_BATCH = "it is mostly combined with the batch"
+    REPLICATED = "the program constrains it to be replicated"
 
 
 @dataclass(frozen=True)
 class SplitSet:
     """Dimensions that are split over some axes of the mesh, as nodes.
 
-    `made` are dimensions of arrays that the program creates.
+    `of_inputs` are dimensions of the batch's own arrays, and `of_created` of arrays that the
+    program creates.
     """
 
     axes: tuple[str, ...]
-    given: tuple[int, ...]
-    made: tuple[int, ...] = ()
+    of_inputs: tuple[int, ...]
+    of_created: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class BatchNodes:
     """The dimensions that are sharded with the batch, as nodes.
 
-    `given` are dimensions of the batch's own arrays, and `made` of arrays that the program
-    creates. `left_out` are the indices of the batch's arrays that are not rows. With `sequence`,
-    examples are split along other dimensions, since there are fewer rows than devices, and `given`
-    are those. `whole` is the reason if they cannot be split either. `sets` has the axes of each
-    dimension, where they are not those that a strategy splits the batch over, and `split` the same
-    by the places of dimensions in the batch's arrays.
+    `of_inputs` are dimensions of the batch's own arrays, and `of_created` of arrays that the
+    program creates. `not_rows` are the places of the batch's arrays that are not rows. With
+    `sequence`, examples are split along other dimensions, since there are fewer rows than devices,
+    and `of_inputs` are those. `why_whole` is the reason if they cannot be split either. `sets` has
+    the axes of each dimension, where they are not those that a strategy splits the batch over, and
+    `split` the same by the places of dimensions in the batch's arrays.
     """
 
-    given: tuple[int, ...]
-    made: tuple[int, ...] = ()
-    left_out: tuple[int, ...] = ()
+    of_inputs: tuple[int, ...]
+    of_created: tuple[int, ...] = ()
+    not_rows: tuple[int, ...] = ()
     sequence: bool = False
-    whole: str = ""
+    why_whole: str = ""
     sets: tuple[SplitSet, ...] = ()
     split: Split = ()
 
 
 def find_batch(graph: Graph, arrays: Sequence[Value], others: Sequence[Value]) -> BatchNodes:
     """Finds the batch dimensions of `arrays`, of the other arguments, and of created arrays."""
-    given, left_out = _rows(graph, arrays)
-    sizes = {graph.sizes[node] for node in given}
+    rows, not_rows = _rows(graph, arrays)
+    sizes = _sizes(graph, rows)
     # Leading dimensions of other arguments are treated like created rows; other dimensions of
     # arguments are never rows.
     leading: set[int] = set()
@@ -70,42 +75,52 @@ def find_batch(graph: Graph, arrays: Sequence[Value], others: Sequence[Value]) -
     for value in (*arrays, *others):
         of_arguments.update(value.dims)
     graph.created.update(leading)
-    graph.of_parameters.update(of_arguments - leading - set(given))
-    return BatchNodes(given, made_rows(graph, given), left_out)
+    graph.of_parameters.update(of_arguments - leading - set(rows))
+    return BatchNodes(rows, created_rows(graph, rows), not_rows)
+
+
+def _sizes(graph: Graph, nodes: Iterable[int]) -> set[int]:
+    return set(map(graph.sizes.__getitem__, nodes))
 
 
 def _rows(graph: Graph, arrays: Sequence[Value]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The leading dimensions of the batch's arrays that are rows, and the indices of the others.
+    """The leading dimensions of the batch's arrays that are rows, and the places of the others.
 
     If the sizes differ, the batch size is the one with the most arithmetic. Dimensions that belong
     to parameters (running averages) or are another dimension of the batch (positions in a sequence)
     are not rows.
     """
-    leading = {place: value.dims[0] for place, value in enumerate(arrays) if value.dims}
-    sizes = Counter(graph.sizes[node] for node in leading.values())
-    del sizes[1]
-    if len(sizes) < 2:
+    leading: dict[int, int] = {}  # by the place of the array
+    several: dict[int, int] = {}  # those of more than one element
+    counts: Counter[int] = Counter()  # how many arrays have a size
+    for place, value in enumerate(arrays):
+        if not value.dims:
+            continue
+        leading[place] = value.dims[0]
+        if value.shape[0] != 1:
+            several[place] = value.dims[0]
+            counts[value.shape[0]] += 1
+    if len(counts) < 2:
         return tuple(leading.values()), ()
-    several = {place: node for place, node in leading.items() if graph.sizes[node] != 1}
     soft = Classes(graph, 1, soft=True, least=2)
     free = _free(graph, arrays, several)
     if free:
         shares = _WorkShares(graph, soft, ())
-        most_work = lambda node: (*shares.alone(soft[node]), sizes[graph.sizes[node]])
+        most_work = lambda node: (*shares.alone(soft[node]), counts[graph.sizes[node]])
         size = graph.sizes[max(free.values(), key=most_work)]
     else:
-        size = sizes.most_common(1)[0][0]
-    main = soft.of(n for n in (free or several).values() if graph.sizes[n] == size)
+        size = counts.most_common(1)[0][0]
+    main = soft.of(node for node in (free or several).values() if graph.sizes[node] == size)
     shares = _WorkShares(graph, soft, main)
     rows: list[int] = []
-    left_out: list[int] = []
+    not_rows: list[int] = []
     for place, node in leading.items():
         is_row = place in free and shares.mostly_alone(soft[node])
         if is_row or soft[node] in main:
             rows.append(node)
         elif place in several:
-            left_out.append(place)
-    return tuple(rows), tuple(left_out)
+            not_rows.append(place)
+    return tuple(rows), tuple(not_rows)
 
 
 def _free(graph: Graph, arrays: Sequence[Value], leading: dict[int, int]) -> dict[int, int]:
@@ -116,9 +131,9 @@ def _free(graph: Graph, arrays: Sequence[Value], leading: dict[int, int]) -> dic
     for value in arrays:
         if not value.dims:
             continue
-        first, *inner = (classes[node] for node in value.dims)
+        first, inner = classes[value.dims[0]], classes.of(value.dims[1:])
         if first not in never:
-            excluded.update(root for root in inner if root != first)
+            excluded |= inner - {first}
     return {place: node for place, node in leading.items() if classes[node] not in excluded}
 
 
@@ -127,51 +142,57 @@ def _never_rows(graph: Graph, classes: Classes) -> frozenset[int]:
     return classes.of(graph.of_parameters | graph.blocked)
 
 
-def made_rows(graph: Graph, given: Collection[int]) -> tuple[int, ...]:
-    """The nodes of created arrays that are sharded like the `given` batch dimensions."""
-    if not given or not (graph.created or graph.constrained):
+def created_rows(graph: Graph, rows: Collection[int]) -> tuple[int, ...]:
+    """The nodes of created arrays that are sharded like the `rows` of the batch."""
+    if not rows or not (graph.created or graph.constrained):
         return ()
     classes = Classes(graph, 1, soft=True, least=2)
-    reasons = reasons_against(graph, classes, given)
-    sizes = {graph.sizes[node] for node in given}
-    rows: list[int] = []
+    reasons = reasons_against(graph, classes, rows)
+    sizes = _sizes(graph, rows)
+    created: list[int] = []
     for node, size in enumerate(graph.sizes):
-        asked = not set(BATCH_AXES).isdisjoint(graph.constrained.get(node, ()))
-        if (size in sizes or asked) and reasons.get(classes[node]) == "":
-            rows.append(node)
-    return tuple(rows)
+        root, asked = classes[node], graph.constrained.get(node, ())
+        is_like_batch = size in sizes or not set(BATCH_AXES).isdisjoint(asked)
+        if is_like_batch and root in reasons and reasons[root] is None:
+            created.append(node)
+    return tuple(created)
 
 
-def reasons_against(graph: Graph, classes: Classes, given: Collection[int]) -> dict[int, str]:
-    """For each class of created dimensions, the reason not to shard it with the batch, or "".
+def reasons_against(
+    graph: Graph, classes: Classes, rows: Collection[int]
+) -> dict[int, NotRows | None]:
+    """For each class of created dimensions, the reason not to shard it with the batch, if any.
 
     `classes` must include soft links. The classes of the batch itself are left out.
     """
-    main = classes.of(given)
-    split, replicated = set(), set()
+    main = classes.of(rows)
+    split: set[int] = set()
+    replicated: set[int] = set()
     for node, axes in graph.constrained.items():
         if not axes:
             replicated.add(classes[node])
         elif not set(BATCH_AXES).isdisjoint(axes):
             split.add(classes[node])
     excluded = _never_rows(graph, classes)
-    sizes = {graph.sizes[node] for node in given} - {0, 1}
-    fits = {classes[node] for node, size in enumerate(graph.sizes) if size in sizes}
+    sizes = _sizes(graph, rows) - {0, 1}
+    fits: set[int] = set()
+    for node, size in enumerate(graph.sizes):
+        if size in sizes:
+            fits.add(classes[node])
     shares = _WorkShares(graph, classes, main)
-    reasons: dict[int, str] = {}
+    reasons: dict[int, NotRows | None] = {}
     for root in sorted((classes.of(graph.created) | split) - main):
+        reasons[root] = None
         if root in excluded:
-            reasons[root] = OF_PARAMETERS
+            reasons[root] = NotRows.OF_PARAMETERS
         elif root in split:
-            reasons[root] = ""
+            continue
         elif root in replicated:
-            reasons[root] = REPLICATED
+            reasons[root] = NotRows.REPLICATED
         elif root not in fits:
-            reasons[root] = SIZE
-        elif shares.mostly_alone(root):
-            reasons[root] = ""
-        else:
-            reasons[root] = WITH_BATCH
+            reasons[root] = NotRows.OTHER_SIZE
+        elif not shares.mostly_alone(root):
+            reasons[root] = NotRows.WITH_BATCH
     return reasons
 
 
@@ -186,16 +207,20 @@ class _WorkShares:
         # By class, the arithmetic and the bytes of results.
         self._alone: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         self._both: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-        amounts = [(work.dims, work.forward, 0.0) for work in graph.works]
-        amounts += [(dims, 0.0, size) for dims, size in graph.contraction_bytes.items()]
-        for dims, work, size in amounts:
-            roots = Counter(classes[node] for node in dims)
-            for root in roots:
-                share = self._alone
-                if roots[root] > 1 or any(other in main for other in roots if other != root):
-                    share = self._both
-                total_work, total_size = share[root]
-                share[root] = total_work + work, total_size + size
+        self._classes, self._main = classes, frozenset(main)
+        for work in graph.works:
+            self._add(work.dims, work.forward, 0.0)
+        for dims, size in graph.contraction_bytes.items():
+            self._add(dims, 0.0, size)
+
+    def _add(self, dims: Dims, work: float, size: float) -> None:
+        roots = Counter(map(self._classes.__getitem__, dims))
+        for root, times in roots.items():
+            share = self._alone
+            if times > 1 or not self._main.isdisjoint(roots.keys() - {root}):
+                share = self._both
+            total_work, total_size = share[root]
+            share[root] = total_work + work, total_size + size
 
     def alone(self, root: int) -> tuple[float, float]:
         return self._alone[root]

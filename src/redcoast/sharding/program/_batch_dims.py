@@ -79,13 +79,13 @@ class BatchDims:
 def batch_dims(program: Program, count: int) -> BatchDims:
     """The dimensions that are sharded with the batch over `count` devices, if that is possible."""
     batch = program.batch
-    return BatchDims((_split_nodes(program, batch.given, batch.made, count),))
+    return BatchDims((_split_nodes(program, batch.of_inputs, batch.of_created, count),))
 
 
 def _split_nodes(
     program: Program,
-    given: Sequence[int],
-    made: Sequence[int],
+    of_inputs: Sequence[int],
+    of_created: Sequence[int],
     count: int,
     axes: tuple[str, ...] = (),
 ) -> SplitNodes:
@@ -93,9 +93,10 @@ def _split_nodes(
     if program.batch.sequence:
         apart = program.owned
     classes = Classes(program.graph, count, soft=True, apart=apart)
-    if not any(map(classes.divides, given)):
+    if not any(map(classes.divides, of_inputs)):
         return SplitNodes(classes, frozenset(), 1)
-    return SplitNodes(classes, classes.of(filter(classes.divides, (*given, *made))), count, axes)
+    roots = classes.of(filter(classes.divides, (*of_inputs, *of_created)))
+    return SplitNodes(classes, roots, count, axes)
 
 
 def split_axes(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -115,10 +116,12 @@ def batch_over(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) 
     sets: list[SplitNodes] = []
     for split in batch.sets:
         count = parts(split.axes, sizes)
-        sets.append(_split_nodes(program, split.given, split.made, count, split.axes))
+        sets.append(_split_nodes(program, split.of_inputs, split.of_created, count, split.axes))
     if not sets:
         over = split_axes(program, axes, sizes)
-        sets.append(_split_nodes(program, batch.given, batch.made, parts(over, sizes), over))
+        sets.append(
+            _split_nodes(program, batch.of_inputs, batch.of_created, parts(over, sizes), over)
+        )
     return BatchDims(tuple(sets))
 
 
@@ -136,9 +139,9 @@ class Examples:
 
 def find_examples(program: Program) -> Examples | None:
     """The examples of a program; None if there are fewer than two, which cannot be related."""
-    if not program.batch.given:
+    if not program.batch.of_inputs:
         return None
-    count = program.graph.sizes[program.batch.given[0]]
+    count = program.graph.sizes[program.batch.of_inputs[0]]
     if count < 2:
         return None
     return Examples(batch_dims(program, 1), count)

@@ -127,7 +127,7 @@ def _follow(traced: Traced, trainable: Sequence[bool], skipped: frozenset[int]) 
     batch = find_batch(graph, arrays, others)
     examples: list[Value] = []
     for place, value in enumerate(arrays):
-        if value.dims and place not in batch.left_out:
+        if value.dims and place not in batch.not_rows:
             examples.append(value)
     return Program(
         traced,

@@ -40,7 +40,7 @@ def batch_sentences(decision: Decision, others: Mapping[str, int]) -> str:
 def batch_sizes(decision: Decision) -> tuple[int, ...]:
     """The sizes of the batch dimension."""
     program = decision.program
-    sizes = {program.graph.sizes[d] for d in program.batch.given}
+    sizes = {program.graph.sizes[d] for d in program.batch.of_inputs}
     if program.batch.sequence:
         # The dimensions that are split are those of the sequence.
         sizes = {value.shape[0] for value in program.examples}
@@ -50,7 +50,7 @@ def batch_sizes(decision: Decision) -> tuple[int, ...]:
 def _sentence(decision: Decision) -> str:
     """What happens to the batch, and why if it is unusual."""
     batch = decision.program.batch
-    if not batch.given:
+    if not batch.of_inputs:
         return ""
     if batch.sets:
         return _split_sentence(decision)
@@ -61,8 +61,8 @@ def _sentence(decision: Decision) -> str:
     if used:
         split = f"split over {_listed(used)}"
     unsplit = ""
-    if batch.whole:
-        unsplit = f" Its examples are not split: {batch.whole}."
+    if batch.why_whole:
+        unsplit = f" Its examples are not split: {batch.why_whole}."
     if batch.sequence:
         return (
             f"A batch of {_sizes(decision)} does not divide over {over}, so its sequences are "
@@ -138,7 +138,7 @@ def not_rows(batch: Sequence[Any], decision: Decision) -> dict[str, int]:
     """
     leaves = flat_leaves(tuple(batch))
     sizes: dict[str, int] = {}
-    for place in decision.program.batch.left_out:
+    for place in decision.program.batch.not_rows:
         leaf = leaves[place]
         # The first key of the path is the place in the sequence.
         sizes["/".join(leaf.path[1:])] = leaf.shape[0]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from .._mesh_axes import parts
-from ..program._batch import OF_PARAMETERS, REPLICATED, WITH_BATCH, reasons_against
+from ..program._batch import NotRows, reasons_against
 from ..program._classes import Classes
 from ..program._graph import Work
 from ..program._program import Program
@@ -63,7 +63,7 @@ def _no_rows(reasons: Reasons, work: Work) -> str:
     """Why work is not divided if the batch is not split."""
     program = reasons.decision.program
     batch = "there is no batch"
-    if program.batch.given:
+    if program.batch.of_inputs:
         batch = "the batch is not split"
     places = _places(program, work)
     if not places or reasons.decision.n == 1:
@@ -79,30 +79,30 @@ def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
     graph = program.graph
     if program.batch.sequence:
         return lambda work: "none of its dimensions is linked to the sequence"
-    sizes = sorted({graph.sizes[node] for node in program.batch.given})
+    sizes = sorted({graph.sizes[node] for node in program.batch.of_inputs})
     classes = Classes(graph, 1, soft=True, least=2)
-    against = reasons_against(graph, classes, program.batch.given)
+    against = reasons_against(graph, classes, program.batch.of_inputs)
 
     def why(work: Work) -> str:
         for node in work.dims:
             size = graph.sizes[node]
-            reason = against.get(classes[node], "")
+            reason = against.get(classes[node])
             # Dimensions such as experts are not rows, unless they have the size of the batch.
-            is_rows = reason != OF_PARAMETERS or size in sizes
-            if reason and is_rows:
+            is_rows = reason is not NotRows.OF_PARAMETERS or size in sizes
+            if reason is not None and is_rows:
                 return _sentence(size, reason, sizes, count)
         return "none of its dimensions is linked to the batch"
 
     return why
 
 
-def _sentence(size: int, against: str, batch: Sequence[int], count: int) -> str:
+def _sentence(size: int, against: NotRows, batch: Sequence[int], count: int) -> str:
     rows = f"the {size:,} rows that the program makes"
-    if against == OF_PARAMETERS:
+    if against is NotRows.OF_PARAMETERS:
         return f"{rows} are also a dimension that cannot be split with the batch"
-    if against == WITH_BATCH:
+    if against is NotRows.WITH_BATCH:
         return f"most operations on {rows} are combined with rows of the batch"
-    if against == REPLICATED:
+    if against is NotRows.REPLICATED:
         return f"the program constrains {rows} to be replicated"
     sizes = ", ".join(f"{size:,}" for size in batch)
     other_number = f"{rows} differ in number from the batch ({sizes})"

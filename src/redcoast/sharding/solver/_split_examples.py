@@ -36,7 +36,7 @@ def needs_split(program: Program, count: int) -> bool:
 def split_tokens(program: Program, count: int, trace: Callable[[], Program]) -> Program:
     """The program with all dimensions of examples in place of rows; `trace` traces it again.
 
-    If they cannot be split, it has the reason as `batch.whole`.
+    If they cannot be split, it has the reason as `batch.why_whole`.
     """
     if not _why_indivisible(program, count):
         program = trace_in_parts(count, trace)
@@ -48,7 +48,7 @@ def split_tokens(program: Program, count: int, trace: Callable[[], Program]) -> 
     looped = inner.classes.of(program.graph.stacks)
     if not looped.isdisjoint(inner.classes.of(inner.even())):
         why = "the program iterates over the sequence"
-    return replace(program, batch=replace(program.batch, whole=why))
+    return replace(program, batch=replace(program.batch, why_whole=why))
 
 
 def is_sequence(program: Program, count: int) -> bool:
@@ -222,7 +222,7 @@ def candidates(traced: Traces, sizes: Mapping[str, int]) -> Iterator[Program]:
 def _leading(program: Program, count: int) -> tuple[tuple[int, int], ...]:
     """The first dimensions of all arrays, as the nodes and the edges of one graph, if they differ
     and can be split."""
-    if not program.batch.left_out:
+    if not program.batch.not_rows:
         return ()
     graph = program.graph
     classes = Classes(graph, count, soft=True)
@@ -283,7 +283,7 @@ def _halves(axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[str,
 
 def row_places(program: Program) -> tuple[tuple[int, int], ...]:
     """The rows, as places of dimensions of the batch's arrays."""
-    nodes = set(program.batch.given)
+    nodes = set(program.batch.of_inputs)
     arrays = enumerate(program.batch_arrays)
     return tuple((place, 0) for place, value in arrays if value.dims and value.dims[0] in nodes)
 
@@ -291,7 +291,7 @@ def row_places(program: Program) -> tuple[tuple[int, int], ...]:
 def apply_split(program: Program, split: Split, sizes: Mapping[str, int]) -> Program | None:
     """The program with dimensions of its batch split over axes; None if a dimension does not
     divide, or the batch has other arrays."""
-    arrays, rows = program.batch_arrays, set(program.batch.given)
+    arrays, rows = program.batch_arrays, set(program.batch.of_inputs)
     sets: list[SplitSet] = []
     split_arrays: set[int] = set()
     for axes, places in split:
@@ -311,13 +311,13 @@ def apply_split(program: Program, split: Split, sizes: Mapping[str, int]) -> Pro
             return None
         created = _followers(inner, nodes)
         if not rows.isdisjoint(leading):
-            created = (*program.batch.made, *created)
+            created = (*program.batch.of_created, *created)
         sets.append(SplitSet(axes, tuple(nodes), created))
     batch = replace(
         program.batch,
-        left_out=tuple(array for array in program.batch.left_out if array not in split_arrays),
-        given=tuple(chain.from_iterable(split_set.given for split_set in sets)),
-        made=(),
+        not_rows=tuple(array for array in program.batch.not_rows if array not in split_arrays),
+        of_inputs=tuple(chain.from_iterable(split_set.of_inputs for split_set in sets)),
+        of_created=(),
         sequence=True,
         sets=tuple(sets),
         split=split,

@@ -10,6 +10,7 @@ import jax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
+from ...core._control_flow import primitive_name
 from ...core._jaxpr import bind_local
 from ..operations._rule import shape_of
 from ..program._graph import Value
@@ -17,12 +18,12 @@ from ..program._trace import Arrays
 from ..tree._overrides import spec_axes
 from ._shardings import Shardings
 
-_KERNELS = frozenset(["dot_product_attention_bwd_splash", "dot_product_attention_fwd_splash"])
+KERNELS = frozenset(["dot_product_attention_bwd_splash", "dot_product_attention_fwd_splash"])
 
 
 def is_kernel(equation: JaxprEqn) -> bool:
     """Whether an equation is a kernel for attention, which XLA cannot partition."""
-    return equation.primitive.name in _KERNELS
+    return primitive_name(equation) in KERNELS
 
 
 def run_kernel(

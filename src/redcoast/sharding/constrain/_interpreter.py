@@ -2,7 +2,7 @@
 
 import functools as ft
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -38,7 +38,7 @@ from ..program._program import Program, follow_program
 from ..program._trace import Arrays, trace_over
 from ..program._walk import Scope, outputs_of
 from ..tree._leaf_plans import Compute
-from ._attention_kernel import is_kernel, run_kernel
+from ._attention_kernel import KERNELS, is_kernel, run_kernel
 from ._copied_weights import apply_copies, copy_weights
 from ._custom_rules import Fn, is_float0, run_custom
 from ._grouped_conv import is_grouped, run_grouped
@@ -66,16 +66,26 @@ class CannotRebind(Exception):
 
 @dataclass(frozen=True)
 class _Nested:
-    """An equation to evaluate, with the scopes of the jaxprs that it calls.
+    """An equation to evaluate, in the scope of its jaxpr, with the scopes of those that it calls.
 
     `stored` selects the operands that are still sharded in storage.
     """
 
     equation: JaxprEqn
+    scope: Scope
     inner: list[Scope]
     shardings: Shardings
     operands: Arrays
     stored: list[bool]
+
+    @property
+    def values(self) -> list[Value]:
+        """The values of the operands of an equation without literals."""
+        return _values(self.scope, self.equation.invars)
+
+    @property
+    def results(self) -> list[Value]:
+        return _values(self.scope, self.equation.outvars)
 
 
 def run_constrained(
@@ -118,9 +128,9 @@ def run_constrained(
         if name == "concatenate":
             operands = _keep_whole(equation, scope, shardings, operands)
         is_stored = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
-        nested = _Nested(equation, inner, shardings, operands, is_stored)
+        nested = _Nested(equation, scope, inner, shardings, operands, is_stored)
         try:
-            results = _run(nested, flow, scope, copies)
+            results = _run(nested, flow, copies)
         except CannotRebind:
             raise
         except Exception as error:
@@ -178,56 +188,15 @@ def _as_array(x: Any, atom: Atom) -> jax.Array:
     return jnp.asarray(x, struct_of(atom).dtype)
 
 
-def _run(
-    nested: _Nested, flow: ControlFlow | None, scope: Scope, copies: dict[Atom, jax.Array]
-) -> Arrays:
+def _run(nested: _Nested, flow: ControlFlow | None, copies: dict[Atom, jax.Array]) -> Arrays:
     equation, shardings, operands = nested.equation, nested.shardings, nested.operands
-    name = primitive_name(equation)
-    result = apply_copies(equation, scope, shardings, operands, copies)
+    result = apply_copies(equation, nested.scope, shardings, operands, copies)
     if result is not None:
         return [result]
-    if name == "conv_general_dilated" and shardings.tokens:
-        values = _values(scope, (*equation.invars, *equation.outvars))
-        if (results := run_split_conv(equation, operands, values, shardings)) is not None:
-            return results
-    if is_grouped(equation):
-        image_spec, kernel_spec = map(shardings.spec, _values(scope, equation.invars))
-        return run_grouped(equation, operands, shardings.mesh, image_spec, kernel_spec)
-    if is_kernel(equation):
-        values = _values(scope, equation.invars)
-        if (results := run_kernel(equation, operands, values, shardings)) is not None:
-            return results
-    if name == "random_bits" and shardings.rows is not None:
-        bits = shardings.draws.get(id(equation))
-        if bits is not None:
-            return [draw_rows(operands[0], bits, shardings.rows, equation.params["bit_width"])]
-    if name == "layout_constraint":
-        # XLA would gather the operand: it knows no sharding of a layout.
-        # Inside of `jax.shard_map` the mesh is another than the equation's.
-        local = lambda x: equation.primitive.bind(x, **equation.params)
-        return [shardings.run_local(local, operands[0], scope.values[equation.invars[0]])]
-    if name == "fft":
-        value, result = _values(scope, (equation.invars[0], equation.outvars[0]))
-        results = run_split_fft(equation, operands[0], value, result, shardings)
+    for handle in (*_HANDLERS.get(primitive_name(equation), ()), _on_rows):
+        results = handle(nested)
         if results is not None:
             return results
-    if (results := _run_on_rows(nested, scope)) is not None:
-        return results
-    if name == "sharding_constraint":
-        sharding, mesh = equation.params["sharding"], shardings.mesh
-        if isinstance(mesh, Mesh) and getattr(sharding, "mesh", None) == mesh.abstract_mesh:
-            # A constraint of the program by axis names alone has no devices yet.
-            sharding = NamedSharding(mesh, sharding.spec)
-            return [jax.lax.with_sharding_constraint(operands[0], sharding)]
-    if (d := gathered_dimension(equation)) is not None:
-        value = scope.values[equation.invars[0]]
-        if shardings.batch_dim(value) == d:
-            return [shardings.gather(operands[0], value, d)]
-        return [operands[0]]
-    if name == "dot_general" and shardings.tokens:
-        operands = gather_operands(equation, scope, shardings, operands)
-    if name == "gather" and shardings.tokens:
-        operands = gather_looked_up(equation, scope, shardings, operands)
     match flow:
         case Scan() as scan if nested.inner:
             return _scan(nested, scan)
@@ -240,16 +209,89 @@ def _run(
     return bind_again(equation, operands)
 
 
+def _split_convolution(nested: _Nested) -> Arrays | None:
+    if not nested.shardings.tokens:
+        return None
+    values = [*nested.values, *nested.results]
+    return run_split_conv(nested.equation, nested.operands, values, nested.shardings)
+
+
+def _grouped_convolution(nested: _Nested) -> Arrays | None:
+    if not is_grouped(nested.equation):
+        return None
+    image, kernel = map(nested.shardings.spec, nested.values)
+    return run_grouped(nested.equation, nested.operands, nested.shardings.mesh, image, kernel)
+
+
+def _kernel(nested: _Nested) -> Arrays | None:
+    return run_kernel(nested.equation, nested.operands, nested.values, nested.shardings)
+
+
+def _bits_of_rows(nested: _Nested) -> Arrays | None:
+    """The random bits that some rows have of those for all rows, in the layers of a pipeline."""
+    rows, bits = nested.shardings.rows, nested.shardings.draws.get(id(nested.equation))
+    if rows is None or bits is None:
+        return None
+    return [draw_rows(nested.operands[0], bits, rows, nested.equation.params["bit_width"])]
+
+
+def _with_layout(nested: _Nested) -> Arrays:
+    """XLA would gather the operand of a layout: it knows no sharding of one."""
+    equation, (value,) = nested.equation, nested.values
+    # Inside of `jax.shard_map` the mesh is another than the equation's.
+    local = lambda x: equation.primitive.bind(x, **equation.params)
+    return [nested.shardings.run_local(local, nested.operands[0], value)]
+
+
+def _split_transform(nested: _Nested) -> Arrays | None:
+    (value,), (result,) = nested.values, nested.results
+    return run_split_fft(nested.equation, nested.operands[0], value, result, nested.shardings)
+
+
+def _own_constraint(nested: _Nested) -> Arrays | None:
+    """A constraint of the program by axis names alone has no devices yet."""
+    sharding, mesh = nested.equation.params["sharding"], nested.shardings.mesh
+    if not isinstance(mesh, Mesh) or getattr(sharding, "mesh", None) != mesh.abstract_mesh:
+        return None
+    sharding = NamedSharding(mesh, sharding.spec)
+    return [jax.lax.with_sharding_constraint(nested.operands[0], sharding)]
+
+
+def _gathered_sequence(nested: _Nested) -> Arrays | None:
+    d = gathered_dimension(nested.equation)
+    if d is None:
+        return None
+    (operand,), (value,) = nested.operands, nested.values
+    if nested.shardings.batch_dim(value) == d:
+        return [nested.shardings.gather(operand, value, d)]
+    return [operand]
+
+
+def _product(nested: _Nested) -> Arrays | None:
+    if not nested.shardings.tokens:
+        return None
+    equation = nested.equation
+    operands = gather_operands(equation, nested.scope, nested.shardings, nested.operands)
+    return bind_again(equation, operands)
+
+
+def _lookup(nested: _Nested) -> Arrays | None:
+    if not nested.shardings.tokens:
+        return None
+    equation = nested.equation
+    operands = gather_looked_up(equation, nested.scope, nested.shardings, nested.operands)
+    return bind_again(equation, operands)
+
+
 def _values(scope: Scope, atoms: Sequence[Atom]) -> list[Value]:
     return [scope.values[atom] for atom in atoms]
 
 
-def _run_on_rows(nested: _Nested, scope: Scope) -> Arrays | None:
+def _on_rows(nested: _Nested) -> Arrays | None:
     """The results of an equation that each device runs on its own rows, or None if it does not."""
     equation, shardings = nested.equation, nested.shardings
-    values = list(map(scope.value_of, equation.invars))
-    result_values = _values(scope, equation.outvars)
-    results = run_operation(equation, nested.operands, values, result_values, shardings)
+    values = list(map(nested.scope.value_of, equation.invars))
+    results = run_operation(equation, nested.operands, values, nested.results, shardings)
     if results is not None:
         return results
     # The stages of a pipeline run one after the other, each for some rows.
@@ -264,7 +306,7 @@ def _run_on_rows(nested: _Nested, scope: Scope) -> Arrays | None:
             return None
         operands = _gather_stored(nested, values)
         operands = list(map(_as_array, operands, equation.invars))
-        used = _used(scope.jaxpr)
+        used = _used(nested.scope.jaxpr)
         return region.run(equation, operands, states, [var in used for var in equation.outvars])
     except _REFUSALS:
         return None
@@ -487,3 +529,18 @@ def _while(nested: _Nested, loop: While) -> Arrays:
 def _cond(nested: _Nested) -> Arrays:
     branches = [_function(scope, nested.shardings, nested.stored[1:]) for scope in nested.inner]
     return list(jax.lax.switch(nested.operands[0], branches, *nested.operands[1:]))
+
+
+# What runs a primitive otherwise than it is, tried in this order. None leaves it to the next, and
+# to the usual evaluation after all.
+_HANDLERS: dict[str, tuple[Callable[[_Nested], Arrays | None], ...]] = {
+    "conv_general_dilated": (_split_convolution, _grouped_convolution),
+    "dot_general": (_product,),
+    "fft": (_split_transform,),
+    "gather": (_lookup,),
+    "layout_constraint": (_with_layout,),
+    "redcoast_mark": (_gathered_sequence,),
+    "random_bits": (_bits_of_rows,),
+    "sharding_constraint": (_own_constraint,),
+    **dict.fromkeys(KERNELS, (_kernel,)),
+}

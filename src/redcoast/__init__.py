@@ -95,7 +95,10 @@ if _typing.TYPE_CHECKING:
     from .dryrun import target_devices as target_devices
     from .pretrained.text import load_chat_template as load_chat_template
     from .pretrained.text import load_tokenizer as load_tokenizer
+    from .scores import Estimate as Estimate
     from .scores import lm_eval_model as lm_eval_model
+    from .scores import pass_at_k as pass_at_k
+    from .scores import win_rate as win_rate
 
 # Imported at first use, so that `import redcoast` costs little more than its libraries.
 _LAZY = {
@@ -105,6 +108,7 @@ _LAZY = {
     "CHIPS": ".dryrun",
     "Chip": ".dryrun",
     "DryRun": ".dryrun",
+    "Estimate": ".scores",
     "MeshSuggestion": ".dryrun",
     "TargetComparison": ".dryrun",
     "compare_targets": ".dryrun",
@@ -112,8 +116,10 @@ _LAZY = {
     "lm_eval_model": ".scores",
     "load_chat_template": ".pretrained.text",
     "load_tokenizer": ".pretrained.text",
+    "pass_at_k": ".scores",
     "suggest_mesh": ".dryrun",
     "target_devices": ".dryrun",
+    "win_rate": ".scores",
 }
 
 

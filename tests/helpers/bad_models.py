@@ -337,6 +337,23 @@ ROWS = {
         (lambda d: rc.lm_eval_model(llama(), None, context=-1), ValueError, "`context`.*-1"),
         (lambda d: rc.lm_eval_model(llama(), None), ValueError, "no `eos`"),
     ],
+    "pass_at_k": [
+        (lambda d: rc.pass_at_k([[1, 0]], 0), ValueError, "`k`.*0"),
+        (lambda d: rc.pass_at_k([[1, 0]], 1.5), TypeError, "`k`.*integer"),
+        (lambda d: rc.pass_at_k([[1, 0]], 3), ValueError, "`k` is 3.*2 answers"),
+        (lambda d: rc.pass_at_k(np.zeros((0, 4)), 1), ValueError, r"at least one.*\(0, 4\)"),
+        (lambda d: rc.pass_at_k(np.zeros(4), 1), ValueError, r"\(problems, samples\).*\(4,\)"),
+        (lambda d: rc.pass_at_k([[1, 0], [1]], 1), ValueError, "same number of answers"),
+        (lambda d: rc.pass_at_k([[1, 0.1]], 1), ValueError, "`rewards >= 1`"),
+        (lambda d: rc.pass_at_k([[1, np.nan]], 1), ValueError, "other values"),
+        (lambda d: rc.pass_at_k([[1, 0]], 1, level=1.0), ValueError, "`level` is 1.0"),
+    ],
+    "win_rate": [
+        (lambda d: rc.win_rate(-1, 3), ValueError, "`wins`.*-1"),
+        (lambda d: rc.win_rate(1, 3, ties=0.5), TypeError, "`ties`.*integer"),
+        (lambda d: rc.win_rate(0, 0), ValueError, "at least one game"),
+        (lambda d: rc.win_rate(1, 3, level=95), ValueError, "`level` is 95.*such as 0.95"),
+    ],
     "lora": [
         (lambda d: lora.add_adapters(llama(), 0, targets="wq", key=KEY), ValueError, "`rank`.*0"),
         (

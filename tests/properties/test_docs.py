@@ -28,7 +28,7 @@ PAGES = {name: path.read_text("utf-8") for name, path in FILES.items()}
 README = (ROOT / "README.md").read_text("utf-8")
 # These show something of one line or of an attribute, and have no example of their own.
 WITHOUT_EXAMPLE = {"Plan", "TrainState", "Batch", "Batches", "Restored", "Step"}
-WITHOUT_EXAMPLE |= {"Generated", "MetricsReader", "Prepared", "RunInfo", "CHIPS"}
+WITHOUT_EXAMPLE |= {"Estimate", "Generated", "MetricsReader", "Prepared", "RunInfo", "CHIPS"}
 # Its example writes to trackio's own directory; `test_trackio.py` runs it elsewhere.
 WITHOUT_EXAMPLE |= {"trackio_logger"}
 WITHOUT_EXAMPLE |= {"lm_eval_model"}  # whose example needs lm-eval

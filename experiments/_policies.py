@@ -47,10 +47,11 @@ class Imitation(NamedTuple):
 def pad_rows(
     rows: Sequence[Sequence[int]], length: int, *, left: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns tokens, padded or cut to `length`, and their mask."""
+    """Returns tokens, padded to `length`, and their mask."""
     tokens, real = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), bool)
     for row, new, mask in zip(rows, tokens, real, strict=True):
-        row = row[-length:] if left else row[:length]
+        if len(row) > length:
+            raise ValueError(f"A row has {len(row)} tokens, but there is room for {length}.")
         place = slice(length - len(row), None) if left else slice(len(row))
         new[place], mask[place] = row, True
     return tokens, real
@@ -67,7 +68,8 @@ def published_policy(run: Started, weights: str) -> Policy:
     def encode_prompt(text: str) -> list[int]:
         return encode(render([{"role": "user", "content": text}], add_generation_prompt=True))
 
-    ends = tuple(np.atleast_1d(model.config.decoding.eos or model.config.eos).tolist())
+    eos = model.config.decoding.eos
+    ends = tuple(np.atleast_1d(model.config.eos if eos is None else eos).tolist())
     end = [ends[0]] if ends else []
     return Policy(model, encode_prompt, lambda x: [*encode(x), *end], tokenizer.decode, ends)
 

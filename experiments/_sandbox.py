@@ -16,17 +16,24 @@ from collections.abc import Sequence
 # Runs in the new process. What the program prints is not read; the word of the parent is needed to
 # report the number of tests that passed, so that a program cannot end early with a number.
 PROGRAM = """
-import io, json, resource, sys
+import io, json, os, resource, sys
 task = json.load(sys.stdin)
 word, report = task.pop("word"), sys.stdout.write
 for kind, limit in task["limits"].items():
     resource.setrlimit(getattr(resource, kind), (limit, limit))
 sys.stdout = sys.stderr = io.StringIO()
 
+READS = {"os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr", "os.listxattr"}
+WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
 def refuse(event, arguments):
-    names = ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn",
-             "os.kill", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "ctypes.", "signal.")
-    if event.startswith(names) or event == "open" and set(str(arguments[1])) & set("wax+"):
+    names = ("os.", "socket.", "subprocess.", "ctypes.", "signal.", "shutil.", "tempfile.")
+    if event == "open":
+        _, mode, flags = arguments
+        writes = set(str(mode or "")) & set("wax+") or flags & WRITE
+    else:
+        writes = False
+    if writes or event.startswith(names) and event not in READS:
         raise PermissionError(event)
 
 sys.addaudithook(refuse)
@@ -68,5 +75,6 @@ def passed_tests(
             )
         except subprocess.TimeoutExpired:
             return 0
-    found, _, passed = done.stdout.rpartition(" ")
-    return int(passed) if found == word and passed.isdecimal() else 0
+    said, _, passed = done.stdout.rpartition(" ")
+    known = said == word and passed.isdecimal() and int(passed) <= len(tests)
+    return int(passed) if known else 0

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from _sandbox import passed_tests
 
+from redcoast_cli._usage import refuse
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -29,14 +31,18 @@ class Task:
     show: Callable[[Problem, np.random.Generator], str]
 
 
-def make_task(name: str, seed: int) -> Task:
-    """Makes the problems of a task, in an order that depends on the seed."""
+def make_task(name: str, seed: int, test_problems: int = 512) -> Task:
+    """Makes the problems of a task, ordered by the seed, of which some are held out."""
     make, reward, show = TASKS[name]
     problems = make(random.Random(seed))
-    return Task(problems[TESTS:], problems[:TESTS], reward, show)
+    if not 0 < test_problems < len(problems):
+        refuse(
+            f"--test-problems is {test_problems}, but {name} has {len(problems)} problems. At "
+            "least one must be held out, and one be left."
+        )
+    return Task(problems[test_problems:], problems[:test_problems], reward, show)
 
 
-TESTS = 512
 CARELESS = 0.9  # of the sums that are shown are made without carrying
 
 

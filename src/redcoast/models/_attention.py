@@ -54,12 +54,14 @@ def count_positions(
 ) -> Int[Array, "#batch seq"]:
     """Counts positions over the real tokens of each row or segment, from 0."""
     real = as_array(real)
-    counts = jnp.cumsum(real, axis=1)
+    counts = jnp.cumsum(real, axis=1)  # (batch, seq), from 1
     if segments is not None:
         # Subtracts the tokens that were counted before the start of the segment.
+        # (batch, seq): the first token of each segment
         begins = jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
         before = jnp.where(begins, counts - real.astype(counts.dtype), 0)
         counts = counts - jax.lax.cummax(before, axis=1)
+    # Padding before the first token has a count of 0, and would otherwise get the position -1.
     return jnp.maximum(counts - 1, 0)
 
 
@@ -208,19 +210,21 @@ def attend(
     g = "g"
     if q.shape[2] == k.shape[2] and target().platform != "tpu":
         g = ""
+    # (batch, queries, kv_heads, group, head_dim), or without the group
     grouped = (q * scale).reshape(*q.shape[:2], k.shape[2], *[-1] * len(g), q.shape[3])
     # One query has no dimension of queries: with it, XLA for CPUs would multiply keys by queries,
     # and not queries by keys, which takes several times as long.
     s = "s"
     if q.shape[1] == 1 and target().platform == "cpu":
         s, grouped = "", grouped[:, 0]
+    # (batch, kv_heads, group, queries, keys)
     scores = jnp.einsum(f"b{s}n{g}k,btnk->bn{g}{s}t", grouped, k).astype(wide(q.dtype))
     if not s:
-        scores = scores[..., None, :]
+        scores = scores[..., None, :]  # (batch, kv_heads, 1, keys)
     if bias is not None:
         if isinstance(bias, RelativeBias):
             bias = bias.at(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]))
-        bias = bias.astype(scores.dtype)
+        bias = bias.astype(scores.dtype)  # (batch, heads, queries, keys)
         scores += bias.reshape(bias.shape[0], *scores.shape[1:-2], *bias.shape[2:])
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
@@ -233,7 +237,8 @@ def attend(
         weights = _softmax_with(sinks, scores)
     weights = dropout(weights.astype(q.dtype), rate, key)
     if not s:
-        weights = weights[..., 0, :]
+        weights = weights[..., 0, :]  # (batch, kv_heads, keys)
+    # A group's heads follow each other, so the heads are in the order of the queries'.
     out = jnp.einsum(f"bn{g}{s}t,btnk->b{s}n{g}k", weights, v)
     return out.reshape(*q.shape[:3], v.shape[-1])
 
@@ -241,6 +246,8 @@ def attend(
 def _softmax_with(sinks: Array, scores: Array) -> Array:
     """The softmax over the keys and one more, whose weight is omitted."""
     sinks = sinks.astype(scores.dtype).reshape(1, *scores.shape[1:-2], 1, 1)
+    # The sink takes part in the maximum, so that no exponential overflows. It cancels out, so it
+    # has no gradient.
     top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
     weights = jnp.exp(scores - top)
     return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - top))
@@ -293,6 +300,7 @@ def _takes_mask(view: View | None, bias: Bias, q: Array, k: Array) -> bool:
     if bias is not None:
         # The kernel computes gradients only of a bias that all rows share, without another mask.
         is_shared = not isinstance(bias, RelativeBias) and bias.shape[:2] == (1, q.shape[2])
+        # It takes a bias whose numbers of queries and of keys are even.
         return is_option and is_shared and q.shape[1] % 2 == k.shape[1] % 2 == 0
     # The kernel reads a mask as an array of all pairs.
     return view is None or is_option or q.shape[1] * k.shape[1] <= _MOST_MASKED
@@ -310,7 +318,7 @@ def _attend_in_kernel(
     if isinstance(visible, View) and _is_option(visible):
         options["is_causal"] = visible.causal
         if visible.window is not None:
-            options["local_window_size"] = (visible.window - 1, 0)
+            options["local_window_size"] = (visible.window - 1, 0)  # behind and before a query
         if bias is not None:
             options["bias"] = bias.astype(q.dtype)
         return jax.nn.dot_product_attention(q, k, v, **options)
@@ -321,7 +329,7 @@ def _attend_in_kernel(
     if visible.shape[0] > 1 and _has_stages():
         heads = q.shape[2]
     shape = (visible.shape[0], heads, q.shape[1], k.shape[1])
-    mask = jnp.broadcast_to(visible[:, None], shape)
+    mask = jnp.broadcast_to(visible[:, None], shape)  # (batch, heads, queries, keys)
     return jax.nn.dot_product_attention(q, k, v, mask=mask, **options)
 
 

@@ -102,6 +102,7 @@ def check_config(config: LayersConfig, *sizes: str) -> None:
         value = getattr(config, field.name)
         if (is_size or field.name == "unroll") and value is not None and value < 1:
             raise ValueError(f"`{field.name}` must be at least 1, but is {value}{where(config)}.")
+    # Families without grouped queries have no such field.
     kv_heads = getattr(config, "kv_heads", config.heads)
     if config.heads % kv_heads:
         raise ValueError(
@@ -132,6 +133,7 @@ def check_heads(config: HeadSizes, *, even: bool = False) -> None:
         )
     if even and config.head_dim % 2:
         raise ValueError(f"The head size must be even, but is {config.head_dim}{where(config)}.")
+    # The field says nothing new then, and files may or may not have it.
     if size is not None and size * config.heads == config.width:
         object.__setattr__(config, "head_size", None)
 

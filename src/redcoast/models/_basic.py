@@ -29,11 +29,13 @@ def recomputed(fn: Callable[..., Array]) -> Callable[..., Array]:
 
 def rms_norm(x: Float[Array, "..."], scale: Float[Array, "..."], eps: float) -> Float[Array, "..."]:
     """RMSNorm (Zhang and Sennrich, 2019) over the last dimensions, as many as `scale` has."""
-    axes = tuple(range(-scale.ndim, 0))
+    axes = tuple(range(-scale.ndim, 0))  # such as all heads, where a norm is over them
 
     @recomputed
     def norm(x, scale):
         y = x.astype(wide(x.dtype))
+        # In a wide dtype until here, as the published models compute it: the scale is applied after
+        # rounding.
         y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=axes, keepdims=True) + eps)
         return y.astype(x.dtype) * _along(scale, x)
 
@@ -63,6 +65,8 @@ def layer_norm(
     @recomputed
     def norm(x, scale, shift):
         y = x.astype(wide(x.dtype))
+        # The variance is of centred numbers: the mean of squares less the square of the mean would
+        # cancel.
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
         y = y.astype(x.dtype) * _along(scale, x)
@@ -106,6 +110,7 @@ def activate_gated(
 
 def softcap(x: Float[Array, "..."], cap: int | float | None) -> Float[Array, "..."]:
     """Returns `cap * tanh(x / cap)`, or `x` without a cap."""
+    # Near 0 it is the identity, so that a cap changes only large scores.
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
@@ -184,6 +189,7 @@ def initial_mlp(
 ) -> tuple[Float[Array, "..."], ...]:
     """Returns the initial gate, up and down projections of all layers, or of all their experts."""
     c, stack = config, (config.layers, *experts)
+    # Such as (layers, experts, width, hidden).
     into, out = (*stack, c.width, c.hidden), (*stack, c.hidden, c.width)
     return (
         normal(gate, into, fan_in=c.width),
@@ -195,6 +201,7 @@ def initial_mlp(
 def initial_stacks(layers: int, key: PRNGKeyArray, most: int) -> Callable[..., Float[Array, "..."]]:
     """Returns `make(fan_in, *shape, scale=1.0)`, which returns initial weights, stacked over the
     layers, and can be called `most` times."""
+    # All keys at once, so that the first weights do not depend on how many follow.
     keys = iter(jax.random.split(key, most))
 
     def make(fan_in: int, *shape: int, scale: float = 1.0) -> Float[Array, "..."]:

@@ -84,6 +84,7 @@ def attend_in_blocks(
     out, log_sum = attend_with_sums(q, k, v, view, **options, block=block)
     if sinks is not None:
         # The share of all keys but the sink in the sum of the exponentials.
+        # (batch, heads, queries)
         share = jax.nn.sigmoid(log_sum - sinks.astype(log_sum.dtype)[None, :, None])
         out = (out * jnp.swapaxes(share, 1, 2)[..., None]).astype(q.dtype)
     return out
@@ -109,8 +110,10 @@ def attend_with_sums(
     exponentials of each query's scores."""
     queries, keys = q.shape[1], k.shape[1]
     block = block or (_BLOCK_OF_CPU if target().platform == "cpu" else _BLOCK)
+    # Blocks of one size with little padding, which a scan needs.
     rows, columns = (_block_size(size, block) for size in (queries, keys))
     pairs = _visible_blocks(view, queries, keys, rows, columns)
+    # Without dropout the random numbers would be computed and not used.
     key = key if rate else None
     options = _Options(rows, columns, pairs, scale, softcap, rate)
     slots = _pad(jnp.arange(queries) if view.slots is None else view.slots, rows, 0)
@@ -120,18 +123,21 @@ def attend_with_sums(
         None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, slots),
         _Dense(bias) if isinstance(bias, jax.Array) else bias,
     )
+    # (batch, queries, kv_heads, groups, head_dim)
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    # Only a bias has a gradient. Masks, slots and PRNG keys do not.
     own, fixed = eqx.partition(given, eqx.is_inexact_array)
     arrays = (_pad(grouped, rows, 1), _pad(k, columns, 1), _pad(v, columns, 1))
     found: Any = _attention(options, *arrays, own, fixed)
     out, log_sum = found
-    out = out[:, :queries].reshape(*q.shape[:3], v.shape[-1])
+    out = out[:, :queries].reshape(*q.shape[:3], v.shape[-1])  # without padding
     return out, log_sum.reshape(q.shape[0], q.shape[2], -1)[..., :queries]
 
 
 def _padded(view: View, slots: Array, rows: int, columns: int, keys: int) -> View:
     """The view of whole blocks, in which padded keys are not seen."""
     real, segments = view.real, view.segments
+    # In causal attention, no query sees the padding, which is behind all keys.
     if real is None and keys % columns and not (view.causal and view.slots is None):
         real = jnp.ones((1, keys), bool)
     if segments is not None:
@@ -156,14 +162,15 @@ def _visible_blocks(
 ) -> tuple[tuple[int, int], ...]:
     """The pairs of blocks in which a query may see a key."""
     i, j = np.indices((-(-queries // rows), -(-keys // columns)))
-    seen = np.ones(i.shape, bool)
+    seen = np.ones(i.shape, bool)  # (blocks of queries, blocks of keys)
     if view.slots is not None:
+        # The slots are known only when the program runs.
         return tuple(np.ndindex(i.shape))
     if view.causal:
         seen &= j * columns < (i + 1) * rows
     if view.window is not None:
-        seen &= (j + 1) * columns > i * rows - view.window + 1
-        seen &= j * columns < (i + 1) * rows + view.window - 1
+        seen &= (j + 1) * columns > i * rows - view.window + 1  # before the window
+        seen &= j * columns < (i + 1) * rows + view.window - 1  # behind the window
     return tuple(zip(i[seen].tolist(), j[seen].tolist(), strict=True))
 
 
@@ -183,8 +190,8 @@ def _forward(
 ) -> tuple[tuple[Array, Array], Any]:
     k, fixed = _tied(k, fixed)
     dtype = np.promote_types(q.dtype, np.float32)
-    shape = (q.shape[0], *q.shape[2:4], q.shape[1])
-    empty = jnp.finfo(dtype).min
+    shape = (q.shape[0], *q.shape[2:4], q.shape[1])  # (batch, kv_heads, groups, queries)
+    empty = jnp.finfo(dtype).min  # not -inf, of which a difference would be NaN
     init = (
         jnp.full(shape, empty, dtype),
         jnp.zeros(shape, dtype),
@@ -193,17 +200,20 @@ def _forward(
 
     def body(carry: Any, at: Any) -> tuple[Any, None]:
         i, j = at[0], at[1]
+        # What the blocks of keys before this one have given for these queries.
         largest, total, out = (_take(x, i, options.rows, 3) for x in carry)
         scores, seen, kept = _block(options, q, k, own, fixed, i, j)[:3]
         scores = jnp.where(seen, scores, empty)
-        new = jnp.maximum(largest, jnp.max(scores, axis=-1))
+        new = jnp.maximum(largest, jnp.max(scores, axis=-1))  # (batch, kv_heads, groups, rows)
         weights = jnp.where(seen, jnp.exp(scores - new[..., None]), 0)
-        shrink = jnp.exp(largest - new)
+        shrink = jnp.exp(largest - new)  # of what was summed with a smaller maximum
         total = total * shrink + jnp.sum(weights, axis=-1)
+        # Dropout is of the weights after the softmax, so the total is without it.
         part = _product("bngst,btnd->bngsd", weights * kept, _take(v, j, options.columns, 1))
         out = out * shrink[..., None] + part
         return tuple(map(partial(_put, i=i, axis=3), carry, (new, total, out))), None
 
+    # Over the pairs of blocks, of which some are never computed.
     (largest, total, out), _ = jax.lax.scan(body, init, jnp.asarray(options.pairs, jnp.int32))
     total = jnp.where(total == 0, 1, total)  # a query that sees no key gets zeros
     out = jnp.moveaxis(out / total[..., None], 3, 1).astype(q.dtype)
@@ -216,12 +226,14 @@ def _backward(options: _Options, kept: Any, grads: tuple[Array, Array]) -> tuple
     q, k, v, own, fixed, out, log_sum = kept
     k, fixed = _tied(k, fixed)
     dtype = log_sum.dtype
+    # The derivative of the softmax subtracts the mean of the weights' gradients, which is the
+    # product of the output and its gradient (Dao et al., 2022, appendix B).
     slope = jnp.einsum("bsngd,bsngd->bngs", out.astype(dtype), out_grad.astype(dtype))
-    slope = slope - sum_grad
+    slope = slope - sum_grad  # (batch, kv_heads, groups, queries)
     zeros = lambda x: jnp.zeros(x.shape, dtype)
     # Blocks of keys are processed one by one, so that only one has sums in a wide dtype.
     pairs = np.asarray(sorted(options.pairs, key=lambda pair: pair[::-1]), np.int32)
-    first = np.diff(pairs[:, 1], prepend=-1) != 0
+    first = np.diff(pairs[:, 1], prepend=-1) != 0  # whether a block of keys begins
 
     def body(carry: Any, at: Any) -> tuple[Any, None]:
         (i, j), is_first = at
@@ -229,12 +241,13 @@ def _backward(options: _Options, kept: Any, grads: tuple[Array, Array]) -> tuple
         of_rows = lambda x, axis=1: _take(x, i, options.rows, axis)
         of_columns = lambda x: _take(x, j, options.columns, 1)
         scores, seen, keep, pull = _block(options, q, k, own, fixed, i, j)
+        # The weights of the forward pass, which were not saved.
         weights = jnp.where(seen, jnp.exp(scores - of_rows(log_sum, 3)[..., None]), 0)
         grad = of_rows(out_grad)
         v_part = _product("bngst,bsngd->btnd", weights * keep, grad)
         change = _product("bsngd,btnd->bngst", grad, of_columns(v)) * keep
-        change = weights * (change - of_rows(slope, 3)[..., None])
-        change, own_part = pull(change)
+        change = weights * (change - of_rows(slope, 3)[..., None])  # gradient of the scores
+        change, own_part = pull(change)  # of products of queries and keys, and of the bias
         q_part = _product("bngst,btnd->bsngd", change, of_columns(k))
         k_part = _product("bngst,bsngd->btnd", change, of_rows(q))
         parts = zip(sums, (k_part, v_part), strict=True)
@@ -253,6 +266,7 @@ def _backward(options: _Options, kept: Any, grads: tuple[Array, Array]) -> tuple
     (q_grad, k_grad, v_grad, own_grad, *_), _ = jax.lax.scan(
         body, init, (tuple(jnp.asarray(pairs.T)), jnp.asarray(first))
     )
+    # Sums over the blocks were in a wide dtype.
     own_grad = jax.tree.map(lambda grad, x: grad.astype(x.dtype), own_grad, own)
     return q_grad.astype(q.dtype), k_grad, v_grad, own_grad, None
 
@@ -288,7 +302,7 @@ def _block(
     if segments is not None:
         segments = of_rows(segments[0]), of_columns(segments[1])
     seen = see(view, slots, columns, real, segments)
-    index = i * options.rows + jnp.arange(options.rows)
+    index = i * options.rows + jnp.arange(options.rows)  # of queries; slots may differ from it
 
     def finish(scores: Array, own: _Given) -> Array:
         scores = scores * options.scale
@@ -300,6 +314,7 @@ def _block(
         return scores
 
     products = _product("bsngd,btnd->bngst", of_rows(q), of_columns(k))
+    # JAX has the derivative of the scale, the bias and the cap; the rest is above.
     scores, pull = jax.vjp(finish, products, own)
     keep: Array | float = 1.0
     if fixed.keys is not None:
@@ -310,6 +325,7 @@ def _block(
 def _kept(keys: Array, j: Int[Array, ""], options: _Options, scores: Array) -> Array:
     """The factors of dropout: 0, or 1 / (1 - rate)."""
     batch, heads, groups, _, columns = scores.shape
+    # Each query and block of keys has numbers of its own, which both passes can draw.
     draw = lambda key: jax.random.bernoulli(
         jax.random.fold_in(key, j), 1 - options.rate, (batch, heads, groups, columns)
     )
@@ -318,6 +334,7 @@ def _kept(keys: Array, j: Int[Array, ""], options: _Options, scores: Array) -> A
 
 def _product(equation: str, x: Array, y: Array) -> Array:
     """Multiplies in the narrower dtype, and adds in at least float32."""
+    # Weights in float32 by values in bfloat16 would be a product in float32, which is slow.
     narrow = min(x.dtype, y.dtype, key=lambda dtype: dtype.itemsize)
     wide = np.promote_types(narrow, np.float32)
     return jnp.einsum(equation, x.astype(narrow), y.astype(narrow), preferred_element_type=wide)

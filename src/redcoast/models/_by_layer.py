@@ -49,15 +49,17 @@ def _views(x: PyTree) -> PyTree:
     # Layers that are themselves split over devices cannot be viewed.
     if not isinstance(x, jax.Array) or x.sharding.shard_shape(x.shape)[0] != x.shape[0]:
         return x
-    shards = [(s.device, np.asarray(s.data)) for s in x.addressable_shards]
+    shards = [(s.device, np.asarray(s.data)) for s in x.addressable_shards]  # without a copy
     return ByLayer(tuple(_view(x, shards, i) for i in range(x.shape[0])))
 
 
 def _view(x: Array, shards: list[tuple[Any, np.ndarray]], i: int) -> Array:
     if isinstance(x.sharding, NamedSharding):
         sharding = NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:]))
+        # The rest of a layer may be split: each device has the same part of it as of the stack.
         parts = [jax.device_put(data[i], device, may_alias=True) for device, data in shards]
         return jax.make_array_from_single_device_arrays(x.shape[1:], sharding, parts)
+    # An array that is not committed stays so, or it could not meet arrays of other devices.
     device, data = shards[0]
     if x.committed:
         return jax.device_put(data[i], device, may_alias=True)

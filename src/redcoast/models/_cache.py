@@ -70,6 +70,7 @@ def split_layers(cache: Any) -> Any:
     def split(x: Any) -> Any:
         if type(x) is not Cache:
             return x
+        # An array as an index, so that all layers share one compiled program.
         layers = [_layer_of(x.k, x.v, np.int32(i)) for i in range(x.k.shape[0])]
         k, v = tuple(k for k, _ in layers), tuple(v for _, v in layers)
         return CacheByLayer(k, v, x.mask, x.filled, x.lengths)
@@ -80,6 +81,7 @@ def split_layers(cache: Any) -> Any:
 @jax.jit  # one program for all layers, which compiles in less time than a program of all
 def _layer_of(k: Array, v: Array, index: Int[Array, ""]) -> tuple[Array, Array]:
     k, v = (jax.lax.dynamic_index_in_dim(x, index, 0, False) for x in (k, v))
+    # (batch, kv_heads, head_dim, slots), and (batch, kv_heads, slots, value_dim)
     return jnp.transpose(k, (0, 2, 3, 1)), jnp.transpose(v, (0, 2, 1, 3))
 
 
@@ -100,7 +102,7 @@ def move_slots(cache: Any, by: Int[AnyArray, ""]) -> Any:
     def move(x: Any) -> Any:
         if not isinstance(x, Cache):
             return x
-        of_k, of_v = (3, 2) if isinstance(x, CacheByLayer) else (2, 2)
+        of_k, of_v = (3, 2) if isinstance(x, CacheByLayer) else (2, 2)  # the dimensions of slots
         k = jax.tree.map(lambda k: jnp.roll(k, -by, axis=of_k), x.k)
         v = jax.tree.map(lambda v: jnp.roll(v, -by, axis=of_v), x.v)
         # The slots that come around from the front are not filled.
@@ -129,7 +131,7 @@ def empty_cache(
 def admit(cache: Any, shape: tuple[int, ...], mask: Mask | None) -> Any:
     """Marks the slots of new tokens of `shape` as filled. `extend` writes their keys and values."""
     real = jnp.ones(shape, bool) if mask is None else mask.astype(bool)
-    real = jax.lax.dynamic_update_slice(cache.mask, real, (0, cache.filled))
+    real = jax.lax.dynamic_update_slice(cache.mask, real, (0, cache.filled))  # (batch, length)
     return type(cache)(cache.k, cache.v, real, cache.filled + shape[1], cache.lengths)
 
 
@@ -138,7 +140,8 @@ def cached_view(
 ) -> tuple[Int[Array, "batch queries"], Callable[..., Visible]]:
     """Returns the positions of the `new` newest tokens of a cache, and the function that returns
     their causal mask, with a `window` or without."""
-    slots = cache.filled - new + jnp.arange(new)
+    slots = cache.filled - new + jnp.arange(new)  # (new,)
+    # Padding does not count, so a slot has other positions in other rows.
     positions = jnp.take(count_positions(cache.mask), slots, axis=1)
     return positions, ft.partial(causal_view, cache.mask, slots)
 
@@ -160,7 +163,7 @@ def extend(
         return None, k, v
     if isinstance(cache, CacheByLayer):
         return _extend_layer(cache, int(layer), k, v)
-    at = (layer, 0, cache.filled - k.shape[1], 0, 0)
+    at = (layer, 0, cache.filled - k.shape[1], 0, 0)  # `admit` has counted the new tokens
     # Only the new slots are written: copying a layer would triple the memory traffic of decoding.
     ks = jax.lax.dynamic_update_slice(cache.k, k[None].astype(cache.k.dtype), at)
     vs = jax.lax.dynamic_update_slice(cache.v, v[None].astype(cache.v.dtype), at)
@@ -175,10 +178,10 @@ def _extend_layer(
     k: Float[Array, "batch new kv_heads head_dim"],
     v: Float[Array, "batch new kv_heads value_dim"],
 ) -> tuple[CacheByLayer, Float[Array, "batch keys kv_heads head_dim"], Float[Array, "..."]]:
-    start = cache.filled - k.shape[1]
+    start = cache.filled - k.shape[1]  # `admit` has counted the new tokens
     old_k, old_v = cache.k[layer], cache.v[layer]
-    new_k = jnp.transpose(k, (0, 2, 3, 1)).astype(old_k.dtype)
-    new_v = jnp.transpose(v, (0, 2, 1, 3)).astype(old_v.dtype)
+    new_k = jnp.transpose(k, (0, 2, 3, 1)).astype(old_k.dtype)  # (batch, kv_heads, head_dim, new)
+    new_v = jnp.transpose(v, (0, 2, 1, 3)).astype(old_v.dtype)  # (batch, kv_heads, new, value_dim)
     layer_k = jax.lax.dynamic_update_slice(old_k, new_k, (0, 0, 0, start))
     layer_v = jax.lax.dynamic_update_slice(old_v, new_v, (0, 0, start, 0))
     ks = (*cache.k[:layer], layer_k, *cache.k[layer + 1 :])

@@ -70,6 +70,7 @@ def _in_words(declared) -> str:
     origin, args = get_origin(declared), get_args(declared)
     if origin in (Union, types.UnionType):
         # Every integer is a number.
+        # `int | float` is "a number".
         members = [member for member in args if not (member is int and float in args)]
         return " or ".join(map(_in_words, members))
     if origin is Literal:
@@ -100,7 +101,7 @@ def check_chosen(chosen: int, experts: int | None) -> None:
 
 def check_patches(image: int | tuple[int, int], patch: int | tuple[int, int]) -> None:
     """Raises if the height or the width of an image is not a multiple of the patch size."""
-    sides, steps = np.atleast_1d(image), np.atleast_1d(patch)
+    sides, steps = np.atleast_1d(image), np.atleast_1d(patch)  # of a number or a pair
     if min(*sides, *steps) < 1 or any(sides % steps):
         raise ValueError(
             f"`image` must be a multiple of `patch`, but {image} is not a multiple of {patch}."

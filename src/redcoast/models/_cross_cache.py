@@ -66,7 +66,9 @@ def read_memory(
             f"The memory has shape {memory.shape}, but its mask has shape {mask.shape}. The mask "
             f"must have shape {memory.shape[:2]}."
         )
+    # (batch, memory), with a row of its own for each, so that `take` can gather rows.
     real = jnp.broadcast_to(as_array(real_tokens(memory.shape, mask)), memory.shape[:2])
+    # Over the layers, whose projections are stacked.
     return *jax.vmap(keys_values, in_axes=(0, None))(layers, memory), real
 
 

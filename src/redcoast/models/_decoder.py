@@ -36,6 +36,7 @@ def tied_or_own_head(
 ) -> Float[Array, "batch seq vocab"]:
     """Returns the products of hidden states with the head, or with the embedding if it is tied."""
     if head is None:
+        # The embedding has the vocabulary first, and is used as it is.
         return product("bsd,vd->bsv", hidden, embed, bias)
     return product("bsd,dv->bsv", hidden, head, bias)
 
@@ -130,9 +131,9 @@ class Decoder(eqx.Module):
     def _run_from_start(self, tokens, mask, segments, positions, key):
         if segments is None and positions is None:
             check_length(self.config, tokens.shape[1])
-        real = real_tokens(tokens.shape, mask)
+        real = real_tokens(tokens.shape, mask)  # (batch, seq), or no array at all
         if positions is None:
-            positions = count_positions(real, segments)
+            positions = count_positions(real, segments)  # (batch, seq)
         see = ft.partial(causal_view, real, segments=segments)
         return self._run(tokens, mask, positions, see, None, key)
 

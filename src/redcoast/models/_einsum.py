@@ -77,6 +77,7 @@ class LowRank(AbstractLowRank):
         outputs = "".join(letters)
         sides = outputs + inputs if self.outputs_first else inputs + outputs
         change = jnp.einsum(f"{stack}{inputs}r,{stack}r{outputs}->{stack}{sides}", a, b)
+        # Added in a wide dtype, and rounded once.
         weight = unquantised(self.weight).astype(change.dtype) + self.scale * change
         return weight.astype(self.dtype)
 
@@ -118,7 +119,7 @@ def _einsum(equation: str, x: Array, weight: Weight) -> Array:
     if isinstance(weight, QuantisedWeight):
         return weight.multiply(lambda weight, x: _einsum(equation, x, weight), x)
     letters, of_weight, result = re.split(",|->", equation)
-    summed = len({*letters} & {*of_weight})
+    summed = len({*letters} & {*of_weight})  # how many dimensions both have
     contracted, left = of_weight[:summed], of_weight[summed:]
     # Whether it is a product of matrices if neighbouring dimensions are merged.
     of_matrices = equation == f"{result.removesuffix(left)}{contracted},{of_weight}->{result}"
@@ -142,9 +143,10 @@ def _low_rank(equation: str, x: Array, weight: LowRank) -> Array:
             both += letter
         else:
             summed += letter
-    middle = letters.translate(dict.fromkeys(map(ord, summed))) + "r"
+    middle = letters.translate(dict.fromkeys(map(ord, summed))) + "r"  # x without inputs, with rank
     # Adapters may be stored in a wider dtype than the activations.
     a, b = weight.a.astype(x.dtype), weight.b.astype(x.dtype)
+    # First to the small rank: the product of `a` and `b` has the size of the weight.
     low = _einsum(f"{letters},{both}{summed}r->{middle}", x, a)
     change = _einsum(f"{middle},{both}r{left}->{result}", low, b)
     return _einsum(equation, x, weight.weight) + weight.scale * change
@@ -189,6 +191,8 @@ class Projections(eqx.Module):
         self.wo = normal(wo, out, fan_in=1, scale=scales[3])
         of_heads = (layers, *head)
         self.bq, self.bv = zeros(of_heads, when=biased), zeros(of_heads, when=biased)
+        # A bias of keys adds the same number to all scores of a query, which softmax does not
+        # change.
         self.bk = zeros(of_heads, when=biased and key_bias)
         self.norm, self.norm_shift = jnp.ones(stream), zeros(stream, when=biased)
         self.bo = zeros(stream, when=biased)
@@ -216,6 +220,7 @@ def feed_forward(
     layer: Any, x: Float[Array, "batch seq width"], activation: str
 ) -> Float[Array, "batch seq width"]:
     """Computes the feed-forward network of one layer."""
+    # (batch, seq, hidden)
     x = ACTIVATIONS[activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
     return product("bsh,hd->bsd", x, layer.down, layer.down_bias)
 
@@ -225,6 +230,6 @@ def gated_feed_forward(
 ) -> Float[Array, "batch seq width"]:
     """Computes the gated feed-forward network of one layer (Shazeer, 2020,
     <https://arxiv.org/abs/2002.05202>)."""
-    gate = product("bsd,dh->bsh", x, layer.gate)
+    gate = product("bsd,dh->bsh", x, layer.gate)  # (batch, seq, hidden)
     up = product("bsd,dh->bsh", x, layer.up)
     return product("bsh,hd->bsd", activate_gated(activation, gate, up), layer.down)

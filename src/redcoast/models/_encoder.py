@@ -59,6 +59,7 @@ class EncoderLayers(StackedLayers):
         self.attention_norm_shift = zeros(stream, when=affine)
         self.wq, self.wk, self.wv = (sample(k, into, 1.0) for k in (wq, wk, wv))
         self.wo = sample(wo, (*of_heads, c.width), out_scale)
+        # ViT and its relatives may have biases in all but Q, K and V.
         self.bq, self.bk, self.bv = (zeros(of_heads, when=bias and qkv_bias) for _ in range(3))
         self.bo = zeros(stream, when=bias)
         self.mlp_norm, self.mlp_norm_shift = ones(stream, when=affine), zeros(stream, when=affine)
@@ -78,6 +79,7 @@ def attention_output(
     """Computes the output of one layer's attention, given its queries, keys and values, to be added
     to the residual stream."""
     weights_key, key = split_key(key, 2)
+    # (batch, queries, heads, head_dim)
     out = attend(q, *kv, visible=visible, rate=config.attention_dropout, key=weights_key)
     return dropout(outputs(layer, out), config.dropout, key)
 
@@ -139,5 +141,5 @@ def mlp_output(
     to be added to the residual stream."""
     hidden_key, key = split_key(key, 2)
     hidden = ACTIVATIONS[config.activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
-    hidden = dropout(hidden, config.activation_dropout, hidden_key)
+    hidden = dropout(hidden, config.activation_dropout, hidden_key)  # (batch, seq, hidden)
     return dropout(product("bsh,hd->bsd", hidden, layer.down, layer.down_bias), config.dropout, key)

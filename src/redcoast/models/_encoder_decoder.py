@@ -50,6 +50,8 @@ class CrossDecoder(eqx.Module):
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         own = admit(cache.own, tokens.shape, mask)
         positions, see = cached_view(own, tokens.shape[1])
+        # The keys and values of the memory were computed with the cache, so the memory is not
+        # needed.
         cross = (None, (cache.k, cache.v), full_view(cache.mask))
         x, own = self._run(self.decoder, tokens, positions, see(), cross, own, None)
         return x, cache.with_own(own)
@@ -118,8 +120,8 @@ class EncoderDecoder(CrossDecoder):
         seen = cross_view(tokens.shape, decoder_tokens.shape, mask, segments, decoder_segments)
         memory = self.encode(tokens, mask=mask, segments=segments, key=encoder_key)
         real = _real(self, decoder_tokens, decoder_mask, decoder_segments)
-        visible = causal_view(real, segments=decoder_segments)
-        positions = count_positions(real, decoder_segments)
+        visible = causal_view(real, segments=decoder_segments)  # (batch, queries, keys), or a view
+        positions = count_positions(real, decoder_segments)  # (batch, decoder_seq)
         cross = (memory, None, seen)
         return self._run(self.decoder, decoder_tokens, positions, visible, cross, None, key)[0]
 

@@ -51,6 +51,7 @@ class MaskedHead(eqx.Module):
 
     def __init__(self, width: int, vocab: int, *, follows: bool, key: PRNGKeyArray):
         w, other = jax.random.split(key)
+        # The matrix to the vocabulary is the embedding, so it is not among these.
         self.w, self.b = small_normal(w, (width, width)), jnp.zeros(width)
         self.norm, self.norm_shift = jnp.ones(width), jnp.zeros(width)
         self.vocab_bias, self.follows = jnp.zeros(vocab), None
@@ -135,8 +136,10 @@ def with_fields(model: Model, values: Mapping[str, PyTree]) -> Model:
 
 def _like(new: PyTree, old: PyTree) -> PyTree:
     """Casts new arrays to the dtype of the old ones, and replicates them over the same mesh."""
+    # Any array of the encoder has the dtype and the mesh of all.
     leaf = next(leaf for leaf in jax.tree.leaves(old) if eqx.is_inexact_array(leaf))
     new = jax.tree.map(lambda x: x.astype(leaf.dtype), new)
+    # In a trace, and on one device, JAX places the new arrays.
     if isinstance(leaf, Tracer) or not isinstance(leaf.sharding, NamedSharding):
         return new
     return jax.device_put(new, NamedSharding(leaf.sharding.mesh, P()))

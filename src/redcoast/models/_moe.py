@@ -48,7 +48,7 @@ def mix_experts(
     The outputs; and for each expert, the number of tokens routed to it and the sum of its
     probabilities, which are the arguments of `router_loss`.
     """
-    probabilities = jax.nn.softmax(scores.astype(wide(scores.dtype)))
+    probabilities = jax.nn.softmax(scores.astype(wide(scores.dtype)))  # (batch, seq, experts)
     weights, which = jax.lax.top_k(probabilities, chosen)  # (batch, seq, chosen)
     if weights_sum_to_one:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -60,7 +60,7 @@ def mix_experts(
     # gradients of its inputs would be reduced once more in each layer.
     routed = jax.nn.one_hot(which, scores.shape[-1], dtype=weights.dtype)
     count = jnp.sum(jnp.where(real[..., None, None], routed, 0), axis=(0, 1, 2))  # (experts,)
-    probability = jnp.sum(jnp.where(real[..., None], probabilities, 0), axis=(0, 1))
+    probability = jnp.sum(jnp.where(real[..., None], probabilities, 0), axis=(0, 1))  # (experts,)
     mixed = dispatch(expert_fn, x, jnp.einsum("bsc,bsce->bes", weights, hits), chosen)
     return mixed, (count, probability)
 
@@ -69,7 +69,7 @@ def gated_experts(
     layer: Any, x: Float[Array, "batch experts tokens width"]
 ) -> Float[Array, "batch experts tokens width"]:
     """Applies each expert of a layer, a SwiGLU, to its tokens."""
-    gate = product("betd,edh->beth", x, layer.gate)
+    gate = product("betd,edh->beth", x, layer.gate)  # (batch, experts, tokens, hidden)
     up = product("betd,edh->beth", x, layer.up)
     return product("beth,ehd->betd", activate_gated("silu", gate, up), layer.down)
 
@@ -93,6 +93,7 @@ def router_loss(
     """Load-balancing loss (Fedus et al., 2021, equations 4 to 6,
     <https://arxiv.org/abs/2101.03961>). Its minimum is `chosen`, if all experts are used equally.
     """
+    # Each token is counted for each of its experts. All tokens may be padding.
     tokens = jnp.maximum(jnp.sum(count) / chosen, 1)
     return count.size * jnp.sum(count / tokens * (probability / tokens))
 
@@ -116,10 +117,12 @@ def dispatch(
     length, experts = x.shape[1], weights.shape[1]
     room = min(length, math.ceil(_ROOM * length * chosen / experts))
     parts = -(-length // room)  # chunks, as many as hold all tokens
+    # (batch, experts, parts, room)
     order = _routed_first(weights, parts * room).reshape(*weights.shape[:2], parts, room)
     most = most_of_rows(jnp.sum(weights != 0, axis=-1))  # the tokens of the busiest expert of a row
 
     def run(y: Array, at: Int[Array, "batch experts room"]) -> Array:
+        # (batch, experts, room, width), with zeros for indices out of bounds
         taken = jax.vmap(lambda x, at: jnp.take(x, at, axis=0, mode="fill", fill_value=0))(x, at)
         weight = jnp.take_along_axis(weights, at, axis=-1, mode="fill", fill_value=0)
         out = expert_fn(taken) * weight[..., None].astype(x.dtype)  # (batch, experts, room, width)
@@ -133,7 +136,7 @@ def dispatch(
         index, at = inputs
         return jax.lax.cond(index * room < most, remat(run), lambda y, _: y, y, at), None
 
-    inputs = (jnp.arange(parts), jnp.moveaxis(order, 2, 0))
+    inputs = (jnp.arange(parts), jnp.moveaxis(order, 2, 0))  # chunks first
     return jax.lax.scan(remat(run_if_any), jnp.zeros_like(x), inputs)[0]
 
 
@@ -142,6 +145,7 @@ def _routed_first(
 ) -> Int[Array, "batch experts length"]:
     """Returns the indices of all tokens for each expert, beginning with the tokens that are routed
     to it, and padded to `length` with an index that is out of bounds."""
+    # The sort is stable, so that tokens stay in the order of the row.
     order = jnp.argsort(weights == 0, axis=-1)  # (batch, experts, seq)
     padding = length - order.shape[-1]
     return jnp.pad(order, ((0, 0), (0, 0), (0, padding)), constant_values=order.shape[-1])

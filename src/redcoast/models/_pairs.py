@@ -138,7 +138,7 @@ class ImageTextPair(eqx.Module):
     ) -> Float[Array, "images positions features"]:
         """Returns the hidden states of the class token, if there is one, and of the patches, row by
         row, after the final norm."""
-        x = self._embed_images(pixels)
+        x = self._embed_images(pixels)  # (images, positions, width)
         visible = full_view(AllReal(x.shape[1]))
         return pre_norm_layers(self.image, x, visible, self.config.image, key)
 
@@ -159,6 +159,7 @@ class ImageTextPair(eqx.Module):
         image_key, text_key = split_key(key, 2)
         images = of_length_one(self.encode_images(pixels, key=image_key))  # (images, outputs)
         texts = of_length_one(self.encode_texts(tokens, mask=mask, key=text_key))
+        # The scale is learned as a logarithm, so that it stays positive.
         return jnp.einsum("id,td->it", images, texts) * jnp.exp(self.logit_scale)[None]
 
 
@@ -181,5 +182,6 @@ def embed_square(
 
 def of_length_one(x: Float[Array, "rows outputs"]) -> Float[Array, "rows outputs"]:
     """Divides each row by its Euclidean length."""
+    # Squares of float16 may overflow.
     y = x.astype(wide(x.dtype))
     return (y / jnp.linalg.norm(y, axis=-1, keepdims=True)).astype(x.dtype)

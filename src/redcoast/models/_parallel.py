@@ -139,8 +139,10 @@ class ParallelDecoder(Decoder):
         c, visible = self.config, see()
         embed_key, key = split_key(key, 2)
         x = dropout(look_up(self.embed, tokens), c.embed_dropout, embed_key)  # (batch, seq, width)
-        frequencies = rotary_frequencies(c.rotary_dim, c.rope_base)
+        frequencies = rotary_frequencies(c.rotary_dim, c.rope_base)  # (rotary_dim / 2,)
         angles = rotary_angles(positions, frequencies, wide(x.dtype))
+        # GPT-J rotates neighbouring features, and GPT-NeoX features that are half of the rotated
+        # ones apart.
         turn = rotate_pairs if c.rope_pairs else rotate
 
         def layer_fn(x, cache, layer, index, key):
@@ -149,16 +151,18 @@ class ParallelDecoder(Decoder):
             y = layer_norm(x, layer.norm, layer.norm_shift, c.norm_eps)
             q = turn(queries(layer, y), angles)  # (batch, seq, heads, head_dim)
             k = turn(product("bsd,dhk->bshk", y, layer.wk, layer.bk), angles)
-            v = product("bsd,dhk->bshk", y, layer.wv, layer.bv)
+            v = product("bsd,dhk->bshk", y, layer.wv, layer.bv)  # (batch, seq, heads, head_dim)
             cache, k, v = extend(cache, index, k, v)
+            # (batch, seq, heads, head_dim)
             z = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=weights_key)
-            z = dropout(outputs(layer, z), c.residual_dropout, out_key)
+            z = dropout(outputs(layer, z), c.residual_dropout, out_key)  # (batch, seq, width)
             # Without a norm of its own, the network reads the input of attention.
             if c.mlp_norm and c.parallel:
                 y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
             elif c.mlp_norm:
                 y = layer_norm(x + z, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
             y = dropout(feed_forward(layer, y, c.activation), c.residual_dropout, mlp_key)
+            # Both outputs are added to what entered the layer.
             return x + z + y, cache
 
         x, cache = scan_layers(

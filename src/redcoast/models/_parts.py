@@ -60,6 +60,7 @@ def _groups(k: Array) -> int:
         share = 1
     if bytes_ <= share * MOST_GATHERED:
         return 1
+    # Numbers of groups in which each device has the same number of heads.
     counts = [n for n in range(1, heads // share + 1) if heads % (n * share) == 0]
     return next((n for n in counts if bytes_ <= n * share * MOST_OF_GROUP), counts[-1])
 
@@ -71,7 +72,7 @@ def _by_heads(
     # Devices that share the heads have a part of each group.
     heads, each = k.shape[2] // groups, q.shape[2] // k.shape[2]
     q = q.reshape(*q.shape[:2], heads, groups, each, q.shape[3])
-    k = k.reshape(*k.shape[:2], heads, groups, k.shape[3])
+    k = k.reshape(*k.shape[:2], heads, groups, k.shape[3])  # (batch, keys, heads, groups, head_dim)
     v = v.reshape(*v.shape[:2], heads, groups, v.shape[3])
 
     def run(of_group: tuple[Array, Array, Array]) -> Array:
@@ -93,9 +94,9 @@ def _in_parts(
     k, v = (jnp.broadcast_to(gather_sequence(x)[None], (parts, *x.shape)) for x in (k, v))
     real, slots, queries, keys = view.real, view.slots, None, None
     if real is not None:
-        real = gather_sequence(real)
+        real = gather_sequence(real)  # of all keys, on each device
     if slots is None:
-        slots = jnp.arange(q.shape[1])
+        slots = jnp.arange(q.shape[1])  # a part has to know where its queries are
     slots = _split(slots, parts, 0)  # (parts, part)
     if view.segments is not None:
         of_queries, of_keys = map(jnp.asarray, view.segments)

@@ -145,6 +145,7 @@ class PatchEncoder(eqx.Module):
         if normalise:
             maps = map(self._norm, maps)
         grid = [size // c.patch for size in pixels.shape[2:]]
+        # Without the class token and the registers.
         return tuple(x[:, 1 + c.registers :].reshape(-1, *grid, c.width) for x in maps)
 
     def _embed(
@@ -173,20 +174,23 @@ class PatchEncoder(eqx.Module):
         visible = full_view(AllReal(x.shape[1]))
 
         def layer_fn(x, maps, layer, index, key):
-            keys = split_key(key, 3)
+            keys = split_key(key, 3)  # of attention weights, and of the two outputs
             y = layer_norm(x, layer.attention_norm, layer.attention_norm_shift, c.norm_eps)
             q = queries(layer, y)  # (batch, tokens, heads, head_dim)
             k, v = keys_values(layer, y)
             if angles is not None:
                 q, k = rotate(q, angles), rotate(k, angles)
+            # (batch, tokens, heads, head_dim)
             y = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=keys[0])
             x = _add_scaled(x, outputs(layer, y), layer.attention_scale, c, keys[1])
             y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
             x = _add_scaled(x, _mlp(layer, y, gate, c), layer.mlp_scale, c, keys[2])
+            # Maps are carried through the scan: stacking all layers' outputs would need their
+            # memory.
             numbered = zip(after, maps, strict=True)
             return x, tuple(jnp.where(index + 1 == n, x, before) for n, before in numbered)
 
-        maps = (x,) * len(after)
+        maps = (x,) * len(after)  # right already where no layer is before a map
         return scan_layers(
             layer_fn, x, self.layers, cache=maps, key=key, remat=c.remat, unroll=c.unroll
         )
@@ -209,7 +213,7 @@ def _mlp(layer, x, gate_activation, config):
     if layer.gate is None:
         return feed_forward(layer, x, config.activation)
     gate = product("bsd,dh->bsh", x, layer.gate, layer.gate_bias)
-    up = product("bsd,dh->bsh", x, layer.up, layer.up_bias)
+    up = product("bsd,dh->bsh", x, layer.up, layer.up_bias)  # (batch, tokens, hidden)
     y = activate_gated(gate_activation, gate, up)
     return product("bsh,hd->bsd", y, layer.down, layer.down_bias)
 
@@ -240,8 +244,8 @@ def resample(
 def cubic_weights(old: int, new: int, filtered: bool) -> Float[np.ndarray, "new old"]:
     """Returns the weights of the old positions for each new one. The kernel is Keys' (1981), with
     the parameter -1/2 if filtered, and -3/4 otherwise."""
-    ratio = old / new
-    centres = (np.arange(new) + 0.5) * ratio - 0.5
+    ratio = old / new  # the width of a new position, in old ones
+    centres = (np.arange(new) + 0.5) * ratio - 0.5  # of the new positions, in old ones
     if filtered:
         weights = _kernel((np.arange(old)[None] - centres[:, None]) / max(ratio, 1), -0.5)
         return weights / weights.sum(axis=1, keepdims=True)
@@ -255,6 +259,6 @@ def cubic_weights(old: int, new: int, filtered: bool) -> Float[np.ndarray, "new 
 
 def _kernel(x: Float[np.ndarray, "..."], a: float) -> Float[np.ndarray, "..."]:
     x = np.abs(x)
-    near = (a + 2) * x**3 - (a + 3) * x**2 + 1
-    far = a * (x**3 - 5 * x**2 + 8 * x - 4)
+    near = (a + 2) * x**3 - (a + 3) * x**2 + 1  # up to 1 away
+    far = a * (x**3 - 5 * x**2 + 8 * x - 4)  # from 1 to 2 away
     return np.where(x <= 1, near, np.where(x < 2, far, 0.0))

@@ -68,6 +68,7 @@ class QuantisedWeight(AbstractQuantised):
         at = self.codes.ndim + self.axis
         scales = jax.lax.bitcast_convert_type(self.scales, jnp.float32)
         before, behind = self.codes.shape[:at], self.codes.shape[at + 1 :]
+        # A block has this number of bytes, each of one 8-bit number or of two 4-bit numbers.
         blocks, size = scales.shape[at], self.codes.shape[at] // scales.shape[at]
         codes = self.codes.reshape(*before, blocks, size, *behind)
         scales = jnp.expand_dims(scales, at + 1)
@@ -77,7 +78,7 @@ class QuantisedWeight(AbstractQuantised):
             codes = (jnp.expand_dims(codes, at + 2) >> shifts) & jnp.uint8(15)
             values = _values_of(codes) * jnp.expand_dims(scales, at + 1)
         else:
-            values = codes.astype(jnp.float32) * scales
+            values = codes.astype(jnp.float32) * scales  # (*before, blocks, size, *behind)
         return values.reshape(self.shape).astype(dtype or self.dtype)
 
     def __matmul__(self, x: Array) -> Array:
@@ -98,6 +99,7 @@ def _values_of(codes: UInt[Array, "..."]) -> Float[Array, "..."]:
     values: list[Any] = [jnp.float32(x) for x in NF4]
     for bit in range(4):
         is_set = (codes >> jnp.uint8(bit)) & jnp.uint8(1) == 1
+        # One bit of the code halves the candidates; four select one of 16.
         pairs = zip(values[::2], values[1::2], strict=True)
         values = [jnp.where(is_set, odd, even) for even, odd in pairs]
     return values[0]
@@ -121,14 +123,15 @@ def quantised_weight(weight: Float[Array, "..."], numbers: Numbers, axis: int) -
     at = weight.ndim + axis
     shape = (*weight.shape[:at], size // block, block, *weight.shape[at + 1 :])
     blocks = weight.astype(jnp.float32).reshape(shape)
-    largest = jnp.max(jnp.abs(blocks), axis=at + 1)
-    inverse = 1 / jnp.where(largest == 0, 1, largest)
+    largest = jnp.max(jnp.abs(blocks), axis=at + 1)  # of each block
+    inverse = 1 / jnp.where(largest == 0, 1, largest)  # a block of zeros stays one
     parts = blocks * jnp.expand_dims(inverse, at + 1)
     if numbers == "nf4":
         codes = _nearest(parts).reshape(*shape[: at + 1], block // 2, 2, *shape[at + 2 :])
         upper, lower = (jnp.take(codes, i, axis=at + 2) for i in (0, 1))
         codes, scales = (upper << jnp.uint8(4)) | lower, largest
     else:
+        # One code less than int8 has, so that both signs have the same range.
         codes, scales = jnp.round(parts * 127).astype(jnp.int8), largest / 127
     codes = codes.reshape(*weight.shape[:at], -1, *weight.shape[at + 1 :])
     bits = jax.lax.bitcast_convert_type(scales, jnp.uint32)
@@ -137,6 +140,7 @@ def quantised_weight(weight: Float[Array, "..."], numbers: Numbers, axis: int) -
 
 def _nearest(x: Float[Array, "..."]) -> UInt[Array, "..."]:
     """The 4-bit code with the nearest value."""
+    # A code is the number of midpoints below the value, since the values are sorted.
     between = (NF4[1:] + NF4[:-1]) / 2
     codes = jnp.zeros(x.shape, jnp.uint8)
     for middle in between:

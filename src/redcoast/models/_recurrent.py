@@ -20,6 +20,7 @@ def convolve(
     if past is None:
         past = jnp.zeros((x.shape[0], taps - 1, x.shape[2]), x.dtype)
     x = jnp.concatenate([past, x], axis=1)  # (batch, past + seq, channels)
+    # The last tap is of the token itself.
     y = sum(x[:, tap : tap + length] * kernel[tap][None, None] for tap in range(taps))
     if bias is not None:
         y = y + bias[None, None]
@@ -31,6 +32,7 @@ def to_chunks(
 ) -> Float[Array, "batch chunks chunk ..."]:
     """Divides rows into chunks of `chunk` tokens, of which each has features of `shape`. Zeros are
     appended up to a multiple of `chunk` tokens."""
+    # Zeros at the end are tokens without a step: they change no state.
     missing = -x.shape[1] % chunk
     if missing:
         x = jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
@@ -42,6 +44,7 @@ def decays_between(decays: Float[Array, "*rows seq"]) -> Float[Array, "*rows seq
 
     `decays` are the logarithms of the decays since a common start.
     """
+    # Masked before the exponential: a difference above the diagonal may overflow.
     order: Bool[Array, "seq seq"] = jnp.tril(jnp.ones((decays.shape[-1],) * 2, bool))
     order = order.reshape((1,) * (decays.ndim - 1) + order.shape)
     return jnp.exp(jnp.where(order, decays[..., :, None] - decays[..., None, :], -jnp.inf))

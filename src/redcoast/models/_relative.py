@@ -26,7 +26,7 @@ def distance_buckets(count: int, far: int, *, causal: bool) -> Int[np.ndarray, "
     geometrically. If keys after the query are visible, half of all buckets are for them.
     """
     apart = np.arange(-far, far + 1)
-    size = np.maximum(-apart, 0)
+    size = np.maximum(-apart, 0)  # of keys before the query; later ones have 0
     if not causal:
         count, size = count // 2, np.abs(apart)
     exact = count // 2  # buckets of one distance each
@@ -35,7 +35,7 @@ def distance_buckets(count: int, far: int, *, causal: bool) -> Int[np.ndarray, "
     ranged = exact + np.floor(growth * (count - exact) + 1e-6).astype(int)
     bucket = np.where(size < exact, size, np.minimum(ranged, count - 1))
     if not causal:
-        bucket = bucket + count * (apart > 0)
+        bucket = bucket + count * (apart > 0)  # the other half is for later keys
     return bucket
 
 
@@ -63,6 +63,7 @@ class RelativeBias(eqx.Module):
 def _between(by_distance: Array, queries: Array, keys: Array) -> Array:
     far = by_distance.shape[0] // 2
     apart = jnp.clip(keys[:, None] - queries[:, :, None], -far, far)  # (batch, queries, keys)
+    # (batch, heads, queries, keys)
     return jnp.moveaxis(jnp.take(by_distance, apart + far, axis=0), -1, 1)
 
 

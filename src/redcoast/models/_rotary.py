@@ -83,6 +83,7 @@ def long_angles(
     are the final lengths of rows; by default, their current lengths."""
     if scaling is None:
         return rotary_angles(positions, frequencies, dtype)
+    # Both are computed, because one batch may have short and long rows.
     short = rotary_angles(positions, frequencies / np.asarray(scaling.short, float), dtype)
     long = rotary_angles(positions, frequencies / np.asarray(scaling.long, float), dtype)
     is_long = jnp.max(positions, axis=1) >= scaling.original  # (batch,)
@@ -133,6 +134,7 @@ def yarn_frequencies(head_dim: int, base: int | float, scaling: Yarn) -> Float[n
     last = _pair_with_turns(scaling.slow, head_dim, base, scaling.original)
     if scaling.rounded:
         first, last = math.floor(first), math.ceil(last)
+    # As published: the bound is the number of features, not of their pairs.
     first, last = max(first, 0), min(last, head_dim - 1)
     # A step instead of a ramp if both are the same.
     ramp = (np.arange(head_dim // 2) - first) / (last - first or 0.001)
@@ -172,10 +174,10 @@ def scaled_angles(
     if scaling is None or scaling.kind != "dynamic":
         return rotary_angles(positions, rotary_frequencies(head_dim, base, scaling), dtype)
     # The base grows with the length of a row: a factor for each pair of features.
-    lengths = jnp.max(jnp.asarray(positions), axis=1) + 1
+    lengths = jnp.max(jnp.asarray(positions), axis=1) + 1  # (batch,)
     beyond = jnp.maximum(lengths / scaling.original, 1).astype(dtype) * scaling.factor
     growth = beyond - (scaling.factor - 1)  # (batch,)
-    powers = jnp.asarray(np.arange(0, head_dim, 2) / max(head_dim - 2, 1), dtype)
+    powers = jnp.asarray(np.arange(0, head_dim, 2) / max(head_dim - 2, 1), dtype)  # (half,)
     frequencies = jnp.asarray(rotary_frequencies(head_dim, base), dtype)[None]
     frequencies = frequencies * growth[:, None] ** -powers[None]  # (batch, half)
     angles = positions[:, :, None, None].astype(dtype) * frequencies[:, None, None]
@@ -187,7 +189,7 @@ def rotary_frequencies(
 ) -> Float[np.ndarray, " half"]:
     """Returns the angle in radians by which each pair of features rotates from one position to the
     next (equation 15)."""
-    frequencies = float(base) ** -(np.arange(0, head_dim, 2) / head_dim)
+    frequencies = float(base) ** -(np.arange(0, head_dim, 2) / head_dim)  # (half,)
     if scaling is None:
         return frequencies
     if scaling.kind == "dynamic":
@@ -219,7 +221,7 @@ def rotate(
     the angles are unchanged."""
     cos, sin = angles
     turned, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
-    a, b = jnp.split(turned.astype(cos.dtype), 2, axis=-1)
+    a, b = jnp.split(turned.astype(cos.dtype), 2, axis=-1)  # (batch, seq, heads, half)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
     return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], axis=-1)
 
@@ -234,6 +236,7 @@ def rotate_pairs(
     turned, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     a = turned[..., 0::2].astype(cos.dtype)  # (batch, seq, heads, half)
     b = turned[..., 1::2].astype(cos.dtype)
+    # (batch, seq, heads, half, 2): the pairs stand together again.
     turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
     turned = turned.reshape(*x.shape[:-1], -1).astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=-1)

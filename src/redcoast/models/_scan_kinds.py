@@ -49,6 +49,7 @@ def repeated_layers(kinds: Sequence[str]) -> list[RepeatedLayers]:
         period, repeats = 1, 1
         for size in range(1, (len(kinds) - start) // 2 + 1):
             count = _count_repeats(kinds[start:], size)
+            # The pattern that covers most layers; of several, the shortest.
             if count > 1 and size * count > period * repeats:
                 period, repeats = size, count
         pattern = tuple(kinds[start : start + period])
@@ -97,11 +98,13 @@ def scan_kinds(
 
     The residual stream and the cache after the last layer.
     """
+    # One for each layer, in the order of the layers, whatever their kinds are.
     keys = jax.random.split(key, len(kinds)) if key is not None else None
     if any(map(is_by_layer, jax.tree.leaves(dict(stacks), is_leaf=is_by_layer))):
         return _run_each(layer_fn, x, stacks, kinds, (inputs, keys), cache)
     unroll = unroll or default_unroll(len(kinds), has_cache=has_cache(cache))
     for part in repeated_layers(kinds):
+        # Where the layers of each kind begin in the stack of their kind.
         before, slices = Counter(part.before), {}
         for kind, each in Counter(part.pattern).items():
             fold = ft.partial(part.fold, first=before[kind], each=each)
@@ -128,7 +131,7 @@ def _run_period(layer_fn, part, remat, x, cache, layers, number, key):
         nth = part.pattern[:position].count(kind)
         layer = jax.tree.map(lambda a, nth=nth: a[nth], slices[kind])
         inputs, key = jax.tree.map(lambda a, position=position: a[position], of_all)
-        index = before[kind] + number * counts[kind] + nth
+        index = before[kind] + number * counts[kind] + nth  # among the layers of its kind
         run = with_remat(ft.partial(layer_fn, kind), remat, prevent_cse=prevent_cse)
         x, cache = run(x, cache, layer, inputs, index, key)
     return x, cache

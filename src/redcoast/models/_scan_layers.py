@@ -106,6 +106,7 @@ def scan_layers(
 
     # If an iteration has one layer, the compiler cannot undo rematerialisation by CSE.
     body = with_remat(body, remat, prevent_cse=together > 1)
+    # Each iteration gets a slice of every array, and its number.
     inputs = (layers, jnp.arange(count), keys)
     (x, cache), _ = jax.lax.scan(body, (x, cache), inputs, unroll=together)
     return x, cache
@@ -113,6 +114,7 @@ def scan_layers(
 
 def has_cache(cache: PyTree) -> bool:
     """Whether there is a key-value cache, rather than sums over the layers or nothing."""
+    # Sums of routed tokens are vectors; keys and values have at least a row, a slot and a feature.
     return any(x.ndim > 2 for x in jax.tree.leaves(cache))
 
 
@@ -139,6 +141,7 @@ def _run_layers(
     key: PRNGKeyArray | None,
 ) -> tuple[Float[Array, "..."], PyTree]:
     stacks = jax.tree.leaves(layers, is_leaf=is_by_layer)
+    # Some stacks, such as flags of layers, are not split.
     count = next(len(stack.arrays) for stack in stacks if is_by_layer(stack))
     for i, own in enumerate(split_key(key, count)):
         x, cache = layer_fn(x, cache, layer_arrays(layers, i), np.int32(i), own)

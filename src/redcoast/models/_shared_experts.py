@@ -177,7 +177,7 @@ class SharedExpertsDecoder(TableHead, Decoder):
         angles = scaled_angles(positions, c.rotated, c.rope_base, c.rope_scaling, wide(x.dtype))
 
         def layer_fn(first, x, cache, layer, index, key):
-            y = rms_norm(x, layer.attention_norm, c.norm_eps)
+            y = rms_norm(x, layer.attention_norm, c.norm_eps)  # (batch, seq, width)
             y, cache = self._attention(layer, y, angles, visible, cache, first + index, key, c)
             x = x + y
             y = rms_norm(x, layer.mlp_norm, c.norm_eps)
@@ -191,7 +191,7 @@ class SharedExpertsDecoder(TableHead, Decoder):
         for stack, own in zip(stacks, split_key(key, len(stacks)), strict=True):
             options = {"key": own, "remat": c.remat, "unroll": c.unroll}
             x, cache = scan_layers(ft.partial(layer_fn, first), x, stack, cache=cache, **options)
-            first = c.dense_layers
+            first = c.dense_layers  # the cache numbers the layers of both stacks
         return rms_norm(x, self.norm, c.norm_eps), cache, None
 
 
@@ -200,12 +200,12 @@ def _mix(layer, x, real, c):
     full = wide(x.dtype)
     # The router may have an adapter, whose arrays are cast too.
     router = jax.tree.map(lambda w: w.astype(full), layer.router)
-    scores = jax.nn.sigmoid(product("bsd,de->bse", x.astype(full), router))
+    scores = jax.nn.sigmoid(product("bsd,de->bse", x.astype(full), router))  # (batch, seq, experts)
     weights = route(scores, layer.correction.astype(full), c)
     weights = jnp.where(real[..., None], weights, 0)  # padding is routed to no expert
     weights = jnp.swapaxes(weights, 1, 2)  # (batch, experts, seq)
     routed = dispatch(ft.partial(gated_experts, layer), x, weights, c.chosen)
-    gate = product("bsd,dh->bsh", x, layer.shared_gate)
+    gate = product("bsd,dh->bsh", x, layer.shared_gate)  # (batch, seq, shared_hidden)
     up = product("bsd,dh->bsh", x, layer.shared_up)
     return routed + product("bsh,hd->bsd", activate_gated("silu", gate, up), layer.shared_down)
 
@@ -221,14 +221,16 @@ def route(
     scores, and experts within these groups.
     """
     c = config
-    choice = jax.lax.stop_gradient(scores + correction[None, None])
+    choice = jax.lax.stop_gradient(scores + correction[None, None])  # (batch, seq, experts)
     if c.chosen_groups < c.groups:
         grouped = choice.reshape(*choice.shape[:2], c.groups, -1)  # (batch, seq, groups, experts)
         best = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)  # (batch, seq, groups)
         choice = jnp.where(_highest(best, c.chosen_groups)[..., None], grouped, -jnp.inf)
         choice = choice.reshape(scores.shape)  # (batch, seq, experts)
+    # Without the correction, which only balances the experts.
     weights = jnp.where(_highest(choice, c.chosen), scores, 0)
     if c.weights_sum_to_one:
+        # As published. All scores may be 0.
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return weights * c.route_scale
 

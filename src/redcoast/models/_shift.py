@@ -50,6 +50,7 @@ def shift_right(
                 f"`{name}` is {token}, but must be from 0 to {np.iinfo(labels.dtype).max}, the "
                 f"largest {labels.dtype}."
             )
+    # Collate functions run on the host, where a JAX array would be moved to a device.
     xp = np if isinstance(labels, np.ndarray) else jnp
     first = xp.full_like(labels[..., :1], start)  # (..., 1)
     shifted = xp.concatenate([first, labels[..., :-1]], axis=-1)

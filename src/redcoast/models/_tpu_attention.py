@@ -78,7 +78,7 @@ def attend_in_splash(
     rows, columns = _block_size(queries), _block_size(keys)
     window = None
     if view.window is not None and view.causal:
-        window = (view.window - 1, 0)
+        window = (view.window - 1, 0)  # keys before and behind a query, without its own
     elif view.window is not None:
         window = (view.window - 1, view.window - 1)
     segments: Any = _segments(view, q.shape[0], queries, keys, columns)
@@ -87,7 +87,7 @@ def attend_in_splash(
     k, v = _pad(k, columns), _pad(v, columns)
     if segments is not None:
         segments = _pad(segments[0], rows, _PADDING), _pad(segments[1], columns, _PADDING)
-    out: Any = _attention(options, q, k, v, segments)
+    out: Any = _attention(options, q, k, v, segments)  # (batch, padded queries, heads, head_dim)
     return out[:, :queries]
 
 
@@ -111,6 +111,7 @@ def _segments(view: View, batch: int, queries: int, keys: int, columns: int) -> 
     is_hidden = view.causal or keys % columns == 0
     if view.real is None and view.segments is None and is_hidden:
         return None
+    # Without segments, all tokens are in one.
     segments = view.segments or (jnp.zeros((1, queries)), jnp.zeros((1, keys)))
     of_queries = jnp.broadcast_to(jnp.asarray(segments[0]).astype(jnp.int32), (batch, queries))
     of_keys = jnp.broadcast_to(jnp.asarray(segments[1]).astype(jnp.int32), (batch, keys))
@@ -159,6 +160,7 @@ def _kernel(options: SplashOptions, queries: int, keys: int, interpret: bool) ->
         block_q_dq=options.rows,
         block_kv_dq=options.columns,
     )
+    # The kernel's tables of masks are constants, also if it is created in a trace.
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mha_single_device(
             masks.MultiHeadMask([mask]),
@@ -167,6 +169,7 @@ def _kernel(options: SplashOptions, queries: int, keys: int, interpret: bool) ->
             attn_logits_soft_cap=options.softcap,
             interpret=interpret,
         )
+        # NumPy arrays belong to no device, so that the cached kernel serves all.
         return jax.tree.map(np.asarray, kernel)
 
 
@@ -179,6 +182,7 @@ def _run_forward(
     options: SplashOptions, interpret: bool, q: Array, k: Array, v: Array, *segments: Array
 ) -> tuple[Array, Array]:
     kernel = _kernel(options, q.shape[1], k.shape[1], interpret)
+    # Over the rows of the batch.
     out, (log_sum,) = jax.vmap(kernel)(_swap(q), _swap(k), _swap(v), _as_ids(segments))
     return _swap(out), log_sum
 
@@ -201,7 +205,7 @@ def _run_backward(
         kept = (q, k, v, segments, None, out, log_sum, *blocks)
         # JAX has no public function for it.
         grads = splash._splash_attention_bwd(**kernel.kwargs, res=kept, do=grad)
-        return grads[3:6]
+        return grads[3:6]  # of the queries, keys and values
 
     arrays = tuple(map(_swap, (q, k, v, out, grad)))
     grads = jax.vmap(of_row)(*arrays, log_sum, _as_ids(segments))  # pyright: ignore[reportCallIssue]
@@ -250,11 +254,13 @@ def _primitive(name: str, run: Any, run_in_blocks: Any, results_of: Any) -> Prim
 
     def lower(interpret: bool, context: Any, *values: Any, options: SplashOptions) -> Any:
         on_device = ft.partial(run, options, interpret)
+        # XLA cannot partition a kernel.
         if not _is_on_one_device(context):
             on_device = ft.partial(run_in_blocks, options)
         return mlir.lower_fun(on_device, multiple_results=True)(context, *values)
 
     mlir.register_lowering(primitive, ft.partial(lower, False), platform="tpu")
+    # On a CPU the kernel is interpreted, for tests.
     mlir.register_lowering(primitive, ft.partial(lower, True), platform="cpu")
     return primitive
 
@@ -276,7 +282,7 @@ def _map_rows(
     merged = []
     for x, d in pairs:
         x = jnp.broadcast_to(x[None], (count, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-        merged.append(x.reshape(-1, *x.shape[2:]))
+        merged.append(x.reshape(-1, *x.shape[2:]))  # (count * batch, ...)
     results = primitive.bind(*merged, **params)
     return [x.reshape(count, -1, *x.shape[1:]) for x in results], [0] * len(results)
 

@@ -82,6 +82,7 @@ class TransformerConfig(GroupedConfig, RotarySizes):
         check_config(self, "chosen")
         check_heads(self, even=self.rotary_dim is None)
         check_chosen(self.chosen, self.experts)
+        # Configurations of the same model are equal.
         if all(self.rope_layers):
             object.__setattr__(self, "rope_layers", ())
         if self.rope_layers and len(self.rope_layers) != self.layers:
@@ -123,6 +124,7 @@ class TransformerLayers(StackedLayers):
 
     def __init__(self, config: TransformerConfig, *, key: PRNGKeyArray):
         c = config
+        # A model without experts keeps its initial weights, whatever options there are for others.
         keys = jax.random.split(key, 7 + (c.experts is not None))
         q, kv = (c.layers, c.heads, c.head_dim), (c.layers, c.kv_heads, c.head_dim)
         self.attention_norm, self.mlp_norm = (jnp.ones((c.layers, c.width)) for _ in range(2))
@@ -190,7 +192,7 @@ class Transformer(Decoder):
                 q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
             q, k = rotate(q, turns), rotate(k, turns)
             if growth is not None:
-                q = q * growth
+                q = q * growth  # (batch, seq, heads, head_dim)
             cache, k, v = extend(cache, index, k, v)
             options = {"scale": c.score_factor, "rate": c.attention_dropout, "key": key}
             if local is None:
@@ -204,7 +206,7 @@ class Transformer(Decoder):
             return _add(x, y, layer.mlp_norm, mlp_key, c), (cache, use)
 
         layers = (self.layers, _flags(c.rope_layers), _flags(c.local))
-        carry = (cache, no_use(c.experts, wide(x.dtype)))
+        carry = (cache, no_use(c.experts, wide(x.dtype)))  # bfloat16 cannot count
         x, (cache, use) = scan_layers(
             layer_fn, x, layers, cache=carry, key=key, remat=c.remat, unroll=c.unroll
         )
@@ -229,6 +231,7 @@ def _add(x, y, scale, key, c):
 
 
 def _times(x, factor):
+    # The factor is rounded to the dtype first, as in `transformers`.
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
@@ -252,6 +255,7 @@ def _angles(positions, c, cache, dtype):
 def _angles_of_layer(angles, rotated, local):
     all_, near = angles
     if near is not None:
+        # Layers of both kinds are in one scan, so each selects its angles.
         all_ = jax.tree.map(ft.partial(jnp.where, local), near, all_)
     if rotated is None:
         return all_

@@ -51,7 +51,7 @@ def see(
     segments: tuple[Any, Any] | None,
 ) -> Bool[Array, "#batch #queries #keys"]:
     """Returns which keys in the slots `columns` are seen by queries in the slots `rows`."""
-    visible = jnp.ones((1, 1, 1), bool)
+    visible = jnp.ones((1, 1, 1), bool)  # (batch, queries, keys)
     if view.causal:
         visible = visible & (columns[None] <= rows[:, None])[None]
     if view.window is not None:
@@ -59,7 +59,7 @@ def see(
     if view.window is not None and not view.causal:
         visible = visible & (columns[None] < rows[:, None] + view.window)[None]
     if real is not None:
-        visible = visible & real[:, None]
+        visible = visible & real[:, None]  # padding is seen by none
     if segments is not None:
         visible = visible & (segments[0][:, :, None] == segments[1][:, None])
     return visible

@@ -123,7 +123,7 @@ class Bart(EncoderDecoder):
         scale = math.sqrt(c.width) if c.scale_embedding else 1.0
         x = look_up(self.embed, tokens) * scale  # (batch, seq, width)
         x = x + look_up(stack.position_embed, _UNUSED + positions)
-        x = layer_norm(x, stack.embed_norm, stack.embed_norm_shift, _EPS)
+        x = layer_norm(x, stack.embed_norm, stack.embed_norm_shift, _EPS)  # (batch, seq, width)
         x = dropout(x, c.dropout, embed_key)
         # The memory's keys and values come from a cache or are computed in each layer.
         nothing: Any = (None, None, None)
@@ -132,6 +132,7 @@ class Bart(EncoderDecoder):
         def layer_fn(x, cache, inputs, index, key):
             layer, kv = inputs
             keys = split_key(key, 3)
+            # BART's norms come after each sublayer, so attention reads the residual stream itself.
             cache, *own = extend(cache, index, *keys_values(layer.attention, x))
             x = _attention(layer.attention, x, own, visible, keys[0], c)
             if layer.cross is not None:

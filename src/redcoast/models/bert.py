@@ -223,7 +223,7 @@ class Bert(eqx.Module):
             positions = count_positions(real, segments)
         x = look_up(self.embed, tokens)  # (batch, seq, width)
         x += look_up(self.position_embed, positions + c.first_position)
-        x = self._add_types(x, types)
+        x = self._add_types(x, types)  # (batch, seq, width)
         embed_key, key = split_key(key, 2)
         x = dropout(layer_norm(x, self.norm, self.norm_shift, c.norm_eps), c.dropout, embed_key)
         visible = full_view(real, segments)
@@ -231,7 +231,7 @@ class Bert(eqx.Module):
         def layer_fn(x, cache, layer, index, key):
             attention_key, key = split_key(key, 2)
             q, kv = queries(layer, x), keys_values(layer, x)  # (batch, seq, heads, head_dim)
-            x = x + attention_output(layer, q, kv, visible, c, attention_key)
+            x = x + attention_output(layer, q, kv, visible, c, attention_key)  # (batch, seq, width)
             x = layer_norm(x, layer.attention_norm, layer.attention_norm_shift, c.norm_eps)
             x = x + dropout(feed_forward(layer, x, c.activation), c.dropout, key)
             return layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps), cache
@@ -244,7 +244,7 @@ class Bert(eqx.Module):
                 raise ValueError("This model has no token types, but `types` are given.")
             return x
         if types is None:
-            return x + self.type_embed[:1][None]
+            return x + self.type_embed[:1][None]  # all tokens have type 0
         return x + look_up(self.type_embed, types)
 
     def pool(
@@ -259,6 +259,7 @@ class Bert(eqx.Module):
             raise ValueError("This model has no pooler: its configuration has `pooler=False`.")
         x = first_token(hidden, mask)  # (batch, width)
         if self.config.kind == "roberta":
+            # Only RoBERTa's classifier has dropout before its dense layer, too.
             x = dropout(x, self.config.head_rate, key)
         x = self.pooler(x)
         return jax.nn.relu(x) if self.config.kind == "distilbert" else jnp.tanh(x)
@@ -271,7 +272,9 @@ class Bert(eqx.Module):
                 "`unembed` needs the head 'masked' or 'pretraining', but this model's head is "
                 f"{c.head!r}."
             )
+        # The head of RoBERTa has a GELU, whatever its layers have.
         activation = "gelu" if c.kind == "roberta" else c.activation
         x = ACTIVATIONS[activation](product("bsd,de->bse", hidden, head.w, head.b))
         x = layer_norm(x, head.norm, head.norm_shift, c.norm_eps)
+        # The head shares the weights of the embedding.
         return product("bsd,vd->bsv", x, self.embed, head.vocab_bias)

@@ -137,7 +137,7 @@ class Captioner(eqx.Module):
         The arguments are as for `__call__`.
         """
         encoder_key, key = split_key(key, 2)
-        memory = self.encode(pixels, mask=mask, key=encoder_key)
+        memory = self.encode(pixels, mask=mask, key=encoder_key)  # (batch, patches, width)
         return self.decoder.hidden(decoder_tokens, mask=decoder_mask, memory=memory, key=key)
 
     def encode(
@@ -149,6 +149,7 @@ class Captioner(eqx.Module):
     ) -> Float[Array, "batch patches features"]:
         """Returns the encoder's hidden states, which the decoder attends to."""
         memory = self.encoder.hidden(pixels, mask=mask, key=key)
+        # The decoder's cross-attention takes its own width.
         return memory if self.bridge is None else self.bridge(memory)
 
     def init_cache(

@@ -182,14 +182,16 @@ class Clip(ImageTextPair):
         c, part = self.config.image, self.image
         x = embed_square(c, pixels, part.patch_embed, None)
         first = jnp.broadcast_to(part.class_embed[None, None], (x.shape[0], 1, x.shape[2]))
+        # (images, 1 + patches, width)
         x = jnp.concatenate([first, x], axis=1) + part.position_embed[None]
         return layer_norm(x, part.first_norm, part.first_norm_shift, c.norm_eps)
 
     def _see(self, real):
+        # A token sees no later ones, so the end of a text has seen all of it.
         return causal_view(real)
 
     def _image_outputs(self, hidden):
-        return product("bd,do->bo", hidden[:, 0], self.image.head)
+        return product("bd,do->bo", hidden[:, 0], self.image.head)  # (images, outputs)
 
     def _text_outputs(self, hidden, tokens):
         ends, eos = jnp.asarray(tokens), self.config.text.eos[0]

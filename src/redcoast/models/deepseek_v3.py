@@ -161,10 +161,12 @@ class DeepseekV3(SharedExpertsDecoder):
         y = x
         if layer.q_down is not None:
             y = rms_norm(product("bsd,dl->bsl", x, layer.q_down), layer.q_norm, _LATENT_EPS)
-        q = product("bsl,lhk->bshk", y, layer.wq)
+        q = product("bsl,lhk->bshk", y, layer.wq)  # (batch, seq, heads, size)
         plain, turned = jnp.split(q, [c.plain_size], axis=-1)  # (batch, seq, heads, size)
         turned = turn(turned, angles)
+        # (batch, seq, kv_rank), from which keys and values of all heads are computed
         latent = rms_norm(product("bsd,dl->bsl", x, layer.kv_down), layer.kv_norm, _LATENT_EPS)
+        # (batch, seq, 1, rope_size): the rotated features of keys are the same for all heads.
         common = turn(product("bsd,dk->bsk", x, layer.k_rope)[:, :, None], angles)
         cache, latent, common = extend(cache, index, latent[:, :, None], common)
         options = {"visible": visible, "scale": _score_scale(c)}
@@ -190,4 +192,5 @@ def _score_scale(c):
     growth = 1.0
     if c.rope_scaling is not None and c.rope_scaling.factor > 1:
         growth = 1 + 0.1 * c.score_scaling * math.log(c.rope_scaling.factor)
+    # Squared, as queries and keys would each be multiplied by it.
     return growth**2 / math.sqrt(c.plain_size + c.rope_size)

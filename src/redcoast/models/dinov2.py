@@ -89,6 +89,8 @@ class Dinov2Config(LayersConfig, HeadSizes):
         """The hidden size of the feed-forward network."""
         hidden = self.width * self.mlp_ratio
         if self.gated:
+            # A gated network has three matrices in place of two, so it is narrower for the same
+            # size.
             hidden = -(-(2 * hidden // 3) // 8) * 8
         return hidden
 
@@ -166,6 +168,7 @@ class Dinov2(PatchEncoder):
         hidden = self.hidden(pixels, mask=mask, masked=masked, key=key)
         if self.head is None:
             return hidden
+        # Of the patches, without the registers: (batch, width).
         mean = jnp.mean(hidden[:, 1 + self.config.registers :], axis=1)
         return self.head(jnp.concatenate([hidden[:, 0], mean], axis=1))
 
@@ -197,7 +200,7 @@ class Dinov2(PatchEncoder):
         table, filtered = self.position_embed, c.registers > 0
         grid = pixels.shape[2] // c.patch, pixels.shape[3] // c.patch
         positions = resample(table[1:], c.image // c.patch, grid, filtered=filtered)
-        first = [(self.cls_token + table[0])[None]]
+        first = [(self.cls_token + table[0])[None]]  # the registers have no positions
         if self.register_tokens is not None:
             first.append(self.register_tokens)
         first = jnp.concatenate(first)  # (1 + registers, width)

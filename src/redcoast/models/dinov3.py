@@ -173,11 +173,14 @@ def _angles(config, grid, dtype, key):
     c = config
     # The centres of the patches, between -1 and 1.
     centres = [(2 * np.arange(size) + 1) / size - 1 for size in grid]
+    # (patches, 2): row and column
     points = np.stack(np.meshgrid(*centres, indexing="ij"), axis=-1).reshape(-1, 2)
     points = _changed(jnp.asarray(points, jnp.float32), c, key)  # (patches, 2)
     frequencies = 2 * np.pi * float(c.rope_base) ** -(np.arange(0, c.head_dim, 4) / c.head_dim)
+    # (patches, 2, head_dim / 4)
     angles = points[:, :, None] * jnp.asarray(frequencies, jnp.float32)[None, None]
     angles = angles.reshape(1, len(points), 1, -1)  # (1, patches, 1, head_dim / 2)
+    # An angle of 0 for the tokens that are no patches.
     angles = jnp.pad(angles, ((0, 0), (1 + c.registers, 0), (0, 0), (0, 0)))
     return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
 
@@ -196,6 +199,7 @@ def _changed(
     for own_key, size, most in ((jitter_key, 2, c.jitter), (rescale_key, 1, c.rescale)):
         if most is not None:
             most = float(np.log(most))
+            # Uniform in the logarithm, so that halving is as likely as doubling.
             factor = jnp.exp(jax.random.uniform(own_key, (1, size), None, -most, most))
             points = points * factor.astype(points.dtype)
     return points

@@ -149,6 +149,7 @@ class Gemma(Decoder):
             near_frequencies = rotary_frequencies(c.head_dim, c.local_rope_base)
         angles = rotary_angles(positions, frequencies, wide(x.dtype))
         near_angles = rotary_angles(positions, near_frequencies, wide(x.dtype))
+        # Some sizes were published with the width over the heads, which is not their head size.
         scale = float((c.score_scale or c.head_dim) ** -0.5)
 
         def layer_fn(x, cache, inputs, index, key):
@@ -156,7 +157,7 @@ class Gemma(Decoder):
             # Layers with and without a window are scanned together, so each selects its angles.
             turns = jax.tree.map(lambda a, b: jnp.where(local, b, a), angles, near_angles)
             y = _norm(x, layer.attention_norm, c)
-            q = _norm(product("bsd,dhk->bshk", y, layer.wq), layer.q_norm, c)
+            q = _norm(product("bsd,dhk->bshk", y, layer.wq), layer.q_norm, c)  # before the rotation
             k = _norm(product("bsd,dhk->bshk", y, layer.wk), layer.k_norm, c)
             v = product("bsd,dhk->bshk", y, layer.wv)  # (batch, seq, kv_heads, head_dim)
             cache, k, v = extend(cache, index, rotate(k, turns), v)

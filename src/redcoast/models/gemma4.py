@@ -344,6 +344,7 @@ class Gemma4(RoutedDecoder):
             cache, shared, use = carry
             side = kind.removesuffix("_shared")
             y = _norm(x, layer.attention_norm, c)
+            # (batch, seq, heads, head_dim)
             q = _norm(product("bsd,dhk->bshk", y, layer.wq), layer.q_norm, c)
             if kind != side:
                 k, v = _keys_values_before(cache, shared, side)
@@ -353,8 +354,9 @@ class Gemma4(RoutedDecoder):
                 if shared is not None:
                     shared = {**shared, side: (k, v)}
             q = rotate(q, angles[side])  # (batch, seq, heads, head_dim)
+            # The norms of queries and keys have learned the scale.
             options = {"scale": 1.0, "rate": c.attention_dropout, "key": key}
-            y = attend(q, k, v, visible=visible[side], **options)
+            y = attend(q, k, v, visible=visible[side], **options)  # (batch, seq, heads, head_dim)
             y = product("bshk,hkd->bsd", y, layer.wo)  # (batch, seq, width)
             x = x + _norm(y, layer.attention_post_norm, c)
             y, use = _feed_forward(layer, x, real, use, c)
@@ -384,13 +386,14 @@ class Gemma4(RoutedDecoder):
         c = self.config
         if c.layer_size is None or self.layer_embed is None:
             return None
+        # (batch, seq, layers, layer_size)
         own = jnp.take(self.layer_embed, tokens, axis=0)  # NaN for ids outside it
         own = own * jnp.asarray(math.sqrt(c.layer_size), x.dtype)
         project: Any = self.layer_project
         common = product("bsd,dli->bsli", x, project)  # (batch, seq, layers, layer_size)
         common = _norm(common * jnp.asarray(c.width**-0.5, x.dtype), self.layer_norm, c)
         both = (common + own) * jnp.asarray(2**-0.5, x.dtype)  # (batch, seq, layers, layer_size)
-        return jnp.moveaxis(both, 2, 0)
+        return jnp.moveaxis(both, 2, 0)  # layers first, as a scan takes them
 
 
 _KINDS = ("near", "far", "near_shared", "far_shared")
@@ -416,6 +419,7 @@ def _keys_values(layer, x, angles, c):
     k = v = product("bsd,dhk->bshk", x, layer.wk)  # (batch, seq, kv_heads, head_dim)
     if layer.wv is not None:
         v = product("bsd,dhk->bshk", x, layer.wv)
+    # Without a projection of their own, values are the keys before their norm and rotation.
     return rotate(_norm(k, layer.k_norm, c), angles), _norm(v, None, c)
 
 
@@ -445,7 +449,7 @@ def _nothing_shared(x, c):
 
 def _feed_forward(layer, x, real, use, c):
     """The outputs of the network and of the experts, and the use of experts until here."""
-    y = gated_feed_forward(layer, _norm(x, layer.mlp_norm, c), _GELU)
+    y = gated_feed_forward(layer, _norm(x, layer.mlp_norm, c), _GELU)  # (batch, seq, width)
     if layer.router is None:
         return y, use
     routed = _norm(x, None, c) * layer.router_scale.astype(x.dtype)[None, None]
@@ -459,6 +463,7 @@ def _feed_forward(layer, x, real, use, c):
         return y * layer.expert_scale.astype(y.dtype)[None, :, None, None]
 
     z = _norm(x, layer.experts_norm, c)
+    # The network and the experts read the same input, and their outputs are added.
     z, more = mix_experts(experts, z, scores, real, chosen=c.chosen)
     use = add_use(use, more)
     return _norm(y, layer.dense_post_norm, c) + _norm(z, layer.experts_post_norm, c), use

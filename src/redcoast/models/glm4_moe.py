@@ -123,5 +123,6 @@ class Glm4Moe(SharedExpertsDecoder):
             q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
         q, k = rotate(q, angles), rotate(k, angles)
         cache, k, v = extend(cache, index, k, v)
+        # (batch, seq, heads, head_dim)
         out = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=key)
         return product("bshk,hkd->bsd", out, layer.wo), cache

@@ -85,7 +85,7 @@ class GPT2Layers(StackedLayers):
     def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
         c = config
         attention, cross, up, down = jax.random.split(key, 4)
-        scales = (0.02, 0.02, 0.02, 0.02 * output_scale(c.layers))
+        scales = (0.02, 0.02, 0.02, 0.02 * output_scale(c.layers))  # of Q, K, V and outputs
         create = eqx.Partial(Projections, c, c.layers, scales=scales)
         self.attention, self.cross = create(key=attention), None
         if c.cross_attention:
@@ -270,9 +270,9 @@ def _attention(layer, x, visible, cache, index, key, config, *, kv=None):
     if kv is None:
         cache, *kv = extend(cache, index, *keys_values(layer, x))
     if config.scale_by_layer:
-        q = q / (index + 1).astype(q.dtype)
+        q = q / (index + 1).astype(q.dtype)  # the scores of layer i are divided by i + 1
     options = {"rate": config.attention_dropout, "key": weights_key}
     if not config.scale_scores:
         options["scale"] = 1.0
-    out = attend(q, *kv, visible=visible, **options)
+    out = attend(q, *kv, visible=visible, **options)  # (batch, seq, heads, head_dim)
     return dropout(outputs(layer, out), config.residual_dropout, key), cache

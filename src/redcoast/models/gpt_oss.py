@@ -157,6 +157,7 @@ class GptOss(TableHead, RoutedDecoder):
             y = rms_norm(x, layer.attention_norm, c.norm_eps)
             q = queries(layer, y)  # (batch, seq, heads, head_dim)
             k, v = keys_values(layer, y)  # (batch, seq, kv_heads, head_dim)
+            # Keys are rotated before they are stored, each by its own position.
             cache, k, v = extend(cache, index, rotate(k, angles), v)
             q = rotate(q, angles)
             options = {"sinks": layer.sinks, "rate": c.attention_dropout, "key": key}
@@ -164,8 +165,9 @@ class GptOss(TableHead, RoutedDecoder):
                 y = attend_near(q, k, v, local=local, visible=(everywhere, near), **options)
             else:
                 y = attend(q, k, v, visible=everywhere, **options)
-            x = x + outputs(layer, y)
+            x = x + outputs(layer, y)  # (batch, seq, width)
             y = rms_norm(x, layer.mlp_norm, c.norm_eps)
+            # (batch, seq, experts)
             scores = product("bsd,de->bse", y, layer.router, layer.router_bias)
             experts = ft.partial(_mlp, layer, c.limit)
             y, more = mix_experts(experts, y, scores, real, chosen=c.chosen)
@@ -180,6 +182,7 @@ class GptOss(TableHead, RoutedDecoder):
 
 
 def _mlp(layer, limit, x):
+    # (batch, experts, tokens, hidden)
     gate = product("betd,edh->beth", x, layer.gate) + layer.gate_bias[None, :, None]
     up = product("betd,edh->beth", x, layer.up) + layer.up_bias[None, :, None]
     y = recomputed(ft.partial(_activate, limit))(gate, up)  # (batch, experts, tokens, hidden)
@@ -188,4 +191,5 @@ def _mlp(layer, limit, x):
 
 def _activate(limit, gate, up):
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    # With this gain the sigmoid approximates GELU, and 1 lets the gate alone pass.
     return gate * jax.nn.sigmoid(_GAIN * gate) * (up + 1)

@@ -201,6 +201,7 @@ class Mamba2(TableHead, Decoder):
         real = as_array(real_tokens(tokens.shape, mask))
         x = look_up(self.embed, tokens)  # (batch, seq, width)
         if c.wide_residual:
+            # Each layer adds little to it, which a narrow dtype would round away.
             x = x.astype(wide(dtype))
 
         def layer_fn(x, cache, layer, index, key):
@@ -220,7 +221,7 @@ def _mixer(layer, x, real, cache, config):
     """One layer, and its part of the cache after these tokens."""
     c, kind = config, wide(x.dtype)
     into = ft.partial(product, "bsd,de->bse", x)
-    gate, steps = into(layer.gate), into(layer.steps)
+    gate, steps = into(layer.gate), into(layer.steps)  # (batch, seq, inner), (batch, seq, heads)
     inputs, writes, reads = into(layer.x), into(layer.b), into(layer.c)
     # Padding is treated as missing tokens: it does not enter the convolutions and the states, and
     # its time steps are 0.
@@ -234,12 +235,13 @@ def _mixer(layer, x, real, cache, config):
     inputs, past_x = convolve(inputs, layer.conv_x, layer.conv_x_bias, past[0])
     writes, past_b = convolve(writes, layer.conv_b, layer.conv_b_bias, past[1])
     reads, past_c = convolve(reads, layer.conv_c, layer.conv_c_bias, past[2])
+    # States are sums over many tokens, so they have a wide dtype.
     heads = inputs.reshape(*x.shape[:2], c.heads, c.head_size).astype(kind)
     writes = writes.reshape(*x.shape[:2], c.groups, c.state).astype(kind)
     reads = reads.reshape(*x.shape[:2], c.groups, c.state).astype(kind)
     rates = -jnp.exp(layer.log_decay.astype(kind))  # (heads,)
     y, state = scan_states(heads, steps, rates, writes, reads, state, chunk=c.chunk)
-    y = y + layer.skip.astype(kind)[None, None, :, None] * heads
+    y = y + layer.skip.astype(kind)[None, None, :, None] * heads  # (batch, seq, heads, head_size)
     y = _gated_norm(y.reshape(*x.shape[:2], -1), gate, layer.inner_norm, c).astype(x.dtype)
     before = jnp.concatenate([past_x, past_b, past_c], axis=-1)  # (batch, past, channels)
     return product("bse,ed->bsd", y, layer.down), Mamba2Cache(state[None], before[None])
@@ -271,7 +273,7 @@ def scan_states(
     """
     batch, length, heads, size = x.shape
     groups = b.shape[2]
-    chunk = min(chunk, length)
+    chunk = min(chunk, length)  # one token, when decoding
     # Letters below: row z, chunk k, tokens l and m, group g, head r of a group, feature p, state n.
     by_head, by_state = (groups, heads // groups), (groups, b.shape[3])
     x = to_chunks(x * steps[..., None], chunk, *by_head, size)  # zklgrp
@@ -280,9 +282,11 @@ def scan_states(
     decays = jnp.cumsum(decays, axis=-1)  # logarithms, since the chunk's start
     b, c = to_chunks(b, chunk, *by_state), to_chunks(c, chunk, *by_state)  # zklgn
     between = decays_between(decays)  # zkgrlm
+    # What token l reads of what token m wrote, decayed over the tokens between.
     pairs = jnp.einsum("zklgn,zkmgn->zkglm", c, b)[:, :, :, None] * between
     within = jnp.einsum("zkgrlm,zkmgrp->zklgrp", pairs, x)
     left = jnp.moveaxis(jnp.exp(decays[..., -1:] - decays), -1, 2)  # until the chunk's end: zklgr
+    # What a chunk adds to the state at its end.
     added = jnp.einsum("zklgn,zklgrp->zkgrpn", b, x * left[..., None])
     decay = jnp.exp(decays[..., -1])  # of the whole chunk: zkgr
 
@@ -296,6 +300,7 @@ def scan_states(
         state = state.reshape(added[:, 0].shape)
     inputs = (jnp.moveaxis(decay, 1, 0), jnp.moveaxis(added, 1, 0))  # chunks first
     state, before = jax.lax.scan(pass_on, state, inputs)
+    # What tokens read of the state before their chunk.
     past = jnp.einsum("zklgn,kzgrpn->zklgrp", c, before)
     past = past * jnp.moveaxis(jnp.exp(decays), -1, 2)[..., None]
     y = (within + past).reshape(batch, -1, heads, size)[:, :length]

@@ -294,6 +294,7 @@ class ModernBert(eqx.Module):
             layer, norm, shift, local = inputs
             attention_key, mlp_key = split_key(key, 2)
             y = layer_norm(x, norm, shift, c.norm_eps) if norm is not None else x
+            # The embedding has a norm of its own, so the first layer has none.
             y = jnp.where(index == 0, x, y)
             # Layers with and without a window are scanned together, so each selects its angles.
             turns = jax.tree.map(lambda a, b: jnp.where(local, b, a), angles, near_angles)
@@ -314,6 +315,7 @@ class ModernBert(eqx.Module):
         if self.config.pooling == "cls":
             return self._project(first_token(hidden, mask)[:, None])[:, 0]
         where = mask.astype(bool)[:, :, None] if mask is not None else None
+        # The mean of hidden states, not of logits, as in the published classifiers.
         return self._project(jnp.mean(hidden, axis=1, keepdims=True, where=where))[:, 0]
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
@@ -322,6 +324,7 @@ class ModernBert(eqx.Module):
             raise ValueError(
                 f"`unembed` needs the head 'masked', but this model's head is {self.config.head!r}."
             )
+        # The head shares the weights of the embedding, and may have a bias.
         return product("bsd,vd->bsv", self._project(hidden), self.embed, self.head)
 
     def _project(self, x: Float[Array, "batch seq width"]) -> Float[Array, "batch seq width"]:

@@ -138,10 +138,10 @@ class OPT(Decoder):
         def layer_fn(x, cache, layer, index, key):
             attention_key, mlp_key = split_key(key, 2)
             norms = (layer.attention_norm, layer.attention_norm_shift)
-            y = _norm(x, *norms, when=not c.post_norm)
+            y = _norm(x, *norms, when=not c.post_norm)  # (batch, seq, width)
             q = queries(layer, y)  # (batch, seq, heads, head_dim)
             cache, *kv = extend(cache, index, *keys_values(layer, y))
-            y = attention_output(layer, q, kv, visible, c, attention_key)
+            y = attention_output(layer, q, kv, visible, c, attention_key)  # (batch, seq, width)
             x = _norm(x + y, *norms, when=c.post_norm)
             norms = (layer.mlp_norm, layer.mlp_norm_shift)
             y = feed_forward(layer, _norm(x, *norms, when=not c.post_norm), c.activation)
@@ -158,5 +158,6 @@ def _norm(x, scale, shift, *, when):
     if not when:
         return x
     if scale is None:
+        # Without `affine`, the norm only centres and scales.
         scale, shift = jnp.ones(x.shape[-1], x.dtype), jnp.zeros(x.shape[-1], x.dtype)
     return layer_norm(x, scale, shift, 1e-5)

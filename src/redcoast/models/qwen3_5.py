@@ -271,6 +271,7 @@ class Qwen3_5(TableHead, RoutedDecoder):
         self.embed, self.head = initial_tables(config, embed, head)
         of_linear = sum(config.linear)
         of_attention = config.layers - of_linear
+        # Kinds of which there are no layers have no arrays.
         self.linear = self.attention = None
         if of_linear:
             self.linear = DeltaNetLayers(config, of_linear, key=linear)
@@ -348,6 +349,7 @@ def _attention(layer, x, angles, visible, cache: Any, index, key, c):
         of_attention, k, v = extend(cache.attention, index, k, v)
         cache = eqx.tree_at(lambda both: both.attention, cache, of_attention)
     out = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=key)
+    # Each feature of a head's output has a gate, which is computed from the layer's input.
     out = out * jax.nn.sigmoid(product("bsd,dhk->bshk", x, layer.wz))
     return product("bshk,hkd->bsd", out, layer.wo), cache
 
@@ -366,6 +368,7 @@ def _delta_net(layer, x, real, cache, index, c):
     strengths = jax.nn.sigmoid(into(layer.strength)).astype(kind)
     strengths = jnp.where(real[..., None], strengths, 0)  # (batch, seq, value_heads)
     steps = jax.nn.softplus(into(layer.steps).astype(kind) + layer.steps_bias[None, None])
+    # Logarithms of the decays, always negative.
     decays = -jnp.exp(layer.log_decay.astype(kind))[None, None] * steps
     decays = jnp.where(real[..., None], decays, 0)  # (batch, seq, value_heads)
     q, past_q = convolve(into(layer.wq), layer.conv_q, None, past_q)  # (batch, seq, keys)
@@ -373,10 +376,10 @@ def _delta_net(layer, x, real, cache, index, c):
     v, past_v = convolve(into(layer.wv), layer.conv_v, None, past_v)  # (batch, seq, values)
     q = unit_length(_heads(q, c.key_heads, kind))  # (batch, seq, key_heads, key_size)
     k = unit_length(_heads(k, c.key_heads, kind))
-    q = q / math.sqrt(c.key_size)
+    q = q / math.sqrt(c.key_size)  # keys and values are not scaled
     v = _heads(v, c.value_heads, kind)  # (batch, seq, value_heads, value_size)
     y, state = gated_delta_rule(q, k, v, decays, strengths, state, chunk=c.chunk)
-    y = rms_norm(y.astype(x.dtype), layer.out_norm, c.norm_eps)
+    y = rms_norm(y.astype(x.dtype), layer.out_norm, c.norm_eps)  # of each head by itself
     gate = jax.nn.silu(_heads(into(layer.wz), c.value_heads, kind))
     y = (y * gate).astype(x.dtype).reshape(*x.shape[:2], -1)  # (batch, seq, values)
     if cache is not None:

@@ -174,6 +174,7 @@ class T5(EncoderDecoder):
         of_queries = of_keys = jnp.arange(tokens.shape[1])[None]
         if cache is not None:
             of_queries, of_keys = positions, count_positions(cache.mask)
+        # Buckets of the decoder are all for earlier tokens.
         options = {"far": c.distance, "causal": cross is not None}
         bias = relative_bias(stack.relative_bias, of_queries, of_keys, **options)
         embed_key, key, last_key = split_key(key, 3)
@@ -206,6 +207,7 @@ class T5(EncoderDecoder):
 def _attention(layer, x, kv, visible, bias, key, config):
     weights_key, key = split_key(key, 2)
     q, rate = queries(layer, x), config.dropout
+    # Cross-attention has no bias: positions of two sequences have no distance.
     out = attend(q, *kv, visible=visible, bias=bias, scale=1.0, rate=rate, key=weights_key)
     return dropout(outputs(layer, out), rate, key)
 

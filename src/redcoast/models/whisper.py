@@ -277,8 +277,8 @@ class Whisper(CrossDecoder):
 
 def sinusoids(length: int, width: int) -> Float[np.ndarray, "length width"]:
     """Returns the sines of all positions, followed by the cosines."""
-    rates = np.exp(-math.log(10000) / (width // 2 - 1) * np.arange(width // 2))
-    angles = np.arange(length)[:, None] * rates[None]
+    rates = np.exp(-math.log(10000) / (width // 2 - 1) * np.arange(width // 2))  # from 1 to 1/10000
+    angles = np.arange(length)[:, None] * rates[None]  # (length, width / 2)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
 
@@ -287,6 +287,7 @@ def _convolve(x, kernel, bias, *, stride):
     # A product over windows, not a convolution, so that every dimension can be sharded.
     padded = jnp.pad(x, ((0, 0), (1, 1), (0, 0)))
     length = x.shape[1]
+    # Each window begins one frame later; a stride leaves frames out.
     windows = [padded[:, tap : tap + length : stride] for tap in range(_TAPS)]
     return ACTIVATIONS["gelu"](product("bstm,tmd->bsd", jnp.stack(windows, axis=2), kernel, bias))
 

@@ -64,7 +64,7 @@ def search_beams(
     """Returns the best hypotheses of each row, `copies` of them, and the cache."""
     logits, cache = first_logits(model, read, request), read.cache
     prompt = jnp.asarray(read.prompt)
-    batch, beams = logits.shape[0], request.beams
+    batch, beams = logits.shape[0], request.beams  # each row has one set of logits so far
     dims = cache_batch_dims(cache, batch)
     cache = repeat_rows(cache, dims, beams)
     search = _select(jnp.repeat(logits, beams, axis=0), _begin(batch, request), prompt, request)
@@ -74,18 +74,20 @@ def search_beams(
 
     def step(carry):
         cache, search = carry
+        # (batch, beams): the tokens that the model has not read yet
         newest = jax.lax.dynamic_index_in_dim(search.running.tokens, search.count - 1, 2, False)
         logits, longer = append_tokens(model, newest.reshape(-1), cache)
         search = _select(logits, search, prompt, request)
+        # The cache is that of the old beams. Each new beam continues the one it came from.
         return reorder_rows(longer, cache, dims, search.running.parent), search
 
     cache, search = jax.lax.while_loop(keep_going, step, (cache, search))
-    best = search.finished.tokens[:, : request.copies]
+    best = search.finished.tokens[:, : request.copies]  # (batch, copies, room)
     return jnp.where(search.valid[:, None, None], best, INVALID).reshape(-1, request.room), cache
 
 
 def _begin(batch: int, request: Request) -> Search:
-    shape = (batch, request.beams)
+    shape = (batch, request.beams)  # of all scores
     tokens = jnp.full((*shape, request.room), request.pad, jnp.int32)
     # All beams start equal, so only the first is continued.
     first = (jnp.arange(request.beams) == 0)[None]
@@ -109,12 +111,13 @@ def _select(
 ) -> Search:
     """Advances the search by one token."""
     candidates = _candidates(logits, last, prompt, request)
-    scores = candidates.scores + jnp.where(candidates.ends, _EXCLUDED, 0.0)
-    scores, best = jax.lax.top_k(scores, request.beams)
+    scores = candidates.scores + jnp.where(candidates.ends, _EXCLUDED, 0.0)  # ends cannot run on
+    scores, best = jax.lax.top_k(scores, request.beams)  # (batch, beams)
     tokens = jnp.take_along_axis(candidates.tokens, best[:, :, None], axis=1)
     running = Running(tokens, scores, jnp.take_along_axis(candidates.parent, best, axis=1))
     norm = jnp.take(jnp.asarray(request.norms), last.count)
     finished = _finish(candidates, last, norm)
+    # A row that has ended is computed on, and its NaN are of no interest.
     invalid = last.open & jnp.any(jnp.isnan(candidates.scores), axis=1)
     return Search(
         running,
@@ -133,7 +136,7 @@ def _may_improve(
         return ~jnp.all(finished.filled, axis=1)
     if request.early_stopping == "never":  # a longer hypothesis has a larger divisor
         norm = jnp.take(jnp.asarray(request.norms), request.limit - 1)
-    bound = running.scores[:, :1] / norm
+    bound = running.scores[:, :1] / norm  # of the best one, (batch, 1)
     # While some entries are unfilled, every row stays open.
     worst = jnp.where(finished.filled, jnp.min(finished.scores, axis=1, keepdims=True), _EXCLUDED)
     return jnp.any(bound > worst, axis=1)
@@ -151,17 +154,18 @@ def _candidates(
         new = jnp.where(jnp.arange(request.room)[None, None] < last.count, last.running.tokens, -1)
         before = jnp.broadcast_to(prompt[:, None], (batch, beams, prompt.shape[1]))
         history = jnp.concatenate([before, new], axis=2).reshape(batch * beams, -1)
-    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))  # (rows, vocab)
     least = least_new(jnp.repeat(prompt, beams, axis=0), request)
     log_probs = process(log_probs, history, last.count, least, request)
-    log_probs = log_probs.reshape(batch, beams, vocab)
+    log_probs = log_probs.reshape(batch, beams, vocab)  # rows are beams of rows
     scores = (log_probs + last.running.scores[:, :, None]).reshape(batch, beams * vocab)
     # Enough candidates that `beams` of them continue even if all possible ends are among them.
     keep = min(max(2, 1 + len(request.eos)) * beams, beams * vocab)
-    scores, places = jax.lax.top_k(scores, keep)
-    parent, newest = places // vocab, places % vocab
+    scores, places = jax.lax.top_k(scores, keep)  # over all beams of a row
+    parent, newest = places // vocab, places % vocab  # (batch, candidates)
     tokens = jnp.take_along_axis(last.running.tokens, parent[:, :, None], axis=1)
     tokens = jax.lax.dynamic_update_index_in_dim(tokens, newest, last.count, 2)
+    # At the limit all hypotheses are complete, also without an end.
     ends = is_any(newest, request.eos) | (last.count + 1 >= request.limit)
     return Candidates(tokens, scores, parent, ends)
 
@@ -170,9 +174,10 @@ def _finish(candidates: Candidates, last: Search, norm: Float[Array, ""]) -> Fin
     beams = last.finished.scores.shape[1]
     # The other candidates can only be continued.
     ends = candidates.ends & (jnp.arange(candidates.ends.shape[1]) < beams)[None]
-    scores = candidates.scores / norm
-    scores += jnp.where(last.open[:, None], 0.0, _EXCLUDED)
+    scores = candidates.scores / norm  # finished ones compare by their mean, or a power of it
+    scores += jnp.where(last.open[:, None], 0.0, _EXCLUDED)  # the results of a closed row stay
     scores += jnp.where(ends, 0.0, _EXCLUDED)
+    # (batch, beams + candidates, room), of which the best stay.
     tokens = jnp.concatenate([last.finished.tokens, candidates.tokens], axis=1)
     filled = jnp.concatenate([last.finished.filled, ends], axis=1)
     scores, best = jax.lax.top_k(jnp.concatenate([last.finished.scores, scores], axis=1), beams)

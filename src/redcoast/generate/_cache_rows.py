@@ -9,6 +9,7 @@ Dims = tuple[int | None, ...]
 
 def cache_batch_dims(cache: PyTree, rows: int) -> Dims:
     """Finds the batch dimension of each array of a cache with `rows` rows."""
+    # A cache says itself which dimension of each array is of rows: the one that `take` changes.
     more = jax.eval_shape(lambda cache: cache.take(jnp.zeros(rows + 1, jnp.int32)), cache)
     shapes, shapes_of_more = _shapes(cache), _shapes(more)
     return tuple(map(_first_difference, shapes, shapes_of_more))
@@ -50,6 +51,7 @@ def reorder_rows(
 
 
 def _take_parents(x: Array, d: int, parent: Int[Array, "batch beams"]) -> Array:
-    apart = x.reshape(*x.shape[:d], *parent.shape, *x.shape[d + 1 :])
+    apart = x.reshape(*x.shape[:d], *parent.shape, *x.shape[d + 1 :])  # batch and beams are apart
+    # Within a row of the batch, so that a sharded batch needs no communication.
     take = lambda beams, parent: jnp.take(beams, parent, axis=d)
     return jax.vmap(take, in_axes=(d, 0), out_axes=d)(apart, parent).reshape(x.shape)

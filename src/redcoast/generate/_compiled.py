@@ -98,7 +98,7 @@ def _decode(model: PyTree, read: ReadPrompt, request: Request) -> tuple[Padded, 
     new, cache = sample(model, read, request)
     if new.scores is None:
         return new.tokens, cache
-    mask = jnp.arange(request.room)[None] < new.lengths[:, None]
+    mask = jnp.arange(request.room)[None] < new.lengths[:, None]  # (results, room)
     return Generated(new.tokens, new.scores, mask), cache
 
 
@@ -120,7 +120,7 @@ def _put_as(host: np.ndarray, x: Array) -> Array:
     if isinstance(x.sharding, NamedSharding) and not x.is_fully_addressable:
         return put(host, NamedSharding(x.sharding.mesh, P()))  # every process gets all of it
     if not x.committed:
-        return jax.device_put(host)
+        return jax.device_put(host)  # not committed, so that it follows other arrays
     return jax.device_put(host, x.sharding)
 
 

@@ -58,6 +58,7 @@ def decode_exactly(
     model: PyTree, tokens: AnyArray, mask: Mask | None, request: Request
 ) -> Result | Padded:
     """Generates tokens, of which the log-probabilities are those of `score_exactly`."""
+    # The size of the cache is a part of the arithmetic: sums over slots are ordered by it.
     slots = slots_of(tokens.shape[1] + int(request.limit))
     arrays, static = split(model)
     if is_traced((arrays, tokens, mask, request.key)):
@@ -102,8 +103,8 @@ def _decode(
     mesh: AnyMesh,
 ) -> Padded:
     tokens, lengths = _from_first_slot(tokens, mask)
-    tokens, lengths = (jnp.repeat(x, request.copies, axis=0) for x in (tokens, lengths))
-    numbers = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    tokens, lengths = (jnp.repeat(x, request.copies, axis=0) for x in (tokens, lengths))  # results
+    numbers = jnp.arange(tokens.shape[0], dtype=jnp.int32)  # random numbers are those of a result
 
     def run(shared: tuple[list[Array], Request], rows: tuple[Array, ...]) -> tuple[Array, ...]:
         arrays, request = shared
@@ -129,10 +130,10 @@ def _score(
 
     scores = _in_blocks(run, arrays, (aligned, lengths), mesh)
     if mask is None:
-        return scores[:, :-1]
+        return scores[:, :-1]  # nothing follows the last token
     # Back to the columns of the tokens: the score of the k-th real token is in column k - 1.
     real = jnp.asarray(mask, bool)
-    place = jnp.cumsum(real, axis=1) - 2
+    place = jnp.cumsum(real, axis=1) - 2  # negative until the second real token
     scores = jnp.take_along_axis(scores, jnp.maximum(place, 0), axis=1)
     return jnp.where(real & (place >= 0), scores, 0)[:, 1:]
 
@@ -148,7 +149,7 @@ def _from_first_slot(
     if mask is None:
         return tokens, jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
     real = jnp.asarray(mask, bool)
-    columns = jnp.argsort(~real, axis=1, stable=True)
+    columns = jnp.argsort(~real, axis=1, stable=True)  # real tokens first, in their order
     lengths = jnp.sum(real, axis=1, dtype=jnp.int32)
     tokens = jnp.take_along_axis(tokens, columns, axis=1)
     # Ids outside the vocabulary would result in NaN.
@@ -167,11 +168,13 @@ def _in_blocks(
         devices = math.prod(mesh.shape.values())
     size = ROWS.get(target().platform, ROWS_OF_ACCELERATORS)
     batch = jax.tree.leaves(rows)[0].shape[0]
-    padding = -batch % (devices * size)
+    padding = -batch % (devices * size)  # the same blocks on each device
     rows = jax.tree.map(lambda x: jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)), rows)
 
     def on_device(shared: PyTree, rows: PyTree) -> PyTree:
         blocks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), rows)
+        # Inside, models must not choose another arithmetic for a mesh, or for a sequence that is
+        # split.
         with on_one_device(), divided_into(1):
             results = jax.lax.map(ft.partial(run, shared), blocks)
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
@@ -195,12 +198,13 @@ def _decode_block(
 ) -> tuple[Int[Array, "rows room"], Float[Array, "rows room"], Int[Array, " rows"]]:
     """Generates tokens for a block. Rows without a prompt are padding."""
     last = jnp.maximum(lengths - 1, 0)  # the column of the last token of each prompt
+    # The history of a row has its prompt on the right, next to its new tokens.
     padding_left = jnp.arange(tokens.shape[1])[None] >= (tokens.shape[1] - lengths)[:, None]
     shift = lengths[:, None] + jnp.arange(tokens.shape[1])[None]
     prompt = jnp.take_along_axis(tokens, shift % tokens.shape[1], axis=1)
     unscored = dataclasses.replace(request, scored=False)
     turns = blank_turns(jnp.where(padding_left, prompt, -1), numbers, unscored)
-    turns = dataclasses.replace(turns, ended=lengths == 0)
+    turns = dataclasses.replace(turns, ended=lengths == 0)  # padding rows never begin
     carry = jnp.zeros((), jnp.int32), model.init_cache(tokens.shape[0], slots), turns
 
     def keep_going(carry: tuple[Array, PyTree, Turns]) -> Bool[Array, ""]:
@@ -214,10 +218,11 @@ def _decode_block(
         after = choose_next(logits, turns, unscored)
         if request.scored:
             scores = _score_token(logits, after.tokens)
-            column = jnp.where(turns.ended, request.room, turns.counts)
+            column = jnp.where(turns.ended, request.room, turns.counts)  # `room` is out of bounds
             rows = jnp.arange(len(scores))
             scores = turns.scores.at[rows, column].set(scores, mode="drop")
             after = dataclasses.replace(after, scores=scores)
+        # While the prompt is read, the model's choices are dropped.
         keep = lambda x, y: jnp.where((i < last).reshape(-1, *[1] * (x.ndim - 1)), x, y)
         return i + 1, cache, jax.tree.map(keep, turns, after)
 
@@ -229,7 +234,7 @@ def _score_block(
     model: PyTree, slots: int, tokens: Int[Array, "rows seq"], lengths: Int[Array, " rows"]
 ) -> Float[Array, "rows seq"]:
     """Returns the log-probability of the token after each one; 0 after the last one."""
-    steps = jnp.max(lengths) - 1
+    steps = jnp.max(lengths) - 1  # the last token has no successor to score
     scores = jnp.zeros(tokens.shape, jnp.float32)
     carry = jnp.zeros((), jnp.int32), model.init_cache(tokens.shape[0], slots), scores
 

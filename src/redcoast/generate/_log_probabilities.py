@@ -72,11 +72,12 @@ def log_probabilities(
         real = jnp.asarray(mask, bool)
         context_mask = real[:, :-1]
     ids = jnp.where(real, jnp.asarray(tokens), 0)
-    hidden = model.hidden(ids[:, :-1], mask=context_mask)
+    hidden = model.hidden(ids[:, :-1], mask=context_mask)  # (batch, seq - 1, width)
     fast = token_log_probabilities(hidden, model.unembed, ids[:, 1:], chunk=chunk)
-    scored = real[:, 1:] & (jnp.cumsum(real, axis=1)[:, 1:] > 1)
+    scored = real[:, 1:] & (jnp.cumsum(real, axis=1)[:, 1:] > 1)  # all but the first real token
     fast = jnp.where(scored, fast, 0)
     if not exact:
         return fast
     values = score_exactly(model, tokens, mask)
+    # The difference is zero, and has the gradient of the fast pass.
     return values + (fast - jax.lax.stop_gradient(fast))

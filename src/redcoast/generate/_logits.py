@@ -26,7 +26,7 @@ def choose_tokens(
 ) -> Int[Array, " batch"]:
     """Returns the next token of each row; `INVALID` if a logit is NaN. `rows` are the numbers of
     the results, by default 0, 1, 2, ...."""
-    scores = process(logits.astype(jnp.float32), history, step, least, request)
+    scores = process(logits.astype(jnp.float32), history, step, least, request)  # (batch, vocab)
     if request.key is not None and request.temperature is not None:
         scores = filter_logits(
             scores, request.temperature, request.top_k, request.tail, request.min_p
@@ -74,7 +74,7 @@ def filter_logits(
         scores = keep_top_p(scores, tail)
     if min_p is not None:
         probabilities = jax.nn.softmax(scores)
-        least = min_p * jnp.max(probabilities, axis=1, keepdims=True)
+        least = min_p * jnp.max(probabilities, axis=1, keepdims=True)  # (batch, 1)
         scores = jnp.where(probabilities < least, -jnp.inf, scores)
     # The filters would exclude a NaN with a negative sign, such as `inf - inf` on x86.
     return jnp.where(jnp.isnan(logits), logits, scores)
@@ -101,11 +101,11 @@ def keep_top_p(scores: Float[Array, "batch vocab"], tail: Number) -> Float[Array
     """
     probabilities = jax.nn.softmax(scores)
     order = ordered_bits(scores)
-    cut = smallest_with_more(order, probabilities, tail)
-    below = jnp.sum(jnp.where(order < cut, probabilities, 0.0), axis=1, keepdims=True)
+    cut = smallest_with_more(order, probabilities, tail)  # (batch, 1): below it, all are excluded
+    below = jnp.sum(jnp.where(order < cut, probabilities, 0.0), axis=1, keepdims=True)  # (batch, 1)
     ties = order == cut
     one = jnp.max(jnp.where(ties, probabilities, 0.0), axis=1, keepdims=True)
-    numbers = jnp.cumsum(ties, axis=1, dtype=jnp.float32)
+    numbers = jnp.cumsum(ties, axis=1, dtype=jnp.float32)  # the ties before and with each
     # The last of the ties is always kept: with it the probability would exceed `tail`.
     out = ties & (numbers < numbers[:, -1:]) & (below + numbers * one <= tail)
     return jnp.where((order < cut) | out, -jnp.inf, scores)
@@ -131,8 +131,9 @@ def smallest_with_more(
         low, high = bounds
         middle = (low & high) + ((low ^ high) >> 1)  # low + high may overflow
         mass = jnp.sum(jnp.where(order <= middle, weights, 0.0), axis=1, keepdims=True)
-        enough = mass > most
+        enough = mass > most  # (batch, 1): each row halves its own bounds
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
     ends = jnp.min(order, axis=1, keepdims=True), jnp.max(order, axis=1, keepdims=True)
+    # 32 halvings, because the bounds are integers of 32 bits.
     return jax.lax.fori_loop(0, 32, halve, ends)[1]

@@ -69,6 +69,8 @@ def chunks_for(model: PyTree, length: int, most: int | None = None) -> list[int]
         return [bucket(length)]
     small, large = chunk_sizes()
     full, rest = divmod(length, large)
+    # One large chunk, mostly of padding, is faster than many small ones, if the cache has room for
+    # it.
     if rest > large // 2 and (most is None or (full + 1) * large <= most):
         return [large] * (full + 1)
     return [small] * -(-rest // small) + [large] * full
@@ -132,19 +134,19 @@ class PromptChunks:
     ):
         self._arrays, self._static = split(model)
         self._mesh, self._request = mesh_of(self._arrays), request
-        self._slot = np.asarray(start, np.int32)
+        self._slot = np.asarray(start, np.int32)  # an array, so that each start is not compiled
         self._place = ft.partial(_place, like=tokens, mesh=self._mesh)
         most = request.room - int(np.max(request.limit))
         self._sizes = chunks_for(model, tokens.shape[1], most)
         self.columns = sum(self._sizes)
         self._tokens, self._real = aligned(_on_host(tokens), mask, self.columns)
-        prompt = np.where(self._real, self._tokens, -1).astype(np.int32)
+        prompt = np.where(self._real, self._tokens, -1).astype(np.int32)  # (rows, columns)
         room = request.room - self.columns
         self.prompt = self._place(np.pad(prompt, ((0, 0), (room, 0)), constant_values=-1))
 
     def __iter__(self) -> Iterator[tuple[Array, Array, PyTree]]:
         static, request = self._static, self._request
-        count = self._place(self._real.sum(axis=1, dtype=np.int32))
+        count = self._place(self._real.sum(axis=1, dtype=np.int32))  # real tokens of each row
         start, cache, places = 0, None, ()
         if self._mesh is None:
             cache = _empty(self._arrays, static, count, self._slot, request)
@@ -158,6 +160,7 @@ class PromptChunks:
                 places = places_of(cache)
             else:
                 hidden, last, cache = _append(cache, self._arrays, static, tokens, real, places)
+            # Without the arrays themselves, whose memory is donated to the next chunk.
             self._compiled_for = types_and_places((cache, self._arrays, tokens, real)), places
             start += size
             yield hidden, last, cache
@@ -206,8 +209,8 @@ def aligned(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns tokens and their mask with all padding on the left, in `columns` columns."""
     real = _as_real(tokens, mask)
-    after = np.argmax(real[:, ::-1], axis=1)
-    order = (np.arange(tokens.shape[1]) - after[:, None]) % tokens.shape[1]
+    after = np.argmax(real[:, ::-1], axis=1)  # columns of padding behind the last real token
+    order = (np.arange(tokens.shape[1]) - after[:, None]) % tokens.shape[1]  # rolled to the right
     tokens = np.take_along_axis(tokens, order, axis=1)
     real = np.take_along_axis(real, order, axis=1)
     # Ids outside the vocabulary would result in NaN.

@@ -27,7 +27,7 @@ def least_new(
         return None
     if request.least_with_prompt is None:
         return jnp.asarray(request.least)[None]
-    lengths = jnp.sum(prompt >= 0, axis=1, dtype=jnp.int32)
+    lengths = jnp.sum(prompt >= 0, axis=1, dtype=jnp.int32)  # (rows,)
     missing = jnp.asarray(request.least_with_prompt) - lengths
     if request.least is None:
         return missing
@@ -60,7 +60,7 @@ def process(
         scores = _exclude(scores, follows(history, count, request, word[:-1])[:, None] & last[None])
     if least is not None:
         early = (count < least)[:, None]
-        scores = _exclude(scores, early & _is(request.eos, scores))
+        scores = _exclude(scores, early & _is(request.eos, scores))  # no end yet
     if request.forced_bos is not None:
         scores = _force(scores, (count == 0)[None, None], (request.forced_bos,))
     if request.forced_eos:
@@ -102,13 +102,13 @@ def repeats_ngram(
     assert history is not None
     size = request.ngram - 1
     rows, length = history.shape
-    last = _last(history, count, request, size)
+    last = _last(history, count, request, size)  # (rows, size)
     starts = max(0, length - size)
-    same = jnp.ones((rows, starts), bool)
+    same = jnp.ones((rows, starts), bool)  # whether the latest tokens begin at each column, too
     for i in range(size):
         token = last[:, i, None]
         same &= (history[:, i : i + starts] == token) & (token >= 0)
-    after = history[:, size:]
+    after = history[:, size:]  # what followed each of these beginnings
     place = jnp.where(same & (after >= 0), after, vocab)
     is_listed = jnp.zeros((rows, vocab + 1), bool)
     return is_listed.at[jnp.arange(rows)[:, None], place].set(True)[:, :vocab]

@@ -44,7 +44,8 @@ def align_right(
     if mask is None:
         return tokens, None
     real = mask.astype(bool)
-    after = jnp.argmax(real[:, ::-1], axis=1)
+    after = jnp.argmax(real[:, ::-1], axis=1)  # columns of padding behind the last real token
+    # (batch, seq): rolled to the right, so that padding is on the left.
     columns = (jnp.arange(tokens.shape[1])[None] - after[:, None]) % tokens.shape[1]
     real = jnp.take_along_axis(real, columns, axis=1)
     return blank(jnp.take_along_axis(tokens, columns, axis=1), real), real
@@ -83,7 +84,8 @@ def read_whole_prompt(
     if is_encoder_decoder(model):
         if mask is not None:  # inputs without a mask, such as images or sounds, are not changed
             tokens = blank(tokens, mask)
-        memory = model.encode(tokens, mask=mask)
+        memory = model.encode(tokens, mask=mask)  # (batch, memory, width)
+        # All rows begin with the same tokens, whatever their inputs are.
         first = jnp.array([[model.config.decoder_start, *request.prefix]], jnp.int32)
         length = first.shape[1] + request.room
         cache = model.init_cache(tokens.shape[0], length, memory=memory, memory_mask=mask)

@@ -153,7 +153,7 @@ def make_request(
     eos = d.eos
     if eos is None:
         eos = getattr(config, "eos", ())
-    ends = tuple(dict.fromkeys(as_tuple(eos)))
+    ends = tuple(dict.fromkeys(as_tuple(eos)))  # each once
     pad = d.pad
     if pad is None:
         pad = getattr(config, "pad", None)
@@ -163,10 +163,10 @@ def make_request(
     if d.temperature > 0:
         temperature = _scalar(d.temperature)
     else:
-        key = None
+        key = None  # greedy decoding is one program, whether there is a key or not
     tail = None
     if d.top_p and d.top_p < 1:  # `top_p=1` excludes nothing, not even by rounding
-        tail = _scalar(1 - d.top_p)
+        tail = _scalar(1 - d.top_p)  # subtracted here in double precision
     min_p = None
     if d.min_p is not None:
         min_p = _scalar(d.min_p)
@@ -183,7 +183,7 @@ def make_request(
         repetition_penalty = _scalar(d.repetition_penalty)
     forced_bos, prefix = d.forced_bos, tuple(d.prefix)
     if decoder_only:
-        forced_bos, prefix = None, ()
+        forced_bos, prefix = None, ()  # a decoder continues its prompt
     return Request(
         limit=np.asarray(max_new_tokens, np.int32),
         key=key,

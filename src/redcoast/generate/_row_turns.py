@@ -102,6 +102,7 @@ class _Decoding:
                 break
             if self.filled == self.slots:
                 cache = self._move(cache, turns)
+            # Both are arguments of one compiled program, whatever their values are.
             most = np.asarray([self.slots - self.filled, len(self.waiting)], np.int32)
             cache, turns, steps = _advance_rows(
                 cache,
@@ -122,7 +123,7 @@ class _Decoding:
 
     def _start(self) -> tuple[PyTree, Turns]:
         """Reads the first prompts together."""
-        first = np.arange(self.rows) // self.request.copies
+        first = np.arange(self.rows) // self.request.copies  # the prompt of each row
         chunks = PromptChunks(self.model, self.tokens[first], self.real[first], self.reading)
         ((_, last, cache),) = deque(chunks, maxlen=1)
         self.arrays, self.static, cache = by_layer_with(self.model, cache)
@@ -147,7 +148,7 @@ class _Decoding:
     def _take_turns(self, cache: PyTree, turns: Turns) -> tuple[PyTree, Turns]:
         """Keeps the results that have ended, and starts others in their rows."""
         while True:
-            ended, counts = whole(turns.ended), whole(turns.counts)
+            ended, counts = whole(turns.ended), whole(turns.counts)  # waits for the devices
             new, scores = whole(turns.new), whole(turns.scores)
             free = [row for row in range(self.rows) if ended[row] and self.results[row] is not None]
             for row in free:
@@ -167,6 +168,7 @@ class _Decoding:
         prompt = self.tokens[number][self.real[number]][None]
         self.results[row] = result
         self.columns[row] = sum(chunks_for(self.model, prompt.shape[1]))
+        # The prompt ends in the slot before the next one, as those of all running rows do.
         start = self.filled - self.columns[row]
         chunks = PromptChunks(self.model, prompt, None, self.reading, start=start)
         ((_, last, own),) = deque(chunks, maxlen=1)
@@ -189,7 +191,7 @@ class _Decoding:
 
     def _move(self, cache: PyTree, turns: Turns) -> PyTree:
         """Moves all rows to the first slots, as far as the longest one."""
-        used = self.columns + whole(turns.counts)
+        used = self.columns + whole(turns.counts)  # slots of each row, prompt and answer
         running = [used[row] for row in range(self.rows) if self.results[row] is not None]
         filled = max(self.least_filled, *running)
         cache = _move_slots(cache, np.asarray(self.filled - filled, np.int32), self.places)
@@ -229,7 +231,7 @@ def _replace_row(
     """Puts the cache of one prompt and its first token into a row."""
     row, number = place
     first = _choose_first(join(arrays, static), last, prompt, number[None], request)
-    turns = jax.tree.map(lambda x, y: x.at[row].set(y[0]), turns, first)
+    turns = jax.tree.map(lambda x, y: x.at[row].set(y[0]), turns, first)  # all that a row has
     leaves, structure = jax.tree.flatten(cache)
     for i, (x, own_row, d) in enumerate(zip(leaves, jax.tree.leaves(own), dims, strict=True)):
         if d is not None:
@@ -261,7 +263,7 @@ def _advance_rows(
     as many as there are slots. Returns also the number of steps."""
     model = join(arrays, static)
     slots, waiting = most
-    before = turns.ended
+    before = turns.ended  # rows without a result
 
     def keep_going(carry):
         _, turns, steps = carry
@@ -321,6 +323,7 @@ def choose_next(logits: Float[Array, "rows vocab"], turns: Turns, request: Reque
         tokens = choose_tokens(logits[None], history, count, least, request, rows=number[None])
         return tokens[0]
 
+    # Row by row, since rows are at different steps.
     tokens = jax.vmap(choose)(logits, turns.history, counts, turns.least, turns.numbers)
     tokens = jnp.where(turns.ended, request.pad, tokens)
     # Ended rows write behind the last column, which is dropped.

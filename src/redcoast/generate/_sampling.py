@@ -45,6 +45,7 @@ def sample(model: PyTree, read: ReadPrompt, request: Request) -> tuple[New, PyTr
     new = New(jnp.full(shape, request.pad, jnp.int32), scores, last.lengths)
 
     def write(new, last):
+        # The token of step i is in column i, since `count` is one more.
         put = lambda x, step: jax.lax.dynamic_update_slice_in_dim(
             x, step[:, None], last.count - 1, 1
         )
@@ -69,7 +70,7 @@ def begin(model: PyTree, read: ReadPrompt, request: Request) -> tuple[PyTree, La
     prompt = jnp.asarray(read.prompt)
     if request.copies > 1:
         cache = repeat_rows(cache, cache_batch_dims(cache, logits.shape[0]), request.copies)
-        logits = jnp.repeat(logits, request.copies, axis=0)
+        logits = jnp.repeat(logits, request.copies, axis=0)  # a prompt is read once for its results
         prompt = jnp.repeat(prompt, request.copies, axis=0)
     rows = jnp.zeros(logits.shape[0], jnp.int32)
     history, scores = None, None
@@ -97,10 +98,10 @@ def _next(logits: Float[Array, "batch vocab"], last: Last, request: Request) -> 
     if request.scored:
         scores = jnp.where(last.ended, 0, score_tokens(logits, tokens))
     if history is not None:
-        place = history.shape[1] - request.room + count
+        place = history.shape[1] - request.room + count  # new tokens follow the prompt
         history = jax.lax.dynamic_update_slice_in_dim(history, tokens[:, None], place, 1)
     ended = last.ended | is_any(tokens, (*request.eos, INVALID))
-    lengths = last.lengths + (~last.ended).astype(jnp.int32)
+    lengths = last.lengths + (~last.ended).astype(jnp.int32)  # the token that ends a row counts
     return Last(tokens, scores, ended, lengths, count + 1, history, last.least)
 
 

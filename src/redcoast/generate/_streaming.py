@@ -52,7 +52,7 @@ def decode_streaming(
         check_generated(step_tokens[:, None], first=i)
         new[:, i] = np.where(stopped, request.pad, step_tokens)
         if last.scores is not None:
-            real[:, i] = ~stopped & (whole(last.lengths) > i)
+            real[:, i] = ~stopped & (whole(last.lengths) > i)  # whether the row was running
             scores[:, i] = np.where(stopped, 0, whole(last.scores))
         if stream is not None:
             stream(new[:, i].copy())
@@ -88,6 +88,7 @@ def _steps(
         next(steps)  # was yielded
         compile_all()
         _COMPILED.add(program)
+    # The next step is started before a token is handed out.
     for step, _ in with_last(steps):
         yield step
 

@@ -61,7 +61,7 @@ def cross_entropy(
         ```
     """
     _check_targets("logits", logits, targets, mask)
-    return _mean(token_losses(logits, targets), mask)
+    return _mean(token_losses(logits, targets), mask)  # (*batch,), then a scalar
 
 
 def chunked_cross_entropy(
@@ -189,9 +189,10 @@ def _chunked_losses(
 
     # Inside a scan the compiler cannot undo rematerialisation by CSE.
     body = jax.checkpoint(body, prevent_cse=False)
+    # (chunks, batch, chunk): a scan stacks what its steps return.
     _, losses = jax.lax.scan(body, None, (_in_chunks(hidden, chunk), _in_chunks(targets, chunk)))
-    losses = jnp.moveaxis(losses, 0, 1).reshape(hidden.shape[0], -1)
-    return losses[:, : hidden.shape[1]]
+    losses = jnp.moveaxis(losses, 0, 1).reshape(hidden.shape[0], -1)  # (batch, chunks * chunk)
+    return losses[:, : hidden.shape[1]]  # without the padding of the last chunk
 
 
 def _chunk_by_size(
@@ -208,10 +209,11 @@ def _chunk_by_size(
         return None
     for axis in ("data", "fsdp"):
         if batch % size_of_axis(axis) == 0:
-            batch //= size_of_axis(axis)
+            batch //= size_of_axis(axis)  # the rows of a device
     if vocab % size_of_axis("model") == 0:
-        vocab //= size_of_axis("model")
+        vocab //= size_of_axis("model")  # the head is split, and so are its logits
     of_position = 4 * batch * vocab
+    # Each device has a part of the sequence, if the plan splits it.
     if of_position * seq <= MOST_WHOLE * sequence_parts():
         return None
     return max(1, _BYTES_OF_CHUNK // of_position)
@@ -231,16 +233,18 @@ def _losses_in_parts(
     """
     batch, seq, width = hidden.shape
     parts = sequence_parts()
-    count = -(-seq // (parts * chunk))
-    size = -(-seq // (parts * count))
+    count = -(-seq // (parts * chunk))  # chunks of each part
+    size = -(-seq // (parts * count))  # positions of a part in a chunk
 
     def divided(x: Array) -> Array:
         x = jnp.pad(x, [(0, 0), (0, parts * count * size - seq)] + [(0, 0)] * (x.ndim - 2))
+        # (count, batch, parts, size, ...), with whole chunks at the end of the sequence.
         return jnp.moveaxis(x.reshape(batch, parts, count, size, *x.shape[2:]), 2, 0)
 
+    # The arrays of `unembed` are hidden in a function: a trace shows them as constants.
     traced = jax.make_jaxpr(unembed)(jax.ShapeDtypeStruct((batch, size, width), hidden.dtype))
     consts = consts_of(traced)
-    moved = [jnp.issubdtype(x.dtype, jnp.inexact) for x in consts]
+    moved = [jnp.issubdtype(x.dtype, jnp.inexact) for x in consts]  # only these have gradients
     arrays = [
         jnp.broadcast_to(x[None], (parts, *x.shape)) if one else x
         for x, one in zip(consts, moved, strict=True)
@@ -250,14 +254,15 @@ def _losses_in_parts(
         (logits,) = jaxpr_as_fun(close_jaxpr(open_jaxpr(traced), arrays))(hidden)
         return token_losses(logits, targets)
 
-    in_axes = [0 if one else None for one in moved]
+    in_axes = [0 if one else None for one in moved]  # of the repeated arrays and of the others
 
     def body(_: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
-        return None, jax.vmap(of_part, (in_axes, 1, 1), 1)(arrays, *inputs)
+        return None, jax.vmap(of_part, (in_axes, 1, 1), 1)(arrays, *inputs)  # (batch, parts, size)
 
     # Inside a scan the compiler cannot undo rematerialisation by CSE.
     body = jax.checkpoint(body, prevent_cse=False)
     _, losses = jax.lax.scan(body, None, (divided(hidden), divided(targets)))
+    # (batch, parts, count, size): the order of the sequence again.
     return jnp.moveaxis(losses, 0, 2).reshape(batch, -1)[:, :seq]
 
 
@@ -293,7 +298,8 @@ def pairwise_sigmoid(logits: Float[Array, "images texts"]) -> Float[Array, ""]:
             f"has shape {logits.shape}."
         )
     wide = at_least_float32(logits)
-    signs = 2 * jnp.eye(len(wide), dtype=wide.dtype) - 1
+    signs = 2 * jnp.eye(len(wide), dtype=wide.dtype) - 1  # 1 for pairs, and -1 for all others
+    # Each pair is a decision by itself, so no softmax needs the logits of all devices.
     return -jnp.mean(jnp.sum(jax.nn.log_sigmoid(signs * wide), axis=1))
 
 
@@ -316,6 +322,8 @@ def _in_chunks(x: Array, chunk: int) -> Array:
     batch, seq, *rest = x.shape
     count = -(-seq // chunk)
     size = -(-seq // count)
+    # Chunks of equal length, of which the last has less than one position of padding for each
+    # chunk.
     x = jnp.pad(x, [(0, 0), (0, count * size - seq)] + [(0, 0)] * len(rest))
     return jnp.moveaxis(x.reshape(batch, count, size, *rest), 1, 0)
 
@@ -325,5 +333,7 @@ def _mean(losses: Float[Array, "*batch"], mask: Weights | None) -> Float[Array, 
         return jnp.mean(losses)
     weights = mask.astype(losses.dtype)
     total = jnp.sum(weights)
+    # What is masked may be NaN or infinite, and 0 times it would be NaN.
     summed = jnp.sum(jnp.where(weights == 0, 0, losses) * weights)
+    # If nothing counts, the loss is 0 and has gradients of 0.
     return summed / jnp.where(total == 0, 1, total)

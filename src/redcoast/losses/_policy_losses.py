@@ -85,6 +85,7 @@ def grpo(
         unbiased_kl=unbiased_kl,
     )
     counts = jnp.sum(mask.astype(bool), axis=1).astype(losses.dtype)
+    # The mean of each answer first: a long answer counts as much as a short one.
     return jnp.mean(jnp.sum(losses, axis=1) / jnp.maximum(counts, 1))
 
 
@@ -141,6 +142,7 @@ def dr_grpo(
         kl_weight,
         unbiased_kl=unbiased_kl,
     )
+    # Divided by a constant: the mean of an answer would make long wrong answers cheap.
     return jnp.mean(jnp.sum(losses, axis=1)) / max_tokens
 
 
@@ -193,6 +195,7 @@ def dapo(
         kl_weight,
         unbiased_kl=unbiased_kl,
     )
+    # Over all tokens at once, so that a long answer counts more than a short one.
     return jnp.sum(losses) / jnp.maximum(jnp.sum(mask.astype(bool)).astype(losses.dtype), 1)
 
 
@@ -226,9 +229,10 @@ def grpo_advantages(
         ```
     """
     rewards = _check_rewards(rewards)
-    centred = rewards - jnp.mean(rewards, axis=1, keepdims=True)
+    centred = rewards - jnp.mean(rewards, axis=1, keepdims=True)  # (groups, samples)
     if not scale:
         return centred
+    # Groups of all easy or all hard prompts have small deviations, and get large weights.
     return centred / (jnp.std(rewards, axis=1, keepdims=True, ddof=1) + epsilon)
 
 
@@ -258,7 +262,7 @@ def rloo_advantages(rewards: Rewards) -> Float[Array, "groups samples"]:
         ```
     """
     rewards = _check_rewards(rewards)
-    others = jnp.sum(rewards, axis=1, keepdims=True) - rewards
+    others = jnp.sum(rewards, axis=1, keepdims=True) - rewards  # the sum of the other answers
     return rewards - others / (rewards.shape[1] - 1)
 
 
@@ -303,12 +307,13 @@ def kl_estimate(
             f"`log_probs` has shape {log_probs.shape}, but `reference_log_probs` has shape "
             f"{reference_log_probs.shape}. They must have the same shape."
         )
-    log_ratios = at_least_float32(reference_log_probs) - at_least_float32(log_probs)
+    log_ratios = at_least_float32(reference_log_probs) - at_least_float32(log_probs)  # log r
     if kind == "k1":
         return -log_ratios
     if kind == "k2":
         return log_ratios**2 / 2
     if kind == "k3":
+        # `exp(x) - 1` would lose the digits of small differences.
         return jnp.expm1(log_ratios) - log_ratios
     raise ValueError(f"`kind` is {kind!r}, but must be 'k1', 'k2' or 'k3'.")
 
@@ -358,12 +363,12 @@ def reverse_kl(
             f"`mask` the shape {logits.shape[:-1]}; but `teacher_logits` has shape "
             f"{teacher_logits.shape}{of_mask}."
         )
-    student = jax.nn.log_softmax(at_least_float32(logits))
+    student = jax.nn.log_softmax(at_least_float32(logits))  # (*batch, vocab)
     teacher = jax.lax.stop_gradient(jax.nn.log_softmax(at_least_float32(teacher_logits)))
     # A token that the student cannot write adds nothing, whatever the teacher says of it.
     possible = student > -jnp.inf
     gaps = jnp.where(possible, student, 0) - jnp.where(possible, teacher, 0)
-    divergences = jnp.sum(jnp.exp(student) * gaps, axis=-1)
+    divergences = jnp.sum(jnp.exp(student) * gaps, axis=-1)  # (*batch,)
     if mask is None:
         return jnp.mean(divergences)
     weights = mask.astype(divergences.dtype)
@@ -389,24 +394,28 @@ def _token_losses(
     below, above = _clip_bounds(clip)
     if not kl_weight >= 0:
         raise ValueError(f"`kl_weight` is {kl_weight}, but must be at least 0.")
-    counts = mask.astype(bool)
+    counts = mask.astype(bool)  # (batch, seq)
     # Masked before the exponential: what is masked may be infinite or NaN.
     new = jnp.where(counts, at_least_float32(log_probs), 0)
     old = jnp.where(counts, at_least_float32(old_log_probs), 0)
-    ratios = jnp.exp(new - jax.lax.stop_gradient(old))
+    ratios = jnp.exp(new - jax.lax.stop_gradient(old))  # (batch, seq)
     gains = jax.lax.stop_gradient(at_least_float32(advantages))
     gains = jnp.broadcast_to(gains if gains.ndim == 2 else gains[:, None], ratios.shape)
+    # The minimum keeps the gradient where clipping would hide that the policy got worse.
     losses = -jnp.minimum(ratios * gains, jnp.clip(ratios, 1 - below, 1 + above) * gains)
     if reference_log_probs is not None:
         reference = jax.lax.stop_gradient(
             jnp.where(counts, at_least_float32(reference_log_probs), 0)
         )
+        # Of sampled tokens, so that no logits of the whole vocabulary are needed.
         estimates = kl_estimate(new, reference)
+        # Tokens were sampled by the old policy: the ratio makes the estimate one of the new policy.
         losses = losses + kl_weight * (ratios * estimates if unbiased_kl else estimates)
     return jnp.where(counts, losses, 0)
 
 
 def _clip_bounds(clip: Clip) -> tuple[int | float, int | float]:
+    # DAPO clips less above, so that unlikely tokens can become likely.
     below, above = clip if isinstance(clip, tuple) else (clip, clip)
     if not (0 < below <= 1 and above > 0):
         raise ValueError(

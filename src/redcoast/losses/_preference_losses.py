@@ -62,7 +62,8 @@ def dpo(
         raise ValueError(
             f"`label_smoothing` is {label_smoothing}, but must be at least 0 and less than 0.5."
         )
-    margins = beta * _margins(chosen, rejected, reference_chosen, reference_rejected)
+    margins = beta * _margins(chosen, rejected, reference_chosen, reference_rejected)  # (pairs,)
+    # The losses if the label is right and if it is wrong, without cancellation.
     right, wrong = -jax.nn.log_sigmoid(margins), -jax.nn.log_sigmoid(-margins)
     return jnp.mean((1 - label_smoothing) * right + label_smoothing * wrong)
 
@@ -112,6 +113,8 @@ def ipo(
     """
     _check_positive(beta=beta)
     margins = _margins(chosen, rejected, reference_chosen, reference_rejected)
+    # A square has its minimum at a finite margin; the loss of DPO falls for ever, also for certain
+    # pairs.
     return jnp.mean((margins - 1 / (2 * beta)) ** 2)
 
 
@@ -172,9 +175,11 @@ def kto(
     _check_shapes(unrelated=unrelated, reference_unrelated=reference_unrelated)
     ratios = at_least_float32(answers) - jax.lax.stop_gradient(at_least_float32(reference_answers))
     divergence = jnp.mean(at_least_float32(unrelated) - at_least_float32(reference_unrelated))
+    # A divergence is not negative, and an estimate of it may be. The paper does not differentiate
+    # it.
     divergence = jax.lax.stop_gradient(jnp.maximum(divergence, 0))
     gains = beta * (ratios - divergence)
-    values = jax.nn.sigmoid(jnp.where(desirable, gains, -gains))
+    values = jax.nn.sigmoid(jnp.where(desirable, gains, -gains))  # (answers,), from 0 to 1
     weights = jnp.where(desirable, desirable_weight, undesirable_weight).astype(values.dtype)
     return jnp.mean(weights * (1 - values))
 
@@ -288,6 +293,7 @@ def bradley_terry(
         ```
     """
     _check_shapes(chosen=chosen, rejected=rejected)
+    # Only differences count: the rewards of all answers may move together.
     return -jnp.mean(jax.nn.log_sigmoid(at_least_float32(chosen) - at_least_float32(rejected)))
 
 
@@ -301,6 +307,7 @@ def _margins(
         reference_chosen=reference_chosen,
         reference_rejected=reference_rejected,
     )
+    # The reference is a constant, also if it is the same model.
     reference = jax.lax.stop_gradient(
         at_least_float32(reference_chosen) - at_least_float32(reference_rejected)
     )
@@ -310,7 +317,7 @@ def _margins(
 def _log_complement(log_probs: Float[Array, " pairs"]) -> Float[Array, " pairs"]:
     """Returns log(1 - exp(x)) for negative x, without cancellation at either end (Mächler, 2012,
     <https://cran.r-project.org/web/packages/Rmpfr/vignettes/log1mexp-note.pdf>)."""
-    near = log_probs > -np.log(2)
+    near = log_probs > -np.log(2)  # probabilities above one half
     # Each branch gets an argument that it is finite for, so that gradients are finite too.
     small = jnp.log(-jnp.expm1(jnp.where(near, log_probs, -1)))
     large = jnp.log1p(-jnp.exp(jnp.where(near, -1, log_probs)))
@@ -330,11 +337,11 @@ def _check_shapes(**arrays: Array) -> None:
 
 def _check_positive(**options: int | float) -> None:
     for name, value in options.items():
-        if not value > 0:
+        if not value > 0:  # also for NaN
             raise ValueError(f"`{name}` is {value}, but must be positive.")
 
 
 def _check_not_negative(**options: int | float) -> None:
     for name, value in options.items():
-        if not value >= 0:
+        if not value >= 0:  # also for NaN
             raise ValueError(f"`{name}` is {value}, but must be at least 0.")

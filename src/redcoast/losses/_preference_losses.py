@@ -113,8 +113,7 @@ def ipo(
     """
     _check_positive(beta=beta)
     margins = _margins(chosen, rejected, reference_chosen, reference_rejected)
-    # A square has its minimum at a finite margin; the loss of DPO falls for ever, also for certain
-    # pairs.
+    # A square has its minimum at a finite margin, while the loss of DPO falls with any larger one.
     return jnp.mean((margins - 1 / (2 * beta)) ** 2)
 
 

@@ -37,7 +37,9 @@ def moving_average(old: PyTree, new: PyTree, decay: float | Float[Array, ""]) ->
     def mix(a: PyTree, b: PyTree) -> PyTree:
         if not eqx.is_inexact_array(a):
             return b
+        # Subtracted in double precision: a decay of 0.9999 is 1 in bfloat16.
         share = jnp.asarray(1 - decay, a.real.dtype)
+        # Where both are equal, the result is the same to the last bit.
         return a + share * (b.astype(a.dtype) - a)
 
     return jax.tree.map(mix, old, new)

@@ -217,12 +217,14 @@ class CompiledStep:
         self.compiler_options = dict(options)
         self._shardings = shardings  # by path
         self._given_mesh = mesh
+        # A user's mesh may have explicit axes, on which a loss would have to declare every
+        # sharding. Inside, the compiler chooses.
         self._mesh = with_auto_axes(mesh)
         self._step = flatten_step(step, self._mesh)
         self._reuse_for = reuse_for  # the user's function, if programs are used again
         self._rows_axis = rows_axis
-        self._kinds: dict[Static, _StateKind] = {}
-        self._programs: dict[Hashable, _Program] = {}
+        self._kinds: dict[Static, _StateKind] = {}  # by the constants of a state
+        self._programs: dict[Hashable, _Program] = {}  # by the types of all arguments
         self._stays_on_host = stays_on_host(self._mesh)
         self._overdue = overdue_on(mesh)
         # Of the last call, which the next one usually repeats.
@@ -232,6 +234,7 @@ class CompiledStep:
 
     @hide_frames
     def __call__(self, state: PyTree, /, *args: PyTree) -> tuple[PyTree, PyTree]:
+        # Entering another ambient mesh takes longer than the rest of a call.
         if not is_explicit(jax.sharding.get_abstract_mesh()):
             return self._call(state, args)
         with auto_ambient_mesh():
@@ -256,11 +259,14 @@ class CompiledStep:
     ) -> tuple[FlatState, PyTree]:
         arrays, kind, own = self._split_state(state)
         leaves, structure = jax.tree.flatten(args)
+        # What follows is skipped where a call repeats the last one, since small steps take less
+        # time than it does.
         types = list(map(type_of, leaves))
         program, constants = self._last_program, None
         if program is None or not own or not program.fits(kind, structure, types):
             args = tree_to_jax_dtypes(args, "the arguments after the state")
             leaves, constants = self._split_arguments(args)
+        # JAX's own error names neither the array nor the step that it was donated to.
         if any(map(is_deleted, arrays)) or any(map(is_deleted, leaves)):
             refuse_donated(as_tree(state), args)
         to_keep = leaves
@@ -272,7 +278,9 @@ class CompiledStep:
             program, is_new = self._program(kind, constants, arrays, leaves, others)
             if is_new or not own:  # arrays that the step closes over stay valid
                 to_keep = [*others, *program.closed_over]
+        # Donated memory must not be shared with what stays.
         arrays = separate(arrays, to_keep, distinct=own)
+        # Arrays that the last step returned are where they belong.
         if not own or self._mesh is not self._given_mesh:
             arrays = list(map(_put, arrays, kind.shardings))
         arrays, aux = call_watched(self._overdue, program.run, arrays, others)
@@ -308,6 +316,7 @@ class CompiledStep:
 
     def _split_arguments(self, args: tuple[PyTree, ...]) -> tuple[Arrays, Static]:
         arrays, constants = split(args, numbers=True)
+        # Equal constants are one object, so that programs are found by a cheap comparison.
         last = self._last_constants
         if last is None or (constants.structure, constants.leaves) != (last.structure, last.leaves):
             check_hashable(constants, lambda: args)
@@ -316,6 +325,7 @@ class CompiledStep:
 
     def _split_state(self, state: PyTree) -> tuple[Arrays, _StateKind, bool]:
         """Returns the state's arrays, its kind, and whether the last call returned the arrays."""
+        # Nobody has looked at the state since the last step, so it was never put together.
         if isinstance(state, FlatState) and state.maker is self:
             return state.arrays, self._kinds[state.static], True
         state = as_tree(state)
@@ -327,6 +337,8 @@ class CompiledStep:
         state = tree_to_jax_dtypes(state, "the state")
         arrays, static = split(state)
         check_hashable(static, lambda: (state,))
+        # Matching shardings by path takes longer than a step. A state has the same structure at
+        # each.
         if static not in self._kinds:
             shardings = match_shardings(self._shardings, state)
             self._kinds[static] = _StateKind(
@@ -347,12 +359,15 @@ class CompiledStep:
         `others` are the `given` arguments on the devices.
         """
         types = tuple(map(type_of, others))
+        # What `jax.jit` would compile the step for, too; here the shardings of outputs are a part
+        # of it.
         key = kind.static, constants, tuple(map(type_of, arrays)), types
         program = self._programs.get(key)
         is_new = program is None
         if program is None:
             program = self._compile(kind, constants, arrays, others)
             self._programs[key] = program
+        # With the types as the caller passes them, before they are converted and placed.
         self._last_program = dataclasses.replace(program, types=list(map(type_of, given)))
         return program, is_new
 
@@ -360,6 +375,7 @@ class CompiledStep:
         self, kind: _StateKind, constants: Static, arrays: Arrays, others: Arrays
     ) -> _Program:
         jitted, traced = self._trace(kind, constants, arrays, others)
+        # Processes with different programs would wait for each other's collectives for ever.
         agree_on_program("the program of the step", traced.jaxpr, self._mesh)
         run, closed_over = jitted, list(consts_of(traced.jaxpr))
         # A program that uses a value of another trace has it as an argument more, and JAX explains
@@ -367,6 +383,7 @@ class CompiledStep:
         is_whole = len(traced.jaxpr.in_avals) == len(jax.tree.leaves((arrays, others)))
         if self._reuse_for is not None and is_whole and not is_jit_disabled():
             run, closed_over = self._reused(kind, traced, self._reuse_for)
+        # A step that changes a dtype is compiled again for its own result.
         new_types = [(x.shape, x.dtype) for x in traced.out_info[0]]
         return _Program(
             run,
@@ -421,7 +438,9 @@ class CompiledStep:
         return jax.jit(
             lambda arrays, others: step(arrays, kind.static, others, constants, ambient),
             in_shardings=(kind.shardings, None),
+            # Of the new state only: metrics are where the compiler leaves them.
             out_shardings=(kind.given_shardings, None),
+            # The new state takes the memory of the old one, or both would have to fit.
             donate_argnums=0,
             compiler_options=self.compiler_options or None,
         )

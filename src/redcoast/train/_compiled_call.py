@@ -53,6 +53,7 @@ class CompiledCall:
         self.mesh = with_auto_axes(mesh)
         self._shardings: list[NamedSharding] = jax.tree.leaves(on_auto_axes(shardings))
         flat = flatten_arguments(fn, self.mesh)
+        # Nothing is donated: an evaluation leaves the model as it is.
         self._jitted = jax.jit(flat, static_argnums=(1, 3, 4), in_shardings=(self._shardings, None))
         self._is_ambient = False  # whether it is traced with an ambient mesh
         self._function = reuse_for or fn
@@ -114,10 +115,12 @@ class CompiledCall:
             with missing_mesh():
                 return call(*parts, False)
         result = call(*parts, True)
+        # Only after it succeeded: another error is not about the mesh.
         self._is_ambient = True
         return result
 
     def _split(self, tree: PyTree, args: tuple[PyTree, ...]) -> _Arguments:
         arrays, static = split(on_auto_axes(tree))
+        # Numbers are arguments of the program, which would otherwise be compiled for each.
         others, constants = split(on_auto_axes(args), numbers=True)
         return _Arguments(arrays, static, place_batch(others, self.mesh), constants)

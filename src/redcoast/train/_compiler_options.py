@@ -69,6 +69,7 @@ def compiler_options_for(
     """
     if not isinstance(mesh, Mesh):
         return ()
+    # A process compiles for devices of its own, if it has some in the mesh.
     own = [x for x in mesh.devices.flat if x.process_index == jax.process_index()]
     device = (own or list(mesh.devices.flat))[0]
     options = given
@@ -76,9 +77,11 @@ def compiler_options_for(
         options = _DEFAULTS.get(device.platform, {})
     plain: dict[str, Option] = {}
     for name, value in options.items():
+        # JAX passes only Python's own types on.
         plain[name] = value.item() if isinstance(value, np.generic) else value
     known = _known_options(device, tuple(plain.items()))
     unknown = plain.keys() - dict(known).keys()
+    # Defaults that an older compiler does not know are left out silently.
     if given is not None and unknown:
         warn(
             f"The compiler for {device.platform} does not know the options "
@@ -89,10 +92,12 @@ def compiler_options_for(
 
 @ft.cache
 def _known_options(device: Any, options: Options) -> Options:
+    # Usually all are known, which one compilation of a tiny program shows.
     if not options or _refusal(device, options) is None:
         return options
     known: list[tuple[str, Option]] = []
     for name, value in options:
+        # One by one, since the compiler's error names only the first.
         refusal = _refusal(device, ((name, value),))
         if refusal is None:
             known.append((name, value))
@@ -106,6 +111,7 @@ def _known_options(device: Any, options: Options) -> Options:
 
 def _refusal(device: Any, options: Options) -> str | None:
     """The compiler's error about options, if there is one."""
+    # Options are checked by the compiler itself, which has no function that lists them.
     x = jax.ShapeDtypeStruct((8,), np.float32, sharding=SingleDeviceSharding(device))
     settings: dict[str, Any] = dict(options)
     try:

@@ -69,6 +69,7 @@ def find_faults(
 
 def _where(lines: Sequence[str]) -> str:
     """The lines of the user's code that are known, in parentheses."""
+    # Operations inside of libraries have no line of the user's.
     known = list(filter(None, lines))
     if not known:
         return ""
@@ -100,7 +101,7 @@ def warn_of_sums(summed: Mapping[str, str], *, loss: bool = True, aux: bool = Tr
     """Warns of the results `(loss, aux)` that are sums, by path."""
     named: list[str] = []
     for path, line in summed.items():
-        name = path.removeprefix("1/")
+        name = path.removeprefix("1/")  # of aux, the second result
         if aux and name != path and name != "weight":  # a weight is a sum
             named.append(f"`{name}`{_where([line])}")
     for path in ("", "0"):  # of a loss alone, and of a loss with aux

@@ -45,6 +45,7 @@ def flatten_step(step: Callable[..., PyTree], mesh: Mesh) -> Callable[..., tuple
     def flat_step(arrays: Arrays, static: Static, *rest: PyTree) -> tuple[Arrays, PyTree]:
         new_state, aux = state_and_aux(call(arrays, static, *rest), static)
         new_arrays, new = split(new_state)
+        # The constants of a state are a part of its program, so a step cannot change them.
         if (new.structure, new.leaves) != (static.structure, static.leaves):
             raise ValueError(
                 "The step must return a state of the same structure as its argument. "
@@ -69,6 +70,7 @@ def unwrap_constants(aux: PyTree) -> PyTree:
 
 def type_of(x: object) -> Hashable:
     """What a program depends on of an array or a number that is passed to it."""
+    # JAX has it ready; a shape and a dtype would be looked up.
     aval = getattr(x, "aval", None)
     if aval is not None:
         return aval
@@ -86,6 +88,7 @@ def call_watched(overdue: Overdue | None, run: Callable[..., T], *args: PyTree) 
     """Calls a jitted function while emulated devices are watched."""
     if overdue is None:
         return run(*args)
+    # Emulated devices share the cores of one machine, on which a collective may starve.
     overdue.begin()
     last = None
     try:

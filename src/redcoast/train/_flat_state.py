@@ -26,6 +26,8 @@ class FlatState:
     @property
     def tree(self) -> PyTree:
         """The state."""
+        # Joining a large model takes longer than a small step, and `fit` looks at few of its
+        # states.
         if self._tree is None:
             self._tree = join(self.arrays, self.static)
         return self._tree

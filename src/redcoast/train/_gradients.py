@@ -45,6 +45,7 @@ def with_gradient(loss: Float[Array, ""], model: PyTree, gradient: PyTree) -> Fl
     gradients, arrays = named(given), named(params)
     if other := [name for name in gradients if name not in arrays]:
         raise ValueError(f"`gradient` has {other[0]}, which is not a floating array of `model`.")
+    # The gradient of the loss itself is replaced by the given one.
     total = jax.lax.stop_gradient(loss)
     for name, g in gradients.items():
         x = arrays[name]

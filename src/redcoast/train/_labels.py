@@ -22,6 +22,7 @@ def accept_module_labels(optimizer: optax.GradientTransformation) -> None:
     """
     for cell in _cells(optimizer):
         if _is_tree_of_labels(cell.cell_contents):
+            # Optax calls labels that are callable, as a model is. It must not call this one.
             cell.cell_contents = ft.partial(labels_like, cell.cell_contents)
 
 
@@ -50,6 +51,7 @@ def _cells(optimizer: object) -> Iterator[types.CellType]:
     waiting, seen = [optimizer], set()
     while waiting and len(seen) < _MOST:
         x = waiting.pop()
+        # Functions may refer to each other in a circle.
         if id(x) in seen:
             continue
         seen.add(id(x))
@@ -58,6 +60,7 @@ def _cells(optimizer: object) -> Iterator[types.CellType]:
         elif isinstance(x, types.MethodType):
             waiting += [x.__func__, *getattr(x.__self__, "__dict__", {}).values()]
         elif isinstance(x, types.FunctionType):
+            # Optax keeps what an optimizer was given in the closures of its functions.
             filled = [cell for cell in x.__closure__ or () if _is_filled(cell)]
             yield from filled
             waiting += [cell.cell_contents for cell in filled]

@@ -26,6 +26,7 @@ class Outline:
     """The structure of a state above its immutable modules, which are identified as a whole."""
 
     def __init__(self, state: PyTree):
+        # What cannot change in place is the same if it is the same object.
         is_whole = lambda x: isinstance(x, eqx.Module) and is_frozen(jax.tree.structure(x))
         parts, self.structure = jax.tree.flatten(state, is_leaf=is_whole)
         # The number of arrays in each part; `None` if it is an array itself.
@@ -40,11 +41,13 @@ class LastState:
     def __init__(self, outline: Outline, state: PyTree, arrays: Arrays):
         self._outline = outline
         self._parts: list[_Part] = []
+        # Without a reference to `self`, which would keep itself alive.
         forget = lambda _, parts=self._parts: parts.clear()
         rest: Iterator[PyTree] = iter(arrays)
         parts = outline.structure.flatten_up_to(state)
         for part, count in zip(parts, outline.counts, strict=True):
             if count is None:
+                # Weakly, or the memory of a state would stay as long as its step.
                 self._parts.append((weakref.ref(next(rest)), None))
             elif isinstance(part, eqx.Module):
                 own = list(itertools.islice(rest, count))
@@ -62,6 +65,7 @@ class LastState:
             return None
         arrays: Arrays = []
         for part, (reference, own) in zip(parts, self._parts, strict=True):
+            # The user has replaced it since, such as by `eqx.tree_at`.
             if reference() is not part:
                 return None
             if own is None:

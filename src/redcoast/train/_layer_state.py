@@ -41,6 +41,7 @@ def warn_of_kept_state(model: PyTree) -> None:
     It is called if the loss returns no model.
     """
     states = {path: x for path, x in layer_states(model).items() if jax.tree.leaves(x)}
+    # Layers in inference mode are meant to keep their state.
     if not states or _is_frozen(model):
         return
     kinds = several(sorted({f"`{type(x).__name__}`" for x in states.values()}))
@@ -80,6 +81,7 @@ def _values_read(fn: PyTree) -> Iterator[object]:
                 yield cell.cell_contents
             except ValueError:  # the name is not bound yet
                 continue
+        # A script's loss usually reads its globals.
         for name in _names_of(fn.__code__):
             yield fn.__globals__.get(name)
     elif hasattr(fn, "__wrapped__"):  # such as a jitted function
@@ -112,6 +114,7 @@ def _is_state_or_module(x: object) -> bool:
 def _is_frozen(model: PyTree) -> bool:
     """Whether all layers with an `eqx.nn.State` are in inference mode, in which they only read."""
     layers = jax.tree.leaves(model, is_leaf=_has_state_index)
+    # Arrays between the layers have no mode.
     layers = [x for x in layers if _has_state_index(x)]
     return bool(layers) and all(getattr(x, "inference", None) is True for x in layers)
 
@@ -120,6 +123,7 @@ def _has_state_index(x: object) -> bool:
     """Whether a module itself, and not one inside it, has a `StateIndex`."""
     if not isinstance(x, eqx.Module):
         return False
+    # Modules inside have fields of their own, which are looked at by themselves.
     inside = lambda y: isinstance(y, eqx.Module)
     fields = jax.tree.leaves(list(vars(x).values()), is_leaf=inside)
     return any(isinstance(y, eqx.nn.StateIndex) for y in fields)

@@ -114,18 +114,20 @@ def _read(
                 inputs[before + i] = _Integers(x, frozenset([i]))
         indexed: list[_Indexed] = []
         _follow(jaxpr, inputs, indexed)
+        # A trace may run twice; the last one counts.
         axes.clear()
         results: list[jax.Array] = []
         for each in indexed:
             axes.append(_lookup(each, places))
             values = each.indices.value
-            results.append(jnp.stack([jnp.min(values), jnp.max(values)]))
+            results.append(jnp.stack([jnp.min(values), jnp.max(values)]))  # of each lookup, (2,)
         return results
 
     integers = jax.make_jaxpr(extremes)(list(rows))
     replicated = []
     if isinstance(mesh, Mesh):
         replicated = [NamedSharding(mesh, P())] * len(axes)
+    # Only the integers are computed, not the loss that they are looked up for.
     compute, _ = compiled_once(integers, loss_fn, mesh, out_shardings=replicated)
     return Lookups(tuple(axes), lambda arrays: [*itertools.chain(*compute([], arrays))])
 
@@ -167,6 +169,7 @@ def _computed(
 ) -> list[_Integers | None] | None:
     """The results of an operation on known integers."""
     known = [x for x in operands if x is not None]
+    # An operand that depends on the model makes the result depend on it, too.
     if len(known) < len(operands) or equation.effects:
         return None
     inputs = frozenset[int]().union(*(x.inputs for x in known))
@@ -176,6 +179,7 @@ def _computed(
 
 def _indexed(equation: JaxprEqn, indices: _Integers) -> list[_Indexed]:
     """The axes from which a gather takes single elements by integers of the batch."""
+    # Indices that are constants of the program were checked by its author.
     if not indices.inputs or indices.value.size == 0:
         return []
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
@@ -184,6 +188,7 @@ def _indexed(equation: JaxprEqn, indices: _Integers) -> list[_Indexed]:
     for place, axis in enumerate(numbers.start_index_map):
         # `jnp.take(..., mode="clip")` asks for the last element; a slice under `jax.vmap` does not.
         is_asked_for = mode is GatherScatterMode.CLIP and axis in numbers.collapsed_slice_dims
+        # Longer slices come from cutting, where an end beyond the array is usual.
         if sizes[axis] == 1 and not is_asked_for:
             column = _Integers(indices.value[..., place], indices.inputs)
             axes.append(_Indexed(equation, axis, column, _line(equation)))

@@ -53,7 +53,10 @@ def evaluate_loss(
             "they may not converge to the mean.",
             jnp.dtype(compute_dtype).name,
         )
+    # Cast inside of the differentiated function, so that gradients have the dtype of the
+    # parameters.
     compute_model = cast_floating(model, compute_dtype)
+    # The same dtypes as on a device, such as int32 for NumPy's int64.
     batch = tree_to_jax_dtypes(without_marks(batch), "the batch", of="batch")
     if layer_states(model):
         # A copy, because updating an `eqx.nn.State` invalidates the old one.
@@ -67,8 +70,10 @@ def evaluate_loss(
     _check_dependence(loss, model, updated=new_model is not model)
     if new_model is not model:
         new_model = _stored_dtypes(new_model, model)
+    # Metrics are averaged later, and sums of bfloat16 lose their last examples.
     aux = {name: widen(value) for name, value in aux.items()}
     shapes = [x.shape for x in jax.tree.leaves(batch) if hasattr(x, "shape")]
+    # Without a weight from the loss, all examples count the same.
     examples = next((shape[0] for shape in shapes if shape), 1)
     weight = aux.get("weight", jnp.asarray(examples, jnp.float32))
     return LossResult(widen(loss), aux, weight, new_model)
@@ -133,6 +138,7 @@ def _check_aux(aux: object, model: PyTree) -> None:
         hint = ""
         if returns_state(aux):
             hint = f" {how_to_return(aux)}"
+        # As of `jax.value_and_grad` in the loss, which other libraries ask for.
         if type(aux) is type(model) and not layer_states(model):
             hint = " If it is the gradient, pass the loss itself: redcoast differentiates it."
         raise TypeError(
@@ -183,6 +189,7 @@ def _stored_dtypes(new_model: PyTree, model: PyTree) -> PyTree:
                 f"The model that `loss_fn` returned has {_kind(new)} at {show_path(path)}, but was "
                 f"given {_kind(old)} there. Keep the shape and the dtype."
             )
+    # Parameters are kept in their own dtype, whatever they were computed in.
     stored = lambda new, old: new.astype(old.dtype) if is_floating(old) else new
     return jax.tree.map(stored, new_model, model)
 

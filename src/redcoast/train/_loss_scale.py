@@ -73,10 +73,13 @@ class LossScale(eqx.Module):
 
     def adjust(self, finite: Bool[Array, "..."]) -> "LossScale":
         """Returns the scale for the next step, given whether the gradient was finite."""
+        # Doubled after many good steps, halved after one bad one: too large costs a step, too small
+        # only digits.
         grown = self.good + 1 >= self.period
         doubled = jnp.minimum(self.value * 2, _MOST)
         value = jnp.where(grown, doubled, self.value)
         halved = jnp.maximum(self.value / 2, LEAST_LOSS_SCALE)
+        # The count begins again with each change of the scale.
         good = jnp.where(finite & ~grown, self.good + 1, 0)
         skipped = self.skipped + (~finite).astype(jnp.int32)
         leaves = lambda s: (s.value, s.good, s.skipped)
@@ -85,5 +88,6 @@ class LossScale(eqx.Module):
     def _divide(self, x: PyTree) -> PyTree:
         if not eqx.is_inexact_array(x):
             return x
+        # Divided in float32: a gradient in float16 may vanish.
         wide = widen(x)
         return (wide / self.value.astype(wide.real.dtype)).astype(x.dtype)

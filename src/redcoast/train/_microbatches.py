@@ -15,6 +15,7 @@ def by_microbatches(
     compiled: Callable[[int], CompiledStep], batch_size: int, accumulate: int
 ) -> Callable[[PyTree, PyTree], tuple[FlatState, PackedMetrics]]:
     """The method `take` of `compiled(accumulate)`, with another number for a short last batch."""
+    # A step for each number of microbatches, of which a run has at most two.
     compiled = ft.cache(compiled)
 
     def take(state: PyTree | FlatState, batch: PyTree) -> tuple[FlatState, PackedMetrics]:
@@ -34,4 +35,5 @@ def microbatches(rows: int, *, batch_size: int, accumulate: int) -> int:
     # A short last batch has microbatches that are no larger than those before. Their number must
     # not depend on the mesh, because the random keys of a step depend on it.
     least = -(-rows * accumulate // batch_size)
+    # Microbatches of equal size, of which one row each always is a possibility.
     return next(k for k in range(least, rows + 1) if rows % k == 0)

@@ -31,6 +31,7 @@ def refuse_untrainable(model: PyTree) -> None:
         where = "The model"
         if path:
             where = f"The model's leaf {jax.tree_util.keystr(path)}"
+        # A user's own module is in the user's file, and its base is in the library.
         bases = [base.__module__ for base in type(leaf).__mro__]
         for library, words in _OTHERS.items():
             if any(f"{base}.".startswith(f"{library}.") for base in bases):

@@ -142,6 +142,7 @@ def warn_of_wrong_matrices(
     others: list[str] = []
     hidden: list[str] = []
     for place, (path, x) in enumerate(leaves):
+        # An embedding that is also the head is looked up, and Muon is not for it.
         is_matrix = place in uses.products and place not in uses.lookups
         if path in momentum and not is_matrix:
             others.append(show_path(path))
@@ -179,6 +180,7 @@ def _orthogonalize(
 
     def update(updates: PyTree, params: PyTree) -> PyTree:
         arrays, treedef = jax.tree.flatten(updates)
+        # (matrices, rows, columns) each, with the layers as matrices
         views = [_as_matrices(x, n) for x, n in zip(arrays, numbers, strict=True)]
         # Matrices of the same shape are one stack, whichever arrays they are from.
         places: dict[Hashable, list[int]] = {}
@@ -218,6 +220,7 @@ def _divided(stack: Matrices) -> Matrices:
     axes = {axis: size for axis, size in sizes_of_axes().items() if size > 1}
     if not axes:
         return stack
+    # Matrices of zeros stay zeros, and are cut off.
     missing = -stack.shape[0] % prod(axes.values())
     padded = jnp.pad(stack, ((0, missing), (0, 0), (0, 0)))
     return jax.lax.with_sharding_constraint(padded, P(tuple(axes)))
@@ -230,8 +233,10 @@ def _order(x: Array, numbers: Numbers) -> tuple[tuple[int, ...], int, int]:
     """
     rows, columns = _sides(x, numbers)
     sizes = [prod(x.shape[d] for d in dims) for dims in (rows, columns)]
+    # The iteration multiplies the smaller side with itself.
     if sizes[0] > sizes[1]:
         rows, columns = columns, rows
+    # All dimensions that are on neither side, such as layers and experts.
     stacked = tuple(d for d in range(x.ndim) if d not in (*rows, *columns))
     return (*stacked, *rows, *columns), min(sizes), max(sizes)
 
@@ -273,6 +278,7 @@ def _scale_by_shape(
         if rms is not None:
             # An orthogonal matrix has this root mean square times `rms`.
             return x * (rms * max(inputs, outputs) ** 0.5)
+        # As in the author's implementation: more outputs than inputs get larger updates.
         return x * max(1, outputs / inputs) ** 0.5
 
     def update(updates: PyTree, params: PyTree) -> PyTree:

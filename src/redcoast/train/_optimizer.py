@@ -48,6 +48,7 @@ def refuse_optimizer_states(params: PyTree, kind: type) -> None:
 
 def _is_optax_state(x: object) -> bool:
     kind = type(x)
+    # Optax has no common class for its states, which are named tuples.
     named = issubclass(kind, tuple) and kind.__name__.endswith("State")
     return named and kind.__module__.split(".")[0] == "optax"
 
@@ -103,6 +104,7 @@ def initial_hyperparameters(
     optimizer: optax.GradientTransformation, params: PyTree
 ) -> dict[str, float]:
     """Those of a new state of an optimizer; none if it cannot be made for empty parameters."""
+    # Hyperparameters do not depend on the sizes, and a state of full size would need memory.
     empty = jax.tree.map(lambda x: jnp.zeros((0,) * x.ndim, x.dtype), params)
     try:
         return constant_hyperparameters(optimizer.init(empty))
@@ -128,6 +130,7 @@ def _check_opt_state(
     optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree, error: Exception
 ) -> None:
     """Raises an error if the state differs from the one that the optimizer initialises."""
+    # Only after an error, since it traces the optimizer again.
     expected = jax.eval_shape(optimizer.init, params)
     wanted, shapes = dict(_shapes(expected)), dict(_shapes(opt_state))
     same = jax.tree.structure(expected) == jax.tree.structure(opt_state)

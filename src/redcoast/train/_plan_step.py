@@ -92,6 +92,7 @@ def plan_step(
 
     def microbatch(x: PyTree) -> jax.ShapeDtypeStruct:
         x = abstract_array(x)
+        # The step itself refuses a batch that it cannot split.
         if accumulate == 1 or x.shape[0] % accumulate:
             return x
         return jax.ShapeDtypeStruct((x.shape[0] // accumulate, *x.shape[1:]), x.dtype)
@@ -100,6 +101,7 @@ def plan_step(
         state,
         mesh,
         fn=_loss(loss_fn, compute_dtype),
+        # One microbatch is in memory at a time.
         args=(jax.tree.map(microbatch, batch), abstract_key()),
         trainable=trainable,
         overrides=overrides,
@@ -140,6 +142,7 @@ def check_faults(plan: Plan, training: Training, state: TrainState, batch: PyTre
     loss_fn, compute_dtype = training.loss_fn, training.compute_dtype
     has_microbatches = training.accumulate > 1
     program = plan.report.program_or_none
+    # The plan has looked at the same program already.
     if program is not None and not has_microbatches:
         summed, masks, promotions = program.summed, program.shared_masks, program.promotions
     else:
@@ -178,6 +181,7 @@ def verify_step(plan: Plan, training: Training, state: TrainState, batch: PyTree
             "`plan='verify'` works only in a single process. Verify the mesh there, with as many "
             "emulated devices (`emulate_devices`), and leave out `plan` here."
         )
+    # Few rows, of which each device has some: one device computes all of them once more.
     rows = batch_shards(plan.mesh) * plan.mesh.shape["model"]
     sizes = {x.shape[:1] for x in jax.tree.leaves(batch)}
     # Arrays without one row for each example may be indexed by other arrays.
@@ -194,6 +198,7 @@ def verify_step(plan: Plan, training: Training, state: TrainState, batch: PyTree
 def _loss(loss_fn: LossFn, compute_dtype: ComputeDtype) -> Callable[..., PyTree]:
     """The loss, and the new model if `loss_fn` returns one, because it is communicated too."""
 
+    # Messages name the user's function.
     @ft.wraps(loss_fn, updated=())
     def measure(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> PyTree:
         result = evaluate_loss(loss_fn, model, batch, key, compute_dtype)

@@ -57,12 +57,15 @@ def predict(
     check_functions(predict_fn=predict_fn)
     compute_dtype = as_compute_dtype(compute_dtype)
     if key is None:
+        # Most predictions draw no random numbers.
         key = jax.random.key(0)
+    # Dropout is off, and BatchNorm reads its averages.
     model = cast_floating(eqx.nn.inference_mode(model), compute_dtype)
     batch = without_marks(batch)
     compute_batch = cast_floating(tree_to_jax_dtypes(batch, "the batch", of="batch"), compute_dtype)
     with calling("predict_fn", {"batch": compute_batch}):
         predictions = predict_fn(model, compute_batch, key)
+    # A batch may have arrays that have no row for each example, so there may be several sizes.
     rows = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
     leaves = jax.tree_util.tree_leaves_with_path(predictions)
     if not leaves:

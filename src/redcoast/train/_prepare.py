@@ -120,6 +120,7 @@ def prepare(
         overrides=overrides,
         memory=memory,
     )
+    # Before the state is created, which takes minutes if it is large.
     check_own_step(plan, training, abstract, batch)
     if steps_per_call == 1:
         one_step = training.step(plan, accumulate)
@@ -128,12 +129,14 @@ def prepare(
         steps = counted(training.step(plan, accumulate, train_steps), steps_per_call)
         options = training.options_for(mesh)
         step = compile_reusable_step(steps, plan.shardings, loss_fn, rows_axis=1, options=options)
+    # Each device creates its own shards, so that the state never exists whole.
     return Prepared(create(plan.shardings), step, plan)
 
 
 def counted(steps: Callable[..., PyTree], count: int) -> Callable[..., PyTree]:
     """Several steps, after a check that they are given as many batches."""
 
+    # At trace time, so that the check costs nothing in a step.
     def checked(state: TrainState, batches: PyTree) -> tuple[TrainState, PyTree]:
         for path, x in jax.tree_util.tree_leaves_with_path(batches):
             if x.shape[:1] != (count,):

@@ -28,8 +28,8 @@ Shardings = Sequence[NamedSharding]
 # A jitted function `(state arrays, other arrays) -> (new state arrays, other results)`.
 Run = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
 
-_MOST = 16
-_FEW_BYTES = 1 << 16
+_MOST = 16  # programs that are kept
+_FEW_BYTES = 1 << 16  # of a constant that may stay as long as its program
 _numbers = itertools.count()
 
 
@@ -71,12 +71,16 @@ def compiled_once(
     """
     constants = list(consts_of(jaxpr))
     shardings = tuple(in_shardings), tuple(out_shardings)
+    # New functions of the same code have programs with the same key.
     key = program_key(jaxpr), mesh, shardings, donates, only_last, options
+    # Put back below, as the one that was used last.
     program = _PROGRAMS.pop(key, None)
     # An array that it closes over may have been donated to another program since.
     if program is None or any(map(is_deleted, consts_of(program.jaxpr))):
         run = _jit(jaxpr, mesh, in_shardings, out_shardings, donates, only_last, options)
         program = _Program(next(_numbers), jaxpr, run)
+        # A program must not keep the user's data alive for longer than the function that refers to
+        # it.
         holds_memory = any(map(_is_of_the_user, constants))
         if holds_memory and not _drop_with(function, program.number):
             return run, constants
@@ -126,6 +130,7 @@ def _kept(jaxpr: AnyJaxpr, in_shardings: Shardings, out_shardings: Shardings) ->
     inner = open_jaxpr(jaxpr)
     kept: list[int] = []
     for i, (before, after) in enumerate(zip(in_shardings, out_shardings, strict=True)):
+        # Such as frozen weights, which need neither be passed out nor donated.
         if inner.outvars[i] is inner.invars[i] and before == after:
             kept.append(i)
     return kept
@@ -175,11 +180,13 @@ def _drop_with(function: Callable[..., object], number: int) -> bool:
     """Drops a program when a function is deleted; returns whether that is possible."""
     owner = function
     if inspect.ismethod(function):
+        # A method is a new object at each access.
         owner = function.__self__
     try:
         finalizer = weakref.finalize(owner, _drop, number)
     except TypeError:  # not every object can be referred to weakly
         return False
+    # At the end of the process, the memory is freed anyway.
     finalizer.atexit = False
     return True
 

@@ -79,7 +79,9 @@ def learning_rate_schedule(
         raise ValueError(f"`decay` must be one of {', '.join(get_args(Decay))}, but is {decay!r}.")
     if not 0 <= end <= 1:
         raise ValueError(f"`end` must be a fraction of `peak` between 0 and 1, but is {end}.")
+    # The first step of a warmup has a rate above 0, and the last one the peak.
     start = max(warmup_steps - 1, 0)
+    # The last step has the final rate.
     length = total - 1 - start
     if decay == "constant" or length == 0:
         main = optax.constant_schedule(peak)
@@ -107,6 +109,7 @@ def _total_steps(examples: int, batch_size: int, epochs: int | None, steps: int 
     if epochs is None:
         assert steps is not None
         return steps
+    # Batches go across the ends of epochs, so only the last of the run may be short.
     return -(-epochs * examples // batch_size)
 
 

@@ -55,6 +55,7 @@ def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[.
         names: tuple[str, ...] = ()
 
         def one(arrays: Arrays, batch: PyTree) -> tuple[Arrays, Array]:
+            # Known after the trace: the names of metrics are no results of a program.
             nonlocal names
             state, metrics = step(join(arrays, static), batch)
             names = metrics.names
@@ -64,6 +65,7 @@ def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[.
         first = jax.tree.map(lambda x: x[0], batches)
         program, (_, row) = jax.make_jaxpr(one, return_shape=True)(arrays, first)
         run = jaxpr_as_fun(program)
+        # A loop carries arrays of the same types from step to step.
         for old, new in zip(program.in_avals, program.out_avals[:-1], strict=False):
             if (old.shape, old.dtype) != (new.shape, new.dtype):
                 raise ValueError(
@@ -77,12 +79,15 @@ def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[.
             batch = [_batch(x, i, mesh) for x in jax.tree.leaves(batches)]
             *arrays, row = run(*arrays, *batch)
             if mesh.size > 1:
+                # The compiler would choose other shardings inside of the loop than outside, and
+                # move the state each time.
                 arrays = list(map(jax.lax.with_sharding_constraint, arrays, places))
             return arrays, jax.lax.dynamic_update_index_in_dim(values, row, i, 0)
 
         most = jax.tree.leaves(batches)[0].shape[0]
         values = jnp.zeros((most, *row.shape), row.dtype)
         before = jax.lax.optimization_barrier(arrays)  # without it, JAX would return the arguments
+        # `count` is an argument, so that a shorter last call runs the same program.
         arrays, values = jax.lax.fori_loop(0, count, take, (arrays, values))
         return join(arrays, static), StepsTaken(before, names, values)
 

@@ -21,6 +21,7 @@ def warn_of_shared(model: PyTree, trainable: PyTree) -> None:
     arrays = dict(jax.tree_util.tree_leaves_with_path(params))
     places: dict[int, list[KeyPath]] = {}
     for path, x in arrays.items():
+        # By identity: equal values are usual, as of biases that begin as zeros.
         places.setdefault(id(x), []).append(path)
     groups: dict[str, None] = {}  # each once: a module has many arrays
     for paths in places.values():
@@ -50,6 +51,7 @@ def _outermost(paths: list[KeyPath], arrays: Mapping[KeyPath, object]) -> list[K
 
     for inner in reversed(range(min(map(len, paths)))):
         parts = [path[: len(path) - inner] for path in paths]
+        # Of a tied module, one line is enough for all of its arrays.
         if all(content(part) == content(parts[0]) for part in parts):
             return parts
     return paths

@@ -54,10 +54,12 @@ def _size(arrays: Arrays) -> str:
 
 
 def _step(step: object) -> str:
+    # In a trace, and for planning, there is no number.
     if not isinstance(step, jax.Array) or isinstance(step, Tracer):
         return "abstract"
     if step.is_deleted():
         return "whose arrays were donated to a step"
+    # Such as the states of an ensemble under `jax.vmap`.
     if step.ndim or not step.is_fully_replicated:
         return f"steps {step.dtype}{list(step.shape)}"
     return f"step {int(step.addressable_data(0)):,}"

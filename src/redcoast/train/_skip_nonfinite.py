@@ -61,6 +61,7 @@ def _evaluate(closed: AnyJaxpr, inputs: Arrays, old: Arrays, finite: Array) -> A
     env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(closed), strict=True))
     env.update(zip(jaxpr.invars, inputs, strict=True))
     outputs = evaluate_jaxpr(jaxpr, env, handle)
+    # The others are constants, arguments, or stand for several leaves, and are selected at the end.
     selected = [not isinstance(var, Literal) and var in replaces for var in state_vars]
     return outputs[:first] + [
         new if done else jnp.where(finite, new, before)

@@ -48,6 +48,7 @@ def starting_state(
     accept_module_labels(optimizer)
     model_or_state = tree_to_jax_dtypes(model_or_state, "the model")
     if isinstance(model_or_state, TrainState):
+        # A second key would change the random numbers of a run that is continued.
         if key is not None:
             raise ValueError(
                 f"The `TrainState` that `{caller}` was given has its own key; leave `key` out."
@@ -62,6 +63,7 @@ def starting_state(
         warn_of_shared(model_or_state.model, trainable)
         _warn_of_trained_base(model_or_state.model, trainable)
         _warn_of_float16(model_or_state.model, trainable)
+        # A state that was trained in another precision gets what this one needs.
         state = with_loss_scale(model_or_state, training.compute_dtype)
         state = with_average(state, average, trainable)
         return state, state.key, lambda shardings: place_tree(state, shardings)
@@ -74,6 +76,8 @@ def starting_state(
         key = jax.random.key(0)
     if is_init_fn(model_or_state):
         create = ft.partial(init_state, model_or_state, optimizer, key=key, **options)
+        # A function that makes a model is called only on the devices, so that no host needs room
+        # for it.
         abstract = eqx.filter_eval_shape(create)
         _warn_of_trained_base(abstract.model, trainable)
         _warn_of_float16(abstract.model, trainable)
@@ -88,6 +92,7 @@ def starting_state(
     _warn_of_float16(model_or_state, trainable)
     create = lambda model, key: state_of(model, optimizer, key=key, **options)
     abstract = eqx.filter_eval_shape(create, model_or_state, key)
+    # With a copy of the model: a step donates its state, and the user keeps the model.
     make = ft.partial(state_of_model, model_or_state, optimizer, key=key, **options)
     return abstract, key, lambda shardings: make(shardings=shardings)
 
@@ -95,6 +100,7 @@ def starting_state(
 def _warn_of_trained_base(model: PyTree, trainable: PyTree) -> None:
     """Warns if a model has adapters and `trainable` was not passed, so that all weights are
     trained."""
+    # The user has chosen, and so needs no warning.
     if trainable is not eqx.is_inexact_array:
         return
     is_adapted = lambda x: isinstance(x, AbstractLowRank)
@@ -123,5 +129,6 @@ def _warn_of_float16(model: PyTree, trainable: PyTree) -> None:
 
 def is_init_fn(model: object) -> bool:
     """Whether a model is passed as a function of a key, and not as a callable module."""
+    # Modules are callable too, and so are the partial functions of JAX that hold arrays.
     plain = inspect.isfunction(model) or inspect.ismethod(model)
     return plain or (isinstance(model, ft.partial) and not isinstance(model, jax.tree_util.Partial))

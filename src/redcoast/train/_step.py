@@ -136,6 +136,7 @@ def init_state(
     """
 
     def create(key: PRNGKeyArray) -> TrainState:
+        # The parameters and the steps must not draw the same numbers.
         model_key, key = jax.random.split(key)
         with calling("init_fn", {}):
             model = init_fn(model_key)
@@ -312,6 +313,7 @@ def train_step(
     part = ft.partial(partition_trainable, trainable=trainable)
     loss_of = ft.partial(loss_of_params, loss_fn=loss_fn, compute_dtype=compute_dtype, part=part)
     params, rest = part(state.model)
+    # The key of a step follows from its number, so that a resumed run draws the same numbers.
     key = jax.random.fold_in(state.key, state.step)
 
     def scaled(*args: PyTree) -> tuple[Array, PyTree]:
@@ -320,13 +322,16 @@ def train_step(
 
     (loss, aux, rest_after), grads = loss_and_grads(scaled, params, rest, batch, key, accumulate)
     if scale is not None:
+        # Before the norm, which is of the true gradient.
         loss, grads = scale.unscale((loss, grads))
     # For complex leaves, the descent direction is the negative conjugate of JAX's gradient.
     grads = jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, grads)
     grad_norm = global_norm(grads)
+    # The norm is finite only if all gradients are.
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
     def update(grads: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        # For optimizers with a line search; the others leave these arguments out.
         value_fn = lambda p: loss_of(p, rest, batch, key)[0]
         extras = {"value": loss, "grad": grads, "value_fn": value_fn}
         return call_update(optimizer, grads, opt_state, params, **extras)
@@ -335,6 +340,7 @@ def train_step(
     with jax.numpy_dtype_promotion("standard"):
         updates, opt_state = guarded_update(update, grads, state.opt_state, finite)
         params_after = optax.apply_updates(params, updates)
+    # A step that is skipped leaves the running averages as they were, too.
     model = _select(finite, eqx.combine(params_after, rest_after), state.model)
     metrics = {
         **aux,
@@ -350,6 +356,7 @@ def train_step(
     average = state.average
     if average is not None:
         average = average.after(params_after, finite)
+    # A skipped step counts: its batch is read, and the next one has other random numbers.
     return TrainState(model, opt_state, state.step + 1, state.key, scale, average), metrics
 
 
@@ -391,6 +398,7 @@ def train_steps(
             f"The arrays of `batches` have the leading dimensions {sorted(sizes)}, but they must "
             "all have the same one, the number of steps."
         )
+    # Before the scan, which carries a tree of one structure.
     state = with_loss_scale(state, options.get("compute_dtype"))
     carried, static = eqx.partition(state, eqx.is_array)
 
@@ -448,6 +456,7 @@ def loss_and_grads(
         check_scalars(aux)
         # The loss of a microbatch that contains only padding may be 0 / 0.
         share = lambda x: jnp.where(weight > 0, x * weight.astype(x.dtype), jnp.zeros((), x.dtype))
+        # Weighted sums, which one division at the end makes the mean over all tokens of the batch.
         sums = jax.tree.map(lambda x: share(widen(x)), (loss, aux, grads))
         return eqx.filter(rest, eqx.is_array), (sums, weight)
 
@@ -457,12 +466,14 @@ def loss_and_grads(
         return (arrays, jax.tree.map(jnp.add, sums, more)), None
 
     inputs = (jnp.arange(accumulate), split_rows(batch, accumulate))
+    # The names of metrics are known only after a trace, and a scan needs them before.
     _, shapes = jax.eval_shape(weighted, arrays, *jax.tree.map(lambda x: x[0], inputs))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     (arrays, (sums, weight)), _ = jax.lax.scan(body, (arrays, zeros), inputs)
     loss, aux, grads = jax.tree.map(lambda x: x / weight.astype(x.dtype), sums)
     if "weight" in aux:
         aux["weight"] = weight  # the sum over microbatches, not the mean
+    # They were summed in float32.
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
     return (loss, aux, eqx.combine(arrays, static)), grads
 
@@ -527,6 +538,7 @@ def _learning_rate(opt_state: PyTree) -> dict[str, Array]:
         for _, hyperparams in optax.tree.get_all_with_path(opt_state, "hyperparams")
         if "learning_rate" in hyperparams
     ]
+    # With several optimizers, there are several rates.
     if len(rates) == 1:
         return {"learning_rate": rates[0]}
     return {}

@@ -39,6 +39,7 @@ def match_shardings(shardings: dict[KeyPath, NamedSharding], state: PyTree) -> l
     missing: list[str] = []
     known = {()}
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_end):
+        # The longest one first: a sharding of an array counts more than one of a subtree.
         prefixes = [path[:length] for length in range(len(path), -1, -1)]
         known.update(prefixes)
         if not isinstance(x, ARRAYS):
@@ -84,6 +85,7 @@ def check_hashable(static: Static, tree: Callable[[], PyTree]) -> None:
     except TypeError:
         for path, x in jax.tree_util.tree_leaves_with_path(tree()):
             try:
+                # Arrays are not hashable, and are no constants.
                 hash(None if isinstance(x, NUMBERS) else x)
             except TypeError as error:
                 raise TypeError(

@@ -74,6 +74,7 @@ class Training:
         The metrics of the step are packed. A later run with the same program uses it again.
         """
 
+        # One step for each number of microbatches, which is traced once.
         @ft.cache
         def compiled(accumulate: int) -> CompiledStep:
             step = pack_metrics(self.step(plan, accumulate))

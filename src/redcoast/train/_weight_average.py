@@ -62,9 +62,11 @@ def with_average(state: "TrainState", decay: int | float | None, trainable: PyTr
             "between 0 and 1, such as 0.999."
         )
     if state.average is not None:
+        # A run that continues keeps its average, and may change its decay.
         average = dataclasses.replace(state.average, decay=float(decay))
     else:
         params, _ = partition_trainable(state.model, trainable)
+        # In float32: small changes are lost in narrow dtypes.
         average = WeightAverage(jax.tree.map(widen, params), jnp.zeros((), jnp.int32), float(decay))
     return dataclasses.replace(state, average=average)
 

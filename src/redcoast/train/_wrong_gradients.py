@@ -14,6 +14,7 @@ def refuse_wrong_gradients(jaxpr: AnyJaxpr, mesh: Mesh) -> None:
     `sharding/constrain/_grouped_conv.py` describes the defect. Inside `jax.shard_map` XLA
     partitions nothing.
     """
+    # The defect needs both kinds of axes.
     if mesh.shape["model"] == 1 or batch_shards(mesh) == 1:
         return
     for equation in iter_equations(jaxpr, skip=_is_manual):

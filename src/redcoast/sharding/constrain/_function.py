@@ -1,5 +1,6 @@
 """Constrains the activations of a function to the shardings of a plan."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ from ..program._trace import Traced, trace_over
 from ..solver._split_examples import (
     apply_split,
     example_parts,
+    is_inside,
     needs_split,
     split_tokens,
     trace_in_parts,
@@ -134,8 +136,8 @@ class Constrained:
         """The program with its examples split, if the rows of this batch cannot be."""
         compute, sizes = self.compute, self.mesh.shape
         count, frozen = parts(compute.batch_axes, sizes), [False] * len(program.parameters)
-        inside = any(d for _, places in compute.split for _, d in places)
-        of_rows = inside or not compute.split
+        places = itertools.chain.from_iterable(places for _, places in compute.split)
+        of_rows = is_inside(places) or not compute.split
         if not compute.tokens or (of_rows and not needs_split(program, count)):
             return program
         trace = lambda: follow_program(trace_over(self.mesh, self.fn, tree, args)[0], frozen)

@@ -383,10 +383,9 @@ def _inputs_by_shape(matrices: list[WeightMatrix], beside: list[WeightMatrix]) -
 def _output(matrices: list[WeightMatrix], inputs: Inputs) -> WeightMatrix | None:
     """The last matrix from the heads' width back, if possible one with the name of an output."""
     query = inputs.get("query") or inputs["fused"]
-    widths: Collection[int] = {
-        inputs[role].out_size for role in ("query", "value") if role in inputs
-    }
-    widths = widths or {query.in_size}
+    widths = {inputs[role].out_size for role in ("query", "value") if role in inputs}
+    if not widths:
+        widths = {query.in_size}
     indices = {matrix.index for matrix in inputs.values()}
     named, closing = None, None
     for matrix in matrices:

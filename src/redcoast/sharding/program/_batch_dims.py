@@ -61,17 +61,16 @@ class BatchDims:
 
     def parts(self, dims: Iterable[int]) -> int:
         """The number of devices that share an array with these dimensions."""
-        return self._count(self.sets, dims)
+        return self._count(dims)
 
     def alone(self, node: int, dims: Iterable[int]) -> int:
         """The number of devices that share an array, apart from those that `node` is over."""
-        own = self.set_of(node)
-        return self._count([nodes for nodes in self.sets if nodes is not own], dims)
+        return self._count(dims, but_for=self.set_of(node))
 
-    def _count(self, sets: Sequence[SplitNodes], dims: Iterable[int]) -> int:
+    def _count(self, dims: Iterable[int], but_for: SplitNodes | None = None) -> int:
         dims, count = tuple(dims), 1
-        for nodes in sets:
-            if any(map(nodes.has, dims)):
+        for nodes in self.sets:
+            if nodes is not but_for and any(map(nodes.has, dims)):
                 count *= nodes.count
         return count
 

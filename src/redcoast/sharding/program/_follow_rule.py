@@ -55,7 +55,7 @@ def _block(graph: Graph, rule: Rule, values: Sequence[Value]) -> None:
 def _exchange(graph: Graph, rule: Rule, inputs: Sequence[Value], results: Sequence[Value]) -> None:
     """Records the dimensions along which a split example exchanges halos."""
     count = dict(rule.near)
-    again = any(value.grad for value in inputs)
+    again = have_grad(inputs)
     targets: dict[Factor, list[tuple[Value, int]]] = defaultdict(list)
     for result, _, node, dimension in _dimensions(results, rule.results):
         targets[dimension[0]].append((result, node))
@@ -88,8 +88,7 @@ def _resharded(rule: Rule) -> frozenset[Factor]:
 
 def _regroups(rule: Rule) -> bool:
     """Whether a reshape joins dimensions, such as (8, 6) to (48,), or takes one apart."""
-    dimensions = _all_dimensions([*rule.operands, *rule.results])
-    return any(len(dimension) > 1 for dimension in dimensions)
+    return max(map(len, chain(*rule.operands, *rule.results)), default=0) > 1
 
 
 def _link_operands(
@@ -288,8 +287,11 @@ def _indexed(rule: Rule, inputs: Sequence[Value]) -> Dims:
     Rows that are indexed by themselves, as in `x[jnp.arange(len(x)), labels]`, stay on their
     device.
     """
-    first = _dimensions(inputs[:1], rule.operands[:1])
-    return tuple(node for _, _, node, dimension in first if dimension[0] in rule.indexed)
+    indexed: list[int] = []
+    for _, _, node, dimension in _dimensions(inputs[:1], rule.operands[:1]):
+        if dimension[0] in rule.indexed:
+            indexed.append(node)
+    return tuple(indexed)
 
 
 def _write(graph: Graph, rule: Rule, inputs: Sequence[Value], result: Value) -> None:

@@ -196,12 +196,18 @@ class Cursor:
     is_saved: bool = True
     needed: tuple[dict[Jaxpr, Region], ...] = ()
 
+    @property
+    def runs(self) -> int | float:
+        """How often the equation runs in a step, in rematerialised regions too."""
+        return self.times * self.forwards
+
     def repeated(self, times: int | float) -> "Cursor":
         return replace(self, times=self.times * times)
 
     def called(self, jaxpr: Jaxpr, more: Sequence[Region] = ()) -> "Cursor":
         """The cursor in a jaxpr that the equation calls, with `more` regions around it."""
-        return replace(self, regions=(*(of_region[jaxpr] for of_region in self.needed), *more))
+        inside = [of_region[jaxpr] for of_region in self.needed]
+        return replace(self, regions=(*inside, *more))
 
 
 @dataclass
@@ -301,9 +307,9 @@ class Graph:
         """Records that `node` of an operand follows the dimensions `before` in the result."""
         if not before:
             return
-        times = self.cursor.times * self.cursor.forwards
+        cursor = self.cursor
         self.batch_conflicts.append(
-            BatchConflict(node, before, along, value.dims, value.bytes, times, self.cursor.source)
+            BatchConflict(node, before, along, value.dims, value.bytes, cursor.runs, cursor.source)
         )
 
     def add_reshard(
@@ -321,7 +327,7 @@ class Graph:
                 value.bytes,
                 result.bytes,
                 result.dims,
-                self.cursor.times * self.cursor.forwards,
+                self.cursor.runs,
                 self.cursor.times * value.grad,
                 self.cursor.source,
             )
@@ -331,8 +337,6 @@ class Graph:
 
     def add_move(self, value: Value, node: int, result: Value, target: int | None) -> None:
         """Records that elements along `node` of a value change their places."""
-        times = self.cursor.times * self.cursor.forwards
-        backward = self.cursor.times * value.grad
         self.moves.append(
             Move(
                 node,
@@ -341,8 +345,8 @@ class Graph:
                 value.bytes,
                 result.dims,
                 result.bytes,
-                times,
-                backward,
+                self.cursor.runs,
+                self.cursor.times * value.grad,
                 self.cursor.source,
             )
         )
@@ -354,14 +358,14 @@ class Graph:
 
         What an earlier one returns is there already.
         """
-        there = {value for call in self.host_calls for value in call.results}
-        reused = there.intersection(operands)
+        sent = list(operands)
         for place, call in enumerate(self.host_calls):
-            kept = tuple(value for value in call.results if value not in reused)
-            self.host_calls[place] = replace(call, results=kept)
-        sent = tuple(value for value in operands if value not in reused)
-        times = self.cursor.times * self.cursor.forwards
-        self.host_calls.append(HostCall(sent, tuple(results), times, is_inside, self.cursor.source))
+            sent = [value for value in sent if value not in call.results]
+            still_sent = tuple(value for value in call.results if value not in operands)
+            self.host_calls[place] = replace(call, results=still_sent)
+        cursor = self.cursor
+        call = HostCall(tuple(sent), tuple(results), cursor.runs, is_inside, cursor.source)
+        self.host_calls.append(call)
 
     def add_halo(
         self, value: Value, node: int, result: Value, target: int, count: int, again: bool

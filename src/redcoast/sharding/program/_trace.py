@@ -77,8 +77,11 @@ def trace_over(
         return traced
 
     traced = shared_trace(mesh, tree, args, trace_own)
-    inputs = own or [x for part in (tree, tuple(args[:1]), tuple(args[1:])) for x in split(part)[0]]
-    return traced, inputs
+    if not own:  # the trace was shared
+        for part in (tree, tuple(args[:1]), tuple(args[1:])):
+            arrays, _ = split(part)
+            own += arrays
+    return traced, own
 
 
 def _unplaced(x: PyTree) -> PyTree:

@@ -1,7 +1,8 @@
 """Propagates dimensions through a jaxpr, with a rule for each primitive."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
@@ -24,6 +25,7 @@ from ...core._jaxpr import iter_equations
 from ...core._markers import gathered_dimension
 from ..operations import Atom, Rule, opaque_rule, rule_of
 from ..operations._made_rules import OF_ANY_ROW
+from ..operations._rule import at_places
 from ..operations._rule_table import CONSTRAINED, KEPT, REDUCTIONS
 from ._follow_rule import follow_rule
 from ._graph import Cursor, Graph, Value, have_grad
@@ -134,7 +136,7 @@ def _apply_rule(
             return _call(graph, equation, call, inputs)
         case LinearSolve() as solve:
             # Without a scope, the equation is re-bound unchanged.
-            scope = _walk_called(graph, solve.solve, [inputs[place] for place in solve.places])
+            scope = _walk_called(graph, solve.solve, at_places(inputs, solve.places))
             return outputs_of(graph, scope), []
     graph.unknown[equation.primitive.name] += 1
     return follow_rule(graph, equation, opaque_rule(equation), inputs), []
@@ -151,8 +153,7 @@ def _call_host(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> lis
         for value in inputs:
             for node in value.dims:
                 graph.add_reshard(value, node, value, None)
-    around = map(control_flow, graph.cursor.source[:-1])
-    is_inside = any(isinstance(flow, Cond | While) for flow in around)
+    is_inside = _any_is(graph.cursor.source[:-1], Cond, While)
     graph.add_host_call(inputs, results, is_inside=is_inside)
     return results
 
@@ -181,10 +182,11 @@ def _call(graph: Graph, equation: JaxprEqn, call: Call, inputs: Sequence[Value])
 
 
 def _has_loop(equation: JaxprEqn) -> bool:
-    for jaxpr in inner_jaxprs(equation):
-        if any(isinstance(control_flow(inner), Scan | While) for inner in jaxpr.eqns):
-            return True
-    return False
+    return any(_any_is(jaxpr.eqns, Scan, While) for jaxpr in inner_jaxprs(equation))
+
+
+def _any_is(equations: Iterable[JaxprEqn], *kinds: type) -> bool:
+    return any(isinstance(control_flow(equation), kinds) for equation in equations)
 
 
 def _walk_called(graph: Graph, jaxpr: AnyJaxpr, inputs: Sequence[Value], *regions: Region) -> Scope:
@@ -201,7 +203,7 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
     consts, carry, xs = scan.split(inputs)
     const_vars, _, x_vars = scan.split(body.invars)
     # Devices run such a loop alone, and sum gradients after it.
-    is_local = any(primitive_name(inner) in OF_ANY_ROW for inner in iter_equations(body))
+    is_local = not OF_ANY_ROW.isdisjoint(map(primitive_name, iter_equations(body)))
     copied_consts: list[Value] = []
     for value, var in zip(consts, const_vars, strict=True):
         reduced = None
@@ -252,10 +254,10 @@ def _copies(values: Sequence[Value], grad: bool | None = None) -> list[Value]:
 
     By default, gradients flow into the same values.
     """
-    copies = [replace(value, reduced=None) for value in values]
-    if grad is None:
-        return copies
-    return [replace(value, grad=grad) for value in copies]
+    changed: dict[str, object] = {"reduced": None}
+    if grad is not None:
+        changed["grad"] = grad
+    return [replace(value, **changed) for value in values]
 
 
 def _link(graph: Graph, values: Sequence[Value], others: Sequence[Value]) -> None:
@@ -268,7 +270,7 @@ def _while(graph: Graph, loop: While, inputs: Sequence[Value]) -> Walked:
     cond_consts, body_consts, carry = loop.split(inputs)
     carry = _copies(carry, have_grad([*body_consts, *carry]))
     cond_consts = _copies(cond_consts)
-    body_consts = [replace(one, reduced=_reduced_once(graph, one)) for one in body_consts]
+    body_consts = [replace(value, reduced=_reduced_once(graph, value)) for value in body_consts]
     outside = graph.cursor
     graph.cursor = outside.repeated(ASSUMED_TRIPS)
     cond = _walk_called(graph, loop.cond, [*cond_consts, *carry])
@@ -280,12 +282,11 @@ def _while(graph: Graph, loop: While, inputs: Sequence[Value]) -> Walked:
 
 def _cond(graph: Graph, equation: JaxprEqn, cond: Cond, inputs: Sequence[Value]) -> Walked:
     scopes = [_walk_called(graph, branch, inputs[1:]) for branch in cond.branches]
-    outputs = [outputs_of(graph, scope) for scope in scopes]
-    first, *others = outputs
+    first, *others = map(partial(outputs_of, graph), scopes)
     for other in others:
         _link(graph, first, other)
     results: list[Value] = []
-    for index, var in enumerate(equation.outvars):
-        grad = any(values[index].grad for values in outputs)
-        results.append(graph.value(var.aval, first[index].dims, grad=grad))
+    for var, *of_branches in zip(equation.outvars, first, *others, strict=True):
+        grad = have_grad(of_branches)
+        results.append(graph.value(var.aval, of_branches[0].dims, grad=grad))
     return results, scopes

@@ -10,7 +10,7 @@ from ...core._errors import several
 from .._mesh_axes import parts, used_axes
 from ..program._batch_dims import split_axes
 from ..program._constants import LARGE_CONSTANT
-from ..solver._split_examples import example_parts, is_sequence
+from ..solver._split_examples import example_parts, is_inside, is_sequence
 from ..solver._strategy import Decision, is_fsdp_possible
 from ..tree._leaf_plans import Reason
 from ..tree._leaves import Leaf, flat_leaves
@@ -94,8 +94,7 @@ def split_examples(decision: Decision) -> dict[str, str]:
     use = "context parallel" if along_sequence else "domain parallel"
     uses: dict[str, str] = {}
     for over, places in program.batch.split:
-        # Dimension 0 is that of the examples.
-        if any(d > 0 for _, d in places):
+        if is_inside(places):
             uses |= dict.fromkeys(over, use)
     return uses
 

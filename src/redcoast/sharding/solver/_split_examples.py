@@ -53,8 +53,8 @@ def split_tokens(program: Program, count: int, trace: Callable[[], Program]) -> 
 
 def is_sequence(program: Program, count: int) -> bool:
     """Whether a program with split examples has one dimension to split in each array, as tokens."""
-    arrays = [array for array, _ in Inner(program, count).places]
-    return program.batch.sequence and len(set(arrays)) == len(arrays)
+    places = Inner(program, count).places
+    return program.batch.sequence and len(dict(places)) == len(places)
 
 
 def trace_in_parts(count: int, trace: Callable[[], Program]) -> Program:
@@ -71,9 +71,8 @@ def _why_indivisible(program: Program, count: int) -> str:
     sequence = set(inner.reached())
     if not sequence:
         return "none of its dimensions is a sequence"
-    sizes: set[int] = set()
-    for value in program.examples:
-        sizes.update(program.graph.sizes[node] for node in value.dims[1:] if node in sequence)
+    nodes = set[int]().union(*(value.dims[1:] for value in program.examples))
+    sizes = set(map(program.graph.sizes.__getitem__, nodes & sequence))
     numbers = " and ".join(f"{size:,}" for size in sorted(sizes))
     return f"{numbers} tokens do not divide either"
 
@@ -196,7 +195,7 @@ def asked_split(program: Program, sizes: Mapping[str, int]) -> Split:
                 splits_examples |= d > 0
     if not splits_examples:
         return ()
-    return tuple((axes, tuple(places)) for axes, places in places_by_axes.items())
+    return tuple(zip(places_by_axes, map(tuple, places_by_axes.values()), strict=True))
 
 
 # Returns the program, traced with a number of parts of its sequences.
@@ -249,7 +248,7 @@ def candidates_of_two(traced: Traces, sizes: Mapping[str, int]) -> Iterator[Prog
 def _axes(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     """The axes of a batch, and all axes, without those of size 1."""
     of_batch, of_all = used_axes(BATCH_AXES, sizes), used_axes(_AXES, sizes)
-    return [axes for axes in dict.fromkeys((of_batch, of_all)) if axes]
+    return list(filter(None, dict.fromkeys((of_batch, of_all))))
 
 
 def _choices(
@@ -269,9 +268,14 @@ def example_parts(split: Split, sizes: Mapping[str, int]) -> int:
     """The number of parts into which examples are split."""
     inside: list[str] = []
     for axes, places in split:
-        if any(d for _, d in places):
+        if is_inside(places):
             inside.extend(axes)
     return parts(inside, sizes)
+
+
+def is_inside(places: Iterable[tuple[int, int]]) -> bool:
+    """Whether any of some dimensions is one of examples, and not the first, which counts them."""
+    return any(d > 0 for _, d in places)
 
 
 def _halves(axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -283,9 +287,11 @@ def _halves(axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[str,
 
 def row_places(program: Program) -> tuple[tuple[int, int], ...]:
     """The rows, as places of dimensions of the batch's arrays."""
-    nodes = set(program.batch.of_inputs)
-    arrays = enumerate(program.batch_arrays)
-    return tuple((place, 0) for place, value in arrays if value.dims and value.dims[0] in nodes)
+    places: list[tuple[int, int]] = []
+    for place, value in enumerate(program.batch_arrays):
+        if value.dims and value.dims[0] in program.batch.of_inputs:
+            places.append((place, 0))
+    return tuple(places)
 
 
 def apply_split(program: Program, split: Split, sizes: Mapping[str, int]) -> Program | None:
@@ -293,13 +299,14 @@ def apply_split(program: Program, split: Split, sizes: Mapping[str, int]) -> Pro
     divide, or the batch has other arrays."""
     arrays, rows = program.batch_arrays, set(program.batch.of_inputs)
     sets: list[SplitSet] = []
-    split_arrays: set[int] = set()
+    of_inputs: list[int] = []
+    not_rows = dict.fromkeys(program.batch.not_rows)
     for axes, places in split:
         inner = Inner(program, parts(axes, sizes))
         leading: list[int] = []
         other_places: list[tuple[int, int]] = []
         for array, d in places:
-            split_arrays.add(array)
+            not_rows.pop(array, None)
             if array >= len(arrays) or d >= len(arrays[array].dims):
                 continue
             if d == 0:
@@ -313,12 +320,12 @@ def apply_split(program: Program, split: Split, sizes: Mapping[str, int]) -> Pro
         if not rows.isdisjoint(leading):
             created = (*program.batch.of_created, *created)
         sets.append(SplitSet(axes, tuple(nodes), created))
-    batch = replace(
-        program.batch,
-        not_rows=tuple(array for array in program.batch.not_rows if array not in split_arrays),
-        of_inputs=tuple(chain.from_iterable(split_set.of_inputs for split_set in sets)),
-        of_created=(),
+        of_inputs += nodes
+    batch = BatchNodes(
+        tuple(of_inputs),
+        not_rows=tuple(not_rows),
         sequence=True,
+        why_whole=program.batch.why_whole,
         sets=tuple(sets),
         split=split,
     )

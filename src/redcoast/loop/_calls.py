@@ -157,6 +157,7 @@ class Calls:
         errors: list[Exception] = []
         group: list[Batch] = []
         for batch in until_error(self._data, errors):
+            # A short last batch, or one that `collate_fn` makes of another shape, is taken alone.
             fits = self._together is not None and _types(batch.arrays) == self._types
             if group and not fits:
                 yield group
@@ -167,6 +168,7 @@ class Calls:
                 group = []
         if group:  # an error of the next batch does not concern them
             yield group
+        # The steps before the error are taken first, so that the run ends where the data does.
         if errors:
             raise errors[0]
 
@@ -178,15 +180,18 @@ class Calls:
     def _take(self, state: PyTree | FlatState, group: list[Batch]) -> StepCall:
         arrays = group[0].arrays
         if self._together is not None and _types(arrays) == self._types:
+            # Always of the same size, so that there is one program for all numbers of steps.
             stacked = stack([batch.arrays for batch in group], self._pace.most)
             if self._suits(self._together, state, stacked):
                 return take_together(self._together, state, group, stacked)
         if self._data.on_host:
+            # Batches stay on the host while steps are taken together, and this one goes alone.
             arrays = place_batch(arrays, self._data.mesh, kinds=ARRAYS_OF_BATCH)
         return StepCall(group, *self._alone(state, arrays))
 
     def _suits(self, together: CompiledStep, state: PyTree | FlatState, stacked: PyTree) -> bool:
         """Whether the program is used, which is decided when it is first traced."""
+        # Measured once, for the first batch.
         small, self._small = self._small, None
         if small is not None and not _is_small(together, as_tree(state), stacked, small):
             self._together = None
@@ -200,6 +205,7 @@ def take_together(
     flat, taken = together.take(state, stacked, np.int32(len(group)))
 
     def recompute(count: int) -> FlatState:
+        # A copy, since the program donates it, and may be asked for another step.
         before = join(copy_tree(taken.before), flat.static)
         return together.take(before, stacked, np.int32(count))[0]
 
@@ -210,6 +216,7 @@ def stack(batches: Sequence[PyTree], rows: int) -> PyTree:
     """Stacks batches in arrays with room for `rows` of them, on the host."""
 
     def stack_leaf(*parts: Any) -> np.ndarray:
+        # Rows behind the last batch are not read, whatever they hold.
         stacked = np.empty((rows, *parts[0].shape), parts[0].dtype)
         np.stack(parts, out=stacked[: len(parts)])
         return stacked
@@ -232,6 +239,7 @@ def _is_small(together: CompiledStep, state: TrainState, stacked: PyTree, small:
         # The step changes the types of the state; or the loss has a mistake, which a step that is
         # taken alone raises again.
         return False
+    # A callback of the user sees every step as it happens.
     on_host = jaxpr.effects or any(map(is_callback, iter_equations(jaxpr)))
     work = contractions(jaxpr)
     own_loops = work.open_loops - 1  # without the loop over batches
@@ -255,11 +263,14 @@ class Pace:
     def see(self, steps: int) -> None:
         """Measures the call that ended now; the next one may take twice as many steps."""
         now = self._clock()
+        # The least, since others include compilations and waits for data.
         self._least = min(self._least, (now - self._before) / steps)
         self._calls, self._before = self._calls + 1, now
         if self._fixed:
             self.count = self.most
+        # The first steps compile, and their times say nothing.
         elif self._calls >= ALONE:
+            # A call should take this long at most, so that progress and signals are not held up.
             fitting = int(SECONDS / max(self._least, 1e-9))
             self.count = max(1, min(self.most, fitting, 2 * self.count))
 
@@ -299,8 +310,10 @@ def plan_calls(
             f"`steps_per_call={steps_per_call}` does not work here, because {obstacle}. Leave it "
             "out."
         )
+    # Errors of debugged operations must name the step that they are in.
     if most is None or most < 2 or obstacle or _is_debugged():
         return Calls(alone, data, None, Pace(1, fixed=True), None)
+    # Stacking needs the batches before they are on the devices.
     data.on_host = True
     pace = Pace(most, fixed=steps_per_call is not None)
     return Calls(alone, data, training.several_by(plan, data.mesh), pace, small)
@@ -308,6 +321,7 @@ def plan_calls(
 
 def _most(small: Small, state: TrainState, data: Batches) -> int:
     """How many steps of a small model a call may take; 0 if the model is not small."""
+    # Arrays for a whole batch, such as edges of graphs, have other sizes in each.
     if data.per_batch or _bytes(state) > small.state_bytes:
         return 0
     return min(MOST, int(small.batch_bytes / max(1, _bytes(data.spec))))
@@ -323,6 +337,7 @@ def _obstacle(data: Batches, log: Any) -> str:
     """Why steps cannot be taken together, as the end of a sentence; empty if they can."""
     if jax.process_count() > 1:
         return "the run has several processes"
+    # Only the last state of a call exists.
     if any(map(takes_state, all_loggers(log))):
         return "a callable in `log` has a parameter `state`, for the state after each step"
     if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in jax.tree.leaves(data.spec)):

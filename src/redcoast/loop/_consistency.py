@@ -62,10 +62,12 @@ def check_agreement(
     if jax.process_count() == 1:
         return
     functions, values = dict(functions), dict(values)
+    # Processes that create other models would train their average.
     if is_init_fn(model):
         functions["init_fn"] = model
     lengths = {"examples": data.length}
     listings = {"the values of the initial model": tree_listing(model)}
+    # With `split_by_host`, each process is meant to read other examples.
     if not data.is_split:
         listings["the first examples"] = first_training_examples(data)
     if evaluation is not None:
@@ -84,10 +86,12 @@ def check_agreement(
             mesh=data.mesh,
             name="Evaluation.examples",
         )
+    # The program of a short first batch is another one, which the step itself compares.
     is_first_full = data.rows_left is None or data.rows_left >= data.batch_size
     if is_first_full:
         traced = step().trace(state, data.spec)
         listings["the program of the step"] = program_listing(traced.jaxpr)
+    # The order of the devices is a part of a mesh, and its text does not show it.
     devices = str([device.id for device in data.mesh.devices.flat])
     compared: dict[str, Any] = {}
     for name, text in code_version().items():
@@ -110,6 +114,7 @@ def check_agreement(
 
 def _code(fn: Any) -> str | None:
     """A checksum of a function's code, not including the functions that it calls."""
+    # Without its arguments, whose text may have addresses, which differ.
     while isinstance(fn, ft.partial):
         fn = fn.func
     code = getattr(fn, "__code__", None)
@@ -124,5 +129,6 @@ def _instructions(code: Any) -> Iterator[bytes]:
     for constant in code.co_consts:
         if hasattr(constant, "co_code"):
             yield from _instructions(constant)
+        # Others, such as sets, have no fixed order.
         elif isinstance(constant, int | float | complex | str | bytes | None):
             yield repr(constant).encode()

@@ -84,6 +84,7 @@ def complete_early_stopping(
     best = checkpoints
     if checkpoints is None or checkpoints.best is None:
         best = None
+    # What decides which checkpoint is kept also decides when to stop.
     metric = early_stopping.metric or (best.metric if best else "loss")
     metric = metric.removeprefix("eval/")
     mode = early_stopping.mode
@@ -91,6 +92,8 @@ def complete_early_stopping(
         mode = best.mode
     if mode is None:
         mode = default_mode(metric, f"EarlyStopping(metric={early_stopping.metric!r})")
+    # The state that is returned is the best by early stopping, and must be among those that are
+    # kept.
     if best and (best.metric, best.mode) != (metric, mode):
         raise ValueError(
             f"`early_stopping` stops by the {mode}imum of {metric!r}, and `checkpoints` keep the "
@@ -150,6 +153,7 @@ class BestSoFar:
             self.step, self.since = saved["step"], saved["since"]
             self.value = math.nan if saved["value"] is None else saved["value"]
             return
+        # A run that began without early stopping has its metrics in the checkpoints alone.
         values = {}
         if self._checkpoints is not None:
             values = best_metrics(self._checkpoints)
@@ -164,11 +168,13 @@ class BestSoFar:
             self.since += 1
             return
         self.step, self.value, self.since = step, value, 0
+        # Without checkpoints, the best state is kept in the memory of the host.
         if self._checkpoints is None:
             self._copy = copy_state_to_host(state)
 
     def state(self, last: PyTree, step: int, shardings: PyTree) -> PyTree:
         """The state of the best evaluation, given the last state and its step."""
+        # No evaluation was better than NaN, or the last state is the best.
         if self.step is None or self.step == step:
             return last
         if self._copy is not None:
@@ -197,4 +203,5 @@ class BestSoFar:
         best = -math.inf
         if self.step is not None:
             best = sign * self.value
+        # NaN is not better than anything.
         return sign * value > best

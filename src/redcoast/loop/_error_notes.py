@@ -23,6 +23,7 @@ def explained_memory(plan: Plan) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
+        # JAX has one class for all errors of its devices.
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise jax.errors.JaxRuntimeError(_explanation(plan)) from error
@@ -63,6 +64,7 @@ def noted_checkpoint(checkpoints: Checkpoints | None) -> Iterator[None]:
         yield
     except BaseException as error:
         note = newest_checkpoint(checkpoints)
+        # An error of a checkpoint names its path already.
         if note != NO_CHECKPOINT and "checkpoint" not in str(error):
             error.add_note(note)
         raise
@@ -86,6 +88,7 @@ def rescued(
     except Exception as error:
         # Processes save together, and the others may be in the middle of the next step.
         alone = jax.process_count() == 1
+        # None before the first step, which has nothing to save.
         last = state()
         trusted = alone and last is not None and not isinstance(error, doubtful)
         if trusted and _is_intact(reader, last):
@@ -98,10 +101,12 @@ def rescued(
 
 def _is_intact(reader: MetricsReader, state: PyTree) -> bool:
     try:
+        # Metrics that are still on the devices would show an error of a step after the state.
         reader.flush()
     except DOUBTFUL:
         return False
     except Exception:  # `log` fails again
         pass
     arrays = jax.tree.leaves(eqx.filter(state, eqx.is_array))
+    # The arrays of a state are gone while its next step is being dispatched.
     return not any(x.is_deleted() for x in arrays if isinstance(x, jax.Array))

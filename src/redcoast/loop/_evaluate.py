@@ -159,6 +159,7 @@ def _evaluate(
 
     plan, batches, key = _plan(loss, model, loading, mesh, key)
     count = count_in_epoch(loading.examples)
+    # The mean over one batch is the mean over its examples, whatever they depend on.
     if count is None or count > (loading.batch_size or 0):
         batches = _check_coupling(plan, model, batches, loss_fn, compute_dtype)
     evaluation = compile_loss(loss_fn, plan, compute_dtype)
@@ -270,6 +271,7 @@ def _plan(
     # The key of a state is on the devices of its run, which may be other devices.
     key = put(_default(key), NamedSharding(mesh, P()))
     if mesh.size == 1:
+        # One device needs no trace of the program to be planned for.
         return plan_shardings(model, mesh), batches, key
     first = _first(batches)
     plan = plan_shardings(model, mesh, fn=program, args=(first.arrays, key))
@@ -287,6 +289,7 @@ def _first(batches: Generator[Loaded, None, None]) -> Loaded:
 def _and_rest(
     first: Loaded, batches: Generator[Loaded, None, None]
 ) -> Generator[Loaded, None, None]:
+    # Its threads end with this generator, also if it is not read to the end.
     with contextlib.closing(batches):
         yield first
         yield from batches
@@ -426,7 +429,9 @@ def run_evaluation(
     total = 0.0
     with contextlib.closing(_one_behind(evaluation, model, batches, key)) as results:
         for rows, result in results:
+            # While the devices compute the next batch.
             means, weight = jax.device_get(result)
+            # Without a weight from the loss, all examples count the same.
             weight = float(weight) if "weight" in means else float(rows)
             total += weight
             for name, mean in means.items():
@@ -461,6 +466,7 @@ def weighted_metrics(
     rows = 0
     for batch in batches:
         (means, _), weight = evaluation.last(model, batch.arrays, _default(key))
+        # A rehearsal ends with the first batch in which anything counts.
         if "weight" not in means or float(weight):
             return list(means)
         rows += batch.rows
@@ -481,6 +487,7 @@ def run_prediction(
 ) -> Iterator[tuple[int, Any]]:
     """Yields the outputs that this process gets, one for each example, with their indices."""
     begin = 0
+    # The other processes only take part in the computation.
     reads = gather != "first" or is_main()
     # In one process, all rows are its own, and predictions may have any sharding.
     apart = gather == "none" and jax.process_count() > 1
@@ -489,6 +496,7 @@ def run_prediction(
         read = _own_part
     with contextlib.closing(_one_behind(prediction, model, batches, key)) as results:
         for rows, predictions in results:
+            # The examples whose predictions this process reads.
             own = own_rows(prediction.mesh, rows) if gather == "none" else list(range(rows))
             with noting(f"Raised for the examples with indices {begin} to {begin + rows - 1}."):
                 if apart:
@@ -504,6 +512,7 @@ def _own_part(predictions: PyTree) -> PyTree:
     """The rows that the devices of this process hold."""
 
     def part(x: jax.Array) -> np.ndarray:
+        # Devices along `model` hold the same rows, which count once.
         rows_at = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
         return np.concatenate([np.asarray(rows_at[start]) for start in sorted(rows_at)])
 
@@ -529,6 +538,7 @@ def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list
         _check_rows(predictions, rows, "Without `output_fn`")
         return [jax.tree.map(lambda x, i=i: x[i], predictions) for i in range(rows)]
     with calling("output_fn", {"predictions": predictions}):
+        # In a list, so that one array is looked through like several.
         returned = [output_fn(predictions)]
     if any(held_elsewhere(returned, known=jax.tree.leaves(predictions))):
         returned = copied(returned)  # `output_fn` may write into it for the next batch
@@ -547,6 +557,7 @@ def _one_behind(
 ) -> Generator[tuple[int, Any], None, None]:
     """Yields rows and results, each after the next one was dispatched."""
     key = _default(key)
+    # A generator, which dispatches a batch when the one before is asked for.
     results = (
         (batch.rows, call(model, batch.arrays, jax.random.fold_in(key, i)))
         for i, batch in enumerate(batches)

@@ -150,6 +150,7 @@ class CompiledEvaluation:
         metrics: dict[str, float] = {}
         if self.mean_loss is not None:
             batches = self._batches(advance)
+            # A run of many hours does not end because no example of an evaluation counts.
             metrics = run_evaluation(self.mean_loss, model, batches, key, strict=False)
             if metrics.get("weight", 1.0) == 0:
                 logger.warning("The evaluated examples have a total `weight` of 0: means are NaN.")
@@ -161,6 +162,7 @@ class CompiledEvaluation:
         examples = count_in_epoch(self.evaluation.examples, _NAME)
         if examples is None or self.evaluation.batch_size is None:
             return 0
+        # A last batch may be read in several parts.
         each = len([*chunks(examples, self.evaluation.batch_size, batch_shards(self.mesh))])
         return each * ((self.mean_loss is not None) + (self.prediction is not None))
 
@@ -192,6 +194,7 @@ class CompiledEvaluation:
         if jax.process_count() == 1:
             return
         programs = {"loss": self.mean_loss, "prediction": self.prediction}
+        # One batch stands for all: its shapes and dtypes decide which program runs.
         with contextlib.closing(self._batches(count=1)) as batches:
             arrays = next(batches).arrays
         for name, program in programs.items():
@@ -214,14 +217,17 @@ class CompiledEvaluation:
         if self.prediction is None or metric_fn is None:
             return {}
         called = (self.prediction, model, self._batches(advance, count), output_fn, key)
+        # Empty in all processes but the first.
         outputs = [output for _, output in run_prediction(*called, gather="first")]
         metrics: dict[str, float] = {}
+        # A metric of texts may take long, and needs no devices.
         if is_main():
             examples = first_rows(self.evaluation.examples, len(outputs), name=_NAME)
             given = {"examples": examples, "outputs": outputs}
             with calling("metric_fn", given), doing("`metric_fn`"):
                 metrics = metric_fn(examples, outputs)
             metrics = _check_metrics(metrics, taken)
+        # All processes get the same numbers, which decide when they stop and what they keep.
         return decide("the metrics of an evaluation", metrics)
 
     def _batches(
@@ -291,6 +297,7 @@ def compile_evaluation(
     compute_dtype = as_compute_dtype(compute_dtype)
     plan = with_auto_plan(plan)
     assert isinstance(plan.mesh, Mesh)
+    # Each evaluation reads them from the beginning.
     examples = repeatable(given.examples, name=_NAME)
     mean_loss = prediction = None
     if given.loss_fn is not None:
@@ -325,6 +332,7 @@ def warn_if_not_mean(
         if coupled is None:
             is_training_loss = evaluation.loss_fn is training.loss_fn
             sums, _, _ = find_faults(*loss, training=False)
+            # The training has warned of its own loss already.
             warn_of_sums(sums, loss=not is_training_loss)
 
 
@@ -343,4 +351,5 @@ def _check_metrics(metrics: Any, taken: dict[str, float]) -> dict[str, float]:
             raise ValueError(
                 f"`metric_fn` returned {value!r} for {name!r}. Each metric must be one number."
             )
+    # JSON has no numbers of NumPy.
     return {name: float(value) for name, value in metrics.items()}

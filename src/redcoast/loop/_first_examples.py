@@ -29,6 +29,7 @@ def first_training_examples(data: Batches) -> Listing:
     augment = (
         collate_fn is not None and takes_rngs(collate_fn) and has_no_default(collate_fn, "rngs")
     )
+    # As many as in the run: a `collate_fn` may pad to the longest of its examples.
     rows = _rows_of_a_device(data.batch_size, data.mesh)
     read = lambda indices: data.collate_examples(indices, augment=augment)
     return _listing(read, _chosen(rows, data.length))
@@ -71,6 +72,7 @@ def _first_batch(
     """Rows of the first batch that a source makes."""
     (item,) = read_batches(examples, name=name).peek(1)
     batch = without_marks(collate_own(collate_fn, item, 0))
+    # A batch may have fewer rows than are compared.
     return jax.tree.map(lambda x: x[np.array(indices) % len(x)], batch)
 
 
@@ -85,6 +87,7 @@ def _chosen(rows: int, length: int | None) -> list[list[int]]:
     if length is None:
         return [list(range(rows))]
     first = [i % length for i in range(rows)]
+    # Files that differ at their ends differ in some of these.
     spread = np.linspace(0, length - 1, rows + 1).astype(int)[1:].tolist()
     return [first, spread]
 
@@ -96,6 +99,7 @@ def _listing(collated: Callable[[list[int]], PyTree], groups: list[list[int]]) -
         return [line for indices in groups for line in _lines_of(collated, indices)]
 
     first = lines()
+    # Asked only if processes differ: a random `collate_fn` explains it.
     return Listing(first, varies=lambda: any(lines() != first for _ in range(_REPEATS)))
 
 

@@ -201,6 +201,7 @@ def fit(
     if early_stopping:
         best = BestSoFar(early_stopping, checkpoints)
     checkpointer = Checkpointer(checkpoints)
+    # A plan brings its mesh.
     given_mesh = mesh_of_run(mesh, plan)
     printer = Printer(log, checkpointer.directory)
     printer.introduce()
@@ -230,7 +231,9 @@ def fit(
         refuse_unresumable(data, checkpoints)
         printer.describe_run(abstract, data, evaluation, compute_dtype, plans=needs_plan(plan))
         if mesh == "auto":
+            # The search needs the shapes of a batch, so the data has the default mesh until here.
             data.mesh = best_mesh(training, abstract, data, overrides, quiet=printer.quiet)
+        # Of shapes alone, so that nothing takes memory on the devices yet.
         run_plan = plan_run(plan, training, abstract, data, overrides, memory)
         compiled = training.compiled_by(run_plan)
         check_agreement(
@@ -252,11 +255,13 @@ def fit(
                 "early_stopping": str(early_stopping),
             },
         )
+        # From here on, an error says what was saved, and what the plan expected.
         stack.enter_context(noted_checkpoint(checkpoints))
         stack.enter_context(explained_memory(run_plan))
 
         # The state, created or restored, and the programs.
         state, saved = restore_or_create(checkpointer, run_plan, abstract, create)
+        # The data continues where the state does.
         place_data(data, state, saved)
         if checkpoints is not None:
             data.recognise_examples(saved or {})
@@ -305,11 +310,14 @@ def fit(
             stopping,
             is_due=bool(saved and saved.get("due")),
         )
+        # A run that early stopping ended stays ended when it is resumed.
         if not is_over:
             state = loop.run(state)
 
     # How it ended.
+    # Waits for the devices.
     last = int(state.step)
+    # A stop that arrives with the last step changes nothing.
     is_complete = last == data.steps or (best is not None and best.is_over)
     ended = stopping.level == GO_ON or (stopping.level == ASKED and is_complete)
     reason = reason_of_end(stopping, best, last, ended=ended)
@@ -317,4 +325,5 @@ def fit(
     end_after_signal(stopping, last, data.steps, saved=newest_checkpoint(checkpoints))
     if best is not None and ended:
         state = best.state(state, last, run_plan.shardings)
+    # With the axis types of the user's mesh, which training replaced by automatic ones.
     return on_mesh(state, given_mesh)

@@ -50,10 +50,12 @@ def copy_state_to_host(state: PyTree) -> HostState:
 def _to_host(x: jax.Array) -> _HostArray:
     impl = None
     if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # A typed key is no array of NumPy; its data is.
         impl = jax.random.key_impl(x)
     data = x
     if impl is not None:
         data = jax.random.key_data(x)
+    # Devices that hold the same shard share one copy of it.
     parts: dict[str, np.ndarray] = {}
     devices: dict[Any, str] = {}
     for shard in data.addressable_shards:

@@ -56,6 +56,7 @@ def explain_step(
     try:
         nonfinite = find_nonfinite(done.state, done.batch, plan, data.batch_size, training)
         first = None
+        # NaN in the inputs explains all that follows; otherwise the loss itself makes it.
         if not (nonfinite.state or nonfinite.batch):
             first = find_first(done.state, done.batch, plan, indices, training)
         why = sentences(nonfinite, indices, first, trained=trained)
@@ -77,6 +78,7 @@ def explain_batch(data: Batches, batch: Batch) -> str:
         out_shardings=NamedSharding(data.mesh, P()),
     )
     try:
+        # Only flags and two numbers of each array leave the devices.
         rows, ranges = jax.device_get(look(_floating(batch.arrays, of="batch"), ranges))
     except Exception as error:  # training goes on
         return f"(Its inputs could not be read: {type(error).__name__}.) {examples}"
@@ -105,6 +107,7 @@ def find_nonfinite(
     training: Training,
 ) -> Nonfinite:
     """Recomputes the gradient of a skipped step from the state after it, in the same parts."""
+    # The same parts, since each has random numbers of its own.
     count = microbatches(batch.rows, batch_size=batch_size, accumulate=training.accumulate)
     part = ft.partial(partition_trainable, trainable=training.trainable)
     loss = ft.partial(
@@ -125,6 +128,7 @@ def find_nonfinite(
         # Replicated, so that each process can read it.
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), flags)
 
+    # One program for all flags, compiled once, when the first step is skipped.
     flags = jax.device_get(CompiledCall(find, plan.shardings, plan.mesh)(state, batch.arrays))
     paths = (
         _floating(state),
@@ -152,7 +156,7 @@ def _wrong(path: str, x: jax.Array) -> jax.Array:
 
 
 def _rows(x: jax.Array) -> jax.Array:
-    return jnp.any(~jnp.isfinite(x), axis=tuple(range(1, x.ndim)))
+    return jnp.any(~jnp.isfinite(x), axis=tuple(range(1, x.ndim)))  # (rows,)
 
 
 def _floating(tree: PyTree, *, of: str = "") -> dict[str, Any]:
@@ -184,6 +188,7 @@ def sentences(
     ]
     parts += _inputs(nonfinite.batch, indices)
     parts += [first] if first else []
+    # Behind the inputs and parameters, which make all gradients wrong.
     if nonfinite.grads:
         parts.append(f"The gradient is NaN or infinite for {several([*nonfinite.grads], MOST)}.")
     elif not parts:
@@ -232,6 +237,7 @@ def find_first(
         return None
     if error is None:
         return None
+    # The line of the user's code, and not of a library that it calls.
     line = own_line(getattr(error, "traceback_info", None))
     at = ""
     if line:
@@ -287,7 +293,7 @@ def _holders(
     arrays = arrays_of_batch(batch)
     arrays = {path: x for path, x in arrays.items() if paths is None or path in paths}
     integers = {path: x for path, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.integer)}
-    equal = lambda x: jnp.any(x == index, axis=tuple(range(1, x.ndim)))
+    equal = lambda x: jnp.any(x == index, axis=tuple(range(1, x.ndim)))  # (rows,)
     look = jax.jit(lambda x: jax.tree.map(equal, x), out_shardings=NamedSharding(mesh, P()))
     for path, rows in jax.device_get(look(integers)).items():
         if np.any(rows):
@@ -320,6 +326,7 @@ def _may_be_beyond(batch: Batch, model: PyTree, mesh: Mesh) -> bool:
         return False
     # A function of the module, which `jax.jit` knows again in a later run.
     largest = jax.jit(_largest, out_shardings=NamedSharding(mesh, P()))
+    # Without one, no lookup can be out of range, and the loss need not be traced.
     return any(int(x) >= min(sizes) for x in jax.device_get(largest(integers)))
 
 
@@ -363,6 +370,7 @@ def _first_beyond(
     try:
         given = loss_fn, model, batch.arrays, mesh, compute_dtype
         lookups = find_lookups(*given, training=training)
+        # A training step reports NaN itself; an evaluation asks why it is NaN.
         wanted = [axis.silent if training else not axis.silent for axis in lookups.axes]
         if not any(wanted):
             return None

@@ -28,6 +28,7 @@ class Printer:
     """Prints what a user should know of a run, unless its loggers show no progress."""
 
     def __init__(self, log: Log | Sequence[Log] | Literal[False] | None, directory: Path | None):
+        # One process prints for all.
         self.quiet = not (is_main() and shows_progress(all_loggers(log)))
         self._directory = directory
 
@@ -76,6 +77,7 @@ class Printer:
         if self.quiet:
             return
         say(str(plan))
+        # Only on accelerators does it matter, and finding out takes a trace.
         if data.mesh.devices.flat[0].platform != "cpu" and (how := layers()):
             say(_wrapped("Layers", how))
         if options:
@@ -103,6 +105,7 @@ class Printer:
         if self.quiet:
             return
         step = int(state.step)
+        # Of a source of unknown length, nobody can say that steps are missing.
         stopped = steps is not None and step < steps and not ended
         if reason:
             say(reason if ended else f"Training stopped after step {step:,}: {reason}.")
@@ -214,9 +217,11 @@ def cost_of_float32(device_kind: str, precision: str) -> str:
     # Imported where it is used, so that importing redcoast stays fast.
     from ..dryrun._chips import CHIPS
 
+    # Of other devices the rates are not known, and nothing is said.
     chip = next((x for x in CHIPS.values() if x.device_kind == device_kind), None)
     if chip is None or chip.kind == "cpu" or precision != "float32":
         return ""
+    # Some chips compute float32 products in bfloat16 anyway, and save only memory.
     faster = chip.flops["bfloat16"] / chip.flops["float32"]
     products = ""
     if faster > 1.05:
@@ -236,6 +241,7 @@ def nothing_left(data: Batches, *, has_directory: bool) -> str:
     done, steps = data.step, f"{data.steps:,} {_counted(data.steps, 'step')}"
     more = f"steps={done + data.steps}"
     if data.given_epochs is not None:
+        # The user gave epochs, and so continues with epochs.
         more = f"epochs={(data.epochs_done or 0) + data.given_epochs}"
     new = ""
     if has_directory:

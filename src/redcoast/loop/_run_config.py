@@ -52,6 +52,7 @@ def run_of_fit(
         ),
     }
     run = run_info(plan, data, directory=directory, resumed=resumed, settings=settings)
+    # Loggers show no bar for steps that are not taken.
     if is_over:
         return dataclasses.replace(run, steps=run.step)
     return run
@@ -127,6 +128,7 @@ def optimizer_name(state: TrainState) -> str:
         if isinstance(node, tuple | list):
             if hasattr(node, "_fields"):
                 names[type(node).__name__.removesuffix("State")] = None
+            # `optax.chain` nests states, of which those without arrays are named `EmptyState`.
             for part in node:
                 collect(part)
 
@@ -155,6 +157,7 @@ def seconds_at_peak(
 
     kind = mesh.devices.flat[0].device_kind
     rates = next((x.flops for x in CHIPS.values() if x.device_kind == kind and x.kind != "cpu"), {})
+    # With frozen leaves, the backward pass has fewer products than that.
     if not rates or trainable is not eqx.is_inexact_array:
         return None
     measure = ft.partial(evaluate_loss, loss_fn, compute_dtype=compute_dtype)
@@ -162,6 +165,9 @@ def seconds_at_peak(
     trace = lambda: eqx.filter_make_jaxpr(loss)(state.model, batch, abstract_key())
     jaxpr, _, _ = trace_for(mesh, trace)
     flops = contractions(jaxpr).flops
+    # Without a rate for each dtype, a time would be too short.
     if not flops or not flops.keys() <= rates.keys():
         return None
+    # The backward pass has two products for each of the forward pass: for the inputs, and for the
+    # weights.
     return sum(3 * count / rates[dtype] for dtype, count in flops.items()) / mesh.size

@@ -108,6 +108,7 @@ def plan_run(
                 "`plan_step`."
             )
         plan = with_auto_plan(plan)
+        # A plan of a file may be of another model.
         check_plan_fits(plan, state)
         return plan
     note = "Raised while the step was planned, before the first step."
@@ -137,6 +138,7 @@ def plan_run(
 
 def check_plan_fits(plan: Plan, state: TrainState) -> None:
     """Raises `ValueError` unless a plan is for a tree like the state."""
+    # By path, since a plan of a file has a tree of its own.
     planned, arrays = leaf_paths(plan.shardings, NamedSharding), leaf_paths(state, ARRAYS)
     if other := sorted(set(planned) ^ set(arrays)):
         raise ValueError(
@@ -211,6 +213,7 @@ def place_data(data: Batches, state: TrainState, saved: Mapping[str, Any] | None
     if saved is not None:
         data.set_state({"step": int(state.step), **saved}, key=state.key)
         return
+    # A state that is passed on has seen examples, which are not read again.
     data.set_state({"step": int(state.step)}, key=state.key)
     if nothing := nothing_left(data, has_directory=False):
         warn(nothing)  # also if nothing is printed
@@ -232,6 +235,7 @@ def warn_of_restored(
     nothing = nothing_left(data, has_directory=True)
     if nothing and quiet and is_main():  # otherwise it is printed
         logger.warning("%s", nothing)
+    # They are a part of the optimizer's state, so a checkpoint brings its own.
     before = constant_hyperparameters(restored.opt_state)
     if not before:
         return
@@ -267,9 +271,11 @@ def prepare_evaluation(
     if evaluation is None:
         return None, []
     compiled = compile_evaluation(evaluation, plan, compute_dtype=training.compute_dtype)
+    # With the threads of the run, whose own loading pauses while it is evaluated.
     compiled = replace(compiled, threads=threads)
     with noting("Raised in the evaluation of one batch before the first step."):
         warn_if_not_mean(evaluation, training, plan, state.model, data)
+        # Mistakes in `metric_fn` show now, and not after the first epoch.
         names = compiled.rehearse(state.model, state.key)
     return compiled, names
 

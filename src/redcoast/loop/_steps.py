@@ -62,6 +62,7 @@ def training_steps(
             with noting(f"Raised by step {batch.step}."):
                 state, metrics = step(state, batch.arrays)
         except Exception as error:
+            # Without the frames of JAX and of this loop, the user's own line is the last one.
             tidy(error)
             raise
         yield Step(batch.step, state, metrics, batch)

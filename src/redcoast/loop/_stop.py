@@ -67,6 +67,7 @@ class StopRequest:
         own = ASKED
         if self._asked is None or self._of_process:
             own = GO_ON
+        # A level never falls: what was asked for once counts until the loop ends.
         self.level = max(self.level, self._ask(), own)
         return self.level > GO_ON
 
@@ -116,6 +117,7 @@ def refuse_after_signal(name: str, *, trains: bool) -> None:
     Inside `stop_on_signal`, the caller handles signals. Functions that do not train are only
     rejected if the run was incomplete.
     """
+    # The script handles signals itself.
     if _enclosing.get() is not None:
         return
     for signal_of_run in _received:
@@ -143,11 +145,13 @@ def end_after_signal(request: StopRequest, step: int, steps: int | None, *, save
         return
     # A signal may have arrived during the last step, or while it was saved.
     level = highest_level(request.reasons, request.level)
+    # As Python does for Ctrl-C, but after the state was saved.
     if level == INTERRUPT:
         raise KeyboardInterrupt(f"`fit` was interrupted after step {step}. {saved}")
     if level == STOP:
         unfinished = steps is None or step < steps
         cut_short = request.level > GO_ON and unfinished
+        # Later calls in this process refuse to begin, so that the script ends in time.
         _received.append(Received(request.reason, step, steps, cut_short))
 
 
@@ -222,6 +226,7 @@ def agreed(mesh: Mesh, asked: StopRequest) -> StopRequest:
     of_all = lambda level: jax.make_array_from_callback(
         (mesh.size,), everywhere, lambda _: np.full(1, level, np.int32)
     )
+    # On the devices before the loop, since a transfer in each step would wait.
     levels = [of_all(level) for level in (GO_ON, ASKED, STOP, INTERRUPT)]
     highest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
     computed: Any = None
@@ -229,6 +234,7 @@ def agreed(mesh: Mesh, asked: StopRequest) -> StopRequest:
     def level() -> int:
         nonlocal computed
         asked()
+        # The answer of the step before: reading this one's would wait for the devices.
         before, computed = computed, highest(levels[asked.level])
         if before is None:
             return GO_ON
@@ -250,6 +256,7 @@ def stop_signals(max_seconds: int | float | None = None) -> Iterator[StopRequest
         return
     reasons: list[StopReason] = []
     begin = time.monotonic()
+    # JAX counts the steps of one loop, the outermost.
     noticed = _preemption_notice() if outer is None else (lambda: False)
     warned = False
 
@@ -277,18 +284,21 @@ def _level_of(outer: StopRequest | None) -> int:
     if outer is None:
         return GO_ON
     outer()
+    # A request by the user's function is for its own loop.
     if outer.level > ASKED:
         return outer.level
     return GO_ON
 
 
 def highest_level(reasons: list[StopReason], level: int) -> int:
+    # An interrupt after a SIGTERM still raises `KeyboardInterrupt`.
     return max([level, *(reason.level for reason in reasons)])
 
 
 @contextlib.contextmanager
 def _flagged(reasons: list[StopReason]) -> Iterator[None]:
     """Appends the first signal that arrives."""
+    # Python lets only the main thread handle signals.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -298,6 +308,7 @@ def _flagged(reasons: list[StopReason]) -> Iterator[None]:
         numbers.append(user)
     if hangup and signal.getsignal(hangup) == signal.SIG_DFL:  # `nohup` ignores it
         numbers.append(hangup)
+    # Of the script, which get their signals again.
     before = {number: signal.getsignal(number) for number in numbers}
     received = False
 

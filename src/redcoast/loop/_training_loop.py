@@ -68,6 +68,7 @@ class TrainingLoop:
         """
         first = self.data.step + 1
         with contextlib.closing(self.data), self._rescued(DOUBTFUL):
+            # An evaluation that a signal postponed before this run was resumed.
             if self.is_due and self.evaluation is not None:
                 self._evaluate(self.evaluation, self.data.step, state)
                 if self._is_over or (self._is_asked_to_stop() and self.stopping()):
@@ -76,16 +77,20 @@ class TrainingLoop:
             for call in self.calls(state, self._ends_call):
                 done = self.done = call.last
                 self.is_due = self._evaluates_after(done.batch)  # which a save after an error needs
+                # Metrics are read later, when the devices have them; the host goes on to the next
+                # call.
                 self._push(call)
                 if (step := self._step_to_stop_after(call, before)) is not None:
                     done = self.done = step
                     self.is_due = False
+                # A logger may stop a run after a step of this call when the next one is under way.
                 before = call if call.recompute is not None else None
                 is_first = done.number == first
                 if is_first:  # while the devices take the step
                     warn_of_clamped_indices(self.training, self.data, done.batch, done.state)
                 if self._finish_step(done, is_first=is_first):
                     break
+            # Waits for the last metrics, whose errors belong to the run.
             self.reader.flush()
         if self.done is None:
             return state
@@ -108,6 +113,7 @@ class TrainingLoop:
             self._try_evaluation(self.evaluation, done)
         self.is_due = self.is_due and postpones
         epoch_end = done.batch.epoch_end
+        # What ends a run is always saved.
         if is_last or stops or self.checkpointer.wants(done.number, metrics, epoch_end=epoch_end):
             self._save(metrics)
         if stops and self.stopping.level > ASKED:
@@ -130,6 +136,7 @@ class TrainingLoop:
         """Whether the state after a step is needed: to evaluate it, to save it or to return it."""
         evaluates = self.evaluation is not None and self._evaluates_after(batch)
         saves = self.checkpointer.wants(batch.step, epoch_end=batch.epoch_end)
+        # A call has only the state after its last step.
         return evaluates or saves or batch.last
 
     @property
@@ -143,6 +150,7 @@ class TrainingLoop:
         if reason is None:
             return False
         self.stopping.ask(reason)
+        # Several processes agree in `stopping`, at a step that is the same for all.
         return jax.process_count() == 1
 
     def _push(self, call: StepCall) -> None:
@@ -186,6 +194,7 @@ class TrainingLoop:
         number = self.reader.stop_step + 1
         if number >= call.numbers[-1]:
             return None
+        # Later steps were dispatched before the logger had seen this one, and are undone.
         self.reader.forget_after(number)
         if number in call.numbers:
             return call.step(number)
@@ -205,6 +214,7 @@ class TrainingLoop:
         ):
             metrics = evaluation(model, state.key, advance=advance)
             if self._explains_nan and math.isnan(metrics.get("loss", 0.0)):
+                # Once in a run: an explanation reads all examples again.
                 self._explains_nan = False
                 evaluation.explain_nan(model)
         if self.best is not None:
@@ -223,6 +233,7 @@ class TrainingLoop:
         if self.done is None:
             return
         self.reader.flush()
+        # Where the data is after this step, and not where it was read ahead to.
         saved = {**self.data.gather_state(self.done.batch.state), "due": self.is_due}
         if self.best is not None:
             saved[SAVED] = self.best.saved

@@ -421,6 +421,7 @@ class CompiledStep:
 
         def trace(jitted: PyTree) -> tuple[Jitted, jax.stages.Traced]:
             traced = jitted.trace(list(map(abstract_array, arrays, kind.shardings)), others)
+            # Before the compiler, which would accept the program and compute it wrongly.
             refuse_wrong_gradients(traced.jaxpr, self._mesh)
             kind.jitted[constants] = jitted
             return jitted, traced

@@ -57,6 +57,7 @@ def flatten_step(step: Callable[..., PyTree], mesh: Mesh) -> Callable[..., tuple
 
 
 def _wrap_constant(leaf: object) -> object:
+    # Results of a program are arrays; other leaves of aux go through its structure.
     if isinstance(leaf, NUMBERS):
         return leaf
     return _Constant(leaf)

@@ -86,6 +86,7 @@ def find_lookups(
             model = eqx.nn.inference_mode(model)
         return evaluate_loss(loss_fn, model, join(rows, rest), key, compute_dtype).loss
 
+    # The loss alone, without its gradient, has all lookups.
     make = jax.make_jaxpr(compute)
     jaxpr = trace_for(mesh, lambda: make(arrays, rows, abstract_key()))
     return _read(jaxpr, len(arrays), rows, _places(batch), mesh, loss_fn)

@@ -189,6 +189,7 @@ def _orthogonalize(
         stacks: list[Matrices] = []
         for members in places.values():
             stack = jnp.concatenate([views[place] for place in members])
+            # Each device iterates on its own matrices, which needs no communication until the end.
             stacks.append(_divided(stack))
         orthogonal = _newton_schulz(stacks, iterations)
         for stack, members in zip(orthogonal, places.values(), strict=True):

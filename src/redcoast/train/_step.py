@@ -451,6 +451,7 @@ def loss_and_grads(
 
     def weighted(arrays: PyTree, index: Array, microbatch: PyTree) -> tuple[PyTree, PyTree]:
         rest = eqx.combine(arrays, static)
+        # Microbatches with one key would have the same dropout masks.
         microkey = jax.random.fold_in(key, index)
         (loss, (aux, weight, rest)), grads = value_and_grad(params, rest, microbatch, microkey)
         check_scalars(aux)

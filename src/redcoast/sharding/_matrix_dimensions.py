@@ -5,7 +5,7 @@ scales rank 2 and an embedding rank 2. The program says it: a matrix is multipli
 and summed over some of its dimensions.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 
 from ..core._errors import check_functions
 from ..core._frames import hide_frames
-from .operations import Dimension, Factor, Rule
+from .operations import Dimension, Factor, Rule, all_factors
 from .operations._rule import shape_of
 from .program._facts import Facts, Operation, follow_facts
 from .tree._leaves import flat_leaves
@@ -219,8 +219,8 @@ def _is_lookup(rule: Rule) -> bool:
     """Whether rows of the first operand are looked up by an array of numbers."""
     if not rule.indexed or len(rule.operands) < 2:
         return False
-    of_indices = _factors(rule.operands[1]) & _factors(rule.results[0])
-    return prod(rule.sizes[factor] for factor in of_indices) > 1
+    of_indices = all_factors(rule.operands[1]) & all_factors(rule.results[0])
+    return rule.size(of_indices) > 1
 
 
 def _multiply(uses: WeightUses, rule: Rule, origins: Sequence[_Origin]) -> _Origin:
@@ -243,11 +243,11 @@ def _sides(weight: _Weight, rule: Rule, place: int) -> tuple[Dims, Dims]:
     others: set[Factor] = set()
     for operand, dimensions in enumerate(rule.operands):
         if operand != place:
-            others |= _factors(dimensions)
-    of_result = _factors(rule.results[0]) - others
+            others |= all_factors(dimensions)
+    of_result = all_factors(rule.results[0]) - others
     reduced = set(rule.reduced)
     # The window of a convolution, unless each channel is filtered by itself.
-    if not rule.indexed and prod(rule.sizes[factor] for factor in reduced) > 1:
+    if not rule.indexed and rule.size(reduced) > 1:
         reduced |= rule.whole
     summed = _dims_with(weight, rule.operands[place], reduced)
     free = _dims_with(weight, rule.operands[place], of_result)
@@ -257,12 +257,11 @@ def _sides(weight: _Weight, rule: Rule, place: int) -> tuple[Dims, Dims]:
     return summed, free | weight.summed
 
 
-def _dims_with(weight: _Weight, dimensions: Iterable[Dimension], factors: set[Factor]) -> Dims:
+def _dims_with(weight: _Weight, dimensions: Iterable[Dimension], factors: Set[Factor]) -> Dims:
     """The dimensions of the model's array that any of the factors is in."""
     dims: set[int] = set()
     for sources, dimension in zip(weight.dims, dimensions, strict=True):
-        large = [factor for factor in dimension if factor in factors]
-        if large:
+        if not factors.isdisjoint(dimension):
             dims |= sources
     return frozenset(dims)
 
@@ -277,16 +276,12 @@ def _view(weight: _Weight, rule: Rule, place: int, is_product: bool) -> _Weight:
     result: list[Dims] = []
     for d, dimension in enumerate(after):
         known = [sources[factor] for factor in dimension if factor in sources]
-        size = prod(rule.sizes[factor] for factor in dimension)
         # A part of a dimension, as of several matrices in one, has factors of its own.
-        if not known and len(before) == len(after) and size > 1 and not is_product:
+        is_part = not known and len(before) == len(after) and not is_product
+        if is_part and rule.size(dimension) > 1:
             known = [weight.dims[d]]
         result.append(frozenset().union(*known))
     summed = weight.summed
     if is_product:
         summed = summed | _dims_with(weight, before, set(rule.reduced))
     return _Weight(weight.index, tuple(result), summed)
-
-
-def _factors(dimensions: Iterable[Dimension]) -> set[Factor]:
-    return {factor for dimension in dimensions for factor in dimension}

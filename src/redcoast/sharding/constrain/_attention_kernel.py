@@ -4,7 +4,6 @@ Each device computes attention for its own rows and heads.
 """
 
 from collections.abc import Sequence
-from math import prod
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -15,7 +14,7 @@ from ...core._jaxpr import bind_local
 from ..operations._rule import shape_of
 from ..program._graph import Value
 from ..program._trace import Arrays
-from ..tree._overrides import spec_axes
+from ..tree._overrides import spec_parts
 from ._shardings import Shardings
 
 KERNELS = frozenset(["dot_product_attention_bwd_splash", "dot_product_attention_fwd_splash"])
@@ -44,8 +43,7 @@ def run_kernel(
         return None
     of_queries, of_keys = shardings.spec(queries), shardings.spec(keys)
     rows, heads = of_queries[0], of_queries[2]
-    row_shards = prod(mesh.shape[axis] for axis in spec_axes(rows))
-    head_shards = prod(mesh.shape[axis] for axis in spec_axes(heads))
+    row_shards, head_shards = spec_parts([rows], mesh.shape), spec_parts([heads], mesh.shape)
     is_even = queries.shape[0] % row_shards == 0 and keys.shape[2] % head_shards == 0
     if of_keys[0] != rows or of_keys[2] != heads or not is_even:
         return None

@@ -9,7 +9,6 @@ the gradient over the axes that the batch is sharded over.
 
 import functools as ft
 from collections.abc import Sequence
-from math import prod
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -17,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..program._trace import Arrays
-from ..tree._overrides import spec_axes
+from ..tree._overrides import spec_parts
 
 _PARAMS = """
     window_strides padding lhs_dilation rhs_dilation dimension_numbers batch_group_count precision
@@ -48,7 +47,7 @@ def run_grouped(
     numbers, groups = equation.params["dimension_numbers"], equation.params["feature_group_count"]
     batch_dim, channel_dim = numbers.lhs_spec[:2]
     batch, channel = image_spec[batch_dim], image_spec[channel_dim]
-    shards = prod(mesh.shape[axis] for axis in spec_axes(channel))
+    shards = spec_parts([channel], mesh.shape)
     if equation.params["batch_group_count"] > 1:
         batch = channel = None
     if groups % shards or kernel_spec[numbers.rhs_spec[0]] != channel:

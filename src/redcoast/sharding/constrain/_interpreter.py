@@ -26,7 +26,9 @@ from ...core._control_flow import (
 from ...core._jaxpr import bind_again, evaluate_jaxpr, iter_equations, struct_of, variables
 from ...core._markers import gathered_dimension
 from ...core._pytree import ARRAYS, join
+from .._mesh_axes import used_axes
 from ..operations import Atom
+from ..operations._rule import at_places
 from ..operations._rule_table import CONSTRAINED
 from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
@@ -316,7 +318,7 @@ def _region(
     equation: JaxprEqn, values: Sequence[Value | None], shardings: Shardings
 ) -> LocalRegion:
     """The devices that divide the rows of an equation with operands of these values."""
-    axes = tuple(axis for axis in shardings.batch_axes if shardings.mesh.shape[axis] > 1)
+    axes = used_axes(shardings.batch_axes, shardings.mesh.shape)
     is_loop = isinstance(control_flow(equation), While)
     sharded = ()
     if any(map(shardings.is_parallel, filter(None, values))):
@@ -391,9 +393,9 @@ def _run_traced_rule(
             arguments[place] = x
         return fn(*arguments)
 
-    traced, arrays = trace_over(shardings.mesh, of_arrays, [inputs[i] for i in places], ())
+    traced, arrays = trace_over(shardings.mesh, of_arrays, at_places(inputs, places), ())
     program = follow_program(traced, [False] * traced.arrays)
-    program, compute = _follow_specs(program, [specs[i] for i in places], shardings)
+    program, compute = _follow_specs(program, at_places(specs, places), shardings)
     local = find_shardings(program, shardings.mesh, compute)
     results = run_constrained(program.scope, local, arrays)
     result_specs = list(map(local.spec, outputs_of(program.graph, program.scope)))

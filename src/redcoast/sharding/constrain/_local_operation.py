@@ -7,7 +7,6 @@ which dimensions; `jax.shard_map` divides those that are sharded.
 
 import itertools
 from collections.abc import Sequence
-from math import prod
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...core._control_flow import primitive_name
 from ...core._jaxpr import bind_local
+from .._mesh_axes import parts, used_axes
 from ..operations import Dimension, Factor, Rule, rule_of
 from ..operations._made_rules import DECOMPOSITIONS
 from ..program._graph import Value
@@ -67,20 +67,18 @@ def _axes_of_factors(
     """The axes that each dimension is sharded over along which the operation acts on each element
     alone."""
     sizes = shardings.mesh.shape
-    torn = rule.reduced | rule.whole | rule.moved | rule.indexed
     axes: dict[Factor, tuple[str, ...]] = {}
     for value, dimensions in zip(values, (*rule.operands, *rule.results), strict=True):
         if value is None:
             continue
         for dimension, entry in zip(dimensions, shardings.spec(value), strict=True):
-            names = tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1)
+            names = used_axes(spec_axes(entry), sizes)
             if not names or len(dimension) != 1:
                 continue
             factor = dimension[0]
             used = set(itertools.chain.from_iterable(axes.values()))
-            is_free = factor not in torn and factor not in axes and used.isdisjoint(names)
-            shards = prod(sizes[axis] for axis in names)
-            if is_free and rule.sizes[factor] % shards == 0:
+            is_free = rule.is_carried(factor) and factor not in axes and used.isdisjoint(names)
+            if is_free and rule.sizes[factor] % parts(names, sizes) == 0:
                 axes[factor] = names
     return axes
 

@@ -11,8 +11,7 @@ import functools as ft
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import prod
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +43,10 @@ from ...core._jaxpr import (
     iter_equations,
     struct_of,
 )
+from .._mesh_axes import parts, used_axes
 from ..operations import Atom
 from ..operations._made_rules import OF_ANY_ROW
+from ..operations._rule import at_places
 from ..program._trace import Arrays
 from ._custom_rules import zero_tangent
 from ._local_states import (
@@ -69,9 +70,6 @@ _OPERAND_SIZES = frozenset(["limit_indices", "slice_sizes"])
 _WITH_SIZES = frozenset(["broadcast_in_dim", "reshape", "slice", "dynamic_slice", "gather"])
 
 
-Item = TypeVar("Item")
-
-
 @dataclass(frozen=True)
 class LocalRegion:
     """The devices that the rows of a batch are divided over: those along `axes` of the mesh.
@@ -87,7 +85,7 @@ class LocalRegion:
     states: LocalStates = field(init=False)
 
     def __post_init__(self) -> None:
-        count = prod(self.mesh.shape[axis] for axis in self.axes)
+        count = parts(self.axes, self.mesh.shape)
         object.__setattr__(self, "states", LocalStates(count, expand=self.is_loop))
 
     def is_worth_it(self, equation: JaxprEqn, states: Sequence[State]) -> bool:
@@ -143,7 +141,8 @@ class LocalRegion:
         return list(jax.jit(run)(*operands))
 
     def _manual_axes(self, equation: JaxprEqn) -> frozenset[str]:
-        others = {axis for axis, size in self.mesh.shape.items() if size > 1} - {*self.axes}
+        sizes = self.mesh.shape
+        others = set(used_axes(tuple(sizes), sizes)).difference(self.axes)
         free: set[str] = set()
         if self.is_loop:
             # Without a reverse-mode derivative, further axes cost nothing, and XLA cannot use them.
@@ -373,26 +372,26 @@ class _Evaluation:
                 all_tangents[place] = tangent
             original = lambda *xs: bind_again(equation, xs)
             out, out_tangents = jax.jvp(original, tuple(primals), tuple(all_tangents))
-            return out, _at(out_tangents, outputs)
+            return out, at_places(out_tangents, outputs)
 
         custom = jax.custom_jvp(run)
         try:
             # For all rows, and so without the axes of the region.
             with use_abstract_mesh(equation.ctx.cur_abstract_mesh):
-                closed = jax.make_jaxpr(push)(avals, _at(avals, moving))
+                closed = jax.make_jaxpr(push)(avals, at_places(avals, moving))
         except Exception as error:
             custom.defjvp(ft.partial(_raise, error))  # the function refuses to be differentiated
             return custom
         # If the rule combines rows, the region is not used.
-        rule_states = [*states, *_at(states, moving)]
-        wanted = [*results, *_at(results, outputs)]
+        rule_states = [*states, *at_places(states, moving)]
+        wanted = [*results, *at_places(results, outputs)]
         out_states = self.region.states.of_jaxpr(closed, rule_states)
         for state, need in zip(out_states, wanted, strict=True):
             check_becomes(state, need)
         run_rule = self.as_function(closed, rule_states, wanted)
 
         def rule(primals: Sequence[object], tangents: Sequence[object]) -> tuple[Arrays, Arrays]:
-            arrays = run_rule(*primals, *_at(tangents, moving))
+            arrays = run_rule(*primals, *at_places(tangents, moving))
             out, pushed = arrays[: len(results)], arrays[len(results) :]
             out_tangents: Arrays = list(map(zero_tangent, out))
             for place, tangent in zip(outputs, pushed, strict=True):
@@ -435,8 +434,8 @@ class _Evaluation:
 
         def function(part: tuple[AnyJaxpr, Sequence[int]]) -> Callable[..., Arrays]:
             jaxpr, places = part
-            consts = _at(inputs, places)
-            run = self.as_function(jaxpr, [*_at(states, places), *results], results)
+            consts = at_places(inputs, places)
+            run = self.as_function(jaxpr, [*at_places(states, places), *results], results)
             return lambda *xs: run(*consts, *jax.tree.leaves(xs))
 
         parts = flow.functions
@@ -459,9 +458,9 @@ def waits_for_rows(equation: JaxprEqn) -> bool:
         case While() | LinearSolve():
             return True
         case Scan():
-            return any(primitive_name(x) in OF_ANY_ROW for x in _inside(equation))
+            return not OF_ANY_ROW.isdisjoint(map(primitive_name, _inside(equation)))
         case Cond():
-            return any(primitive_name(x) == CALLBACK for x in _inside(equation))
+            return CALLBACK in map(primitive_name, _inside(equation))
     return False
 
 
@@ -469,10 +468,6 @@ def _as_arrays(inputs: Sequence[object], atoms: Sequence[Atom]) -> list[jax.Arra
     """Converts inputs, some of which are Python numbers, to arrays of the traced dtypes."""
     dtypes = [struct_of(atom).dtype for atom in atoms]
     return list(map(jnp.asarray, inputs, dtypes))
-
-
-def _at(items: Sequence[Item], places: Sequence[int]) -> list[Item]:
-    return [items[place] for place in places]
 
 
 def _ranks(atoms: Sequence[Atom]) -> list[int]:

@@ -30,6 +30,7 @@ from ...core._jaxpr import is_inexact, struct_of
 from ..operations import Dimension, Factor, Rule, rule_of
 from ..operations._elementwise_rules import PAIRWISE
 from ..operations._made_rules import OF_ANY_ROW
+from ..operations._rule import at_places
 
 
 class NotLocal(Exception):
@@ -222,12 +223,11 @@ class LocalStates:
         """The systems of different rows are independent."""
         if len(flow.places) - len(flow.functions["solve"][1]) != len(equation.outvars):
             raise NotLocal("`custom_linear_solve` returns more than solutions")
-        solve = [states[place] for place in flow.places]
-        results = self.of_jaxpr(flow.solve, solve)
+        results = self.of_jaxpr(flow.solve, at_places(states, flow.places))
         wanted = list(states)
         # With rows in the matrices alone, each row has a right side of its own.
         wanted[len(states) - len(results) :] = results
-        if results != self.of_jaxpr(flow.solve, [wanted[place] for place in flow.places]):
+        if results != self.of_jaxpr(flow.solve, at_places(wanted, flow.places)):
             raise NotLocal("`custom_linear_solve` combines rows with other rows")
         return LocalStep(tuple(wanted), results)
 
@@ -252,7 +252,7 @@ class LocalStates:
         operands = [self._operand(name, rule, factor, i) for i in range(len(states))]
         if factor in rule.reduced:
             return _summed(name, rule, operands, count)
-        if factor in rule.whole | rule.moved | rule.indexed:
+        if not rule.is_carried(factor):
             raise NotLocal(f"`{name}` is applied along rows")
         results = [self._place(name, rule, factor, dimensions) for dimensions in rule.results]
         if None in results:

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._mesh_axes import parts
+from ..operations import Dimension, rule_of
 from ..pipeline._draws import RandomBits
 from ..pipeline._stages import Pipeline
 from ..program._batch_dims import BatchDims, batch_over, split_axes
@@ -231,50 +232,26 @@ def gather_operands(
     In attention, scores have two dimensions of tokens, of which the queries' stays split.
     The keys and values are needed as a whole by every device.
     """
-    if any(isinstance(atom, Literal) for atom in equation.invars):
-        return list(operands)
-    values = [scope.values[atom] for atom in equation.invars]
-    split = [shardings.batch_dim(value) for value in values]
-    kept = shardings.batch_dim(scope.values[equation.outvars[0]])
-    places = _places(equation, values)
-    gathered = list(operands)
-    for side, value in enumerate(values):
-        d = split[side]
-        if d is None:
+    rule, gathered = rule_of(equation), list(operands)
+    if rule is None or any(isinstance(atom, Literal) for atom in equation.invars):
+        return gathered
+    values = [scope.values[atom] for atom in (*equation.invars, *equation.outvars)]
+    # The dimension that each of the operands and the result is split along.
+    split: list[Dimension | None] = [None] * len(values)
+    for place, dimensions in enumerate((*rule.operands, *rule.results)):
+        d = shardings.batch_dim(values[place])
+        if d is not None:
+            split[place] = dimensions[d]
+    *of_operands, of_result = split
+    for side, dimension in enumerate(of_operands):
+        if dimension is None or dimension == of_result:
             continue
-        place = places[side][d]
-        if isinstance(place, _SummedWith):
-            stays = split[1 - side] == place.dim
-        else:
-            stays = place == kept
-        if not stays:
-            gathered[side] = shardings.gather(operands[side], value, d)
+        # A sum over dimensions of both operands that are split alike is one of parts.
+        is_summed = not rule.reduced.isdisjoint(dimension)
+        if not is_summed or of_operands[1 - side] != dimension:
+            d = rule.operands[side].index(dimension)
+            gathered[side] = shardings.gather(operands[side], values[side], d)
     return gathered
-
-
-@dataclass(frozen=True)
-class _SummedWith:
-    """A dimension is summed over, together with dimension `dim` of the other operand."""
-
-    dim: int
-
-
-def _places(equation: JaxprEqn, values: Sequence[Value]) -> list[dict[int, int | _SummedWith]]:
-    """For each operand of a `dot_general`, the dimension of the result that each of its dimensions
-    becomes: those of the batch first, then those that are kept of both operands in turn."""
-    sums, batch = equation.params["dimension_numbers"]
-    next_place = len(batch[0])
-    places: list[dict[int, int | _SummedWith]] = []
-    for side, value in enumerate(values):
-        of_side: dict[int, int | _SummedWith] = {d: place for place, d in enumerate(batch[side])}
-        for mine, theirs in zip(sums[side], sums[1 - side], strict=True):
-            of_side[mine] = _SummedWith(theirs)
-        for d in range(len(value.dims)):
-            if d not in of_side:
-                of_side[d] = next_place
-                next_place += 1
-        places.append(of_side)
-    return places
 
 
 def gather_looked_up(
@@ -285,7 +262,7 @@ def gather_looked_up(
     Every device then looks up its own, as the edges of a graph do the nodes.
     """
     table, *indices = operands
-    rule = scope.rules[scope.jaxpr.eqns.index(equation)]
+    rule = rule_of(equation)
     kept = shardings.spec(scope.values[equation.outvars[0]])
     if rule is None or isinstance(equation.invars[0], Literal):
         return list(operands)

@@ -6,13 +6,13 @@ device gets the rows that its windows need from its neighbours, and computes its
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
+from .._mesh_axes import parts
 from ..program._graph import Value
 from ..program._trace import Arrays
 from ..tree._overrides import spec_axes
@@ -75,7 +75,7 @@ def run_split_conv(
         if entry is None:
             continue
         axes = spec_axes(entry)
-        count = prod(shardings.mesh.shape[axis] for axis in axes)
+        count = parts(axes, shardings.mesh.shape)
         image_size, kernel_size, result_size = (
             value.shape[d] for value, d in zip(values, dims, strict=True)
         )
@@ -136,15 +136,15 @@ def _with_halo(x: jax.Array, window: _Window, sizes: Mapping[str, int]) -> jax.A
     """A part of an array, with elements of the neighbouring parts, or without some of its own."""
     d, own = window.dim, x.shape[window.dim]
     start, stop = max(0, -window.left), own - max(0, -window.right)
-    parts = [jax.lax.slice_in_dim(x, start, stop, axis=d)]
-    count = prod(sizes[axis] for axis in window.axes)
+    pieces = [jax.lax.slice_in_dim(x, start, stop, axis=d)]
+    count = parts(window.axes, sizes)
     # Devices at the edges get zeros, which is the padding of a convolution.
     if window.left > 0:
         edge = jax.lax.slice_in_dim(x, own - window.left, own, axis=d)
         forward = [(i, i + 1) for i in range(count - 1)]
-        parts.insert(0, jax.lax.ppermute(edge, window.axes, forward))
+        pieces.insert(0, jax.lax.ppermute(edge, window.axes, forward))
     if window.right > 0:
         edge = jax.lax.slice_in_dim(x, 0, window.right, axis=d)
         backward = [(i + 1, i) for i in range(count - 1)]
-        parts.append(jax.lax.ppermute(edge, window.axes, backward))
-    return jnp.concatenate(parts, axis=d)
+        pieces.append(jax.lax.ppermute(edge, window.axes, backward))
+    return jnp.concatenate(pieces, axis=d)

@@ -7,7 +7,6 @@ dimension divides. XLA's own partitioning of such a transform can end the proces
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from ...core._jaxpr import bind_again
+from .._mesh_axes import parts
 from ..program._graph import Value
 from ..tree._overrides import spec_axes
 from ._shardings import Shardings
@@ -103,7 +103,7 @@ def _moved(
             continue
         best, largest = None, 0  # the dimension with the largest part on each device
         for other in others:
-            part, left = divmod(shape[other], prod(sizes[axis] for axis in (*moved[other], *axes)))
+            part, left = divmod(shape[other], parts((*moved[other], *axes), sizes))
             if left == 0 and (best is None or part > largest):
                 best, largest = other, part
         if best is None:

@@ -67,9 +67,13 @@ class Rule:
     writes: int | None = None
     near: tuple[tuple[Factor, int], ...] = ()
 
-    def size(self, dimension: Dimension) -> int:
+    def size(self, factors: Iterable[Factor]) -> int:
         """The number of elements along a dimension, or along some of its factors."""
-        return prod(self.sizes[factor] for factor in dimension)
+        return prod(map(self.sizes.__getitem__, factors))
+
+    def is_carried(self, factor: Factor) -> bool:
+        """Whether an element of a result depends on the same element of operands along a factor."""
+        return factor not in self.reduced | self.moved | self.whole | self.indexed
 
     @property
     def is_pairwise(self) -> bool:

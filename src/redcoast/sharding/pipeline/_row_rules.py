@@ -50,7 +50,7 @@ def apply_rule(pair: EquationPair, inputs: Sequence[State]) -> list[State]:
     for operand, dimensions in enumerate(rule.operands):
         if inputs[operand] is None and rows.factor in all_factors(dimensions):
             raise MixesRows(f"`{name}` combines rows with an array of as many elements")
-    if rows.factor in rule.whole | rule.moved | rule.indexed:
+    if not rule.is_carried(rows.factor):
         raise MixesRows(f"`{name}` is applied along rows")
     return [_rows_of_result(rule, dimensions, rows) for dimensions in rule.results]
 

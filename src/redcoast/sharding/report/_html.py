@@ -3,9 +3,8 @@
 import html
 import math
 from collections.abc import Mapping, Sequence
-from math import prod
 
-from ..tree._overrides import spec_axes
+from ..tree._overrides import spec_parts
 from ._data import PlannedArray, PlanReport
 from ._summary import draw_summary
 from ._table import groups_of
@@ -48,7 +47,7 @@ def draw_html(report: PlanReport) -> str:
 
 def draw_array(array: PlannedArray, mesh: Mapping[str, int]) -> str:
     """An SVG picture of the last two dimensions of an array, or of those that are divided."""
-    parts = [prod(mesh[axis] for axis in spec_axes(entry)) for entry in array.spec]
+    parts = [spec_parts([entry], mesh) for entry in array.spec]
     parts += [1] * (len(array.shape) - len(parts))
     # What is missing of two dimensions is drawn as one of size 1.
     sizes, tiles = [1, 1], [1, 1]

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from math import prod
 
 from ...distributed._mesh import PIPE
 from .._mesh_axes import parts, used_axes
@@ -202,7 +201,7 @@ def _gathers(plans: Sequence[LeafPlan], decision: Decision) -> Iterator[Sent]:
             kept |= used & {PIPE}
             times = 1  # a stage gathers its layers once, before its first microbatch
         over = tuple(axis for axis in axes if axis in used - kept)
-        part = value.bytes * times / prod(axes[axis] for axis in kept)
+        part = value.bytes * times / parts(tuple(kept), axes)
         size = all_gather(parts(over, axes), part)
         # A scan uses one layer of an array at a time.
         source = program.graph.first_use.get(value.dims)

@@ -68,7 +68,8 @@ def find_coupling(program: Program) -> Coupling | None:
     if traced.trains:
         needed = jaxpr.outvars[:1]  # the loss
     # The model's arrays are the first arguments.
-    origins = [_Origin(model=place < traced.arrays) for place in range(len(jaxpr.invars))]
+    others = len(jaxpr.invars) - traced.arrays
+    origins = [_Origin(model=True)] * traced.arrays + [_Origin()] * others
     follow_facts(facts, program.scope, origins, needed=needed)
     return search.coupling
 
@@ -141,8 +142,9 @@ class _Use:
             return merged
         if merged.model:
             return replace(merged, summed=self.operation)
-        is_scalar = all(size <= 1 for size in self.operation.result.shape)
-        weights = 1 if is_scalar else 2
+        weights = 1
+        if max(self.operation.result.shape, default=1) > 1:
+            weights = 2
         return replace(merged, weighed=self.operation, weights=weights)
 
     def coupling(self) -> Coupling | None:

@@ -12,7 +12,7 @@ def find_not_done(report: PlanReport) -> tuple[NotDone, ...]:
     if too_small is not None:
         return (too_small,)
     entries = _tensor_parallelism(report), _fsdp(report), _batch(report)
-    return tuple(entry for entry in entries if entry is not None)
+    return tuple(filter(None, entries))
 
 
 def parameters_of(report: PlanReport) -> list[PlannedArray]:
@@ -118,10 +118,11 @@ def _batch(report: PlanReport) -> NotDone | None:
     program = report.program_or_none
     if program is None or not program.batch:
         return None
-    asked = [
-        axis for axis in BATCH_AXES if report.mesh[axis] > 1 and axis not in program.model_axes
-    ]
-    if all(axis in program.batch_axes for axis in asked):
+    asked: list[str] = []
+    for axis in BATCH_AXES:
+        if report.mesh[axis] > 1 and axis not in program.model_axes:
+            asked.append(axis)
+    if set(asked).issubset(program.batch_axes):
         return None
     rows = "the batch"
     if program.batch_sizes:

@@ -38,9 +38,9 @@ def find_promotions(program: Program) -> tuple[str, ...]:
         of_results=partial(_origin, examples, lines),
         join=_merged,
     )
-    arguments = len(program.scope.jaxpr.invars)
-    # The model's arrays are the first arguments.
-    origins = [_Origin(model=place < program.traced.arrays) for place in range(arguments)]
+    arrays = program.traced.arrays  # of the model, which are the first arguments
+    others = len(program.scope.jaxpr.invars) - arrays
+    origins = [_Origin(model=True)] * arrays + [_Origin()] * others
     follow_facts(facts, program.scope, origins)
     return tuple(lines)
 

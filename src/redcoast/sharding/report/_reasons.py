@@ -9,7 +9,7 @@ from typing import Any
 from ...core._errors import several
 from .._mesh_axes import parts, used_axes
 from ..program._batch_dims import split_axes
-from ..program._constants import LARGE_CONSTANT
+from ..program._constants import LARGE_CONSTANT, Constant
 from ..solver._split_examples import example_parts, is_inside, is_sequence
 from ..solver._strategy import Decision, is_fsdp_possible
 from ..tree._leaf_plans import Reason
@@ -40,11 +40,11 @@ def batch_sentences(decision: Decision, others: Mapping[str, int]) -> str:
 def batch_sizes(decision: Decision) -> tuple[int, ...]:
     """The sizes of the batch dimension."""
     program = decision.program
-    sizes = {program.graph.sizes[d] for d in program.batch.of_inputs}
+    nodes = program.batch.of_inputs
     if program.batch.sequence:
         # The dimensions that are split are those of the sequence.
-        sizes = {value.shape[0] for value in program.examples}
-    return tuple(sorted(sizes))
+        nodes = [value.dims[0] for value in program.examples]
+    return tuple(sorted(set(map(program.graph.sizes.__getitem__, nodes))))
 
 
 def _sentence(decision: Decision) -> str:
@@ -91,7 +91,9 @@ def split_examples(decision: Decision) -> dict[str, str]:
     if not program.batch.sets:
         return {}
     along_sequence = is_sequence(program, example_parts(program.batch.split, decision.sizes))
-    use = "context parallel" if along_sequence else "domain parallel"
+    use = "domain parallel"
+    if along_sequence:
+        use = "context parallel"
     uses: dict[str, str] = {}
     for over, places in program.batch.split:
         if is_inside(places):
@@ -123,7 +125,7 @@ def _split_sentence(decision: Decision) -> str:
 
 def _with_commas(sizes: Sequence[int]) -> str:
     """`2,048, 1,024 and 512`."""
-    return _listed([f"{size:,}" for size in sizes])
+    return _listed(list(map("{:,}".format, sizes)))
 
 
 def _sizes(decision: Decision) -> str:
@@ -186,15 +188,14 @@ def _find_sets(leaves: Sequence[Leaf], decision: Decision) -> dict[int, Set]:
 
 def _set(alike: Sequence[Members], over: str) -> Set:
     """The arrays of sets that differ only in the indices of their layers."""
-    leaves = [leaf for leaf, _ in chain(*alike)]
     # In the order of the tree, in which the sets of layers alternate.
-    leaves.sort(key=lambda leaf: leaf.index)
-    names = shortened([leaf.name for leaf in leaves], limit=6, width=200)
+    members = sorted(chain(*alike), key=lambda member: member[0].index)
+    names = shortened([leaf.name for leaf, _ in members], limit=6, width=200)
     first = alike[0]
     if len(first) == 1:
         return Set(names, Reason("tensor-parallel", f"over {over}, with no other array"))
     sizes = sorted({leaf.shape[d] for leaf, d in first}, reverse=True)
-    along = " and ".join(f"{size:,}" for size in sizes[:4])
+    along = " and ".join(map("{:,}".format, sizes[:4]))
     text = f"along {along} over {over}"
     if len(alike) > 1:
         text += f" ({len(alike)} sets of {len(first)})"
@@ -256,7 +257,10 @@ class Reasons:
         indivisible = self.indivisible(place, 2)
         if not indivisible:
             return "tensor parallelism would cost more"
-        divisible = {size for _, size, inner in self._free_dims(place) if not inner}
+        divisible: set[int] = set()
+        for _, size, inner in self._free_dims(place):
+            if not inner:
+                divisible.add(size)
         if not divisible:
             return indivisible
         along = _with_commas(sorted(divisible, reverse=True))
@@ -338,24 +342,27 @@ def find_reasons(leaves: Sequence[Leaf], decision: Decision) -> Reasons:
 
 def hindrances(reasons: Reasons) -> tuple[Hindrance, ...]:
     """For tensor-parallel arrays, the sizes that rule out another dimension."""
-    split = [place for place, d in enumerate(reasons.decision.computed) if d is not None]
-    by_reason = grouped(split, lambda place: reasons.indivisible(place, reasons.decision.n))
-    entries = []
-    for why, places in by_reason.items():
-        if why:
-            names = shortened([reasons.leaves[place].name for place in places])
-            entries.append(Hindrance(names, why))
-    return tuple(entries)
+    names: dict[str, list[str]] = {}  # by the reason
+    for place, d in enumerate(reasons.decision.computed):
+        why = reasons.indivisible(place, reasons.decision.n)
+        if d is not None and why:
+            names.setdefault(why, []).append(reasons.leaves[place].name)
+    return tuple(Hindrance(shortened(paths), why) for why, paths in names.items())
 
 
 def closed_over(reasons: Reasons) -> tuple[ClosedOver, ...]:
     """The large arrays that the function closes over, which are in no state."""
-    split = {constant for constant, _, d in reasons.decision.constants if d is not None}
-    arrays = []
+    split: set[Constant] = set()
+    for constant, _, d in reasons.decision.constants:
+        if d is not None:
+            split.add(constant)
+    arrays: list[ClosedOver] = []
     for constant in reasons.decision.program.constants:
         if constant.bytes < LARGE_CONSTANT:
             continue
-        axes = reasons.over if constant in split else ()
+        axes = ()
+        if constant in split:
+            axes = reasons.over
         sizes, dtype = tuple(constant.shape), str(constant.dtype)
         arrays.append(ClosedOver(constant.name, sizes, dtype, constant.bytes, axes))
     return tuple(arrays)

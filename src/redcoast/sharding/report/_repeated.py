@@ -24,7 +24,10 @@ def repeated(reasons: Reasons) -> tuple[Repeated, ...]:
         return ()
     program = decision.program
     devices_sharing = sharing(decision)
-    undivided = [work for work in program.graph.works if devices_sharing(work.dims) == 1]
+    undivided: list[Work] = []
+    for work in program.graph.works:
+        if devices_sharing(work.dims) == 1:
+            undivided.append(work)
     least = _LITTLE * arithmetic(decision).per_device
     if _flops(undivided) <= least:
         return ()
@@ -51,8 +54,8 @@ def _flops(works: Sequence[Work]) -> float:
 
 def _places(program: Program, work: Work) -> list[int]:
     """The places of the parameters that are multiplied unchanged, transposed or cast."""
-    operands = [set(dims) for dims in work.of if dims]
-    places = []
+    operands = list(map(set, filter(None, work.of)))
+    places: list[int] = []
     for place, value in enumerate(program.parameters):
         if any(dims.issubset(value.dims) for dims in operands):
             places.append(place)
@@ -104,7 +107,7 @@ def _sentence(size: int, against: NotRows, batch: Sequence[int], count: int) -> 
         return f"most operations on {rows} are combined with rows of the batch"
     if against is NotRows.REPLICATED:
         return f"the program constrains {rows} to be replicated"
-    sizes = ", ".join(f"{size:,}" for size in batch)
+    sizes = ", ".join(map("{:,}".format, batch))
     other_number = f"{rows} differ in number from the batch ({sizes})"
     if size % count:
         return f"{other_number}, and do not divide over {count} devices"

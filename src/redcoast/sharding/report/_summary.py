@@ -77,11 +77,10 @@ def _count(arrays: Sequence[PlannedArray]) -> int:
 
 def _devices(report: PlanReport) -> list[str]:
     sizes = {axis: size for axis, size in report.mesh.items() if size > 1}
-    counts: dict[str, int] = {}
+    counts: dict[str, int] = dict.fromkeys(_USES, 1)
     for axis, size in sizes.items():
-        use = _use(report, axis)
-        counts[use] = counts.get(use, 1) * size
-    uses = " x ".join(f"{counts[use]}-way {use}" for use in _USES if use in counts)
+        counts[_use(report, axis)] *= size
+    uses = " x ".join(f"{count}-way {use}" for use, count in counts.items() if count > 1)
     mesh = f"(mesh {mesh_text(sizes)})"
     line = f"{prod(sizes.values()):,} devices = {uses}"
     if len(line) > WIDTH:
@@ -123,17 +122,21 @@ def _use_without_program(
     """What the devices along a mesh axis do, if the axes are used as usual."""
     if axis == "model" and has_tensor_parallel:
         return "tensor parallel"
+    with_shards, without = "FSDP", "data parallel"
     if axis not in BATCH_AXES:
-        return "parameter sharding" if sharded else "replication"
-    return "FSDP" if sharded else "data parallel"
+        with_shards, without = "parameter sharding", "replication"
+    if sharded:
+        return with_shards
+    return without
 
 
 def _parameters(report: PlanReport) -> str:
     total = report.totals.parameters
     each = "all of them on each device"
     if total.factor > 1:
-        digits = 1 if total.factor < 100 else 0
-        less = f"{total.factor:.{digits}f}x less"
+        less = f"{total.factor:.0f}x less"
+        if total.factor < 100:
+            less = f"{total.factor:.1f}x less"
         each = f"{scaled(total.bytes_per_device)} on each device ({less})"
     count = _count(parameters_of(report))
     return _labelled("Parameters", f"{count:,} ({scaled(total.bytes)}), {each}")
@@ -155,7 +158,9 @@ def _shares(report: PlanReport, *, reasons: bool, merged: bool) -> list[str]:
     for way in sorted(ways, key=lambda way: -shares[way]):
         if way in small:
             continue
-        percent = f"{shares[way]}%" if shares[way] else "<1%"
+        percent = "<1%"
+        if shares[way]:
+            percent = f"{shares[way]}%"
         first = f"  {percent:>5} {way:<{widest}}  "
         lines += _examples(first, ways[way], reasons and way == "replicated")
     if small:
@@ -224,8 +229,10 @@ def _estimates(report: PlanReport, *, short: bool) -> list[str]:
 
 def _pipeline(pipeline: Pipelining, *, short: bool) -> list[str]:
     layers = " and ".join(map(str, pipeline.layers))
-    noun = "layer" if layers == "1" else "layers"
-    stages = f"{pipeline.stages} stages of {layers} {noun}, {pipeline.microbatches} microbatches"
+    of_stage = f"{layers} layers"
+    if layers == "1":
+        of_stage = "1 layer"
+    stages = f"{pipeline.stages} stages of {of_stage}, {pipeline.microbatches} microbatches"
     size = scaled(pipeline.bytes)
     costs = f"bubble {pipeline.bubble:.0%} of the time, {size} sent between stages"
     if short:

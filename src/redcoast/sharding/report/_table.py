@@ -80,9 +80,10 @@ def _is_all_replicated(report: data.PlanReport) -> bool:
 
 def _is_fsdp_sharded_as_well(report: data.PlanReport) -> bool:
     """Whether tensor-parallel arrays are sharded over `fsdp` too."""
-    return any(
-        array.reason.kind == "tensor-parallel" and "fsdp" in array.axes for array in report.arrays
-    )
+    for array in report.arrays:
+        if array.reason.kind == "tensor-parallel" and "fsdp" in array.axes:
+            return True
+    return False
 
 
 def groups_of(report: data.PlanReport, *, by_reason: bool = True) -> list[_Group]:
@@ -90,21 +91,20 @@ def groups_of(report: data.PlanReport, *, by_reason: bool = True) -> list[_Group
 
     The usual state of an optimizer, which is sharded like the parameters, is left out.
     """
-    arrays = [array for array in report.arrays if not _is_usual_state(array)]
-
-    def appearance(place: int) -> tuple[object, ...]:
-        array = arrays[place]
-        same = array.shape, array.spec, array.dtype
-        return (*same, array.reason) if by_reason else same
-
-    # By the place of the first array, since the groups follow the order of the tree.
-    groups: dict[int, _Group] = {}
-    for alike in grouped(range(len(arrays)), appearance).values():
-        for pattern, members in braced([arrays[place].path for place in alike]):
-            places = [alike[member] for member in members]
-            size = sum(arrays[place].bytes_per_device for place in places)
-            groups[places[0]] = _Group(pattern, arrays[places[0]], size)
-    return [groups[place] for place in sorted(groups)]
+    places: dict[int, int] = {}  # in the tree, by the `id` of the array
+    by_appearance: dict[tuple[object, ...], list[data.PlannedArray]] = {}
+    for place, array in enumerate(report.arrays):
+        if _is_usual_state(array):
+            continue
+        places[id(array)] = place
+        appearance = (array.shape, array.spec, array.dtype, by_reason and array.reason)
+        by_appearance.setdefault(appearance, []).append(array)
+    groups: list[_Group] = []
+    for alike in by_appearance.values():
+        for pattern, members in braced([array.path for array in alike]):
+            size = sum(alike[member].bytes_per_device for member in members)
+            groups.append(_Group(pattern, alike[members[0]], size))
+    return sorted(groups, key=lambda group: places[id(group.first)])
 
 
 def _is_usual_state(array: data.PlannedArray) -> bool:
@@ -134,7 +134,7 @@ def _rank(array: data.PlannedArray) -> int:
     """The place of an array's section in the table."""
     if array.parts == 1:
         return 2
-    return 1 if array.reason.kind == "fsdp" else 0
+    return int(array.reason.kind == "fsdp")
 
 
 def _body(sections: Sequence[tuple[str, list[_Group]]]) -> list[str]:
@@ -179,7 +179,9 @@ def _totals(totals: data.Totals) -> list[str]:
     if states.arrays:
         times = states.bytes / max(1, parameters.bytes)
         # If few parameters are trained, it is a small fraction.
-        shown = f"{times:.1f}" if times > 0.05 else f"{times:.2g}"
+        shown = f"{times:.2g}"
+        if times > 0.05:
+            shown = f"{times:.1f}"
         lines.append(_total("optimizer state", states))
         lines.append(f"{'':<17}(sharded like the parameters; {shown}x their size)")
     # Counts of steps and keys are not worth a line.
@@ -256,14 +258,16 @@ def _closed_over_array(array: data.ClosedOver) -> str:
 
 def _memory(program: data.ProgramReport) -> list[str]:
     memory, available = program.memory, program.device_memory
-    kinds = {kind: size for kind, size in vars(memory).items() if kind != "total" and size}
-    parts = ", ".join(f"{megabytes(size)} {name.replace('_', ' ')}" for name, size in kinds.items())
-    lines = [
-        "",
-        *paragraph(f"Estimated memory per device: {megabytes(memory.total)} MB ({parts})."),
-    ]
+    parts: list[str] = []
+    for name, size in vars(memory).items():
+        if name != "total" and size:
+            parts.append(f"{megabytes(size)} {name.replace('_', ' ')}")
+    total = f"Estimated memory per device: {megabytes(memory.total)} MB ({', '.join(parts)})."
+    lines = ["", *paragraph(total)]
     if memory.total > available:
-        source = "that it has" if program.device_memory_known else "that are assumed"
+        source = "that are assumed"
+        if program.device_memory_known:
+            source = "that it has"
         lines += paragraph(
             f"That is more than the {megabytes(available)} MB {source} "
             "(`Hardware.memory`): use more devices, a larger `fsdp` or `model`, a smaller batch, "

@@ -109,7 +109,9 @@ def _pattern_text(texts: tuple[str, ...]) -> str:
     ranges: list[str] = []
     for run in grouped(places, lambda place: numbers[place] - place).values():
         first, last = numbers[run[0]], numbers[run[-1]]
-        ranges.append(f"{first}..{last}" if first < last else f"{first}")
+        ranges.append(f"{first}..{last}")
+        if first == last:
+            ranges[-1] = f"{first}"
     return "{" + ",".join(ranges) + "}"
 
 
@@ -136,7 +138,7 @@ def pieces(text: str, width: int, rest: str = "") -> list[str]:
 def paragraph(text: str, first: str = "", rest: str = "") -> list[str]:
     """A text in lines of the page's width; `first` and `rest` are their indentation."""
     lines = pieces(text, WIDTH - max(len(first), len(rest)))
-    return [first + lines[0], *(rest + line for line in lines[1:])]
+    return [first + lines[0], *map(rest.__add__, lines[1:])]
 
 
 def hanging(first: str, text: str) -> list[str]:

@@ -73,7 +73,7 @@ def _why_indivisible(program: Program, count: int) -> str:
         return "none of its dimensions is a sequence"
     nodes = set[int]().union(*(value.dims[1:] for value in program.examples))
     sizes = set(map(program.graph.sizes.__getitem__, nodes & sequence))
-    numbers = " and ".join(f"{size:,}" for size in sorted(sizes))
+    numbers = " and ".join(map("{:,}".format, sorted(sizes)))
     return f"{numbers} tokens do not divide either"
 
 

@@ -65,7 +65,7 @@ def add_adapters(
     check_integer("rank", rank)
     matrices = find_matrices(model)
     chosen = sorted(match_targets(targets, matrices))
-    if adapted := [path for path in chosen if path in find_adapted(model)]:
+    if adapted := sorted(find_adapted(model).keys() & chosen):
         raise ValueError(
             f"{', '.join(adapted)} has an adapter already. Merge it (`lora.merge`) before adding "
             "another, or match other weights."

@@ -32,7 +32,7 @@ from ._peft_names import (
 )
 from ._peft_tied import tied_heads, with_own_head
 from ._read_whole import read_at, read_whole
-from ._targets import find_adapted, matrix_of
+from ._targets import find_adapted, matrix_of, with_paths
 
 Index = tuple[int, ...]
 Ranks = dict[Index, int]
@@ -179,8 +179,7 @@ def load_adapters(model: PyTree, path: str | Path) -> PyTree:
 
 
 def _leaves(model: PyTree) -> dict[str, Leaf]:
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_quantised)
-    return {show_path(path): x for path, x in leaves}
+    return dict(with_paths(model, is_quantised))
 
 
 def _whole_tensors(model: PyTree) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ def find_matrices(model: PyTree) -> dict[str, Matrix]:
     """Finds the matrices of a PyTree, by path: matrices in models of `redcoast.models`, and weights
     of `eqx.nn.Linear`, at any depth."""
     matrices = {}
-    for path, node in _with_paths(model, _is_known):
+    for path, node in with_paths(model, _is_known):
         if isinstance(node, eqx.nn.Linear):
             matrices[_join(path, "weight")] = Matrix(node.weight.ndim - 2, 1, outputs_first=True)
         elif family := family_of(node):
@@ -106,14 +106,15 @@ def match_targets(targets: str | Sequence[str], matrices: Iterable[str]) -> set[
 
 def find_adapted(model: PyTree) -> dict[str, LowRank]:
     """Finds the adapted weights of a PyTree, by their paths."""
-    return {path: node for path, node in _with_paths(model, is_adapted) if is_adapted(node)}
+    return {path: node for path, node in with_paths(model, is_adapted) if is_adapted(node)}
 
 
 def is_adapted(node: object) -> bool:
     return isinstance(node, LowRank)
 
 
-def _with_paths(tree: PyTree, is_leaf: Callable[[PyTree], bool]) -> Iterator[tuple[str, PyTree]]:
+def with_paths(tree: PyTree, is_leaf: Callable[[PyTree], bool]) -> Iterator[tuple[str, PyTree]]:
+    """Yields the leaves of a tree with their paths."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
         yield show_path(path), leaf
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from ..core._decoding import GREEDY, Decoding
 from ._basic import check_activation
@@ -50,6 +51,11 @@ class LayersConfig(LayerSizes):
 
     remat: Remat = "none"
     unroll: int | None = None
+
+    @property
+    def loop_options(self) -> dict[str, Any]:
+        """The options with which `scan_layers` and `scan_kinds` are called."""
+        return {"remat": self.remat, "unroll": self.unroll}
 
 
 @dataclass(frozen=True, kw_only=True)

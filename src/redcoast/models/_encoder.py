@@ -103,7 +103,7 @@ def pre_norm_layers(
         y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
         return x + dropout(feed_forward(layer, y, c.activation), c.dropout, key), cache
 
-    x, _ = scan_layers(layer_fn, x, part.layers, key=key, remat=c.remat, unroll=c.unroll)
+    x, _ = scan_layers(layer_fn, x, part.layers, key=key, **c.loop_options)
     return layer_norm(x, part.norm, part.norm_shift, c.norm_eps)
 
 

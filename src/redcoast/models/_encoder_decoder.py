@@ -14,6 +14,9 @@ from ._cross_cache import CrossCache, DecoderMask, Memory, cross_view, read_memo
 from ._dropout import split_key
 from ._inputs import AnyArray, Mask
 
+# An encoder attends to nothing but its own tokens.
+NO_MEMORY = (None, None, None)
+
 
 class CrossDecoder(eqx.Module):
     """A decoder that also attends to a memory, and its cache."""
@@ -25,8 +28,8 @@ class CrossDecoder(eqx.Module):
     @abstractmethod
     def _run(self, stack, tokens, positions, visible, cross, cache, key) -> tuple[Array, Any]:
         """Returns the final hidden states of `stack`, the encoder or the decoder, and the cache.
-        `cross` is the memory of the decoder, or its keys and values in all layers, with its
-        mask."""
+        `cross` has the memory of the decoder, or its keys and values in all layers, and what of it
+        is seen; or it is `NO_MEMORY`."""
 
     def init_cache(
         self, batch: int, length: int, *, memory: Memory, memory_mask: Mask | None = None
@@ -139,7 +142,7 @@ class EncoderDecoder(CrossDecoder):
         """
         real = _real(self, tokens, mask, segments)
         visible, positions = full_view(real, segments), count_positions(real, segments)
-        return self._run(self.encoder, tokens, positions, visible, None, None, key)[0]
+        return self._run(self.encoder, tokens, positions, visible, NO_MEMORY, None, key)[0]
 
 
 def _real(self, tokens, mask, segments):

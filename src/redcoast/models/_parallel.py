@@ -165,7 +165,5 @@ class ParallelDecoder(Decoder):
             # Both outputs are added to what entered the layer.
             return x + z + y, cache
 
-        x, cache = scan_layers(
-            layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
-        )
+        x, cache = scan_layers(layer_fn, x, self.layers, cache=cache, key=key, **c.loop_options)
         return layer_norm(x, self.norm, self.norm_shift, c.norm_eps), cache, None

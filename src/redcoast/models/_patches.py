@@ -191,9 +191,7 @@ class PatchEncoder(eqx.Module):
             return x, tuple(jnp.where(index + 1 == n, x, before) for n, before in numbered)
 
         maps = (x,) * len(after)  # right already where no layer is before a map
-        return scan_layers(
-            layer_fn, x, self.layers, cache=maps, key=key, remat=c.remat, unroll=c.unroll
-        )
+        return scan_layers(layer_fn, x, self.layers, cache=maps, key=key, **c.loop_options)
 
     def _norm(self, x: Float[Array, "batch tokens width"]) -> Float[Array, "batch tokens width"]:
         return layer_norm(x, self.norm, self.norm_shift, self.config.norm_eps)

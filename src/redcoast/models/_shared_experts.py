@@ -189,8 +189,8 @@ class SharedExpertsDecoder(TableHead, Decoder):
         if self.dense is not None:
             stacks = [self.dense, self.layers]
         for stack, own in zip(stacks, split_key(key, len(stacks)), strict=True):
-            options = {"key": own, "remat": c.remat, "unroll": c.unroll}
-            x, cache = scan_layers(ft.partial(layer_fn, first), x, stack, cache=cache, **options)
+            run = ft.partial(layer_fn, first)
+            x, cache = scan_layers(run, x, stack, cache=cache, key=own, **c.loop_options)
             first = c.dense_layers  # the cache numbers the layers of both stacks
         return rms_norm(x, self.norm, c.norm_eps), cache, None
 

@@ -207,9 +207,7 @@ class Transformer(Decoder):
 
         layers = (self.layers, _flags(c.rope_layers), _flags(c.local))
         carry = (cache, no_use(c.experts, wide(x.dtype)))  # bfloat16 cannot count
-        x, (cache, use) = scan_layers(
-            layer_fn, x, layers, cache=carry, key=key, remat=c.remat, unroll=c.unroll
-        )
+        x, (cache, use) = scan_layers(layer_fn, x, layers, cache=carry, key=key, **c.loop_options)
         return rms_norm(x, self.norm, c.norm_eps), cache, use
 
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -126,8 +125,7 @@ class Bart(EncoderDecoder):
         x = layer_norm(x, stack.embed_norm, stack.embed_norm_shift, _EPS)  # (batch, seq, width)
         x = dropout(x, c.dropout, embed_key)
         # The memory's keys and values come from a cache or are computed in each layer.
-        nothing: Any = (None, None, None)
-        memory, stored, seen = cross or nothing
+        memory, stored, seen = cross
 
         def layer_fn(x, cache, inputs, index, key):
             layer, kv = inputs
@@ -143,9 +141,7 @@ class Bart(EncoderDecoder):
             return layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, _EPS), cache
 
         layers = (stack.layers, stored)
-        return scan_layers(
-            layer_fn, x, layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
-        )
+        return scan_layers(layer_fn, x, layers, cache=cache, key=key, **c.loop_options)
 
 
 def _attention(layer, x, kv, visible, key, config):

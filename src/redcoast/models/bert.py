@@ -236,7 +236,7 @@ class Bert(eqx.Module):
             x = x + dropout(feed_forward(layer, x, c.activation), c.dropout, key)
             return layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps), cache
 
-        return scan_layers(layer_fn, x, self.layers, key=key, remat=c.remat, unroll=c.unroll)[0]
+        return scan_layers(layer_fn, x, self.layers, key=key, **c.loop_options)[0]
 
     def _add_types(self, x, types):
         if self.type_embed is None:

@@ -174,9 +174,7 @@ class Gemma(Decoder):
             return x + _norm(y, layer.mlp_post_norm, c), cache
 
         layers = (self.layers, jnp.asarray(c.local or (False,) * c.layers))
-        x, cache = scan_layers(
-            layer_fn, x, layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
-        )
+        x, cache = scan_layers(layer_fn, x, layers, cache=cache, key=key, **c.loop_options)
         return _norm(x, self.norm, c), cache, None
 
 

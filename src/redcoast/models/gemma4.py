@@ -373,7 +373,7 @@ class Gemma4(RoutedDecoder):
         use, shared = no_use(c.experts, wide(x.dtype)), None
         if cache is None and c.shared_layers:
             shared = _nothing_shared(x, c)
-        options = {"key": key, "remat": c.remat, "unroll": c.unroll}
+        options = {"key": key, **c.loop_options}
         options |= {"inputs": self._layer_inputs(tokens, x), "cache": (cache, shared, use)}
         x, (cache, _, use) = scan_kinds(layer_fn, x, stacks, c.kinds, **options)
         return _norm(x, self.norm, c), cache, use

@@ -258,7 +258,7 @@ class GPT2(TableHead):
             return x + dropout(y, c.residual_dropout, keys[2]), cache
 
         x, cache = scan_layers(
-            layer_fn, x, (self.layers, stored), cache=cache, key=key, remat=c.remat, unroll=c.unroll
+            layer_fn, x, (self.layers, stored), cache=cache, key=key, **c.loop_options
         )
         return layer_norm(x, self.norm, self.norm_shift, c.norm_eps), cache
 

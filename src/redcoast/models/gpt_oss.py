@@ -175,9 +175,7 @@ class GptOss(TableHead, RoutedDecoder):
 
         layers = (self.layers, jnp.asarray(c.local or (False,) * c.layers))
         carry = (cache, no_use(c.experts, wide(x.dtype)))
-        x, (cache, use) = scan_layers(
-            layer_fn, x, layers, cache=carry, key=key, remat=c.remat, unroll=c.unroll
-        )
+        x, (cache, use) = scan_layers(layer_fn, x, layers, cache=carry, key=key, **c.loop_options)
         return rms_norm(x, self.norm, c.norm_eps), cache, use
 
 

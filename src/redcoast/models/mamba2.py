@@ -212,8 +212,7 @@ class Mamba2(TableHead, Decoder):
                 cache = with_layer(cache, after, index)
             return x + y.astype(x.dtype), cache
 
-        options = {"cache": cache, "remat": c.remat, "unroll": c.unroll}
-        x, cache = scan_layers(layer_fn, x, self.layers, **options)
+        x, cache = scan_layers(layer_fn, x, self.layers, cache=cache, **c.loop_options)
         return rms_norm(x, self.norm, c.norm_eps).astype(dtype), cache, None
 
 

@@ -304,7 +304,7 @@ class ModernBert(eqx.Module):
 
         norms = map(_before_later_layers, (self.attention_norm, self.attention_norm_shift))
         layers = (self.layers, *norms, jnp.asarray(c.has_window))
-        x, _ = scan_layers(layer_fn, x, layers, key=key, remat=c.remat, unroll=c.unroll)
+        x, _ = scan_layers(layer_fn, x, layers, key=key, **c.loop_options)
         return layer_norm(x, self.norm, self.norm_shift, c.norm_eps)
 
     def pool(

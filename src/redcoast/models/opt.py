@@ -148,9 +148,7 @@ class OPT(Decoder):
             y = dropout(y, c.dropout, mlp_key)
             return _norm(x + y, *norms, when=c.post_norm), cache
 
-        x, cache = scan_layers(
-            layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
-        )
+        x, cache = scan_layers(layer_fn, x, self.layers, cache=cache, key=key, **c.loop_options)
         return _norm(x, self.norm, self.norm_shift, when=c.final_norm), cache, None
 
 

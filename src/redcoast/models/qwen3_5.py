@@ -330,7 +330,7 @@ class Qwen3_5(TableHead, RoutedDecoder):
 
         stacks = {LINEAR: self.linear, ATTENTION: self.attention}
         kinds = tuple(LINEAR if linear else ATTENTION for linear in c.linear)
-        options = {"key": key, "remat": c.remat, "unroll": c.unroll}
+        options = {"key": key, **c.loop_options}
         carry = (cache, no_use(c.experts, wide(x.dtype)))
         x, (cache, use) = scan_kinds(layer_fn, x, stacks, kinds, cache=carry, **options)
         return _norm(x, self.norm, c), cache, use

@@ -4,7 +4,7 @@ With a gated feed-forward network and an untied head, it is T5 v1.1, FLAN-T5, By
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -175,13 +175,12 @@ class T5(EncoderDecoder):
         if cache is not None:
             of_queries, of_keys = positions, count_positions(cache.mask)
         # Buckets of the decoder are all for earlier tokens.
-        options = {"far": c.distance, "causal": cross is not None}
+        options = {"far": c.distance, "causal": stack.layers.cross is not None}
         bias = relative_bias(stack.relative_bias, of_queries, of_keys, **options)
         embed_key, key, last_key = split_key(key, 3)
         x = dropout(look_up(self.embed, tokens), c.dropout, embed_key)  # (batch, seq, width)
         # The memory's keys and values come from a cache or are computed in each layer.
-        nothing: Any = (None, None, None)
-        memory, stored, seen = cross or nothing
+        memory, stored, seen = cross
 
         def layer_fn(x, cache, inputs, index, key):
             layer, kv = inputs
@@ -198,9 +197,7 @@ class T5(EncoderDecoder):
             return x + _mlp(layer, y, keys[2], c), cache
 
         layers = (stack.layers, stored)
-        x, cache = scan_layers(
-            layer_fn, x, layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
-        )
+        x, cache = scan_layers(layer_fn, x, layers, cache=cache, key=key, **c.loop_options)
         return dropout(rms_norm(x, stack.norm, c.norm_eps), c.dropout, last_key), cache
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,7 +18,7 @@ from ._check_config import check_length
 from ._dropout import dropout, split_key
 from ._einsum import keys_values, product, queries
 from ._encoder import CrossLayers, attention_output, mlp_output
-from ._encoder_decoder import CrossDecoder
+from ._encoder_decoder import NO_MEMORY, CrossDecoder
 from ._inputs import AnyArray, Mask
 from ._scan_layers import scan_layers
 
@@ -235,7 +234,7 @@ class Whisper(CrossDecoder):
         x = x + jax.lax.stop_gradient(encoder.position_embed)[None]
         x = dropout(x, c.dropout, embed_key)
         visible = full_view(real_tokens(x.shape, None))
-        return self._layers(encoder, x, visible, None, None, key)[0]
+        return self._layers(encoder, x, visible, NO_MEMORY, None, key)[0]
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
@@ -250,8 +249,7 @@ class Whisper(CrossDecoder):
     def _layers(self, stack, x, visible, cross, cache, key):
         c = self.config
         # The memory's keys and values come from a cache or are computed in each layer.
-        nothing: Any = (None, None, None)
-        memory, stored, seen = cross or nothing
+        memory, stored, seen = cross
 
         def layer_fn(x, cache, inputs, index, key):
             layer, kv = inputs
@@ -269,9 +267,7 @@ class Whisper(CrossDecoder):
             return x + mlp_output(layer, y, c, keys[2]), cache
 
         layers = (stack.layers, stored)
-        x, cache = scan_layers(
-            layer_fn, x, layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
-        )
+        x, cache = scan_layers(layer_fn, x, layers, cache=cache, key=key, **c.loop_options)
         return layer_norm(x, stack.norm, stack.norm_shift, _EPS), cache
 
 

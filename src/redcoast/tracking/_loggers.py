@@ -140,6 +140,16 @@ def plain_data(value: object) -> Any:
     return getattr(value, "__name__", None) or str(value)
 
 
+def plain_config(config: object) -> dict[str, Any]:
+    """The `config` that a user passes to a logger, as a dictionary. Raises if it cannot be one."""
+    plain = plain_data({} if config is None else config)
+    if not isinstance(plain, dict):
+        raise TypeError(
+            f"`config` is of type {type(config).__name__}; pass a mapping or a dataclass instance."
+        )
+    return plain
+
+
 @ft.cache
 def say_once(line: str) -> None:
     """Prints a line once per process."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
 from ..core._frames import hide_frames
-from ._loggers import RunInfo, code_version, join_run, plain_data
+from ._loggers import RunInfo, code_version, join_run, plain_config, plain_data
 
 
 class TrackioLogger:
@@ -91,11 +91,7 @@ def trackio_logger(
     """
     if not isinstance(project, str):
         raise TypeError(f"`project` must be the name of a trackio project, but is {project!r}.")
-    plain = plain_data({} if config is None else config)
-    if not isinstance(plain, dict):
-        raise TypeError(
-            f"`config` is of type {type(config).__name__}; pass a mapping or a dataclass instance."
-        )
+    plain = plain_config(config)
     try:
         trackio = importlib.import_module("trackio")
     except ModuleNotFoundError as error:

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..core._output import say
-from ._loggers import Metrics, RunInfo, code_version, join_run, plain_data
+from ._loggers import Metrics, RunInfo, code_version, join_run, plain_config, plain_data
 from ._terminal import show_directory
 
 _log = logging.getLogger("redcoast")
@@ -220,11 +220,7 @@ def wandb_logger(
         raise ValueError(f"`close_timeout` must be at least 0 seconds, but is {close_timeout}.")
     if queue_size < 1:
         raise ValueError(f"`queue_size` must be at least 1, but is {queue_size}.")
-    plain = plain_data({} if config is None else config)
-    if not isinstance(plain, dict):
-        raise TypeError(
-            f"`config` is of type {type(config).__name__}; pass a mapping or a dataclass instance."
-        )
+    plain = plain_config(config)
     options = {"project": project, "name": name, "config": plain, **init_options}
     return WandbLogger(options, close_timeout, queue_size, session=session)
 

@@ -16,14 +16,14 @@ from ._tables import (
     under,
     weights,
 )
-from ._windows import all_but_last_of
+from ._windows import all_but_last_of, read_windows, write_windows
 
 BASE_PREFIX = "model."
 # The layers that predict further tokens.
 BUFFERS = (r"^mtp\.",)
 KINDS = ("qwen3_5_text", "qwen3_5_moe_text")
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_LINEAR = "linear_attention"
 _PART = "partial_rotary_factor"
 _FIELDS = {
     **LLAMA_FIELDS,
@@ -84,11 +84,7 @@ def _linear(c: Settings) -> tuple[bool, ...]:
     kinds = c["layer_types"]
     if kinds is None:
         return all_but_last_of(c["full_attention_interval"], c["num_hidden_layers"])
-    if odd := {*kinds} - {_LINEAR, _FULL}:
-        raise ValueError(
-            f"`layer_types` has {sorted(odd)}, but only {[_LINEAR, _FULL]} are implemented."
-        )
-    return tuple(kind == _LINEAR for kind in kinds)
+    return read_windows(kinds, _LINEAR)
 
 
 def write(config: Qwen3_5Config) -> Settings:
@@ -101,7 +97,7 @@ def write(config: Qwen3_5Config) -> Settings:
         settings |= {"architectures": ["Qwen3_5MoeForCausalLM"]}
     del settings["rope_theta"]  # it is among `rope_parameters`
     settings |= {"hidden_act": "silu", "head_dim": c.head_dim}
-    settings |= {"layer_types": [_LINEAR if linear else _FULL for linear in c.linear]}
+    settings |= {"layer_types": write_windows(c.linear, _LINEAR)}
     rope = write_rope(c.rope_scaling, c.context).get("rope_scaling", {"rope_type": "default"})
     rope |= {"rope_theta": c.rope_base, _PART: rotated_part(c.rotated, c.head_dim)}
     return settings | {"rope_parameters": rope}

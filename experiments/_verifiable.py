@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from _options import refuse
 from _sandbox import passed_tests
-
-from redcoast_cli._usage import refuse
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,7 @@ def plan_flow(
         task = replace(task, program=as_pipeline(program, decision.batch_axes))
         decision = replace(decision, program=task.program)
     not_rows = _reasons.not_rows(args[:1], decision)
+    # Whether examples are coupled is asked of rows, also where tokens are split.
     by_rows = program if decision.program.batch.sequence else task.program
     return best.plans, compute, _report(task, best.plans, decision, not_rows, by_rows)
 
@@ -196,6 +197,7 @@ def _by_rows_or_within(task: _Task, budget: int | None, trace: Callable[[], Prog
             raise ValueError(_cannot_split(program, split, axes))
         return _cheapest([replace(task, program=asked)], budget)
     others = (replace(task, program=within) for within in candidates(traced, axes))
+    # Rows divide: split examples are tried only if activations do not fit.
     if not needs_split(program, count):
         by_rows = _cheapest([task], budget)
         if not by_rows.excess:
@@ -208,6 +210,7 @@ def _by_rows_or_within(task: _Task, budget: int | None, trace: Callable[[], Prog
     by_rows = replace(program, batch=replace(program.batch, why_whole=why_whole))
     tasks = [replace(task, program=by_rows)]
     if is_sequence(by_tokens, count):
+        # Tokens and rows are compared by their costs.
         tasks.append(replace(task, program=by_tokens))
     best = _cheapest([*tasks, *others], budget)
     if best.excess:
@@ -250,6 +253,7 @@ def _lay_out(task: _Task, budget: int | None) -> _Layout:
     """The layout within the budget; if memory is known, arrays are replicated where it suffices."""
     program, axes, state_bytes = task.program, task.axes, task.state_bytes
     large = task.large
+    # Overrides over `model` are computed with in parts, like chosen dimensions.
     forced = [model_dim(task.overrides.get(leaf.index, ())) for leaf in task.leaves]
 
     def make(fsdp_sharded: Sequence[bool]) -> tuple[list[LeafPlan], Decision]:

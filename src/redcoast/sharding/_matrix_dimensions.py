@@ -166,6 +166,7 @@ def _dimension_numbers(
     shape: tuple[int, ...], summed: Dims, free: Dims, is_last: bool
 ) -> optax.contrib.MuonDimensionNumbers | None:
     """The dimension numbers of one array, or None if it is not a hidden matrix."""
+    # A dimension that is summed over is not a side of the result as well.
     free = free - summed
     is_stacked = len(summed | free) < len(shape)
     is_vector = min(prod(shape[d] for d in dims) for dims in (summed, free)) == 1
@@ -192,6 +193,7 @@ def _follow(uses: WeightUses, operation: Operation, origins: Sequence[_Origin]) 
     rule, equation = operation.rule, operation.equation
     if rule is None:
         return replace(_joined(origins), weights=())
+    # Linear in each operand, as products are and sums are not.
     is_product = rule.sums and len(origins) > 1 and len(rule.linear) > 1
     views: list[_Origin] = []
     for place, origin in enumerate(origins):
@@ -199,6 +201,7 @@ def _follow(uses: WeightUses, operation: Operation, origins: Sequence[_Origin]) 
         if not origin.weights:
             continue
         rank = len(shape_of(equation.invars[place]))
+        # Inside a scan over layers, an operand lacks the dimension of layers.
         weights = tuple(weight.with_rank(rank) for weight in origin.weights)
         views[-1] = replace(origin, weights=weights)
         if place == 0 and _is_lookup(rule):

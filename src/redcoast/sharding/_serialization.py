@@ -111,6 +111,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
             "another path, or remove it first."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside the file and moved, so that no reader sees a part of it.
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         unfinished.write_text(text, "utf-8")
@@ -244,6 +245,7 @@ def _read(path: Path) -> tuple[_SavedPlan, Compute]:
             f"{FORMAT}. Plan again, and save the new plan."
         )
     try:
+        # What a later version adds to rows changes nothing, and what it adds to `compute` may.
         saved = from_json(_SavedPlan, document, exact=False)
         compute = from_json(Compute, saved.compute)
         _check_values(saved, compute)

@@ -62,6 +62,7 @@ def apply_copies(
     if rearranges(equation):
         copies[out] = _rearrange(equation, copies[weight])
         return None
+    # Where the copies do not fit, the weight itself is used, as without them.
     if not uses(equation, weight):
         return None
     if equation.primitive.name == "dot_general":
@@ -150,6 +151,7 @@ def _dot(
     if value is None:
         return None
     batch_dim = shardings.batch_dim(value)
+    # A product that sums over the batch has no shards to be multiplied apart.
     if batch_dim is None or batch_dim in sums[other_index]:
         return None
     # The batch dimension of the other operand is split into two, `(shards, rest)`.

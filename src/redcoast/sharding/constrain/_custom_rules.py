@@ -61,6 +61,7 @@ def _jvp_rule(original: Fn, specs: Sequence[P], run_local: RunLocal) -> Fn:
             out, out_tangents = jax.jvp(original, primals_in, tuple(all_tangents))
             return out, _none_where_exact(out, out_tangents)
 
+        # Integers have no tangent, so that only the others are constrained.
         moving = list(itertools.compress(tangents, inexact))
         moving_specs = list(itertools.compress(specs, inexact))
         leaves, _, structure = run_local(push, [*specs, *moving_specs], *primals, *moving)
@@ -104,6 +105,7 @@ def _vjp_rules(original: Fn, specs: Sequence[P], run_local: RunLocal) -> tuple[F
         inputs = [primal.value for primal in primals]
         push = lambda *inputs: _partial_vjp(original, perturbed, inputs)
         leaves, leaf_specs, structure = run_local(push, specs, *inputs)
+        # The backward pass is traced later, with inputs that are sharded like these.
         residual_specs[:] = leaf_specs
         return structure.unflatten(leaves)
 

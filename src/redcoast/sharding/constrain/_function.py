@@ -62,6 +62,7 @@ class Constrained:
 
     def _with_recomputation(self) -> Callable[..., PyTree]:
         """The function with a derivative that computes values again, and without that plan."""
+        # What is recomputed is decided on the function without constraints, as in the plan.
         again = Recomputed(self.fn, self.mesh, self.compute)
         if self.mesh.size == 1:
             return again
@@ -70,6 +71,7 @@ class Constrained:
     def _out_spec(self, args: Sequence[PyTree]) -> Callable[[jax.ShapeDtypeStruct], PartitionSpec]:
         """A function that gives the spec of a result: rows of the batch are split, nothing else."""
         shapes = [jnp.shape(x) for x in jax.tree.leaves(args[:1]) if eqx.is_array_like(x)]
+        # Results of as many rows as the batch are taken for its predictions.
         rows = {shape[0] for shape in shapes if shape}
         axes = self.compute.batch_axes
         count = parts(axes, self.mesh.shape)
@@ -95,6 +97,7 @@ class Constrained:
             result = self._plain(tree, *args)
             self._warn(f"the function cannot be traced ({reason})")
             return result
+        # The plan knows arrays by their place alone.
         if traced.arrays != len(self.compute.dims):
             raise ValueError(
                 f"The function was constrained by a plan for a tree with {len(self.compute.dims)} "

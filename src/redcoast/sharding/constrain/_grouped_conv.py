@@ -50,6 +50,7 @@ def run_grouped(
     shards = spec_parts([channel], mesh.shape)
     if equation.params["batch_group_count"] > 1:
         batch = channel = None
+    # A group stays on one device. Groups that do not divide all stay on every device.
     if groups % shards or kernel_spec[numbers.rhs_spec[0]] != channel:
         channel = None
     local = {key: equation.params[key] for key in _PARAMS}

@@ -123,6 +123,7 @@ def run_constrained(
         if isinstance(flow, Call) and flow.kind is CallKind.OWN_RULES:
             # What replaces transformations of its own has no other form that has the same ones.
             inner = []
+        # Loops and calls gather inside, where a layer is used.
         if not inner:
             operands = list(map(gather, equation.invars, operands))
         if name in ("dot_general", "conv_general_dilated"):
@@ -137,6 +138,7 @@ def run_constrained(
             raise
         except Exception as error:
             raise CannotRebind(name) from error
+        # XLA propagates these through what follows.
         if name in CONSTRAINED:
             values = _values(scope, equation.outvars)
             results = list(map(shardings.constrain, results, values))
@@ -460,6 +462,7 @@ def _scan(nested: _Nested, scan: Scan) -> Arrays:
         count = len(carry)
         return list(map(shardings.constrain, results[:count], values)), results[count:]
 
+    # Python numbers would be weakly typed in the first iteration alone.
     init = list(map(_as_array, init, carry_vars))
     carry, ys = jax.lax.scan(
         body, init, xs, length=scan.length, reverse=scan.reverse, unroll=scan.unroll

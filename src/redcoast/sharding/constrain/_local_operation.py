@@ -73,6 +73,7 @@ def _axes_of_factors(
             continue
         for dimension, entry in zip(dimensions, shardings.spec(value), strict=True):
             names = used_axes(spec_axes(entry), sizes)
+            # A dimension of several factors may be sharded within one that is needed as a whole.
             if not names or len(dimension) != 1:
                 continue
             factor = dimension[0]

@@ -123,6 +123,7 @@ class LocalRegion:
             results = self.states.loop(flow, states).carry
         if OWN in itertools.compress(results, used):
             raise NotLocal("a result differs from device to device")
+        # The states are known: what follows evaluates the equation with the rows of one device.
         evaluate = _Evaluation(self, synchronised)
 
         def local(*inputs: jax.Array) -> tuple[jax.Array, ...]:
@@ -176,6 +177,7 @@ class LocalRegion:
             size = x.shape[wanted] // self.states.count
             first = jax.lax.axis_index(self.axes) * size
             return jax.lax.dynamic_slice_in_dim(x, first, size, wanted)
+        # The first device adds what all have, so that it is added once.
         is_first = jax.lax.axis_index(self.axes) == 0
         return jnp.where(is_first, x, jnp.zeros((), jnp.result_type(x)))
 
@@ -300,6 +302,7 @@ class _Evaluation:
             return results
 
         more = lambda state: jnp.any(keep_going(state))
+        # Each device ends when its own rows are done.
         if not self.synchronised:
             return jax.lax.while_loop(more, body, init)
         # Devices whose rows are done go on until those of all devices are, so that what counts

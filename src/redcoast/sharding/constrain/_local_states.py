@@ -160,6 +160,7 @@ class LocalStates:
     def loop(self, loop: While, states: Sequence[State]) -> LocalLoop:
         """The states of a `while` after any number of iterations."""
         cond_consts, body_consts, carry = loop.split(tuple(states))
+        # States only grow, from what all devices have to rows, so that this ends.
         while True:
             after = self.of_jaxpr(loop.body, (*body_consts, *carry))
             (condition,) = self.of_jaxpr(loop.cond, (*cond_consts, *carry))
@@ -213,6 +214,7 @@ class LocalStates:
         return LocalStep(tuple(states), tuple(results))
 
     def _call(self, equation: JaxprEqn, flow: Call, states: Sequence[State]) -> LocalStep:
+        # Its rule for a batch may be another function, which is not followed here.
         if flow.kind is CallKind.OWN_RULES and not _are_same(states):
             raise NotLocal(f"`{primitive_name(equation)}` has rules of its own")
         return LocalStep(tuple(states), self.of_jaxpr(flow.jaxpr, states))
@@ -236,6 +238,7 @@ class LocalStates:
         is_vmapped, rule = vmapped_axes(equation) is not None, rule_of(equation)
         if rule is None and not is_vmapped and name != CALLBACK and not is_identity(equation):
             raise NotLocal(f"`{name}` is not known to keep rows apart")
+        # Without rows, every device computes the same.
         if _are_same(states):
             return LocalStep(tuple(states), (None,) * count)
         if name in PAIRWISE or is_identity(equation):

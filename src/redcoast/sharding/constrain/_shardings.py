@@ -58,6 +58,7 @@ class Shardings:
         if chosen is None:
             chosen = self.chosen
         entries: list[tuple[str, ...] | None] = [None] * len(value.dims)
+        # The batch first: a chosen class takes what is left.
         free = {*self.batch_axes, *self.compute.model_axes}
         for d, node in enumerate(value.dims):  # each axis is used once
             split = self.batch.set_of(node)
@@ -152,6 +153,7 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
         if d is not None:
             split.append(value.dims[d])
     chosen = classes.of(filter(classes.divides, split))
+    # Constants have no place in the tree, and are known by their types.
     chosen |= _classes_of_constants(program, classes, compute)
     axes = split_axes(program, compute.batch_axes, mesh.shape)
     batch = batch_over(program, compute.batch_axes, mesh.shape)
@@ -218,6 +220,7 @@ def _sequence(
     unsharded: Counter[int] = Counter()
     for dims, size in graph.memory_traffic.items():
         divided = list(filter(classes.divides, dims))
+        # Activations that every device of `model` would have as a whole.
         if classes.of(divided).isdisjoint(chosen) and any(map(batch.has, dims)):
             free = classes.of(itertools.filterfalse(batch.has, divided))
             unsharded.update(dict.fromkeys(free - many - blocked, size))

@@ -63,6 +63,7 @@ def run_split_conv(
     into, out = [None] * len(image), [None] * len(result)
     if image[batch] == result[numbers.out_spec[0]]:
         into[batch] = out[numbers.out_spec[0]] = image[batch]
+    # Tensor-parallel channels are left to XLA.
     if image[channel] is not None:
         return None
     # Each spatial dimension, as a dimension of the image, of the kernel and of the result.

@@ -37,6 +37,7 @@ def run_split_fft(
     else:
         stages = _stages(whole)
     specs = _specs_of_stages(entries, stages, x.shape, shardings)
+    # No other dimension divides: every device has and transforms all of it.
     if specs is None:
         x = shardings.with_spec(x, P())
         x = shardings.with_spec(bind_again(equation, [x])[0], P())

@@ -48,6 +48,7 @@ def verify(
         expected = _on_one_device(loss_fn, mesh, model, batch, key)
     replicated = NamedSharding(mesh, P())
     placed = jax.tree.map(_place, model, shardings)
+    # Rows are split as `fit` splits them, so that the same program runs.
     rows, placed_key = _shard_rows(batch, mesh), _put(key, replicated)
     actual = _loss_and_grads(planned, placed, rows, placed_key, mesh)
     errors = _differences(actual, expected)

@@ -170,6 +170,7 @@ def _is_stacked(node: Node, depth: int) -> bool:
     """
     shapes = [leaf.shape[depth:] for leaf in leaves_below(node)]
     leading = {shape[:1] for shape in shapes}
+    # A list of layers is not a stack of them.
     if node.ordered or len(shapes) < 2 or len(leading) > 1:
         return False
     if min(map(len, shapes)) < 2 or max(map(len, shapes)) < 3:
@@ -303,6 +304,7 @@ def _matrix(
         ins, outs = channels
         return replace(matrix, kind="conv", ins=(ins,), outs=(outs,))
     dims = [d for d in range(stack, len(shape)) if shape[d] > 1]
+    # (width, heads, head_dim), or reversed.
     if len(dims) == 3:
         ins, outs = _sides_with_heads(names[-1], weight, dims, sizes)
         return replace(matrix, ins=ins, outs=outs)
@@ -361,6 +363,7 @@ def _orient(blocks: list[Block], sizes: SizeCounts) -> list[Block]:
     """
     votes: Counter[str] = Counter()  # positive for outputs first, negative for inputs first
     for matrix in blocks[-1].below:
+        # A square matrix looks the same both ways.
         if matrix.kind == "linear" and not matrix.is_square:
             votes[_storage(matrix)] += _outputs_first(matrix, sizes)
 

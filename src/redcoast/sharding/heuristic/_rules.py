@@ -168,6 +168,7 @@ class _Rules:
     def shard_attention(self, block: Block, parent: Block | None) -> None:
         """Shards the attention matrices of a block, if it has any."""
         matrices = self._linear(block)
+        # Heads are divided, and never split.
         if self._shard_explicit_heads(matrices):
             return
         beside: list[WeightMatrix] = []
@@ -221,6 +222,7 @@ class _Rules:
         Names show the direction of square matrices.
         """
         matrices = list(filter(None, self._undecided(block)))
+        # Layers in a list are chains, which come next.
         if block.is_ordered or len(matrices) < 2:
             return
         width = self._most_frequent(matrices)
@@ -281,6 +283,7 @@ class _Rules:
                 self._shard(matrix, "column", f"pairs with {place}{chain[i + 1].name}")
                 if self.splits[matrix.index].dim is not None:
                     column = matrix
+            # As the logits of a few classes.
             elif matrix.out_size * _NARROW < matrix.in_size:
                 self._replicate(
                     matrix, f"output of {matrix.out_size} from {matrix.in_size}, narrow"
@@ -315,6 +318,7 @@ class _Rules:
         sizes = vocabularies(self.splits)
         for matrix in matrices:
             is_decided = matrix.index in self.splits
+            # A head is outside of repeated layers.
             if matrix.kind != "linear" or is_decided or layer_of(matrix.weight):
                 continue
             shape, bias = matrix.weight.shape, matrix.bias
@@ -359,6 +363,7 @@ def _inputs_by_shape(matrices: list[WeightMatrix], beside: list[WeightMatrix]) -
     square ones and one in the parent; one square one and one with three times as many outputs.
     """
     squares = [matrix for matrix in matrices if matrix.is_square]
+    # With squares of several sizes, none is known to be the width.
     if len({matrix.in_size for matrix in squares}) != 1:
         return {}
     width = squares[0].in_size

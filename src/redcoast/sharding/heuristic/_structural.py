@@ -73,6 +73,7 @@ def _spec(
     `free` are the dimensions that may be sharded: not stacked layers, nor windows of convolutions.
     """
     fsdp, elements = axes["fsdp"], prod(leaf.shape[stack:])
+    # With one device on `model`, no side is sharded.
     if axes["model"] == 1:
         split = Split(None, "")
     fits = [d for d in free if d != split.dim and leaf.shape[d] % fsdp == 0]
@@ -97,6 +98,7 @@ def _spec(
 
 def _split_of_loose(leaf: Leaf, owner: PyTree, stack: int, vocabulary: set[int], n: int) -> Split:
     """The split of an array that is not in a matrix: a bias of the logits, or none."""
+    # Its gates are stacked in one matrix, and each step needs all of them.
     if isinstance(owner, RECURRENT):
         return Split(None, "recurrent, every step needs its full output")
     dims = [d for d in range(stack, len(leaf.shape)) if leaf.shape[d] > 1]

@@ -157,6 +157,7 @@ def pipeline_of(
     rows = program.graph.sizes[program.batch.of_inputs[0]]
     count = count_microbatches(rows, shards, stages, microbatches)
     own_rows = rows // (shards * count)  # of one microbatch on one device
+    # Rows are told from other dimensions by a trace with fewer of them, which are two or more.
     if rows < 4:
         raise NoPipeline(f"The batch has {rows} rows; a pipeline needs four or more.")
     trace_rows = partial(_with_rows, program, mesh, fn, tree, args)
@@ -203,6 +204,7 @@ def _scans_in_stages(program: Program, stages: int) -> list[LayerScan]:
                 f"Its {layers} layers do not divide over pipe={stages}; {' or '.join(divisors)} "
                 "stages would fit."
             )
+        # The pipeline runs from the first layer to the last.
         if scan.loop.reverse:
             raise NoPipeline("Its scan over layers is reversed (`reverse=True`).")
     return scans

@@ -102,6 +102,7 @@ def _rows(graph: Graph, arrays: Sequence[Value]) -> tuple[tuple[int, ...], tuple
             counts[value.shape[0]] += 1
     if len(counts) < 2:
         return tuple(leading.values()), ()
+    # Rows that are cut or joined are still rows, so that soft links count.
     soft = Classes(graph, 1, soft=True, least=2)
     free = _free(graph, arrays, several)
     if free:
@@ -110,6 +111,7 @@ def _rows(graph: Graph, arrays: Sequence[Value]) -> tuple[tuple[int, ...], tuple
         size = graph.sizes[max(free.values(), key=most_work)]
     else:
         size = counts.most_common(1)[0][0]
+    # The rows of this size, by which those of other sizes are judged.
     main = soft.of(node for node in (free or several).values() if graph.sizes[node] == size)
     shares = _WorkShares(graph, soft, main)
     rows: list[int] = []
@@ -132,6 +134,7 @@ def _free(graph: Graph, arrays: Sequence[Value], leading: dict[int, int]) -> dic
         if not value.dims:
             continue
         first, inner = classes[value.dims[0]], classes.of(value.dims[1:])
+        # A dimension of the batch that is another one's too is a position, as in attention.
         if first not in never:
             excluded |= inner - {first}
     return {place: node for place, node in leading.items() if classes[node] not in excluded}
@@ -185,6 +188,7 @@ def reasons_against(
         reasons[root] = None
         if root in excluded:
             reasons[root] = NotRows.OF_PARAMETERS
+        # A constraint of the program is obeyed, unless it is on parameters.
         elif root in split:
             continue
         elif root in replicated:

@@ -88,6 +88,7 @@ def _split_nodes(
     count: int,
     axes: tuple[str, ...] = (),
 ) -> SplitNodes:
+    # Parts of an example do not follow into weights, as they would along learned positions.
     apart = frozenset[int]()
     if program.batch.sequence:
         apart = program.owned
@@ -104,6 +105,7 @@ def split_axes(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) 
         of_sets = set[str]().union(*(split_set.axes for split_set in program.batch.sets))
         return tuple(filter(of_sets.__contains__, axes))
     over = tuple(axes)
+    # From the last, since `data` has no other use than the batch.
     while over and not batch_dims(program, parts(over, sizes)).is_split:
         over = over[:-1]
     return over

@@ -30,6 +30,7 @@ class Classes:
             self._join(a, b)
         if not soft:
             return
+        # After the links, so that entire classes are apart.
         alone = self.of(apart)
         for a, b in graph.soft_links:
             if self[a] not in alone and self[b] not in alone:
@@ -65,6 +66,7 @@ def splittable(graph: Graph, classes: Classes, nodes: Iterable[int]) -> frozense
     excluded = set(classes.of(graph.blocked))
     for dims in graph.together:
         seen: set[int] = set()
+        # As of a covariance: sharded along one of the two, it needs the other as a whole.
         for node in filter(classes.divides, dims):
             root = classes[node]
             if root in seen:

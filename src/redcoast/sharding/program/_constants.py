@@ -45,6 +45,7 @@ def find_constants(scope: Scope) -> tuple[Constant, ...]:
         dtype = getattr(x, "dtype", None)
         if not isinstance(dtype, np.dtype):  # a key
             continue
+        # A function that is called twice closes over the same array twice.
         values = (value,)
         if id(x) in constants:
             values = (*constants[id(x)].values, value)

@@ -147,6 +147,7 @@ def follow_facts(
 def _used(jaxpr: Jaxpr, needed: Sequence[Atom]) -> list[int]:
     """The places of the equations that the needed results depend on."""
     wanted, used = set(variables(needed)), []
+    # Backwards, since an equation is wanted by later ones.
     for place, equation in reversed(list(enumerate(jaxpr.eqns))):
         if not wanted.isdisjoint(equation.outvars):
             used.append(place)

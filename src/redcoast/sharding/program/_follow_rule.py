@@ -30,6 +30,7 @@ def follow_rule(
         _block(graph, rule, [*inputs, *results])
     if rule.near:
         _exchange(graph, rule, inputs, results)
+    # Created arrays, and calls without results, send nothing.
     if not inputs or not results:
         return results
     if rule.whole:
@@ -38,6 +39,7 @@ def follow_rule(
         _reshard_moved(graph, rule, resharded, inputs, results)
     if rule.reduced:
         _sum_forward(graph, rule, inputs, results)
+    # What is written into is not used along all of its dimensions.
     if rule.writes is None:
         _sum_backward(graph, rule, inputs, results[0])
     else:
@@ -82,6 +84,7 @@ def _resharded(rule: Rule) -> frozenset[Factor]:
     """
     if rule.writes is not None or not rule.moved | rule.whole:
         return frozenset()  # an array that is written into keeps its dimensions
+    # What is whole on one side alone ends or begins there, and is not sharded again.
     common = all_factors(chain(*rule.operands)) & all_factors(chain(*rule.results))
     return (rule.moved | (rule.whole & common)) - rule.shuffled
 
@@ -248,6 +251,7 @@ def _sum_forward(
     summed: set[Factor] = set()
     for value, d, node, dimension in _dimensions(inputs, rule.operands):
         factor = dimension[0]
+        # Both operands of a product have the factor, and there is one sum.
         if factor not in rule.reduced - rule.blocked or factor in summed:
             continue
         summed.add(factor)
@@ -274,6 +278,7 @@ def _sum_backward(graph: Graph, rule: Rule, inputs: Sequence[Value], result: Val
         lacking: list[int] = []
         for d, (node, dimension) in enumerate(zip(result.dims, dimensions, strict=True)):
             if dimension in of_value:
+                # In a table of all pairs of examples, the first dimension takes the devices.
                 graph.add_conflict(value, node, tuple(lacking))
             elif own.isdisjoint(dimension) and dimension[0] not in skipped:
                 before = (*result.dims[:d], *indexed)

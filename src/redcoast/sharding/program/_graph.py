@@ -295,6 +295,7 @@ class Graph:
         if not backward:
             times *= self.cursor.forwards
             key = len(self.partial_sums)  # each is summed by itself
+        # Accumulated in a loop, and summed over devices after it.
         elif value.reduced is not None:
             times = value.reduced
         elif key in self.partial_sums:
@@ -332,6 +333,7 @@ class Graph:
                 self.cursor.source,
             )
         )
+        # A batch goes on after the cut, and parameters do not.
         if source is not None and target is not None:
             self.soft_links.append((source, target))
 
@@ -379,6 +381,7 @@ class Graph:
         before, after = max(1, self.sizes[node]), max(1, self.sizes[target])
         whole = count == ALL
         rows = before if whole else min(count, before)
+        # The gradient of a kernel is computed from the operand with its halos.
         passes = self.cursor.forwards + (again and not whole)  # a transform has no kernel
         size = value.bytes / before * rows * passes
         size += value.grad * result.bytes / after * min(-(-rows * after // before), after)

@@ -58,6 +58,7 @@ class Program:
         constrained = self.graph.constrained
         if not any(constrained.values()):
             return {}
+        # A size of 1 is linked to anything that it is broadcast to.
         classes = Classes(self.graph, 1, least=2)
         by_class: dict[int, tuple[str, ...]] = {}
         for node, axes in constrained.items():
@@ -122,6 +123,7 @@ def _follow(traced: Traced, trainable: Sequence[bool], skipped: frozenset[int]) 
     scope = walk(graph, traced.jaxpr, inputs)
     parameters, rest = inputs[: traced.arrays], inputs[traced.arrays :]
     for value in parameters:
+        # Dimensions that are linked to these are not rows, whatever their size.
         graph.of_parameters.update(value.dims)
     arrays, others = rest[: traced.batch], rest[traced.batch :]
     batch = find_batch(graph, arrays, others)

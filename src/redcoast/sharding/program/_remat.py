@@ -76,6 +76,7 @@ def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
         inner[index], operands = _called(equation, inside, has_grad)
         if any(outs):
             equations.add(index)
+        # Its operand has a value, but no gradient.
         if region.differentiated and equation.primitive.name == "stop_gradient":
             continue
         needed.update(variables(compress(equation.invars, operands)))
@@ -165,6 +166,7 @@ def _scan(
     """The region of the body: what the next iteration needs of the carry is wanted of this one."""
     consts, carry, xs = scan.split(has_grad)
     grads = [*consts, *[any(has_grad)] * len(carry), *xs]
+    # What a later iteration needs of the carry, an earlier one has to compute.
     while True:
         needed_of_body = find_needed(body, region, grads)
         _, needed, _ = scan.split(needed_of_body.inputs)

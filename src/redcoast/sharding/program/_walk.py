@@ -72,12 +72,14 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
     used, differentiated, *remats = needed
     for index, equation in enumerate(jaxpr.eqns):
         values = _read(graph, scope, equation.invars)
+        # What the loss does not depend on has no cotangent, as metrics.
         if index not in differentiated.equations:
             values = _copies(values, grad=False)
         scope.rules[index] = rule_of(equation)
         graph.cursor = Cursor(
             cursor.regions,
             source=(*cursor.source, equation),
+            # The compiler removes what no result needs, but for effects.
             times=cursor.times * (index in used.equations or bool(equation.effects)),
             forwards=1.0 + sum(index in remat.equations for remat in remats),
             is_saved=all(region.keeps(equation) for region in cursor.regions[2:]),
@@ -221,17 +223,20 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
         graph.stacks.add(layers)
         if scan.unroll >= scan.length:
             graph.unrolled.add(layers)
+        # One layer has the dimensions of the stack, without the first.
         slices.append(graph.value(var.aval, tuple(dims), grad=value.grad))
         graph.add_move(value, layers, slices[-1], None)
     outside = graph.cursor
     graph.cursor = outside.repeated(length)
     if id(equation) in graph.skipped:
         graph.cursor = outside.repeated(0)
+    # The backward pass begins each iteration with what was carried into it.
     for value in carry:
         graph.add_saved(value)
     scope = _walk_called(graph, scan.body, [*copied_consts, *carry, *slices])
     graph.cursor = outside
     outputs = outputs_of(graph, scope)
+    # Each iteration's result is the next one's operand, so that they are sharded alike.
     _link(graph, carry, outputs[: len(carry)])
     results: list[Value] = []
     for index, (value, var) in enumerate(zip(outputs, equation.outvars, strict=True)):

@@ -87,6 +87,7 @@ class _Search:
         if operation.name in UNCOUPLED:
             return _Origin()
         if operation.name == "iota":
+            # The number of an example, by which each is written to its own place.
             return _Origin(counts=True)
         if rule is None:
             return merged
@@ -96,6 +97,7 @@ class _Search:
             groups = [_Origin(origin.model, origin.counts) for origin in origins[2:]]
             origins = [*origins[:2], *groups]
         use = _Use(self.examples, operation, rule, origins)
+        # The first in the order of the program is reported: later ones often follow from it.
         if self.coupling is None:
             self.coupling = use.coupling()
         return use.origin()
@@ -133,9 +135,11 @@ class _Use:
 
     def origin(self) -> _Origin:
         merged = _merged(self.origins)
+        # Sorted numbers of examples are a permutation, and not each example's own.
         if self.rule.shuffled:
             merged = replace(merged, counts=False)
         arrays = [value for value in self.operation.operands if value is not None]
+        # Combined with rows, it is no longer a sum of weights.
         if self.result_rows and len(arrays) > 1:
             merged = replace(merged, weights=0, weighed=None)
         if not self.reduces():

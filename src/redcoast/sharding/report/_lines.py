@@ -41,12 +41,14 @@ def find_lines(
         causes[frame][cause] += entry.bytes  # pyright: ignore[reportArgumentType]
     for size, source in memory:
         saved[frames.of(source)] += size  # pyright: ignore[reportArgumentType]
+    # Constants are in memory all the time, and belong to the line that first uses them.
     for constant in program.constants:
         source = program.graph.first_use.get(constant.values[0].dims, ())
         frame = frames.of(source)
         saved[frame] += constant.bytes
         causes[frame]["arrays that the function closes over"] += constant.bytes
     lines: list[LineCost] = []
+    # In any order: they are sorted below.
     for frame in {*sent, *saved}:
         memory_bytes, sent_bytes = round(saved[frame]), round(sent[frame])
         if not memory_bytes and not sent_bytes:

@@ -56,6 +56,7 @@ def _origin(
         if is_for_all and any(map(examples.has, operation.result.dims)):
             lines[operation.line()] = None
     origin = max(operands, default=_From.NUMBERS)
+    # `uniform(key) < rate` is how a mask is drawn.
     is_comparison = getattr(operation.equation.outvars[0].aval, "dtype", None) == np.bool_
     if is_comparison and origin is _From.RANDOM:
         return _From.MASK

@@ -38,6 +38,7 @@ def _too_small(report: PlanReport) -> NotDone | None:
     is_divided = program.arithmetic.per_device < flops
     if is_divided or not _rows_divide(program, count):
         return None
+    # A user's decision is not commented on.
     if any(array.reason.kind == "override" for array in report.arrays):
         return None
     why = (
@@ -91,6 +92,7 @@ def _fsdp(report: PlanReport) -> NotDone | None:
 
 def _entry(asked: str, why: str, axis: str, report: PlanReport) -> NotDone | None:
     """The entry, if there is a reason; any size that divides over `axis` can be forced."""
+    # All is decided by overrides.
     if not why:
         return None
     count = report.mesh[axis]

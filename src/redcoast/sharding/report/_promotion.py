@@ -81,6 +81,7 @@ def _is_mistake(examples: Examples, operation: Operation, operands: Sequence[_Or
         broadcast = operation.producer(equation.invars[row])
         if broadcast is None or not _is_row(broadcast, size):
             continue
+        # (1, n) and (n, 1) make (n, n).
         if shape_of(equation.invars[column]) != (size, 1):
             continue
         differ = operands[0].model != operands[1].model and not operands[column].widened

@@ -30,6 +30,7 @@ def batch_sentences(decision: Decision, others: Mapping[str, int]) -> str:
     sentence = _sentence(decision)
     if not others:
         return sentence
+    # Arrays of one size are likely of one kind, such as the edges of a graph.
     by_size = grouped(others, others.__getitem__)
     texts = [f"{shortened(names)} ({size:,})" for size, names in by_size.items()]
     listed = several(texts, 6, noun=" sizes")
@@ -63,6 +64,7 @@ def _sentence(decision: Decision) -> str:
     unsplit = ""
     if batch.why_whole:
         unsplit = f" Its examples are not split: {batch.why_whole}."
+    # Rows do not divide, and tokens do.
     if batch.sequence:
         return (
             f"A batch of {_sizes(decision)} does not divide over {over}, so its sequences are "
@@ -254,6 +256,7 @@ class Reasons:
         n = self.decision.n
         if n == 1 or "model" in self.decision.batch_axes:
             return self.indivisible(place, n)
+        # A size of 1 is no reason.
         indivisible = self.indivisible(place, 2)
         if not indivisible:
             return "tensor parallelism would cost more"

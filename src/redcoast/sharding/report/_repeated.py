@@ -29,8 +29,10 @@ def repeated(reasons: Reasons) -> tuple[Repeated, ...]:
         if devices_sharing(work.dims) == 1:
             undivided.append(work)
     least = _LITTLE * arithmetic(decision).per_device
+    # Most plans end here, before reasons are looked for.
     if _flops(undivided) <= least:
         return ()
+    # If the batch is split, work is repeated because it has no rows.
     count = decision.batch.count
     why = partial(_no_rows, reasons)
     if count > 1:

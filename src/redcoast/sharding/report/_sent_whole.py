@@ -123,6 +123,7 @@ def _change(asked: Asked, before: Spec, after: Spec, axes: Sizes) -> _Change:
             more[ratio] += 1
     exchanged = less & more
     count = prod(parts(entry, axes) for entry in before)
+    # No factor of one dimension fits into another, so that nothing can be exchanged.
     if less and more and not exchanged:
         return _Change(before, all_gather(count, asked.value.bytes), True)
     size = asked.value.bytes / count  # of the part that a device has
@@ -130,6 +131,7 @@ def _change(asked: Asked, before: Spec, after: Spec, axes: Sizes) -> _Change:
     sent = sum(size * (1 - 1 / ratio) for ratio in exchanged.elements())
     for ratio in (less - exchanged).elements():
         sent += size * (ratio - 1)
+        # The next gather has what this one has brought together.
         size *= ratio
     if any(map(_is_permuted, before, after)):
         sent += size  # each device has the part of another one

@@ -102,8 +102,10 @@ def _use(report: PlanReport, axis: str) -> str:
         return "pipeline parallel"
     if axis in program.model_axes and has_tensor_parallel:
         return "tensor parallel"
+    # Arrays in parts over the devices that share the batch.
     if sharded and (over_batch or not program.batch):
         return "FSDP"
+    # In parts, though all these devices compute with the same rows.
     if sharded:
         return "parameter sharding"
     if axis in program.split_examples:

@@ -119,6 +119,7 @@ def _growth(examples: Examples, operation: Operation, operands: Growths) -> _Gro
     name, rule = operation.name, operation.rule
     if getattr(operation.equation.outvars[0].aval, "dtype", None) == np.bool_:
         return _Growth()
+    # What nothing is known of is not reported: a false warning is worse than none.
     if any(x.degree is None for x in operands):
         return _UNKNOWN
     if _is_zero(operation):
@@ -134,6 +135,7 @@ def _growth(examples: Examples, operation: Operation, operands: Growths) -> _Gro
             return _UNKNOWN
         if rule.writes is not None:
             return replace(result, number=None)
+        # The degrees of the factors of a product add up.
         degree = sum(x.degree or 0 for x in operands)
         if result.number == 0 or not sums:
             return replace(result, degree=degree)
@@ -142,6 +144,7 @@ def _growth(examples: Examples, operation: Operation, operands: Growths) -> _Gro
         return result  # a number of the program stays a number
     if name in HOMOGENEOUS or (rule is not None and rule.linear):
         return replace(result, number=None)
+    # As the softmax over the classes of each example.
     if all(x.degree == 0 for x in operands):
         return _Growth()  # a function of values that do not grow does not grow
     return _UNKNOWN

@@ -57,6 +57,7 @@ def draw_table(report: data.PlanReport) -> str:
     """All arrays below the reason for their sharding, similar ones in one line, and the sums."""
     program = report.program_or_none
     lines = [f"Plan over the mesh {mesh_text(report.mesh)}", ""]
+    # The reasons would all be the same.
     if _is_all_replicated(report):
         groups = groups_of(report, by_reason=False)
         lines += [*_body([("", groups)]), ""]
@@ -161,6 +162,7 @@ def _widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
         longest = max(map(len, column))
         widths.append(min(longest, _LONGEST.get(i, longest)))
     gaps = 2 * (len(widths) - 1)
+    # Paths are the longest, and can be broken at a slash.
     widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - gaps)
     return widths
 

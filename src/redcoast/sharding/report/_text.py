@@ -33,6 +33,7 @@ def braced(paths: Sequence[str]) -> list[tuple[str, list[int]]]:
     patterns = grouped(range(len(paths)), lambda place: _pattern(paths[place]))
     longest = max(map(len, patterns), default=0)
     before = 0
+    # Joining numbers may make names alike, and the other way round.
     while len(patterns) != before:
         before = len(patterns)
         for kind in ("number", "name"):  # numbers first, so that layers are joined first
@@ -51,6 +52,7 @@ def shortened(paths: Sequence[str], limit: int = 3, width: int = 60) -> str:
     """The first patterns of some paths, and the number of the other paths."""
     patterns = braced(paths)
     shown = [name for name, _ in patterns[:limit]]
+    # At least one, however long it is.
     while len(shown) > 1 and len(", ".join(shown)) > width:
         shown.pop()
     text = ", ".join(shown)

@@ -31,6 +31,7 @@ def all_sent(plans: Sequence[LeafPlan], reasons: Reasons, hardware: Hardware) ->
     entries = list(_of_program(reasons, hardware))
     if decision.program.staged is not None:
         entries = _of_one_stage(entries, decision.program.staged, reasons, hardware)
+    # Not scaled to one stage: specs of arrays say what a stage has.
     entries += _gathers(plans, decision)
     entries += sent_to_hosts(decision)
     entries += sent_as_asked(decision)
@@ -164,6 +165,7 @@ def _over_batch(reasons: Reasons, hardware: Hardware) -> Iterator[Sent]:
     graph = decision.program.graph
     for collective in of_batch(graph, decision.batch, stored_over, hardware):
         size = collective.bytes
+        # Devices of one `model` group send different parts of it.
         if decision.is_parallel(collective.dims):
             size = size / decision.n
         others = f"sums over the {what}, {_way(collective.backward)}"
@@ -194,6 +196,7 @@ def _gathers(plans: Sequence[LeafPlan], decision: Decision) -> Iterator[Sent]:
         used = set(chain(*entries))
         # Axes that it is computed with in parts, or that each stage has its own layers along.
         kept: set[str] = set()
+        # Specs have no trailing entries that are None.
         if d is not None and d < len(entries):
             kept.update(entries[d])
         times = gathers(program.graph, value)

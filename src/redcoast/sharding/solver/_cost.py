@@ -166,6 +166,7 @@ def group(
     for root in candidates:
         # The colors of neighbours distinguish classes that look alike by themselves.
         around = Counter(map(colors.__getitem__, against[root]))
+        # Sorted, so that the order of neighbours makes no difference.
         members[colors[root], tuple(sorted(around.items()))].append(root)
     group_of: dict[int, int] = {}
     number = 0
@@ -236,13 +237,17 @@ def price(
         roots = classes.of(dims)
         return frozenset(map(group_of.__getitem__, roots.intersection(group_of)))
 
+    # What hides is decided by the kind of communication, before any class is chosen.
     model_speed, batch_speed = hardware.model_bandwidth, hardware.batch_bandwidth
     for collective in of_model(graph, classes, batch, axes.model, hardware):
         if collective.root is not None and collective.root in group_of:
             seconds = collective.bytes / model_speed
             prices.exposed.single[group_of[collective.root]] += seconds
     for collective in of_batch(graph, batch, axes.stored, hardware):
-        part = prices.hideable if is_hideable(collective) else prices.exposed
+        part = prices.exposed
+        if is_hideable(collective):
+            part = prices.hideable
+        # An array that is tensor-parallel as well is reduced in parts.
         part.add_shared(groups_of(collective.dims), collective.bytes / batch_speed, axes.model)
     for work in graph.works:
         seconds = work.flops / batch.parts(work.dims) / hardware.flops
@@ -256,9 +261,13 @@ def price(
         if not parameter.sharded:
             continue
         size = gathers(graph, value) * value.bytes
+        # Devices of one `model` group gather different parts, so each sends a part of the bytes.
         over_fsdp = all_gather(axes.fsdp, size) / batch_speed / axes.model
         over_model = all_gather(axes.model, size) / model_speed
-        part = prices.exposed if is_table(value) else prices.hideable
+        part = prices.hideable
+        if is_table(value):
+            part = prices.exposed
+        # A tensor-parallel array is gathered over `fsdp` alone.
         part.add(groups_of(value.dims), over_fsdp, over_fsdp + over_model)
     return prices
 
@@ -286,6 +295,7 @@ def _find_tables(graph: Graph) -> Callable[[Value], bool]:
             indexed.add(classes[summed.node])
     for work in graph.works:
         for dims in work.of:
+            # Tied embeddings are gathered like other weights.
             indexed -= classes.of(dims)
     return lambda value: not indexed.isdisjoint(classes.of(value.dims))
 

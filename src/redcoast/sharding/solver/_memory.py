@@ -183,6 +183,7 @@ def _held_by_stage(plans: Sequence[LeafPlan], decision: Decision) -> int | float
     staged = decision.program.staged
     assert staged is not None
     held = 0.0
+    # While a stage runs, its layers and their gradients are whole, but for tensor parallelism.
     for place in staged.layered:
         value = decision.program.parameters[place]
         whole = value.bytes / staged.stages
@@ -203,6 +204,7 @@ def room_for_activations(
 ) -> int | float:
     """Bytes per device that are left for activations if `sharded` arrays use all devices."""
     held = sum(constant.bytes for constant in program.constants)
+    # The optimizer's state is sharded like the gradients of trained arrays.
     grads = trained = 0.0
     layered = frozenset[int]()
     if program.staged is not None:
@@ -232,6 +234,7 @@ def fit_budget(
     for value, is_large in zip(program.parameters, large, strict=True):
         sizes.append(value.bytes * is_large)
     least = activations = float("inf")
+    # From no array to all large ones: the first plan that fits shards the fewest bytes.
     for bound in (float("inf"), *sorted(set(sizes) - {0}, reverse=True)):
         plans, decision = make([size >= bound for size in sizes])
         memory = estimate_memory(plans, decision, state_bytes)

@@ -26,6 +26,7 @@ def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Move, int | flo
         equation = move.source[-1]
         if equation.primitive.name == "slice":
             slices[equation.outvars[0]] = move
+    # A roll is two slices and a concatenation, of which XLA sends the smaller slice only.
     shifted: set[Move] = set()  # the parts of rolled arrays that go to another device
     free: set[Move] = set()
     for move in graph.moves:

@@ -32,6 +32,7 @@ def replicate(
     axes = decision.sizes
     if decision.batch_axes != BATCH_AXES or parts(BATCH_AXES, axes) > 1 or axes["model"] == 1:
         return decision, frozenset()
+    # What is free with everything sharded.
     used = estimate_memory(plans, decision, state_bytes).total
     left = _FRACTION * (FILLED * memory - used)
     parameters = decision.program.parameters
@@ -50,6 +51,7 @@ def replicate(
         by_size[sum(map(extra_bytes, places))].extend(places)
     replicated: set[int] = set()
     for size in sorted(by_size):
+        # All layers or none: half of them replicated would make layers unlike.
         left -= sum(map(extra_bytes, by_size[size]))
         if left < 0:
             break

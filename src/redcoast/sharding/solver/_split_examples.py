@@ -39,12 +39,14 @@ def split_tokens(program: Program, count: int, trace: Callable[[], Program]) -> 
     If they cannot be split, it has the reason as `batch.why_whole`.
     """
     if not _why_indivisible(program, count):
+        # Only a program whose sizes divide is traced again, which takes as long as the first trace.
         program = trace_in_parts(count, trace)
     inner = Inner(program, count)
     free = tuple(inner.free(inner.places))
     if free:
         return replace(program, batch=BatchNodes(free, sequence=True))
     why = _why_indivisible(program, count) or "an operation of the program needs all of it"
+    # A loop over positions, as of a recurrence, needs one after the other.
     looped = inner.classes.of(program.graph.stacks)
     if not looped.isdisjoint(inner.classes.of(inner.even())):
         why = "the program iterates over the sequence"
@@ -354,6 +356,7 @@ def _followers(inner: Inner, nodes: Sequence[int]) -> tuple[int, ...]:
             continue
         for node in dims:
             root = classes[node]
+            # A dimension of the inputs is split only if it was asked for.
             if graph.sizes[node] > 1 and root in created and root not in excluded:
                 split_roots.add(root)
                 followers.append(node)

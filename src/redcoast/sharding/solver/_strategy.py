@@ -102,6 +102,7 @@ def best_strategy(
     for _, value in program.planned:
         # Constants are always replicated in storage, so they are not gathered.
         parameters.append(Parameter(value, sharded=False))
+    # Overrides decide dimensions over `model`, which only the usual strategy shards so.
     strategies = [_DEFAULT]
     if program.batch.sets or all(d is None for d in forced):
         strategies += _OTHERS
@@ -114,10 +115,12 @@ def best_strategy(
             if best_too_large:
                 best = other
             continue
+        # Equal costs, up to rounding, leave the mesh as its axes ask for.
         margin = 1e-6
         if "fsdp" in strategy.model:
             if is_fsdp_possible(program, sizes) and too_large >= best_too_large:
                 continue
+            # Without FSDP each device keeps more: that must save a tenth of the communication.
             margin = 0.1
         # Another use of a mesh than its axes ask for must be faster whether communication hides
         # behind arithmetic or not, since it is an estimate that it does.
@@ -173,6 +176,7 @@ def _solve(
     if n > 1 and "model" not in strategy.batch:
         candidates = _candidates(program, classes, batch)
     against = conflicts(graph, classes, candidates)
+    # Overrides are chosen whatever they cost, and rule out what an array has beside them.
     fixed = _fixed(program, classes, forced).intersection(candidates)
     taken = fixed.union(*map(against.__getitem__, fixed))
     candidates = [root for root in candidates if root not in taken]
@@ -181,6 +185,7 @@ def _solve(
     picked = search_groups(prices.problem())
     chosen = fixed.union(root for root, number in groups.items() if number in picked)
     cost = prices.seconds(picked)
+    # Every use of the batch waits for it, so nothing hides this.
     gathered = batch_gathers(program, strategy.batch, sizes) / hardware.batch_bandwidth
     cost = replace(cost, exposed=cost.exposed + gathered)
     seconds = cost.of_step(overlaps=hardware.overlaps)
@@ -236,6 +241,7 @@ def _candidates(program: Program, classes: Classes, batch: BatchDims) -> list[in
     for _, value in program.planned:
         nodes.extend(value.dims)
     free = splittable(graph, classes, nodes)
+    # What counts rows is divided by the batch's axes already.
     free -= classes.of(filter(batch.has, range(len(graph.sizes))))
     # This order does not depend on the order of the leaves.
     in_order: list[int] = []

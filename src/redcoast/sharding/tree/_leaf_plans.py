@@ -194,6 +194,7 @@ def _matching_spec(state: Leaf, parameter: LeafPlan, rest: Path) -> P | None:
             if own <= 1:
                 kept[d] = None
         return trim_spec(kept)
+    # A placeholder, as Adafactor has for vectors.
     if prod(shape) == 1:
         return P()
     if extra == -1:

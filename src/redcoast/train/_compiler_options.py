@@ -18,14 +18,11 @@ from ..core._frames import warn
 Option: TypeAlias = bool | int | float | str
 Options: TypeAlias = tuple[tuple[str, Option], ...]
 
-_MIB = 2**20
+# XLA's own combine thresholds, of about 30 MiB, expose least: with 128 MiB, the first and the last
+# collective of a step, behind which nothing runs, have the arrays of more than one layer.
 _GPU: dict[str, Option] = {
     # Without it, no collective is asynchronous.
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    # Four times fewer collectives in unrolled layers, of which as much is hidden.
-    "xla_gpu_all_gather_combine_threshold_bytes": 128 * _MIB,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * _MIB,
-    "xla_gpu_all_reduce_combine_threshold_bytes": 128 * _MIB,
 }
 # None for TPUs: without options, the compiler for v5e makes most all-gathers a part of products.
 _DEFAULTS: dict[str, dict[str, Option]] = {"gpu": _GPU, "cuda": _GPU}

@@ -45,6 +45,7 @@ def plan_step(
     trainable: PyTree = eqx.is_inexact_array,
     overrides: Sequence[tuple[str, PyTree]] = (),
     hardware: Hardware | None = None,
+    sequence: bool = False,
     microbatches: int | None = None,
     memory: int | float | Literal["auto"] | None = None,
 ) -> Plan:
@@ -58,8 +59,8 @@ def plan_step(
         such as the `spec` of [`redcoast.Batches`][].
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
     - `overrides`: as for [`redcoast.infer_shardings`][].
-    - `hardware`, `microbatches`: as for [`redcoast.plan_shardings`][]. With `accumulate`, each of
-        the accumulated parts is divided into this many microbatches.
+    - `hardware`, `sequence`, `microbatches`: as for [`redcoast.plan_shardings`][]. With
+        `accumulate`, each of the accumulated parts is divided into this many microbatches.
     - `memory`: as for [`redcoast.plan_shardings`][]: the bytes of each device that a step may take.
 
     **Returns:**
@@ -106,6 +107,7 @@ def plan_step(
         trainable=trainable,
         overrides=overrides,
         hardware=hardware,
+        sequence=sequence,
         microbatches=microbatches,
         memory=memory,
     )

@@ -17,6 +17,7 @@ import os
 # JAX reads these when it is first imported; no accelerator is looked for.
 os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu"}
 
+import contextlib
 import functools as ft
 import itertools as it
 import json
@@ -29,6 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import equinox as eqx
 import jax
@@ -46,7 +48,7 @@ from redcoast.core._tracing import without_ambient_mesh
 from redcoast.dryrun._chips import Chip
 from redcoast.dryrun._devices import missing_compiler
 from redcoast.dryrun._efficiencies import Efficiencies, efficiencies_of
-from redcoast.dryrun._job import make_job, plan_job, trace_job
+from redcoast.dryrun._job import make_job, trace_job
 from redcoast.dryrun._links import axis_bandwidths, slow_axes
 from redcoast.dryrun._place import planner_hardware, target_place
 from redcoast.dryrun._step_time import StepTime, estimate_step_time
@@ -54,10 +56,19 @@ from redcoast.dryrun._target_name import TargetDevices, parse_target
 from redcoast.dryrun.hlo._events import Done, Event, Loop, Start, Transfer, read_schedule
 from redcoast.dryrun.hlo._kernels import KernelWork
 from redcoast.losses import cross_entropy
+from redcoast.models import _attention
 
 FOLDER = Path(__file__).parent / "published"
+DEPTHS = (2, 4)  # the numbers of unrolled layers that are compiled
 CONFIGS = {"llama": models.LlamaConfig, "gpt2": models.GPT2Config}
 CLASSES = {"llama": models.Llama, "gpt2": models.GPT2}
+# Machine code is not read, only the schedule. The runs recompute nothing but what `remat` says.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "xla_backend_optimization_level": 0,
+        "xla_disable_hlo_passes": "rematerialization",
+    }
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,7 @@ class Program:
     model: Mapping[str, Any]
     runs: Sequence[Mapping[str, float]]
     accumulate: int = 1
-    unroll: bool = False
+    fused_attention: bool = True
     chip: Mapping[str, float] | None = None
 
     @property
@@ -121,7 +132,7 @@ def main(
         for program in programs:
             if not stored(program).exists() and not missing_compiler(program.devices.chip):
                 print(program.name, flush=True)
-                text = json.dumps(compile_program(program), separators=(",", ":"))
+                text = json.dumps(compile_depths(program), separators=(",", ":"))
                 stored(program).write_text(text + "\n", "utf-8")
         return
     programs = [one for one in programs if stored(one).exists()]
@@ -144,6 +155,21 @@ def stored(program: Program) -> Path:
 # Compiling
 
 
+def compile_depths(program: Program) -> dict[str, Any]:
+    """The schedules of our step, by the number of layers that are compiled.
+
+    All layers are alike. A loop over them is compiled as it is, and of unrolled layers a few.
+    """
+    depths = [program.model["layers"]]
+    if program.devices.chip.kind == "gpu":
+        depths = [depth for depth in DEPTHS if depth < program.model["layers"]]
+    found = {}
+    for depth in depths:
+        shallow = replace(program, model={**program.model, "layers": depth})
+        found[str(depth)] = compile_program(shallow)
+    return found
+
+
 def compile_program(program: Program) -> dict[str, Any]:
     """The schedule of our step for this model, batch, mesh and target."""
     config = config_of(program)
@@ -159,6 +185,11 @@ def compile_program(program: Program) -> dict[str, Any]:
     begin = time.process_time()
     with without_ambient_mesh(), compiling_for(place.device):
         mesh = place.mesh(program.mesh)
+        hardware = planner_hardware(place, mesh)
+        is_tensor_parallel = mesh.shape["model"] > 1
+        if is_tensor_parallel:
+            # The runs did fit. For want of memory, the planner would split the sequence instead.
+            hardware = replace(hardware, memory=None)
         init_fn = lambda key: model_class(config, key=key)
         job = make_job(
             init_fn,
@@ -169,13 +200,21 @@ def compile_program(program: Program) -> dict[str, Any]:
             compute_dtype=jnp.bfloat16,
             overrides=tensor_parallel(init_fn, mesh),
         )
-        plan = plan_job(job, mesh, planner_hardware(place, mesh))
-        lowered = trace_job(job, plan, mesh).lower()
-        # Machine code is not read, only the schedule.
-        options: Any = None
-        if place.compiler == "cuda":
-            options = {"xla_backend_optimization_level": 0}
-        compiled = lowered.compile(compiler_options=options)
+        plan = rc.plan_step(
+            job.state,
+            loss_fn,
+            batch,
+            mesh,
+            accumulate=program.accumulate,
+            compute_dtype=jnp.bfloat16,
+            overrides=job.overrides,
+            hardware=hardware,
+            # All these runs also split what is between the tensor-parallel parts.
+            sequence=is_tensor_parallel,
+        )
+        with attention(fused=program.fused_attention):
+            lowered = trace_job(job, plan, mesh).lower()
+        compiled = lowered.compile(compiler_options=OPTIONS.get(place.compiler))
     memory: Any = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
     return {
@@ -184,6 +223,16 @@ def compile_program(program: Program) -> dict[str, Any]:
         "memory": held - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
         "events": encode(read_schedule(compiled.as_text(), mesh)),
     }
+
+
+@contextlib.contextmanager
+def attention(*, fused: bool) -> Iterator[None]:
+    """Attention with the kernels of a device, or with all scores in memory."""
+    if fused:
+        yield
+        return
+    with mock.patch.object(_attention, "_has_kernel", return_value=False):
+        yield
 
 
 def tensor_parallel(init_fn: Any, mesh: Any) -> list[Any]:
@@ -202,7 +251,10 @@ def tensor_parallel(init_fn: Any, mesh: Any) -> list[Any]:
 
 def config_of(program: Program) -> Any:
     sizes = {name: value for name, value in program.model.items() if name != "kind"}
-    unroll = program.model["layers"] if program.unroll else 1
+    # None of the runs on GPUs scans its layers, and all on TPUs do.
+    unroll = 1
+    if program.devices.chip.kind == "gpu":
+        unroll = program.model["layers"]
     return CONFIGS[program.model["kind"]](**sizes, remat=program.remat, unroll=unroll)
 
 
@@ -260,8 +312,10 @@ def decode_transfer(data: Sequence[Any]) -> Transfer:
 
 
 @ft.cache
-def schedule_of(path: Path) -> tuple[Event, ...]:
-    return tuple(decode(json.loads(path.read_text("utf-8"))["events"]))
+def schedules_of(path: Path) -> dict[int, tuple[Event, ...]]:
+    """The schedules of a program by their numbers of layers."""
+    data = json.loads(path.read_text("utf-8"))
+    return {int(layers): tuple(decode(one["events"])) for layers, one in data.items()}
 
 
 # Predicting
@@ -291,14 +345,17 @@ def predicted(program: Program, groups: int, attained: Efficiencies | None) -> S
     chip = chip_of(program)
     devices = program.devices
     bandwidths, slow = links_of(program.name)
-    step = estimate_step_time(
-        schedule_of(stored(program)),
+    estimate = ft.partial(
+        estimate_step_time,
         chip=chip,
         bandwidths=bandwidths,
         slow_axes=slow,
         efficiencies=attained,
         groups=groups,
     )
+    schedules = schedules_of(stored(program))
+    steps = {layers: estimate(events) for layers, events in schedules.items()}
+    step = at_depth(steps, program.model["layers"])
     compiled_groups = 1 if chip.kind == "tpu" else devices.hosts
     if groups == compiled_groups:
         return step
@@ -309,6 +366,39 @@ def predicted(program: Program, groups: int, attained: Efficiencies | None) -> S
     backward = 0.6 * (step.products + step.attention + step.other)
     waited = max(summing / program.model["layers"], summing - backward)
     return replace(step, seconds=step.seconds + waited, exposed={**step.exposed, "between": waited})
+
+
+def at_depth(steps: Mapping[int, StepTime], layers: int) -> StepTime:
+    """The step of a model with so many layers, on the straight line through those of shallower
+    models."""
+    if layers in steps:
+        return steps[layers]
+    (few, first), (more, second) = sorted(steps.items())
+    factor = (layers - few) / (more - few)
+    # Deep models can hide what shallow ones expose at their ends, but no more than that.
+    between = lambda x, y: max(0.0, x + factor * (y - x))
+
+    def between_all(x: Mapping[str, float], y: Mapping[str, float]) -> dict[str, float]:
+        return {axes: between(x.get(axes, 0.0), y.get(axes, 0.0)) for axes in {**x, **y}}
+
+    products = between(first.products, second.products)
+    attention = between(first.attention, second.attention)
+    other = between(first.other, second.other)
+    exposed = between_all(first.exposed, second.exposed)
+    waiting = between(first.waiting, second.waiting)
+    seconds = products + attention + other + sum(exposed.values()) + waiting
+    at_peak = between(first.seconds * first.utilisation, second.seconds * second.utilisation)
+    return StepTime(
+        seconds=seconds,
+        products=products,
+        attention=attention,
+        other=other,
+        exposed=exposed,
+        hidden=between_all(first.hidden, second.hidden),
+        waiting=waiting,
+        kernels=round(between(first.kernels, second.kernels)),
+        utilisation=at_peak / seconds,
+    )
 
 
 def chip_of(program: Program) -> Chip:

@@ -1,12 +1,12 @@
-"""What compilers for absent accelerators make of a training step of a LLaMA: time and overlap.
+"""What compilers for absent accelerators make of a training step: memory, kernels, time, overlap.
 
     pip install -e ".[experiments,cuda12,tpu]"
     python experiments/benchmarks/accelerators.py h100
+    python experiments/benchmarks/accelerators.py goals-gpu --page docs/howto/accelerators.md
 
-The programs are compiled, and not run. The time of a step is a rough estimate: matrix products at
-72 % of the device's peak rate, attention at 50 %, and all other kernels at 85 % of its memory
-bandwidth, without communication. A collective counts as exposed if it is not asynchronous, or if no
-product runs between its start and its end.
+The programs are compiled, and not run. The time of a step is the estimate of a dry run. Of models
+with many layers, programs with a few layers are compiled, and their figures continued in a straight
+line to the number that is named: all layers are alike.
 """
 
 import os
@@ -15,10 +15,9 @@ import os
 os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu"}
 
 import dataclasses
-import re
 import time
-from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -28,131 +27,192 @@ import tyro
 from _pages import Printed
 
 import redcoast as rc
+from redcoast import models
 from redcoast.core._target import compiling_for
 from redcoast.core._tracing import without_ambient_mesh
-from redcoast.dryrun._chips import CHIPS
 from redcoast.dryrun._job import make_job, plan_job, trace_job
+from redcoast.dryrun._links import axis_bandwidths, slow_axes
 from redcoast.dryrun._place import planner_hardware, target_place
-from redcoast.dryrun.hlo._parse import (
-    Instruction,
-    Module,
-    called,
-    operands,
-    parse_module,
-    size_in_bytes,
-)
-from redcoast.dryrun.hlo._trip_counts import CallScope, inner_scope, loop_scope, trip_count
+from redcoast.dryrun._step_time import estimate_step_time
+from redcoast.dryrun._target_name import parse_target
+from redcoast.dryrun.hlo._events import Event, Loop, Start, Transfer, read_schedule
+from redcoast.dryrun.hlo._kernels import KernelWork
 
-LAYERS, WIDTH, HIDDEN, VOCABULARY, TOKENS = 16, 2048, 8192, 32000, 2048
-HEADS, KV_HEADS = 16, 8
-PRODUCTS = 0.72, 0.5, 0.85  # rates of products, of attention and of memory
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-KERNEL = re.compile(
-    r'(?:custom_call_target=|"kind":|"name":)"[^"]*(?:gemm|cublas|cudnn|fmha|tpu_custom_call)'
+TOKENS = 2048  # in a sequence
+LLAMA_1B = models.LlamaConfig(vocab=32000, width=2048, layers=16, heads=16, kv_heads=8, hidden=8192)
+LLAMA_7B = models.LlamaConfig(
+    vocab=32000, width=4096, layers=32, heads=32, kv_heads=32, hidden=11008
 )
-FREE = frozenset({"parameter", "get-tuple-element", "tuple", "constant", "bitcast", "iota"})
+MIXTRAL = models.MixtralConfig(
+    vocab=32000, width=4096, layers=32, heads=32, kv_heads=8, hidden=14336
+)
+CLASSES: dict[type, type] = {
+    models.LlamaConfig: models.Llama,
+    models.MixtralConfig: models.Mixtral,
+}
+Programs = Literal["h100", "h100-fsdp", "v5e", "goals-gpu", "goals-tpu"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step of the model: how it is compiled, for which devices."""
+    """A step of a model: how it is compiled, for which devices."""
 
     name: str
     target: str
     mesh: dict[str, int]
-    rows: int
+    rows: int  # sequences of the global batch
+    model: Any = LLAMA_1B
     remat: Literal["none", "dots", "full"] = "none"
     unroll: int | None = None
     options: dict[str, bool | int | str] | None = None
+    depths: tuple[int, int] | None = None  # the numbers of layers that are compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What is read off one program; seconds, bytes and numbers for each device."""
+
+    compile_seconds: float
+    temporaries: float
+    kernels: float
+    other_bytes: float  # read and written by kernels that are neither products nor attention
+    sent: float
+    exposed: float
+    seconds: float
+
+    def continued(self, other: "Figures", factor: float) -> "Figures":
+        """The figures on the straight line through these and others, `factor` of the way."""
+        mine, others = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Figures(*(x + factor * (y - x) for x, y in zip(mine, others, strict=True)))
 
 
 ONE = {"target": "h100:1", "mesh": {"data": 1}, "rows": 8}
 FSDP = {"target": "h100:8", "mesh": {"data": 1, "fsdp": 8}, "rows": 64}
 SMALL = {"target": "v5e:2x2", "rows": 4, "remat": "full"}
-CASES: dict[str, list[Case]] = {
+SEVEN = {"model": LLAMA_7B, "rows": 16, "remat": "dots", "depths": (2, 4)}
+SEVEN_GPU = SEVEN | {"target": "h100:8", "mesh": {"data": 1, "fsdp": 8}}
+SEVEN_TPU = SEVEN | {"target": "v5e:4x4", "remat": "full", "depths": None}
+SPARSE = {"model": MIXTRAL, "target": "h100:2x8", "mesh": {"data": 1, "fsdp": 16}}
+SPARSE |= {"rows": 16, "remat": "full", "depths": (2, 4)}
+LOOP: dict[str, Any] = {"remat": "full", "unroll": 1, "options": {}}
+# Collectives of up to 128 MiB together, as several projects set.
+LARGE = {
+    f"xla_gpu_{kind}_combine_threshold_bytes": 128 * 2**20
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+}
+CASES: dict[Programs, list[Case]] = {
     "h100": [
         Case("none, unrolled (default)", **ONE),
-        Case("none, loop", **ONE, unroll=1, options={}),
-        Case("full, loop", **ONE, remat="full", unroll=1, options={}),
-        Case("dots, loop", **ONE, remat="dots", unroll=1),
+        Case("none, loop", **ONE, unroll=1),
+        Case("full, loop", **ONE, **LOOP),
         Case("dots, unrolled", **ONE, remat="dots"),
-        Case("none, 4 in a loop", **ONE, unroll=4),
     ],
     "h100-fsdp": [
-        Case("none, loop, no options", **FSDP, unroll=1, options={}),
-        Case("none, unrolled, no options", **FSDP, options={}),
         Case("none, unrolled (default)", **FSDP),
+        Case("none, unrolled, 128 MiB", **FSDP, options=LARGE),
+        Case("none, loop", **FSDP, unroll=1),
+        Case("none, loop, 128 MiB", **FSDP, unroll=1, options=LARGE),
     ],
     "v5e": [
         Case("fsdp=4 (default)", **SMALL, mesh={"data": 1, "fsdp": 4}),
         Case("model=4", **SMALL, mesh={"data": 1, "model": 4}),
     ],
+    "goals-gpu": [
+        Case("1.1B, H100: loop, full remat", **ONE, **LOOP),
+        Case("1.1B, H100: default", **ONE),
+        Case("7B, 8 H100: loop, full remat", **SEVEN_GPU | LOOP),
+        Case("7B, 8 H100: default, dots", **SEVEN_GPU),
+        Case("Mixtral 8x7B, 16 H100: loop, full remat", **SPARSE | LOOP),
+        Case("Mixtral 8x7B, 16 H100: default, full remat", **SPARSE),
+    ],
+    "goals-tpu": [
+        Case("7B, 16 v5e: fsdp=16", **SEVEN_TPU, mesh={"data": 1, "fsdp": 16}),
+        Case("7B, 16 v5e: model=16", **SEVEN_TPU, mesh={"data": 1, "model": 16}),
+    ],
 }
+HEADS = (
+    "program",
+    "compile s",
+    "temporaries GB",
+    "kernels",
+    "other GB",
+    "sent GB",
+    "exposed ms",
+    "ms",
+    "MFU %",
+)
 
 
-def main(programs: Literal["h100", "h100-fsdp", "v5e"], /) -> None:
-    """Prints a table of the programs for these devices."""
+def main(programs: Programs, /, page: Path | None = None, only: tuple[int, ...] = ()) -> None:
+    """Prints a table of the programs for these devices.
+
+    Args:
+        programs: The table.
+        page: A page with a place for the table, to write it into.
+        only: The numbers of the rows to measure, from 0; by default all.
+    """
     table = Printed()
-    heads = ("program", "compile s", "temporaries GB", "kernels", "GB", "exposed", "ms", "MFU %")
-    table.add(f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1))
-    for case in CASES[programs]:
-        table.add(f"| {' | '.join(measure(case))} |")
+    table.add(f"| {' | '.join(HEADS)} |", "| --- |" + " ---: |" * (len(HEADS) - 1))
+    for number, case in enumerate(CASES[programs]):
+        if not only or number in only:
+            table.add(f"| {' | '.join(row(case))} |")
+    table.write(page, programs)
 
 
-def measure(case: Case) -> list[str]:
-    compiled, seconds = compile_case(case)
-    counted = count_kernels(compiled.as_text())
-    chip = CHIPS[case.target.partition(":")[0]]
-    tokens = case.rows * TOKENS / max(1, len(target_place(case.target).devices))
-    product, pairs = arithmetic(tokens)
-    peak, (fast, attention, memory) = chip.flops["bfloat16"], PRODUCTS
-    again = 4 / 3 if case.remat == "full" else 1  # the forward pass of the layers once more
-    head = 6 * WIDTH * VOCABULARY * tokens
-    step = ((product - head) * again + head) / (fast * peak)
-    step += pairs * again / (attention * peak)
-    step += counted["bytes"] / (memory * chip.memory_bandwidth)
-    exposed = f"{counted['exposed']:,} ({counted['exposed bytes'] / 1e9:.2f} GB)"
+def row(case: Case) -> list[str]:
+    figures = measure(case)
+    chip = parse_target(case.target).chip
+    tokens = case.rows * TOKENS / parse_target(case.target).count
+    utilisation = model_flops(case.model) * tokens / figures.seconds / chip.flops["bfloat16"]
     return [
         case.name,
-        f"{seconds:.1f}",
-        f"{compiled.memory_analysis().temp_size_in_bytes / 1e9:.1f}",
-        f"{counted['kernels']:,}",
-        f"{counted['bytes'] / 1e9:.0f}",
-        exposed,
-        f"{1e3 * step:.0f}",
-        f"{100 * (product + pairs) / step / peak:.0f}",
+        f"{figures.compile_seconds:.0f}",
+        f"{figures.temporaries / 1e9:.1f}",
+        f"{figures.kernels:,.0f}",
+        f"{figures.other_bytes / 1e9:.0f}",
+        f"{figures.sent / 1e9:.1f}",
+        f"{1e3 * figures.exposed:.1f}",
+        f"{1e3 * figures.seconds:.0f}",
+        f"{100 * utilisation:.0f}",
     ]
 
 
-def arithmetic(tokens: float) -> tuple[float, float]:
-    """The operations of a step in products with weights, and in causal attention."""
-    head_dim = WIDTH // HEADS
-    of_layer = 2 * WIDTH**2 + 2 * WIDTH * KV_HEADS * head_dim + 3 * WIDTH * HIDDEN
-    weights = LAYERS * of_layer + WIDTH * VOCABULARY
-    return 6 * weights * tokens, 6 * LAYERS * TOKENS * WIDTH * tokens
+def model_flops(config: Any) -> float:
+    """Operations for each token of a step: six for each parameter that it meets, apart from the
+    embedding, and those of causal attention."""
+    size = config.width // config.heads
+    projections = 2 * config.width * size * (config.heads + config.kv_heads)
+    feed_forward = 3 * config.width * config.hidden
+    if isinstance(config, models.MixtralConfig):
+        feed_forward *= config.chosen
+    weights = config.layers * (projections + feed_forward) + config.width * config.vocab
+    return 6 * (weights + config.layers * TOKENS * config.width)
 
 
-def compile_case(case: Case) -> tuple[Any, float]:
-    """The compiled step, and the processor seconds of its compilation."""
-    config = rc.models.LlamaConfig(
-        vocab=VOCABULARY,
-        width=WIDTH,
-        layers=LAYERS,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        hidden=HIDDEN,
-        remat=case.remat,
-        unroll=case.unroll,
-    )
+def measure(case: Case) -> Figures:
+    """The figures of a step, if need be continued from programs with fewer layers."""
+    if case.depths is None:
+        return compile_case(case)
+    few, more = case.depths
+    first, second = (compile_case(at_depth(case, depth)) for depth in case.depths)
+    return first.continued(second, (case.model.layers - few) / (more - few))
+
+
+def at_depth(case: Case, layers: int) -> Case:
+    return dataclasses.replace(case, model=dataclasses.replace(case.model, layers=layers))
+
+
+def compile_case(case: Case) -> Figures:
+    config = dataclasses.replace(case.model, remat=case.remat, unroll=case.unroll)
     tokens = jax.ShapeDtypeStruct((case.rows, TOKENS), jnp.int32)
 
-    def loss_fn(model, batch, key):
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         return rc.losses.cross_entropy(model(batch["tokens"]), batch["targets"])
 
     place = target_place(case.target)
     with without_ambient_mesh(), compiling_for(place.device):
         job = make_job(
-            lambda key: rc.models.Llama(config, key=key),
+            lambda key: CLASSES[type(config)](config, key=key),
             loss_fn,
             {"tokens": tokens, "targets": tokens},
             optax.adamw(1e-4),
@@ -162,88 +222,52 @@ def compile_case(case: Case) -> tuple[Any, float]:
         mesh = place.mesh(case.mesh)
         plan = plan_job(job, mesh, planner_hardware(place, mesh))
         lowered = trace_job(job, plan, mesh).lower()
-        begin = time.process_time()
-        compiled = lowered.compile()
-    return compiled, time.process_time() - begin
+    return compile_lowered(lowered, case.target, mesh)
 
 
-def count_kernels(text: str) -> Counter[str]:
-    """Kernels, the bytes of those that are neither products nor attention, and exposed collectives,
-    each as often as it runs."""
-    module = parse_module(text)
-    counted: Counter[str] = Counter()
-
-    def walk(scope: CallScope, times: int) -> None:
-        order = list(scope.computation.instructions.values())
-        place = {instruction.name: n for n, instruction in enumerate(order)}
-        for n, one in enumerate(order):
-            if one.opcode == "while":
-                body = loop_scope(scope, one, called(one, "body")[0])
-                walk(body, times * (trip_count(scope, one) or 1))
-            elif one.opcode == "call":
-                walk(inner_scope(scope, one, called(one, "to_apply")[0]), times)
-            elif one.opcode.endswith("-done"):
-                start = order[place[operands(one)[0]]]
-                hides = any(is_product(module, x) for x in order[place[start.name] + 1 : n])
-                if collective_of(module, start) and not hides:
-                    add_exposed(counted, one, times)
-            elif one.opcode in KINDS:
-                add_exposed(counted, one, times)
-            elif one.opcode not in FREE and not one.opcode.endswith("-start"):
-                counted["kernels"] += times
-                if not is_product(module, one):
-                    counted["bytes"] += times * accessed(module, scope, one)
-
-    walk(CallScope(module, module.entry, lambda number, place: None), 1)
-    return counted
+def compile_lowered(lowered: jax.stages.Lowered, target: str, mesh: jax.sharding.Mesh) -> Figures:
+    """Compiles a program for a target, and reads it."""
+    begin = time.process_time()
+    compiled = lowered.compile()
+    seconds = time.process_time() - begin
+    events = read_schedule(compiled.as_text(), mesh)
+    devices = parse_target(target)
+    step = estimate_step_time(
+        events,
+        chip=devices.chip,
+        bandwidths=axis_bandwidths(devices, mesh),
+        slow_axes=slow_axes(devices, mesh),
+        groups=devices.groups,
+    )
+    memory: Any = compiled.memory_analysis()
+    others, sent = traffic(events)
+    return Figures(
+        compile_seconds=seconds,
+        temporaries=memory.temp_size_in_bytes,
+        kernels=step.kernels,
+        other_bytes=others,
+        sent=sent,
+        exposed=sum(step.exposed.values()),
+        seconds=step.seconds,
+    )
 
 
-def add_exposed(counted: Counter[str], one: Instruction, times: int) -> None:
-    counted["exposed"] += times
-    counted["exposed bytes"] += times * size_in_bytes(one.shape)
-
-
-def collective_of(module: Module, start: Instruction) -> bool:
-    names = [start.opcode]
-    for name in called(start, "calls"):
-        names += [x.opcode for x in module.computations[name].instructions.values()]
-    return any(name.removesuffix("-start") in KINDS for name in names)
-
-
-def is_product(module: Module, one: Instruction) -> bool:
-    """Whether a kernel is a matrix product or attention."""
-    if one.opcode in ("dot", "convolution", "while"):
-        return True
-    if KERNEL.search(one.rest):
-        return True
-    if one.opcode != "fusion":
-        return False
-    inside = module.computations[called(one, "calls")[0]].instructions.values()
-    return any(is_product(module, x) for x in inside)
-
-
-def accessed(module: Module, scope: CallScope, one: Instruction) -> int:
-    """The bytes that a kernel reads and writes: of a slice of an array, those of the slice."""
-    known = scope.computation.instructions
-    sizes = [size_in_bytes(known[name].shape) for name in operands(one) if name in known]
-    size = size_in_bytes(one.shape) + sum(sizes)
-    if one.opcode != "fusion":
-        return size
-    inside = module.computations[called(one, "calls")[0]].instructions
-    for x in inside.values():
-        if x.opcode == "dynamic-slice":
-            size += size_in_bytes(x.shape) - whole(inside, operands(x)[:1])
-        elif x.opcode == "dynamic-update-slice":
-            update = size_in_bytes(inside[operands(x)[1]].shape)
-            size += update - 2 * size_in_bytes(x.shape)
-    return max(0, size)
-
-
-def whole(inside: dict[str, Instruction], names: Sequence[str]) -> int:
-    """The bytes of those of these that are parameters of a fusion."""
-    sizes = [size_in_bytes(inside[x].shape) for x in names if inside[x].opcode == "parameter"]
-    return sum(sizes)
+def traffic(events: Sequence[Event]) -> tuple[float, float]:
+    """The bytes of kernels that are neither products nor attention, and those sent to devices."""
+    others = sent = 0.0
+    for event in events:
+        match event:
+            case KernelWork(_, "other", _, size):
+                others += size
+            case Transfer() | Start(_, _):
+                transfer = event if isinstance(event, Transfer) else event.transfer
+                sent += transfer.sent_bytes if transfer.axes else 0
+            case Loop(times, inner):
+                some_others, some_sent = traffic(inner)
+                others += times * some_others
+                sent += times * some_sent
+    return others, sent
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, description=__doc__)

@@ -66,6 +66,7 @@ from .train._compile import compile_step as compile_step
 from .train._gradients import stop_gradient as stop_gradient
 from .train._gradients import with_gradient as with_gradient
 from .train._loss_scale import LossScale as LossScale
+from .train._low_precision import low_precision as low_precision
 from .train._muon import muon as muon
 from .train._plan_step import plan_step as plan_step
 from .train._predict import predict as predict

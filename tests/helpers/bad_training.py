@@ -54,6 +54,11 @@ def muon(dimensions=None, **options):
     return rc.muon(0.1, dimensions, others=SGD, **options)
 
 
+def low_precision(size=64, **options):
+    low = rc.low_precision(lambda params, x: x @ params["w"], "float8", **options)
+    return low({"w": jnp.ones((size, size))}, jnp.ones((2, size)))
+
+
 def update_with_one_side():
     params = {"w": jnp.ones((4, 4))}
     optimizer = muon({"w": optax.contrib.MuonDimensionNumbers(0, 0)})
@@ -361,6 +366,15 @@ ROWS = {
             (ValueError, OSError),
             "f/x",
         ),
+    ],
+    "low_precision": [
+        (lambda d: rc.low_precision(3, "int8"), TypeError, "`fn` is 3"),
+        (lambda d: rc.low_precision(len, "int4"), ValueError, "`numbers`.*'float8' or.*'int4'"),
+        (lambda d: rc.low_precision(len, "int8", exclude="("), ValueError, r"'\('.*not a reg"),
+        (lambda d: rc.low_precision(len, "int8", exclude=[3]), TypeError, "`exclude` is 3"),
+        (lambda d: low_precision(exclude="head"), ValueError, "'head'.*matches none.*w"),
+        (lambda d: low_precision(), ValueError, "No product.*float8.*leaves out the last"),
+        (lambda d: low_precision(size=8, exclude=()), ValueError, "No product.*at least 32"),
     ],
     "muon": [
         (lambda d: muon(momentum=1.0), ValueError, "`momentum`.*1.0"),

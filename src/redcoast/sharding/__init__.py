@@ -2,6 +2,7 @@
 
 from ._matrix_dimensions import find_uses as find_uses
 from ._matrix_dimensions import matrix_dimensions as matrix_dimensions
+from ._matrix_dimensions import uses_in as uses_in
 from ._plan import Plan as Plan
 from ._plan import batch_faults as batch_faults
 from ._plan import examples_coupled as examples_coupled
@@ -10,6 +11,8 @@ from ._plan import plan_shardings as plan_shardings
 from ._plan import with_auto_plan as with_auto_plan
 from ._serialization import load_plan as load_plan
 from ._serialization import save_plan as save_plan
+from .program._trace import Traced as Traced
+from .program._trace import trace as trace
 from .report._data import Coupling as Coupling
 from .report._data import PlanReport as PlanReport
 from .report._text import coupling_sentence as coupling_sentence

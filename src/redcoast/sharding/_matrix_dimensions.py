@@ -20,6 +20,7 @@ from ..core._frames import hide_frames
 from .operations import Dimension, Factor, Rule, all_factors
 from .operations._rule import shape_of
 from .program._facts import Facts, Operation, follow_facts
+from .program._trace import Traced
 from .tree._leaves import flat_leaves
 
 Dims = frozenset[int]
@@ -68,6 +69,11 @@ class WeightUses:
     products: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
     lookups: set[int] = field(default_factory=set)
     last: frozenset[int] = frozenset()
+
+    def last_matrices(self, model: PyTree) -> set[int]:
+        """The arrays of the last product alone: the last layer may be one of a stack."""
+        leaves = jax.tree.leaves(model)
+        return {i for i in self.last if not _is_stacked(leaves[i].shape, *self.products[i])}
 
 
 @hide_frames
@@ -146,6 +152,13 @@ def find_uses(
     if mesh is None:
         mesh = AbstractMesh((), ())
     traced, _ = trace_over(mesh, fn, model, args)
+    return uses_in(traced, model)
+
+
+def uses_in(traced: Traced, model: PyTree) -> WeightUses:
+    """How a traced function uses the arrays of the model that it was traced for."""
+    from .solver._strategy import follow_program
+
     program = follow_program(traced, [False] * traced.arrays)
     scope = program.scope
     uses = WeightUses()
@@ -168,12 +181,16 @@ def _dimension_numbers(
     """The dimension numbers of one array, or None if it is not a hidden matrix."""
     # A dimension that is summed over is not a side of the result as well.
     free = free - summed
-    is_stacked = len(summed | free) < len(shape)
     is_vector = min(prod(shape[d] for d in dims) for dims in (summed, free)) == 1
     # The last layer may be one of a scan over all of them.
-    if is_vector or (is_last and not is_stacked):
+    if is_vector or (is_last and not _is_stacked(shape, summed, free)):
         return None
     return optax.contrib.MuonDimensionNumbers(tuple(sorted(summed)), tuple(sorted(free)))
+
+
+def _is_stacked(shape: tuple[int, ...], summed: Dims, free: Dims) -> bool:
+    """Whether an array has a matrix for each element along one of its dimensions."""
+    return len(summed | free) < len(shape)
 
 
 def _joined(origins: Sequence[_Origin]) -> _Origin:

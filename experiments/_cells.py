@@ -1,6 +1,7 @@
 """Stores the results of dry runs in a JSON file, and formats them as tables."""
 
 import json
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ KEY = ("model", "column")
 
 
 def read_cells(file: Path) -> list[Cell]:
-    return json.loads(file.read_text()) if file.exists() else []
+    if not file.exists():
+        return []
+    return json.loads(file.read_text())
 
 
 def write_cell(file: Path, cell: Cell) -> None:
     """Adds a result or replaces the one with the same key; the file is replaced atomically."""
-    same = lambda old: all(old[name] == cell[name] for name in KEY)
-    cells = [*(old for old in read_cells(file) if not same(old)), cell]
+    key_of = itemgetter(*KEY)
+    cells = [old for old in read_cells(file) if key_of(old) != key_of(cell)]
+    cells.append(cell)
     draft = file.with_suffix(".draft")
     draft.write_text(json.dumps(cells, indent=1))
     draft.replace(file)
@@ -27,8 +31,11 @@ def markdown(head: list[str], body: list[list[str]]) -> str:
     """A Markdown table whose first column is text and whose other columns are numbers."""
     rows = [head, ["---", *["---:"] * (len(head) - 1)], *body]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pad = lambda row: [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
-    return "\n".join(f"| {' | '.join(pad(row))} |" for row in rows)
+    lines = []
+    for name, *numbers in rows:
+        cells = [name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def paper_table(cells: list[Cell]) -> str:
@@ -39,23 +46,32 @@ def paper_table(cells: list[Cell]) -> str:
 def beyond_text(cells: list[Cell]) -> str:
     """The table of variants, followed by sentences that list the models that fit."""
     words = {"twice": "At twice the length", "half": "On half of the devices"}
-    lines = [_fitting(where, [x for x in cells if x["column"] == c]) for c, where in words.items()]
-    return "\n\n".join([beyond_table(cells), " ".join(filter(None, lines))]).rstrip()
+    sentences = []
+    for column, where in words.items():
+        if of_column := [cell for cell in cells if cell["column"] == column]:
+            sentences.append(f"{where}, {_fitting(of_column)}.")
+    return f"{beyond_table(cells)}\n\n{' '.join(sentences)}".rstrip()
 
 
-def _fitting(where: str, cells: list[Cell]) -> str:
+def _fitting(cells: list[Cell]) -> str:
+    """How many of the models fit, and which."""
     fit = [cell["model"] for cell in cells if cell["fits"]]
-    if not cells or not fit:
-        return f"{where}, none of {len(cells)} fits." if cells else ""
-    which = "" if len(fit) == len(cells) else f" ({', '.join(fit)})"
-    return f"{where}, {len(fit)} of {len(cells)} fit{'s' if len(fit) == 1 else ''}{which}."
+    if not fit:
+        return f"none of {len(cells)} fits"
+    words = f"{len(fit)} of {len(cells)} fit"
+    if len(fit) == 1:
+        words += "s"
+    if len(fit) < len(cells):
+        words += f" ({', '.join(fit)})"
+    return words
 
 
 def beyond_table(cells: list[Cell]) -> str:
     """Each model at twice the length, on half of the devices, and in bfloat16."""
-    found = {(cell["model"], cell["column"]): cell for cell in cells}
-    models = dict.fromkeys(cell["model"] for cell in cells)
-    return markdown(BEYOND, [[model, *_beyond(found, model)] for model in models])
+    found: dict[str, dict[str, Cell]] = {}  # by model, then by column
+    for cell in cells:
+        found.setdefault(cell["model"], {})[cell["column"]] = cell
+    return markdown(BEYOND, [[model, *_beyond(columns)] for model, columns in found.items()])
 
 
 PAPER = ["fp32, AdamW", "on", "compiler", "mesh", "fits", "peak, GiB", "headroom"]
@@ -71,25 +87,25 @@ BEYOND = [
 
 
 def _paper(cell: Cell) -> list[str]:
-    return [
-        f"{cell['model']} ({cell['seq']})",
-        cell["target"],
-        cell["compiler"],
-        mesh_text(cell["mesh"]),
-        "yes" if cell["fits"] else "no",
-        peak_gib(cell),
-        "-" if refused(cell) else f"{1 - cell['memory']['peak'] / cell['usable']:.0%}",
-        gigabytes(sent_bytes(cell)),
-    ]
+    fits, headroom = "no", "-"
+    if cell["fits"]:
+        fits = "yes"
+    if not refused(cell):
+        headroom = f"{1 - cell['memory']['peak'] / cell['usable']:.0%}"
+    about = [f"{cell['model']} ({cell['seq']})", cell["target"], cell["compiler"]]
+    about += [mesh_text(cell["mesh"]), fits]
+    return [*about, peak_gib(cell), headroom, gigabytes(sent_bytes(cell))]
 
 
-def _beyond(found: dict[tuple[str, str], Cell], model: str) -> list[str]:
-    twice, half, low = (found.get((model, column)) for column in ("twice", "half", "bfloat16"))
-    names = {"the length": twice, "the devices": half}
-    holds = [name for name, cell in names.items() if cell is not None and cell["fits"]]
-    both = "both" if len(holds) == 2 else (holds or ["neither"])[0]
-    known = both if twice is not None and half is not None else "-"
-    return [_peak(twice), _peak(half), known, _peak(low), gigabytes(low and sent_bytes(low))]
+def _beyond(columns: dict[str, Cell]) -> list[str]:
+    twice, half, low = map(columns.get, ("twice", "half", "bfloat16"))
+    holds, sent = "-", None
+    if twice is not None and half is not None:
+        which = ("neither", "the devices", "the length", "both")
+        holds = which[2 * bool(twice["fits"]) + bool(half["fits"])]
+    if low is not None:
+        sent = sent_bytes(low)
+    return [_peak(twice), _peak(half), holds, _peak(low), gigabytes(sent)]
 
 
 def _peak(cell: Cell | None) -> str:
@@ -101,7 +117,9 @@ def _peak(cell: Cell | None) -> str:
 
 def sent_bytes(cell: Cell) -> int | None:
     """The bytes communicated by a device; `None` if the compiler rejected the program."""
-    return None if refused(cell) else cell["sent_bytes"]
+    if refused(cell):
+        return None
+    return cell["sent_bytes"]
 
 
 def mesh_text(mesh: dict[str, int]) -> str:
@@ -109,5 +127,7 @@ def mesh_text(mesh: dict[str, int]) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
 
 
-def gigabytes(size: Any) -> str:
-    return "-" if size is None else f"{size / 1e9:.2f}"
+def gigabytes(size: int | float | None) -> str:
+    if size is None:
+        return "-"
+    return f"{size / 1e9:.2f}"

@@ -31,26 +31,28 @@ def read_glyphs(size: int, *, first_words: Sequence[str], fonts: Sequence[str] =
     Returns a list of `Glyph`, in the order of characters, then fonts.
     """
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-    files = {font: folder / f"{font}.ttf" for font in fonts if (folder / f"{font}.ttf").exists()}
-    covered = {font: {*(TTFont(file).getBestCmap() or ())} for font, file in files.items()}
+    covered, drawn_with = {}, {}  # the characters of each font, and what draws them
+    for font in fonts:
+        file = folder / f"{font}.ttf"
+        if file.exists():
+            covered[font] = {*(TTFont(file).getBestCmap() or ())}
+            # At this size, the tallest letters with two accents fill the image.
+            drawn_with[font] = ImageFont.truetype(str(file), size * 2 // 3)
     glyphs, seen = [], set()
-    # At this size, the tallest letters with two accents fill the image.
-    drawn_with = {
-        font: ImageFont.truetype(str(file), size * 2 // 3) for font, file in files.items()
-    }
     for code in sorted(set().union(*covered.values())):
-        name = unicodedata.name(chr(code), "").lower()
-        if name.split()[:1] and name.split()[0] in first_words:
-            if unicodedata.category(chr(code))[0] not in "LN":
-                continue
-            drawn = [
-                Glyph(_draw(chr(code), drawn_with[font], size), name, font)
-                for font in files
-                if code in covered[font]
-            ]
-            look = drawn[0].font, drawn[0].image.tobytes()
-            glyphs += drawn if look not in seen else []
-            seen.add(look)
+        character = chr(code)
+        name = unicodedata.name(character, "").lower()
+        is_letter_or_digit = unicodedata.category(character)[0] in "LN"
+        if not is_letter_or_digit or name.partition(" ")[0] not in first_words:
+            continue
+        drawn = []
+        for font, characters in covered.items():
+            if code in characters:
+                drawn.append(Glyph(_draw(character, drawn_with[font], size), name, font))
+        look = drawn[0].font, drawn[0].image.tobytes()
+        if look not in seen:
+            glyphs += drawn
+        seen.add(look)
     return glyphs
 
 

@@ -55,7 +55,9 @@ def print_table1(
             print(f"{row.model}, {column}: {_outcome(cell)}", file=sys.stderr, flush=True)
     cells = in_order(read_cells(out / "table1.json"))
     text = f"{paper_table(cells)}\n\n{beyond_text(cells)}"
-    print(json.dumps(cells, indent=1) if as_json else text)
+    if as_json:
+        text = json.dumps(cells, indent=1)
+    print(text)
 
 
 def choose_rows(names: tuple[str, ...]) -> list[Row]:
@@ -75,12 +77,20 @@ def measure(row: Row, column: str, *, mesh: dict[str, int] | None = None) -> dic
     The mesh is the given one, or the one with the lowest estimated cost. If the step does not fit
     on that, other meshes are compiled.
     """
-    target = row.half if column == "half" else row.target
+    target, seq, compute_dtype = row.target, row.seq, None
+    if column == "half":
+        target = row.half
+    elif column == "twice":
+        seq = 2 * row.seq
+    elif column == "bfloat16":
+        compute_dtype = jnp.bfloat16
     chip, _, sizes = target.partition(":")
     devices = math.prod(map(int, sizes.split("x")))
-    usable = rc.CHIPS[chip].usable if row.usable is None else row.usable
-    workload = make_workload(row.model, row.seq * (2 if column == "twice" else 1))
-    settings: dict[str, Any] = {"compute_dtype": jnp.bfloat16 if column == "bfloat16" else None}
+    usable = row.usable
+    if usable is None:
+        usable = rc.CHIPS[chip].usable
+    workload = make_workload(row.model, seq)
+    settings: dict[str, Any] = {"compute_dtype": compute_dtype}
     if mesh is None:
         run = dry_run_to_fit(workload, devices, target, usable=usable, **settings)
     else:

@@ -34,12 +34,15 @@ def main(c: Config) -> None:
     fonts = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSerif-Bold")
     glyphs = read_glyphs(c.size, first_words=["latin"], fonts=fonts)
     # An eighth of the names is held out, with all their images. They come first.
-    held_out = sorted({x.name for x in glyphs})[::8]
-    names = held_out + sorted({x.name for x in glyphs} - {*held_out})
-    train, test = ([x for x in glyphs if (x.name in held_out) == out] for out in (False, True))
-    mean, std = (np.float32(f([x.image for x in train])) for f in (np.mean, np.std))
-    words = sorted({word for name in names for word in name.split()})
-    texts = np.array([[word in name.split() for word in words] for name in names], np.float32)
+    known = {x.name for x in glyphs}
+    held_out = sorted(known)[::8]
+    names = held_out + sorted(known.difference(held_out))
+    train = [x for x in glyphs if x.name not in held_out]
+    test = [x for x in glyphs if x.name in held_out]
+    images = np.stack([x.image for x in train])
+    mean, std = np.mean(images), np.std(images)
+    words = sorted({*" ".join(names).split()})
+    texts = np.stack([np.isin(words, name.split()) for name in names]).astype(np.float32)
 
     def collate_fn(glyphs):
         ids = np.array([names.index(x.name) for x in glyphs], np.int32)
@@ -63,7 +66,7 @@ def main(c: Config) -> None:
 
     def metric_fn(glyphs, rows):
         scores = np.stack(rows)  # of all test images (rows) and all held-out names (columns)
-        right = np.array([[x.name == name for name in held_out] for x in glyphs])
+        right = np.array([x.name for x in glyphs])[:, None] == np.array(held_out)[None]
         return recalls(scores, right)
 
     functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
@@ -94,9 +97,13 @@ def make_model(c: Config, words: int, key: jax.Array) -> dict[str, Any]:
 
 def compare(model, images, texts, key=None):
     """Returns the scaled cosines of all images (rows) and all names (columns)."""
-    found = model["images"](images, key=key), jax.vmap(model["texts"])(texts)
-    x, y = (z / jnp.linalg.norm(z, axis=1, keepdims=True) for z in found)
+    x = unit_rows(model["images"](images, key=key))
+    y = unit_rows(jax.vmap(model["texts"])(texts))
     return jnp.minimum(jnp.exp(model["log_scale"]), 100.0) * (x @ y.T)
+
+
+def unit_rows(x):
+    return x / jnp.linalg.norm(x, axis=1, keepdims=True)
 
 
 def symmetric_loss(logits, ids):
@@ -111,7 +118,11 @@ def symmetric_loss(logits, ids):
 def recalls(scores: np.ndarray, right: np.ndarray) -> dict[str, float]:
     """Returns the recall at 1 and 5 in both directions."""
     ways = {"image_to_text": (scores, right), "text_to_image": (scores.T, right.T)}
-    return {f"{way}_recall_at_{k}": recall(*x, k) for way, x in ways.items() for k in (1, 5)}
+    found = {}
+    for way, seen_from_there in ways.items():
+        for k in (1, 5):
+            found[f"{way}_recall_at_{k}"] = recall(*seen_from_there, k)
+    return found
 
 
 def recall(scores: np.ndarray, right: np.ndarray, k: int) -> float:
@@ -122,8 +133,10 @@ def recall(scores: np.ndarray, right: np.ndarray, k: int) -> float:
 
 def save_nearest(file: Path, names, glyphs, rows) -> None:
     """Saves a picture of characters with the three nearest names."""
-    nearest = [[names[i] for i in np.argsort(-row)[:3]] for row in rows]
-    titles = ["\n".join(f"{i}. {x}" for i, x in enumerate(three, 1)) for three in nearest]
+    titles = []
+    for row in rows:
+        nearest = np.argsort(-row)[:3]
+        titles.append("\n".join(f"{place}. {names[i]}" for place, i in enumerate(nearest, 1)))
     save_pictures(file, [x.image for x in glyphs], titles)
 
 

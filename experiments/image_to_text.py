@@ -43,16 +43,25 @@ class Config:
 
 def main(c: Config) -> None:
     run = start(c, "image_to_text")
-    pretrained = rc.load_pretrained(c.weights) if c.weights else None
-    size = pretrained.config.encoder.image[0] if pretrained else c.size
+    pretrained: Any = None
+    size = c.size
+    if c.weights is not None:
+        pretrained = rc.load_pretrained(c.weights)
+        size = pretrained.config.encoder.image[0]
     train, test = split(read_pairs(c.data, size))
-    tokenizer = read_tokenizer(c.weights) if c.weights else make_tokenizer(train)
-    config = pretrained.config if pretrained else make_config(c, tokenizer.get_vocab_size())
+    images, names = zip(*test, strict=True)
+    train_images, train_names = zip(*train, strict=True)
+    if c.weights is None:
+        tokenizer = make_tokenizer(train)
+        config = make_config(c, tokenizer.get_vocab_size())
+        model = lambda key: Captioner(config, key=key)
+        mean, std = np.mean(train_images), np.std(train_images)
+    else:
+        tokenizer, config, model = read_tokenizer(c.weights), pretrained.config, pretrained
+        mean, std = 0.5, 0.5  # published captioners take pixels from -1 to 1
     around = lambda tokens: [config.decoder_start, *tokens, config.eos[0]]
-    texts = {name: around(tokenizer.encode(name).ids) for _, name in train + test}
+    texts = {name: around(tokenizer.encode(name).ids) for name in train_names + names}
     length = max(map(len, texts.values())) - 1  # without the token that captions start with
-    # Published captioners take pixels from -1 to 1.
-    mean, std = (0.5, 0.5) if pretrained else (f([x for x, _ in train]) for f in (np.mean, np.std))
 
     def collate_fn(pairs):
         images, names = zip(*pairs, strict=True)
@@ -72,7 +81,7 @@ def main(c: Config) -> None:
     functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
     prediction = {"predict_fn": predict_fn, "output_fn": tokenizer.decode_batch}
     state = rc.fit(
-        pretrained or (lambda key: Captioner(config, key=key)),
+        model,
         make_optimizer(c, len(train)),
         train,
         **functions,
@@ -84,11 +93,12 @@ def main(c: Config) -> None:
 
     end_training(run, state, c.steps)
     captions = rc.predict_examples(state.model, test, **functions, **prediction)
-    shown = [*zip(test, captions, strict=True)][:: -(-len(test) // 32)]
-    titles = [f"{x}\n(is {name})" for (_, name), x in shown]
-    save_pictures(run.directory / "captions.png", [image for (image, _), _ in shown], titles)
-    flat = ([image.ravel() for image, _ in pairs] for pairs in (test, train))
-    baseline = metric_fn(test, [train[i][1] for i in pairwise_distances_argmin(*flat)])["rouge_l"]
+    titles = [f"{x}\n(is {name})" for x, name in zip(captions, names, strict=True)]
+    every = -(-len(test) // 32)
+    save_pictures(run.directory / "captions.png", images[::every], titles[::every])
+    flat, train_flat = (np.reshape(x, (len(x), -1)) for x in (images, train_images))
+    nearest = [train_names[i] for i in pairwise_distances_argmin(flat, train_flat)]
+    baseline = metric_fn(test, nearest)["rouge_l"]
     report(run.directory, **metric_fn(test, captions), rouge_l_of_the_nearest_image=baseline)
 
 
@@ -107,9 +117,11 @@ def read_pairs(data: str, size: int) -> list[tuple[np.ndarray, str]]:
 
 
 def metric_fn(pairs, captions) -> dict[str, float]:
-    both = [(name, caption) for (_, name), caption in zip(pairs, captions, strict=True)]
-    scores = [RougeScorer(["rougeL"]).score(*x)["rougeL"].fmeasure for x in both]
-    exact = [name == caption for name, caption in both]
+    rouge = RougeScorer(["rougeL"]).score
+    exact, scores = [], []
+    for (_, name), caption in zip(pairs, captions, strict=True):
+        exact.append(name == caption)
+        scores.append(rouge(name, caption)["rougeL"].fmeasure)
     return {"exact_match": float(np.mean(exact)), "rouge_l": float(np.mean(scores))}
 
 

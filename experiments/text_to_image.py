@@ -58,8 +58,10 @@ def main(c: Config) -> None:
 
     def collate_fn(examples):
         images, captions = zip(*examples, strict=True)
-        ids = [[vocabulary.index(w) + 1 for w in x.split() if w in vocabulary] for x in captions]
-        words = np.array([(x + [0] * 8)[:8] for x in ids], np.int32)  # 8 words; 0 is no word
+        words = np.zeros((len(captions), 8), np.int32)  # 0 is no word
+        for row, caption in zip(words, captions, strict=True):
+            ids = [vocabulary.index(word) + 1 for word in caption.split() if word in vocabulary]
+            row[: len(ids)] = ids[:8]
         return {"images": 2 * np.stack(images) - 1, "words": words}
 
     def loss_fn(model, batch, key):
@@ -75,7 +77,9 @@ def main(c: Config) -> None:
         right = judge.predict([x.ravel() for x in images]) == classes(examples)
         new = np.array(classes(examples)) == "symbol"
         accuracy = {"accuracy": right[~new].mean()}
-        return accuracy | ({"symbol_accuracy": right[new].mean()} if c.symbol else {})
+        if c.symbol:
+            accuracy["symbol_accuracy"] = right[new].mean()
+        return accuracy
 
     functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
     options = functions | {"loss_fn": loss_fn, "steps": c.steps, "trainable": (True, False)}
@@ -94,7 +98,8 @@ def velocity_loss(net, images, words, key):
     """By an angle from 0 to a right angle, images turn to noise; the velocity is predicted."""
     keys = jax.random.split(key, 3)
     angle = jax.random.uniform(keys[0], (len(images),), maxval=jnp.pi / 2)
-    cos, sin = (f(angle)[:, None, None, None] for f in (jnp.cos, jnp.sin))
+    of_images = angle[:, None, None, None]  # (images, 1, 1, 1)
+    cos, sin = jnp.cos(of_images), jnp.sin(of_images)
     noise = jax.random.normal(keys[1], images.shape)
     # A tenth of the captions is dropped, because guidance needs predictions without caption.
     words = jnp.where(jax.random.bernoulli(keys[2], 0.9, (len(images), 1)), words, 0)
@@ -107,7 +112,8 @@ def ddim(net, noise, words, guidance, steps):
     turn = jnp.pi / 2 / steps
 
     def body(x, angle):
-        given, free = (jax.vmap(net, (0, None, 0))(x, angle, w) for w in (words, 0 * words))
+        predict = jax.vmap(net, (0, None, 0))
+        given, free = predict(x, angle, words), predict(x, angle, jnp.zeros_like(words))
         return jnp.cos(turn) * x - jnp.sin(turn) * (free + guidance * (given - free)), None
 
     return jax.lax.scan(body, noise, turn * jnp.arange(steps, 0.0, -1))[0]
@@ -159,9 +165,17 @@ def draw(names: str, shape: tuple[int, ...], called: str = ""):
     glyphs = [x for x in glyphs if re.fullmatch(names, x.name)]
     if len(glyphs) < 10:
         raise SystemExit(f"Only {len(glyphs)} images of letters or digits are named {names!r}.")
-    styles = ["bold", "italic", "oblique", "sans", "serif", "mono"]
-    style = lambda x: "".join(f"{word} " for word in styles if word[:3].title() in x.font)
-    return [(np.broadcast_to(x.image, shape), style(x) + (called or x.name)) for x in glyphs]
+    pairs = []
+    for glyph in glyphs:
+        caption = " ".join([*styles_of(glyph.font), called or glyph.name])
+        pairs.append((np.broadcast_to(glyph.image, shape), caption))
+    return pairs
+
+
+def styles_of(font: str) -> list[str]:
+    """The words for the style of a font, such as "bold" and "sans" of DejaVuSans-Bold."""
+    words = ("bold", "italic", "oblique", "sans", "serif", "mono")
+    return [word for word in words if word[:3].title() in font]
 
 
 def load_model(root, like):

@@ -1,5 +1,6 @@
 """Trains an encoder-decoder, T5 or BART, to write one text from another by beam search."""
 
+import itertools as it
 import re
 import unicodedata
 from dataclasses import dataclass, field
@@ -46,15 +47,13 @@ class Config:
 
 def main(c: Config) -> None:
     run = start(c, "text_to_text")
-    pairs = read_characters() if c.data == "characters" else read_bible()
+    pairs = {"characters": read_characters, "bible": read_bible}[c.data]()
     train, test = train_test_split(pairs, test_size=c.tests, random_state=c.run.seed)
     if c.weights:
-        tokenizer, model = (
-            read_tokenizer(c.weights),
-            rc.load_pretrained(c.weights, dtype=jnp.float32),
-        )
+        tokenizer = read_tokenizer(c.weights)
+        model = rc.load_pretrained(c.weights, dtype=jnp.float32)
     else:
-        tokenizer = train_tokenizer((x for pair in train for x in pair), c.vocab, start=False)
+        tokenizer = train_tokenizer(it.chain.from_iterable(train), c.vocab, start=False)
         model = lambda key: make_model(c, key)
 
     def collate_fn(examples):
@@ -99,8 +98,9 @@ def score(texts, references) -> dict[str, float]:
 def make_model(c: Config, key: jax.Array) -> T5 | Bart:
     sizes = (c.vocab, c.width, c.layers, c.layers, c.width // 32, 4 * c.width)
     tokens = {"decoder_start": PAD, "pad": PAD, "eos": (END,)}
-    bart = BartConfig(*sizes, positions=c.seq, **tokens)
-    return T5(T5Config(*sizes, **tokens), key=key) if c.model == "t5" else Bart(bart, key=key)
+    if c.model == "t5":
+        return T5(T5Config(*sizes, **tokens), key=key)
+    return Bart(BartConfig(*sizes, positions=c.seq, **tokens), key=key)
 
 
 def read_characters() -> list[tuple[str, str]]:

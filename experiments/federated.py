@@ -102,11 +102,17 @@ def collate_clients(c, examples, clients):
     size = (c.local_steps, c.local_batch)
 
     def collate_fn(chosen, rngs):
-        rows = [rng.choice(clients[i], size) for i, rng in zip(chosen, rngs, strict=True)]
-        least = [1 if rng.random() < c.stragglers else c.local_steps for rng in rngs]
-        steps = [rng.integers(x, c.local_steps + 1) for x, rng in zip(least, rngs, strict=True)]
+        rows, steps = [], []
+        for i, rng in zip(chosen, rngs, strict=True):
+            rows.append(rng.choice(clients[i], size))
+            least = c.local_steps
+            if rng.random() < c.stragglers:
+                least = 1
+            steps.append(rng.integers(least, c.local_steps + 1))
         # FedAvg weights clients by their images; in the other papers, all count the same.
-        weights = [len(clients[i]) if c.method == "fedavg" else 1 for i in chosen]
+        weights = [1] * len(chosen)
+        if c.method == "fedavg":
+            weights = [len(clients[i]) for i in chosen]
         return {
             "client": np.array(chosen, np.int32),
             "weight": np.array(weights, np.float32),
@@ -120,8 +126,10 @@ def collate_clients(c, examples, clients):
 
 def with_controls(c, network):
     """Adds SCAFFOLD's control variates, which estimate the gradient of each client."""
-    shape = (c.clients if c.method == "scaffold" else 0, flatten(network)[0].size)
-    return {"network": network, "controls": jnp.zeros(shape)}
+    count = 0
+    if c.method == "scaffold":
+        count = c.clients
+    return {"network": network, "controls": jnp.zeros((count, flatten(network)[0].size))}
 
 
 def round_loss(c):
@@ -160,10 +168,12 @@ def round_loss(c):
 
 
 def server_optimizer(c):
+    rate = c.server_rate
+    if rate is None:
+        rate = {"fedadam": 0.01}.get(c.method, 1.0)
     if c.method == "fedadam":
-        rate = 0.01 if c.server_rate is None else c.server_rate
         return optax.adam(rate, b1=0.9, b2=0.99, eps=1e-3)
-    return optax.sgd(1.0 if c.server_rate is None else c.server_rate)
+    return optax.sgd(rate)
 
 
 def flatten(network):

@@ -44,8 +44,13 @@ def main(config: Config) -> None:
     c: Any = replace(config, **{k: x for k, x in defaults if getattr(config, k) is None})
     if min(c.shots, c.queries) < 1:
         raise SystemExit(f"--shots {c.shots} and --queries {c.queries} have to be at least 1.")
-    sample, init_fn, losses, score, baseline = (glyphs if c.glyphs else sinusoids)(c)
-    run, count = start(c, "maml"), c.shots * (c.ways if c.glyphs else 1)
+    count = c.shots  # of a task's examples to learn from
+    if c.glyphs:
+        count *= c.ways
+        sample, init_fn, losses, score, baseline = glyphs(c)
+    else:
+        sample, init_fn, losses, score, baseline = sinusoids(c)
+    run = start(c, "maml")
 
     def collate_fn(numbers):
         # A task is drawn from its number, so it is the same on every mesh and after a resume.
@@ -58,7 +63,8 @@ def main(config: Config) -> None:
         outputs = [jax.vmap(model)(queries)]
         for _ in range(steps):
             gradient = eqx.filter_grad(lambda m: jnp.mean(losses(jax.vmap(m)(x), y)))(model)
-            gradient = rc.stop_gradient(gradient) if c.first_order else gradient
+            if c.first_order:
+                gradient = rc.stop_gradient(gradient)
             model = eqx.apply_updates(model, jax.tree.map(lambda g: -c.inner_rate * g, gradient))
             outputs.append(jax.vmap(model)(queries))
         return jnp.stack(outputs)
@@ -95,7 +101,10 @@ def sinusoids(c):
     """Tasks are sinusoids of any amplitude from 0.1 to 5 and any phase (section 5.1)."""
 
     def sample(is_test, rng):
-        x = rng.uniform(-5, 5, c.shots + (100 if is_test else c.queries)).astype(np.float32)
+        queries = c.queries
+        if is_test:
+            queries = 100
+        x = rng.uniform(-5, 5, c.shots + queries).astype(np.float32)
         x[c.shots :].sort()  # so that predictions can be drawn as a line
         return x, np.float32(rng.uniform(0.1, 5) * np.sin(x - rng.uniform(0, np.pi)))
 
@@ -110,15 +119,19 @@ def glyphs(c):
     characters, count = {TESTS: [], TRAIN: []}, c.shots + c.queries
     for name, found in it.groupby(read_glyphs(20, first_words=[*SCRIPTS]), lambda x: x.name):
         images = np.stack([x.image for x in found])
-        characters[SCRIPTS[name.split()[0]]] += [images] if len(images) >= count else []
+        if len(images) >= count:
+            characters[SCRIPTS[name.split()[0]]].append(images)
     if min(map(len, characters.values())) < c.ways:
         raise SystemExit(f"There are not {c.ways} characters in {count} fonts. Use fewer --shots.")
 
     def sample(is_test, rng):
-        split = characters[TESTS if is_test else TRAIN]
+        split = characters[TRAIN]
+        if is_test:
+            split = characters[TESTS]
         images = [rng.permutation(split[i])[:count] for i in rng.permutation(len(split))[: c.ways]]
-        turned = [np.rot90(x, 0 if is_test else rng.integers(4), (1, 2)) for x in images]
-        return np.stack(turned, axis=1).reshape(-1, 400), np.tile(np.arange(c.ways), count)
+        if not is_test:
+            images = [np.rot90(x, rng.integers(4), (1, 2)) for x in images]
+        return np.stack(images, axis=1).reshape(-1, 400), np.tile(np.arange(c.ways), count)
 
     normed = eqx.nn.Lambda(lambda x: jax.nn.relu(jax.nn.standardize(x)))
     head = jax.tree.map(jnp.zeros_like, eqx.nn.Linear(128, c.ways, key=jax.random.key(0)))

@@ -32,18 +32,27 @@ def main(c: Config) -> None:
     rc.initialize(**vars(c.hosts))
     weights = c.weights or smollm2()
     tokenizer, render = read_tokenizer(weights), chat_template(weights)
-    sizes: dict[str, Any] = {"data": 1, "fsdp": -1} if c.mesh == "auto" else mesh_sizes(c.mesh)
+    sizes: dict[str, Any] = {"data": 1, "fsdp": -1}
+    if c.mesh != "auto":
+        sizes = mesh_sizes(c.mesh)
     mesh = rc.make_mesh(**sizes)
-    model = rc.load_pretrained(weights, mesh=mesh if mesh.size > 1 else None, dtype=jnp.float32)
+    if mesh.size == 1:
+        mesh = None
+    model = rc.load_pretrained(weights, mesh=mesh, dtype=jnp.float32)
 
-    chat = [{"role": "system", "content": c.system}] if c.system else []
-    for turn, text in enumerate([c.prompt] if c.prompt else lines()):
+    chat, prompts = [], [c.prompt]
+    if c.system:
+        chat.append({"role": "system", "content": c.system})
+    if not c.prompt:
+        prompts = lines()
+    for turn, text in enumerate(prompts):
         chat.append({"role": "user", "content": text})
         prompt = render(chat, add_generation_prompt=True)
         tokens = np.array([tokenizer.encode(prompt, add_special_tokens=False).ids])
-        key = jax.random.fold_in(jax.random.key(c.seed), turn)
-        sampling = {"temperature": c.temperature, "top_p": c.top_p, "key": key}
-        sampling = sampling if c.temperature else {}
+        sampling = {}
+        if c.temperature:
+            key = jax.random.fold_in(jax.random.key(c.seed), turn)
+            sampling = {"temperature": c.temperature, "top_p": c.top_p, "key": key}
         printer = Printer(tokenizer)
         rc.generate(model, tokens, max_new_tokens=c.new_tokens, stream=printer, **sampling)
         print_once("")
@@ -53,11 +62,14 @@ def main(c: Config) -> None:
 def lines():
     """Yields the lines that the user types, until an empty line or the end of the input."""
     print_once("Type a message. An empty line ends the chat.")
-    while text := broadcast_text(typed() if jax.process_index() == 0 else ""):
+    while text := broadcast_text(typed()):
         yield text
 
 
 def typed() -> str:
+    """What the user types at process 0, which has the terminal."""
+    if jax.process_index() > 0:
+        return ""
     try:
         return input("> ").strip()
     except EOFError:

@@ -45,15 +45,18 @@ class Config:
 def main(c: Config) -> None:
     run = start(c, "sft")
     # With --mesh auto, `fit` chooses the mesh, and moves the weights to it.
-    mesh = rc.make_mesh(data=1, fsdp=-1) if run.mesh == "auto" else run.mesh
+    mesh = run.mesh
+    if mesh == "auto":
+        mesh = rc.make_mesh(data=1, fsdp=-1)
 
     # Each device reads only its own slices of the weights.
     weights = c.weights or smollm2()
     tokenizer = read_tokenizer(weights)
     model = rc.load_pretrained(weights, mesh=mesh, dtype=jnp.float32, remat=c.remat)
+    trainable = eqx.is_inexact_array
     if c.lora:
         model = lora.add_adapters(model, c.rank, targets=c.targets, key=run.key)
-    trainable = lora.trainable(model) if c.lora else eqx.is_inexact_array
+        trainable = lora.trainable(model)
 
     # Examples are windows of tokens, with a mask of the tokens to learn, and the numbers of the
     # chats that they belong to if they are packed.
@@ -61,9 +64,10 @@ def main(c: Config) -> None:
 
     def loss_fn(model, batch, key):
         tokens, learned, *packed = batch
-        options = {"segments": packed[0][:, :-1]} if packed else {}
-        mask = tokens[:, :-1] >= 0
-        hidden = model.hidden(jnp.maximum(tokens[:, :-1], 0), mask=mask, key=key, **options)
+        options = {"mask": tokens[:, :-1] >= 0, "key": key}
+        if packed:
+            options["segments"] = packed[0][:, :-1]
+        hidden = model.hidden(jnp.maximum(tokens[:, :-1], 0), **options)
         targets, learned = jnp.maximum(tokens[:, 1:], 0), learned[:, 1:]
         loss = losses.chunked_cross_entropy(hidden, model.unembed, targets, mask=learned)
         return loss, {"weight": jnp.sum(learned)}
@@ -100,7 +104,9 @@ def read_examples(c: Config, weights: Path, tokenizer) -> tuple[list, list]:
         render = chat_template(weights)
         # Templates have the special tokens.
         encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-        rows_of = packed_chats if c.packed else chat_windows
+        rows_of = chat_windows
+        if c.packed:
+            rows_of = packed_chats
         train, valid = (rows_of(chats, render, encode, c.seq) for chats in read_chats(c.text))
         return train, valid
     # Each text begins with the token of its beginning, if the tokenizer has one. The windows within
@@ -133,10 +139,18 @@ def save(model, weights: Path, directory: Path, c: Config, **losses: float) -> N
 
 def describe(weights: Path, c: Config, *, before: float, after: float) -> dict[str, Any]:
     """What the model card says of the training."""
+    model, trained = weights.resolve().name, "all weights"
+    if weights.is_file():
+        model = weights.stem
+    if c.lora:
+        trained = f"LoRA adapters of rank {c.rank}, merged"
+    data = "the source code of Python's standard library"
+    if c.text:
+        data = c.text.name
     return {
-        "fine-tuned from": weights.stem if weights.is_file() else weights.resolve().name,
-        "trained": f"LoRA adapters of rank {c.rank}, merged" if c.lora else "all weights",
-        "data": c.text.name if c.text else "the source code of Python's standard library",
+        "fine-tuned from": model,
+        "trained": trained,
+        "data": data,
         "steps": c.steps,
         "sequences in a batch": c.batch_size,
         "tokens in a sequence": c.seq,

@@ -90,6 +90,9 @@ class _Nested:
         return _values(self.scope, self.equation.outvars)
 
 
+Handler = Callable[[_Nested], Arrays | None]
+
+
 def run_constrained(
     scope: Scope,
     shardings: Shardings,
@@ -271,20 +274,17 @@ def _gathered_sequence(nested: _Nested) -> Arrays | None:
     return [operand]
 
 
-def _product(nested: _Nested) -> Arrays | None:
-    if not nested.shardings.tokens:
-        return None
-    equation = nested.equation
-    operands = gather_operands(equation, nested.scope, nested.shardings, nested.operands)
-    return bind_again(equation, operands)
+def _gathers_first(gather: Callable[..., Arrays]) -> Handler:
+    """Evaluates an equation as it is, with operands that are gathered if examples are split."""
 
+    def run(nested: _Nested) -> Arrays | None:
+        if not nested.shardings.tokens:
+            return None
+        equation = nested.equation
+        operands = gather(equation, nested.scope, nested.shardings, nested.operands)
+        return bind_again(equation, operands)
 
-def _lookup(nested: _Nested) -> Arrays | None:
-    if not nested.shardings.tokens:
-        return None
-    equation = nested.equation
-    operands = gather_looked_up(equation, nested.scope, nested.shardings, nested.operands)
-    return bind_again(equation, operands)
+    return run
 
 
 def _values(scope: Scope, atoms: Sequence[Atom]) -> list[Value]:
@@ -538,11 +538,11 @@ def _cond(nested: _Nested) -> Arrays:
 
 # What runs a primitive otherwise than it is, tried in this order. None leaves it to the next, and
 # to the usual evaluation after all.
-_HANDLERS: dict[str, tuple[Callable[[_Nested], Arrays | None], ...]] = {
+_HANDLERS: dict[str, tuple[Handler, ...]] = {
     "conv_general_dilated": (_split_convolution, _grouped_convolution),
-    "dot_general": (_product,),
+    "dot_general": (_gathers_first(gather_operands),),
     "fft": (_split_transform,),
-    "gather": (_lookup,),
+    "gather": (_gathers_first(gather_looked_up),),
     "layout_constraint": (_with_layout,),
     "redcoast_mark": (_gathered_sequence,),
     "random_bits": (_bits_of_rows,),

@@ -46,7 +46,7 @@ from ...core._jaxpr import (
 from .._mesh_axes import parts, used_axes
 from ..operations import Atom
 from ..operations._made_rules import OF_ANY_ROW
-from ..operations._rule import at_places
+from ..operations._rule import OPERAND_SIZES, RESULT_SIZES, at_places
 from ..program._trace import Arrays
 from ._custom_rules import zero_tangent
 from ._local_states import (
@@ -64,9 +64,6 @@ from ._local_states import (
     vmapped_axes,
 )
 
-# Parameters that are the shape of the result, and those that are sizes in the first operand.
-_RESULT_SIZES = frozenset(["shape", "new_sizes"])
-_OPERAND_SIZES = frozenset(["limit_indices", "slice_sizes"])
 _WITH_SIZES = frozenset(["broadcast_in_dim", "reshape", "slice", "dynamic_slice", "gather"])
 
 
@@ -265,9 +262,9 @@ class _Evaluation:
             return inputs
         params: dict[str, object] = {}
         if equation.primitive.name in _WITH_SIZES:
-            for key in _RESULT_SIZES & equation.params.keys():
+            for key in RESULT_SIZES & equation.params.keys():
                 params[key] = self.region.shape(equation.outvars[0], results[0])
-            for key in _OPERAND_SIZES & equation.params.keys():
+            for key in OPERAND_SIZES & equation.params.keys():
                 params[key] = self._sizes(equation, key, states[0])
         if vmapped_axes(equation) is not None and 0 in results:
             params[VMAPPED_SIZE] = equation.params[VMAPPED_SIZE] // self.region.states.count
@@ -353,7 +350,7 @@ class _Evaluation:
             case CallKind.CUSTOM_JVP:
                 run = self._with_jvp(equation, run, states, results)
             case CallKind.CUSTOM_VJP:
-                run = self._with_vjp(equation, run, states, results)
+                run = _without_derivative(run)
         return list(run(*inputs))
 
     def _with_jvp(
@@ -404,27 +401,6 @@ class _Evaluation:
         custom.defjvp(rule)
         return custom
 
-    def _with_vjp(
-        self,
-        equation: JaxprEqn,
-        run: Callable[..., Arrays],
-        states: Sequence[State],
-        results: Sequence[State],
-    ) -> Callable[..., Arrays]:
-        """A function without a forward-mode derivative, as a `custom_vjp` is one.
-
-        It is only evaluated in loops without a reverse-mode derivative.
-        """
-
-        def backward(residuals: None, cotangents: Arrays) -> NoReturn:
-            raise NotImplementedError(
-                "Reverse-mode differentiation does not work for `jax.lax.while_loop`."
-            )
-
-        custom = jax.custom_vjp(run)
-        custom.defvjp(lambda *xs: (run(*xs), None), backward)
-        return custom
-
     def _solve(
         self,
         equation: JaxprEqn,
@@ -453,6 +429,22 @@ class _Evaluation:
             matvec, list(right_side), lambda _, b: solve(*b), **options
         )
         return list(solution)
+
+
+def _without_derivative(run: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """A function without a forward-mode derivative, as a `custom_vjp` is one.
+
+    It is only evaluated in loops without a reverse-mode derivative.
+    """
+
+    def backward(residuals: None, cotangents: Arrays) -> NoReturn:
+        raise NotImplementedError(
+            "Reverse-mode differentiation does not work for `jax.lax.while_loop`."
+        )
+
+    custom = jax.custom_vjp(run)
+    custom.defvjp(lambda *xs: (run(*xs), None), backward)
+    return custom
 
 
 def waits_for_rows(equation: JaxprEqn) -> bool:

@@ -28,7 +28,7 @@ from ...core._control_flow import (
 )
 from ...core._jaxpr import is_inexact, struct_of
 from ..operations import Dimension, Factor, Rule, rule_of
-from ..operations._elementwise_rules import PAIRWISE
+from ..operations._elementwise_rules import IDENTITIES, PAIRWISE, ROUNDING
 from ..operations._made_rules import OF_ANY_ROW
 from ..operations._rule import at_places
 
@@ -62,10 +62,6 @@ _NOT_INSIDE = frozenset(
 CALLBACK = "pure_callback"
 # The primitives of Equinox that have the same derivative rules inside of `jax.shard_map`.
 _DIFFERENTIABLE = frozenset(["maybe_set"])
-# Their results are their operands.
-_COPIES = frozenset(["copy", "copy_p", "nonbatchable", "nontraceable", "optimization_barrier"])
-# These may round.
-_ROUNDED = frozenset(["convert_element_type", "div"])
 
 
 @dataclass(frozen=True)
@@ -406,7 +402,7 @@ def _of_sum(equation: JaxprEqn, rule: Rule, states: Sequence[State]) -> LocalSte
     name = primitive_name(equation)
     sums = frozenset(place for place, state in enumerate(states) if state is SUM)
     group = next((group for group in rule.linear if sums <= group), None)
-    rounds = name in _ROUNDED and _is_narrower(equation)
+    rounds = name in ROUNDING and _is_narrower(equation)
     if group is None or rounds or have_rows(states):
         raise NotLocal(f"`{name}` is applied to a sum over rows, and is not linear")
     # Of several terms, each is added by one device.
@@ -455,7 +451,7 @@ def passed_through(jaxpr: AnyJaxpr) -> tuple[int | None, ...]:
 
 def _of_operands(equation: JaxprEqn) -> Sequence[int | None]:
     """For each result of an equation the operand that it is."""
-    if equation.primitive.name in _COPIES:
+    if equation.primitive.name in IDENTITIES:
         return range(len(equation.outvars))
     match control_flow(equation):
         case Call() as call if call.kind is not CallKind.OWN_RULES:

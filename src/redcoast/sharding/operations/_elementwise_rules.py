@@ -26,8 +26,10 @@ PAIRWISE = frozenset(
     """.split()  # noqa: SIM905
 )
 # Division and conversion to integers round. The others are linear for all types.
-_ROUND_INTEGERS = frozenset(["convert_element_type", "div"])
+ROUNDING = frozenset(["convert_element_type", "div"])
 _COPIES = frozenset(["convert_element_type", "copy", "copy_p"])
+# The results of these are their operands.
+IDENTITIES = frozenset(["copy", "copy_p", "nonbatchable", "nontraceable", "optimization_barrier"])
 _LINEAR_IN_FIRST = """
     conj convert_element_type copy copy_p div imag name neg real redcoast_mark reduce_precision
     stop_gradient
@@ -62,7 +64,7 @@ def _linear_operands(equation: JaxprEqn) -> Linear:
     name = equation.primitive.name
     if name == "select_n":
         return together(len(equation.invars), first=1)  # the first operand says which of the others
-    if name in _ROUND_INTEGERS and not is_inexact(equation.outvars[0].aval):
+    if name in ROUNDING and not is_inexact(equation.outvars[0].aval):
         return ()
     return _LINEAR.get(name, ())
 

@@ -16,6 +16,10 @@ Dimensions = tuple[Dimension, ...]  # of one array
 
 ALL = -1  # in place of the number of elements that an operation needs of the next part
 
+# Parameters of equations that are the shape of the result, and sizes in the first operand.
+RESULT_SIZES = frozenset(["shape", "new_sizes"])
+OPERAND_SIZES = frozenset(["limit_indices", "slice_sizes"])
+
 # Groups of operands, by their places, that an operation is linear in while the others are fixed.
 Linear = tuple[frozenset[int], ...]
 

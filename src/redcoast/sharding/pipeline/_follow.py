@@ -21,12 +21,13 @@ from ...core._control_flow import (
 )
 from ...core._markers import is_most
 from ..operations import Atom
+from ..operations._rule import OPERAND_SIZES, RESULT_SIZES
 from ._row_rules import apply_rule
 from ._row_states import EquationPair, MixesRows, RowDim, State, States, differing, join_rows
 
 # The numbers of these parameters are sizes, which follow from the number of rows. A name may hold
 # them too.
-_SIZES = frozenset(["shape", "new_sizes", "limit_indices", "slice_sizes", "sizes", "name"])
+_SIZES = RESULT_SIZES | OPERAND_SIZES | {"sizes", "name"}
 
 
 def follow_rows(few: AnyJaxpr, all_: AnyJaxpr, inputs: Sequence[State]) -> States:

@@ -59,11 +59,14 @@ class WeightMatrix:
 
     @property
     def in_size(self) -> int:
-        return prod(self.weight.shape[d] for d in self.ins)
+        return self._size(self.ins)
 
     @property
     def out_size(self) -> int:
-        return prod(self.weight.shape[d] for d in self.outs)
+        return self._size(self.outs)
+
+    def _size(self, dims: Dimensions) -> int:
+        return prod(map(self.weight.shape.__getitem__, dims))
 
     @property
     def is_square(self) -> bool:

@@ -56,7 +56,7 @@ Side = Literal["column", "row"]
 def vocabularies(splits: Splits) -> set[int]:
     """The sizes of all vocabularies, sharded or not."""
     sizes = {split.vocabulary for split in splits.values()}
-    return {size for size in sizes if size is not None}
+    return set(filter(None, sizes))
 
 
 def indivisible(what: str, size: int, n: int) -> str:

@@ -1,7 +1,7 @@
 """A plan's report as data."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..solver._figures import Arithmetic, Memory, Pipelining
 from ..tree._leaf_plans import LeafPlan, Reason, Role
-from ..tree._overrides import spec_axes, spec_parts
+from ..tree._overrides import axes_of_spec, spec_parts
 
 TrafficKind = Literal["gradients", "activations", "parameters"]
 
@@ -41,7 +41,7 @@ class PlannedArray:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that it is sharded over."""
-        return tuple(axis for entry in self.spec for axis in spec_axes(entry))
+        return tuple(axes_of_spec(self.spec))
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,12 @@ def _planned_array(row: LeafPlan, axes: Mapping[str, int]) -> PlannedArray:
     )
 
 
+def total_bytes(items: Iterable[PlannedArray | Traffic | ClosedOver]) -> int:
+    """The sum of the bytes of some items."""
+    return sum(item.bytes for item in items)
+
+
 def _total(arrays: Sequence[PlannedArray]) -> Total:
-    size = sum(array.bytes for array in arrays)
+    size = total_bytes(arrays)
     each = sum(array.bytes_per_device for array in arrays)
     return Total(len(arrays), size, each)

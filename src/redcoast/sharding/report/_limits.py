@@ -1,9 +1,11 @@
 """Whether the estimates of a plan stay below limits."""
 
 import os
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from ...core._errors import check_number
-from ._data import LineCost, ProgramReport
+from ._data import LineCost, ProgramReport, total_bytes
 from ._text import scaled
 
 _NAMED = 3  # lines in a message
@@ -18,27 +20,28 @@ def check_limits(
     if max_memory is not None:
         check_number("max_memory", max_memory)
         if program.memory.total > max_memory:
-            costs = [(line.memory_bytes, line) for line in program.lines]
+            costliest = _costliest(program.lines, attrgetter("memory_bytes"), "keep")
             raise ValueError(
                 f"Each device needs about {scaled(program.memory.total)} of memory, more than "
-                f"max_memory={max_memory:,.0f} bytes. {_costliest(costs, 'keep')}"
+                f"max_memory={max_memory:,.0f} bytes. {costliest}"
             )
     if max_bytes is not None:
         check_number("max_bytes", max_bytes)
-        sent = sum(traffic.bytes for traffic in program.traffic)
+        sent = total_bytes(program.traffic)
         if sent > max_bytes:
-            costs = [(line.sent_bytes, line) for line in program.lines]
+            costliest = _costliest(program.lines, attrgetter("sent_bytes"), "send")
             raise ValueError(
                 f"Each device communicates about {scaled(sent)} in a step, more than "
-                f"max_bytes={max_bytes:,.0f} bytes. {_costliest(costs, 'send')}"
+                f"max_bytes={max_bytes:,.0f} bytes. {costliest}"
             )
 
 
-def _costliest(costs: list[tuple[int, LineCost]], verb: str) -> str:
+def _costliest(lines: Sequence[LineCost], cost: Callable[[LineCost], int], verb: str) -> str:
     """A sentence on the lines that cost most."""
-    ordered = sorted(costs, key=lambda cost: -cost[0])
+    ordered = sorted(lines, key=cost, reverse=True)
     texts: list[str] = []
-    for size, line in ordered[:_NAMED]:
+    for line in ordered[:_NAMED]:
+        size = cost(line)
         # What belongs to no line of the user's code has no file.
         if size and line.file:
             texts.append(f"{os.path.basename(line.file)}:{line.number} ({scaled(size)})")

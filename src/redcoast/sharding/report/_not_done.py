@@ -1,5 +1,6 @@
 """What a mesh asks for and a plan does not do, with the reason."""
 
+from collections.abc import Iterable
 from math import prod
 
 from ...distributed._mesh import BATCH_AXES
@@ -19,6 +20,11 @@ def parameters_of(report: PlanReport) -> list[PlannedArray]:
     """The parameters, the largest first."""
     arrays = [array for array in report.arrays if array.role == "parameter"]
     return sorted(arrays, key=lambda array: -array.size)
+
+
+def sharded_over(arrays: Iterable[PlannedArray], axis: str) -> list[PlannedArray]:
+    """The arrays that are sharded over an axis."""
+    return [array for array in arrays if axis in array.axes]
 
 
 def is_tensor_parallel(array: PlannedArray) -> bool:
@@ -56,7 +62,7 @@ def _tensor_parallelism(report: PlanReport) -> NotDone | None:
     count = report.mesh["model"]
     parameters = parameters_of(report)
     program = report.program_or_none
-    sharded = [array for array in parameters if "model" in array.axes]
+    sharded = sharded_over(parameters, "model")
     if count == 1 or any(map(is_tensor_parallel, sharded)):
         return None
     why = _why(parameters)
@@ -82,7 +88,7 @@ def _fsdp(report: PlanReport) -> NotDone | None:
         if program.memory.gradients and rows_divide:
             why = "tensor parallelism over the same devices needs less memory"
         return _entry(asked, why, "model", report)
-    if any("fsdp" in array.axes for array in parameters):
+    if sharded_over(parameters, "fsdp"):
         return None
     why = _why([array for array in parameters if array.parts == 1])
     if any(map(is_tensor_parallel, parameters)):

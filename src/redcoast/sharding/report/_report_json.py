@@ -14,7 +14,7 @@ _REPLICATED = ("path", "shape", "bytes", "role", "reason")
 
 def report_to_json(report: data.PlanReport) -> dict[str, Any]:
     """All of a report; what was inferred from a program is beside the arrays."""
-    rows = [array_to_json(array) for array in report.arrays]
+    rows = list(map(array_to_json, report.arrays))
     replicated: list[dict[str, Any]] = []
     for row in rows:
         if row["parts"] == 1:

@@ -17,7 +17,7 @@ from .._mesh_axes import parts, used_axes
 from ..program._graph import Asked, Dims, Source, Value
 from ..solver._hardware import all_gather, all_reduce
 from ..solver._strategy import Decision
-from ..tree._overrides import axes_of_spec
+from ..tree._overrides import axes_of_spec, spec_parts
 from ._sent import Axes, Sent
 from ._text import scaled
 
@@ -122,7 +122,7 @@ def _change(asked: Asked, before: Spec, after: Spec, axes: Sizes) -> _Change:
         elif ratio > 1:
             more[ratio] += 1
     exchanged = less & more
-    count = prod(parts(entry, axes) for entry in before)
+    count = spec_parts(before, axes)
     # No factor of one dimension fits into another, so that nothing can be exchanged.
     if less and more and not exchanged:
         return _Change(before, all_gather(count, asked.value.bytes), True)

@@ -5,8 +5,8 @@ from math import prod
 
 from ...distributed._mesh import BATCH_AXES, PIPE
 from ..solver._figures import Pipelining
-from ._data import NotDone, PlannedArray, PlanReport, ProgramReport
-from ._not_done import is_tensor_parallel, parameters_of
+from ._data import NotDone, PlannedArray, PlanReport, ProgramReport, total_bytes
+from ._not_done import is_tensor_parallel, parameters_of, sharded_over
 from ._text import (
     WIDTH,
     grouped,
@@ -92,7 +92,7 @@ def _devices(report: PlanReport) -> list[str]:
 
 def _use(report: PlanReport, axis: str) -> str:
     """What the devices along a mesh axis do."""
-    sharded = [array for array in report.arrays if axis in array.axes]
+    sharded = sharded_over(report.arrays, axis)
     has_tensor_parallel = any(map(is_tensor_parallel, sharded))
     program = report.program_or_none
     if program is None:
@@ -244,7 +244,7 @@ def _pipeline(pipeline: Pipelining, *, short: bool) -> list[str]:
 
 def _closed_over(program: ProgramReport, *, short: bool) -> list[str]:
     """The large arrays that the function closes over, which every device has."""
-    size = scaled(sum(array.bytes for array in program.closed_over))
+    size = scaled(total_bytes(program.closed_over))
     names = list(dict.fromkeys(array.name for array in program.closed_over))
     shown = ", ".join(names[:2])
     if len(names) > 2:

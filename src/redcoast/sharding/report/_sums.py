@@ -120,7 +120,7 @@ def _growth(examples: Examples, operation: Operation, operands: Growths) -> _Gro
     if getattr(operation.equation.outvars[0].aval, "dtype", None) == np.bool_:
         return _Growth()
     # What nothing is known of is not reported: a false warning is worse than none.
-    if any(x.degree is None for x in operands):
+    if not _are_known(operands):
         return _UNKNOWN
     if _is_zero(operation):
         return _Growth(number=0.0)
@@ -150,8 +150,12 @@ def _growth(examples: Examples, operation: Operation, operands: Growths) -> _Gro
     return _UNKNOWN
 
 
+def _are_known(operands: Growths) -> bool:
+    return all(x.degree is not None for x in operands)
+
+
 def _largest(operands: Growths) -> _Growth:
-    if any(x.degree is None for x in operands):
+    if not _are_known(operands):
         return _UNKNOWN
     most = max(operands, key=lambda x: x.degree or 0, default=_Growth())
     number = None

@@ -232,7 +232,7 @@ def _program(program: data.ProgramReport) -> list[str]:
 
 def _closed_over(entries: Sequence[data.ClosedOver]) -> str:
     """Describes arrays that the function closes over, and how to have them sharded."""
-    size = megabytes(sum(entry.bytes for entry in entries))
+    size = megabytes(data.total_bytes(entries))
     arrays = "an array"
     if len(entries) > 1:
         arrays = f"{len(entries)} arrays"
@@ -300,10 +300,12 @@ def _traffic(traffic: Sequence[data.Traffic]) -> list[str]:
     """The causes below the mesh axes that they are over, the largest first."""
     if not traffic:
         return ["No communication between devices."]
-    lines = [f"Estimated communication per device and step: {megabytes(_bytes(traffic))} MB"]
+    lines = [
+        f"Estimated communication per device and step: {megabytes(data.total_bytes(traffic))} MB"
+    ]
     by_axis = grouped(traffic, lambda entry: entry.axis)
-    for axis, entries in sorted(by_axis.items(), key=lambda item: -_bytes(item[1])):
-        total = _bytes(entries)
+    for axis, entries in sorted(by_axis.items(), key=lambda item: -data.total_bytes(item[1])):
+        total = data.total_bytes(entries)
         lines += _cause(total, f"over {axis}", 0)
         # Entries are the largest first, so that those that are left out are the last ones.
         large = [entry for entry in entries if entry.bytes > _LITTLE * total]
@@ -312,13 +314,9 @@ def _traffic(traffic: Sequence[data.Traffic]) -> list[str]:
             lines += _cause(entry.bytes, entry.cause, 4)
         rest = entries[len(shown) :]
         # What is rounded to 0.0000 MB is not worth a line.
-        if megabytes(_bytes(rest)).strip("0."):
-            lines += _cause(_bytes(rest), f"{len(rest)} smaller", 4)
+        if megabytes(data.total_bytes(rest)).strip("0."):
+            lines += _cause(data.total_bytes(rest), f"{len(rest)} smaller", 4)
     return lines
-
-
-def _bytes(entries: Sequence[data.Traffic]) -> int:
-    return sum(entry.bytes for entry in entries)
 
 
 def _cause(count: int, text: str, indent: int) -> list[str]:

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
+from operator import sub
 from typing import TypeVar
 
 from jax.sharding import PartitionSpec
@@ -103,7 +104,7 @@ def _pattern_text(texts: tuple[str, ...]) -> str:
     if _kind(texts[0]) != "number":
         return "{" + ",".join(texts) + "}"
     numbers = sorted(map(int, texts))
-    steps = {b - a for a, b in pairwise(numbers)}
+    steps = set(map(sub, numbers[1:], numbers))
     if len(numbers) > 2 and len(steps) == 1 and steps != {1}:
         return f"{{{numbers[0]}..{numbers[-1]}..{steps.pop()}}}"
     # In a run of successive numbers, all have the same difference from their places.

@@ -192,7 +192,7 @@ def _gathers(plans: Sequence[LeafPlan], decision: Decision) -> Iterator[Sent]:
     arrays: list[tuple[Axes, str, float, Source]] = []
     computed = zip(plans, program.parameters, decision.computed, strict=True)
     for place, (row, value, d) in enumerate(computed):
-        entries = [spec_axes(entry) for entry in row.spec]
+        entries = list(map(spec_axes, row.spec))
         used = set(chain(*entries))
         # Axes that it is computed with in parts, or that each stage has its own layers along.
         kept: set[str] = set()

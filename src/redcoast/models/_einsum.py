@@ -126,10 +126,15 @@ def _einsum(equation: str, x: Array, weight: Weight) -> Array:
     if not of_matrices or sequence_parts() > 1 or target().platform != "cpu":
         return jnp.einsum(equation, x, weight)
     # XLA's CPU compiler multiplies by the transpose of a matrix without copying it. With more
-    # dimensions, it copies the weights for the gradient of `x`, and activations for the gradient of
-    # the weights.
+    # dimensions of weights, it copies them for the gradient of `x`.
     size = math.prod(weight.shape[:summed])
-    out = x.reshape(-1, size) @ weight.reshape(size, -1)
+    rows = x.reshape(*x.shape[:-summed], size)
+    if jax.local_device_count() == 1:
+        # Otherwise activations are copied for the gradient of the weights.
+        rows = rows.reshape(-1, size)
+    # With several devices, the copy takes less time: Eigen, which multiplies the transposes of
+    # activations, splits each product into as many parts as the process has devices.
+    out = rows @ weight.reshape(size, -1)
     return out.reshape(*x.shape[:-summed], *weight.shape[summed:])
 
 

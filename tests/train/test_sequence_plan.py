@@ -25,6 +25,8 @@ def test_a_step_is_planned_with_or_without_its_sequence_split(sequence):
     plan = rc.plan_step(state, loss_fn, batch, mesh, sequence=sequence)
     assert plan.compute.sequence == sequence
     loss = plan.constrain(loss_fn)
-    text = jax.jit(lambda model, batch: loss(model, batch, None)).lower(state.model, batch).as_text()
+    text = (
+        jax.jit(lambda model, batch: loss(model, batch, None)).lower(state.model, batch).as_text()
+    )
     residual = '[{"data", "fsdp"}, {"model"}, {}]> : tensor<2x16x32xf32>'
     assert (residual in text) == sequence

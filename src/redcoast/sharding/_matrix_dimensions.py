@@ -146,7 +146,6 @@ def find_uses(
     mesh: Mesh | AbstractMesh | None = None,
 ) -> WeightUses:
     """How `fn(model, *args)` uses the arrays of the model. A mesh is that of its constraints."""
-    from .program._program import follow_program
     from .program._trace import trace_over
 
     if mesh is None:

@@ -34,10 +34,11 @@ def refuse_donated(state: PyTree, args: tuple[PyTree, ...]) -> None:
 
 def match_shardings(shardings: dict[KeyPath, NamedSharding], state: PyTree) -> list[NamedSharding]:
     """Returns the sharding of each array of the state, from its path or a prefix of it."""
+    # Places without arrays count as known: a sharding there is for nothing, but no mistake.
     is_end = lambda x: x is None or not jax.tree.leaves(x)
     matched: list[tuple[str, PyTree, NamedSharding]] = []
     missing: list[str] = []
-    known = {()}
+    known = {()}  # the root is a prefix of every path, and there if the state is empty
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_end):
         # The longest one first: a sharding of an array counts more than one of a subtree.
         prefixes = [path[:length] for length in range(len(path), -1, -1)]
@@ -54,6 +55,7 @@ def match_shardings(shardings: dict[KeyPath, NamedSharding], state: PyTree) -> l
         raise ValueError(_no_match(missing, unexpected))
     for name, x, sharding in matched:
         try:
+            # The first finds more entries than dimensions, the second sizes that do not divide.
             sharding.check_compatible_aval(x.shape)
             sharding.shard_shape(x.shape)
         except ValueError as error:
@@ -98,6 +100,7 @@ def check_hashable(static: Static, tree: Callable[[], PyTree]) -> None:
 
 def state_and_aux(out: PyTree, static: Static) -> tuple[PyTree, PyTree]:
     rest = "It must return `(state, aux)`, where aux is any PyTree, such as `{}`."
+    # A state may be a pair itself, which would be taken for a state and its aux.
     if jax.tree.structure(out) == static.structure:
         raise ValueError(f"The step returned only the state. {rest}")
     if not isinstance(out, tuple | list):
@@ -112,6 +115,7 @@ def state_and_aux(out: PyTree, static: Static) -> tuple[PyTree, PyTree]:
 
 def first_difference(given: PyTree, returned: PyTree) -> str:
     """Describes the first difference between two trees, ignoring the values of arrays."""
+    # The values of arrays may change. All else is part of the compiled program, and may not.
     show = lambda x: "an array" if isinstance(x, ARRAYS) else repr(x)
     before, after = (jax.tree_util.tree_leaves_with_path(t) for t in (given, returned))
     for (path, x), (other, y) in zip(before, after, strict=False):

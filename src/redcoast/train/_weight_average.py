@@ -43,7 +43,8 @@ class WeightAverage(eqx.Module):
 
         def mix(old: Array, new: Array) -> Array:
             number = steps.astype(old.real.dtype)
-            # The sum of the factors is (1 - decay**n) / (1 - decay).
+            # The sum of the factors is (1 - decay**n) / (1 - decay). `expm1` is exact where
+            # decay**n is close to 1, as in the first steps.
             share = (1 - self.decay) / -jnp.expm1(number * math.log(self.decay))
             return jnp.where(finite, old + share * (new.astype(old.dtype) - old), old)
 
@@ -76,6 +77,7 @@ def model_with(average: WeightAverage | None, model: PyTree) -> PyTree:
     if average is None:
         return model
     is_none = lambda x: x is None
+    # What is not trained has no average, and is the model's own.
     choose = lambda new, old: old if new is None else new.astype(old.dtype)
     return jax.tree.map(choose, average.weights, model, is_leaf=is_none)
 

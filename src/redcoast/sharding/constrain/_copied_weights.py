@@ -95,7 +95,7 @@ def _rearrange(equation: JaxprEqn, copies: jax.Array) -> jax.Array:
         return jax.lax.convert_element_type(copies, equation.params["new_dtype"])
     if equation.primitive.name == "broadcast_in_dim":
         return jax.lax.reshape(copies, (copies.shape[0], *equation.params["shape"]))
-    permutation = [d + 1 for d in equation.params["permutation"]]
+    permutation = _after_copies(equation.params["permutation"])
     return jax.lax.transpose(copies, (0, *permutation))
 
 
@@ -123,6 +123,11 @@ def _broadcast(
     order = sorted(range(len(places)), key=places.__getitem__)
     copies = jax.lax.broadcast_in_dim(jnp.transpose(copies, order), split, sorted(places))
     return jax.lax.reshape(copies, shape)
+
+
+def _after_copies(dims: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of a weight's dimensions in its copies, of which the first counts shards."""
+    return tuple(d + 1 for d in dims)
 
 
 def _after_split(dims: Sequence[int], batch_dim: int) -> tuple[int, ...]:
@@ -156,7 +161,7 @@ def _dot(
         return None
     # The batch dimension of the other operand is split into two, `(shards, rest)`.
     other = shardings.split_batch(operands[other_index], value, batch_dim)
-    copy_sums = tuple(d + 1 for d in sums[index])
+    copy_sums = _after_copies(sums[index])
     other_sums = _after_split(sums[other_index], batch_dim)
     options = {key: equation.params[key] for key in ("precision", "preferred_element_type")}
     if index == 0:

@@ -70,7 +70,7 @@ class Constrained:
 
     def _out_spec(self, args: Sequence[PyTree]) -> Callable[[jax.ShapeDtypeStruct], PartitionSpec]:
         """A function that gives the spec of a result: rows of the batch are split, nothing else."""
-        shapes = [jnp.shape(x) for x in jax.tree.leaves(args[:1]) if eqx.is_array_like(x)]
+        shapes = map(jnp.shape, filter(eqx.is_array_like, jax.tree.leaves(args[:1])))
         # Results of as many rows as the batch are taken for its predictions.
         rows = {shape[0] for shape in shapes if shape}
         axes = self.compute.batch_axes
@@ -183,7 +183,7 @@ class Constrained:
     def _warn(self, why: str, *, custom: bool = False) -> None:
         sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
         # Where all arrays are replicated, only the batch is split, which the compiler does as well.
-        if set(sizes) <= {"data"} and not any(dim is not None for dim in self.compute.dims):
+        if set(sizes) <= {"data"} and set(self.compute.dims) <= {None}:
             return
         mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         otherwise = (

@@ -7,6 +7,7 @@ which dimensions; `jax.shard_map` divides those that are sharded.
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -50,11 +51,12 @@ def run_operation(
     if not axes:
         return None
     used = itertools.chain.from_iterable(axes.values())
+    spec_of = partial(_spec, axes)
     run = jax.shard_map(
         lambda *inputs: tuple(bind_local(equation, inputs, {})),
         mesh=shardings.mesh,
-        in_specs=tuple(_spec(dims, axes) for dims in rule.operands),
-        out_specs=tuple(_spec(dims, axes) for dims in rule.results),
+        in_specs=tuple(map(spec_of, rule.operands)),
+        out_specs=tuple(map(spec_of, rule.results)),
         axis_names=frozenset(used),
         check_vma=False,
     )
@@ -84,7 +86,7 @@ def _axes_of_factors(
     return axes
 
 
-def _spec(dimensions: Sequence[Dimension], axes: dict[Factor, tuple[str, ...]]) -> P:
+def _spec(axes: dict[Factor, tuple[str, ...]], dimensions: Sequence[Dimension]) -> P:
     entries: list[tuple[str, ...] | None] = [None] * len(dimensions)
     for d, dimension in enumerate(dimensions):
         if len(dimension) == 1:

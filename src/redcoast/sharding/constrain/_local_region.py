@@ -363,8 +363,8 @@ class _Evaluation:
         """A function with the forward-mode derivative of a `custom_jvp`, which is traced for all
         rows."""
         avals = list(map(struct_of, equation.invars))
-        moving = [i for i, aval in enumerate(avals) if is_inexact(aval)]
-        outputs = [i for i, var in enumerate(equation.outvars) if is_inexact(var.aval)]
+        moving = _inexact_places(avals)
+        outputs = _inexact_places(list(map(struct_of, equation.outvars)))
 
         def push(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
             all_tangents: Arrays = list(map(zero_tangent, avals))
@@ -463,6 +463,10 @@ def _as_arrays(inputs: Sequence[object], atoms: Sequence[Atom]) -> list[jax.Arra
     """Converts inputs, some of which are Python numbers, to arrays of the traced dtypes."""
     dtypes = [struct_of(atom).dtype for atom in atoms]
     return list(map(jnp.asarray, inputs, dtypes))
+
+
+def _inexact_places(avals: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+    return [place for place, aval in enumerate(avals) if is_inexact(aval)]
 
 
 def _ranks(atoms: Sequence[Atom]) -> list[int]:

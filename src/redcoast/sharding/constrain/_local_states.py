@@ -344,7 +344,7 @@ def have_rows(states: Sequence[State]) -> bool:
 
 def _are_same(states: Sequence[State]) -> bool:
     """Whether all devices have the same arrays."""
-    return all(state is None for state in states)
+    return set(states) <= {None}
 
 
 def _replace_all(states: Sequence[State], old: State, new: State) -> list[State]:

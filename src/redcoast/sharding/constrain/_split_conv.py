@@ -6,6 +6,7 @@ device gets the rows that its windows need from its neighbours, and computes its
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +143,7 @@ def _with_halo(x: jax.Array, window: _Window, sizes: Mapping[str, int]) -> jax.A
     # Devices at the edges get zeros, which is the padding of a convolution.
     if window.left > 0:
         edge = jax.lax.slice_in_dim(x, own - window.left, own, axis=d)
-        forward = [(i, i + 1) for i in range(count - 1)]
+        forward = list(pairwise(range(count)))
         pieces.insert(0, jax.lax.ppermute(edge, window.axes, forward))
     if window.right > 0:
         edge = jax.lax.slice_in_dim(x, 0, window.right, axis=d)

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import filterfalse
 
 from ...distributed._mesh import BATCH_AXES
 from .._mesh_axes import parts
 from ..program._batch_dims import BatchDims, batch_dims, batch_over, split_axes
 from ..program._classes import Classes, conflicts, splittable
 from ..program._constants import Constant
-from ..program._graph import Graph, Value
+from ..program._graph import Graph, Value, have_grad
 from ..program._program import Program
 from ._cost import Axes, Parameter, Prices, Seconds, group, price
 from ._eliminate import search_groups
@@ -104,7 +105,7 @@ def best_strategy(
         parameters.append(Parameter(value, sharded=False))
     # Overrides decide dimensions over `model`, which only the usual strategy shards so.
     strategies = [_DEFAULT]
-    if program.batch.sets or all(d is None for d in forced):
+    if program.batch.sets or set(forced) <= {None}:
         strategies += _OTHERS
     applicable = (strategy for strategy in strategies if _applies(strategy, program, sizes))
     best = _solve(program, next(applicable), sizes, parameters, hardware, forced)
@@ -134,7 +135,7 @@ def best_strategy(
 def is_fsdp_possible(program: Program, sizes: Mapping[str, int]) -> bool:
     """Whether a program can be trained with FSDP: it has gradients, and its batch is sharded over
     `fsdp`."""
-    trains = any(value.grad for value in program.parameters)
+    trains = have_grad(program.parameters)
     return trains and "fsdp" in split_axes(program, BATCH_AXES, sizes)
 
 
@@ -179,7 +180,7 @@ def _solve(
     # Overrides are chosen whatever they cost, and rule out what an array has beside them.
     fixed = _fixed(program, classes, forced).intersection(candidates)
     taken = fixed.union(*map(against.__getitem__, fixed))
-    candidates = [root for root in candidates if root not in taken]
+    candidates = list(filterfalse(taken.__contains__, candidates))
     groups, price_of = _grouped(graph, classes, candidates, batch, parameters, axes)
     prices = price_of(hardware)
     picked = search_groups(prices.problem())
@@ -226,9 +227,9 @@ def _grouped(
     """The group of each candidate, and a function that returns the prices for some hardware."""
     against = conflicts(graph, classes, candidates)
     groups = group(graph, classes, candidates, against, parameters)
-    between: dict[int, set[int]] = {number: set() for number in groups.values()}
+    between: dict[int, set[int]] = {}
     for root, others in against.items():
-        between[groups[root]].update(map(groups.__getitem__, others))
+        between.setdefault(groups[root], set()).update(map(groups.__getitem__, others))
     return groups, partial(price, graph, classes, batch, parameters, groups, between, axes)
 
 
@@ -249,4 +250,4 @@ def _candidates(program: Program, classes: Classes, batch: BatchDims) -> list[in
         in_order.extend(work.dims)
     in_order.extend(partial_sum.node for partial_sum in graph.partial_sums.values())
     roots = dict.fromkeys(map(classes.__getitem__, [*in_order, *nodes]))
-    return [root for root in roots if root in free]
+    return list(filter(free.__contains__, roots))

@@ -10,6 +10,7 @@ for communication that may hide.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ...core._control_flow import Call, CallKind, Scan, While, control_flow
 from ..program._batch_dims import BatchDims
@@ -42,7 +43,7 @@ class Problem:
     """
 
     groups: list[int]
-    against: dict[int, set[int]]
+    against: Mapping[int, set[int]]
     constant: int | float = 0.0
     single: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     covers: dict[Choice, tuple[float, float]] = field(default_factory=dict)
@@ -53,7 +54,10 @@ class Problem:
         for group in chosen:
             total += self.single.get(group, 0.0)
         for groups, (hit, miss) in self.covers.items():
-            total += miss if chosen.isdisjoint(groups) else hit
+            if chosen.isdisjoint(groups):
+                total += miss
+            else:
+                total += hit
         return total
 
     def add(self, groups: Choice, hit: int | float, miss: int | float) -> None:
@@ -230,7 +234,7 @@ def price(
 ) -> Prices:
     """The prices of choosing among the groups that `group_of` maps classes to."""
     numbers = sorted(set(group_of.values()))
-    empty: Callable[[], Problem] = lambda: Problem(numbers, {k: set(v) for k, v in against.items()})
+    empty = partial(Problem, numbers, against)
     prices = Prices(empty(), empty(), empty(), empty())
 
     def groups_of(dims: Dims) -> Choice:

@@ -129,11 +129,10 @@ def _einsum(equation: str, x: Array, weight: Weight) -> Array:
     # dimensions of weights, it copies them for the gradient of `x`.
     size = math.prod(weight.shape[:summed])
     rows = x.reshape(*x.shape[:-summed], size)
+    # Merged rows are multiplied by Eigen for the gradient of the weights. Otherwise activations are
+    # copied and multiplied by YNNPACK, which takes less time if several devices share the cores.
     if jax.local_device_count() == 1:
-        # Otherwise activations are copied for the gradient of the weights.
         rows = rows.reshape(-1, size)
-    # With several devices, the copy takes less time: Eigen, which multiplies the transposes of
-    # activations, splits each product into as many parts as the process has devices.
     out = rows @ weight.reshape(size, -1)
     return out.reshape(*x.shape[:-summed], *weight.shape[summed:])
 

@@ -4,7 +4,8 @@
 
 `save_checkpoint` and `load_checkpoint` take turns with `orbax.checkpoint.StandardCheckpointer`,
 which writes the same arrays without checksums and without syncing its files. A ratio above 1 means
-that redcoast takes longer.
+that redcoast takes longer. With `REDCOAST_MALLOPT=0`, freed memory is returned to the system, so
+that the memory of each save is measured; without, a save reuses what earlier ones have freed.
 """
 
 import contextlib
@@ -17,9 +18,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import tyro
 
@@ -27,13 +30,14 @@ import redcoast as rc
 from redcoast.checkpoint._saver import Saver
 
 
-def main(arrays: int = 150, megabytes: float = 1.0, turns: int = 7) -> None:
+def main(arrays: int = 150, megabytes: float = 1.0, turns: int = 7, sequences: int = 4) -> None:
     """Prints a table.
 
     Args:
         arrays: The number of arrays.
         megabytes: The size of each array.
         turns: The number of turns of each; the first is not counted.
+        sequences: The batch size of the training step that the pause of a save is compared with.
     """
     rc.make_mesh()
     random = np.random.default_rng(0)
@@ -66,6 +70,7 @@ def main(arrays: int = 150, megabytes: float = 1.0, turns: int = 7) -> None:
         middle = [f"{statistics.median(x):.2f}" for x in (ours, theirs, ratios)]
         print(f"| {task} | {' | '.join(middle)} | {min(ratios):.2f} {max(ratios):.2f} |")
     print_pause_and_memory(tree, turns)
+    print_pause_and_step(sequences, turns)
 
 
 def print_pause_and_memory(tree: Any, turns: int) -> None:
@@ -93,6 +98,43 @@ def print_pause_and_memory(tree: Any, turns: int) -> None:
         print(
             f"Memory beyond the state, {name}: {peaks[0]:.0f} MB the first time, {later:.0f} later"
         )
+
+
+def print_pause_and_step(sequences: int, turns: int) -> None:
+    """Prints how long a save in the background stops the loop, beside a step of the same model."""
+    config = rc.models.GPT2Config(
+        vocab=4096, width=384, layers=6, heads=6, hidden=1536, positions=128
+    )
+    tokens = np.random.default_rng(0).integers(0, config.vocab, (sequences, 128), np.int32)
+    state, step, _ = rc.prepare(
+        lambda key: rc.models.GPT2(config, key=key),
+        optax.adamw(1e-4),
+        lambda model, batch, key: rc.losses.cross_entropy(model(batch), batch),
+        tokens,
+        key=jax.random.key(0),
+    )
+    total = sum(x.nbytes for x in jax.tree.leaves(eqx.filter(state, eqx.is_array))) / 1e6
+    steps: list[float] = []
+    pauses: list[float] = []
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Saver(rc.Checkpoints(Path(directory) / "run", every=1)) as saver,
+    ):
+        for turn in range(turns + 1):
+            begin = time.perf_counter()
+            state, metrics = step(state, tokens)
+            jax.block_until_ready((state, metrics))
+            taken = time.perf_counter()
+            saver.save(turn, state, {"metrics": {}})
+            pauses.append(1e3 * (time.perf_counter() - taken))
+            steps.append(1e3 * (taken - begin))
+            saver._settle()
+    ratios = [pause / step for pause, step in zip(pauses[1:], steps[1:], strict=True)]
+    print(
+        f"GPT-2, a state of {total:.0f} MB, {sequences} sequences of 128 tokens: a step takes "
+        f"{statistics.median(steps[1:]):.0f} ms and the pause {statistics.median(pauses[1:]):.0f} "
+        f"ms, a ratio of {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu"}
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,7 +83,9 @@ class Figures:
     def continued(self, other: "Figures", factor: float) -> "Figures":
         """The figures on the straight line through these and others, `factor` of the way."""
         mine, others = dataclasses.astuple(self), dataclasses.astuple(other)
-        return Figures(*(x + factor * (y - x) for x, y in zip(mine, others, strict=True)))
+        # Deep models can hide what shallow ones expose at their ends, but no more than that.
+        between = (max(0.0, x + factor * (y - x)) for x, y in zip(mine, others, strict=True))
+        return Figures(*between)
 
 
 ONE = {"target": "h100:1", "mesh": {"data": 1}, "rows": 8}
@@ -189,12 +191,16 @@ def model_flops(config: Any) -> float:
     return 6 * (weights + config.layers * TOKENS * config.width)
 
 
-def measure(case: Case) -> Figures:
-    """The figures of a step, if need be continued from programs with fewer layers."""
+def measure(case: Case, compile_one: Callable[[Case], Figures] | None = None) -> Figures:
+    """The figures of a step, if need be continued from programs with fewer layers.
+
+    `compile_one` compiles another program than ours.
+    """
+    compile_one = compile_one or compile_case
     if case.depths is None:
-        return compile_case(case)
+        return compile_one(case)
     few, more = case.depths
-    first, second = (compile_case(at_depth(case, depth)) for depth in case.depths)
+    first, second = (compile_one(at_depth(case, depth)) for depth in case.depths)
     return first.continued(second, (case.model.layers - few) / (more - few))
 
 

@@ -206,6 +206,7 @@ ROWS = {
             "a.bin",
         ),
         (lambda d: rc.load_pretrained(3), TypeError, "path"),
+        (lambda d: rc.load_pretrained(d, quantise="int4"), ValueError, "`quantise`.*'int4'"),
         (lambda d: rc.load_tokenizer(3), TypeError, "`path`"),
         (lambda d: rc.load_tokenizer(d / "none"), FileNotFoundError, "There is no .*none"),
         (

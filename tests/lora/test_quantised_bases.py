@@ -17,6 +17,7 @@ from redcoast.core._jaxpr import iter_equations
 from redcoast.losses import cross_entropy
 from redcoast.models import Llama, LlamaConfig
 from redcoast.models._quantised_weight import NF4, quantised_weight
+from redcoast.pretrained import _load, _quantise_loaded, _read_to_device
 
 CONFIG = LlamaConfig(vocab=16, width=64, layers=2, heads=4, kv_heads=2, hidden=128)
 KEY = jax.random.key(0)
@@ -101,6 +102,39 @@ def test_adapters_are_saved_and_loaded_into_a_quantised_model(tmp_path):
     lora.save_adapters(model, tmp_path / "adapters", modules_to_save=["norm"])
     loaded = lora.load_adapters(lora.quantise(base(), "int8"), tmp_path / "adapters")
     assert_equal(loaded, model)
+
+
+@pytest.mark.parametrize("numbers", ["nf4", "int8"])
+@pytest.mark.parametrize("how", ["as CPU devices", "as accelerators"])
+@pytest.mark.few("as accelerators-nf4")
+def test_a_model_that_is_quantised_while_it_is_read(tmp_path, monkeypatch, numbers, how):
+    """It is that of `lora.quantise`, and no matrix exists with all of its layers."""
+    rc.save_pretrained(base(), tmp_path / "model")
+    if how == "as accelerators":
+        monkeypatch.setattr(_load, "fill_host", _read_to_device.fill_device)
+    mesh = rc.make_mesh(fsdp=4, model=2)
+    loaded = rc.load_pretrained(tmp_path / "model", mesh=mesh)
+    whole = lora.quantise(loaded, numbers)
+    sizes = []
+    of_layer = lambda weight, **options: (
+        sizes.append(weight.shape),
+        quantised_weight(weight, **options),
+    )[1]
+    monkeypatch.setattr(_quantise_loaded, "quantised_weight", of_layer)
+    monkeypatch.setattr(_quantise_loaded, "_MOST", 1)
+    read = rc.load_pretrained(tmp_path / "model", mesh=mesh, quantise=numbers)
+    assert jax.tree.structure(read) == jax.tree.structure(whole)
+    assert_equal(read, whole)
+    assert {shape[0] for shape in sizes} == {1}  # a layer at a time
+    embed = read.embed
+    assert embed.sharding == loaded.embed.sharding
+
+
+def test_what_is_not_a_model_is_not_quantised():
+    with pytest.raises(ValueError, match="contains no matrix.*Pass the model, and not its param"):
+        lora.quantise({"w": jnp.ones((4, 4))})
+    with pytest.raises(ValueError, match="'layers' matches none.*weight.*as `targets`"):
+        lora.quantise(eqx.nn.Linear(4, 4, key=KEY))
 
 
 @pytest.mark.integration

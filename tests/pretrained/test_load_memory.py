@@ -39,7 +39,8 @@ path, mesh = sys.argv[1], json.loads(sys.argv[2])
 mesh = rc.make_mesh(**mesh) if mesh else None
 jax.numpy.zeros(()).block_until_ready()
 before = status("VmRSS")
-model = jax.block_until_ready(rc.load_pretrained(path, mesh=mesh))
+options = {"quantise": sys.argv[4]} if sys.argv[4] else {}
+model = jax.block_until_ready(rc.load_pretrained(path, mesh=mesh, **options))
 show = lambda p: jax.tree_util.keystr(p, simple=True, separator="/")
 leaves = [(show(p), x) for p, x in jax.tree_util.tree_leaves_with_path(model)]
 # Devices of this kind may share memory: each address counts once.
@@ -76,8 +77,8 @@ def ramp(name, shape):
     return rows if len(shape) == 1 else rows[:, None] + columns
 
 
-def measure(path, mesh, how):
-    arguments = [str(path), json.dumps(mesh), how]
+def measure(path, mesh, how, quantise=""):
+    arguments = [str(path), json.dumps(mesh), how, quantise]
     result = subprocess.run(
         [sys.executable, "-c", MEMORY, *arguments], capture_output=True, text=True, timeout=900
     )
@@ -100,6 +101,14 @@ def test_the_host_needs_little_more_than_the_devices_hold(gigabyte, mesh, how):
     assert found["corners"]["layers/up"] == corner(up, 5504, 2048)[:, -1].tolist()
     assert found["corners"]["layers/wo"] == corner(wo, 2048, 2048)[:, -1].tolist()
     assert found["corners"]["embed"] == corner("embed_tokens", 10_000, 2048)[-1].tolist()
+
+
+@pytest.mark.integration
+def test_a_model_that_is_quantised_while_it_is_read_never_exists_whole(gigabyte):
+    found = measure(gigabyte, {}, "as accelerators", "nf4")
+    print({name: found[name] / 1e6 for name in ("held", "above")})
+    assert found["held"] < 0.25e9  # of a gigabyte
+    assert found["held"] + found["above"] < 0.8e9
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 from jaxtyping import PyTree
 
+from ..pretrained._matrices import matrix_of
 from ..pretrained._registry import hf_names
 from ..pretrained._tensors import Tensor
-from ._targets import inputs_of, matrix_of
+from ._targets import inputs_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

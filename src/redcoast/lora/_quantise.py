@@ -11,7 +11,8 @@ from ..core._frames import hide_frames
 from ..core._pytree import show_path
 from ..models._einsum import LowRank
 from ..models._quantised_weight import Numbers, is_quantised, quantised_weight, unquantised
-from ._targets import Matrix, find_matrices, is_adapted, match_targets
+from ..pretrained._matrices import Matrix
+from ._targets import find_matrices, is_adapted, match_targets
 
 
 @hide_frames
@@ -25,6 +26,9 @@ def quantise(
     `"int8"` has 8 bits, and a scale for all inputs of an output. A matrix is dequantised where it
     is multiplied, so results and gradients are those of the model with the dequantised matrices,
     which [`redcoast.lora.dequantise`][] returns.
+
+    `rc.load_pretrained(path, quantise="nf4")` does so while it reads the files, so that the devices
+    never store the model whole in its own dtype.
 
     **Arguments:**
 
@@ -42,7 +46,8 @@ def quantise(
 
     **Raises:**
 
-    `ValueError` if a pattern matches no matrix, or if a matrix cannot be stored in these numbers.
+    `ValueError` if the tree contains no model or layer whose matrices are known, if a pattern
+    matches none, or if a matrix cannot be stored in these numbers.
 
     !!! Example
 
@@ -75,10 +80,7 @@ def quantise(
 def _quantised(weight: PyTree, numbers: Numbers, matrix: Matrix, name: str) -> PyTree:
     if is_quantised(weight):
         raise ValueError(f"{name} is quantised already. Dequantise it first (`lora.dequantise`).")
-    outputs = matrix.sides(weight.shape)[2]
-    axis = -1  # the last input
-    if not matrix.outputs_first:
-        axis -= len(outputs)
+    axis = matrix.last_input(weight.shape)
     return jax.jit(partial(quantised_weight, numbers=numbers, axis=axis))(weight)
 
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import equinox as eqx
 import jax
@@ -10,30 +9,9 @@ from jaxtyping import PyTree
 
 from ..core._pytree import show_path
 from ..models._einsum import LowRank
+from ..pretrained._matrices import Matrix, matrix_of
 from ..pretrained._registry import family_of
 from ..pretrained._tensors import Tensor
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """The roles of the dimensions of an array that is a matrix, or a stack of matrices.
-
-    - `stacked`: the number of leading dimensions of the stack (layers or experts).
-    - `inputs`: the number of input dimensions. All others are outputs.
-    - `outputs_first`: whether the outputs come before the inputs.
-    """
-
-    stacked: int
-    inputs: int
-    outputs_first: bool = False
-
-    def sides(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Returns the shapes of the stack, of the inputs and of the outputs."""
-        stack, rest = shape[: self.stacked], shape[self.stacked :]
-        if self.outputs_first:
-            split = len(rest) - self.inputs
-            return stack, rest[split:], rest[:split]
-        return stack, rest[: self.inputs], rest[self.inputs :]
 
 
 def find_matrices(model: PyTree) -> dict[str, Matrix]:
@@ -54,22 +32,6 @@ def _is_known(node: object) -> bool:
     return isinstance(node, eqx.nn.Linear) or family_of(node) is not None
 
 
-def matrix_of(tensor: Tensor) -> Matrix | None:
-    """Describes an array with these published tensors as a matrix; None if it is not a matrix."""
-    left, right, stacked = tensor.left, tensor.right, len(tensor.fields)
-    if len(left) == 3 and left[0] == right[0]:  # the matrices of all experts in one tensor
-        left, right, stacked = left[1:], right[1:], stacked + 1
-    # Embedding tables are not stacked, and have the same layout as their published tensor.
-    if len(left) != 2 or (not stacked and left == right):
-        return None
-    if tensor.name.endswith("bias"):  # of several experts
-        return None
-    inputs = next(group for group in left if right[0][0] in group)
-    count = sum(set(group) <= set(inputs) for group in right)
-    # Without output dimensions it is a vector that is published as a matrix with one row.
-    return None if count == len(right) else Matrix(stacked, count)
-
-
 def inputs_of(tensor: Tensor) -> tuple[str, ...]:
     """Returns the factors of the input dimension of the published matrix."""
     # Published matrices have their outputs first, or their inputs (GPT-2). The arrays here always
@@ -85,6 +47,13 @@ def match_targets(targets: str | Sequence[str], matrices: Iterable[str]) -> set[
 
     `ValueError` if one matches nothing.
     """
+    matrices = list(matrices)
+    if not matrices:
+        raise ValueError(
+            "The tree contains no matrix whose inputs and outputs are known: none of its nodes is "
+            "a model of `redcoast.models` or an `eqx.nn.Linear`. Pass the model, and not its "
+            "parameters alone."
+        )
     if isinstance(targets, str):
         targets = [targets]
     chosen = set()
@@ -98,7 +67,8 @@ def match_targets(targets: str | Sequence[str], matrices: Iterable[str]) -> set[
         if not matched:
             raise ValueError(
                 f"The pattern {pattern!r} matches none of the model's matrices, which are: "
-                f"{', '.join(matrices) or 'none at all'}."
+                f"{', '.join(matrices)}. Pass a regular expression that is found in some of these "
+                'paths as `targets`; "." is found in all.'
             )
         chosen |= matched
     return chosen

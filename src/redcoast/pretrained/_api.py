@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 from jaxtyping import PyTree
@@ -19,6 +19,7 @@ def load_pretrained(
     mesh: Mesh | None = None,
     shardings: PyTree | None = None,
     dtype: Any = None,
+    quantise: Literal["nf4", "int8"] | None = None,
     **options: Any,
 ) -> Any:
     """Loads pretrained weights into a model of `redcoast.models`.
@@ -40,6 +41,8 @@ def load_pretrained(
     - `dtype`: the dtype of the arrays; by default, the dtype of the files (if they have several,
         the one with the most bytes). Quantised tensors of a `.gguf` file count as float32. Other
         quantised tensors get the dtype of the other tensors, or bfloat16 if there are none.
+    - `quantise`: stores the matrices of the layers as [`redcoast.lora.quantise`][] does, a few
+        layers at a time, so that the devices never store the model whole in `dtype`.
     - `options`: fields of the model's configuration to override, such as `remat` or a dropout rate.
 
     **Returns:**
@@ -68,7 +71,7 @@ def load_pretrained(
     from ._load import load
 
     check_kind("path", path, (str, Path), "a path")
-    return load(Path(path).expanduser().absolute(), mesh, shardings, dtype, options)
+    return load(Path(path).expanduser().absolute(), mesh, shardings, dtype, quantise, options)
 
 
 @hide_frames

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from jaxtyping import PyTree
 
 from ..core._pytree import join, leaf_paths, split
 from ..core._tracing import abstract_key
+from ..models._quantised_weight import Numbers
 from ._fused_experts import split_experts
 from ._generation import with_generation
 from ._lazy_tensor import Stored
 from ._match import Layout, layout_of, match, needed_shapes
 from ._placement import choose_shardings
+from ._quantise_loaded import fill_quantised, matrices_to_quantise
 from ._quantised import dequantised
 from ._read_plan import ArrayToRead
 from ._read_to_device import fill_device
@@ -35,11 +38,14 @@ def load(
     mesh: Mesh | None,
     shardings: PyTree | None,
     dtype: Any,
+    quantise: Numbers | None,
     options: Mapping[str, Any],
 ) -> Any:
     """Loads the model at a path; see `load_pretrained`."""
     if dtype is not None:
         dtype = _floating(dtype)
+    if quantise not in (None, "nf4", "int8"):
+        raise ValueError(f"`quantise` must be 'nf4', 'int8' or None, but is {quantise!r}.")
     source = open_source(path)
     check_layers(source.settings, len(source.stored), path)
     source = text_part(source, path)
@@ -71,10 +77,15 @@ def load(
     for name, x in arrays.items():
         targets[name] = ArrayToRead(x.shape, dtype, layout.table[name], places[name])
         platforms |= {device.platform for device in places[name].device_set}
+    fill = partial(fill_device, stored=stored, most=_piece_elements(stored, dtype, 2**24))
     if platforms == {"cpu"}:
-        filled = fill_host(targets, stored, most=_piece_elements(stored, dtype, 2**22))
-    else:
-        filled = fill_device(targets, stored, most=_piece_elements(stored, dtype, 2**24))
+        fill = partial(fill_host, stored=stored, most=_piece_elements(stored, dtype, 2**22))
+    filled: dict[str, Any] = {}
+    if quantise is not None:
+        chosen = matrices_to_quantise(targets, path)
+        filled = fill_quantised({name: targets.pop(name) for name in chosen}, quantise, fill)
+    if targets:
+        filled |= fill(targets)
     return join([filled[name] for name in arrays], static)
 
 

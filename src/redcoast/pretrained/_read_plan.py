@@ -3,7 +3,7 @@
 import functools as ft
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,20 +20,41 @@ THREADS: dict[str, Any] = {"workers": _WORKERS, "ahead": _WORKERS, "name": "redc
 
 @dataclass(frozen=True)
 class ArrayToRead:
-    """An array to create, its tensors, and its sharding: each device holds a box of it."""
+    """An array to create, its tensors, and its sharding: each device holds a box of it.
+
+    It may be a part of the array of the tensors, which has `first` more elements before it, and
+    `layers` elements in all, along its first dimension.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     tensor: Tensor
     sharding: Sharding
+    first: int = 0
+    layers: int | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the array of the tensors."""
+        if self.layers is None:
+            return self.shape
+        return (self.layers, *self.shape[1:])
+
+    def layers_from(self, first: int, count: int) -> "ArrayToRead":
+        """A part of the array along its first dimension, which is not sharded."""
+        shape = (count, *self.shape[1:])
+        return replace(self, shape=shape, first=first, layers=self.shape[0])
 
     @ft.cached_property
     def starts(self) -> dict[Any, tuple[int, ...]]:
         """The start indices of the box of each device of this process."""
         boxes = self.sharding.addressable_devices_indices_map(self.shape)
-        starts = {}
+        starts: dict[Any, tuple[int, ...]] = {}
         for device, box in boxes.items():
-            starts[device] = tuple(part.start or 0 for part in box or ())
+            start = tuple(part.start or 0 for part in box or ())
+            if self.layers is not None:
+                start = (self.first + start[0], *start[1:])
+            starts[device] = start
         return starts
 
     @ft.cached_property
@@ -69,7 +90,7 @@ def steps_of(path: str, target: ArrayToRead, most: int) -> Iterator[ReadStep]:
         windows = []
         for start in target.distinct_starts:
             box = tuple(slice(a + p.start, a + p.stop) for a, p in zip(start, part, strict=True))
-            windows.append(locate(target.tensor, target.shape, box))
+            windows.append(locate(target.tensor, target.whole_shape, box))
         yield ReadStep(path, part, tuple(windows), i == len(parts))
 
 

@@ -16,7 +16,7 @@ from ..models._einsum import LowRank
 from ..models._quantised_weight import is_quantised
 from ..pretrained._files import file_inside
 from ..pretrained._lazy_tensor import Stored
-from ..pretrained._matrices import matrix_of
+from ..pretrained._matrix_roles import matrix_of
 from ..pretrained._registry import family_of, hf_names
 from ..pretrained._safetensors import read_safetensors
 from ..pretrained._tensors import Tensor, tensor_name, tensor_names, tensor_shape

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxtyping import PyTree
 
-from ..pretrained._matrices import matrix_of
+from ..pretrained._matrix_roles import matrix_of
 from ..pretrained._registry import hf_names
 from ..pretrained._tensors import Tensor
 from ._targets import inputs_of

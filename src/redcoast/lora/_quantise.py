@@ -11,7 +11,7 @@ from ..core._frames import hide_frames
 from ..core._pytree import show_path
 from ..models._einsum import LowRank
 from ..models._quantised_weight import Numbers, is_quantised, quantised_weight, unquantised
-from ..pretrained._matrices import Matrix
+from ..pretrained._matrix_roles import Matrix
 from ._targets import find_matrices, is_adapted, match_targets
 
 

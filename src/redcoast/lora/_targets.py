@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from ..core._pytree import show_path
 from ..models._einsum import LowRank
-from ..pretrained._matrices import Matrix, matrix_of
+from ..pretrained._matrix_roles import Matrix, matrix_of
 from ..pretrained._registry import family_of
 from ..pretrained._tensors import Tensor
 

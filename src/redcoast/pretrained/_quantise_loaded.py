@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..models._quantised_weight import Numbers, QuantisedWeight, quantised_weight
-from ._matrices import matrix_of
+from ._matrix_roles import matrix_of
 from ._read_plan import ArrayToRead
 
 Fill = Callable[[Mapping[str, ArrayToRead]], dict[str, jax.Array]]

@@ -54,6 +54,11 @@ def muon(dimensions=None, **options):
     return rc.muon(0.1, dimensions, others=SGD, **options)
 
 
+def soap(**options):
+    numbers = {"w": optax.contrib.MuonDimensionNumbers(0, 1)}
+    return rc.soap(0.1, options.pop("dimensions", numbers), others=SGD, **options)
+
+
 def low_precision(size=64, **options):
     low = rc.low_precision(lambda params, x: x @ params["w"], "float8", **options)
     return low({"w": jnp.ones((size, size))}, jnp.ones((2, size)))
@@ -366,6 +371,15 @@ ROWS = {
             (ValueError, OSError),
             "f/x",
         ),
+    ],
+    "soap": [
+        (lambda d: soap(b1=1.0), ValueError, "`b1`.*1.0"),
+        (lambda d: soap(b2=-0.1), ValueError, "`b2`.*-0.1"),
+        (lambda d: soap(statistics=2.0), ValueError, "`statistics`.*2.0"),
+        (lambda d: soap(eps=0.0), ValueError, "`eps`.*0.0"),
+        (lambda d: soap(frequency=0), ValueError, "`frequency`.*0"),
+        (lambda d: soap(dimensions={"w": None}), ValueError, "`dimensions` has no matrix"),
+        (lambda d: soap().init({"v": jnp.zeros((4, 4))}), ValueError, "`rc.soap` is not shaped"),
     ],
     "low_precision": [
         (lambda d: rc.low_precision(3, "int8"), TypeError, "`fn` is 3"),

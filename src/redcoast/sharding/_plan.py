@@ -437,7 +437,7 @@ def plan_shardings(
         else:
             task = MemoryTask(fn, model, args, auto_mesh, trainable, plan)
             plans, compute, report = plan_within(task, limit, must_fit=memory != "auto")
-    return make_plan(tree, mesh, plan_leaves(tree, plans), compute, report)
+    return make_plan(tree, mesh, plan_leaves(tree, plans, dict(mesh.shape)), compute, report)
 
 
 def check_memory(memory: object) -> None:
@@ -473,7 +473,7 @@ def _plan_structure(tree: PyTree, mesh: Mesh | AbstractMesh, overrides: Sequence
 
     plans = structural_plans(model_of(tree), dict(mesh.shape), overrides)
     compute = Compute(tuple(model_dim(plan.spec) for plan in plans))
-    return make_plan(tree, mesh, plan_leaves(tree, plans), compute, None)
+    return make_plan(tree, mesh, plan_leaves(tree, plans, dict(mesh.shape)), compute, None)
 
 
 def _bytes_like_parameters(tree: PyTree) -> int:

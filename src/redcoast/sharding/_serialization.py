@@ -179,7 +179,7 @@ def load_plan(
     leaves = flat_leaves(model_of(tree))
     # The paths, roles and indices of the arrays, with specs that are read from the file below.
     replicated = [LeafPlan(leaf, P(), OVERRIDE, "parameter") for leaf in leaves]
-    unsharded = plan_leaves(tree, replicated)
+    unsharded = plan_leaves(tree, replicated, {})
     _check_leaves(path, saved.rows, [plan.leaf for plan in unsharded])
     plans = _read_plans(path, saved, unsharded, compute)
     return make_plan(tree, mesh, plans, compute, _read_program(path, saved.report))

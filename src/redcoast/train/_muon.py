@@ -6,7 +6,6 @@ each matrix in every iteration. Here, matrices of the same shape are stacked, an
 sharded over all axes of the mesh: each device has some matrices, and orthogonalises these alone.
 """
 
-import functools as ft
 from collections.abc import Callable, Hashable, Sequence
 from math import prod
 
@@ -14,18 +13,22 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from ..core._errors import several
 from ..core._frames import warn
 from ..core._pytree import show_path
-from ..core._tracing import sizes_of_axes
 from ..sharding import find_uses
-from ._labels import labels_like
-
-Numbers = optax.contrib.MuonDimensionNumbers
-Matrices = Float[Array, "_ _ _"]  # (matrices, rows, columns)
+from ._matrix_stacks import (
+    Matrices,
+    Numbers,
+    as_matrices,
+    by_label,
+    divided,
+    from_matrices,
+    numbers_of,
+    sides_of,
+)
 
 
 def muon(
@@ -89,13 +92,6 @@ def muon(
         raise ValueError(f"`iterations` must be at least 1, but is {iterations}.")
     if rms is not None and not rms > 0:
         raise ValueError(f"`rms` must be more than 0, but is {rms}.")
-    if not any(map(_is_numbers, jax.tree.leaves(dimensions, is_leaf=_is_numbers))):
-        raise ValueError(
-            "`dimensions` has no matrix, only `None`. Pass the result of "
-            "`rc.matrix_dimensions(model, loss_fn, batch, key)`."
-        )
-    label = lambda numbers: "matrix" if _is_numbers(numbers) else "other"
-    labels = jax.tree.map(label, dimensions, is_leaf=lambda x: x is None or _is_numbers(x))
     matrices = optax.chain(
         optax.trace(momentum, nesterov=True),
         _orthogonalize(dimensions, iterations),
@@ -103,23 +99,7 @@ def muon(
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
-
-    # A function, since optax would call a tree that is a callable module.
-    transformations: dict[Hashable, optax.GradientTransformation] = {
-        "matrix": matrices,
-        "other": others,
-    }
-    return optax.partition(transformations, ft.partial(_labels_of, labels))
-
-
-def _labels_of(labels: PyTree[str], params: PyTree) -> PyTree[str]:
-    try:
-        return labels_like(labels, params)
-    except ValueError as error:
-        raise ValueError(
-            "`dimensions` of `rc.muon` is not shaped like the parameters. Pass the result of "
-            "`rc.matrix_dimensions` for the model that is trained."
-        ) from error
+    return by_label("muon", dimensions, matrices, others)
 
 
 def warn_of_wrong_matrices(
@@ -163,25 +143,16 @@ def warn_of_wrong_matrices(
         warn(" ".join(sentences))
 
 
-def _is_numbers(x: PyTree) -> bool:
-    return isinstance(x, Numbers)
-
-
-def _numbers(dimensions: PyTree[Numbers | None]) -> list[Numbers]:
-    """The dimension numbers of all matrices, in the order of the tree."""
-    return [x for x in jax.tree.leaves(dimensions, is_leaf=_is_numbers) if _is_numbers(x)]
-
-
 def _orthogonalize(
     dimensions: PyTree[Numbers | None], iterations: int
 ) -> optax.GradientTransformation:
     """Replaces each matrix by the nearest orthogonal one, up to the error of the iterations."""
-    numbers = _numbers(dimensions)
+    numbers = numbers_of(dimensions)
 
     def update(updates: PyTree, params: PyTree) -> PyTree:
         arrays, treedef = jax.tree.flatten(updates)
         # (matrices, rows, columns) each, with the layers as matrices
-        views = [_as_matrices(x, n) for x, n in zip(arrays, numbers, strict=True)]
+        views = [as_matrices(x, n) for x, n in zip(arrays, numbers, strict=True)]
         # Matrices of the same shape are one stack, whichever arrays they are from.
         places: dict[Hashable, list[int]] = {}
         for place, view in enumerate(views):
@@ -190,7 +161,7 @@ def _orthogonalize(
         for members in places.values():
             stack = jnp.concatenate([views[place] for place in members])
             # Each device iterates on its own matrices, which needs no communication until the end.
-            stacks.append(_divided(stack))
+            stacks.append(divided(stack))
         orthogonal = _newton_schulz(stacks, iterations)
         for stack, members in zip(orthogonal, places.values(), strict=True):
             first = 0
@@ -199,7 +170,7 @@ def _orthogonalize(
                 views[place] = stack[first : first + count]
                 first += count
         pairs = zip(views, arrays, numbers, strict=True)
-        return jax.tree.unflatten(treedef, [_as_array(*pair) for pair in pairs])
+        return jax.tree.unflatten(treedef, [from_matrices(*pair) for pair in pairs])
 
     return optax.stateless(update)
 
@@ -216,66 +187,13 @@ def _newton_schulz(stacks: list[Matrices], iterations: int) -> list[Matrices]:
     return list(jax.tree.leaves(orthogonal))
 
 
-def _divided(stack: Matrices) -> Matrices:
-    """A stack with a number of matrices that divides over all devices, and is sharded so."""
-    axes = {axis: size for axis, size in sizes_of_axes().items() if size > 1}
-    if not axes:
-        return stack
-    # Matrices of zeros stay zeros, and are cut off.
-    missing = -stack.shape[0] % prod(axes.values())
-    padded = jnp.pad(stack, ((0, missing), (0, 0), (0, 0)))
-    return jax.lax.with_sharding_constraint(padded, P(tuple(axes)))
-
-
-def _order(x: Array, numbers: Numbers) -> tuple[tuple[int, ...], int, int]:
-    """The dimensions in the order (matrices, rows, columns), and the numbers of rows and columns.
-
-    The larger side is that of the columns: the transpose of an orthogonal matrix is orthogonal.
-    """
-    rows, columns = _sides(x, numbers)
-    sizes = [prod(x.shape[d] for d in dims) for dims in (rows, columns)]
-    # The iteration multiplies the smaller side with itself.
-    if sizes[0] > sizes[1]:
-        rows, columns = columns, rows
-    # All dimensions that are on neither side, such as layers and experts.
-    stacked = tuple(d for d in range(x.ndim) if d not in (*rows, *columns))
-    return (*stacked, *rows, *columns), min(sizes), max(sizes)
-
-
-def _sides(x: Array, numbers: Numbers) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dimensions of the inputs and of the outputs; `optax` lets each be a number."""
-    sides = []
-    for dims in numbers:
-        if isinstance(dims, int):
-            dims = (dims,)
-        sides.append(tuple(d % x.ndim for d in dims))
-    if set(sides[0]) & set(sides[1]):
-        raise ValueError(
-            f"{numbers} has a dimension on both sides of a matrix of shape {x.shape}. The "
-            "dimensions of inputs and of outputs must differ."
-        )
-    return sides[0], sides[1]
-
-
-def _as_matrices(x: Array, numbers: Numbers) -> Matrices:
-    order, rows, columns = _order(x, numbers)
-    return x.transpose(order).reshape(-1, rows, columns)
-
-
-def _as_array(matrices: Matrices, like: Array, numbers: Numbers) -> Array:
-    """The inverse of `_as_matrices`."""
-    order, _, _ = _order(like, numbers)
-    inverse = sorted(range(like.ndim), key=order.__getitem__)
-    return matrices.reshape([like.shape[d] for d in order]).transpose(inverse)
-
-
 def _scale_by_shape(
     dimensions: PyTree[Numbers | None], rms: float | None
 ) -> optax.GradientTransformation:
-    numbers = _numbers(dimensions)
+    numbers = numbers_of(dimensions)
 
     def scaled(x: Array, n: Numbers) -> Array:
-        inputs, outputs = (prod(x.shape[d] for d in dims) for dims in _sides(x, n))
+        inputs, outputs = (prod(x.shape[d] for d in dims) for dims in sides_of(x, n))
         if rms is not None:
             # An orthogonal matrix has this root mean square times `rms`.
             return x * (rms * max(inputs, outputs) ** 0.5)

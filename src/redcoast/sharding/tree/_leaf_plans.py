@@ -100,10 +100,11 @@ class Compute:
     recompute: Recompute | None = None
 
 
-def plan_leaves(tree: PyTree, model: list[LeafPlan]) -> list[LeafPlan]:
+def plan_leaves(tree: PyTree, model: list[LeafPlan], sizes: Mapping[str, int]) -> list[LeafPlan]:
     """Returns the plan of each array, in flattened order; `model` has those of the model alone.
 
-    The optimizer's state and an average of the weights are sharded like the parameters.
+    The optimizer's state and an average of the weights are sharded like the parameters; `sizes` are
+    those of the axes over which its square statistics of matrices are divided.
     """
     if model_of(tree) is tree:
         return model
@@ -116,9 +117,10 @@ def plan_leaves(tree: PyTree, model: list[LeafPlan]) -> list[LeafPlan]:
             plan = next(of_model)
             plans.append(replace(plan, leaf=replace(plan.leaf, index=leaf.index)))
         elif field_name == "opt_state":
-            plans.append(LeafPlan(leaf, *_like_parameter(leaf, by_path), "optimizer state"))
+            plan = _like_parameter(leaf, by_path, sizes)
+            plans.append(LeafPlan(leaf, *plan, "optimizer state"))
         elif field_name == "average":
-            plans.append(LeafPlan(leaf, *_like_parameter(leaf, by_path), "other"))
+            plans.append(LeafPlan(leaf, *_like_parameter(leaf, by_path, sizes), "other"))
         else:
             plans.append(LeafPlan(leaf, P(), _not_sharded(leaf, "not a parameter"), "other"))
     return plans
@@ -137,7 +139,9 @@ def model_of(tree: PyTree) -> PyTree:
     return tree
 
 
-def _like_parameter(state: Leaf, by_path: Mapping[Path, LeafPlan]) -> tuple[P, Reason]:
+def _like_parameter(
+    state: Leaf, by_path: Mapping[Path, LeafPlan], sizes: Mapping[str, int]
+) -> tuple[P, Reason]:
     """The spec of an array of the optimizer's state or of an average, and the reason for it.
 
     Optimizers keep their arrays in trees like the parameters', so the path of an array ends with
@@ -150,6 +154,9 @@ def _like_parameter(state: Leaf, by_path: Mapping[Path, LeafPlan]) -> tuple[P, R
             return spec, Reason("follows", f"sharded like {plan.leaf.name or 'the model'}")
     if candidates and candidates[0][0].leaf.path:
         name = candidates[0][0].leaf.name
+        spec = _divided_statistics(state, candidates[0][0].leaf, sizes)
+        if spec is not None:
+            return spec, Reason("follows", f"statistics of {name}, divided over all devices")
         return P(), Reason("replicated", f"its sharding cannot be inferred from that of {name}")
     return P(), _not_sharded(state, "belongs to no parameter")
 
@@ -199,6 +206,24 @@ def _matching_spec(state: Leaf, parameter: LeafPlan, rest: Path) -> P | None:
         return P()
     if extra == -1:
         return _without_one(state, like, entries)
+    return None
+
+
+def _divided_statistics(state: Leaf, parameter: Leaf, sizes: Mapping[str, int]) -> P | None:
+    """The spec of square matrices with the products of one side of a parameter's matrices, such as
+    SOAP keeps; None if the array is of another kind, or the devices do not divide it.
+
+    Each device computes with some of the matrices, and so stores them.
+    """
+    *stack, rows, columns = (1, 1, *state.shape)
+    axes = tuple(axis for axis, size in sizes.items() if size > 1)
+    count = prod(sizes.values())
+    is_square = len(state.shape) > 1 and rows == columns > 0
+    if not axes or not is_square or parameter.size % (prod(stack) * rows):
+        return None
+    for d in range(len(state.shape) - 1):  # the matrices, and then the rows of each
+        if state.shape[d] % count == 0:
+            return P(*(None,) * d, axes)
     return None
 
 

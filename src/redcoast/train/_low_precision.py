@@ -89,13 +89,18 @@ def low_precision(
     !!! Example
 
         ```python
-        state = rc.fit(
-            model, optimizer, examples,
-            loss_fn=rc.low_precision(loss_fn, "float8"),
-            compute_dtype="bfloat16",
-            **options,
-        )
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+        import redcoast as rc
+
+        model = eqx.nn.MLP(64, 8, 128, 2, key=jax.random.key(0))
+        loss_fn = lambda model, x, key: jnp.mean(jax.vmap(model)(x) ** 2)
+        low = rc.low_precision(loss_fn, "float8")
+        gradient = eqx.filter_jit(eqx.filter_grad(low))(model, jnp.ones((4, 64)), None)
         ```
+
+    and `rc.fit(..., loss_fn=low, compute_dtype="bfloat16")` trains with it.
     """
     check_functions(fn=fn)
     if numbers != "float8" and numbers != "int8":

@@ -11,6 +11,9 @@ import pytest
 from random_models import to_device
 
 import redcoast as rc
+from redcoast.sharding.constrain._recompute import Recomputed
+from redcoast.sharding.memory._decide import footprint
+from redcoast.sharding.memory._search import least_within
 
 LAYERS, WIDTH, ROWS = 4, 32, 128
 # As in a dry run that stands in for an accelerator. Without the last one, the compiler for CPUs
@@ -64,7 +67,7 @@ def test_half_of_the_activations(loss):
     """Models that say nothing of rematerialisation: half of the temporaries, the same gradients."""
     model, batch = make_model(), array((ROWS, WIDTH))
     if loss is in_a_scan:
-        model = jax.tree.map(lambda *xs: to_device(np.stack(xs)), *model)
+        model = stacked(model)
     plan, limit = half(loss, model, batch, rc.make_mesh(devices=jax.devices()[:1]))
     report: Any = plan.report.program
     assert report.memory.total <= limit
@@ -92,6 +95,70 @@ def test_over_a_mesh():
     found = jax.jit(jax.grad(plan.constrain(in_a_loop)))(model, batch, None)
     for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5 * np.abs(x).max())
+
+
+def test_iterations_of_a_loop_keep_different_values():
+    """Where it is too much to keep the same of all layers, and too little, layers take turns."""
+    model, batch = stacked(make_model()), array((ROWS, WIDTH))
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+    plan, _ = half(in_a_scan, model, batch, mesh, part=0.53)
+    (loop,) = loops_of(plan.constrain(in_a_scan), model, batch)
+    assert loop["length"] < LAYERS
+    # If all layers computed the product again, the share would be one of six.
+    assert 0 < plan.report.program.recomputed.share < 0.1
+    plain, again = (compiled(fn, model, batch) for fn in (in_a_scan, plan.constrain(in_a_scan)))
+    for x, y in zip(
+        *(jax.tree.leaves(one(model, batch, None)) for one in (plain, again)), strict=True
+    ):
+        np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6 * np.abs(x).max())
+
+
+@pytest.mark.thorough
+def test_loops_that_run_backwards_take_turns_in_order():
+    """A loop over time from the last to the first step, whose results are collected."""
+
+    def loss(model, batch, key):
+        def step(carry, row):
+            carry = jnp.tanh(carry @ model["up"]) @ model["down"] + row
+            return carry, jnp.sin(carry)
+
+        last, seen = jax.lax.scan(step, batch[0], batch, reverse=True)
+        return jnp.mean(last**2) + jnp.mean(seen * jnp.arange(12.0)[:, None, None])
+
+    model, batch = make_model()[0], array((12, 16, WIDTH))
+    plan, _ = half(loss, model, batch, rc.make_mesh(devices=jax.devices()[:1]), part=0.3)
+    (loop,) = loops_of(plan.constrain(loss), model, batch)
+    assert loop["length"] < 12
+    expected = jax.jit(jax.grad(loss))(model, batch, None)
+    found = jax.jit(jax.grad(plan.constrain(loss)))(model, batch, None)
+    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6 * np.abs(x).max())
+
+
+def test_more_memory_costs_less_time():
+    """Between the best choices of a price there are others, which use the memory."""
+    model, batch = make_model(), array((ROWS, WIDTH))
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+    compute = rc.plan_shardings(model, mesh, fn=in_a_loop, args=(batch, None)).compute
+    _, _, decider = Recomputed(in_a_loop, mesh, compute).read(model, (batch, None), (True,) * 8)
+    everything, _ = footprint(decider.flat, decider.keep_all())
+    limits = np.linspace(0.31, 0.7, 14) * everything
+    candidates = [least_within(decider, limit) for limit in limits]
+    assert all(one.bytes <= limit for one, limit in zip(candidates, limits, strict=True))
+    seconds = [one.seconds for one in candidates]
+    assert seconds == sorted(seconds, reverse=True)
+    # Each of the four layers has a product that may be computed again, and more cheap operations.
+    assert len(set(seconds)) > 5
+
+
+def stacked(layers):
+    return jax.tree.map(lambda *xs: to_device(np.stack(xs)), *layers)
+
+
+def loops_of(loss, model, batch):
+    """The parameters of the loops of a loss."""
+    program = jax.make_jaxpr(loss)(model, batch, None)
+    return [eqn.params for eqn in program.eqns if eqn.primitive.name == "scan"]
 
 
 def test_nothing_changes_where_it_fits():

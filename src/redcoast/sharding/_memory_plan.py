@@ -9,11 +9,15 @@ from jaxtyping import PyTree
 from ..core._trainable import trainable_arrays
 from ..distributed._mesh import PIPE
 from .constrain._recompute import Recomputed
-from .memory._search import RecomputeCandidate, least_within, weigh
+from .memory._decide import Decider
+from .memory._search import RecomputeCandidate, bytes_kept, least_within
 from .report._data import ProgramReport, Recomputation
 from .report._text import scaled
 from .solver._figures import Memory
 from .tree._leaf_plans import Compute, LeafPlan, Recompute
+
+# Plans that are made to use memory which the first estimate leaves, up to a part of it.
+_TRIES, _USED = 3, 0.97
 
 Planned = tuple[list[LeafPlan], Compute, ProgramReport]
 
@@ -59,7 +63,7 @@ def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Pla
             )
         return planned
     activations = report.memory.activations
-    now = weigh(decider, Recompute(1, 0.0, 0.0, 0)).bytes
+    now = bytes_kept(decider)
     # The planner's peak of the program as it is, by the sum of what is kept.
     scale = max(1.0, activations / max(1.0, now))
     room = memory - (report.memory.total - activations)
@@ -75,7 +79,42 @@ def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Pla
         )
     if least >= activations:
         return planned
-    return _recomputing(task, planned, replace(best.recompute, trained=trained), best, least)
+
+    def plan_with(candidate: RecomputeCandidate) -> Planned:
+        recompute = replace(candidate.recompute, trained=trained)
+        return _recomputing(task, planned, recompute, candidate, round(scale * candidate.bytes))
+
+    return _with_less_arithmetic(plan_with, decider, best, room, scale)
+
+
+def _with_less_arithmetic(
+    plan_with: Callable[[RecomputeCandidate], Planned],
+    decider: Decider,
+    best: RecomputeCandidate,
+    room: int | float,
+    scale: float,
+) -> Planned:
+    """The plan that uses all of the memory.
+
+    The planner follows the changed program, and may find that it takes less than was estimated.
+    Then more is kept.
+    """
+    planned = plan_with(best)
+    enough, too_much = room, float("inf")
+    for _ in range(_TRIES):
+        used = planned[2].memory.activations
+        if used > _USED * room or not best.seconds:
+            break
+        asked = min(enough * room / max(1, used), (enough + too_much) / 2)
+        candidate = least_within(decider, asked / scale)
+        if candidate.seconds >= best.seconds:
+            break
+        other = plan_with(candidate)
+        if other[2].memory.activations <= room:
+            planned, best, enough = other, candidate, asked
+        else:
+            too_much = asked
+    return planned
 
 
 def _recomputing(

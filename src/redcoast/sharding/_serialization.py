@@ -264,7 +264,7 @@ def _check_values(saved: _SavedPlan, compute: Compute) -> None:
     if compute.microbatches is not None and compute.microbatches < 1:
         raise WrongEntries("microbatches")
     recompute = compute.recompute
-    if recompute is not None and (recompute.parts < 1 or recompute.blocks < 0):
+    if recompute is not None and (recompute.parts < 1 or not recompute.share >= 0):
         raise WrongEntries("recompute")
 
 

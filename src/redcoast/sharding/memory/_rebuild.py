@@ -10,7 +10,8 @@ from jax.extend.core import Literal
 
 from ...core._jaxpr import at_line_of, bind_again
 from ._blocks import StepBlock
-from ._decide import BlockChoice, Decided
+from ._choices import BlockChoice
+from ._decide import Decided
 from ._flat import Atom, Flat, FlatStep
 
 # The name by which `jax.checkpoint` knows what is kept.
@@ -104,7 +105,10 @@ def _run_step(step: FlatStep, values: dict[int, Any]) -> None:
     values.update(zip(step.outputs, results, strict=True))
 
 
-def _run_loop(step: FlatStep, body: Flat, inner: Decided, values: dict[int, Any]) -> list[Any]:
+def _run_loop(
+    step: FlatStep, body: Flat, turns: Sequence[Decided], values: dict[int, Any]
+) -> list[Any]:
+    """Runs a loop whose iterations keep in turn what was decided."""
     scan = step.scan
     assert scan is not None
     operands = [_as_array(_read(values, atom), atom) for atom in step.inputs]
@@ -112,22 +116,42 @@ def _run_loop(step: FlatStep, body: Flat, inner: Decided, values: dict[int, Any]
         _as_type(x, atom.aval) for x, atom in zip(operands, step.equation.invars, strict=True)
     ]
     consts, init, xs = scan.split(operands)
+    period = len(turns)
     # In a loop of one block, the compiler cannot undo the recomputation: the passes are two loops.
-    is_one = len(inner) == 1 and scan.unroll < scan.length
+    is_one = period == 1 and len(turns[0]) == 1 and scan.unroll < scan.length
 
     def iterate(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        results = _run(body, inner, [*consts, *carry, *xs], prevent_cse=not is_one)
+        results = _run(body, turns[0], [*consts, *carry, *xs], prevent_cse=not is_one)
         return results[: scan.carry], results[scan.carry :]
 
+    def iterate_in_turn(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[Any, list[Any]]:
+        ys: list[Sequence[Any]] = [()] * period
+        # The derivative of `split` is exact: it puts the parts side by side.
+        parts = [jax.lax.split(x, (1,) * period) for x in xs]
+        places = range(period)
+        if scan.reverse:
+            places = reversed(places)
+        for place in places:
+            own = [jax.lax.squeeze(part[place], (0,)) for part in parts]
+            results = _run(body, turns[place], [*consts, *carry, *own], prevent_cse=True)
+            carry, ys[place] = results[: scan.carry], results[scan.carry :]
+        return carry, [jnp.stack(of_turns) for of_turns in zip(*ys, strict=True)]
+
+    run = iterate
+    if period > 1:
+        run = iterate_in_turn
+        xs = [x.reshape(-1, period, *x.shape[1:]) for x in xs]
     with at_line_of(step.equation):
         carry, ys = jax.lax.scan(
-            iterate,
+            run,
             list(init),
             list(xs),
-            length=scan.length,
+            length=scan.length // period,
             reverse=scan.reverse,
-            unroll=scan.unroll,
+            unroll=max(1, scan.unroll // period),
         )
+    if period > 1:
+        ys = [y.reshape(-1, *y.shape[2:]) for y in ys]
     return [*carry, *ys]
 
 

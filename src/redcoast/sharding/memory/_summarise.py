@@ -5,7 +5,8 @@ from collections import Counter
 from ...core._control_flow import primitive_name
 from ...core._frames import own_line
 from ._blocks import StepBlock
-from ._decide import BlockChoice, Decided
+from ._choices import BlockChoice
+from ._decide import Decided
 from ._flat import Flat, FlatStep
 
 _SHOWN, _NAMED = 5, 4  # lines, and operations of each
@@ -39,8 +40,10 @@ def _steps_again(flat: Flat, decided: Decided) -> list[tuple[FlatStep, int]]:
     for block, choice in decided:
         loop = flat.steps[block.start]
         if choice.inner and loop.body is not None and loop.scan is not None:
-            inside = _steps_again(loop.body, list(choice.inner))
-            steps += [(step, times * loop.scan.length) for step, times in inside]
+            times = loop.scan.length // len(choice.inner)
+            for decided_of_turn in choice.inner:
+                inside = _steps_again(loop.body, decided_of_turn)
+                steps += [(step, many * times) for step, many in inside]
         elif choice.is_again:
             steps += [(step, 1) for step in _of_block(flat, block, choice)]
     return steps

@@ -54,7 +54,7 @@ class LeafPlan:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which values of a program are computed again in its backward pass, by prices of memory.
+    """Which values of a program are computed again in its backward pass, to fit into memory.
 
     A program that is traced again, for other shapes too, is divided and decided anew in the same
     way.
@@ -62,16 +62,13 @@ class Recompute:
     **Attributes:**
 
     - `parts`: How many times less a block may need than the whole program.
-    - `price`, `higher`: The seconds of arithmetic that a byte on each device is worth. The higher
-        price holds for the first blocks, which keep their values for longest.
-    - `blocks`: The number of blocks with the higher price.
+    - `share`: The memory within which values are kept, as a share of all bytes that derivatives
+        need.
     - `trained`: For each array of the model, whether it is trained.
     """
 
     parts: int
-    price: float
-    higher: float
-    blocks: int
+    share: float
     trained: tuple[bool, ...] = ()
 
 

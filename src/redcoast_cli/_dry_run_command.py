@@ -279,7 +279,10 @@ def attempt(
 def _step_options(c: DryRunCommand) -> dict[str, Any]:
     # None and not "float32": the library never suggests lowering a dtype that was given.
     dtype = None if c.dtype == "float32" else jnp.dtype(c.dtype)
-    return {"accumulate": c.accumulate, "compute_dtype": dtype}
+    options = {"accumulate": c.accumulate, "compute_dtype": dtype}
+    if c.remat == "auto":
+        options["memory"] = "auto"
+    return options
 
 
 def rows_of(c: DryRunCommand, target: TargetDevices) -> int:

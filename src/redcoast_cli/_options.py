@@ -32,7 +32,7 @@ class DryRunCommand:
     seq: Seq = None  # sequence length in tokens; by default 1024 or the model's maximum
     batch: Batch = None  # global batch size; by default one sequence per device and microbatch
     mesh: Mesh = "auto"  # such as 8, 2x4 (data x model), pipe=2,fsdp=4; auto: the estimated best
-    remat: Literal["none", "dots", "full"] = "full"  # rematerialisation in the backward pass
+    remat: Literal["auto", "none", "dots", "full"] = "full"  # auto: the least that fits
     accumulate: int = 1  # number of microbatches for gradient accumulation
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype; weights are float32
     chunk: Maybe[int] = None  # positions whose logits are in memory at a time; by default by size

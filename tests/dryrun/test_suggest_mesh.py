@@ -233,6 +233,32 @@ def test_the_cheapest_mesh_without_compiling():
     assert [one.usual for one in estimates] == [True, False]
 
 
+@pytest.mark.thorough
+def test_a_mesh_that_a_memory_plan_makes_fit():
+    """Recomputation takes longer, and less than the meshes on which the step fits without it."""
+
+    def init_fn(key):
+        return [{"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 64))} for _ in range(4)]
+
+    def loss(model, x, key):
+        for p in model:
+            x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+        return jnp.mean(x**2)
+
+    case = (init_fn, loss, jax.ShapeDtypeStruct((1024, 64), jnp.float32), OPTIMIZER)
+    place = target_place("cpu:4")
+    keeping = estimate_mesh(make_job(*case), place, {"data": 4})
+    job = make_job(*case, memory=0.6 * keeping.estimated_memory)
+    place = replace(place, usable=round(0.6 * keeping.estimated_memory / 0.85))
+    found = estimate_mesh(job, place, {"data": 4})
+    assert found.estimated_memory <= job.memory
+    assert 0 < found.recomputed < 0.2
+    assert found.priced_seconds > keeping.priced_seconds
+    # Without recomputation, the step fits on no mesh.
+    chosen = estimate_mesh(job, place, cheapest(job, place))
+    assert chosen.estimated_memory <= job.memory < keeping.estimated_memory
+
+
 def test_estimates_use_the_figures_of_the_target():
     place = replace(target_place("cpu:16"), target=parse_target("h100:2x8"))
     mesh = rc.make_mesh(data=2, model=8, devices=place.devices)

@@ -256,7 +256,9 @@ def test_unknown_remat_is_refused():
     # The tests' type checker would refuse it first.
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
-        with pytest.raises(ValueError, match="must be 'none', 'dots' or 'full', but is 'all'"):
+        with pytest.raises(
+            ValueError, match="must be 'none', 'dots', 'full' or 'auto', but is 'all'"
+        ):
             dataclasses.replace(CONFIG, remat="all")
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)

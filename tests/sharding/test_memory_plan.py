@@ -11,6 +11,7 @@ import pytest
 from random_models import to_device
 
 import redcoast as rc
+from redcoast.models.llama import Llama, LlamaConfig
 from redcoast.sharding.constrain._recompute import Recomputed
 from redcoast.sharding.memory._decide import footprint
 from redcoast.sharding.memory._search import least_within
@@ -149,6 +150,27 @@ def test_more_memory_costs_less_time():
     assert seconds == sorted(seconds, reverse=True)
     # Each of the four layers has a product that may be computed again, and more cheap operations.
     assert len(set(seconds)) > 5
+
+
+@pytest.mark.thorough
+def test_remat_auto_is_the_least_that_fits():
+    """Of a model of the library: less than its layers as a whole, said in the first lines."""
+    config = LlamaConfig(
+        vocab=64, width=64, layers=4, heads=4, kv_heads=4, hidden=256, remat="auto"
+    )
+    model = Llama(config, key=jax.random.key(0))
+    tokens = to_device(np.random.default_rng(0).integers(0, 64, (8, 64)), np.int32)
+    loss = lambda model, tokens, key: jnp.mean(model(tokens) ** 2)
+    plan, limit = half(loss, model, tokens, rc.make_mesh(devices=jax.devices()[:1]))
+    report: Any = plan.report.program
+    assert report.memory.total <= limit
+    # The forward pass is a third of a step.
+    assert 0 < report.recomputed.share < 0.25
+    assert "more arithmetic" in str(plan)
+    expected = eqx.filter_jit(jax.grad(loss))(model, tokens, None)
+    found = eqx.filter_jit(jax.grad(plan.constrain(loss)))(model, tokens, None)
+    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5 * np.abs(x).max())
 
 
 def stacked(layers):

@@ -114,6 +114,7 @@ def dry_run(
         trainable=trainable,
         average=average,
         compiler_options=compiler_options,
+        memory=memory,
     )
     place, init_fn = target_place(target), as_init_fn(init_fn)
     with without_ambient_mesh(), compiling_for(place.device):
@@ -129,13 +130,13 @@ def dry_run(
                 f"`mesh` is {sizes!r}. It must be a mesh, or sizes of `data`, `fsdp`, `model` and "
                 '`pipe`, such as {"fsdp": 4, "model": 2}.'
             )
-        run = _result(job, place, *_compile(job, place, sizes, memory))
+        run = _result(job, place, *_compile(job, place, sizes))
         if run.fits or not suggest:
             return run
         others = [sizes for sizes in likely(job, place) if sizes != run.mesh]
 
         def again(job: Job, sizes: Mapping[str, int]) -> Compiled:
-            _, _, compiled = _compile(job, place, sizes, memory)
+            _, _, compiled = _compile(job, place, sizes)
             return compiled
 
         changes = find_changes(make, init_fn, job, run, others, again)
@@ -146,14 +147,13 @@ def _compile(
     job: Job,
     place: Place,
     sizes: Mapping[str, int],
-    memory: int | float | Literal["auto"] | None = None,
 ) -> tuple[Mesh, Plan, Compiled]:
     try:
         mesh = place.mesh(sizes)
     except ValueError as error:
         raise ValueError(f"The mesh does not match the target {place.name!r}. {error}") from error
     enter_phase("Planning", f"the mesh {show_sizes(mesh.shape)}")
-    plan = plan_job(job, mesh, planner_hardware(place, mesh), memory)
+    plan = plan_job(job, mesh, planner_hardware(place, mesh))
     compiled = compile_job(job, plan, mesh, stands_in=place.stands_in, with_lines=True)
     return mesh, plan, compiled
 

@@ -20,7 +20,7 @@ from ..core._tracing import abstract_key, trace_for
 from ..data._per_batch import is_per_batch
 from ..distributed._mesh import AXES, batch_sharding, divisors
 from ..sharding import Hardware, Plan
-from ..sharding._plan import layer_counts
+from ..sharding._plan import check_memory, layer_counts
 from ..sharding.tree._overrides import Override
 from ..tracking._metrics import pack_metrics
 from ..train._compile import compile_step
@@ -48,6 +48,7 @@ class Job:
     overrides: Sequence[Override]
     trainable: PyTree
     compiler_options: Mapping[str, Option] | None = None
+    memory: int | float | Literal["auto"] | None = None  # bytes of each device that it may take
 
     @property
     def rows(self) -> int:
@@ -82,6 +83,7 @@ def make_job(
     trainable: PyTree = eqx.is_inexact_array,
     average: int | float | None = None,
     compiler_options: Mapping[str, Option] | None = None,
+    memory: int | float | Literal["auto"] | None = None,
 ) -> Job:
     """Makes an abstract training step from its parts; no arrays are created.
 
@@ -93,6 +95,7 @@ def make_job(
     check_optimizer(optimizer)
     check_integer("accumulate", accumulate)
     check_compiler_options(compiler_options)
+    check_memory(memory)
     compute_dtype = as_compute_dtype(compute_dtype)
     make = ft.partial(
         init_state,
@@ -123,6 +126,7 @@ def make_job(
         overrides,
         trainable,
         compiler_options,
+        memory,
     )
 
 
@@ -161,12 +165,7 @@ def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch", of="batch"))
 
 
-def plan_job(
-    job: Job,
-    mesh: Mesh,
-    hardware: Hardware | None = None,
-    memory: int | float | Literal["auto"] | None = None,
-) -> Plan:
+def plan_job(job: Job, mesh: Mesh, hardware: Hardware | None = None) -> Plan:
     """The plan that `fit` makes for this step on a mesh."""
     return plan_step(
         job.state,
@@ -178,7 +177,7 @@ def plan_job(
         trainable=job.trainable,
         overrides=job.overrides,
         hardware=hardware,
-        memory=memory,
+        memory=job.memory,
     )
 
 

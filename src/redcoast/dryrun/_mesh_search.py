@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -57,6 +57,7 @@ def suggest_mesh(
     overrides: Sequence[Override] = (),
     trainable: PyTree = eqx.is_inexact_array,
     average: int | float | None = None,
+    memory: int | float | Literal["auto"] | None = None,
 ) -> MeshSuggestion:
     """Finds the mesh on which a training step is fastest, among those on which it fits.
 
@@ -80,6 +81,8 @@ def suggest_mesh(
         compiled until one does, in order of estimated memory.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
     - `average`: as for [`redcoast.fit`][].
+    - `memory`: as for [`redcoast.dry_run`][]: on meshes on which the step does not fit, the
+        backward pass recomputes the least that suffices, which counts as arithmetic.
     - `overrides`: as for [`redcoast.infer_shardings`][].
 
     **Returns:**
@@ -117,6 +120,7 @@ def suggest_mesh(
             overrides=overrides,
             trainable=trainable,
             average=average,
+            memory=memory,
         )
         if target is None:
             place = attached_place()
@@ -172,13 +176,17 @@ def estimate_mesh(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
     # A plan's figures are for one of the `accumulate` parts of the batch.
     for cost in program.traffic:
         sent["+".join(cost.axes)] += cost.bytes * job.accumulate
-    flops = program.arithmetic.per_device * job.accumulate
+    flops, recomputed = program.arithmetic.per_device, 0.0
+    if program.recomputed is not None:
+        flops += program.recomputed.flops
+        recomputed = program.recomputed.share
+    flops *= job.accumulate
     seconds = _seconds(place, mesh, {dtype: flops}, sent)
     # The batch may be sharded over `model`, and parameters of tensor parallelism over `fsdp`.
     usual = "model" not in program.batch_axes and "fsdp" not in program.model_axes
     whole = program.arithmetic.per_device >= program.arithmetic.flops > 0
     repeated = whole and mesh.size > 1
-    return Candidate(sizes, seconds, program.memory.total, usual, repeated)
+    return Candidate(sizes, seconds, program.memory.total, usual, repeated, recomputed=recomputed)
 
 
 def compile_candidate(job: Job, place: Place, candidate: Candidate) -> Candidate:
@@ -292,6 +300,37 @@ def _estimate_all(job: Job, place: Place) -> list[Candidate]:
 
 
 def _estimate_meshes(job: Job, place: Place) -> list[Candidate]:
+    keeping = replace(job, memory=None)
+    return _recomputing(job, place, _estimate_keeping(keeping, place))
+
+
+def _recomputing(job: Job, place: Place, candidates: list[Candidate]) -> list[Candidate]:
+    """The candidates, with what the backward pass recomputes on meshes that are too small.
+
+    That takes longer. Meshes on which the step is slower without it than on a mesh where it fits
+    are left as they are.
+    """
+    if job.memory is None:
+        return candidates
+    limit = place.usable
+    if job.memory != "auto":
+        limit = job.memory
+    elif limit is not None:
+        limit = FILLED * limit
+    if limit is None:
+        return candidates
+    fitting = [one for one in _without_error(candidates) if _memory_of(one) <= limit]
+    fastest = min((_cost_of(one) for one in fitting), default=(inf, True))
+    estimated: list[Candidate] = []
+    for candidate in candidates:
+        is_open = candidate.error is None and PIPE not in candidate.mesh
+        if is_open and _memory_of(candidate) > limit and _cost_of(candidate) < fastest:
+            candidate = estimate_mesh(job, place, candidate.mesh)
+        estimated.append(candidate)
+    return estimated
+
+
+def _estimate_keeping(job: Job, place: Place) -> list[Candidate]:
     count = len(place.devices)
     candidates = _estimates(job, place, factorisations(count))
     if count == 1:

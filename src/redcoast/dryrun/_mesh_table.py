@@ -26,6 +26,8 @@ class Candidate:
         time estimated from them, and the bytes of memory that it needs; `None` if it was not
         compiled.
     - `fits`: Whether the compiled program fits in memory; `None` if it was not compiled.
+    - `recomputed`: The arithmetic that the backward pass recomputes because of `memory`, as a share
+        of the step's.
     - `error`: Why the step cannot be run on this mesh, or `None`.
     """
 
@@ -39,6 +41,7 @@ class Candidate:
     peak_memory: int | None = None
     fits: bool | None = None
     error: str | None = None
+    recomputed: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,6 +216,8 @@ def _remark(candidate: Candidate, alike: int) -> str:
     remarks = []
     if candidate.fits is not None:
         remarks.append("fits" if candidate.fits else "does not fit")
+    if candidate.recomputed:
+        remarks.append(f"recomputes {candidate.recomputed:.1%}")
     if alike:
         remarks.append(f"{alike} more with these figures")
     return ", ".join(remarks)

@@ -232,7 +232,7 @@ def fit(
         printer.describe_run(abstract, data, evaluation, compute_dtype, plans=needs_plan(plan))
         if mesh == "auto":
             # The search needs the shapes of a batch, so the data has the default mesh until here.
-            data.mesh = best_mesh(training, abstract, data, overrides, quiet=printer.quiet)
+            data.mesh = best_mesh(training, abstract, data, overrides, memory, quiet=printer.quiet)
         # Of shapes alone, so that nothing takes memory on the devices yet.
         run_plan = plan_run(plan, training, abstract, data, overrides, memory)
         compiled = training.compiled_by(run_plan)

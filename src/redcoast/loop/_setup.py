@@ -63,6 +63,7 @@ def best_mesh(
     state: TrainState,
     data: Batches,
     overrides: Sequence[tuple[str, Any]],
+    memory: int | float | Literal["auto"] | None,
     *,
     quiet: bool,
 ) -> Mesh:
@@ -84,6 +85,7 @@ def best_mesh(
         compute_dtype=training.compute_dtype,
         trainable=training.trainable,
         overrides=overrides,
+        memory=memory,
         quiet=quiet,
     )
 

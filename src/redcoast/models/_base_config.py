@@ -44,7 +44,8 @@ class LayersConfig(LayerSizes):
     **Arguments:**
 
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights, except in
-      experts) or `"full"`.
+      experts) or `"full"`; `"auto"`: the least that fits, which the plan decides by `memory` of
+      [`redcoast.fit`][]. Of layers without rematerialisation, the plan decides too.
     - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
       them if they are few: four on a CPU, 32 on a GPU, none on a TPU; otherwise one.
     """

@@ -16,7 +16,7 @@ from ._blockwise import KEPT
 from ._by_layer import ByLayer
 from ._dropout import split_key
 
-Remat = Literal["none", "dots", "full"]
+Remat = Literal["auto", "none", "dots", "full"]
 
 # The kernels of fused attention, whose results are products too; they would run twice. What cuDNN's
 # backward kernel needs beside the result is a float32 number for each query and head.
@@ -33,6 +33,7 @@ def _save_products(primitive: Primitive, *operands: Any, **params: Any) -> bool:
 
 
 _POLICIES = {
+    "auto": None,  # what `memory` of `fit` decides
     "none": None,
     "dots": _save_products,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -48,7 +49,7 @@ MOST_UNROLLED_ON_GPU = 32
 
 def check_remat(remat: str) -> None:
     if remat not in _POLICIES:
-        raise ValueError(f"`remat` must be 'none', 'dots' or 'full', but is {remat!r}.")
+        raise ValueError(f"`remat` must be 'none', 'dots', 'full' or 'auto', but is {remat!r}.")
 
 
 def with_remat(fn: Callable[..., Any], remat: Remat, *, prevent_cse: bool) -> Callable[..., Any]:

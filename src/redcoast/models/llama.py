@@ -53,7 +53,8 @@ class LlamaConfig(TransformerConfig):
       the outputs of attention and feed-forward network.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
     - `kind`: the `model_type` of its files, if several published types have the same options.
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`;
+      `"auto"`: the least that fits, by `memory` of [`redcoast.fit`][].
     - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
       them if they are few: four on a CPU, 32 on a GPU, none on a TPU; otherwise one.
     - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,

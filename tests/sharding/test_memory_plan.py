@@ -12,6 +12,7 @@ from random_models import to_device
 
 import redcoast as rc
 from redcoast.models.llama import Llama, LlamaConfig
+from redcoast.sharding import _plan
 from redcoast.sharding.constrain._recompute import Recomputed
 from redcoast.sharding.memory._decide import footprint
 from redcoast.sharding.memory._search import least_within
@@ -252,6 +253,48 @@ def test_fit_trains_within_memory():
         return losses
 
     np.testing.assert_allclose(run(185e3), run(None), rtol=1e-6)
+
+
+@pytest.mark.thorough
+def test_the_state_of_an_optimizer_waits_in_the_memory_of_the_host(monkeypatch, tmp_path):
+    """Where recomputation does not suffice. A run ends with the same bits as without a limit."""
+    monkeypatch.setattr(_plan, "has_own_memory", lambda: True)  # as of a GPU
+    rows = list(np.random.default_rng(0).normal(size=(256, 8)).astype(np.float32))
+    mesh = rc.make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
+    model = eqx.nn.MLP(8, 8, 64, depth=4, key=jax.random.key(0))
+    options = {
+        "collate_fn": np.stack,
+        "loss_fn": lambda model, x, key: jnp.mean((jax.vmap(model)(x) - x) ** 2),
+        "batch_size": 128,
+        "mesh": mesh,
+        "log": [],
+    }
+    optimizer = optax.adam(1e-2)
+    spec = jax.ShapeDtypeStruct((128, 8), jnp.float32)
+    state = rc.init_state(lambda key: model, optimizer, key=jax.random.key(0))
+    keeping = rc.plan_step(state, options["loss_fn"], spec, mesh).report.program.memory
+    memory = keeping.total - keeping.activations + 60e3
+    plan = rc.plan_step(state, options["loss_fn"], spec, mesh, memory=memory)
+    assert plan.report.program.offloaded == keeping.optimizer_state
+    assert plan.report.program.memory.total <= memory
+    assert "of optimizer state are in the memory of the host" in str(plan)
+    rc.save_plan(plan, tmp_path / "plan.json")
+    assert rc.load_plan(tmp_path / "plan.json", state, mesh).shardings == plan.shardings
+
+    def run(steps, memory, name):
+        checkpoints = rc.Checkpoints(tmp_path / name)
+        state = rc.fit(
+            model, optimizer, rows, **options, steps=steps, memory=memory, checkpoints=checkpoints
+        )
+        return state
+
+    run(2, memory, "host")
+    offloaded, expected = run(4, memory, "host"), run(4, None, "device")
+    states = [x for x in jax.tree.leaves(offloaded.opt_state) if x.ndim]
+    assert {x.sharding.memory_kind for x in states} == {"pinned_host"}
+    same = [eqx.filter(one, eqx.is_inexact_array) for one in (offloaded, expected)]
+    for x, y in zip(*map(jax.tree.leaves, same), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize(

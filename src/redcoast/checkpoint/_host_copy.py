@@ -81,5 +81,5 @@ def _first_replica(x: jax.Array) -> jax.Array:
     shards = [data_of[device] for device in devices.flat]
     mesh = Mesh(devices, sharding.mesh.axis_names, axis_types=sharding.mesh.axis_types)
     return jax.make_array_from_single_device_arrays(
-        x.shape, NamedSharding(mesh, sharding.spec), shards
+        x.shape, NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind), shards
     )

@@ -24,7 +24,10 @@ Planned = tuple[list[LeafPlan], Compute, ProgramReport]
 
 @dataclass(frozen=True)
 class MemoryTask:
-    """What is planned: `plan` plans the shardings for a function like `fn`."""
+    """What is planned: `plan` plans the shardings for a function like `fn`.
+
+    With `offloads`, there is an optimizer's state, and devices with memory other than the host's.
+    """
 
     fn: Callable[..., PyTree]
     model: PyTree
@@ -32,13 +35,15 @@ class MemoryTask:
     mesh: Mesh | AbstractMesh
     trainable: PyTree
     plan: Callable[[Callable[..., PyTree]], Planned]
+    offloads: bool = False
 
 
 def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Planned:
     """The plan with which a step takes at most `memory` bytes of each device.
 
-    It recomputes the least in the backward pass. If nothing suffices, it raises `ValueError` if it
-    `must_fit`, and otherwise recomputes what saves the most memory.
+    It recomputes the least in the backward pass. If that does not suffice, the optimizer's state is
+    kept in the memory of the host. If nothing suffices, it raises `ValueError` if it `must_fit`,
+    and otherwise recomputes what saves the most memory.
     """
     planned = task.plan(task.fn)
     _, compute, report = planned
@@ -66,25 +71,53 @@ def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Pla
     now = bytes_kept(decider)
     # The planner's peak of the program as it is, by the sum of what is kept.
     scale = max(1.0, activations / max(1.0, now))
-    room = memory - (report.memory.total - activations)
+    fixed = report.memory.total - activations
+    room = memory - fixed
     best = least_within(decider, room / scale)
+    # The optimizer's state is only needed when the activations are not.
+    is_offloaded = task.offloads and scale * best.bytes > room >= 0
+    if is_offloaded:
+        room += report.memory.optimizer_state
+        best = least_within(decider, room / scale)
     least = round(scale * best.bytes)
     if least > room and must_fit:
-        needed = report.memory.total - activations + least
-        raise ValueError(
-            f"`memory={memory:,.0f}` is too small: with all that can be recomputed in the backward "
-            f"pass, the step takes about {scaled(needed)} of each device, of which "
-            f"{scaled(report.memory.total - activations)} are arrays, gradients, optimizer state "
-            "and the batch. Use more devices on `fsdp` or `model`, or a smaller batch."
-        )
-    if least >= activations:
+        needed = round(memory - room) + least
+        raise ValueError(_too_small(memory, fixed, needed))
+    if least >= activations and not is_offloaded:
         return planned
 
     def plan_with(candidate: RecomputeCandidate) -> Planned:
         recompute = replace(candidate.recompute, trained=trained)
         return _recomputing(task, planned, recompute, candidate, round(scale * candidate.bytes))
 
-    return _with_less_arithmetic(plan_with, decider, best, room, scale)
+    if least < activations:
+        planned = _with_less_arithmetic(plan_with, decider, best, room, scale)
+    if is_offloaded:
+        return _offloaded(planned)
+    return planned
+
+
+def _too_small(memory: int | float, fixed: int, needed: int) -> str:
+    return (
+        f"`memory={memory:,.0f}` is too small: with all that can be recomputed in the backward "
+        f"pass, the step takes about {scaled(needed)} of each device, of which {scaled(fixed)} are "
+        "arrays, gradients, optimizer state and the batch. Use more devices on `fsdp` or `model`, "
+        "or a smaller batch."
+    )
+
+
+def _offloaded(planned: Planned) -> Planned:
+    """The plan with the optimizer's state in the memory of the host.
+
+    It is on the device while it is updated, when the activations are no longer needed.
+    """
+    plans, compute, report = planned
+    state = report.memory.optimizer_state
+    beside = max(0, state - report.memory.activations)
+    total = report.memory.total - state + beside
+    memory = replace(report.memory, optimizer_state=beside, total=total)
+    report = replace(report, memory=memory, offloaded=state)
+    return plans, replace(compute, offloaded=True), report
 
 
 def _with_less_arithmetic(

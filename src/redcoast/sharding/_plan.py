@@ -12,11 +12,12 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ..core._axis_types import auto_ambient_mesh, is_explicit, on_auto_axes, with_auto_axes
 from ..core._errors import check_functions, check_integer, check_mesh
 from ..core._frames import hide_frames
+from ..core._target import target
 from ..distributed._mesh import AXES, PIPE
 from .report._data import Coupling, PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
 from .solver._memory import FILLED
-from .tree._leaf_plans import Compute, LeafPlan, model_of, plan_leaves
+from .tree._leaf_plans import HOST, Compute, LeafPlan, model_of, plan_leaves
 from .tree._leaves import flat_leaves
 from .tree._overrides import Override, model_dim
 
@@ -355,7 +356,8 @@ def plan_shardings(
         batch has enough rows.
     - `memory`: Bytes of each device that a step of a loss may take. If the plan takes more,
         `plan.constrain` recomputes values in the backward pass, and as little arithmetic as
-        suffices by an estimate. `"auto"` is 85 % of the memory that the devices report, or of
+        suffices by an estimate. If that is not enough, GPUs and TPUs keep the optimizer's state in
+        the memory of the host. `"auto"` is 85 % of the memory that the devices report, or of
         `Hardware.memory`; without either, and by default, nothing is recomputed.
 
     **Returns:**
@@ -435,7 +437,8 @@ def plan_shardings(
         if limit is None:
             plans, compute, report = plan(fn)
         else:
-            task = MemoryTask(fn, model, args, auto_mesh, trainable, plan)
+            offloads = has_own_memory() and _has_optimizer_state(tree)
+            task = MemoryTask(fn, model, args, auto_mesh, trainable, plan, offloads)
             plans, compute, report = plan_within(task, limit, must_fit=memory != "auto")
     return make_plan(tree, mesh, plan_leaves(tree, plans, dict(mesh.shape)), compute, report)
 
@@ -476,6 +479,15 @@ def _plan_structure(tree: PyTree, mesh: Mesh | AbstractMesh, overrides: Sequence
     return make_plan(tree, mesh, plan_leaves(tree, plans, dict(mesh.shape)), compute, None)
 
 
+def has_own_memory() -> bool:
+    """Whether the devices have memory other than the host's, as CPUs have not."""
+    return target().platform != "cpu"
+
+
+def _has_optimizer_state(tree: PyTree) -> bool:
+    return any(leaf.path[0] == "opt_state" and leaf.shape for leaf in flat_leaves(tree))
+
+
 def _bytes_like_parameters(tree: PyTree) -> int:
     """Bytes of the arrays of a training state that are sharded like its parameters."""
     if model_of(tree) is tree:
@@ -494,7 +506,11 @@ def make_plan(
     leaves, treedef = jax.tree.flatten(tree)
     shardings: list[NamedSharding | None] = [None] * len(leaves)  # None if not an array
     for plan in plans:
-        shardings[plan.leaf.index] = NamedSharding(mesh, plan.spec)
+        kind = None
+        # Counts of steps are read by the program at once.
+        if compute.offloaded and plan.role == "optimizer state" and plan.leaf.shape:
+            kind = HOST
+        shardings[plan.leaf.index] = NamedSharding(mesh, plan.spec, memory_kind=kind)
     report = make_report(plans, dict(mesh.shape), program)
     return Plan(jax.tree.unflatten(treedef, shardings), mesh, report, compute)
 

@@ -129,6 +129,8 @@ def _compute_to_json(compute: Compute) -> Json:
         del entries["split"]
     if compute.recompute is None:
         del entries["recompute"]
+    if not compute.offloaded:
+        del entries["offloaded"]
     return entries
 
 

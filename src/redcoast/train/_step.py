@@ -32,6 +32,7 @@ from ..data._per_batch import has_per_batch
 from ..distributed._agreement import agree_on_program
 from ..distributed._arrays import copy_tree, place_tree, put
 from ..tracking._metrics import check_scalars
+from ._host_memory import on_device, where_they_were
 from ._labels import accept_module_labels
 from ._layer_state import warn_of_kept_state
 from ._loss import LossFn, evaluate_loss
@@ -338,7 +339,8 @@ def train_step(
 
     # Parts of optax promote dtypes, which the user's settings may forbid.
     with jax.numpy_dtype_promotion("standard"):
-        updates, opt_state = guarded_update(update, grads, state.opt_state, finite)
+        opt_state = on_device(state.opt_state)
+        updates, opt_state = guarded_update(update, grads, opt_state, finite)
         params_after = optax.apply_updates(params, updates)
     # A step that is skipped leaves the running averages as they were, too.
     model = _select(finite, eqx.combine(params_after, rest_after), state.model)
@@ -356,6 +358,7 @@ def train_step(
     average = state.average
     if average is not None:
         average = average.after(params_after, finite)
+    opt_state = where_they_were(opt_state, state.opt_state)
     # A skipped step counts: its batch is read, and the next one has other random numbers.
     return TrainState(model, opt_state, state.step + 1, state.key, scale, average), metrics
 

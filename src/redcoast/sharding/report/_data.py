@@ -218,6 +218,8 @@ class ProgramReport:
     - `recomputed`: What the backward pass recomputes because of `memory`: the bytes that are
         `saved` on each device, the `flops` that this adds and their `share`, and in `what` the
         lines of the user's code; `None` if nothing.
+    - `offloaded`: The bytes of each device's optimizer state that are in the memory of the host
+        because of `memory`.
     - `device_memory`, `device_memory_known`: The bytes of memory that a device has, and whether the
         devices, or `Hardware.memory`, specify it. Otherwise it is 80 GB.
     """
@@ -246,6 +248,7 @@ class ProgramReport:
     split_examples: Mapping[str, str] = field(default_factory=dict, repr=False)
     gathered_whole: tuple[str, ...] = ()
     recomputed: Recomputation | None = None
+    offloaded: int = 0
 
 
 @dataclass(frozen=True)

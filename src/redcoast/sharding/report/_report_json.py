@@ -56,6 +56,8 @@ def program_to_json(program: data.ProgramReport | None) -> dict[str, Any]:
         del figures["split_examples"]
     if program.recomputed is None:
         del figures["recomputed"]
+    if not program.offloaded:
+        del figures["offloaded"]
     figures["coupled"] = []
     if program.coupled is not None:
         figures["coupled"] = [asdict(program.coupled)]

@@ -12,6 +12,7 @@ from ._text import (
     grouped,
     hanging,
     mesh_text,
+    offloaded_sentence,
     paragraph,
     percentages,
     recomputed_sentence,
@@ -65,10 +66,7 @@ def _one_device(report: PlanReport) -> str:
     text += f", memory about {scaled(program.memory.total)}"
     if program.device_memory_known:
         text += f" of {scaled(program.device_memory)}"
-    if program.recomputed is None:
-        return text
-    first = _labelled("Recomputed", "")
-    return "\n".join([text, *hanging(first, recomputed_sentence(program.recomputed))])
+    return "\n".join([text, *_saved_memory(program)])
 
 
 def _count(arrays: Sequence[PlannedArray]) -> int:
@@ -222,11 +220,20 @@ def _estimates(report: PlanReport, *, short: bool) -> list[str]:
     if program.pipeline is not None:
         lines += _pipeline(program.pipeline, short=short)
     lines.append(_labelled("Memory", _memory(program)))
-    if program.recomputed is not None:
-        lines += hanging(_labelled("Recomputed", ""), recomputed_sentence(program.recomputed))
+    lines += _saved_memory(program)
     if program.closed_over:
         lines += _closed_over(program, short=short)
     return [*lines, *_communication(program)]
+
+
+def _saved_memory(program: ProgramReport) -> list[str]:
+    """What is recomputed or in the memory of the host."""
+    lines: list[str] = []
+    if program.recomputed is not None:
+        lines += hanging(_labelled("Recomputed", ""), recomputed_sentence(program.recomputed))
+    if program.offloaded:
+        lines += hanging(_labelled("Offloaded", ""), offloaded_sentence(program.offloaded))
+    return lines
 
 
 def _pipeline(pipeline: Pipelining, *, short: bool) -> list[str]:

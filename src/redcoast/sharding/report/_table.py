@@ -16,6 +16,7 @@ from ._text import (
     in_columns,
     megabytes,
     mesh_text,
+    offloaded_sentence,
     paragraph,
     recomputed_sentence,
     spec_text,
@@ -279,6 +280,8 @@ def _memory(program: data.ProgramReport) -> list[str]:
         lines += paragraph(f"Recomputed {recomputed_sentence(program.recomputed)}.")
         for line in program.recomputed.what:
             lines += paragraph(line, "  ", "    ")
+    if program.offloaded:
+        lines += paragraph(f"Offloaded: {offloaded_sentence(program.offloaded)}.")
     return lines
 
 

@@ -208,6 +208,14 @@ def coupling_sentence(coupling: Coupling) -> str:
     return f"The examples of a batch depend on each other: {operation} {coupling.why}."
 
 
+def offloaded_sentence(size: int) -> str:
+    """What is in the memory of the host, in words that follow a label."""
+    return (
+        f"{scaled(size)} of optimizer state are in the memory of the host, and are copied to the "
+        "device and back in each step"
+    )
+
+
 def recomputed_sentence(recomputed: Recomputation) -> str:
     """What recomputation saves and costs, in words that follow a label."""
     lines = [line.rpartition(": ")[0] for line in recomputed.what]

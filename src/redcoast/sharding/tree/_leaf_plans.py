@@ -37,6 +37,7 @@ class Reason:
     together: str = ""
 
 
+HOST = "pinned_host"  # the memory of the host, in JAX
 OVERRIDE = Reason("override", "override")
 STORED = "all-gathered where used"  # the reason for FSDP where there is no other
 ON_STAGES = Reason("pipeline", "its layers are divided over the stages")
@@ -84,6 +85,7 @@ class Compute:
     `microbatches` is how many a pipeline divides a batch into, if a user has decided it. `split`
     has the dimensions that are split within examples: for axes of the mesh, the places of the
     batch's arrays, each with a dimension. `recompute` is what the backward pass computes again.
+    With `offloaded`, the optimizer's state is in the memory of the host.
     """
 
     dims: tuple[int | None, ...]
@@ -95,6 +97,7 @@ class Compute:
     microbatches: int | None = None
     split: tuple[tuple[tuple[str, ...], tuple[tuple[int, int], ...]], ...] = ()
     recompute: Recompute | None = None
+    offloaded: bool = False
 
 
 def plan_leaves(tree: PyTree, model: list[LeafPlan], sizes: Mapping[str, int]) -> list[LeafPlan]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, is_explicit, on_auto_axes, with_auto_axes
@@ -437,7 +438,7 @@ def plan_shardings(
         if limit is None:
             plans, compute, report = plan(fn)
         else:
-            offloads = has_own_memory() and _has_optimizer_state(tree)
+            offloads = has_own_memory(mesh) and _has_optimizer_state(tree)
             task = MemoryTask(fn, model, args, auto_mesh, trainable, plan, offloads)
             plans, compute, report = plan_within(task, limit, must_fit=memory != "auto")
     return make_plan(tree, mesh, plan_leaves(tree, plans, dict(mesh.shape)), compute, report)
@@ -479,9 +480,13 @@ def _plan_structure(tree: PyTree, mesh: Mesh | AbstractMesh, overrides: Sequence
     return make_plan(tree, mesh, plan_leaves(tree, plans, dict(mesh.shape)), compute, None)
 
 
-def has_own_memory() -> bool:
-    """Whether the devices have memory other than the host's, as CPUs have not."""
-    return target().platform != "cpu"
+def has_own_memory(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the devices have memory other than the host's, as CPUs have not.
+
+    JAX knows no memories of devices that a program is only compiled for.
+    """
+    knows_memories = NamedSharding(mesh, P(), memory_kind=HOST).memory_kind is not None
+    return knows_memories and target().platform != "cpu"
 
 
 def _has_optimizer_state(tree: PyTree) -> bool:

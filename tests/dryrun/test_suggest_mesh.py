@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -247,15 +248,15 @@ def test_a_mesh_that_a_memory_plan_makes_fit():
 
     case = (init_fn, loss, jax.ShapeDtypeStruct((1024, 64), jnp.float32), OPTIMIZER)
     place = target_place("cpu:4")
-    keeping = estimate_mesh(make_job(*case), place, {"data": 4})
-    job = make_job(*case, memory=0.6 * keeping.estimated_memory)
+    keeping: Any = estimate_mesh(make_job(*case), place, {"data": 4})
+    job: Any = make_job(*case, memory=0.6 * keeping.estimated_memory)
     place = replace(place, usable=round(0.6 * keeping.estimated_memory / 0.85))
-    found = estimate_mesh(job, place, {"data": 4})
+    found: Any = estimate_mesh(job, place, {"data": 4})
     assert found.estimated_memory <= job.memory
     assert 0 < found.recomputed < 0.2
     assert found.priced_seconds > keeping.priced_seconds
     # Without recomputation, the step fits on no mesh.
-    chosen = estimate_mesh(job, place, cheapest(job, place))
+    chosen: Any = estimate_mesh(job, place, cheapest(job, place))
     assert chosen.estimated_memory <= job.memory < keeping.estimated_memory
 
 

@@ -11,6 +11,7 @@ import pytest
 from random_models import to_device
 
 import redcoast as rc
+from redcoast.dryrun._flops import contractions
 from redcoast.models.llama import Llama, LlamaConfig
 from redcoast.sharding import _plan
 from redcoast.sharding.constrain._recompute import Recomputed
@@ -107,7 +108,8 @@ def test_iterations_of_a_loop_keep_different_values():
     (loop,) = loops_of(plan.constrain(in_a_scan), model, batch)
     assert loop["length"] < LAYERS
     # If all layers computed the product again, the share would be one of six.
-    assert 0 < plan.report.program.recomputed.share < 0.1
+    report: Any = plan.report.program
+    assert 0 < report.recomputed.share < 0.1
     plain, again = (compiled(fn, model, batch) for fn in (in_a_scan, plan.constrain(in_a_scan)))
     for x, y in zip(
         *(jax.tree.leaves(one(model, batch, None)) for one in (plain, again)), strict=True
@@ -151,6 +153,34 @@ def test_more_memory_costs_less_time():
     assert seconds == sorted(seconds, reverse=True)
     # Each of the four layers has a product that may be computed again, and more cheap operations.
     assert len(set(seconds)) > 5
+
+
+@pytest.mark.parametrize("part", [0.4, pytest.param(0.6, marks=pytest.mark.thorough)])
+def test_products_that_are_recomputed_are_those_that_the_plan_says(part):
+    """Also of operations whose derivative uses their result, as `exp` and `tanh`."""
+
+    def loss(model, batch, key):
+        def attend(x, p):
+            q, k = x @ p["up"], x @ p["up"][::-1]
+            y = jax.nn.softmax(q @ k.T) @ jnp.tanh(q)
+            return x + jax.nn.gelu(y) @ p["down"], None
+
+        x, _ = jax.lax.scan(attend, batch, model)
+        return jnp.mean(x**2)
+
+    model, batch = stacked(make_model()), array((ROWS, WIDTH))
+    plan, _ = half(loss, model, batch, rc.make_mesh(devices=jax.devices()[:1]), part=part)
+    plain, again = (products_of(fn, model, batch) for fn in (loss, plan.constrain(loss)))
+    report: Any = plan.report.program.recomputed
+    assert again - plain == report.flops
+    expected = jax.jit(jax.grad(loss))(model, batch, None)
+    found = jax.jit(jax.grad(plan.constrain(loss)))(model, batch, None)
+    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5 * np.abs(x).max())
+
+
+def products_of(loss, model, batch):
+    return contractions(jax.make_jaxpr(jax.grad(loss))(model, batch, None)).flops["float32"]
 
 
 @pytest.mark.thorough

@@ -84,6 +84,11 @@ class FlatStep:
     scan: Scan | None = None
 
     @property
+    def uses_result(self) -> bool:
+        """Whether it is an operation whose derivative is computed from its result."""
+        return primitive_name(self.equation) in _FROM_RESULT | _FROM_BOTH
+
+    @property
     def reads(self) -> list[int]:
         return [atom for atom in self.inputs if isinstance(atom, int)]
 

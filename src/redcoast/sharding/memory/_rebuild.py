@@ -1,12 +1,12 @@
 """Runs a program again with blocks in `jax.checkpoint`, which keep what was decided."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from ...core._jaxpr import at_line_of, bind_again
 from ._blocks import StepBlock
@@ -60,15 +60,60 @@ def _run_again(
         for step in own:
             _run_step(step, local)
         for step in steps:
-            _run_step(step, local)
-            for number in step.outputs:
-                if number in choice.kept:
-                    local[number] = checkpoint_name(local[number], KEPT)
+            _run_keeping(step, choice, local)
         return [local[number] for number in block.outputs]
 
     run_again = jax.checkpoint(run, policy=_POLICY, prevent_cse=prevent_cse)
     results = run_again(*(values[number] for number in inputs))
     values.update(zip(block.outputs, results, strict=True))
+
+
+def _run_keeping(step: FlatStep, choice: BlockChoice, values: dict[int, Any]) -> None:
+    """Runs a step of a block that is computed again, and names what is kept of its results."""
+    kept = choice.kept.intersection(step.outputs)
+    if kept and step.uses_result:
+        (number,) = step.outputs
+        operands = [_read(values, atom) for atom in step.inputs]
+        with at_line_of(step.equation):
+            values[number] = _with_named_derivative(step.equation)(*operands)
+        return
+    _run_step(step, values)
+    for number in kept:
+        values[number] = checkpoint_name(values[number], KEPT)
+
+
+def _with_named_derivative(equation: JaxprEqn) -> Callable[..., Any]:
+    """An operation whose derivative is computed from its result, which gets a name.
+
+    JAX's derivative uses the result before it gets its name, and would compute it again.
+    """
+
+    def compute(*operands: Any) -> Any:
+        (result,) = bind_again(equation, operands)
+        return checkpoint_name(result, KEPT)
+
+    run = jax.custom_jvp(compute)
+
+    @run.defjvp
+    def derive(operands: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        result = compute(*operands)  # `jax.checkpoint` sees no names inside of `run`
+        bind = lambda *x: bind_again(equation, x)[0]
+        program = jax.make_jaxpr(lambda *x: jax.jvp(bind, *x))(operands, tangents)
+        values: dict[Any, Any] = dict(
+            zip(program.jaxpr.invars, [*operands, *tangents], strict=True)
+        )
+        values.update(zip(program.jaxpr.constvars, program.consts, strict=True))
+        read = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
+        primal, tangent = program.jaxpr.outvars
+        values[primal] = result
+        for one in program.jaxpr.eqns:
+            if primal in one.outvars:
+                continue
+            results = bind_again(one, [read(atom) for atom in one.invars])
+            values.update(zip(one.outvars, results, strict=True))
+        return result, read(tangent)
+
+    return run
 
 
 def _constant_steps(flat: Flat) -> dict[int, FlatStep]:

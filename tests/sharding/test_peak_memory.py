@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharding_helpers import array
 
@@ -115,3 +115,70 @@ def test_calls_that_a_rematerialised_block_need_not_compute_again(linear):
     batch = jax.ShapeDtypeStruct((64, 32), jnp.float32)
     plan = rc.plan_shardings(array(32, 32), mesh, fn=loss, args=(batch, None))
     assert plan.report is not None
+
+
+def activations(fn, model, batch, **hardware):
+    """Those planned for one device."""
+    mesh = AbstractMesh((1, 1, 1), ("data", "fsdp", "model"))
+    args, hardware = (batch, None), rc.Hardware(**hardware)
+    plan = rc.plan_shardings(model, mesh, fn=fn, args=args, hardware=hardware)
+    return plan.report.program.memory.activations
+
+
+@pytest.mark.parametrize("compiler", ["gpu", "tpu"])
+def test_a_further_rematerialised_block_keeps_its_operand_alone(compiler):
+    """The cotangent of a residual connection does not keep what later blocks compute."""
+    batch = array(1, 128, 128, 16)
+    few, many = (
+        activations(rematerialised, PAIR[:1] * blocks, batch, compiler=compiler)
+        for blocks in (3, 7)
+    )
+    assert many - few == pytest.approx(4 * batch.size * 4, rel=0.1)
+
+
+def products(precision):
+    def loss(model, x, key):
+        for weight in model:
+            x = jnp.matmul(x, weight, precision=precision)
+        return jnp.sum(x)
+
+    return loss
+
+
+def test_a_tpu_keeps_in_bfloat16_what_products_of_default_precision_read():
+    model, batch = [array(64, 64)] * 8, array(4096, 64)
+    kept = {
+        (compiler, precision): activations(products(precision), model, batch, compiler=compiler)
+        for compiler in ("gpu", "tpu")
+        for precision in (None, "highest")
+    }
+    assert kept["tpu", "highest"] == kept["gpu", "highest"] == kept["gpu", None]
+    assert kept["tpu", None] == pytest.approx(kept["gpu", None] / 2, rel=0.2)
+
+
+def test_small_dimensions_are_padded_on_a_tpu():
+    model, batch = [array(16, 16)] * 8, array(64, 64, 16)
+    on_gpu, on_tpu = (
+        activations(products("highest"), model, batch, compiler=compiler)
+        for compiler in ("gpu", "tpu")
+    )
+    assert on_tpu == pytest.approx(2 * on_gpu, rel=0.1)
+
+
+def looped(model, x, key):
+    x, _ = jax.lax.scan(lambda x, weight: (jnp.tanh(x @ weight), None), x, model)
+    return jnp.sum(x)
+
+
+def test_a_tpu_copies_the_matrices_of_a_loop():
+    """In bfloat16, for the loop and for its derivative; the rows need next to nothing."""
+    model = array(8, 256, 256)
+    on_gpu, on_tpu = (
+        activations(looped, model, array(1, 256), compiler=compiler) for compiler in ("gpu", "tpu")
+    )
+    assert on_tpu - on_gpu == pytest.approx(model.size * 4, rel=0.1)
+
+
+def test_an_unknown_compiler_is_named():
+    with pytest.raises(ValueError, match="`compiler` is 'rocm'"):
+        rc.Hardware(compiler="rocm")

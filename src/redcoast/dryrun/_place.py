@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from ..distributed._kv_store import exchange
 from ..distributed._mesh import BATCH_AXES
 from ..sharding import Hardware
-from ..sharding.solver._hardware import hardware_of
+from ..sharding.solver._hardware import hardware_for, hardware_of
 from ._devices import Place, place_of
 from ._links import axis_bandwidths
 from ._roofline import peak
@@ -38,15 +38,14 @@ def attached_place() -> Place:
 def planner_hardware(place: Place, mesh: Mesh) -> Hardware:
     """The hardware constants that `fit` would use if it ran on these devices.
 
-    `fit` reads only their memory. These constants do not depend on the compiler.
+    `fit` reads only their memory. The other constants depend on the compiler alone.
     """
     if place.target is None:
         return hardware_of(mesh)
-    if place.target.chip.kind == "cpu":
-        # Emulated devices do not report their memory.
-        return Hardware(memory=None, adds_first=False, scatters=False, overlaps=False)
-    usable = place.target.chip.usable
-    return Hardware(memory=usable, adds_first=True, scatters=True, overlaps=True)
+    chip = place.target.chip
+    # Emulated devices do not report their memory.
+    usable = None if chip.kind == "cpu" else chip.usable
+    return hardware_for(chip.kind, usable)
 
 
 def target_hardware(place: Place, mesh: Mesh, dtype: str = "float32") -> Hardware:

@@ -34,7 +34,7 @@ class Buffer:
     `parts` are the operations that write them. An argument has none: its bytes are counted
     elsewhere, and `given` has them. `parameter` is the array of the model that it is or is gathered
     from, and `reread` whether it can be read from arguments again. `is_gradient` is whether it is a
-    result.
+    result. `read_narrow` and `read_wide` are whether something reads it in bfloat16 and as it is.
     """
 
     parts: tuple[Part, ...]
@@ -44,10 +44,19 @@ class Buffer:
     reread: bool = False
     given: int | float = 0.0
     is_gradient: bool = False
+    read_narrow: bool = False
+    read_wide: bool = False
 
     @property
     def bytes(self) -> int | float:
         return sum(size for size, _ in self.parts)
+
+    @property
+    def kept(self) -> tuple[Part, ...]:
+        """The parts as they are in memory: what is read in bfloat16 alone takes half as much."""
+        if self.read_wide or not self.read_narrow or self.parameter is not None:
+            return self.parts
+        return tuple((size / 2, source) for size, source in self.parts)
 
 
 # The buffers that a value is computed from; one of its own if it is in memory.
@@ -89,6 +98,7 @@ class Timeline:
     """Buffers over time. `spikes` are the peaks inside of loops, at the time of the loop."""
 
     size_of: Callable[[Value], int | float]  # bytes on each device
+    compiler: str
     now: int = 0
     buffers: list[Buffer] = field(default_factory=list)
     spikes: dict[int, Peak] = field(default_factory=dict)
@@ -98,6 +108,10 @@ class Timeline:
     # Gradients whose sum over devices is still to come.
     waiting: list[tuple[Buffer, ModelArray]] = field(default_factory=list)
 
+    def empty(self) -> "Timeline":
+        """The timeline of what runs inside of an operation."""
+        return Timeline(self.size_of, self.compiler)
+
     def write(self, size: int | float, source: Source) -> Buffer:
         return self.write_parts(((size, source),))
 
@@ -106,9 +120,12 @@ class Timeline:
         self.buffers.append(buffer)
         return buffer
 
-    def read(self, roots: Roots) -> None:
+    def read(self, roots: Roots, *, narrow: bool = False) -> None:
+        """Reads buffers, as they are or in bfloat16."""
         for buffer in roots:
             buffer.last = self.now
+            buffer.read_narrow |= narrow
+            buffer.read_wide |= not narrow
 
     def fuse(self, roots: Roots, value: Value, source: Source) -> Buffer:
         """Writes a value that is computed from some buffers, which may be written over."""
@@ -187,8 +204,9 @@ class Timeline:
         change: Counter[int] = Counter()
         for buffer in self.buffers:
             if buffer.last >= since:
-                change[max(buffer.born, since)] += buffer.bytes  # pyright: ignore
-                change[buffer.last + 1] -= buffer.bytes  # pyright: ignore
+                size = sum(part for part, _ in buffer.kept)
+                change[max(buffer.born, since)] += size  # pyright: ignore
+                change[buffer.last + 1] -= size  # pyright: ignore
         total = most = 0.0
         when = since
         for time in sorted({*change, *(one for one in self.spikes if one >= since)}):
@@ -199,6 +217,6 @@ class Timeline:
             if here > most:
                 most, when = here, time
         live = [buffer for buffer in self.buffers if buffer.born <= when <= buffer.last]
-        parts = [part for buffer in live if not buffer.is_gradient for part in buffer.parts]
+        parts = [part for buffer in live if not buffer.is_gradient for part in buffer.kept]
         parts += self.spikes.get(when, Peak()).parts
         return Peak(tuple(parts), sum(buffer.bytes for buffer in live if buffer.is_gradient))

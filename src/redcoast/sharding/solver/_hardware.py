@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+_COMPILERS = "cpu", "gpu", "tpu"
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -27,6 +29,10 @@ class Hardware:
         devices that it is summed over. XLA does so for GPU and TPU.
     - `overlaps`: Whether the compiler gathers weights and sums gradients while it computes. XLA
         does so for GPU and TPU.
+    - `compiler`: Whose compiler the estimate of memory is for: `"cpu"`, `"gpu"` or `"tpu"`. For GPU
+        and TPU, XLA computes squares again where they are read. For TPU, it also computes
+        exponentials and the like again, and keeps what only products of default precision read in
+        bfloat16.
 
     !!! example
 
@@ -52,12 +58,15 @@ class Hardware:
     adds_first: bool = True
     scatters: bool = True
     overlaps: bool = True
+    compiler: str = "gpu"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[:5]:
             value = getattr(self, field.name)
             if value is not None and not value > 0:
                 raise ValueError(f"`{field.name}` is {value}. It must be positive.")
+        if self.compiler not in _COMPILERS:
+            raise ValueError(f'`compiler` is {self.compiler!r}. It must be "cpu", "gpu" or "tpu".')
 
 
 def hardware_of(mesh: Mesh | AbstractMesh) -> Hardware:
@@ -67,13 +76,22 @@ def hardware_of(mesh: Mesh | AbstractMesh) -> Hardware:
     """
     if not isinstance(mesh, Mesh):
         return Hardware()
-    cpu = mesh.devices.flat[0].platform == "cpu"
+    platform = mesh.devices.flat[0].platform
     try:
         stats = mesh.local_devices[0].memory_stats() or {}
     except (IndexError, NotImplementedError, jax.errors.JaxRuntimeError):  # not local devices
         stats = {}
     memory = stats.get("bytes_limit")
-    return Hardware(memory=memory, adds_first=not cpu, scatters=not cpu, overlaps=not cpu)
+    return hardware_for(platform, memory)
+
+
+def hardware_for(platform: str, memory: int | float | None) -> Hardware:
+    """What the compiler for a platform does; platforms other than "cpu" and "tpu" are GPUs."""
+    if platform == "cpu":
+        return Hardware(
+            memory=memory, adds_first=False, scatters=False, overlaps=False, compiler="cpu"
+        )
+    return Hardware(memory=memory, compiler="tpu" if platform == "tpu" else "gpu")
 
 
 def all_reduce(count: int, size: int | float) -> int | float:

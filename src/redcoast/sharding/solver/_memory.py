@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from itertools import permutations
+from math import ceil, prod
 
 from .._mesh_axes import parts
 from ..program._graph import Dims, Value
@@ -135,12 +136,15 @@ def _devices(decision: Decision, dims: Dims) -> int:
 
 def _peak_parts(shares: Sequence[int], decision: Decision) -> tuple[Part, ...]:
     """What is in memory at the peak beside gradients; `shares` are the parts of each array."""
-    known: dict[Dims, int] = {}
+    compiler, trains = decision.hardware.compiler, decision.program.traced.trains
+    known: dict[Dims, int | float] = {}
 
     def size_of(value: Value) -> int | float:
         if value.dims not in known:
-            known[value.dims] = _devices(decision, value.dims)
-        return value.bytes / known[value.dims]
+            known[value.dims] = 1 / _devices(decision, value.dims)
+            if compiler == "tpu":
+                known[value.dims] *= padding(_local_shape(value, decision))
+        return value.bytes * known[value.dims]
 
     program = decision.program
     arrays: list[ModelArray] = []
@@ -159,10 +163,41 @@ def _peak_parts(shares: Sequence[int], decision: Decision) -> tuple[Part, ...]:
                 first_use=program.graph.first_use.get(value.dims, ()),
             )
         )
-    peak = find_peak(program.scope, size_of, arrays, trains=program.traced.trains)
+    peak = find_peak(program.scope, size_of, arrays, compiler=compiler, trains=trains)
     # Gradients are counted by themselves. Those that come later leave their memory until then.
     scale = max(0.0, peak.bytes - gradients) / max(1.0, peak.temporaries)
     return tuple((size * scale, source) for size, source in peak.parts)
+
+
+def _local_shape(value: Value, decision: Decision) -> tuple[int, ...]:
+    """The shape of an array on each device."""
+    batch = decision.batch
+    shape: list[int] = []
+    for place, node in enumerate(value.dims):
+        before = value.dims[:place]
+        # A dimension is not split over axes that an earlier one is split over.
+        size = value.shape[place] * batch.parts(before) // batch.parts((*before, node))
+        if decision.is_parallel((node,)) and not decision.is_parallel(before):
+            size //= decision.n
+        shape.append(max(1, size))
+    return tuple(shape)
+
+
+# The rows and columns of a tile of a TPU's memory.
+_TILE = 8, 128
+
+
+def padding(shape: Sequence[int]) -> float:
+    """How much larger an array is in the memory of a TPU, which has tiles of 8 x 128 elements.
+
+    The compiler chooses the two dimensions of tiles; those that need least are assumed.
+    """
+    least = 1.0 if len(shape) < 2 else float("inf")
+    for row, column in permutations(range(len(shape)), 2):
+        rows = ceil(shape[row] / _TILE[0]) * _TILE[0]
+        columns = ceil(shape[column] / _TILE[1]) * _TILE[1]
+        least = min(least, rows * columns / (shape[row] * shape[column]))
+    return least
 
 
 def _batch_bytes(decision: Decision) -> int | float:

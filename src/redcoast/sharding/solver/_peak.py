@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
+from jax.lax import Precision
 
 from ...core._control_flow import (
     Call,
@@ -62,6 +64,7 @@ class _Values:
     roots: dict[Any, Roots] = field(default_factory=dict)
     inner: dict[int, "list[_Values]"] = field(default_factory=dict)
     loops: dict[int, tuple[_Body, int]] = field(default_factory=dict)  # and the time
+    copies: dict[int, Roots] = field(default_factory=dict)  # of what a loop reads of its operands
 
     def of(self, atom: Any) -> Roots:
         """The buffers of a variable; a literal has none."""
@@ -79,6 +82,7 @@ def find_peak(
     size_of: Callable[[Value], int | float],
     parameters: Sequence[ModelArray],
     *,
+    compiler: str,
     trains: bool = False,
 ) -> Peak:
     """The peak of a program and, if it is a loss, of its derivative.
@@ -88,9 +92,10 @@ def find_peak(
     - `scope`: the values of the program.
     - `size_of`: the bytes of a value on each device.
     - `parameters`: the first inputs, the arrays of the model.
+    - `compiler`: the compiler, as in [`Hardware`][redcoast.Hardware].
     - `trains`: whether the first result is differentiated.
     """
-    run = _Run(Timeline(size_of))
+    run = _Run(Timeline(size_of, compiler))
     values = _Values()
     for place, var in enumerate(scope.jaxpr.invars):
         parameter = None
@@ -112,6 +117,10 @@ class _Run:
     """Runs jaxprs and their derivatives on buffers."""
 
     time: Timeline
+
+    @property
+    def compiler(self) -> str:
+        return self.time.compiler
 
     def forward(
         self, scope: Scope, values: _Values, source: Source, kept: dict[Any, Roots] | None = None
@@ -171,8 +180,17 @@ class _Run:
                     grads = self._operation_back(scope, values, index, results, inside)
             for atom, roots in zip(equation.invars, grads, strict=True):
                 if roots is not None and not isinstance(atom, Literal):
-                    cotangents[atom] = union((cotangents.get(atom, ()), roots))
+                    others = cotangents.get(atom, ())
+                    cotangents[atom] = self._add(others, roots, scope.values[atom], inside)
         return [cotangents.get(var) for var in scope.jaxpr.invars]
+
+    def _add(self, one: Roots, other: Roots, value: Value, source: Source) -> Roots:
+        """Adds two cotangents of a value; `one` is that of all its later uses."""
+        both = union((one, other))
+        if self.compiler != "cpu" and one and len(both) > 2:
+            # Otherwise each sum of a residual connection would read those of all later layers.
+            return (self.time.fuse(both, value, source),)
+        return both
 
     def _read_from(self, values: _Values, atom: Any) -> Roots:
         """The buffers that an operation reads a value from."""
@@ -200,18 +218,19 @@ class _Run:
         name = primitive_name(equation)
         if _is_large(scope, index):
             operands = [self._in_memory(scope, values, x, source) for x in equation.invars]
-            self.time.read(union(operands))
+            narrow = self.compiler == "tpu" and _reads_narrow(equation)
+            self.time.read(union(operands), narrow=narrow)
             for atom, roots in zip(equation.invars, operands, strict=True):
                 if _is_transposed(equation, atom):
                     values.roots[atom] = (self.time.fuse(roots, scope.values[atom], source),)
-                    self.time.read(values.roots[atom])
+                    self.time.read(values.roots[atom], narrow=narrow)
             self._write_results(scope, values, equation, source)
             return
         operands = union(self._read_from(values, atom) for atom in equation.invars)
-        is_kept = name in COSTLY
+        is_kept = name in COSTLY and self.compiler != "tpu"
         if _is_square(equation):
             # What is squared and summed, as by a norm, is kept for its other uses.
-            is_kept = len(operands) > 1
+            is_kept = len(operands) > 1 and self.compiler == "cpu"
         if name in VIEWS:
             # The same value, which is in memory once if both are.
             operands = values.of(equation.invars[0])
@@ -240,6 +259,7 @@ class _Run:
             fixed = zip(equation.invars, fixed_operands(rule, varied), strict=True)
             needed = [atom for atom, is_fixed in fixed if is_fixed]
         is_large = _is_large(scope, index)
+        narrow = self.compiler == "tpu" and _reads_narrow(equation)
         given = []
         for var, roots in zip(equation.outvars, results, strict=True):
             if roots is not None and is_large:
@@ -254,7 +274,7 @@ class _Run:
             if value is None or not varies:
                 grads.append(None)
             elif is_written:
-                self.time.read(read)
+                self.time.read(read, narrow=narrow)
                 grads.append(self._write_gradient(values.of(atom), value, source))
             else:
                 grads.append(read)
@@ -316,7 +336,9 @@ class _Run:
                 if place not in again:
                     kept.update((var, inside.of(var)) for var in each.outvars)
             # With the calls and loops that are not computed again.
-            inside = _Values(inner=dict(inside.inner), loops=dict(inside.loops))
+            inside = _Values(
+                inner=dict(inside.inner), loops=dict(inside.loops), copies=dict(inside.copies)
+            )
             for var, atom in zip(inner.jaxpr.invars, equation.invars, strict=True):
                 inside.roots[var] = values.of(atom)
                 self.time.read(inside.roots[var])
@@ -361,7 +383,9 @@ class _Run:
             operands.append(roots)
             slices.append(argument(self.time.size_of(inner.values[var]), parameter))
         self.time.read(union(operands))
-        body = _run_body(inner, scan, slices, self.time.size_of, source)
+        body = _run_body(inner, scan, slices, self.time.empty(), source)
+        if self.compiler == "tpu" and scan.unroll < scan.length:
+            values.copies[index] = self._copy_layers(scope, xs, slices, source)
         self.time.spike(body.forward)
         saved = [(size * scan.length, where) for size, where in body.saved]
         if scan.unroll >= scan.length:
@@ -370,6 +394,19 @@ class _Run:
         values.loops[index] = replace(body, saved=tuple(saved)), self.time.now
         self._write_results(scope, values, equation, source)
 
+    def _copy_layers(
+        self, scope: Scope, xs: Sequence[Any], slices: Sequence[Roots], source: Source
+    ) -> Roots:
+        """XLA for TPU copies stacked matrices before a loop, in bfloat16.
+
+        There is one copy for the loop, and one in another layout for its derivative.
+        """
+        copies: list[Buffer] = []
+        for atom, roots in zip(xs, slices, strict=True):
+            if all(root.read_narrow and not root.read_wide for root in roots):
+                copies.append(self.time.write(self.time.size_of(scope.values[atom]), source))
+        return tuple(copies)
+
     def _loop(self, scope: Scope, values: _Values, index: int, source: Source) -> None:
         """A loop of unknown length, perhaps in an operation with its own derivative."""
         equation = scope.jaxpr.eqns[index]
@@ -377,7 +414,7 @@ class _Run:
         self.time.read(union(operands))
         peak = Peak()
         for inner in scope.inner[index]:
-            run, inside = _Run(Timeline(self.time.size_of)), _Values()
+            run, inside = _Run(self.time.empty()), _Values()
             inside.roots.update(_arguments(inner, inner.jaxpr.invars, self.time.size_of))
             run.forward(inner, inside, source)
             run.time.read(union(map(inside.of, inner.jaxpr.outvars)))
@@ -399,7 +436,7 @@ class _Run:
         body, begin = values.loops[index]
         operands = [values.of(atom) for atom in (*equation.invars, *equation.outvars)]
         given = [roots or () for roots in results]
-        self.time.read(union((*operands, *given)))
+        self.time.read(union((*operands, *given, values.copies.get(index, ()))))
         if body.saved:
             self.time.write_parts(body.saved).born = begin
         self.time.spike(body.backward)
@@ -416,12 +453,11 @@ def _run_body(
     inner: Scope,
     scan: Scan,
     slices: Sequence[Roots],
-    size_of: Callable[[Value], int | float],
+    time: Timeline,
     source: Source,
 ) -> _Body:
     """Runs the body of a scan once, forward and backward."""
-    run, values = _Run(Timeline(size_of)), _Values()
-    time = run.time
+    run, values, size_of = _Run(time), _Values(), time.size_of
     consts, carry, xs = scan.split(inner.jaxpr.invars)
     values.roots.update(_arguments(inner, consts, size_of))
     values.roots.update(zip(xs, slices, strict=True))
@@ -439,7 +475,7 @@ def _run_body(
     time.now += 1
     time.read(union(roots or () for roots in grads))
     kept = [one for one in time.buffers if one.born <= middle < one.last and not one.reread]
-    saved = [part for buffer in kept for part in buffer.parts]
+    saved = [part for buffer in kept for part in buffer.kept]
     for var, buffer in zip(carry, carried, strict=True):
         if buffer.last > middle:
             saved.append((size_of(inner.values[var]), source))
@@ -489,6 +525,17 @@ def _is_large(scope: Scope, index: int) -> bool:
     """Whether an operation reads from memory and writes to it."""
     is_known = scope.rules.get(index) is not None or index in scope.inner
     return not is_known or primitive_name(scope.jaxpr.eqns[index]) in _LARGE
+
+
+def _reads_narrow(equation: JaxprEqn) -> bool:
+    """Whether a TPU computes a product of float32 numbers from bfloat16 ones."""
+    if equation.primitive.name not in ("dot_general", "conv_general_dilated"):
+        return False
+    if any(operand.aval.dtype != jnp.float32 for operand in equation.invars):
+        return False
+    precision = equation.params["precision"]
+    of_operands = precision if isinstance(precision, tuple) else (precision,)
+    return all(each in (None, Precision.DEFAULT) for each in of_operands)
 
 
 def _is_square(equation: JaxprEqn) -> bool:

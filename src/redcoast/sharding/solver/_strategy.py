@@ -22,11 +22,12 @@ class Decision:
     """Which dimensions of a program are sharded over which axes of a mesh.
 
     The batch is split over `batch_axes`, if it divides, and the classes that are `chosen` over
-    `model_axes`. `sizes` are those of all axes. `cost` is the time of a step in parts, and
-    `seconds` the sum of them, with what overlaps.
+    `model_axes`. `hardware` is what the choice is for, and `sizes` are those of all axes. `cost` is
+    the time of a step in parts, and `seconds` the sum of them, with what overlaps.
     """
 
     program: Program
+    hardware: Hardware
     sizes: Mapping[str, int]
     batch_axes: tuple[str, ...]
     model_axes: tuple[str, ...]
@@ -190,7 +191,17 @@ def _solve(
     gathered = batch_gathers(program, strategy.batch, sizes) / hardware.batch_bandwidth
     cost = replace(cost, exposed=cost.exposed + gathered)
     seconds = cost.of_step(overlaps=hardware.overlaps)
-    return Decision(program, sizes, strategy.batch, strategy.model, classes, chosen, cost, seconds)
+    return Decision(
+        program=program,
+        hardware=hardware,
+        sizes=sizes,
+        batch_axes=strategy.batch,
+        model_axes=strategy.model,
+        classes=classes,
+        chosen=chosen,
+        cost=cost,
+        seconds=seconds,
+    )
 
 
 def _fixed(program: Program, classes: Classes, forced: Sequence[int | None]) -> frozenset[int]:

@@ -26,6 +26,7 @@ from ...core._control_flow import (
     control_flow,
     primitive_name,
 )
+from ...core._jaxpr import struct_of
 from ..operations import fixed_operands, is_linear
 from ..operations._rule_table import CONSTRAINED, COSTLY, REDUCTIONS, VIEWS
 from ..program._graph import Source, Value
@@ -531,7 +532,7 @@ def _reads_narrow(equation: JaxprEqn) -> bool:
     """Whether a TPU computes a product of float32 numbers from bfloat16 ones."""
     if equation.primitive.name not in ("dot_general", "conv_general_dilated"):
         return False
-    if any(operand.aval.dtype != jnp.float32 for operand in equation.invars):
+    if any(struct_of(operand).dtype != jnp.float32 for operand in equation.invars):
         return False
     precision = equation.params["precision"]
     of_operands = precision if isinstance(precision, tuple) else (precision,)

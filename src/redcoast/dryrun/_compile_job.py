@@ -166,8 +166,9 @@ def compile_for(
     peak = persistent + memory.temp_size_in_bytes
     if platform == "tpu":
         # The TPU compiler may put temporaries in the memory of arguments that are no longer needed.
-        # This figure takes that into account; for other compilers it excludes temporaries.
-        peak = memory.peak_memory_in_bytes
+        # This figure takes that into account, but includes memory on the chip, such as the 128 MiB
+        # of TPU v4 that it copies weights to. For other compilers it excludes temporaries.
+        peak = min(peak, memory.peak_memory_in_bytes)
     text = compiled.as_text()
     communication = collectives(text, mesh)
     lines: tuple[Traffic, ...] = ()

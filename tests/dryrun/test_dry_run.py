@@ -18,7 +18,7 @@ import redcoast as rc
 from redcoast.core._target import target
 from redcoast.dryrun import _devices as devices
 from redcoast.dryrun._changes import can_rematerialise, find_changes, rematerialised
-from redcoast.dryrun._compile_job import Compiled, cause, needed_bytes
+from redcoast.dryrun._compile_job import Compiled, cause, needed_bytes, tpu_peak
 from redcoast.dryrun._job import make_job
 from redcoast.dryrun.hlo import collectives
 from redcoast.models import GPT2, GPT2Config
@@ -410,6 +410,12 @@ def test_out_of_memory_messages_of_the_tpu_compiler():
     temporaries = "the total memory required for HLO temporaries (57.5G) exceeds available HBM"
     assert needed_bytes(temporaries) == round(57.5 * 2**30)
     assert needed_bytes("something else") is None
+
+
+def test_memory_on_the_chip_is_not_memory_of_a_tpu():
+    """Figures of libtpu for TPU v4: a GPT-2 beside copies on the chip, and a pair matrix."""
+    assert tpu_peak(16_965_632 + 16_964_608 + 5_741_568, 76_002_816) == 39_671_808
+    assert tpu_peak(34_619_392 + 1_065_984 + 146_907_136, 170_690_560) == 170_690_560
 
 
 @pytest.mark.parametrize(

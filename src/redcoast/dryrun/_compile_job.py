@@ -165,10 +165,7 @@ def compile_for(
     persistent = arguments + results - memory.alias_size_in_bytes
     peak = persistent + memory.temp_size_in_bytes
     if platform == "tpu":
-        # The TPU compiler may put temporaries in the memory of arguments that are no longer needed.
-        # This figure takes that into account, but includes memory on the chip, such as the 128 MiB
-        # of TPU v4 that it copies weights to. For other compilers it excludes temporaries.
-        peak = min(peak, memory.peak_memory_in_bytes)
+        peak = tpu_peak(peak, memory.peak_memory_in_bytes)
     text = compiled.as_text()
     communication = collectives(text, mesh)
     lines: tuple[Traffic, ...] = ()
@@ -183,6 +180,16 @@ def compile_for(
         events=read_schedule(text, mesh),
         seconds=seconds,
     )
+
+
+def tpu_peak(allocated: int, reported: int) -> int:
+    """The peak of a TPU's memory, from what is allocated and from the compiler's own figure.
+
+    The compiler may put temporaries in the memory of arguments that are no longer needed. Its own
+    figure takes that into account, but includes memory on the chip, such as the 128 MiB of TPU v4
+    that it copies weights to. For other compilers it excludes temporaries.
+    """
+    return min(allocated, reported)
 
 
 def needed_bytes(message: str) -> int | None:

@@ -12,7 +12,9 @@ are those of the results of all collectives, loops counted once. Times are media
 of one device with the whole batch; they say how long devices wait for each other on a machine with
 few cores, and not how fast eight devices are.
 
-With `--platform v4` or `--platform a100`, programs are compiled for eight of these, and not run.
+With `--fsdp`, parameters are FSDP-sharded and there is no program by hand, which replicates them.
+With `--alone`, the loss is computed without its gradients, as in an evaluation. With
+`--platform v4` or `--platform a100`, programs are compiled for eight of these, and not run.
 """
 
 # pyright: reportMissingImports=false, reportOptionalSubscript=false, reportCallIssue=false
@@ -308,6 +310,7 @@ def main(
     save: Path | None = None,
     before: Path | None = None,
     page: Path | None = None,
+    alone: bool = False,
 ) -> None:
     """Prints a table.
 
@@ -321,7 +324,10 @@ def main(
         save: Where to save the figures, to compare another version with.
         before: The figures of an earlier version.
         page: A page of `docs/measured/` to write the table into.
+        alone: Compute the loss without its gradients.
     """
+    differentiate = loss_of if alone else gradients_of
+    hows = ("plan",) if fsdp > 1 else ("before", "plan", "by hand")
     mesh = rc.make_mesh(data=data, fsdp=fsdp, model=model, devices=target_devices(platform))
     earlier = json.loads(before.read_text("utf-8")) if before is not None else {}
     table = Printed()
@@ -331,31 +337,49 @@ def main(
     for name, make in PROGRAMS.items():
         if names and not any(part in name for part in names):
             continue
-        reference = Reference(*make(), turns) if platform == "cpu" and turns else None
-        for how in ("before", "plan", "by hand"):
-            if how == "before" and name not in earlier:
-                continue
-            row = earlier[name] if how == "before" else measure(make(), mesh, how, reference, turns)
+        reference = None
+        if platform == "cpu" and turns:
+            reference = Reference(*make(), turns, differentiate)
+        for how in hows:
+            if how == "before":
+                if name not in earlier:
+                    continue
+                row = earlier[name]
+            else:
+                row = measure(make(), mesh, how, reference, turns, differentiate)
             if how == "plan":
                 figures[name] = row
             table.add(f"| {' | '.join((name, how, *row))} |")
     if save is not None:
         save.write_text(json.dumps(figures), "utf-8")
-    table.write(page, "local_regions")
+    region = "local_regions" if fsdp == 1 else f"local_regions_data{data}_fsdp{fsdp}"
+    table.write(page, f"{region}_alone" if alone else region)
 
 
 class Reference:
     """The loss, the gradients and the time of a step on one device."""
 
-    def __init__(self, loss: Callable[..., Any], model: Any, batch: Any, turns: int):
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        model: Any,
+        batch: Any,
+        turns: int,
+        differentiate: Callable[..., Any],
+    ):
         arrays, static = eqx.partition(model, eqx.is_array)
-        step = jax.jit(gradients_of(loss, static)).lower(arrays, batch).compile()
+        step = jax.jit(differentiate(loss, static)).lower(arrays, batch).compile()
         self.loss, self.gradients = step(arrays, batch)
         self.seconds = median(step, arrays, batch, turns)
 
 
 def measure(
-    program: Program, mesh: Any, how: str, reference: Reference | None, turns: int
+    program: Program,
+    mesh: Any,
+    how: str,
+    reference: Reference | None,
+    turns: int,
+    differentiate: Callable[..., Any],
 ) -> list[str]:
     loss, model, batch = program
     arrays, static = eqx.partition(model, eqx.is_array)
@@ -363,13 +387,14 @@ def measure(
     if how == "plan":
         plan = rc.plan_shardings(model, mesh, fn=loss, args=(batch, KEY))
         specs = eqx.filter(plan.shardings, lambda x: isinstance(x, NamedSharding))
-        step = gradients_of(plan.constrain(loss), static)
+        step = differentiate(plan.constrain(loss), static)
     else:
         specs = jax.tree.map(lambda x: NamedSharding(mesh, P()), arrays)
-        step = by_hand(gradients_of(loss, static), mesh)
+        step = by_hand(differentiate(loss, static), mesh)
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     abstract = jax.tree.map(place, arrays, specs), jax.tree.map(lambda x: place(x, rows), batch)
-    jitted = jax.jit(step, out_shardings=(NamedSharding(mesh, P()), specs))
+    results = NamedSharding(mesh, P()), specs if differentiate is gradients_of else ()
+    jitted = jax.jit(step, out_shardings=results)
     try:
         compiled = jitted.lower(*abstract).compile()
     except Exception as error:
@@ -384,10 +409,12 @@ def measure(
     times = median(compiled, *placed, turns) / reference.seconds
     of_loss = difference(value, reference.loss, 0)
     # A gradient that is zero in exact arithmetic has no scale of its own.
-    least = 1e-3 * max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(reference.gradients))
+    sizes = [float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(reference.gradients)]
+    least = 1e-3 * max(sizes, default=0.0)
     compare = lambda found, expected: difference(found, expected, least)
     errors = jax.tree.leaves(jax.tree.map(compare, gradients, reference.gradients))
-    return [*row, f"{times:.1f}", f"{of_loss:.0e}", f"{max(errors):.0e}"]
+    of_gradients = f"{max(errors):.0e}" if errors else ""
+    return [*row, f"{times:.1f}", f"{of_loss:.0e}", of_gradients]
 
 
 def gradients_of(loss: Callable[..., Any], static: Any) -> Callable[..., Any]:
@@ -396,6 +423,10 @@ def gradients_of(loss: Callable[..., Any], static: Any) -> Callable[..., Any]:
         return jax.value_and_grad(of_arrays)(arrays)
 
     return step
+
+
+def loss_of(loss: Callable[..., Any], static: Any) -> Callable[..., Any]:
+    return lambda arrays, batch: (loss(eqx.combine(arrays, static), batch, KEY), ())
 
 
 def by_hand(step: Callable[..., Any], mesh: Any) -> Callable[..., Any]:

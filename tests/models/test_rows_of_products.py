@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redcoast.core._jaxpr import iter_equations
+from redcoast.core._jaxpr import iter_equations, struct_of
 from redcoast.models._einsum import product
 
 SHAPES = {
@@ -33,6 +33,6 @@ def test_rows_are_merged_only_if_the_process_has_one_device(equation, devices, m
     equations = iter_equations(jax.make_jaxpr(gradient)(x, weight))
     products = [eqn for eqn in equations if eqn.primitive.name == "dot_general"]
     # The product itself, its gradient by `x`, and by the weights.
-    dims = [tuple(v.aval.ndim for v in eqn.invars) for eqn in products]
+    dims = [tuple(struct_of(v).ndim for v in eqn.invars) for eqn in products]
     rows = 2 if devices == 1 else 3
     assert sorted(dims) == sorted([(rows, 2), (rows, 2), (rows, rows)])

@@ -16,7 +16,7 @@ os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu"}
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,7 +64,7 @@ class Case:
     model: Any = LLAMA_1B
     remat: Literal["none", "dots", "full"] = "none"
     unroll: int | None = None
-    options: dict[str, bool | int | str] | None = None
+    options: Mapping[str, bool | int | str] | None = None
     depths: tuple[int, int] | None = None  # the numbers of layers that are compiled
 
 

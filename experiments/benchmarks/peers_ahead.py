@@ -166,7 +166,10 @@ def loss_of(
     case: Case,
     mesh: Mesh,
 ) -> Float[Array, ""]:
-    whole = lambda x: gather(x, mesh)
+
+    def whole(x: Any) -> Any:
+        return gather(x, mesh)
+
     by_rows = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("fsdp")))
     x = by_rows(whole(params["embed"])[tokens])  # (batch, seq, width)
     angles = rotations(case.model)

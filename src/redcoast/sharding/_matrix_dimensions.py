@@ -156,7 +156,7 @@ def find_uses(
 
 def uses_in(traced: Traced, model: PyTree) -> WeightUses:
     """How a traced function uses the arrays of the model that it was traced for."""
-    from .solver._strategy import follow_program
+    from .program._program import follow_program
 
     program = follow_program(traced, [False] * traced.arrays)
     scope = program.scope

@@ -11,7 +11,7 @@ from random_models import random_model
 
 import redcoast as rc
 from redcoast.losses import token_log_probabilities
-from redcoast.models import Llama, LlamaConfig
+from redcoast.models import Gemma, GemmaConfig, Llama, LlamaConfig, Mamba2, Mamba2Config
 
 MODEL = tiny(3)
 ROWS, (TOKENS, MASK), _ = prompts([3, 7, 1, 5])
@@ -70,3 +70,57 @@ def test_they_equal_the_training_forward_pass():
 def test_they_are_refused_for_beam_search():
     with pytest.raises(ValueError, match=r"not supported for beam search \(`beams=2`\)"):
         rc.generate(MODEL, TOKENS, max_new_tokens=2, beams=2, log_probabilities=True)
+
+
+HEADS: Any = {"vocab": 64, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64}
+FAMILIES = {
+    "llama": (Llama, LlamaConfig(**HEADS)),
+    "window": (Gemma, GemmaConfig(**HEADS, head_dim=8, local=(True, False), window=3)),
+    "recurrent": (
+        Mamba2,
+        Mamba2Config(vocab=64, width=32, layers=2, heads=4, head_size=16, state=8),
+    ),
+}
+
+
+REAL = np.random.default_rng(0).permuted(np.arange(14) < np.full((4, 1), 9), axis=1)
+TURNS = np.random.default_rng(1).integers(0, 64, REAL.shape)
+
+
+@jax.jit
+def score(model, tokens, mask=None):
+    return rc.log_probabilities(model, tokens, mask=mask)
+
+
+def expected_score(model):
+    """Of the rows without their padding, which is between tokens."""
+    expected = np.zeros((4, 13), np.float32)
+    later = REAL & (np.cumsum(REAL, axis=1) > 1)
+    expected[later[:, 1:]] = np.asarray(score(model, TURNS[REAL].reshape(4, 9))).reshape(-1)
+    return expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.few("llama")
+def test_padding_between_turns_changes_no_score(family):
+    """The token before one may be columns away; windows and convolutions reach back by columns."""
+    model = random_model(*FAMILIES[family])
+    np.testing.assert_allclose(score(model, TURNS, REAL), expected_score(model), atol=1e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_between_turns_changes_no_gradient_and_no_sample(family):
+    model = random_model(*FAMILIES[family])
+
+    @jax.jit
+    def score_exactly(model):
+        of = lambda model: rc.log_probabilities(model, TURNS, mask=REAL, exact=True)
+        return of(model), jax.grad(lambda model: jnp.sum(of(model)[:, ::2]))(model).embed
+
+    slope = jax.jit(jax.grad(lambda model: jnp.sum(score(model, TURNS, REAL)[:, ::2])))
+    exact, gradient = score_exactly(model)
+    np.testing.assert_allclose(exact, expected_score(model), atol=1e-4)
+    np.testing.assert_allclose(gradient, slope(model).embed, atol=1e-4)
+    new = rc.generate(model, TURNS, 3, mask=REAL)
+    np.testing.assert_array_equal(new, rc.generate(model, TURNS[REAL].reshape(4, 9), 3))

@@ -18,8 +18,9 @@ RNG = np.random.default_rng(0)
 BATCH, SEQ = 5, 7
 NEW, OLD, REFERENCE = RNG.uniform(-3, -0.1, (3, BATCH, SEQ)).astype(np.float32)
 ADVANTAGES = RNG.normal(size=BATCH).astype(np.float32)
-LENGTHS = np.array([7, 3, 0, 5, 1])
-MASK = np.arange(SEQ)[None] < LENGTHS[:, None]
+MASK = np.arange(SEQ)[None] < np.array([[7], [3], [0], [5], [1]])
+MASK[3, 1:3] = False  # what a tool wrote, between two turns
+LENGTHS = MASK.sum(axis=1)
 
 
 def of_token(at, clip, kl_weight, unbiased):

@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
 from ..core._pytree import Static, join, split
 from ..core._sequence_parts import divided_into
@@ -30,7 +30,7 @@ from ._check_arguments import check_no_encoder, check_token_options
 from ._compiled import Padded, Result, trim
 from ._generated import Generated
 from ._prefill import LEAST_SLOTS, mesh_of
-from ._prompt import append_tokens, bucket, pad_columns
+from ._prompt import align_left, append_tokens, at_own_columns, bucket, pad_columns
 from ._request import Request
 from ._row_turns import Turns, blank_turns, choose_next
 from ._sampling import score_tokens
@@ -74,7 +74,7 @@ def decode_exactly(
 
 
 def score_exactly(
-    model: PyTree, tokens: AnyArray, mask: Mask | None
+    model: PyTree, tokens: Integer[AnyArray, "batch seq"], mask: Mask | None
 ) -> Float[Array, "batch seq-1"]:
     """Returns the log-probability of each token but the first, and 0 at padding."""
     arrays, static = split(model)
@@ -102,7 +102,7 @@ def _decode(
     slots: int,
     mesh: AnyMesh,
 ) -> Padded:
-    tokens, lengths = _from_first_slot(tokens, mask)
+    tokens, lengths = align_left(tokens, mask)
     tokens, lengths = (jnp.repeat(x, request.copies, axis=0) for x in (tokens, lengths))  # results
     numbers = jnp.arange(tokens.shape[0], dtype=jnp.int32)  # random numbers are those of a result
 
@@ -120,9 +120,13 @@ _decode_compiled = jax.jit(_decode, static_argnums=(1, 5, 6))
 
 
 def _score(
-    arrays: list[Array], static: Static, tokens: AnyArray, mask: Mask | None, mesh: AnyMesh
+    arrays: list[Array],
+    static: Static,
+    tokens: Integer[AnyArray, "batch seq"],
+    mask: Mask | None,
+    mesh: AnyMesh,
 ) -> Float[Array, "batch seq-1"]:
-    aligned, lengths = _from_first_slot(tokens, mask)
+    aligned, lengths = align_left(tokens, mask)
     slots = slots_of(tokens.shape[1])
 
     def run(arrays: list[Array], rows: tuple[Array, Array]) -> Array:
@@ -131,29 +135,10 @@ def _score(
     scores = _in_blocks(run, arrays, (aligned, lengths), mesh)
     if mask is None:
         return scores[:, :-1]  # nothing follows the last token
-    # Back to the columns of the tokens: the score of the k-th real token is in column k - 1.
-    real = jnp.asarray(mask, bool)
-    place = jnp.cumsum(real, axis=1) - 2  # negative until the second real token
-    scores = jnp.take_along_axis(scores, jnp.maximum(place, 0), axis=1)
-    return jnp.where(real & (place >= 0), scores, 0)[:, 1:]
+    return at_own_columns(scores, mask)
 
 
 _score_compiled = jax.jit(_score, static_argnums=(1, 4))
-
-
-def _from_first_slot(
-    tokens: AnyArray, mask: Mask | None
-) -> tuple[Int[Array, "batch seq"], Int[Array, " batch"]]:
-    """Moves the real tokens of each row to its first columns. Returns also their number."""
-    tokens = jnp.asarray(tokens, jnp.int32)
-    if mask is None:
-        return tokens, jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
-    real = jnp.asarray(mask, bool)
-    columns = jnp.argsort(~real, axis=1, stable=True)  # real tokens first, in their order
-    lengths = jnp.sum(real, axis=1, dtype=jnp.int32)
-    tokens = jnp.take_along_axis(tokens, columns, axis=1)
-    # Ids outside the vocabulary would result in NaN.
-    return jnp.where(jnp.arange(tokens.shape[1])[None] < lengths[:, None], tokens, 0), lengths
 
 
 def _in_blocks(

@@ -78,7 +78,7 @@ def generate(
     - `decoding`: a [`redcoast.Decoding`][], by default `model.config.decoding`, which
         [`redcoast.load_pretrained`][] reads from the model's files. The default samples only if a
         `key` is given; otherwise, decoding is greedy.
-    - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side, of shape
+    - `mask`: 1 at real tokens and 0 at padding tokens, which may be anywhere in a row, of shape
         (batch, seq).
     - `rows`: the number of results that are generated at once; all by default. The others wait, and
         each begins when a row ends, so that no row waits for the longest one. The results are the

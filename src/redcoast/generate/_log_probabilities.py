@@ -31,7 +31,8 @@ def log_probabilities(
     - `model`: a decoder of `redcoast.models`, or any model with the same `hidden` and `unembed`,
         and for `exact` the methods that `generate` needs.
     - `tokens`: integers from 0 to `vocab - 1`.
-    - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side.
+    - `mask`: 1 at real tokens and 0 at padding tokens, which may be anywhere, also between the
+        turns of a conversation.
     - `exact`: whether to compute the values as in decoding. Each device needs memory for all
         weights, and rows should have the same number of columns as when they were generated, or one
         with the same next power of two. Inside a `jax.jit` of your own, a sharded model needs its
@@ -59,6 +60,7 @@ def log_probabilities(
     """
     from ._check_arguments import check_flag, check_rows_to_score
     from ._exact import check_exact, is_traced, score_exactly
+    from ._prompt import align_left, at_own_columns
 
     check_flag("exact", exact)
     check_rows_to_score(model, tokens, mask)
@@ -66,16 +68,15 @@ def log_probabilities(
         check_exact(model)
         if not is_traced((model, tokens, mask)):
             return score_exactly(model, tokens, mask)
-    real = jnp.ones(tokens.shape, bool)
+    # Without padding between tokens: the token before each one is then in the column before it.
+    ids, lengths = align_left(tokens, mask)
     context_mask = None
     if mask is not None:
-        real = jnp.asarray(mask, bool)
-        context_mask = real[:, :-1]
-    ids = jnp.where(real, jnp.asarray(tokens), 0)
+        context_mask = jnp.arange(ids.shape[1] - 1)[None] < lengths[:, None]
     hidden = model.hidden(ids[:, :-1], mask=context_mask)  # (batch, seq - 1, width)
     fast = token_log_probabilities(hidden, model.unembed, ids[:, 1:], chunk=chunk)
-    scored = real[:, 1:] & (jnp.cumsum(real, axis=1)[:, 1:] > 1)  # all but the first real token
-    fast = jnp.where(scored, fast, 0)
+    if mask is not None:
+        fast = at_own_columns(fast, mask)
     if not exact:
         return fast
     values = score_exactly(model, tokens, mask)

@@ -209,8 +209,7 @@ def aligned(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns tokens and their mask with all padding on the left, in `columns` columns."""
     real = _as_real(tokens, mask)
-    after = np.argmax(real[:, ::-1], axis=1)  # columns of padding behind the last real token
-    order = (np.arange(tokens.shape[1]) - after[:, None]) % tokens.shape[1]  # rolled to the right
+    order = np.argsort(real, axis=1, kind="stable")  # padding between tokens goes to the left too
     tokens = np.take_along_axis(tokens, order, axis=1)
     real = np.take_along_axis(real, order, axis=1)
     # Ids outside the vocabulary would result in NaN.

@@ -36,19 +36,43 @@ def pad_columns(x: Any, length: int, *, left: bool) -> Any:
 def align_right(
     tokens: Integer[AnyArray, "batch seq"], mask: Mask | None
 ) -> tuple[Int[Array, "batch seq"], Bool[Array, "batch seq"] | None]:
-    """Rolls padding on the right to the left, so that all prompts end in the last column.
+    """Moves the real tokens of each row to its last columns, so that no padding is between them.
 
     New tokens are appended after that column. Returns the tokens and their mask.
     """
     tokens = jnp.asarray(tokens, jnp.int32)
     if mask is None:
         return tokens, None
-    real = mask.astype(bool)
-    after = jnp.argmax(real[:, ::-1], axis=1)  # columns of padding behind the last real token
-    # (batch, seq): rolled to the right, so that padding is on the left.
-    columns = (jnp.arange(tokens.shape[1])[None] - after[:, None]) % tokens.shape[1]
+    real = jnp.asarray(mask, bool)
+    columns = jnp.argsort(real, axis=1, stable=True)  # padding first, then the tokens in order
     real = jnp.take_along_axis(real, columns, axis=1)
     return blank(jnp.take_along_axis(tokens, columns, axis=1), real), real
+
+
+def align_left(
+    tokens: Integer[AnyArray, "batch seq"], mask: Mask | None
+) -> tuple[Int[Array, "batch seq"], Int[Array, " batch"]]:
+    """Moves the real tokens of each row to its first columns. Returns also their number."""
+    tokens = jnp.asarray(tokens, jnp.int32)
+    if mask is None:
+        return tokens, jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+    real = jnp.asarray(mask, bool)
+    columns = jnp.argsort(~real, axis=1, stable=True)  # real tokens first, in their order
+    lengths = jnp.sum(real, axis=1, dtype=jnp.int32)
+    left = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+    return blank(jnp.take_along_axis(tokens, columns, axis=1), left), lengths
+
+
+def at_own_columns(
+    scores: Float[Array, "batch columns"], mask: Mask
+) -> Float[Array, "batch later"]:
+    """Moves scores of tokens from where `align_left` leads to the columns of the tokens but the
+    first. The score of the k-th real token, from 0, is in column k - 1 of `scores`. Padding and the
+    first real token get 0."""
+    real = jnp.asarray(mask, bool)
+    column = jnp.cumsum(real, axis=1) - 2  # negative until the second real token
+    scores = jnp.take_along_axis(scores, jnp.maximum(column, 0), axis=1)
+    return jnp.where(real & (column >= 0), scores, 0)[:, 1:]
 
 
 def blank(tokens: Integer[AnyArray, "batch seq"], mask: Mask) -> Integer[Array, "batch seq"]:

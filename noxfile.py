@@ -331,7 +331,7 @@ def fragments(session: nox.Session) -> None:
 
 @nox.session
 def notebooks(session: nox.Session) -> None:
-    """Runs the notebooks of the docs, and writes their outputs and pages; ten minutes."""
+    """Runs the notebooks of the docs, and writes their outputs and pages; 15 minutes."""
     install(session)
     session.run("python", "experiments/benchmarks/notebooks.py", *session.posargs)
 

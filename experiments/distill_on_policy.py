@@ -41,7 +41,7 @@ class Config:
     estimate: Literal["full", "sampled"] = "full"  # over all tokens, or from the sampled one alone
     batch_size: int = 128  # number of answers in a step, each to another prompt
     max_tokens: int = 4  # maximum number of tokens in an answer
-    new_tokens: int = 4  # maximum number of tokens in a step; the next one continues answers
+    new_tokens: Maybe[int] = None  # tokens in a step, which the next continues; all by default
     steps: int = 300  # number of steps: answers, then a gradient step on them
     learning_rate: float = 1e-3  # peak learning rate after the warmup
     run: _options.RunOptions = field(default_factory=_options.Run)
@@ -73,9 +73,9 @@ def main(c: Config) -> None:
         choose = ft.partial(choose_problems, np.random.default_rng((c.run.seed, number)), even, 0.0)
         key = jax.random.fold_in(keys.acting, number)
         student = state["train"].model["student"]
-        rollout = state["rollout"]
+        rollout, new_tokens = state["rollout"], c.new_tokens or c.max_tokens
         new = roll_out(
-            policy, student, task, rollout, choose, samples=1, new_tokens=c.new_tokens, key=key
+            policy, student, task, rollout, choose, samples=1, new_tokens=new_tokens, key=key
         )
         return (new,)
 

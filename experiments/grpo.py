@@ -44,7 +44,7 @@ class Config:
     prompts: int = 32  # number of prompts in a rollout
     samples: int = 16  # number of answers to each prompt
     max_tokens: int = 4  # maximum number of tokens in an answer
-    new_tokens: int = 4  # maximum number of tokens in an iteration; the next one continues answers
+    new_tokens: Maybe[int] = None  # tokens in an iteration; the next one goes on. By default all
     difficulty: float = 1.0  # how strongly problems that are half solved are preferred; 0 for none
     epochs: int = 1  # passes over the answers of a rollout
     minibatches: int = 2  # number of minibatches in a pass
@@ -86,7 +86,8 @@ def main(c: Config) -> None:
         rng, solved = np.random.default_rng((c.run.seed, number)), np.asarray(state["solved"])
         choose = ft.partial(choose_problems, rng, solved, c.difficulty)
         key, model = jax.random.fold_in(keys.acting, number), state["train"].model
-        options = {"samples": c.samples, "new_tokens": c.new_tokens, "exact": c.exact}
+        new_tokens = c.new_tokens or c.max_tokens
+        options = {"samples": c.samples, "new_tokens": new_tokens, "exact": c.exact}
         return roll_out(policy, model, task, state["rollout"], choose, key=key, **options), frozen
 
     def step(state, rollout, frozen):

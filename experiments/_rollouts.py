@@ -19,6 +19,7 @@ from jax.experimental.multihost_utils import broadcast_one_to_all, process_allga
 
 import redcoast as rc
 from redcoast import losses
+from redcoast_cli._usage import refuse
 
 Rollout = dict[str, Any]
 
@@ -165,6 +166,9 @@ def choose_problems(
     """Draws problems, preferably those that are solved in about half of the answers."""
     weights = (solved * (1 - solved) + 0.01) ** difficulty
     weights[busy] = 0
+    free = np.count_nonzero(weights)
+    if free < count:
+        refuse(f"A rollout needs {count} new problems, but {free} are left to train on.")
     return rng.choice(len(solved), count, replace=False, p=weights / weights.sum())
 
 

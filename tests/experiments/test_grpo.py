@@ -136,7 +136,7 @@ def test_answers_are_graded_once_and_while_others_go_on(script):
     np.testing.assert_array_equal(rewards, [2, 7, 3, 0])
 
 
-def test_problems_that_are_half_solved_are_preferred_and_none_is_answered_twice(script):
+def test_problems_that_are_half_solved_are_preferred_and_none_is_answered_twice(script, capsys):
     choose, rng = script("_rollouts").choose_problems, np.random.default_rng(0)
     solved = np.array([0.0, 0.5, 1.0, 0.5] * 25)
     draws = [choose(rng, solved, 1.0, 8, np.array([1, 3])) for _ in range(200)]
@@ -146,6 +146,9 @@ def test_problems_that_are_half_solved_are_preferred_and_none_is_answered_twice(
     assert counts[1::2].sum() > 5 * counts[::2].sum()
     even = np.bincount(np.concatenate([choose(rng, solved, 0.0, 8, []) for _ in range(200)]))
     assert 0.7 < even[1::2].sum() / even[::2].sum() < 1.4
+    with pytest.raises(SystemExit):
+        choose(rng, solved, 1.0, 99, np.array([1, 3]))
+    assert "needs 99 new problems, but 98 are left" in capsys.readouterr().err
 
 
 def test_each_pass_has_every_answer_once(experiment, config):

@@ -100,7 +100,7 @@ def word_problems(rng: random.Random, count: int = 4000) -> list[Problem]:
         names |= {"thing": rng.choice(["apples", "marbles", "stamps", "books", "shells"])}
         values = {"a": a, "b": b, "c": c, "d": d, "ab": a * b, "bc": b * c}
         values |= {"e": result(a, b, c, d)}
-        text = story.format(**names, **values)
+        text = f"{story.format(**names, **values)} End your answer with #### and the number."
         answer = f"{steps.format(**names, **values)}\n#### {values['e']}"
         seen[text] = Problem(text, answer)
     return [*seen.values()]

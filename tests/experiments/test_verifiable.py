@@ -34,6 +34,7 @@ def test_problems_are_held_out_and_left(script, capsys):
 
 def test_the_form_of_an_answer_has_a_small_reward(script):
     verifiable = script("_verifiable")
+    assert "####" in verifiable.make_task("word_problems", 0).train[0].prompt
     problem = verifiable.Problem("How many?", "3 + 4 = 7\n#### 1,007")
     rewards = {"#### 1007": 1, "1007": 0, "so #### 7": 0.1, "#### 3 no, #### 1,007": 1, "": 0}
     assert {x: verifiable.last_number(problem, x) for x in rewards} == rewards

@@ -162,7 +162,9 @@ def _recomputing(
     again = Recomputed(task.fn, task.mesh, replace(compute, recompute=recompute))
     plans, compute, after = task.plan(again)
     # The planner follows each recomputed block by itself, which overlap where it is pessimistic.
-    activations = min(activations, after.memory.activations)
+    # It does not know that an iteration of a loop has several of the former ones.
+    if not best.in_turn:
+        activations = min(activations, after.memory.activations)
     memory = _with_activations(after.memory, activations)
     figures = Recomputation(
         saved=report.memory.activations - activations,

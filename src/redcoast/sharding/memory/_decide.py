@@ -295,13 +295,15 @@ def _of_iteration(
 def _in_turn(turns: Sequence[Weighed], length: int) -> Weighed:
     """What a loop keeps whose iterations choose in turn."""
     times = length / len(turns)
-    kept = times * sum((one.kept_bytes for one in turns), 0.0)
+    of_iteration = sum((one.kept_bytes for one in turns), 0.0)
+    kept = times * of_iteration
     is_again = any(one.choice.is_again for one in turns)
     choice = BlockChoice(
         is_again,
         inner=tuple(one.choice.inner[0] for one in turns) if is_again else (),
         bytes=kept,
-        needs=max(one.choice.needs for one in turns),
+        # What an iteration keeps is copied to where all of them keep it, and back.
+        needs=max(one.choice.needs for one in turns) + of_iteration,
         seconds=times * sum((one.choice.seconds for one in turns), 0.0),
         flops=times * sum((one.choice.flops for one in turns), 0.0),
     )

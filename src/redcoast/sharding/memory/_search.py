@@ -11,12 +11,16 @@ _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 
 @dataclass(frozen=True)
 class RecomputeCandidate:
-    """What is computed again, the estimated bytes at the peak and the seconds that it costs."""
+    """What is computed again, the estimated bytes at the peak and the seconds that it costs.
+
+    `in_turn` is whether iterations of a loop keep different values.
+    """
 
     recompute: Recompute
     bytes: float
     seconds: float
     flops: float
+    in_turn: bool
 
 
 def bytes_kept(decider: Decider) -> float:
@@ -46,7 +50,8 @@ def _weigh(decider: Decider, recompute: Recompute, decided: Decided) -> Recomput
     most, _ = footprint(decider.flat, decided)
     seconds = sum((choice.seconds for _, choice in decided), 0.0)
     flops = sum((choice.flops for _, choice in decided), 0.0)
-    return RecomputeCandidate(recompute, most, seconds, flops)
+    in_turn = any(len(choice.inner) > 1 for _, choice in decided)
+    return RecomputeCandidate(recompute, most, seconds, flops, in_turn)
 
 
 def _divisions(decider: Decider) -> Iterator[int]:

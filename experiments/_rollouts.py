@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _options import refuse
 from _policies import Policy, answer_lengths
 from _verifiable import Problem, Task
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
 
 import redcoast as rc
 from redcoast import losses
-from redcoast_cli._usage import refuse
 
 Rollout = dict[str, Any]
 

@@ -75,13 +75,13 @@ def costs(fn, *given, n=2):
     for one in found.graph.partial_sums.values():
         add("back" if one.backward else "sum", one.node, one.bytes * one.times)
     for cut in found.graph.reshards:
-        ends = [node for node in (cut.source, cut.target) if node is not None]
+        ends = [node for node in (cut.before, cut.after) if node is not None]
         if len(ends) == 2 and len(found.classes.of(ends)) == 1:
             continue
-        if cut.source is not None:
-            add("gather", cut.source, cut.source_bytes * cut.times)
-        if cut.target is not None and cut.backward:
-            add("regather", cut.target, cut.target_bytes * cut.times)
+        if cut.before is not None:
+            add("gather", cut.before, cut.bytes_before * cut.times)
+        if cut.after is not None and cut.backward:
+            add("regather", cut.after, cut.bytes_after * cut.times)
     return sent
 
 

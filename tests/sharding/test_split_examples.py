@@ -1,5 +1,6 @@
 """Batches with fewer rows than devices are split along dimensions of their examples."""
 
+import re
 from typing import Any
 
 import jax
@@ -249,6 +250,19 @@ def test_a_constraint_of_the_batch_decides():
     assert plan.compute.split == ((("data",), ((0, 2),)), (("fsdp",), ((0, 3),)))
     with pytest.raises(ValueError, match="dimension 1 of array 0, of size 2, over fsdp = 4"):
         plan_of(constrained_to(P(None, "fsdp")), UNET, batch, mesh)
+
+
+def test_a_constraint_of_the_batch_decides_where_rows_divide_too():
+    mesh, batch = mesh_of((8, 1, 1)), normal(8, 2, 64, 24)
+    loss = constrained_to(NamedSharding(mesh, P(None, None, "data")))
+    plan = plan_of(loss, UNET, batch, mesh, ENOUGH)
+    assert plan.compute.split == ((("data",), ((0, 2),)),)
+    constrained = plan.constrain(loss)
+    text = jax.jit(lambda params, x: constrained(params, x, None)).lower(UNET, batch).as_text()
+    of_batch = re.search(r"sharding_constraint %arg\d+ <@mesh, (.*?)> :", text)
+    assert of_batch is not None
+    assert of_batch[1] == '[{}, {}, {"data"}, {}]'
+    assert max(plan.verify(loss, UNET, batch).values()) < 1e-5
 
 
 def test_saved_plans_split_examples_alike(tmp_path):

@@ -137,6 +137,14 @@ def test_examples_that_depend_on_each_other(name):
     assert f"depend on each other: {operation}" in " ".join(text.split())
 
 
+def test_an_array_that_all_examples_share_hides_no_dependence():
+    """It comes first, and its only row is not the size of the batch."""
+    batch = (jnp.ones((1, D)), *BATCH)
+    fn = lambda w, b, k: COUPLED["neighbours"][0](w, (b[1] * spread(b[0], b[1]), *b[2:]), k)
+    plan = rc.plan_shardings(W, MESHES[0], fn=fn, args=(batch, jax.random.key(0)))
+    assert plan.report.program.coupled is not None
+
+
 def log_probs(w, b):
     return jax.nn.log_softmax(h(w, b[0]))
 

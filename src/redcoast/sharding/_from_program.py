@@ -167,7 +167,7 @@ def plan_flow(
         model_axes=decision.model_axes,
         sequence=sequence,
         constants=tuple((constant.name, d) for constant, _, d in decision.constants),
-        tokens=decision.program.batch.sequence,
+        tokens=decision.program.batch.splits_examples,
         microbatches=microbatches,
         split=decision.program.batch.split,
     )
@@ -177,7 +177,7 @@ def plan_flow(
         decision = replace(decision, program=task.program)
     not_rows = _reasons.not_rows(args[:1], decision)
     # Whether examples are coupled is asked of rows, also where tokens are split.
-    by_rows = program if decision.program.batch.sequence else task.program
+    by_rows = program if decision.program.batch.splits_examples else task.program
     return best.plans, compute, _report(task, best.plans, decision, not_rows, by_rows)
 
 
@@ -402,7 +402,7 @@ def _report(
         memory=_memory.estimate_memory(plans, decision, task.state_bytes),
         device_memory=task.memory,
         device_memory_known=task.hardware.memory is not None,
-        sequences=decision.program.batch.sequence,
+        sequences=decision.program.batch.splits_examples,
         split_examples=_reasons.split_examples(decision),
         gathered_whole=find_gathered_whole(decision),
         pipeline=pipelining(decision),

@@ -11,6 +11,7 @@ from ..distributed._mesh import PIPE
 from .constrain._recompute import Recomputed
 from .memory._decide import Decider
 from .memory._search import RecomputeCandidate, bytes_kept, least_within
+from .program._shared_programs import of_another_function
 from .report._data import ProgramReport, Recomputation
 from .report._text import scaled
 from .solver._figures import Memory
@@ -160,7 +161,8 @@ def _recomputing(
     """The plan of a function that recomputes values, with its estimates."""
     _, compute, report = before
     again = Recomputed(task.fn, task.mesh, replace(compute, recompute=recompute))
-    plans, compute, after = task.plan(again)
+    with of_another_function():
+        plans, compute, after = task.plan(again)
     # The planner follows each recomputed block by itself, which overlap where it is pessimistic.
     # It does not know that an iteration of a loop has several of the former ones.
     if not best.in_turn:

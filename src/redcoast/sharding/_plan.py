@@ -324,10 +324,11 @@ def plan_shardings(
     """Plans how to shard the arrays of a tree over a mesh, with the reason for each.
 
     With a function, every dimension is followed through every operation of its program. Dimensions
-    that can only be sharded together form a class. The estimated cost of a class is the bytes that
-    are communicated if it is sharded over `model`. The set of classes with the lowest cost is
-    tensor-parallel. Other large arrays are FSDP-sharded, or replicated if the devices are known to
-    have memory to spare. If tensor parallelism is not worth its cost for any class, the batch is
+    that can only be sharded together form a class. The cost of a class is by how many seconds a
+    step is estimated to take longer if it is sharded over `model`: the communication that is added,
+    less the arithmetic and memory traffic that are divided. The set of classes with the lowest cost
+    is tensor-parallel. Other large arrays are FSDP-sharded, or replicated if the devices are known
+    to have memory to spare. If tensor parallelism is not worth its cost for any class, the batch is
     split over `model` as well.
 
     On a mesh with `pipe`, the layers of a loss that are a `jax.lax.scan` are divided over the

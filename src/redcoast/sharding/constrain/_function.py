@@ -23,6 +23,7 @@ from ..program._program import Program, follow_program
 from ..program._trace import Traced, trace_over
 from ..solver._split_examples import (
     apply_split,
+    asked_split,
     example_parts,
     is_inside,
     needs_split,
@@ -136,12 +137,18 @@ class Constrained:
             ) from error
 
     def _split(self, program: Program, tree: PyTree, args: Sequence[PyTree]) -> Program:
-        """The program with its examples split, if the rows of this batch cannot be."""
+        """The program with its examples split, if the rows of this batch cannot be or the program
+        asks for it."""
         compute, sizes = self.compute, self.mesh.shape
+        if not compute.tokens:
+            return program
         count, frozen = parts(compute.batch_axes, sizes), [False] * len(program.parameters)
         places = itertools.chain.from_iterable(places for _, places in compute.split)
-        of_rows = is_inside(places) or not compute.split
-        if not compute.tokens or (of_rows and not needs_split(program, count)):
+        # Only a batch with few rows is split inside of its examples, unless a constraint of the
+        # program asks for it. The batch of the plan may have had fewer rows than this one.
+        for_few_rows = is_inside(places) or not compute.split
+        rows_suffice = for_few_rows and not needs_split(program, count)
+        if rows_suffice and not asked_split(program, sizes):
             return program
         trace = lambda: follow_program(trace_over(self.mesh, self.fn, tree, args)[0], frozen)
         if compute.split:
@@ -150,7 +157,7 @@ class Constrained:
             if split is not None:
                 return split
         split = split_tokens(program, count, trace)
-        if not split.batch.sequence:
+        if not split.batch.splits_examples:
             return program
         return split
 

@@ -102,8 +102,9 @@ def run_constrained(
 ) -> Arrays:
     """Evaluates a jaxpr with its activations constrained.
 
-    `stored` selects inputs that are FSDP-sharded. They are constrained, and so gathered, where they
-    are used, inside loops and calls. `copies` has one copy of a weight for each shard of the batch.
+    `stored` selects the inputs that are arrays of the model. They are constrained where they are
+    used, inside loops and calls, and so FSDP-sharded ones are gathered there. `copies` has one copy
+    of a weight for each shard of the batch.
     """
     jaxpr = scope.jaxpr
     arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*scope.consts, *inputs), strict=True)
@@ -217,7 +218,7 @@ def _run(nested: _Nested, flow: ControlFlow | None, copies: dict[Atom, jax.Array
 
 
 def _split_convolution(nested: _Nested) -> Arrays | None:
-    if not nested.shardings.tokens:
+    if not nested.shardings.splits_examples:
         return None
     values = [*nested.values, *nested.results]
     return run_split_conv(nested.equation, nested.operands, values, nested.shardings)
@@ -278,7 +279,7 @@ def _gathers_first(gather: Callable[..., Arrays]) -> Handler:
     """Evaluates an equation as it is, with operands that are gathered if examples are split."""
 
     def run(nested: _Nested) -> Arrays | None:
-        if not nested.shardings.tokens:
+        if not nested.shardings.splits_examples:
             return None
         equation = nested.equation
         operands = gather(equation, nested.scope, nested.shardings, nested.operands)
@@ -301,7 +302,7 @@ def _on_rows(nested: _Nested) -> Arrays | None:
     # The stages of a pipeline run one after the other, each for some rows.
     in_pipeline = shardings.rows is not None
     devices = prod(shardings.mesh.shape.values())
-    if in_pipeline or shardings.tokens or devices == 1 or not waits_for_rows(equation):
+    if in_pipeline or shardings.splits_examples or devices == 1 or not waits_for_rows(equation):
         return None
     region = _region(equation, values, shardings)
     states = [_row_dim(value, region, shardings) for value in values]
@@ -419,9 +420,9 @@ def _follow_specs(
         if d is not None:
             nodes.append(value.dims[d])
     created = ()
-    if not shardings.tokens:
+    if not shardings.splits_examples:
         created = created_rows(program.graph, nodes)
-    batch = BatchNodes(tuple(nodes), created, sequence=shardings.tokens)
+    batch = BatchNodes(tuple(nodes), created, splits_examples=shardings.splits_examples)
     model_axes = shardings.compute.model_axes
     dims = tuple(sharded_dim(spec, model_axes) for spec in specs)
     compute = Compute(dims, shardings.batch_axes, model_axes)

@@ -47,7 +47,7 @@ class Shardings:
     sequence: frozenset[int] = frozenset()
     asked: frozenset[int] = frozenset()  # dimensions that the program itself shards
     uneven: frozenset[int] = frozenset()  # linked to split dimensions of examples, and not divided
-    tokens: bool = False  # whether the batch is split along its sequence
+    splits_examples: bool = False  # whether the batch is split inside of its examples
     pipeline: Pipeline | None = None
     # In the layers of a pipeline: the random numbers for rows, and the numbers of the rows.
     draws: Mapping[int, RandomBits] = field(default_factory=dict)
@@ -160,9 +160,9 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
     sequence: frozenset[int] = frozenset()
     if compute.sequence:
         sequence = _sequence(program, classes, chosen, batch)
-    asked, tokens = frozenset(program.asked_axes), program.batch.sequence
+    asked, inside = frozenset(program.asked_axes), program.batch.splits_examples
     uneven = _uneven(program, batch)
-    return Shardings(mesh, classes, chosen, batch, axes, compute, sequence, asked, uneven, tokens)
+    return Shardings(mesh, classes, chosen, batch, axes, compute, sequence, asked, uneven, inside)
 
 
 def _uneven(program: Program, batch: BatchDims) -> frozenset[int]:

@@ -20,9 +20,7 @@ def recomputed_lines(flat: Flat, decided: Decided) -> tuple[str, ...]:
     names: dict[str, dict[str, None]] = {}
     steps = _steps_again(flat, decided)
     for step, times in sorted(steps, key=lambda item: -item[0].seconds):
-        line = (
-            own_line(getattr(step.equation.source_info, "traceback", None)) or "code of libraries"
-        )
+        line = own_line(getattr(step.equation.source_info, "traceback", None)) or _LIBRARIES
         seconds[line] += times * step.seconds  # pyright: ignore[reportArgumentType]
         if step.seconds:
             names.setdefault(line, {})[primitive_name(step.equation)] = None

@@ -90,7 +90,7 @@ def _split_nodes(
 ) -> SplitNodes:
     # Parts of an example do not follow into weights, as they would along learned positions.
     apart = frozenset[int]()
-    if program.batch.sequence:
+    if program.batch.splits_examples:
         apart = program.owned
     classes = Classes(program.graph, count, soft=True, apart=apart)
     if not any(map(classes.divides, of_inputs)):
@@ -138,11 +138,16 @@ class Examples:
         return self.dims.has(node)
 
 
+def example_count(program: Program) -> int:
+    """The size of the batch; 0 without one. Arrays with one row, which all examples share, do not
+    count."""
+    sizes = map(program.graph.sizes.__getitem__, program.batch.of_inputs)
+    return max(sizes, default=0)
+
+
 def find_examples(program: Program) -> Examples | None:
     """The examples of a program; None if there are fewer than two, which cannot be related."""
-    if not program.batch.of_inputs:
-        return None
-    count = program.graph.sizes[program.batch.of_inputs[0]]
+    count = example_count(program)
     if count < 2:
         return None
     return Examples(batch_dims(program, 1), count)

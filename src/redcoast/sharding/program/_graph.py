@@ -63,20 +63,20 @@ class PartialSum:
 
 @dataclass(frozen=True)
 class Reshard:
-    """An array whose dimension `source` becomes `target` in a way that no sharding survives.
+    """An array whose dimension `before` becomes `after` in a way that no sharding survives.
 
     If either is sharded, the array is gathered `times` times in a step, forward and in each
     rematerialisation that runs it again, and its cotangent `backward` times.
     """
 
-    source: int | None
-    target: int | None
-    source_bytes: int
-    target_bytes: int
+    before: int | None
+    after: int | None
+    bytes_before: int
+    bytes_after: int
     dims: Dims
     times: int | float
     backward: int | float
-    operation: Source = ()
+    source: Source = ()
 
 
 @dataclass(frozen=True)
@@ -314,17 +314,17 @@ class Graph:
         )
 
     def add_reshard(
-        self, value: Value, source: int | None, result: Value, target: int | None
+        self, value: Value, before: int | None, result: Value, after: int | None
     ) -> None:
-        """Records that `source` of `value` does not stay sharded as `target` of `result`.
+        """Records that `before` of `value` does not stay sharded as `after` of `result`.
 
         A soft link connects the two: a batch that is cut or joined is sharded again afterwards,
         because the operations that follow act on each example.
         """
         self.reshards.append(
             Reshard(
-                source,
-                target,
+                before,
+                after,
                 value.bytes,
                 result.bytes,
                 result.dims,
@@ -334,8 +334,8 @@ class Graph:
             )
         )
         # A batch goes on after the cut, and parameters do not.
-        if source is not None and target is not None:
-            self.soft_links.append((source, target))
+        if before is not None and after is not None:
+            self.soft_links.append((before, after))
 
     def add_move(self, value: Value, node: int, result: Value, target: int | None) -> None:
         """Records that elements along `node` of a value change their places."""

@@ -35,6 +35,16 @@ def sharing_programs() -> Iterator[None]:
         _shared.reset(token)
 
 
+@contextmanager
+def of_another_function() -> Iterator[None]:
+    """The traces inside are of another function of the same arguments, and are not shared."""
+    token = _shared.set(None)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
 def shared_trace(
     mesh: Mesh | AbstractMesh, tree: PyTree, args: Sequence[Any], trace: Callable[[], T]
 ) -> T:

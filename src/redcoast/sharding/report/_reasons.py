@@ -42,7 +42,7 @@ def batch_sizes(decision: Decision) -> tuple[int, ...]:
     """The sizes of the batch dimension."""
     program = decision.program
     nodes = program.batch.of_inputs
-    if program.batch.sequence:
+    if program.batch.splits_examples:
         # The dimensions that are split are those of the sequence.
         nodes = [value.dims[0] for value in program.examples]
     return tuple(sorted(set(map(program.graph.sizes.__getitem__, nodes))))
@@ -65,7 +65,7 @@ def _sentence(decision: Decision) -> str:
     if batch.why_whole:
         unsplit = f" Its examples are not split: {batch.why_whole}."
     # Rows do not divide, and tokens do.
-    if batch.sequence:
+    if batch.splits_examples:
         return (
             f"A batch of {_sizes(decision)} does not divide over {over}, so its sequences are "
             f"split over {_listed(used)}. Attention gathers keys and values."

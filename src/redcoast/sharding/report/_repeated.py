@@ -82,7 +82,7 @@ def _no_rows(reasons: Reasons, work: Work) -> str:
 def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
     """Returns a function that gives the reason if the batch is split over `count` devices."""
     graph = program.graph
-    if program.batch.sequence:
+    if program.batch.splits_examples:
         return lambda work: "none of its dimensions is linked to the sequence"
     sizes = sorted({graph.sizes[node] for node in program.batch.of_inputs})
     classes = Classes(graph, 1, soft=True, least=2)

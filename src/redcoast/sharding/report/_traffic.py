@@ -139,7 +139,7 @@ def _over_batch(reasons: Reasons, hardware: Hardware) -> Iterator[Sent]:
     """Sums over the batch, and all-gathers of it."""
     decision = reasons.decision
     spread = used_axes(decision.batch_axes, decision.sizes)
-    of_tokens = decision.program.batch.sequence
+    of_tokens = decision.program.batch.splits_examples
     what = "batch"
     if of_tokens:
         what = "sequence"

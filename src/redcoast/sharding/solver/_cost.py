@@ -2,9 +2,9 @@
 
 The seconds of a step are in four parts: arithmetic, memory traffic, communication that hides behind
 arithmetic, and communication that the next operation waits for. Ways to use a mesh are compared by
-the time of a step in which the third hides (`Seconds.of_step`). The search among classes adds all
-parts, so that it does not repeat arithmetic and keep whole activations on all devices of `model`
-for communication that may hide.
+the time of a step in which the third hides (`Seconds.of_step`), without memory traffic. The search
+among classes adds all parts, so that it does not repeat arithmetic and keep whole activations on
+all devices of `model` for communication that may hide.
 """
 
 from collections import Counter, defaultdict
@@ -198,10 +198,10 @@ def _colors(
     for summed in graph.partial_sums.values():
         mark(summed.node, ("sum", summed.bytes, summed.times, summed.backward))
     for cut in graph.reshards:
-        if cut.source is not None:
-            mark(cut.source, ("cut", cut.source_bytes, cut.times, True))
-        if cut.target is not None:
-            mark(cut.target, ("cut", cut.target_bytes, cut.times, cut.target == cut.source))
+        if cut.before is not None:
+            mark(cut.before, ("cut", cut.bytes_before, cut.times, True))
+        if cut.after is not None:
+            mark(cut.after, ("cut", cut.bytes_after, cut.times, cut.after == cut.before))
     known: dict[Hashable, int] = {}
     colors: dict[int, int] = {}
     for root, marked in marks.items():

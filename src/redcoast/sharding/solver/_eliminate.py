@@ -1,4 +1,5 @@
-"""Finds the cheapest set of classes to shard, exactly, by bucket elimination."""
+"""Finds the cheapest set of classes to shard by bucket elimination, which is exact unless a group
+shares costs with more than `MAX_NEIGHBOURS` others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

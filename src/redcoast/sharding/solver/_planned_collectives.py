@@ -57,7 +57,7 @@ def of_model(
     for cut in graph.reshards:
         for root, size in _cut_sides(cut, classes, batch):
             sent = all_gather(n, size)
-            yield PlannedCollective("gathered", sent, False, root, cut.dims, cut.operation)
+            yield PlannedCollective("gathered", sent, False, root, cut.dims, cut.source)
 
 
 def of_batch(
@@ -206,14 +206,14 @@ def _cut_sides(
     cut: Reshard, classes: Classes, batch: BatchDims
 ) -> Iterator[tuple[int, int | float]]:
     """The classes that end at a cut, and the bytes that sharding them gathers there."""
-    source, target = (
+    before, after = (
         None if node is None or not classes.divides(node) else classes[node]
-        for node in (cut.source, cut.target)
+        for node in (cut.before, cut.after)
     )
-    if source == target:
+    if before == after:
         return
     # Compilers gather the array and its cotangent on either side.
     gathers = (cut.times + cut.backward) / batch.parts(cut.dims)
-    for one, size in ((source, cut.source_bytes), (target, cut.target_bytes)):
+    for one, size in ((before, cut.bytes_before), (after, cut.bytes_after)):
         if one is not None:
             yield one, size * gathers

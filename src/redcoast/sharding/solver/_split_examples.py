@@ -44,7 +44,7 @@ def split_tokens(program: Program, count: int, trace: Callable[[], Program]) -> 
     inner = Inner(program, count)
     free = tuple(inner.free(inner.places))
     if free:
-        return replace(program, batch=BatchNodes(free, sequence=True))
+        return replace(program, batch=BatchNodes(free, splits_examples=True))
     why = _why_indivisible(program, count) or "an operation of the program needs all of it"
     # A loop over positions, as of a recurrence, needs one after the other.
     looped = inner.classes.of(program.graph.stacks)
@@ -56,7 +56,7 @@ def split_tokens(program: Program, count: int, trace: Callable[[], Program]) -> 
 def is_sequence(program: Program, count: int) -> bool:
     """Whether a program with split examples has one dimension to split in each array, as tokens."""
     places = Inner(program, count).places
-    return program.batch.sequence and len(dict(places)) == len(places)
+    return program.batch.splits_examples and len(dict(places)) == len(places)
 
 
 def trace_in_parts(count: int, trace: Callable[[], Program]) -> Program:
@@ -326,7 +326,7 @@ def apply_split(program: Program, split: Split, sizes: Mapping[str, int]) -> Pro
     batch = BatchNodes(
         tuple(of_inputs),
         not_rows=tuple(not_rows),
-        sequence=True,
+        splits_examples=True,
         why_whole=program.batch.why_whole,
         sets=tuple(sets),
         split=split,

@@ -23,7 +23,8 @@ class Decision:
 
     The batch is split over `batch_axes`, if it divides, and the classes that are `chosen` over
     `model_axes`. `hardware` is what the choice is for, and `sizes` are those of all axes. `cost` is
-    the time of a step in parts, and `seconds` the sum of them, with what overlaps.
+    the time of a step in parts, and `seconds` that of arithmetic and communication, with what
+    overlaps and without memory traffic.
     """
 
     program: Program
@@ -148,7 +149,7 @@ def _applies(strategy: _Strategy, program: Program, sizes: Mapping[str, int]) ->
         for split_set in program.batch.sets:
             over.update(split_set.axes)
         return over <= set(strategy.batch) and ("model" in over) == ("model" in strategy.batch)
-    if program.batch.sequence:
+    if program.batch.splits_examples:
         return strategy == _DEFAULT
     if "model" in strategy.batch:
         return sizes["model"] > 1 and batch_dims(program, parts(strategy.batch, sizes)).is_split

@@ -190,7 +190,7 @@ def _classes_of_constants(program: Program, classes: Classes, compute: Compute) 
     for name, d in compute.constants:
         dims_by_name.setdefault(name, []).append(d)
     chosen: set[int] = set()
-    for constant, value in program.planned:
+    for constant, value in program.large_constants:
         dims = dims_by_name.get(constant.name)
         if not dims:
             continue

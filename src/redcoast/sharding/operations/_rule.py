@@ -38,7 +38,8 @@ class Rule:
     - `sizes`: the size of each factor.
     - `reduced`: the results combine all elements along these factors, and do not have them.
     - `moved`: elements change their places along these, or depend on their neighbours.
-    - `whole`: the arrays are needed as a whole along these: a sharding ends here.
+    - `whole`: the arrays are needed as a whole along these: a sharding ends here. Where a result
+        has the factor too, as in a concatenation, a batch is sharded again.
     - `shuffled`: the part of `whole` along which any element may come from any place, as in a
         sort.
     - `blocked`: no sharding is propagated along these, as along the space of a convolution.

@@ -215,7 +215,7 @@ class Graph:
     """The nodes of a program, with what links them and what sharding them costs."""
 
     sizes: list[int] = field(default_factory=list)
-    blocked: set[int] = field(default_factory=set)
+    blocked: set[int] = field(default_factory=set)  # no sharding is propagated along these
     # Blocked nodes along which elements depend on few others: an example can be split along them.
     near: set[int] = field(default_factory=set)
     stacks: set[int] = field(default_factory=set)  # blocked nodes that count a scan's layers
@@ -225,6 +225,7 @@ class Graph:
     # The axes that the program itself constrains a dimension to; `()` if it is replicated.
     constrained: dict[int, tuple[str, ...]] = field(default_factory=dict)
     links: list[tuple[int, int]] = field(default_factory=list)
+    # Through cuts and joins, after which a batch is sharded again and parameters are not.
     soft_links: list[tuple[int, int]] = field(default_factory=list)
     partial_sums: dict[object, PartialSum] = field(default_factory=dict)
     reshards: list[Reshard] = field(default_factory=list)

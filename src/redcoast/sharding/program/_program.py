@@ -39,18 +39,18 @@ class Program:
         nodes: set[int] = set()
         for value in self.parameters:
             nodes.update(value.dims)
-        for _, value in self.planned:
+        for _, value in self.large_constants:
             nodes.update(value.dims)
         return frozenset(nodes)
 
     @property
-    def planned(self) -> list[tuple[Constant, Value]]:
+    def large_constants(self) -> list[tuple[Constant, Value]]:
         """Large arrays that the function closes over; they can be tensor-parallel."""
-        planned: list[tuple[Constant, Value]] = []
+        large: list[tuple[Constant, Value]] = []
         for constant in self.constants:
             if constant.is_planned:
-                planned += [(constant, value) for value in constant.values]
-        return planned
+                large += [(constant, value) for value in constant.values]
+        return large
 
     @cached_property
     def asked_axes(self) -> dict[int, tuple[str, ...]]:

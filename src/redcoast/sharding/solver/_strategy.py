@@ -55,8 +55,8 @@ class Decision:
     @property
     def constants(self) -> list[tuple[Constant, Value, int | None]]:
         """The tensor-parallel dimension, or None, of each use of a planned constant."""
-        planned = self.program.planned
-        return [(constant, value, self._dimension(value)) for constant, value in planned]
+        large = self.program.large_constants
+        return [(constant, value, self._dimension(value)) for constant, value in large]
 
     def is_chosen(self, node: int) -> bool:
         """Whether a dimension is tensor-parallel."""
@@ -102,7 +102,7 @@ def best_strategy(
     the activations of a decision do not fit into memory.
     """
     parameters = list(map(Parameter, program.parameters, sharded))
-    for _, value in program.planned:
+    for _, value in program.large_constants:
         # Constants are always replicated in storage, so they are not gathered.
         parameters.append(Parameter(value, sharded=False))
     # Overrides decide dimensions over `model`, which only the usual strategy shards so.
@@ -251,7 +251,7 @@ def _candidates(program: Program, classes: Classes, batch: BatchDims) -> list[in
     nodes: list[int] = []
     for value in program.parameters:
         nodes.extend(value.dims)
-    for _, value in program.planned:
+    for _, value in program.large_constants:
         nodes.extend(value.dims)
     free = splittable(graph, classes, nodes)
     # What counts rows is divided by the batch's axes already.

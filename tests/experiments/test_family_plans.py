@@ -9,7 +9,7 @@ import redcoast as rc
 
 FAMILIES = """
     Phi-3; OLMo-2; SmolLM3; Gemma 3; Qwen3-MoE; GPT-OSS; DeepSeek-V3; GLM-4 MoE; Mamba-2;
-    ModernBERT; DINOv2; DINOv2, gated; SigLIP; Whisper
+    ModernBERT; DINOv2; DINOv2, gated; SigLIP; Whisper; Qwen3.5
 """
 
 

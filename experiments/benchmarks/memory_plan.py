@@ -197,7 +197,7 @@ def main(models: tuple[str, ...] = (), page: Path | None = None) -> None:
         make = ft.partial(loss_of, layer, scanned)
         plain = make(lambda fn: fn)
         size, flops = compiled(plain, model, batch)
-        rows: list[tuple[int, float]] = []
+        rows: list[tuple[float, float]] = []
         for policy in POLICIES.values():
             wrap = ft.partial(jax.checkpoint, policy=policy)
             rows.append(compiled(make(wrap), model, batch))

@@ -125,7 +125,7 @@ CASES: dict[Programs, list[Case]] = {
         Case("7B, 8 H100: loop, full remat", **SEVEN_GPU | LOOP),
         Case("7B, 8 H100: default, dots", **SEVEN_GPU),
         Case("Mixtral 8x7B, 16 H100: loop, full remat", **SPARSE | LOOP),
-        Case("Mixtral 8x7B, 16 H100: default, full remat", **SPARSE),
+        Case("Mixtral 8x7B, 16 H100: unrolled, full remat", **SPARSE, unroll=32),
     ],
     "goals-tpu": [
         Case("7B, 16 v5e: fsdp=16", **SEVEN_TPU, mesh={"data": 1, "fsdp": 16}),

@@ -117,11 +117,14 @@ def test_fused_attention_runs_once_where_products_are_saved(remat, kernels):
     assert text.count("= dot_product_attention_fwd_wrapper[") == kernels
 
 
-def test_long_layers_and_generation_are_loops_on_a_gpu():
+def test_many_or_large_layers_and_generation_are_loops_on_a_gpu():
     with compiling_for(Target("gpu", 9)):
-        assert default_unroll(32) == 32
-        assert default_unroll(33) == 1
-        assert default_unroll(2, has_cache=True) == 1
+        layers = jax.ShapeDtypeStruct((32, 2**14, 2**14), jnp.float32)  # of 1 GiB each
+        assert default_unroll(layers, 32) == 32
+        assert default_unroll(layers, 33) == 1
+        assert default_unroll(layers, 2, has_cache=True) == 1
+        # Layers that are gathered while others compute take memory.
+        assert default_unroll([layers, layers], 32) == 1
 
 
 def test_long_causal_rows_need_no_array_of_all_pairs(monkeypatch):

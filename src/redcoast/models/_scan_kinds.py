@@ -102,7 +102,7 @@ def scan_kinds(
     keys = jax.random.split(key, len(kinds)) if key is not None else None
     if any(map(is_by_layer, jax.tree.leaves(dict(stacks), is_leaf=is_by_layer))):
         return _run_each(layer_fn, x, stacks, kinds, (inputs, keys), cache)
-    unroll = unroll or default_unroll(len(kinds), has_cache=has_cache(cache))
+    unroll = unroll or default_unroll(dict(stacks), len(kinds), has_cache=has_cache(cache))
     for part in repeated_layers(kinds):
         # Where the layers of each kind begin in the stack of their kind.
         before, slices = Counter(part.before), {}

@@ -45,6 +45,10 @@ MOST_UNROLLED = 12
 # stacks; unrolled layers need less memory and compile in twice the time
 # (`experiments/benchmarks/accelerators.py`, with jax 0.12).
 MOST_UNROLLED_ON_GPU = 32
+# Bytes of a layer on a GPU. The compiler gathers the weights of several unrolled layers at once,
+# while others compute: 32 layers of Mixtral 8x7B, of 2.9 GB each in bfloat16 on 16 H100, take 101
+# GB of temporaries, where a loop takes 22 (`accelerators.py goals-gpu`).
+MOST_BYTES_UNROLLED = 2**30
 
 
 def check_remat(remat: str) -> None:
@@ -92,7 +96,7 @@ def scan_layers(
         return _run_layers(layer_fn, x, layers, cache, key)
     count = jax.tree.leaves(layers)[0].shape[0]
     keys = jax.random.split(key, count) if key is not None else None
-    together = min(unroll or default_unroll(count, has_cache=has_cache(cache)), count)
+    together = min(unroll or default_unroll(layers, count, has_cache=has_cache(cache)), count)
 
     # The residual stream of each layer is saved for the backward pass, in which XLA for GPUs
     # prefers another layout. XLA would copy the residual streams of all layers at once, which are
@@ -119,16 +123,19 @@ def has_cache(cache: PyTree) -> bool:
     return any(x.ndim > 2 for x in jax.tree.leaves(cache))
 
 
-def default_unroll(count: int, *, has_cache: bool = False) -> int:
+def default_unroll(layers: PyTree, count: int, *, has_cache: bool = False) -> int:
     """Returns the number of layers in one iteration of a loop over `count` layers: all or one.
 
-    A loop compiles faster, but copies slices of weights and gradients. TPUs copy little.
+    A loop compiles faster, but copies slices of weights and gradients. TPUs copy little. `layers`
+    has the arrays of all of them.
     """
     platform, most = target().platform, 1
     if platform == "cpu":
         most = MOST_UNROLLED
     elif platform == "gpu" and not has_cache:
-        most = MOST_UNROLLED_ON_GPU
+        layer_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers)) / count
+        if layer_bytes <= MOST_BYTES_UNROLLED:
+            most = MOST_UNROLLED_ON_GPU
     if count > most:
         return 1
     return count

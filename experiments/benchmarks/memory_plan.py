@@ -36,7 +36,7 @@ POLICIES = {
     "dots": jax.checkpoint_policies.dots_saveable,
     "weights": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-PARTS = (0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3)  # of the estimated activations
+PARTS = tuple(n / 20 for n in range(14, 1, -1))  # 0.7 to 0.1 of the estimated activations
 WIDTH, LAYERS = 128, 8
 
 

@@ -70,6 +70,23 @@ class Scan:
         parts = items[: self.consts], items[self.consts : scanned], items[scanned:]
         return cast(tuple[Items, Items, Items], parts)
 
+    def run(
+        self,
+        body: Callable[[list[Any]], Sequence[Any]],
+        consts: Sequence[Any],
+        init: Sequence[Any],
+        xs: Sequence[Any],
+    ) -> list[Any]:
+        """Runs another body on the same operands; both take and return one list of arrays."""
+
+        def iterate(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = list(body([*consts, *carry, *xs]))
+            return results[: self.carry], results[self.carry :]
+
+        options = {"length": self.length, "reverse": self.reverse, "unroll": self.unroll}
+        carry, ys = jax.lax.scan(iterate, list(init), list(xs), **options)
+        return [*carry, *ys]
+
 
 @dataclass(frozen=True)
 class While:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jaxtyping import PyTree
@@ -44,6 +45,13 @@ def is_inexact(aval: object) -> bool:
 def struct_of(atom: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a variable or a literal."""
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+
+def as_traced(x: Any, atom: Any) -> Any:
+    """A value of a variable or a literal as an array of the traced dtype, if it is a number."""
+    if isinstance(x, bool | int | float | complex | np.generic | np.ndarray):
+        return jnp.asarray(x, struct_of(atom).dtype)
+    return x
 
 
 def bind_again(equation: JaxprEqn, inputs: Sequence[PyTree]) -> list[PyTree]:

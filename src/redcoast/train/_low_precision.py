@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 from jaxtyping import PyTree
 
 from ..core._control_flow import (
@@ -31,7 +31,7 @@ from ..core._control_flow import (
 )
 from ..core._errors import check_functions, check_kind, several
 from ..core._frames import hide_frames
-from ..core._jaxpr import bind_again, evaluate_jaxpr, iter_equations, struct_of
+from ..core._jaxpr import as_traced, bind_again, evaluate_jaxpr, iter_equations, struct_of
 from ..core._pytree import join
 from ..sharding import Traced, trace, uses_in
 from ..sharding.tree._leaves import flat_leaves
@@ -196,7 +196,7 @@ class _Evaluation:
         read = lambda literal: _Value(literal.val, frozenset())
         results = evaluate_jaxpr(opened, env, self._handle, read)
         pairs = zip(results, opened.outvars, strict=True)
-        return [_Value(_as_array(value.x, atom), value.weights) for value, atom in pairs]
+        return [_Value(as_traced(value.x, atom), value.weights) for value, atom in pairs]
 
     def _handle(self, index: int, equation: JaxprEqn, operands: list[_Value]) -> list[_Value]:
         weights = _joined(operands)
@@ -248,7 +248,7 @@ class _Evaluation:
         self, flow: Scan | While | Cond | Call, equation: JaxprEqn, operands: Sequence[_Value]
     ) -> list[Any]:
         pairs = zip(operands, equation.invars, strict=True)
-        arrays = [_as_array(value.x, atom) for value, atom in pairs]
+        arrays = [as_traced(value.x, atom) for value, atom in pairs]
         marks = [value.weights for value in operands]
         match flow:
             case Scan():
@@ -275,14 +275,7 @@ class _Evaluation:
         consts, init, xs = scan.split(arrays)
         of_consts, _, of_xs = scan.split(marks)
         body = self._function(scan.body, [*of_consts, *[None] * scan.carry, *of_xs])
-
-        def iterate(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = body(*consts, *carry, *xs)
-            return results[: scan.carry], results[scan.carry :]
-
-        options = {"length": scan.length, "reverse": scan.reverse, "unroll": scan.unroll}
-        carry, ys = jax.lax.scan(iterate, init, xs, **options)
-        return [*carry, *ys]
+        return scan.run(lambda inputs: body(*inputs), consts, init, xs)
 
     def _while(self, loop: While, arrays: list[Any], marks: list[Any]) -> list[Any]:
         cond_consts, body_consts, init = loop.split(arrays)
@@ -319,10 +312,3 @@ def _has_products(equation: JaxprEqn) -> bool:
         if any(inner.primitive.name == "dot_general" for inner in iter_equations(jaxpr)):
             return True
     return False
-
-
-def _as_array(x: Any, atom: Any) -> Any:
-    """A number of the program as an array of the traced dtype."""
-    if isinstance(x, jax.Array) or not isinstance(atom, Literal):
-        return x
-    return jnp.asarray(x, struct_of(atom).dtype)

@@ -23,7 +23,7 @@ from ...core._control_flow import (
     control_flow,
     primitive_name,
 )
-from ...core._jaxpr import bind_again, evaluate_jaxpr, iter_equations, struct_of, variables
+from ...core._jaxpr import as_traced, bind_again, evaluate_jaxpr, iter_equations, variables
 from ...core._markers import gathered_dimension
 from ...core._pytree import ARRAYS, join
 from .._mesh_axes import used_axes
@@ -151,7 +151,7 @@ def run_constrained(
     results = evaluate_jaxpr(jaxpr, env, handle)
     for place, atom in enumerate(jaxpr.outvars):
         if isinstance(atom, Literal):
-            results[place] = _as_array(results[place], atom)
+            results[place] = as_traced(results[place], atom)
     return results
 
 
@@ -187,13 +187,6 @@ def _keep_whole(equation: JaxprEqn, scope: Scope, shardings: Shardings, operands
     if not is_split or any(map(shardings.is_parallel, parts)):
         return operands
     return list(map(shardings.constrain, operands, parts))
-
-
-def _as_array(x: Any, atom: Atom) -> jax.Array:
-    """Converts a literal, which is a Python number, to an array of the traced dtype."""
-    if isinstance(x, jax.Array):
-        return x
-    return jnp.asarray(x, struct_of(atom).dtype)
 
 
 def _run(nested: _Nested, flow: ControlFlow | None, copies: dict[Atom, jax.Array]) -> Arrays:
@@ -310,7 +303,7 @@ def _on_rows(nested: _Nested) -> Arrays | None:
         if not region.is_worth_it(equation, states):
             return None
         operands = _gather_stored(nested, values)
-        operands = list(map(_as_array, operands, equation.invars))
+        operands = list(map(as_traced, operands, equation.invars))
         used = _used(nested.scope.jaxpr)
         return region.run(equation, operands, states, [var in used for var in equation.outvars])
     except _REFUSALS:
@@ -440,7 +433,7 @@ def _pipelined(nested: _Nested, pipeline: Pipeline) -> Arrays:
         drawn = replace(shardings, draws=scan.random_bits, rows=rows)
         return run_constrained(scan.body, drawn, inputs)
 
-    operands = list(map(_as_array, nested.operands, nested.equation.invars))
+    operands = list(map(as_traced, nested.operands, nested.equation.invars))
     layout = PipelineLayout(pipeline, outside.mesh, outside.batch_axes)
     return run_pipeline(scan, layout, operands, layer, specs)
 
@@ -457,18 +450,16 @@ def _scan(nested: _Nested, scan: Scan) -> Arrays:
     copies = copy_weights(scope, shardings, consts)
     stored = [*stored_consts, *[False] * len(init), *stored_xs]
 
-    def body(carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+    def body(inputs: Arrays) -> Arrays:
+        consts, carry, xs = scan.split(inputs)
         inputs = [*consts, *map(shardings.constrain, carry, values), *xs]
         results = run_constrained(scope, shardings, inputs, stored, copies)
-        count = len(carry)
-        return list(map(shardings.constrain, results[:count], values)), results[count:]
+        results[: scan.carry] = map(shardings.constrain, results[: scan.carry], values)
+        return results
 
     # Python numbers would be weakly typed in the first iteration alone.
-    init = list(map(_as_array, init, carry_vars))
-    carry, ys = jax.lax.scan(
-        body, init, xs, length=scan.length, reverse=scan.reverse, unroll=scan.unroll
-    )
-    return [*carry, *ys]
+    init = list(map(as_traced, init, carry_vars))
+    return scan.run(body, consts, init, xs)
 
 
 def _gather(
@@ -528,7 +519,7 @@ def _while(nested: _Nested, loop: While) -> Arrays:
             results = list(map(select, results, carry))
         return list(map(shardings.constrain, results, values))
 
-    init = list(map(_as_array, init, carry_vars))
+    init = list(map(as_traced, init, carry_vars))
     return jax.lax.while_loop(lambda carry: jnp.any(keep_going(carry)), step, init)
 
 

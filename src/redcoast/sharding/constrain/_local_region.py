@@ -36,6 +36,7 @@ from ...core._control_flow import (
     primitive_name,
 )
 from ...core._jaxpr import (
+    as_traced,
     bind_again,
     bind_local,
     evaluate_jaxpr,
@@ -283,7 +284,7 @@ class _Evaluation:
     ) -> Arrays:
         cond_consts, body_consts, init = flow.split(inputs)
         cond_states, body_states, carry = flow.split(tuple(states))
-        init = _as_arrays(init, equation.invars[-len(init) :])
+        init = list(map(as_traced, init, equation.invars[-len(init) :]))
 
         def keep_going(state: Arrays) -> jax.Array:
             inputs = zip((*cond_consts, *state), (*cond_states, *carry), strict=True)
@@ -313,20 +314,13 @@ class _Evaluation:
         self, equation: JaxprEqn, flow: Scan, inputs: Arrays, states: Sequence[State]
     ) -> Arrays:
         consts, init, xs = flow.split(inputs)
-        init = _as_arrays(init, flow.split(equation.invars)[1])
+        init = map(as_traced, init, flow.split(equation.invars)[1])
         _, outputs = self.region.states.scan(flow, states)
         const_states, _, x_states = flow.split(tuple(states))
         row_states = shift_all(x_states, -1)
         body_states = (*const_states, *outputs[: flow.carry], *row_states)
         step = self.as_function(flow.body, body_states, outputs)
-
-        def body(carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-            results = step(*consts, *carry, *xs)
-            return results[: flow.carry], results[flow.carry :]
-
-        options = {"length": flow.length, "reverse": flow.reverse, "unroll": flow.unroll}
-        carry, ys = jax.lax.scan(body, init, list(xs), **options)
-        return [*carry, *ys]
+        return flow.run(lambda inputs: step(*inputs), consts, list(init), xs)
 
     def _cond(
         self, flow: Cond, inputs: Arrays, states: Sequence[State], results: Sequence[State]
@@ -457,12 +451,6 @@ def waits_for_rows(equation: JaxprEqn) -> bool:
         case Cond():
             return CALLBACK in map(primitive_name, _inside(equation))
     return False
-
-
-def _as_arrays(inputs: Sequence[object], atoms: Sequence[Atom]) -> list[jax.Array]:
-    """Converts inputs, some of which are Python numbers, to arrays of the traced dtypes."""
-    dtypes = [struct_of(atom).dtype for atom in atoms]
-    return list(map(jnp.asarray, inputs, dtypes))
 
 
 def _inexact_places(avals: Sequence[jax.ShapeDtypeStruct]) -> list[int]:

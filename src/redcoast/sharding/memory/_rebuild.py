@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, Literal
 
-from ...core._jaxpr import at_line_of, bind_again
+from ...core._jaxpr import as_traced, at_line_of, bind_again
 from ._blocks import StepBlock
 from ._choices import BlockChoice
 from ._decide import Decided
@@ -38,7 +38,13 @@ def _run(flat: Flat, decided: Decided, inputs: Sequence[Any], *, prevent_cse: bo
                 _run_step(step, values)
         else:
             _run_again(block, steps, choice, values, constant, prevent_cse=prevent_cse)
-    return [_as_array(_read(values, atom), atom) for atom in flat.outputs]
+    results: list[Any] = []
+    for atom in flat.outputs:
+        x = _read(values, atom)
+        if isinstance(atom, Literal):
+            x = as_traced(x, atom)
+        results.append(x)
+    return results
 
 
 def _run_again(
@@ -156,10 +162,9 @@ def _run_loop(
     """Runs a loop whose iterations keep in turn what was decided."""
     scan = step.scan
     assert scan is not None
-    operands = [_as_array(_read(values, atom), atom) for atom in step.inputs]
-    operands = [
-        _as_type(x, atom.aval) for x, atom in zip(operands, step.equation.invars, strict=True)
-    ]
+    # An initial carry may be a number.
+    inputs = [_read(values, atom) for atom in step.inputs]
+    operands = list(map(as_traced, inputs, step.equation.invars))
     consts, init, xs = scan.split(operands)
     period = len(turns)
     # In a loop of one block, the compiler cannot undo the recomputation: the passes are two loops.
@@ -204,18 +209,3 @@ def _read(values: dict[int, Any], atom: Atom) -> Any:
     if isinstance(atom, Literal):
         return atom.val
     return values[atom]
-
-
-def _as_array(x: Any, atom: Any) -> Any:
-    """Converts a number of the program to an array of the traced dtype."""
-    if isinstance(atom, Literal) and not isinstance(x, jax.Array):
-        aval: Any = atom.aval
-        return jnp.asarray(x, aval.dtype)
-    return x
-
-
-def _as_type(x: Any, aval: Any) -> Any:
-    """An initial carry of a loop, which may be a number, as an array."""
-    if isinstance(x, jax.Array):
-        return x
-    return jnp.asarray(x, aval.dtype)

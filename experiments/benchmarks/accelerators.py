@@ -80,6 +80,17 @@ class Figures:
     exposed: float
     seconds: float
 
+    def cells(self) -> list[str]:
+        """What a table has of all but the seconds of the compiler."""
+        return [
+            f"{self.temporaries / 1e9:.1f}",
+            f"{self.kernels:,.0f}",
+            f"{self.other_bytes / 1e9:.0f}",
+            f"{self.sent / 1e9:.1f}",
+            f"{1e3 * self.exposed:.1f}",
+            f"{1e3 * self.seconds:.0f}",
+        ]
+
     def continued(self, other: "Figures", factor: float) -> "Figures":
         """The figures on the straight line through these and others, `factor` of the way."""
         mine, others = dataclasses.astuple(self), dataclasses.astuple(other)
@@ -169,12 +180,7 @@ def row(case: Case) -> list[str]:
     return [
         case.name,
         f"{figures.compile_seconds:.0f}",
-        f"{figures.temporaries / 1e9:.1f}",
-        f"{figures.kernels:,.0f}",
-        f"{figures.other_bytes / 1e9:.0f}",
-        f"{figures.sent / 1e9:.1f}",
-        f"{1e3 * figures.exposed:.1f}",
-        f"{1e3 * figures.seconds:.0f}",
+        *figures.cells(),
         f"{100 * utilisation:.0f}",
     ]
 

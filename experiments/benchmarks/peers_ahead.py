@@ -70,19 +70,11 @@ def main(page: Path | None = None, only: tuple[Literal["1.1B", "7B"], ...] = ())
 
 
 def line(name: str, figures: Figures) -> str:
-    cells = (
-        f"{figures.temporaries / 1e9:.1f}",
-        f"{figures.kernels:,.0f}",
-        f"{figures.other_bytes / 1e9:.0f}",
-        f"{figures.sent / 1e9:.1f}",
-        f"{1e3 * figures.exposed:.1f}",
-        f"{1e3 * figures.seconds:.0f}",
-    )
-    return f"| {name} | {' | '.join(cells)} |"
+    return f"| {name} | {' | '.join(figures.cells())} |"
 
 
 def ratios(name: str, ours: Figures, other: Figures) -> str:
-    cells = []
+    cells: list[str] = []
     for column in COLUMNS:
         mine, others = getattr(ours, column), getattr(other, column)
         cells.append(f"{mine / others:.2f}" if others else "")

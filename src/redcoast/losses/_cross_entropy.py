@@ -244,17 +244,19 @@ def _losses_in_parts(
     # The arrays of `unembed` are hidden in a function: a trace shows them as constants.
     traced = jax.make_jaxpr(unembed)(jax.ShapeDtypeStruct((batch, size, width), hidden.dtype))
     consts = consts_of(traced)
-    moved = [jnp.issubdtype(x.dtype, jnp.inexact) for x in consts]  # only these have gradients
-    arrays = [
-        jnp.broadcast_to(x[None], (parts, *x.shape)) if one else x
-        for x, one in zip(consts, moved, strict=True)
-    ]
+    arrays: list[Array] = []
+    in_axes: list[int | None] = []
+    for x in consts:
+        if jnp.issubdtype(x.dtype, jnp.inexact):  # only these have gradients
+            arrays.append(jnp.broadcast_to(x[None], (parts, *x.shape)))
+            in_axes.append(0)
+        else:
+            arrays.append(x)
+            in_axes.append(None)
 
     def of_part(arrays: list[Array], hidden: Array, targets: Array) -> Array:
         (logits,) = jaxpr_as_fun(close_jaxpr(open_jaxpr(traced), arrays))(hidden)
         return token_losses(logits, targets)
-
-    in_axes = [0 if one else None for one in moved]  # of the repeated arrays and of the others
 
     def body(_: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
         return None, jax.vmap(of_part, (in_axes, 1, 1), 1)(arrays, *inputs)  # (batch, parts, size)

@@ -69,11 +69,12 @@ def bytes_of(flat: Flat, numbers: Iterable[int]) -> float:
 
 def without_worse(choices: Iterable[Weighed], most: int = _MOST_CHOICES) -> list[Weighed]:
     """The choices that no other is as good as in both memory and time, at most so many."""
-    ordered = sorted(choices, key=lambda one: (one.choice.seconds, one.kept_bytes, one.most_bytes))
+    order = lambda option: (option.choice.seconds, option.kept_bytes, option.most_bytes)
+    ordered = sorted(choices, key=order)
     best: list[Weighed] = []
-    for one in ordered:
-        if not any(other.is_as_good_as(one) for other in best):
-            best.append(one)
+    for option in ordered:
+        if not any(other.is_as_good_as(option) for other in best):
+            best.append(option)
     if len(best) <= most:
         return best
     # Of very many choices, those at equal distances, the first and the last included.

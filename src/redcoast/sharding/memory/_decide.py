@@ -71,7 +71,7 @@ class Decider:
         """What takes the least memory."""
         least: list[tuple[StepBlock, BlockChoice]] = []
         for block, choices in zip(self.blocks(parts), self._choices(parts), strict=True):
-            smallest = min(choices, key=lambda one: (one.kept_bytes, one.most_bytes))
+            smallest = min(choices, key=lambda option: (option.kept_bytes, option.most_bytes))
             least.append((block, smallest.choice))
         return least
 
@@ -141,7 +141,7 @@ class Decider:
         if known == numbers:
             return choices
         own = dict(zip(known, numbers, strict=True))
-        return [_renumbered(one, own) for one in choices]
+        return [_renumbered(option, own) for option in choices]
 
     @ft.cached_property
     def _known(self) -> dict[object, tuple[list[int], list[Weighed]]]:
@@ -158,9 +158,9 @@ class Decider:
             keep_all.append((block, choices[0].choice))
             merged = _merged(merged, block, choices)
         iterations = [_of_iteration(body, loop, tuple(keep_all))]
-        iterations += [_of_iteration(body, loop, one.choice.inner[0]) for one in merged]
+        iterations += [_of_iteration(body, loop, option.choice.inner[0]) for option in merged]
         iterations = [iterations[0], *without_worse(iterations[1:], _MOST_OF_BODY)]
-        mixed = [_in_turn([one], length) for one in iterations]
+        mixed = [_in_turn([option], length) for option in iterations]
         for period in _PERIODS:
             if length % period:
                 continue
@@ -221,13 +221,13 @@ def _least_time(
     for of_block, incoming in zip(choices, before, strict=True):
         after = np.full(_LEVELS + 1, np.inf)
         pick = np.zeros(_LEVELS + 1, int)
-        moves = [round((incoming + one.kept_bytes) / unit) for one in of_block]
-        for place, (one, move) in enumerate(zip(of_block, moves, strict=True)):
-            most = _LEVELS - math.ceil(one.choice.needs / unit)
+        moves = [round((incoming + option.kept_bytes) / unit) for option in of_block]
+        for place, (option, move) in enumerate(zip(of_block, moves, strict=True)):
+            most = _LEVELS - math.ceil(option.choice.needs / unit)
             if move > most:
                 continue
             candidate = np.full(_LEVELS + 1, np.inf)
-            candidate[move : most + 1] = seconds[: most + 1 - move] + one.choice.seconds
+            candidate[move : most + 1] = seconds[: most + 1 - move] + option.choice.seconds
             is_better = candidate < after
             after[is_better] = candidate[is_better]
             pick[is_better] = place
@@ -265,15 +265,15 @@ def _merged(
     """What the blocks of an iteration up to one can keep."""
     merged: list[Weighed] = []
     for earlier in before:
-        for one in choices:
+        for option in choices:
             choice = BlockChoice(
-                earlier.choice.is_again or one.choice.is_again,
-                inner=((*earlier.choice.inner[0], (block, one.choice)),),
-                needs=max(earlier.choice.needs, one.choice.needs),
-                seconds=earlier.choice.seconds + one.choice.seconds,
-                flops=earlier.choice.flops + one.choice.flops,
+                earlier.choice.is_again or option.choice.is_again,
+                inner=((*earlier.choice.inner[0], (block, option.choice)),),
+                needs=max(earlier.choice.needs, option.choice.needs),
+                seconds=earlier.choice.seconds + option.choice.seconds,
+                flops=earlier.choice.flops + option.choice.flops,
             )
-            merged.append(Weighed(choice, earlier.kept_bytes + one.kept_bytes))
+            merged.append(Weighed(choice, earlier.kept_bytes + option.kept_bytes))
     return without_worse(merged, 2 * _MOST_OF_BODY)
 
 
@@ -295,24 +295,27 @@ def _of_iteration(
 def _in_turn(turns: Sequence[Weighed], length: int) -> Weighed:
     """What a loop keeps whose iterations choose in turn."""
     times = length / len(turns)
-    of_iteration = sum((one.kept_bytes for one in turns), 0.0)
+    of_iteration = sum((option.kept_bytes for option in turns), 0.0)
     kept = times * of_iteration
-    is_again = any(one.choice.is_again for one in turns)
+    is_again = any(option.choice.is_again for option in turns)
+    inner: tuple[tuple[tuple[StepBlock, BlockChoice], ...], ...] = ()
+    if is_again:
+        inner = tuple(option.choice.inner[0] for option in turns)
     choice = BlockChoice(
         is_again,
-        inner=tuple(one.choice.inner[0] for one in turns) if is_again else (),
+        inner=inner,
         bytes=kept,
         # What an iteration keeps is copied to where all of them keep it, and back.
-        needs=max(one.choice.needs for one in turns) + of_iteration,
-        seconds=times * sum((one.choice.seconds for one in turns), 0.0),
-        flops=times * sum((one.choice.flops for one in turns), 0.0),
+        needs=max(option.choice.needs for option in turns) + of_iteration,
+        seconds=times * sum((option.choice.seconds for option in turns), 0.0),
+        flops=times * sum((option.choice.flops for option in turns), 0.0),
     )
     return Weighed(choice, kept)
 
 
-def _renumbered(one: Weighed, numbers: dict[int, int]) -> Weighed:
+def _renumbered(option: Weighed, numbers: dict[int, int]) -> Weighed:
     """The same choice of a block that repeats."""
-    choice = one.choice
+    choice = option.choice
     kept = frozenset(numbers[number] for number in choice.kept)
     same = BlockChoice(
         choice.is_again,
@@ -321,7 +324,7 @@ def _renumbered(one: Weighed, numbers: dict[int, int]) -> Weighed:
         seconds=choice.seconds,
         flops=choice.flops,
     )
-    return Weighed(same, one.kept_bytes)
+    return Weighed(same, option.kept_bytes)
 
 
 def _carried(body: Flat, loop: FlatStep) -> float:

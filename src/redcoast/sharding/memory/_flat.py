@@ -228,9 +228,9 @@ def cost_of_equation(scope: Scope, index: int, size_of: SizeOf) -> tuple[float, 
     equation, inner = scope.jaxpr.eqns[index], scope.inner.get(index, [])
     if inner:
         seconds = flops = 0.0
-        for one in inner:
-            for place in range(len(one.jaxpr.eqns)):
-                more, operations = cost_of_equation(one, place, size_of)
+        for body in inner:
+            for place in range(len(body.jaxpr.eqns)):
+                more, operations = cost_of_equation(body, place, size_of)
                 seconds += more
                 flops += operations
         times = _times(control_flow(equation))

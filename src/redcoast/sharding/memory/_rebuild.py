@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
-from ...core._jaxpr import as_traced, at_line_of, bind_again
+from ...core._control_flow import consts_of, open_jaxpr
+from ...core._jaxpr import as_traced, at_line_of, bind_again, evaluate_jaxpr
 from ._blocks import StepBlock
 from ._choices import BlockChoice
 from ._decide import Decided
@@ -105,19 +106,21 @@ def _with_named_derivative(equation: JaxprEqn) -> Callable[..., Any]:
         result = compute(*operands)  # `jax.checkpoint` sees no names inside of `run`
         bind = lambda *x: bind_again(equation, x)[0]
         program = jax.make_jaxpr(lambda *x: jax.jvp(bind, *x))(operands, tangents)
-        values: dict[Any, Any] = dict(
-            zip(program.jaxpr.invars, [*operands, *tangents], strict=True)
-        )
-        values.update(zip(program.jaxpr.constvars, program.consts, strict=True))
-        read = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
-        primal, tangent = program.jaxpr.outvars
-        values[primal] = result
-        for one in program.jaxpr.eqns:
-            if primal in one.outvars:
-                continue
-            results = bind_again(one, [read(atom) for atom in one.invars])
-            values.update(zip(one.outvars, results, strict=True))
-        return result, read(tangent)
+        jaxpr = open_jaxpr(program)
+        variables = (*jaxpr.constvars, *jaxpr.invars)
+        inputs = (*consts_of(program), *operands, *tangents)
+        env: dict[Var, Any] = dict(zip(variables, inputs, strict=True))
+        primal = jaxpr.outvars[0]
+
+        def handle(index: int, inner: JaxprEqn, operands: list[Any]) -> list[Any]:
+            if primal not in inner.outvars:
+                return bind_again(inner, operands)
+            results: list[Any] = [None] * len(inner.outvars)
+            results[inner.outvars.index(primal)] = result
+            return results
+
+        _, tangent = evaluate_jaxpr(jaxpr, env, handle)
+        return result, tangent
 
     return run
 
@@ -140,8 +143,8 @@ def _steps_of_constants(numbers: Sequence[int], constant: dict[int, FlatStep]) -
         step = constant.get(number)
         if step is None or step in steps:
             return
-        for one in step.reads:
-            add(one)
+        for read in step.reads:
+            add(read)
         steps[step] = None
 
     for number in numbers:

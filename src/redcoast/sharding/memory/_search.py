@@ -41,8 +41,8 @@ def least_within(decider: Decider, limit: int | float) -> RecomputeCandidate:
         candidates.append(_weigh(decider, recompute, decider.decide(recompute)))
     within = [candidate for candidate in candidates if candidate.bytes <= limit]
     if within:
-        return min(within, key=lambda one: (one.seconds, one.bytes))
-    return min(candidates, key=lambda one: one.bytes)
+        return min(within, key=lambda option: (option.seconds, option.bytes))
+    return min(candidates, key=lambda option: option.bytes)
 
 
 def _weigh(decider: Decider, recompute: Recompute, decided: Decided) -> RecomputeCandidate:

@@ -91,7 +91,9 @@ def hardware_for(platform: str, memory: int | float | None) -> Hardware:
         return Hardware(
             memory=memory, adds_first=False, scatters=False, overlaps=False, compiler="cpu"
         )
-    return Hardware(memory=memory, compiler="tpu" if platform == "tpu" else "gpu")
+    if platform == "tpu":
+        return Hardware(memory=memory, compiler="tpu")
+    return Hardware(memory=memory, compiler="gpu")
 
 
 def all_reduce(count: int, size: int | float) -> int | float:

@@ -37,10 +37,10 @@ def check_number(name: str, value: object, *, above: int | float | None = None) 
         raise ValueError(f"`{name}` is {value}. It must be more than {above}.")
 
 
-def check_optimizer(optimizer: object) -> None:
-    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+def check_optimizer(optimizer: object, *, name: str = "optimizer") -> None:
+    if not all(callable(getattr(optimizer, method, None)) for method in ("init", "update")):
         words = "an optax optimizer, such as `optax.adamw(3e-4)`"
-        raise _wrong_type("optimizer", optimizer, words)
+        raise _wrong_type(name, optimizer, words)
 
 
 def check_key(key: Any) -> None:

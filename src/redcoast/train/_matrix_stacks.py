@@ -7,6 +7,7 @@ the stack is sharded over all axes of the mesh: each device has some matrices.
 import functools as ft
 from collections.abc import Hashable
 from math import prod
+from numbers import Real
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,12 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
+from ..core._errors import check_kind, check_optimizer
 from ..core._tracing import sizes_of_axes
 from ._labels import labels_like
 
 Numbers = optax.contrib.MuonDimensionNumbers
+NUMBER = (Real, jax.Array)
 Matrices = Float[Array, "_ _ _"]  # (matrices, rows, columns)
 
 
@@ -29,6 +32,7 @@ def by_label(
 ) -> optax.GradientTransformation:
     """An optimizer of the matrices and another one of the other arrays. `name` is the public
     function's, for messages."""
+    check_optimizer(others, name="others")
     check_dimensions(dimensions)
     label = lambda numbers: "matrix" if is_numbers(numbers) else "other"
     labels = jax.tree.map(label, dimensions, is_leaf=lambda x: x is None or is_numbers(x))
@@ -40,12 +44,32 @@ def by_label(
     return optax.partition(transformations, ft.partial(_labels_of, name, labels))
 
 
+def check_rates(**rates: object) -> None:
+    """Raises `TypeError` or `ValueError` unless all are numbers from 0 to 1, without 1."""
+    for name, rate in rates.items():
+        check_kind(name, rate, NUMBER, "a number")
+        if not 0 <= rate < 1:  # pyright: ignore[reportOperatorIssue]
+            raise ValueError(f"`{name}` must be at least 0 and less than 1, but is {rate}.")
+
+
+def check_positive(**values: object) -> None:
+    for name, value in values.items():
+        check_kind(name, value, NUMBER, "a number")
+        if not value > 0:  # pyright: ignore[reportOperatorIssue]
+            raise ValueError(f"`{name}` must be more than 0, but is {value}.")
+
+
+def check_learning_rate(rate: object) -> None:
+    if not callable(rate):
+        check_kind("learning_rate", rate, NUMBER, "a number or an optax schedule")
+
+
 def check_dimensions(dimensions: PyTree[Numbers | None]) -> None:
     """Raises `ValueError` if there is no matrix."""
     if not any(map(is_numbers, jax.tree.leaves(dimensions, is_leaf=is_numbers))):
         raise ValueError(
-            "`dimensions` has no matrix, only `None`. Pass the result of "
-            "`rc.matrix_dimensions(model, loss_fn, batch, key)`."
+            "`dimensions` has no matrix. Pass the result of `rc.matrix_dimensions(model, loss_fn, "
+            "batch, key)`."
         )
 
 

@@ -15,15 +15,19 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PyTree
 
-from ..core._errors import several
+from ..core._errors import check_integer, check_kind, several
 from ..core._frames import warn
 from ..core._pytree import show_path
 from ..sharding import find_uses
 from ._matrix_stacks import (
+    NUMBER,
     Matrices,
     Numbers,
     as_matrices,
     by_label,
+    check_learning_rate,
+    check_positive,
+    check_rates,
     divided,
     from_matrices,
     numbers_of,
@@ -67,7 +71,8 @@ def muon(
 
     **Raises:**
 
-    `ValueError` if no array is a matrix, or a number is out of range.
+    `ValueError` if no array is a matrix, or a number is out of range; `TypeError` if an argument has
+    another type.
 
     Muon is from [Jordan et al. (2024)](https://kellerjordan.github.io/posts/muon/).
 
@@ -86,12 +91,12 @@ def muon(
         optimizer = rc.muon(0.02, dimensions, others=optax.adamw(3e-4))
         ```
     """
-    if not 0 <= momentum < 1:
-        raise ValueError(f"`momentum` must be at least 0 and less than 1, but is {momentum}.")
-    if iterations < 1:
-        raise ValueError(f"`iterations` must be at least 1, but is {iterations}.")
-    if rms is not None and not rms > 0:
-        raise ValueError(f"`rms` must be more than 0, but is {rms}.")
+    check_learning_rate(learning_rate)
+    check_rates(momentum=momentum)
+    check_integer("iterations", iterations)
+    check_kind("weight_decay", weight_decay, NUMBER, "a number")
+    if rms is not None:
+        check_positive(rms=rms)
     matrices = optax.chain(
         optax.trace(momentum, nesterov=True),
         _orthogonalize(dimensions, iterations),

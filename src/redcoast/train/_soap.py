@@ -15,12 +15,17 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
+from ..core._errors import check_integer, check_kind
 from ..core._tracing import traced_mesh
 from ._matrix_stacks import (
+    NUMBER,
     Matrices,
     Numbers,
     as_matrices,
     by_label,
+    check_learning_rate,
+    check_positive,
+    check_rates,
     dividing_axes,
     from_matrices,
     missing_matrices,
@@ -102,7 +107,8 @@ def soap(
 
     **Raises:**
 
-    `ValueError` if no array is a matrix, or a number is out of range.
+    `ValueError` if no array is a matrix, or a number is out of range; `TypeError` if an argument has
+    another type.
 
     SOAP is from [Vyas et al. (2024)](https://arxiv.org/abs/2409.11321).
 
@@ -121,13 +127,11 @@ def soap(
         optimizer = rc.soap(3e-3, dimensions, others=optax.adamw(3e-4))
         ```
     """
-    for name, value in {"b1": b1, "b2": b2, "statistics": statistics}.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"`{name}` must be at least 0 and less than 1, but is {value}.")
-    if not eps > 0:
-        raise ValueError(f"`eps` must be more than 0, but is {eps}.")
-    if frequency < 1:
-        raise ValueError(f"`frequency` must be at least 1, but is {frequency}.")
+    check_learning_rate(learning_rate)
+    check_rates(b1=b1, b2=b2, statistics=statistics)
+    check_positive(eps=eps)
+    check_integer("frequency", frequency)
+    check_kind("weight_decay", weight_decay, NUMBER, "a number")
     matrices = optax.chain(
         _scale_by_soap(dimensions, _Options(b1, b2, statistics, eps, frequency)),
         optax.add_decayed_weights(weight_decay),
@@ -187,9 +191,11 @@ def _together(options: _Options, count: Int[Array, ""], stacks: Sequence[_Stack]
     places: dict[Hashable, list[int]] = {}
     for place, stack in enumerate(stacks):
         alone = missing_matrices(stack.gradient.shape[0]) == 0
+        shape: Hashable = stack.gradient.shape[1:]
         # A stack that all devices divide stays as it is stored.
-        of_shape = (*stack.gradient.shape[1:], place if alone and dividing_axes() else -1)
-        places.setdefault(of_shape, []).append(place)
+        if alone and dividing_axes():
+            shape = shape, place
+        places.setdefault(shape, []).append(place)
     results: list[_Stack] = list(stacks)
     for members in places.values():
         parts = zip(*(stacks[place] for place in members), strict=True)

@@ -50,7 +50,7 @@ CLASSES: dict[type, type] = {
     models.LlamaConfig: models.Llama,
     models.MixtralConfig: models.Mixtral,
 }
-Programs = Literal["h100", "h100-fsdp", "v5e", "goals-gpu", "goals-tpu"]
+Programs = Literal["h100", "h100-fsdp", "h100-combine", "v5e", "goals-gpu", "goals-tpu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +108,15 @@ SEVEN_TPU = SEVEN | {"target": "v5e:4x4", "remat": "full", "depths": None}
 SPARSE = {"model": MIXTRAL, "target": "h100:2x8", "mesh": {"data": 1, "fsdp": 16}}
 SPARSE |= {"rows": 16, "remat": "full", "depths": (2, 4)}
 LOOP: dict[str, Any] = {"remat": "full", "unroll": 1, "options": {}}
-# Collectives of up to 128 MiB together, as several projects set.
-LARGE = {
-    f"xla_gpu_{kind}_combine_threshold_bytes": 128 * 2**20
-    for kind in ("all_gather", "reduce_scatter", "all_reduce")
-}
+# Collectives of up to 128 MiB together, as several projects set, beside the default option.
+LARGE: dict[str, bool | int | str] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+    LARGE[f"xla_gpu_{kind}_combine_threshold_bytes"] = 128 * 2**20
+# The same model with fewer layers, which shows what its ends expose.
+SHORT = {"model": dataclasses.replace(LLAMA_1B, layers=4)}
+SHORT_FSDP = FSDP | SHORT
+SHORT_DATA = SHORT_FSDP | {"mesh": {"data": 8}}
+SHORT_HOSTS = SHORT | {"target": "h100:16x8", "mesh": {"data": 1, "fsdp": 128}, "rows": 1024}
 CASES: dict[Programs, list[Case]] = {
     "h100": [
         Case("none, unrolled (default)", **ONE),
@@ -125,6 +129,16 @@ CASES: dict[Programs, list[Case]] = {
         Case("none, unrolled, 128 MiB", **FSDP, options=LARGE),
         Case("none, loop", **FSDP, unroll=1),
         Case("none, loop, 128 MiB", **FSDP, unroll=1, options=LARGE),
+    ],
+    "h100-combine": [
+        Case("fsdp=8, 8 H100", **SHORT_FSDP),
+        Case("the same, 128 MiB", **SHORT_FSDP, options=LARGE),
+        Case("fsdp=8, layers in a loop", **SHORT_FSDP, unroll=1),
+        Case("the same, 128 MiB", **SHORT_FSDP, unroll=1, options=LARGE),
+        Case("data=8", **SHORT_DATA),
+        Case("the same, 128 MiB", **SHORT_DATA, options=LARGE),
+        Case("fsdp=128, 16 hosts of 8 H100", **SHORT_HOSTS),
+        Case("the same, 128 MiB", **SHORT_HOSTS, options=LARGE),
     ],
     "v5e": [
         Case("fsdp=4 (default)", **SMALL, mesh={"data": 1, "fsdp": 4}),

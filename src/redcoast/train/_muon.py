@@ -71,8 +71,8 @@ def muon(
 
     **Raises:**
 
-    `ValueError` if no array is a matrix, or a number is out of range; `TypeError` if an argument has
-    another type.
+    `ValueError` if no array is a matrix, or a number is out of range; `TypeError` if an argument
+    has another type.
 
     Muon is from [Jordan et al. (2024)](https://kellerjordan.github.io/posts/muon/).
 

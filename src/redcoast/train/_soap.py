@@ -107,8 +107,8 @@ def soap(
 
     **Raises:**
 
-    `ValueError` if no array is a matrix, or a number is out of range; `TypeError` if an argument has
-    another type.
+    `ValueError` if no array is a matrix, or a number is out of range; `TypeError` if an argument
+    has another type.
 
     SOAP is from [Vyas et al. (2024)](https://arxiv.org/abs/2409.11321).
 

@@ -52,13 +52,6 @@ def check_rates(**rates: object) -> None:
             raise ValueError(f"`{name}` must be at least 0 and less than 1, but is {rate}.")
 
 
-def check_positive(**values: object) -> None:
-    for name, value in values.items():
-        check_kind(name, value, NUMBER, "a number")
-        if not value > 0:  # pyright: ignore[reportOperatorIssue]
-            raise ValueError(f"`{name}` must be more than 0, but is {value}.")
-
-
 def check_learning_rate(rate: object) -> None:
     if not callable(rate):
         check_kind("learning_rate", rate, NUMBER, "a number or an optax schedule")

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PyTree
 
-from ..core._errors import check_integer, check_kind, several
+from ..core._errors import check_integer, check_kind, check_number, several
 from ..core._frames import warn
 from ..core._pytree import show_path
 from ..sharding import find_uses
@@ -26,7 +26,6 @@ from ._matrix_stacks import (
     as_matrices,
     by_label,
     check_learning_rate,
-    check_positive,
     check_rates,
     divided,
     from_matrices,
@@ -96,7 +95,7 @@ def muon(
     check_integer("iterations", iterations)
     check_kind("weight_decay", weight_decay, NUMBER, "a number")
     if rms is not None:
-        check_positive(rms=rms)
+        check_number("rms", rms, above=0)
     matrices = optax.chain(
         optax.trace(momentum, nesterov=True),
         _orthogonalize(dimensions, iterations),

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..core._errors import check_integer, check_kind
+from ..core._errors import check_integer, check_kind, check_number
 from ..core._tracing import traced_mesh
 from ._matrix_stacks import (
     NUMBER,
@@ -24,7 +24,6 @@ from ._matrix_stacks import (
     as_matrices,
     by_label,
     check_learning_rate,
-    check_positive,
     check_rates,
     dividing_axes,
     from_matrices,
@@ -129,7 +128,7 @@ def soap(
     """
     check_learning_rate(learning_rate)
     check_rates(b1=b1, b2=b2, statistics=statistics)
-    check_positive(eps=eps)
+    check_number("eps", eps, above=0)
     check_integer("frequency", frequency)
     check_kind("weight_decay", weight_decay, NUMBER, "a number")
     matrices = optax.chain(

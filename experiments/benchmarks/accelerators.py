@@ -113,10 +113,10 @@ LARGE: dict[str, bool | int | str] = {"xla_gpu_enable_latency_hiding_scheduler":
 for kind in ("all_gather", "reduce_scatter", "all_reduce"):
     LARGE[f"xla_gpu_{kind}_combine_threshold_bytes"] = 128 * 2**20
 # The same model with fewer layers, which shows what its ends expose.
-SHORT = {"model": dataclasses.replace(LLAMA_1B, layers=4)}
-SHORT_FSDP = FSDP | SHORT
-SHORT_DATA = SHORT_FSDP | {"mesh": {"data": 8}}
-SHORT_HOSTS = SHORT | {"target": "h100:16x8", "mesh": {"data": 1, "fsdp": 128}, "rows": 1024}
+SHORT: dict[str, Any] = {"model": dataclasses.replace(LLAMA_1B, layers=4)}
+SHORT_FSDP: dict[str, Any] = FSDP | SHORT
+SHORT_DATA: dict[str, Any] = SHORT_FSDP | {"mesh": {"data": 8}}
+SHORT_HOSTS: dict[str, Any] = SHORT | {"target": "h100:16x8", "mesh": {"data": 1, "fsdp": 128}, "rows": 1024}
 CASES: dict[Programs, list[Case]] = {
     "h100": [
         Case("none, unrolled (default)", **ONE),

@@ -116,7 +116,8 @@ for kind in ("all_gather", "reduce_scatter", "all_reduce"):
 SHORT: dict[str, Any] = {"model": dataclasses.replace(LLAMA_1B, layers=4)}
 SHORT_FSDP: dict[str, Any] = FSDP | SHORT
 SHORT_DATA: dict[str, Any] = SHORT_FSDP | {"mesh": {"data": 8}}
-SHORT_HOSTS: dict[str, Any] = SHORT | {"target": "h100:16x8", "mesh": {"data": 1, "fsdp": 128}, "rows": 1024}
+SHORT_HOSTS: dict[str, Any] = SHORT | {"target": "h100:16x8", "rows": 1024}
+SHORT_HOSTS |= {"mesh": {"data": 1, "fsdp": 128}}
 CASES: dict[Programs, list[Case]] = {
     "h100": [
         Case("none, unrolled (default)", **ONE),

@@ -57,6 +57,7 @@ def fit(loss_fn, mesh):
 @pytest.mark.parametrize(
     "loss_fn", few_of([plain, with_spec, with_shard_map], plain, with_shard_map)
 )
+@pytest.mark.thorough
 def test_a_library_keeps_nothing_of_a_mesh(loss_fn):
     """Only here: one process uses meshes of several sizes, and arrays of the first trace."""
     KEPT.clear()

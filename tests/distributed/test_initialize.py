@@ -265,6 +265,7 @@ def test_a_single_pod_does_nothing(monkeypatch):
     assert not jax.distributed.is_initialized()
 
 
+@pytest.mark.integration
 def test_a_missing_process_is_named():
     script = "import redcoast as rc\nrc.initialize(timeout=2)\n"
     (finished,) = run_processes(script, processes=1, env={"REDCOAST_PROCESSES": "2"})

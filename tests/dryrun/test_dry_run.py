@@ -351,6 +351,7 @@ def odd_loss(model, x, key):
     return jnp.mean(x**2), {}, model | {"state": state}
 
 
+@pytest.mark.thorough
 def test_models_with_other_arrays_than_weights():
     batch = np.zeros((8, 8), np.float32)
     given = (init_odd, odd_loss, batch, OPTIMIZER)

@@ -60,6 +60,7 @@ def test_as_good_as_the_best_of_all_meshes(every, name, case):
     assert mine.seconds <= 1.1 * min(one.seconds for one in compiled.values())
 
 
+@pytest.mark.thorough
 def test_large_batches_and_large_matrices_are_sharded(every):
     assert dict(every["small"]) == {"data": 4, "fsdp": 1, "model": 1}
     assert every["wide"]["model"] == 4

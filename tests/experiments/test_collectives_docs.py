@@ -41,6 +41,7 @@ def run(docs, tmp_path, text):
     return page.read_text()
 
 
+@pytest.mark.thorough
 def test_tables_and_plots_are_between_the_marks(docs, tmp_path):
     write_results(tmp_path)
     text = run(docs, tmp_path, PAGE)

@@ -30,6 +30,7 @@ def config(script, tmp_path):
 @pytest.mark.seconds(10)  # a whole run
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
+@pytest.mark.thorough
 def test_a_run_compares_three_networks(mesh, script, config, tmp_path):
     script("distillation").main(config(mesh))
     (directory,) = tmp_path.iterdir()

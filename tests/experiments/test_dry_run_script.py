@@ -248,7 +248,11 @@ def test_errors_say_what_would_work(options, words, tmp_path, capsys):
         ({"mesh": "model=3"}, "model in .1, 2, 4. would fit"),
         ({"mesh": "model=0"}, "`model` must be at least 1, but is 0"),
         ({"accumulate": 0}, "--accumulate must be at least 1, but is 0"),
-        ({"batch": 3, "accumulate": 2}, "`accumulate=2` does not divide the batch"),
+        pytest.param(
+            {"batch": 3, "accumulate": 2},
+            "`accumulate=2` does not divide the batch",
+            marks=pytest.mark.thorough,
+        ),
         ({"batch": 0}, "--batch must be at least 1, but is 0"),
         ({"batch": -3}, "--batch must be at least 1, but is -3"),
         ({"chunk": 0}, "--chunk must be at least 1, but is 0"),

@@ -27,6 +27,7 @@ SMALL = {"perturbations": 16, "width": 4, "steps": 2, "episodes": 2}
         ),
     ],
 )
+@pytest.mark.thorough
 def test_a_run_reports_the_return(experiment, config, tmp_path, mesh, environment):
     experiment.main(config(mesh, environment=environment))
     (directory,) = tmp_path.iterdir()

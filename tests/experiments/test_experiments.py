@@ -204,6 +204,7 @@ def test_language_model_learns_byte_pairs_of_a_file(tmp_path):
 
 
 @pytest.mark.seconds(10)  # a whole run
+@pytest.mark.thorough
 def test_images_are_classified_in_a_short_run(script, short, tmp_path, capsys):
     # The batch divides the 360 images of the evaluation, which saves a compilation.
     small = {"channels": 4, "batch_size": 72, "steps": 2}

@@ -31,6 +31,7 @@ def test_the_smallest_setting(gpu, tmp_path, capsys):
     assert all(what in table for what in measured)
 
 
+@pytest.mark.thorough
 def test_a_part_that_fails_or_is_late_is_reported(gpu, tmp_path, capsys, monkeypatch):
     def fails(*args):
         raise RuntimeError("out of memory")

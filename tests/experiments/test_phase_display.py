@@ -77,6 +77,7 @@ def test_phases_are_shown_only_in_the_context(clock, capsys):
 
 
 @pytest.mark.seconds(6)
+@pytest.mark.thorough
 def test_a_dry_run_without_the_compiler_says_so_first(clock, tmp_path, monkeypatch, capsys):
     sizes = LlamaConfig(vocab=64, width=64, layers=1, heads=4, kv_heads=4, hidden=128)
     (tmp_path / "config.json").write_text(json.dumps(write_config(sizes)))

@@ -143,6 +143,7 @@ def test_also_with_adapters_in_bfloat16_and_with_more_padding(kind, mesh):
     assert found == [{"off": 0, "least": 1, "most": 1}] * 5
 
 
+@pytest.mark.thorough
 def test_the_gradient_is_that_of_the_forward_pass():
     model = random_model(Llama, SMALL)
     _, (tokens, mask), _ = prompts([3, 7, 1, 5], vocab=31)

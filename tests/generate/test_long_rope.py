@@ -33,6 +33,7 @@ def forward(row, new):
     [{}, pytest.param({"stream": lambda tokens: None}, marks=pytest.mark.thorough)],
     ids=["whole", "stream"],
 )
+@pytest.mark.thorough
 def test_tokens_are_those_of_a_forward_pass(how):
     options: Any = {"max_new_tokens": NEW, "eos": (), **how}
     found = np.asarray(rc.generate(MODEL, PROMPTS, mask=MASK, **options))
@@ -43,6 +44,7 @@ def test_tokens_are_those_of_a_forward_pass(how):
     np.testing.assert_array_equal(alone[0], found[0])
 
 
+@pytest.mark.thorough
 def test_beams_keep_the_lengths_of_their_rows():
     options: Any = {"max_new_tokens": NEW, "eos": (), "beams": 2}
     found = rc.generate(MODEL, PROMPTS, mask=MASK, **options)

@@ -102,7 +102,7 @@ def test_injected_values_of_a_checkpoint_are_said(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("keeps", ["all", "leaves", "copies", "the last"])
-@pytest.mark.few("copies", "the last")
+@pytest.mark.few("the last")
 def test_states_that_a_logger_keeps_are_said_to_be_deleted(keeps):
     kept: list[Any] = []
 

@@ -286,6 +286,7 @@ def double_table():
     [(scaled_loss, lambda: setattr(SETTINGS, "scale", 2.0)), (table_loss, double_table)],
     ids=["attribute", "in place"],
 )
+@pytest.mark.few("in place")
 def test_a_change_of_what_the_loss_reads_is_never_missed(loss, change):
     """A function that is the same object is traced again: `jax.jit` would use its old program."""
     before, after, expected = second_fit(loss, change)

@@ -88,7 +88,7 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", few_of(CASES, "planned", "float16"))
+@pytest.mark.parametrize("case", few_of(CASES, "planned"))
 def test_state_and_metrics_are_those_of_single_steps(case):
     options = dict(CASES[case])
     make = {

@@ -50,7 +50,7 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.parametrize("numbers", ["nf4", "int8"])
-@pytest.mark.few("nf4")
+@pytest.mark.few("int8")
 def test_gradients_of_adapters_are_those_of_the_dequantised_model(numbers):
     model = adapted(numbers)
     plain = lora.dequantise(model)
@@ -107,6 +107,7 @@ def test_adapters_are_saved_and_loaded_into_a_quantised_model(tmp_path):
 @pytest.mark.parametrize("numbers", ["nf4", "int8"])
 @pytest.mark.parametrize("how", ["as CPU devices", "as accelerators"])
 @pytest.mark.few("as accelerators-nf4")
+@pytest.mark.thorough
 def test_a_model_that_is_quantised_while_it_is_read(tmp_path, monkeypatch, numbers, how):
     """It is that of `lora.quantise`, and no matrix exists with all of its layers."""
     rc.save_pretrained(base(), tmp_path / "model")

@@ -45,6 +45,7 @@ def test_is_the_decoder_with_the_encoder_as_its_memory():
     close(logits_of(MODEL, PIXELS, TOKENS, decoder_mask=MASK), logits, 1e-4)
 
 
+@pytest.mark.thorough
 def test_has_no_bridge_between_equal_widths():
     model = make(Captioner, CONFIG, encoder=dataclasses.replace(ENCODER, width=16))
     assert model.bridge is None

@@ -49,6 +49,7 @@ SETTINGS = {
 read = lambda **changes: find_family({**SETTINGS, **changes}, "It")[1]
 
 
+@pytest.mark.thorough
 def test_maps_labels_and_masks_agree_with_hidden_states():
     model = random_model(Dinov2, CONFIG)
     hidden = eqx.filter_jit(lambda model: model(PIXELS))(model)

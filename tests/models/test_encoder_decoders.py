@@ -128,6 +128,7 @@ def decode(model, tokens, mask, decoder_tokens, decoder_mask):
     return model.unembed(jnp.concatenate(parts, axis=1)), cache
 
 
+@pytest.mark.thorough
 def test_decoding_with_a_cache_equals_all_at_once(family):
     model = MODELS[family]
     mask = jnp.arange(7)[None] < jnp.array([[7], [4], [6]])
@@ -195,6 +196,7 @@ def test_gradient_at_all_padding_is_finite(family):
     assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.thorough
 def test_token_outside_the_vocabulary_gives_nan(family):
     logits = logits_of(MODELS[family], TOKENS, DECODER_TOKENS.at[1, 3].set(VOCAB))
     assert jnp.all(jnp.isnan(logits[1, 3:]))

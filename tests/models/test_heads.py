@@ -59,6 +59,7 @@ def test_one_label_is_regression():
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])
 @pytest.mark.few("modernbert")
+@pytest.mark.thorough
 def test_labels_of_tokens(kind):
     """Those of a token depend on its hidden state alone, and padding changes nothing."""
     model = make(Bert, BERT, pooler=True) if kind == "bert" else make(ModernBert, MODERN)

@@ -77,6 +77,7 @@ def make(**changes):
     return random_model(Qwen3_5, dataclasses.replace(CONFIG, **changes))
 
 
+@pytest.mark.thorough
 def test_cache_of_both_kinds_of_layers():
     check_cache(make(layers=2, linear=(True, False)))
 

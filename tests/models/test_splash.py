@@ -155,6 +155,7 @@ def whole_rows(*args):
     return jax.jit(jax.value_and_grad(attention_loss))(*args)
 
 
+@pytest.mark.thorough
 def test_other_programs_for_several_devices_compute_it_in_blocks():
     """A kernel in them would be an error on TPUs, and its sums are those of the blocks."""
     mesh = rc.make_mesh(data=2, fsdp=2, model=2)
@@ -171,6 +172,7 @@ def test_other_programs_for_several_devices_compute_it_in_blocks():
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_mapped_rows_are_more_rows():
     """`jax.vmap`, as in the stages of a pipeline."""
     stages: Any = jnp.stack([Q, 2 * Q])

@@ -95,6 +95,7 @@ def test_convolutions_see_a_frame_on_either_side(stride):
     np.testing.assert_allclose(_convolve(*args, stride=stride)[0], expected, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_positions_of_the_encoder_are_sinusoids_and_are_not_trained():
     table = sinusoids(5, 6)
     rates = [1, 0.01, 0.0001]

@@ -43,6 +43,7 @@ def test_renderings_that_take_too_much_are_ended(template, words, monkeypatch):
     assert render([]) == "good"  # the process goes on, or is started again
 
 
+@pytest.mark.thorough
 def test_the_tokenizer_of_a_split_gguf_is_found_from_any_part_and_from_its_directory(tmp_path):
     """The other parts have only their numbers, so that a tokenizer of them would be empty."""
     gguf = pytest.importorskip("gguf")

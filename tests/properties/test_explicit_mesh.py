@@ -107,6 +107,7 @@ def test_states_are_the_same_and_on_the_mesh_that_was_given(run, how, shape):
 
 
 @pytest.mark.parametrize("how", few_of(["given", "ambient"], "given"))
+@pytest.mark.thorough
 def test_results_are_the_same(how):
     explicit, auto = mesh_of(AxisType.Explicit), mesh_of(AxisType.Auto)
     model = fit(explicit).model
@@ -151,6 +152,7 @@ def test_checkpoints_and_generation(tmp_path):
 
 
 @pytest.mark.parametrize("how", few_of(["greedy", "stream"], "greedy"))
+@pytest.mark.thorough
 def test_generation_from_a_model_on_a_mesh_with_explicit_axes(how):
     config = rc.models.LlamaConfig(vocab=32, width=16, layers=1, heads=4, kv_heads=4, hidden=32)
     model = rc.models.Llama(config, key=jax.random.key(0))

@@ -64,6 +64,7 @@ TOGETHER = few_of([SETTINGS[:4], SETTINGS[4:], SETTINGS[3:5]], SETTINGS[3:5])
 
 @pytest.mark.parametrize("settings", TOGETHER)
 @pytest.mark.seconds(10)  # three programs of `generate`
+@pytest.mark.thorough
 def test_rows_of_a_batch_have_the_tokens_of_generate_with_their_own_options(loaded, settings):
     """Greedy rows and samples with every option, together in batches of four."""
     found = answer(loaded, *[job(decoding, new=6) for decoding in settings])

@@ -213,6 +213,7 @@ def work(fn, model, batch):
     [(unequal, 10, 60), (lambda count: chain(["norm", "gated"] * count), 4, 16)],
 )
 @pytest.mark.few("unequal-10-60")
+@pytest.mark.thorough
 def test_the_work_is_linear_in_the_number_of_equations(make, few, many):
     work(*make(2))  # what JAX does only once
     assert work(*make(many)) < 1.25 * many / few * work(*make(few))

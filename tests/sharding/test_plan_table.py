@@ -304,6 +304,7 @@ def test_what_is_not_understood_is_counted():
 
 
 @pytest.mark.parametrize("sizes", few_of([(2, 1, 4), (1, 8, 1)], (2, 1, 4)))
+@pytest.mark.thorough
 def test_memory_is_about_what_the_compiler_says(sizes):
     mesh = real_mesh(*sizes)
     model = stock(Transformer, layers=2, width=128, vocab=1024, seq=64)

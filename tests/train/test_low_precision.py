@@ -69,6 +69,7 @@ def test_products_and_gradients_are_those_of_rounded_numbers(name, numbers):
         np.testing.assert_allclose(ours, ref, atol=2e-6 * np.abs(ref).max())
 
 
+@pytest.mark.thorough
 def test_experts_are_separate_matrices():
     x, w = RNG.normal(size=(3, 8, 64)), RNG.normal(size=(3, 64, 32))
     x, w = x.astype(np.float32), w.astype(np.float32)
@@ -126,6 +127,7 @@ def test_attention_and_products_of_the_batch_alone_are_not_changed():
 
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "fsdp": 2, "model": 2}])
 @pytest.mark.parametrize("numbers", ["float8", "int8"])
+@pytest.mark.few("float8-sizes1")
 def test_a_step_on_a_mesh_is_that_on_one_device(numbers, sizes):
     """Scales are of the whole arrays, on any mesh."""
     params = {"up": RNG.normal(size=(64, 128)), "down": RNG.normal(size=(128, 64))}
@@ -145,6 +147,7 @@ def test_a_step_on_a_mesh_is_that_on_one_device(numbers, sizes):
         assert np.linalg.norm(grads[name] - ref[name]) < 0.1 * error
 
 
+@pytest.mark.thorough
 def test_an_ensemble_has_scales_for_each_member():
     """`vmap` of the function is the function of each row."""
     fn = lambda w, x: jnp.mean((x @ w) ** 2)

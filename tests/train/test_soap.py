@@ -117,6 +117,7 @@ def test_updates_are_those_of_the_published_algorithm(monkeypatch, hidden):
 
 
 @pytest.mark.parametrize("layers", [8, 3])
+@pytest.mark.few("3")
 def test_a_run_on_a_mesh_is_that_on_one_device(layers):
     """Eight layers are divided as they are stored; three are stacked with others, and padded."""
     params = make(layers, hidden=WIDTH)

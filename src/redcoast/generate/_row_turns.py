@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..core._pytree import Static, join
 from ..distributed._arrays import whole
-from ..models._cache import move_slots
+from ..models._cache import move_slots, split_layers
 from ..models._inputs import AnyArray
 from ._cache_rows import Dims, cache_batch_dims
 from ._compiled import Result, check_generated
@@ -172,7 +172,6 @@ class _Decoding:
         start = self.filled - self.columns[row]
         chunks = PromptChunks(self.model, prompt, None, self.reading, start=start)
         ((_, last, own),) = deque(chunks, maxlen=1)
-        _, _, own = by_layer_with(self.model, own)
         place = np.asarray([row, result], np.int32)
         return _replace_row(
             cache,
@@ -232,6 +231,8 @@ def _replace_row(
     row, number = place
     first = _choose_first(join(arrays, static), last, prompt, number[None], request)
     turns = jax.tree.map(lambda x, y: x.at[row].set(y[0]), turns, first)  # all that a row has
+    if jax.tree.structure(own) != jax.tree.structure(cache):
+        own = split_layers(own)
     leaves, structure = jax.tree.flatten(cache)
     for i, (x, own_row, d) in enumerate(zip(leaves, jax.tree.leaves(own), dims, strict=True)):
         if d is not None:

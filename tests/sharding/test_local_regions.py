@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 from grids import few_of
+from jax.experimental import io_callback
+from jax.interpreters import ad
 
 import redcoast as rc
 from redcoast.dryrun.hlo import collectives
@@ -150,6 +152,15 @@ ALONE = {
     "solve": lambda params, x, key: jnp.linalg.solve(positive(params, x), x),
     "top_k": lambda params, x, key: jax.lax.top_k(x @ params["outside"], 4)[0],
     "sort": lambda params, x, key: jnp.sort(x @ params["outside"])[:5],
+    "one matrix": lambda params, x, key: jnp.linalg.solve(positive(params, BATCH[0]), x),
+    "one factor": lambda params, x, key: jax.scipy.linalg.solve_triangular(
+        jnp.linalg.cholesky(positive(params, BATCH[0])), x, lower=True
+    ),
+    "columns": lambda params, x, key: x @ jnp.linalg.inv(positive(params, x)),
+    "igamma": lambda params, x, key: (
+        jax.scipy.special.gammainc(jnp.abs(x) + 1, x**2 + 1) @ params["outside"]
+    ),
+    "gamma": lambda params, x, key: jr.gamma(key, jnp.abs(x @ params["inside"]) + 1),
 }
 
 
@@ -192,11 +203,12 @@ def test_no_device_waits_for_the_rows_of_another(name, sizes):
 
 
 @pytest.mark.parametrize("sizes", few_of(MESHES, *REPLICATED))
-@pytest.mark.parametrize("name", few_of(ALONE, "fft", "cholesky"))
+@pytest.mark.parametrize("name", few_of(ALONE, "fft", "cholesky", "one factor"))
 def test_operations_on_each_row_gather_no_rows(name, sizes):
     loss_fn, mesh = mean_over_rows(ALONE[name]), rc.make_mesh(**sizes)
     plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
     step, found = compiled_step(loss_fn, plan)
+    assert not [one for one in in_loops(found) if {"data", "fsdp"}.intersection(one.axes)]
     # Gradients and losses are summed, and parameters are gathered.
     gathered = [one for one in found if one.kind in ("all-gather", "all-to-all")]
     assert sizes.get("fsdp") or not gathered
@@ -223,6 +235,15 @@ def test_sums_over_rows_leave_a_loop_once():
 
 
 MIXING = {
+    "draws from one key": lambda params, batch, key: jnp.mean(
+        jax.lax.while_loop(
+            lambda state: state[0] < 3 + params["inside"][0, 0].astype(int),
+            lambda state: (state[0] + 1, state[1] + jr.gamma(jr.key(3), batch**2 + 1)),
+            (0, jnp.zeros_like(batch)),
+        )[1]
+        @ jax.lax.stop_gradient(params["inside"])
+        + batch @ params["inside"]
+    ),
     "fft along rows": lambda params, batch, key: jnp.mean(
         jnp.abs(jnp.fft.fft(batch @ params["inside"], axis=0)) ** 2
     ),
@@ -237,6 +258,22 @@ MIXING = {
             jax.lax.stop_gradient(batch),
         )[0]
         @ params["inside"]
+    ),
+    "a moving average": lambda params, batch, key: jnp.mean(
+        jax.lax.scan(lambda h, x: (0.5 * h + x, None), jnp.zeros(WIDTH), batch)[0]
+        @ params["inside"]
+    ),
+    "sums so far": lambda params, batch, key: jnp.mean(
+        jax.lax.scan(lambda h, x: (h + x, h * x), jnp.zeros(WIDTH), batch)[1] @ params["inside"]
+    ),
+    "a sum of sums": lambda params, batch, key: jnp.mean(
+        jax.lax.scan(lambda h, x: ((h[0] + x, h[1] + h[0]), None), (batch[0], batch[1]), batch)[0][
+            1
+        ]
+        @ params["inside"]
+    ),
+    "each row and all rows": lambda params, batch, key: jnp.mean(
+        jax.lax.map(lambda x: jnp.tanh(x @ batch.T) @ batch, batch) @ params["inside"]
     ),
     "neighbours": lambda params, batch, key: jnp.mean(
         iterate(lambda z: jnp.tanh((z + jnp.roll(z, 1, 0)) / 2), jax.lax.stop_gradient(batch))
@@ -253,6 +290,147 @@ def test_what_mixes_rows_gives_the_results_of_one_device(name):
     step, found = compiled_step(loss_fn, plan)
     assert found
     assert_like_one_device(step, loss_fn)
+
+
+def linear_solve(matrix, vector):
+    """Equinox's kind of primitive, as `lineax.linear_solve` is: a loop that it hides under `vmap`,
+    with derivative rules of its own, and an error that it raises."""
+    return solve_p.bind(matrix, vector)[0]
+
+
+def solve_impl(matrix, vector):
+    scale = jnp.sum(jnp.abs(matrix))
+    step = lambda state: (state[0] + (vector - matrix @ state[0]) / scale, state[1] + 1)
+    going = lambda state: (state[1] < 60) & (jnp.max(jnp.abs(vector)) > state[1] / 15)
+    result, _ = jax.lax.while_loop(going, step, (jnp.zeros_like(vector), 0))
+    return [eqx.error_if(result, jnp.isnan(result).any(), "NaN")]
+
+
+def solve_jvp(primals, tangents):
+    (matrix, _), (of_matrix, of_vector) = primals, tangents
+    (result,) = solve_p.bind(*primals)
+    zero = jnp.zeros_like(result)
+    change = zero if type(of_vector) is ad.Zero else of_vector
+    if type(of_matrix) is not ad.Zero:
+        change = change - of_matrix @ result
+    return [result], solve_p.bind(matrix, change)
+
+
+def solve_transpose(cotangents, matrix, vector):
+    return [None, *solve_p.bind(matrix.T, *cotangents)]
+
+
+solve_p = eqxi.create_vprim(
+    "test_solve", solve_impl, lambda matrix, vector: [vector], solve_jvp, solve_transpose
+)
+HIDDEN = {
+    "solve": lambda params, x, key: linear_solve(positive(params, x), x),
+    "in a scan": lambda params, x, key: jax.lax.scan(
+        lambda h, _: (jnp.tanh(linear_solve(positive(params, h), x)), None), x, None, length=2
+    )[0],
+    "of a shared matrix": lambda params, x, key: linear_solve(positive(params, BATCH[0]), x),
+    "remat": lambda params, x, key: jax.checkpoint(linear_solve)(positive(params, x), x),
+}
+
+
+@pytest.mark.parametrize("sizes", few_of(MESHES, *REPLICATED, {"data": 2, "model": 4}))
+@pytest.mark.parametrize("name", few_of(HIDDEN, "solve"))
+def test_loops_that_are_hidden_until_lowered_wait_for_no_rows(name, sizes):
+    loss_fn, mesh = mean_over_rows(HIDDEN[name]), rc.make_mesh(**sizes)
+    plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
+    step, found = compiled_step(loss_fn, plan)
+    batch_axes = {"data", "fsdp"}
+    assert not [one for one in in_loops(found) if batch_axes.intersection(one.axes)]
+    assert_like_one_device(step, loss_fn)
+
+
+@pytest.mark.thorough
+def test_second_derivatives_of_what_is_hidden():
+    loss_fn = mean_over_rows(HIDDEN["solve"])
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    tangent = jax.tree.map(jnp.ones_like, PARAMS)
+
+    def curvature(fn):
+        gradient = jax.grad(lambda params: fn(params, BATCH, None))
+        return jax.jit(lambda params: jax.jvp(gradient, (params,), (tangent,))[1])
+
+    found, expected = curvature(plan.constrain(loss_fn))(PARAMS), curvature(loss_fn)(PARAMS)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * float(jnp.abs(other).max()))
+
+
+CALLED = []
+
+
+def count_call(x):
+    CALLED.append(x.shape)
+    return np.sin(x)
+
+
+def mapped(one, **options):
+    return lambda params, batch, key: jnp.mean(
+        jax.lax.map(lambda x: one(params, x), batch, **options) ** 2
+    )
+
+
+def vmapped(one):
+    return lambda params, batch, key: jnp.mean(jax.vmap(lambda x: one(params, x))(batch) ** 2)
+
+
+def sequential(params, x):
+    z = jax.lax.stop_gradient(x @ params["inside"])
+    struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(count_call, struct, z, vmap_method="sequential") @ params["outside"]
+
+
+def impure(params, x):
+    z = jax.lax.stop_gradient(x @ params["inside"])
+    return io_callback(count_call, jax.ShapeDtypeStruct(x.shape, x.dtype), z) @ params["outside"]
+
+
+def summed(params, batch, key):
+    def step(carry, x):
+        total, count, scale = carry
+        return (total + jnp.sum((x @ params["inside"]) ** 2 * scale), count + 1, scale), None
+
+    start = jnp.float32(1.0), 0, params["outside"][0, 0] + 2
+    (total, count, _), _ = jax.lax.scan(step, start, batch)
+    return total / count
+
+
+ONE_BY_ONE = {
+    "map": mapped(lambda params, x: jnp.tanh(x @ params["inside"]) @ params["outside"]),
+    "in batches": mapped(lambda params, x: x @ params["outside"], batch_size=2),
+    "with a loop": mapped(lambda params, x: forward_loop(params, x, None)),
+    "a decomposition": mapped(lambda params, x: gaussian_process(params, x, None)),
+    "sum": summed,
+    "pure_callback": vmapped(sequential),
+    "io_callback": vmapped(impure),
+}
+
+
+@pytest.mark.parametrize("sizes", few_of(MESHES, *REPLICATED))
+@pytest.mark.parametrize("name", few_of(ONE_BY_ONE, "map", "sum", "io_callback"))
+def test_rows_that_are_computed_one_by_one_are_those_of_each_device(name, sizes):
+    loss_fn, mesh = ONE_BY_ONE[name], rc.make_mesh(**sizes)
+    plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
+    assert not plan.report.program.repeated
+    step, found = compiled_step(loss_fn, plan)
+    # A call of the host cannot be lowered where weights are tensor-parallel.
+    if "callback" not in name or plan.report.program.batch_axes != ("data",) or mesh.size == 8:
+        assert not in_loops(found)
+    CALLED.clear()
+    assert_like_one_device(step, loss_fn)
+
+
+def test_each_row_calls_the_host_once():
+    plan = rc.plan_shardings(
+        PARAMS, rc.make_mesh(), fn=ONE_BY_ONE["io_callback"], args=(BATCH, None)
+    )
+    step, _ = compiled_step(ONE_BY_ONE["io_callback"], plan)
+    CALLED.clear()
+    jax.block_until_ready(step())
+    assert CALLED == [(WIDTH,)] * ROWS
 
 
 def test_forward_mode():

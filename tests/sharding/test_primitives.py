@@ -185,7 +185,7 @@ LINKS = {
     "tridiagonal": (
         lax.linalg.tridiagonal_solve,
         [(6,), (6,), (6,), (6, 4)],
-        "#,#,#,##->##",
+        "#,#,#,#a->#a",
     ),
     "solve": (vmapped(jnp.linalg.solve), [(4, 6, 6), (4, 6)], "a##,ab->a#"),
     "conjugate gradient": (

@@ -46,7 +46,8 @@ from ._custom_rules import Fn, is_float0, run_custom
 from ._grouped_conv import is_grouped, run_grouped
 from ._local_operation import acts_on_parts, run_operation
 from ._local_region import LocalRegion, select_rows, waits_for_rows
-from ._local_states import NotLocal
+from ._local_states import NotLocal, is_vmapped
+from ._local_vmapped import run_vmapped
 from ._shardings import (
     Shardings,
     find_shardings,
@@ -304,6 +305,8 @@ def _on_rows(nested: _Nested) -> Arrays | None:
             return None
         operands = _gather_stored(nested, values)
         operands = list(map(as_traced, operands, equation.invars))
+        if is_vmapped(equation):
+            return run_vmapped(equation, operands, states, region)
         used = _used(nested.scope.jaxpr)
         return region.run(equation, operands, states, [var in used for var in equation.outvars])
     except _REFUSALS:

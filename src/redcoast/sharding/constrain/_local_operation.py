@@ -24,11 +24,18 @@ from ..tree._overrides import spec_axes
 from ._shardings import Shardings
 
 _WHOLE_ALONG_SOME = DECOMPOSITIONS | frozenset(["approx_top_k", "fft", "sort", "top_k"])
+# JAX implements these by loops that go on until all elements have converged.
+_ITERATED = frozenset(
+    """
+    igamma igamma_grad_a igammac random_gamma random_gamma_grad regularized_incomplete_beta
+    """.split()  # noqa: SIM905
+)
 
 
 def acts_on_parts(equation: JaxprEqn) -> bool:
-    """Whether an operation acts on vectors or matrices, each of which it needs as a whole."""
-    return primitive_name(equation) in _WHOLE_ALONG_SOME
+    """Whether an operation acts on parts alone that XLA computes together: vectors and matrices
+    that are needed as a whole, or elements that are iterated on."""
+    return primitive_name(equation) in _WHOLE_ALONG_SOME | _ITERATED
 
 
 def run_operation(

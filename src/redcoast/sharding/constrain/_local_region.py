@@ -10,7 +10,7 @@ cotangents of what is replicated over them, and add sums over them.
 import functools as ft
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import jax
@@ -31,7 +31,7 @@ from ...core._control_flow import (
     While,
     consts_of,
     control_flow,
-    inner_jaxprs,
+    is_callback,
     open_jaxpr,
     primitive_name,
 )
@@ -41,7 +41,6 @@ from ...core._jaxpr import (
     bind_local,
     evaluate_jaxpr,
     is_inexact,
-    iter_equations,
     struct_of,
 )
 from .._mesh_axes import parts, used_axes
@@ -50,6 +49,7 @@ from ..operations._made_rules import OF_ANY_ROW
 from ..operations._rule import OPERAND_SIZES, RESULT_SIZES, at_places
 from ..program._trace import Arrays
 from ._custom_rules import zero_tangent
+from ._local_operation import acts_on_parts
 from ._local_states import (
     CALLBACK,
     OWN,
@@ -58,13 +58,20 @@ from ._local_states import (
     LocalStates,
     NotLocal,
     State,
+    carried_over_rows,
     check_becomes,
+    equations_inside,
     have_rows,
     is_identity,
+    is_over_rows,
+    is_vmapped,
     shift_all,
-    vmapped_axes,
 )
 
+# JAX can only lower these if all axes of the mesh are manual.
+_NEED_ALL_AXES = frozenset(["io_callback", "pallas_call", "pure_callback"])
+# What these do is seen outside of the program, as often as it is done.
+_SEEN_OUTSIDE = frozenset(["debug_callback", "debug_print", "io_callback"])
 _WITH_SIZES = frozenset(["broadcast_in_dim", "reshape", "slice", "dynamic_slice", "gather"])
 
 
@@ -73,29 +80,34 @@ class LocalRegion:
     """The devices that the rows of a batch are divided over: those along `axes` of the mesh.
 
     Operands may be sharded over the axes `sharded` too. A loop (`is_loop`), which is a `while`, has
-    no reverse-mode derivative.
+    no reverse-mode derivative. With `of_row`, this is inside of a scan over rows, whose body each
+    device runs for one of its rows.
     """
 
     mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]
     sharded: tuple[str, ...] = ()
     is_loop: bool = False
+    of_row: bool = False
     states: LocalStates = field(init=False)
 
     def __post_init__(self) -> None:
         count = parts(self.axes, self.mesh.shape)
-        object.__setattr__(self, "states", LocalStates(count, expand=self.is_loop))
+        states = LocalStates(count, expand=self.is_loop, of_row=self.of_row)
+        object.__setattr__(self, "states", states)
 
     def is_worth_it(self, equation: JaxprEqn, states: Sequence[State]) -> bool:
         """Whether the devices might communicate about rows otherwise. Raises `NotLocal`."""
         flow = control_flow(equation)
+        if isinstance(flow, Scan):
+            return is_over_rows(flow, states) or _asks_any_row(equation)
         if not isinstance(flow, While):
             return have_rows(states)
         if self.states.loop(flow, states).condition is not None:
             return True
         # All devices run as many iterations. Activations that are sharded over other axes would not
         # be constrained, and each device would draw the random numbers of all rows from one key.
-        draws = any(map(_draws_from_one_key, _inside(equation)))
+        draws = any(map(_draws_from_one_key, equations_inside(equation)))
         return not self.sharded and not (self.axes and draws)
 
     def run(
@@ -112,7 +124,7 @@ class LocalRegion:
         """
         step = self.states.step(equation, states)
         flow = control_flow(equation)
-        if not self.is_loop and any(map(_has_reverse_rule, _inside(equation))):
+        if not self.is_loop and any(map(_has_reverse_rule, equations_inside(equation))):
             raise NotLocal("it has a `custom_vjp`")
         results = step.results
         synchronised = False
@@ -146,12 +158,14 @@ class LocalRegion:
         if self.is_loop:
             # Without a reverse-mode derivative, further axes cost nothing, and XLA cannot use them.
             free = others - {*self.sharded}
-        has_callback = CALLBACK in map(primitive_name, _inside(equation))
-        if free == others and (self.is_loop or has_callback):
+        inside = set(map(primitive_name, equations_inside(equation)))
+        if free and not inside.isdisjoint(_SEEN_OUTSIDE):
+            raise NotLocal("devices that have the same rows would call a function on the host")
+        needs_all = not inside.isdisjoint(_NEED_ALL_AXES)
+        if free == others and (self.is_loop or needs_all):
             return frozenset(self.mesh.axis_names)
-        if has_callback:
-            # JAX can only lower it if all axes are manual.
-            raise NotLocal("it calls a function on the host")
+        if needs_all:
+            raise NotLocal("it calls a function on the host, and weights in it are sharded")
         return frozenset(self.axes) | free
 
     def _spec(self, rank: int, state: State) -> P:
@@ -267,7 +281,7 @@ class _Evaluation:
                 params[key] = self.region.shape(equation.outvars[0], results[0])
             for key in OPERAND_SIZES & equation.params.keys():
                 params[key] = self._sizes(equation, key, states[0])
-        if vmapped_axes(equation) is not None and 0 in results:
+        if is_vmapped(equation) and 0 in results:
             params[VMAPPED_SIZE] = equation.params[VMAPPED_SIZE] // self.region.states.count
         return bind_local(equation, inputs, params)
 
@@ -315,12 +329,27 @@ class _Evaluation:
     ) -> Arrays:
         consts, init, xs = flow.split(inputs)
         init = map(as_traced, init, flow.split(equation.invars)[1])
+        if is_over_rows(flow, states):
+            return self._over_rows(flow, consts, list(init), xs)
         _, outputs = self.region.states.scan(flow, states)
         const_states, _, x_states = flow.split(tuple(states))
         row_states = shift_all(x_states, -1)
         body_states = (*const_states, *outputs[: flow.carry], *row_states)
         step = self.as_function(flow.body, body_states, outputs)
         return flow.run(lambda inputs: step(*inputs), consts, list(init), xs)
+
+    def _over_rows(
+        self, flow: Scan, consts: Sequence[Any], init: Sequence[Any], xs: Sequence[Any]
+    ) -> Arrays:
+        """A scan over the rows of a device, of which each iteration needs one."""
+        of_row = _Evaluation(replace(self.region, of_row=True))
+        states: list[State] = [None] * len(consts)
+        for state in carried_over_rows(flow) or ():
+            states.append(None if state is None else OWN)
+        states += [OWN] * len(xs)
+        step = of_row.as_function(flow.body, states, [OWN] * len(open_jaxpr(flow.body).outvars))
+        own_rows = replace(flow, length=flow.length // self.region.states.count)
+        return own_rows.run(lambda inputs: step(*inputs), consts, init, xs)
 
     def _cond(
         self, flow: Cond, inputs: Arrays, states: Sequence[State], results: Sequence[State]
@@ -441,16 +470,32 @@ def _without_derivative(run: Callable[..., Arrays]) -> Callable[..., Arrays]:
     return custom
 
 
+def evaluate_row(region: LocalRegion, jaxpr: AnyJaxpr, inputs: Sequence[object]) -> list[jax.Array]:
+    """Evaluates a jaxpr as it is, inside of a region."""
+    results = _Evaluation(region).jaxpr(jaxpr, [(x, OWN) for x in inputs])
+    return [x for x, _ in results]
+
+
 def waits_for_rows(equation: JaxprEqn) -> bool:
     """Whether devices may wait for each other in an equation although rows are independent."""
     match control_flow(equation):
         case While() | LinearSolve():
             return True
-        case Scan():
-            return not OF_ANY_ROW.isdisjoint(map(primitive_name, _inside(equation)))
+        case Scan() as scan:
+            return _asks_any_row(equation) or carried_over_rows(scan) is not None
         case Cond():
-            return CALLBACK in map(primitive_name, _inside(equation))
-    return False
+            return CALLBACK in map(primitive_name, equations_inside(equation))
+    return is_vmapped(equation) and any(map(_is_hard, equations_inside(equation)))
+
+
+def _asks_any_row(equation: JaxprEqn) -> bool:
+    return not OF_ANY_ROW.isdisjoint(map(primitive_name, equations_inside(equation)))
+
+
+def _is_hard(equation: JaxprEqn) -> bool:
+    """Whether devices communicate about rows in an equation of a primitive of Equinox."""
+    is_loop = isinstance(control_flow(equation), While)
+    return is_loop or is_callback(equation) or acts_on_parts(equation)
 
 
 def _inexact_places(avals: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
@@ -459,10 +504,6 @@ def _inexact_places(avals: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
 
 def _ranks(atoms: Sequence[Atom]) -> list[int]:
     return [len(struct_of(atom).shape) for atom in atoms]
-
-
-def _inside(equation: JaxprEqn) -> list[JaxprEqn]:
-    return [x for jaxpr in inner_jaxprs(equation) for x in iter_equations(jaxpr)]
 
 
 def _draws_from_one_key(equation: JaxprEqn) -> bool:

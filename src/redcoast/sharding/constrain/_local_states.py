@@ -5,7 +5,8 @@ by the table of operations, and refuses one in which the rows of a device depend
 """
 
 import functools as ft
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -23,6 +24,7 @@ from ...core._control_flow import (
     Scan,
     While,
     control_flow,
+    inner_jaxprs,
     open_jaxpr,
     primitive_name,
 )
@@ -31,6 +33,7 @@ from ..operations import Dimension, Factor, Rule, rule_of
 from ..operations._elementwise_rules import IDENTITIES, PAIRWISE, ROUNDING
 from ..operations._made_rules import OF_ANY_ROW
 from ..operations._rule import at_places
+from ..operations._scan_over_rows import sums_over_iterations
 
 
 class NotLocal(Exception):
@@ -51,6 +54,8 @@ States = tuple[State, ...]
 
 # The parameter with the size of the axis that a primitive of Equinox is vmapped over.
 VMAPPED_SIZE = "__axis_size"
+# The parameters of Equinox's primitives whose operands are the arrays of a PyTree.
+_FILTERED = frozenset(["flatten", "static", "treedef"])
 # These depend on how arrays are sharded or on the device, or run on the host.
 _NOT_INSIDE = frozenset(
     """
@@ -60,8 +65,14 @@ _NOT_INSIDE = frozenset(
 )
 # A function of what is the same for all rows, such as the number of an error.
 CALLBACK = "pure_callback"
-# The primitives of Equinox that have the same derivative rules inside of `jax.shard_map`.
+# The primitives of Equinox that can be lowered inside of `jax.shard_map`, and differentiated there.
 _DIFFERENTIABLE = frozenset(["maybe_set"])
+# These have no meaning for one row: they depend on the devices that arrays are on.
+_NOT_OF_ROW = frozenset(
+    """
+    axis_index inspect_sharding partition_id relayout rng_uniform shard_map sharding_constraint
+    """.split()  # noqa: SIM905
+)
 
 
 @dataclass(frozen=True)
@@ -85,13 +96,14 @@ class LocalStates:
     """Follows the rows of a batch that is divided over `count` devices.
 
     With `expand`, primitives of Equinox are replaced by what they run, without their derivatives.
+    With `of_row`, the jaxpr is one that runs for each row alone, as that of `jax.lax.map` over the
+    rows. It may do anything with the row, whose state is `OWN`.
     """
 
-    def __init__(self, count: int, *, expand: bool = False):
-        self.count, self.expand = count, expand
+    def __init__(self, count: int, *, expand: bool = False, of_row: bool = False):
+        self.count, self.expand, self.of_row = count, expand, of_row
         # By the `id` of a jaxpr or an equation, which are kept so that no other has the same.
         self._known: dict[tuple[int, States], tuple[Jaxpr, States]] = {}
-        self._expanded: dict[int, tuple[JaxprEqn, AnyJaxpr]] = {}
 
     def of_jaxpr(self, jaxpr: AnyJaxpr, inputs: Sequence[State]) -> States:
         """The states of the outputs of a jaxpr. Raises `NotLocal`."""
@@ -112,8 +124,15 @@ class LocalStates:
         follow = self._of_flow(flow)
         if follow is not None:
             return follow(equation, flow, states)
-        if primitive_name(equation) in _NOT_INSIDE or _moves(equation):
+        not_inside = _NOT_INSIDE
+        if self.of_row:
+            not_inside = _NOT_OF_ROW
+        if primitive_name(equation) in not_inside or _moves(equation):
             raise NotLocal(f"`{primitive_name(equation)}` is applied")
+        if not _can_be_lowered(equation):
+            raise NotLocal(f"`{primitive_name(equation)}` has derivative rules of its own")
+        if self.of_row:
+            return _of_row(equation, states)
         if OWN not in states:
             return self._operation(equation, states)
         # What differs from device to device is treated as if all devices had the same, and then
@@ -130,14 +149,12 @@ class LocalStates:
 
     def flow(self, equation: JaxprEqn) -> ControlFlow | None:
         """What an equation runs."""
-        if not self.expand or vmapped_axes(equation) is None:
+        expanded = None
+        if self.expand:
+            expanded = expansion(equation)
+        if expanded is None:
             return control_flow(equation)
-        if id(equation) not in self._expanded:
-            avals = list(map(struct_of, equation.invars))
-            run = ft.partial(equation.primitive.impl, **equation.params)
-            with use_abstract_mesh(equation.ctx.cur_abstract_mesh):
-                self._expanded[id(equation)] = equation, jax.make_jaxpr(run)(*avals)
-        return Call(self._expanded[id(equation)][1], CallKind.PLAIN)
+        return Call(expanded, CallKind.PLAIN)
 
     def _of_flow(self, flow: ControlFlow | None) -> Callable[..., LocalStep] | None:
         match flow:
@@ -181,8 +198,6 @@ class LocalStates:
     def scan(self, flow: Scan, states: Sequence[State]) -> tuple[States, States]:
         """The states of the operands of a scan, and of the outputs of its body."""
         consts, carry, xs = flow.split(tuple(states))
-        if 0 in xs:
-            raise NotLocal("`scan` goes from row to row")
         row_states = shift_all(xs, -1)
         while True:
             outputs = self.of_jaxpr(flow.body, (*consts, *carry, *row_states))
@@ -192,6 +207,8 @@ class LocalStates:
             carry = joined
 
     def _scan(self, equation: JaxprEqn, flow: Scan, states: Sequence[State]) -> LocalStep:
+        if is_over_rows(flow, states):
+            return _over_rows(flow, states)
         operands, outputs = self.scan(flow, states)
         stacked = shift_all(outputs[flow.carry :], 1)
         return LocalStep(operands, (*outputs[: flow.carry], *stacked))
@@ -231,8 +248,8 @@ class LocalStates:
 
     def _operation(self, equation: JaxprEqn, states: Sequence[State]) -> LocalStep:
         name, count = primitive_name(equation), len(equation.outvars)
-        is_vmapped, rule = vmapped_axes(equation) is not None, rule_of(equation)
-        if rule is None and not is_vmapped and name != CALLBACK and not is_identity(equation):
+        rule = rule_of(equation)
+        if rule is None and name != CALLBACK and not is_identity(equation):
             raise NotLocal(f"`{name}` is not known to keep rows apart")
         # Without rows, every device computes the same.
         if _are_same(states):
@@ -241,8 +258,6 @@ class LocalStates:
             return LocalStep(tuple(states), tuple(states))
         if name in OF_ANY_ROW and SUM not in states:
             return LocalStep(tuple(states), (OWN,) * count)
-        if is_vmapped:
-            return self._vmapped(equation, states)
         if rule is None:
             raise NotLocal(f"`{name}` is applied to rows")
         if SUM in states:
@@ -257,18 +272,6 @@ class LocalStates:
         if None in results:
             raise NotLocal(f"`{name}` does not keep rows apart")
         return LocalStep(tuple(operands), tuple(results))
-
-    def _vmapped(self, equation: JaxprEqn, states: Sequence[State]) -> LocalStep:
-        """Equinox's primitives under `vmap`, which act on each element along one axis alone."""
-        axes = vmapped_axes(equation) or ()
-        if equation.params["prim"].name not in _DIFFERENTIABLE:
-            raise NotLocal(f"`{equation.params['prim'].name}` has derivative rules of its own")
-        if SUM in states or equation.params[VMAPPED_SIZE] % self.count:
-            raise NotLocal(f"`{equation.params['prim'].name}` is applied to rows")
-        pairs = zip(states, axes, strict=True)
-        if any(isinstance(state, int) and state != axis for state, axis in pairs):
-            raise NotLocal(f"`{equation.params['prim'].name}` is applied along rows")
-        return LocalStep(axes, (0,) * len(equation.outvars))
 
     def _rows_factor(self, name: str, rule: Rule, states: Sequence[State]) -> Factor:
         """The factor that the rows of all operands are the blocks of."""
@@ -303,11 +306,84 @@ class LocalStates:
         return places[0]
 
 
-def vmapped_axes(equation: JaxprEqn) -> States | None:
-    """The axis of each operand that a primitive of Equinox is vmapped over; None for others."""
-    if primitive_name(equation) != "vprim" or VMAPPED_SIZE not in equation.params:
+def _of_row(equation: JaxprEqn, states: Sequence[State]) -> LocalStep:
+    """The states of an equation that runs for each row alone."""
+    result: State = None
+    if OWN in states:
+        result = OWN
+    return LocalStep(tuple(states), (result,) * len(equation.outvars))
+
+
+def is_over_rows(flow: Scan, states: Sequence[State]) -> bool:
+    """Whether a scan goes over rows that are divided over the devices."""
+    _, _, xs = flow.split(tuple(states))
+    return 0 in xs
+
+
+def _over_rows(flow: Scan, states: Sequence[State]) -> LocalStep:
+    """The states of a scan whose iterations are independent, each for one row."""
+    consts, carry, xs = flow.split(tuple(states))
+    of_carry = carried_over_rows(flow)
+    if of_carry is None:
+        raise NotLocal("`scan` goes from row to row")
+    if set(consts) | set(carry) > {None} or not set(xs) <= {0, None}:
+        raise NotLocal("`scan` combines rows with other rows")
+    ys: States = (0,) * (len(open_jaxpr(flow.body).outvars) - len(carry))
+    return LocalStep((*consts, *of_carry, *[0] * len(xs)), (*of_carry, *ys))
+
+
+def carried_over_rows(flow: Scan) -> States | None:
+    """What a scan over rows carries: sums over all rows, and what all devices have.
+
+    None if an iteration depends on another one.
+    """
+    sums = sums_over_iterations(flow)
+    if sums is None:
         return None
-    return tuple(equation.params["__batch_axes"])
+    return tuple(SUM if is_sum else None for is_sum in sums)
+
+
+def is_vmapped(equation: JaxprEqn) -> bool:
+    """Whether this is a primitive of Equinox under `vmap`."""
+    return primitive_name(equation) == "vprim" and VMAPPED_SIZE in equation.params
+
+
+def _can_be_lowered(equation: JaxprEqn) -> bool:
+    """Whether an equation can be lowered inside of `jax.shard_map`, which changes types of arrays.
+
+    The parameters of Equinox's primitives may have the types that arrays have outside.
+    """
+    if is_vmapped(equation):
+        return equation.params["prim"].name in _DIFFERENTIABLE
+    return not _FILTERED.issubset(equation.params)
+
+
+# Programs are followed several times, and what an equation runs is traced once.
+@ft.lru_cache(maxsize=256)
+def expansion(equation: JaxprEqn) -> AnyJaxpr | None:
+    """What a primitive of Equinox runs, which it only says when it is lowered.
+
+    None for other primitives.
+    """
+    if not is_vmapped(equation) and not _FILTERED.issubset(equation.params):
+        return None
+    run = ft.partial(equation.primitive.impl, **equation.params)
+    try:
+        with use_abstract_mesh(equation.ctx.cur_abstract_mesh):
+            return jax.make_jaxpr(run)(*map(struct_of, equation.invars))
+    except Exception:  # it is implemented by XLA, or on the host
+        return None
+
+
+def equations_inside(equation: JaxprEqn) -> Iterator[JaxprEqn]:
+    """All equations that an equation runs."""
+    jaxprs: list[AnyJaxpr] = [*inner_jaxprs(equation)]
+    expanded = expansion(equation)
+    if expanded is not None:
+        jaxprs.append(expanded)
+    for inner in itertools.chain.from_iterable(open_jaxpr(jaxpr).eqns for jaxpr in jaxprs):
+        yield inner
+        yield from equations_inside(inner)
 
 
 def _moves(equation: JaxprEqn) -> bool:

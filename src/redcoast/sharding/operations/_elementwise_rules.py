@@ -12,7 +12,7 @@ ELEMENTWISE = frozenset(
     erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
     is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg
     nextafter not one_minus_square or polygamma polynomial population_count pow random_fold_in
-    random_gamma random_gamma_grad real reciprocal redcoast_mark reduce_precision
+    random_gamma_grad real reciprocal redcoast_mark reduce_precision
     regularized_incomplete_beta rem round rsqrt select_if_vmap select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
     tanh threefry2x32 xor zeta

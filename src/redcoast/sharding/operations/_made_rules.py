@@ -1,5 +1,7 @@
 """Operations that make arrays, and those on keys and matrices."""
 
+import itertools
+
 from jax.extend.core import JaxprEqn
 
 from ._rule import Dimension, Factors, Rule, shape_of, without
@@ -11,6 +13,8 @@ DECOMPOSITIONS = frozenset(
     tridiagonal_solve
     """.split()  # noqa: SIM905
 )
+# These solve for each vector of the last operand alone. Its vectors are columns, or rows.
+SOLVES = frozenset(["triangular_solve", "tridiagonal_solve"])
 # The first operand of these is a vector for each matrix.
 OF_VECTORS = frozenset(["lu_pivots_to_permutation", "tridiagonal_solve"])
 # Equinox's reductions over all rows of a `vmap`. They say whether something is needed by any row,
@@ -54,9 +58,44 @@ def keyed_rule(equation: JaxprEqn) -> Rule:
     return factors.rule([keys, *others], [result], whole=keys[len(after) :])
 
 
+def random_gamma_rule(equation: JaxprEqn) -> Rule:
+    """The numbers that are drawn from one key depend on how many there are."""
+    # keys [i], shapes [i j] -> [i j], with `j` numbered
+    factors = Factors()
+    result = factors.of(shape_of(equation.outvars[0]))
+    keys, shapes = map(shape_of, equation.invars)
+    count = min(len(keys), len(result))
+    of_keys = [*result[:count], *factors.of(keys[count:])]
+    return factors.rule([of_keys, result[: len(shapes)]], [result], indexed=result[count:])
+
+
+def vmapped_rule(equation: JaxprEqn) -> Rule | None:
+    """A primitive of Equinox under `vmap` acts on each element along one axis alone."""
+    # [i j], [k i] -> [i l], with all but `i` needed as a whole
+    axes = equation.params.get("__batch_axes")
+    if axes is None:
+        return None
+    factors = Factors()
+    operands = factors.of_each(equation.invars)
+    results = factors.of_each(equation.outvars)
+    rows = factors.new(equation.params["__axis_size"])
+    for dimensions, axis in zip(operands, axes, strict=True):
+        if axis is not None:
+            dimensions[axis] = rows
+    for dimensions in results:
+        dimensions[0] = rows
+    others = itertools.chain.from_iterable([*operands, *results])
+    whole = [dimension for dimension in others if dimension != rows]
+    return factors.rule(operands, results, whole=whole)
+
+
 def decomposition_rule(equation: JaxprEqn) -> Rule:
-    """Leading dimensions count matrices; each matrix is needed as a whole."""
+    """Leading dimensions count matrices; each matrix is needed as a whole.
+
+    What is solved for may be divided into its vectors.
+    """
     # [i r c] -> [i r], [i r c], with `r` and `c` needed as a whole
+    # [i r r], [i r c] -> [i r c], with `r` needed as a whole
     factors = Factors()
     first = shape_of(equation.invars[0])
     own_rank = 2
@@ -76,4 +115,9 @@ def decomposition_rule(equation: JaxprEqn) -> Rule:
 
     operands = [dimensions(shape_of(atom)) for atom in equation.invars]
     results = [dimensions(shape_of(var)) for var in equation.outvars]
+    if equation.primitive.name in SOLVES:
+        place = -1 if equation.params.get("left_side", True) else -2
+        vectors = operands[-1][place]
+        whole = [dim for dim in whole if dim not in (vectors, results[0][place])]
+        results[0][place] = vectors
     return factors.rule(operands, results, whole=whole, blocked=whole)

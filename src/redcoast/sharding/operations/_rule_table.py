@@ -36,7 +36,16 @@ from ._contracting_rules import (
 )
 from ._elementwise_rules import ELEMENTWISE, PAIRWISE, elementwise_rule, pairwise_rule
 from ._indexing_rules import dynamic_update_slice_rule, gather_rule, scatter_rule
-from ._made_rules import DECOMPOSITIONS, FRESH, KEYED, decomposition_rule, fresh_rule, keyed_rule
+from ._made_rules import (
+    DECOMPOSITIONS,
+    FRESH,
+    KEYED,
+    decomposition_rule,
+    fresh_rule,
+    keyed_rule,
+    random_gamma_rule,
+    vmapped_rule,
+)
 from ._rule import Factors, Rule, each_alone, together
 
 REDUCTIONS = frozenset(
@@ -78,7 +87,7 @@ CUMULATIVE = frozenset(["cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"]
 HOMOGENEOUS = frozenset(["abs", "clamp", "max", "min", "reduce_max", "reduce_min", "sort"])
 # The results of these are counts and conditions, which say nothing of the value of an example.
 UNCOUPLED = frozenset(["is_finite", "random_bits", "reduce_and", "reduce_or"])
-_NAMED: dict[str, Callable[[JaxprEqn], Rule]] = {
+_NAMED: dict[str, Callable[[JaxprEqn], Rule | None]] = {
     "approx_top_k": along(named("reduction_dimension"), "whole", "shuffled", "indexed"),
     "bitcast_convert_type": bitcast_rule,
     "broadcast_in_dim": broadcast_in_dim_rule,
@@ -97,6 +106,7 @@ _NAMED: dict[str, Callable[[JaxprEqn], Rule]] = {
     "pad": along(padded, "moved", linear=together(2)),
     "pmax pmin psum psum_invariant": named_reduction_rule,
     "ragged_dot ragged_dot_general": ragged_dot_rule,
+    "random_gamma": random_gamma_rule,
     "reduce_window reduce_window_max reduce_window_min": along(
         windowed, "moved", "blocked", near=neighbours_of_window
     ),
@@ -118,8 +128,9 @@ _NAMED: dict[str, Callable[[JaxprEqn], Rule]] = {
     "top_k": along(named("axis"), "whole", "shuffled", "indexed"),
     "transpose": transpose_rule,
     "unstack": unstack_rule,
+    "vprim": vmapped_rule,
 }
-_TABLE: dict[str, Callable[[JaxprEqn], Rule]] = {
+_TABLE: dict[str, Callable[[JaxprEqn], Rule | None]] = {
     **dict.fromkeys(ELEMENTWISE, elementwise_rule),
     **dict.fromkeys(PAIRWISE, pairwise_rule),
     **dict.fromkeys(REDUCTIONS, reduction_rule),

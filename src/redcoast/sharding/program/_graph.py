@@ -187,6 +187,7 @@ class Cursor:
     - `forwards`: one, and one more for each rematerialisation that runs it again.
     - `is_saved`: whether its results may be saved for the backward pass.
     - `needed`: what each of `regions` needs of the jaxprs that the equation calls.
+    - `rows`: the nodes that scans around the equation go along, one element in each iteration.
     """
 
     regions: tuple[Region, ...] = ()
@@ -195,6 +196,7 @@ class Cursor:
     forwards: int | float = 1.0
     is_saved: bool = True
     needed: tuple[dict[Jaxpr, Region], ...] = ()
+    rows: Dims = ()
 
     @property
     def runs(self) -> int | float:
@@ -203,6 +205,10 @@ class Cursor:
 
     def repeated(self, times: int | float) -> "Cursor":
         return replace(self, times=self.times * times)
+
+    def along(self, node: int) -> "Cursor":
+        """The cursor in a scan whose iterations are independent, and go along a node."""
+        return replace(self, rows=(*self.rows, node))
 
     def called(self, jaxpr: Jaxpr, more: Sequence[Region] = ()) -> "Cursor":
         """The cursor in a jaxpr that the equation calls, with `more` regions around it."""
@@ -393,15 +399,17 @@ class Graph:
     def add_saved(self, value: Value) -> None:
         """Records a value that is kept for the backward pass, unless it is recomputed there."""
         if value.grad and self.cursor.is_saved:
-            self.saved[value.dims, self.cursor.source] += value.bytes * self.cursor.times
+            dims = (*self.cursor.rows, *value.dims)
+            self.saved[dims, self.cursor.source] += value.bytes * self.cursor.times
 
     def add_computed(self, value: Value) -> None:
         """Records the result of a contraction, a gather or a scatter."""
-        self.contraction_bytes[value.dims] += value.bytes * self.cursor.times
+        dims = (*self.cursor.rows, *value.dims)
+        self.contraction_bytes[dims] += value.bytes * self.cursor.times
 
     def add_memory_traffic(self, value: Value) -> None:
         """Records that a value is read from or written to memory, and so is its cotangent."""
-        self.memory_traffic[value.dims] += (
+        self.memory_traffic[*self.cursor.rows, *value.dims] += (
             value.bytes * self.cursor.times * (self.cursor.forwards + value.grad)
         )
 
@@ -411,4 +419,5 @@ class Graph:
         """Adds `flops` operations for each of the forward and backward `passes`."""
         forward = flops * self.cursor.times
         of = tuple(value.dims for value in operands)
+        dims = (*self.cursor.rows, *dims)
         self.works.append(Work(dims, forward * passes, forward, of, self.cursor.source))

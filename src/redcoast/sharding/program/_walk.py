@@ -27,6 +27,7 @@ from ..operations import Atom, Rule, opaque_rule, rule_of
 from ..operations._made_rules import OF_ANY_ROW
 from ..operations._rule import at_places
 from ..operations._rule_table import CONSTRAINED, KEPT, REDUCTIONS
+from ..operations._scan_over_rows import sums_over_iterations
 from ._follow_rule import follow_rule
 from ._graph import Cursor, Graph, Value, have_grad
 from ._loop_weights import can_hoist_gradient_sum
@@ -84,6 +85,7 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
             forwards=1.0 + sum(index in remat.equations for remat in remats),
             is_saved=all(region.keeps(equation) for region in cursor.regions[2:]),
             needed=tuple(of_region.inner[index] for of_region in needed),
+            rows=cursor.rows,
         )
         results, inner = _apply_rule(graph, equation, scope.rules[index], values)
         if inner:
@@ -217,6 +219,8 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
     # A carry whose initial value has no gradient may have one after the first iteration.
     carry = _copies(carry, have_grad(inputs))
     slices: list[Value] = []
+    # Iterations that are independent are those of the rows, if the batch is split along them.
+    is_map = bool(xs) and sums_over_iterations(scan) is not None
     for value, var in zip(xs, x_vars, strict=True):
         layers, *dims = value.dims
         graph.block(layers)
@@ -225,9 +229,16 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
             graph.unrolled.add(layers)
         # One layer has the dimensions of the stack, without the first.
         slices.append(graph.value(var.aval, tuple(dims), grad=value.grad))
-        graph.add_move(value, layers, slices[-1], None)
+        if is_map:
+            graph.link(xs[0].dims[0], layers)
+        else:
+            graph.add_move(value, layers, slices[-1], None)
     outside = graph.cursor
-    graph.cursor = outside.repeated(length)
+    if is_map:
+        for value in consts:
+            graph.add_partial_sum(xs[0].dims[0], value, backward=True)
+        graph.cursor = graph.cursor.along(xs[0].dims[0])
+    graph.cursor = graph.cursor.repeated(length)
     if id(equation) in graph.skipped:
         graph.cursor = outside.repeated(0)
     # The backward pass begins each iteration with what was carried into it.
@@ -242,7 +253,8 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
     for index, (value, var) in enumerate(zip(outputs, equation.outvars, strict=True)):
         dims = value.dims
         if index >= len(carry):
-            dims = (graph.node(length, blocked=True), *dims)  # stacked
+            stacked = xs[0].dims[0] if is_map else graph.node(length, blocked=True)
+            dims = (stacked, *dims)
         results.append(graph.value(var.aval, dims, grad=value.grad))
     return results, [scope]
 

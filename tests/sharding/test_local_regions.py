@@ -10,6 +10,7 @@ import optax
 import pytest
 from grids import few_of
 from jax.experimental import io_callback
+from jax.experimental import pallas as pl
 from jax.interpreters import ad
 
 import redcoast as rc
@@ -132,6 +133,51 @@ def gaussian_process(params, x, key):
     return jax.scipy.linalg.solve_triangular(factor, x, lower=True)
 
 
+def reused(params, x, key):
+    """What a branch for all rows makes is carried by a loop of each, as the Jacobians of diffrax's
+    implicit solvers are."""
+
+    def step(state):
+        z, n = state
+        start = jax.lax.cond(
+            eqxi.unvmap_any(n < 2), lambda: jnp.ones(WIDTH), lambda: jnp.full(WIDTH, 1.0)
+        )
+        going = lambda inner: (inner[1] < 3) & (jnp.max(jnp.abs(inner[0])) > 1e-3)
+        again = lambda inner: (jnp.tanh(params["inside"] @ inner[0] + z), inner[1] + 1)
+        inner, _ = jax.lax.while_loop(going, again, (start, 0))
+        return eqxi.nondifferentiable_backward(inner), n + 1
+
+    going = lambda state: (jnp.max(jnp.abs(state[0])) > 0.4) & (state[1] < 6)
+    return jax.lax.stop_gradient(jax.lax.while_loop(going, step, (x, 0))[0]) @ params["outside"]
+
+
+def double(x):
+    """A kernel, which `vmap` runs once for each row."""
+
+    def kernel(x_ref, out_ref):
+        out_ref[...] = jnp.tanh(x_ref[...]) * 2
+
+    struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(kernel, out_shape=struct, interpret=True)(x)
+
+
+def multiply(matrix, weight):
+    """A kernel for blocks of rows of each matrix and one weight."""
+
+    def kernel(matrix_ref, weight_ref, out_ref):
+        out_ref[...] = matrix_ref[...] @ weight_ref[...]
+
+    rows = pl.BlockSpec((WIDTH // 2, WIDTH), lambda i: (i, 0))
+    return pl.pallas_call(
+        kernel,
+        grid=(2,),
+        in_specs=[rows, pl.BlockSpec((WIDTH, WIDTH), lambda i: (0, 0))],
+        out_specs=rows,
+        out_shape=jax.ShapeDtypeStruct((WIDTH, WIDTH), matrix.dtype),
+        interpret=True,
+    )(matrix, weight)
+
+
 LOOPS = {
     "while_loop": forward_loop,
     "rejection sampling": rejection,
@@ -141,6 +187,10 @@ LOOPS = {
     "error_if": with_error,
     "nondifferentiable": undifferentiated,
     "remat in scan": remat_in_scan,
+    "reused": reused,
+    "kernel": lambda params, x, key: (
+        jax.lax.stop_gradient(iterate(lambda z: double(z) / 3, x)) @ params["outside"]
+    ),
     "cg": lambda params, x, key: jax.scipy.sparse.linalg.cg(positive(params, x), x, tol=1e-6)[0],
 }
 ALONE = {
@@ -155,6 +205,9 @@ ALONE = {
     "one matrix": lambda params, x, key: jnp.linalg.solve(positive(params, BATCH[0]), x),
     "one factor": lambda params, x, key: jax.scipy.linalg.solve_triangular(
         jnp.linalg.cholesky(positive(params, BATCH[0])), x, lower=True
+    ),
+    "kernel": lambda params, x, key: (
+        multiply(jax.lax.stop_gradient(positive(params, x)), jnp.eye(WIDTH)) @ params["inside"]
     ),
     "columns": lambda params, x, key: x @ jnp.linalg.inv(positive(params, x)),
     "igamma": lambda params, x, key: (
@@ -192,7 +245,9 @@ def assert_like_one_device(step, loss_fn, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("sizes", few_of(MESHES, *REPLICATED))
-@pytest.mark.parametrize("name", few_of(LOOPS, "while_loop", "custom_vjp", "checkpointed"))
+@pytest.mark.parametrize(
+    "name", few_of(LOOPS, "while_loop", "custom_vjp", "checkpointed", "reused")
+)
 def test_no_device_waits_for_the_rows_of_another(name, sizes):
     loss_fn, mesh = mean_over_rows(LOOPS[name]), rc.make_mesh(**sizes)
     plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
@@ -203,7 +258,7 @@ def test_no_device_waits_for_the_rows_of_another(name, sizes):
 
 
 @pytest.mark.parametrize("sizes", few_of(MESHES, *REPLICATED))
-@pytest.mark.parametrize("name", few_of(ALONE, "fft", "cholesky", "one factor"))
+@pytest.mark.parametrize("name", few_of(ALONE, "fft", "cholesky", "one factor", "kernel"))
 def test_operations_on_each_row_gather_no_rows(name, sizes):
     loss_fn, mesh = mean_over_rows(ALONE[name]), rc.make_mesh(**sizes)
     plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))

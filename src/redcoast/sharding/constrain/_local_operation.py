@@ -6,7 +6,7 @@ which dimensions; `jax.shard_map` divides those that are sharded.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import jax
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...core._control_flow import primitive_name
 from ...core._jaxpr import bind_local
+from ...core._kernels import of_fewer, vmapped_dims
 from .._mesh_axes import parts, used_axes
 from ..operations import Dimension, Factor, Rule, rule_of
 from ..operations._made_rules import DECOMPOSITIONS
@@ -25,6 +26,7 @@ from ._shardings import Shardings
 
 _WHOLE_ALONG_SOME = DECOMPOSITIONS | frozenset(["approx_top_k", "fft", "sort", "top_k"])
 # JAX implements these by loops that go on until all elements have converged.
+KERNEL = "pallas_call"
 _ITERATED = frozenset(
     """
     igamma igamma_grad_a igammac random_gamma random_gamma_grad regularized_incomplete_beta
@@ -34,8 +36,8 @@ _ITERATED = frozenset(
 
 def acts_on_parts(equation: JaxprEqn) -> bool:
     """Whether an operation acts on parts alone that XLA computes together: vectors and matrices
-    that are needed as a whole, or elements that are iterated on."""
-    return primitive_name(equation) in _WHOLE_ALONG_SOME | _ITERATED
+    that are needed as a whole, elements that are iterated on, or those of a kernel."""
+    return primitive_name(equation) in _WHOLE_ALONG_SOME | _ITERATED | {KERNEL}
 
 
 def run_operation(
@@ -57,17 +59,36 @@ def run_operation(
     axes = _axes_of_factors(rule, (*values, *results), shardings)
     if not axes:
         return None
-    used = itertools.chain.from_iterable(axes.values())
+    used = frozenset(itertools.chain.from_iterable(axes.values()))
+    changes: dict[str, object] = {}
+    if primitive_name(equation) == KERNEL:
+        changes = _of_part(equation, rule, axes, shardings.mesh.shape)
+        # Kernels cannot be lowered if XLA partitions along any axis.
+        used = frozenset(shardings.mesh.axis_names)
     spec_of = partial(_spec, axes)
     run = jax.shard_map(
-        lambda *inputs: tuple(bind_local(equation, inputs, {})),
+        lambda *inputs: tuple(bind_local(equation, inputs, changes)),
         mesh=shardings.mesh,
         in_specs=tuple(map(spec_of, rule.operands)),
         out_specs=tuple(map(spec_of, rule.results)),
-        axis_names=frozenset(used),
+        axis_names=used,
         check_vma=False,
     )
     return list(jax.jit(run)(*operands))
+
+
+def _of_part(
+    equation: JaxprEqn, rule: Rule, axes: dict[Factor, tuple[str, ...]], sizes: Mapping[str, int]
+) -> dict[str, object]:
+    """The parameters of a kernel for the part of the operands that a device has."""
+    counts: dict[int, int] = {}
+    for dimensions, of_grid in zip(
+        (*rule.operands, *rule.results), vmapped_dims(equation) or (), strict=True
+    ):
+        for dimension, dim in zip(dimensions, of_grid, strict=True):
+            if dim is not None:
+                counts[dim] = parts(axes.get(dimension[0], ()), sizes)
+    return of_fewer(equation, counts)
 
 
 def _axes_of_factors(

@@ -43,13 +43,14 @@ from ...core._jaxpr import (
     is_inexact,
     struct_of,
 )
+from ...core._kernels import of_fewer, vmapped_dims
 from .._mesh_axes import parts, used_axes
 from ..operations import Atom
 from ..operations._made_rules import OF_ANY_ROW
 from ..operations._rule import OPERAND_SIZES, RESULT_SIZES, at_places
 from ..program._trace import Arrays
 from ._custom_rules import zero_tangent
-from ._local_operation import acts_on_parts
+from ._local_operation import KERNEL, acts_on_parts
 from ._local_states import (
     CALLBACK,
     OWN,
@@ -281,9 +282,22 @@ class _Evaluation:
                 params[key] = self.region.shape(equation.outvars[0], results[0])
             for key in OPERAND_SIZES & equation.params.keys():
                 params[key] = self._sizes(equation, key, states[0])
+        if equation.primitive.name == KERNEL:
+            params |= self._of_kernel(equation, states, results)
         if is_vmapped(equation) and 0 in results:
             params[VMAPPED_SIZE] = equation.params[VMAPPED_SIZE] // self.region.states.count
         return bind_local(equation, inputs, params)
+
+    def _of_kernel(
+        self, equation: JaxprEqn, states: Sequence[State], results: Sequence[State]
+    ) -> dict[str, object]:
+        """The parameters of a kernel of Pallas for the rows of a device."""
+        dims = vmapped_dims(equation) or ()
+        counts: dict[int, int] = {}
+        for of_grid, state in zip(dims, (*states, *results), strict=False):
+            if isinstance(state, int) and (dim := of_grid[state]) is not None:
+                counts[dim] = self.region.states.count
+        return of_fewer(equation, counts) if counts else {}
 
     def _sizes(self, equation: JaxprEqn, key: str, state: State) -> tuple[int, ...]:
         """Sizes along the dimensions of the first operand: all rows become those of a device."""

@@ -59,8 +59,8 @@ _FILTERED = frozenset(["flatten", "static", "treedef"])
 # These depend on how arrays are sharded or on the device, or run on the host.
 _NOT_INSIDE = frozenset(
     """
-    axis_index debug_callback debug_print inspect_sharding io_callback pallas_call partition_id
-    relayout rng_uniform shard_map sharding_constraint
+    axis_index debug_callback debug_print inspect_sharding io_callback partition_id relayout
+    rng_uniform shard_map sharding_constraint
     """.split()  # noqa: SIM905
 )
 # A function of what is the same for all rows, such as the number of an error.
@@ -456,12 +456,15 @@ def _differing(states: Sequence[State], operands: Sequence[int | None]) -> State
 def join_states(one: State, other: State) -> State:
     """The state of an array that has one state or the other.
 
-    What all devices have becomes rows, or a part of a sum, of which other devices have zero.
+    What all devices have becomes rows, or a part of a sum, of which other devices have zero. Of
+    what a device has in its own way, its rows are those that belong to it.
     """
     if one == other or other is None:
         return one
-    if one is None:
+    if one is None or (one is OWN and isinstance(other, int)):
         return other
+    if other is OWN and isinstance(one, int):
+        return one
     raise NotLocal("rows change their place")
 
 

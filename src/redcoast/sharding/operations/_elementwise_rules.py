@@ -22,14 +22,18 @@ ELEMENTWISE = frozenset(
 PAIRWISE = frozenset(
     """
     optimization_barrier device_put pvary pcast relayout reshard layout_constraint annotate
-    nonbatchable nontraceable
+    nonbatchable nondifferentiable_backward nontraceable
     """.split()  # noqa: SIM905
 )
 # Division and conversion to integers round. The others are linear for all types.
 ROUNDING = frozenset(["convert_element_type", "div"])
 _COPIES = frozenset(["convert_element_type", "copy", "copy_p"])
 # The results of these are their operands.
-IDENTITIES = frozenset(["copy", "copy_p", "nonbatchable", "nontraceable", "optimization_barrier"])
+IDENTITIES = frozenset(
+    """
+    copy copy_p nonbatchable nondifferentiable_backward nontraceable optimization_barrier
+    """.split()  # noqa: SIM905
+)
 _LINEAR_IN_FIRST = """
     conj convert_element_type copy copy_p div imag name neg real redcoast_mark reduce_precision
     stop_gradient

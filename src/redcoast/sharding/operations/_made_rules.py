@@ -4,6 +4,7 @@ import itertools
 
 from jax.extend.core import JaxprEqn
 
+from ...core._kernels import vmapped_dims
 from ._rule import Dimension, Factors, Rule, shape_of, without
 
 DECOMPOSITIONS = frozenset(
@@ -87,6 +88,26 @@ def vmapped_rule(equation: JaxprEqn) -> Rule | None:
     others = itertools.chain.from_iterable([*operands, *results])
     whole = [dimension for dimension in others if dimension != rows]
     return factors.rule(operands, results, whole=whole)
+
+
+def kernel_rule(equation: JaxprEqn) -> Rule | None:
+    """A kernel of Pallas acts on each element along the dimensions of a `vmap` alone."""
+    # [i j], [k] -> [i l], with all but `i` needed as a whole
+    dims = vmapped_dims(equation)
+    if dims is None:
+        return None
+    factors = Factors()
+    arrays = factors.of_each([*equation.invars, *equation.outvars])
+    of_grid: dict[int, Dimension] = {}
+    whole: list[Dimension] = []
+    for dimensions, of_array in zip(arrays, dims, strict=True):
+        for d, dim in enumerate(of_array):
+            if dim is None:
+                whole.append(dimensions[d])
+            else:
+                dimensions[d] = of_grid.setdefault(dim, dimensions[d])
+    count = len(equation.invars)
+    return factors.rule(arrays[:count], arrays[count:], whole=whole)
 
 
 def decomposition_rule(equation: JaxprEqn) -> Rule:

@@ -488,6 +488,25 @@ def test_each_row_calls_the_host_once():
     assert CALLED == [(WIDTH,)] * ROWS
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "reason"),
+    [
+        (MIXING["until all rows have converged on average"], "`gt` is applied to a sum over rows"),
+        (mean_over_rows(LOOPS["while_loop"]), None),
+        (MIXING["neighbours"], "`slice` is applied along rows"),
+        (MIXING["rows one after the other"], None),
+    ],
+)
+def test_the_plan_says_where_devices_wait_for_each_other(loss_fn, reason):
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    sentences = plan.report.program.waiting
+    assert len(sentences) == (reason is not None)
+    for sentence in sentences:
+        assert sentence.startswith("test_local_regions.py:")
+        assert reason in sentence
+        assert sentence[:60] in " ".join(plan.table().split())
+
+
 def test_forward_mode():
     def loss_fn(params, batch, key):
         one = lambda x: iterate(lambda z: jax.nn.relu(params["inside"] @ z + x), x)

@@ -27,6 +27,7 @@ from .report._repeated import repeated
 from .report._sent_whole import find_gathered_whole
 from .report._sums import find_sums
 from .report._traffic import all_sent, pipelining, traffic
+from .report._waiting import waiting
 from .solver import _memory
 from .solver._hardware import Hardware
 from .solver._replicate import replicate
@@ -178,7 +179,9 @@ def plan_flow(
     not_rows = _reasons.not_rows(args[:1], decision)
     # Whether examples are coupled is asked of rows, also where tokens are split.
     by_rows = program if decision.program.batch.splits_examples else task.program
-    return best.plans, compute, _report(task, best.plans, decision, not_rows, by_rows)
+    report = _report(task, best.plans, decision, not_rows, by_rows)
+    report = replace(report, waiting=waiting(decision.program, mesh, compute))
+    return best.plans, compute, report
 
 
 def _by_rows_or_within(task: _Task, budget: int | None, trace: Callable[[], Program]) -> _Layout:

@@ -4,12 +4,11 @@ import functools as ft
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,10 +22,9 @@ from ...core._control_flow import (
     control_flow,
     primitive_name,
 )
-from ...core._jaxpr import as_traced, bind_again, evaluate_jaxpr, iter_equations, variables
+from ...core._jaxpr import as_traced, bind_again, evaluate_jaxpr, iter_equations
 from ...core._markers import gathered_dimension
 from ...core._pytree import ARRAYS, join
-from .._mesh_axes import used_axes
 from ..operations import Atom
 from ..operations._rule import at_places
 from ..operations._rule_table import CONSTRAINED
@@ -44,8 +42,9 @@ from ._attention_kernel import KERNELS, is_kernel, run_kernel
 from ._copied_weights import apply_copies, copy_weights
 from ._custom_rules import Fn, is_float0, run_custom
 from ._grouped_conv import is_grouped, run_grouped
+from ._local_choice import choose_region, used_results
 from ._local_operation import acts_on_parts, run_operation
-from ._local_region import LocalRegion, select_rows, waits_for_rows
+from ._local_region import select_rows, waits_for_rows
 from ._local_states import NotLocal, is_vmapped
 from ._local_vmapped import run_vmapped
 from ._shardings import (
@@ -293,43 +292,18 @@ def _on_rows(nested: _Nested) -> Arrays | None:
     results = run_operation(equation, nested.operands, values, nested.results, shardings)
     if results is not None:
         return results
-    # The stages of a pipeline run one after the other, each for some rows.
-    in_pipeline = shardings.rows is not None
-    devices = prod(shardings.mesh.shape.values())
-    if in_pipeline or shardings.splits_examples or devices == 1 or not waits_for_rows(equation):
-        return None
-    region = _region(equation, values, shardings)
-    states = [_row_dim(value, region, shardings) for value in values]
     try:
-        if not region.is_worth_it(equation, states):
+        choice = choose_region(equation, nested.scope, shardings)
+        if choice is None:
             return None
+        region, states = choice
         operands = _gather_stored(nested, values)
         operands = list(map(as_traced, operands, equation.invars))
         if is_vmapped(equation):
             return run_vmapped(equation, operands, states, region)
-        used = _used(nested.scope.jaxpr)
-        return region.run(equation, operands, states, [var in used for var in equation.outvars])
+        return region.run(equation, operands, states, used_results(equation, nested.scope.jaxpr))
     except _REFUSALS:
         return None
-
-
-def _region(
-    equation: JaxprEqn, values: Sequence[Value | None], shardings: Shardings
-) -> LocalRegion:
-    """The devices that divide the rows of an equation with operands of these values."""
-    axes = used_axes(shardings.batch_axes, shardings.mesh.shape)
-    is_loop = isinstance(control_flow(equation), While)
-    sharded = ()
-    if any(map(shardings.is_parallel, filter(None, values))):
-        sharded = shardings.compute.model_axes
-    return LocalRegion(shardings.mesh, axes, sharded, is_loop)
-
-
-def _row_dim(value: Value | None, region: LocalRegion, shardings: Shardings) -> int | None:
-    """The dimension of an operand that counts rows, if it has one and the devices divide it."""
-    if value is None or not region.axes:
-        return None
-    return shardings.batch_dim(value)
 
 
 def _gather_stored(nested: _Nested, values: Sequence[Value | None]) -> Arrays:
@@ -339,14 +313,6 @@ def _gather_stored(nested: _Nested, values: Sequence[Value | None]) -> Arrays:
         if value is not None and nested.stored[place]:
             operands[place] = nested.shardings.constrain(operands[place], value)
     return operands
-
-
-def _used(jaxpr: Jaxpr) -> set[Var]:
-    """The variables that an equation or a result reads."""
-    used = set(variables(jaxpr.outvars))
-    for equation in jaxpr.eqns:
-        used.update(variables(equation.invars))
-    return used
 
 
 def _has_nothing_to_constrain(nested: _Nested, call: Call) -> bool:

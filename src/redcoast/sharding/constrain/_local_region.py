@@ -123,18 +123,8 @@ class LocalRegion:
         `states` are the states of the operands. `used` selects the results that are used; others
         may have wrong values. Raises `NotLocal`.
         """
-        step = self.states.step(equation, states)
-        flow = control_flow(equation)
-        if not self.is_loop and any(map(_has_reverse_rule, equations_inside(equation))):
-            raise NotLocal("it has a `custom_vjp`")
-        results = step.results
-        synchronised = False
-        if isinstance(flow, While) and OWN in itertools.compress(results, used):
-            synchronised = True
-            results = self.states.loop(flow, states).carry
-        if OWN in itertools.compress(results, used):
-            raise NotLocal("a result differs from device to device")
-        # The states are known: what follows evaluates the equation with the rows of one device.
+        results, synchronised = self.results(equation, states, used)
+        # What follows evaluates the equation with the rows of one device.
         evaluate = _Evaluation(self, synchronised)
 
         def local(*inputs: jax.Array) -> tuple[jax.Array, ...]:
@@ -151,6 +141,23 @@ class LocalRegion:
             check_vma=False,
         )
         return list(jax.jit(run)(*operands))
+
+    def results(
+        self, equation: JaxprEqn, states: Sequence[State], used: Sequence[bool]
+    ) -> tuple[Sequence[State], bool]:
+        """The states of the results of an equation, and whether all devices run as many iterations
+        of it. Raises `NotLocal`."""
+        results = self.states.step(equation, states).results
+        flow = control_flow(equation)
+        if not self.is_loop and any(map(_has_reverse_rule, equations_inside(equation))):
+            raise NotLocal("it has a `custom_vjp`")
+        self._manual_axes(equation)
+        synchronised = isinstance(flow, While) and OWN in itertools.compress(results, used)
+        if isinstance(flow, While) and synchronised:
+            results = self.states.loop(flow, states).carry
+        if OWN in itertools.compress(results, used):
+            raise NotLocal("a result differs from device to device")
+        return results, synchronised
 
     def _manual_axes(self, equation: JaxprEqn) -> frozenset[str]:
         sizes = self.mesh.shape

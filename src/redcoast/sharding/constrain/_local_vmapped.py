@@ -98,20 +98,27 @@ class _Rows:
         return evaluate_jaxpr(opened, dict(arguments), handle)
 
 
+def check_vmapped(equation: JaxprEqn, states: Sequence[State], region: LocalRegion) -> None:
+    """Raises `NotLocal` if the elements of a vmapped primitive are not the rows.
+
+    `states` are the dimensions of the operands that are rows.
+    """
+    pairs = zip(states, equation.params[_AXES], strict=True)
+    if any(state is not None and state != axis for state, axis in pairs):
+        raise NotLocal("a primitive of Equinox is applied along rows")
+    if equation.params[VMAPPED_SIZE] % parts(region.axes, region.mesh.shape):
+        raise NotLocal("a primitive of Equinox is applied to rows that do not divide")
+
+
 def run_vmapped(
     equation: JaxprEqn, operands: Arrays, states: Sequence[State], region: LocalRegion
 ) -> Arrays:
     """The results of a vmapped primitive, of which each device computes those of its rows.
 
-    `states` are the dimensions of the operands that are rows. Raises `NotLocal`.
+    Raises `NotLocal`.
     """
-    pairs = zip(states, equation.params[_AXES], strict=True)
-    if any(state is not None and state != axis for state, axis in pairs):
-        raise NotLocal("a primitive of Equinox is applied along rows")
-    rows = _Rows(equation, region.mesh, region.axes)
-    if equation.params[VMAPPED_SIZE] % rows.count:
-        raise NotLocal("a primitive of Equinox is applied to rows that do not divide")
-    return list(_local_p.bind(*operands, rows=rows))
+    check_vmapped(equation, states, region)
+    return list(_local_p.bind(*operands, rows=_Rows(equation, region.mesh, region.axes)))
 
 
 def _jvp(

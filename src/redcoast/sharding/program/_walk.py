@@ -157,7 +157,8 @@ def _call_host(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> lis
         for value in inputs:
             for node in value.dims:
                 graph.add_reshard(value, node, value, None)
-    is_inside = _any_is(graph.cursor.source[:-1], Cond, While)
+    in_loop = _any_is(graph.cursor.source[:-1], Cond, While)
+    is_inside = in_loop or len(graph.cursor.rows) > 0
     graph.add_host_call(inputs, results, is_inside=is_inside)
     return results
 

@@ -214,6 +214,8 @@ class ProgramReport:
     - `gathered_whole`: The lines of the user's code at which every device sends all that it has of
         an array, as sentences: where a function runs on the host, and where the program asks for a
         sharding that the compiler cannot reach step by step.
+    - `waiting`: The lines of the user's code with loops in which devices wait for each other's
+        examples in every iteration, or which every device runs for all examples, as sentences.
     - `lines`: The lines of the user's code that cost memory or communication, the costliest first.
     - `recomputed`: What the backward pass recomputes because of `memory`: the bytes that are
         `saved` on each device, the `flops` that this adds and their `share`, and in `what` the
@@ -247,6 +249,7 @@ class ProgramReport:
     lines: tuple[LineCost, ...] = field(default=(), repr=False, compare=False)
     split_examples: Mapping[str, str] = field(default_factory=dict, repr=False)
     gathered_whole: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
     recomputed: Recomputation | None = None
     offloaded: int = 0
 

@@ -42,7 +42,8 @@ def _too_small(report: PlanReport) -> NotDone | None:
         return None
     flops = program.arithmetic.flops
     is_divided = program.arithmetic.per_device < flops
-    if is_divided or not _rows_divide(program, count):
+    # If the batch is split, devices repeat what is not linked to it, which is reported as such.
+    if is_divided or program.batch_axes or not _rows_divide(program, count):
         return None
     # A user's decision is not commented on.
     if any(array.reason.kind == "override" for array in report.arrays):

@@ -223,7 +223,7 @@ def _program(program: data.ProgramReport) -> list[str]:
     for hindrance in program.hindrances:
         lines += paragraph(f"{hindrance.arrays}: {hindrance.why}", "  ", "    ")
     lines += ["", *_traffic(program.traffic)]
-    for text in program.gathered_whole:
+    for text in (*program.gathered_whole, *program.waiting):
         lines += ["", *paragraph(text)]
     if program.unknown:
         names = ", ".join(f"{count} x {name}" for name, count in program.unknown.items())

@@ -1,0 +1,127 @@
+"""Which equations each device runs on its own rows, and why it does not run others so."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from ...core._control_flow import AnyJaxpr, Scan, While, control_flow, open_jaxpr
+from ...core._jaxpr import variables
+from .._mesh_axes import used_axes
+from ..program._graph import Source, Value
+from ..program._walk import Scope
+from ._local_region import LocalRegion, waits_for_rows
+from ._local_states import NotLocal, State, is_over_rows, is_vmapped
+from ._local_vmapped import check_vmapped
+from ._shardings import Shardings
+
+Choice = tuple[LocalRegion, list[State]]  # the region, and the states of the operands
+
+
+def choose_region(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> Choice | None:
+    """The devices that run an equation on their own rows, if they would communicate otherwise.
+
+    Raises `NotLocal` if the equation combines rows.
+    """
+    # The stages of a pipeline run one after the other, each for some rows.
+    in_pipeline = shardings.rows is not None
+    devices = prod(shardings.mesh.shape.values())
+    if in_pipeline or shardings.splits_examples or devices == 1 or not waits_for_rows(equation):
+        return None
+    values = list(map(scope.value_of, equation.invars))
+    region = _region(equation, values, shardings)
+    states = [_row_dim(value, region, shardings) for value in values]
+    if not region.is_worth_it(equation, states):
+        return None
+    return region, states
+
+
+def used_results(equation: JaxprEqn, jaxpr: Jaxpr) -> list[bool]:
+    """Which results of an equation another one or a result of its jaxpr reads."""
+    used = set(variables(jaxpr.outvars))
+    for other in jaxpr.eqns:
+        used.update(variables(other.invars))
+    return [var in used for var in equation.outvars]
+
+
+def find_waiting(
+    scope: Scope, shardings: Shardings, source: Source = ()
+) -> Iterator[tuple[Source, str]]:
+    """The equations in which devices wait for each other's rows, or run all rows, and why.
+
+    Each follows those around it, `source`.
+    """
+    for index, equation in enumerate(scope.jaxpr.eqns):
+        around = (*source, equation)
+        try:
+            choice = choose_region(equation, scope, shardings)
+            if choice is not None:
+                _check(equation, *choice, used_results(equation, scope.jaxpr))
+                continue
+        except NotLocal as error:
+            values = list(map(scope.value_of, equation.invars))
+            region = _region(equation, values, shardings)
+            states = [_row_dim(value, region, shardings) for value in values]
+            if _communicates(equation, states):
+                yield around, str(error)
+        for inner in scope.inner.get(index, ()):
+            yield from find_waiting(inner, shardings, around)
+
+
+def _check(
+    equation: JaxprEqn, region: LocalRegion, states: Sequence[State], used: Sequence[bool]
+) -> None:
+    if is_vmapped(equation):
+        check_vmapped(equation, states, region)
+    else:
+        region.results(equation, states, used)
+
+
+def _communicates(equation: JaxprEqn, states: Sequence[State]) -> bool:
+    match control_flow(equation):
+        case While() as loop:
+            return _ends_by_rows(loop, states)
+        case Scan() as scan:
+            return is_over_rows(scan, states)
+    return is_vmapped(equation) and any(isinstance(state, int) for state in states)
+
+
+def _ends_by_rows(loop: While, states: Sequence[State]) -> bool:
+    """Whether the number of iterations depends on rows."""
+    has_rows = [isinstance(state, int) for state in states]
+    cond_consts, body_consts, carry = loop.split(has_rows)
+    while True:
+        after = _follow(loop.body, [*body_consts, *carry])
+        joined = [before or now for before, now in zip(carry, after, strict=True)]
+        if joined == carry:
+            return _follow(loop.cond, [*cond_consts, *carry])[0]
+        carry = joined
+
+
+def _follow(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Which outputs of a jaxpr depend on one of the chosen inputs."""
+    opened = open_jaxpr(jaxpr)
+    chosen = {var for var, is_chosen in zip(opened.invars, inputs, strict=True) if is_chosen}
+    for equation in opened.eqns:
+        if not chosen.isdisjoint(variables(equation.invars)):
+            chosen.update(equation.outvars)
+    return [isinstance(atom, Var) and atom in chosen for atom in opened.outvars]
+
+
+def _region(
+    equation: JaxprEqn, values: Sequence[Value | None], shardings: Shardings
+) -> LocalRegion:
+    """The devices that divide the rows of an equation with operands of these values."""
+    axes = used_axes(shardings.batch_axes, shardings.mesh.shape)
+    is_loop = isinstance(control_flow(equation), While)
+    sharded = ()
+    if any(map(shardings.is_parallel, filter(None, values))):
+        sharded = shardings.compute.model_axes
+    return LocalRegion(shardings.mesh, axes, sharded, is_loop)
+
+
+def _row_dim(value: Value | None, region: LocalRegion, shardings: Shardings) -> int | None:
+    """The dimension of an operand that counts rows, if it has one and the devices divide it."""
+    if value is None or not region.axes:
+        return None
+    return shardings.batch_dim(value)

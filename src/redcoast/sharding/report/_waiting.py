@@ -1,0 +1,46 @@
+"""Where devices wait for each other although the examples of a batch may be independent.
+
+XLA partitions a loop whose number of iterations depends on data so that all devices agree on the
+condition in every iteration. Each device runs such a loop for its own rows instead, if nothing in
+it combines rows.
+"""
+
+from jax.sharding import AbstractMesh, Mesh
+
+from ...core._control_flow import Scan, While, control_flow
+from ...core._frames import own_line
+from ..constrain._local_choice import find_waiting
+from ..constrain._local_region import waits_for_rows
+from ..constrain._shardings import find_shardings
+from ..program._graph import Source
+from ..program._program import Program
+from ..program._walk import Scope
+from ..tree._leaf_plans import Compute
+
+
+def waiting(program: Program, mesh: Mesh | AbstractMesh, compute: Compute) -> tuple[str, ...]:
+    """Sentences on the lines where devices wait for each other, or do the same."""
+    # Most programs have no such loop, and no need of the shardings of their values.
+    if not _may_wait(program.scope):
+        return ()
+    shardings = find_shardings(program, mesh, compute)
+    texts = [_sentence(*found) for found in find_waiting(program.scope, shardings)]
+    return tuple(dict.fromkeys(texts))
+
+
+def _may_wait(scope: Scope) -> bool:
+    inner = (scope for scopes in scope.inner.values() for scope in scopes)
+    return any(map(waits_for_rows, scope.jaxpr.eqns)) or any(map(_may_wait, inner))
+
+
+def _sentence(source: Source, why: str) -> str:
+    lines = (own_line(getattr(x.source_info, "traceback", None)) for x in reversed(source))
+    line = next(filter(None, lines), "The program")
+    match control_flow(source[-1]):
+        case While():
+            what = "has a loop in whose every iteration all devices wait for each other"
+        case Scan():
+            what = "has a loop over the examples that every device runs for all of them"
+        case _:
+            what = "has an operation in which devices communicate about each other's examples"
+    return f"{line} {what}, because {why}. `jax.vmap` of a function of one example avoids that."

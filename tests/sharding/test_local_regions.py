@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.interpreters import ad
 
 import redcoast as rc
+from redcoast.core._jaxpr import iter_equations
 from redcoast.dryrun.hlo import collectives
 
 ROWS, WIDTH = 16, 8
@@ -505,6 +506,26 @@ def test_the_plan_says_where_devices_wait_for_each_other(loss_fn, reason):
         assert sentence.startswith("test_local_regions.py:")
         assert reason in sentence
         assert sentence[:60] in " ".join(plan.table().split())
+
+
+def test_results_of_a_call_of_the_host_have_one_rank():
+    """JAX refuses others if it lowers for TPUs, where all have one sharding."""
+
+    def one(params, x, key):
+        def step(state):
+            z, n = eqx.error_if(state, jnp.isnan(state[0]).any(), "NaN")
+            return jnp.tanh(params["inside"] @ z), n + 1
+
+        going = lambda state: (jnp.max(jnp.abs(state[0])) > 0.1) & (state[1] < 9)
+        return jax.lax.stop_gradient(jax.lax.while_loop(going, step, (x, 0))[0])
+
+    loss_fn = mean_over_rows(one)
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    equations = iter_equations(jax.make_jaxpr(plan.constrain(loss_fn))(PARAMS, BATCH, None))
+    calls = [equation for equation in equations if equation.primitive.name == "pure_callback"]
+    ranks = [{var.aval.ndim for var in equation.outvars} for equation in calls]
+    assert sorted(map(len, ranks)) == [1] * len(calls)
+    assert calls
 
 
 def test_forward_mode():

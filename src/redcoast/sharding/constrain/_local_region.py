@@ -283,6 +283,8 @@ class _Evaluation:
     ) -> Arrays:
         if is_identity(equation):
             return inputs
+        if is_callback(equation) and equation.outvars:
+            return _call_host(equation, inputs)
         params: dict[str, object] = {}
         if equation.primitive.name in _WITH_SIZES:
             for key in RESULT_SIZES & equation.params.keys():
@@ -489,6 +491,24 @@ def _without_derivative(run: Callable[..., Arrays]) -> Callable[..., Arrays]:
     custom = jax.custom_vjp(run)
     custom.defvjp(lambda *xs: (run(*xs), None), backward)
     return custom
+
+
+def _call_host(equation: JaxprEqn, inputs: Arrays) -> Arrays:
+    """Calls a function on the host, with results of one rank.
+
+    JAX gives all results the sharding of the first one if it compiles for TPUs, and refuses others
+    than of its rank.
+    """
+    results, call = equation.params["result_avals"], equation.params["callback"]
+    rank = max(len(aval.shape) for aval in results)
+    shapes = [(1,) * (rank - len(aval.shape)) + tuple(aval.shape) for aval in results]
+
+    def of_one_rank(*arrays: object) -> list[np.ndarray]:
+        return list(map(np.reshape, call(*arrays), shapes))
+
+    avals = tuple(aval.update(shape=shape) for aval, shape in zip(results, shapes, strict=True))
+    reshaped = bind_local(equation, inputs, {"callback": of_one_rank, "result_avals": avals})
+    return [jnp.reshape(x, aval.shape) for x, aval in zip(reshaped, results, strict=True)]
 
 
 def evaluate_row(region: LocalRegion, jaxpr: AnyJaxpr, inputs: Sequence[object]) -> list[jax.Array]:

@@ -1,6 +1,5 @@
 """What each line of the user's function costs, and limits for a test of the user's own."""
 
-import json
 from linecache import getline
 
 import jax
@@ -10,7 +9,6 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import redcoast as rc
-from redcoast.sharding.report._report_json import program_from_json
 
 MESH = AbstractMesh((2, 1, 4), ("data", "fsdp", "model"))
 TABLE = np.ones((1024, 1024), np.float32)
@@ -87,10 +85,11 @@ def test_the_table_shows_code_and_causes():
         assert words in text
 
 
-def test_lines_are_saved_with_the_report():
-    report = plan_of(looks_up).report
-    saved = json.loads(json.dumps(report.to_json()))
-    assert program_from_json(saved).lines == report.program.lines
+def test_lines_are_saved_with_the_plan(tmp_path):
+    plan = plan_of(looks_up)
+    rc.save_plan(plan, tmp_path / "plan.json")
+    saved = rc.load_plan(tmp_path / "plan.json", MODEL, MESH)
+    assert saved.report.program.lines == plan.report.program.lines
 
 
 def test_arrays_that_are_closed_over_are_in_the_summary():

@@ -71,9 +71,10 @@ def _read(kind: Any, value: object, exact: bool) -> object:
 def _read_one_of(kinds: tuple[Any, ...], value: object, exact: bool) -> object:
     if value is None and type(None) in kinds:
         return None
+    wrong: set[str] = set()
     for kind in kinds:
         try:
             return _read(kind, value, exact)
-        except WrongEntries:
-            continue
-    raise WrongEntries
+        except WrongEntries as error:
+            wrong |= error.names
+    raise WrongEntries(*wrong)

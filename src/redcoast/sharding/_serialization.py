@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from operator import mod
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -22,46 +21,36 @@ from ..core._typed_json import WrongEntries, from_json
 from ._plan import Plan, make_plan, mesh_or_ambient
 from .report._data import ProgramReport
 from .report._text import mesh_text
-from .tree._leaf_plans import (
-    OVERRIDE,
-    Compute,
-    Kind,
-    LeafPlan,
-    Reason,
-    Role,
-    model_of,
-    plan_leaves,
-)
+from .tree._leaf_plans import OVERRIDE, Compute, LeafPlan, Reason, Role, model_of, plan_leaves
 from .tree._leaves import Leaf, flat_leaves
 from .tree._overrides import axes_of_spec, spec_parts
 
-FORMAT = 1
-Json = dict[str, Any]
+# Of the file. It changes with the fields of what a file has, and other formats are refused.
+FORMAT = 2
 Entry = str | tuple[str, ...] | None  # of a spec
 
 
 @dataclass(frozen=True)
 class _SavedArray:
-    """What a file has of one array. Files of earlier versions lack `kind` and `together`."""
+    """What a file has of one array."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     spec: tuple[Entry, ...]
-    reason: str
+    reason: Reason
     role: Role
-    kind: Kind | None = None
-    together: str = ""
 
 
 @dataclass(frozen=True)
 class _SavedPlan:
-    """What a file has of a plan. The report is empty if the plan was made without a function."""
+    """What a file has of a plan. Without a function, a plan has no report of a program."""
 
+    format: int
     mesh: dict[str, int]
     rows: tuple[_SavedArray, ...]
-    compute: Json
-    report: Json
+    compute: Compute
+    report: ProgramReport | None
 
 
 @hide_frames
@@ -91,17 +80,15 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
         ```
     """
     check_kind("plan", plan, Plan, "a plan, as `redcoast.plan_shardings` gives")
-    from .report._report_json import array_to_json, program_to_json
-
     path = local_path("path", path)
-    arrays = map(array_to_json, plan.report.arrays)
-    document = {
-        "format": FORMAT,
-        "mesh": dict(plan.report.mesh),
-        "rows": [{key: row[key] for key in _SavedArray.__dataclass_fields__} for row in arrays],
-        "compute": _compute_to_json(plan.compute),
-        "report": program_to_json(plan.report.program_or_none),
-    }
+    rows: list[_SavedArray] = []
+    for array in plan.report.arrays:
+        spec = tuple(array.spec)
+        rows.append(
+            _SavedArray(array.path, array.shape, array.dtype, spec, array.reason, array.role)
+        )
+    mesh, program = dict(plan.report.mesh), plan.report.program_or_none
+    document = asdict(_SavedPlan(FORMAT, mesh, tuple(rows), plan.compute, program))
     text = json.dumps(document, indent=1) + "\n"
     if path.exists():
         if path.is_file() and path.read_text("utf-8", errors="replace") == text:
@@ -120,18 +107,6 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
         sync(path.parent)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _compute_to_json(compute: Compute) -> Json:
-    """Without what no earlier version has, if the plan does not need it."""
-    entries = asdict(compute)
-    if not compute.split:
-        del entries["split"]
-    if compute.recompute is None:
-        del entries["recompute"]
-    if not compute.offloaded:
-        del entries["offloaded"]
-    return entries
 
 
 @hide_frames
@@ -170,7 +145,7 @@ def load_plan(
         ```
     """
     path = Path(path).expanduser()
-    saved, compute = _read(path)
+    saved = _read(path)
     mesh = mesh_or_ambient(mesh)
     if saved.mesh != dict(mesh.shape):
         planned, current = mesh_text(saved.mesh), mesh_text(mesh.shape)
@@ -183,53 +158,14 @@ def load_plan(
     replicated = [LeafPlan(leaf, P(), OVERRIDE, "parameter") for leaf in leaves]
     unsharded = plan_leaves(tree, replicated, {})
     _check_leaves(path, saved.rows, [plan.leaf for plan in unsharded])
-    plans = _read_plans(path, saved, unsharded, compute)
-    return make_plan(tree, mesh, plans, compute, _read_program(path, saved.report))
-
-
-def _read_plans(
-    path: Path, saved: _SavedPlan, unsharded: Sequence[LeafPlan], compute: Compute
-) -> list[LeafPlan]:
-    dims = iter(compute.dims)
     plans: list[LeafPlan] = []
     for plan, row in zip(unsharded, saved.rows, strict=True):
-        # `compute` is about the arrays of the model, which are the parameters of `unsharded`.
-        dim = None
-        if plan.role == "parameter":
-            dim = next(dims, None)
-        reason = Reason(row.kind or _kind(row, dim), row.reason, row.together)
-        plans.append(LeafPlan(plan.leaf, _read_spec(path, row, saved.mesh), reason, row.role))
-    return plans
+        spec = _read_spec(path, row, saved.mesh)
+        plans.append(LeafPlan(plan.leaf, spec, row.reason, row.role))
+    return make_plan(tree, mesh, plans, saved.compute, saved.report)
 
 
-def _kind(row: _SavedArray, computed: int | None) -> Kind:
-    """The kind of the reason in a file of an earlier version, from the reason's words."""
-    if row.reason == "override":
-        return "override"
-    if row.role == "optimizer state" and row.reason.startswith("follows "):
-        return "follows"
-    if not any(row.spec):
-        return "replicated"
-    if computed is not None:
-        return "tensor-parallel"
-    return "fsdp"
-
-
-def _read_program(path: Path, report: Json) -> ProgramReport | None:
-    from .report._report_json import program_from_json
-
-    if not report:
-        return None
-    try:
-        return program_from_json(report)
-    except (AttributeError, KeyError, TypeError, WrongEntries) as error:
-        raise ValueError(
-            f"{path} is not a complete plan: the figures of its report cannot be read: {error}. "
-            "Plan again, and save the new plan."
-        ) from error
-
-
-def _read(path: Path) -> tuple[_SavedPlan, Compute]:
+def _read(path: Path) -> _SavedPlan:
     try:
         document = read_json(path)
     except FileNotFoundError as error:
@@ -247,20 +183,19 @@ def _read(path: Path) -> tuple[_SavedPlan, Compute]:
             f"{FORMAT}. Plan again, and save the new plan."
         )
     try:
-        # What a later version adds to rows changes nothing, and what it adds to `compute` may.
-        saved = from_json(_SavedPlan, document, exact=False)
-        compute = from_json(Compute, saved.compute)
-        _check_values(saved, compute)
+        saved = from_json(_SavedPlan, document)
+        _check_values(saved)
     except WrongEntries as error:
         raise ValueError(
             f"{path} is not a complete plan: {', '.join(sorted(error.names))} must be present and "
             "of the right type. Plan again, and save the new plan."
         ) from error
-    return saved, compute
+    return saved
 
 
-def _check_values(saved: _SavedPlan, compute: Compute) -> None:
+def _check_values(saved: _SavedPlan) -> None:
     """Raises `WrongEntries` for numbers that no plan has."""
+    compute = saved.compute
     if min(saved.mesh.values(), default=1) < 1:  # sizes divide dimensions of arrays
         raise WrongEntries("mesh")
     if compute.microbatches is not None and compute.microbatches < 1:

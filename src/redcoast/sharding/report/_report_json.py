@@ -1,11 +1,9 @@
-"""A plan's report to JSON and back."""
+"""A plan's report as dicts and lists, for `json.dumps`."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ...core._typed_json import from_json
-from ..solver._memory import DEFAULT_MEMORY
 from . import _data as data
 
 _ROLES = ("all", "parameter", "optimizer state", "other")
@@ -81,24 +79,3 @@ def _lists(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(map(_lists, value))
     return value
-
-
-def program_from_json(saved: Mapping[str, Any]) -> data.ProgramReport:
-    """Reads what `program_to_json` returns; files of earlier versions lack some entries."""
-    known = saved["device_memory"] != DEFAULT_MEMORY
-    entries = {"batch_sizes": [], "device_memory_known": known, **saved}
-    entries["memory"] = {"closed_over": 0, "batch": 0, **saved["memory"]}
-    entries["traffic"] = list(map(_traffic_entries, saved["traffic"]))
-    entries["coupled"] = next(iter(saved["coupled"]), None)  # of a list of at most one
-    return from_json(data.ProgramReport, entries, exact=False)
-
-
-def _traffic_entries(saved: Mapping[str, str | int]) -> dict[str, object]:
-    """The fields of `Traffic`; in a file of an earlier version, its kind follows from the cause."""
-    axes, cause = str(saved["axis"]).split(" x "), str(saved["cause"])
-    kind: data.TrafficKind = "activations"
-    if cause.startswith("gradients"):
-        kind = "gradients"
-    elif cause.startswith("gathers of parameters"):
-        kind = "parameters"
-    return {"kind": kind, **saved, "axes": axes}

@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
@@ -23,6 +22,7 @@ from ..core._program_key import program_key
 from ..core._pytree import Arrays
 from ..core._tracing import traced_over
 from ._compiler_options import Options
+from ._one_thread import in_one_thread
 
 Shardings = Sequence[NamedSharding]
 # A jitted function `(state arrays, other arrays) -> (new state arrays, other results)`.
@@ -105,7 +105,7 @@ def _jit(
     only_last: bool,
     options: Options,
 ) -> Run:
-    evaluate = jaxpr_as_fun(jaxpr)
+    evaluate = in_one_thread(jaxpr, mesh)
     count = len(out_shardings)
     if donates:
         kept = _kept(jaxpr, in_shardings, out_shardings)

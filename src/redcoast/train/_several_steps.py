@@ -9,13 +9,13 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..core._pytree import Arrays, join, split
 from ..distributed._mesh import batch_sharding
 from ..tracking._metrics import PackedMetrics
+from ._one_thread import in_one_thread
 
 PackedStep = Callable[..., tuple[PyTree, PackedMetrics]]
 
@@ -64,7 +64,7 @@ def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[.
         # Traced here, and not by the loop, which has to know the number of metrics.
         first = jax.tree.map(lambda x: x[0], batches)
         program, (_, row) = jax.make_jaxpr(one, return_shape=True)(arrays, first)
-        run = jaxpr_as_fun(program)
+        run = in_one_thread(program, mesh)
         # A loop carries arrays of the same types from step to step.
         for old, new in zip(program.in_avals, program.out_avals[:-1], strict=False):
             if (old.shape, old.dtype) != (new.shape, new.dtype):

@@ -1,0 +1,228 @@
+"""The updates of a small model in one thread of a CPU.
+
+XLA's runtime for CPUs runs a program as kernels, and wakes other threads if more than eight of them
+are ready. In a training step, this happens behind the norm of the gradient: all updates of the
+optimizer wait for it, because they are skipped if it is not finite. To wake threads takes longer
+than to update a small model. So the updates become calls of a few kernels each, which the runtime
+takes one after the other.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree
+
+from ..core._control_flow import AnyJaxpr, Atom, Call, consts_of, control_flow, open_jaxpr
+from ..core._jaxpr import at_line_of, bind_again, variables
+from ..core._pytree import Arrays
+from ..distributed._arrays import stays_on_host
+
+READY = 8  # XLA's runtime runs as many kernels in one thread
+IN_CALL = 6  # results of a call; some take more than one kernel
+CALLS = 4  # that are ready at the same time
+MOST_BYTES = 1 << 20  # of what one thread reads and writes
+# What XLA computes in few kernels: no products, no loops, no calls of libraries.
+_SIMPLE = frozenset(
+    """
+    abs add add_any and broadcast_in_dim cbrt ceil clamp concatenate convert_element_type copy
+    copy_p cos div eq exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log
+    log1p logistic lt max min mul ne neg not or pow reciprocal reduce_and reduce_max reduce_min
+    reduce_or reduce_sum rem reshape round rsqrt select_n sign sin slice split sqrt square squeeze
+    stop_gradient sub tanh transpose xor
+    """.split()  # noqa: SIM905
+)
+
+
+def in_one_thread(program: AnyJaxpr, mesh: Mesh | AbstractMesh) -> Callable[..., Arrays]:
+    """A function that computes a traced step, in which one thread makes the updates of a small
+    model."""
+    jaxpr = open_jaxpr(program)
+    updates: list[_Updates] = []
+    if isinstance(mesh, Mesh) and stays_on_host(mesh):
+        others, updates = _split(jaxpr)
+    if not updates:
+        return jaxpr_as_fun(program)
+
+    def run(*args: PyTree) -> Arrays:
+        env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(program), strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        _evaluate(others, env)
+        _run_in_calls(updates, env)
+        return [_read(x, env) for x in jaxpr.outvars]
+
+    return run
+
+
+class _Updates:
+    """Equations of a program whose results no other equations use."""
+
+    def __init__(self, equations: Sequence[JaxprEqn], outvars: Sequence[Atom]):
+        self.equations = equations
+        inside = {x for equation in equations for x in equation.outvars}
+        used = [x for equation in equations for x in variables(equation.invars)]
+        self.operands = [x for x in dict.fromkeys(used) if x not in inside]
+        self.results = [x for x in dict.fromkeys(variables(outvars)) if x in inside]
+
+
+def _split(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[_Updates]]:
+    """The equations before the updates, and the updates, with as many results in each as fit in a
+    call.
+
+    There are none if other threads would not be woken, or have enough to compute.
+    """
+    end = _end_of(jaxpr)
+    masks = _masks(end, jaxpr.outvars)
+    before = _before_updates(end, masks)
+    # Without what nothing uses.
+    own = [x for x in end if id(x) not in before and masks[id(x)]]
+    whole = _Updates(own, jaxpr.outvars)
+    avals = [x.aval for x in (*whole.operands, *whole.results)]
+    is_small = sum(x.size * x.dtype.itemsize for x in avals) <= MOST_BYTES
+    if len(whole.results) <= READY or not is_small:
+        return jaxpr.eqns, []
+    updates: list[_Updates] = []
+    for part in _packed(_connected([masks[id(x)] for x in own])):
+        updates.append(_Updates([x for x in own if masks[id(x)] & part], jaxpr.outvars))
+    others = [x for x in jaxpr.eqns if id(x) not in masks or id(x) in before]
+    return others, updates
+
+
+def _end_of(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """The simple equations whose results nothing else uses, in their order."""
+    needed: set[Var] = set()  # by other equations
+    end: list[JaxprEqn] = []
+    for equation in reversed(jaxpr.eqns):
+        if _is_simple(equation) and needed.isdisjoint(equation.outvars):
+            end.append(equation)
+        else:
+            needed.update(variables(equation.invars))
+    return end[::-1]
+
+
+def _masks(end: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> dict[int, int]:
+    """Which results of the program need each equation, as bits, by its identity."""
+    of_variable: dict[Var, int] = {}
+    for bit, x in enumerate(dict.fromkeys(variables(outvars))):
+        of_variable[x] = 1 << bit
+    masks: dict[int, int] = {}
+    for equation in reversed(end):
+        mask = 0
+        for x in equation.outvars:
+            mask |= of_variable.get(x, 0)
+        masks[id(equation)] = mask
+        for x in variables(equation.invars):
+            of_variable[x] = of_variable.get(x, 0) | mask
+    return masks
+
+
+def _before_updates(end: Sequence[JaxprEqn], masks: Mapping[int, int]) -> set[int]:
+    """The identities of equations of numbers and of what all updates need, such as the norm of the
+    gradient."""
+    before: set[int] = set()
+    needed: set[Var] = set()
+    for equation in reversed(end):
+        is_number = all(x.aval.size == 1 for x in equation.outvars)
+        is_shared = masks[id(equation)].bit_count() > READY
+        if is_number or is_shared or not needed.isdisjoint(equation.outvars):
+            before.add(id(equation))
+            needed.update(variables(equation.invars))
+    return before
+
+
+def _connected(masks: Sequence[int]) -> list[int]:
+    """The union of all masks that share bits, such as the moments and the value of a parameter."""
+    unions: list[int] = []
+    for mask in masks:
+        apart = [x for x in unions if not x & mask]
+        for x in unions:
+            if x & mask:
+                mask |= x
+        unions = [*apart, mask]
+    return unions
+
+
+def _packed(masks: Sequence[int]) -> list[int]:
+    """The masks, united as far as a call has room for their results."""
+    parts: list[int] = []
+    for mask in masks:
+        if parts and (parts[-1] | mask).bit_count() <= IN_CALL:
+            parts[-1] |= mask
+        else:
+            parts.append(mask)
+    return parts
+
+
+def _is_simple(equation: JaxprEqn) -> bool:
+    if equation.effects:
+        return False
+    flow = control_flow(equation)
+    if isinstance(flow, Call):
+        return all(map(_is_simple, open_jaxpr(flow.jaxpr).eqns))
+    if flow is not None or equation.primitive.name not in _SIMPLE:
+        return False
+    return all(map(_is_plain, (*equation.invars, *equation.outvars)))
+
+
+def _is_plain(atom: Atom) -> bool:
+    """Whether these are booleans, integers or floats of NumPy."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return isinstance(dtype, np.dtype) and dtype.kind in "biuf"
+
+
+def _run_in_calls(updates: Sequence[_Updates], env: dict[Var, PyTree]) -> None:
+    """Computes updates in a few calls, which contain more calls if there are many updates."""
+    size = -(-len(updates) // CALLS)
+    for begin in range(0, len(updates), size):
+        _run_in_call(updates[begin : begin + size], env)
+
+
+def _run_in_call(updates: Sequence[_Updates], env: dict[Var, PyTree]) -> None:
+    operands = list(dict.fromkeys(x for part in updates for x in part.operands))
+    results = [x for part in updates for x in part.results]
+
+    def update(values: Arrays) -> Arrays:
+        inside: dict[Var, PyTree] = dict(zip(operands, values, strict=True))
+        if len(updates) == 1:
+            _evaluate(updates[0].equations, inside, inline=True)
+        else:
+            _run_in_calls(updates, inside)
+        return [inside[x] for x in results]
+
+    # The compiler inlines other calls.
+    with set_xla_metadata(inlineable="false"):
+        values = jax.jit(update)([env[x] for x in operands])
+    env.update(zip(results, values, strict=True))
+
+
+def _evaluate(
+    equations: Sequence[JaxprEqn], env: dict[Var, PyTree], *, inline: bool = False
+) -> None:
+    """Computes the results of equations, which are added to the values of variables.
+
+    With `inline`, the equations of a call take its place, so that XLA fuses them with others.
+    """
+    for equation in equations:
+        operands = [_read(x, env) for x in equation.invars]
+        call = control_flow(equation) if inline else None
+        with at_line_of(equation):
+            if isinstance(call, Call):
+                results = _inlined(call, operands)
+            else:
+                results = bind_again(equation, operands)
+        env.update(zip(equation.outvars, results, strict=True))
+
+
+def _inlined(call: Call, operands: Arrays) -> Arrays:
+    jaxpr = open_jaxpr(call.jaxpr)
+    env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(call.jaxpr), strict=True))
+    env.update(zip(jaxpr.invars, operands, strict=True))
+    _evaluate(jaxpr.eqns, env, inline=True)
+    return [_read(x, env) for x in jaxpr.outvars]
+
+
+def _read(atom: Atom, env: Mapping[Var, PyTree]) -> PyTree:
+    return atom.val if isinstance(atom, Literal) else env[atom]

@@ -43,15 +43,16 @@ class doing:  # used like a function; a generator would take longer for each bat
     def __init__(self, what: str):
         self._what = what
         self._before: tuple[str, float] | None = None
+        self._is_seen = jax.process_count() > 1
 
     def __enter__(self) -> None:
-        if jax.process_count() > 1:
+        if self._is_seen:
             thread = threading.get_ident()
             self._before = _doing.get(thread)
             _doing[thread] = (self._what, time.monotonic())
 
     def __exit__(self, *_: object) -> None:
-        if jax.process_count() > 1:
+        if self._is_seen:
             thread = threading.get_ident()
             _doing.pop(thread)
             if self._before is not None:

@@ -328,6 +328,11 @@ def shows_progress(loggers: Sequence[object]) -> bool:
     return any(isinstance(x, ProgressLogger) and x.enabled for x in loggers)
 
 
+def is_silent(log: object) -> bool:
+    """Returns whether a logger shows nothing, and so need not be called."""
+    return isinstance(log, ProgressLogger) and not log.enabled
+
+
 def takes_state(log: Callable[..., object]) -> bool:
     """Returns whether a logger has a parameter `state`, for the state after the step."""
     return takes_keyword(log, "state")

@@ -6,9 +6,9 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +20,15 @@ from ..core._frames import hide_frames
 from ..core._user_functions import calling
 from ..distributed._kv_store import is_main
 from ._kept_arrays import KeptArrays
-from ._loggers import STOP, RunInfo, all_loggers, may_stop, start_loggers, takes_state
+from ._loggers import (
+    STOP,
+    RunInfo,
+    all_loggers,
+    is_silent,
+    may_stop,
+    start_loggers,
+    takes_state,
+)
 from ._rates import Rates
 
 logger = logging.getLogger("redcoast")
@@ -35,14 +43,17 @@ COMMON_CAUSES = (
 )
 
 
-class PackedMetrics(eqx.Module):
+# Not an `eqx.Module`, whose attributes take longer to read: one is created and read in each step.
+@ft.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["names"])
+@dataclass(frozen=True)
+class PackedMetrics:
     """The scalar metrics of a step in one array, so that the host reads them in one transfer.
 
     - `names`: the names of the metrics, in the order of `values`.
     - `values`: the values of the metrics, in float32 or wider.
     """
 
-    names: tuple[str, ...] = eqx.field(static=True)
+    names: tuple[str, ...]
     values: Float[Array, " metrics"]
 
 
@@ -174,7 +185,8 @@ class MetricsReader:
         self, logs: Sequence[Log], *, run: RunInfo | None = None, max_skipped: int = MAX_SKIPPED
     ):
         self._takers = [log for log in logs if takes_state(log)]
-        self._logs = [log for log in logs if not takes_state(log)]
+        self._logs = [log for log in logs if not (takes_state(log) or is_silent(log))]
+        self._wants_rates = any(map(_wants_rates, self._logs))
         self._kept = KeptArrays()
         self._max_skipped = max_skipped
         self.stop_reason: str | None = None
@@ -308,7 +320,7 @@ class MetricsReader:
         if not metrics:
             return
         for log in self._logs:
-            if getattr(log, "wants_rates", False):
+            if _wants_rates(log):
                 extra = {name: rate for name, rate in rates.items() if name not in metrics}
                 self._call_log(log, {**metrics, **extra}, step)
             else:
@@ -324,14 +336,14 @@ class MetricsReader:
             self._call_log(log, metrics, step, state=state)
 
     def _call_log(self, log: Log, metrics: Mapping[str, float], step: int, **state: PyTree) -> None:
-        name = _name_of(log)
         try:
             result = log(metrics, step, **state)
         except BaseException as error:  # a context that adds the note would take longer
-            calling("log", {}, where=f" ({name}) for the metrics of step {step}").add_to(error)
+            where = f" ({_name_of(log)}) for the metrics of step {step}"
+            calling("log", {}, where=where).add_to(error)
             raise
         if result is STOP and self.stop_reason is None:
-            self.stop_reason = f"`log` ({name}) returned `redcoast.STOP`"
+            self.stop_reason = f"`log` ({_name_of(log)}) returned `redcoast.STOP`"
             self.stop_step = step
 
     @contextlib.contextmanager
@@ -397,7 +409,10 @@ class MetricsReader:
         self._read_steps += 1
         self._skipped_steps += skipped and not overflow
         self._trained |= not skipped
-        self._write(values, step, self._rates(step, values, at, end) if self._logs else {})
+        rates: Mapping[str, float] = {}
+        if self._wants_rates:
+            rates = self._rates(step, values, at, end)
+        self._write(values, step, rates)
         if skipped:
             more = f" The loss scale {values['loss_scale']:g} is halved." if overflow else ""
             if inspect and not overflow and self._skipped_steps == 1 and step > 1:
@@ -407,6 +422,10 @@ class MetricsReader:
                 *(step, values.get("loss", math.nan), values.get("grad_norm", math.nan), more),
             )
         self._check(step, explain)
+
+
+def _wants_rates(log: object) -> bool:
+    return getattr(log, "wants_rates", False)
 
 
 def _name_of(log: object) -> str:

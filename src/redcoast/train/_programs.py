@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
@@ -105,11 +106,10 @@ def _jit(
     only_last: bool,
     options: Options,
 ) -> Run:
-    evaluate = in_one_thread(jaxpr, mesh)
-    count = len(out_shardings)
     if donates:
-        kept = _kept(jaxpr, in_shardings, out_shardings)
-        return _jit_donating(evaluate, mesh, in_shardings, out_shardings, kept, options)
+        return _jit_donating(jaxpr, mesh, in_shardings, out_shardings, options)
+    evaluate = jaxpr_as_fun(jaxpr)
+    count = len(out_shardings)
 
     def program(arrays: Arrays, others: Arrays) -> tuple[Arrays, Arrays]:
         with traced_over(mesh):
@@ -137,16 +137,18 @@ def _kept(jaxpr: AnyJaxpr, in_shardings: Shardings, out_shardings: Shardings) ->
 
 
 def _jit_donating(
-    evaluate: Callable[..., Arrays],
+    jaxpr: AnyJaxpr,
     mesh: Mesh | AbstractMesh,
     in_shardings: Shardings,
     out_shardings: Shardings,
-    kept: list[int],
     options: Options,
 ) -> Run:
     """A program that is given, and returns, only the arrays that it changes: each costs time."""
+    evaluate = in_one_thread(jaxpr, mesh)
+    kept = _kept(jaxpr, in_shardings, out_shardings)
     count = len(out_shardings)
     changed = [i for i in range(count) if i not in kept]
+    order = [*changed, *kept]
 
     def program(new: Arrays, same: Arrays, others: Arrays) -> tuple[Arrays, Arrays]:
         arrays = merged(new, same)
@@ -156,7 +158,7 @@ def _jit_donating(
 
     def merged(new: Arrays, same: Arrays) -> Arrays:
         arrays: Arrays = [None] * count
-        for i, x in zip([*changed, *kept], [*new, *same], strict=True):
+        for i, x in zip(order, [*new, *same], strict=True):
             arrays[i] = x
         return arrays
 

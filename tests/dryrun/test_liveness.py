@@ -61,3 +61,24 @@ def test_the_sum_is_what_the_compiler_reports():
     held = peak_buffers(compiled.as_text() or "")
     total = sum(one.bytes for one in held)
     assert total == pytest.approx(memory.temp_size_in_bytes, rel=0.15)
+
+
+def test_operands_are_kept_until_an_asynchronous_operation_is_done():
+    """Of several arrays in one collective, the results are the second tuple."""
+    text = """HloModule jit_step, is_scheduled=true, num_partitions=2
+
+ENTRY %main (a: f32[64], b: f32[32]) -> f32[64] {
+  %a = f32[64] parameter(0)
+  %b = f32[32] parameter(1)
+  %x = f32[64] sort(%a), dimensions={0}, metadata={op_name="x"}
+  %y = f32[32] sort(%b), dimensions={0}, metadata={op_name="y"}
+  %start = ((f32[64], f32[32]), (f32[128], f32[64])) all-gather-start(%x, %y), dimensions={0}, metadata={op_name="gathered"}
+  %busy = f32[16] slice(%a), slice={[0:16]}, metadata={op_name="busy"}
+  %done = (f32[128], f32[64]) all-gather-done(%start)
+  %second = f32[64] get-tuple-element(%done), index=1
+  ROOT %result = f32[64] sort(%second), dimensions={0}
+}
+"""  # noqa: E501
+    held = [(one.source, one.bytes) for one in peak_buffers(text)]
+    gathered = [("gathered", 256), ("gathered", 512)]
+    assert sorted(held) == [("busy", 64), *gathered, ("x", 256), ("y", 128)]

@@ -31,6 +31,9 @@ _IN_CORE = re.compile(r"S\([1-9]\d*\)")  # the memory space of a layout
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _WITHOUT_BUFFER = frozenset(["constant", "iota", "parameter", "partition-id", "replica-id"])
 _SAME_BUFFER = frozenset(["bitcast", "opt-barrier", "optimization-barrier", "while"])
+# Where the result is in the tuple that an instruction returns which starts something; of others, it
+# is the second element, after the operands.
+_RESULT_OF_START = {"all-reduce-start": None, "copy-start": 0}
 _MAY_WRITE_OVER = frozenset(
     """
     abs add and ceil clamp compare convert copy cosine divide dynamic-update-slice exponential
@@ -184,9 +187,18 @@ def _value(instruction: Instruction, reads: list[_Tree], dying: list[_Tree], pla
         if index is None or not isinstance(reads[0], list):
             return None
         return reads[0][int(index[1])]
-    if opcode in _SAME_BUFFER or opcode.endswith(("-done", "-update")):
+    if opcode in _SAME_BUFFER or opcode.endswith("-update"):
         return next(iter(reads), None)
-    tree = _allocate(_sizes(instruction.shape), instruction, place)
+    if opcode.endswith("-done"):
+        return reads[0][0]
+    sizes = _sizes(instruction.shape)
+    if opcode.endswith("-start"):
+        which = _RESULT_OF_START.get(opcode, 1)
+        if which is not None:
+            sizes = sizes[which]
+        # The operands are read until the end.
+        return [_allocate(sizes, instruction, place), *reads]
+    tree = _allocate(sizes, instruction, place)
     # XLA lets an elementwise operation write over an operand of the same size.
     if isinstance(tree, _Buffer) and opcode in _MAY_WRITE_OVER:
         for read in dying:

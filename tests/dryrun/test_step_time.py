@@ -306,3 +306,50 @@ def test_splash_attention_counts_the_blocks_that_its_mask_leaves():
     assert isinstance(backward, KernelWork)
     assert (forward.kind, forward.flops) == ("attention", (("bf16", 2 * 2 * blocks),))
     assert backward.flops == (("bf16", 3 * 2 * blocks),)
+
+
+# Vocabularies of 20 and 24: a row of logits in bfloat16 takes 40 and 48 bytes.
+LOGITS = """
+  %x16 = bf16[8,16]{{1,0}} convert(%x)
+  %t = bf16[{vocab},16]{{1,0}} broadcast(%x16), dimensions={{}}
+  %logits = bf16[8,{vocab}]{{{layout}}} dot(%x16, %t), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}
+  ROOT %out = f32[8,16]{{1,0}} bitcast(%x)"""  # noqa: E501
+
+
+def logits(vocab: int, layout: str = "1,0") -> KernelWork:
+    events = read_schedule(program(LOGITS.format(vocab=vocab, layout=layout)), MESH)
+    (product,) = (event for event in events if getattr(event, "kind", None) == "product")
+    return product
+
+
+def test_rows_of_a_product_that_are_no_multiple_of_16_bytes():
+    """Those of the result count too, in the order in which it is in memory."""
+    assert logits(20).is_misaligned
+    assert not logits(24).is_misaligned
+    assert not logits(20, layout="0,1").is_misaligned  # columns of 8 elements
+
+
+def test_dimensions_of_one_side_are_one_row():
+    """Rows of 3 heads of 8 are 48 bytes, and those of 3 heads of 4 are 24 bytes."""
+    body = """
+  %q = bf16[8,3,{size}]{{2,1,0}} convert(%x)
+  %k = bf16[8,3,{size}]{{2,1,0}} convert(%x)
+  %scores = bf16[8,8]{{1,0}} custom-call(%q, %k), custom_call_target="__cublas$gemm", backend_config={{"dot_dimension_numbers":{{"lhs_contracting_dimensions":["1","2"],"rhs_contracting_dimensions":["1","2"]}}}}
+  ROOT %out = f32[8,16]{{1,0}} bitcast(%x)"""  # noqa: E501
+    for size, expected in ((8, False), (4, True)):
+        events = read_schedule(program(body.format(size=size)), MESH)
+        (product,) = (event for event in events if getattr(event, "kind", None) == "product")
+        assert product.is_misaligned == expected
+
+
+def test_misaligned_products_take_longer_on_tensor_cores():
+    """The lost time is told apart; products in float32 lose none."""
+    slow = replace(FULL, misaligned=3.0)
+    body = LOGITS.format(vocab=20, layout="1,0")
+    step = times(program(body), efficiencies=slow)
+    whole = 2 * 8 * 20 * 16 / 2000
+    assert step.products == pytest.approx(3 * whole)
+    assert step.misaligned == pytest.approx(2 * whole)
+    assert "5,120 ms are lost because rows of matrices" in "\n".join(show_step_time(step))
+    step = times(program(body.replace("bf16", "f32")), efficiencies=slow)
+    assert step.misaligned == 0

@@ -8,7 +8,7 @@ its start and its end; the rest of it, and every transfer that is not asynchrono
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ._chips import Chip
 from ._efficiencies import Efficiencies, efficiencies_of
@@ -39,6 +39,8 @@ class StepTime:
     - `kernels`: The number of kernels that run.
     - `utilisation`: The arithmetic of the step, including what is rematerialised, divided by what
         the device could compute in this time at its peak rate.
+    - `misaligned`: The part of `products` that is lost because rows of matrices are no multiple of
+        16 bytes.
     """
 
     seconds: float
@@ -50,6 +52,7 @@ class StepTime:
     waiting: float
     kernels: int
     utilisation: float
+    misaligned: float = 0.0
 
 
 def _zeros() -> defaultdict[str, float]:
@@ -64,6 +67,7 @@ class _Totals:
     busy: defaultdict[str, float] = field(default_factory=_zeros)
     exposed: defaultdict[str, float] = field(default_factory=_zeros)
     transfers: defaultdict[str, float] = field(default_factory=_zeros)
+    misaligned: float = 0.0
     kernels: int = 0
 
 
@@ -132,6 +136,7 @@ def estimate_step_time(
         waiting=float(waiting),
         kernels=totals.kernels,
         utilisation=float(utilisation),
+        misaligned=float(totals.misaligned),
     )
 
 
@@ -150,6 +155,7 @@ def _run(events: Sequence[Event], rates: AttainedRates) -> _Totals:
                 time = kernel_seconds(event, rates)
                 totals.now += time
                 totals.busy[event.kind] += time
+                totals.misaligned += time - kernel_seconds(_aligned(event), rates)
                 totals.kernels += 1
             case Start(key, transfer):
                 ends[key] = _queue(transfer, rates, totals, free)
@@ -191,6 +197,7 @@ def _wait(totals: _Totals, where: str, end: float) -> None:
 def _add_loop(totals: _Totals, body: _Totals, times: int) -> None:
     totals.now += times * body.now
     totals.kernels += times * body.kernels
+    totals.misaligned += times * body.misaligned
     pairs = (
         (totals.busy, body.busy),
         (totals.exposed, body.exposed),
@@ -207,9 +214,20 @@ def kernel_seconds(kernel: KernelWork, rates: AttainedRates) -> float:
     share = attained.product
     if kernel.kind == "attention":
         share = attained.attention
-    arithmetic = sum(count / (share * peak(chip, dtype)) for dtype, count in _named(kernel))
+    arithmetic = 0.0
+    for dtype, count in _named(kernel):
+        time = count / (share * peak(chip, dtype))
+        # Tensor cores are for dtypes that are faster than float32.
+        if kernel.is_misaligned and peak(chip, dtype) > peak(chip, "float32"):
+            time *= attained.misaligned
+        arithmetic += time
     memory = kernel.memory_bytes / (attained.memory * chip.memory_bandwidth)
     return attained.launch + max(arithmetic, memory)
+
+
+def _aligned(kernel: KernelWork) -> KernelWork:
+    """The same kernel for matrices whose rows are multiples of 16 bytes."""
+    return replace(kernel, is_misaligned=False)
 
 
 # HLO's names of the dtypes whose rates differ.
@@ -269,6 +287,12 @@ def show_step_time(step: StepTime) -> list[str]:
     for name, seconds in rows:
         if seconds >= _LITTLE * step.seconds > 0:
             lines.append(f"  {seconds * 1e3:>12,.4g} ms  {name}")
+    if step.misaligned >= _LITTLE * step.seconds > 0:
+        lines.append(
+            f"  Of the products, {step.misaligned * 1e3:,.4g} ms are lost because rows of matrices "
+            "are no multiple of 16 bytes.\n  Pad sizes such as that of the vocabulary to multiples "
+            "of 8."
+        )
     hidden = sum(step.hidden.values())
     if hidden >= _LITTLE * step.seconds > 0:
         lines.append(f"  Of the communication, {hidden * 1e3:,.4g} ms are hidden behind kernels.")

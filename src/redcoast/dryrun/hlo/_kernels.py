@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ._alignment import is_misaligned
 from ._parse import (
     Computation,
     Instruction,
@@ -43,12 +44,14 @@ class KernelWork:
     - `kind`: `"product"`, `"attention"` (a kernel of its own), or `"other"`.
     - `flops`: floating point operations of products, by the dtype of their operands.
     - `memory_bytes`: bytes that are read and written in the device's main memory.
+    - `is_misaligned`: whether the rows of a product's matrices are no multiple of 16 bytes.
     """
 
     name: str
     kind: KernelKind
     flops: tuple[tuple[str, int], ...]
     memory_bytes: int
+    is_misaligned: bool = False
 
 
 def read_kernel(module: Module, within: Computation, instruction: Instruction) -> KernelWork | None:
@@ -60,7 +63,8 @@ def read_kernel(module: Module, within: Computation, instruction: Instruction) -
     if is_attention(instruction):
         kind = "attention"
     accessed = _accessed(module, within, instruction)
-    return KernelWork(instruction.name, kind, tuple(sorted(flops.items())), accessed)
+    misaligned = kind == "product" and is_misaligned(module, within, instruction)
+    return KernelWork(instruction.name, kind, tuple(sorted(flops.items())), accessed, misaligned)
 
 
 def main_bytes(shape: str) -> int:

@@ -217,6 +217,29 @@ def array_shapes(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     return [(dtype, _sizes(dims)) for dtype, dims, _ in _ARRAY.findall(shape)]
 
 
+@dataclass(frozen=True)
+class ArrayLayout:
+    """How an array is in memory: its sizes, its dimensions from the one whose elements are next to
+    each other to the one whose elements are farthest apart, and the bits of an element."""
+
+    sizes: tuple[int, ...]
+    minor_to_major: tuple[int, ...]
+    bits: int
+
+
+def array_layout(shape: str) -> ArrayLayout:
+    """The layout of an array, or of the first one of a tuple."""
+    found = _ARRAY.search(shape)
+    if found is None:
+        raise ValueError(f"The HLO text has `{shape}` where an array was expected.")
+    dtype, dims, layout = found[1], found[2], found[3] or ""
+    sizes = _sizes(dims)
+    order = _sizes(layout.partition(":")[0])
+    if len(order) != len(sizes):  # without a layout, the last dimension is the minor one
+        order = tuple(reversed(range(len(sizes))))
+    return ArrayLayout(sizes, order, _bits(dtype, layout))
+
+
 def bytes_in_space(shape: str) -> dict[int, int]:
     """The bytes of a shape by memory space, of which 0 is the device's main memory."""
     sizes: dict[int, int] = {}

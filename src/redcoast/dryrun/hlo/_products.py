@@ -99,9 +99,22 @@ def _dot(within: Computation, instruction: Instruction, settings: str) -> Counte
     dtype, shape = _first_array(lookup(within, operands(instruction)[0]).shape)
     _, result = _first_array(instruction.shape)
     multiply_adds = prod(result)
-    for dim in _numbers(settings, "lhs_contracting_dim(?:ension)?s"):
+    for dim in _dims(settings, "lhs_contracting"):
         multiply_adds *= shape[dim]
     return Counter({dtype: 2 * multiply_adds})
+
+
+def dimension_numbers(instruction: Instruction, name: str) -> list[int]:
+    """The dimensions `lhs_contracting`, `rhs_contracting`, `lhs_batch` or `rhs_batch` of a `dot` or
+    of a call of cuBLAS."""
+    settings = instruction.rest
+    if instruction.opcode == "dot":
+        settings = attributes(instruction)
+    return _dims(settings, name)
+
+
+def _dims(settings: str, name: str) -> list[int]:
+    return _numbers(settings, f"{name}_dim(?:ension)?s")
 
 
 def _convolution(within: Computation, instruction: Instruction) -> Counter[str]:

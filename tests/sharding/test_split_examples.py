@@ -1,6 +1,7 @@
 """Batches with fewer rows than devices are split along dimensions of their examples."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -90,6 +91,18 @@ def spectral(params, batch, key):
 
 
 SPECTRAL = {"lift": normal(2, 8), "first": normal(8, 8, 4), "second": normal(8, 8, 4) / 2}
+
+
+def mixed(params, batch, key):
+    """All frequencies of all channels are mixed, and the loss has a power spectrum."""
+    h = jnp.einsum("bcxy,ck->bkxy", batch, params["lift"])
+    spectrum = jnp.fft.fft2(h.astype(jnp.complex64))
+    spectrum = jnp.einsum("bkxy,kl->blxy", spectrum, params["mix"].astype(jnp.complex64))
+    h = jnp.tanh(jnp.fft.ifft2(spectrum).real)
+    return jnp.mean(h**2) + jnp.mean(jnp.abs(jnp.fft.rfft(h, axis=2)) ** 2) / 100
+
+
+MIXED = {"lift": normal(2, 8), "mix": normal(8, 8) / 4}
 NODES, EDGES = 64, 256
 SENT, RECEIVED = np.random.default_rng(1).integers(0, NODES, (2, EDGES))
 
@@ -112,6 +125,7 @@ CASES: dict[str, Any] = {
     "uneven": (unet, UNET, lambda rows: normal(rows, 2, 72, 40)),
     "pair": (pair, PAIR, lambda rows: normal(rows, 16, 16, 8)),
     "spectral": (spectral, SPECTRAL, lambda rows: normal(rows, 2, 32, 16)),
+    "mixed": (mixed, MIXED, lambda rows: normal(rows, 2, 32, 16)),
     "messages": (messages, MESSAGES, lambda rows: normal(rows, NODES, 8)),
 }
 
@@ -165,6 +179,40 @@ def test_halos_are_priced_as_they_are_sent():
     found = collectives(program.as_text(), mesh)
     permuted = sum(one.sent_bytes for one in found if one.kind == "collective-permute")
     assert priced["halos of convolutions and windows"] == pytest.approx(permuted, rel=0.25)
+
+
+def test_spectra_are_split_along_another_dimension_until_the_inverse_transform():
+    """Two layers are four transforms, with one all-to-all each, forward and backward."""
+    mesh = mesh_of((8, 1, 1))
+    plan, program = compiled(spectral, SPECTRAL, normal(1, 2, 64, 32), mesh)
+    sent = collectives(program.as_text(), mesh)
+    turned = [one for one in sent if one.kind == "all-to-all"]
+    assert len(turned) == 2 * 4
+    of_turned = sum(one.sent_bytes for one in turned)
+    # What selects low frequencies sends next to nothing.
+    assert sum(one.sent_bytes for one in sent) < 1.15 * of_turned
+    priced = {one.cause: one.bytes for one in plan.report.program.traffic}
+    assert priced["all-to-alls around Fourier transforms"] == pytest.approx(of_turned, rel=0.1)
+
+
+def test_nodes_are_gathered_once_for_all_lookups_and_their_cotangents_added_first():
+    """Each round looks up the senders and the receivers of its edges."""
+    mesh, params = mesh_of((8, 1, 1)), {"message": normal(128, 64) / 32}
+    batch = normal(1, NODES, 64)
+    # The compiler for CPUs adds no cotangents by itself.
+    hardware = replace(TIGHT, adds_first=False, scatters=False)
+    plan = plan_of(messages, params, batch, mesh, hardware)
+    program = jax.jit(jax.grad(plan.constrain(messages))).lower(params, batch, None).compile()
+    sent = collectives(program.as_text(), mesh)
+    nodes = batch.size * batch.itemsize
+    # The nodes of two rounds, and the cotangents of the messages that are added to them.
+    gathered = [one for one in sent if one.kind == "all-gather"]
+    assert sum(one.operand_bytes * 8 for one in gathered) == 4 * nodes
+    # The messages of two rounds, the cotangent of the nodes in between, and those of the matrix.
+    summed = sum(one.operand_bytes for one in sent if one.kind == "all-reduce")
+    assert summed == pytest.approx(3 * nodes + 2 * 128 * 64 * 4, rel=0.01)
+    priced = sum(one.bytes for one in plan.report.program.traffic)
+    assert priced == pytest.approx(sum(one.sent_bytes for one in sent), rel=0.1)
 
 
 CONVOLUTIONS: dict[str, dict[str, Any]] = {

@@ -55,7 +55,8 @@ from ._shardings import (
     sharded_dim,
 )
 from ._split_conv import run_split_conv
-from ._split_fft import run_split_fft
+from ._split_fft import run_split_fft, writes_slice
+from ._split_lookup import Tables, run_split_lookup
 
 # Rows depend on each other; JAX has no rule for an operation inside of `jax.shard_map`, or refuses
 # its parts for their shapes, types or axes; or a rule of Equinox's finds other inputs there.
@@ -79,6 +80,7 @@ class _Nested:
     shardings: Shardings
     operands: Arrays
     stored: list[bool]
+    tables: Tables
 
     @property
     def values(self) -> list[Value]:
@@ -111,6 +113,7 @@ def run_constrained(
     env: dict[Var, Any] = dict(arguments)
     waiting = _stored_variables(scope, shardings, stored)
     copies = dict(copies or {})  # with those that equations rearrange
+    tables: Tables = {}
 
     def gather(atom: Atom, x: Any) -> Any:
         if isinstance(atom, Literal):
@@ -135,7 +138,7 @@ def run_constrained(
         if name == "concatenate":
             operands = _keep_whole(equation, scope, shardings, operands)
         is_stored = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
-        nested = _Nested(equation, scope, inner, shardings, operands, is_stored)
+        nested = _Nested(equation, scope, inner, shardings, operands, is_stored, tables)
         try:
             results = _run(nested, flow, copies)
         except CannotRebind:
@@ -143,7 +146,7 @@ def run_constrained(
         except Exception as error:
             raise CannotRebind(name) from error
         # XLA propagates these through what follows.
-        if name in CONSTRAINED:
+        if name in CONSTRAINED and not (shardings.splits_examples and writes_slice(equation)):
             values = _values(scope, equation.outvars)
             results = list(map(shardings.constrain, results, values))
         return results
@@ -266,6 +269,17 @@ def _gathered_sequence(nested: _Nested) -> Arrays | None:
     if nested.shardings.batch_dim(value) == d:
         return [nested.shardings.gather(operand, value, d)]
     return [operand]
+
+
+def _split_lookup(nested: _Nested) -> Arrays | None:
+    if not nested.shardings.splits_examples:
+        return None
+    if any(isinstance(atom, Literal) for atom in nested.equation.invars):
+        return None
+    values = [*nested.values, *nested.results]
+    return run_split_lookup(
+        nested.equation, nested.operands, values, nested.shardings, nested.tables
+    )
 
 
 def _gathers_first(gather: Callable[..., Arrays]) -> Handler:
@@ -503,7 +517,7 @@ _HANDLERS: dict[str, tuple[Handler, ...]] = {
     "conv_general_dilated": (_split_convolution, _grouped_convolution),
     "dot_general": (_gathers_first(gather_operands),),
     "fft": (_split_transform,),
-    "gather": (_gathers_first(gather_looked_up),),
+    "gather": (_split_lookup, _gathers_first(gather_looked_up)),
     "layout_constraint": (_with_layout,),
     "redcoast_mark": (_gathered_sequence,),
     "random_bits": (_bits_of_rows,),

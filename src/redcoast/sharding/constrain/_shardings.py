@@ -239,6 +239,10 @@ def gather_operands(
     if rule is None or any(isinstance(atom, Literal) for atom in equation.invars):
         return gathered
     values = [scope.values[atom] for atom in (*equation.invars, *equation.outvars)]
+    for side, operand in enumerate(operands):
+        # A spectrum is split along another dimension than the field that it is of.
+        if jnp.iscomplexobj(operand):
+            gathered[side] = shardings.constrain(operand, values[side])
     # The dimension that each of the operands and the result is split along.
     split: list[Dimension | None] = [None] * len(values)
     for place, dimensions in enumerate((*rule.operands, *rule.results)):
@@ -253,7 +257,7 @@ def gather_operands(
         is_summed = not rule.reduced.isdisjoint(dimension)
         if not is_summed or of_operands[1 - side] != dimension:
             d = rule.operands[side].index(dimension)
-            gathered[side] = shardings.gather(operands[side], values[side], d)
+            gathered[side] = shardings.gather(gathered[side], values[side], d)
     return gathered
 
 

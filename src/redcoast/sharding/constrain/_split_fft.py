@@ -2,7 +2,9 @@
 
 A device needs all elements along a dimension that it transforms. The array is split along another
 dimension meanwhile, by an all-to-all before and one after the transform, or gathered if no other
-dimension divides. XLA's own partitioning of such a transform can end the process.
+dimension divides. The spectrum of a split example stays split along the other dimension until the
+inverse transform: what selects or scales frequencies sends nothing. XLA's own partitioning of such
+a transform can end the process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,8 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
-from ...core._jaxpr import bind_again
+from ...core._control_flow import primitive_name
+from ...core._jaxpr import bind_again, struct_of
 from .._mesh_axes import parts
 from ..program._graph import Value
 from ..tree._overrides import spec_axes
@@ -29,9 +32,12 @@ def run_split_fft(
     transformed = range(first, operand.ndim)
     if not any(entries[d] is not None for d in transformed):
         return None
-    # Constrained before and after, the cotangents are too.
-    x = shardings.constrain(operand, value)
     whole = _Stage(equation.params["fft_type"], tuple(transformed), lengths)
+    keeps_turned = shardings.splits_examples
+    x = operand
+    # Constrained before and after, the cotangents are too.
+    if not (keeps_turned and whole.is_inverse):
+        x = shardings.constrain(x, value)
     if _moved(entries, transformed, x.shape, shardings.mesh.shape) is not None:
         stages = [whole]
     else:
@@ -44,7 +50,18 @@ def run_split_fft(
         return [shardings.constrain(x, result)]
     for stage, spec in zip(stages, specs, strict=True):
         x = _transform(shardings.with_spec(x, spec), stage, spec, shardings)
-    return [shardings.constrain(x, result)]
+    if whole.is_inverse or not keeps_turned:
+        x = shardings.constrain(x, result)
+    return [x]
+
+
+def writes_slice(equation: JaxprEqn) -> bool:
+    """Whether an operation writes one slice of an array, as of the low frequencies of a spectrum.
+
+    Its result is split like its operands, which may be spectra.
+    """
+    is_scatter = primitive_name(equation) == "scatter"
+    return is_scatter and struct_of(equation.invars[1]).ndim == 1
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,15 @@ class _Stage:
     kind: object  # a `jax.lax.FftType`; an integer in some versions of JAX
     dims: tuple[int, ...]
     lengths: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.kind, "name", self.kind)).upper()
+
+    @property
+    def is_inverse(self) -> bool:
+        """Whether it transforms a spectrum into a field."""
+        return self.name in ("IFFT", "IRFFT")
 
 
 def _specs_of_stages(
@@ -75,10 +101,10 @@ def _specs_of_stages(
 
 def _stages(whole: _Stage) -> list[_Stage]:
     """Transforms along one dimension each, which are the transform along all of them."""
-    name = str(getattr(whole.kind, "name", whole.kind)).upper()
+    name = whole.name
     forward, backward = jax.lax.FftType.FFT, jax.lax.FftType.IFFT
     kinds = [forward] * len(whole.dims)
-    if name in ("IFFT", "IRFFT"):
+    if whole.is_inverse:
         kinds = [backward] * len(whole.dims)
     # The array is real before or after the last dimension only.
     if name == "RFFT":

@@ -33,6 +33,7 @@ class BatchDims:
     """
 
     sets: tuple[SplitNodes, ...]
+    splits_examples: bool = False
 
     @property
     def count(self) -> int:
@@ -123,7 +124,7 @@ def batch_over(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) 
         sets.append(
             _split_nodes(program, batch.of_inputs, batch.of_created, parts(over, sizes), over)
         )
-    return BatchDims(tuple(sets))
+    return BatchDims(tuple(sets), batch.splits_examples)
 
 
 @dataclass(frozen=True)

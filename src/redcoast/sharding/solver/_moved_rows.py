@@ -6,11 +6,14 @@ sends; a part is what a device has of an array.
 
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
+from ...core._jaxpr import struct_of
+from ..operations import Atom
 from ..operations._rule_table import CUMULATIVE
 from ..program._batch_dims import BatchDims
-from ..program._graph import Graph, Move
+from ..program._graph import Dims, Graph, Move
 from ._hardware import all_gather, all_reduce
 
 # The parts of its operand that a device sends for a slice that is split again, and of each operand
@@ -35,10 +38,25 @@ def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Move, int | flo
             shifted.add(parts[0])
             free.update((*parts[1:], move))
     for move in graph.moves:
+        if is_spectrum(move.source[-1].invars[0], (move.node,), graph, batch):
+            continue
         if move in shifted:
             yield move, _sent_for_roll(move, batch)
         elif move not in free:
             yield move, _sent(move, graph, batch)
+
+
+def is_spectrum(atom: Atom, dims: Dims, graph: Graph, batch: BatchDims) -> bool:
+    """Whether an array is a spectrum of split examples, which is split along another dimension than
+    the field. `dims` are dimensions of it."""
+    if not batch.splits_examples or not _is_complex(atom):
+        return False
+    splits = list(filter(None, map(batch.set_of, dims)))
+    return any(halo.whole and split.has(halo.target) for halo in graph.halos for split in splits)
+
+
+def _is_complex(atom: Atom) -> bool:
+    return jnp.issubdtype(struct_of(atom).dtype, jnp.complexfloating)
 
 
 def _rolled_parts(equation: JaxprEqn, slices: dict[Var, Move]) -> list[Move]:

@@ -2,14 +2,26 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from ...core._jaxpr import struct_of
+from ..operations import Atom
 from ..program._batch_dims import BatchDims
 from ..program._classes import Classes
-from ..program._graph import BatchConflict, Dims, Graph, Halo, PartialSum, Reshard, Source, Value
+from ..program._graph import (
+    BatchConflict,
+    Dims,
+    Graph,
+    Halo,
+    PartialSum,
+    Reshard,
+    Source,
+    Value,
+    Work,
+)
 from ._hardware import Hardware, all_gather, all_reduce
-from ._moved_rows import moved_rows
+from ._moved_rows import is_spectrum, moved_rows
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,9 @@ def of_batch(
     for halo in graph.halos:
         if batch.has(halo.node):
             yield _halo(halo, batch)
+    for work in graph.works:
+        sent = _turned_back(work, graph, batch)
+        yield PlannedCollective("turned", sent, False, None, work.dims, work.source)
     for move, sent in moved_rows(graph, batch):
         yield PlannedCollective("moved", sent, False, None, move.dims, move.source)
 
@@ -120,8 +135,7 @@ def _is_lookup(one: PartialSum, graph: Graph, batch: BatchDims) -> bool:
 
 def _table_bytes(one: PartialSum) -> int:
     """The bytes of the array that a gather looks up in."""
-    table = struct_of(one.source[-1].invars[0])
-    return table.size * table.dtype.itemsize
+    return _bytes(one.source[-1].invars[0])
 
 
 def _is_sum_by_index(one: PartialSum, graph: Graph, batch: BatchDims) -> bool:
@@ -146,12 +160,15 @@ def _sum_by_index(one: PartialSum, batch: BatchDims) -> PlannedCollective:
 
 
 def _lookup(one: PartialSum, batch: BatchDims, count: int, *, is_first: bool) -> PlannedCollective:
-    """XLA all-gathers an array for all lookups in it, and all-reduces the cotangent of each."""
+    """An array is all-gathered for all lookups in it, and its cotangent all-reduced.
+
+    XLA alone, for rows of a batch, all-reduces the cotangent of each lookup.
+    """
     size = _table_bytes(one) * one.times / batch.alone(one.node, one.dims)
     sent = 0.0
     if is_first:
         sent += all_gather(count, size)
-    if one.of is not None and one.of.grad:
+    if one.of is not None and one.of.grad and (is_first or not batch.splits_examples):
         sent += all_reduce(count, size)
     return PlannedCollective("by index", sent, False, None, one.dims, one.source)
 
@@ -164,10 +181,37 @@ def _halo(halo: Halo, batch: BatchDims) -> PlannedCollective:
         # Its size does not divide. The compiler may gather the array.
         cause, sent = "uneven", all_gather(found.count, 2 * halo.all_bytes)
     elif halo.whole:
-        # Each of two all-to-alls sends what a device has, but for its own part.
-        cause, sent = "turned", 2 * all_gather(found.count, halo.bytes) / found.count
+        # An all-to-all sends what a device has, but for its own part. The spectrum of an example
+        # stays as it is, so that the inverse transform has the second one.
+        cause, sent = "turned", all_gather(found.count, halo.bytes) / found.count
+        if not batch.splits_examples:
+            sent *= 2
     sent = sent / batch.alone(halo.node, halo.dims) * halo.times
     return PlannedCollective(cause, sent, False, None, halo.dims, halo.source)
+
+
+def _turned_back(work: Work, graph: Graph, batch: BatchDims) -> int | float:
+    """Bytes that each device sends for a product of a spectrum, which is split like the field.
+
+    The spectrum and the result are exchanged once each, and their cotangents too.
+    """
+    equation = work.source[-1]
+    for atom, dims in zip(equation.invars, work.of, strict=False):
+        node = next(filter(batch.has, dims), None)
+        if node is None or not is_spectrum(atom, dims, graph, batch):
+            continue
+        split = batch.set_of(node)
+        assert split is not None
+        count = 2 * prod(map(graph.sizes.__getitem__, work.dims))
+        times = work.forward / max(1, count)
+        size = sum(map(_bytes, (atom, *equation.outvars))) / batch.alone(node, dims)
+        return 2 * times * all_gather(split.count, size) / split.count
+    return 0
+
+
+def _bytes(atom: Atom) -> int:
+    array = struct_of(atom)
+    return array.size * array.dtype.itemsize
 
 
 def _is_split_before(batch: BatchDims, node: int, before: Iterable[int]) -> bool:

@@ -73,15 +73,15 @@ def costs(fn, *given, n=2):
             sent[f"{kind} {letter}"] = sent.get(f"{kind} {letter}", 0) + size / 4
 
     for one in found.graph.partial_sums.values():
-        add("back" if one.backward else "sum", one.node, one.bytes * one.times)
+        add("back" if one.backward else "sum", one.node, one.value.bytes * one.times)
     for cut in found.graph.reshards:
         ends = [node for node in (cut.before, cut.after) if node is not None]
         if len(ends) == 2 and len(found.classes.of(ends)) == 1:
             continue
         if cut.before is not None:
-            add("gather", cut.before, cut.bytes_before * cut.times)
+            add("gather", cut.before, cut.operand.bytes * cut.times)
         if cut.after is not None and cut.backward:
-            add("regather", cut.after, cut.bytes_after * cut.times)
+            add("regather", cut.after, cut.result.bytes * cut.times)
     return sent
 
 

@@ -24,8 +24,8 @@ from sharding_helpers import array, real_mesh
 import redcoast as rc
 from redcoast.core._jaxpr import iter_equations
 from redcoast.dryrun.hlo import collectives
-from redcoast.sharding import _from_program as layout
 from redcoast.sharding.constrain._interpreter import CannotRebind
+from redcoast.sharding.solver import _layout as layout
 
 SIZES = Sizes(batch=8, time=4, width=8, hidden=16, heads=4, experts=4, vocabulary=16)
 

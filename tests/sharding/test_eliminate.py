@@ -55,12 +55,12 @@ def choose(program, hardware, rng):
     over, axes = batch_dims(program, BATCH), Axes(BATCH, 1, MODEL, 1)
     candidates = _candidates(program, classes, over)
     parameters = list(map(Parameter, program.parameters, sharded))
-    groups, price_of = _grouped(graph, classes, candidates, over, parameters, axes)
-    picked = search_groups(price_of(hardware).problem())
+    groups, problem = _grouped(graph, classes, candidates, over, parameters, axes, hardware)
+    picked = search_groups(problem)
     against = conflicts(graph, classes, candidates)
     alone = {one: one for one in candidates}
-    prices = price(graph, classes, over, parameters, alone, against, axes, hardware)
-    return prices.problem(), frozenset(one for one, group in groups.items() if group in picked)
+    by_class = price(graph, classes, over, parameters, alone, against, axes, hardware)
+    return by_class, frozenset(one for one, group in groups.items() if group in picked)
 
 
 def is_allowed(problem, chosen):
@@ -70,12 +70,15 @@ def is_allowed(problem, chosen):
 def costs_of(problem, chosen):
     """The cost of each set of groups, a row of `chosen` with a column for each group."""
     place = {one: i for i, one in enumerate(problem.groups)}
-    single = np.array([problem.single.get(one, 0.0) for one in problem.groups])
-    costs = problem.constant + chosen @ single
-    for groups, (hit, miss) in problem.covers.items():
+    costs = np.zeros(len(chosen))
+    for (_, groups), (hit, miss) in problem.costs.items():
         any_of = np.any(chosen[:, [place[one] for one in groups]], axis=1)
         costs = costs + np.where(any_of, hit, miss)
     return costs
+
+
+def cost(problem, chosen):
+    return problem.seconds(frozenset(chosen)).total
 
 
 def cheapest(problem):
@@ -94,7 +97,7 @@ def test_as_cheap_as_the_best_of_all_sets_of_classes():
     for seed in range(40):
         problem, picked = random_problem(seed)
         assert is_allowed(problem, picked)
-        excess.append(problem.cost(picked) / cheapest(problem) - 1)
+        excess.append(cost(problem, picked) / cheapest(problem) - 1)
         counts.append((len(problem.groups), len(picked)))
     assert np.mean(np.array(excess) < 1e-6) >= 0.95
     assert max(excess) < 0.05
@@ -109,12 +112,14 @@ def random_costs(rng, count, widest):
         if a != b:
             against[a].add(b)
             against[b].add(a)
-    problem = Problem(list(range(count)), against, constant=1.0)
-    problem.single.update(enumerate(rng.exponential(size=count).tolist()))
+    problem = Problem(list(range(count)), against)
+    problem.add("memory", frozenset(), 1.0, 1.0)
+    for group, seconds in enumerate(rng.exponential(size=count).tolist()):
+        problem.add("exposed", frozenset([group]), seconds, 0.0)
     for _ in range(3 * count):
         groups = rng.choice(count, rng.integers(1, widest + 1), replace=False).tolist()
         hit, miss = sorted(rng.exponential(size=2).tolist())
-        problem.covers[frozenset(groups)] = hit, miss
+        problem.add("arithmetic", frozenset(groups), hit, miss)
     return problem
 
 
@@ -123,7 +128,7 @@ def test_finds_the_best_of_any_costs(seed):
     problem = random_costs(np.random.default_rng(seed), 12, widest=4)
     picked = search_groups(problem)
     assert is_allowed(problem, picked)
-    assert problem.cost(picked) == pytest.approx(cheapest(problem), rel=1e-9)
+    assert cost(problem, picked) == pytest.approx(cheapest(problem), rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -132,12 +137,13 @@ def test_too_many_neighbours_cost_some_and_not_much(seed, monkeypatch):
     problem = random_costs(np.random.default_rng(seed), 12, widest=2)
     picked = search_groups(problem)
     assert is_allowed(problem, picked)
-    assert problem.cost(picked) <= problem.cost([])
-    assert problem.cost(picked) >= cheapest(problem) * (1 - 1e-9)
+    assert cost(problem, picked) <= cost(problem, [])
+    assert cost(problem, picked) >= cheapest(problem) * (1 - 1e-9)
 
 
 def test_where_it_makes_no_difference_nothing_is_split():
-    problem = Problem([0, 1], {0: set(), 1: set()}, covers={frozenset([0]): (0.1 + 0.2, 0.3)})
+    problem = Problem([0, 1], {0: set(), 1: set()})
+    problem.add("exposed", frozenset([0]), 0.1 + 0.2, 0.3)
     assert search_groups(problem) == frozenset()
 
 

@@ -288,8 +288,8 @@ def seconds_of(fn, model, batch, *, model_parallel):
     hidden = classes[program.parameters[0].dims[0]]  # the first array is `down`
     hardware, groups = rc.Hardware(), {hidden: 0}
     graph = program.graph
-    prices = price(graph, classes, rows, parameters, groups, {0: set()}, axes, hardware)
-    return prices.seconds(frozenset([0] * model_parallel))
+    problem = price(graph, classes, rows, parameters, groups, {0: set()}, axes, hardware)
+    return problem.seconds(frozenset([0] * model_parallel))
 
 
 def looked_up(model, batch, key):

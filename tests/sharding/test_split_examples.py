@@ -255,7 +255,7 @@ def test_pairs_are_split_only_where_memory_is_short():
     mesh = AbstractMesh((1, 8, 1), ("data", "fsdp", "model"))
     batch = normal(1, 32, 32, 8)
     roomy = plan_of(pair, PAIR, batch, mesh, ENOUGH)
-    assert not roomy.compute.tokens
+    assert not roomy.compute.splits_examples
     assert "it would cost more" in roomy.report.program.batch
     plan = plan_of(pair, PAIR, batch, mesh)
     assert plan.compute.split == ((("fsdp",), ((0, 1),)),)

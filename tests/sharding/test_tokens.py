@@ -77,7 +77,7 @@ def test_losses_and_gradients_are_those_of_one_device(blocks, fn, rows, sizes):
     mesh = rc.make_mesh(**dict(zip(("data", "fsdp", "model"), sizes, strict=True)))
     model = Llama(CONFIG, key=jax.random.key(0))
     plan = planned(fn, mesh, rows, model)
-    assert plan.compute.tokens == (rows < sizes[0] * sizes[1])
+    assert plan.compute.splits_examples == (rows < sizes[0] * sizes[1])
     plan.verify(fn, model, batch(rows), tolerance=1e-5)
 
 
@@ -98,7 +98,7 @@ def test_layers_with_and_without_a_window_are_split(blocks, make):
     """They are a scan in which each layer chooses one of two attentions."""
     mesh, model = rc.make_mesh(data=2, fsdp=2, model=2), make()
     plan = planned(chunked, mesh, 1, model)
-    assert plan.compute.tokens
+    assert plan.compute.splits_examples
     plan.verify(chunked, model, batch(1), tolerance=1e-5)
 
 
@@ -106,7 +106,7 @@ def test_layers_with_and_without_a_window_are_split(blocks, make):
 def test_a_row_of_packed_texts_is_split_and_exact(blocks):
     mesh, model = rc.make_mesh(data=2, fsdp=2, model=2), Llama(CONFIG, key=jax.random.key(0))
     plan = planned(chunked, mesh, 1, model)
-    assert plan.compute.tokens
+    assert plan.compute.splits_examples
     lowered = jax.jit(plan.constrain(chunked)).lower(model, batch(1), None)
     compiled = lowered.compile()
     found = compiled(jax.device_put(model, plan.shardings), batch(1), None)
@@ -121,7 +121,7 @@ def test_keys_and_values_of_some_heads_are_gathered_at_a_time(blocks, monkeypatc
     monkeypatch.setattr(_parts, "MOST_GATHERED", 1)
     monkeypatch.setattr(_parts, "MOST_OF_GROUP", 1)
     plan = planned(chunked, mesh, 1, model)
-    assert plan.compute.tokens
+    assert plan.compute.splits_examples
     plan.verify(chunked, model, batch(1), tolerance=1e-5)
     compiled = jax.jit(jax.grad(plan.constrain(chunked))).lower(model, batch(1), None).compile()
     assert "all-to-all" not in str(compiled.as_text())
@@ -143,7 +143,7 @@ def test_the_plan_says_so():
 
 def test_rows_are_split_if_they_divide():
     plan = planned(whole, AbstractMesh((1, 8, 1), ("data", "fsdp", "model")), 8)
-    assert not plan.compute.tokens
+    assert not plan.compute.splits_examples
     assert not plan.report.program.sequences
 
 
@@ -158,7 +158,7 @@ def test_programs_that_iterate_over_the_sequence_are_not_split():
         return jnp.mean(jax.lax.scan(step, x[:, 0], jnp.moveaxis(x, 1, 0))[1])
 
     plan = planned(recurrent, AbstractMesh((1, 8, 1), ("data", "fsdp", "model")), 1)
-    assert not plan.compute.tokens
+    assert not plan.compute.splits_examples
     assert "iterates over the sequence" in plan.report.program.batch
 
 
@@ -167,5 +167,5 @@ def test_lengths_that_do_not_divide_are_not_split():
     model = Llama(CONFIG, key=jax.random.key(0))
     args = (batch(1, 60), None)
     plan = rc.plan_shardings(model, mesh, fn=whole, args=args, hardware=SLOW)
-    assert not plan.compute.tokens
+    assert not plan.compute.splits_examples
     assert "tokens do not divide either" in plan.report.program.batch

@@ -234,7 +234,7 @@ def test_only_what_derivatives_need_is_computed_again(name):
 
     def priced(fn):
         sums = Followed(loop(fn), (4, 4), (4, 4)).graph.partial_sums.values()
-        return sum(one.times / 3 for one in sums if not one.backward and len(one.dims) == 2)
+        return sum(one.times / 3 for one in sums if not one.backward and len(one.value.dims) == 2)
 
     def compiled(fn):
         # In a loop, where the compiler cannot find that it has been computed before.

@@ -11,8 +11,6 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Shaped
 
-from ._control_flow import Call, control_flow, open_jaxpr
-
 
 class Mark(Enum):
     """The meaning of a mark."""
@@ -59,12 +57,8 @@ def most_of_rows(x: Shaped[Array, "..."]) -> Shaped[Array, ""]:
 
 
 def is_most(equation: JaxprEqn) -> bool:
-    """Whether an equation is a call of `most_of_rows`."""
-    call = control_flow(equation)
-    if not isinstance(call, Call):
-        return False
-    inside = open_jaxpr(call.jaxpr).eqns
-    return len(inside) > 0 and _mark_of(inside[0]) is Mark.ONLY_LARGEST
+    """Whether an equation marks what only the largest element of is used."""
+    return _mark_of(equation) is Mark.ONLY_LARGEST
 
 
 def _mark_of(equation: JaxprEqn) -> Mark | None:

@@ -20,7 +20,7 @@ from ..core._tracing import abstract_key, trace_for
 from ..data._per_batch import is_per_batch
 from ..distributed._mesh import AXES, batch_sharding, divisors
 from ..sharding import Hardware, Plan
-from ..sharding._plan import check_memory, layer_counts
+from ..sharding._plan import check_memory, layer_loops
 from ..sharding.tree._overrides import Override
 from ..tracking._metrics import pack_metrics
 from ..train._compile import compile_step
@@ -213,7 +213,8 @@ def scanned_layers(job: Job) -> list[int]:
     """For each scan of the loss over arrays of the model, the number of its iterations."""
     measure = ft.partial(evaluate_loss, job.loss_fn, compute_dtype=job.compute_dtype)
     fn = lambda model, batch, key: measure(model, batch, key).loss
-    return layer_counts(fn, job.state.model, (job.batch, abstract_key()), _ANY_MESH)
+    loops = layer_loops(fn, job.state.model, (job.batch, abstract_key()), _ANY_MESH)
+    return [length for length, _ in loops]
 
 
 def factorisations(count: int) -> list[dict[str, int]]:

@@ -176,7 +176,7 @@ def _batches_that_are_not_split(data: Batches, plan: Plan) -> list[str]:
     """Sentences about batches that do not divide over the devices."""
     shards = batch_shards(plan.mesh)
     batch_size, last_rows = data.batch_size, (data.rows_left or 0) % data.batch_size
-    if batch_size % shards and plan.compute.tokens:
+    if batch_size % shards and plan.compute.splits_examples:
         sentence = (
             f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so its "
             "examples are split over them."

@@ -19,7 +19,7 @@ from ..core._errors import check_functions
 from ..core._frames import hide_frames
 from .operations import Dimension, Factor, Rule, all_factors
 from .operations._rule import shape_of
-from .program._facts import Facts, Operation, follow_facts
+from .program._facts import Facts, Operation, alike, follow_facts
 from .program._trace import Traced
 from .tree._leaves import flat_leaves
 
@@ -40,7 +40,7 @@ class _Weight:
 
     def with_rank(self, rank: int) -> "_Weight":
         """The part of a scanned array in one iteration, or what iterations stack."""
-        missing = rank - len(self.dims)
+        missing = rank - len(self.dims)  # negative inside a scan
         return replace(self, dims=(frozenset(),) * missing + self.dims[max(0, -missing) :])
 
 
@@ -163,14 +163,16 @@ def uses_in(traced: Traced, model: PyTree) -> WeightUses:
     uses = WeightUses()
     facts = Facts(
         of_number=lambda number: _Origin(),
-        of_results=partial(_follow, uses),
+        of_results=alike(partial(_follow, uses)),
         join=_joined,
     )
+    # The arrays of the model are the first inputs, and what follows them is data.
     inputs = [_Origin(is_data=True)] * len(scope.jaxpr.invars)
     for i, leaf in enumerate(flat_leaves(model)):
         dims = tuple(frozenset([d]) for d in range(len(leaf.shape)))
         inputs[i] = _Origin((_Weight(leaf.index, dims),))
     results = follow_facts(facts, scope, inputs)
+    # The first result is the loss, whose last product is that of a head.
     return replace(uses, last=results[0].last)
 
 
@@ -180,6 +182,7 @@ def _dimension_numbers(
     """The dimension numbers of one array, or None if it is not a hidden matrix."""
     # A dimension that is summed over is not a side of the result as well.
     free = free - summed
+    # A product with one row or column is one with a vector.
     is_vector = min(prod(shape[d] for d in dims) for dims in (summed, free)) == 1
     # The last layer may be one of a scan over all of them.
     if is_vector or (is_last and not _is_stacked(shape, summed, free)):
@@ -200,6 +203,7 @@ def _joined(origins: Sequence[_Origin]) -> _Origin:
     if not is_data:
         for origin in origins:
             for weight in origin.weights:
+                # Of several views of an array, as of its layers, the first stands for all.
                 weights.setdefault(weight.index, weight)
     return _Origin(tuple(weights.values()), is_data, last)
 
@@ -246,6 +250,7 @@ def _multiply(uses: WeightUses, rule: Rule, origins: Sequence[_Origin]) -> _Orig
     """The product of activations with an array of the model, or with other activations."""
     for place, origin in enumerate(origins):
         for weight in origin.weights:
+            # The first use decides, as of a matrix that is multiplied by in each layer.
             summed, free = _sides(weight, rule, place)
             uses.products.setdefault(weight.index, (summed, free))
         if origin.weights:

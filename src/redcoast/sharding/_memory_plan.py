@@ -14,7 +14,6 @@ from .memory._search import RecomputeCandidate, bytes_kept, least_within
 from .program._shared_programs import of_another_function
 from .report._data import ProgramReport, Recomputation
 from .report._text import scaled
-from .solver._figures import Memory
 from .tree._leaf_plans import Compute, LeafPlan, Recompute
 
 # Plans that are made to use memory which the first estimate leaves, up to a part of it.
@@ -58,6 +57,7 @@ def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Pla
                 "stages already recompute their layers. Use more microbatches or a larger `pipe`."
             )
         return planned
+    # Frozen arrays have no gradient, so that their products keep less.
     trained = tuple(trainable_arrays(task.model, task.trainable))
     reader = Recomputed(task.fn, task.mesh, compute)
     traced, _, decider = reader.read(task.model, task.args, trained)
@@ -73,7 +73,7 @@ def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Pla
     # The planner's peak of the program as it is, by the sum of what is kept.
     scale = max(1.0, activations / max(1.0, now))
     fixed = report.memory.total - activations
-    room = memory - fixed
+    room = memory - fixed  # what is left for activations
     best = least_within(decider, room / scale)
     # The optimizer's state is only needed when the activations are not.
     is_offloaded = task.offloads and scale * best.bytes > room >= 0
@@ -115,8 +115,7 @@ def _offloaded(planned: Planned) -> Planned:
     plans, compute, report = planned
     state = report.memory.optimizer_state
     beside = max(0, state - report.memory.activations)
-    total = report.memory.total - state + beside
-    memory = replace(report.memory, optimizer_state=beside, total=total)
+    memory = replace(report.memory, optimizer_state=beside)
     report = replace(report, memory=memory, offloaded=state)
     return plans, replace(compute, offloaded=True), report
 
@@ -134,6 +133,7 @@ def _with_less_arithmetic(
     Then more is kept.
     """
     planned = plan_with(best)
+    # Bisection between what was enough and what was too much, by the planner's own estimate.
     enough, too_much = room, float("inf")
     for _ in range(_TRIES):
         used = planned[2].memory.activations
@@ -167,7 +167,7 @@ def _recomputing(
     # It does not know that an iteration of a loop has several of the former ones.
     if not best.in_turn:
         activations = min(activations, after.memory.activations)
-    memory = _with_activations(after.memory, activations)
+    memory = replace(after.memory, activations=activations)
     figures = Recomputation(
         saved=report.memory.activations - activations,
         flops=best.flops,
@@ -184,8 +184,3 @@ def _recomputing(
         promotions=report.promotions,
     )
     return plans, replace(compute, recompute=recompute), report
-
-
-def _with_activations(memory: Memory, activations: int) -> Memory:
-    total = memory.total - memory.activations + activations
-    return replace(memory, activations=activations, total=total)

@@ -17,7 +17,7 @@ from ..core._target import target
 from ..distributed._mesh import AXES, PIPE
 from .report._data import Coupling, PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
-from .solver._memory import FILLED
+from .solver._memory_estimate import FILLED
 from .tree._leaf_plans import HOST, Compute, LeafPlan, model_of, plan_leaves
 from .tree._leaves import flat_leaves
 from .tree._overrides import Override, model_dim
@@ -163,7 +163,7 @@ class Plan:
             plan.check(max_bytes=1e6, max_memory=1e9)
             ```
         """
-        from .report._limits import check_limits
+        from .report._lines import check_limits
 
         check_limits(self.report.program, max_bytes, max_memory)
 
@@ -199,6 +199,7 @@ class Plan:
             gradient = jax.jit(jax.grad(plan.constrain(loss_fn)))(model, batch, None)
             ```
         """
+        # On one device there is nothing to constrain.
         if self.mesh.size == 1 and self.compute.recompute is None:
             return fn
         # Imported where a function is traced, so that importing redcoast stays cheap.
@@ -435,6 +436,7 @@ def plan_shardings(
         microbatches=microbatches,
     )
     limit = memory_limit(memory, hardware)
+    # The function may refer to axes of the ambient mesh, which are Explicit outside.
     with auto_ambient_mesh():
         if limit is None:
             plans, compute, report = plan(fn)
@@ -477,6 +479,7 @@ def _plan_structure(tree: PyTree, mesh: Mesh | AbstractMesh, overrides: Sequence
     from .heuristic._structural import structural_plans
 
     plans = structural_plans(model_of(tree), dict(mesh.shape), overrides)
+    # What is sharded over `model` is computed with in parts, as its rules mean it.
     compute = Compute(tuple(model_dim(plan.spec) for plan in plans))
     return make_plan(tree, mesh, plan_leaves(tree, plans, dict(mesh.shape)), compute, None)
 
@@ -549,17 +552,11 @@ def batch_faults(
     return find_sums(program), find_shared_masks(program), find_promotions(program)
 
 
-def layer_counts(
-    fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree], mesh: Mesh | AbstractMesh
-) -> list[int]:
-    """The lengths of the scans of a function over arrays of the tree, which can be stages."""
-    return [length for length, _ in layer_loops(fn, tree, args, mesh)]
-
-
 def layer_loops(
     fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree], mesh: Mesh | AbstractMesh
 ) -> list[tuple[int, int]]:
-    """The lengths of these scans, and how many layers an iteration of the compiled loop has."""
+    """The lengths of the scans of a function over arrays of the tree, which can be stages, and how
+    many layers an iteration of the compiled loop has."""
     from .pipeline._stages import layer_scans
 
     scans = layer_scans(_trace_frozen(fn, tree, args, mesh))
@@ -573,6 +570,7 @@ def _trace_frozen(
     from .program._program import follow_program
     from .program._trace import trace_over
 
+    # What is asked of it, as which examples are related, does not depend on what is trained.
     traced, _ = trace_over(mesh, fn, model_of(tree), args)
     return follow_program(traced, [False] * traced.arrays)
 
@@ -582,6 +580,7 @@ def mesh_or_ambient(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
         mesh = jax.sharding.get_mesh()
     else:
         check_mesh(mesh)
+    # JAX returns an empty mesh where none is set.
     if mesh is None or mesh.empty:
         raise ValueError(
             "The mesh is missing: pass mesh=rc.make_mesh(), or set the ambient mesh with "

@@ -81,6 +81,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
     """
     check_kind("plan", plan, Plan, "a plan, as `redcoast.plan_shardings` gives")
     path = local_path("path", path)
+    # What is derived from these, such as bytes and totals, is computed again.
     rows: list[_SavedArray] = []
     for array in plan.report.arrays:
         spec = tuple(array.spec)
@@ -196,6 +197,7 @@ def _read(path: Path) -> _SavedPlan:
 def _check_values(saved: _SavedPlan) -> None:
     """Raises `WrongEntries` for numbers that no plan has."""
     compute = saved.compute
+    # A file may have been edited, and its numbers are used without further checks.
     if min(saved.mesh.values(), default=1) < 1:  # sizes divide dimensions of arrays
         raise WrongEntries("mesh")
     if compute.microbatches is not None and compute.microbatches < 1:
@@ -225,6 +227,7 @@ def _check_leaves(path: Path, rows: Sequence[_SavedArray], leaves: Sequence[Leaf
 
 def _difference(planned: Sequence[str], paths: Sequence[str]) -> str:
     differences: list[str] = []
+    # A set of paths may be equal where their order or their number is not.
     lacking = [repr(name) for name in planned if name not in set(paths)]
     if lacking:
         differences.append(f"the tree lacks {several(lacking, 3)}")
@@ -245,6 +248,7 @@ def _difference(planned: Sequence[str], paths: Sequence[str]) -> str:
 def _read_spec(path: Path, row: _SavedArray, axes: Mapping[str, int]) -> P:
     """The spec of a row. Raises if it does not fit, because the file may have been edited."""
     used = axes_of_spec(row.spec)
+    # No more entries than dimensions, each axis once, and no other axes than the mesh has.
     fits = len(row.spec) <= len(row.shape) and len(used) == len(set(used)) and set(used) <= {*axes}
     if fits:
         parts = [spec_parts([entry], axes) for entry in row.spec]

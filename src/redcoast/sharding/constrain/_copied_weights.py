@@ -94,7 +94,8 @@ def _rearrange(equation: JaxprEqn, copies: jax.Array) -> jax.Array:
     if equation.primitive.name == "convert_element_type":
         return jax.lax.convert_element_type(copies, equation.params["new_dtype"])
     if equation.primitive.name == "broadcast_in_dim":
-        return jax.lax.reshape(copies, (copies.shape[0], *equation.params["shape"]))
+        shape = (copies.shape[0], *equation.params["shape"])  # it adds dimensions of size one
+        return jax.lax.reshape(copies, shape)
     permutation = _after_copies(equation.params["permutation"])
     return jax.lax.transpose(copies, (0, *permutation))
 
@@ -120,7 +121,7 @@ def _broadcast(
     split = (*shape[:batch_dim], shards, rest, *shape[batch_dim + 1 :])
     places = (batch_dim, *_after_split(dims, batch_dim))
     # The derivative of `broadcast_in_dim` requires ascending dimensions.
-    order = sorted(range(len(places)), key=places.__getitem__)
+    order = sorted(range(len(places)), key=places.__getitem__)  # of (shards, *weight)
     copies = jax.lax.broadcast_in_dim(jnp.transpose(copies, order), split, sorted(places))
     return jax.lax.reshape(copies, shape)
 
@@ -174,7 +175,7 @@ def _dot(
     before = len(set(range(batch_dim)).difference(sums[other_index]))
     if index == 0:
         before += copies.ndim - 1 - len(copy_sums)
-    product = jnp.moveaxis(product, 0, before)
+    product = jnp.moveaxis(product, 0, before)  # (..., shards, rows, ...)
     shape = product.shape
     merged = (*shape[:before], shape[before] * shape[before + 1], *shape[before + 2 :])
     return jax.lax.reshape(product, merged)

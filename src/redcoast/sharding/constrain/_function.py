@@ -98,7 +98,7 @@ class Constrained:
             result = self._plain(tree, *args)
             self._warn(f"the function cannot be traced ({reason})")
             return result
-        # The plan knows arrays by their place alone.
+        # The plan knows arrays by their place alone, so that another tree would be sharded wrongly.
         if traced.arrays != len(self.compute.dims):
             raise ValueError(
                 f"The function was constrained by a plan for a tree with {len(self.compute.dims)} "
@@ -108,6 +108,7 @@ class Constrained:
         program = self._split(follow_program(traced, [False] * traced.arrays), tree, args)
         traced = program.traced
         shardings = self._shardings_of(program, tree, args)
+        # Arrays of the model are constrained where they are used, and the batch at once.
         first = slice(traced.arrays, traced.arrays + traced.batch)
         values = [program.scope.values[var] for var in open_jaxpr(traced.jaxpr).invars]
         arrays[first] = map(shardings.constrain, arrays[first], values[first])
@@ -140,7 +141,7 @@ class Constrained:
         """The program with its examples split, if the rows of this batch cannot be or the program
         asks for it."""
         compute, sizes = self.compute, self.mesh.shape
-        if not compute.tokens:
+        if not compute.splits_examples:
             return program
         count, frozen = parts(compute.batch_axes, sizes), [False] * len(program.parameters)
         places = itertools.chain.from_iterable(places for _, places in compute.split)

@@ -32,9 +32,8 @@ from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
 from ..program._batch import BatchNodes, created_rows
-from ..program._constants import LARGE_CONSTANT
 from ..program._graph import Value
-from ..program._program import Program, follow_program
+from ..program._program import LARGE_CONSTANT, Program, follow_program
 from ..program._trace import Arrays, trace_over
 from ..program._walk import Scope, outputs_of
 from ..tree._leaf_plans import Compute
@@ -111,7 +110,7 @@ def run_constrained(
     jaxpr = scope.jaxpr
     arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*scope.consts, *inputs), strict=True)
     env: dict[Var, Any] = dict(arguments)
-    waiting = _stored_variables(scope, shardings, stored)
+    waiting = _stored_variables(scope, shardings, stored)  # until they are used
     copies = dict(copies or {})  # with those that equations rearrange
     tables: Tables = {}
 
@@ -142,7 +141,7 @@ def run_constrained(
         try:
             results = _run(nested, flow, copies)
         except CannotRebind:
-            raise
+            raise  # of an equation inside, which is the one to name
         except Exception as error:
             raise CannotRebind(name) from error
         # XLA propagates these through what follows.
@@ -194,6 +193,7 @@ def _keep_whole(equation: JaxprEqn, scope: Scope, shardings: Shardings, operands
 
 def _run(nested: _Nested, flow: ControlFlow | None, copies: dict[Atom, jax.Array]) -> Arrays:
     equation, shardings, operands = nested.equation, nested.shardings, nested.operands
+    # In a loop, products with weights that it closes over are those with their copies.
     result = apply_copies(equation, nested.scope, shardings, operands, copies)
     if result is not None:
         return [result]
@@ -210,7 +210,7 @@ def _run(nested: _Nested, flow: ControlFlow | None, copies: dict[Atom, jax.Array
             return _cond(nested)
         case Call() as call if nested.inner and not _has_nothing_to_constrain(nested, call):
             return _call(nested, call)
-    return bind_again(equation, operands)
+    return bind_again(equation, operands)  # as it was
 
 
 def _split_convolution(nested: _Nested) -> Arrays | None:
@@ -364,6 +364,7 @@ def _run_traced_rule(
 
     Returns the leaves of `fn(*inputs)`, their specs, and the structure of the result.
     """
+    # Derivative rules get zero tangents and numbers too, which are not traced.
     places = [i for i, x in enumerate(inputs) if isinstance(x, ARRAYS) and not is_float0(x)]
 
     def of_arrays(arrays: Arrays) -> Any:
@@ -395,9 +396,10 @@ def _follow_specs(
         d = sharded_dim(spec, shardings.batch_axes)
         if d is not None:
             nodes.append(value.dims[d])
+    # Where rows are split, arrays of as many rows are split with them.
     created = ()
     if not shardings.splits_examples:
-        created = created_rows(program.graph, nodes)
+        created = created_rows(program.graph, nodes, program.row_candidates)
     batch = BatchNodes(tuple(nodes), created, splits_examples=shardings.splits_examples)
     model_axes = shardings.compute.model_axes
     dims = tuple(sharded_dim(spec, model_axes) for spec in specs)
@@ -408,7 +410,7 @@ def _follow_specs(
 def _pipelined(nested: _Nested, pipeline: Pipeline) -> Arrays:
     """Runs a scan over layers as a pipeline, with one layer constrained for few rows."""
     scan, outside = pipeline.scans[id(nested.equation)], nested.shardings
-    compute = replace(outside.compute, batch_axes=())
+    compute = replace(outside.compute, batch_axes=())  # a stage has the rows of one shard
     shardings = find_shardings(pipeline.microbatch, outside.mesh, compute)
     specs = list(map(shardings.spec, _values(scan.body, scan.body.jaxpr.invars)))
 
@@ -430,6 +432,7 @@ def _scan(nested: _Nested, scan: Scan) -> Arrays:
     _, carry_vars, _ = scan.split(scope.jaxpr.invars)
     values = _values(scope, carry_vars)
     consts, stored_consts = _gather(scope, shardings, consts, stored_consts)
+    # (shards, ...), so that their gradients are summed over devices once, after the loop
     copies = copy_weights(scope, shardings, consts)
     stored = [*stored_consts, *[False] * len(init), *stored_xs]
 
@@ -455,31 +458,10 @@ def _gather(
     """
     consts, stored = list(consts), list(stored)
     for i, var in enumerate(scope.jaxpr.invars[: len(consts)]):
-        if stored[i] and not _has_layers(scope, var):
-            consts[i], stored[i] = shardings.constrain(consts[i], scope.values[var]), False
+        value = scope.values[var]
+        if stored[i] and shardings.stacks.isdisjoint(value.dims):
+            consts[i], stored[i] = shardings.constrain(consts[i], value), False
     return consts, stored
-
-
-def _has_layers(scope: Scope, var: Var) -> bool:
-    """Whether a scan in a jaxpr iterates over the first dimension of an array."""
-    for index, inner in scope.inner.items():
-        equation = scope.jaxpr.eqns[index]
-        count = len(equation.invars)
-        flow = control_flow(equation)
-        first_scanned = count
-        if isinstance(flow, Scan):
-            first_scanned = flow.consts + flow.carry
-        for place, atom in enumerate(equation.invars):
-            if atom is not var:
-                continue
-            if place >= first_scanned:
-                return True
-            for body in inner:
-                # Other operands, such as a branch index, may come before the inner jaxpr's.
-                inner_place = place - (count - len(body.jaxpr.invars))
-                if inner_place >= 0 and _has_layers(body, body.jaxpr.invars[inner_place]):
-                    return True
-    return False
 
 
 def _while(nested: _Nested, loop: While) -> Arrays:

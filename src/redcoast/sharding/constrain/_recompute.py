@@ -57,6 +57,7 @@ class Recomputed:
     ) -> tuple[Traced, Arrays, Decider]:
         """The traced program, the arrays that it is called with, and what decides about it."""
         traced, arrays = trace_over(self.mesh, self.fn, tree, args)
+        # With gradients, since these decide what the backward pass needs.
         program = follow_program(traced, trained)
         shardings = find_shardings(program, self.mesh, self.compute)
         return traced, arrays, Decider(flatten(program.scope, device_sizes(shardings)))
@@ -67,6 +68,7 @@ def device_sizes(shardings: Shardings) -> SizeOf:
     axes = dict(shardings.mesh.shape)
 
     def size_of(value: Value) -> float:
+        # As activations are constrained: along the sequence where no class is chosen.
         chosen = shardings.sequence
         if shardings.is_parallel(value):
             chosen = shardings.chosen

@@ -16,7 +16,7 @@ from .._mesh_axes import parts
 from ..operations import Dimension, rule_of
 from ..pipeline._draws import RandomBits
 from ..pipeline._stages import Pipeline
-from ..program._batch_dims import BatchDims, batch_over, split_axes
+from ..program._batch_dims import BatchDims, batch_over
 from ..program._classes import Classes
 from ..program._graph import Value
 from ..program._program import Program
@@ -46,6 +46,7 @@ class Shardings:
     compute: Compute  # what these shardings follow from
     sequence: frozenset[int] = frozenset()
     asked: frozenset[int] = frozenset()  # dimensions that the program itself shards
+    stacks: frozenset[int] = frozenset()  # dimensions that count the layers of a scan
     uneven: frozenset[int] = frozenset()  # linked to split dimensions of examples, and not divided
     splits_examples: bool = False  # whether the batch is split inside of its examples
     pipeline: Pipeline | None = None
@@ -57,17 +58,8 @@ class Shardings:
         """Returns a spec with the batch over its axes and a chosen class over the model's."""
         if chosen is None:
             chosen = self.chosen
-        entries: list[tuple[str, ...] | None] = [None] * len(value.dims)
-        # The batch first: a chosen class takes what is left.
-        free = {*self.batch_axes, *self.compute.model_axes}
-        for d, node in enumerate(value.dims):  # each axis is used once
-            split = self.batch.set_of(node)
-            if split is not None and free.issuperset(split.axes):
-                entries[d] = split.axes
-            elif self._is_in(node, chosen) and free.issuperset(self.compute.model_axes):
-                entries[d] = self.compute.model_axes
-            free.difference_update(entries[d] or ())
-        return P(*entries)
+        is_chosen = lambda node: self._is_in(node, chosen)
+        return P(*self.batch.axes_of(value.dims, is_chosen, self.compute.model_axes))
 
     def _is_in(self, node: int, classes: frozenset[int]) -> bool:
         return self.classes.divides(node) and self.classes[node] in classes
@@ -124,13 +116,13 @@ class Shardings:
     def split_batch(self, x: jax.Array, value: Value, at: int) -> jax.Array:
         """Reshapes the batch dimension `at` into two: shards, and the rows of each."""
         shape, entries, shards = x.shape, list(self.spec(value)), self.batch.count
-        split = (*shape[:at], shards, shape[at] // shards, *shape[at + 1 :])
+        split = (*shape[:at], shards, shape[at] // shards, *shape[at + 1 :])  # (shards, rows)
         spec = P(*entries[: at + 1], None, *entries[at + 1 :])
         return self.with_spec(jax.lax.reshape(x, split), spec)
 
     def copies(self, x: jax.Array, value: Value) -> jax.Array:
         """Repeats an array along a new leading dimension, once for each shard of the batch."""
-        repeated = jnp.broadcast_to(x[None], (self.batch.count, *x.shape))
+        repeated = jnp.broadcast_to(x[None], (self.batch.count, *x.shape))  # (shards, ...)
         return self.with_spec(repeated, P(self.batch_axes, *self.spec(value)))
 
 
@@ -155,14 +147,23 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
     chosen = classes.of(filter(classes.divides, split))
     # Constants have no place in the tree, and are known by their types.
     chosen |= _classes_of_constants(program, classes, compute)
-    axes = split_axes(program, compute.batch_axes, mesh.shape)
     batch = batch_over(program, compute.batch_axes, mesh.shape)
     sequence: frozenset[int] = frozenset()
-    if compute.sequence:
+    if compute.sequence_parallel:
         sequence = _sequence(program, classes, chosen, batch)
-    asked, inside = frozenset(program.asked_axes), program.batch.splits_examples
-    uneven = _uneven(program, batch)
-    return Shardings(mesh, classes, chosen, batch, axes, compute, sequence, asked, uneven, inside)
+    return Shardings(
+        mesh=mesh,
+        classes=classes,
+        chosen=chosen,
+        batch=batch,
+        batch_axes=batch.over(compute.batch_axes),
+        compute=compute,
+        sequence=sequence,
+        asked=frozenset(program.asked_axes),
+        stacks=frozenset(program.graph.stacks),
+        uneven=_uneven(program, batch),
+        splits_examples=program.batch.splits_examples,
+    )
 
 
 def _uneven(program: Program, batch: BatchDims) -> frozenset[int]:
@@ -194,7 +195,7 @@ def _classes_of_constants(program: Program, classes: Classes, compute: Compute) 
         dims = dims_by_name.get(constant.name)
         if not dims:
             continue
-        d = dims.pop(0)
+        d = dims.pop(0)  # equal types are in the order of the program
         if d is not None and classes.divides(value.dims[d]):
             chosen.add(classes[value.dims[d]])
     return frozenset(chosen)
@@ -215,6 +216,7 @@ def _sequence(
     owned: Counter[int] = Counter()
     for value in program.parameters:
         owned.update(dict.fromkeys(classes.of(value.dims), value.bytes))
+    # Weights have the width of the model and hidden sizes, and no sequence.
     most = _MOST_PARAMETERS * sum(value.bytes for value in program.parameters)
     many = {root for root, size in owned.items() if size > most}
     unsharded: Counter[int] = Counter()

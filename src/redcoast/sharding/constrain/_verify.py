@@ -122,7 +122,7 @@ def _replace_shardings(jaxpr: Jaxpr, device: Sharding) -> Jaxpr:
 def _loss_and_grads(
     loss_fn: Loss, model: PyTree, batch: PyTree, key: PRNGKeyArray | None, mesh: Mesh
 ) -> dict[str, np.ndarray]:
-    params, rest = eqx.partition(model, eqx.is_inexact_array)
+    params, rest = eqx.partition(model, eqx.is_inexact_array)  # gradients are of these
 
     def loss_of(params: PyTree, batch: PyTree, key: PRNGKeyArray | None) -> Array:
         result = loss_fn(eqx.combine(params, rest), batch, key)
@@ -171,7 +171,7 @@ def _differences(
 
 
 def _difference(actual: np.ndarray, expected: np.ndarray, floor: float) -> float:
-    scale = max(_largest(expected), floor)
+    scale = max(_largest(expected), floor)  # what rounding errors are relative to
     error = _largest(np.asarray(_wide(actual) - _wide(expected)))
     if scale == 0:
         return error

@@ -121,6 +121,7 @@ class SizeCounts:
 def read_tree(root: Node) -> tuple[list[Block], SizeCounts]:
     """The blocks of a tree, inner ones first, so that the last one is the tree itself."""
     sizes = SizeCounts(_stacked_dimensions(root, 0), {})
+    # Sizes are counted for each layer: an encoder and a decoder may have different widths.
     for leaf in leaves_below(root):
         unstacked = set(leaf.shape[sizes.stacks[leaf.index] :])
         counter = sizes.by_layer.setdefault(layer_of(leaf), Counter())
@@ -313,7 +314,7 @@ def _matrix(
         return replace(matrix, ins=ins, outs=outs)
     if len(dims) != 2:
         return None
-    first, last = dims
+    first, last = dims  # without those of size one
     if bias is None and (key == "embedding" or _TABLE.search("/".join(names))):
         return replace(matrix, kind="table", ins=(first,), outs=(last,))
     if bias is not None and shape[first] != shape[last]:
@@ -335,7 +336,7 @@ def _channels(key: str, shape: tuple[int, ...], stack: int) -> tuple[int, int] |
     ins, outs = stack + 1, stack
     if key == "kernel":  # Flax stores the window first, PyTorch last
         ins, outs = len(shape) - 2, len(shape) - 1
-    window = list(shape[stack:])
+    window = list(shape[stack:])  # what is left without the channels
     for d in sorted((ins, outs), reverse=True):
         del window[d - stack]
     # With rank 3, it may also be a matrix with a dimension of heads or experts.
@@ -350,7 +351,7 @@ def _sides_with_heads(
 ) -> tuple[Dimensions, Dimensions]:
     """The sides of a query, key or value (width, heads, head size), or output (reversed)."""
     counts = {d: sizes.count(weight, weight.shape[d]) for d in dims}
-    width = max(dims, key=counts.__getitem__)
+    width = max(dims, key=counts.__getitem__)  # every block reads and writes it
     if role_of(name) == "output" and counts[dims[-1]] == counts[width]:
         width = dims[-1]
     heads = tuple(d for d in dims if d != width)
@@ -364,6 +365,7 @@ def _orient(blocks: list[Block], sizes: SizeCounts) -> list[Block]:
 
     Arrays with the same generic name (`weight`) are stored alike, and so are all with other names.
     """
+    # A framework stores all of its weights alike, so that those whose sides are known decide.
     votes: Counter[str] = Counter()  # positive for outputs first, negative for inputs first
     for matrix in blocks[-1].below:
         # A square matrix looks the same both ways.

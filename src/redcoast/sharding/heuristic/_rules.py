@@ -34,7 +34,7 @@ _KV_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "kv_heads")
 
 
 @dataclass(frozen=True)
-class Split:
+class ModelSharding:
     """The dimension of an array that is sharded over `model`, or None, and the reason.
 
     `outer` is the size of the other side of a matrix, which is not sharded. It is also set if a
@@ -48,12 +48,12 @@ class Split:
     vocabulary: int | None = None
 
 
-Splits = dict[int, Split]  # by the index of the array
+ModelShardings = dict[int, ModelSharding]  # by the index of the array
 Inputs = dict[str | None, WeightMatrix]  # those of attention, by their role
 Side = Literal["column", "row"]
 
 
-def vocabularies(splits: Splits) -> set[int]:
+def vocabularies(splits: ModelShardings) -> set[int]:
     """The sizes of all vocabularies, sharded or not."""
     sizes = {split.vocabulary for split in splits.values()}
     return set(filter(None, sizes))
@@ -64,7 +64,7 @@ def indivisible(what: str, size: int, n: int) -> str:
     return f"{what} {size} is not a multiple of model={n} ({multiples_near(size, n)} would be)"
 
 
-def shard_matrices(blocks: list[Block], sizes: SizeCounts, n: int) -> Splits:
+def shard_matrices(blocks: list[Block], sizes: SizeCounts, n: int) -> ModelShardings:
     """The splits of all matrices and of their biases over `n` devices."""
     rules = _Rules(sizes, n)
     by_path = {block.path: block for block in blocks}
@@ -85,6 +85,7 @@ def shard_matrices(blocks: list[Block], sizes: SizeCounts, n: int) -> Splits:
     widths = _outer_sizes(tables, rules.splits)
     for block in blocks:
         rules.shard_pairs(block, widths | _outer_sizes(block.below, attention))
+    # Heads are found by the sizes of the vocabularies, which tables have shown.
     rules.shard_heads(matrices)
     residual = _outer_sizes(matrices, rules.splits)
     for block in blocks:
@@ -96,7 +97,7 @@ def shard_matrices(blocks: list[Block], sizes: SizeCounts, n: int) -> Splits:
     return rules.splits
 
 
-def _outer_sizes(matrices: Iterable[WeightMatrix], splits: Splits) -> set[int]:
+def _outer_sizes(matrices: Iterable[WeightMatrix], splits: ModelShardings) -> set[int]:
     """The sizes of the sides of matrices that are not sharded: widths of the residual stream."""
     sizes: set[int] = set()
     for matrix in matrices:
@@ -112,7 +113,7 @@ class _Rules:
 
     sizes: SizeCounts
     n: int
-    splits: Splits = field(default_factory=dict)
+    splits: ModelShardings = field(default_factory=dict)
 
     def _shard(
         self,
@@ -142,15 +143,15 @@ class _Rules:
                 what = "number of heads"
             self._replicate(matrix, indivisible(what, size // fused, self.n), outer)
         else:
-            self.splits[matrix.index] = Split(dim, f"{side}-parallel, {reason}", outer)
+            self.splits[matrix.index] = ModelSharding(dim, f"{side}-parallel, {reason}", outer)
             if matrix.bias is not None:
                 self.splits[matrix.bias.index] = _split_of_bias(matrix, matrix.bias, side, size)
 
     def _replicate(self, matrix: WeightMatrix, reason: str, outer: int | None = None) -> None:
         """Replicates a matrix and its bias."""
-        self.splits[matrix.index] = Split(None, reason, outer)
+        self.splits[matrix.index] = ModelSharding(None, reason, outer)
         if matrix.bias is not None:
-            self.splits[matrix.bias.index] = Split(None, "like its matrix")
+            self.splits[matrix.bias.index] = ModelSharding(None, "like its matrix")
 
     def _undecided(self, block: Block) -> list[WeightMatrix | None]:
         """The matrices near a block without a split, and None for others between them."""
@@ -178,6 +179,7 @@ class _Rules:
         for matrix in matrices:
             if matrix.role in _INPUTS:
                 inputs[matrix.role] = matrix
+        # Without all the names that attention has, shapes decide.
         if set(inputs) not in _COMPLETE:
             inputs = _inputs_by_shape(matrices, beside)
             if block.is_ordered or not inputs:
@@ -225,7 +227,7 @@ class _Rules:
         # Layers in a list are chains, which come next.
         if block.is_ordered or len(matrices) < 2:
             return
-        width = self._most_frequent(matrices)
+        width = self._most_frequent(matrices)  # of the residual stream
         ups: list[WeightMatrix] = []
         downs: list[WeightMatrix] = []
         for matrix in matrices:
@@ -237,6 +239,7 @@ class _Rules:
             inner = down.in_size
             if inner in residual and not down.is_square:
                 continue
+            # A gate and its value may be one matrix, of twice the inner width.
             partners = [up for up in ups if up.out_size in (inner, 2 * inner)]
             if partners:
                 self._shard(down, "row", f"pairs with {partners[-1].name}")
@@ -307,7 +310,7 @@ class _Rules:
         for table in tables:
             if any(map(_SMALL.search, table.weight.path[-3:])):
                 reason = "table of positions or types, small"
-                self.splits[table.index] = Split(None, reason, table.out_size)
+                self.splits[table.index] = ModelSharding(None, reason, table.out_size)
             elif table.in_size in residual and table.out_size not in residual:
                 self.splits[table.index] = self._vocabulary(table, table.outs[0])
             else:
@@ -333,9 +336,9 @@ class _Rules:
             last = None
             if split.dim in matrix.outs and bias.shape[-1] == shape[dims[0]]:
                 last = len(bias.shape) - 1
-            self.splits[bias.index] = Split(last, "like its matrix")
+            self.splits[bias.index] = ModelSharding(last, "like its matrix")
 
-    def _vocabulary(self, matrix: WeightMatrix, dim: int) -> Split:
+    def _vocabulary(self, matrix: WeightMatrix, dim: int) -> ModelSharding:
         """The split of a matrix along the dimension of the vocabulary."""
         size, outer, rows = matrix.weight.shape[dim], matrix.out_size, None
         if dim in matrix.outs:
@@ -343,17 +346,17 @@ class _Rules:
         if matrix.kind == "table":
             rows = max(matrix.in_size, matrix.out_size)
         if size % self.n:
-            return Split(None, indivisible("vocabulary", size, self.n), outer, rows)
-        return Split(dim, "vocabulary-parallel", outer, rows)
+            return ModelSharding(None, indivisible("vocabulary", size, self.n), outer, rows)
+        return ModelSharding(dim, "vocabulary-parallel", outer, rows)
 
 
-def _split_of_bias(matrix: WeightMatrix, bias: Leaf, side: Side, size: int) -> Split:
+def _split_of_bias(matrix: WeightMatrix, bias: Leaf, side: Side, size: int) -> ModelSharding:
     """The bias of a column-parallel matrix is sharded like the outputs that it is added to."""
     if side == "row":
-        return Split(None, "bias of a row-parallel matrix")
+        return ModelSharding(None, "bias of a row-parallel matrix")
     if size in bias.shape[matrix.stack :]:
-        return Split(bias.shape.index(size, matrix.stack), "like its matrix")
-    return Split(None, "does not have its matrix's output size")
+        return ModelSharding(bias.shape.index(size, matrix.stack), "like its matrix")
+    return ModelSharding(None, "does not have its matrix's output size")
 
 
 def _inputs_by_shape(matrices: list[WeightMatrix], beside: list[WeightMatrix]) -> Inputs:

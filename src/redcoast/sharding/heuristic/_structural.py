@@ -13,7 +13,7 @@ from ..tree._leaf_plans import OVERRIDE, STORED, LeafPlan, Reason, trim_spec
 from ..tree._leaves import LARGE, Leaf, Node, flat_leaves, is_inexact_leaf, leaves_below, to_nodes
 from ..tree._overrides import Override, apply_overrides
 from ._matrices import NORMS, RECURRENT, read_tree
-from ._rules import Split, Splits, indivisible, shard_matrices, vocabularies
+from ._rules import ModelSharding, ModelShardings, indivisible, shard_matrices, vocabularies
 
 _NORM = re.compile(r"norm|ln|scale|gamma|beta|rms|batch_?stat|(^|_)bn", re.IGNORECASE)
 _BIAS = re.compile(r"bias|^b$", re.IGNORECASE)
@@ -36,11 +36,12 @@ def structural_plans(
         for leaf in block.loose:
             split = _split_of_loose(leaf, block.owner, stacks[leaf.index], vocabulary, n)
             splits.setdefault(leaf.index, split)
+    # The factors of LoRA follow their weight, which was sharded as if it were alone.
     for adapter in adapters:
         weight, a, b = _weight_and_factors(adapter)
         _shard_lora(adapter, splits)
         stacks[a.index] = stacks[b.index] = stacks[weight.index]
-    numbers: set[int] = set()
+    numbers: set[int] = set()  # arrays that are sharded although they are integers
     for node in quantised:
         codes, scales = leaves_below(node)
         stacks[scales.index] = stacks[codes.index]
@@ -66,7 +67,7 @@ def structural_plans(
 
 
 def _spec(
-    leaf: Leaf, split: Split, stack: int, free: tuple[int, ...], axes: dict[str, int]
+    leaf: Leaf, split: ModelSharding, stack: int, free: tuple[int, ...], axes: dict[str, int]
 ) -> tuple[P, Reason]:
     """The spec and reason of one array: first over `model`, then another dimension over `fsdp`.
 
@@ -75,7 +76,7 @@ def _spec(
     fsdp, elements = axes["fsdp"], prod(leaf.shape[stack:])
     # With one device on `model`, no side is sharded.
     if axes["model"] == 1:
-        split = Split(None, "")
+        split = ModelSharding(None, "")
     fits = [d for d in free if d != split.dim and leaf.shape[d] % fsdp == 0]
     entries: list[str | None] = [None] * len(leaf.shape)
     kind = "replicated"
@@ -96,27 +97,29 @@ def _spec(
     return trim_spec(tuple(entries)), Reason(kind, split.reason or why)
 
 
-def _split_of_loose(leaf: Leaf, owner: PyTree, stack: int, vocabulary: set[int], n: int) -> Split:
+def _split_of_loose(
+    leaf: Leaf, owner: PyTree, stack: int, vocabulary: set[int], n: int
+) -> ModelSharding:
     """The split of an array that is not in a matrix: a bias of the logits, or none."""
     # Its gates are stacked in one matrix, and each step needs all of them.
     if isinstance(owner, RECURRENT):
-        return Split(None, "recurrent, every step needs its full output")
+        return ModelSharding(None, "recurrent, every step needs its full output")
     dims = [d for d in range(stack, len(leaf.shape)) if leaf.shape[d] > 1]
     is_bias = len(dims) == 1 and not stack and _BIAS.search("".join(leaf.path[-1:]))
     if is_bias and leaf.shape[dims[0]] in vocabulary:
         size = leaf.shape[dims[0]]
         if size % n:
-            return Split(None, indivisible("vocabulary", size, n))
-        return Split(dims[0], "bias of the vocabulary")
+            return ModelSharding(None, indivisible("vocabulary", size, n))
+        return ModelSharding(dims[0], "bias of the vocabulary")
     if isinstance(owner, NORMS):
-        return Split(None, "norm scale")
+        return ModelSharding(None, "norm scale")
     if not dims:
-        return Split(None, "scalar")
+        return ModelSharding(None, "scalar")
     if len(dims) > 1:
-        return Split(None, "not recognised as a matrix")
+        return ModelSharding(None, "not recognised as a matrix")
     if any(map(_NORM.search, leaf.path[-2:])):
-        return Split(None, "norm scale")
-    return Split(None, "vector")
+        return ModelSharding(None, "norm scale")
+    return ModelSharding(None, "vector")
 
 
 def _only_weights(node: Node, adapters: list[Node], quantised: list[Node]) -> Node:
@@ -137,12 +140,12 @@ def _only_weights(node: Node, adapters: list[Node], quantised: list[Node]) -> No
     return replace(node, children=children)
 
 
-def _split_of_numbers(leaf: Leaf, split: Split, n: int) -> Split:
+def _split_of_numbers(leaf: Leaf, split: ModelSharding, n: int) -> ModelSharding:
     """The split of the integers or the scales of a quantised weight: that of the weight, unless a
     dimension has too few of them."""
     if split.dim is None or leaf.shape[split.dim] % n == 0:
         return split
-    return Split(None, indivisible("quantised blocks", leaf.shape[split.dim], n))
+    return ModelSharding(None, indivisible("quantised blocks", leaf.shape[split.dim], n))
 
 
 def _weight_and_factors(adapter: Node) -> tuple[Leaf, Leaf, Leaf]:
@@ -151,7 +154,7 @@ def _weight_and_factors(adapter: Node) -> tuple[Leaf, Leaf, Leaf]:
     return leaves[0], leaves[-2], leaves[-1]
 
 
-def _shard_lora(adapter: Node, splits: Splits) -> None:
+def _shard_lora(adapter: Node, splits: ModelShardings) -> None:
     """Shards `a`, which has the inputs of the weight, or `b`, which has its outputs, like it."""
     weight, a, b = _weight_and_factors(adapter)
     dim = splits[weight.index].dim
@@ -170,6 +173,6 @@ def _shard_lora(adapter: Node, splits: Splits) -> None:
     if dim is None:
         other = "is replicated over model"
     for leaf, dims in ((a, of_a), (b, of_b)):
-        splits[leaf.index] = Split(None, f"LoRA, its matrix {other}")
+        splits[leaf.index] = ModelSharding(None, f"LoRA, its matrix {other}")
         if dim is not None and dim in dims:
-            splits[leaf.index] = Split(dims[dim], "LoRA, like its matrix")
+            splits[leaf.index] = ModelSharding(dims[dim], "LoRA, like its matrix")

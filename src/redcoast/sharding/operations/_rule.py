@@ -94,7 +94,7 @@ class Factors:
 
     def new(self, size: int) -> Dimension:
         """A dimension that is one new factor."""
-        self._sizes.append(size)
+        self._sizes.append(size)  # by the number of the factor
         return (len(self._sizes) - 1,)
 
     def of(self, shape: Iterable[int]) -> list[Dimension]:
@@ -110,36 +110,25 @@ class Factors:
         operands: Sequence[Sequence[Dimension]],
         results: Sequence[Sequence[Dimension]],
         *,
-        reduced: Iterable[Dimension] = (),
-        moved: Iterable[Dimension] = (),
-        whole: Iterable[Dimension] = (),
-        shuffled: Iterable[Dimension] = (),
-        blocked: Iterable[Dimension] = (),
-        indexed: Iterable[Dimension] = (),
-        repeated: Iterable[Dimension] = (),
         sums: bool = False,
         linear: Linear = (),
         copies: bool = False,
         writes: int | None = None,
         near: Iterable[tuple[Dimension, int]] = (),
+        **sets: Iterable[Dimension],
     ) -> Rule:
-        """The rule, whose sets of factors are given as dimensions."""
+        """The rule, whose `sets` of factors, such as `reduced`, are given as dimensions."""
+        factors = {name: all_factors(dimensions) for name, dimensions in sets.items()}
         return Rule(
             operands=tuple(map(tuple, operands)),
             results=tuple(map(tuple, results)),
             sizes=tuple(self._sizes),
-            reduced=all_factors(reduced),
-            moved=all_factors(moved),
-            whole=all_factors(whole),
-            shuffled=all_factors(shuffled),
-            blocked=all_factors(blocked),
-            indexed=all_factors(indexed),
-            repeated=all_factors(repeated),
             sums=sums,
             linear=linear,
             copies=copies,
             writes=writes,
             near=tuple((dimension[0], count) for dimension, count in near),
+            **factors,  # pyright: ignore[reportArgumentType]
         )
 
 
@@ -201,5 +190,5 @@ def fixed_operands(rule: Rule, varied: Sequence[bool]) -> list[bool]:
 
 def neighbours(size: int, stride: int, lhs_dilation: int, rhs_dilation: int) -> int:
     """How many elements of the next part a window needs at the edge of a part."""
-    beyond = (size - 1) * rhs_dilation + 1 - stride
+    beyond = (size - 1) * rhs_dilation + 1 - stride  # of a window that begins at the edge
     return max(0, -(-beyond // lhs_dilation))

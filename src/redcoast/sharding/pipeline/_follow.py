@@ -4,60 +4,135 @@ The layer is traced with two numbers of rows, which shows the dimensions that co
 sizes differ.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal
 
-from ...core._control_flow import (
-    AnyJaxpr,
-    Call,
-    Cond,
-    Scan,
-    While,
-    consts_of,
-    control_flow,
-    open_jaxpr,
-)
+from ...core._control_flow import Call, control_flow
 from ...core._markers import is_most
-from ..operations import Atom
+from ..operations import shape_of
 from ..operations._rule import OPERAND_SIZES, RESULT_SIZES
-from ._row_rules import apply_rule
-from ._row_states import EquationPair, MixesRows, RowDim, State, States, differing, join_rows
+from ..program._facts import Facts, Operation, follow_facts
+from ..program._walk import Scope
+from ._draws import RandomBits
+from ._row_rules import (
+    EquationPair,
+    MixesRows,
+    RowDim,
+    State,
+    States,
+    apply_rule,
+    differing,
+    join_rows,
+)
 
 # The numbers of these parameters are sizes, which follow from the number of rows. A name may hold
 # them too.
 _SIZES = RESULT_SIZES | OPERAND_SIZES | {"sizes", "name"}
+# Random bits for rows, by the `id` of their equation; None where all rows have the same.
+Bits = dict[int, RandomBits | None]
 
 
-def follow_rows(few: AnyJaxpr, all_: AnyJaxpr, inputs: Sequence[State]) -> States:
+@dataclass(frozen=True)
+class LayerTraces:
+    """A layer, traced for few rows, for all `rows`, and for those of one microbatch."""
+
+    few: Scope
+    all: Scope
+    microbatch: Scope
+    rows: int
+
+
+def follow_rows(traces: LayerTraces, inputs: Sequence[State]) -> tuple[States, Bits]:
     """Where the rows of a layer's outputs are, given where its inputs have them.
 
-    `few` and `all_` are the layer traced for few and for all rows. Raises `MixesRows`.
+    Also returns what the equations of a microbatch draw. Raises `MixesRows`.
     """
-    few_consts, consts = consts_of(few), consts_of(all_)
-    if len(few_consts) != len(consts) or not all(map(_is_same_constant, few_consts, consts)):
-        raise MixesRows("a constant depends on the number of rows")
-    few, all_ = open_jaxpr(few), open_jaxpr(all_)
-    if len(few.eqns) != len(all_.eqns):
-        raise MixesRows("its operations depend on the number of rows")
-    states: dict[Var, State] = dict.fromkeys(few.constvars)
-    states.update(zip(few.invars, inputs, strict=True))
-    for of_few, of_all in zip(few.eqns, all_.eqns, strict=True):
-        pair = EquationPair(of_few, of_all)
-        _check_same(pair)
-        results = _follow(pair, _read(states, of_few.invars))
-        for var, var_of_all, state in zip(of_few.outvars, of_all.outvars, results, strict=True):
-            row_dims = [state.dim] if isinstance(state, RowDim) else []
-            if differing(var, var_of_all) != row_dims:
+    walk = _RowWalk(traces.rows)
+    walk.pair(traces.few, traces.all, traces.microbatch)
+    rows: Facts[State] = Facts(
+        of_number=lambda _: None,  # all rows share a literal
+        of_results=walk.rows_of_results,
+        join=join_rows,
+        control=_of_branch,
+    )
+    return follow_facts(rows, traces.few, inputs), walk.bits
+
+
+@dataclass
+class _RowWalk:
+    """The walk through a layer. `others` has the jaxprs of all rows and of a microbatch, by that of
+    few."""
+
+    rows: int
+    others: dict[Scope, tuple[Scope, Scope]] = field(default_factory=dict)
+    bits: Bits = field(default_factory=dict)
+
+    def pair(self, few: Scope, all_: Scope, microbatch: Scope) -> None:
+        """Checks that jaxprs differ in sizes alone, and so do those inside them."""
+        is_same = len(few.consts) == len(all_.consts)
+        if not is_same or not all(map(_is_same_constant, few.consts, all_.consts)):
+            raise MixesRows("a constant depends on the number of rows")
+        counts = {len(scope.jaxpr.eqns) for scope in (few, all_, microbatch)}
+        if len(counts) > 1:
+            raise MixesRows("its operations depend on the number of rows")
+        self.others[few] = all_, microbatch
+        equations = zip(few.jaxpr.eqns, all_.jaxpr.eqns, strict=True)
+        for place, (of_few, of_all) in enumerate(equations):
+            _check_same(EquationPair(of_few, of_all))
+            inside = (scope.inner.get(place, ()) for scope in (few, all_, microbatch))
+            for scopes in zip(*inside, strict=True):
+                self.pair(*scopes)
+
+    def rows_of_results(self, operation: Operation, inputs: Sequence[State]) -> States:
+        """Where the results of an operation have rows."""
+        all_, microbatch = self.others[operation.scope]
+        pair = EquationPair(operation.equation, all_.jaxpr.eqns[operation.place])
+        if is_most(pair.few):
+            return [None]  # each microbatch may take its own largest element
+        for state, atom in zip(inputs, pair.few.invars, strict=True):
+            if isinstance(state, RowDim) and -state.dim > len(shape_of(atom)):
+                raise MixesRows("`scan` goes from row to row")
+        dims = list(map(differing, pair.few.outvars, pair.all.outvars))
+        if not any(inputs) and not any(dims):
+            results: States = [None] * len(dims)
+        else:
+            results = apply_rule(pair, inputs)
+        for state, var, row_dims in zip(results, pair.few.outvars, dims, strict=True):
+            expected = [state.place_in(var)] if isinstance(state, RowDim) else []
+            if row_dims != expected:
                 raise MixesRows(f"`{pair.name}` changes what its rows are")
-            states[var] = state
-    return _read(states, few.outvars)
+        if pair.name == "random_bits":
+            bits = self._bits_of_rows(operation, pair)
+            equation = microbatch.jaxpr.eqns[operation.place]
+            # A function that the layer calls twice has the same equations both times.
+            if self.bits.setdefault(id(equation), bits) != bits:
+                raise MixesRows(
+                    "it draws random numbers of the same shape for rows and for something else"
+                )
+        return results
 
-
-def _read(states: dict[Var, State], atoms: Sequence[Atom]) -> States:
-    # All rows share a literal.
-    return [None if isinstance(atom, Literal) else states[atom] for atom in atoms]
+    def _bits_of_rows(self, operation: Operation, pair: EquationPair) -> RandomBits | None:
+        """What an equation draws for rows; None if nothing, or if each row has a key."""
+        dims = differing(pair.few.outvars[0], pair.all.outvars[0])
+        if not dims or differing(pair.few.invars[0], pair.all.invars[0]):
+            return None
+        bits = RandomBits(dims[0], tuple(pair.all.params["shape"]))
+        if bits.shape[bits.dim] != self.rows:
+            raise MixesRows(
+                "it draws random numbers along a dimension that joins rows with another"
+            )
+        outer = operation.outer
+        while outer is not None:
+            flow = control_flow(outer.equation)
+            if isinstance(flow, Call) and flow.has_derivative:
+                raise MixesRows(
+                    "it draws random numbers for rows in a function with a custom derivative"
+                )
+            outer = outer.outer
+        return bits
 
 
 def _is_same_constant(few: object, all_: object) -> bool:
@@ -103,84 +178,8 @@ def _plain_values(value: object) -> object:
     return None
 
 
-def _follow(pair: EquationPair, inputs: States) -> States:
-    if is_most(pair.few):
-        return [
-            None
-        ]  # no result depends on it, so each microbatch may take its own largest element
-    match control_flow(pair.few), control_flow(pair.all):
-        case Scan() as few, Scan() as all_:
-            return _scan(pair, few, all_, inputs)
-        case While() as few, While() as all_:
-            return _while(pair, few, all_, inputs)
-        case Cond() as few, Cond() as all_:
-            return _cond(pair, few, all_, inputs)
-        case Call() as few, Call() as all_:
-            return follow_rows(few.jaxpr, all_.jaxpr, inputs)
-    outvars = pair.few.outvars
-    makes_rows = any(map(differing, outvars, pair.all.outvars))
-    if not any(inputs) and not makes_rows:
-        return [None] * len(outvars)
-    return apply_rule(pair, inputs)
-
-
-def _scan(pair: EquationPair, few: Scan, all_: Scan, inputs: States) -> States:
-    consts, carry, xs = few.split(inputs)
-    slices = [in_layer(state, "`scan` goes from row to row") for state in xs]
-
-    def run(carry: States) -> States:
-        return follow_rows(few.body, all_.body, [*consts, *carry, *slices])
-
-    carry, outputs = _fixed_point(pair, run, carry)
-    return [*carry, *map(of_layers, outputs[len(carry) :])]
-
-
-def in_layer(state: State, why: str) -> State:
-    """The rows in one iteration of a scan over an array."""
-    if isinstance(state, RowDim):
-        if state.dim == 0:
-            raise MixesRows(why)
-        return state.at(state.dim - 1)
+def _of_branch(state: State, conditions: Sequence[State]) -> State:
+    """The rows of a result of a branch or a loop, which all rows have to run alike."""
+    if any(condition is not None for condition in conditions):
+        raise MixesRows("rows choose a branch, or end a loop")
     return state
-
-
-def of_layers(state: State) -> State:
-    """The rows in the stacked results of a scan."""
-    if isinstance(state, RowDim):
-        return state.at(state.dim + 1)
-    return state
-
-
-def _fixed_point(
-    pair: EquationPair, run: Callable[[States], States], carry: States
-) -> tuple[States, States]:
-    """The rows of a loop's carry after any number of iterations, and of the results of `run`."""
-    while True:
-        outputs = run(carry)
-        iterations = zip(carry, outputs, strict=False)  # the results begin with the carry
-        joined = [join_rows(pair, states) for states in iterations]
-        if joined == carry:
-            return carry, outputs
-        carry = joined
-
-
-def _while(pair: EquationPair, few: While, all_: While, inputs: States) -> States:
-    cond_consts, body_consts, carry = few.split(inputs)
-
-    def run(carry: States) -> States:
-        return follow_rows(few.body, all_.body, [*body_consts, *carry])
-
-    carry, _ = _fixed_point(pair, run, carry)
-    (goes_on,) = follow_rows(few.cond, all_.cond, [*cond_consts, *carry])
-    if goes_on is not None:
-        raise MixesRows("`while` stops row by row")
-    return carry
-
-
-def _cond(pair: EquationPair, few: Cond, all_: Cond, inputs: States) -> States:
-    index, *operands = inputs
-    if index is not None:
-        raise MixesRows("`cond` chooses a branch by rows")
-    branches = zip(few.branches, all_.branches, strict=True)
-    results = [follow_rows(branch, branch_of_all, operands) for branch, branch_of_all in branches]
-    return [join_rows(pair, states) for states in zip(*results, strict=True)]

@@ -1,4 +1,4 @@
-"""What operations do with the rows of a batch.
+"""Where the rows of a batch are in the arrays of a layer, and what operations do with them.
 
 A dimension of rows may only be carried along, or summed over at the end. What sorts, cuts or
 numbers the rows would give another result for a part of the batch than for all of it.
@@ -6,11 +6,86 @@ numbers the rows would give another result for a part of the batch than for all 
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
 
 import jax
+from jax.extend.core import JaxprEqn
 
-from ..operations import Dimension, Dimensions, Factor, Rule, all_factors, rule_of
-from ._row_states import SUM, EquationPair, MixesRows, RowDim, State, differing
+from ...core._control_flow import primitive_name
+from ..operations import Atom, Dimension, Dimensions, Factor, Rule, all_factors, rule_of, shape_of
+
+
+class MixesRows(Exception):
+    """Raised when a layer mixes the rows of the batch; `args[0]` says how."""
+
+
+@dataclass(frozen=True)
+class RowDim:
+    """Where the rows of an array are: in dimension `dim`, of `outer * rows * inner` elements.
+
+    `dim` is counted from the last dimension, which is -1, so that it is the same in a stack of
+    arrays and in an iteration over the stack. The dimension is a reshape of three, of which the
+    rows are the middle one. `outer` is None if the elements along the dimension are equal.
+    """
+
+    dim: int
+    outer: int | None = 1
+    inner: int = 1
+
+    def place_in(self, atom: Atom) -> int:
+        """The number of the dimension in an array."""
+        return self.dim + len(shape_of(atom))
+
+
+class SumOfRows(Enum):
+    """An array without rows that is the sum of what each row adds to it."""
+
+    SUM = "sum"
+
+
+SUM: Literal[SumOfRows.SUM] = SumOfRows.SUM
+# `None` is the state of an array that all rows share.
+State = RowDim | Literal[SumOfRows.SUM] | None
+States = list[State]
+
+
+@dataclass(frozen=True)
+class EquationPair:
+    """An equation of the layer for few rows, and the same for all rows."""
+
+    few: JaxprEqn
+    all: JaxprEqn
+
+    @property
+    def name(self) -> str:
+        return primitive_name(self.few)
+
+
+def differing(few: Atom, all_: Atom) -> list[int]:
+    """The dimensions whose sizes differ."""
+    few_shape, shape = shape_of(few), shape_of(all_)
+    if len(few_shape) != len(shape):
+        raise MixesRows("the rank of an array depends on the number of rows")
+    return [d for d, size in enumerate(few_shape) if size != shape[d]]
+
+
+def join_rows(states: Sequence[State]) -> State:
+    """The rows of an array that is one of several, which have to have them in the same place."""
+    if SUM in states:
+        if any(state is not SUM for state in states):
+            raise MixesRows("a branch or a loop has a sum over rows or something else")
+        return SUM
+    joined: RowDim | None = None
+    for state in states:
+        if not isinstance(state, RowDim):
+            continue
+        # Equal elements can be combined with rows that are any factor of the dimension.
+        if joined is None or (joined.outer is None and joined.dim == state.dim):
+            joined = state
+        elif state.dim != joined.dim or (state.outer is not None and state != joined):
+            raise MixesRows("a branch or a loop has rows in several places")
+    return joined
 
 
 @dataclass(frozen=True)
@@ -59,6 +134,7 @@ def _linear(name: str, rule: Rule, inputs: Sequence[State]) -> State:
     """Sums of what parts of the batch add are only equal to the sum of all in a linear function."""
     if any(isinstance(state, RowDim) for state in inputs):
         raise MixesRows(f"`{name}` combines a sum over rows with rows")
+    # As `a - b` of two sums is, and `a * b` is not.
     sums = frozenset(operand for operand, state in enumerate(inputs) if state is SUM)
     if sums not in rule.linear:
         raise MixesRows(f"`{name}` is applied to a sum over rows, and is not linear")
@@ -73,10 +149,11 @@ def _within_factor(
         factor = dimension[0]
         if len(dimension) > 1:
             # A reshape of equal rows has them in the factor whose size follows from their number.
-            factor = rule.results[0][_dim_of_rows(pair)][0]
+            factor = rule.results[0][_dim_of_rows(pair)][0]  # the slowest
         return _WithinFactor(factor, None, 1)
     count = rule.size(dimension) // (rows.outer * rows.inner)
     slower = 1  # the elements of the factors before this one
+    # The first factor that goes beyond the elements before the rows has the rows.
     for factor in dimension:
         own = rule.sizes[factor]
         if slower * own > rows.outer:
@@ -120,11 +197,12 @@ def _rows_of_result(rule: Rule, dimensions: Dimensions, rows: _WithinFactor) -> 
     for d, dimension in enumerate(dimensions):
         if rows.factor not in dimension:
             continue
+        place = d - len(dimensions)
         if rows.outer is None:
-            return RowDim(d, None)
+            return RowDim(place, None)
         index = dimension.index(rows.factor)
         slower, faster = rule.size(dimension[:index]), rule.size(dimension[index + 1 :])
-        return RowDim(d, slower * rows.outer, rows.inner * faster)
+        return RowDim(place, slower * rows.outer, rows.inner * faster)
     return None
 
 
@@ -140,11 +218,11 @@ def _repeated_rows(pair: EquationPair, rule: Rule) -> State:
 
 
 def _dim_of_rows(pair: EquationPair) -> int:
-    """The dimension of the result whose size depends on the number of rows."""
+    """The dimension of the result whose size depends on the number of rows, from the last."""
     dims = differing(pair.few.outvars[0], pair.all.outvars[0])
     if len(dims) != 1:
         raise MixesRows(f"`{pair.name}` makes an array whose size depends on the number of rows")
-    return dims[0]
+    return dims[0] - len(shape_of(pair.few.outvars[0]))
 
 
 def _random_bits(pair: EquationPair) -> State:

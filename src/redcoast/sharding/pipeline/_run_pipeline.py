@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 
 from ...core._jaxpr import is_inexact
 from ...distributed._mesh import PIPE
-from ._row_states import SUM
+from ._row_rules import SUM
 from ._stages import LayerRows, Pipeline, PipelinedScan
 
 Arrays = list[Array]

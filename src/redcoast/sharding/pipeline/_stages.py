@@ -15,15 +15,16 @@ from ...core._jaxpr import is_inexact, struct_of
 from ...core._pytree import abstract_arrays, join, split
 from ...distributed._mesh import PIPE
 from .._mesh_axes import parts
+from ..operations import Atom, shape_of
 from ..program._batch_dims import example_count
 from ..program._classes import Classes
 from ..program._graph import Value
 from ..program._program import Program, Staged, follow_program
 from ..program._trace import trace_over
 from ..program._walk import Scope
-from ._draws import RandomBits, find_random_bits
-from ._follow import follow_rows, in_layer, of_layers
-from ._row_states import SUM, MixesRows, RowDim, State, SumOfRows, differing
+from ._draws import RandomBits
+from ._follow import Bits, LayerTraces, follow_rows
+from ._row_rules import SUM, MixesRows, RowDim, State, SumOfRows, differing
 
 # The dimension of an array that counts rows, if any.
 LayerRows = int | Literal[SumOfRows.SUM] | None
@@ -95,17 +96,29 @@ class Pipeline:
 
 def stage_program(program: Program, pipeline: Pipeline) -> Program:
     """The program with the figures of its pipeline."""
-    outside = follow_program(program.traced, _trainable(program), frozenset(pipeline.scans))
+    count, stages = pipeline.microbatches, pipeline.stages
+    # A stage has some of the layers, which also run in the bubble.
+    share = (count + stages - 1) / count / stages
+    shares = dict.fromkeys(pipeline.scans, share)
+    of_stage = follow_program(program.traced, _trainable(program), tuple(shares.items()))
     carried = returned = 0
+    # Integers, such as positions, go to the next stage, and no gradient comes back.
     for scan in pipeline.scans.values():
         for x in scan.carried_rows:
             size = x.size * x.dtype.itemsize
             carried += size
             if is_inexact(x):
                 returned += size
-    layers = tuple(scan.loop.length // pipeline.stages for scan in pipeline.scans.values())
-    layered, count = _arrays_of_layers(program), pipeline.microbatches
-    staged = Staged(outside, pipeline.stages, count, layered, layers, carried, returned)
+    staged = Staged(
+        scans=frozenset(pipeline.scans),
+        of_stage=of_stage,
+        stages=stages,
+        microbatches=count,
+        layered=_arrays_of_layers(program),
+        layers=tuple(scan.loop.length // stages for scan in pipeline.scans.values()),
+        carried=carried,
+        returned=returned,
+    )
     return replace(program, staged=staged)
 
 
@@ -136,6 +149,7 @@ def count_microbatches(rows: int, shards: int, stages: int, wanted: int | None) 
                 f"{shards} parts of the mesh has of a batch of {rows}."
             )
         return wanted
+    # The bubble is (stages - 1) / (microbatches + stages - 1) of the time.
     enough = max(1, _MICROBATCHES_PER_STAGE * (stages - 1))
     for count in range(enough, of_shard):
         if of_shard % count == 0:
@@ -175,9 +189,10 @@ def pipeline_of(
     pairs = zip(scans, _same_scans(scans, few), _same_scans(scans, microbatch), strict=True)
     for scan, of_few, of_microbatch in pairs:
         try:
-            inputs, outputs = _find_rows(scan, of_few)
-            bits = find_random_bits(of_microbatch.loop.body, of_few.loop.body, scan.loop.body, rows)
+            traces = LayerTraces(of_few.body, scan.body, of_microbatch.body, rows)
+            inputs, outputs, bits = _find_rows(scan, _rows_of_operands(scan, of_few), traces)
         except MixesRows as error:
+            # Not chained: the sentence has all that a user can do something about.
             raise NoPipeline(
                 f"Its layers cannot work on a part of the batch at a time, because {error}."
             ) from None
@@ -263,7 +278,7 @@ def layer_scans(program: Program) -> Iterator[LayerScan]:
         for index, inner in scope.inner.items():
             equation = scope.jaxpr.eqns[index]
             match control_flow(equation):
-                case Scan() as loop:
+                case Scan() as loop:  # a scan inside of it is part of a layer
                     scan = LayerScan(equation, loop, inner[0], scope)
                     if not leading.isdisjoint(_leading_classes(classes, scan.scanned)):
                         yield scan
@@ -279,34 +294,37 @@ def _leading_classes(classes: Classes, values: Sequence[Value]) -> frozenset[int
 
 
 def _find_rows(
-    scan: LayerScan, of_few: LayerScan
-) -> tuple[tuple[LayerRows, ...], tuple[LayerRows, ...]]:
-    """The dimensions of rows of a scan's operands and results, from two traces of it."""
-    consts, carry, xs = scan.loop.split(_rows_of_operands(scan, of_few))
+    scan: LayerScan, states: Sequence[State], traces: LayerTraces
+) -> tuple[tuple[LayerRows, ...], tuple[LayerRows, ...], Mapping[int, RandomBits]]:
+    """The dimensions of rows of a scan's operands and results, and its random bits for rows."""
+    operands, results = scan.equation.invars, scan.equation.outvars
+    consts, carry, xs = scan.loop.split(states)
     if not any(carry):
         raise NoPipeline(
             "The carry of its scan over layers has no batch dimension, so there is nothing to "
             "pass from stage to stage."
         )
-    slices = [in_layer(state, "the scan goes over rows") for state in xs]
 
-    def run(carry: Sequence[State]) -> list[State]:
-        return follow_rows(of_few.loop.body, scan.loop.body, [*consts, *carry, *slices])
+    def run(carry: Sequence[State]) -> tuple[list[State], Bits]:
+        return follow_rows(traces, [*consts, *carry, *xs])
 
     try:
-        results = run(carry)
+        states, bits = run(carry)
     except MixesRows:
         # Sums over rows start with an array that all rows share.
         carry = _as_sums(scan, carry)
         if SUM not in carry:
             raise
-        results = run(carry)
-    count = len(carry)
-    carry_rows = tuple(map(_layer_rows, carry))
-    if tuple(map(_layer_rows, results[:count])) != carry_rows:
+        states, bits = run(carry)
+    inputs = tuple(map(_layer_rows, [*consts, *carry, *xs], operands))
+    outputs = tuple(map(_layer_rows, states, results))
+    _, carry_rows, x_rows = scan.loop.split(inputs)
+    if outputs[: len(carry)] != carry_rows:
         raise MixesRows("rows change their dimension from layer to layer")
-    inputs = tuple(map(_layer_rows, [*consts, *carry, *xs]))
-    return inputs, (*carry_rows, *map(_layer_rows, map(of_layers, results[count:])))
+    if 0 in x_rows:
+        raise MixesRows("the scan goes over rows")
+    of_rows = {place: draws for place, draws in bits.items() if draws is not None}
+    return inputs, outputs, of_rows
 
 
 def _rows_of_operands(scan: LayerScan, of_few: LayerScan) -> list[State]:
@@ -316,7 +334,7 @@ def _rows_of_operands(scan: LayerScan, of_few: LayerScan) -> list[State]:
         if len(dims) > 1:
             raise MixesRows("an array has rows in several dimensions")
         if dims:
-            states[i] = RowDim(dims[0])
+            states[i] = RowDim(dims[0] - len(shape_of(operand)))
     return states
 
 
@@ -325,14 +343,15 @@ def _as_sums(scan: LayerScan, carry: Sequence[State]) -> list[State]:
     _, operands, _ = scan.loop.split(scan.equation.invars)
     states = list(carry)
     for i, operand in enumerate(operands):
+        # An array without rows may be one that each row adds to, as a loss of routing is.
         if states[i] is None and is_inexact(operand.aval):
             states[i] = SUM
     return states
 
 
-def _layer_rows(state: State) -> LayerRows:
+def _layer_rows(state: State, atom: Atom) -> LayerRows:
     if not isinstance(state, RowDim):
         return state
     if state.outer not in (None, 1) or state.inner != 1:
         raise MixesRows("a dimension of rows is merged with another one outside the layers")
-    return state.dim
+    return state.place_in(atom)

@@ -61,9 +61,27 @@ class BatchNodes:
     split: Split = ()
 
 
-def find_batch(graph: Graph, arrays: Sequence[Value], others: Sequence[Value]) -> BatchNodes:
+@dataclass(frozen=True)
+class RowCandidates:
+    """Dimensions beside the rows of the batch's arrays: which may be rows too, and which never are.
+
+    `created` are those of arrays that the program creates, and the leading ones of other arguments
+    of the size of a batch. `never` are those of parameters, of constants and of arguments.
+    """
+
+    created: frozenset[int]
+    never: frozenset[int]
+
+
+def find_batch(
+    graph: Graph, parameters: Sequence[Value], arrays: Sequence[Value], others: Sequence[Value]
+) -> tuple[BatchNodes, RowCandidates]:
     """Finds the batch dimensions of `arrays`, of the other arguments, and of created arrays."""
-    rows, not_rows = _rows(graph, arrays)
+    never = set(graph.of_constants)
+    for value in parameters:
+        # Dimensions that are linked to these are not rows, whatever their size.
+        never.update(value.dims)
+    rows, not_rows = _rows(graph, arrays, never)
     sizes = _sizes(graph, rows)
     # Leading dimensions of other arguments are treated like created rows; other dimensions of
     # arguments are never rows.
@@ -71,24 +89,24 @@ def find_batch(graph: Graph, arrays: Sequence[Value], others: Sequence[Value]) -
     for value in others:
         if value.dims and value.shape[0] in sizes:
             leading.add(value.dims[0])
-    of_arguments: set[int] = set()
     for value in (*arrays, *others):
-        of_arguments.update(value.dims)
-    graph.created.update(leading)
-    graph.of_parameters.update(of_arguments - leading - set(rows))
-    return BatchNodes(rows, created_rows(graph, rows), not_rows)
+        never.update(set(value.dims) - leading - set(rows))
+    candidates = RowCandidates(frozenset(graph.created | leading), frozenset(never))
+    return BatchNodes(rows, created_rows(graph, rows, candidates), not_rows), candidates
 
 
 def _sizes(graph: Graph, nodes: Iterable[int]) -> set[int]:
     return set(map(graph.sizes.__getitem__, nodes))
 
 
-def _rows(graph: Graph, arrays: Sequence[Value]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _rows(
+    graph: Graph, arrays: Sequence[Value], never: Collection[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The leading dimensions of the batch's arrays that are rows, and the places of the others.
 
-    If the sizes differ, the batch size is the one with the most arithmetic. Dimensions that belong
-    to parameters (running averages) or are another dimension of the batch (positions in a sequence)
-    are not rows.
+    If the sizes differ, the batch size is the one with the most arithmetic. Dimensions that are
+    linked to one of `never` (running averages) or are another dimension of the batch (positions in
+    a sequence) are not rows.
     """
     leading: dict[int, int] = {}  # by the place of the array
     several: dict[int, int] = {}  # those of more than one element
@@ -97,21 +115,22 @@ def _rows(graph: Graph, arrays: Sequence[Value]) -> tuple[tuple[int, ...], tuple
         if not value.dims:
             continue
         leading[place] = value.dims[0]
-        if value.shape[0] != 1:
+        if value.shape[0] != 1:  # as of a mask that all examples share
             several[place] = value.dims[0]
             counts[value.shape[0]] += 1
     if len(counts) < 2:
         return tuple(leading.values()), ()
     # Rows that are cut or joined are still rows, so that soft links count.
     soft = Classes(graph, 1, soft=True, least=2)
-    free = _free(graph, arrays, several)
+    free = _free(graph, arrays, several, never)
     if free:
         shares = _WorkShares(graph, soft, ())
         most_work = lambda node: (*shares.alone(soft[node]), counts[graph.sizes[node]])
         size = graph.sizes[max(free.values(), key=most_work)]
     else:
         size = counts.most_common(1)[0][0]
-    # The rows of this size, by which those of other sizes are judged.
+    # The rows of this size, by which those of other sizes are judged. A graph has several sizes:
+    # its nodes and its edges.
     main = soft.of(node for node in (free or several).values() if graph.sizes[node] == size)
     shares = _WorkShares(graph, soft, main)
     rows: list[int] = []
@@ -125,36 +144,34 @@ def _rows(graph: Graph, arrays: Sequence[Value]) -> tuple[tuple[int, ...], tuple
     return tuple(rows), tuple(not_rows)
 
 
-def _free(graph: Graph, arrays: Sequence[Value], leading: dict[int, int]) -> dict[int, int]:
+def _free(
+    graph: Graph, arrays: Sequence[Value], leading: dict[int, int], never: Collection[int]
+) -> dict[int, int]:
     """Those of `leading` that are not linked to parameters or other dimensions of the batch."""
     classes = Classes(graph, 1, least=2)
-    never = _never_rows(graph, classes)
-    excluded = set(never)
+    linked = classes.of(graph.blocked.union(never))
+    excluded = set(linked)
     for value in arrays:
         if not value.dims:
             continue
         first, inner = classes[value.dims[0]], classes.of(value.dims[1:])
         # A dimension of the batch that is another one's too is a position, as in attention.
-        if first not in never:
+        if first not in linked:
             excluded |= inner - {first}
     return {place: node for place, node in leading.items() if classes[node] not in excluded}
 
 
-def _never_rows(graph: Graph, classes: Classes) -> frozenset[int]:
-    """The classes of parameters, constants and dimensions that cannot be sharded."""
-    return classes.of(graph.of_parameters | graph.blocked)
-
-
-def created_rows(graph: Graph, rows: Collection[int]) -> tuple[int, ...]:
+def created_rows(graph: Graph, rows: Collection[int], candidates: RowCandidates) -> tuple[int, ...]:
     """The nodes of created arrays that are sharded like the `rows` of the batch."""
-    if not rows or not (graph.created or graph.constrained):
+    if not rows or not (candidates.created or graph.constrained):
         return ()
     classes = Classes(graph, 1, soft=True, least=2)
-    reasons = reasons_against(graph, classes, rows)
+    reasons = reasons_against(graph, classes, rows, candidates)
     sizes = _sizes(graph, rows)
     created: list[int] = []
     for node, size in enumerate(graph.sizes):
         root, asked = classes[node], graph.constrained.get(node, ())
+        # By its size, or because the program says so.
         is_like_batch = size in sizes or not set(BATCH_AXES).isdisjoint(asked)
         if is_like_batch and root in reasons and reasons[root] is None:
             created.append(node)
@@ -162,7 +179,7 @@ def created_rows(graph: Graph, rows: Collection[int]) -> tuple[int, ...]:
 
 
 def reasons_against(
-    graph: Graph, classes: Classes, rows: Collection[int]
+    graph: Graph, classes: Classes, rows: Collection[int], candidates: RowCandidates
 ) -> dict[int, NotRows | None]:
     """For each class of created dimensions, the reason not to shard it with the batch, if any.
 
@@ -176,7 +193,7 @@ def reasons_against(
             replicated.add(classes[node])
         elif not set(BATCH_AXES).isdisjoint(axes):
             split.add(classes[node])
-    excluded = _never_rows(graph, classes)
+    excluded = classes.of(candidates.never | graph.blocked)
     sizes = _sizes(graph, rows) - {0, 1}
     fits: set[int] = set()
     for node, size in enumerate(graph.sizes):
@@ -184,7 +201,7 @@ def reasons_against(
             fits.add(classes[node])
     shares = _WorkShares(graph, classes, main)
     reasons: dict[int, NotRows | None] = {}
-    for root in sorted((classes.of(graph.created) | split) - main):
+    for root in sorted((classes.of(candidates.created) | split) - main):
         reasons[root] = None
         if root in excluded:
             reasons[root] = NotRows.OF_PARAMETERS

@@ -1,14 +1,16 @@
 """Which dimensions of a program are sharded like the batch, and over how many devices."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from .._mesh_axes import parts
+from ._batch import SplitSet
 from ._classes import Classes
 from ._program import Program
 
 _ALL_ROWS = -1  # in place of the class of rows
+Entries = list[tuple[str, ...] | None]  # of a spec
 
 
 @dataclass(frozen=True)
@@ -44,87 +46,94 @@ class BatchDims:
     def is_split(self) -> bool:
         return any(nodes.roots for nodes in self.sets)
 
+    def over(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Those of some axes that the batch is split over."""
+        used = set[str]().union(*(nodes.axes for nodes in self.sets))
+        return tuple(filter(used.__contains__, axes))
+
     def __getitem__(self, node: int) -> int:
         # Gradients of all rows are summed together, whether the rows are linked or not.
         if self.has(node):
             return _ALL_ROWS
         return self.sets[0].classes[node]
 
-    def has(self, node: int) -> bool:
+    def has(self, node: int | None) -> bool:
         return self.set_of(node) is not None
 
-    def set_of(self, node: int) -> SplitNodes | None:
+    def set_of(self, node: int | None) -> SplitNodes | None:
         """The set that a node is in, if any."""
         for nodes in self.sets:
-            if nodes.has(node):
+            if node is not None and nodes.has(node):
                 return nodes
         return None
 
     def parts(self, dims: Iterable[int]) -> int:
         """The number of devices that share an array with these dimensions."""
-        return self._count(dims)
+        dims = tuple(dims)
+        return prod(nodes.count for nodes in self.sets if any(map(nodes.has, dims)))
 
-    def alone(self, node: int, dims: Iterable[int]) -> int:
-        """The number of devices that share an array, apart from those that `node` is over."""
-        return self._count(dims, but_for=self.set_of(node))
+    def axes_of(
+        self, dims: Iterable[int], is_chosen: Callable[[int], bool], model_axes: tuple[str, ...]
+    ) -> Entries:
+        """The axes that each dimension of an array is sharded over, each axis once.
 
-    def _count(self, dims: Iterable[int], but_for: SplitNodes | None = None) -> int:
-        dims, count = tuple(dims), 1
-        for nodes in self.sets:
-            if nodes is not but_for and any(map(nodes.has, dims)):
-                count *= nodes.count
-        return count
+        These are the batch's, or `model_axes` for a dimension that is chosen.
+        """
+        entries: Entries = []
+        taken: set[str] = set()
+        for node in dims:
+            split, over = self.set_of(node), None
+            # The batch first: a chosen dimension takes what is left.
+            if split is not None and taken.isdisjoint(split.axes):
+                over = split.axes
+            elif is_chosen(node) and taken.isdisjoint(model_axes):
+                over = model_axes
+            taken.update(over or ())
+            entries.append(over)
+        return entries
+
+    def around(self, node: int | None, dims: Iterable[int]) -> tuple[int, int]:
+        """The number of devices that `node` is over, and of those that share an array beside it."""
+        own = self.set_of(node)
+        if own is None:
+            return 1, self.parts(dims)
+        others = BatchDims(tuple(nodes for nodes in self.sets if nodes is not own))
+        return own.count, others.parts(dims)
 
 
 def batch_dims(program: Program, count: int) -> BatchDims:
     """The dimensions that are sharded with the batch over `count` devices, if that is possible."""
-    batch = program.batch
-    return BatchDims((_split_nodes(program, batch.of_inputs, batch.of_created, count),))
+    return BatchDims((_split_nodes(program, _rows_over((), program), count),))
 
 
-def _split_nodes(
-    program: Program,
-    of_inputs: Sequence[int],
-    of_created: Sequence[int],
-    count: int,
-    axes: tuple[str, ...] = (),
-) -> SplitNodes:
+def batch_over(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) -> BatchDims:
+    """The dimensions that are sharded with the batch over as many of the axes as it divides."""
+    sets: list[SplitNodes] = []
+    for split in program.batch.sets:
+        sets.append(_split_nodes(program, split, parts(split.axes, sizes)))
+    over = tuple(axes)
+    while not sets:
+        rows = _split_nodes(program, _rows_over(over, program), parts(over, sizes))
+        if rows.roots or not over:
+            sets.append(rows)
+        over = over[:-1]  # from the last, since `data` has no other use than the batch
+    return BatchDims(tuple(sets), program.batch.splits_examples)
+
+
+def _rows_over(axes: tuple[str, ...], program: Program) -> SplitSet:
+    return SplitSet(axes, program.batch.of_inputs, program.batch.of_created)
+
+
+def _split_nodes(program: Program, split: SplitSet, count: int) -> SplitNodes:
     # Parts of an example do not follow into weights, as they would along learned positions.
     apart = frozenset[int]()
     if program.batch.splits_examples:
         apart = program.owned
     classes = Classes(program.graph, count, soft=True, apart=apart)
-    if not any(map(classes.divides, of_inputs)):
+    if not any(map(classes.divides, split.of_inputs)):
         return SplitNodes(classes, frozenset(), 1)
-    roots = classes.of(filter(classes.divides, (*of_inputs, *of_created)))
-    return SplitNodes(classes, roots, count, axes)
-
-
-def split_axes(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes that the batch is split over: fewer than are given if it does not divide."""
-    if program.batch.sets:
-        of_sets = set[str]().union(*(split_set.axes for split_set in program.batch.sets))
-        return tuple(filter(of_sets.__contains__, axes))
-    over = tuple(axes)
-    # From the last, since `data` has no other use than the batch.
-    while over and not batch_dims(program, parts(over, sizes)).is_split:
-        over = over[:-1]
-    return over
-
-
-def batch_over(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) -> BatchDims:
-    """The dimensions that are sharded with the batch over as many of the axes as it divides."""
-    batch = program.batch
-    sets: list[SplitNodes] = []
-    for split in batch.sets:
-        count = parts(split.axes, sizes)
-        sets.append(_split_nodes(program, split.of_inputs, split.of_created, count, split.axes))
-    if not sets:
-        over = split_axes(program, axes, sizes)
-        sets.append(
-            _split_nodes(program, batch.of_inputs, batch.of_created, parts(over, sizes), over)
-        )
-    return BatchDims(tuple(sets), batch.splits_examples)
+    roots = classes.of(filter(classes.divides, (*split.of_inputs, *split.of_created)))
+    return SplitNodes(classes, roots, count, split.axes)
 
 
 @dataclass(frozen=True)

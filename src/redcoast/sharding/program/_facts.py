@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from ...core._control_flow import Cond, Scan, While, control_flow
 from ...core._frames import own_line
 from ...core._jaxpr import variables
-from ..operations import Atom, Dimension, Rule
+from ..operations import Atom, Dimension, Factor, Rule
 from ._graph import Value
 from ._walk import Scope
 
@@ -62,6 +62,12 @@ class Operation:
                 of_operands.append((place, node, dimension))
         return of_operands
 
+    def along(self, has: Callable[[int], bool], factors: frozenset[Factor]) -> bool:
+        """Whether one of the factors is a dimension of an operand whose node is one that `has`."""
+        return any(
+            has(node) and dimension[0] in factors for _, node, dimension in self.dimensions()
+        )
+
     def producer(self, atom: Atom) -> JaxprEqn | None:
         """The equation of the same program that an operand is a result of."""
         for equation in reversed(self.scope.jaxpr.eqns[: self.place]):
@@ -85,7 +91,7 @@ class Facts(Generic[Fact]):
     """How facts follow from each other.
 
     - `of_number`: the fact of a literal or a constant, from its value.
-    - `of_results`: the fact of the results of an operation, from the facts of its operands.
+    - `of_results`: the facts of the results of an operation, from those of its operands.
     - `join`: the fact of an array that comes from one of several branches.
     - `widen`: the fact of a loop's carry, from its facts before and after an iteration; by default
         that of an array that is one or the other.
@@ -94,7 +100,7 @@ class Facts(Generic[Fact]):
     """
 
     of_number: Callable[[object], Fact]
-    of_results: Callable[[Operation, Sequence[Fact]], Fact]
+    of_results: Callable[[Operation, Sequence[Fact]], Sequence[Fact]]
     join: Callable[[Sequence[Fact]], Fact]
     widen: Callable[[Fact, Fact], Fact] | None = None
     control: Callable[[Fact, Sequence[Fact]], Fact] = lambda fact, _: fact
@@ -104,6 +110,13 @@ class Facts(Generic[Fact]):
         if self.widen is None:
             return self.join([before, after])
         return self.widen(before, after)
+
+
+def alike(
+    of_results: Callable[[Operation, Sequence[Fact]], Fact],
+) -> Callable[[Operation, Sequence[Fact]], Sequence[Fact]]:
+    """A function for `Facts.of_results` by which all results of an operation have the same fact."""
+    return lambda operation, facts: [of_results(operation, facts)] * len(operation.equation.outvars)
 
 
 def follow_facts(
@@ -119,6 +132,7 @@ def follow_facts(
     `needed` are the variables whose facts are asked for, by default the results.
     """
     jaxpr = scope.jaxpr
+    # What the jaxpr closes over is known by its value.
     known: dict[Var, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
     for var, constant in zip(jaxpr.constvars, scope.consts, strict=False):
         known[var] = facts.of_number(constant)
@@ -139,7 +153,7 @@ def follow_facts(
         if place in scope.inner:
             results = _follow_inner(facts, operation, scope.inner[place], operands)
         else:
-            results = [facts.of_results(operation, operands)] * len(equation.outvars)
+            results = facts.of_results(operation, operands)
         known.update(zip(equation.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
 
@@ -166,21 +180,27 @@ def _follow_inner(
     def loop(
         body: Scope, consts: Sequence[Fact], carry: Sequence[Fact], xs: Sequence[Fact]
     ) -> list[Fact]:
-        results = run(body, [*consts, *carry, *xs])
-        # A carried value may depend on the results of an earlier iteration.
-        carried = map(facts.carried, carry, results)
-        return run(body, [*consts, *carried, *xs])
+        # A carried value may depend on the results of earlier iterations. Facts that are joined
+        # only grow, so that this ends.
+        while True:
+            results = run(body, [*consts, *carry, *xs])
+            carried = list(map(facts.carried, carry, results))
+            if carried == list(carry):
+                return results
+            carry = carried
 
     def control(results: Iterable[Fact], conditions: Sequence[Fact]) -> list[Fact]:
         return [facts.control(fact, conditions) for fact in results]
 
     match control_flow(operation.equation):
         case Cond():
+            # Whichever runs: the facts of all branches are joined.
             branches = [run(scope, operands[1:]) for scope in inner]
             return control(map(facts.join, zip(*branches, strict=True)), operands[:1])
         case Scan() as scan:
             return loop(inner[0], *scan.split(operands))
         case While() as while_loop:
+            # The first scope is that of the condition, whose facts are those of its constants.
             condition, consts, carry = while_loop.split(operands)
             results = loop(inner[1], consts, carry, [])
             return control(results, condition)

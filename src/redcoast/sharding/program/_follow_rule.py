@@ -1,18 +1,81 @@
 """Adds the results of an operation to the graph, by the rule of its primitive.
 
 A dimension that is the product of several factors can only be sharded along the slowest of them,
-`dimension[0]`, which therefore decides what becomes of the dimension.
+which therefore decides what becomes of the dimension. For `[i k], [k j] -> [i j]`:
+
+- The result has the node of the first operand's `i` and that of the second's `j`. The two nodes of
+  `k` are linked (`_add_results`).
+- A device with a part of `k` has partial sums of the result (`_sum_forward`).
+- A device with a part of `j` has partial sums of the first operand's cotangent, and one with a part
+  of `i` has those of the second's (`_sum_backward`).
+- The arithmetic is divided by who has a part of `i`, `j` or `k` (`_count_work`).
+
+What an operation does not carry ends a sharding or moves rows (`_gather_whole`, `_reshard_moved`).
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
 from ...core._multiply_adds import multiply_adds
 from ..operations import Dimension, Dimensions, Factor, Rule, all_factors, shape_of
 from ._graph import Dims, Graph, Value, have_grad
+
+
+class _Dim(NamedTuple):
+    """One dimension of an array: its place `d`, its node in the graph, and its factors."""
+
+    value: Value
+    d: int
+    node: int
+    dimension: Dimension
+
+    @property
+    def slowest(self) -> Factor:
+        return self.dimension[0]
+
+
+def _dims_of(values: Sequence[Value], arrays: Sequence[Dimensions]) -> list[_Dim]:
+    dims: list[_Dim] = []
+    for value, dimensions in zip(values, arrays, strict=True):
+        for d, (node, dimension) in enumerate(zip(value.dims, dimensions, strict=True)):
+            dims.append(_Dim(value, d, node, dimension))
+    return dims
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An operation whose results are in the graph.
+
+    `before` are the dimensions of its operands, and `after` those of its results. Along `resharded`
+    factors, a dimension ends in an operand and begins anew in a result.
+    """
+
+    graph: Graph
+    rule: Rule
+    inputs: Sequence[Value]
+    results: Sequence[Value]
+    before: Sequence[_Dim]
+    after: Sequence[_Dim]
+    resharded: frozenset[Factor]
+
+    @cached_property
+    def indexed(self) -> Dims:
+        """The dimensions of the first operand that are addressed by number.
+
+        Rows that are indexed by themselves, as in `x[jnp.arange(len(x)), labels]`, stay on their
+        device.
+        """
+        return tuple(dim.node for dim in self.operand(0) if dim.slowest in self.rule.indexed)
+
+    def operand(self, place: int) -> list[_Dim]:
+        """The dimensions of one operand."""
+        return _dims_of([self.inputs[place]], [self.rule.operands[place]])
 
 
 def follow_rule(
@@ -23,57 +86,27 @@ def follow_rule(
     A dimension of a result is the operands' node if its factors are carried, and a new node
     otherwise.
     """
-    resharded = _resharded(rule)
-    shared = _link_operands(graph, rule, resharded, inputs)
-    results = _add_results(graph, equation, rule, resharded, inputs, shared)
-    if rule.blocked:
-        _block(graph, rule, [*inputs, *results])
-    if rule.near:
-        _exchange(graph, rule, inputs, results)
+    before, resharded = _dims_of(inputs, rule.operands), _resharded(rule)
+    results = _add_results(graph, equation, rule, inputs, before, resharded)
+    after = _dims_of(results, rule.results)
+    step = _Step(graph, rule, inputs, results, before, after, resharded)
+    for dim in (*before, *after):
+        if dim.slowest in rule.blocked:
+            graph.block(dim.node, near=dim.slowest in dict(rule.near))
+    _exchange_halos(step)
     # Created arrays, and calls without results, send nothing.
     if not inputs or not results:
         return results
-    if rule.whole:
-        _gather_whole(graph, rule, resharded, inputs, results)
-    if resharded or _regroups(rule):
-        _reshard_moved(graph, rule, resharded, inputs, results)
-    if rule.reduced:
-        _sum_forward(graph, rule, inputs, results)
+    _gather_whole(step)
+    _reshard_moved(step)
+    _sum_forward(step)
     # What is written into is not used along all of its dimensions.
     if rule.writes is None:
-        _sum_backward(graph, rule, inputs, results[0])
+        _sum_backward(step)
     else:
-        _write(graph, rule, inputs, results[0])
-    _count_work(graph, equation, rule, inputs, results)
+        _write(step, rule.writes)
+    _count_work(step, equation)
     return results
-
-
-def _block(graph: Graph, rule: Rule, values: Sequence[Value]) -> None:
-    for _, _, node, dimension in _dimensions(values, [*rule.operands, *rule.results]):
-        if dimension[0] in rule.blocked:
-            graph.block(node, near=dimension[0] in dict(rule.near))
-
-
-def _exchange(graph: Graph, rule: Rule, inputs: Sequence[Value], results: Sequence[Value]) -> None:
-    """Records the dimensions along which a split example exchanges halos."""
-    count = dict(rule.near)
-    again = have_grad(inputs)
-    targets: dict[Factor, list[tuple[Value, int]]] = defaultdict(list)
-    for result, _, node, dimension in _dimensions(results, rule.results):
-        targets[dimension[0]].append((result, node))
-    for value, _, node, dimension in _dimensions(inputs, rule.operands):
-        if dimension[0] in count:
-            for result, target in targets[dimension[0]]:
-                graph.add_halo(value, node, result, target, count[dimension[0]], again)
-
-
-def _dimensions(
-    values: Sequence[Value], arrays: Sequence[Dimensions]
-) -> Iterator[tuple[Value, int, int, Dimension]]:
-    """Each dimension of some arrays: the array, its place, its node and its factors."""
-    for value, dimensions in zip(values, arrays, strict=True):
-        for d, (node, dimension) in enumerate(zip(value.dims, dimensions, strict=True)):
-            yield value, d, node, dimension
 
 
 def _resharded(rule: Rule) -> frozenset[Factor]:
@@ -82,42 +115,29 @@ def _resharded(rule: Rule) -> frozenset[Factor]:
     A batch is sharded again there. These are what is moved, and what is needed as a whole and
     stands on both sides, as in a concatenation. Sorted elements may come from any place.
     """
-    if rule.writes is not None or not rule.moved | rule.whole:
+    if rule.writes is not None:
         return frozenset()  # an array that is written into keeps its dimensions
     # What is whole on one side alone ends or begins there, and is not sharded again.
     common = all_factors(chain(*rule.operands)) & all_factors(chain(*rule.results))
     return (rule.moved | (rule.whole & common)) - rule.shuffled
 
 
-def _regroups(rule: Rule) -> bool:
-    """Whether a reshape joins dimensions, such as (8, 6) to (48,), or takes one apart."""
-    return max(map(len, chain(*rule.operands, *rule.results)), default=0) > 1
-
-
-def _link_operands(
-    graph: Graph, rule: Rule, resharded: frozenset[Factor], inputs: Sequence[Value]
-) -> dict[Dimension, int]:
-    """Links the dimensions that several operands have, and returns a node for each dimension."""
-    shared: dict[Dimension, int] = {}
-    for _, _, node, dimension in _dimensions(inputs, rule.operands):
-        first = shared.setdefault(dimension, node)
-        # The parts of a concatenation have a dimension each.
-        if dimension[0] not in resharded:
-            graph.link(first, node)
-    return shared
-
-
 def _add_results(
     graph: Graph,
     equation: JaxprEqn,
     rule: Rule,
-    resharded: frozenset[Factor],
     inputs: Sequence[Value],
-    shared: dict[Dimension, int],
+    before: Iterable[_Dim],
+    resharded: frozenset[Factor],
 ) -> list[Value]:
     """Adds the results, with the nodes of the operands where dimensions are carried."""
-    of_operands = all_factors(shared)
-    changed = resharded | rule.whole
+    shared: dict[Dimension, int] = {}  # the first node of each dimension of operands
+    for dim in before:
+        first = shared.setdefault(dim.dimension, dim.node)
+        # The parts of a concatenation have a dimension each.
+        if dim.slowest not in resharded:
+            graph.link(first, dim.node)
+    of_operands, changed = all_factors(shared), resharded | rule.whole
     nodes = {dimension: node for dimension, node in shared.items() if dimension[0] not in changed}
     results: list[Value] = []
     for place, (var, dimensions) in enumerate(zip(equation.outvars, rule.results, strict=True)):
@@ -157,187 +177,165 @@ def _gradient(
     return have_grad(inputs), None
 
 
-def _gather_whole(
-    graph: Graph,
-    rule: Rule,
-    resharded: frozenset[Factor],
-    inputs: Sequence[Value],
-    results: Sequence[Value],
-) -> None:
+def _exchange_halos(step: _Step) -> None:
+    """Records the dimensions along which a split example exchanges halos."""
+    count = dict(step.rule.near)
+    for dim in step.before:
+        for target in step.after:
+            if dim.slowest in count and target.slowest == dim.slowest:
+                neighbours, again = count[dim.slowest], have_grad(step.inputs)
+                step.graph.add_halo(
+                    dim.value, dim.node, target.value, target.node, neighbours, again
+                )
+
+
+def _gather_whole(step: _Step) -> None:
     """Records dimensions that are needed as a whole: nothing stays sharded along them."""
-    needed = rule.whole - rule.blocked - resharded
-    for value, _, node, dimension in _dimensions(inputs, rule.operands):
-        if dimension[0] in needed:
-            graph.add_reshard(value, node, results[0], None)
+    graph, rule = step.graph, step.rule
+    needed = rule.whole - rule.blocked - step.resharded
+    for dim in step.before:
+        if dim.slowest in needed:
+            graph.add_reshard(dim.value, dim.node, step.results[0], None)
             if rule.writes is None:
-                graph.add_move(value, node, results[0], None)
-    for value, _, node, dimension in _dimensions(results, rule.results):
-        if dimension[0] in needed:
-            graph.add_reshard(value, None, value, node)
+                graph.add_move(dim.value, dim.node, step.results[0], None)
+    for dim in step.after:
+        if dim.slowest in needed:
+            graph.add_reshard(dim.value, None, dim.value, dim.node)
 
 
-def _reshard_moved(
-    graph: Graph,
-    rule: Rule,
-    resharded: frozenset[Factor],
-    inputs: Sequence[Value],
-    results: Sequence[Value],
-) -> None:
-    """Records dimensions that are cut, joined or regrouped.
+def _reshard_moved(step: _Step) -> None:
+    """Records dimensions that are cut, joined or regrouped, such as (8, 6) to (48,).
 
     Dimensions of operands and results that begin with the same factor are linked softly: a batch
     that is cut or joined is sharded again, because the operations that follow act on each example.
     """
-    skipped = (rule.whole - resharded) | rule.blocked | rule.reduced
-    before, after = _all_dimensions(rule.operands), _all_dimensions(rule.results)
+    graph, rule, resharded = step.graph, step.rule, step.resharded
+    before = {dim.dimension for dim in step.before}
+    after = {dim.dimension for dim in step.after}
     unchanged = {dimension for dimension in before & after if dimension[0] not in resharded}
     common = all_factors(before) & all_factors(after)
-    beginnings: dict[Factor, list[tuple[Value, int]]] = defaultdict(list)
-    for result, _, node, dimension in _dimensions(results, rule.results):
-        beginnings[dimension[0]].append((result, node))
+    skipped = (rule.whole - resharded) | rule.blocked | rule.reduced
+
+    def is_changed(dim: _Dim) -> bool:
+        is_common = not common.isdisjoint(dim.dimension)
+        return is_common and dim.dimension not in unchanged and dim.slowest not in skipped
+
     # The cotangent of a result is gathered once for all operands.
-    with_cotangent = inputs
-    if len(inputs) > 1:
-        with_cotangent = [value for value in inputs if value.grad]
+    with_cotangent = step.inputs
+    if len(step.inputs) > 1:
+        with_cotangent = [value for value in step.inputs if value.grad]
     reached: set[int] = set()
-    for value, _, node, dimension in _dimensions(inputs, rule.operands):
-        factor = dimension[0]
-        if dimension in unchanged or factor in skipped or common.isdisjoint(dimension):
-            continue
+    for dim in filter(is_changed, step.before):
+        targets = [target for target in step.after if target.slowest == dim.slowest]
         # One gather of the operand serves all results.
-        source: int | None = node
-        for result, target in beginnings[factor]:
+        source: int | None = dim.node
+        for target in targets:
             gathered = None
-            if value in with_cotangent[:1]:
-                gathered = target
-            graph.add_reshard(value, source, result, gathered)
-            if factor in resharded:
-                graph.add_move(value, node, result, target)
+            if dim.value in with_cotangent[:1]:
+                gathered = target.node
+            graph.add_reshard(dim.value, source, target.value, gathered)
+            if dim.slowest in resharded:
+                graph.add_move(dim.value, dim.node, target.value, target.node)
             if source is None or gathered is None:  # otherwise the cut has linked the two
-                graph.soft_links.append((node, target))
-            reached.add(target)
+                graph.soft_links.append((dim.node, target.node))
+            reached.add(target.node)
             source = None
-            if factor not in resharded:
-                _link_groups(graph, rule.sizes[factor], node, target)
-        if not beginnings[factor]:
-            graph.add_reshard(value, node, results[0], None)
-            graph.add_move(value, node, results[0], None)
-    for result, _, node, dimension in _dimensions(results, rule.results):
-        regrouped = dimension not in unchanged and not common.isdisjoint(dimension)
-        if regrouped and dimension[0] not in skipped and node not in reached:
-            graph.add_reshard(inputs[0], None, result, node)
+            if dim.slowest not in resharded:
+                _link_groups(graph, rule.sizes[dim.slowest], dim.node, target.node)
+        if not targets:
+            graph.add_reshard(dim.value, dim.node, step.results[0], None)
+            graph.add_move(dim.value, dim.node, step.results[0], None)
+    for dim in filter(is_changed, step.after):
+        if dim.node not in reached:
+            graph.add_reshard(step.inputs[0], None, dim.value, dim.node)
 
 
 def _link_groups(graph: Graph, size: int, node: int, other: int) -> None:
     """Links two dimensions that begin with the same factor, which is what is sharded."""
-    if size in (graph.sizes[node], graph.sizes[other]):
-        graph.link(node, other)
-        return
-    group = graph.node(size)
-    graph.link(node, group)
-    graph.link(group, other)
+    if size not in (graph.sizes[node], graph.sizes[other]):
+        group = graph.node(size)
+        graph.link(node, group)
+        node = group
+    graph.link(node, other)
 
 
-def _all_dimensions(arrays: Sequence[Dimensions]) -> set[Dimension]:
-    return set(chain(*arrays))
-
-
-def _sum_forward(
-    graph: Graph, rule: Rule, inputs: Sequence[Value], results: Sequence[Value]
-) -> None:
+def _sum_forward(step: _Step) -> None:
     """Records partial sums: each device sums over its part of a reduced dimension."""
-    indexed = _indexed(rule, inputs)
-    operands_with = Counter(dimension[0] for dimension in chain(*rule.operands))
+    rule = step.rule
+    operands_with = Counter(dim.slowest for dim in step.before)
     summed: set[Factor] = set()
-    for value, d, node, dimension in _dimensions(inputs, rule.operands):
-        factor = dimension[0]
+    for dim in step.before:
         # Both operands of a product have the factor, and there is one sum.
-        if factor not in rule.reduced - rule.blocked or factor in summed:
+        if dim.slowest not in rule.reduced - rule.blocked or dim.slowest in summed:
             continue
-        summed.add(factor)
-        before = indexed
-        if operands_with[factor] == 1:
+        summed.add(dim.slowest)
+        before = step.indexed
+        if operands_with[dim.slowest] == 1:
             # An array that is sharded along an earlier dimension is not sharded along this one.
-            before = value.dims[:d]
-        for result in results:
-            graph.add_partial_sum(node, result, before=before)
+            before = dim.value.dims[: dim.d]
+        for result in step.results:
+            step.graph.add_partial_sum(dim.node, result, before=before)
 
 
-def _sum_backward(graph: Graph, rule: Rule, inputs: Sequence[Value], result: Value) -> None:
+def _sum_backward(step: _Step) -> None:
     """Records the dimensions of the result that an operand does not have.
 
     The operand is used along all of them, so that its cotangent is summed over them. Where its own
     dimensions follow one of these in the result, both cannot be sharded alike.
     """
-    indexed = _indexed(rule, inputs)
+    rule, result = step.rule, step.results[0]
     # A split example has parts of the gradient of a kernel.
     skipped = rule.whole | (rule.moved | rule.blocked) - dict(rule.near).keys()
-    dimensions = rule.results[0]
-    for value, of_value in zip(inputs, rule.operands, strict=True):
+    for value, of_value in zip(step.inputs, rule.operands, strict=True):
         own = all_factors(of_value)
         lacking: list[int] = []
-        for d, (node, dimension) in enumerate(zip(result.dims, dimensions, strict=True)):
-            if dimension in of_value:
+        for dim in _dims_of([result], rule.results[:1]):
+            if dim.dimension in of_value and lacking:
                 # In a table of all pairs of examples, the first dimension takes the devices.
-                graph.add_conflict(value, node, tuple(lacking))
-            elif own.isdisjoint(dimension) and dimension[0] not in skipped:
-                before = (*result.dims[:d], *indexed)
-                graph.add_partial_sum(node, value, backward=True, before=before)
-                lacking.append(node)
+                step.graph.add_batch_gather(value, dim.node, before=tuple(lacking))
+            elif own.isdisjoint(dim.dimension) and dim.slowest not in skipped:
+                before = (*result.dims[: dim.d], *step.indexed)
+                step.graph.add_partial_sum(dim.node, value, backward=True, before=before)
+                lacking.append(dim.node)
 
 
-def _indexed(rule: Rule, inputs: Sequence[Value]) -> Dims:
-    """The dimensions of the first operand that are addressed by number.
-
-    Rows that are indexed by themselves, as in `x[jnp.arange(len(x)), labels]`, stay on their
-    device.
-    """
-    indexed: list[int] = []
-    for _, _, node, dimension in _dimensions(inputs[:1], rule.operands[:1]):
-        if dimension[0] in rule.indexed:
-            indexed.append(node)
-    return tuple(indexed)
-
-
-def _write(graph: Graph, rule: Rule, inputs: Sequence[Value], result: Value) -> None:
+def _write(step: _Step, updates: int) -> None:
     """Records dimensions of which a part is written, and updates that overwrite.
 
     Updates that overwrite cannot be summed, so they are gathered, with their indices. If such a
     write is differentiated, it gathers which update wrote each element, and adds those updates.
     """
-    assert rule.writes is not None
-    for value, _, node, dimension in _dimensions(inputs[:1], rule.operands[:1]):
-        if dimension[0] in rule.moved:
-            graph.add_reshard(value, node, result, None)
-    indexed = _indexed(rule, inputs)
-    indices = _all_dimensions(rule.operands[1 : rule.writes])
-    for node, dimension in zip(inputs[rule.writes].dims, rule.operands[rule.writes], strict=True):
-        if dimension not in indices or dimension[0] not in rule.whole:
+    graph, rule, result = step.graph, step.rule, step.results[0]
+    for dim in step.operand(0):
+        if dim.slowest in rule.moved:
+            graph.add_reshard(dim.value, dim.node, result, None)
+    of_indices = set(chain(*rule.operands[1:updates]))
+    for dim in step.operand(updates):
+        if dim.dimension not in of_indices or dim.slowest not in rule.whole:
             continue
-        for value in inputs[1:]:
-            graph.add_conflict(value, node, (node,), along=indexed)
+        for value in step.inputs[1:]:
+            graph.add_batch_gather(value, dim.node, along=step.indexed)
         if result.grad:
-            graph.add_partial_sum(node, result, before=indexed)
+            graph.add_partial_sum(dim.node, result, before=step.indexed)
 
 
-def _count_work(
-    graph: Graph, equation: JaxprEqn, rule: Rule, inputs: Sequence[Value], results: Sequence[Value]
-) -> None:
+def _count_work(step: _Step, equation: JaxprEqn) -> None:
     """Records the arithmetic of a contraction, forward and backward."""
+    graph, rule, (result, *_) = step.graph, step.rule, step.results
     count = multiply_adds(equation)
     # Nothing is divided along the dimensions of a grouped convolution's derivative.
     is_whole = len(rule.results[0]) > 0 and all_factors(rule.results[0]) <= rule.whole
     if count is None or is_whole:
         return
-    dims = list(results[0].dims)
-    for _, _, node, dimension in _dimensions(inputs[:1], rule.operands[:1]):
-        if not rule.reduced.isdisjoint(dimension):
-            dims.append(node)
+    dims = list(result.dims)
+    for dim in step.operand(0):
+        if not rule.reduced.isdisjoint(dim.dimension):
+            dims.append(dim.node)
+    first, second, *_ = step.inputs
+    passes = graph.cursor.forwards + first.grad + second.grad
     if "dot_product_attention" in equation.primitive.name:
         # The backward pass has five products and the forward pass two.
-        passes = graph.cursor.forwards + 2.5 * inputs[0].grad
+        passes = graph.cursor.forwards + 2.5 * first.grad
         if "bwd" in equation.primitive.name:
             passes = 1
-    else:
-        passes = graph.cursor.forwards + inputs[0].grad + inputs[1].grad
-    graph.add_work(tuple(dims), 2.0 * count, passes, *inputs)
+    graph.add_work(tuple(dims), 2.0 * count, passes, *step.inputs)

@@ -1,7 +1,7 @@
 """The dimensions of a traced program: which are sharded alike, and what sharding them costs."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -14,7 +14,7 @@ from ._remat import Region
 Dims = tuple[int, ...]  # the nodes of an array's dimensions
 # An equation, after the loops, branches and calls around it, outermost first.
 Source = tuple[JaxprEqn, ...]
-Sizes = defaultdict[Dims, float]
+BytesByDims = defaultdict[Dims, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ def have_grad(values: Iterable[Value]) -> bool:
 
 @dataclass(frozen=True)
 class PartialSum:
-    """Partial sums: sharding `node` needs an all-reduce of an array with dimensions `dims`.
+    """Partial sums: sharding `node` needs an all-reduce of `value`, or `backward` of its cotangent.
 
     In the backward pass, `uses` is the number of uses of the value whose cotangents are added.
     `before` are the dimensions that precede `node` in the summed array. If `node` and one of them
@@ -51,48 +51,32 @@ class PartialSum:
     """
 
     node: int
-    dims: Dims
-    bytes: int
+    value: Value
     times: int | float
     backward: bool
     uses: int = 1
-    of: Value | None = None
     before: Dims = ()
     source: Source = ()
+
+    @property
+    def operation(self) -> str:
+        """The name of the operation's primitive."""
+        return self.source[-1].primitive.name
 
 
 @dataclass(frozen=True)
 class Reshard:
-    """An array whose dimension `before` becomes `after` in a way that no sharding survives.
+    """A dimension of an operand that becomes one of the result in a way that no sharding survives.
 
-    If either is sharded, the array is gathered `times` times in a step, forward and in each
-    rematerialisation that runs it again, and its cotangent `backward` times.
+    It is `before` in the operand and `after` in the result, and None where it ends or begins. The
+    array is gathered or moved `times` times in a step, forward and in each rematerialisation that
+    runs it again, and its cotangent `backward` times.
     """
 
+    operand: Value
     before: int | None
+    result: Value
     after: int | None
-    bytes_before: int
-    bytes_after: int
-    dims: Dims
-    times: int | float
-    backward: int | float
-    source: Source = ()
-
-
-@dataclass(frozen=True)
-class Move:
-    """Elements along `node` that change their places, or are needed as a whole.
-
-    `target` is the dimension of the result that they are moved to, if there is one. They are moved
-    `times` times forward, and their cotangents `backward` times.
-    """
-
-    node: int
-    target: int | None
-    dims: Dims
-    bytes: int
-    result_dims: Dims
-    result_bytes: int
     times: int | float
     backward: int | float
     source: Source = ()
@@ -127,36 +111,35 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class BatchConflict:
-    """An operand whose dimension `node` follows the dimensions `before` in the result.
+class BatchGather:
+    """An operand that is gathered `times` times if `node` is a dimension of the batch.
 
-    If both are dimensions of the batch, such as in a table of all pairs of examples, the operand is
-    gathered `times` times, unless one of `along` is a dimension of the batch too.
+    With `before`, these precede `node` in the result, such as in a table of all pairs of examples,
+    and the operand is only gathered if one of them is a dimension of the batch too. It is not
+    gathered if one of `along` is one.
     """
 
+    operand: Value
     node: int
     before: Dims
     along: Dims
-    dims: Dims
-    bytes: int
     times: int | float
     source: Source = ()
 
 
 @dataclass(frozen=True)
 class Halo:
-    """Elements at the edges of a part along `node`, which the neighbouring device needs.
+    """Elements of `operand` at the edges of a part along `node`, which its neighbour needs.
 
-    `target` is the dimension of the result. `bytes` are those at one edge of an array with
-    dimensions `dims` in a step, gradients included, and `all_bytes` those of the array. If it is
-    `whole`, it is split along another dimension, and back again.
+    `target` is the dimension of the result. `bytes` are those at one edge in a step, gradients
+    included. If the operand is needed as a `whole` along `node`, it is split along another
+    dimension, and back again.
     """
 
+    operand: Value
     node: int
     target: int
-    dims: Dims
     bytes: int | float
-    all_bytes: int
     times: int | float
     source: Source = ()
     whole: bool = False
@@ -227,30 +210,31 @@ class Graph:
     stacks: set[int] = field(default_factory=set)  # blocked nodes that count a scan's layers
     unrolled: set[int] = field(default_factory=set)  # those of a scan that does not loop
     created: set[int] = field(default_factory=set)  # created by the program: noise, zeros, copies
-    of_parameters: set[int] = field(default_factory=set)  # nodes of parameters and constants
+    of_constants: set[int] = field(default_factory=set)  # nodes of arrays that are closed over
     # The axes that the program itself constrains a dimension to; `()` if it is replicated.
     constrained: dict[int, tuple[str, ...]] = field(default_factory=dict)
     links: list[tuple[int, int]] = field(default_factory=list)
     # Through cuts and joins, after which a batch is sharded again and parameters are not.
     soft_links: list[tuple[int, int]] = field(default_factory=list)
     partial_sums: dict[object, PartialSum] = field(default_factory=dict)
-    reshards: list[Reshard] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
+    reshards: list[Reshard] = field(default_factory=list)  # of arrays sharded over `model`
+    moves: list[Reshard] = field(default_factory=list)  # of rows, which stay sharded
     host_calls: list[HostCall] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
-    batch_conflicts: list[BatchConflict] = field(default_factory=list)
+    batch_gathers: list[BatchGather] = field(default_factory=list)
     halos: list[Halo] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     # The dimensions that an array has together, in the order of the program.
     together: dict[Dims, None] = field(default_factory=dict)
     # Bytes of values, by their dimensions: what is read from and written to memory, what is saved
-    # for the backward pass (also by the operation), and the results of contractions.
-    memory_traffic: Sizes = field(default_factory=lambda: defaultdict(float))
-    saved: dict[tuple[Dims, Source], float] = field(default_factory=lambda: defaultdict(float))
-    contraction_bytes: Sizes = field(default_factory=lambda: defaultdict(float))
+    # for the backward pass, and the results of contractions.
+    memory_traffic: BytesByDims = field(default_factory=lambda: defaultdict(float))
+    saved: BytesByDims = field(default_factory=lambda: defaultdict(float))
+    contraction_bytes: BytesByDims = field(default_factory=lambda: defaultdict(float))
     first_use: dict[Dims, Source] = field(default_factory=dict)  # by the dimensions of a value
     unknown: Counter[str] = field(default_factory=Counter)
-    skipped: frozenset[int] = frozenset()  # scans that do not count, by the `id` of the equation
+    # The part of a scan's iterations that one device runs, by the `id` of the equation.
+    shares: Mapping[int, float] = field(default_factory=dict)
     cursor: Cursor = Cursor()
 
     def node(self, size: int, *, blocked: bool = False, created: bool = False) -> int:
@@ -308,57 +292,41 @@ class Graph:
         elif key in self.partial_sums:
             uses += self.partial_sums[key].uses
         self.partial_sums[key] = PartialSum(
-            node, value.dims, value.bytes, times, backward, uses, value, before, self.cursor.source
+            node, value, times, backward, uses, before, self.cursor.source
         )
 
-    def add_conflict(self, value: Value, node: int, before: Dims, along: Dims = ()) -> None:
-        """Records that `node` of an operand follows the dimensions `before` in the result."""
-        if not before:
-            return
+    def add_batch_gather(
+        self, operand: Value, node: int, *, before: Dims = (), along: Dims = ()
+    ) -> None:
+        """Records that an operand is needed as a whole along `node`, if that counts rows."""
         cursor = self.cursor
-        self.batch_conflicts.append(
-            BatchConflict(node, before, along, value.dims, value.bytes, cursor.runs, cursor.source)
+        self.batch_gathers.append(
+            BatchGather(operand, node, before, along, cursor.runs, cursor.source)
         )
 
     def add_reshard(
-        self, value: Value, before: int | None, result: Value, after: int | None
+        self, operand: Value, before: int | None, result: Value, after: int | None
     ) -> None:
-        """Records that `before` of `value` does not stay sharded as `after` of `result`.
+        """Records that `before` of `operand` does not stay sharded as `after` of `result`.
 
         A soft link connects the two: a batch that is cut or joined is sharded again afterwards,
         because the operations that follow act on each example.
         """
-        self.reshards.append(
-            Reshard(
-                before,
-                after,
-                value.bytes,
-                result.bytes,
-                result.dims,
-                self.cursor.runs,
-                self.cursor.times * value.grad,
-                self.cursor.source,
-            )
-        )
+        self.reshards.append(self._reshard(operand, before, result, after))
         # A batch goes on after the cut, and parameters do not.
         if before is not None and after is not None:
             self.soft_links.append((before, after))
 
-    def add_move(self, value: Value, node: int, result: Value, target: int | None) -> None:
-        """Records that elements along `node` of a value change their places."""
-        self.moves.append(
-            Move(
-                node,
-                target,
-                value.dims,
-                value.bytes,
-                result.dims,
-                result.bytes,
-                self.cursor.runs,
-                self.cursor.times * value.grad,
-                self.cursor.source,
-            )
-        )
+    def add_move(self, operand: Value, node: int, result: Value, target: int | None) -> None:
+        """Records that elements along `node` change their places, or are needed as a whole."""
+        self.moves.append(self._reshard(operand, node, result, target))
+
+    def _reshard(
+        self, operand: Value, before: int | None, result: Value, after: int | None
+    ) -> Reshard:
+        cursor = self.cursor
+        backward = cursor.times * operand.grad
+        return Reshard(operand, before, result, after, cursor.runs, backward, cursor.source)
 
     def add_host_call(
         self, operands: Sequence[Value], results: Sequence[Value], *, is_inside: bool
@@ -377,7 +345,7 @@ class Graph:
         self.host_calls.append(call)
 
     def add_halo(
-        self, value: Value, node: int, result: Value, target: int, count: int, again: bool
+        self, operand: Value, node: int, result: Value, target: int, count: int, again: bool
     ) -> None:
         """Records that `target` of a result needs `count` neighbours along `node` of an operand.
 
@@ -390,17 +358,16 @@ class Graph:
         rows = before if whole else min(count, before)
         # The gradient of a kernel is computed from the operand with its halos.
         passes = self.cursor.forwards + (again and not whole)  # a transform has no kernel
-        size = value.bytes / before * rows * passes
-        size += value.grad * result.bytes / after * min(-(-rows * after // before), after)
+        size = operand.bytes / before * rows * passes
+        size += operand.grad * result.bytes / after * min(-(-rows * after // before), after)
         times, source = self.cursor.times, self.cursor.source
-        halo = Halo(node, target, value.dims, size, value.bytes, times, source, whole)
-        self.halos.append(halo)
+        self.halos.append(Halo(operand, node, target, size, times, source, whole))
 
     def add_saved(self, value: Value) -> None:
         """Records a value that is kept for the backward pass, unless it is recomputed there."""
         if value.grad and self.cursor.is_saved:
             dims = (*self.cursor.rows, *value.dims)
-            self.saved[dims, self.cursor.source] += value.bytes * self.cursor.times
+            self.saved[dims] += value.bytes * self.cursor.times
 
     def add_computed(self, value: Value) -> None:
         """Records the result of a contraction, a gather or a scatter."""

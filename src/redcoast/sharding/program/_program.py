@@ -1,18 +1,72 @@
 """A traced function with its graph: the arrays of the model, the batch, and constants."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from ...core._control_flow import open_jaxpr
-from ._batch import BatchNodes, find_batch
+from ...core._jaxpr import is_inexact
+from ._batch import BatchNodes, RowCandidates, find_batch
 from ._classes import Classes
-from ._constants import Constant, find_constants
 from ._graph import Cursor, Graph, Value
 from ._remat import Region
 from ._shared_programs import once
 from ._trace import Traced
 from ._walk import Scope, walk
+
+# Smaller constants, such as masks and position tables, stay replicated and are not reported.
+LARGE_CONSTANT = 1_000_000  # bytes
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One array, with a value for each jaxpr that it is a constant of."""
+
+    values: tuple[Value, ...]
+    dtype: np.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values[0].shape
+
+    @property
+    def bytes(self) -> int:
+        return self.values[0].bytes
+
+    @property
+    def name(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it may be tensor-parallel, like the arrays of the model."""
+        return self.bytes >= LARGE_CONSTANT and is_inexact(self)
+
+
+def find_constants(scope: Scope) -> tuple[Constant, ...]:
+    """Finds the arrays that a program closes over, each once, in the order of the program."""
+    constants: dict[int, Constant] = {}  # by the `id` of the array
+    for x, value in _consts(scope):
+        dtype = getattr(x, "dtype", None)
+        if not isinstance(dtype, np.dtype):  # a key
+            continue
+        # A function that is called twice closes over the same array twice.
+        values = (value,)
+        if id(x) in constants:
+            values = (*constants[id(x)].values, value)
+        constants[id(x)] = Constant(values, dtype)
+    return tuple(constants.values())
+
+
+def _consts(scope: Scope) -> Iterator[tuple[object, Value]]:
+    """The constants of a jaxpr and of those inside it, with their values."""
+    for x, var in zip(scope.consts, scope.jaxpr.constvars, strict=False):
+        yield x, scope.values[var]
+    for scopes in scope.inner.values():
+        for inner in scopes:
+            yield from _consts(inner)
 
 
 @dataclass(frozen=True)
@@ -30,6 +84,7 @@ class Program:
     batch_arrays: tuple[Value, ...]
     examples: tuple[Value, ...]
     batch: BatchNodes
+    row_candidates: RowCandidates
     constants: tuple[Constant, ...] = ()  # arrays that the function closes over
     staged: "Staged | None" = None  # if it runs as a pipeline
 
@@ -75,12 +130,14 @@ class Program:
 class Staged:
     """How the layers of a program run as a pipeline.
 
-    `outside` is the program without what is done in its layers. `layered` are the places of the
-    arrays of layers, and `layers` the number of them in each scan. `carried` are the bytes of the
-    batch that go from stage to stage, and `returned` those that have a gradient.
+    `scans` are those over layers, by the `id` of their equation, and `of_stage` is the program that
+    one stage runs. `layered` are the places of the arrays of layers, and `layers` the number of
+    them in each scan. `carried` are the bytes of the batch that go from stage to stage, and
+    `returned` those that have a gradient.
     """
 
-    outside: Program
+    scans: frozenset[int]
+    of_stage: Program
     stages: int
     microbatches: int
     layered: frozenset[int]
@@ -97,36 +154,30 @@ class Staged:
     def ticks(self) -> int:
         return self.microbatches + self.stages - 1
 
-    @property
-    def share(self) -> float:
-        """The work of one stage, in the bubble too, relative to the work of all layers."""
-        return self.ticks / self.microbatches / self.stages
-
 
 def follow_program(
-    traced: Traced, trainable: Sequence[bool], skipped: frozenset[int] = frozenset()
+    traced: Traced, trainable: Sequence[bool], shares: Sequence[tuple[int, float]] = ()
 ) -> Program:
     """Follows every dimension through a traced function. Only trainable arrays have gradients.
 
-    What is done in `skipped` scans, by the `id` of their equation, is not counted.
+    Of some scans, by the `id` of their equation, one device runs a share of the iterations.
     """
-    return once(_follow, traced, tuple(trainable), skipped)
+    return once(_follow, traced, tuple(trainable), tuple(shares))
 
 
-def _follow(traced: Traced, trainable: Sequence[bool], skipped: frozenset[int]) -> Program:
+def _follow(
+    traced: Traced, trainable: Sequence[bool], shares: Sequence[tuple[int, float]]
+) -> Program:
     jaxpr = open_jaxpr(traced.jaxpr)
-    graph = Graph(skipped=skipped, cursor=Cursor(_regions(traced, trainable)))
+    graph = Graph(shares=dict(shares), cursor=Cursor(_regions(traced, trainable)))
     inputs: list[Value] = []
     for var in jaxpr.invars:
         is_trained = len(inputs) < traced.arrays and trainable[len(inputs)]
         inputs.append(graph.value(var.aval, grad=is_trained and traced.trains))
     scope = walk(graph, traced.jaxpr, inputs)
     parameters, rest = inputs[: traced.arrays], inputs[traced.arrays :]
-    for value in parameters:
-        # Dimensions that are linked to these are not rows, whatever their size.
-        graph.of_parameters.update(value.dims)
     arrays, others = rest[: traced.batch], rest[traced.batch :]
-    batch = find_batch(graph, arrays, others)
+    batch, row_candidates = find_batch(graph, parameters, arrays, others)
     examples: list[Value] = []
     for place, value in enumerate(arrays):
         if value.dims and place not in batch.not_rows:
@@ -139,6 +190,7 @@ def _follow(traced: Traced, trainable: Sequence[bool], skipped: frozenset[int]) 
         tuple(arrays),
         tuple(examples),
         batch,
+        row_candidates,
         find_constants(scope),
     )
 

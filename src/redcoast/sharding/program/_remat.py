@@ -64,12 +64,13 @@ def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
     needed = set(variables(compress(jaxpr.outvars, region.wanted)))
     equations: set[int] = set()
     inner: dict[int, dict[Jaxpr, Region]] = {}
+    # Backwards: what an equation has to compute is known after all that use its results.
     for index, equation in reversed(list(enumerate(jaxpr.eqns))):
         has_grad = [not isinstance(atom, Literal) and atom in with_grad for atom in equation.invars]
         derived = not with_grad.isdisjoint(equation.outvars)
         if derived and _needs_results(equation, has_grad):
-            needed.update(equation.outvars)
-        outs = (False,) * len(equation.outvars)
+            needed.update(equation.outvars)  # as the derivative of `exp` does
+        outs = (False,) * len(equation.outvars)  # saved ones need not be computed
         if not region.keeps(equation):
             outs = tuple(var in needed for var in equation.outvars)
         inside = replace(region, wanted=outs, derived=derived)

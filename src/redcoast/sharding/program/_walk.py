@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.sharding import PartitionSpec as P
 
 from ...core._control_flow import (
     AnyJaxpr,
@@ -28,10 +29,10 @@ from ..operations._made_rules import OF_ANY_ROW
 from ..operations._rule import at_places
 from ..operations._rule_table import CONSTRAINED, KEPT, REDUCTIONS
 from ..operations._scan_over_rows import sums_over_iterations
+from ..tree._overrides import spec_axes
 from ._follow_rule import follow_rule
-from ._graph import Cursor, Graph, Value, have_grad
+from ._graph import Asked, Cursor, Graph, Value, have_grad
 from ._loop_weights import can_hoist_gradient_sum
-from ._marked import gathered, record_constraint
 from ._remat import Region, find_needed
 
 # The assumed number of iterations of a `while` loop.
@@ -64,13 +65,14 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
     scope = Scope(jaxpr, consts_of(closed))
     for var in jaxpr.constvars:
         scope.values[var] = graph.value(var.aval)
-        graph.of_parameters.update(scope.values[var].dims)
+        graph.of_constants.update(scope.values[var].dims)
     scope.values.update(zip(jaxpr.invars, inputs, strict=True))
     cursor, grads = graph.cursor, [value.grad for value in inputs]
     needed = [find_needed(jaxpr, region, grads) for region in cursor.regions]
     # What the results depend on, what the loss depends on, and what each rematerialisation computes
     # again.
     used, differentiated, *remats = needed
+    # In the order of the program: a value is known before it is read.
     for index, equation in enumerate(jaxpr.eqns):
         values = _read(graph, scope, equation.invars)
         # What the loss does not depend on has no cotangent, as metrics.
@@ -111,7 +113,7 @@ def _apply_rule(
     name = primitive_name(equation)
     gathered_dim = gathered_dimension(equation)
     if gathered_dim is not None:
-        return gathered(graph, equation, inputs, gathered_dim), []
+        return _gather_sequence(graph, equation, inputs[0], gathered_dim), []
     if is_callback(equation):
         return _call_host(graph, equation, inputs), []
     if rule is not None:
@@ -119,7 +121,7 @@ def _apply_rule(
             graph.first_use.setdefault(value.dims, graph.cursor.source)
         results = follow_rule(graph, equation, rule, inputs)
         if name == "sharding_constraint":
-            record_constraint(graph, equation, inputs[0])
+            _record_constraint(graph, equation, inputs[0])
         if name in CONSTRAINED or name in KEPT:
             graph.add_saved(results[0])
         if name in CONSTRAINED:
@@ -144,6 +146,35 @@ def _apply_rule(
             return outputs_of(graph, scope), []
     graph.unknown[equation.primitive.name] += 1
     return follow_rule(graph, equation, opaque_rule(equation), inputs), []
+
+
+def _record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None:
+    """Keeps what the program constrains itself, dimension by dimension."""
+    params = equation.params
+    spec = getattr(params["sharding"], "spec", None)
+    if spec is None:
+        return
+    entries = (*spec, *[None] * (len(operand.dims) - len(spec)))
+    asked: list[tuple[str, ...] | None] = []
+    for d, (node, entry) in enumerate(zip(operand.dims, entries, strict=True)):
+        if entry is P.UNCONSTRAINED or d in params["unconstrained_dims"]:
+            asked.append(None)
+            continue
+        asked.append(spec_axes(entry))
+        axes = (*graph.constrained.get(node, ()), *spec_axes(entry))
+        graph.constrained[node] = tuple(dict.fromkeys(axes))  # each once
+    cursor = graph.cursor
+    times = cursor.times * (cursor.forwards + operand.grad)
+    graph.asked.append(Asked(operand, tuple(asked), times, cursor.source))
+
+
+def _gather_sequence(graph: Graph, equation: JaxprEqn, operand: Value, d: int) -> list[Value]:
+    """The sequence is needed as a whole, and gathered if it is split. What uses the result sums its
+    cotangent."""
+    node = operand.dims[d]
+    graph.add_batch_gather(operand, node)
+    dims = (*operand.dims[:d], graph.node(operand.shape[d]), *operand.dims[d + 1 :])
+    return [graph.value(equation.outvars[0].aval, dims, grad=operand.grad)]
 
 
 def _call_host(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
@@ -172,7 +203,7 @@ def _call(graph: Graph, equation: JaxprEqn, call: Call, inputs: Sequence[Value])
     if recomputes:
         regions = [Region(wanted)]
     elif call.kind is CallKind.REMAT:
-        regions = [Region(wanted, True, call.policy)]
+        regions = [Region(wanted, True, call.policy)]  # nothing but what derivatives need
     before = len(graph.works)
     scope = _walk_called(graph, call.jaxpr, inputs, *regions)
     results = outputs_of(graph, scope)
@@ -218,7 +249,7 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
             reduced = graph.cursor.times  # once for all iterations
         copied_consts.append(replace(value, reduced=reduced))
     # A carry whose initial value has no gradient may have one after the first iteration.
-    carry = _copies(carry, have_grad(inputs))
+    carry = _copies(carry, have_grad(inputs))  # (batch, ...)
     slices: list[Value] = []
     # Iterations that are independent are those of the rows, if the batch is split along them.
     is_map = bool(xs) and sums_over_iterations(scan) is not None
@@ -233,15 +264,14 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
         if is_map:
             graph.link(xs[0].dims[0], layers)
         else:
+            # A scan over rows, and not over layers, needs one row after the other.
             graph.add_move(value, layers, slices[-1], None)
     outside = graph.cursor
     if is_map:
         for value in consts:
             graph.add_partial_sum(xs[0].dims[0], value, backward=True)
         graph.cursor = graph.cursor.along(xs[0].dims[0])
-    graph.cursor = graph.cursor.repeated(length)
-    if id(equation) in graph.skipped:
-        graph.cursor = outside.repeated(0)
+    graph.cursor = graph.cursor.repeated(length * graph.shares.get(id(equation), 1))
     # The backward pass begins each iteration with what was carried into it.
     for value in carry:
         graph.add_saved(value)
@@ -255,7 +285,7 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
         dims = value.dims
         if index >= len(carry):
             stacked = xs[0].dims[0] if is_map else graph.node(length, blocked=True)
-            dims = (stacked, *dims)
+            dims = (stacked, *dims)  # (length, ...)
         results.append(graph.value(var.aval, dims, grad=value.grad))
     return results, [scope]
 
@@ -295,12 +325,14 @@ def _while(graph: Graph, loop: While, inputs: Sequence[Value]) -> Walked:
     body = _walk_called(graph, loop.body, [*body_consts, *carry])
     graph.cursor = outside
     _link(graph, carry, outputs_of(graph, body))
+    # The carry is the result too, after any number of iterations.
     return carry, [cond, body]
 
 
 def _cond(graph: Graph, equation: JaxprEqn, cond: Cond, inputs: Sequence[Value]) -> Walked:
     scopes = [_walk_called(graph, branch, inputs[1:]) for branch in cond.branches]
     first, *others = map(partial(outputs_of, graph), scopes)
+    # Which branch runs is not known, so that all are sharded alike.
     for other in others:
         _link(graph, first, other)
     results: list[Value] = []

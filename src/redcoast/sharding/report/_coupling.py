@@ -12,7 +12,7 @@ from ...core._jaxpr import is_inexact
 from ..operations import Factor, Rule
 from ..operations._rule_table import UNCOUPLED
 from ..program._batch_dims import Examples, find_examples
-from ..program._facts import Facts, Operation, follow_facts
+from ..program._facts import Facts, Operation, alike, follow_facts
 from ..program._program import Program
 from ._data import Coupling
 
@@ -60,10 +60,11 @@ def find_coupling(program: Program) -> Coupling | None:
     search = _Search(examples)
     facts = Facts(
         of_number=lambda value: _Origin(),
-        of_results=search.origin,
+        of_results=alike(search.origin),
         join=_merged,
         control=lambda result, condition: _merged([result, *condition]),
     )
+    # Metrics may relate examples: microbatches add up the gradients of the loss alone.
     needed = jaxpr.outvars
     if traced.trains:
         needed = jaxpr.outvars[:1]  # the loss
@@ -122,10 +123,7 @@ class _Use:
 
     def along(self, factors: frozenset[Factor]) -> bool:
         """Whether the batch dimension of an operand is one of the factors."""
-        for _, node, dimension in self.operation.dimensions():
-            if self.examples.has(node) and dimension[0] in factors:
-                return True
-        return False
+        return self.operation.along(self.examples.has, factors)
 
     def reduces(self) -> bool:
         """Whether the operation reduces over examples."""
@@ -244,5 +242,5 @@ class _Use:
             if is_reduction and not self.rows(value.dims):
                 return True
         # Division by a sum of weights is a weighted mean; its subtraction is not.
-        adds = self.rule.linear == (frozenset([0, 1]),)
+        adds = self.rule.linear == (frozenset([0, 1]),)  # linear in both at once
         return adds and sorted(weights) == [0, 1]

@@ -329,7 +329,7 @@ def make_report(
 ) -> PlanReport:
     """The report of a plan with these rows over a mesh with such axes."""
     arrays = [_planned_array(row, axes) for row in rows]
-    by_role: defaultdict[Role, list[PlannedArray]] = defaultdict(list)
+    by_role: defaultdict[Role, list[PlannedArray]] = defaultdict(list)  # empty for other roles
     for array in arrays:
         by_role[array.role].append(array)
     totals = Totals(
@@ -353,7 +353,7 @@ def _planned_array(row: LeafPlan, axes: Mapping[str, int]) -> PlannedArray:
         role=row.role,
         parts=parts,
         bytes=leaf.bytes,
-        bytes_per_device=leaf.bytes // parts,
+        bytes_per_device=leaf.bytes // parts,  # specs divide
     )
 
 

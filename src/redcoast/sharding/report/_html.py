@@ -73,7 +73,7 @@ def draw_array(array: PlannedArray, mesh: Mapping[str, int]) -> str:
 
 def _drawn_dims(parts: Sequence[int]) -> list[int]:
     """The dimensions of a picture, at most two: the last of the divided ones, then the last."""
-    order = sorted(range(len(parts)), key=lambda dim: (parts[dim] > 1, dim))
+    order = sorted(range(len(parts)), key=lambda dim: (parts[dim] > 1, dim))  # divided ones last
     return sorted(order[-2:])
 
 

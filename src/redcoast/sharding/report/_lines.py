@@ -1,26 +1,29 @@
-"""The memory and the communication of a plan, by the line of code.
+"""The memory and the communication of a plan, by the line of code, and limits of both.
 
 A line is the innermost one in the user's code, or in a model of redcoast.
 """
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from linecache import getline
+from operator import attrgetter
 
 from jax.extend.core import JaxprEqn
 
+from ...core._errors import check_number
 from ...core._frames import first_own, own_or_model_frame
 from ..program._graph import Source
 from ..program._program import Program
 from ..solver._buffers import Part
-from ._data import LineCost, ProgramReport
+from ._data import LineCost, ProgramReport, total_bytes
 from ._sent import Sent
-from ._text import WIDTH, hanging, megabytes
+from ._text import WIDTH, hanging, megabytes, scaled
 
 Frame = tuple[str, int]  # a file and the number of a line
 _NOWHERE: Frame = ("", 0)
 _SHOWN = 20  # lines of a table
+_NAMED = 3  # lines in a message
 
 
 def find_lines(
@@ -50,6 +53,7 @@ def find_lines(
     lines: list[LineCost] = []
     # In any order: they are sorted below.
     for frame in {*sent, *saved}:
+        # Each line has both: what is in memory at the peak, and what is sent because of it.
         memory_bytes, sent_bytes = round(saved[frame]), round(sent[frame])
         if not memory_bytes and not sent_bytes:
             continue
@@ -118,3 +122,42 @@ def draw_lines(program: ProgramReport) -> str:
     others = memory.total - memory.activations - memory.closed_over
     lines.append(f"{megabytes(others):>10}  {'':>10}  the model, its gradients and optimizer state")
     return "\n".join(lines)
+
+
+def check_limits(
+    program: ProgramReport, max_bytes: int | float | None, max_memory: int | float | None
+) -> None:
+    """Raises `ValueError` with the costliest lines if an estimate exceeds its limit."""
+    if max_memory is None and max_bytes is None:
+        raise ValueError("`check` needs a limit: pass `max_bytes`, `max_memory` or both.")
+    if max_memory is not None:
+        check_number("max_memory", max_memory)
+        if program.memory.total > max_memory:
+            costliest = _costliest(program.lines, attrgetter("memory_bytes"), "keep")
+            raise ValueError(
+                f"Each device needs about {scaled(program.memory.total)} of memory, more than "
+                f"max_memory={max_memory:,.0f} bytes. {costliest}"
+            )
+    if max_bytes is not None:
+        check_number("max_bytes", max_bytes)
+        sent = total_bytes(program.traffic)
+        if sent > max_bytes:
+            costliest = _costliest(program.lines, attrgetter("sent_bytes"), "send")
+            raise ValueError(
+                f"Each device communicates about {scaled(sent)} in a step, more than "
+                f"max_bytes={max_bytes:,.0f} bytes. {costliest}"
+            )
+
+
+def _costliest(lines: Sequence[LineCost], cost: Callable[[LineCost], int], verb: str) -> str:
+    """A sentence on the lines that cost most."""
+    ordered = sorted(lines, key=cost, reverse=True)
+    texts: list[str] = []
+    for line in ordered[:_NAMED]:
+        size = cost(line)
+        # What belongs to no line of the user's code has no file.
+        if size and line.file:
+            texts.append(f"{os.path.basename(line.file)}:{line.number} ({scaled(size)})")
+    if not texts:
+        return '`plan.table(by="line")` lists what each line costs.'
+    return f'These lines {verb} most: {", ".join(texts)}. `plan.table(by="line")` lists all.'

@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 
 from ..program._batch_dims import Examples, find_examples
-from ..program._facts import Facts, Operation, follow_facts
+from ..program._facts import Facts, Operation, alike, follow_facts
 from ..program._program import Program
 
 
@@ -32,7 +32,7 @@ def find_shared_masks(program: Program) -> tuple[str, ...]:
     lines: dict[str, None] = {}  # in the order of the program
     facts = Facts(
         of_number=lambda number: _From.NUMBERS,
-        of_results=partial(_origin, examples, lines),
+        of_results=alike(partial(_origin, examples, lines)),
         join=max,
     )
     # The first arguments are the arrays of the model, and then those of the batch.
@@ -52,6 +52,7 @@ def _origin(
     for origin, value in zip(operands, operation.operands, strict=True):
         if origin is not _From.MASK or value is None:
             continue
+        # A mask of one element, as for a whole layer, is meant.
         is_for_all = prod(value.shape) > 1 and not any(map(examples.has, value.dims))
         if is_for_all and any(map(examples.has, operation.result.dims)):
             lines[operation.line()] = None

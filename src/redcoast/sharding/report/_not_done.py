@@ -91,7 +91,7 @@ def _fsdp(report: PlanReport) -> NotDone | None:
         return _entry(asked, why, "model", report)
     if sharded_over(parameters, "fsdp"):
         return None
-    why = _why([array for array in parameters if array.parts == 1])
+    why = _why([array for array in parameters if array.parts == 1])  # of the replicated ones
     if any(map(is_tensor_parallel, parameters)):
         why = "no other dimension of the tensor-parallel arrays divides or is large enough"
     return _entry(asked, why, "fsdp", report)
@@ -127,6 +127,7 @@ def _batch(report: PlanReport) -> NotDone | None:
     program = report.program_or_none
     if program is None or not program.batch:
         return None
+    # Axes that are used for tensor parallelism do not divide the batch, and need not.
     asked: list[str] = []
     for axis in BATCH_AXES:
         if report.mesh[axis] > 1 and axis not in program.model_axes:

@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from ..operations import shape_of
 from ..program._batch_dims import Examples, find_examples
-from ..program._facts import Facts, Operation, follow_facts
+from ..program._facts import Facts, Operation, alike, follow_facts
 from ..program._program import Program
 
 _BATCHING = "batching.py"  # of JAX: the operations that `jax.vmap` adds
@@ -35,7 +35,7 @@ def find_promotions(program: Program) -> tuple[str, ...]:
     lines: dict[str, None] = {}  # in the order of the program
     facts = Facts(
         of_number=lambda number: _Origin(),
-        of_results=partial(_origin, examples, lines),
+        of_results=alike(partial(_origin, examples, lines)),
         join=_merged,
     )
     arrays = program.traced.arrays  # of the model, which are the first arguments
@@ -77,6 +77,7 @@ def _is_mistake(examples: Examples, operation: Operation, operands: Sequence[_Or
         return False
     if any(isinstance(atom, Literal) for atom in equation.invars):
         return False
+    # Either operand may be the column: `predictions - labels`, or `labels - predictions`.
     for row, column in ((0, 1), (1, 0)):
         broadcast = operation.producer(equation.invars[row])
         if broadcast is None or not _is_row(broadcast, size):

@@ -8,21 +8,15 @@ from typing import Any
 
 from ...core._errors import several
 from .._mesh_axes import parts, used_axes
-from ..program._batch_dims import split_axes
-from ..program._constants import LARGE_CONSTANT, Constant
+from ..program._program import LARGE_CONSTANT, Constant
+from ..solver._layout import STORAGE_AXES, StorageLayout, is_large
 from ..solver._split_examples import example_parts, is_inside, is_sequence
 from ..solver._strategy import Decision, is_fsdp_possible
-from ..tree._leaf_plans import Reason
-from ..tree._leaves import Leaf, flat_leaves
+from ..tree._leaf_plans import ON_STAGES, OVERRIDE, STORED, Reason
+from ..tree._leaves import LARGE, Leaf, flat_leaves
 from ..tree._overrides import multiples_near
 from ._data import ClosedOver, Hindrance
 from ._text import grouped, shortened
-
-
-def batch_axes(decision: Decision) -> tuple[str, ...]:
-    """The axes that the batch is split over."""
-    over = split_axes(decision.program, decision.batch_axes, decision.sizes)
-    return used_axes(over, decision.sizes)
 
 
 def batch_sentences(decision: Decision, others: Mapping[str, int]) -> str:
@@ -32,7 +26,7 @@ def batch_sentences(decision: Decision, others: Mapping[str, int]) -> str:
         return sentence
     # Arrays of one size are likely of one kind, such as the edges of a graph.
     by_size = grouped(others, others.__getitem__)
-    texts = [f"{shortened(names)} ({size:,})" for size, names in by_size.items()]
+    texts = [f"{shortened(names)} ({size:,})" for size, names in by_size.items()]  # `x (512)`
     listed = several(texts, 6, noun=" sizes")
     rows = f"It has {_sizes(decision)} rows."
     return f"{sentence} {rows} Arrays in it that are not split with them: {listed}."
@@ -56,7 +50,7 @@ def _sentence(decision: Decision) -> str:
     if batch.sets:
         return _split_sentence(decision)
     wanted = used_axes(decision.batch_axes, decision.sizes)
-    used = batch_axes(decision)  # those of them over which the rows divide
+    used = decision.used_batch_axes
     over = f"{' x '.join(wanted)} = {parts(wanted, decision.sizes)}"
     split = "replicated"
     if used:
@@ -108,7 +102,7 @@ def _split_sentence(decision: Decision) -> str:
     arrays = decision.program.batch_arrays
     texts = []
     for over, places in decision.program.batch.split:
-        by_dim: dict[int, set[int]] = {}
+        by_dim: dict[int, set[int]] = {}  # the sizes of each dimension, in all arrays
         for place, d in places:
             by_dim.setdefault(d, set()).add(arrays[place].shape[d])
         along = []
@@ -156,19 +150,19 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
-_NUMBER = re.compile(r"(\d+)")
+_NUMBER = re.compile(r"\d+")
 Members = list[tuple[Leaf, int]]  # arrays, and the dimension of each that is split
 
 
 @dataclass(frozen=True)
-class Set:
+class ArraysTogether:
     """Arrays that are sharded along one dimension of the program, or several such sets alike."""
 
     names: str
     reason: Reason
 
 
-def _find_sets(leaves: Sequence[Leaf], decision: Decision) -> dict[int, Set]:
+def _find_sets(leaves: Sequence[Leaf], decision: Decision) -> dict[int, ArraysTogether]:
     """For each class of tensor-parallel dimensions its arrays; layers alike share a set."""
     arrays = list(zip(leaves, decision.program.parameters, decision.computed, strict=True))
     for place, (constant, value, d) in enumerate(decision.constants):
@@ -181,51 +175,34 @@ def _find_sets(leaves: Sequence[Leaf], decision: Decision) -> dict[int, Set]:
             root = decision.classes[value.dims[d]]
             members.setdefault(root, []).append((leaf, d))
     over = " x ".join(used_axes(decision.model_axes, decision.sizes))
-    sets: dict[int, Set] = {}
-    for roots in grouped(members, lambda root: _relative(members[root])).values():
+    sets: dict[int, ArraysTogether] = {}
+    # Layers alike are one line of the table: `layers/{0..11}/{up,down}`.
+    for roots in grouped(members, lambda root: _without_layers(members[root])).values():
         alike = _set([members[root] for root in roots], over)
         sets |= dict.fromkeys(roots, alike)
     return sets
 
 
-def _set(alike: Sequence[Members], over: str) -> Set:
+def _set(alike: Sequence[Members], over: str) -> ArraysTogether:
     """The arrays of sets that differ only in the indices of their layers."""
     # In the order of the tree, in which the sets of layers alternate.
     members = sorted(chain(*alike), key=lambda member: member[0].index)
     names = shortened([leaf.name for leaf, _ in members], limit=6, width=200)
     first = alike[0]
     if len(first) == 1:
-        return Set(names, Reason("tensor-parallel", f"over {over}, with no other array"))
+        return ArraysTogether(names, Reason("tensor-parallel", f"over {over}, with no other array"))
     sizes = sorted({leaf.shape[d] for leaf, d in first}, reverse=True)
     along = " and ".join(map("{:,}".format, sizes[:4]))
     text = f"along {along} over {over}"
     if len(alike) > 1:
         text += f" ({len(alike)} sets of {len(first)})"
-    return Set(names, Reason("tensor-parallel", text, names))
+    return ArraysTogether(names, Reason("tensor-parallel", text, names))
 
 
-def _relative(members: Members) -> tuple[object, ...]:
-    """A key that is the same for two sets that differ only in the indices of their layers.
-
-    The indices of `layers/4/up` and `layers/5/down` are 0 and 1: each counts from the least one
-    after the same text.
-    """
-    least: dict[tuple[str, ...], int] = {}
-    for leaf, _ in members:
-        for before, index in _indices(leaf.name):
-            least[before] = min(least.get(before, index), index)
-    keys = []
-    for leaf, d in members:
-        texts = tuple(_NUMBER.split(leaf.name)[::2])
-        steps = tuple(index - least[before] for before, index in _indices(leaf.name))
-        keys.append((texts, steps, (leaf.shape, d)))
+def _without_layers(members: Members) -> tuple[object, ...]:
+    """A key that is the same for two sets that differ only in the indices of their layers."""
+    keys = [(_NUMBER.sub("*", leaf.name), leaf.shape, d) for leaf, d in members]
     return tuple(sorted(keys))
-
-
-def _indices(name: str) -> list[tuple[tuple[str, ...], int]]:
-    """The numbers in a path, each with the texts before it."""
-    pieces = _NUMBER.split(name)  # texts and numbers alternate
-    return [(tuple(pieces[:i:2]), int(pieces[i])) for i in range(1, len(pieces), 2)]
 
 
 @dataclass(frozen=True)
@@ -238,7 +215,7 @@ class Reasons:
 
     leaves: Sequence[Leaf]
     decision: Decision
-    sets: Mapping[int, Set]
+    sets: Mapping[int, ArraysTogether]
     indivisible_links: Mapping[int, int]
 
     @property
@@ -246,13 +223,38 @@ class Reasons:
         """The axes of tensor parallelism with more than one device."""
         return used_axes(self.decision.model_axes, self.decision.sizes)
 
-    def computed(self, place: int, d: int) -> Reason:
-        """The reason for an array that is tensor-parallel along dimension `d`."""
-        value = self.decision.program.parameters[place]
-        return self.sets[self.decision.classes[value.dims[d]]].reason
+    def of_array(self, layout: StorageLayout, place: int) -> Reason:
+        """Why an array is stored as it is."""
+        if place in layout.overrides:
+            return OVERRIDE
+        program, spec = self.decision.program, layout.specs[place]
+        value, computed = program.parameters[place], self.decision.computed[place]
+        is_layered = program.staged is not None and place in program.staged.layered
+        entries = tuple(spec)
+        if is_layered:
+            entries = entries[1:]  # the first counts layers
+        if computed is not None:
+            return self.sets[self.decision.classes[value.dims[computed]]].reason
+        if any(entries):
+            return Reason("fsdp", self.not_computed(place) or STORED)
+        if is_layered:
+            return ON_STAGES
+        if place in layout.replicated:
+            text = f"{self.not_computed(place)}, and the devices have room for it"
+        elif parts(STORAGE_AXES, self.decision.sizes) == 1:
+            text = "fsdp and model have one device each"
+        elif not is_large(program, value):
+            text = self.indivisible(place, self.decision.n)
+            text = text or f"small, fewer than {LARGE:,} elements"
+        elif not layout.fsdp_sharded[place]:
+            text = "the budget leaves room for it"
+        else:
+            text = self.indivisible(place, least=2) or self.not_stored(place)
+        return Reason("replicated", text)
 
     def not_computed(self, place: int) -> str:
         """Why an array is not tensor-parallel; empty where nothing is."""
+        # Nothing is tensor-parallel, so that only sizes are of interest.
         n = self.decision.n
         if n == 1 or "model" in self.decision.batch_axes:
             return self.indivisible(place, n)
@@ -309,6 +311,7 @@ class Reasons:
         if not largest:
             return "it has no dimension that can be sharded"
         sizes = self.decision.sizes
+        # The smallest axis is the one that a size would most likely divide over.
         axis = min(used_axes(("fsdp", "model"), sizes), key=sizes.__getitem__)
         return self._does_not_divide(largest, (axis,))
 

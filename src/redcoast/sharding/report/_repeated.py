@@ -8,7 +8,7 @@ from ..program._batch import NotRows, reasons_against
 from ..program._classes import Classes
 from ..program._graph import Work
 from ..program._program import Program
-from ..solver._memory import arithmetic, sharing
+from ..solver._memory_estimate import arithmetic, sharing
 from ._data import Repeated
 from ._reasons import Reasons
 from ._text import grouped, shortened
@@ -56,7 +56,7 @@ def _flops(works: Sequence[Work]) -> float:
 
 def _places(program: Program, work: Work) -> list[int]:
     """The places of the parameters that are multiplied unchanged, transposed or cast."""
-    operands = list(map(set, filter(None, work.of)))
+    operands = list(map(set, filter(None, work.of)))  # scalars have no dimensions
     places: list[int] = []
     for place, value in enumerate(program.parameters):
         if any(dims.issubset(value.dims) for dims in operands):
@@ -86,7 +86,7 @@ def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
         return lambda work: "none of its dimensions is linked to the sequence"
     sizes = sorted({graph.sizes[node] for node in program.batch.of_inputs})
     classes = Classes(graph, 1, soft=True, least=2)
-    against = reasons_against(graph, classes, program.batch.of_inputs)
+    against = reasons_against(graph, classes, program.batch.of_inputs, program.row_candidates)
 
     def why(work: Work) -> str:
         for node in work.dims:

@@ -15,7 +15,7 @@ def report_to_json(report: data.PlanReport) -> dict[str, Any]:
     rows = list(map(array_to_json, report.arrays))
     replicated: list[dict[str, Any]] = []
     for row in rows:
-        if row["parts"] == 1:
+        if row["parts"] == 1:  # what a reader looks for first: it takes memory on every device
             replicated.append({key: row[key] for key in _REPLICATED})
     totals = asdict(report.totals).values()
     without_program = {
@@ -49,13 +49,14 @@ def program_to_json(program: data.ProgramReport | None) -> dict[str, Any]:
     if program is None:
         return {}
     figures = asdict(program)
-    # Most programs have none of the two.
+    # Most programs have none of these.
     if not program.split_examples:
         del figures["split_examples"]
     if program.recomputed is None:
         del figures["recomputed"]
     if not program.offloaded:
         del figures["offloaded"]
+    figures["memory"]["total"] = program.memory.total
     figures["coupled"] = []
     if program.coupled is not None:
         figures["coupled"] = [asdict(program.coupled)]

@@ -26,7 +26,7 @@ def draw_source_page(lines: Sequence[LineCost], title: str, summary: str) -> str
 
     The costliest file comes first. A row is the redder, the more bytes its line needs.
     """
-    most = max((_cost(line) for line in lines), default=0)
+    most = max((_cost(line) for line in lines), default=0)  # what is red
     by_file: dict[str, dict[int, LineCost]] = defaultdict(dict)
     for line in sorted(lines, key=_cost, reverse=True):
         by_file[line.file][line.number] = line
@@ -87,7 +87,7 @@ def _row(number: int, code: str, line: LineCost | None, most: int) -> str:
     cells = f'<td class="number">{number}</td>'
     if line is None:
         return f"<tr>{cells}<td></td><td></td><td>{html.escape(code)}</td></tr>"
-    share = _cost(line) / max(1, most)
+    share = _cost(line) / max(1, most)  # 1 for the costliest line
     for size in (line.memory_bytes, line.sent_bytes):
         cells += f'<td class="size">{megabytes(size)}</td>'
     cells += f"<td>{html.escape(code)}</td>"

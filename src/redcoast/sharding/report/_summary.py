@@ -74,6 +74,7 @@ def _count(arrays: Sequence[PlannedArray]) -> int:
 
 
 def _devices(report: PlanReport) -> list[str]:
+    # Axes that are used alike are one factor: data=2 and fsdp=4 are 8-way FSDP.
     sizes = {axis: size for axis, size in report.mesh.items() if size > 1}
     counts: dict[str, int] = dict.fromkeys(_USES, 1)
     for axis, size in sizes.items():
@@ -81,7 +82,7 @@ def _devices(report: PlanReport) -> list[str]:
     uses = " x ".join(f"{count}-way {use}" for use, count in counts.items() if count > 1)
     mesh = f"(mesh {mesh_text(sizes)})"
     line = f"{prod(sizes.values()):,} devices = {uses}"
-    if len(line) > WIDTH:
+    if len(line) > WIDTH:  # `4-way data x 2-way tensor parallel`
         line = line.replace(" parallel x", " x")
     if len(f"{line} {mesh}") > WIDTH:
         return [line, f"  {mesh}"]
@@ -149,7 +150,7 @@ def _shares(report: PlanReport, *, reasons: bool, merged: bool) -> list[str]:
     ways = {way: arrays for way, arrays in by_way.items() if _count(arrays)}
     percents = percentages([_count(arrays) for arrays in ways.values()])
     shares = dict(zip(ways, percents, strict=True))
-    small = [way for way in ways if not shares[way]]
+    small = [way for way in ways if not shares[way]]  # rounded to 0 %
     # A line for a single small share takes no more room than a line for all of them.
     if not merged or len(small) == 1:
         small = []
@@ -183,7 +184,7 @@ def _examples(first: str, arrays: Sequence[PlannedArray], reasons: bool) -> list
     room = WIDTH - len(first)
     if not reasons:
         return [first + _paths(arrays, room)]
-    main = arrays[0].reason
+    main = arrays[0].reason  # of the largest array
     alike = [array for array in arrays if array.reason == main]
     text = f"{_paths(alike, room)}: {main.text}"
     others = len(arrays) - len(alike)
@@ -252,7 +253,7 @@ def _pipeline(pipeline: Pipelining, *, short: bool) -> list[str]:
 def _closed_over(program: ProgramReport, *, short: bool) -> list[str]:
     """The large arrays that the function closes over, which every device has."""
     size = scaled(total_bytes(program.closed_over))
-    names = list(dict.fromkeys(array.name for array in program.closed_over))
+    names = list(dict.fromkeys(array.name for array in program.closed_over))  # each once
     shown = ", ".join(names[:2])
     if len(names) > 2:
         shown += f" and {len(names) - 2} more"
@@ -276,7 +277,7 @@ def _memory(program: ProgramReport) -> str:
 
 
 def _communication(program: ProgramReport) -> list[str]:
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int] = {}  # by kind: gradients, activations, parameters
     for traffic in program.traffic:
         sizes[traffic.kind] = sizes.get(traffic.kind, 0) + traffic.bytes
     total = sum(sizes.values())

@@ -17,7 +17,7 @@ import numpy as np
 from ...core._pytree import join, show_path
 from ..operations._rule_table import HOMOGENEOUS
 from ..program._batch_dims import Examples, find_examples
-from ..program._facts import Facts, Operation, follow_facts
+from ..program._facts import Facts, Operation, alike, follow_facts
 from ..program._program import Program
 
 
@@ -56,7 +56,7 @@ def find_sums(program: Program) -> dict[str, str]:
         inputs.append(growth)
     facts = Facts(
         of_number=lambda value: _Growth(number=_number(value)),
-        of_results=partial(_growth, examples),
+        of_results=alike(partial(_growth, examples)),
         join=_largest,
         widen=_widened,
     )
@@ -84,15 +84,6 @@ def _is_zero(operation: Operation) -> bool:
     x, other = operation.equation.invars
     stop = operation.producer(other)
     return stop is not None and stop.primitive.name == "stop_gradient" and stop.invars[0] is x
-
-
-def _sums_over(examples: Examples, operation: Operation) -> bool:
-    """Whether an operation that sums does so over examples."""
-    assert operation.rule is not None
-    for _, node, dimension in operation.dimensions():
-        if examples.has(node) and dimension[0] in operation.rule.reduced:
-            return True
-    return False
 
 
 def _are_apart(examples: Examples, operation: Operation) -> bool:
@@ -130,7 +121,7 @@ def _growth(examples: Examples, operation: Operation, operands: Growths) -> _Gro
         return _product(examples, *operands)
     result = _largest(operands)
     if rule is not None and rule.sums:
-        sums = _sums_over(examples, operation)
+        sums = operation.along(examples.has, rule.reduced)
         if sums and (rule.writes is not None or _are_apart(examples, operation)):
             return _UNKNOWN
         if rule.writes is not None:

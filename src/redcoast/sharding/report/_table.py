@@ -99,6 +99,7 @@ def groups_of(report: data.PlanReport, *, by_reason: bool = True) -> list[_Group
         if _is_usual_state(array):
             continue
         places[id(array)] = place
+        # What the columns show, and the heading that the line is below.
         appearance = (array.shape, array.spec, array.dtype, by_reason and array.reason)
         by_appearance.setdefault(appearance, []).append(array)
     groups: list[_Group] = []
@@ -118,6 +119,7 @@ def _is_usual_state(array: data.PlannedArray) -> bool:
 
 def _sections(groups: Sequence[_Group]) -> list[tuple[str, list[_Group]]]:
     """Groups by reason: tensor-parallel ones first, then FSDP-sharded and replicated ones."""
+    # An override may replicate arrays or shard them, which are two sections.
     by_reason = grouped(groups, lambda group: (group.first.reason, group.first.parts == 1))
     sections = []
     for members in sorted(by_reason.values(), key=lambda members: _rank(members[0].first)):
@@ -206,6 +208,7 @@ def _total(name: str, total: data.Total) -> str:
 
 def _program(program: data.ProgramReport) -> list[str]:
     """The lines below the sums: memory, batch and communication."""
+    # Each of these is a paragraph, and most programs have only that of the batch.
     texts = []
     if program.closed_over:
         texts.append(_closed_over(program.closed_over))
@@ -237,7 +240,7 @@ def _closed_over(entries: Sequence[data.ClosedOver]) -> str:
     arrays = "an array"
     if len(entries) > 1:
         arrays = f"{len(entries)} arrays"
-    counts = Counter(map(_closed_over_array, entries))
+    counts = Counter(map(_closed_over_array, entries))  # such as `12 x float32[512,512]`
     texts = []
     for text, count in counts.most_common():
         if count > 1:
@@ -263,11 +266,12 @@ def _memory(program: data.ProgramReport) -> list[str]:
     memory, available = program.memory, program.device_memory
     parts: list[str] = []
     for name, size in vars(memory).items():
-        if name != "total" and size:
+        if size:
             parts.append(f"{megabytes(size)} {name.replace('_', ' ')}")
     total = f"Estimated memory per device: {megabytes(memory.total)} MB ({', '.join(parts)})."
     lines = ["", *paragraph(total)]
     if memory.total > available:
+        # An estimate, so that this is no error: the compiler may need less.
         source = "that are assumed"
         if program.device_memory_known:
             source = "that it has"

@@ -157,7 +157,7 @@ def megabytes(count: int | float) -> str:
 def scaled(count: int | float) -> str:
     """A number of bytes with three significant digits and a unit, such as `93.5 kB`."""
     for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 999.5:
+        if count < 999.5:  # what is not rounded to four digits
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
@@ -166,7 +166,7 @@ def scaled(count: int | float) -> str:
 def percentages(sizes: Sequence[int | float]) -> list[int]:
     """The shares of some sizes in percent, rounded so that they add up to 100."""
     total = sum(sizes)
-    exact = [100 * size / total for size in sizes]
+    exact = [100 * size / total for size in sizes]  # such as 33.3, 33.3 and 33.3
     rounded = list(map(int, exact))
     # Those that lost most when they were rounded down are rounded up.
     order = sorted(range(len(sizes)), key=lambda place: rounded[place] - exact[place])

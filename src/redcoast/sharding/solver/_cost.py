@@ -8,9 +8,9 @@ all devices of `model` for communication that may hide.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Literal
 
 from ...core._control_flow import Call, CallKind, Scan, While, control_flow
 from ..program._batch_dims import BatchDims
@@ -19,7 +19,8 @@ from ..program._graph import Dims, Graph, Value
 from ._hardware import Hardware, all_gather
 from ._planned_collectives import PlannedCollective, of_batch, of_model
 
-Choice = frozenset[int]
+Choice = frozenset[int]  # of groups
+Part = Literal["arithmetic", "memory", "hideable", "exposed"]  # of a step's time, see `Seconds`
 # The part of the shorter of arithmetic and communication that does not hide behind the longer: the
 # first gather and the last scatter of a step, and products that wait while both use the memory.
 NOT_HIDDEN = 0.1
@@ -31,54 +32,6 @@ class Parameter:
 
     value: Value
     sharded: bool
-
-
-@dataclass
-class Problem:
-    """The choice of a set of groups without conflicts, and the cost of each set.
-
-    A group is a set of classes that are decided together. Costs are seconds per step: `constant`,
-    `single` for each chosen group, and for each key of `covers`, a set of groups, one cost if at
-    least one of them is chosen and another one if none is.
-    """
-
-    groups: list[int]
-    against: Mapping[int, set[int]]
-    constant: int | float = 0.0
-    single: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    covers: dict[Choice, tuple[float, float]] = field(default_factory=dict)
-
-    def cost(self, chosen: Iterable[int]) -> int | float:
-        chosen = frozenset(chosen)
-        total = self.constant
-        for group in chosen:
-            total += self.single.get(group, 0.0)
-        for groups, (hit, miss) in self.covers.items():
-            if chosen.isdisjoint(groups):
-                total += miss
-            else:
-                total += hit
-        return total
-
-    def add(self, groups: Choice, hit: int | float, miss: int | float) -> None:
-        """Adds a cost: `hit` if at least one of the groups is chosen, and otherwise `miss`."""
-        if not groups:
-            self.constant += miss
-            return
-        before = self.covers.get(groups, (0.0, 0.0))
-        self.covers[groups] = (before[0] + hit, before[1] + miss)
-
-    def add_shared(self, groups: Choice, seconds: int | float, parts: int) -> None:
-        """Adds `seconds`, which are divided by `parts` if one of the groups is chosen."""
-        self.add(groups, seconds / parts, seconds)
-
-    def add_problem(self, other: "Problem") -> None:
-        """Adds the costs of a problem of the same groups."""
-        self.constant += other.constant
-        for number, seconds in other.single.items():
-            self.single[number] += seconds
-        for groups, (hit, miss) in other.covers.items():
-            self.add(groups, hit, miss)
 
 
 @dataclass(frozen=True)
@@ -103,6 +56,11 @@ class Seconds:
         return self.hideable + self.exposed
 
     @property
+    def total(self) -> int | float:
+        """What the search makes least: all parts, so that it divides memory traffic too."""
+        return self.serial + self.memory
+
+    @property
     def serial(self) -> int | float:
         """The time of arithmetic and communication if nothing overlaps."""
         return self.arithmetic + self.communication
@@ -116,28 +74,33 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Prices:
-    """The parts of a step's time as problems of the same groups."""
+class Problem:
+    """The choice of a set of groups without conflicts, and the cost of each set.
 
-    arithmetic: Problem
-    memory: Problem
-    hideable: Problem
-    exposed: Problem
+    A group is a set of classes that are decided together, and `against` has those that it cannot be
+    chosen with. For each part of a step's time and each set of groups, `costs` has the seconds if
+    at least one of the groups is chosen, and those if none is.
+    """
 
-    def problem(self) -> Problem:
-        """The sum of all parts."""
-        total = Problem(self.exposed.groups, self.exposed.against)
-        for part in (self.arithmetic, self.memory, self.hideable, self.exposed):
-            total.add_problem(part)
-        return total
+    groups: list[int]
+    against: Mapping[int, set[int]]
+    costs: dict[tuple[Part, Choice], tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, part: Part, groups: Choice, hit: int | float, miss: int | float) -> None:
+        """Adds a cost: `hit` if at least one of the groups is chosen, and otherwise `miss`."""
+        before_hit, before_miss = self.costs.get((part, groups), (0.0, 0.0))
+        self.costs[part, groups] = before_hit + hit, before_miss + miss
+
+    def add_shared(self, part: Part, groups: Choice, seconds: int | float, count: int) -> None:
+        """Adds `seconds`, which are divided by `count` if one of the groups is chosen."""
+        self.add(part, groups, seconds / count, seconds)
 
     def seconds(self, chosen: Choice) -> Seconds:
-        return Seconds(
-            self.arithmetic.cost(chosen),
-            self.memory.cost(chosen),
-            self.hideable.cost(chosen),
-            self.exposed.cost(chosen),
-        )
+        """The time of a step if these groups are chosen."""
+        sums: Counter[Part] = Counter()
+        for (part, groups), (hit, miss) in self.costs.items():
+            sums[part] += miss if chosen.isdisjoint(groups) else hit  # pyright: ignore
+        return Seconds(sums["arithmetic"], sums["memory"], sums["hideable"], sums["exposed"])
 
 
 @dataclass(frozen=True)
@@ -166,7 +129,7 @@ def group(
     The corresponding classes of repeated layers are grouped, so that they are decided together.
     """
     colors = _colors(graph, classes, candidates, parameters)
-    members: dict[Hashable, list[int]] = defaultdict(list)
+    members: dict[Hashable, list[int]] = defaultdict(list)  # those that look alike
     for root in candidates:
         # The colors of neighbours distinguish classes that look alike by themselves.
         around = Counter(map(colors.__getitem__, against[root]))
@@ -195,13 +158,14 @@ def _colors(
         shape = tuple(sorted(parameter.value.shape))
         for node, size in zip(parameter.value.dims, parameter.value.shape, strict=True):
             mark(node, ("parameter", shape, size, parameter.sharded))
+    # What a class costs: equal layers cost the same, bytes for bytes.
     for summed in graph.partial_sums.values():
-        mark(summed.node, ("sum", summed.bytes, summed.times, summed.backward))
+        mark(summed.node, ("sum", summed.value.bytes, summed.times, summed.backward))
     for cut in graph.reshards:
         if cut.before is not None:
-            mark(cut.before, ("cut", cut.bytes_before, cut.times, True))
+            mark(cut.before, ("cut", cut.operand.bytes, cut.times, True))
         if cut.after is not None:
-            mark(cut.after, ("cut", cut.bytes_after, cut.times, cut.after == cut.before))
+            mark(cut.after, ("cut", cut.result.bytes, cut.times, cut.after == cut.before))
     known: dict[Hashable, int] = {}
     colors: dict[int, int] = {}
     for root, marked in marks.items():
@@ -231,11 +195,9 @@ def price(
     against: Mapping[int, set[int]],
     axes: Axes,
     hardware: Hardware,
-) -> Prices:
-    """The prices of choosing among the groups that `group_of` maps classes to."""
-    numbers = sorted(set(group_of.values()))
-    empty = partial(Problem, numbers, against)
-    prices = Prices(empty(), empty(), empty(), empty())
+) -> Problem:
+    """The problem of choosing among the groups that `group_of` maps classes to."""
+    problem = Problem(sorted(set(group_of.values())), against)
 
     def groups_of(dims: Dims) -> Choice:
         roots = classes.of(dims)
@@ -245,20 +207,18 @@ def price(
     model_speed, batch_speed = hardware.model_bandwidth, hardware.batch_bandwidth
     for collective in of_model(graph, classes, batch, axes.model, hardware):
         if collective.root is not None and collective.root in group_of:
-            seconds = collective.bytes / model_speed
-            prices.exposed.single[group_of[collective.root]] += seconds
+            groups = frozenset([group_of[collective.root]])
+            problem.add("exposed", groups, collective.bytes / model_speed, 0.0)
     for collective in of_batch(graph, batch, axes.stored, hardware):
-        part = prices.exposed
-        if is_hideable(collective):
-            part = prices.hideable
         # An array that is tensor-parallel as well is reduced in parts.
-        part.add_shared(groups_of(collective.dims), collective.bytes / batch_speed, axes.model)
+        groups, seconds = groups_of(collective.dims), collective.bytes / batch_speed
+        problem.add_shared(part_of(collective), groups, seconds, axes.model)
     for work in graph.works:
         seconds = work.flops / batch.parts(work.dims) / hardware.flops
-        prices.arithmetic.add_shared(groups_of(work.dims), seconds, axes.model)
+        problem.add_shared("arithmetic", groups_of(work.dims), seconds, axes.model)
     for dims, moved in graph.memory_traffic.items():
         seconds = moved / batch.parts(dims) / hardware.memory_bandwidth
-        prices.memory.add_shared(groups_of(dims), seconds, axes.model)
+        problem.add_shared("memory", groups_of(dims), seconds, axes.model)
     is_table = _find_tables(graph)
     for parameter in parameters:
         value = parameter.value
@@ -268,22 +228,24 @@ def price(
         # Devices of one `model` group gather different parts, so each sends a part of the bytes.
         over_fsdp = all_gather(axes.fsdp, size) / batch_speed / axes.model
         over_model = all_gather(axes.model, size) / model_speed
-        part = prices.hideable
+        part: Part = "hideable"
         if is_table(value):
-            part = prices.exposed
+            part = "exposed"
         # A tensor-parallel array is gathered over `fsdp` alone.
-        part.add(groups_of(value.dims), over_fsdp, over_fsdp + over_model)
-    return prices
+        problem.add(part, groups_of(value.dims), over_fsdp, over_fsdp + over_model)
+    return problem
 
 
-def is_hideable(collective: PlannedCollective) -> bool:
-    """Whether a sum over the batch is one of gradients, which other layers need not wait for.
+def part_of(collective: PlannedCollective) -> Part:
+    """The part of a step's time that a sum over the batch is in.
 
-    Gradients of a table of lookups are the last that a step computes.
+    Other layers need not wait for the gradients of one, but those of a table of lookups are the
+    last that a step computes.
     """
-    source = collective.source
-    is_lookup = bool(source) and source[-1].primitive.name == "gather"
-    return collective.cause == "gradients" and not is_lookup
+    is_lookup = collective.source[-1].primitive.name == "gather"
+    if collective.cause == "gradients" and not is_lookup:
+        return "hideable"
+    return "exposed"
 
 
 def _find_tables(graph: Graph) -> Callable[[Value], bool]:
@@ -294,8 +256,7 @@ def _find_tables(graph: Graph) -> Callable[[Value], bool]:
     classes = Classes(graph, 1)
     indexed: set[int] = set()
     for summed in graph.partial_sums.values():
-        source = summed.source
-        if not summed.backward and source and source[-1].primitive.name == "gather":
+        if summed.operation == "gather" and not summed.backward:
             indexed.add(classes[summed.node])
     for work in graph.works:
         for dims in work.of:
@@ -320,7 +281,7 @@ def gathers(graph: Graph, value: Value) -> int:
     for equation in graph.first_use.get(value.dims, ()):
         match control_flow(equation):
             case Scan() | While():
-                return 1
+                return 1  # it closes over the array
             case Call(kind=CallKind.REMAT):
                 return 2
     return 1

@@ -23,7 +23,7 @@ class _Table:
 
 
 @dataclass(frozen=True)
-class _Decision:
+class _BestChoice:
     """Whether a group is chosen, for each choice of `others`: one axis for each of them."""
 
     group: int
@@ -44,7 +44,7 @@ def search_groups(problem: Problem) -> Choice:
     neighbours: dict[int, set[int]] = {group: set() for group in problem.groups}
     for table in tables:
         _connect(neighbours, table.groups)
-    decisions: list[_Decision] = []
+    decisions: list[_BestChoice] = []
     while neighbours:
         group = min(neighbours, key=lambda group: len(neighbours[group]))
         if len(neighbours[group]) > MAX_NEIGHBOURS:
@@ -63,7 +63,7 @@ def search_groups(problem: Problem) -> Choice:
                 rest.append(table)
         without, split = joint[..., 0], joint[..., 1]
         is_cheaper = split < without * (1 - _TOLERANCE)
-        decisions.append(_Decision(group, others, np.asarray(is_cheaper)))
+        decisions.append(_BestChoice(group, others, np.asarray(is_cheaper)))
         tables = [*rest, _Table(others, np.where(is_cheaper, split, without))]
     # Backwards, since a decision depends on those of groups that were eliminated later.
     chosen: set[int] = set()
@@ -75,17 +75,18 @@ def search_groups(problem: Problem) -> Choice:
 
 
 def _tables(problem: Problem) -> list[_Table]:
-    tables: list[_Table] = []
+    sums: dict[Choice, np.ndarray] = {}  # (2, 2, ...), an axis for each group
+    for (_, groups), (hit, miss) in problem.costs.items():
+        costs = np.full((2,) * len(groups), hit)
+        costs[(0,) * len(groups)] = miss
+        if groups:  # other costs are the same for all choices
+            sums[groups] = sums.get(groups, 0.0) + costs
+    tables = [_Table(tuple(sorted(groups)), costs) for groups, costs in sums.items()]
     both_forbidden = np.array([[0.0, 0.0], [0.0, np.inf]])
     for group in problem.groups:
-        tables.append(_Table((group,), np.array([0.0, problem.single.get(group, 0.0)])))
         for other in sorted(problem.against[group]):
             if group < other:
                 tables.append(_Table((group, other), both_forbidden))
-    for groups, (hit, miss) in problem.covers.items():
-        costs = np.full((2,) * len(groups), hit)
-        costs[(0,) * len(groups)] = miss
-        tables.append(_Table(tuple(sorted(groups)), costs))
     return tables
 
 

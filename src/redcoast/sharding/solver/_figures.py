@@ -24,7 +24,10 @@ class Memory:
     activations: int
     closed_over: int
     batch: int
-    total: int
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Hardware:
     compiler: str = "gpu"
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self)[:5]:
+        for field in dataclasses.fields(self)[:5]:  # the speeds and the memory
             value = getattr(self, field.name)
             if value is not None and not value > 0:
                 raise ValueError(f"`{field.name}` is {value}. It must be positive.")
@@ -81,7 +81,7 @@ def hardware_of(mesh: Mesh | AbstractMesh) -> Hardware:
         stats = mesh.local_devices[0].memory_stats() or {}
     except (IndexError, NotImplementedError, jax.errors.JaxRuntimeError):  # not local devices
         stats = {}
-    memory = stats.get("bytes_limit")
+    memory = stats.get("bytes_limit")  # CPUs report none
     return hardware_for(platform, memory)
 
 
@@ -98,7 +98,7 @@ def hardware_for(platform: str, memory: int | float | None) -> Hardware:
 
 def all_reduce(count: int, size: int | float) -> int | float:
     """Bytes that each of `count` devices sends for an all-reduce of `size` bytes in a ring."""
-    return 2 * (count - 1) / count * size
+    return 2 * (count - 1) / count * size  # a reduce-scatter, and then an all-gather
 
 
 def all_gather(count: int, size: int | float) -> int | float:

@@ -13,7 +13,7 @@ from ...core._jaxpr import struct_of
 from ..operations import Atom
 from ..operations._rule_table import CUMULATIVE
 from ..program._batch_dims import BatchDims
-from ..program._graph import Dims, Graph, Move
+from ..program._graph import Dims, Graph, Reshard
 from ._hardware import all_gather, all_reduce
 
 # The parts of its operand that a device sends for a slice that is split again, and of each operand
@@ -22,23 +22,25 @@ _SLICED = 1.25
 _CONCATENATED, _CONCATENATED_BACK = 1.75, 2.5
 
 
-def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Move, int | float]]:
+def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Reshard, int | float]]:
     """The moves of rows, with the bytes that each device sends for them in a step."""
-    slices: dict[Var, Move] = {}
+    slices: dict[Var, Reshard] = {}
     for move in graph.moves:
         equation = move.source[-1]
         if equation.primitive.name == "slice":
             slices[equation.outvars[0]] = move
     # A roll is two slices and a concatenation, of which XLA sends the smaller slice only.
-    shifted: set[Move] = set()  # the parts of rolled arrays that go to another device
-    free: set[Move] = set()
+    shifted: set[Reshard] = set()  # the parts of rolled arrays that go to another device
+    free: set[Reshard] = set()
     for move in graph.moves:
         parts = _rolled_parts(move.source[-1], slices)
         if parts:
             shifted.add(parts[0])
             free.update((*parts[1:], move))
     for move in graph.moves:
-        if is_spectrum(move.source[-1].invars[0], (move.node,), graph, batch):
+        if move.before is None or is_spectrum(
+            move.source[-1].invars[0], (move.before,), graph, batch
+        ):
             continue
         if move in shifted:
             yield move, _sent_for_roll(move, batch)
@@ -59,7 +61,7 @@ def _is_complex(atom: Atom) -> bool:
     return jnp.issubdtype(struct_of(atom).dtype, jnp.complexfloating)
 
 
-def _rolled_parts(equation: JaxprEqn, slices: dict[Var, Move]) -> list[Move]:
+def _rolled_parts(equation: JaxprEqn, slices: dict[Var, Reshard]) -> list[Reshard]:
     """The slices of an array that a concatenation puts in another order, the smallest first."""
     if equation.primitive.name != "concatenate":
         return []
@@ -67,62 +69,61 @@ def _rolled_parts(equation: JaxprEqn, slices: dict[Var, Move]) -> list[Move]:
     arrays = {part.source[-1].invars[0] for part in parts}
     if len(parts) < len(equation.invars) or len(arrays) != 1:
         return []
-    if sum(part.result_bytes for part in parts) != parts[0].bytes:
+    if sum(part.result.bytes for part in parts) != parts[0].operand.bytes:
         return []
-    return sorted(parts, key=lambda part: part.result_bytes)
+    return sorted(parts, key=lambda part: part.result.bytes)
 
 
-def _sent_for_roll(move: Move, batch: BatchDims) -> int | float:
-    own = batch.set_of(move.node)
-    if own is None:
+def _sent_for_roll(move: Reshard, batch: BatchDims) -> int | float:
+    if not batch.has(move.before):
         return 0
-    others = batch.alone(move.node, move.dims)
-    size = min(move.result_bytes, move.bytes / own.count) / others
+    devices, others = batch.around(move.before, move.operand.dims)
+    size = min(move.result.bytes, move.operand.bytes / devices) / others
     # The cotangent of the smaller slice is summed over the devices.
-    back = size + all_reduce(own.count, move.result_bytes / others)
+    back = size + all_reduce(devices, move.result.bytes / others)
     return size * move.times + back * move.backward
 
 
-def _sent(move: Move, graph: Graph, batch: BatchDims) -> int | float:
-    own, target = batch.set_of(move.node), None
-    if move.target is not None:
-        target = batch.set_of(move.target)
-    if own is None:
-        if target is None or move.target is None:
+def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
+    name = move.source[-1].primitive.name
+    stays_split = batch.has(move.after)
+    if not batch.has(move.before):
+        if not stays_split:
             return 0
         # A part of each device's cotangent belongs to an array that all have.
-        size = move.bytes / batch.alone(move.target, move.result_dims)
-        return all_gather(target.count, size) * move.backward
-    others, k = batch.alone(move.node, move.dims), own.count
-    whole, result = move.bytes / others, move.result_bytes / others
-    part, name = whole / k, move.source[-1].primitive.name
+        devices, others = batch.around(move.after, move.result.dims)
+        return all_gather(devices, move.operand.bytes / others) * move.backward
+    devices, others = batch.around(move.before, move.operand.dims)
+    whole, result = move.operand.bytes / others, move.result.bytes / others
+    part = whole / devices
     if name in CUMULATIVE or name == "scan":
-        return all_gather(k, whole) * (move.times + move.backward)
+        return all_gather(devices, whole) * (move.times + move.backward)
     if name == "sort":
         # The operand and its indices are sorted by another split, and what is sorted is gathered.
         # The cotangents are added at their places.
-        turned = 4 * all_gather(k, part)
-        forward = all_gather(k, whole) + turned
-        return forward * move.times + all_reduce(k, whole) * move.backward
-    if target is None:
-        forward = all_gather(k, whole)
+        turned = 4 * all_gather(devices, part)
+        forward = all_gather(devices, whole) + turned
+        return forward * move.times + all_reduce(devices, whole) * move.backward
+    if not stays_split:
+        forward = all_gather(devices, whole)
         if name == "slice":
-            forward = min(forward, all_reduce(k, result))
+            forward = min(forward, all_reduce(devices, result))
         return forward * move.times
     if name == "concatenate":
         return part * (_CONCATENATED * move.times + _CONCATENATED_BACK * move.backward)
-    if name == "slice" and _is_within_parts(move, graph, k):
+    if name == "slice" and _is_within_parts(move, graph, devices):
         return 0
     if name == "slice":
-        forward = min(all_gather(k, result), _SLICED * part)
-        return forward * move.times + min(all_gather(k, result), part) * move.backward
+        gathered = all_gather(devices, result)
+        forward = min(gathered, _SLICED * part)
+        return forward * move.times + min(gathered, part) * move.backward
     return part * (move.times + move.backward)
 
 
-def _is_within_parts(move: Move, graph: Graph, count: int) -> bool:
+def _is_within_parts(move: Reshard, graph: Graph, count: int) -> bool:
     """Whether a slice takes every second or third row, and as many from each part."""
     strides = move.source[-1].params["strides"]
-    if strides is None or move.target is None:
+    if strides is None or move.before is None or move.after is None:
         return False
-    rows, stride = graph.sizes[move.node], strides[move.dims.index(move.node)]
-    return graph.sizes[move.target] * stride == rows and rows // count % stride == 0
+    rows, stride = graph.sizes[move.before], strides[move.operand.dims.index(move.before)]
+    return graph.sizes[move.after] * stride == rows and rows // count % stride == 0

@@ -9,19 +9,23 @@ from ...core._jaxpr import struct_of
 from ..operations import Atom
 from ..program._batch_dims import BatchDims
 from ..program._classes import Classes
-from ..program._graph import (
-    BatchConflict,
-    Dims,
-    Graph,
-    Halo,
-    PartialSum,
-    Reshard,
-    Source,
-    Value,
-    Work,
-)
+from ..program._graph import Dims, Graph, Halo, PartialSum, Reshard, Source, Value, Work
 from ._hardware import Hardware, all_gather, all_reduce
 from ._moved_rows import is_spectrum, moved_rows
+
+Cause = Literal[
+    "partial sums",
+    "gathered",
+    "gradients",
+    "sums over the batch",
+    "written",
+    "compared",
+    "by index",
+    "halos",
+    "turned",
+    "uneven",
+    "moved",
+]
 
 
 @dataclass(frozen=True)
@@ -33,24 +37,12 @@ class PlannedCollective:
     one of `dims` is sharded over them. `source` is the operation.
     """
 
-    cause: Literal[
-        "partial sums",
-        "gathered",
-        "gradients",
-        "sums over the batch",
-        "written",
-        "compared",
-        "by index",
-        "halos",
-        "turned",
-        "uneven",
-        "moved",
-    ]
+    cause: Cause
     bytes: int | float
-    backward: bool
-    root: int | None
     dims: Dims
     source: Source
+    backward: bool = False
+    root: int | None = None
 
 
 def of_model(
@@ -61,133 +53,138 @@ def of_model(
     Partial sums along it are all-reduced, and arrays that it does not stay sharded in are
     all-gathered.
     """
-    for one in _once(graph.partial_sums.values(), classes, hardware):
-        if classes.divides(one.node):
-            size = all_reduce(n, _sum_bytes(one, hardware) / batch.parts(one.dims))
-            root = classes[one.node]
-            yield PlannedCollective("partial sums", size, one.backward, root, one.dims, one.source)
+    for summed in _once(graph.partial_sums.values(), classes, hardware):
+        if classes.divides(summed.node):
+            dims, root = summed.value.dims, classes[summed.node]
+            sent = all_reduce(n, _sum_bytes(summed, hardware) / batch.parts(dims))
+            yield PlannedCollective(
+                "partial sums", sent, dims, summed.source, summed.backward, root
+            )
     for cut in graph.reshards:
+        dims = cut.result.dims
         for root, size in _cut_sides(cut, classes, batch):
-            sent = all_gather(n, size)
-            yield PlannedCollective("gathered", sent, False, root, cut.dims, cut.source)
+            yield PlannedCollective("gathered", all_gather(n, size), dims, cut.source, root=root)
 
 
 def of_batch(
     graph: Graph, batch: BatchDims, stored: int, hardware: Hardware
 ) -> Iterator[PlannedCollective]:
     """What is sent if the batch is sharded. A gradient is stored as `stored` different shards."""
-    over = [one for one in graph.partial_sums.values() if batch.has(one.node)]
-    split = (one for one in over if not _is_split_before(batch, one.node, one.before))
-    for one in over:
-        if _is_sum_by_index(one, graph, batch):
-            yield _sum_by_index(one, batch)
+    over_batch = [summed for summed in graph.partial_sums.values() if batch.has(summed.node)]
+    for summed in over_batch:
+        if _is_sum_by_index(summed, graph, batch):
+            yield _sum_by_index(summed, batch)
     # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
     scatters = hardware.scatters and stored == batch.count
-    gathered: set[int] = set()
-    for one in _once(split, batch, hardware):
+    split = (one for one in over_batch if not _is_split_as_well(batch, one.node, one.before))
+    gathered: set[int] = set()  # the tables of lookups, by the `id` of the variable
+    for summed in _once(split, batch, hardware):
+        dims, source = summed.value.dims, summed.source
+        devices, others = batch.around(summed.node, dims)
+        size = _sum_bytes(summed, hardware) / others
         # Results without rows are gradients.
-        is_gradient = one.backward and batch.parts(one.dims) == 1
-        found = batch.set_of(one.node)
-        assert found is not None
-        size = _sum_bytes(one, hardware) / batch.alone(one.node, one.dims)
-        sent = all_reduce(batch.count if is_gradient else found.count, size)
-        if is_gradient and scatters:
-            sent = all_gather(batch.count, size)
-        if not one.backward and _is_lookup(one, graph, batch):
-            table = id(one.source[-1].invars[0])
-            yield _lookup(one, batch, found.count, is_first=table not in gathered)
+        if summed.backward and batch.parts(dims) == 1:
+            sent = all_reduce(batch.count, size)
+            if scatters:
+                sent = all_gather(batch.count, size)
+            yield PlannedCollective("gradients", sent, dims, source, backward=True)
+        elif not summed.backward and _is_lookup(summed, graph, batch):
+            table = id(source[-1].invars[0])  # XLA gathers it once for all lookups
+            yield _lookup(summed, batch, is_first=table not in gathered)
             gathered.add(table)
-        elif is_gradient:
-            yield PlannedCollective("gradients", sent, True, None, one.dims, one.source)
         else:
-            cause = "sums over the batch"
-            yield PlannedCollective(cause, sent, one.backward, None, one.dims, one.source)
-    for meeting in _meetings_of_batch(graph, batch):
-        # Operations that need all of the batch, such as a table of all pairs of examples.
-        found = batch.set_of(meeting.node)
-        assert found is not None
-        size = meeting.bytes / batch.alone(meeting.node, meeting.dims)
-        sent = all_gather(found.count, size) * meeting.times
-        if meeting.node in meeting.before:
-            yield PlannedCollective("written", sent, False, None, meeting.dims, meeting.source)
-        else:
-            yield PlannedCollective("compared", sent, False, None, meeting.dims, meeting.source)
+            cause, sent = "sums over the batch", all_reduce(devices, size)
+            yield PlannedCollective(cause, sent, dims, source, summed.backward)
+    for gather in graph.batch_gathers:
+        if not batch.has(gather.node) or _is_split_as_well(batch, gather.node, gather.along):
+            continue
+        cause: Cause = "written"
+        if gather.before:
+            # As in a table of all pairs of examples.
+            cause = "compared"
+            if not _is_split_as_well(batch, gather.node, gather.before):
+                continue
+        devices, others = batch.around(gather.node, gather.operand.dims)
+        sent = all_gather(devices, gather.operand.bytes / others) * gather.times
+        yield PlannedCollective(cause, sent, gather.operand.dims, gather.source)
     for halo in graph.halos:
         if batch.has(halo.node):
             yield _halo(halo, batch)
     for work in graph.works:
         sent = _turned_back(work, graph, batch)
-        yield PlannedCollective("turned", sent, False, None, work.dims, work.source)
+        yield PlannedCollective("turned", sent, work.dims, work.source)
     for move, sent in moved_rows(graph, batch):
-        yield PlannedCollective("moved", sent, False, None, move.dims, move.source)
+        yield PlannedCollective("moved", sent, move.operand.dims, move.source)
 
 
-def _is_lookup(one: PartialSum, graph: Graph, batch: BatchDims) -> bool:
+def _rows(dims: Iterable[int], graph: Graph, batch: BatchDims) -> list[int]:
+    """The sizes of those dimensions that are of the batch."""
+    return [graph.sizes[node] for node in dims if batch.has(node)]
+
+
+def _is_lookup(summed: PartialSum, graph: Graph, batch: BatchDims) -> bool:
     """Whether devices look up other rows of the batch, as those of nodes at the edges of a graph.
 
     Rows that look up an element of as many rows, as of their label, look up in themselves.
     """
-    rows = [graph.sizes[node] for node in one.dims if batch.has(node)]
-    if not rows or not one.source or one.source[-1].primitive.name != "gather":
+    rows = _rows(summed.value.dims, graph, batch)
+    if not rows or summed.operation != "gather":
         return False
-    return graph.sizes[one.node] not in rows or one.bytes == _table_bytes(one)
+    return graph.sizes[summed.node] not in rows or summed.value.bytes == _table_bytes(summed)
 
 
-def _table_bytes(one: PartialSum) -> int:
+def _table_bytes(summed: PartialSum) -> int:
     """The bytes of the array that a gather looks up in."""
-    return _bytes(one.source[-1].invars[0])
+    return _bytes(summed.source[-1].invars[0])
 
 
-def _is_sum_by_index(one: PartialSum, graph: Graph, batch: BatchDims) -> bool:
+def _is_sum_by_index(summed: PartialSum, graph: Graph, batch: BatchDims) -> bool:
     """Whether rows of the batch are added to others, as messages at the nodes of a graph."""
-    rows = [graph.sizes[node] for node in one.before if batch.has(node)]
-    adds = bool(one.source) and one.source[-1].primitive.name in ("scatter-add", "scatter_add")
-    return adds and not one.backward and len(rows) > 0 and graph.sizes[one.node] not in rows
+    rows = _rows(summed.before, graph, batch)
+    adds = summed.operation in ("scatter-add", "scatter_add") and not summed.backward
+    return adds and len(rows) > 0 and graph.sizes[summed.node] not in rows
 
 
-def _sum_by_index(one: PartialSum, batch: BatchDims) -> PlannedCollective:
+def _sum_by_index(summed: PartialSum, batch: BatchDims) -> PlannedCollective:
     """Each device adds its own rows to all others, and XLA all-reduces the result.
 
     The cotangent of the result is all-gathered.
     """
-    found = batch.set_of(one.node)
-    assert found is not None
-    size = one.bytes * one.times / batch.alone(one.node, one.dims)
-    sent = all_reduce(found.count, size)
-    if one.of is not None and one.of.grad:
-        sent += all_gather(found.count, size)
-    return PlannedCollective("by index", sent, False, None, one.dims, one.source)
+    value = summed.value
+    devices, others = batch.around(summed.node, value.dims)
+    size = value.bytes * summed.times / others
+    sent = all_reduce(devices, size) + value.grad * all_gather(devices, size)
+    return PlannedCollective("by index", sent, value.dims, summed.source)
 
 
-def _lookup(one: PartialSum, batch: BatchDims, count: int, *, is_first: bool) -> PlannedCollective:
+def _lookup(summed: PartialSum, batch: BatchDims, *, is_first: bool) -> PlannedCollective:
     """An array is all-gathered for all lookups in it, and its cotangent all-reduced.
 
     XLA alone, for rows of a batch, all-reduces the cotangent of each lookup.
     """
-    size = _table_bytes(one) * one.times / batch.alone(one.node, one.dims)
-    sent = 0.0
+    value = summed.value
+    devices, others = batch.around(summed.node, value.dims)
+    size, sent = _table_bytes(summed) * summed.times / others, 0.0
     if is_first:
-        sent += all_gather(count, size)
-    if one.of is not None and one.of.grad and (is_first or not batch.splits_examples):
-        sent += all_reduce(count, size)
-    return PlannedCollective("by index", sent, False, None, one.dims, one.source)
+        sent += all_gather(devices, size)
+    if value.grad and (is_first or not batch.splits_examples):
+        sent += all_reduce(devices, size)
+    return PlannedCollective("by index", sent, value.dims, summed.source)
 
 
 def _halo(halo: Halo, batch: BatchDims) -> PlannedCollective:
-    cause, sent = "halos", halo.bytes
-    found = batch.set_of(halo.node)
-    assert found is not None
-    if not found.has(halo.target):
+    cause, sent, dims = "halos", halo.bytes, halo.operand.dims
+    devices, others = batch.around(halo.node, dims)
+    if not _is_split_as_well(batch, halo.node, [halo.target]):
         # Its size does not divide. The compiler may gather the array.
-        cause, sent = "uneven", all_gather(found.count, 2 * halo.all_bytes)
+        cause, sent = "uneven", all_gather(devices, 2 * halo.operand.bytes)
     elif halo.whole:
         # An all-to-all sends what a device has, but for its own part. The spectrum of an example
         # stays as it is, so that the inverse transform has the second one.
-        cause, sent = "turned", all_gather(found.count, halo.bytes) / found.count
+        cause, sent = "turned", all_gather(devices, halo.bytes) / devices
         if not batch.splits_examples:
             sent *= 2
-    sent = sent / batch.alone(halo.node, halo.dims) * halo.times
-    return PlannedCollective(cause, sent, False, None, halo.dims, halo.source)
+    return PlannedCollective(cause, sent / others * halo.times, dims, halo.source)
 
 
 def _turned_back(work: Work, graph: Graph, batch: BatchDims) -> int | float:
@@ -200,12 +197,11 @@ def _turned_back(work: Work, graph: Graph, batch: BatchDims) -> int | float:
         node = next(filter(batch.has, dims), None)
         if node is None or not is_spectrum(atom, dims, graph, batch):
             continue
-        split = batch.set_of(node)
-        assert split is not None
+        devices, others = batch.around(node, dims)
         count = 2 * prod(map(graph.sizes.__getitem__, work.dims))
         times = work.forward / max(1, count)
-        size = sum(map(_bytes, (atom, *equation.outvars))) / batch.alone(node, dims)
-        return 2 * times * all_gather(split.count, size) / split.count
+        size = sum(map(_bytes, (atom, *equation.outvars))) / others
+        return 2 * times * all_gather(devices, size) / devices
     return 0
 
 
@@ -214,50 +210,44 @@ def _bytes(atom: Atom) -> int:
     return array.size * array.dtype.itemsize
 
 
-def _is_split_before(batch: BatchDims, node: int, before: Iterable[int]) -> bool:
-    """Whether an earlier dimension of an array is sharded over the devices of a node."""
+def _is_split_as_well(batch: BatchDims, node: int, others: Iterable[int]) -> bool:
+    """Whether one of other dimensions is sharded over the same devices as a node."""
     own = batch.set_of(node)
-    return own is not None and any(map(own.has, before))
+    return own is not None and any(map(own.has, others))
 
 
 def _once(
     sums: Iterable[PartialSum], classes: Classes | BatchDims, hardware: Hardware
 ) -> Iterator[PartialSum]:
     """Partial sums, one for all uses of a value if the compiler adds their cotangents first."""
-    seen: set[tuple[Value | None, int]] = set()
-    for one in sums:
-        key = one.of, classes[one.node]
-        if not (one.backward and hardware.adds_first and key in seen):
-            yield one
+    seen: set[tuple[Value, int]] = set()
+    for summed in sums:
+        key = summed.value, classes[summed.node]
+        if not (summed.backward and hardware.adds_first and key in seen):
+            yield summed
         seen.add(key)
 
 
-def _sum_bytes(one: PartialSum, hardware: Hardware) -> int | float:
+def _sum_bytes(summed: PartialSum, hardware: Hardware) -> int | float:
     """Bytes that are reduced in a step for one partial sum."""
+    size = summed.value.bytes * summed.times
     if hardware.adds_first:
-        return one.bytes * one.times
-    return one.bytes * one.times * one.uses
-
-
-def _meetings_of_batch(graph: Graph, batch: BatchDims) -> Iterator[BatchConflict]:
-    for meeting in graph.batch_conflicts:
-        meets = _is_split_before(batch, meeting.node, meeting.before)
-        if meets and not _is_split_before(batch, meeting.node, meeting.along):
-            yield meeting
+        return size
+    return size * summed.uses
 
 
 def _cut_sides(
     cut: Reshard, classes: Classes, batch: BatchDims
 ) -> Iterator[tuple[int, int | float]]:
     """The classes that end at a cut, and the bytes that sharding them gathers there."""
-    before, after = (
-        None if node is None or not classes.divides(node) else classes[node]
-        for node in (cut.before, cut.after)
-    )
-    if before == after:
+    ends: list[tuple[int, int]] = []
+    for node, value in ((cut.before, cut.operand), (cut.after, cut.result)):
+        if node is not None and classes.divides(node):
+            ends.append((classes[node], value.bytes))
+    # A class that goes on after the cut, in another order, stays sharded.
+    if len({root for root, _ in ends}) < len(ends):
         return
     # Compilers gather the array and its cotangent on either side.
-    gathers = (cut.times + cut.backward) / batch.parts(cut.dims)
-    for one, size in ((before, cut.bytes_before), (after, cut.bytes_after)):
-        if one is not None:
-            yield one, size * gathers
+    gathers = (cut.times + cut.backward) / batch.parts(cut.result.dims)
+    for root, size in ends:
+        yield root, size * gathers

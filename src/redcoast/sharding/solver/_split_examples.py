@@ -345,13 +345,14 @@ def _followers(inner: Inner, nodes: Sequence[int]) -> tuple[int, ...]:
     of_arguments: set[int] = set()
     for value in (*program.batch_arrays, *program.parameters):
         of_arguments.update(value.dims)
-    created = classes.of(graph.created | (graph.of_parameters - of_arguments))
+    others = program.row_candidates
+    created = classes.of(others.created | (others.never - of_arguments))
     excluded = classes.of(of_arguments | (graph.blocked - graph.near))
     followers: list[int] = []
     for partial_sum in graph.partial_sums.values():
         if partial_sum.backward or classes[partial_sum.node] not in split_roots:
             continue
-        dims = list(filter(classes.divides, partial_sum.dims))
+        dims = list(filter(classes.divides, partial_sum.value.dims))
         if not split_roots.isdisjoint(classes.of(dims)):
             continue
         for node in dims:

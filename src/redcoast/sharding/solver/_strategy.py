@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import filterfalse
 
 from ...distributed._mesh import BATCH_AXES
-from .._mesh_axes import parts
-from ..program._batch_dims import BatchDims, batch_dims, batch_over, split_axes
+from .._mesh_axes import parts, used_axes
+from ..program._batch_dims import BatchDims, Entries, batch_dims, batch_over
 from ..program._classes import Classes, conflicts, splittable
-from ..program._constants import Constant
 from ..program._graph import Graph, Value, have_grad
-from ..program._program import Program
-from ._cost import Axes, Parameter, Prices, Seconds, group, price
+from ..program._program import Constant, Program
+from ._cost import Axes, Parameter, Problem, Seconds, group, price
 from ._eliminate import search_groups
 from ._hardware import Hardware, all_gather
 
@@ -21,10 +20,9 @@ from ._hardware import Hardware, all_gather
 class Decision:
     """Which dimensions of a program are sharded over which axes of a mesh.
 
-    The batch is split over `batch_axes`, if it divides, and the classes that are `chosen` over
-    `model_axes`. `hardware` is what the choice is for, and `sizes` are those of all axes. `cost` is
-    the time of a step in parts, and `seconds` that of arithmetic and communication, with what
-    overlaps and without memory traffic.
+    The batch is split over `batch_axes`, as far as it divides, and the classes that are `chosen`
+    over `model_axes`. `hardware` is what the choice is for, and `sizes` are those of all axes.
+    `cost` is the time of a step in parts, before arrays are replicated where memory is left.
     """
 
     program: Program
@@ -35,17 +33,33 @@ class Decision:
     classes: Classes
     chosen: frozenset[int]
     cost: Seconds
-    seconds: int | float
+
+    @property
+    def seconds(self) -> int | float:
+        """The time of arithmetic and communication, but for what overlaps."""
+        return self.cost.of_step(overlaps=self.hardware.overlaps)
 
     @property
     def n(self) -> int:
         """The number of devices that the chosen classes are sharded over."""
         return parts(self.model_axes, self.sizes)
 
+    @property
+    def of_stage(self) -> "Decision":
+        """The decision for what one device runs: in a pipeline, the layers of a stage."""
+        if self.program.staged is None:
+            return self
+        return replace(self, program=self.program.staged.of_stage)
+
     @cached_property
     def batch(self) -> BatchDims:
         """The dimensions that are sharded with the batch."""
         return batch_over(self.program, self.batch_axes, self.sizes)
+
+    @property
+    def used_batch_axes(self) -> tuple[str, ...]:
+        """Those of `batch_axes` over which the batch divides, with more than one device."""
+        return used_axes(self.batch.over(self.batch_axes), self.sizes)
 
     @cached_property
     def computed(self) -> tuple[int | None, ...]:
@@ -61,6 +75,10 @@ class Decision:
     def is_chosen(self, node: int) -> bool:
         """Whether a dimension is tensor-parallel."""
         return self.classes.divides(node) and self.classes[node] in self.chosen
+
+    def axes_of(self, dims: Sequence[int]) -> Entries:
+        """The axes that each dimension of an array is sharded over."""
+        return self.batch.axes_of(dims, self.is_chosen, self.model_axes)
 
     def is_parallel(self, dims: Sequence[int]) -> bool:
         """Whether an array with these dimensions is tensor-parallel."""
@@ -101,6 +119,7 @@ def best_strategy(
     dimension of each array that must be tensor-parallel, or None. `excess` are the bytes by which
     the activations of a decision do not fit into memory.
     """
+    # Constants can be tensor-parallel like the arrays of the model.
     parameters = list(map(Parameter, program.parameters, sharded))
     for _, value in program.large_constants:
         # Constants are always replicated in storage, so they are not gathered.
@@ -114,6 +133,7 @@ def best_strategy(
     for strategy in applicable:
         other = _solve(program, strategy, sizes, parameters, hardware, ())
         too_large, best_too_large = excess(other), excess(best)
+        # What fits into memory is better than what does not, whatever it costs.
         if (too_large > 0) != (best_too_large > 0):
             if best_too_large:
                 best = other
@@ -138,7 +158,7 @@ def is_fsdp_possible(program: Program, sizes: Mapping[str, int]) -> bool:
     """Whether a program can be trained with FSDP: it has gradients, and its batch is sharded over
     `fsdp`."""
     trains = have_grad(program.parameters)
-    return trains and "fsdp" in split_axes(program, BATCH_AXES, sizes)
+    return trains and "fsdp" in batch_over(program, BATCH_AXES, sizes).over(BATCH_AXES)
 
 
 def _applies(strategy: _Strategy, program: Program, sizes: Mapping[str, int]) -> bool:
@@ -173,8 +193,9 @@ def _solve(
     classes, batch = Classes(graph, n), batch_over(program, strategy.batch, sizes)
     fsdp = sizes["fsdp"]
     if "fsdp" in strategy.model:
-        fsdp = 1
+        fsdp = 1  # its devices are already those of tensor parallelism
     axes = Axes(batch.count, fsdp, n, stored(strategy.batch, sizes))
+    # Without candidates, every array is computed with as a whole.
     candidates: list[int] = []
     if n > 1 and "model" not in strategy.batch:
         candidates = _candidates(program, classes, batch)
@@ -183,15 +204,13 @@ def _solve(
     fixed = _fixed(program, classes, forced).intersection(candidates)
     taken = fixed.union(*map(against.__getitem__, fixed))
     candidates = list(filterfalse(taken.__contains__, candidates))
-    groups, price_of = _grouped(graph, classes, candidates, batch, parameters, axes)
-    prices = price_of(hardware)
-    picked = search_groups(prices.problem())
+    groups, problem = _grouped(graph, classes, candidates, batch, parameters, axes, hardware)
+    picked = search_groups(problem)
     chosen = fixed.union(root for root, number in groups.items() if number in picked)
-    cost = prices.seconds(picked)
+    cost = problem.seconds(picked)
     # Every use of the batch waits for it, so nothing hides this.
     gathered = batch_gathers(program, strategy.batch, sizes) / hardware.batch_bandwidth
     cost = replace(cost, exposed=cost.exposed + gathered)
-    seconds = cost.of_step(overlaps=hardware.overlaps)
     return Decision(
         program=program,
         hardware=hardware,
@@ -201,7 +220,6 @@ def _solve(
         classes=classes,
         chosen=chosen,
         cost=cost,
-        seconds=seconds,
     )
 
 
@@ -235,14 +253,15 @@ def _grouped(
     batch: BatchDims,
     parameters: Sequence[Parameter],
     axes: Axes,
-) -> tuple[dict[int, int], Callable[[Hardware], Prices]]:
-    """The group of each candidate, and a function that returns the prices for some hardware."""
+    hardware: Hardware,
+) -> tuple[dict[int, int], Problem]:
+    """The group of each candidate, and the problem of choosing among the groups."""
     against = conflicts(graph, classes, candidates)
     groups = group(graph, classes, candidates, against, parameters)
     between: dict[int, set[int]] = {}
     for root, others in against.items():
         between.setdefault(groups[root], set()).update(map(groups.__getitem__, others))
-    return groups, partial(price, graph, classes, batch, parameters, groups, between, axes)
+    return groups, price(graph, classes, batch, parameters, groups, between, axes, hardware)
 
 
 def _candidates(program: Program, classes: Classes, batch: BatchDims) -> list[int]:

@@ -77,23 +77,29 @@ class Recompute:
 class Compute:
     """How a program computes with a tree's arrays.
 
-    `dims` has for each array the dimension that is tensor-parallel (sharded over `model_axes`), or
-    None. `batch_axes` are the axes that the batch is split over. With `sequence`, values without a
-    tensor-parallel dimension are sharded along the sequence. `constants` are the large arrays that
-    the function closes over, each as its dtype and shape and its tensor-parallel dimension. With
-    `tokens`, a batch with fewer rows than `batch_axes` have devices is split along its sequence.
-    `microbatches` is how many a pipeline divides a batch into, if a user has decided it. `split`
-    has the dimensions that are split within examples: for axes of the mesh, the places of the
-    batch's arrays, each with a dimension. `recompute` is what the backward pass computes again.
-    With `offloaded`, the optimizer's state is in the memory of the host.
+    **Attributes:**
+
+    - `dims`: For each array the dimension that is tensor-parallel, or `None`.
+    - `batch_axes`, `model_axes`: The axes of the batch, and those of tensor-parallel dimensions.
+    - `sequence_parallel`: Whether values without a tensor-parallel dimension are sharded along the
+        sequence.
+    - `constants`: The large arrays that the function closes over, each as its dtype and shape and
+        its tensor-parallel dimension.
+    - `splits_examples`: Whether a batch with fewer rows than `batch_axes` have devices is split
+        along dimensions of its examples.
+    - `microbatches`: How many a pipeline divides a batch into, if a user has decided it.
+    - `split`: The dimensions that are split within examples: for axes of the mesh, the places of
+        the batch's arrays, each with a dimension.
+    - `recompute`: What the backward pass computes again.
+    - `offloaded`: Whether the optimizer's state is in the memory of the host.
     """
 
     dims: tuple[int | None, ...]
     batch_axes: tuple[str, ...] = BATCH_AXES
     model_axes: tuple[str, ...] = ("model",)
-    sequence: bool = False
+    sequence_parallel: bool = False
     constants: tuple[tuple[str, int | None], ...] = ()
-    tokens: bool = False
+    splits_examples: bool = False
     microbatches: int | None = None
     split: tuple[tuple[tuple[str, ...], tuple[tuple[int, int], ...]], ...] = ()
     recompute: Recompute | None = None
@@ -181,6 +187,7 @@ def _candidates(state: Leaf, by_path: Mapping[Path, LeafPlan]) -> Iterator[tuple
 
 def _matching_spec(state: Leaf, parameter: LeafPlan, rest: Path) -> P | None:
     """The spec of a state whose shape follows from its parameter's; None if it does not."""
+    # Specs end with their last sharded dimension; here all dimensions have an entry.
     shape, like = state.shape, parameter.leaf.shape
     entries = (*parameter.spec, *(None,) * (len(like) - len(parameter.spec)))
     if rest:
@@ -215,7 +222,7 @@ def _divided_statistics(state: Leaf, parameter: Leaf, sizes: Mapping[str, int]) 
 
     Each device computes with some of the matrices, and so stores them.
     """
-    *stack, rows, columns = (1, 1, *state.shape)
+    *stack, rows, columns = (1, 1, *state.shape)  # also of arrays of less than two dimensions
     axes = tuple(axis for axis, size in sizes.items() if size > 1)
     count = prod(sizes.values())
     is_square = len(state.shape) > 1 and rows == columns > 0

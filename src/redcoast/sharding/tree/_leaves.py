@@ -112,6 +112,7 @@ def _to_nodes(x: PyTree, path: tuple[str, ...], indices: Iterator[int]) -> Node 
         node = _to_nodes(child, (*path, name), indices)
         if node is not None:
             children[name] = node
+    # Dicts are unordered for JAX, and modules have the order of their fields.
     key_types = set(map(type, keys))
     if key_types == {jtu.DictKey}:
         # JAX sorts dict keys as text, `10` before `2`.

@@ -16,7 +16,7 @@ def apply_overrides(
     leaves: Sequence[Leaf], overrides: Iterable[Override], axes: Mapping[str, int]
 ) -> dict[int, P]:
     """Returns the spec of each leaf that a pattern matches, by index. The first match decides."""
-    specs: dict[int, P] = {}
+    specs: dict[int, P] = {}  # by the index of a leaf
     for override in overrides:
         if isinstance(override, str) or len(override) != 2:
             raise ValueError(
@@ -122,6 +122,7 @@ def _check_fits(leaf: Leaf, pattern: str, spec: P, axes: Mapping[str, int]) -> N
             continue
         names = spec_axes(entry)
         mesh_sizes = " x ".join(f"{name}={axes[name]}" for name in names)
+        # Most mistakes are another dimension than was meant.
         divisible = [str(d) for d, n in enumerate(leaf.shape) if n and n % parts == 0]
         others = ""
         if divisible:

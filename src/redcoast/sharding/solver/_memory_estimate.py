@@ -1,17 +1,16 @@
 """Estimates of memory and arithmetic per device, and the search for a plan within a budget."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import permutations
 from math import ceil, prod
 
 from .._mesh_axes import parts
 from ..program._graph import Dims, Value
 from ..program._program import Program
-from ..tree._leaf_plans import LeafPlan
 from ..tree._overrides import spec_parts
 from ._buffers import ModelArray, Part
 from ._figures import Arithmetic, Memory
+from ._layout import StorageLayout
 from ._peak import find_peak
 from ._strategy import Decision
 
@@ -27,12 +26,11 @@ def arithmetic(decision: Decision) -> Arithmetic:
     iterations that the planner assumes.
     """
     total = sum(work.flops for work in decision.program.graph.works)
-
-    def of_device(decision: Decision) -> int | float:
-        shared = sharing(decision)
-        return sum(work.flops / shared(work.dims) for work in decision.program.graph.works)
-
-    return Arithmetic(float(total), float(_staged_sum(decision, of_device)))
+    on_device = decision.of_stage
+    shared, each = sharing(on_device), 0.0
+    for work in on_device.program.graph.works:
+        each += work.flops / shared(work.dims)
+    return Arithmetic(float(total), each)
 
 
 def sharing(decision: Decision) -> Callable[[Sequence[int]], int]:
@@ -57,24 +55,17 @@ def sharing(decision: Decision) -> Callable[[Sequence[int]], int]:
     return shared
 
 
-def _staged_sum(decision: Decision, measure: Callable[[Decision], int | float]) -> int | float:
-    """A sum over the operations of a program, for one stage if it runs as a pipeline."""
-    total, staged = measure(decision), decision.program.staged
-    if staged is None:
-        return total
-    outside = measure(replace(decision, program=staged.outside))
-    return outside + (total - outside) * staged.share
-
-
-def estimate_memory(plans: Sequence[LeafPlan], decision: Decision, state_bytes: int) -> Memory:
+def estimate_memory(layout: StorageLayout, state_bytes: int) -> Memory:
     """Bytes per device of arrays, gradients, optimizer state, activations and constants.
 
     `state_bytes` is the size of the entire optimizer state, which is sharded like the trained
     parameters. Arrays that the function closes over are replicated.
     """
+    decision = layout.decision
     arrays = gradients = trained = 0.0
-    for row, value in zip(plans, decision.program.parameters, strict=True):
-        share = spec_parts(row.spec, decision.sizes)
+    # Gradients and optimizer state are stored as the array is.
+    for spec, value in zip(layout.specs, decision.program.parameters, strict=True):
+        share = spec_parts(spec, decision.sizes)
         arrays += value.bytes / share
         gradients += value.grad * value.bytes / share
         trained += value.grad * value.bytes
@@ -82,60 +73,42 @@ def estimate_memory(plans: Sequence[LeafPlan], decision: Decision, state_bytes: 
         arrays,
         gradients,
         state_bytes * gradients / max(1, trained),
-        sum(size for size, _ in activation_parts(plans, decision)),
-        sum(constant.bytes for constant in decision.program.constants),
+        sum(size for size, _ in activation_parts(layout)),
+        sum(constant.bytes for constant in decision.program.constants),  # on every device
         _batch_bytes(decision),
     )
-    rounded = list(map(round, sizes))
-    return Memory(*rounded, total=sum(rounded))
+    return Memory(*map(round, sizes))
 
 
-def activation_parts(plans: Sequence[LeafPlan], decision: Decision) -> tuple[Part, ...]:
+def activation_parts(layout: StorageLayout) -> tuple[Part, ...]:
     """Bytes per device of intermediate values at the peak, and the operation of each."""
-    if decision.program.staged is not None:
+    if layout.decision.program.staged is not None:
         # The microbatches of a pipeline are not followed one by one.
-        return (_saved_bytes(decision), ()), (_held_by_stage(plans, decision), ())
-    return _peak_parts([spec_parts(row.spec, decision.sizes) for row in plans], decision)
+        return (_saved_bytes(layout.decision), ()), (_held_by_stage(layout), ())
+    return _peak_parts(layout)
 
 
-def peak_bytes(decision: Decision, sharded: Sequence[bool]) -> int | float:
-    """Bytes per device of activations and the batch, if `sharded` arrays use all devices."""
-    if decision.program.staged is not None:
-        return _saved_bytes(decision)
-    shares: list[int] = []
-    for is_sharded, d in zip(sharded, decision.computed, strict=True):
-        share = 1
-        if is_sharded:
-            share = parts(("fsdp", "model"), decision.sizes)
-        elif d is not None:
-            share = decision.n
-        shares.append(share)
-    activations = sum(size for size, _ in _peak_parts(shares, decision))
-    return activations + _batch_bytes(decision)
+def excess_bytes(layout: StorageLayout, memory: int | float, state_bytes: int) -> int | float:
+    """Bytes per device by which a layout does not fit into memory."""
+    return max(0, estimate_memory(layout, state_bytes).total - FILLED * memory)
 
 
 def _saved_bytes(decision: Decision) -> int | float:
     """Bytes per device that are saved for the backward pass."""
-
-    def of_program(decision: Decision) -> int | float:
-        total = 0.0
-        for (dims, _), size in decision.program.graph.saved.items():
-            total += size / _devices(decision, dims)
-        return total
-
-    return _staged_sum(decision, of_program)
+    on_device, total = decision.of_stage, 0.0
+    for dims, size in on_device.program.graph.saved.items():
+        total += size / _devices(on_device, dims)
+    return total
 
 
 def _devices(decision: Decision, dims: Dims) -> int:
     """The number of devices that share an array with these dimensions."""
-    count = decision.batch.parts(dims)
-    if decision.is_parallel(dims):
-        count *= decision.n
-    return count
+    return prod(parts(axes or (), decision.sizes) for axes in decision.axes_of(dims))
 
 
-def _peak_parts(shares: Sequence[int], decision: Decision) -> tuple[Part, ...]:
-    """What is in memory at the peak beside gradients; `shares` are the parts of each array."""
+def _peak_parts(layout: StorageLayout) -> tuple[Part, ...]:
+    """What is in memory at the peak beside gradients."""
+    decision = layout.decision
     compiler, trains = decision.hardware.compiler, decision.program.traced.trains
     known: dict[Dims, int | float] = {}
 
@@ -149,17 +122,17 @@ def _peak_parts(shares: Sequence[int], decision: Decision) -> tuple[Part, ...]:
     program = decision.program
     arrays: list[ModelArray] = []
     gradients = 0.0
-    for share, value, d in zip(shares, program.parameters, decision.computed, strict=True):
-        split = 1
+    for spec, value, d in zip(layout.specs, program.parameters, decision.computed, strict=True):
+        share, split = spec_parts(spec, decision.sizes), 1
         if d is not None:
             split = decision.n
         whole = value.bytes / split
         gradients += value.grad * value.bytes / share
         arrays.append(
             ModelArray(
-                gathered=whole * (share > split),
+                gathered=whole * (share > split),  # 0 if it is stored as it is used
                 gradient=value.grad * value.bytes / share,
-                local=value.grad * whole * (decision.batch.count > 1),
+                local=value.grad * whole * (decision.batch.count > 1),  # before it is summed
                 first_use=program.graph.first_use.get(value.dims, ()),
             )
         )
@@ -171,15 +144,9 @@ def _peak_parts(shares: Sequence[int], decision: Decision) -> tuple[Part, ...]:
 
 def _local_shape(value: Value, decision: Decision) -> tuple[int, ...]:
     """The shape of an array on each device."""
-    batch = decision.batch
     shape: list[int] = []
-    for place, node in enumerate(value.dims):
-        before = value.dims[:place]
-        # A dimension is not split over axes that an earlier one is split over.
-        size = value.shape[place] * batch.parts(before) // batch.parts((*before, node))
-        if decision.is_parallel((node,)) and not decision.is_parallel(before):
-            size //= decision.n
-        shape.append(max(1, size))
+    for size, axes in zip(value.shape, decision.axes_of(value.dims), strict=True):
+        shape.append(max(1, size // parts(axes or (), decision.sizes)))
     return tuple(shape)
 
 
@@ -209,13 +176,13 @@ def _batch_bytes(decision: Decision) -> int | float:
     return total
 
 
-def _held_by_stage(plans: Sequence[LeafPlan], decision: Decision) -> int | float:
+def _held_by_stage(layout: StorageLayout) -> int | float:
     """Bytes per device that a stage of a pipeline needs beside what is saved for its gradient.
 
     These are its layers, all-gathered, with their gradients, and the microbatches that enter and
     leave.
     """
-    staged = decision.program.staged
+    decision, staged = layout.decision, layout.decision.program.staged
     assert staged is not None
     held = 0.0
     # While a stage runs, its layers and their gradients are whole, but for tensor parallelism.
@@ -224,60 +191,35 @@ def _held_by_stage(plans: Sequence[LeafPlan], decision: Decision) -> int | float
         whole = value.bytes / staged.stages
         if decision.computed[place] is not None:
             whole /= decision.n
-        own = value.bytes / spec_parts(plans[place].spec, decision.sizes)
+        own = value.bytes / spec_parts(layout.specs[place], decision.sizes)
         held += (1 + value.grad) * (whole - own)
     carried = staged.carried / decision.batch.count
     return held + 2 * carried * staged.ticks / staged.microbatches
 
 
-def room_for_activations(
-    program: Program,
-    axes: Mapping[str, int],
-    sharded: Sequence[bool],
-    memory: int | float,
-    state_bytes: int,
-) -> int | float:
-    """Bytes per device that are left for activations if `sharded` arrays use all devices."""
-    held = sum(constant.bytes for constant in program.constants)
-    # The optimizer's state is sharded like the gradients of trained arrays.
-    grads = trained = 0.0
-    layered = frozenset[int]()
-    if program.staged is not None:
-        layered = program.staged.layered
-    for place, (value, is_sharded) in enumerate(zip(program.parameters, sharded, strict=True)):
-        part = float(value.bytes)
-        if is_sharded:
-            part /= parts(("fsdp", "model"), axes)
-        if place in layered:
-            part /= axes["pipe"]
-        held += part
-        grads += value.grad * part
-        trained += value.grad * value.bytes
-    return FILLED * memory - held - grads - state_bytes * grads / max(1, trained)
-
-
 def fit_budget(
-    make: Callable[[Sequence[bool]], tuple[list[LeafPlan], Decision]],
+    make: Callable[[Sequence[bool]], StorageLayout],
     large: Sequence[bool],
     program: Program,
     axes: Mapping[str, int],
     budget: int,
     state_bytes: int,
-) -> tuple[list[LeafPlan], Decision]:
-    """The plan within the budget that shards the fewest arrays, the largest first."""
+) -> StorageLayout:
+    """The layout within the budget that shards the fewest arrays, the largest first."""
     sizes: list[int] = []
     for value, is_large in zip(program.parameters, large, strict=True):
         sizes.append(value.bytes * is_large)
+    # Both for the message, if nothing fits.
     least = activations = float("inf")
     # From no array to all large ones: the first plan that fits shards the fewest bytes.
     for bound in (float("inf"), *sorted(set(sizes) - {0}, reverse=True)):
-        plans, decision = make([size >= bound for size in sizes])
-        memory = estimate_memory(plans, decision, state_bytes)
+        layout = make([size >= bound for size in sizes])
+        memory = estimate_memory(layout, state_bytes)
         # An array that is split is gathered where it is used, which the budget leaves out.
         activations = min(activations, memory.activations)
         least = memory.total - memory.activations + activations
         if least <= budget:
-            return plans, decision
+            return layout
     shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
     raise ValueError(
         f"The budget of {budget / 1e6:,.4g} MB for each device is too small. With all large arrays "

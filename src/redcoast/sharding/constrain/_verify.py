@@ -46,11 +46,16 @@ def verify(
     """
     with without_ambient_mesh():  # `jax.jit` would use the devices of an ambient mesh
         expected = _on_one_device(loss_fn, mesh, model, batch, key)
-    replicated = NamedSharding(mesh, P())
     placed = jax.tree.map(_place, model, shardings)
-    # Rows are split as `fit` splits them, so that the same program runs.
-    rows, placed_key = _shard_rows(batch, mesh), _put(key, replicated)
-    actual = _loss_and_grads(planned, placed, rows, placed_key, mesh)
+
+    def of_rows(x: Any) -> Sharding:
+        # Rows are split as `fit` splits them, so that the same program runs.
+        if x.ndim == 0:
+            return NamedSharding(mesh, P())
+        return batch_sharding(mesh, x.shape[0])
+
+    placed_key = _put(key, lambda x: NamedSharding(mesh, P()))
+    actual = _loss_and_grads(planned, placed, _put(batch, of_rows), placed_key, mesh)
     errors = _differences(actual, expected)
     # A NaN is not less than the tolerance, and not more either.
     wrong = [f"{name} (by {error:.2g})" for name, error in errors.items() if not error <= tolerance]
@@ -81,14 +86,14 @@ def _on_one_device(
         run = jaxpr_as_fun(_on_device(traced.jaxpr, device))
         return join(run(*arrays), traced.output)
 
-    model, batch, key = _put((model, batch, key), device)
+    model, batch, key = _put((model, batch, key), lambda x: device)
     return _loss_and_grads(loss_on_device, model, batch, key, mesh)
 
 
 def _on_device(closed: AnyJaxpr, device: Sharding) -> AnyJaxpr:
     """Moves the constants of a jaxpr to a device, and replaces its shardings by the device."""
     with jax.ensure_compile_time_eval():  # the constants of inner jaxprs must not be traced
-        consts = [_put(x, device) for x in consts_of(closed)]
+        consts = [_put(x, lambda x: device) for x in consts_of(closed)]
     jaxpr = _replace_shardings(open_jaxpr(closed), device)
     if isinstance(closed, Jaxpr) and not consts:
         return jaxpr
@@ -136,26 +141,15 @@ def _loss_and_grads(
     return {path: np.asarray(x) for path, x in arrays.items()}
 
 
-def _put(tree: PyTree, sharding: Sharding) -> PyTree:
+def _put(tree: PyTree, sharding_of: Callable[[Any], Sharding]) -> PyTree:
+    """Places each array of a tree."""
+
     def put(x: Any) -> Any:
         if not eqx.is_array(x):
             return x
-        return jax.device_put(x, sharding)
+        return jax.device_put(x, sharding_of(x))
 
     return jax.tree.map(put, tree)
-
-
-def _shard_rows(batch: PyTree, mesh: Mesh) -> PyTree:
-    """Places a batch as `fit` does: its rows are sharded if they divide."""
-
-    def place(x: Any) -> Any:
-        if not eqx.is_array(x):
-            return x
-        if x.ndim == 0:
-            return jax.device_put(x, NamedSharding(mesh, P()))
-        return jax.device_put(x, batch_sharding(mesh, x.shape[0]))
-
-    return jax.tree.map(place, batch)
 
 
 def _differences(

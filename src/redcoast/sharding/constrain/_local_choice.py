@@ -5,7 +5,14 @@ from math import prod
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from ...core._control_flow import AnyJaxpr, Scan, While, control_flow, open_jaxpr
+from ...core._control_flow import (
+    AnyJaxpr,
+    Scan,
+    While,
+    control_flow,
+    is_callback,
+    open_jaxpr,
+)
 from ...core._jaxpr import variables
 from .._mesh_axes import used_axes
 from ..program._graph import Source, Value
@@ -113,11 +120,22 @@ def _region(
 ) -> LocalRegion:
     """The devices that divide the rows of an equation with operands of these values."""
     axes = used_axes(shardings.batch_axes, shardings.mesh.shape)
-    is_loop = isinstance(control_flow(equation), While)
+    flow = control_flow(equation)
+    # No derivative goes through a loop with any number of iterations, or through the host.
+    is_loop = isinstance(flow, While) or (isinstance(flow, Scan) and _is_of_calls(flow))
     sharded = ()
     if any(map(shardings.is_parallel, filter(None, values))):
         sharded = shardings.compute.model_axes
     return LocalRegion(shardings.mesh, axes, sharded, is_loop)
+
+
+def _is_of_calls(scan: Scan) -> bool:
+    """Whether all that an iteration returns comes from the host."""
+    body = open_jaxpr(scan.body)
+    returned: set[Var] = set()
+    for equation in filter(is_callback, body.eqns):
+        returned.update(equation.outvars)
+    return returned.issuperset(variables(body.outvars))
 
 
 def _row_dim(value: Value | None, region: LocalRegion, shardings: Shardings) -> int | None:

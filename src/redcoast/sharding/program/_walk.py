@@ -317,7 +317,7 @@ def _link(graph: Graph, values: Sequence[Value], others: Sequence[Value]) -> Non
 def _while(graph: Graph, loop: While, inputs: Sequence[Value]) -> Walked:
     cond_consts, body_consts, carry = loop.split(inputs)
     carry = _copies(carry, have_grad([*body_consts, *carry]))
-    cond_consts = _copies(cond_consts)
+    cond_consts = _copies(cond_consts, grad=False)  # a condition has no derivative
     body_consts = [replace(value, reduced=_reduced_once(graph, value)) for value in body_consts]
     outside = graph.cursor
     graph.cursor = outside.repeated(ASSUMED_TRIPS)

@@ -46,7 +46,7 @@ from ._flat_function import (
 )
 from ._flat_state import FlatState, as_tree
 from ._last_state import LastState, Outline
-from ._programs import compiled_once
+from ._programs import compiled_once, jit_donating
 from ._step_messages import check_hashable, match_shardings, path_name, refuse_donated
 from ._wrong_gradients import refuse_wrong_gradients
 
@@ -385,8 +385,8 @@ class CompiledStep:
         # A program that uses a value of another trace has it as an argument more, and JAX explains
         # that when it is called.
         is_whole = len(traced.jaxpr.in_avals) == len(jax.tree.leaves((arrays, others)))
-        if self._reuse_for is not None and is_whole and not is_jit_disabled():
-            run, closed_over = self._reused(kind, traced, self._reuse_for)
+        if is_whole and not is_jit_disabled():
+            run, closed_over = self._from_trace(kind, traced)
         # A step that changes a dtype is compiled again for its own result.
         new_types = [(x.shape, x.dtype) for x in traced.out_info[0]]
         return _Program(
@@ -397,19 +397,24 @@ class CompiledStep:
             keeps_types=new_types == [(x.shape, x.dtype) for x in arrays],
         )
 
-    def _reused(
-        self, kind: _StateKind, traced: jax.stages.Traced, function: Callable[..., object]
+    def _from_trace(
+        self, kind: _StateKind, traced: jax.stages.Traced
     ) -> tuple[Callable[..., PyTree], Arrays]:
-        """The program of an earlier step that is the same, with the constants of this one."""
-        compiled, closed_over = compiled_once(
-            traced.jaxpr,
-            function,
-            self._mesh,
-            kind.shardings,
-            kind.given_shardings,
-            donates=True,
-            options=tuple(self.compiler_options.items()),
-        )
+        """The program of a trace, and the arrays that it closes over.
+
+        It may be that of an earlier step that is the same, with the constants of this one.
+        """
+        options = tuple(self.compiler_options.items())
+        shardings = kind.shardings, kind.given_shardings
+        jaxpr = traced.jaxpr
+        if self._reuse_for is None:
+            compiled = jit_donating(jaxpr, self._mesh, *shardings, options)
+            closed_over = list(consts_of(jaxpr))
+        else:
+            function = self._reuse_for
+            compiled, closed_over = compiled_once(
+                jaxpr, function, self._mesh, *shardings, donates=True, options=options
+            )
         structure = jax.tree.structure(traced.out_info[1])
 
         def run(arrays: Arrays, others: Arrays) -> tuple[Arrays, PyTree]:

@@ -107,7 +107,7 @@ def _jit(
     options: Options,
 ) -> Run:
     if donates:
-        return _jit_donating(jaxpr, mesh, in_shardings, out_shardings, options)
+        return jit_donating(jaxpr, mesh, in_shardings, out_shardings, options)
     evaluate = jaxpr_as_fun(jaxpr)
     count = len(out_shardings)
 
@@ -136,7 +136,7 @@ def _kept(jaxpr: AnyJaxpr, in_shardings: Shardings, out_shardings: Shardings) ->
     return kept
 
 
-def _jit_donating(
+def jit_donating(
     jaxpr: AnyJaxpr,
     mesh: Mesh | AbstractMesh,
     in_shardings: Shardings,

@@ -31,6 +31,7 @@ OF_INTERNALS = {
     "gpu.py": "attention without cuDNN's kernel, beside attention with it",
     "loop_parts.py": "the training step without some of its parts",
     "megatron_ahead.py": "the step of a dry run whose activations are not constrained",
+    "offload_ahead.py": "the program of a gradient that is compiled for absent devices",
     "peers_ahead.py": "the schedule of a step that is compiled for absent devices",
     "published_runs.py": "the schedule of a dry run, and the efficiencies of its estimate",
     "saving.py": "the parts of a load, which are timed by themselves",

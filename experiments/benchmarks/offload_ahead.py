@@ -1,0 +1,87 @@
+"""Activations in the memory of the host, by JAX's policies for it, as compilers make them.
+
+    pip install -e ".[experiments,cuda12,tpu]"
+    python experiments/benchmarks/offload_ahead.py --page docs/measured/memory_plan.md
+
+The program is the gradient of 8 layers, each a product of 8,192 rows with a matrix of width 4,096
+in bfloat16, in a loop or unrolled. Its products, 64 MiB in each layer, are kept on the device or
+offloaded with `jax.checkpoint_policies.save_and_offload_only_these_names`. Nothing is run.
+"""
+
+import os
+
+# JAX reads these when it is first imported; no accelerator is looked for.
+os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu"}
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+from _pages import Printed
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from redcoast.core._target import compiling_for
+from redcoast.dryrun._place import target_place
+
+LAYERS, WIDTH, ROWS = 8, 4096, 8192
+TARGETS = "h100:1", "a100-80gb:1", "v5e:1x1"
+MIB = 2**20
+KEPT = jax.checkpoint_policies.save_only_these_names("product")
+OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["product"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+
+
+def main(page: Path | None = None, targets: tuple[str, ...] = TARGETS) -> None:
+    """Prints the temporaries of each program.
+
+    Args:
+        page: A page with the marks `offload`.
+        targets: Single devices, whose compilers are installed.
+    """
+    table = Printed()
+    table.add(
+        "| target | layers | products | MiB of temporaries | MiB on the host |",
+        "| --- | --- | --- | ---: | ---: |",
+    )
+    for target in targets:
+        for layers, unroll in (("loop", 1), ("unrolled", LAYERS)):
+            for products, policy in (("kept", KEPT), ("offloaded", OFFLOADED)):
+                memory = compiled_memory(target, policy, unroll)
+                sizes = memory.temp_size_in_bytes, memory.host_temp_size_in_bytes
+                cells = " | ".join(f"{size / MIB:,.0f}" for size in sizes)
+                table.add(f"| {target} | {layers} | {products} | {cells} |")
+    table.write(page, "offload")
+
+
+def compiled_memory(target: str, policy: object, unroll: int) -> Any:
+    def layer(x: Array, w: Array) -> tuple[Array, None]:
+        y = checkpoint_name(x @ w, "product")
+        return jnp.tanh(y) * x, None
+
+    def loss(weights: Float[Array, "layers width width"], x: Float[Array, "rows width"]) -> Array:
+        body = jax.checkpoint(layer, policy=policy)
+        x, _ = jax.lax.scan(body, x, weights, unroll=unroll)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    place = target_place(target)
+    whole = NamedSharding(place.mesh({"data": 1}), P())
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)
+        for shape in ((LAYERS, WIDTH, WIDTH), (ROWS, WIDTH))
+    ]
+    with compiling_for(place.device):
+        compiled = jax.jit(jax.grad(loss), out_shardings=whole).lower(*shapes).compile()
+    return compiled.memory_analysis()
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)

@@ -1,6 +1,6 @@
 """Collectives of programs whose examples are independent of each other, and the time of a step.
 
-    pip install -e ".[experiments]" blackjax diffrax optimistix
+    pip install -e ".[experiments]" blackjax diffrax lineax optimistix
     python experiments/benchmarks/local_regions.py --save before.json  # an earlier version
     python experiments/benchmarks/local_regions.py --before before.json
 
@@ -268,6 +268,43 @@ def linear_algebra(decompose: Callable[[Any], Any]) -> Program:
     return loss, model, spread(16)
 
 
+def lineax_solve(solver: str) -> Program:
+    """A system of equations for each example."""
+    import lineax
+
+    model = eqx.nn.MLP(16, 16 * 16, 32, 1, key=KEY)
+    options = {"CG": {"rtol": 1e-4, "atol": 1e-4, "max_steps": 200}}
+
+    def one(model: Any, x: Any) -> Any:
+        matrix = model(x).reshape(16, 16)
+        matrix = matrix @ matrix.T + jnp.diag(jnp.arange(1.0, 17.0))
+        operator = lineax.MatrixLinearOperator(matrix, lineax.positive_semidefinite_tag)
+        method = getattr(lineax, solver)(**options.get(solver, {}))
+        return lineax.linear_solve(operator, x, solver=method).value
+
+    loss = lambda model, batch, key: jnp.mean(jax.vmap(lambda x: one(model, x))(batch) ** 2)
+    return loss, model, spread(16)
+
+
+def one_by_one() -> Program:
+    """`jax.lax.map` over the examples."""
+    model = eqx.nn.MLP(16, 16, 64, 2, key=KEY)
+    return lambda model, batch, key: jnp.mean(jax.lax.map(model, batch) ** 2), model, spread(16)
+
+
+def on_host() -> Program:
+    """A function on the host that is called for each example."""
+    model = eqx.nn.MLP(16, 16, 64, 2, key=KEY)
+
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        z = jax.lax.stop_gradient(jax.vmap(model)(batch))
+        struct = jax.ShapeDtypeStruct((16,), z.dtype)
+        call = lambda z: jax.pure_callback(np.sin, struct, z, vmap_method="sequential")
+        return jnp.mean((jax.vmap(call)(z) + jax.vmap(model)(batch)) ** 2)
+
+    return loss, model, spread(16)
+
+
 def error_if() -> Program:
     model = eqx.nn.MLP(16, 16, 64, 2, key=KEY)
 
@@ -296,6 +333,10 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "SVD": lambda: linear_algebra(lambda x: jnp.linalg.svd(x, compute_uv=False)),
     "eigh": lambda: linear_algebra(lambda x: jnp.linalg.eigh(x)[0]),
     "solve": lambda: linear_algebra(lambda x: jnp.linalg.solve(x, jnp.ones(16))),
+    "lineax, `LU`": lambda: lineax_solve("LU"),
+    "lineax, `CG`": lambda: lineax_solve("CG"),
+    "`lax.map`": one_by_one,
+    "`pure_callback`": on_host,
     "`error_if`": error_if,
 }
 
@@ -353,6 +394,8 @@ def main(
     if save is not None:
         save.write_text(json.dumps(figures), "utf-8")
     region = "local_regions" if fsdp == 1 else f"local_regions_data{data}_fsdp{fsdp}"
+    if platform != "cpu":
+        region = f"{region}_{platform}"
     table.write(page, f"{region}_alone" if alone else region)
 
 

@@ -6,7 +6,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -44,17 +43,23 @@ COMMON_CAUSES = (
 
 
 # Not an `eqx.Module`, whose attributes take longer to read: one is created and read in each step.
-@ft.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["names"])
-@dataclass(frozen=True)
+@jax.tree_util.register_pytree_node_class
 class PackedMetrics:
     """The scalar metrics of a step in one array, so that the host reads them in one transfer.
 
     - `names`: the names of the metrics, in the order of `values`.
-    - `values`: the values of the metrics, in float32 or wider.
+    - `values`: the values of the metrics, in float32 or wider; an array, or its shape.
     """
 
-    names: tuple[str, ...]
-    values: Float[Array, " metrics"]
+    def __init__(self, names: tuple[str, ...], values: PyTree):
+        self.names, self.values = names, values
+
+    def tree_flatten(self) -> tuple[tuple[PyTree], tuple[str, ...]]:
+        return (self.values,), self.names
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], children: tuple[PyTree]) -> "PackedMetrics":
+        return cls(names, *children)
 
 
 # The metrics that a step returns, before they are read.

@@ -3,8 +3,10 @@
     nox -s bench_redco
 
 `rc.fit` and `redco.Trainer` train models of the same size, in float32 with AdamW, and take turns in
-one process. Each turn is a later call, which compiles nothing. A ratio above 1 means that redcoast
-takes longer. Needs redco, and flax and transformers in the versions of `step.py`.
+one process. Each turn is a later call, which compiles nothing, of a few steps and of more: the
+difference is the time of steps alone, without the start and the end of a call, in which `fit`
+traces the loss again. A ratio above 1 means that redcoast takes longer. Needs redco, and flax and
+transformers in the versions of `step.py`.
 """
 
 # pyright: reportMissingImports=false
@@ -34,7 +36,9 @@ def main(
     batch_size: int = 16,
     seq: int = 128,
     steps: int = 4,
+    more: int = 8,
     turns: int = 5,
+    meshes: tuple[str, ...] = ("data=8", "data=2,model=4"),
 ) -> None:
     """Prints a table of ratios.
 
@@ -43,27 +47,44 @@ def main(
         layers: The number of layers.
         batch_size: The number of sequences in a batch, over all devices.
         seq: The sequence length in tokens.
-        steps: The number of steps in a turn.
+        steps: The number of steps in a short turn.
+        more: The number of steps that a long turn has more.
         turns: The number of turns of each.
+        meshes: The meshes, of which Redco has those with `data` and `model`.
     """
     rc.emulate_devices(8)
-    rows = list(np.random.default_rng(0).integers(3, VOCAB, (batch_size * steps, seq), np.int32))
-    print("| family | mesh | fit / Redco's trainer | least and most |\n| --- | --- | ---: | ---: |")
+    count = batch_size * (steps + more)
+    rows = list(np.random.default_rng(0).integers(3, VOCAB, (count, seq), np.int32))
+    short = batch_size * steps
+    print("| family | mesh | a call | least and most | steps alone | least and most |")
+    print("| --- | --- | ---: | ---: | ---: | ---: |")
     for family in families:
-        for mesh, shards in MESHES.items():
+        for mesh in meshes:
+            shards = MESHES[mesh]
             if batch_size * shards % 8:  # Redco gives each data-parallel device whole sequences
                 continue
             ours = with_fit(family, layers, mesh, rows, batch_size)
             theirs = with_redco(family, layers, shards, rows, batch_size)
-            found = [ours() / theirs() for _ in range(turns + 1)][1:]  # the first turn compiles
-            low, median, high = min(found), statistics.median(found), max(found)
-            print(f"| {family} | {mesh} | {median:.2f} | {low:.2f} {high:.2f} |", flush=True)
+            of_call: list[float] = []
+            of_steps: list[float] = []
+            for turn in range(turns + 1):
+                before = ours(short), theirs(short)
+                after = ours(count), theirs(count)
+                if turn:  # the first turn compiles
+                    of_call.append(before[0] / before[1])
+                    of_steps.append((after[0] - before[0]) / (after[1] - before[1]))
+            print(f"| {family} | {mesh} | {cells(of_call)} | {cells(of_steps)} |", flush=True)
+
+
+def cells(ratios: list[float]) -> str:
+    """The median, and the least and the most."""
+    return f"{statistics.median(ratios):.2f} | {min(ratios):.2f} {max(ratios):.2f}"
 
 
 def with_fit(
     family: str, layers: int, mesh: str, rows: list[Any], batch_size: int
-) -> Callable[[], float]:
-    """A function that trains for an epoch and returns the processor time."""
+) -> Callable[..., float]:
+    """A function that trains for an epoch of the first rows and returns the processor time."""
     config = deepen(OURS[family], layers)
     model = getattr(rc.models, type(config).__name__.removesuffix("Config"))
     sizes: dict[str, Any] = {
@@ -74,11 +95,11 @@ def with_fit(
     optimizer = optax.adamw(1e-4)
     state: Any = lambda key: model(config, key=key)
 
-    def epoch() -> float:
+    def epoch(count: int = len(rows)) -> float:
         nonlocal state
-        steps = len(rows) // batch_size + (0 if callable(state) else int(state.step))
+        steps = count // batch_size + (0 if callable(state) else int(state.step))
         begin = time.process_time()
-        state = rc.fit(state, optimizer, rows, steps=steps, **options)
+        state = rc.fit(state, optimizer, rows[:count], steps=steps, **options)
         complete(state, steps)
         return time.process_time() - begin
 
@@ -91,7 +112,7 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Any:
 
 def with_redco(
     family: str, layers: int, shards: int, rows: list[Any], batch_size: int
-) -> Callable[[], float]:
+) -> Callable[..., float]:
     """The same with `redco.Trainer`."""
     model = flax_model(family, layers)
 
@@ -111,9 +132,9 @@ def with_redco(
         params_sharding_rules=rules,
     )
 
-    def epoch() -> float:
+    def epoch(count: int = len(rows)) -> float:
         begin = time.process_time()
-        trainer.train(rows, per_device_batch_size=batch_size * shards // 8)
+        trainer.train(rows[:count], per_device_batch_size=batch_size * shards // 8)
         assert trainer.step  # waits for the last step
         return time.process_time() - begin
 

@@ -65,6 +65,14 @@ def in_a_loop(w, batch, key):
     return lax.scan(step, batch[0], None, length=2)[0].mean()
 
 
+def delayed(w, batch, key):
+    """A mean over all examples, which a loop hands on for three iterations."""
+    z = h(w, batch[0])
+    step = lambda c, _: ((z.mean(0), c[0], c[1], c[2]), None)
+    (*_, mean), _ = lax.scan(step, (jnp.zeros(D),) * 4, None, length=5)
+    return jnp.mean((z - spread(mean, z)) ** 2)
+
+
 def mixed_up(w, batch, key):
     other = batch[0][jax.random.permutation(key, B)]
     return jnp.mean(h(w, 0.5 * batch[0] + 0.5 * other))
@@ -86,6 +94,7 @@ COUPLED = {
     "router": (router, "mul"),
     "cross-correlation": (cross_correlation, "integer_pow"),
     "in a loop": (in_a_loop, "reduce_sum"),
+    "delayed by a loop": (delayed, "reduce_sum"),
     "mixed up": (mixed_up, "gather"),
     "root of a mean": (lambda w, b, k: jnp.sqrt(jnp.mean(h(w, b[0]) ** 2)), "sqrt"),
     "log of a mean": (lambda w, b, k: jnp.log(jnp.mean(jnp.exp(h(w, b[0])))), "log"),

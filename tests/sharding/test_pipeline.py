@@ -296,6 +296,14 @@ def slow_noise(x, w):
     return x @ w + jax.random.normal(key, x.shape), None
 
 
+def until_small(x, w):
+    return jax.lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x / 2, x @ w), None
+
+
+def until_rows_are_small(x, w):
+    return jax.lax.while_loop(lambda x: x[0, 0, 0] > 1, lambda x: x / 2, x @ w), None
+
+
 def plain(x, w):
     return jnp.tanh(x @ w), None
 
@@ -338,6 +346,8 @@ REFUSED = {
     "dropout of tokens": (scanned(flat_dropout, flat), {}, "a dimension that joins rows"),
     "places of tokens": (scanned(written), {}, "`scatter` combines rows with other rows"),
     "rounded sum": (scanned(counted), {}, "`div` is applied to a sum over rows"),
+    "loop until all rows": (scanned(until_small), {}, "`reduce_max` reduces over rows"),
+    "loop until one row": (scanned(until_rows_are_small), {}, "rows"),
     "generator": (scanned(slow_noise), {}, "another generator"),
     "no batch": (scanned(plain, lambda x: jnp.mean(x, (0, 1))), {}, "no batch dimension"),
     "no scan": (unrolled, {}, "Its layers are not a scan"),

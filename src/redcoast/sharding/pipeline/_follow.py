@@ -57,6 +57,7 @@ def follow_rows(traces: LayerTraces, inputs: Sequence[State]) -> tuple[States, B
         of_results=walk.rows_of_results,
         join=join_rows,
         control=_of_branch,
+        follows_ends=True,
     )
     return follow_facts(rows, traces.few, inputs), walk.bits
 

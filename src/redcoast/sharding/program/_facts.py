@@ -97,6 +97,8 @@ class Facts(Generic[Fact]):
         that of an array that is one or the other.
     - `control`: the fact of a result, from itself and the facts of what a branch is chosen by, or a
         loop ends by.
+    - `follows_ends`: whether what a loop ends by is its condition, which is followed, and not only
+        what that closes over.
     """
 
     of_number: Callable[[object], Fact]
@@ -104,6 +106,7 @@ class Facts(Generic[Fact]):
     join: Callable[[Sequence[Fact]], Fact]
     widen: Callable[[Fact, Fact], Fact] | None = None
     control: Callable[[Fact, Sequence[Fact]], Fact] = lambda fact, _: fact
+    follows_ends: bool = False
 
     def carried(self, before: Fact, after: Fact) -> Fact:
         """The fact of a loop's carry."""
@@ -179,14 +182,15 @@ def _follow_inner(
 
     def loop(
         body: Scope, consts: Sequence[Fact], carry: Sequence[Fact], xs: Sequence[Fact]
-    ) -> list[Fact]:
+    ) -> tuple[list[Fact], list[Fact]]:
+        """The facts of the carry after any number of iterations, and of the results of one more."""
         # A carried value may depend on the results of earlier iterations. Facts that are joined
         # only grow, so that this ends.
         while True:
             results = run(body, [*consts, *carry, *xs])
             carried = list(map(facts.carried, carry, results))
             if carried == list(carry):
-                return results
+                return carried, results
             carry = carried
 
     def control(results: Iterable[Fact], conditions: Sequence[Fact]) -> list[Fact]:
@@ -198,10 +202,12 @@ def _follow_inner(
             branches = [run(scope, operands[1:]) for scope in inner]
             return control(map(facts.join, zip(*branches, strict=True)), operands[:1])
         case Scan() as scan:
-            return loop(inner[0], *scan.split(operands))
+            _, results = loop(inner[0], *scan.split(operands))
+            return results
         case While() as while_loop:
-            # The first scope is that of the condition, whose facts are those of its constants.
             condition, consts, carry = while_loop.split(operands)
-            results = loop(inner[1], consts, carry, [])
+            carried, results = loop(inner[1], consts, carry, [])
+            if facts.follows_ends:
+                condition = run(inner[0], [*condition, *carried])
             return control(results, condition)
     return run(inner[0], operands)

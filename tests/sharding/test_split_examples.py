@@ -195,6 +195,35 @@ def test_spectra_are_split_along_another_dimension_until_the_inverse_transform()
     assert priced["all-to-alls around Fourier transforms"] == pytest.approx(of_turned, rel=0.1)
 
 
+def test_products_of_pairs_stay_split_along_the_rows():
+    """`jnp.einsum` transposes them. An operand is gathered for each pass, and a sum of parts, whose
+    cotangent is gathered, is not turned."""
+
+    @jax.checkpoint
+    def block(p, z):
+        n = jnp.tanh(z)
+        z = z + jnp.tanh(jnp.einsum("bikc,bjkc->bijc", n @ p["a"], n @ p["b"]) @ p["c"])
+        n = jnp.tanh(z)
+        return z + jnp.tanh(jnp.einsum("bkic,bkjc->bijc", n @ p["a"], n @ p["b"]) @ p["c"])
+
+    def loss(params, batch, key):
+        z = batch @ params["c"]
+        return jnp.mean((block(params, block(params, z)) - batch) ** 2)
+
+    params = {name: normal(16, 16) / 16 for name in "abc"}
+    mesh, batch = mesh_of((8, 1, 1)), normal(1, 32, 32, 16)
+    plan = plan_of(loss, params, batch, mesh, replace(TIGHT, adds_first=False, scatters=False))
+    assert plan.compute.split == ((("data",), ((0, 1),)),)
+    program = jax.jit(jax.grad(plan.constrain(loss))).lower(params, batch, None).compile()
+    sent = collectives(program.as_text(), mesh)
+    # Of each of two blocks: three times an operand, and the cotangent of the sum.
+    assert sum(one.operand_bytes for one in sent if one.kind == "all-gather") == batch.nbytes
+    assert not [one for one in sent if one.kind == "all-to-all"]
+    priced = sum(one.bytes for one in plan.report.program.traffic)
+    assert priced == pytest.approx(sum(one.sent_bytes for one in sent), rel=0.05)
+    assert max(plan.verify(loss, params, batch).values()) < 1e-5
+
+
 def test_nodes_are_gathered_once_for_all_lookups_and_their_cotangents_added_first():
     """Each round looks up the senders and the receivers of its edges."""
     mesh, params = mesh_of((8, 1, 1)), {"message": normal(128, 64) / 32}

@@ -50,7 +50,7 @@ from ._shardings import (
     Shardings,
     find_shardings,
     gather_looked_up,
-    gather_operands,
+    run_split_product,
     sharded_dim,
 )
 from ._split_conv import run_split_conv
@@ -271,6 +271,12 @@ def _gathered_sequence(nested: _Nested) -> Arrays | None:
     return [operand]
 
 
+def _split_product(nested: _Nested) -> Arrays | None:
+    if not nested.shardings.splits_examples:
+        return None
+    return [run_split_product(nested.equation, nested.scope, nested.shardings, nested.operands)]
+
+
 def _split_lookup(nested: _Nested) -> Arrays | None:
     if not nested.shardings.splits_examples:
         return None
@@ -282,17 +288,11 @@ def _split_lookup(nested: _Nested) -> Arrays | None:
     )
 
 
-def _gathers_first(gather: Callable[..., Arrays]) -> Handler:
-    """Evaluates an equation as it is, with operands that are gathered if examples are split."""
-
-    def run(nested: _Nested) -> Arrays | None:
-        if not nested.shardings.splits_examples:
-            return None
-        equation = nested.equation
-        operands = gather(equation, nested.scope, nested.shardings, nested.operands)
-        return bind_again(equation, operands)
-
-    return run
+def _gathered_lookup(nested: _Nested) -> Arrays | None:
+    if not nested.shardings.splits_examples:
+        return None
+    context = nested.equation, nested.scope, nested.shardings
+    return bind_again(nested.equation, gather_looked_up(*context, nested.operands))
 
 
 def _values(scope: Scope, atoms: Sequence[Atom]) -> list[Value]:
@@ -497,9 +497,9 @@ def _cond(nested: _Nested) -> Arrays:
 # to the usual evaluation after all.
 _HANDLERS: dict[str, tuple[Handler, ...]] = {
     "conv_general_dilated": (_split_convolution, _grouped_convolution),
-    "dot_general": (_gathers_first(gather_operands),),
+    "dot_general": (_split_product,),
     "fft": (_split_transform,),
-    "gather": (_split_lookup, _gathers_first(gather_looked_up)),
+    "gather": (_split_lookup, _gathered_lookup),
     "layout_constraint": (_with_layout,),
     "redcoast_mark": (_gathered_sequence,),
     "random_bits": (_bits_of_rows,),

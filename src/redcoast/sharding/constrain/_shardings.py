@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ...core._jaxpr import bind_again
 from .._mesh_axes import parts
 from ..operations import Dimension, rule_of
 from ..pipeline._draws import RandomBits
@@ -24,6 +25,7 @@ from ..program._trace import Arrays
 from ..program._walk import Scope
 from ..tree._leaf_plans import Compute
 from ..tree._overrides import axes_of_spec, spec_axes
+from ._product_order import orders_of_products
 
 # The sequence has at most this fraction of the parameters: learned positions are along it. Most
 # parameters are along the width of the model.
@@ -49,6 +51,8 @@ class Shardings:
     stacks: frozenset[int] = frozenset()  # dimensions that count the layers of a scan
     uneven: frozenset[int] = frozenset()  # linked to split dimensions of examples, and not divided
     splits_examples: bool = False  # whether the batch is split inside of its examples
+    # The order in which the dimensions of some values take axes, if it is not their own.
+    orders: Mapping[Value, tuple[int, ...]] = field(default_factory=dict)
     pipeline: Pipeline | None = None
     # In the layers of a pipeline: the random numbers for rows, and the numbers of the rows.
     draws: Mapping[int, RandomBits] = field(default_factory=dict)
@@ -59,7 +63,11 @@ class Shardings:
         if chosen is None:
             chosen = self.chosen
         is_chosen = lambda node: self._is_in(node, chosen)
-        return P(*self.batch.axes_of(value.dims, is_chosen, self.compute.model_axes))
+        order = self.orders.get(value, range(len(value.dims)))
+        in_order = [value.dims[d] for d in order]
+        axes = self.batch.axes_of(in_order, is_chosen, self.compute.model_axes)
+        by_dimension = dict(zip(order, axes, strict=True))
+        return P(*map(by_dimension.__getitem__, range(len(value.dims))))
 
     def _is_in(self, node: int, classes: frozenset[int]) -> bool:
         return self.classes.divides(node) and self.classes[node] in classes
@@ -151,6 +159,9 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
     sequence: frozenset[int] = frozenset()
     if compute.sequence_parallel:
         sequence = _sequence(program, classes, chosen, batch)
+    orders: Mapping[Value, tuple[int, ...]] = {}
+    if program.batch.splits_examples:
+        orders = orders_of_products(program.scope)
     return Shardings(
         mesh=mesh,
         classes=classes,
@@ -163,6 +174,7 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
         stacks=frozenset(program.graph.stacks),
         uneven=_uneven(program, batch),
         splits_examples=program.batch.splits_examples,
+        orders=orders,
     )
 
 
@@ -229,38 +241,96 @@ def _sequence(
     return frozenset(root for root, _ in unsharded.most_common(1))
 
 
-def gather_operands(
+def run_split_product(
     equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Arrays
-) -> Arrays:
-    """Replicates operands of a `dot_general` along a split dimension that does not stay split.
+) -> jax.Array:
+    """The result of a `dot_general`, with operands that are gathered along a split dimension that
+    does not stay split.
 
-    In attention, scores have two dimensions of tokens, of which the queries' stays split.
-    The keys and values are needed as a whole by every device.
+    In attention, scores have two dimensions of tokens, of which the queries' stays split. The keys
+    and values are needed as a whole by every device.
     """
-    rule, gathered = rule_of(equation), list(operands)
-    if rule is None or any(isinstance(atom, Literal) for atom in equation.invars):
-        return gathered
-    values = [scope.values[atom] for atom in (*equation.invars, *equation.outvars)]
-    for side, operand in enumerate(operands):
-        # A spectrum is split along another dimension than the field that it is of.
-        if jnp.iscomplexobj(operand):
-            gathered[side] = shardings.constrain(operand, values[side])
-    # The dimension that each of the operands and the result is split along.
+
+    def product(*operands: jax.Array) -> jax.Array:
+        return bind_again(equation, _gather(sides, values, shardings, operands))[0]
+
+    if any(isinstance(atom, Literal) for atom in equation.invars):
+        return bind_again(equation, operands)[0]
+    values, sides = _values_of(equation, scope), _gathered_sides(equation, scope, shardings)
+    if sides:
+        # Its derivative gathers again: kept for it, a whole array would take the place of a part.
+        product = jax.checkpoint(product)
+    return _gather_cotangent(equation, scope, shardings, product(*operands))
+
+
+def _gather(
+    sides: Sequence[int], values: Sequence[Value], shardings: Shardings, operands: Sequence[Any]
+) -> Arrays:
+    gathered = list(operands)
+    for side, value in enumerate(values[: len(gathered)]):
+        d = shardings.batch_dim(value)
+        if side in sides and d is not None:
+            gathered[side] = shardings.gather(operands[side], value, d)
+        elif jnp.iscomplexobj(operands[side]):
+            # A spectrum is split along another dimension than the field that it is of.
+            gathered[side] = shardings.constrain(operands[side], value)
+    return gathered
+
+
+def _gathered_sides(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> list[int]:
+    """The operands of a product that are split along a dimension that the result is not."""
+    *of_operands, of_result = _split_dimensions(equation, scope, shardings)
+    # A sum over dimensions of both operands that are split alike is one of parts.
+    if _sums_parts(equation, of_operands):
+        return []
+    sides: list[int] = []
+    for side, dimension in enumerate(of_operands):
+        if dimension is not None and dimension != of_result:
+            sides.append(side)
+    return sides
+
+
+def _gather_cotangent(
+    equation: JaxprEqn, scope: Scope, shardings: Shardings, product: jax.Array
+) -> jax.Array:
+    """Gathers the cotangent of a product that is a sum of parts, and is split again.
+
+    Both operands' cotangents need it as a whole. XLA would gather it for each of them.
+    """
+    *of_operands, of_result = _split_dimensions(equation, scope, shardings)
+    if of_result is None or not _sums_parts(equation, of_operands):
+        return product
+    value = scope.values[equation.outvars[0]]
+    d = shardings.batch_dim(value)
+    assert d is not None
+    entries = list(shardings.spec(value))
+    entries[d] = None
+    return shardings.with_spec(product, P(*entries))
+
+
+def _values_of(equation: JaxprEqn, scope: Scope) -> list[Value]:
+    return [scope.values[atom] for atom in (*equation.invars, *equation.outvars)]
+
+
+def _split_dimensions(
+    equation: JaxprEqn, scope: Scope, shardings: Shardings
+) -> list[Dimension | None]:
+    """The dimension that each of the operands and the result is split along."""
+    rule, values = rule_of(equation), _values_of(equation, scope)
+    assert rule is not None
     split: list[Dimension | None] = [None] * len(values)
     for place, dimensions in enumerate((*rule.operands, *rule.results)):
         d = shardings.batch_dim(values[place])
         if d is not None:
             split[place] = dimensions[d]
-    *of_operands, of_result = split
-    for side, dimension in enumerate(of_operands):
-        if dimension is None or dimension == of_result:
-            continue
-        # A sum over dimensions of both operands that are split alike is one of parts.
-        is_summed = not rule.reduced.isdisjoint(dimension)
-        if not is_summed or of_operands[1 - side] != dimension:
-            d = rule.operands[side].index(dimension)
-            gathered[side] = shardings.gather(gathered[side], values[side], d)
-    return gathered
+    return split
+
+
+def _sums_parts(equation: JaxprEqn, of_operands: Sequence[Dimension | None]) -> bool:
+    """Whether a product sums over a dimension along which both operands are split."""
+    rule, (first, second) = rule_of(equation), of_operands
+    assert rule is not None
+    return first is not None and first == second and not rule.reduced.isdisjoint(first)
 
 
 def gather_looked_up(

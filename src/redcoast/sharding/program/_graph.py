@@ -149,7 +149,8 @@ class Halo:
 class Work:
     """Floating point operations that are divided among devices if one of `dims` is sharded.
 
-    `forward` are the operations of the forward pass. `of` are the dimensions of each operand.
+    `forward` are the operations of the forward pass. `of` are the dimensions of each operand, and
+    `grads` is the number of operands that a gradient flows into.
     """
 
     dims: Dims
@@ -157,6 +158,7 @@ class Work:
     forward: int | float
     of: tuple[Dims, ...]
     source: Source = ()
+    grads: int = 0
 
 
 @dataclass(frozen=True)
@@ -387,4 +389,6 @@ class Graph:
         forward = flops * self.cursor.times
         of = tuple(value.dims for value in operands)
         dims = (*self.cursor.rows, *dims)
-        self.works.append(Work(dims, forward * passes, forward, of, self.cursor.source))
+        grads = sum(value.grad for value in operands)
+        source = self.cursor.source
+        self.works.append(Work(dims, forward * passes, forward, of, source, grads))

@@ -1,13 +1,13 @@
 """What devices send to each other in a step, and why: one list for the solver and the report."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
 from ...core._jaxpr import struct_of
-from ..operations import Atom
-from ..program._batch_dims import BatchDims
+from ..operations import Atom, rule_of
+from ..program._batch_dims import BatchDims, SplitNodes
 from ..program._classes import Classes
 from ..program._graph import Dims, Graph, Halo, PartialSum, Reshard, Source, Value, Work
 from ._hardware import Hardware, all_gather, all_reduce
@@ -77,13 +77,20 @@ def of_batch(
     # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
     scatters = hardware.scatters and stored == batch.count
     split = (one for one in over_batch if not _is_split_as_well(batch, one.node, one.before))
+    products = _products(graph, batch)
     gathered: set[int] = set()  # the tables of lookups, by the `id` of the variable
     for summed in _once(split, batch, hardware):
         dims, source = summed.value.dims, summed.source
+        product = _product_of(summed.node, source, products, batch)
+        is_gradient = summed.backward and batch.parts(dims) == 1
+        if product is not None and not is_gradient and product.sums_parts == summed.backward:
+            # An operand that is split along another dimension is gathered, and not summed. Where
+            # parts are summed, the cotangent of the sum is gathered for those of both operands.
+            continue
         devices, others = batch.around(summed.node, dims)
         size = _sum_bytes(summed, hardware) / others
         # Results without rows are gradients.
-        if summed.backward and batch.parts(dims) == 1:
+        if is_gradient:
             sent = all_reduce(batch.count, size)
             if scatters:
                 sent = all_gather(batch.count, size)
@@ -95,7 +102,11 @@ def of_batch(
         else:
             cause, sent = "sums over the batch", all_reduce(devices, size)
             yield PlannedCollective(cause, sent, dims, source, summed.backward)
+    for product in products.values():
+        yield from _for_product(product, batch)
     for gather in graph.batch_gathers:
+        if _product_of(gather.node, gather.source, products, batch) is not None:
+            continue
         if not batch.has(gather.node) or _is_split_as_well(batch, gather.node, gather.along):
             continue
         cause: Cause = "written"
@@ -115,6 +126,95 @@ def of_batch(
         yield PlannedCollective("turned", sent, work.dims, work.source)
     for move, sent in moved_rows(graph, batch):
         yield PlannedCollective("moved", sent, move.operand.dims, move.source)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product of two arrays that are both split over the devices of `split`.
+
+    `nodes` are the dimensions that the operands are split along. With `sums_parts`, it sums over
+    that dimension; otherwise, the operands at the places `gathered` are needed as a whole. It runs
+    `times` times in a step, beside rematerialisation.
+    """
+
+    work: Work
+    split: SplitNodes
+    nodes: tuple[int, int]
+    sums_parts: bool
+    gathered: tuple[int, ...]
+    times: float
+
+
+_Key = tuple[int, ...]
+
+
+def _products(graph: Graph, batch: BatchDims) -> dict[_Key, _Product]:
+    """The products of split examples with each other."""
+    products: dict[_Key, _Product] = {}
+    if not batch.splits_examples:
+        return products
+    for work in graph.works:
+        equation = work.source[-1]
+        if equation.primitive.name != "dot_general" or not work.forward:
+            continue
+        rule = rule_of(equation)
+        assert rule is not None
+        rank, reduced = len(rule.results[0]), len(rule.reduced)
+        own = work.dims[len(work.dims) - rank - reduced :]  # after those of the rows around it
+        count = 2 * prod(map(graph.sizes.__getitem__, own))
+        for split in batch.sets:
+            places: list[int | None] = []
+            for dims in (*work.of, own[:rank]):
+                places.append(next((d for d, node in enumerate(dims) if split.has(node)), None))
+            first, second, of_result = places
+            if first is None or second is None:
+                continue
+            dimensions = rule.operands[0][first], rule.operands[1][second]
+            sums_parts = dimensions[0] == dimensions[1] and dimensions[0][0] in rule.reduced
+            kept = None if of_result is None else rule.results[0][of_result]
+            gathered: list[int] = []
+            for side, dimension in enumerate(dimensions):
+                if not sums_parts and dimension != kept:
+                    gathered.append(side)
+            nodes = work.of[0][first], work.of[1][second]
+            times = work.forward / max(1, count)
+            key = _key(work.source, split)
+            products[key] = _Product(work, split, nodes, sums_parts, tuple(gathered), times)
+    return products
+
+
+def _product_of(
+    node: int | None, source: Source, products: Mapping[_Key, _Product], batch: BatchDims
+) -> _Product | None:
+    split = batch.set_of(node)
+    if split is None:
+        return None
+    return products.get(_key(source, split))
+
+
+def _key(source: Source, split: SplitNodes) -> _Key:
+    """A key of an operation; layers with the same jaxpr differ in the calls around it."""
+    return (id(split), *map(id, source))
+
+
+def _for_product(product: _Product, batch: BatchDims) -> Iterator[PlannedCollective]:
+    """What is gathered for a product: an operand, or the cotangent of a sum of parts.
+
+    An operand is gathered again for the derivative.
+    """
+    work, count = product.work, product.split.count
+    equation = work.source[-1]
+    if product.sums_parts and work.grads:
+        _, others = batch.around(product.nodes[0], work.dims)
+        sent = all_gather(count, _bytes(equation.outvars[0]) / others) * product.times
+        yield PlannedCollective("compared", sent, work.dims, work.source, backward=True)
+    forwards = work.flops / work.forward - work.grads
+    for side in product.gathered:
+        dims = work.of[side]
+        _, others = batch.around(product.nodes[side], dims)
+        sent = all_gather(count, _bytes(equation.invars[side]) / others)
+        times = product.times * (forwards + (work.grads > 0))
+        yield PlannedCollective("written", sent * times, dims, work.source)
 
 
 def _rows(dims: Iterable[int], graph: Graph, batch: BatchDims) -> list[int]:

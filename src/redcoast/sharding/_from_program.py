@@ -65,6 +65,7 @@ class _Task:
     overrides: Mapping[int, P]
     hardware: Hardware
     state_bytes: int
+    splits_sequence: bool = False  # between the tensor-parallel parts
 
     @property
     def memory(self) -> int | float:
@@ -131,7 +132,7 @@ def plan_flow(
     if is_pipeline:
         # The solver compares what the stages of a pipeline keep in memory.
         program = as_pipeline(program, BATCH_AXES)
-    task = _Task(leaves, program, axes, specs, hardware, state_bytes)
+    task = _Task(leaves, program, axes, specs, hardware, state_bytes, sequence)
     if is_pipeline:
         # A pipeline divides a batch by rows alone.
         best = _cheapest([task], budget)
@@ -246,7 +247,15 @@ def _lay_out(task: _Task, budget: int | None) -> _Candidate:
             layout = StorageLayout(decision, fsdp_sharded, task.overrides)
             return excess_bytes(layout, task.memory, state_bytes)
 
-        decision = best_strategy(program, axes, fsdp_sharded, task.hardware, forced, excess)
+        decision = best_strategy(
+            program,
+            axes,
+            fsdp_sharded,
+            task.hardware,
+            forced,
+            excess,
+            splits_sequence=task.splits_sequence,
+        )
         return StorageLayout(decision, fsdp_sharded, task.overrides)
 
     if budget is not None:

@@ -1,7 +1,5 @@
 """The shardings of a program's values that follow from a plan."""
 
-import itertools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,15 +19,12 @@ from ..program._batch_dims import BatchDims, batch_over
 from ..program._classes import Classes
 from ..program._graph import Value
 from ..program._program import Program
+from ..program._tensor_sequence import find_sequence
 from ..program._trace import Arrays
 from ..program._walk import Scope
 from ..tree._leaf_plans import Compute
 from ..tree._overrides import axes_of_spec, spec_axes
 from ._product_order import orders_of_products
-
-# The sequence has at most this fraction of the parameters: learned positions are along it. Most
-# parameters are along the width of the model.
-_MOST_PARAMETERS = 0.2
 
 
 @dataclass(frozen=True)
@@ -158,7 +153,7 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
     batch = batch_over(program, compute.batch_axes, mesh.shape)
     sequence: frozenset[int] = frozenset()
     if compute.sequence_parallel:
-        sequence = _sequence(program, classes, chosen, batch)
+        sequence = find_sequence(program, classes, chosen, batch)
     orders: Mapping[Value, tuple[int, ...]] = {}
     if program.batch.splits_examples:
         orders = orders_of_products(program.scope)
@@ -211,34 +206,6 @@ def _classes_of_constants(program: Program, classes: Classes, compute: Compute) 
         if d is not None and classes.divides(value.dims[d]):
             chosen.add(classes[value.dims[d]])
     return frozenset(chosen)
-
-
-def _sequence(
-    program: Program, classes: Classes, chosen: frozenset[int], batch: BatchDims
-) -> frozenset[int]:
-    """Finds the sequence: the class with the most bytes of activations that are not sharded.
-
-    The batch and classes of many parameters are excluded. With sequence parallelism, every device
-    computes normalisation, dropout and residual sums for some tokens, and not for all of them. This
-    saves memory. An all-reduce becomes a reduce-scatter and an all-gather, which communicate as
-    many bytes (arXiv:2205.05198, section 4.2.2).
-    """
-    graph = program.graph
-    blocked = classes.of(graph.blocked)
-    owned: Counter[int] = Counter()
-    for value in program.parameters:
-        owned.update(dict.fromkeys(classes.of(value.dims), value.bytes))
-    # Weights have the width of the model and hidden sizes, and no sequence.
-    most = _MOST_PARAMETERS * sum(value.bytes for value in program.parameters)
-    many = {root for root, size in owned.items() if size > most}
-    unsharded: Counter[int] = Counter()
-    for dims, size in graph.memory_traffic.items():
-        divided = list(filter(classes.divides, dims))
-        # Activations that every device of `model` would have as a whole.
-        if classes.of(divided).isdisjoint(chosen) and any(map(batch.has, dims)):
-            free = classes.of(itertools.filterfalse(batch.has, divided))
-            unsharded.update(dict.fromkeys(free - many - blocked, size))
-    return frozenset(root for root, _ in unsharded.most_common(1))
 
 
 def run_split_product(

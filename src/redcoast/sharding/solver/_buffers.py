@@ -99,6 +99,7 @@ class Timeline:
 
     size_of: Callable[[Value], int | float]  # bytes on each device
     compiler: str
+    gathered_size_of: Callable[[Value], int | float]  # those while a product reads or writes it
     now: int = 0
     buffers: list[Buffer] = field(default_factory=list)
     spikes: dict[int, Peak] = field(default_factory=dict)
@@ -110,7 +111,7 @@ class Timeline:
 
     def empty(self) -> "Timeline":
         """The timeline of what runs inside of an operation."""
-        return Timeline(self.size_of, self.compiler)
+        return Timeline(self.size_of, self.compiler, self.gathered_size_of)
 
     def write(self, size: int | float, source: Source) -> Buffer:
         return self.write_parts(((size, source),))

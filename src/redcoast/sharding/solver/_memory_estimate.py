@@ -1,6 +1,7 @@
 """Estimates of memory and arithmetic per device, and the search for a plan within a budget."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import permutations
 from math import ceil, prod
 
@@ -101,23 +102,30 @@ def _saved_bytes(decision: Decision) -> int | float:
     return total
 
 
-def _devices(decision: Decision, dims: Dims) -> int:
-    """The number of devices that share an array with these dimensions."""
-    return prod(parts(axes or (), decision.sizes) for axes in decision.axes_of(dims))
+def _devices(decision: Decision, dims: Dims, *, of_product: bool = False) -> int:
+    """The number of devices that share an array with these dimensions.
+
+    An operand or a result of a product (`of_product`) is not split along the sequence.
+    """
+    count = prod(parts(axes or (), decision.sizes) for axes in decision.axes_of(dims))
+    if decision.is_sequence(dims) and not of_product and not decision.is_parallel(dims):
+        count *= decision.n
+    return count
 
 
 def _peak_parts(layout: StorageLayout) -> tuple[Part, ...]:
     """What is in memory at the peak beside gradients."""
     decision = layout.decision
     compiler, trains = decision.hardware.compiler, decision.program.traced.trains
-    known: dict[Dims, int | float] = {}
+    known: dict[tuple[Dims, bool], int | float] = {}
 
-    def size_of(value: Value) -> int | float:
-        if value.dims not in known:
-            known[value.dims] = 1 / _devices(decision, value.dims)
+    def size_of(value: Value, *, of_product: bool = False) -> int | float:
+        key = value.dims, of_product
+        if key not in known:
+            known[key] = 1 / _devices(decision, value.dims, of_product=of_product)
             if compiler == "tpu":
-                known[value.dims] *= padding(_local_shape(value, decision))
-        return value.bytes * known[value.dims]
+                known[key] *= padding(_local_shape(value, decision))
+        return value.bytes * known[key]
 
     program = decision.program
     arrays: list[ModelArray] = []
@@ -136,7 +144,14 @@ def _peak_parts(layout: StorageLayout) -> tuple[Part, ...]:
                 first_use=program.graph.first_use.get(value.dims, ()),
             )
         )
-    peak = find_peak(program.scope, size_of, arrays, compiler=compiler, trains=trains)
+    peak = find_peak(
+        program.scope,
+        size_of,
+        arrays,
+        compiler=compiler,
+        trains=trains,
+        gathered_size_of=partial(size_of, of_product=True),
+    )
     # Gradients are counted by themselves. Those that come later leave their memory until then.
     scale = max(0.0, peak.bytes - gradients) / max(1.0, peak.temporaries)
     return tuple((size * scale, source) for size, source in peak.parts)

@@ -66,6 +66,8 @@ class _Values:
     inner: dict[int, "list[_Values]"] = field(default_factory=dict)
     loops: dict[int, tuple[_Body, int]] = field(default_factory=dict)  # and the time
     copies: dict[int, Roots] = field(default_factory=dict)  # of what a loop reads of its operands
+    # Operands of products that are gathered from parts of the sequence.
+    gathered: dict[Any, Roots] = field(default_factory=dict)
 
     def of(self, atom: Any) -> Roots:
         """The buffers of a variable; a literal has none."""
@@ -85,6 +87,7 @@ def find_peak(
     *,
     compiler: str,
     trains: bool = False,
+    gathered_size_of: Callable[[Value], int | float] | None = None,
 ) -> Peak:
     """The peak of a program and, if it is a loss, of its derivative.
 
@@ -95,8 +98,10 @@ def find_peak(
     - `parameters`: the first inputs, the arrays of the model.
     - `compiler`: the compiler, as in [`Hardware`][redcoast.Hardware].
     - `trains`: whether the first result is differentiated.
+    - `gathered_size_of`: the bytes of a value on each device while a product reads or writes it;
+        with sequence parallelism, more than `size_of`.
     """
-    run = _Run(Timeline(size_of, compiler))
+    run = _Run(Timeline(size_of, compiler, gathered_size_of or size_of))
     values = _Values()
     for place, var in enumerate(scope.jaxpr.invars):
         parameter = None
@@ -197,6 +202,12 @@ class _Run:
         """The buffers that an operation reads a value from."""
         return self.time.written(values.of(atom))
 
+    def _read_again(self, values: _Values, atom: Any) -> Roots:
+        """The buffers that a derivative reads a value from: what was gathered is kept."""
+        if not isinstance(atom, Literal) and atom in values.gathered:
+            return values.gathered[atom]
+        return self._read_from(values, atom)
+
     def _in_memory(self, scope: Scope, values: _Values, atom: Any, source: Source) -> Roots:
         """Puts a value into memory, where later operations find it."""
         if isinstance(atom, Literal):
@@ -212,13 +223,39 @@ class _Run:
             size = self.time.size_of(scope.values[var])
             values.roots[var] = (self.time.write(size, source),)
 
+    def _operand(
+        self, scope: Scope, values: _Values, equation: JaxprEqn, atom: Any, source: Source
+    ) -> Roots:
+        """Puts an operand of a large operation into memory; that of a product is gathered there."""
+        roots = self._in_memory(scope, values, atom, source)
+        if isinstance(atom, Literal) or not _is_product(equation):
+            return roots
+        size = self.time.gathered_size_of(scope.values[atom])
+        if size == self.time.size_of(scope.values[atom]):
+            return roots
+        if atom not in values.gathered:
+            self.time.read(roots)
+            self.time.now += 1
+            values.gathered[atom] = (self.time.write(size, source),)
+        return values.gathered[atom]
+
+    def _write_sums(self, value: Value, source: Source) -> None:
+        """Writes a product as a whole, before its sum over devices is divided among them."""
+        size = self.time.gathered_size_of(value)
+        if size == self.time.size_of(value):
+            return
+        self.time.write(size, source)
+        if self.compiler == "cpu":
+            # Without a reduce-scatter, the sum is there as a whole too.
+            self.time.write(size, source)
+
     def _operation(
         self, scope: Scope, values: _Values, index: int, uses: Counter[Any], source: Source
     ) -> None:
         equation = scope.jaxpr.eqns[index]
         name = primitive_name(equation)
         if _is_large(scope, index):
-            operands = [self._in_memory(scope, values, x, source) for x in equation.invars]
+            operands = [self._operand(scope, values, equation, x, source) for x in equation.invars]
             narrow = self.compiler == "tpu" and _reads_narrow(equation)
             self.time.read(union(operands), narrow=narrow)
             for atom, roots in zip(equation.invars, operands, strict=True):
@@ -226,6 +263,8 @@ class _Run:
                     values.roots[atom] = (self.time.fuse(roots, scope.values[atom], source),)
                     self.time.read(values.roots[atom], narrow=narrow)
             self._write_results(scope, values, equation, source)
+            if _is_product(equation):
+                self._write_sums(scope.values[equation.outvars[0]], source)
             return
         operands = union(self._read_from(values, atom) for atom in equation.invars)
         is_kept = name in COSTLY and self.compiler != "tpu"
@@ -266,7 +305,7 @@ class _Run:
             if roots is not None and is_large:
                 roots = self._as_buffer(roots, scope.values[var], source)
             given.append(roots or ())
-        read = union((*given, *(self._read_from(values, atom) for atom in needed)))
+        read = union((*given, *(self._read_again(values, atom) for atom in needed)))
         # A broadcast array has a sum as its cotangent.
         is_written = is_large or primitive_name(equation) == "broadcast_in_dim"
         grads: list[_Cotangent] = []
@@ -276,7 +315,7 @@ class _Run:
                 grads.append(None)
             elif is_written:
                 self.time.read(read, narrow=narrow)
-                grads.append(self._write_gradient(values.of(atom), value, source))
+                grads.append(self._write_gradient(values.of(atom), value, equation, source))
             else:
                 grads.append(read)
         return grads
@@ -294,12 +333,21 @@ class _Run:
             return roots
         return (self.time.fuse(roots, value, source),)
 
-    def _write_gradient(self, roots: Roots, value: Value, source: Source) -> Roots:
-        """Writes the cotangent of a value; that of an array of the model is a result."""
+    def _write_gradient(
+        self, roots: Roots, value: Value, equation: JaxprEqn, source: Source
+    ) -> Roots:
+        """Writes the cotangent of a value; that of an array of the model is a result.
+
+        That of an operand of a product is whole until it is summed over devices, together with
+        those of other products.
+        """
         if len(roots) == 1 and roots[0].parameter is not None:
             self.time.add_gradient(roots[0].parameter, source)
             return ()
-        return (self.time.write(self.time.size_of(value), source),)
+        size = self.time.size_of(value)
+        if _is_product(equation):
+            size = self.time.gathered_size_of(value)
+        return (self.time.write(size, source),)
 
     def _call(self, scope: Scope, values: _Values, index: int, call: Call, source: Source) -> None:
         equation, inner = scope.jaxpr.eqns[index], scope.inner[index][0]
@@ -446,7 +494,8 @@ class _Run:
             if isinstance(atom, Literal) or not scope.values[atom].grad:
                 grads.append(None)
                 continue
-            grads.append(self._write_gradient(values.of(atom), scope.values[atom], source))
+            value = scope.values[atom]
+            grads.append(self._write_gradient(values.of(atom), value, equation, source))
         return grads
 
 
@@ -528,9 +577,13 @@ def _is_large(scope: Scope, index: int) -> bool:
     return not is_known or primitive_name(scope.jaxpr.eqns[index]) in _LARGE
 
 
+def _is_product(equation: JaxprEqn) -> bool:
+    return equation.primitive.name in ("dot_general", "conv_general_dilated")
+
+
 def _reads_narrow(equation: JaxprEqn) -> bool:
     """Whether a TPU computes a product of float32 numbers from bfloat16 ones."""
-    if equation.primitive.name not in ("dot_general", "conv_general_dilated"):
+    if not _is_product(equation):
         return False
     if any(struct_of(operand).dtype != jnp.float32 for operand in equation.invars):
         return False

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import filterfalse
 
 from ...distributed._mesh import BATCH_AXES
@@ -11,6 +11,7 @@ from ..program._batch_dims import BatchDims, Entries, batch_dims, batch_over
 from ..program._classes import Classes, conflicts, splittable
 from ..program._graph import Graph, Value, have_grad
 from ..program._program import Constant, Program
+from ..program._tensor_sequence import find_sequence
 from ._cost import Axes, Parameter, Problem, Seconds, group, price
 from ._eliminate import search_groups
 from ._hardware import Hardware, all_gather
@@ -22,7 +23,8 @@ class Decision:
 
     The batch is split over `batch_axes`, as far as it divides, and the classes that are `chosen`
     over `model_axes`. `hardware` is what the choice is for, and `sizes` are those of all axes.
-    `cost` is the time of a step in parts, before arrays are replicated where memory is left.
+    `cost` is the time of a step in parts, before arrays are replicated where memory is left. With
+    `splits_sequence`, values between the tensor-parallel parts are sharded along the sequence.
     """
 
     program: Program
@@ -33,6 +35,7 @@ class Decision:
     classes: Classes
     chosen: frozenset[int]
     cost: Seconds
+    splits_sequence: bool = False
 
     @property
     def seconds(self) -> int | float:
@@ -84,6 +87,16 @@ class Decision:
         """Whether an array with these dimensions is tensor-parallel."""
         return any(map(self.is_chosen, dims))
 
+    def is_sequence(self, dims: Sequence[int]) -> bool:
+        """Whether an array with these dimensions is sharded along the sequence."""
+        return not self._sequence.isdisjoint(self.classes.of(filter(self.classes.divides, dims)))
+
+    @cached_property
+    def _sequence(self) -> frozenset[int]:
+        if not self.splits_sequence or "model" in self.batch_axes:
+            return frozenset()
+        return find_sequence(self.program, self.classes, self.chosen, self.batch)
+
     def _dimension(self, value: Value) -> int | None:
         for d, node in enumerate(value.dims):
             if self.is_chosen(node):
@@ -112,12 +125,14 @@ def best_strategy(
     hardware: Hardware,
     forced: Sequence[int | None] = (),
     excess: Callable[[Decision], int | float] = lambda _: 0,
+    *,
+    splits_sequence: bool = False,
 ) -> Decision:
     """Returns the cheapest strategy for the mesh, with its cheapest set of tensor-parallel classes.
 
     `sharded` is whether each array is sharded in storage whatever that costs. `forced` has the
     dimension of each array that must be tensor-parallel, or None. `excess` are the bytes by which
-    the activations of a decision do not fit into memory.
+    the activations of a decision do not fit into memory. `splits_sequence` is sequence parallelism.
     """
     # Constants can be tensor-parallel like the arrays of the model.
     parameters = list(map(Parameter, program.parameters, sharded))
@@ -129,9 +144,10 @@ def best_strategy(
     if program.batch.sets or set(forced) <= {None}:
         strategies += _OTHERS
     applicable = (strategy for strategy in strategies if _applies(strategy, program, sizes))
-    best = _solve(program, next(applicable), sizes, parameters, hardware, forced)
+    solve = partial(_solve, program, sizes, parameters, hardware, splits_sequence)
+    best = solve(next(applicable), forced)
     for strategy in applicable:
-        other = _solve(program, strategy, sizes, parameters, hardware, ())
+        other = solve(strategy, ())
         too_large, best_too_large = excess(other), excess(best)
         # What fits into memory is better than what does not, whatever it costs.
         if (too_large > 0) != (best_too_large > 0):
@@ -183,10 +199,11 @@ def stored(batch_axes: Sequence[str], sizes: Mapping[str, int]) -> int:
 
 def _solve(
     program: Program,
-    strategy: _Strategy,
     sizes: Mapping[str, int],
     parameters: Sequence[Parameter],
     hardware: Hardware,
+    splits_sequence: bool,
+    strategy: _Strategy,
     forced: Sequence[int | None],
 ) -> Decision:
     graph, n = program.graph, parts(strategy.model, sizes)
@@ -220,6 +237,7 @@ def _solve(
         classes=classes,
         chosen=chosen,
         cost=cost,
+        splits_sequence=splits_sequence,
     )
 
 

@@ -415,6 +415,55 @@ def test_second_derivatives_of_what_is_hidden():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * float(jnp.abs(other).max()))
 
 
+def of_batch(matrices, *, adds_place=False, of_pairs=False):
+    """A kernel for all rows, whose grid counts them."""
+
+    def kernel(matrix_ref, other_ref, out_ref):
+        place = pl.program_id(0).astype(jnp.float32) if adds_place else 0.0
+        out_ref[...] = matrix_ref[...] * 2 + other_ref[...] + place
+
+    row = pl.BlockSpec((1, WIDTH, WIDTH), lambda i: (i, 0, 0))
+    other = pl.BlockSpec((1, WIDTH, WIDTH), lambda i: (i // 2 if of_pairs else i, 0, 0))
+    return pl.pallas_call(
+        kernel,
+        grid=(ROWS,),
+        in_specs=[row, other],
+        out_specs=row,
+        out_shape=jax.ShapeDtypeStruct(matrices.shape, matrices.dtype),
+        interpret=True,
+    )(matrices, matrices)
+
+
+def kernel_loss(**options):
+    def loss_fn(params, batch, key):
+        matrices = jax.lax.stop_gradient(jax.vmap(lambda x: positive(params, x))(batch))
+        return jnp.mean((of_batch(matrices, **options) @ params["inside"]) ** 2)
+
+    return loss_fn
+
+
+KERNELS = {
+    "of each row": (kernel_loss(), True),
+    "that knows the place of a row": (kernel_loss(adds_place=True), False),
+    "of pairs of rows": (kernel_loss(of_pairs=True), False),
+}
+
+
+@pytest.mark.parametrize("name", few_of(KERNELS, "of each row", "of pairs of rows"))
+def test_kernels_run_in_shard_map_and_those_of_each_row_gather_nothing(name):
+    """On TPUs, JAX lowers no kernel outside of `jax.shard_map`."""
+    loss_fn, is_local = KERNELS[name]
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    jaxpr = jax.make_jaxpr(plan.constrain(loss_fn))(PARAMS, BATCH, None)
+    manual = [x for x in iter_equations(jaxpr) if x.primitive.name == "shard_map"]
+    inside = [x for one in manual for x in iter_equations(one.params["jaxpr"])]
+    assert "pallas_call" in {x.primitive.name for x in inside}
+    step, found = compiled_step(loss_fn, plan)
+    assert not in_loops(found)
+    assert is_local == (not [one for one in found if one.kind == "all-gather"])
+    assert_like_one_device(step, loss_fn)
+
+
 CALLED = []
 
 
@@ -477,6 +526,18 @@ def test_rows_that_are_computed_one_by_one_are_those_of_each_device(name, sizes)
         assert not in_loops(found)
     CALLED.clear()
     assert_like_one_device(step, loss_fn)
+
+
+def test_ordered_calls_of_the_host_keep_their_order():
+    def one(params, x):
+        call = lambda x: CALLED.append(x[0].item()) or x
+        z = jax.lax.stop_gradient(x @ params["inside"])
+        return io_callback(call, jax.ShapeDtypeStruct(x.shape, x.dtype), z, ordered=True)
+
+    loss_fn = mapped(one)
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    jaxpr = jax.make_jaxpr(plan.constrain(loss_fn))(PARAMS, BATCH, None)
+    assert "shard_map" not in {x.primitive.name for x in iter_equations(jaxpr)}
 
 
 def test_each_row_calls_the_host_once():

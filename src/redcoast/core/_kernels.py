@@ -1,4 +1,8 @@
-"""Kernels of Pallas under `vmap`, which run for each element along dimensions of their grid."""
+"""Kernels of Pallas, which run once for each point of a grid.
+
+Along some dimensions of the grid, such as those of a `vmap`, the points are independent: each reads
+and writes its own part of the arrays.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,22 +10,57 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from ._control_flow import open_jaxpr
+from ._control_flow import consts_of, open_jaxpr
+from ._jaxpr import iter_equations, variables
+
+# What a kernel knows of its place in the grid.
+_PLACES = frozenset(["num_programs", "program_id"])
 
 
-def vmapped_dims(equation: JaxprEqn) -> list[list[int | None]] | None:
-    """Which dimensions of a kernel's arrays are those of a `vmap` around it.
+def independent_dims(equation: JaxprEqn) -> list[list[int | None]] | None:
+    """Which dimensions of its arrays a kernel acts on one element after the other along.
 
     Returns for each dimension of each operand, and then of each result, the dimension of the grid
-    that it is; None if it is of the kernel itself. Returns None for a kernel without `vmap`.
+    that counts its elements; None for other dimensions. Returns None for a kernel without any.
     """
     grid = equation.params["grid_mapping"]
     arrays = len(equation.invars) + len(equation.outvars)
     # Operands that say which blocks are read, or how large the grid is, have no blocks.
-    before = arrays - len(grid.block_mappings)
-    if not grid.vmapped_dims or before:
+    if arrays != len(grid.block_mappings):
         return None
-    return [_grid_dims(mapping, grid.vmapped_dims) for mapping in grid.block_mappings]
+    results = grid.block_mappings[len(equation.invars) :]
+    independent: list[int] = []
+    for dim in _candidates(equation):
+        is_plain = not any(_is_computed_with(mapping, dim) for mapping in grid.block_mappings)
+        # A result that has other blocks is written several times.
+        is_written_once = all(_dims(mapping, [dim]).count(dim) == 1 for mapping in results)
+        if is_plain and is_written_once:
+            independent.append(dim)
+    if not independent:
+        return None
+    return [_dims(mapping, independent) for mapping in grid.block_mappings]
+
+
+def _candidates(equation: JaxprEqn) -> list[int]:
+    """The dimensions of the grid that the body of a kernel does not know of."""
+    grid, body = equation.params["grid_mapping"], equation.params["jaxpr"]
+    opened = open_jaxpr(body)
+    has_memory = len(opened.invars) > len(grid.block_mappings)
+    if has_memory or opened.constvars or consts_of(body):
+        return list(grid.vmapped_dims)  # what the body keeps, it may add up over the others
+    # A `vmap` adds a dimension that the body does not count.
+    counted = [dim for dim in range(len(grid.grid)) if dim not in grid.vmapped_dims]
+    known: set[int] = set()
+    for inner in iter_equations(body):
+        if inner.primitive.name in _PLACES:
+            known.add(counted[inner.params["axis"]])
+    return [dim for dim, size in enumerate(grid.grid) if dim not in known and isinstance(size, int)]
+
+
+def _is_computed_with(mapping: Any, dim: int) -> bool:
+    """Whether a block's place is computed from the place along a dimension of the grid."""
+    jaxpr = open_jaxpr(mapping.index_map_jaxpr)
+    return any(jaxpr.invars[dim] in variables(inner.invars) for inner in jaxpr.eqns)
 
 
 def of_fewer(equation: JaxprEqn, parts: Mapping[int, int]) -> dict[str, object]:
@@ -33,13 +72,10 @@ def of_fewer(equation: JaxprEqn, parts: Mapping[int, int]) -> dict[str, object]:
     sizes = list(grid.grid)
     for dim, count in parts.items():
         sizes[dim] //= count
-    mappings = tuple(
-        _of_fewer(mapping, grid.vmapped_dims, parts) for mapping in grid.block_mappings
-    )
-    of_part = replace(grid, grid=tuple(sizes), block_mappings=mappings)
+    mappings = tuple(_of_fewer(mapping, parts) for mapping in grid.block_mappings)
     results = mappings[len(equation.invars) :]
     return {
-        "grid_mapping": of_part,
+        "grid_mapping": replace(grid, grid=tuple(sizes), block_mappings=mappings),
         "out_avals": tuple(
             aval.update(shape=mapping.array_aval.shape)
             for aval, mapping in zip(equation.params["out_avals"], results, strict=True)
@@ -47,23 +83,22 @@ def of_fewer(equation: JaxprEqn, parts: Mapping[int, int]) -> dict[str, object]:
     }
 
 
-def _grid_dims(mapping: Any, vmapped: tuple[int, ...]) -> list[int | None]:
-    """The vmapped dimension of the grid that each dimension of an array is."""
+def _dims(mapping: Any, of_grid: list[int]) -> list[int | None]:
+    """The dimension of the grid that counts the elements along each dimension of an array."""
     jaxpr = open_jaxpr(mapping.index_map_jaxpr)
     dims: list[int | None] = []
-    # The index of each block is computed from the place in the grid.
     for size, block, index in zip(
         mapping.array_aval.shape, mapping.block_shape, jaxpr.outvars, strict=True
     ):
-        places = [dim for dim in vmapped if jaxpr.invars[dim] is index]
-        has_one = type(block).__name__ == "Squeezed" and size > 1
-        dims.append(places[0] if places and has_one else None)
+        places = [dim for dim in of_grid if jaxpr.invars[dim] is index]
+        is_one = type(block).__name__ == "Squeezed" or getattr(block, "block_size", block) == 1
+        dims.append(places[0] if places and is_one and size > 1 else None)
     return dims
 
 
-def _of_fewer(mapping: Any, vmapped: tuple[int, ...], parts: Mapping[int, int]) -> Any:
+def _of_fewer(mapping: Any, parts: Mapping[int, int]) -> Any:
     shape = list(mapping.array_aval.shape)
-    for d, dim in enumerate(_grid_dims(mapping, vmapped)):
+    for d, dim in enumerate(_dims(mapping, list(parts))):
         if dim is not None:
-            shape[d] //= parts.get(dim, 1)
+            shape[d] //= parts[dim]
     return replace(mapping, array_aval=mapping.array_aval.update(shape=tuple(shape)))

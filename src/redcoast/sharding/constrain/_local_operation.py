@@ -8,6 +8,7 @@ which dimensions; `jax.shard_map` divides those that are sharded.
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -15,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from ...core._control_flow import primitive_name
 from ...core._jaxpr import bind_local
-from ...core._kernels import of_fewer, vmapped_dims
+from ...core._kernels import independent_dims, of_fewer
 from .._mesh_axes import parts, used_axes
-from ..operations import Dimension, Factor, Rule, rule_of
+from ..operations import Dimension, Factor, Rule, opaque_rule, rule_of
 from ..operations._made_rules import DECOMPOSITIONS
 from ..program._graph import Value
 from ..program._trace import Arrays
@@ -53,17 +54,21 @@ def run_operation(
     """
     if not acts_on_parts(equation):
         return None
-    rule = rule_of(equation)
+    is_kernel, rule = primitive_name(equation) == KERNEL, rule_of(equation)
+    if is_kernel and rule is None:
+        rule = opaque_rule(equation)
     if rule is None:
         return None
     axes = _axes_of_factors(rule, (*values, *results), shardings)
-    if not axes:
+    # The stages of a pipeline are mapped, and `jax.shard_map` would gather them.
+    runs_whole = is_kernel and shardings.rows is None and prod(shardings.mesh.shape.values()) > 1
+    if not axes and not runs_whole:
         return None
     used = frozenset(itertools.chain.from_iterable(axes.values()))
     changes: dict[str, object] = {}
-    if primitive_name(equation) == KERNEL:
+    if is_kernel:
         changes = _of_part(equation, rule, axes, shardings.mesh.shape)
-        # Kernels cannot be lowered if XLA partitions along any axis.
+        # Kernels cannot be lowered for TPUs if XLA partitions along any axis.
         used = frozenset(shardings.mesh.axis_names)
     spec_of = partial(_spec, axes)
     run = jax.shard_map(
@@ -82,9 +87,10 @@ def _of_part(
 ) -> dict[str, object]:
     """The parameters of a kernel for the part of the operands that a device has."""
     counts: dict[int, int] = {}
-    for dimensions, of_grid in zip(
-        (*rule.operands, *rule.results), vmapped_dims(equation) or (), strict=True
-    ):
+    dims = independent_dims(equation)
+    if dims is None:
+        return {}
+    for dimensions, of_grid in zip((*rule.operands, *rule.results), dims, strict=True):
         for dimension, dim in zip(dimensions, of_grid, strict=True):
             if dim is not None:
                 counts[dim] = parts(axes.get(dimension[0], ()), sizes)

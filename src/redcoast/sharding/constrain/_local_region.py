@@ -43,7 +43,7 @@ from ...core._jaxpr import (
     is_inexact,
     struct_of,
 )
-from ...core._kernels import of_fewer, vmapped_dims
+from ...core._kernels import independent_dims, of_fewer
 from .._mesh_axes import parts, used_axes
 from ..operations import Atom
 from ..operations._made_rules import OF_ANY_ROW
@@ -301,7 +301,7 @@ class _Evaluation:
         self, equation: JaxprEqn, states: Sequence[State], results: Sequence[State]
     ) -> dict[str, object]:
         """The parameters of a kernel of Pallas for the rows of a device."""
-        dims = vmapped_dims(equation) or ()
+        dims = independent_dims(equation) or ()
         counts: dict[int, int] = {}
         for of_grid, state in zip(dims, (*states, *results), strict=False):
             if isinstance(state, int) and (dim := of_grid[state]) is not None:

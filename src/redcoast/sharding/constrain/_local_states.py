@@ -129,6 +129,8 @@ class LocalStates:
             not_inside = _NOT_OF_ROW
         if primitive_name(equation) in not_inside or _moves(equation):
             raise NotLocal(f"`{primitive_name(equation)}` is applied")
+        if any(str(effect).startswith("Ordered") for effect in equation.effects):
+            raise NotLocal(f"`{primitive_name(equation)}` is called in the order of the rows")
         if not _can_be_lowered(equation):
             raise NotLocal(f"`{primitive_name(equation)}` has derivative rules of its own")
         if self.of_row:

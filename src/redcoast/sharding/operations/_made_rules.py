@@ -4,7 +4,7 @@ import itertools
 
 from jax.extend.core import JaxprEqn
 
-from ...core._kernels import vmapped_dims
+from ...core._kernels import independent_dims
 from ._rule import Dimension, Factors, Rule, shape_of, without
 
 DECOMPOSITIONS = frozenset(
@@ -91,9 +91,9 @@ def vmapped_rule(equation: JaxprEqn) -> Rule | None:
 
 
 def kernel_rule(equation: JaxprEqn) -> Rule | None:
-    """A kernel of Pallas acts on each element along the dimensions of a `vmap` alone."""
+    """A kernel of Pallas acts on each element alone along dimensions such as that of a `vmap`."""
     # [i j], [k] -> [i l], with all but `i` needed as a whole
-    dims = vmapped_dims(equation)
+    dims = independent_dims(equation)
     if dims is None:
         return None
     factors = Factors()

@@ -22,7 +22,7 @@ from ._local_states import NotLocal, State, is_over_rows, is_vmapped
 from ._local_vmapped import check_vmapped
 from ._shardings import Shardings
 
-Choice = tuple[LocalRegion, list[State]]  # the region, and the states of the operands
+Choice = tuple[LocalRegion, Sequence[State]]  # the region, and the states of the operands
 
 
 def choose_region(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> Choice | None:

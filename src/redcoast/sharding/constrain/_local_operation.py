@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...core._control_flow import primitive_name
 from ...core._jaxpr import bind_local
-from ...core._kernels import independent_dims, of_fewer
+from ...core._pallas import independent_dims, of_fewer
 from .._mesh_axes import parts, used_axes
 from ..operations import Dimension, Factor, Rule, opaque_rule, rule_of
 from ..operations._made_rules import DECOMPOSITIONS

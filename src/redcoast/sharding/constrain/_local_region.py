@@ -43,7 +43,7 @@ from ...core._jaxpr import (
     is_inexact,
     struct_of,
 )
-from ...core._kernels import independent_dims, of_fewer
+from ...core._pallas import independent_dims, of_fewer
 from .._mesh_axes import parts, used_axes
 from ..operations import Atom
 from ..operations._made_rules import OF_ANY_ROW

@@ -4,7 +4,7 @@ import itertools
 
 from jax.extend.core import JaxprEqn
 
-from ...core._kernels import independent_dims
+from ...core._pallas import independent_dims
 from ._rule import Dimension, Factors, Rule, shape_of, without
 
 DECOMPOSITIONS = frozenset(

@@ -589,6 +589,15 @@ def test_results_of_a_call_of_the_host_have_one_rank():
     assert calls
 
 
+def test_the_plan_has_the_gradient_of_a_matrix_that_all_rows_share():
+    matrix = lambda params: params["inside"] + 4 * jnp.eye(WIDTH)
+    loss_fn = mean_over_rows(lambda params, x, key: jnp.linalg.solve(matrix(params), x))
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    _, found = compiled_step(loss_fn, plan)
+    planned = sum(traffic.bytes for traffic in plan.report.program.traffic)
+    assert planned == pytest.approx(sum(one.sent_bytes * one.count for one in found), rel=0.1)
+
+
 def test_forward_mode():
     def loss_fn(params, batch, key):
         one = lambda x: iterate(lambda z: jax.nn.relu(params["inside"] @ z + x), x)

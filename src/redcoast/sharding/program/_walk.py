@@ -143,7 +143,13 @@ def _apply_rule(
         case LinearSolve() as solve:
             # Without a scope, the equation is re-bound unchanged.
             scope = _walk_called(graph, solve.solve, at_places(inputs, solve.places))
-            return outputs_of(graph, scope), []
+            results = outputs_of(graph, scope)
+            matvec, places = solve.functions["matvec"]
+            matrix = at_places(inputs, places)
+            if have_grad(matrix):
+                # The gradient of a matrix is that of its product with the solution.
+                _walk_called(graph, matvec, [*matrix, *results])
+            return results, []
     graph.unknown[equation.primitive.name] += 1
     return follow_rule(graph, equation, opaque_rule(equation), inputs), []
 

@@ -66,6 +66,7 @@ from ._local_states import (
     is_identity,
     is_over_rows,
     is_vmapped,
+    of_row_states,
     shift_all,
 )
 
@@ -366,10 +367,7 @@ class _Evaluation:
     ) -> Arrays:
         """A scan over the rows of a device, of which each iteration needs one."""
         of_row = _Evaluation(replace(self.region, of_row=True))
-        states: list[State] = [None] * len(consts)
-        for state in carried_over_rows(flow) or ():
-            states.append(None if state is None else OWN)
-        states += [OWN] * len(xs)
+        states = of_row_states(flow)
         step = of_row.as_function(flow.body, states, [OWN] * len(open_jaxpr(flow.body).outvars))
         own_rows = replace(flow, length=flow.length // self.region.states.count)
         return own_rows.run(lambda inputs: step(*inputs), consts, init, xs)

@@ -210,7 +210,11 @@ class LocalStates:
 
     def _scan(self, equation: JaxprEqn, flow: Scan, states: Sequence[State]) -> LocalStep:
         if is_over_rows(flow, states):
-            return _over_rows(flow, states)
+            step = _over_rows(flow, states)
+            # Its body may do anything with a row, but for what has no meaning for one.
+            inside = LocalStates(self.count, expand=self.expand, of_row=True)
+            inside.of_jaxpr(flow.body, of_row_states(flow))
+            return step
         operands, outputs = self.scan(flow, states)
         stacked = shift_all(outputs[flow.carry :], 1)
         return LocalStep(operands, (*outputs[: flow.carry], *stacked))
@@ -332,6 +336,14 @@ def _over_rows(flow: Scan, states: Sequence[State]) -> LocalStep:
         raise NotLocal("`scan` combines rows with other rows")
     ys: States = (0,) * (len(open_jaxpr(flow.body).outvars) - len(carry))
     return LocalStep((*consts, *of_carry, *[0] * len(xs)), (*of_carry, *ys))
+
+
+def of_row_states(flow: Scan) -> list[State]:
+    """The states of the inputs of the body of a scan over rows."""
+    states: list[State] = [None] * flow.consts
+    for state in carried_over_rows(flow) or ():
+        states.append(None if state is None else OWN)
+    return states + [OWN] * (len(open_jaxpr(flow.body).invars) - len(states))
 
 
 def carried_over_rows(flow: Scan) -> States | None:

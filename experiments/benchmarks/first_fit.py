@@ -104,7 +104,7 @@ def measure(model: str, devices: int, cache: str) -> list[float]:
     timed.wrap(_fit, "plan_run", "plan")
     timed.wrap(_fit, "restore_or_create", "create the state")
     timed.wrap(CompiledStep, "_trace", "trace the step")
-    timed.wrap(CompiledStep, "_call", "compile and take it")
+    timed.wrap(CompiledStep, "_take", "compile and take it")
     timed.wrap(rc, "fit", "the rest")
     mesh = rc.make_mesh(**MESHES[model][devices])
     state = rc.fit(init_fn, optax.adamw(3e-4), examples, steps=1, mesh=mesh, log=False, **options)

@@ -8,6 +8,7 @@ takes one after the other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,15 +41,19 @@ _SIMPLE = frozenset(
 def in_one_thread(program: AnyJaxpr, mesh: Mesh | AbstractMesh) -> Callable[..., Arrays]:
     """A function that computes a traced step, in which one thread makes the updates of a small
     model."""
-    jaxpr = open_jaxpr(program)
-    updates: list[_Updates] = []
-    if isinstance(mesh, Mesh) and stays_on_host(mesh):
-        others, updates = _split(jaxpr)
-    if not updates:
-        return jaxpr_as_fun(program)
+    plain = jaxpr_as_fun(program)
+    is_one_cpu = isinstance(mesh, Mesh) and stays_on_host(mesh)
+    if not (is_one_cpu and _is_small([x.aval for x in open_jaxpr(program).outvars])):
+        return plain
 
     def run(*args: PyTree) -> Arrays:
-        env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(program), strict=True))
+        # Libraries call functions of all parameters at once, which hide what needs what.
+        without_calls = jax.make_jaxpr(lambda *args: _evaluated(program, args))(*args)
+        jaxpr = open_jaxpr(without_calls)
+        others, updates = _split(jaxpr)
+        if not updates:
+            return plain(*args)
+        env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(without_calls), strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         _evaluate(others, env)
         _run_in_calls(updates, env)
@@ -80,8 +85,7 @@ def _split(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[_Updates]]:
     # Without what nothing uses.
     own = [x for x in end if id(x) not in before and masks[id(x)]]
     whole = _Updates(own, jaxpr.outvars)
-    avals = [x.aval for x in (*whole.operands, *whole.results)]
-    is_small = sum(x.size * x.dtype.itemsize for x in avals) <= MOST_BYTES
+    is_small = _is_small([x.aval for x in (*whole.operands, *whole.results)])
     if len(whole.results) <= READY or not is_small:
         return jaxpr.eqns, []
     updates: list[_Updates] = []
@@ -156,6 +160,11 @@ def _packed(masks: Sequence[int]) -> list[int]:
     return parts
 
 
+def _is_small(avals: Sequence[Any]) -> bool:
+    # Keys have no size in bytes, and are few.
+    return sum(x.size * getattr(x.dtype, "itemsize", 0) for x in avals) <= MOST_BYTES
+
+
 def _is_simple(equation: JaxprEqn) -> bool:
     if equation.effects:
         return False
@@ -187,7 +196,7 @@ def _run_in_call(updates: Sequence[_Updates], env: dict[Var, PyTree]) -> None:
     def update(values: Arrays) -> Arrays:
         inside: dict[Var, PyTree] = dict(zip(operands, values, strict=True))
         if len(updates) == 1:
-            _evaluate(updates[0].equations, inside, inline=True)
+            _evaluate(updates[0].equations, inside)
         else:
             _run_in_calls(updates, inside)
         return [inside[x] for x in results]
@@ -198,30 +207,26 @@ def _run_in_call(updates: Sequence[_Updates], env: dict[Var, PyTree]) -> None:
     env.update(zip(results, values, strict=True))
 
 
-def _evaluate(
-    equations: Sequence[JaxprEqn], env: dict[Var, PyTree], *, inline: bool = False
-) -> None:
-    """Computes the results of equations, which are added to the values of variables.
+def _evaluated(program: AnyJaxpr, args: Sequence[PyTree]) -> Arrays:
+    """The results of a program, with the equations of simple calls in their place."""
+    jaxpr = open_jaxpr(program)
+    env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(program), strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    _evaluate(jaxpr.eqns, env)
+    return [_read(x, env) for x in jaxpr.outvars]
 
-    With `inline`, the equations of a call take its place, so that XLA fuses them with others.
-    """
+
+def _evaluate(equations: Sequence[JaxprEqn], env: dict[Var, PyTree]) -> None:
+    """Computes the results of equations, which are added to the values of variables."""
     for equation in equations:
         operands = [_read(x, env) for x in equation.invars]
-        call = control_flow(equation) if inline else None
+        call = control_flow(equation)
         with at_line_of(equation):
-            if isinstance(call, Call):
-                results = _inlined(call, operands)
+            if isinstance(call, Call) and _is_simple(equation):
+                results = _evaluated(call.jaxpr, operands)
             else:
                 results = bind_again(equation, operands)
         env.update(zip(equation.outvars, results, strict=True))
-
-
-def _inlined(call: Call, operands: Arrays) -> Arrays:
-    jaxpr = open_jaxpr(call.jaxpr)
-    env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(call.jaxpr), strict=True))
-    env.update(zip(jaxpr.invars, operands, strict=True))
-    _evaluate(jaxpr.eqns, env, inline=True)
-    return [_read(x, env) for x in jaxpr.outvars]
 
 
 def _read(atom: Atom, env: Mapping[Var, PyTree]) -> PyTree:

@@ -91,8 +91,8 @@ def test_effects_and_unused_results_stay_outside():
         jax.debug.callback(lambda x: None, loss)
         return loss, aux
 
-    def unused(grads, state, params=None):
-        updates, state = OPTIMIZERS["adamw"].update(grads, state, params)
+    def unused(updates, state, params=None):
+        updates, state = OPTIMIZERS["adamw"].update(updates, state, params)
         _ = jax.tree.map(jnp.exp, updates)  # nothing needs it
         return updates, state
 

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from ..core._control_flow import AnyJaxpr, Atom, Call, consts_of, control_flow, open_jaxpr
-from ..core._jaxpr import at_line_of, bind_again, variables
+from ..core._jaxpr import at_line_of, bind_again, struct_of, variables
 from ..core._pytree import Arrays
 from ..distributed._arrays import stays_on_host
 
@@ -129,7 +129,7 @@ def _before_updates(end: Sequence[JaxprEqn], masks: Mapping[int, int]) -> set[in
     before: set[int] = set()
     needed: set[Var] = set()
     for equation in reversed(end):
-        is_number = all(x.aval.size == 1 for x in equation.outvars)
+        is_number = all(struct_of(x).size == 1 for x in equation.outvars)
         is_shared = masks[id(equation)].bit_count() > READY
         if is_number or is_shared or not needed.isdisjoint(equation.outvars):
             before.add(id(equation))

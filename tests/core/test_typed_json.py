@@ -39,7 +39,7 @@ def test_lists_become_tuples_and_objects_dataclasses():
         ({"inner": [{"pair": [1]}]}, {"pair"}),
         ({"inner": [{"pair": [1, "x"], "kind": "c"}]}, {"kind"}),
         ({"inner": [{}]}, {"pair"}),
-        ({"best": {"pair": 1}}, {"best"}),
+        ({"best": {"pair": 1}}, {"pair"}),
         ({"other": 1}, {"other"}),
     ],
 )

@@ -224,6 +224,27 @@ def test_products_of_pairs_stay_split_along_the_rows():
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+def test_rolls_are_priced_in_layers_that_share_a_program():
+    """As in shifted windows: every second layer rolls by no element."""
+
+    def block(w, z, shift):
+        n = jnp.roll(jnp.tanh(z @ w), (-shift, -shift), (1, 2))
+        return z + jnp.roll(jnp.tanh(n @ w), (shift, shift), (1, 2))
+
+    def loss(params, batch, key):
+        z = batch
+        for layer, w in enumerate(params):
+            z = jax.checkpoint(block, static_argnums=2)(w, z, 2 * (layer % 2))
+        return jnp.mean(z**2)
+
+    params, batch = [normal(8, 8) / 8] * 4, normal(1, 32, 32, 8)
+    mesh = mesh_of((8, 1, 1))
+    plan, program = compiled(loss, params, batch, mesh)
+    sent = sum(one.sent_bytes for one in collectives(program.as_text(), mesh))
+    priced = sum(one.bytes for one in plan.report.program.traffic)
+    assert priced == pytest.approx(sent, rel=0.25)
+
+
 def test_nodes_are_gathered_once_for_all_lookups_and_their_cotangents_added_first():
     """Each round looks up the senders and the receivers of its edges."""
     mesh, params = mesh_of((8, 1, 1)), {"message": normal(128, 64) / 32}

@@ -7,7 +7,6 @@ sends; a part is what a device has of an array.
 from collections.abc import Iterator
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Var
 
 from ...core._jaxpr import struct_of
 from ..operations import Atom
@@ -21,19 +20,23 @@ from ._hardware import all_gather, all_reduce
 _SLICED = 1.25
 _CONCATENATED, _CONCATENATED_BACK = 1.75, 2.5
 
+# A variable in the calls around it: layers may have the same jaxpr.
+_Place = tuple[int, ...]
+_Slices = dict[_Place, Reshard]
+
 
 def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Reshard, int | float]]:
     """The moves of rows, with the bytes that each device sends for them in a step."""
-    slices: dict[Var, Reshard] = {}
+    slices: _Slices = {}
     for move in graph.moves:
         equation = move.source[-1]
         if equation.primitive.name == "slice":
-            slices[equation.outvars[0]] = move
+            slices[_place(move, equation.outvars[0])] = move
     # A roll is two slices and a concatenation, of which XLA sends the smaller slice only.
     shifted: set[Reshard] = set()  # the parts of rolled arrays that go to another device
     free: set[Reshard] = set()
     for move in graph.moves:
-        parts = _rolled_parts(move.source[-1], slices)
+        parts = _rolled_parts(move, slices)
         if parts:
             shifted.add(parts[0])
             free.update((*parts[1:], move))
@@ -61,11 +64,17 @@ def _is_complex(atom: Atom) -> bool:
     return jnp.issubdtype(struct_of(atom).dtype, jnp.complexfloating)
 
 
-def _rolled_parts(equation: JaxprEqn, slices: dict[Var, Reshard]) -> list[Reshard]:
+def _place(move: Reshard, atom: Atom) -> _Place:
+    return (*map(id, move.source[:-1]), id(atom))
+
+
+def _rolled_parts(move: Reshard, slices: _Slices) -> list[Reshard]:
     """The slices of an array that a concatenation puts in another order, the smallest first."""
+    equation = move.source[-1]
     if equation.primitive.name != "concatenate":
         return []
-    parts = [slices[atom] for atom in equation.invars if atom in slices]
+    places = [_place(move, atom) for atom in equation.invars]
+    parts = [slices[place] for place in places if place in slices]
     arrays = {part.source[-1].invars[0] for part in parts}
     if len(parts) < len(equation.invars) or len(arrays) != 1:
         return []
@@ -86,6 +95,8 @@ def _sent_for_roll(move: Reshard, batch: BatchDims) -> int | float:
 
 def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
     name = move.source[-1].primitive.name
+    if name == "concatenate" and move.operand.bytes == move.result.bytes:
+        return 0  # the other operands are empty, as in a roll by no element
     stays_split = batch.has(move.after)
     if not batch.has(move.before):
         if not stays_split:

@@ -88,6 +88,7 @@ class Program:
     accumulate: int = 1
     fused_attention: bool = True
     chip: Mapping[str, float] | None = None
+    differs: str = ""  # work of the published program that ours does not do
 
     @property
     def devices(self) -> TargetDevices:
@@ -258,6 +259,9 @@ def config_of(program: Program) -> Any:
     return CONFIGS[program.model["kind"]](**sizes, remat=program.remat, unroll=unroll)
 
 
+_MISALIGNED = "misaligned product"
+
+
 def encode(events: Sequence[Event]) -> list[Any]:
     """Events as JSON. Kernels that follow each other are one, if they are equal or have no
     products: their times then depend on their number and the sum of their bytes."""
@@ -265,7 +269,9 @@ def encode(events: Sequence[Event]) -> list[Any]:
     begun = {event.key for event in events if isinstance(event, Start)}
     for event in events:
         match event:
-            case KernelWork(_, kind, flops, size):
+            case KernelWork(_, kind, flops, size, misaligned):
+                if misaligned:
+                    kind = _MISALIGNED
                 before = found[-1] if found else []
                 alike = before[:3] == ["kernel", kind, dict(flops)]
                 if alike and (not flops or before[3] == size * before[4]):
@@ -294,7 +300,10 @@ def decode(data: Sequence[Any]) -> Iterator[Event]:
         match kind:
             case "kernel":
                 what, flops, size, times = rest
-                each = KernelWork("", what, tuple(flops.items()), size // times)
+                misaligned = what == _MISALIGNED
+                if misaligned:
+                    what = "product"
+                each = KernelWork("", what, tuple(flops.items()), size // times, misaligned)
                 yield from it.repeat(each, times)
             case "transfer":
                 yield decode_transfer(rest)
@@ -398,6 +407,7 @@ def at_depth(steps: Mapping[int, StepTime], layers: int) -> StepTime:
         waiting=waiting,
         kernels=round(between(first.kernels, second.kernels)),
         utilisation=at_peak / seconds,
+        misaligned=between(first.misaligned, second.misaligned),
     )
 
 
@@ -538,10 +548,18 @@ def summary(found: Sequence[Prediction]) -> list[str]:
     errors = [abs(one.error) for one in found]
     worst = max(found, key=lambda one: abs(one.error))
     projects = len({one.program.project for one in found})
-    return [
+    text = [
         f"{len(found)} runs of {projects} projects: the median error is "
         f"{statistics.median(errors):.0%}, the largest {max(errors):.0%} ({worst.program.name}).",
     ]
+    alike = [one for one in found if not one.program.differs]
+    if len(alike) < len(found):
+        worst = max(alike, key=lambda one: abs(one.error))
+        text.append(
+            f"Of the {len(alike)} whose programs do the work of ours, the largest is "
+            f"{abs(worst.error):.0%} ({worst.program.name})."
+        )
+    return text
 
 
 def order(found: Sequence[Prediction]) -> list[str]:

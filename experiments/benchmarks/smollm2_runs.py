@@ -38,6 +38,8 @@ class Config:
 
 def main(c: Config) -> None:
     """Prints a table with a line for each run."""
+    if "distill_on_policy" in c.only and "sft" not in c.only:
+        raise SystemExit("distill_on_policy needs the model of sft: add it to --only.")
     lines = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

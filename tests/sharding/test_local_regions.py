@@ -188,6 +188,7 @@ LOOPS = {
     "error_if": with_error,
     "nondifferentiable": undifferentiated,
     "remat in scan": remat_in_scan,
+    "gamma": lambda params, x, key: jr.gamma(key, jnp.abs(x @ params["inside"]) + 1),
     "reused": reused,
     "kernel": lambda params, x, key: (
         jax.lax.stop_gradient(iterate(lambda z: double(z) / 3, x)) @ params["outside"]
@@ -214,7 +215,6 @@ ALONE = {
     "igamma": lambda params, x, key: (
         jax.scipy.special.gammainc(jnp.abs(x) + 1, x**2 + 1) @ params["outside"]
     ),
-    "gamma": lambda params, x, key: jr.gamma(key, jnp.abs(x @ params["inside"]) + 1),
 }
 
 

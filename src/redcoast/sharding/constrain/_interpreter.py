@@ -303,6 +303,10 @@ def _on_rows(nested: _Nested) -> Arrays | None:
     """The results of an equation that each device runs on its own rows, or None if it does not."""
     equation, shardings = nested.equation, nested.shardings
     values = list(map(nested.scope.value_of, equation.invars))
+    # The stages of a pipeline are mapped over axes of the mesh, and `jax.shard_map` over other axes
+    # cannot be.
+    if shardings.rows is not None:
+        return None
     results = run_operation(equation, nested.operands, values, nested.results, shardings)
     if results is not None:
         return results

@@ -13,6 +13,7 @@ import os
 # JAX reads these when it is first imported; no accelerator is looked for.
 os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu"}
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def main(page: Path | None = None, targets: tuple[str, ...] = TARGETS) -> None:
     table.write(page, "offload")
 
 
-def compiled_memory(target: str, policy: object, unroll: int) -> Any:
+def compiled_memory(target: str, policy: Callable[..., bool] | None, unroll: int) -> Any:
     def layer(x: Array, w: Array) -> tuple[Array, None]:
         y = checkpoint_name(x @ w, "product")
         return jnp.tanh(y) * x, None

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType
 from redcoast import Chip
 from redcoast.dryrun._efficiencies import Efficiencies
 from redcoast.dryrun._step_time import estimate_step_time, show_step_time
-from redcoast.dryrun.hlo._events import Done, Loop, Start, Transfer, read_schedule
+from redcoast.dryrun.hlo._events import Done, Event, Loop, Start, Transfer, read_schedule
 from redcoast.dryrun.hlo._kernels import KernelWork
 
 MESH = AbstractMesh((1, 4, 1), ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3)
@@ -318,7 +318,12 @@ LOGITS = """
 
 def logits(vocab: int, layout: str = "1,0") -> KernelWork:
     events = read_schedule(program(LOGITS.format(vocab=vocab, layout=layout)), MESH)
-    (product,) = (event for event in events if getattr(event, "kind", None) == "product")
+    return the_product(events)
+
+
+def the_product(events: tuple[Event, ...]) -> KernelWork:
+    kernels = [event for event in events if isinstance(event, KernelWork)]
+    (product,) = [kernel for kernel in kernels if kernel.kind == "product"]
     return product
 
 
@@ -338,7 +343,7 @@ def test_dimensions_of_one_side_are_one_row():
   ROOT %out = f32[8,16]{{1,0}} bitcast(%x)"""  # noqa: E501
     for size, expected in ((8, False), (4, True)):
         events = read_schedule(program(body.format(size=size)), MESH)
-        (product,) = (event for event in events if getattr(event, "kind", None) == "product")
+        product = the_product(events)
         assert product.is_misaligned == expected
 
 

@@ -23,7 +23,7 @@ def test_a_step_is_planned_with_or_without_its_sequence_split(sequence):
     # Two sequences cannot be split over more than `data`.
     mesh = rc.make_mesh(data=2, model=4)
     plan = rc.plan_step(state, loss_fn, batch, mesh, sequence=sequence)
-    assert plan.compute.sequence == sequence
+    assert plan.compute.sequence_parallel == sequence
     loss = plan.constrain(loss_fn)
     text = (
         jax.jit(lambda model, batch: loss(model, batch, None)).lower(state.model, batch).as_text()

@@ -345,7 +345,8 @@ def main(
         before = compile_step(example.loss, example, mesh, specs, run=False)
         most = LARGEST_SHARE * one.temporaries
         hands = by_hand(example, mesh, specs)
-        hand = min(hands, key=lambda hand: (max(hand.temporaries, most), hand.sent))
+        fitting = [hand for hand in hands if hand.temporaries <= most]
+        hand = min(fitting or hands, key=lambda hand: hand.sent)
         shares = [f"{x.temporaries / one.temporaries:.3f}" for x in (before, hand, step)]
         planned_bytes = sum(traffic.bytes for traffic in plan.report.program.traffic)
         sent = [f"{size / 1e3:,.0f}" for size in (hand.sent, step.sent, planned_bytes)]

@@ -224,6 +224,22 @@ def test_products_of_pairs_stay_split_along_the_rows():
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+def test_operands_that_are_transposed_later_are_not_gathered():
+    """Attention along columns is one along rows between two transposes, each an all-to-all."""
+
+    def loss(params, batch, key):
+        z = jnp.tanh(batch @ params["a"])
+        columns = jnp.swapaxes(jnp.tanh(jnp.swapaxes(z, 1, 2) @ params["a"]) @ params["c"], 1, 2)
+        return jnp.mean(jnp.einsum("bikc,bjkc->bijc", columns, z) ** 2)
+
+    params, batch = {name: normal(16, 16) / 16 for name in "ac"}, normal(1, 32, 32, 16)
+    mesh = mesh_of((8, 1, 1))
+    _, program = compiled(loss, params, batch, mesh)
+    sent = collectives(program.as_text(), mesh)
+    # The operand of the last product alone is gathered, forward and backward.
+    assert sum(one.count for one in sent if one.kind == "all-gather") == 2
+
+
 def test_rolls_are_priced_in_layers_that_share_a_program():
     """As in shifted windows: every second layer rolls by no element."""
 

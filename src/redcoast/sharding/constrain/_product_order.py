@@ -6,11 +6,12 @@ the dimension that is the first one then. Otherwise an all-to-all would turn eve
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from ...core._jaxpr import variables
+from ...core._jaxpr import struct_of, variables
 from ..operations import rule_of
 from ..program._graph import Value
 from ..program._walk import Scope
@@ -25,11 +26,26 @@ def orders_of_products(scope: Scope) -> Mapping[Value, tuple[int, ...]]:
             (product,) = equation.outvars
             transpose = _only_transpose(product, uses)
             if transpose is not None:
-                orders[scope.values[product]] = tuple(transpose.params["permutation"])
+                order = _order(equation, tuple(transpose.params["permutation"]))
+                orders[scope.values[product]] = order
     for inner in scope.inner.values():
         for body in inner:
             orders |= orders_of_products(body)
     return orders
+
+
+def _order(equation: JaxprEqn, permutation: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of a product: first those of the operand whose come first in the transpose.
+
+    Dimensions of one operand keep their order, so that it is used as it is split.
+    """
+    (contracted, _), (batched, _) = equation.params["dimension_numbers"]
+    batch = len(batched)
+    rest = struct_of(equation.invars[0]).ndim - len(contracted)
+    of_first, of_second = range(batch, rest), range(rest, len(permutation))
+    groups = [group for group in (of_first, of_second) if group]
+    groups.sort(key=lambda group: min(map(permutation.index, group)))
+    return (*range(batch), *chain(*groups))
 
 
 def _uses(jaxpr: Jaxpr) -> Mapping[Var, list[JaxprEqn | None]]:

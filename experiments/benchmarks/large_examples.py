@@ -19,7 +19,7 @@ the largest element of the loss and of each gradient.
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from traffic.targets import Platform, target_devices
 
 import redcoast as rc
 from redcoast.dryrun.hlo import collectives, sent_bytes
-from redcoast.sharding.solver._hardware import hardware_of
 
 rc.emulate_devices(8)
 KEY = jr.key(0)
@@ -361,11 +360,20 @@ def main(
 
 
 def planned(example: Example, mesh: Any, memory: float, run: bool) -> tuple[rc.Plan, Step]:
-    hardware = replace(hardware_of(mesh), memory=memory)
+    hardware = hardware_of(mesh.devices.flat[0].platform, memory)
     args = (example.batch, KEY)
     plan = rc.plan_shardings(example.model, mesh, fn=example.loss, args=args, hardware=hardware)
     specs = eqx.filter(plan.shardings, lambda x: isinstance(x, NamedSharding))
     return plan, compile_step(plan.constrain(example.loss), example, mesh, specs, run=run)
+
+
+def hardware_of(platform: str, memory: float) -> rc.Hardware:
+    """What the compiler for a platform does, with so much memory on each device."""
+    if platform == "cpu":
+        return rc.Hardware(
+            memory=memory, adds_first=False, scatters=False, overlaps=False, compiler="cpu"
+        )
+    return rc.Hardware(memory=memory, compiler="tpu" if platform == "tpu" else "gpu")
 
 
 def by_hand(example: Example, mesh: Any, specs: Any) -> list[Step]:

@@ -103,21 +103,33 @@ def evaluate_jaxpr(
 
     The values of the jaxpr's outputs.
     """
+    return evaluate_equations(jaxpr.eqns, jaxpr.outvars, env, handle, read_literal)
+
+
+def evaluate_equations(
+    equations: Sequence[JaxprEqn],
+    outvars: Sequence[Any],
+    env: dict[Var, T],
+    handle: Callable[[int, JaxprEqn, list[T]], Sequence[T]],
+    read_literal: Callable[[Literal], T] = lambda literal: literal.val,
+) -> list[T]:
+    """Evaluates some equations of a jaxpr as `evaluate_jaxpr` does, and returns the values of
+    `outvars`."""
     indices: dict[Var, int] = {}  # of the last use of each variable
-    for index, equation in enumerate(jaxpr.eqns):
+    for index, equation in enumerate(equations):
         indices.update(dict.fromkeys(variables((*equation.invars, *equation.outvars)), index))
     last: dict[int, list[Var]] = {}
-    for var in indices.keys() - set(variables(jaxpr.outvars)):
+    for var in indices.keys() - set(variables(outvars)):
         last.setdefault(indices[var], []).append(var)
     read = lambda atom: read_literal(atom) if isinstance(atom, Literal) else env[atom]
-    for index, equation in enumerate(jaxpr.eqns):
+    for index, equation in enumerate(equations):
         operands = [read(atom) for atom in equation.invars]
         with at_line_of(equation):
             results = handle(index, equation, operands)
         env.update(zip(equation.outvars, results, strict=True))
         for var in last.get(index, ()):
             del env[var]
-    return [read(atom) for atom in jaxpr.outvars]
+    return [read(atom) for atom in outvars]
 
 
 def at_line_of(equation: JaxprEqn) -> AbstractContextManager[None]:

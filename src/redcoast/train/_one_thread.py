@@ -13,29 +13,24 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from ..core._control_flow import AnyJaxpr, Atom, Call, consts_of, control_flow, open_jaxpr
-from ..core._jaxpr import at_line_of, bind_again, struct_of, variables
+from ..core._jaxpr import bind_again, evaluate_equations, evaluate_jaxpr, struct_of, variables
 from ..core._pytree import Arrays
 from ..distributed._arrays import stays_on_host
+from ..sharding.operations._elementwise_rules import ELEMENTWISE
+from ..sharding.operations._rule_table import REDUCTIONS, VIEWS
 
 READY = 8  # XLA's runtime runs as many kernels in one thread
 IN_CALL = 6  # results of a call; some take more than one kernel
 CALLS = 4  # that are ready at the same time
 MOST_BYTES = 1 << 20  # of what one thread reads and writes
-# What XLA computes in few kernels: no products, no loops, no calls of libraries.
-_SIMPLE = frozenset(
-    """
-    abs add add_any and broadcast_in_dim cbrt ceil clamp concatenate convert_element_type copy
-    copy_p cos div eq exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log
-    log1p logistic lt max min mul ne neg not or pow reciprocal reduce_and reduce_max reduce_min
-    reduce_or reduce_sum rem reshape round rsqrt select_n sign sin slice split sqrt square squeeze
-    stop_gradient sub tanh transpose xor
-    """.split()  # noqa: SIM905
-)
+# What XLA computes in few kernels: no products, no calls of libraries.
+_SIMPLE = ELEMENTWISE | REDUCTIONS | VIEWS
+_SIMPLE |= {"broadcast_in_dim", "concatenate", "iota", "slice", "split", "transpose"}
 
 
 def in_one_thread(program: AnyJaxpr, mesh: Mesh | AbstractMesh) -> Callable[..., Arrays]:
@@ -55,9 +50,9 @@ def in_one_thread(program: AnyJaxpr, mesh: Mesh | AbstractMesh) -> Callable[...,
             return plain(*args)
         env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(without_calls), strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        _evaluate(others, env)
+        evaluate_equations(others, _results_before(jaxpr, updates), env, _bind)
         _run_in_calls(updates, env)
-        return [_read(x, env) for x in jaxpr.outvars]
+        return evaluate_equations([], jaxpr.outvars, env, _bind)  # all are evaluated: read
 
     return run
 
@@ -93,6 +88,13 @@ def _split(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[_Updates]]:
         updates.append(_Updates([x for x in own if masks[id(x)] & part], jaxpr.outvars))
     others = [x for x in jaxpr.eqns if id(x) not in masks or id(x) in before]
     return others, updates
+
+
+def _results_before(jaxpr: Jaxpr, updates: Sequence[_Updates]) -> list[Var]:
+    """What the updates and the results of a program read of the equations before the updates."""
+    operands = [x for part in updates for x in part.operands]
+    results = {x for part in updates for x in part.results}
+    return [*operands, *(x for x in variables(jaxpr.outvars) if x not in results)]
 
 
 def _end_of(jaxpr: Jaxpr) -> list[JaxprEqn]:
@@ -196,9 +198,8 @@ def _run_in_call(updates: Sequence[_Updates], env: dict[Var, PyTree]) -> None:
     def update(values: Arrays) -> Arrays:
         inside: dict[Var, PyTree] = dict(zip(operands, values, strict=True))
         if len(updates) == 1:
-            _evaluate(updates[0].equations, inside)
-        else:
-            _run_in_calls(updates, inside)
+            return evaluate_equations(updates[0].equations, results, inside, _bind)
+        _run_in_calls(updates, inside)
         return [inside[x] for x in results]
 
     # The compiler inlines other calls.
@@ -212,22 +213,11 @@ def _evaluated(program: AnyJaxpr, args: Sequence[PyTree]) -> Arrays:
     jaxpr = open_jaxpr(program)
     env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(program), strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
-    _evaluate(jaxpr.eqns, env)
-    return [_read(x, env) for x in jaxpr.outvars]
+    return evaluate_jaxpr(jaxpr, env, _bind)
 
 
-def _evaluate(equations: Sequence[JaxprEqn], env: dict[Var, PyTree]) -> None:
-    """Computes the results of equations, which are added to the values of variables."""
-    for equation in equations:
-        operands = [_read(x, env) for x in equation.invars]
-        call = control_flow(equation)
-        with at_line_of(equation):
-            if isinstance(call, Call) and _is_simple(equation):
-                results = _evaluated(call.jaxpr, operands)
-            else:
-                results = bind_again(equation, operands)
-        env.update(zip(equation.outvars, results, strict=True))
-
-
-def _read(atom: Atom, env: Mapping[Var, PyTree]) -> PyTree:
-    return atom.val if isinstance(atom, Literal) else env[atom]
+def _bind(index: int, equation: JaxprEqn, operands: Arrays) -> Arrays:
+    call = control_flow(equation)
+    if isinstance(call, Call) and _is_simple(equation):
+        return _evaluated(call.jaxpr, operands)
+    return bind_again(equation, operands)

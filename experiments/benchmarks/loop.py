@@ -12,12 +12,14 @@ on the machine do not count. The hand-written loop does not read metrics, save, 
 import dataclasses
 import functools as ft
 import operator
+import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import equinox as eqx
 import jax
@@ -28,6 +30,7 @@ import tyro
 from _complete import complete
 
 import redcoast as rc
+from redcoast.train import _one_thread
 
 sys.path.append(str(Path(__file__).parents[1]))
 from _cells import markdown
@@ -181,6 +184,39 @@ def python_per_step(arrays: int = 57, blocks: int = 30, calls: int = 100) -> dic
     return least
 
 
+def threads_per_step(calls: int = 300, rounds: int = 7) -> list[list[str]]:
+    """Microseconds of all threads, and voluntary context switches, in a compiled step of the small
+    MLP: with the updates in one thread, and as XLA's runtime schedules them. They take turns."""
+    case = CASES[0]
+    model = eqx.nn.MLP(32, 10, case.width, case.depth, key=jax.random.key(0))
+    batch = jax.tree.map(jnp.asarray, collate_fn(make_examples(case.batch_size)))
+    options = {"key": jax.random.key(0), "mesh": rc.make_mesh(devices=jax.devices()[:1])}
+    # Another loss, so that no program is used for both.
+    losses = {"in one thread": loss_fn, "as XLA schedules them": lambda *args: 1.0 * loss_fn(*args)}
+    ready = {"in one thread": _one_thread.READY, "as XLA schedules them": sys.maxsize}
+    steps, states = {}, {}
+    for name, loss in losses.items():
+        with mock.patch.object(_one_thread, "READY", ready[name]):
+            states[name], steps[name], _ = rc.prepare(model, OPTIMIZER, loss, batch, **options)
+            states[name], _ = steps[name](states[name], batch)
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in losses}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            before = resource.getrusage(resource.RUSAGE_SELF)
+            begin = time.process_time()
+            for _ in range(calls):
+                states[name], metrics = step(states[name], batch)
+            jax.block_until_ready((states[name], metrics))
+            seconds = time.process_time() - begin
+            switches = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before.ru_nvcsw
+            spent[name].append((1e6 * seconds / calls, switches / calls))
+    lines: list[list[str]] = []
+    for name, turns in spent.items():
+        micros, switches = map(statistics.median, zip(*turns, strict=True))
+        lines.append([name, f"{micros:.0f}", f"{switches:.2f}"])
+    return lines
+
+
 def main(repeats: int = 5, check: bool = True) -> None:
     """Prints a row for each case.
 
@@ -212,6 +248,8 @@ def main(repeats: int = 5, check: bool = True) -> None:
     print(f"compile_step: a call returned after {returned:.2f} ms of {done:.1f} ms")
     kinds = python_per_step()
     print("57 arrays, a call: " + ", ".join(f"{name} {x:.0f} us" for name, x in kinds.items()))
+    head = ["updates of the small MLP", "all threads, us", "voluntary context switches"]
+    print(markdown(head, threads_per_step()))
     if check and failed:
         raise SystemExit(f"Below the minimum ratio: {', '.join(failed)}")
 

@@ -29,6 +29,7 @@ OF_INTERNALS = {
     "expert_parallel.py": "a mixture of experts whose tokens are sent to the devices of experts",
     "first_fit.py": "the parts of the first `fit` of a process, which are timed inside of it",
     "gpu.py": "attention without cuDNN's kernel, beside attention with it",
+    "loop.py": "a step whose updates XLA schedules as it does by default",
     "loop_parts.py": "the training step without some of its parts",
     "megatron_ahead.py": "the step of a dry run whose activations are not constrained",
     "offload_ahead.py": "the program of a gradient that is compiled for absent devices",

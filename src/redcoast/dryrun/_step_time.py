@@ -39,7 +39,7 @@ class StepTime:
     - `kernels`: The number of kernels that run.
     - `utilisation`: The arithmetic of the step, including what is rematerialised, divided by what
         the device could compute in this time at its peak rate.
-    - `misaligned`: The part of `products` that is lost because rows of matrices are no multiple of
+    - `misaligned`: The part of `products` that is lost because rows of matrices are not aligned to
         16 bytes.
     """
 
@@ -290,7 +290,7 @@ def show_step_time(step: StepTime) -> list[str]:
     if step.misaligned >= _LITTLE * step.seconds > 0:
         lines.append(
             f"  Of the products, {step.misaligned * 1e3:,.4g} ms are lost because rows of matrices "
-            "are no multiple of 16 bytes.\n  Pad sizes such as that of the vocabulary to multiples "
+            "are not aligned to 16 bytes.\n  Pad sizes such as that of the vocabulary to multiples "
             "of 8."
         )
     hidden = sum(step.hidden.values())

@@ -1,6 +1,6 @@
 """Whether the rows of the matrices of a product are aligned.
 
-Tensor cores of GPUs load 16 bytes at once. Rows whose size is no multiple of that begin at other
+Tensor cores of GPUs load 16 bytes at once. Rows whose size is not a multiple of that begin at other
 addresses, and kernels have to load their elements one by one.
 """
 
@@ -25,7 +25,7 @@ _FREE, _CONTRACTED, _BATCH, _OF_RIGHT = range(4)  # the role of a dimension in a
 
 
 def is_misaligned(module: Module, within: Computation, instruction: Instruction) -> bool:
-    """Whether an instruction has a product with a matrix whose rows are no multiple of 16 bytes."""
+    """Whether an instruction has a product with a matrix whose rows are not aligned to 16 bytes."""
     if instruction.opcode in _CALLS:
         for name in called(instruction, "calls", "to_apply"):
             inner = computation(module, name)
@@ -56,8 +56,10 @@ def is_misaligned(module: Module, within: Computation, instruction: Instruction)
 
 
 def _has_misaligned_rows(shape: str, roles: Sequence[int]) -> bool:
-    """Whether the rows of a matrix are no multiple of 16 bytes. Dimensions with the same role are
-    one dimension of the matrix."""
+    """Whether the rows of a matrix are not aligned to 16 bytes.
+
+    Dimensions with the same role are one dimension of the matrix.
+    """
     layout = array_layout(shape)
     if len(roles) != len(layout.sizes):
         return False

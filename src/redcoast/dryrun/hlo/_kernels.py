@@ -44,7 +44,7 @@ class KernelWork:
     - `kind`: `"product"`, `"attention"` (a kernel of its own), or `"other"`.
     - `flops`: floating point operations of products, by the dtype of their operands.
     - `memory_bytes`: bytes that are read and written in the device's main memory.
-    - `is_misaligned`: whether the rows of a product's matrices are no multiple of 16 bytes.
+    - `is_misaligned`: whether the rows of a product's matrices are not aligned to 16 bytes.
     """
 
     name: str

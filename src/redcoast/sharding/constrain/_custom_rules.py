@@ -57,7 +57,7 @@ def _jvp_rule(original: Fn, specs: Sequence[P], run_local: RunLocal) -> Fn:
 
         def push(*inputs: object) -> tuple[Arrays, Arrays]:
             primals_in, tangents_in = inputs[: len(inexact)], inputs[len(inexact) :]
-            all_tangents = _replace(tangents, inexact, tangents_in)
+            all_tangents = replace_chosen(tangents, inexact, tangents_in)
             out, out_tangents = jax.jvp(original, primals_in, tuple(all_tangents))
             return out, _none_where_exact(out, out_tangents)
 
@@ -74,7 +74,7 @@ def _jvp_rule(original: Fn, specs: Sequence[P], run_local: RunLocal) -> Fn:
     return rule
 
 
-def _replace(items: Sequence[object], chosen: Sequence[bool], by: Iterable[object]) -> Arrays:
+def replace_chosen(items: Sequence[object], chosen: Sequence[bool], by: Iterable[object]) -> Arrays:
     """The items, of which the chosen ones are replaced in order."""
     replaced = list(items)
     places = itertools.compress(range(len(items)), chosen)
@@ -121,7 +121,7 @@ def _vjp_rules(original: Fn, specs: Sequence[P], run_local: RunLocal) -> tuple[F
 
         def pull_back(*leaves: object) -> Arrays:
             nonzero, pull = structure.unflatten(leaves)
-            in_cotangents = pull(_replace(zeros, used, nonzero))
+            in_cotangents = pull(replace_chosen(zeros, used, nonzero))
             return [None if is_float0(x) else x for x in in_cotangents]
 
         # The leaves of the forward pass are the results, and then the residuals in `pull`.
@@ -138,7 +138,7 @@ def _partial_vjp(fn: Fn, perturbed: Sequence[bool], inputs: Sequence[object]) ->
     which are None where an input is not perturbed."""
 
     def of_perturbed(*chosen: object) -> Arrays:
-        return fn(*_replace(inputs, perturbed, chosen))
+        return fn(*replace_chosen(inputs, perturbed, chosen))
 
     results, pull = jax.vjp(of_perturbed, *itertools.compress(inputs, perturbed))
     return results, jax.tree_util.Partial(_pull_back, _Flags(tuple(perturbed)), pull)
@@ -151,7 +151,7 @@ class _Flags:
 
 
 def _pull_back(perturbed: _Flags, pull: Fn, cotangents: Arrays) -> Arrays:
-    return _replace([None] * len(perturbed.values), perturbed.values, pull(cotangents))
+    return replace_chosen([None] * len(perturbed.values), perturbed.values, pull(cotangents))
 
 
 def _is_inexact(x: object) -> bool:

@@ -35,9 +35,7 @@ def choose_region(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> Cho
     devices = prod(shardings.mesh.shape.values())
     if in_pipeline or shardings.splits_examples or devices == 1 or not waits_for_rows(equation):
         return None
-    values = list(map(scope.value_of, equation.invars))
-    region = _region(equation, values, shardings)
-    states = [_row_dim(value, region, shardings) for value in values]
+    region, states = _rows_of(equation, scope, shardings)
     if not region.is_worth_it(equation, states):
         return None
     return region, states
@@ -66,9 +64,7 @@ def find_waiting(
                 _check(equation, *choice, used_results(equation, scope.jaxpr))
                 continue
         except NotLocal as error:
-            values = list(map(scope.value_of, equation.invars))
-            region = _region(equation, values, shardings)
-            states = [_row_dim(value, region, shardings) for value in values]
+            _, states = _rows_of(equation, scope, shardings)
             if _communicates(equation, states):
                 yield around, str(error)
         for inner in scope.inner.get(index, ()):
@@ -113,6 +109,13 @@ def _follow(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
         if not chosen.isdisjoint(variables(equation.invars)):
             chosen.update(equation.outvars)
     return [isinstance(atom, Var) and atom in chosen for atom in opened.outvars]
+
+
+def _rows_of(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> Choice:
+    """The devices that divide the rows of an equation, and the rows of its operands."""
+    values = list(map(scope.value_of, equation.invars))
+    region = _region(equation, values, shardings)
+    return region, [_row_dim(value, region, shardings) for value in values]
 
 
 def _region(

@@ -26,8 +26,8 @@ from ..tree._overrides import spec_axes
 from ._shardings import Shardings
 
 _WHOLE_ALONG_SOME = DECOMPOSITIONS | frozenset(["approx_top_k", "fft", "sort", "top_k"])
-# JAX implements these by loops that go on until all elements have converged.
 KERNEL = "pallas_call"
+# JAX implements these by loops that go on until all elements have converged.
 _ITERATED = frozenset(
     """
     igamma igamma_grad_a igammac random_gamma random_gamma_grad regularized_incomplete_beta

@@ -7,6 +7,7 @@ parameters say, and what it runs has no derivative. A primitive takes its place 
 the primitive itself, with the same replacement.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from ...core._control_flow import AnyJaxpr, Call, CallKind, consts_of, control_f
 from ...core._jaxpr import bind_again, evaluate_jaxpr, struct_of
 from .._mesh_axes import parts
 from ..program._trace import Arrays
+from ._custom_rules import replace_chosen
 from ._local_region import LocalRegion, evaluate_row, waits_for_rows
 from ._local_states import VMAPPED_SIZE, NotLocal, State, is_vmapped
 
@@ -66,7 +68,10 @@ class _Rows:
         jaxpr = self.trace()
         specs: list[P] = []
         for axis in self.equation.params[_AXES]:
-            specs.append(P() if axis is None else P(*[None] * axis, self.axes))
+            spec = P()
+            if axis is not None:
+                spec = P(*[None] * axis, self.axes)
+            specs.append(spec)
         # No gradient flows through it, so that all axes can be manual, as calls of the host need.
         run = jax.shard_map(
             lambda *inputs: tuple(evaluate_row(region, jaxpr, inputs)),
@@ -125,50 +130,54 @@ def _jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Any], *, rows: _Rows
 ) -> tuple[Arrays, Arrays]:
     equation = rows.equation
-    moving = [type(tangent) is not ad.Zero for tangent in tangents]
-    given = [tangent for tangent, moves in zip(tangents, moving, strict=True) if moves]
+    moving = list(map(_is_nonzero, tangents))
+    nonzero = list(itertools.compress(tangents, moving))
     zeros: list[Any] = []  # of the results, None where there is a tangent
 
-    def rule(primals: Sequence[jax.Array], given: Sequence[jax.Array]) -> tuple[Arrays, Arrays]:
-        left = iter(given)
-        all_tangents = [
-            next(left) if moves else x for x, moves in zip(tangents, moving, strict=True)
-        ]
-        of_primitive = ad.primitive_jvps[equation.primitive]
-        results, pushed = of_primitive(primals, all_tangents, **equation.params)
-        zeros[:] = [tangent if type(tangent) is ad.Zero else None for tangent in pushed]
-        return list(results), [tangent for tangent in pushed if type(tangent) is not ad.Zero]
+    def rule(primals: Sequence[jax.Array], nonzero: Sequence[jax.Array]) -> tuple[Arrays, Arrays]:
+        push = ad.primitive_jvps[equation.primitive]
+        all_tangents = replace_chosen(tangents, moving, nonzero)
+        results, pushed = push(primals, all_tangents, **equation.params)
+        zeros[:] = map(_none_if_nonzero, pushed)
+        return list(results), list(filter(_is_nonzero, pushed))
 
-    jaxpr = jax.make_jaxpr(rule)(primals, given)
-    arrays = iter(rows.replace_in(jaxpr, [*primals, *given]))
-    results = [next(arrays) for _ in zeros]
-    return results, [next(arrays) if zero is None else zero for zero in zeros]
+    jaxpr = jax.make_jaxpr(rule)(primals, nonzero)
+    arrays = rows.replace_in(jaxpr, [*primals, *nonzero])
+    count = len(zeros)
+    is_moving = [zero is None for zero in zeros]
+    return arrays[:count], replace_chosen(zeros, is_moving, arrays[count:])
 
 
 def _transpose(cotangents: Sequence[Any], *inputs: Any, rows: _Rows) -> Arrays:
     equation = rows.equation
-    used = [type(cotangent) is not ad.Zero for cotangent in cotangents]
+    used = list(map(_is_nonzero, cotangents))
     known = [not ad.is_undefined_primal(x) for x in inputs]
-    of_known = [x for x, is_known in zip(inputs, known, strict=True) if is_known]
-    of_used = [x for x, is_used in zip(cotangents, used, strict=True) if is_used]
-    others: list[Any] = []  # of the operands, where there is no array
+    of_used = list(itertools.compress(cotangents, used))
+    of_known = list(itertools.compress(inputs, known))
+    is_array: list[bool] = []  # of the cotangents of the operands
+    others: list[Any] = []  # those that are not
 
     def rule(of_used: Sequence[jax.Array], of_known: Sequence[jax.Array]) -> Arrays:
-        left, right = iter(of_used), iter(of_known)
-        all_used = [
-            next(left) if is_used else x for x, is_used in zip(cotangents, used, strict=True)
-        ]
-        all_inputs = [
-            next(right) if is_known else x for x, is_known in zip(inputs, known, strict=True)
-        ]
-        of_primitive = ad.primitive_transposes[equation.primitive]
-        pulled = of_primitive(all_used, *all_inputs, **equation.params)
-        others[:] = [None if isinstance(x, jax.Array) else (x,) for x in pulled]
-        return [x for x in pulled if isinstance(x, jax.Array)]
+        pull = ad.primitive_transposes[equation.primitive]
+        all_used = replace_chosen(cotangents, used, of_used)
+        pulled = pull(all_used, *replace_chosen(inputs, known, of_known), **equation.params)
+        is_array[:] = [isinstance(x, jax.Array) for x in pulled]
+        others[:] = replace_chosen(pulled, is_array, [None] * sum(is_array))
+        return list(itertools.compress(pulled, is_array))
 
     jaxpr = jax.make_jaxpr(rule)(of_used, of_known)
-    arrays = iter(rows.replace_in(jaxpr, [*of_used, *of_known]))
-    return [next(arrays) if other is None else other[0] for other in others]
+    arrays = rows.replace_in(jaxpr, [*of_used, *of_known])
+    return replace_chosen(others, is_array, arrays)
+
+
+def _is_nonzero(tangent: object) -> bool:
+    return type(tangent) is not ad.Zero
+
+
+def _none_if_nonzero(tangent: object) -> ad.Zero | None:
+    if isinstance(tangent, ad.Zero):
+        return tangent
+    return None
 
 
 def _batch(inputs: Sequence[jax.Array], dims: Sequence[int | None], *, rows: _Rows) -> Any:

@@ -79,7 +79,7 @@ def _fsdp(report: PlanReport) -> NotDone | None:
     count = report.mesh["fsdp"]
     parameters = parameters_of(report)
     program = report.program_or_none
-    asked = f"FSDP over fsdp={count}"
+    what = f"FSDP over fsdp={count}"
     if count == 1:
         return None
     if program is not None and "fsdp" in program.model_axes:
@@ -88,16 +88,16 @@ def _fsdp(report: PlanReport) -> NotDone | None:
         # The rows would divide and the function trains, so that only memory can rule FSDP out.
         if program.memory.gradients and rows_divide:
             why = "tensor parallelism over the same devices needs less memory"
-        return _entry(asked, why, "model", report)
+        return _entry(what, why, "model", report)
     if sharded_over(parameters, "fsdp"):
         return None
     why = _why([array for array in parameters if array.parts == 1])  # of the replicated ones
     if any(map(is_tensor_parallel, parameters)):
         why = "no other dimension of the tensor-parallel arrays divides or is large enough"
-    return _entry(asked, why, "fsdp", report)
+    return _entry(what, why, "fsdp", report)
 
 
-def _entry(asked: str, why: str, axis: str, report: PlanReport) -> NotDone | None:
+def _entry(what: str, why: str, axis: str, report: PlanReport) -> NotDone | None:
     """The entry, if there is a reason; any size that divides over `axis` can be forced."""
     # All is decided by overrides.
     if not why:
@@ -106,7 +106,7 @@ def _entry(asked: str, why: str, axis: str, report: PlanReport) -> NotDone | Non
     forced_by = ""
     if count > 1 and any(_divides(array, count) for array in parameters_of(report)):
         forced_by = f"An override with `{axis}` in its spec forces it."
-    return NotDone(asked, why, forced_by)
+    return NotDone(what, why, forced_by)
 
 
 def _divides(array: PlannedArray, count: int) -> bool:
@@ -128,15 +128,15 @@ def _batch(report: PlanReport) -> NotDone | None:
     if program is None or not program.batch:
         return None
     # Axes that are used for tensor parallelism do not divide the batch, and need not.
-    asked: list[str] = []
+    axes: list[str] = []
     for axis in BATCH_AXES:
         if report.mesh[axis] > 1 and axis not in program.model_axes:
-            asked.append(axis)
-    if set(asked).issubset(program.batch_axes):
+            axes.append(axis)
+    if set(axes).issubset(program.batch_axes):
         return None
     rows = "the batch"
     if program.batch_sizes:
         sizes = " and ".join(map(str, program.batch_sizes))
         rows = f"a batch of {sizes}"
-    over = " x ".join(f"{axis}={report.mesh[axis]}" for axis in asked)
+    over = " x ".join(f"{axis}={report.mesh[axis]}" for axis in axes)
     return NotDone(f"a batch split over {over}", f"{rows} does not divide", "")

@@ -112,10 +112,10 @@ def _changes(decision: Decision) -> Iterator[tuple[Asked, _Change]]:
         planned = [used_axes(axes or (), sizes) for axes in decision.axes_of(dims)]
         before = known.get(dims) or planned
         after: list[Axes] = []
-        for now, wanted in zip(before, asked.axes, strict=True):
-            if wanted is None:
-                wanted = now
-            after.append(used_axes(wanted, sizes))
+        for axes_before, axes_asked in zip(before, asked.axes, strict=True):
+            if axes_asked is None:  # any sharding will do
+                axes_asked = axes_before
+            after.append(used_axes(axes_asked, sizes))
         known[dims] = after
         yield asked, _change(asked, before, after, sizes)
 
@@ -128,8 +128,8 @@ def _change(asked: Asked, before: Spec, after: Spec, axes: Sizes) -> _Change:
     """
     less: Counter[float] = Counter()
     more: Counter[float] = Counter()
-    for now, wanted in zip(before, after, strict=True):
-        ratio = parts(wanted, axes) / parts(now, axes)
+    for axes_before, axes_after in zip(before, after, strict=True):
+        ratio = parts(axes_after, axes) / parts(axes_before, axes)
         if ratio < 1:
             less[1 / ratio] += 1
         elif ratio > 1:

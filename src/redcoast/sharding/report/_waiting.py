@@ -24,7 +24,9 @@ def waiting(program: Program, mesh: Mesh | AbstractMesh, compute: Compute) -> tu
     if not _may_wait(program.scope):
         return ()
     shardings = find_shardings(program, mesh, compute)
-    texts = [_sentence(*found) for found in find_waiting(program.scope, shardings)]
+    texts: list[str] = []
+    for source, why in find_waiting(program.scope, shardings):
+        texts.append(_sentence(source, why))
     return tuple(dict.fromkeys(texts))
 
 
@@ -38,7 +40,7 @@ def _sentence(source: Source, why: str) -> str:
     line = next(filter(None, lines), "The program")
     match control_flow(source[-1]):
         case While():
-            what = "has a loop in whose every iteration all devices wait for each other"
+            what = "has a loop in which all devices wait for each other in every iteration"
         case Scan():
             what = "has a loop over the examples that every device runs for all of them"
         case _:

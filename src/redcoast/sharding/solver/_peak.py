@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
-from jax.lax import Precision
 
 from ...core._control_flow import (
     Call,
@@ -26,27 +24,13 @@ from ...core._control_flow import (
     control_flow,
     primitive_name,
 )
-from ...core._jaxpr import struct_of
 from ..operations import fixed_operands, is_linear
-from ..operations._rule_table import CONSTRAINED, COSTLY, REDUCTIONS, VIEWS
+from ..operations._rule_table import COSTLY, VIEWS
 from ..program._graph import Source, Value
 from ..program._remat import Region, find_needed
 from ..program._walk import Scope
 from ._buffers import Buffer, ModelArray, Part, Peak, Roots, Timeline, argument, union
-
-# Their operands and results are in memory; so are those of operations without a rule.
-_LARGE = CONSTRAINED | frozenset(
-    """
-    cholesky eig eigh fft householder_product lu qr schur sort svd top_k triangular_solve
-    """.split()  # noqa: SIM905
-)
-# Their results are in memory, and what they read is fused into them.
-_WRITTEN = REDUCTIONS | frozenset(
-    """
-    concatenate cumlogsumexp cummax cummin cumprod cumsum dynamic_update_slice random_bits
-    random_gamma reduce_window_max reduce_window_sum select_and_scatter_add threefry2x32
-    """.split()  # noqa: SIM905
-)
+from ._memory_access import WRITTEN, is_copied, is_product, reads_narrow, squares, uses_memory
 
 
 @dataclass(frozen=True)
@@ -228,7 +212,7 @@ class _Run:
     ) -> Roots:
         """Puts an operand of a large operation into memory; that of a product is gathered there."""
         roots = self._in_memory(scope, values, atom, source)
-        if isinstance(atom, Literal) or not _is_product(equation):
+        if isinstance(atom, Literal) or not is_product(equation):
             return roots
         size = self.time.gathered_size_of(scope.values[atom])
         if size == self.time.size_of(scope.values[atom]):
@@ -254,21 +238,21 @@ class _Run:
     ) -> None:
         equation = scope.jaxpr.eqns[index]
         name = primitive_name(equation)
-        if _is_large(scope, index):
+        if uses_memory(scope, index):
             operands = [self._operand(scope, values, equation, x, source) for x in equation.invars]
-            narrow = self.compiler == "tpu" and _reads_narrow(equation)
+            narrow = self.compiler == "tpu" and reads_narrow(equation)
             self.time.read(union(operands), narrow=narrow)
             for atom, roots in zip(equation.invars, operands, strict=True):
-                if _is_transposed(equation, atom):
+                if is_copied(equation, atom):
                     values.roots[atom] = (self.time.fuse(roots, scope.values[atom], source),)
                     self.time.read(values.roots[atom], narrow=narrow)
             self._write_results(scope, values, equation, source)
-            if _is_product(equation):
+            if is_product(equation):
                 self._write_sums(scope.values[equation.outvars[0]], source)
             return
         operands = union(self._read_from(values, atom) for atom in equation.invars)
         is_kept = name in COSTLY and self.compiler != "tpu"
-        if _is_square(equation):
+        if squares(equation):
             # What is squared and summed, as by a norm, is kept for its other uses.
             is_kept = len(operands) > 1 and self.compiler == "cpu"
         if name in VIEWS:
@@ -278,7 +262,7 @@ class _Run:
             value = scope.values[var]
             is_shared = is_kept and uses[var] > 1 - value.grad
             values.roots[var] = operands
-            if name in _WRITTEN or is_shared:
+            if name in WRITTEN or is_shared:
                 values.roots[var] = (self.time.fuse(operands, value, source),)
 
     def _operation_back(
@@ -298,8 +282,8 @@ class _Run:
         if rule is not None and is_linear(rule, varied):
             fixed = zip(equation.invars, fixed_operands(rule, varied), strict=True)
             needed = [atom for atom, is_fixed in fixed if is_fixed]
-        is_large = _is_large(scope, index)
-        narrow = self.compiler == "tpu" and _reads_narrow(equation)
+        is_large = uses_memory(scope, index)
+        narrow = self.compiler == "tpu" and reads_narrow(equation)
         given = []
         for var, roots in zip(equation.outvars, results, strict=True):
             if roots is not None and is_large:
@@ -338,14 +322,14 @@ class _Run:
     ) -> Roots:
         """Writes the cotangent of a value; that of an array of the model is a result.
 
-        That of an operand of a product is whole until it is summed over devices, together with
-        those of other products.
+        That of an operand of a product has its full size until it is summed over devices,
+        together with those of other products.
         """
         if len(roots) == 1 and roots[0].parameter is not None:
             self.time.add_gradient(roots[0].parameter, source)
             return ()
         size = self.time.size_of(value)
-        if _is_product(equation):
+        if is_product(equation):
             size = self.time.gathered_size_of(value)
         return (self.time.write(size, source),)
 
@@ -569,37 +553,3 @@ def _flow(scope: Scope, index: int) -> Call | Cond | Scan | While | None:
         case Call() | Cond() | Scan() | While() as flow:
             return flow
     return None
-
-
-def _is_large(scope: Scope, index: int) -> bool:
-    """Whether an operation reads from memory and writes to it."""
-    is_known = scope.rules.get(index) is not None or index in scope.inner
-    return not is_known or primitive_name(scope.jaxpr.eqns[index]) in _LARGE
-
-
-def _is_product(equation: JaxprEqn) -> bool:
-    return equation.primitive.name in ("dot_general", "conv_general_dilated")
-
-
-def _reads_narrow(equation: JaxprEqn) -> bool:
-    """Whether a TPU computes a product of float32 numbers from bfloat16 ones."""
-    if not _is_product(equation):
-        return False
-    if any(struct_of(operand).dtype != jnp.float32 for operand in equation.invars):
-        return False
-    precision = equation.params["precision"]
-    of_operands = precision if isinstance(precision, tuple) else (precision,)
-    return all(each in (None, Precision.DEFAULT) for each in of_operands)
-
-
-def _is_square(equation: JaxprEqn) -> bool:
-    return primitive_name(equation) == "square" or equation.params.get("y") == 2
-
-
-def _is_transposed(equation: JaxprEqn, atom: Any) -> bool:
-    """Whether an operand of a product is copied, so that its batch dimensions come first."""
-    if equation.primitive.name != "dot_general" or isinstance(atom, Literal):
-        return False
-    _, batches = equation.params["dimension_numbers"]
-    of_operand = zip(equation.invars, batches, strict=True)
-    return any(x is atom and tuple(batch) != tuple(range(len(batch))) for x, batch in of_operand)

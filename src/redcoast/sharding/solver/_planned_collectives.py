@@ -6,7 +6,7 @@ from math import prod
 from typing import Literal
 
 from ...core._jaxpr import struct_of
-from ..operations import Atom, rule_of
+from ..operations import Atom, Dimension, rule_of
 from ..program._batch_dims import BatchDims, SplitNodes
 from ..program._classes import Classes
 from ..program._graph import Dims, Graph, Halo, PartialSum, Reshard, Source, Value, Work
@@ -76,7 +76,10 @@ def of_batch(
             yield _sum_by_index(summed, batch)
     # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
     scatters = hardware.scatters and stored == batch.count
-    split = (one for one in over_batch if not _is_split_as_well(batch, one.node, one.before))
+    split: list[PartialSum] = []
+    for summed in over_batch:
+        if not _is_split_as_well(batch, summed.node, summed.before):
+            split.append(summed)
     products = _products(graph, batch)
     gathered: set[int] = set()  # the tables of lookups, by the `id` of the variable
     for summed in _once(split, batch, hardware):
@@ -154,33 +157,45 @@ def _products(graph: Graph, batch: BatchDims) -> dict[_Key, _Product]:
     if not batch.splits_examples:
         return products
     for work in graph.works:
-        equation = work.source[-1]
-        if equation.primitive.name != "dot_general" or not work.forward:
+        if work.source[-1].primitive.name != "dot_general" or not work.forward:
             continue
-        rule = rule_of(equation)
-        assert rule is not None
-        rank, reduced = len(rule.results[0]), len(rule.reduced)
-        own = work.dims[len(work.dims) - rank - reduced :]  # after those of the rows around it
-        count = 2 * prod(map(graph.sizes.__getitem__, own))
         for split in batch.sets:
-            places: list[int | None] = []
-            for dims in (*work.of, own[:rank]):
-                places.append(next((d for d, node in enumerate(dims) if split.has(node)), None))
-            first, second, of_result = places
-            if first is None or second is None:
-                continue
-            dimensions = rule.operands[0][first], rule.operands[1][second]
-            sums_parts = dimensions[0] == dimensions[1] and dimensions[0][0] in rule.reduced
-            kept = None if of_result is None else rule.results[0][of_result]
-            gathered: list[int] = []
-            for side, dimension in enumerate(dimensions):
-                if not sums_parts and dimension != kept:
-                    gathered.append(side)
-            nodes = work.of[0][first], work.of[1][second]
-            times = work.forward / max(1, count)
-            key = _key(work.source, split)
-            products[key] = _Product(work, split, nodes, sums_parts, tuple(gathered), times)
+            product = _product(work, split, graph)
+            if product is not None:
+                products[_key(work.source, split)] = product
     return products
+
+
+def _product(work: Work, split: SplitNodes, graph: Graph) -> _Product | None:
+    """A product, if both of its operands are split over the same devices."""
+    rule = rule_of(work.source[-1])
+    assert rule is not None
+    rank, reduced = len(rule.results[0]), len(rule.reduced)
+    own = work.dims[len(work.dims) - rank - reduced :]  # after those of the rows around it
+    first, second = (_first_in(split, dims) for dims in work.of)
+    if first is None or second is None:
+        return None
+    dimensions = rule.operands[0][first], rule.operands[1][second]
+    sums_parts = dimensions[0] == dimensions[1] and dimensions[0][0] in rule.reduced
+    kept: Dimension | None = None
+    of_result = _first_in(split, own[:rank])
+    if of_result is not None:
+        kept = rule.results[0][of_result]
+    gathered: list[int] = []
+    for side, dimension in enumerate(dimensions):
+        if not sums_parts and dimension != kept:
+            gathered.append(side)
+    nodes = work.of[0][first], work.of[1][second]
+    times = work.forward / max(1, 2 * prod(map(graph.sizes.__getitem__, own)))
+    return _Product(work, split, nodes, sums_parts, tuple(gathered), times)
+
+
+def _first_in(split: SplitNodes, dims: Dims) -> int | None:
+    """The place of the first dimension that is split."""
+    for place, node in enumerate(dims):
+        if split.has(node):
+            return place
+    return None
 
 
 def _product_of(

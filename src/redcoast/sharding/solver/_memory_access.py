@@ -1,0 +1,60 @@
+"""Which operations read from memory and write to it, and how compilers change what they read."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal
+from jax.lax import Precision
+
+from ...core._control_flow import primitive_name
+from ...core._jaxpr import struct_of
+from ..operations._rule_table import CONSTRAINED, REDUCTIONS
+from ..program._walk import Scope
+
+# Their operands and results are in memory; so are those of operations without a rule.
+_LARGE = CONSTRAINED | frozenset(
+    """
+    cholesky eig eigh fft householder_product lu qr schur sort svd top_k triangular_solve
+    """.split()  # noqa: SIM905
+)
+# Their results are in memory, and what they read is fused into them.
+WRITTEN = REDUCTIONS | frozenset(
+    """
+    concatenate cumlogsumexp cummax cummin cumprod cumsum dynamic_update_slice random_bits
+    random_gamma reduce_window_max reduce_window_sum select_and_scatter_add threefry2x32
+    """.split()  # noqa: SIM905
+)
+
+
+def uses_memory(scope: Scope, index: int) -> bool:
+    """Whether an operation reads from memory and writes to it."""
+    is_known = scope.rules.get(index) is not None or index in scope.inner
+    return not is_known or primitive_name(scope.jaxpr.eqns[index]) in _LARGE
+
+
+def is_product(equation: JaxprEqn) -> bool:
+    return equation.primitive.name in ("dot_general", "conv_general_dilated")
+
+
+def reads_narrow(equation: JaxprEqn) -> bool:
+    """Whether a TPU computes a product of float32 numbers from bfloat16 ones."""
+    if not is_product(equation):
+        return False
+    if any(struct_of(operand).dtype != jnp.float32 for operand in equation.invars):
+        return False
+    precision = equation.params["precision"]
+    of_operands = precision if isinstance(precision, tuple) else (precision,)
+    return all(each in (None, Precision.DEFAULT) for each in of_operands)
+
+
+def squares(equation: JaxprEqn) -> bool:
+    return primitive_name(equation) == "square" or equation.params.get("y") == 2
+
+
+def is_copied(equation: JaxprEqn, atom: Any) -> bool:
+    """Whether an operand of a product is copied, so that its batch dimensions come first."""
+    if equation.primitive.name != "dot_general" or isinstance(atom, Literal):
+        return False
+    _, batches = equation.params["dimension_numbers"]
+    of_operand = zip(equation.invars, batches, strict=True)
+    return any(x is atom and tuple(batch) != tuple(range(len(batch))) for x, batch in of_operand)

@@ -10,6 +10,7 @@ CARD = "README.md"
 # The keys of the front matter, for Hugging Face's hub. Other facts are in the text.
 FRONT = ("base_model", "datasets", "language", "license", "license_link", "license_name", "metrics")
 FRONT += ("pipeline_tag", "tags")
+# The hub's task, by the end of the name of an architecture. A card may state another.
 _TASKS = {
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
@@ -42,7 +43,11 @@ def make_card(facts: Mapping[str, Any], settings: Settings, name: str, parameter
         lines.append(f"{key}: {json.dumps(value, ensure_ascii=False)}")  # JSON is valid YAML
     lines += ["---", "", f"# {name}", ""]
     lines += [f"`{architecture}` with {parameters:,} parameters, saved by `redcoast`.", ""]
-    if rows := [_row(key, value) for key, value in facts.items() if key not in FRONT]:
+    rows = []
+    for key, value in facts.items():
+        if key not in FRONT:
+            rows.append(_row(key, value))
+    if rows:  # a table without headings
         lines += ["## Training", "", "| | |", "| --- | --- |", *rows, ""]
     lines += ["## Intended uses and limitations", "", "Not described yet.", ""]
     return "\n".join(lines)
@@ -70,4 +75,5 @@ def _row(key: str, value: object) -> str:
 
 
 def _cell(text: str) -> str:
+    # A bar or a line break would end the cell.
     return " ".join(text.replace("|", "\\|").split())

@@ -16,14 +16,17 @@ from ._lazy_tensor import Box, Stored
 CACHED = 2**16  # numbers that fit into a processor's cache, in float32
 _BYTES = np.arange(256, dtype=np.uint8)
 FP8 = {np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)}
+# The value of each byte, (256,). Indexing such a table is faster than a cast from FP8.
 _FP8_VALUES = {dtype: _BYTES.view(dtype).astype(np.float32) for dtype in FP8}
 # 8-bit exponents (E8M0). The largest one, which encodes NaN, becomes infinite.
 _POWERS = np.append(np.exp2(_BYTES[:255] - 127.0), np.inf).astype(np.float32)
 # 4-bit numbers (E2M1): a sign, two exponent bits and one mantissa bit. A byte has two of them, the
 # first one in the lower bits. Here they are doubled, so that half of any power is a number.
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12], np.float32)
-_PAIRS = np.stack([np.tile(_DOUBLED, 16), np.repeat(_DOUBLED, 16)], axis=1).view(np.uint64)[:, 0]
-_HALF_POWERS = np.exp2(_BYTES - 128.0).astype(np.float32)
+_LOWER, _UPPER = np.tile(_DOUBLED, 16), np.repeat(_DOUBLED, 16)  # of each byte, (256,)
+# Both numbers of a byte side by side, (256, 2), seen as one element so that one look-up has both.
+_PAIRS = np.stack([_LOWER, _UPPER], axis=1).view(np.uint64)[:, 0]
+_HALF_POWERS = np.exp2(_BYTES - 128.0).astype(np.float32)  # 2 ** (exponent - 127) / 2
 # Products that overflow, or of infinite numbers.
 _QUIET: dict[str, Any] = {"over": "ignore", "invalid": "ignore"}
 EXPONENTS = {np.dtype(np.uint8), np.dtype(jnp.float8_e8m0fnu)}
@@ -37,11 +40,12 @@ def read_scaled(
     `scale` has the dimensions of the weight, counted in blocks.
     """
     table, raw = _FP8_VALUES[weight.dtype], weight.take(box).view(np.uint8)
-    grid, *indices = _scales(scale, block, box)
+    grid, block_of_row, block_of_column = _scales(scale, block, box)
     for rows in _ranges(raw.shape[-2], raw.size // raw.shape[-2]):
-        values = table[raw[..., rows, :]]
+        values = table[raw[..., rows, :]]  # (..., rows, columns)
+        of_rows = grid.take(block_of_row[rows], axis=-2)  # (..., rows, blocks of columns)
         with np.errstate(**_QUIET):
-            values *= grid.take(indices[0][rows], axis=-2).take(indices[1], axis=-1)
+            values *= of_rows.take(block_of_column, axis=-1)
         _bits(out)[..., rows, :] = _bits(values.astype(out.dtype))
 
 
@@ -52,8 +56,10 @@ def _scales(
     of its columns."""
     blocks, indices = [], []
     for part, size in zip(box[-2:], block, strict=True):
-        blocks.append(slice(part.start // size, (part.stop - 1) // size + 1))
-        indices.append(np.arange(part.start, part.stop) // size - blocks[-1].start)
+        first = part.start // size
+        last = (part.stop - 1) // size
+        blocks.append(slice(first, last + 1))
+        indices.append(np.arange(part.start, part.stop) // size - first)
     # A dimension of size 1 has one scale for all of the weight.
     outer = list(box[:-2])
     for dim in range(len(outer)):
@@ -71,10 +77,12 @@ def read_mxfp4(blocks: Stored, scales: Stored, box: Box, out: np.ndarray) -> Non
     `blocks` are (experts, outputs, groups, bytes), and `scales`, the exponents of the groups,
     (experts, outputs, groups).
     """
-    inputs, size = box[1], 2 * blocks.shape[-1]
+    inputs, size = box[1], 2 * blocks.shape[-1]  # numbers in a group: two in a byte
     groups = slice(inputs.start // size, (inputs.stop - 1) // size + 1)
     raw = blocks.take((box[0], box[2], groups, slice(0, size // 2)))
-    powers = _HALF_POWERS[scales.take((box[0], box[2], groups))][..., None]
+    exponents = scales.take((box[0], box[2], groups))  # (experts, outputs, groups)
+    powers = _HALF_POWERS[exponents][..., None]
+    # The groups are read whole, and may begin before the inputs and end after them.
     first = inputs.start - groups.start * size
     wanted = slice(first, first + inputs.stop - inputs.start)
     for expert in range(len(raw)):
@@ -82,7 +90,7 @@ def read_mxfp4(blocks: Stored, scales: Stored, box: Box, out: np.ndarray) -> Non
             pairs = _PAIRS[raw[expert, rows]].view(np.float32)  # (outputs, groups, numbers)
             with np.errstate(**_QUIET):
                 pairs *= powers[expert, rows]
-            values = pairs.reshape(len(pairs), -1)[:, wanted].astype(out.dtype)
+            values = pairs.reshape(len(pairs), -1)[:, wanted].astype(out.dtype)  # (outputs, inputs)
             _bits(out)[expert, :, rows] = _bits(values).T
 
 

@@ -20,6 +20,7 @@ def file_inside(directory: Path, name: str) -> Path:
     if inside.parent.name == "snapshots":
         places.append(inside.parent.parent / "blobs")
     path = directory / name
+    # `..` is rejected also where it comes back: a name must not reach `blobs` without a link.
     if not any(path.resolve().is_relative_to(place) for place in places) or ".." in path.parts:
         raise ValueError(
             f"{path} leads out of its directory, to {path.resolve()}, but only files inside the "

@@ -11,6 +11,8 @@ import numpy as np
 
 from ._lazy_tensor import Box, Stored
 
+# `x.experts.gate_up_proj` is (experts, rows, columns), and becomes `x.experts.0.gate_proj.weight`,
+# `x.experts.0.up_proj.weight`, `x.experts.1.gate_proj.weight` and so on.
 _FUSED = re.compile(r"(?P<experts>.+\.experts)\.(?P<name>gate_up_proj|down_proj)")
 # The parts of a tensor, each of which is a matrix of an expert.
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -37,6 +39,8 @@ def _matrices(
     shape = needed.get(f"{match['experts']}.0.{parts[0]}.weight")
     if shape is None or len(fused.shape) != 3:
         return
+    # Gates come before the other rows of an expert. For a square tensor both orders match, and the
+    # usual one, (outputs, inputs), is taken.
     rows, columns = len(parts) * shape[0], shape[1]
     if fused.shape[1:] not in ((rows, columns), (columns, rows)):
         return
@@ -56,7 +60,8 @@ def _matrix(
         rows, columns = box
         rows = slice(start + rows.start, start + rows.stop)
         if turned:
-            out[...] = fused.take((slice(expert, expert + 1), columns, rows))[0].T
+            whole = fused.take((slice(expert, expert + 1), columns, rows))  # (1, columns, rows)
+            out[...] = whole[0].T
         else:
             fused.read((slice(expert, expert + 1), rows, columns), out[None])
 

@@ -91,6 +91,8 @@ def read_decoding(settings: Settings, where: object, *, alone: bool = True) -> D
     prefix, problems = read_whisper_prompt(settings)
     options["prefix"] = ("forced_decoder_ids", prefix)
     ignored += problems
+    # As in `transformers`, options of beam search are ignored without beams, and those of sampling
+    # without `do_sample`.
     if settings.get("num_beams", 1) == 1:
         for name in ("length_penalty", "early_stopping"):
             options.pop(name, None)  # has no effect
@@ -129,6 +131,8 @@ def _valid(options: Mapping[str, NamedOption]) -> tuple[Decoding, list[str]]:
     """Adds options one by one, each with its name in the file and its value. Returns the decoding
     with the valid options, and what is wrong with the others."""
     decoding, invalid = GREEDY, []
+    # `Decoding` rejects options of sampling while the temperature is 0, and those of beam search
+    # while there is one beam, so these two come first.
     first = sorted(options, key=lambda field: field not in ("temperature", "beams"))
     for field in first:
         name, value = options[field]
@@ -185,12 +189,15 @@ def with_generation(
     if generation is None:
         older = dict(settings)
         if isinstance(settings.get("decoder"), dict):
+            # An encoder-decoder of two families has the options of its decoder there.
             older = settings["decoder"] | older
         if older.get("force_bos_token_to_be_generated"):
+            # The name of this option in the first files of BART.
             older["forced_bos_token_id"] = older.get("bos_token_id")
         decoding = decoding or read_decoding(older, path / SETTINGS, alone=False)
         return dataclasses.replace(config, decoding=decoding)
     if settings.get("model_type") == "whisper" and generation.get(_FORCED) is None:
+        # Whisper's first files have the tokens of the language and the task in `config.json` only.
         generation = {**generation, _FORCED: settings.get(_FORCED)}
     decoding = decoding or read_decoding(generation, path / GENERATION)
     config, invalid = dataclasses.replace(config, decoding=decoding), []
@@ -236,11 +243,13 @@ def write_decoding(config: Any) -> Settings:
             options[name] = getattr(d, field)
     forced = {}
     if d.prefix:
+        # Position 0 is `decoder_start`.
         forced[_FORCED] = [[i, token] for i, token in enumerate(d.prefix, 1)]
     options |= forced
     if speech_settings := getattr(config, "speech_settings", ()):
         options |= write_whisper_prompt(speech_settings, d.prefix, forced)
     if d.temperature > 0:
+        # Without `top_k`, `transformers` would sample from the 50 most likely tokens.
         options |= {"do_sample": True, "top_k": d.top_k or 0}
     if getattr(config, "decoder_start", None) is not None:
         options["decoder_start_token_id"] = config.decoder_start

@@ -11,7 +11,7 @@ from ._settings import Settings
 from ._tensors import Tensor
 
 Box = tuple[slice, ...]
-ALIGNMENT = 64
+ALIGNMENT = 64  # bytes
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Allocates an array that is aligned so that a CPU device can use it without a copy."""
     size = prod(shape) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
+    # Bytes from the address of the memory to the next aligned one.
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
 
@@ -71,6 +72,8 @@ def split_box(shape: Sequence[int], order: Sequence[int], most: int) -> list[Box
     a box of a different shape would need another compilation.
     """
     steps = list(shape)
+    # Steps of 1 in the slowest dimensions, until all faster ones together fit into a box; of that
+    # dimension as many as fit, in parts of nearly equal size; and all of the faster ones.
     for i, d in enumerate(order):
         inside = prod(shape[e] for e in order[i + 1 :])
         if inside <= most:

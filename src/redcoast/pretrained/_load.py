@@ -47,6 +47,7 @@ def load(
     if quantise not in (None, "nf4", "int8"):
         raise ValueError(f"`quantise` must be 'nf4', 'int8' or None, but is {quantise!r}.")
     source = open_source(path)
+    # Before anything is traced: a file may claim billions of layers.
     check_layers(source.settings, len(source.stored), path)
     source = text_part(source, path)
     family, config = find_family(source.settings, path)
@@ -57,6 +58,7 @@ def load(
     config = with_generation(config, source.settings, source.generation, path, decoding=decoding)
     config = _with_options(config, options)
     computed = getattr(family.hf, "computed", lambda config: {})
+    # Before the model is created in the abstract, which computes these arrays.
     check_computed(computed(config), source.stored, path)
     abstract = _abstract(family.model, config, path)
     arrays = leaf_paths(abstract, jax.ShapeDtypeStruct)
@@ -68,6 +70,7 @@ def load(
     needed = needed_shapes(layout, arrays)
     in_file = split_experts(source.stored, needed)
     stored = match(layout, needed, in_file, path, source.settings)
+    # By the tensors that are used, so that buffers, for example, do not count.
     if dtype is None:
         dtype = _common_dtype(stored)
     leaves, static = split(abstract)
@@ -79,10 +82,12 @@ def load(
         platforms |= {device.platform for device in places[name].device_set}
     fill = partial(fill_device, stored=stored, most=_piece_elements(stored, dtype, 2**24))
     if platforms == {"cpu"}:
+        # Arrays of CPU devices are in the host's memory, and are written there at once.
         fill = partial(fill_host, stored=stored, most=_piece_elements(stored, dtype, 2**22))
     filled: dict[str, Any] = {}
     if quantise is not None:
         chosen = matrices_to_quantise(targets, path)
+        # Before the other arrays, because their parts in `dtype` need memory for a while.
         filled = fill_quantised({name: targets.pop(name) for name in chosen}, quantise, fill)
     if targets:
         filled |= fill(targets)

@@ -93,11 +93,13 @@ def match(
     known = {*needed, *layout.duplicates}
     stored = _with_prefix(dict(stored), layout.base_prefix, known)
     tensors = {name: stored[name] for name in needed if name in stored}
+    # A copy replaces a tensor that the file omits, such as a tied embedding.
     for copy, name in layout.duplicates.items():
         if copy in stored and name in needed:
             tensors.setdefault(name, stored[copy])
     for name in layout.zeros:
         if name in needed and name not in tensors and tensors:
+            # Of any other tensor, so that the zeros do not change the dtype of the model.
             dtype = next(iter(tensors.values())).dtype
             tensors[name] = Stored(needed[name], dtype, lambda box, out: out.fill(0))
     problems = _problems_by_kind(layout, needed, stored, tensors)
@@ -171,6 +173,7 @@ def _way_out(
 
 
 def _is_other_head(name: Any) -> bool:
+    # Such as `LlamaForSequenceClassification`, and neither of the two heads that generate text.
     return isinstance(name, str) and bool(re.search(r"For(?!CausalLM|Conditional)\w+$", name))
 
 
@@ -189,5 +192,6 @@ def _with_prefix(stored: dict[str, Stored], prefix: str, known: set[str]) -> dic
 def _equal(a: Stored, b: Stored) -> bool:
     if a.shape != b.shape or a is b:
         return a is b
+    # In parts, since the embedding of a large vocabulary has gigabytes.
     boxes = split_box(a.shape, range(len(a.shape)), COMPARED_BYTES // a.dtype.itemsize)
     return all(np.array_equal(a.take(box), b.take(box)) for box in boxes)

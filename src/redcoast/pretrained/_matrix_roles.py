@@ -43,6 +43,8 @@ def matrix_of(tensor: Tensor) -> Matrix | None:
         return None
     if tensor.name.endswith("bias"):  # of several experts
         return None
+    # Arrays begin with their inputs. These are all dimensions whose factors are in the same
+    # published dimension as the first one, such as the heads and their features.
     inputs = next(group for group in left if right[0][0] in group)
     count = sum(set(group) <= set(inputs) for group in right)
     # Without output dimensions it is a vector that is published as a matrix with one row.

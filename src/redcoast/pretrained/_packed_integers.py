@@ -33,11 +33,11 @@ class Misfit(ValueError):
 class Blocks:
     """A weight of 4-bit codes, two in a byte, in blocks of its elements in storage order."""
 
-    codes: Stored
+    codes: Stored  # (bytes, 1)
     shape: tuple[int, ...]
     size: int  # elements in a block
-    values: np.ndarray  # of each code
-    scales: np.ndarray  # of each block
+    values: np.ndarray  # of each code, (16,)
+    scales: np.ndarray  # of each block, (blocks,)
 
     def read(self, box: Box, out: np.ndarray) -> None:
         width = prod(self.shape[1:])
@@ -48,9 +48,12 @@ class Blocks:
             first, last = start * width, stop * width
             raw = self.codes.take((slice(first // 2, -(-last // 2)), slice(0, 1)))[:, 0]
             # The first of two codes is in the upper bits.
-            codes = np.stack([raw >> 4, raw & 15], axis=1).reshape(-1)[first % 2 :][: last - first]
+            codes = np.stack([raw >> 4, raw & 15], axis=1).reshape(-1)
+            codes = codes[first % 2 :][: last - first]  # a row may begin within a byte
+            # Blocks follow the order of storage, and do not end with a row.
             scales = self.scales[np.arange(first, last) // self.size]
             rows = (self.values[codes] * scales).reshape(stop - start, *self.shape[1:])
+            # Rows are read whole, since their codes are contiguous, and then cut.
             out[start - box[0].start : stop - box[0].start] = rows[rest]
 
 
@@ -76,6 +79,7 @@ def of_bitsandbytes(stored: Mapping[str, Stored], where: object) -> dict[str, An
     ends = (".SCB", ".weight_format")
     states = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATES)
     of_weights = {name + end for name in stored for end in states}
+    # Without the tensors that only describe weights.
     for name in stored:
         if name in of_weights or name.endswith(ends):
             del read[name]
@@ -98,13 +102,14 @@ def _blocks(name: str, state: str, stored: Mapping[str, Stored]) -> Blocks:
     try:
         about = json.loads(_whole(state, stored).tobytes())
         shape, size = tuple(map(int, about["shape"])), int(about["blocksize"])
+        # Of scales that are quantised, too (double quantisation).
         of_scales = int(about.get("nested_blocksize", 1)), float(about.get("nested_offset", 0))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Misfit(f"{state} does not describe a weight ({error})") from error
     codes, values = stored[name], _whole(f"{name}.quant_map", stored)
     count = prod(shape)
-    counts = codes.shape, values.shape, min(size, of_scales[0], count) > 0
-    if codes.dtype != np.uint8 or counts != ((-(-count // 2), 1), (16,), True):
+    fits = codes.shape == (-(-count // 2), 1) and values.shape == (16,)
+    if codes.dtype != np.uint8 or not fits or min(size, of_scales[0], count) <= 0:
         raise Misfit(f"{name} has shape {codes.shape}, which does not match its state")
     scales = _whole(f"{name}.absmax", stored).reshape(-1)
     if f"{name}.nested_absmax" in stored:
@@ -113,6 +118,7 @@ def _blocks(name: str, state: str, stored: Mapping[str, Stored]) -> Blocks:
         of_codes = _whole(f"{name}.nested_quant_map", stored).astype(np.float32)
         if scales.dtype != np.uint8 or len(of_codes) != 256 or at[-1:] >= len(nested):
             raise Misfit(f"{name}.absmax does not match its own scales")
+        # A scale is one of 256 values, times the scale of its own block, plus the mean of all.
         scales = of_codes[scales] * nested[at] + np.float32(of_scales[1])
     if len(scales) != -(-count // size):
         raise Misfit(f"{name} has {len(scales)} scales, but {-(-count // size)} blocks")
@@ -125,7 +131,7 @@ def _rows(name: str, x: Stored, scales: Stored) -> Any:
         raise Misfit(f"{name} of shape {x.shape} has scales of shape {scales.shape}")
 
     def read(box: Box, out: np.ndarray) -> None:
-        of_rows = scales.take(box[:1]).astype(np.float32) / np.float32(127)
+        of_rows = scales.take(box[:1]).astype(np.float32) / np.float32(127)  # (rows,)
         out[...] = x.take(box) * of_rows[:, None]
 
     return read
@@ -163,10 +169,10 @@ class Groups:
     Integers are packed into int32: of neighbouring inputs in GPTQ, of neighbouring outputs in AWQ.
     """
 
-    weight: Stored
-    zeros: Stored
-    scales: Stored
-    of_inputs: np.ndarray  # the group of each input
+    weight: Stored  # GPTQ: (inputs / packed, outputs), AWQ: (inputs, outputs / packed)
+    zeros: Stored  # (groups, outputs / packed)
+    scales: Stored  # (groups, outputs)
+    of_inputs: np.ndarray  # the group of each input, (inputs,)
     bits: int
     awq: bool
     offset: int  # what is added to the stored zeros
@@ -177,7 +183,8 @@ class Groups:
 
     def read(self, box: Box, out: np.ndarray) -> None:
         outputs, inputs = box
-        packed = 32 // self.bits
+        packed = 32 // self.bits  # integers in an int32
+        # The int32 that have these outputs, and where the outputs are among their integers.
         part = slice(outputs.start // packed, -(-outputs.stop // packed))
         inside = slice(outputs.start - part.start * packed, outputs.stop - part.start * packed)
         every = slice(0, self.scales.shape[0])
@@ -190,6 +197,7 @@ class Groups:
             first = inputs.start - rows.start * packed
             numbers = self._unpack(self.weight.take((rows, outputs)), 0)
             numbers = numbers[first : first + inputs.stop - inputs.start]
+        # `numbers` are (inputs, outputs) in both formats.
         at = self.of_inputs[inputs]
         out[...] = ((numbers - zeros[at]) * scales[at]).T
 
@@ -199,6 +207,7 @@ class Groups:
         if self.awq:
             places = _AWQ_PLACES
         shifts = (places * self.bits).astype(np.uint32)
+        # The integers of an int32 get a dimension behind its own, which is then merged into it.
         parts = np.expand_dims(x.view(np.uint32), axis + 1)
         along = [1] * parts.ndim
         along[axis + 1] = len(shifts)
@@ -230,6 +239,7 @@ def _groups(
             f"of shape {scales.shape}"
         )
     of_inputs = np.arange(inputs) // -(-inputs // groups)
+    # GPTQ may quantise inputs in the order of their activations; then groups are not contiguous.
     if f"{module}.g_idx" in stored:
         of_inputs = _whole(f"{module}.g_idx", stored)
     if of_inputs.shape != (inputs,) or of_inputs.min() < 0 or of_inputs.max() >= groups:

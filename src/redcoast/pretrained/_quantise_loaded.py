@@ -57,6 +57,7 @@ def fill_quantised(
 
 def _parts(target: ArrayToRead) -> list[ArrayToRead]:
     """A matrix in parts of whole layers, if its first dimension counts them."""
+    # A first dimension that is sharded, or is not of layers, is not divided.
     layers = target.shape[0]
     if not target.tensor.fields or target.box_shape[0] != layers:
         return [target]

@@ -38,6 +38,7 @@ _INTEGER_METHODS: dict[str, Implemented] = {
 }
 _METHODS = {"mxfp4": {}} | _FP8_METHODS | _INTEGER_METHODS
 # Names of the scales of `x` and of `x.weight`.
+# All are factors of the weight, also `weight_scale_inv` of DeepSeek's files.
 _SCALES = ("{}_scale_inv", "{}_scale")
 _SCALES_OF_MODULES = ("{}.scale", "{}.qscale_weight")
 # Scales for quantised activations and caches, which have no effect here.
@@ -201,7 +202,7 @@ def _of_mxfp4(stored: Mapping[str, Stored], dtype: np.dtype, where: object) -> d
             continue
         del read[name]
         experts, outputs, groups, size = blocks.shape
-        shape = (experts, groups * size * 2, outputs)
+        shape = (experts, groups * size * 2, outputs)  # two numbers in a byte
         read[base] = Stored(shape, dtype, ft.partial(read_mxfp4, blocks, scales))
     if problems:
         raise ValueError(f"{where} has weights in MXFP4 that cannot be read: {several(problems)}.")
@@ -226,7 +227,7 @@ def _of_fp8(
             kind = f"{stored[scale_name].shape} of {stored[scale_name].dtype}"
             problems.append(f"{name} of shape {weight.shape} has scales of shape {kind}")
             continue
-        read.pop(scale_name, None)
+        del read[scale_name]
         read[name] = Stored(weight.shape, dtype, ft.partial(read_scaled, weight, scale, block))
     if problems:
         raise ValueError(f"{where} has weights in FP8 that cannot be read: {several(problems)}.")
@@ -278,6 +279,7 @@ def _block_of(
     if not all(blocks in (n, 1) for n, blocks in outer):
         return None
     counts = scale.shape[-2:]
+    # By the stated size, or else in blocks of equal size.
     if size and counts == tuple(-(-n // m) for n, m in zip(shape[-2:], size, strict=True)):
         return size
     if any(n % count for n, count in zip(shape[-2:], counts, strict=True)):

@@ -14,6 +14,7 @@ from ._lazy_tensor import Stored, aligned_empty, split_box
 from ._slices import Box, Window, locate, reading_order
 from ._tensors import Tensor
 
+# Threads that read, and steps that are read before they are needed.
 _WORKERS = min(4, os.cpu_count() or 1)
 THREADS: dict[str, Any] = {"workers": _WORKERS, "ahead": _WORKERS, "name": "redcoast-read"}
 
@@ -51,7 +52,7 @@ class ArrayToRead:
         boxes = self.sharding.addressable_devices_indices_map(self.shape)
         starts: dict[Any, tuple[int, ...]] = {}
         for device, box in boxes.items():
-            start = tuple(part.start or 0 for part in box or ())
+            start = tuple(part.start or 0 for part in box or ())  # `None` along whole dimensions
             if self.layers is not None:
                 start = (self.first + start[0], *start[1:])
             starts[device] = start
@@ -89,6 +90,7 @@ def steps_of(path: str, target: ArrayToRead, most: int) -> Iterator[ReadStep]:
     for i, part in enumerate(parts, 1):
         windows = []
         for start in target.distinct_starts:
+            # The same part of each box, as a box of the array.
             box = tuple(slice(a + p.start, a + p.stop) for a, p in zip(start, part, strict=True))
             windows.append(locate(target.tensor, target.whole_shape, box))
         yield ReadStep(path, part, tuple(windows), i == len(parts))

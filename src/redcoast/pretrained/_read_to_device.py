@@ -20,6 +20,8 @@ def fill_device(
     targets: Mapping[str, ArrayToRead], stored: Mapping[str, Stored], *, most: int
 ) -> dict[str, jax.Array]:
     """Creates arrays, all over the same devices, reading at most `most` elements at once."""
+    # A mesh of its own: the mesh of the model need not have its axes here, and only the devices of
+    # this process are written.
     devices = tuple(next(iter(targets.values())).starts)
     mesh = Mesh(np.array(devices), ("device",))
     small, large = {}, {}
@@ -36,6 +38,7 @@ def fill_device(
             if path in small:
                 yield from steps_of(path, target, most)
             else:
+                # A step reads a piece for each device.
                 yield from steps_of(path, target, max(1, most // len(devices)))
 
     for step, read_pieces, place in map_in_threads(read, steps(), **THREADS):
@@ -46,6 +49,7 @@ def fill_device(
         if step.path in small:
             arrays[step.path] = target.assemble(dict(zip(devices, pieces, strict=True)))
             continue
+        # An argument of the program, as the piece is: one compilation serves all pieces of a shape.
         start = np.array([part.start for part in step.part], np.int32)
         buffer = _write(buffers[step.path], _join(pieces, mesh), start, place=place, mesh=mesh)
         # Waits, so that pieces do not accumulate on their way to the devices.
@@ -94,6 +98,7 @@ def _join(pieces: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
     return jax.make_array_from_single_device_arrays((mesh.size * rows, *rest), sharding, pieces)
 
 
+# The buffer is donated, so it is changed in place.
 @ft.partial(jax.jit, static_argnames=("place", "mesh"), donate_argnums=0)
 def _write(
     buffer: jax.Array, pieces: jax.Array, start: jax.Array, *, place: SlicesToBox | None, mesh: Mesh

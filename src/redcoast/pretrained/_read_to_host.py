@@ -28,6 +28,7 @@ def fill_host(
 
     def steps():
         for path, target in targets.items():
+            # When its first step is near, so that arrays that wait take no memory.
             boxes[path] = [
                 aligned_empty(target.box_shape, target.dtype) for _ in target.distinct_starts
             ]

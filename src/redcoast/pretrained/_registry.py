@@ -57,6 +57,7 @@ class Family:
     types: tuple[str, ...]
 
 
+# The values of `model_type` are Hugging Face's. Each belongs to one family.
 FAMILIES = (
     Family(models.Bart, models.BartConfig, bart, ("bart",)),
     Family(models.Bert, models.BertConfig, bert, bert.KINDS),
@@ -84,6 +85,7 @@ FAMILIES = (
     Family(models.ViT, models.ViTConfig, vit, ("vit",)),
     Family(models.Whisper, models.WhisperConfig, whisper, ("whisper",)),
 )
+# By the `model_type` of a file, and by the class of a model or of its configuration.
 _BY_TYPE = {name: family for family in FAMILIES for name in family.types}
 _BY_CLASS = {c: family for family in FAMILIES for c in (family.model, family.config)}
 

@@ -18,6 +18,7 @@ from ._lazy_tensor import Box, Stored
 
 # Bytes to read at once. Mapped pages count as memory of the process until the file is closed.
 MAPPED_BYTES = 2**22
+# The types of the format (<https://huggingface.co/docs/safetensors>) that models here have.
 _DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
@@ -66,9 +67,12 @@ def _stored(path: Path, name: str, header) -> Stored:
 def _with_8_bits(path: Path, stored: dict[str, Stored]) -> dict[str, Stored]:
     """Reads tensors of 8-bit floating-point numbers separately, which the package `safetensors`
     cannot read to NumPy."""
+    # `np.memmap` cannot map a tensor without elements, which `safetensors` reads.
     small = {name: x for name, x in stored.items() if x.dtype in _8_BITS and 0 not in x.shape}
     if not small:
         return stored
+    # A file is the length of its header (8 bytes, little-endian), the header in JSON, and the data.
+    # Offsets of tensors count from the end of the header.
     with open_regular(path) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))

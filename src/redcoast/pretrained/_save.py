@@ -73,6 +73,7 @@ def save(
     _check_dtypes(parts, leaves)
     shapes = {name: (needed[name], leaves[parts[name][0][0]].dtype) for name in parts}
     files = _files(shapes, max_file_bytes)
+    # Beside the directory, so that renaming it stays within the file system, and is atomic.
     work = path.with_name(f".{path.name}.unfinished")
     _on_first(ft.partial(_start_afresh, work), "begun")
 
@@ -150,6 +151,7 @@ def _check_free(path: Path) -> None:
 def _files(shapes: Shapes, most: int | float) -> dict[str, list[str]]:
     """Distributes the tensors over files of at most `most` bytes."""
     groups: list[list[str]] = []
+    # The first tensor begins the first file.
     size = most
     for name in shapes:
         size += _nbytes(shapes, name)
@@ -187,6 +189,7 @@ def _finish(
     sizes = Counter()
     for name, (_, dtype) in shapes.items():
         sizes[dtype.name] += _nbytes(shapes, name)
+    # `transformers` loads the model in this dtype with `dtype="auto"`.
     settings = {**settings, "torch_dtype": sizes.most_common(1)[0][0]}
     (work / SETTINGS).write_text(_json(settings))
     if generation is not None:
@@ -200,11 +203,12 @@ def _finish(
         else:
             (work / name).write_text(file, "utf-8")
     if list(files) != [SINGLE]:
-        where = {}
+        file_of_tensor = {}
         for file, names in files.items():
-            where |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": sizes.total()}, "weight_map": where}
+            file_of_tensor |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": sizes.total()}, "weight_map": file_of_tensor}
         (work / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    # The files are on the disk before the directory has its name, and then the name is, too.
     sync_tree(work)
     os.rename(work, path)  # replaces an empty directory
     sync_name(path)

@@ -84,6 +84,7 @@ def read_settings(
 
     `ValueError` that names every setting that is missing, unknown or not implemented.
     """
+    # A family's own values replace the general ones, as `is_encoder_decoder` of BART.
     only = {**_OFF, **only}
     defaults = dict(map(_with_default, fields.values())) | dict(defaults)
     values = {}
@@ -189,6 +190,7 @@ def read_fields(c: Settings, fields: FieldNames) -> Fields:
     """Returns the values of fields, and `eos`."""
     values: Fields = {field: c[name] for field, name in names_of(fields).items()}
     if "eos_token_id" in c:
+        # Files have one number, a list, or null; configurations have a tuple.
         values["eos"] = token_ids(c["eos_token_id"])
     return values
 

@@ -22,12 +22,12 @@ class SlicesToBox:
     dimensions of the array, and sliced again.
     """
 
-    split: tuple[int, ...]
-    cut: tuple[Span, ...]
-    order: tuple[int, ...]
-    merged: tuple[int, ...]
-    trim: tuple[Span, ...]
-    shape: tuple[int, ...]
+    split: tuple[int, ...]  # the tensors, and the factors of their dimensions
+    cut: tuple[Span, ...]  # of each factor
+    order: tuple[int, ...]  # of the factors in the array
+    merged: tuple[int, ...]  # the tensors, and the dimensions of the array
+    trim: tuple[Span, ...]  # of each dimension
+    shape: tuple[int, ...]  # of the box
 
     def __call__(self, read: Any) -> Any:
         x = read.reshape(self.split)[_slices(self.cut)]
@@ -48,11 +48,17 @@ class Window:
     place: SlicesToBox
 
 
+# For `model.layers.{layer}.q_proj.weight` with the pattern
+# `(heads head_dim) width -> width heads head_dim`, the box of layers 2 and 3 and of heads 8 to 16
+# is the rows `8 * head_dim` to `16 * head_dim`, all columns, of two tensors. Stacked, they are
+# (2, 8 * head_dim, width), split into (2, 8, head_dim, width), and transposed to
+# (2, width, 8, head_dim).
 def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
     """Locates a box of an array (one slice for each dimension) in its tensors."""
     sizes = factor_sizes(tensor, leaf_shape)
     bounds = [part.indices(size)[:2] for part, size in zip(box, leaf_shape, strict=True)]
     lead = len(tensor.fields)
+    # Each index of the leading dimensions is a tensor of its own.
     indices = it.product(*it.starmap(range, bounds[:lead]))
     names = tuple(map(ft.partial(tensor_name, tensor), indices))
     # The span of each factor in the tensors. The array has one index of a fixed factor.
@@ -66,6 +72,7 @@ def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
         spans |= of_group
         merged.append(size)
         trim.append(inside)
+    # An array with a range of a factor begins within the tensor.
     for factor, first in ranges(tensor).items():
         low, high = spans[factor]
         spans[factor] = (first + low, first + high)
@@ -99,6 +106,7 @@ def _spans_of_factors(
     first, *others = group
     inner = product_of(others, sizes)
     start, stop = bounds
+    # Whole indices of the slowest factor; the others are needed completely.
     low, high = start // inner, -(-stop // inner)
     spans = {factor: (0, sizes[factor]) for factor in others} | {first: (low, high)}
     return spans, (high - low) * inner, (start - low * inner, stop - low * inner)
@@ -119,6 +127,7 @@ def _covering_slice(
     inner = product_of(faster, sizes)
     start = 0
     for factor in group[: cut + 1]:
+        # The index in row-major order, of the factors until now.
         start = start * sizes[factor] + spans[factor][0]
     start *= inner
     extents = [*[1] * cut, high - low]

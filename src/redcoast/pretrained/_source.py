@@ -13,6 +13,7 @@ from ._lazy_tensor import Source, Stored
 from ._safetensors import read_safetensors
 from ._settings import Settings
 
+# The names of settings that count layers, in all families.
 COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "encoder_layers")
 COUNTS += ("decoder_layers", "vision_layers")
 # A tensor may be used several times, and may be omitted if it is zero.
@@ -21,6 +22,7 @@ MOST_TIMES, SPARE_ELEMENTS = 4, 2**16
 
 def check_layers(settings: Settings, tensors: int, path: Path) -> None:
     """Raises if the settings claim more layers than there are tensors."""
+    # The encoder and the decoder of some models have settings of their own, in objects.
     for name, value in settings.items():
         if isinstance(value, dict):
             check_layers(value, tensors, path)
@@ -33,6 +35,7 @@ def check_layers(settings: Settings, tensors: int, path: Path) -> None:
 
 def check_elements(arrays: Iterable[Any], stored: Mapping[str, Stored], path: Path) -> None:
     """Raises if the model has many more parameters than the files, or arrays without elements."""
+    # Before memory is allocated: an array of wrong settings may be larger than any device.
     sizes = [prod(x.shape) for x in arrays]
     in_files = sum(prod(x.shape) for x in stored.values())
     if 0 in sizes or sum(sizes) > MOST_TIMES * in_files + SPARE_ELEMENTS:
@@ -53,6 +56,7 @@ def check_computed(
     """
     largest = max((x.shape for x in stored.values()), key=prod, default=())
     for name, shape in shapes.items():
+        # Names in files may have the prefix of the base model.
         in_file = next((x.shape for key, x in stored.items() if key.endswith(name)), largest)
         if prod(shape) > prod(in_file):
             raise ValueError(
@@ -92,6 +96,7 @@ def open_source(path: Path) -> Source:
 
 def _open_directory(path: Path) -> Source:
     files = tensor_files(path)
+    # Only if there are no tensors in safetensors files, which `find_gguf` looks for itself.
     if gguf := find_gguf(path):
         return _open_gguf(gguf)
     if not files:

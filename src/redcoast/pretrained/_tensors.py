@@ -81,6 +81,7 @@ class Tensor:
 def _groups(side: str, tensor: Tensor) -> Groups:
     """Parses one side of a pattern: the factors of each dimension."""
     groups, counts = [], Counter()
+    # Factors in parentheses, or one factor, or any other sign, which is an error.
     for inside, word, sign in re.findall(r"\(([\w\s]+)\)|(\w+)|(\S)", side):
         if sign:
             raise ValueError(
@@ -90,6 +91,7 @@ def _groups(side: str, tensor: Tensor) -> Groups:
             )
         groups.append(tuple((inside or word).split()))
         counts.update(groups[-1])
+    # A placeholder, which may stand several times.
     del counts["1"]
     if again := {factor for factor, count in counts.items() if count > 1}:
         raise ValueError(f"{tensor} has {_words(again)} more than once on one side.")
@@ -101,6 +103,7 @@ def _groups(side: str, tensor: Tensor) -> Groups:
 def _check(tensor: Tensor) -> None:
     left, right = {*it.chain(*tensor.left)} - {"1"}, {*it.chain(*tensor.right)} - {"1"}
     fixed = dict(tensor.fixed)
+    # Factors of which the leaf has one index, and thus no dimension.
     parts = {factor for factor, size in fixed.items() if isinstance(size, tuple)} - right
     if unknown := fixed.keys() - left - right:
         raise ValueError(f"{tensor} has no {_words(unknown)}, for which a size is given.")
@@ -116,6 +119,7 @@ def _check(tensor: Tensor) -> None:
         if not 0 <= index < size:
             raise ValueError(f"{tensor} fixes {factor} at {index} of {size}.")
     for group in tensor.right:
+        # One unknown factor follows from the dimension's size and the known ones.
         unsized = [factor for factor in group if _known_size(factor, tensor) is None]
         if len(unsized) > 1:
             raise ValueError(f"{tensor} needs the size of {_words(unsized[:-1])}.")
@@ -127,6 +131,7 @@ def _known_size(factor: str, tensor: Tensor) -> int | None:
     """Returns the size of a factor of the leaf, if it does not follow from the leaf's shape."""
     if factor.isdecimal():
         return int(factor)
+    # The size of a range is that of the leaf's dimension, and not that of the tensor's.
     if factor in ranges(tensor):
         return None
     size = dict(tensor.fixed).get(factor)
@@ -206,6 +211,7 @@ def tensor_name(tensor: Tensor, index: tuple[int, ...]) -> str:
         numbers[name] = tensor.starts[i] + index[i]
         if tensor.numbers[i]:
             numbers[name] = tensor.numbers[i][index[i]]
+    # `format` would read `:0,1,3` as a format, and `layer+1` as a name.
     return re.sub(SOME_LAYERS, "}", tensor.name).format(**numbers)
 
 

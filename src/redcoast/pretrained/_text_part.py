@@ -116,6 +116,7 @@ def text_settings(settings: Settings) -> Settings:
     kind = _SAME.get(kind, kind)
     sizes = dict(zip(_SIZE_NAMES, _SIZES.get(kind, ()), strict=False))
     shared = {name: settings[name] for name in _SHARED if settings.get(name) is not None}
+    # What is more specific counts: the file's settings of the language model above all.
     text = sizes | _DEFAULTS.get(wrapper, {}) | shared | text
     if settings.get(_TIED) is not None:
         text[_TIED] = settings[_TIED]
@@ -137,6 +138,7 @@ def text_part(source: Source, where: object) -> Source:
             f"is loaded, for texts alone. Left out: {left_out.total()} tensors, {parts}."
         )
     stored = {new: source.stored[name] for name, new in names.items()}
+    # Without the setting, the file shows it: a tied head has no tensor of its own.
     if _TIED not in settings:
         settings[_TIED] = not any(name.startswith(_HEAD) for name in stored)
     return dataclasses.replace(source, settings=settings, stored=stored)
@@ -144,6 +146,7 @@ def text_part(source: Source, where: object) -> Source:
 
 def _names(stored: Mapping[str, Stored]) -> dict[str, str]:
     """Maps the names of the language model's tensors to the names in a separate language model."""
+    # A file of the language model alone already has its names.
     own = tuple(_PREFIXES.keys() - {_HEAD})
     if not any(name.startswith(own) for name in stored):
         return {name: name for name in stored if name.startswith(("model.", _HEAD))}

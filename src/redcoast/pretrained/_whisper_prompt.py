@@ -70,6 +70,7 @@ def read_whisper_prompt(settings: Settings) -> tuple[tuple[int, ...], list[str]]
         tokens, problems = _named(settings, languages, tasks)
     if problems:
         return (), problems
+    # The token of the language is missing or null: `transformers` then asks the model for it.
     if languages and tokens[:1] in ([], [None]):
         return (), [
             "the detection of the language (pass the tokens of the language, of the task and of "
@@ -77,6 +78,7 @@ def read_whisper_prompt(settings: Settings) -> tuple[tuple[int, ...], list[str]]
         ]
     if None in tokens:
         return (), [f"{_show(settings, 'forced_decoder_ids')} and leaves a token open"]
+    # As `transformers` adds it behind the task, if it is not there.
     last = settings.get("no_timestamps_token_id")
     if last is not None and not settings.get("return_timestamps") and tokens[-1:] != [last]:
         tokens = [*tokens, last]

@@ -16,6 +16,8 @@ from .._files import file_inside
 from .._lazy_tensor import Box, Stored
 from .._settings import Settings
 
+# The bytes of a value of each type of metadata: integers of 8, 16 and 32 bits, without and with a
+# sign, float32, bool, and integers and floats of 64 bits. Types 8 and 9 have no fixed size.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 MOST_NESTED = 4  # maximum depth of nested arrays; models have none
@@ -31,15 +33,21 @@ def check_header(path: Path) -> None:
     """
     size = path.stat().st_size
     with open_regular(path) as file:
+        # Numbers are little-endian. After the magic number come the version (uint32), the numbers
+        # of tensors and of pairs of metadata (uint64 each), the pairs, and the tensors' headers.
         if file.read(4) != b"GGUF":
             raise ValueError("it does not start with the GGUF magic number")
         (version,) = struct.unpack("<I", _take(file, 4))
+        # Version 1 has counts of 32 bits. A big-endian file of version 3 has this number reversed.
         if version not in (2, 3):
             raise ValueError(f"it has version {version}, but only 2 and 3 are supported")
         tensors, pairs = struct.unpack("<QQ", _take(file, 16))
+        # A pair is a name (its length as a uint64, and its bytes), a type (uint32), and a value.
         for _ in range(pairs):
             _skip(file, _long(file), size)
             _value(file, _int(file), size, 0)
+        # A header is a name, the number of dimensions (uint32), their sizes (uint64 each), the type
+        # of the tensor (uint32), and where its data begins (uint64).
         for _ in range(tensors):
             _skip(file, _long(file), size)
             if (dimensions := _int(file)) > MOST_DIMENSIONS:
@@ -51,6 +59,7 @@ def check_extents(extents: list[tuple[str, int, int]], size: int) -> None:
     """Raises if tensors overlap, or extend beyond the end of the file."""
     end, before = 0, ""
     for name, start, count in sorted(extents, key=lambda x: (x[1], x[2])):
+        # A tensor without elements may begin anywhere.
         if count and start < end:
             raise ValueError(f"the tensors {before} and {name} overlap")
         if start + count > size:
@@ -72,6 +81,7 @@ def _value(file: BinaryIO, kind: int, size: int, depth: int) -> None:
 def _elements(file: BinaryIO, size: int, depth: int) -> None:
     if depth == MOST_NESTED:
         raise ValueError("its metadata is nested too deeply")
+    # An array is the type of its elements (uint32), their number (uint64), and the elements.
     kind, count = _int(file), _long(file)
     if kind in _SIZES:
         _skip(file, _SIZES[kind] * count, size)
@@ -81,6 +91,7 @@ def _elements(file: BinaryIO, size: int, depth: int) -> None:
 
 
 def _skip(file: BinaryIO, count: int, size: int) -> None:
+    # `seek` would accept a place behind the end.
     if file.tell() + count > size:
         raise ValueError(f"its header claims {count} bytes beyond the end of the file")
     file.seek(count, 1)
@@ -123,6 +134,7 @@ def read_gguf(path: Path) -> GGUF:
     """
     whole = _read_file(path)
     count = whole.metadata.get(COUNT, 1)
+    # Files that were not split have no such number, or one of these.
     if count in (0, 1):
         return whole
     metadata, stored = {}, {}
@@ -136,7 +148,8 @@ def read_gguf(path: Path) -> GGUF:
         if twice := stored.keys() & file.stored.keys():
             raise ValueError(f"{part} holds {min(twice)}, but so does another part of {path}.")
         stored |= file.stored
-        metadata = file.metadata | metadata  # the first part has the metadata of the model
+        # The first part has the metadata of the model, and counts where another has it, too.
+        metadata = file.metadata | metadata
     if (tensors := metadata.get(TENSORS, len(stored))) != len(stored):
         raise ValueError(
             f"The parts of {path} hold {len(stored)} tensors, but should hold {tensors}. Download "
@@ -214,9 +227,10 @@ def _stored(gguf: Any, tensor: Any) -> Stored:
 
 def _read_blocks(gguf: Any, tensor: Any, box: Box, out: np.ndarray) -> None:
     """Reads a part of a tensor that is quantised in blocks along its last dimension."""
-    block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]  # numbers and bytes of a block
     *rows, columns = box
     low, high = columns.start // block, -(-columns.stop // block)
+    # `tensor.data` has the dimensions of the tensor, of which the last counts bytes.
     raw = np.ascontiguousarray(tensor.data[*rows, low * size : high * size])
     values = gguf.dequantize(raw, tensor.tensor_type)
     out[...] = values[..., columns.start - low * block : columns.stop - low * block]

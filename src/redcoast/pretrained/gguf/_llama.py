@@ -11,6 +11,7 @@ from .._tensors import Tensor
 from ..hf._tables import EMBED, INTO_HEADS, OUT_OF_HEADS, TURNED, VECTOR
 from ._file import GGUF, read_gguf
 
+# The names of metadata behind `llama.`, and the settings of a `config.json` that they are.
 _SETTINGS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -73,6 +74,7 @@ def _settings(path: Path, file: GGUF) -> Settings:
             "in all layers, at least 1, is implemented."
         )
     head_dim = metadata.get("attention.key_length") or metadata.get("embedding_length", 0) // heads
+    # Of these, only the values that say nothing new are implemented.
     only = {
         "rope.dimension_count": head_dim,
         "attention.value_length": head_dim,
@@ -86,6 +88,7 @@ def _settings(path: Path, file: GGUF) -> Settings:
             odd.append(f"`llama.{name}` is {value!r}")
     if odd:
         raise ValueError(f"{path} has settings that are not implemented: {', '.join(odd)}.")
+    # Files may omit it; then the embedding says it. It is (vocab, width).
     settings.setdefault("vocab_size", 0)
     if "vocab_size" not in metadata and (embed := file.stored.get("token_embd.weight")):
         settings["vocab_size"] = embed.shape[0]
@@ -137,8 +140,12 @@ def fit_llama3(path: Path, factors: np.ndarray, base: float) -> Settings | None:
     largest = float(np.max(factors, initial=1.0))
     if largest == 1:
         return None
+    # 1 / factor = kept + (1 - kept) / largest, for each frequency.
     kept = (1 / factors - 1 / largest) / (1 - 1 / largest)
     between = (kept > 1e-6) & (kept < 1 - 1e-6)
+    # kept = (turns - 1) / (high - 1), with turns = original * frequency / (2 pi). The line through
+    # the points in between thus is -1 / (high - 1) at frequency zero, and its slope gives
+    # `original`. One point leaves `high` open, which is 4 in all published models.
     high, slope = 4.0, 0.0
     if between.sum() > 1:
         slope, shift = np.polyfit(frequencies[between], kept[between], 1)
@@ -150,6 +157,7 @@ def fit_llama3(path: Path, factors: np.ndarray, base: float) -> Settings | None:
     scaling |= {"high_freq_factor": high, "original_max_position_embeddings": original}
     turns = original * frequencies / (2 * np.pi)
     share = np.clip((turns - 1) / (high - 1), 0, 1)
+    # The rounded numbers must give the file's factors again.
     if not np.allclose(1 / factors, share + (1 - share) / largest, rtol=1e-4):
         raise ValueError(
             f"{path} has factors of rotary embeddings ({_FACTORS}) that differ from Llama 3's "

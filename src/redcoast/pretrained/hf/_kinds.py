@@ -83,6 +83,7 @@ def read_kind(settings: Settings, kinds: Kinds) -> Fields:
     }
     options = {"only": only, "ignored": kind.ignored, "renamed": kind.renamed}
     c, values = read_settings(settings, kind.fields, defaults, **options)
+    # Without the setting, each head has its own keys and values.
     if values["kv_heads"] is None:
         values["kv_heads"] = values["heads"]
     return values | kind.rope(c) | dict(kind.options) | kind.more(c)
@@ -105,9 +106,11 @@ def kind_of(config: TransformerConfig, kinds: Kinds) -> str:
         raise ValueError(f"`kind` must be one of {', '.join(kinds)}, but is {config.kind}.")
     named = {name: kind for name, kind in kinds.items() if name == (config.kind or name)}
     for name, kind in named.items():
+        # Its files could also be of another type with these options.
         if kind.named and config.kind is None:
             continue
         fixed = {**_DEFAULTS, **kind.options}
+        # The first type that has these options, and may have the others that are set.
         if all(getattr(config, x) == fixed[x] for x in _OPTIONS if x not in kind.free):
             return name
     chosen = {x: getattr(config, x) for x in _OPTIONS if getattr(config, x) != _DEFAULTS[x]}
@@ -128,6 +131,7 @@ def transformer_tensors(config: TransformerConfig) -> dict[str, Tensor]:
     layer = LLAMA_LAYER + "self_attn."
     tables = llama_attention("qkv" if config.qkv_bias else "") | llama_mlp()
     if config.qk_norm:
+        # OLMo normalises queries and keys over all heads together, and Qwen3 each head.
         pattern = HEADS_BIAS if config.output_norms else "head_dim -> head_dim"
         for letter in "qk":
             tables[f"layers/{letter}_norm"] = Tensor(f"{layer}{letter}_norm.weight", pattern)

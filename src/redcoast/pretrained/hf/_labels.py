@@ -29,6 +29,7 @@ def architecture_of(head: str | None, known: Mapping[str, str | None]) -> str:
 
 def read_labels(settings: Settings) -> Fields:
     """Returns the number of labels, and their names unless they are the default names."""
+    # Keys of JSON objects are text, so labels have their numbers as text.
     found = settings.get("id2label")
     if not found:
         count = settings.get("num_labels")

@@ -36,6 +36,7 @@ def mixture_tensors(
     tensors with `name`.
     """
     c = config
+    # `layers` of the model has only those with experts, whose numbers in the file follow.
     routed = f"model.layers.{{layer+{c.dense_layers}}}."
     found = _norms("layers/", routed) | attention("layers/", routed + "self_attn.")
     found["layers/router"] = Tensor(routed + "mlp.gate.weight", TURNED)

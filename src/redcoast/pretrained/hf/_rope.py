@@ -35,6 +35,7 @@ def rope_of(c: Settings) -> Settings:
     older, newer = c["rope_scaling"], c["rope_parameters"] or {}
     if not older:
         return dict(newer)
+    # `rope_scaling` never has these.
     shared = newer.keys() & {"rope_theta", "partial_rotary_factor"}
     return {name: newer[name] for name in shared} | older
 
@@ -65,6 +66,7 @@ def read_rope(rope: Settings | None, *, context: int | None = None) -> RopeScali
     names = {"factor": "factor"}
     if kind == "llama3":
         names |= {"low_freq_factor": "low", "high_freq_factor": "high", _ORIGINAL: "original"}
+    # Dynamic scaling depends on the length that the model was trained with.
     kinds = ["default", "linear", "llama3", *["dynamic"] * (context is not None)]
     if kind not in kinds:
         raise ValueError(
@@ -138,7 +140,7 @@ def read_yarn(
             f"The rotary embeddings have the type {kind!r}, but only 'default' and 'yarn' are "
             "implemented for this model."
         )
-    given = [rope.pop(name, None) or 0.0 for name in scales]
+    given = [rope.pop(name, None) or 0.0 for name in scales]  # `mscale` and `mscale_all_dim`
     if unknown := unread(rope, _YARN.values()):
         raise ValueError(f"The rotary embeddings have unknown settings: {unknown}.")
     if missing := {_YARN["factor"], _YARN["original"]} - rope.keys():
@@ -147,6 +149,8 @@ def read_yarn(
     for name in ("beta_fast", "beta_slow"):
         rope[name] = rope.get(name) or None
     fields = {field: rope[name] for field, name in _YARN.items() if rope.get(name) is not None}
+    # How YaRN scales the embeddings (<https://arxiv.org/abs/2309.00071>). DeepSeek divides by a
+    # second such number, which scales the scores instead.
     size = lambda scale: 0.1 * scale * math.log(max(fields["factor"], 1)) + 1
     both = given and all(given)
     fields.setdefault("amplitude", size(given[0]) / size(given[1]) if both else size(1))
@@ -161,6 +165,7 @@ def write_yarn(scaling: Yarn) -> Settings:
 
 def rotated_part(rotated: int, head_dim: int) -> float:
     """Returns `partial_rotary_factor`, the part of the features of a head that are rotated."""
+    # Files store a ratio, and `transformers` rounds its product with the head size down.
     part = rotated / head_dim
     if int(head_dim * part) != rotated:
         raise ValueError(

@@ -20,6 +20,7 @@ STACK_FIELDS = {
     "bos": "bos_token_id",
     "pad": "pad_token_id",
 }
+# Other names that `transformers` has for these settings.
 OTHER_STACK_NAMES = {
     "hidden_size": "d_model",
     "num_attention_heads": "encoder_attention_heads",
@@ -32,6 +33,7 @@ def only_stacks(settings: Settings) -> dict[str, tuple[object, ...]]:
     return {
         "is_encoder_decoder": (True,),
         "tie_word_embeddings": (True,),
+        # The configuration has one number for both stacks.
         "decoder_attention_heads": (settings.get("encoder_attention_heads"),),
         "decoder_ffn_dim": (settings.get("encoder_ffn_dim"),),
         **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), (0.0, None)),

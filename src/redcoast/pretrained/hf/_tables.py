@@ -29,6 +29,9 @@ LLAMA_FIELDS = {
     "pad": ("pad_token_id", None),
 }
 
+# Published weights of linear layers are (outputs, inputs), as torch stores them, with the heads in
+# one dimension; arrays of models begin with the inputs. Kernels of patches are those of torch's
+# convolutions, (outputs, channels, rows, columns).
 VECTOR = "width -> width"
 EMBED = "vocab width -> vocab width"
 KERNEL = "width channels rows columns -> channels rows columns width"

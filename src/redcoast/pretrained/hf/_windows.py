@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+# The values in files.
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 

@@ -78,6 +78,7 @@ def tensors(config: CaptionerConfig) -> dict[str, Tensor]:
         for leaf, tensor in table.items():
             name = f"{part}.{tensor.name}"
             found[f"{part}/{leaf}"] = Tensor(name, tensor.pattern, **dict(tensor.fixed))
+    # `transformers` projects the encoder's outputs only where the widths differ.
     if config.encoder.width != config.decoder.width:
         found |= linear("bridge", "enc_to_dec_proj")
     return found

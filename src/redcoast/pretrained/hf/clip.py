@@ -82,8 +82,10 @@ def tensors(config: ClipConfig) -> dict[str, Tensor]:
         **pair_tensors(config),
         "image/patch_embed": Tensor(IMAGE + "embeddings.patch_embedding.weight", KERNEL),
         "image/class_embed": Tensor(IMAGE + "embeddings.class_embedding", VECTOR),
+        # The name is misspelt in the files.
         **norm("image/first_norm", IMAGE + "pre_layrnorm"),
         "image/head": Tensor("visual_projection.weight", TURNED),
         "text/head": Tensor("text_projection.weight", TURNED),
+        # A single number in the file, and an array of one element in the model.
         "logit_scale": Tensor("logit_scale", "-> 1"),
     }

@@ -74,9 +74,12 @@ def _attention(c: DeepseekV3Config, leaf: str, attention: str) -> dict[str, Tens
         found["q_down"] = Tensor(attention + "q_a_proj.weight", TURNED)
         found["q_norm"] = Tensor(attention + "q_a_layernorm.weight", VECTOR)
         found["wq"] = Tensor(attention + "q_b_proj.weight", queries)
+    # The rows of this tensor are the latent of keys and values, and then the rotated part of the
+    # keys, which all heads share.
     both, into = attention + "kv_a_proj_with_mqa.weight", c.kv_rank + c.rope_size
     found["kv_down"] = Tensor(both, TURNED, outputs=(0, into))
     found["k_rope"] = Tensor(both, TURNED, outputs=(c.kv_rank, into))
+    # For each head, its keys without rotation, and then its values.
     both, out = attention + "kv_b_proj.weight", c.plain_size + c.value_size
     pattern = "(heads part) latent -> latent heads part"
     found["wk"] = Tensor(both, pattern, part=(0, out))

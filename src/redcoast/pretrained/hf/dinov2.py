@@ -32,6 +32,7 @@ def read(settings: Settings) -> Fields:
     kind = settings.get("model_type", "dinov2")
     has_registers = kind == "dinov2_with_registers"
     defaults = {"use_mask_token": True}
+    # Each type has its own default size of patches.
     if has_registers:
         defaults = {"patch_size": 16, "num_register_tokens": 4}
     # Settings of backbones, which `features` takes as arguments.

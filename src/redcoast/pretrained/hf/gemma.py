@@ -52,6 +52,7 @@ def read(settings: Settings) -> Fields:
     }
     renamed = {}
     if second or third:
+        # The last of two layers has no window in Gemma 2, and the last of six in Gemma 3.
         defaults |= {"layer_types": None, "sliding_window_pattern": 2}
         renamed = {"_sliding_window_pattern": "sliding_window_pattern"}
     if second:

@@ -185,6 +185,7 @@ def tensors(config: Gemma4Config) -> dict[str, Tensor]:
 
 
 def _attention(c: Gemma4Config, kind: str, layer: str) -> dict[str, Tensor]:
+    # Layers that share the keys and values of an earlier layer have neither.
     letters, norms = "qo", "q"
     if not kind.endswith("shared"):
         letters, norms = "qko", "qk"

@@ -76,6 +76,7 @@ def tensors(config: GPT2Config) -> dict[str, Tensor]:
         "position_embed": Tensor("transformer.wpe.weight", "positions width -> positions width"),
         **_attention(layer + "attn.", layer + "ln_1", "layers/attention/"),
         **norm("layers/mlp_norm", layer + "ln_2"),
+        # GPT-2 was published with `Conv1D`, whose weights are (inputs, outputs).
         **dense("layers/up", layer + "mlp.c_fc", "inputs outputs -> inputs outputs"),
         **dense("layers/down", layer + "mlp.c_proj", "inputs outputs -> inputs outputs"),
         **norm("norm", "transformer.ln_f"),

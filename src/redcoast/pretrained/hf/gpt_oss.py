@@ -71,6 +71,7 @@ def tensors(config: GptOssConfig) -> dict[str, Tensor]:
         "layers/down": Tensor(experts + "down_proj", f"{hidden} width -> {hidden} width"),
         "layers/down_bias": Tensor(experts + "down_proj_bias", "experts width -> experts width"),
     }
+    # Here the weights of experts are (inputs, outputs).
     both = experts + "gate_up_proj"
     for i, leaf in enumerate(("gate", "up")):
         weight = "experts width (hidden part) -> experts width hidden"

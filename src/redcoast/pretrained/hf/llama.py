@@ -25,6 +25,7 @@ def _window(c: Settings) -> Fields:
     """Reads a sliding window, which Qwen's models may have from some layer on."""
     if not c["use_sliding_window"] or not c["sliding_window"]:
         return {"window": None}
+    # Layers from this number on have a window.
     if not c["layer_types"] and c["max_window_layers"] >= c["num_hidden_layers"]:
         return {"window": None}  # the layers before it have none
     if c["max_window_layers"] or {*(c["layer_types"] or ())} - {"sliding_attention"}:

@@ -73,6 +73,7 @@ def tensors(config: Mamba2Config) -> dict[str, Tensor]:
         "layers/down": Tensor(mixer + "out_proj.weight", TURNED),
         "norm": Tensor("backbone.norm_f.weight", VECTOR),
     }
+    # The rows of `in_proj`, in this order: z, x, B, C and dt of the paper.
     sizes = {"gate": c.inner, "x": c.inner, "b": small, "c": small, "steps": c.heads}
     start, total, channels = 0, sum(sizes.values()), c.inner + 2 * small
     for leaf, size in sizes.items():

@@ -136,6 +136,7 @@ def tensors(config: ModernBertConfig) -> dict[str, Tensor]:
         "layers/down": Tensor(layer + "mlp.Wo.weight", TURNED),
         **_norm(c, "norm", base + "final_norm"),
     }
+    # The first layer has no norm before its attention: the embedding is normalised already.
     if c.layers > 1:
         found |= _norm(c, "attention_norm", base + "layers.{layer+1}.attn_norm")
     for i, letter in enumerate("qkv"):

@@ -79,6 +79,7 @@ def _long_rope(rope: Settings, c: Settings) -> LongRope:
     ratio = rope.get("factor") or c["max_position_embeddings"] / original
     factor = rope.get("attention_factor")
     if factor is None:
+        # As the scaling of longer texts is defined (<https://arxiv.org/abs/2402.13753>).
         factor = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
     lists = {field: tuple(rope[name]) for field, name in _FACTORS.items()}
     return LongRope(**lists, original=original, factor=factor)
@@ -108,6 +109,7 @@ def write(config: Phi3Config) -> Settings:
 def tensors(config: Phi3Config) -> dict[str, Tensor]:
     """Maps each array to its published tensors: Q, K and V are in one, and so are gate and up."""
     tables = transformer_tensors(config)
+    # The rows are the heads of the queries, then those of the keys, then those of the values.
     all_heads = config.heads + 2 * config.kv_heads
     starts = {"q": 0, "k": config.heads, "v": config.heads + config.kv_heads}
     for letter, start in starts.items():

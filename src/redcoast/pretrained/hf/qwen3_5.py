@@ -152,6 +152,7 @@ def _delta_net(c: Qwen3_5Config, layer: str) -> dict[str, Tensor]:
         "log_decay": Tensor(name + "A_log", "heads -> heads"),
         "out_norm": Tensor(name + "norm.weight", "size -> size"),
     }
+    # Queries, keys and values are in one tensor, one behind the other.
     start, total = 0, 2 * c.keys + c.values
     kernel = "outputs 1 taps -> taps outputs"
     for letter, size in {"q": c.keys, "k": c.keys, "v": c.values}.items():

@@ -88,6 +88,7 @@ def _pooler(leaf: str, name: str, heads: int) -> dict[str, Tensor]:
         **dense(leaf + "down", name + "mlp.fc2"),
     }
     for i, letter in enumerate("qkv"):
+        # The pooler is torch's `MultiheadAttention`, which has Q, K and V in one tensor.
         weight, bias = inside + "in_proj_weight", inside + "in_proj_bias"
         part = "(part heads head_dim) width -> width heads head_dim"
         fixed = {"part": (i, 3), "heads": heads}

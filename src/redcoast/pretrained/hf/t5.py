@@ -120,9 +120,12 @@ def tensors(config: T5Config) -> dict[str, Tensor]:
 def _stack(config: T5Config, stack: str) -> dict[str, Tensor]:
     block, leaf = stack + ".block.{layer}.layer.", stack + "/layers/"
     decoder = stack == "decoder"
+    # Behind self-attention, and in the decoder behind attention to the encoder.
     mlp = f"{block}{2 if decoder else 1}."
     dense = mlp + "DenseReluDense."
+    # `wi` is called `wi_1` where there is a gate, `wi_0`.
     into, out = "hidden width -> width hidden", "width hidden -> hidden width"
+    # Only the first block has the table, which all blocks use.
     table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     found = {
         f"{stack}/relative_bias": Tensor(table, "buckets heads -> buckets heads"),

@@ -40,6 +40,7 @@ def read(settings: Settings) -> Fields:
     }
     c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored=_IGNORED)
     read_architecture(settings, _MODELS, "WhisperForConditionalGeneration")
+    # The second convolution has a stride of 2.
     return fields | {"frames": 2 * c["max_source_positions"]}
 
 

@@ -64,6 +64,7 @@ def named_template(template: object, path: Path) -> str | None:
         is_named = lambda x: isinstance(x, dict) and isinstance(x.get("name"), str)
         if not all(map(is_named, template)):
             raise ValueError(f"{path} has a `chat_template` without a name in its list.")
+        # Others are for tools or documents, and a caller would have to ask for them by name.
         template = {x["name"]: x.get("template") for x in template}.get("default")
     if not (template is None or isinstance(template, str)):
         raise ValueError(
@@ -119,6 +120,7 @@ class TemplateProcess:
 
     def __init__(self, template: str):
         self.template = template
+        # One message at a time: answers come in the order of the questions.
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
         self.end = lambda: None
@@ -142,6 +144,7 @@ class TemplateProcess:
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         self.process = process
+        # Also ends the process when this object is collected, or Python exits.
         self.end = weakref.finalize(self, _end, process)
         self._ask({"template": self.template}, STARTING)
 
@@ -181,6 +184,7 @@ def _read_message(pipe: Any, deadline: float) -> bytes:
         left = deadline - time.monotonic()
         if left <= 0 or not select.select([pipe], [], [], left)[0]:
             raise TimeoutError
+        # What is there, without waiting for more, so that the deadline holds.
         part = pipe.read1(2**20)
         if not part:
             raise EOFError("the process ended")

@@ -16,6 +16,7 @@ from ._chat_template import named_template, read_template, renderer
 from ._read_bounded import read_bounded
 
 MOST_BYTES = 2**27  # four times the size of the largest vocabularies, of 262 thousand tokens
+# A .gguf file names its pre-tokenizer but does not contain its rules.
 _SPLITS_DIGITS = {"smollm": True, "gpt-2": False}  # the supported pre-tokenizers
 _CONTROL = 3  # the type of control tokens
 
@@ -203,11 +204,13 @@ def _gguf_tokenizer(path: Path) -> Any:
 
     read = gguf_metadata(path)
     kind = read("tokenizer.ggml.pre")
+    # "gpt2" is llama.cpp's word for byte-level BPE.
     if read("tokenizer.ggml.model") != "gpt2" or kind not in _SPLITS_DIGITS:
         raise ValueError(f"it is of type {kind!r}, which is not supported")
     words = read("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in read("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    # SmolLM splits numbers into digits before anything else.
     steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if _SPLITS_DIGITS[kind]:
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
@@ -219,6 +222,7 @@ def _gguf_tokenizer(path: Path) -> Any:
             control.append(AddedToken(word, normalized=False, special=True))
     tokenizer.add_special_tokens(control)
     begin, end = _added_token(read, "bos"), _added_token(read, "eos")
+    # The post-processor puts the tokens at the ends of each text that is encoded.
     special: list[tuple[str, int]] = []
     form = ["$0"]  # the text itself
     if begin is not None:
@@ -228,6 +232,7 @@ def _gguf_tokenizer(path: Path) -> Any:
         special.append((words[end], end))
         form = [*form, words[end]]
     if special:
+        # One entry where the same token begins and ends a text.
         unique = list(dict.fromkeys(special))
         tokenizer.post_processor = processors.TemplateProcessing(form, special_tokens=unique)
     return tokenizer

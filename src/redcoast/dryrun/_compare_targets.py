@@ -151,6 +151,7 @@ def compare_targets(
                 batch,
                 optimizer,
                 target=target.name,
+                # Each suggestion would be compiled, for every target.
                 **{"suggest": False, **options},
             )
         except ValueError as error:

@@ -100,6 +100,7 @@ def compile_job(
     settings: dict[str, Any] = {}
     if with_lines:
         settings = _ALL_LINES
+    # The limit applies where JAX writes lines into the program: when it is lowered.
     with _configured(settings):
         lowered = traced.lower()
         enter_phase("Compiling", what)

@@ -52,6 +52,7 @@ def gpu_config(chip: Chip) -> str:
     figures = _PROCESSORS[chip.name]._asdict()
     major, minor = figures.pop("capability")
     figures |= {
+        # What CUDA reports, of which a program can use a share.
         "device_memory_size": round(chip.usable / SHARE),
         "memory_bandwidth": int(chip.memory_bandwidth),
         **_COMMON,
@@ -239,6 +240,7 @@ def _tpu(target: TargetDevices) -> list[Any]:
     if target.chip.name == "v4":
         options["chip_config_name"] = "megacore"  # both cores of a chip as one device
     if target.hosts == target.slices:
+        # Each slice is in one host.
         options["chips_per_host_bounds"] = [*target.shape, 1][:3]
     if target.slices > 1:
         options["num_slices"] = target.slices
@@ -269,6 +271,7 @@ def _environment(variables: dict[str, str], *present: str) -> Iterator[None]:
 def _cuda(target: TargetDevices) -> list[Any]:
     from jax.experimental import topologies
 
+    # Slices x hosts x cards, as XLA writes the topology of GPUs.
     hosts, cards = target.shape
     options = {"topology": f"1x{hosts}x{cards}", "target_config": gpu_config(target.chip)}
     describe = partial(topologies.get_topology_desc, target.chip.name, "cuda", **options)

@@ -236,6 +236,7 @@ def _repeated(plan: Plan, mesh: Mesh) -> float:
     program = plan.report.program_or_none
     if program is None or not program.arithmetic.per_device:
         return 0.0
+    # Without repetition, the devices together do exactly the arithmetic of the program.
     return max(0.0, 1 - program.arithmetic.flops / (mesh.size * program.arithmetic.per_device))
 
 

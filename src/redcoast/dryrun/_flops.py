@@ -94,6 +94,7 @@ def _count(jaxpr: AnyJaxpr, inputs: Sequence[Value] | None = None) -> Flops:
 def _count_equation(equation: JaxprEqn, known: list[Value]) -> Flops:
     """The operations of an equation, including all jaxprs that it runs."""
     if (count := multiply_adds(equation)) is not None:
+        # The zeros between the elements of a dilated input are counted as its elements are.
         return _flops(equation, count // prod(equation.params.get("lhs_dilation", ())))
     match control_flow(equation):
         case Scan() as scan:
@@ -151,6 +152,7 @@ def _flops(equation: JaxprEqn, count: int) -> Flops:
     dtype = max(dtypes, key=lambda each: each.itemsize)
     operations = 2
     if jnp.issubdtype(dtype, jnp.complexfloating):
+        # Four multiplications and four additions.
         operations = 8
     return Counter({str(dtype): operations * count})
 

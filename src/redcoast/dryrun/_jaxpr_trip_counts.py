@@ -101,6 +101,7 @@ def _results(jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[Value]:
 
 
 def _integer(x: Any) -> int | None:
+    # Constants of a program that is traced within another one have no value yet.
     if isinstance(x, Tracer) or not _is_integer(jax.typeof(x)):
         return None
     return int(x)

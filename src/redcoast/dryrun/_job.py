@@ -162,6 +162,7 @@ def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
             f"The arrays of the batch differ in their number of rows: {counts}. Mark arrays that "
             "belong to the batch as a whole with `redcoast.per_batch`."
         )
+    # As JAX stores them: float64 becomes float32 unless `jax_enable_x64` is set.
     return jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch", of="batch"))
 
 

@@ -75,9 +75,11 @@ def _places(target: TargetDevices, mesh: Mesh) -> Int[np.ndarray, "*mesh dimensi
     devices = mesh.devices
     if target.chip.kind != "tpu":
         _, cards = target.shape
+        # Devices are numbered host by host.
         hosts = np.vectorize(lambda device: device.id // cards)(devices)
         return hosts[..., None]
     if not hasattr(devices.flat[0], "coords"):
+        # CPU devices stand in for the chips, which would be in another order in the mesh.
         devices = make_mesh(**mesh.shape, devices=_halves(target)).devices
     dimensions = len(target.shape)
     places = []  # (devices, 1 + dimensions)
@@ -88,6 +90,7 @@ def _places(target: TargetDevices, mesh: Mesh) -> Int[np.ndarray, "*mesh dimensi
 
 
 def _halves(target: TargetDevices) -> list[Any]:
+    # JAX's coordinates have three dimensions, of which the first varies fastest.
     shape = (*target.shape, 1)[:3]
     cores = target.chip.cores
     chips = math.prod(shape)
@@ -136,6 +139,7 @@ def _between(chip: Chip, groups: Int[np.ndarray, "n 1"], within: float) -> float
     if apart == 1:
         return within
     # The devices of a host or slice share what leaves it.
+    # Their bytes are counted as (n - 1) / n, of which (apart - 1) / apart leave.
     rate = chip.host_bandwidth * together * ((n - 1) / n) / ((apart - 1) / apart)
     if together == 1:
         return rate

@@ -336,6 +336,7 @@ def _estimate_keeping(job: Job, place: Place) -> list[Candidate]:
     if count == 1:
         return candidates
     # The stages of a pipeline have equally many layers of every scan.
+    # Without scans this is 0, so there are no stages.
     layers = math.gcd(*scanned_layers(job))
     for stages in range(2, layers + 1):
         if layers % stages or count % stages:

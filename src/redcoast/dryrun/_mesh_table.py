@@ -44,6 +44,7 @@ class Candidate:
     recomputed: float = 0.0
 
 
+# `Mapping` compares: a suggestion equals a dict with its sizes.
 @dataclass(frozen=True, eq=False)
 class MeshSuggestion(Mapping[str, Any]):
     """The sizes of `data`, `fsdp`, `model` and optionally `pipe`, for `make_mesh(**suggestion)`.
@@ -121,6 +122,7 @@ class _Column(NamedTuple):
     units: tuple[tuple[str, float], ...]
 
 
+# In seconds, bytes, and bytes.
 _TIMES = (("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 _SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _PLANNED = (_Column("priced_seconds", _TIMES), _Column("estimated_memory", _SIZES))

@@ -5,6 +5,7 @@ import contextvars
 from collections.abc import Callable, Iterator
 
 Listener = Callable[[str, str], None]
+# Each thread has its own, so that several dry runs can run at the same time.
 _listener: contextvars.ContextVar[Listener | None] = contextvars.ContextVar("phases", default=None)
 
 

@@ -30,6 +30,7 @@ def attached_place() -> Place:
         limits.append(stats.get("bytes_limit"))
     everyone = list(it.chain.from_iterable(exchange("the memory of devices", limits)))
     usable = None
+    # The device with the least memory limits all. CPU devices report none.
     if None not in everyone:
         usable = min(everyone)
     return Place(f"{len(devices)} x {devices[0].device_kind}", devices, None, usable)

@@ -142,6 +142,7 @@ class DryRun:
         """The same as plain data, for `json.dumps`."""
         data: dict[str, Any] = {}
         for name in self.__dataclass_fields__:
+            # These are converted below.
             if name not in ("plan", "changes"):
                 data[name] = getattr(self, name)
         for name in ("notes", "traffic", "lines"):

@@ -99,4 +99,5 @@ def bandwidth(axes: str, bandwidths: Mapping[str, int | float]) -> int | float:
     if axes in bandwidths:
         return bandwidths[axes]
     known = [bandwidths[axis] for axis in axes.split("+") if axis in bandwidths]
+    # A lower bound must not assume a slower link than the fastest one.
     return max(known or bandwidths.values())

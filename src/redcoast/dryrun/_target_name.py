@@ -148,6 +148,7 @@ def _slices(chip: str) -> Sequence[tuple[int, ...]]:
     most = _MOST_CHIPS[chip]
     slices = [*_LESS_THAN_A_CUBE]
     # Multiples of the cube, the shortest side first. No side is shorter than the one before.
+    # The two shorter sides have at least 4 chips each.
     longest = most // 16
     for a in range(4, longest + 1, 4):
         for b in range(a, longest + 1, 4):

@@ -63,7 +63,9 @@ def _has_misaligned_rows(shape: str, roles: Sequence[int]) -> bool:
     layout = array_layout(shape)
     if len(roles) != len(layout.sizes):
         return False
+    # Dimensions of one element change no address.
     dims = [dim for dim in layout.minor_to_major if layout.sizes[dim] > 1]
+    # A row is what is contiguous: the fastest dimensions, as far as they have one role.
     row: list[int] = []
     for dim in dims:
         if roles[dim] != roles[dims[0]]:

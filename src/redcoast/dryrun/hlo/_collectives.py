@@ -1,6 +1,5 @@
 """Reads the collectives of a compiled program from its HLO text."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,11 +12,13 @@ from ._parse import (
     Instruction,
     Module,
     attributes,
+    branches_of,
     called,
     callee,
     computation,
     lookup,
     operands,
+    operation_name,
     parse_module,
     size_in_bytes,
 )
@@ -26,7 +27,9 @@ from ._replica_groups import axes_and_size, written_groups
 from ._source_lines import Frame, read_frames
 from ._trip_counts import CallScope, inner_scope, loop_scope, trip_count
 
-# The bytes that each of n devices sends in a ring, given the bytes of its operands.
+# The bytes that each of n devices sends in a ring, given the bytes of its operands, rounded up. The
+# operand of an all-gather is a part, which goes to n - 1 others. An all-reduce is a reduce-scatter
+# and an all-gather of its parts.
 _SENT: dict[str, Callable[[int, int], int]] = {
     "all-reduce": lambda operand, n: -(-2 * operand * (n - 1) // n),
     "all-gather": lambda operand, n: operand * (n - 1),
@@ -38,7 +41,10 @@ _SENT: dict[str, Callable[[int, int], int]] = {
 }
 # Kinds whose groups may number replicas instead of partitions.
 _OVER_REPLICAS = ("all-reduce", "all-gather", "reduce-scatter")
-_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+INCONSISTENT = (
+    "The HLO text is inconsistent: an instruction refers to a missing operand, or a computation "
+    "calls itself. Pass the complete text of one compiled program."
+)
 
 
 @dataclass(frozen=True)
@@ -72,10 +78,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class PartitionedProgram:
+    """A parsed program for the devices of a mesh."""
+
     module: Module
-    axes: tuple[tuple[str, int], ...]
-    carries: Callable[[str], bool]
-    frames_of: Callable[[str], list[Frame]]
+    axes: tuple[tuple[str, int], ...]  # names and sizes
+    carries: Callable[[str], bool]  # whether a computation contains or calls collectives
+    frames_of: Callable[[str], list[Frame]]  # the lines of an instruction's attributes
 
 
 def collectives(
@@ -117,10 +125,7 @@ def collectives(
     try:
         return _executed(program, CallScope(module, module.entry, lambda number, place: None))
     except (IndexError, RecursionError) as error:
-        raise ValueError(
-            "The HLO text is inconsistent: an instruction refers to a missing operand, or a "
-            "computation calls itself. Pass the complete text of one compiled program."
-        ) from error
+        raise ValueError(INCONSISTENT) from error
 
 
 def read_program(
@@ -209,9 +214,7 @@ def callees_of(instruction: Instruction) -> list[str]:
         case "while":
             return called(instruction, "condition", "body")
         case "conditional":
-            return called(
-                instruction, "branch_computations", "true_computation", "false_computation"
-            )
+            return branches_of(instruction)
         # `async-done` is left out: it may name the computation of its `async-start` again.
         case "fusion" | "call" | "async" | "custom-call":
             return called(instruction, "calls", "to_apply", "called_computations")
@@ -288,10 +291,8 @@ def collectives_of(
     around = ""
     if caller is not None:
         around = caller.rest
-    source = None
-    name = _OP_NAME.search(instruction.rest) or _OP_NAME.search(around)
-    if name is not None:
-        source = name[1]
+    # A fusion may have the metadata that the collective inside is without.
+    source = operation_name(instruction.rest) or operation_name(around)
     frames = program.frames_of(instruction.rest) or program.frames_of(around)
     return [
         Collective(

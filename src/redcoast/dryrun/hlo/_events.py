@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from jax.sharding import AbstractMesh, Mesh
 
 from ._collectives import (
+    INCONSISTENT,
     Collective,
     PartitionedProgram,
     callees_of,
@@ -95,10 +96,7 @@ def read_schedule(
     try:
         return tuple(_events(program, scope))
     except (IndexError, RecursionError) as error:
-        raise ValueError(
-            "The HLO text is inconsistent: an instruction refers to a missing operand, or a "
-            "computation calls itself. Pass the complete text of one compiled program."
-        ) from error
+        raise ValueError(INCONSISTENT) from error
 
 
 def _events(program: PartitionedProgram, scope: CallScope) -> Iterator[Event]:
@@ -117,6 +115,7 @@ def _events(program: PartitionedProgram, scope: CallScope) -> Iterator[Event]:
                 for name in called(instruction, "to_apply"):
                     yield from _events(program, inner_scope(scope, instruction, name))
             case opcode if opcode.endswith(("-done", "-update")):
+                # An update only says that a transfer is under way.
                 if opcode.endswith("-done"):
                     yield Done(_started_by(scope, instruction))
             case _:
@@ -178,6 +177,7 @@ def _wrapped(
     if "AsyncCollectiveStart" in targets:
         for each in fused:
             yield Start(channel, _transfer(each))
+        # They are under way, and the end of this instruction does not wait for them.
         fused = []
     if instruction.opcode == "async-start":
         for each in fused:
@@ -194,6 +194,7 @@ def _wrapped(
 
 
 def _channel(instruction: Instruction) -> str:
+    # The instructions that start and end a collective have its channel in common.
     _, _, after = instruction.rest.partition("channel_id=")
     return f"channel {after.partition(',')[0]}"
 

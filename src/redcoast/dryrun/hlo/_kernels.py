@@ -30,8 +30,7 @@ _FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "SliceToDynamic", "PadToStatic
 _VIEWS = ("bitcast", "reshape", "copy", "convert", "transpose")
 # Opcodes that read as much of their first operand as they return.
 _PARTS = ("dynamic-slice", "slice", "gather")
-# The memory space of the host.
-HOST_SPACE = 5
+HOST_SPACE = 5  # the memory space of the host, `kHostMemorySpace` of XLA's layouts
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,11 @@ def _accessed(module: Module, within: Computation, instruction: Instruction) -> 
         read = 0
         for place, name in enumerate(arrays):
             needed = _bytes_read(module, inner, _parameter(inner, place))
+            # Nothing of an operand that is in another memory already.
             read += min(main_bytes(shapes[name]), needed)
         written = main_bytes(instruction.shape)
         if instruction.opcode == "fusion-start":
+            # The result of a start is a tuple, which has the operands, too.
             written = main_bytes(lookup(inner, inner.root).shape)
         return read + min(written, _bytes_written(module, inner, inner.root))
     result = main_bytes(instruction.shape)
@@ -105,6 +106,7 @@ def _fused(instruction: Instruction) -> str | None:
 
 def _parameter(inner: Computation, place: int) -> str | None:
     for each in inner.instructions.values():
+        # `parameter(0), metadata=...`: `rest` begins behind the parenthesis.
         if each.opcode == "parameter" and each.rest.startswith(f"{place})"):
             return each.name
     return None
@@ -128,6 +130,7 @@ def _read_by(module: Module, inner: Computation, user: Instruction, place: int, 
     match user.opcode:
         case opcode if opcode in _PARTS and place == 0:
             return _unplaced_bytes(user.shape)
+        # Only a slice of it is replaced, in place.
         case "dynamic-update-slice" if place == 0:
             return 0
         case "tuple":
@@ -144,8 +147,10 @@ def _bytes_written(module: Module, inner: Computation, name: str) -> int:
     """The bytes of a result that a fusion writes: only the slice, if it only updates one."""
     value = inner.instructions[name]
     match value.opcode:
+        # Several results, each of which may be a slice.
         case "tuple":
             return sum(_bytes_written(module, inner, each) for each in operands(value))
+        # An operand that is passed on as it is.
         case "parameter":
             return 0
         case "dynamic-update-slice":

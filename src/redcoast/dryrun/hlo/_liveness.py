@@ -18,9 +18,11 @@ from ._parse import (
     Instruction,
     Module,
     attributes,
+    branches_of,
     called,
     computation,
     operands,
+    operation_name,
     parse_module,
     size_in_bytes,
 )
@@ -28,7 +30,6 @@ from ._source_lines import Frame, read_frames
 
 _INDEX = re.compile(r"\bindex=(\d+)")
 _IN_CORE = re.compile(r"S\([1-9]\d*\)")  # the memory space of a layout
-_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _WITHOUT_BUFFER = frozenset(["constant", "iota", "parameter", "partition-id", "replica-id"])
 _SAME_BUFFER = frozenset(["bitcast", "opt-barrier", "optimization-barrier", "while"])
 # Where the result is in the tuple that an instruction returns which starts something; of others, it
@@ -88,11 +89,8 @@ def peak_buffers(hlo_text: str) -> tuple[HeldBuffer, ...]:
     buffers = []
     for buffer in _Program(module).peak(module.entry):
         rest = buffer.writer.rest
-        source = _OP_NAME.search(rest)
-        name = None
-        if source is not None:
-            name = source[1]
-        buffers.append(HeldBuffer(buffer.bytes, name, tuple(frames_of(rest))))
+        frames = tuple(frames_of(rest))
+        buffers.append(HeldBuffer(buffer.bytes, operation_name(rest), frames))
     return tuple(sorted(buffers, key=lambda buffer: -buffer.bytes))
 
 
@@ -127,6 +125,7 @@ class _Program:
             if size + _total(inside[place]) > most:
                 most = size + _total(inside[place])
                 peak = [*live, *inside[place]]
+            # What is last read here still is in memory while the instruction runs.
             size -= _total(ends[place])
             for buffer in ends[place]:
                 del live[buffer]
@@ -138,9 +137,7 @@ class _Program:
         if instruction.opcode == "while":
             names = called(instruction, "condition", "body")
         elif instruction.opcode == "conditional":
-            names = called(
-                instruction, "branch_computations", "true_computation", "false_computation"
-            )
+            names = branches_of(instruction)
         elif instruction.opcode in ("call", "async-start"):
             names = called(instruction, "to_apply", "calls")
         return max(map(self.peak, names), key=_total, default=[])
@@ -190,6 +187,7 @@ def _value(instruction: Instruction, reads: list[_Tree], dying: list[_Tree], pla
     if opcode in _SAME_BUFFER or opcode.endswith("-update"):
         return next(iter(reads), None)
     if opcode.endswith("-done"):
+        # The first element of what the start returned; see below.
         return reads[0][0]
     sizes = _sizes(instruction.shape)
     if opcode.endswith("-start"):

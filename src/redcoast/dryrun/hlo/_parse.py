@@ -4,13 +4,17 @@ import re
 from dataclasses import dataclass, replace
 from math import prod
 
+# `ENTRY %main.5 (x.1: f32[8]) -> f32[8] {`
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.-]+) \(.*\{$")
+# `  ROOT %add.3 = f32[8]{0} add(%a, %b), metadata={op_name="jit(f)/add"}`
 # The shape ends at the first word followed by a parenthesis: layouts have no such word.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.-]+) = (.+?) ([a-z][\w-]*)\((.*)$")
+# `f32[8,32]{1,0:T(8,128)}`: the dtype, the dimensions, and the layout with tiles and memory space.
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
-_WIDTH = re.compile(r"(?:bf|f|s|u|c)(\d+)")
+_WIDTH = re.compile(r"(?:bf|f|s|u|c)(\d+)")  # `f8e4m3fn` has 8 bits, and `c64` has 64
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _NAME = re.compile(r"%([\w.-]+)")
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ def parse_module(text: str) -> Module:
             instructions[last.name] = last
             if is_root:
                 root = last.name
+    # A complete text ends behind the last computation.
     if current is not None:
         raise ValueError(f"The HLO text is cut off: it ends inside the computation `{current}`.")
     if len(entries) != 1:
@@ -164,6 +169,19 @@ def called(instruction: Instruction, *names: str) -> list[str]:
     return callees
 
 
+def branches_of(instruction: Instruction) -> list[str]:
+    """The computations of a conditional: by number, or one for true and one for false."""
+    return called(instruction, "branch_computations", "true_computation", "false_computation")
+
+
+def operation_name(text: str) -> str | None:
+    """The name of an operation in the traced program, from the metadata of an instruction."""
+    match = _OP_NAME.search(text)
+    if match is None:
+        return None
+    return match[1]
+
+
 def callee(instruction: Instruction, *names: str) -> str:
     """The one computation that the attributes of these names refer to."""
     callees = called(instruction, *names)
@@ -196,6 +214,7 @@ def _bits(dtype: str, layout: str) -> int:
     if bits >= 8:
         return bits
     # Numbers of less than 8 bits take a byte each, unless the layout packs them.
+    # The bits of an element, as in `s4[8]{0:E(4)}`.
     packed = re.search(r"E\((\d+)\)", layout)
     if packed is None:
         return 8
@@ -234,6 +253,7 @@ def array_layout(shape: str) -> ArrayLayout:
         raise ValueError(f"The HLO text has `{shape}` where an array was expected.")
     dtype, dims, layout = found[1], found[2], found[3] or ""
     sizes = _sizes(dims)
+    # The order of the dimensions, the minor one first, is what a layout has before a colon.
     order = _sizes(layout.partition(":")[0])
     if len(order) != len(sizes):  # without a layout, the last dimension is the minor one
         order = tuple(reversed(range(len(sizes))))

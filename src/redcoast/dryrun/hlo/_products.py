@@ -20,10 +20,12 @@ from ._parse import (
     operands,
 )
 
-_WINDOW = re.compile(r"\bwindow=\{([^{}]*)\}")
+_WINDOW = re.compile(r"\bwindow=\{([^{}]*)\}")  # `window={size=3x3 pad=1_1x1_1}`
+# `dim_labels=b01f_01io->b01f`: of the input, the kernel and the result, where `b` is the batch,
+# `f`, `i` and `o` are features, and digits are spatial dimensions.
 _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
-_GROUPS = re.compile(r"\bfeature_group_count=(\d+)")
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
+# What Pallas and cuDNN say in the JSON of `backend_config`.
 _COST = re.compile(r'"cost_estimate":\s*\{"flops":\s*"?(\d+)')
 _CAUSAL = re.compile(r'"mask_type":\s*"(?:PADDING_)?CAUSAL"')
 _SLIDING = re.compile(r'"sliding_window_length":\s*"?(\d+)')
@@ -129,6 +131,7 @@ def _convolution(within: Computation, instruction: Instruction) -> Counter[str]:
     _, kernel = _first_array(lookup(within, operands(instruction)[1]).shape)
     _, result = _first_array(instruction.shape)
     window = _window(text)
+    # With groups of features, the kernel has only the input features of a group.
     count = result[results.index("b")] * result[results.index("f")] * kernel[kernels.index("i")]
     spatial = list(filter(str.isdigit, results))  # the labels of spatial dimensions are digits
     for place, label in enumerate(spatial):
@@ -172,10 +175,12 @@ def _overlaps(size: int, kernel: int, result: int, window: dict[str, list[str]],
         first = tap * spread - before
         last = first + (result - 1) * stride
         if gap == 1:
+            # The steps whose position, first + step * stride, is in the input.
             low = max(0, -(first // stride))
             high = min(result - 1, (size - 1 - first) // stride)
             count += max(0, high - low + 1)
         elif stride == 1:
+            # The multiples of the gap from `low` to `high`.
             low = max(first, 0)
             high = min(last, end)
             count += max(0, high // gap - (low - 1) // gap)
@@ -209,7 +214,8 @@ def _cudnn_attention(
 
 
 # The products of splash attention's backward kernels, by the number of gradients that they return:
-# of queries; of keys and values; of all three.
+# of queries; of keys and values; of all three. Each computes the scores again and multiplies the
+# gradient of the outputs with the values, and needs one more product for each gradient.
 _SPLASH_BACKWARD = {1: 3, 2: 4, 3: 5}
 
 
@@ -260,6 +266,7 @@ def _block_share(module: Module, shape: tuple[int, ...]) -> float:
 
 def _causal_share(length: int, window: int) -> float:
     """The part of all pairs of positions that a causal mask leaves, with a window if it is > 0."""
+    # Position i sees i + 1 positions, or `window` if these are fewer.
     if not 0 < window < length:
         return (length + 1) / (2 * length)
     return (window * length - window * (window - 1) / 2) / length**2
@@ -270,6 +277,7 @@ def _first_array(shape: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _numbers(text: str, name: str) -> list[int]:
+    # `lhs_contracting_dims={1}` of a dot, or `"lhs_contracting_dimensions":["1"]` of cuBLAS.
     match = re.search(rf'"?\b{name}"?[=:][\[{{]([^\]}}]*)[\]}}]', text)
     if match is None:
         return []

@@ -32,6 +32,7 @@ def written_groups(attributes: str) -> str:
     return ""
 
 
+# Most collectives of a program have one of few sets of groups.
 @lru_cache(maxsize=4096)
 def axes_and_size(groups: str, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], int]:
     """The mesh axes along which the devices of a group differ, and the size of a group."""
@@ -60,6 +61,7 @@ def parse_groups(text: str, devices: int) -> Groups:
     """Parses groups of devices in any of the formats of HLO text."""
     if text.startswith("source_target_pairs="):
         return connected(_lists(text), devices)
+    # `{{0,1},{2,3}}`, or `{}` or nothing for all devices.
     if text.startswith("{") or not text:
         return _lists(text) or [range(devices)]
     try:

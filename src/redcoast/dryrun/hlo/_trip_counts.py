@@ -104,6 +104,7 @@ def solve(
 
     left, direction, right = compared
     if not isinstance(left, Carried) or invariant(left) is not None:
+        # The counter may be on either side. From here on, it is the left one.
         left, direction, right = right, _MIRRORED.get(direction, direction), left
     if not isinstance(left, Carried):
         return None
@@ -117,6 +118,7 @@ def solve(
 
 def iterations(start: int, step: int, direction: str, bound: int) -> int | None:
     """The number of values start, start + step, ... before one fails the comparison."""
+    # A counter that steps over the bound would never be equal to it.
     if direction == "NE" and step and (bound - start) % step == 0 and (bound - start) // step >= 0:
         return (bound - start) // step
     bound += {"LE": 1, "GE": -1}.get(direction, 0)
@@ -185,6 +187,7 @@ def _value(scope: CallScope, name: str, place: int | None) -> Value:
         case "fusion" | "call":
             inner = callee(instruction, "calls", "to_apply")
             return _root(inner_scope(scope, instruction, inner), place)
+        # A loop before this one may pass a number on unchanged.
         case "while":
             return _unchanged(scope, instruction, place)
         case opcode if opcode in _SAME:

@@ -37,10 +37,14 @@ def call_on_auto_axes(fn: Callable[..., PyTree], out_spec: OutSpec, *args: PyTre
         outputs[:] = [rest]
         return results
 
+    # Traced once more before, because `auto_axes` needs the shardings of the results.
     with auto_ambient_mesh():
         shapes = jax.eval_shape(flat, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
-    meshes = [jax.typeof(x).sharding.mesh for x in arrays if _is_on_explicit_axes(x)]
-    mesh = next(iter(meshes), jax.sharding.get_abstract_mesh())
+    mesh = jax.sharding.get_abstract_mesh()
+    for x in arrays:
+        if _is_on_explicit_axes(x):
+            mesh = jax.typeof(x).sharding.mesh
+            break
     out_shardings = [NamedSharding(mesh, out_spec(shape)) for shape in shapes]
     results: PyTree = auto_axes(flat, out_sharding=out_shardings)(arrays)
     return join(results, outputs[0])

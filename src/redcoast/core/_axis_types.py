@@ -76,16 +76,18 @@ def on_mesh(tree: PyTree, mesh: Mesh | AbstractMesh | None) -> PyTree:
 
 def explicit_mesh_of(tree: PyTree) -> Mesh | None:
     """The mesh of the first array of a tree that is on a mesh with Explicit axes."""
-    shardings = (_explicit_sharding(x) for x in jax.tree.leaves(tree))
-    meshes = (x.mesh for x in shardings if x is not None)
-    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+    for x in jax.tree.leaves(tree):
+        sharding = _explicit_sharding(x)
+        if sharding is not None and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None
 
 
 @contextmanager
 def auto_ambient_mesh() -> Iterator[None]:
     """Inside, the ambient mesh has Auto axes."""
     here = jax.sharding.get_abstract_mesh()
-    if not is_explicit(here):
+    if not is_explicit(here):  # also if there is none
         yield
         return
     try:

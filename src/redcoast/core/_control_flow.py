@@ -250,6 +250,7 @@ def _linear_solve(equation: JaxprEqn) -> LinearSolve:
         count, jaxpr = getattr(lengths, name), getattr(jaxprs, name)
         if jaxpr is not None:
             functions[name] = jaxpr, tuple(range(first, first + count))
+        # Operands are in the order of all functions, also of those that are `None`.
         first += count
     right_side = tuple(range(first, len(equation.invars)))
     places = (*functions["solve"][1], *right_side)
@@ -281,6 +282,7 @@ _READERS = {
 
 def _call(equation: JaxprEqn, kind: CallKind) -> Call | None:
     params = equation.params
+    # The names of this parameter in the primitives of JAX.
     body = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
     if not isinstance(body, AnyJaxpr):
         if kind is not CallKind.PLAIN:
@@ -288,6 +290,7 @@ def _call(equation: JaxprEqn, kind: CallKind) -> Call | None:
         return None
     inner = open_jaxpr(body)
     operands, results = len(equation.invars), len(equation.outvars)
+    # What runs such a jaxpr does something else with its operands, too.
     if (len(inner.invars), len(inner.outvars)) != (operands, results):
         return None
     if kind is CallKind.REMAT:

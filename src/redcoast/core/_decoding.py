@@ -96,6 +96,7 @@ class Decoding:
 
     def __post_init__(self):
         object.__setattr__(self, "prefix", as_tuple(self.prefix, "prefix"))
+        # Frozen dataclasses set fields in this way.
         for name in ("forced_eos", "suppress", "begin_suppress", "eos"):
             if getattr(self, name) is not None:  # distinct tokens, in a form that can be hashed
                 tokens = dict.fromkeys(as_tuple(getattr(self, name), name))

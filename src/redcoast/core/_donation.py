@@ -28,8 +28,9 @@ def separate(
     for i, x in enumerate(donated):
         if (not distinct or _data(x).shape in shapes) and is_concrete(x):
             candidates.append(i)
+    # And of the others, only those with the shape of a candidate.
     shapes = {_data(donated[i]).shape for i in candidates}
-    used: set[Hashable] = set()
+    used: set[Hashable] = set()  # memory that must not be donated (again)
     for x in others:
         if _data(x).shape in shapes:
             used.update(_buffers(x))

@@ -41,6 +41,7 @@ def to_jax_dtype(x: np.ndarray, what: str) -> np.ndarray:
         return to_jax_dtype(x.astype(x.dtype.newbyteorder("=")), what)
     if x.dtype in _DOUBLE:
         double = x.astype(_DOUBLE[x.dtype])
+        # Only if no digit is lost; otherwise the error below says what to do.
         if np.array_equal(double, x, equal_nan=True):
             return to_jax_dtype(double, what)
     if not has_numbers(x.dtype) or x.dtype in _DOUBLE:

@@ -35,7 +35,7 @@ def sync_tree(directory: Path) -> None:
         directories.append(Path(root))
         files += [Path(root) / name for name in names]
     with ThreadPoolExecutor(THREADS, thread_name_prefix="redcoast-sync") as pool:
-        list(pool.map(_sync_if_there, files))
+        list(pool.map(_sync_if_there, files))  # raises the error of a thread
     # The innermost first: a directory is not on the disk before what it contains.
     for path in reversed(directories):
         _sync_if_there(path)

@@ -31,6 +31,7 @@ def check_integer(name: str, value: Any, *, least: int = 1) -> None:
 
 
 def check_number(name: str, value: object, *, above: int | float | None = None) -> None:
+    # A bool is an int in Python.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _wrong_type(name, value, "a number")
     if above is not None and not value > above:
@@ -48,7 +49,9 @@ def check_key(key: Any) -> None:
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not typed and dtype != jnp.uint32:
         raise _wrong_type("key", key, "a JAX key, such as `jax.random.key(0)`")
-    if jnp.ndim(key) != (0 if typed else 1):
+    # A key without a type, as `jax.random.PRNGKey` makes it, is an array of its numbers.
+    dimensions = 0 if typed else 1
+    if jnp.ndim(key) != dimensions:
         raise ValueError(
             f"`key` is an array of keys, of shape {jnp.shape(key)}, such as `jax.random.split` "
             "returns. Pass one of them."
@@ -139,4 +142,7 @@ def listed(items: list[int], most: int = 32) -> str:
 
 def in_units(size: int | float, unit: int | float) -> str:
     """Formats a size with two decimals; one that is smaller than the unit with four."""
-    return f"{size / unit:,.{2 if size >= unit or not size else 4}f}"
+    decimals = 4
+    if size >= unit or size == 0:
+        decimals = 2
+    return f"{size / unit:,.{decimals}f}"

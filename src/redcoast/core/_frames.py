@@ -26,6 +26,7 @@ Fn = TypeVar("Fn", bound=Callable[..., object])
 Class = TypeVar("Class")
 
 _EQUINOX = f"{Path(eqx.__file__).parent}{os.sep}"
+# The files whose frames are left out of tracebacks, redcoast's own first.
 _HIDDEN = (
     f"{Path(__file__).parents[1]}{os.sep}",
     f"{Path(jax.__file__).parent}{os.sep}",
@@ -35,6 +36,7 @@ _HIDDEN = (
     inspect.__file__,
 )
 _LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")}
+# Code in no file, such as a dataclass's `__init__`, has a name such as `<string>`.
 _FOREIGN = (*_HIDDEN, "<", *_LIBRARIES)
 _MODELS = f"{Path(__file__).parents[1] / 'models'}{os.sep}"
 _SHARED = tuple(f"{_MODELS}{name}.py" for name in ("_basic", "_dropout", "_einsum", "_scan_layers"))
@@ -139,6 +141,7 @@ def tidy(error: BaseException, *, called: Callable[..., object] | None = None) -
         if here and isinstance(each, ValueError | TypeError):
             _shorten(each)
         if not shown and not (here and isinstance(each, _DEFECTS)):
+            # The frames that are left, chained again from the innermost one outwards.
             each.__traceback__ = None
             for frame, line in reversed(frames):
                 if not is_hidden(frame.f_code.co_filename) and frame.f_code is not code:
@@ -170,6 +173,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line of the user's code that called redcoast."""
+    # `stacklevel` counts frames from this one.
     frame, level = sys._getframe(), 1
     between = (*_HIDDEN, _EQUINOX)  # as of `eqx.filter_jit`
     while frame.f_back is not None and frame.f_code.co_filename.startswith(between):

@@ -24,6 +24,7 @@ def map_in_threads(
     errors: list[Exception] = []
     try:
         for item in until_error(items, errors):
+            # Threads do not inherit context variables, such as JAX's settings.
             pending.append(pool.submit(copy_context().run, make, item))
             if len(pending) > ahead:
                 yield pending.popleft().result()
@@ -55,6 +56,7 @@ def with_next(items: Iterable[T]) -> Iterator[tuple[T, T | None, bool]]:
 
     There is no next one after the last, or if an error follows.
     """
+    # The item that was read last. A list, because an item may be `None`.
     before: list[T] = []
     items = iter(items)
     while True:

@@ -56,14 +56,7 @@ def as_traced(x: Any, atom: Any) -> Any:
 
 def bind_again(equation: JaxprEqn, inputs: Sequence[PyTree]) -> list[PyTree]:
     """Binds an equation's primitive to other inputs, and returns the results."""
-    params = equation.primitive.get_bind_params(equation.params)
-    # Older versions of JAX return the functions to call separately from the parameters.
-    subfuns, params = params if isinstance(params, tuple) else ((), params)
-    with equation.ctx.manager:
-        results = equation.primitive.bind(*subfuns, *inputs, **params)
-    if equation.primitive.multiple_results:
-        return list(results)
-    return [results]
+    return _bind(equation, inputs, equation.params, equation.ctx.manager)
 
 
 def bind_local(
@@ -75,11 +68,25 @@ def bind_local(
     """
     unsharded = {key: None for key in ("sharding", "out_sharding") if key in equation.params}
     params = {**equation.params, **unsharded, **changes}
-    params = equation.primitive.get_bind_params(params)
-    subfuns, params = params if isinstance(params, tuple) else ((), params)
-    with jax.threefry_partitionable(equation.ctx.threefry_partitionable):
-        results = equation.primitive.bind(*subfuns, *inputs, **params)
-    if equation.primitive.multiple_results:
+    # Of the equation's context, only what random numbers depend on: the mesh has no meaning.
+    random = jax.threefry_partitionable(equation.ctx.threefry_partitionable)
+    return _bind(equation, inputs, params, random)
+
+
+def _bind(
+    equation: JaxprEqn,
+    inputs: Sequence[PyTree],
+    params: Mapping[str, object],
+    context: AbstractContextManager[object],
+) -> list[PyTree]:
+    primitive = equation.primitive
+    functions, options = (), primitive.get_bind_params(params)
+    # Older versions of JAX return the functions to call separately from the parameters.
+    if isinstance(options, tuple):
+        functions, options = options
+    with context:
+        results = primitive.bind(*functions, *inputs, **options)
+    if primitive.multiple_results:
         return list(results)
     return [results]
 
@@ -117,6 +124,7 @@ def evaluate_equations(
     `outvars`."""
     indices: dict[Var, int] = {}  # of the last use of each variable
     for index, equation in enumerate(equations):
+        # A result that nothing uses is deleted after the equation that computes it.
         indices.update(dict.fromkeys(variables((*equation.invars, *equation.outvars)), index))
     last: dict[int, list[Var]] = {}
     for var in indices.keys() - set(variables(outvars)):

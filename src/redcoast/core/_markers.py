@@ -19,6 +19,7 @@ class Mark(Enum):
     ONLY_LARGEST = "only its largest element is used, and only to skip needless work"
 
 
+# How to run, trace, compile, batch and transpose it: as the identity.
 _mark_p = Primitive("redcoast_mark")
 _mark_p.def_impl(lambda x, *, mark: x)
 _mark_p.def_abstract_eval(lambda aval, *, mark: aval)

@@ -23,9 +23,15 @@ def multiply_adds(equation: JaxprEqn) -> int | None:
             (_, contracted), (_, batch) = numbers.dot_dimension_numbers
             counted = {*contracted, *batch, *numbers.rhs_group_dimensions}
             left, right = map(shape, equation.invars[:2])
-            return prod(left) * prod(size for d, size in enumerate(right) if d not in counted)
+            # Each element of the left side is multiplied with all outputs of its group.
+            outputs = 1
+            for dim, size in enumerate(right):
+                if dim not in counted:
+                    outputs *= size
+            return prod(left) * outputs
         case "conv_general_dilated":
             kernel = shape(equation.invars[1])
+            # Multiply-adds of one element of the result: the kernel without its output features.
             taps = prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
             return prod(shape(equation.outvars[0])) * taps
         case (

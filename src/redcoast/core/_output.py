@@ -84,6 +84,7 @@ def _discard_buffer(stream: TextIO, error: Exception) -> None:
             # The descriptor was closed, and the next file that is opened would get the same number.
             os.dup2(nothing, number)
             return
+        # The buffer is flushed into nothing, and then the descriptor is what it was.
         before = os.dup(number)
         try:
             os.dup2(nothing, number)

@@ -55,6 +55,7 @@ def _references_in(items: Sequence[object], i: int) -> int:
     return sys.getrefcount(items[i])
 
 
+# The reference count of an object that only a list refers to depends on the interpreter.
 _ALONE_IN_LIST = _references_in([object()], 0)
 
 
@@ -147,15 +148,18 @@ def memory_of(x: PyTree) -> list[int]:
     if kind is np.ndarray:
         if x.base is None:
             return [id(x)]
+        # A view: its address, since several views may have the same base.
         if x.size:
             return [x.__array_interface__["data"][0]]
         return []
     if kind in (None, jax.Array):
         return []
-    inner = [place for part in _parts(x, kind) for place in memory_of(part)]
-    if kind is tuple:
-        return inner
-    return [id(x), *inner]
+    places = []
+    if kind is not tuple:  # which nobody writes to
+        places.append(id(x))
+    for part in _parts(x, kind):
+        places += memory_of(part)
+    return places
 
 
 def copied(x: PyTree) -> PyTree:

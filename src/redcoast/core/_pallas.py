@@ -31,10 +31,15 @@ def independent_dims(equation: JaxprEqn) -> list[list[int | None]] | None:
     results = grid.block_mappings[len(equation.invars) :]
     independent: list[int] = []
     for dim in _candidates(equation):
-        is_plain = not any(_is_computed_with(mapping, dim) for mapping in grid.block_mappings)
-        # A result that has other blocks is written several times.
-        is_written_once = all(_dims(mapping, [dim]).count(dim) == 1 for mapping in results)
-        if is_plain and is_written_once:
+        is_independent = True
+        for mapping in grid.block_mappings:
+            if _is_computed_with(mapping, dim):
+                is_independent = False
+        for mapping in results:
+            # A result that has other blocks is written several times.
+            if _dims(mapping, [dim]).count(dim) != 1:
+                is_independent = False
+        if is_independent:
             independent.append(dim)
     if not independent:
         return None
@@ -72,14 +77,15 @@ def of_fewer(equation: JaxprEqn, parts: Mapping[int, int]) -> dict[str, object]:
     sizes = list(grid.grid)
     for dim, count in parts.items():
         sizes[dim] //= count
+    # A mapping for each operand, and then for each result.
     mappings = tuple(_of_fewer(mapping, parts) for mapping in grid.block_mappings)
     results = mappings[len(equation.invars) :]
+    out_avals = []
+    for aval, mapping in zip(equation.params["out_avals"], results, strict=True):
+        out_avals.append(aval.update(shape=mapping.array_aval.shape))
     return {
         "grid_mapping": replace(grid, grid=tuple(sizes), block_mappings=mappings),
-        "out_avals": tuple(
-            aval.update(shape=mapping.array_aval.shape)
-            for aval, mapping in zip(equation.params["out_avals"], results, strict=True)
-        ),
+        "out_avals": tuple(out_avals),
     }
 
 
@@ -91,6 +97,7 @@ def _dims(mapping: Any, of_grid: list[int]) -> list[int | None]:
         mapping.array_aval.shape, mapping.block_shape, jaxpr.outvars, strict=True
     ):
         places = [dim for dim in of_grid if jaxpr.invars[dim] is index]
+        # A block of one element, with its dimension or without.
         is_one = type(block).__name__ == "Squeezed" or getattr(block, "block_size", block) == 1
         dims.append(places[0] if places and is_one and size > 1 else None)
     return dims

@@ -76,11 +76,13 @@ class _Programs:
     def _operation_key(self, equation: JaxprEqn) -> Hashable:
         """What an equation does with its operands, and in which context."""
         context = equation.ctx
+        # All settings of the context, such as its mesh, whichever the version of JAX has.
         settings = [getattr(context, name, None) for name in _slots(type(context))]
         return (
             equation.primitive.name,
             self._value_key(self._parameters(equation)),
             self._value_key(settings),
+            # Effects are a set of objects without an order.
             str(sorted(map(str, equation.effects))),
         )
 

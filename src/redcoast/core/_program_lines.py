@@ -74,9 +74,8 @@ class _Describer:
     """Describes jaxprs, each of which may be called at several places."""
 
     def __init__(self) -> None:
-        self._known: dict[
-            int, tuple[AnyJaxpr, Lines]
-        ] = {}  # by id, with the jaxpr, to keep it alive
+        # By id, with the jaxpr, so that it stays alive and its id is not given to another.
+        self._known: dict[int, tuple[AnyJaxpr, Lines]] = {}
 
     def lines(self, jaxpr: AnyJaxpr) -> Lines:
         if id(jaxpr) not in self._known:
@@ -90,16 +89,20 @@ class _Describer:
             yield f"{names.of(var)} = constant {self._text(value, [])}", None
         for equation in inner.eqns:
             called: list[AnyJaxpr] = []
-            params = {k: v for k, v in equation.params.items() if k not in _IGNORED}
+            params = equation.params
             if is_high_level(equation):  # its one parameter holds functions and the jaxpr
                 params = {"runs": inner_jaxprs(equation)}
-            params = {k: v for k, v in params.items() if not _is_default(v)}
+            shown = {}
+            for name, value in params.items():
+                if name not in _IGNORED and not _is_default(value):
+                    shown[name] = value
             operands = names.of_all(equation.invars)
             options = ""
-            if params:
-                options = f" {self._text(params, called)}"
+            if shown:
+                options = f" {self._text(shown, called)}"
             text = f"{equation.primitive.name} {operands}{options}"
             yield f"{names.of_all(equation.outvars)} = {text}", equation
+            # The lines of inner programs follow the equation that runs them.
             for each in called:
                 yield from self.lines(each)
         yield f"results {names.of_all(inner.outvars)}", None

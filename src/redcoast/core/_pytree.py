@@ -27,7 +27,7 @@ class Static:
         self.structure = structure
         self.leaves = leaves  # `None`, which is not a leaf, in the place of each array
         self.only_arrays = all(leaf is None for leaf in leaves)
-        self._hash: int | None = None
+        self._hash: int | None = None  # computed once, since it is asked for in each step
 
     def __hash__(self) -> int:
         if self._hash is None:

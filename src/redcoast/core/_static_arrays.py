@@ -20,6 +20,7 @@ _INIT_FN = ("init_fn", "model_or_state")  # arguments that are functions of a ke
 
 def static_arrays(tree: PyTree, path: KeyPath = ()) -> Iterator[str]:
     """Yields the static fields of dataclasses in a tree that contain arrays."""
+    # One level of the tree: its children, which are flattened no further.
     inner = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
     if any(child is tree for _, child in inner):  # a leaf
         return
@@ -39,6 +40,7 @@ def _holds_array(value: object) -> bool:
         return any(map(_holds_array, value.values()))
     if isinstance(value, list | tuple):
         return any(map(_holds_array, value))
+    # An array of one element has a truth value, so that it can be compared.
     return isinstance(value, np.ndarray | jax.Array) and value.size != 1
 
 

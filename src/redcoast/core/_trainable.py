@@ -67,6 +67,7 @@ def _as_filter(model: PyTree, trainable: PyTree) -> PyTree:
         return trainable
     if _required_arguments(trainable) == 2:
         return _of_leaves(model, lambda path, x: trainable(show_path(path), x))
+    # A function of one argument may be of the model or of a leaf. It is tried with the model.
     try:
         chosen = trainable(model)
     except Exception as error:  # a function of a leaf
@@ -157,6 +158,7 @@ def _stand_in(x: PyTree) -> PyTree:
     """A distinct array with the shape and dtype of another, which takes no memory."""
     if not eqx.is_inexact_array(x):
         return x
+    # A view of one element, with strides of 0.
     return np.broadcast_to(np.zeros((), x.dtype), x.shape)
 
 

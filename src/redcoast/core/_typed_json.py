@@ -59,9 +59,15 @@ def _read(kind: Any, value: object, exact: bool) -> object:
         if arguments[-1] is Ellipsis:
             types = arguments[:1] * len(value)
         if len(types) == len(value):
-            return tuple(_read(of, item, exact) for of, item in zip(types, value, strict=True))
-    if origin in (dict, Mapping) and isinstance(value, dict):
-        return {key: _read(arguments[1], item, exact) for key, item in value.items()}
+            items = []
+            for of, item in zip(types, value, strict=True):
+                items.append(_read(of, item, exact))
+            return tuple(items)
+    if origin in (dict, Mapping) and isinstance(value, dict):  # keys of JSON are text
+        entries = {}
+        for key, item in value.items():
+            entries[key] = _read(arguments[1], item, exact)
+        return entries
     # A bool is not an integer here, and a whole number may be a float.
     if type(value) is kind or (kind is float and type(value) is int):
         return value

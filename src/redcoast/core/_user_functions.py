@@ -183,13 +183,10 @@ def _channels_first(layers: list[dict[str, PyTree]]) -> list[str]:
     x: PyTree = names.get("x")
     if not isinstance(layer, eqx.nn.Conv | eqx.nn.ConvTranspose) or not eqx.is_array(x):
         return []
-    layer, x = layers[-1].get("self"), layers[-1].get("x")
-    if not isinstance(layer, eqx.nn.Conv | eqx.nn.ConvTranspose) or not eqx.is_array(x):
-        return []
     assert x is not None
     shape = x.shape
     if x.ndim == layer.num_spatial_dims + 2:
-        shape = x.shape[1:]
+        shape = x.shape[1:]  # without the batch
     channels = layer.in_channels
     if shape[:1] == (channels,) and len(shape) == layer.num_spatial_dims + 1:
         return []
@@ -255,7 +252,10 @@ def _batched_layer(layers: list[dict[str, PyTree]], batch: PyTree) -> str | None
 
     `layers` are the local names of the methods of modules that an error went through.
     """
-    rows = {x.shape[0] for x in jax.tree.leaves(batch) if getattr(x, "shape", ())}
+    rows = set()
+    for x in jax.tree.leaves(batch):
+        if getattr(x, "shape", ()):
+            rows.add(x.shape[0])
     has_rows = lambda x: eqx.is_array(x) and x.ndim > 1 and x.shape[0] in rows
     for names in layers:
         if not any(map(has_rows, names.values())):

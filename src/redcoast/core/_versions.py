@@ -5,15 +5,13 @@ from importlib import metadata
 
 # One row for each environment of `nox -s versions`, the oldest versions first.
 _COLUMNS: tuple[str, ...] = ("Python", "jax", "equinox", "optax", "orbax-checkpoint")
-TESTED: tuple[dict[str, str], ...] = tuple(
-    dict(zip(_COLUMNS, row, strict=True))
-    for row in (
-        ("3.11", "0.10.2", "0.13.2", "0.2.8", "0.12.0"),
-        ("3.11", "0.10.2", "0.13.8", "0.2.8", "0.12.8"),
-        ("3.12", "0.11.2", "0.13.8", "0.2.8", "0.12.8"),
-        ("3.13", "0.12.0.1", "0.13.8", "0.2.8", "0.12.8"),
-    )
+_ROWS = (
+    ("3.11", "0.10.2", "0.13.2", "0.2.8", "0.12.0"),
+    ("3.11", "0.10.2", "0.13.8", "0.2.8", "0.12.8"),
+    ("3.12", "0.11.2", "0.13.8", "0.2.8", "0.12.8"),
+    ("3.13", "0.12.0.1", "0.13.8", "0.2.8", "0.12.8"),
 )
+TESTED: tuple[dict[str, str], ...] = tuple(dict(zip(_COLUMNS, row, strict=True)) for row in _ROWS)
 
 
 def own_version() -> str:
@@ -45,6 +43,7 @@ def untested(installed: dict[str, str]) -> list[str]:
     The versions are compared with the tested environment that shares most of them.
     """
     nearest, fewest = TESTED[-1], list(_COLUMNS)
+    # The newest of those that share as many.
     for environment in reversed(TESTED):
         other = [name for name in _COLUMNS if installed[name] != environment[name]]
         if len(other) < len(fewest):

@@ -91,7 +91,7 @@ class Batches:
         self.on_host = False  # whether the batches are left to be placed by the loop
         self._epochs, self._steps, self._threads = epochs, steps, threads
         self._own = batch_size is None  # whether the source makes batches itself
-        self._part, self._parts = 0, 1
+        self._part, self._parts = 0, 1  # which part of a stream this process reads, and of how many
         if isinstance(examples, SplitByHost):
             self._examples: Any  # `Epochs` if there is a `length`, otherwise a `Stream`
             self._examples, self._part, self._parts = read_part(examples, mesh, batch_size)
@@ -281,6 +281,7 @@ class Batches:
             state = {**state, "fingerprint": self._fingerprint}
         if not self.is_split:
             return state
+        # Processes that share rows read the same part, and have the same place in it.
         places = exchange("the places in `examples`", [self._part, state["stream"]])
         streams = dict(places)
         return {**state, "stream": {"parts": [streams[part] for part in range(self._parts)]}}
@@ -316,10 +317,13 @@ class Batches:
         versa.
         """
         step, length = state["step"], self.length
+        # For states without a position, such as `{"step": n}`.
         guess = _position(step, self.batch_size, length if self._epochs else None)
         before = state.get("length", length)
         if (before is None) != (length is None):
-            now, then = ("a stream", "examples with an index")[:: 1 if length is None else -1]
+            now, then = "examples with an index", "a stream"
+            if length is None:
+                now, then = then, now
             raise ValueError(
                 f"The run was started with {then} and cannot be resumed with {now}. Pass the same "
                 "kind of `examples`, or choose another directory to start a new run."
@@ -331,6 +335,7 @@ class Batches:
                 *(before, length),
             )
         stream = self._own_place(state.get("stream"))
+        # Batches that were prepared belong to the position before.
         self.close()
         if length is None and stream is not None:
             self._examples.set_state(decode_stream_state(stream))
@@ -338,6 +343,7 @@ class Batches:
             stream = encode_stream_state(self._examples.get_state())
         self._stream_is_ahead = False
         position = state.get("position", guess)
+        # A resumed run keeps its own seed, and with it its order, whatever the key is now.
         seed = state.get("seed") or self._state.get("seed")
         if key is not None and not state.get("seed"):
             seed = data_seed(key).tolist()
@@ -388,6 +394,7 @@ class Batches:
             epoch_end = loaded.position // length > state["position"] // length
         else:
             epoch_end = following is not None and following.epoch > loaded.epoch
+        # The state is of what was returned, and not of what threads have prepared since.
         state |= {"step": step, "position": loaded.position, "stream": loaded.stream}
         return Batch(loaded.arrays, loaded.rows, step, last or epoch_end, last, self.get_state())
 
@@ -399,6 +406,7 @@ class Batches:
                 "examples several times. Pass at most %d, or more examples.",
                 *(self.batch_size, length, length),
             )
+        # Threads that were stopped have read further than the batches that were returned.
         if self._stream_is_ahead:
             self._examples.set_state(decode_stream_state(self._state["stream"]))
         self._stream_is_ahead = length is None
@@ -427,11 +435,13 @@ class Batches:
         """Returns the last step of the run, and the position at which its data ends."""
         step, position = self.step, self._state["position"]
         if self._steps is not None:
+            # Of batches that the source makes, the numbers of examples are not known before.
             left = (self._steps - step) * self.batch_size
             return self._steps, None if self._own else position + left
         if self._epochs is None or self.length is None:
             return None, None
         left = max(0, self._epochs * self.length - position)
+        # The last batch may be short.
         return step + -(-left // self.batch_size), self._epochs * self.length
 
     def _seed(self) -> UInt64[np.ndarray, "2"]:

@@ -56,14 +56,15 @@ def split_by_host(make: Callable[[int, int], object]) -> SplitByHost:
 def host_part(mesh: Mesh) -> tuple[int, int]:
     """Returns the index of the part of a batch on this process's devices, and the number of
     parts."""
-    rows = batch_shards(mesh)
+    rows = batch_shards(mesh)  # a row for each shard
     indices = batch_sharding(mesh, rows).devices_indices_map((rows,))
-    rows_of: dict[int, set[int]] = {}
+    rows_of: dict[int, set[int]] = {}  # the rows on the devices of each process
     for device, (index,) in indices.items():
         rows_of.setdefault(device.process_index, set()).update(range(*index.indices(rows)))
     parts = sorted({tuple(sorted(part)) for part in rows_of.values()})
-    covered = [row for part in parts for row in part]
-    if len(covered) != len(set(covered)) or len({len(part) for part in parts}) > 1:
+    sizes = set(map(len, parts))
+    distinct = set().union(*parts)
+    if sum(map(len, parts)) != len(distinct) or len(sizes) > 1:
         raise ValueError(
             "With `split_by_host`, two processes must hold the same rows of a batch, or no row in "
             "common. On this mesh, they have some in common. Let `model` be a multiple or a "

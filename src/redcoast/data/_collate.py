@@ -76,6 +76,7 @@ def collate_alike(
         # No variable refers to the batch itself: references to its arrays are counted.
         leaves, structure = jax.tree.flatten(_call(collate_fn, examples, indices, rngs))
         is_known = form is not None and form.fits(leaves, structure, rows)
+        # The usual case: nothing to check, and nothing that could be overwritten.
         if is_known and (stacks or are_fresh(leaves)):
             return (structure.unflatten(leaves), True), False
         leaves, structure = jax.tree.flatten(_checked(structure.unflatten(leaves), rows))
@@ -301,6 +302,7 @@ def check_alike(batches: Iterator[Any]) -> Generator[Any, None, None]:
     dtypes; with several processes, also if it differs in its shapes."""
     first, of_first = None, None
     for batch in batches:
+        # Its form was compared when it was made.
         if batch.is_alike and first is not None:
             yield batch
             continue
@@ -324,6 +326,7 @@ def check_alike(batches: Iterator[Any]) -> Generator[Any, None, None]:
 def _structure(arrays: PyTree) -> tuple[PyTree, list[tuple[object, int | tuple[int, ...]]]]:
     """Returns the properties that must be the same for all batches of a run."""
     leaves, structure = jax.tree.flatten(arrays)
+    # Several processes run one program, for which their shapes must be the same.
     alone = jax.process_count() == 1
     return structure, [(x.dtype, x.ndim if alone else x.shape[1:]) for x in leaves]
 

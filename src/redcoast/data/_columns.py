@@ -66,6 +66,7 @@ def _is_array(x: object) -> bool:
 
 def is_table(x: object) -> bool:
     """Whether this is a table or a part of one, as Arrow, pandas and Polars have them."""
+    # The methods of Arrow's interface, which pyarrow, pandas and Polars have.
     arrow = hasattr(x, "__arrow_c_stream__") or hasattr(x, "__arrow_c_array__")
     return (arrow and hasattr(x, "columns")) or hasattr(x, "to_table")
 

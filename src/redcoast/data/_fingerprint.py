@@ -12,6 +12,7 @@ _SHARE = 0.75  # of them differ, where all are in another order
 
 def fingerprint(dataset: Indexed, length: int) -> list[int] | None:
     """Checksums of examples at places all over the dataset; `None` if one cannot be read now."""
+    # Without duplicates, which a short dataset has.
     places = dict.fromkeys(i * length // _MOST for i in range(_MOST))
     try:
         return [example_checksum(example) for example in fetch(dataset, list(places))]

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+# One lock for all loops of the process, except inside a function that has its turn; see below.
 _turn: ContextVar[threading.Lock] = ContextVar("turn", default=threading.Lock())  # noqa: B039
 
 
@@ -67,5 +68,6 @@ class InTurn:
                 result, copied = call(bool(self._reuses))
             finally:
                 _turn.reset(token)
+            # Without a copy, `False`: from here on, the function is called without a lock.
             self._reuses = self._reuses or copied
         return result

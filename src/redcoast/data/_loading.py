@@ -35,7 +35,9 @@ from ._streams import RepeatedStream, Stream, is_iterator
 
 T = TypeVar("T")
 U = TypeVar("U")
-CHEAP, DELAY = 0.2e-3, 10e-3  # seconds
+# Seconds. A batch that takes less than `CHEAP` is not late, and one that is counts for at most
+# `DELAY`.
+CHEAP, DELAY = 0.2e-3, 10e-3
 
 
 class Loaded(NamedTuple):
@@ -121,6 +123,7 @@ class Collating:
         batch, is_alike = collate_alike(
             self._collate_fn, examples, indices, rngs, self._in_turn, self._form
         )
+        # The first marked batch says that each process must collate all rows.
         if len(own) < rows and has_per_batch(batch):
             self._whole = True
             return self._host_batch(rows, read)
@@ -178,17 +181,18 @@ def training_batches(
     stacks = collate_fn is stack_examples
 
     def make(batch: tuple[int, list[int], list[int]]) -> Loaded:
-        begin, *parts = batch
+        begin, *parts = batch  # the position, and the epochs and indices of the examples
         rows = len(parts[0])
 
         def read(own: list[int]) -> tuple[Examples, list[int], Rngs]:
             epochs, indices = parts
-            if len(own) < rows:
+            if len(own) < rows:  # the rows of this process's devices
                 epochs, indices = [epochs[i] for i in own], [indices[i] for i in own]
             rngs = lambda: example_generators(epochs, indices, seed)
             if epochs[0] == epochs[-1]:
                 with of_epoch.using(epochs[0]) as dataset:
                     return fetch(dataset, indices, reading, stacks=stacks), indices, rngs
+            # A batch that spans epochs: the examples of each, in order.
             examples: list[PyTree] = []
             for epoch in dict.fromkeys(epochs):
                 first = epochs.index(epoch)
@@ -227,6 +231,7 @@ def stream_batches(
     stream = read_source(stream)
     assert isinstance(stream, Stream)
     collating = Collating(collate_fn, mesh, on_host=on_host)
+    # Batches in use: those that are prepared, those that are being made, and the reader's own.
     reader = StreamReader(stream, used=threads.ahead + threads.workers + 1)
 
     def read() -> Iterator[_Read]:
@@ -259,6 +264,7 @@ def stream_batches(
                     "`collate_fn` marks arrays with `per_batch`, which belong to the batch of all "
                     "processes. With `split_by_host`, no process has all examples of a batch."
                 )
+            # Of a stream, an index is the position of an example.
             indices = [position - rows + i for i in own]
             rngs = lambda: example_generators([0] * len(own), indices, seed)
             return examples if parts > 1 else [examples[i] for i in own], indices, rngs
@@ -283,6 +289,7 @@ def with_positions(
 ) -> Generator[Loaded, None, None]:
     """Yields batches with the positions of their ends, which follow from their numbers of rows."""
     position = start
+    # So that the threads end when the reader closes this generator.
     with contextlib.closing(batches):
         for batch in batches:
             position += batch.rows
@@ -427,6 +434,7 @@ def prefetch(
     ahead: int = USUAL_THREADS.ahead,
 ) -> Generator[U, None, None]:
     """Yields `map(make, items)` in order; in threads, ahead of the reader, if `make` is slow."""
+    # The reader waits for each batch, but the user's functions run in its thread.
     if workers == 0:
         yield from map(make, items)
         return
@@ -450,5 +458,6 @@ def _while_fast(make: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:
         late = max(0.0, late + min(DELAY, end - begin - max(CHEAP, begin - before)))
         yield result
         before = end
+        # From here on in threads, which go on where this loop ends.
         if late >= 2 * DELAY:
             return

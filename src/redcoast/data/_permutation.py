@@ -39,8 +39,10 @@ def shuffled(
     columns = -(-length // rows)
     for epoch in np.unique(epochs):
         here = epochs == epoch
+        # Counters of the examples' generators have a 1 as their second word: no number is shared.
         keys = np.random.Philox(key=seed, counter=[0, 0, 0, int(epoch)]).random_raw(2 * PAIRS)
         x = _feistel(offsets[here], rows, columns, keys)
+        # A cell outside the range is permuted again until it is inside. That is a permutation, too.
         while (outside := x >= length).any():
             x[outside] = _feistel(x[outside], rows, columns, keys)
         indices[here] = x
@@ -51,6 +53,7 @@ def batch_indices(
     start: int, stop: int, batch_size: int, length: int, seed: UInt64[np.ndarray, "2"]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yields the epochs and indices of the examples of each batch between two positions."""
+    # Whole batches, so that each is in one block.
     block = max(1, BLOCK // batch_size) * batch_size
     for begin in range(start, stop, block):
         positions = np.arange(begin, min(begin + block, stop), dtype=np.int64)
@@ -63,6 +66,7 @@ def _feistel(
     x: Int64[np.ndarray, " n"], rows: int, columns: int, keys: UInt64[np.ndarray, " k"]
 ) -> Int64[np.ndarray, " n"]:
     """Permutes `range(rows * columns)`: each half is shifted by a hash of the other half."""
+    # Row and column of each cell.
     left, right = (half.astype(np.uint64) for half in np.divmod(x, columns))
     height, width = np.uint64(rows), np.uint64(columns)
     for i in range(0, len(keys), 2):

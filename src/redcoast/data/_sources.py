@@ -83,6 +83,7 @@ class _EpochsOfFunction(Epochs):
     def using(self, epoch: int) -> Iterator[Indexed]:
         with self._changed:
             if epoch not in self._of_epoch:
+                # The function may change the object that is being read now.
                 self._changed.wait_for(lambda: not self._readers.total())
                 if epoch not in self._of_epoch:
                     self._load(epoch)
@@ -102,6 +103,7 @@ class _EpochsOfFunction(Epochs):
                 f"`{self._name}({epoch})` has {len(found)} examples, but `{self._name}(0)` has "
                 f"{self.length}. Every epoch must have the same number."
             )
+        # An epoch for which the function returned the same object has been replaced by this one.
         others = [(e, x) for e, x in self._of_epoch.items() if x is not found]
         self._of_epoch = dict([*others[-1:], (epoch, found)])
 
@@ -170,6 +172,7 @@ def _takes_argument(make: Callable[..., object]) -> bool:
     except ValueError:  # functions implemented in C may have no signature
         return True
     try:
+        # It can be called without an argument, but may take the epoch all the same.
         signature.bind()
     except TypeError:
         return True
@@ -326,6 +329,7 @@ def _fetch(examples: Indexed, indices: list[int], in_turn: InTurn | None, stacks
         return [examples[i] for i in indices]
     if in_turn is None:
         return InTurn()(lambda reuses: _read(examples, indices, reuses))
+    # Examples with a place each may be read without a lock and without copies, by one thread.
     if not in_turn.reads_places or threads_at_work():
         return in_turn(lambda reuses: _read(examples, indices, reuses))
     read = list(_read_all(examples, indices))
@@ -400,6 +404,7 @@ class StreamReader:
                 others.update(places_of_call)
             # The examples are kept alive, so that their memory is not reused by chance.
             self._used.append((examples, places))
+            # Some memory occurs twice: the stream writes into what it returned before.
             if len({*places, *others}) < len(places) + len(others):
                 self._used.clear()
                 self._copies = True

@@ -101,6 +101,7 @@ def _as_array(x: object, where: str) -> np.ndarray:
 
 def _is_list_of_numbers(x: object) -> bool:
     """Whether a node is a list of numbers, possibly nested: an array in JSON."""
+    # Only the first entries are looked at: NumPy finds out whether the others are alike.
     while type(x) is list:
         if not x:
             return True

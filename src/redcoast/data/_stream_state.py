@@ -97,6 +97,7 @@ def example_checksum(example: PyTree) -> int:
 
 def _bytes_of(x: PyTree) -> list[bytes]:
     if x is None or isinstance(x, bool | int | float | str):
+        # Text from file names may have letters that are no valid UTF-8.
         return [repr(x).encode(errors="surrogatepass")]
     if isinstance(x, bytes):
         return [x]

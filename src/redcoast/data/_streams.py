@@ -30,6 +30,7 @@ class StateMethods(NamedTuple):
     load: Callable[[PyTree], object]
 
 
+# The names in Grain, and in PyTorch.
 _NAMES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
@@ -181,7 +182,8 @@ class RepeatedStream(Stream):
         self._ahead = deque[PyTree]()
         self._reading, self._count = 0, 0  # the epoch that is read, and its examples so far
         self._anchor: dict[str, PyTree] | None = None  # an encoded state of the source
-        # The first and last example after the anchor, and their number.
+        # The first and last example after the anchor, or without one after the last state, and
+        # their number.
         self._since: list[PyTree] = []
         self._moved = False  # since the last state was returned
         self._state = self._describe()
@@ -230,6 +232,7 @@ class RepeatedStream(Stream):
                 "choose another directory to start a new run."
             )
         at = (self._reading, self._count)
+        # It is there already, as after a batch that was read to the end.
         if at == (state["epoch"], state["count"]) and not self._moved and not self._failed:
             return
         self._failed = False
@@ -260,6 +263,7 @@ class RepeatedStream(Stream):
     def _go_to(self, state: dict[str, PyTree]) -> None:
         """Reads up to a state, from the nearest position that restores the same examples."""
         count, epoch, since = (state[name] for name in ("count", "epoch", "since"))
+        # If the source restores its state exactly, its next examples have the saved checksums.
         if state["anchor"] is not None:
             anchor = decode_stream_state(state["anchor"])
             if self._skip(since, since, anchor) == state["checks"]:
@@ -270,6 +274,7 @@ class RepeatedStream(Stream):
                 *(self._name, count, epoch),
             )
         skipped = self._skip(count, since, None)
+        # The source may have been read since, and go on where it is.
         if skipped != state["checks"] and self._initial is not None:
             skipped = self._skip(count, since, self._initial)
         if skipped is None:

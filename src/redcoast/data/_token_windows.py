@@ -19,7 +19,7 @@ class TokenWindows:
     def __init__(self, parts: list[_Tokens], length: int, stride: int):
         self._parts, self._length, self._stride = parts, length, stride
         counts = [max(0, (len(part) - length) // stride + 1) for part in parts]
-        self._ends = list(accumulate(counts))
+        self._ends = list(accumulate(counts))  # the number of windows up to the end of each part
         self._windows: Integer[np.ndarray, "windows length"] | None = None  # views of one array
         if len(parts) == 1 and isinstance(parts[0], np.ndarray):
             tokens = np.asarray(parts[0])  # to slice a memory map takes longer
@@ -33,7 +33,10 @@ class TokenWindows:
             raise IndexError(f"There are {len(self)} windows, and none at {index}.")
         index = int(index) % len(self)
         part = bisect_right(self._ends, index)
-        start = (index - (self._ends[part - 1] if part else 0)) * self._stride
+        before = 0  # windows of earlier parts
+        if part > 0:
+            before = self._ends[part - 1]
+        start = (index - before) * self._stride
         window = self._parts[part][start : start + self._length]
         return np.array(window, _dtype_of_window(window.dtype))
 
@@ -41,6 +44,7 @@ class TokenWindows:
         """The windows at several indices, which are copied together if there is one array."""
         if self._windows is None or not (min(indices) >= 0 and max(indices) < len(self)):
             return np.stack([self[index] for index in indices])
+        # An array of its own, since NumPy copies what a list of indices selects.
         windows = self._windows[indices]
         return windows.astype(_dtype_of_window(windows.dtype), copy=False)
 

@@ -149,10 +149,8 @@ class Checkpointer:
         """
         saver = self._open_saver()
         if saver is not None:
-            shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(state))
-            meshes = (dict(s.mesh.shape) for s in shardings if isinstance(s, NamedSharding))
             metadata = {"step": step, "data": dict(data or {}), "metrics": dict(metrics or {})}
-            saver.save(step, state, metadata | {"mesh": next(meshes, {})})
+            saver.save(step, state, metadata | {"mesh": _sizes_of_mesh(state)})
 
     def _open_saver(self) -> Saver | None:
         if self._saver is None and self._checkpoints is not None:
@@ -169,6 +167,7 @@ class Checkpointer:
                 stack.enter_context(self.locked())
             if self._checkpoints is not None:
                 self._saver = stack.enter_context(Saver(self._checkpoints))
+            # From here on, `__exit__` leaves what was entered. After an error, the stack does.
             self._entered = stack.pop_all()
         return self
 
@@ -176,3 +175,12 @@ class Checkpointer:
     def __exit__(self, *error: PyTree) -> None:
         self._entered.__exit__(*error)
         self._saver = None
+
+
+def _sizes_of_mesh(state: PyTree) -> dict[str, int]:
+    """The sizes of the mesh that the arrays of a state are on; empty without a mesh."""
+    for x in jax.tree.leaves(state):
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return dict(sharding.mesh.shape)
+    return {}

@@ -50,6 +50,7 @@ def find_damage(directory: Path, *, part: int = 0, parts: int = 1) -> str | None
             return f"{directory / name} is missing."
         if sizes[name] != size:
             return f"{directory / name} has {sizes[name]} bytes, but was written with {size}."
+    # Each process reads every `parts`-th file.
     for name, now in _measured(directory, sorted(listed)[part::parts]):
         if now != listed[name]:
             return f"{directory / name} has changed since it was written: its checksum differs."
@@ -80,6 +81,7 @@ def _listed(directory: Path) -> dict[str, list[int | str]]:
 
 
 def _seal(listed: Mapping[str, list[int | str]]) -> str:
+    # The list is not one of the files that it has checksums of.
     return f"{zlib.crc32(json.dumps(listed, sort_keys=True).encode()):08x}"
 
 
@@ -96,8 +98,10 @@ def _files(directory: Path) -> dict[str, int]:
     sizes = {}
     for root, folders, files in os.walk(directory):
         # `os.walk` does not follow links to directories, which are rejected.
-        links = [name for name in folders if (Path(root) / name).is_symlink()]
-        for name in links if Path(root) == directory else (*files, *links):
+        names = [name for name in folders if (Path(root) / name).is_symlink()]
+        if Path(root) != directory:
+            names += files
+        for name in names:
             path = Path(root) / name
             if path.is_symlink() and not path.resolve().is_relative_to(inside):
                 raise ValueError(f"{path} is a link that leads out of the checkpoint.")

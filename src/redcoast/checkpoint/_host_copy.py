@@ -43,6 +43,7 @@ def copy_to_host(arrays: Mapping[K, np.ndarray | jax.Array]) -> dict[K, np.ndarr
         on_device[name] = replica
         host_shardings[name] = replica.sharding.with_memory_kind(_kind(replica))
     # One call for all, so that the copies of small arrays do not wait for each other.
+    # A copy in any case: on a CPU, host memory could be that of the array.
     return copies | jax.device_put(on_device, host_shardings, may_alias=False)
 
 
@@ -74,6 +75,7 @@ def _first_replica(x: jax.Array) -> jax.Array:
     for axis in sharding.mesh.axis_names:
         where.append(slice(None) if axis in sharded_axes else slice(1))
     everywhere = np.asarray(sharding.mesh.devices)
+    # The mesh keeps its axes, those that the array is replicated over with size 1.
     devices = everywhere[tuple(where)]
     if devices.size == everywhere.size:
         return x

@@ -108,6 +108,7 @@ def can_store(dtype: np.dtype) -> bool:
     """Whether TensorStore, which writes the arrays, has a dtype."""
     import tensorstore
 
+    # The dtypes of TensorStore have the byte order of this machine.
     native = np.dtype(dtype).newbyteorder("=")
     try:
         return tensorstore.dtype(native).numpy_dtype == native
@@ -121,11 +122,12 @@ def saved_arrays(path: Path) -> dict[Names, Described]:
     from etils import epath
 
     tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(path / ARRAYS)).tree
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    arrays = {tuple(jax.tree_util.keystr((k,), simple=True) for k in p): x for p, x in leaves}
-    for names, x in arrays.items():
+    arrays: dict[Names, Described] = {}
+    for keys, x in jax.tree_util.tree_leaves_with_path(tree):
+        names = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
         if not hasattr(x, "shape"):  # Orbax does not know the type
             raise CheckpointDamaged(f"{path / ARRAYS} has no shape for {'/'.join(names)}.")
+        arrays[names] = x
     return arrays
 
 
@@ -139,6 +141,7 @@ def read_arrays(path: Path, wanted: Mapping[Names, Place | None]) -> dict[str, P
             return ocp.RestoreArgs(restore_type=np.ndarray)
         return ocp.ArrayRestoreArgs(sharding=place[1], global_shape=place[0].shape)
 
+    # Orbax reads those arrays that `item` has, whatever their values there.
     args = ocp.args.PyTreeRestore(
         item=nest(dict.fromkeys(wanted, 0)),
         restore_args=nest({names: how(place) for names, place in wanted.items()}),

@@ -123,6 +123,7 @@ def saved_steps(checkpoints: Checkpoints) -> list[int]:
     entries = []
     if path.is_dir():
         entries = path.iterdir()
+    # Without leading zeros, so that a step has one name.
     steps = [entry for entry in entries if re.fullmatch("0|[1-9][0-9]*", entry.name)]
     return sorted(int(entry.name) for entry in steps if entry.is_dir())
 
@@ -184,6 +185,7 @@ def _restore(path: Path, like: PyTree, shardings: PyTree) -> tuple[PyTree, dict[
         own = str(error)
     if problems := [x for x in exchange("the check of a checkpoint", own) if x]:
         return problems[0]
+    # In all processes: each has found that the files are whole, or none goes on.
     document = read_metadata(path)
     if "step" not in document["metadata"]:
         raise CheckpointMismatch(
@@ -226,11 +228,17 @@ def metric_of(checkpoints: Checkpoints, metrics: Mapping[str, object]) -> float:
 
 def is_best(checkpoints: Checkpoints, value: float, values: Mapping[int, float]) -> bool:
     """Whether a value of the metric `best` is better than in all checkpoints."""
-    sign = 1.0
-    if checkpoints.mode == "min":
-        sign = -1.0
+    sign = _sign(checkpoints)
     best = max((sign * x for x in values.values()), default=-math.inf)
+    # False if the value is NaN.
     return checkpoints.best is not None and sign * value > best
+
+
+def _sign(checkpoints: Checkpoints) -> float:
+    """The factor by which values of the metric `best` are multiplied, so that more is better."""
+    if checkpoints.mode == "min":
+        return -1.0
+    return 1.0
 
 
 def steps_to_delete(
@@ -238,9 +246,8 @@ def steps_to_delete(
 ) -> list[int]:
     """The saved steps to delete: all except the newest `keep` and the best one."""
     steps = sorted(steps)
-    sign = 1.0
-    if checkpoints.mode == "min":
-        sign = -1.0
+    sign = _sign(checkpoints)
     evaluated = [step for step in steps if step in values]
+    # Of several with the best value, the newest: the sort keeps their order.
     best = sorted(evaluated, key=lambda step: sign * values[step])[-1:]
     return [step for step in steps[: -checkpoints.keep] if step not in best]

@@ -16,6 +16,7 @@ from ..distributed._kv_store import is_main
 logger = logging.getLogger("redcoast")
 
 FILE = "run.lock"
+# What file systems answer if another process has the lock; others mean that they have no locks.
 TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
@@ -40,6 +41,7 @@ def lock_run(directory: Path | None) -> Iterator[None]:
         raise type(error)(
             f"The directory of the run, {directory}, is a file, or inside one. Choose a directory."
         ) from None
+    # Opened without being emptied, since it may say which process has the lock.
     with (directory / FILE).open("ab+", buffering=0) as file:
         if _try_lock(file, directory):
             with contextlib.suppress(OSError):  # the lock also holds on a full disk

@@ -33,6 +33,7 @@ from ._policy import (
 from ._quiet_orbax import quiet_orbax
 from ._tree import arrays_and_document
 
+# The saves of this process. All processes save together, so they count alike.
 _rounds = itertools.count()
 
 
@@ -61,6 +62,7 @@ class Together:
         store.key_value_set(f"{here}/{jax.process_index()}", "here")
         end = time.monotonic() + timeout_ms / 1000
         for other in range(jax.process_count()):
+            # Every half a second, it looks whether a process has failed.
             while get_within(store, f"{here}/{other}", 500) is None:
                 if failed := [text for _, text in store.key_value_dir_get(f"{self._key}/failed")]:
                     raise OSError(f"Another process could not save: {failed[0]}")
@@ -123,7 +125,8 @@ class Saver:
         self._save_again: Callable[[], None] | None = None  # until the save has succeeded
         self._is_final = False
         self._quiet = contextlib.ExitStack()
-        self._last, self._metrics = -1, {}
+        self._last, self._metrics = -1, {}  # the step that was saved last, and its metrics
+        # The newest step that was there before.
         self._later = max(saved_steps(checkpoints), default=0) if is_main() else 0
 
     def wants(self, step: int, metrics: Mapping[str, float], *, epoch_ended: bool) -> bool:
@@ -189,6 +192,7 @@ class Saver:
             self._checkpointer.save(path, args=args)
         except Exception as error:
             self._together.fail(_reason(error))
+            # The result of this save, which the next `_settle` compares with that of the others.
             self._pending = self._thread.submit(lambda failed=error: failed)
         else:
             self._pending = self._thread.submit(self._finish)
@@ -248,6 +252,7 @@ class Saver:
 
     def _fail(self, error: Exception) -> None:
         self._failed = self._last, error
+        # It was counted as an evaluated checkpoint before it was saved.
         self._values.pop(self._last, None)
         if not self._is_final:
             logger.warning(
@@ -317,6 +322,7 @@ def _unwritable(path: Path) -> str | None:
     it."""
     if not is_main():
         return None
+    # A name that `remove_unfinished` would remove.
     probe = path.with_name(path.name + DELETING)
     try:
         probe.mkdir()

@@ -43,7 +43,8 @@ from ._orbax import (
 )
 from ._shared_directory import check_shared
 
-FORMAT = 1
+FORMAT = 1  # of the JSON document
+# Errors of missing files, files in place of directories, bad disks and links in a circle.
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP)
 LIBRARIES = ("redcoast", "jax", "equinox", "optax", "orbax-checkpoint")
 ROOT = "value"  # the name of an array that is the entire tree
@@ -249,6 +250,7 @@ def load_arrays(
     """
     verified = document.get("checksums") is not None
     empty = _empty_arrays(path, document)
+    # The document's shapes count if the checksums say that it belongs to the files.
     everything = None
     if like is not None and verified:
         everything = _described_arrays(document)
@@ -283,7 +285,7 @@ def load_arrays(
             f"`shardings` has a sharding where `like` has no array: {where}. Pass the shardings of "
             "the arrays of `like`, such as `plan.shardings.model` for a model."
         )
-    wanted: dict[Names, Place] = {}
+    wanted: dict[Names, Place] = {}  # in the order of `like`
     for names, x in arrays.items():
         wanted[_full(prefix, names)] = _placed(x, sharding_of.get(names))
     with reading(path, verified=verified):
@@ -450,6 +452,7 @@ def _names(path: KeyPath) -> Names:
 
 
 def _full(prefix: Names, names: Names) -> Names:
+    # An array that is the entire tree has no path.
     return prefix + names or (ROOT,)
 
 

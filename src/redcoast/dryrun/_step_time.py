@@ -120,7 +120,6 @@ def estimate_step_time(
         efficiencies = efficiencies_of(chip)
     rates = AttainedRates(chip, bandwidths, efficiencies, slow_axes)
     totals = _run(events, rates)
-
     waiting = totals.now * efficiencies.per_doubling * math.log2(groups)
     seconds = totals.now + waiting
     hidden = {axes: time - totals.exposed[axes] for axes, time in totals.transfers.items()}

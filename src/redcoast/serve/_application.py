@@ -81,6 +81,7 @@ def make_app(
         yield
         server.queue.close()
         readers.shutdown(wait=False, cancel_futures=True)
+        # Until the last batch has ended; meanwhile, its answers are still sent.
         await asyncio.to_thread(thread.join)
 
     async def answer_as(request: Request, *, chat: bool) -> Response:
@@ -88,6 +89,7 @@ def make_app(
             return await too_many(request, server)
         body = await read_body(request, server.limits.most_bytes, timeout)
         read = lambda: read_request(body, server.limits, server.encode, server.render, chat=chat)
+        # In another thread, since to tokenise a long prompt takes a while.
         ask = await asyncio.get_running_loop().run_in_executor(readers, read)
         return await answer(request, server, ask, chat=chat)
 
@@ -134,6 +136,7 @@ async def answer(request: Request, server: Server, ask: Ask, *, chat: bool) -> R
 
     def send(piece: Piece | Exception) -> None:
         with contextlib.suppress(RuntimeError):  # the loop may have been closed
+            # Called in the thread that generates, which must not touch the loop's queue itself.
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
     settings = ask.new_tokens, ask.decoding, ask.seed, ask.stops
@@ -152,6 +155,7 @@ async def answer(request: Request, server: Server, ask: Ask, *, chat: bool) -> R
             return Response(status_code=499)  # the client is gone
         return JSONResponse(collecting.result())
     finally:
+        # Rows that have not ended do so with their next token.
         job.cancelled.set()
         collecting.cancel()
         leaving.cancel()
@@ -167,6 +171,7 @@ async def read_body(request: Request, most: int, seconds: int | float) -> bytes:
     """Reads the body of a request, which must arrive within some seconds."""
     too_large = Refused(413, f"The body has more than {most} bytes.")
     length = request.headers.get("content-length", "")
+    # Before anything is read. Twenty digits are more than any size; thousands take long to convert.
     if length.isascii() and length.isdigit() and int(length[:20]) > most:
         raise too_large
     body = bytearray()

@@ -23,7 +23,7 @@ from ._detokenize import Text
 from ._grammar import Grammar, allowed_bits
 from ._row_options import RowRequest, ends_of, shared_decoding, stack_options
 
-LOWEST = -9999.0  # of log-probabilities
+LOWEST = -9999.0  # of log-probabilities, as in OpenAI's API
 LEAST = 32  # the minimum room for prompts and for answers, in tokens; larger ones are powers of two
 
 
@@ -142,7 +142,9 @@ class Queue:
         share its batch. Returns an empty list once the queue is closed."""
         with self.changed:
             self.changed.wait_for(lambda: self.jobs or self.closed)
+            # A full batch does not wait.
             self.changed.wait_for(lambda: self._waiting() >= self.rows or self.closed, wait)
+            # Later jobs that fit may overtake one that does not. It is the first of the next batch.
             batch: list[ServedJob] = []
             left: list[ServedJob] = []
             for job in self.jobs:
@@ -210,6 +212,7 @@ def answer_batch(served: Served, jobs: Sequence[ServedJob], random: np.random.Ge
             generate_rows(served, rows)
     except BaseException as error:
         for job in jobs:
+            # A job that has sent text cannot begin again. One that failed alone would fail again.
             own = [row for row in rows if row.job is job]
             if all(row.ended for row in own):
                 continue
@@ -375,6 +378,7 @@ def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
     for number, (progress, of_prompt) in enumerate(steps):
         if number == 0 and echoes:
             show_prompts(rows, jax.device_get(of_prompt))
+        # One transfer for all rows.
         chosen, scores = jax.device_get((progress.tokens, progress.scores))
         for i, row in enumerate(rows):  # without the padding rows
             token = int(chosen[i])
@@ -417,10 +421,11 @@ def score_of(row: AnswerRow, token: int, scores: Scores, place: int | tuple[int,
 def pad_prompts(prompts: list[list[int]], served: Served) -> tuple[np.ndarray, np.ndarray]:
     """Returns the prompts as tokens and mask, in one of a few numbers of rows. Padding rows have
     one token."""
+    # A multiple of the number of devices that rows are split over.
     count = next_power(len(prompts), served.multiple)
     length = max(map(len, prompts))
     tokens, mask = np.zeros((count, length), np.int32), np.zeros((count, length), bool)
-    mask[:, -1] = True
+    mask[:, -1] = True  # a row without any token would have nothing to attend to
     for row, prompt in enumerate(prompts):
         tokens[row, length - len(prompt) :] = prompt
         mask[row, length - len(prompt) :] = True

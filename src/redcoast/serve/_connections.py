@@ -22,6 +22,7 @@ class TimedConnection(H11Protocol):
         self._wait()
 
     def data_received(self, data: bytes) -> None:
+        # The first bytes of the next request on this connection.
         if self.waiting is None and not self._answering():
             self._wait()
         super().data_received(data)
@@ -30,6 +31,7 @@ class TimedConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        # Ends its timer, too.
         self.resume_writing()
         super().connection_lost(exc)
 

@@ -71,12 +71,14 @@ def decode_rows(
         everywhere = NamedSharding(mesh, P())
     chunks = PromptChunks(model, tokens, mask, request)
     real = chunks.prompt
+    # The token after each one; behind the last, any.
     following = np.roll(np.asarray(real)[:, -chunks.columns :], -1, axis=1)
     start, parts, cache, last = 0, [], None, None
     for hidden, of_last, after in chunks:
         cache, last = after, of_last
         size = hidden.shape[1]
         if score_prompt:
+            # Padding, -1, gets the score of some token, which is not shown.
             tokens_after = np.maximum(following[:, start : start + size], 0)
             parts.append(_score_chunk(arrays, static, hidden, tokens_after, everywhere))
         start += size
@@ -169,6 +171,7 @@ def _choose(
     scores = _biased(logits, options)
     scores = _penalised(scores, before, options)
     scores = process(scores, before.history, before.count, None, request)
+    # Rows that are too short to end, (rows, 1).
     early = (before.count < jnp.asarray(options.least))[:, None]
     ends = lambda: early & _tokens_in(options.ends, scores.shape[1])
     scores = _where_any(early, lambda s: jnp.where(ends(), -jnp.inf, s), scores)
@@ -179,6 +182,7 @@ def _choose(
     rows = jnp.arange(tokens.shape[0])
     history = before.history
     if history is not None:
+        # Behind the prompt, which takes all columns but `room`.
         place = history.shape[1] - request.room + before.count
         history = jax.lax.dynamic_update_slice_in_dim(history, tokens[:, None], place, 1)
     progress = RowProgress(
@@ -220,7 +224,7 @@ def _penalised(scores: Logits, before: RowProgress, options: RowOptions) -> Logi
         repetition = options.repetition
         lower = jnp.where(scores < 0, scores * repetition, scores / repetition)
         scores = jnp.where(before.in_prompt | (times > 0), lower, scores)
-        present = jnp.where(times > 0, options.presence, 0.0)
+        present = jnp.where(times > 0, options.presence, 0.0)  # (rows, vocab)
         return scores - present - options.frequency * times
 
     wanted = (options.repetition != 1) | (options.presence != 0) | (options.frequency != 0)
@@ -243,8 +247,10 @@ def _drawn(scores: Logits, count: Int[Array, ""], options: RowOptions) -> Int[Ar
         unit = jnp.ones((), jnp.float32)
         for wanted, option in filters:
             keep = ft.partial(filter_logits, temperature=unit, **option)
+            # Filters divide by no temperature again: `drawn` is divided already.
             kept = _where_any(wanted & sampled, keep, drawn)
             drawn = jnp.where(wanted, kept, drawn)
+        # The largest of logits and Gumbel noise is a sample of their softmax.
         return jnp.where(sampled, drawn + _noise(count, options, scores.shape[1]), scores)
 
     return first_greatest(_where_any(sampled, sample, scores))
@@ -300,11 +306,12 @@ def _score_chunk(
     model = join(arrays, static)
     rows, length = following.shape
     count = length // CHUNK
+    # (chunks, rows, CHUNK, ...): `lax.map` has the logits of one chunk in memory at a time.
     apart = lambda x: jnp.moveaxis(x.reshape(rows, count, CHUNK, *x.shape[2:]), 1, 0)
 
     def score(part: tuple[Array, Array]) -> Scores:
         hidden, tokens = part
-        logits = model.unembed(hidden)
+        logits = model.unembed(hidden)  # (rows, CHUNK, vocab)
         found = _scores(logits.reshape(rows * CHUNK, -1), tokens.reshape(-1))
         return jax.tree.map(lambda x: x.reshape(rows, CHUNK, *x.shape[1:]), found)
 

@@ -51,6 +51,7 @@ class Text:
 
     def _release(self, new: str) -> str:
         text = self.held + new
+        # The earliest of all stop strings ends the text.
         begins = [text.index(stop) for stop in self.stops if stop in text]
         if begins:
             self.stopped, self.held = True, ""

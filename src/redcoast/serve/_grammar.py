@@ -34,6 +34,7 @@ class Grammar:
             fill_next_token_bitmask,
         )
 
+        # It takes signed words; the bits are the same.
         fill_next_token_bitmask(self.matcher, bits.view(np.int32), row)
         self._check()
 
@@ -45,6 +46,7 @@ class Grammar:
 def allowed_bits(grammars: Sequence[Grammar | None], vocab: int, rows: int) -> np.ndarray:
     """The tokens that are allowed next in each row, as 32-bit words, the least significant bit
     first."""
+    # Rows without a grammar, or with a complete one, may have any token.
     bits = np.full((rows, -(-vocab // 32)), 2**32 - 1, np.uint32)
     for row, grammar in enumerate(grammars):
         if grammar is not None and not grammar.done:

@@ -64,6 +64,7 @@ def load_served(
     if not hasattr(model, "init_cache") or hasattr(model, "encode"):
         raise ValueError(f"A {type(model).__name__} does not continue text. Serve a decoder.")
     multiple = mesh.shape["data"] * mesh.shape["fsdp"]
+    # The rows of a batch are split over data x fsdp.
     rows = multiple * max(1, rows // multiple)
     context = min(context, getattr(model.config, "positions", None) or context)
     tokenizer, render = load_tokenizer(weights), load_chat_template(weights)

@@ -89,6 +89,7 @@ def read_request(
         raise Refused(400, text, "n" if chat else param)
     echo = not chat and boolean(request, "echo")
     extras = read_extras(request, limits, chat=chat)
+    # With `echo`, a client may want the scores of its prompt alone.
     asked = read_asked_length(request, chat=chat, least=0 if echo else 1)
     prompts: list[list[int]] = []
     shown: list[str | None] = []  # with `echo`, before the answers; tokens are not shown
@@ -126,7 +127,7 @@ def parse_body(body: bytes, limits: Limits) -> Body:
         raise Refused(413, f"The body has more than {limits.most_bytes} bytes.")
     try:
         request = json.loads(body)
-        body.decode()
+        body.decode()  # `json.loads` takes UTF-16 and UTF-32, too
         if b"\\ud" in body.lower():  # perhaps an unpaired surrogate
             json.dumps(request, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -290,6 +291,7 @@ def read_bias(bias: object, limits: Limits) -> dict[int, float]:
         raise Refused(400, text, "logit_bias", "invalid_type")
     biases: dict[int, float] = {}
     for key, value in bias.items():
+        # `isdigit` is true of other scripts' digits, and long numbers take long to convert.
         is_token = key.isascii() and key.isdigit() and len(key) < 10 and int(key) < limits.vocab
         if not (is_token and is_number(value) and -100 <= value <= 100):
             text = (

@@ -85,6 +85,7 @@ class Reply:
             return {"content": [self._of_chat(token) for token in scored], "refusal": None}
         texts = [self.speller.text(token.token) for token in scored]
         ends = accumulate(map(len, texts), initial=offset)
+        # Where each text begins: the last of the sums is the end of all.
         offsets = [*ends][: len(texts)]
         return {
             "tokens": texts,
@@ -163,6 +164,7 @@ class Speller:
 def _bytes_of_signs() -> dict[str, int]:
     """Maps the characters of byte-level tokenizers to bytes: printable bytes are themselves, and
     the others are, in order, characters from 256 on."""
+    # Those that GPT-2's tokenizer shows as they are: `bytes_to_unicode` of its `encoder.py`.
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + i): b for i, b in enumerate(others)}

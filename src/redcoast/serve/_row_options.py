@@ -71,6 +71,7 @@ def stack_options(
     options = _greedy_rows(count)
     for i, (row, length, ends_of_row) in enumerate(zip(rows, lengths, ends, strict=True)):
         decoding = row.decoding
+        # Seeds of the API have 64 bits and a sign, and those of the program 32.
         options.seeds[i] = row.seed % 2**32
         options.numbers[i] = row.number
         options.temperature[i] = decoding.temperature

@@ -70,6 +70,7 @@ def add_adapters(
             f"{', '.join(adapted)} has an adapter already. Merge it (`lora.merge`) before adding "
             "another, or match other weights."
         )
+    # By the sorted paths, so that the same key gives the same adapters.
     keys = dict(zip(chosen, jax.random.split(key, len(chosen)), strict=True))
     scale = float(alpha / rank) if alpha is not None else 1.0
 
@@ -80,7 +81,8 @@ def add_adapters(
         matrix, dtype = matrices[name], wide(leaf.dtype)
         stack, inputs, outputs = matrix.sides(leaf.shape)
         # The product of both factors is zero, so that training begins with the model itself.
-        a = normal(keys[name], (*stack, *inputs, rank), fan_in=prod(inputs)).astype(dtype)
+        shape = (*stack, *inputs, rank)
+        a = normal(keys[name], shape, fan_in=prod(inputs)).astype(dtype)
         b = jnp.zeros((*stack, rank, *outputs), dtype)
         return LowRank(leaf, a, b, scale, matrix.outputs_first)
 
@@ -192,6 +194,7 @@ def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
 
 def _weight_shape(node: LowRank, ndim: int) -> tuple[int, ...]:
     """Returns the shape of the weight with `ndim` dimensions that an adapter is for."""
+    # Both factors have the stack, and each the rank, which the weight does not have.
     stacked = node.a.ndim + node.b.ndim - ndim - 2
     if stacked < 0:
         return ()

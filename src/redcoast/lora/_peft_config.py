@@ -79,6 +79,7 @@ class PeftConfig:
             return False
         if self.layers is None:
             return True
+        # The first number behind a name, as in `model.layers.3.mlp`. PEFT looks for it like this.
         index = re.match(r".*?\.[^.]*\.(\d+)\.", f".{module}")
         return index is not None and int(index[1]) in self.layers
 
@@ -90,6 +91,7 @@ class PeftConfig:
 
     def _alpha(self, modules: Sequence[str]) -> int | float:
         for pattern, alpha in self.alphas.items():
+            # PEFT matches the end of a name, from the beginning of a word on.
             if any(re.match(rf"(.*\.)?({pattern})$", module) for module in modules):
                 return alpha
         return self.alpha
@@ -133,6 +135,7 @@ def read_adapter_config(path: Path) -> PeftConfig:
             "Merge them with PEFT (`merge_and_unload`), and load the merged model."
         )
     alphas = settings.get("alpha_pattern") or {}
+    # 8 is PEFT's default.
     _check_alphas(path, settings.get("lora_alpha", 8), alphas)
     saved = settings.get("modules_to_save") or []
     if not (isinstance(saved, list) and all(isinstance(name, str) for name in saved)):

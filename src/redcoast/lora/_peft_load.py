@@ -75,6 +75,7 @@ class Slot:
             # One of the two is enough, so that `_check` lists the other as missing. A rank of 0 is
             # invalid, so that it lists the tensor as misshapen.
             if a in stored:
+                # `lora_A` is (rank, inputs), and `lora_B` (outputs, rank).
                 ranks[index] = next(iter(stored[a].shape), 0)
             elif b in stored:
                 ranks[index] = next(reversed(stored[b].shape), 0)
@@ -103,11 +104,11 @@ class Slot:
         # the other.
         name_of_a, _ = self.names[next(iter(ranks))]
         dtype = stored[name_of_a].dtype
-        of_a, of_b = self.shapes(max(ranks.values()))
+        of_a, of_b = self.shapes(max(ranks.values()))  # with the stack
         a, b = np.zeros(of_a, dtype), np.zeros(of_b, dtype)
         for index, rank in ranks.items():
-            a[index][..., :rank] = self._read(0, index, rank, stored)
-            part = self._read(1, index, rank, stored)
+            a[index][..., :rank] = self._read(0, index, rank, stored)  # (*inputs, rank)
+            part = self._read(1, index, rank, stored)  # (rank, *outputs)
             b[index][:rank] = part * np.asarray(scales[index], part.dtype)
         return LowRank(self.weight, jnp.asarray(a), jnp.asarray(b), scale)
 
@@ -157,6 +158,7 @@ def load_adapters(model: PyTree, path: str | Path) -> PyTree:
     _check_model(model)
     stored = _stored(model, path)
     _check_vocabulary(model, stored, path)
+    # Before anything is compared with the model, whose arrays this may change.
     model, stored = with_own_head(model, stored, config, path)
     slots = _slots(model)
     ranks, new = {}, {}
@@ -312,6 +314,7 @@ def _check_vocabulary(model: PyTree, stored: Mapping[str, Stored], path: Path) -
     vocab = getattr(model.config, "vocab", None)
     for name, x in stored.items():
         right = shapes.get(name, ())
+        # It differs only in its first dimension, and that is the vocabulary.
         if right[:1] == (vocab,) and x.shape[1:] == right[1:] and x.shape[0] != vocab:
             raise ValueError(
                 f"The adapters in {path} were trained with a vocabulary of {x.shape[0]} tokens "
@@ -337,6 +340,7 @@ def _check(
         for index, names in slot.names.items():
             rank = ranks.get(index)
             if rank is None and config.expects(slot.modules(index), used=bool(ranks)):
+                # Of any shape: what is missing has none.
                 expected |= dict.fromkeys(names)
             elif rank is not None:
                 shapes = slot.shapes(rank or 1)

@@ -11,7 +11,7 @@ from ..pretrained._tensors import Tensor
 from ._targets import inputs_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
+PREFIX = "base_model.model."  # the model within PEFT's
 _WEIGHT = ".weight"
 
 
@@ -40,6 +40,7 @@ def is_in(name: str, modules: Sequence[str]) -> bool:
 def is_saved(name: str, modules: Sequence[str]) -> bool:
     """Whether PEFT saves a tensor entirely with `modules_to_save`: the name of a module that it
     belongs to ends with one of these, which may be a part of a word."""
+    # `a`, `a.b` and `a.b.c` of `a.b.c.weight`.
     owners = it.accumulate(name.split(".")[:-1], "{}.{}".format)
     return any(owner.endswith(tuple(modules)) for owner in owners)
 
@@ -54,6 +55,8 @@ def factors_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     inputs = inputs_of(tensor)
     outputs = next(group for group in tensor.left if group != inputs)
     into, out = tensor.right[: matrix.inputs], tensor.right[matrix.inputs :]
+    # For `(heads head_dim) width -> width heads head_dim`, A is `rank (width) -> (width) rank`, and
+    # B is `(heads head_dim) rank -> rank (heads) (head_dim)`. Each has the sizes of its factors.
     of_inputs, of_outputs = {}, {}
     for factor, size in tensor.fixed:
         (of_inputs if factor in inputs else of_outputs)[factor] = size

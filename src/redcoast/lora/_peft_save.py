@@ -37,8 +37,8 @@ class Part:
 
     published: Tensor
     tensors: tuple[Tensor, Tensor]
-    a: np.ndarray
-    b: np.ndarray
+    a: np.ndarray  # (*stack, *inputs, rank)
+    b: np.ndarray  # (*stack, rank, *outputs)
     scale: float
 
 
@@ -70,6 +70,7 @@ class AdaptedModule:
 
     @property
     def alpha(self) -> int | float:
+        # PEFT divides it by the rank again.
         alpha = self.scale * self.rank
         if float(alpha).is_integer():
             return int(alpha)
@@ -102,10 +103,11 @@ class AdaptedModule:
                 b.append(outputs)
             # The parts have separate outputs, so B is block-diagonal unless they share A.
             if self.same_inputs:
-                yield a_name, a[0]
-                yield b_names[index], sum(b[1:], b[0])
+                yield a_name, a[0]  # (rank, inputs)
+                # Each part is zero where the outputs of the others are.
+                yield b_names[index], sum(b[1:], b[0])  # (outputs, rank)
             else:
-                yield a_name, np.concatenate(a)
+                yield a_name, np.concatenate(a)  # (sum of ranks, inputs)
                 yield b_names[index], np.concatenate(b, axis=1)
 
 
@@ -284,6 +286,7 @@ def _settings(modules: Mapping[str, AdaptedModule], others: Others) -> Settings:
         "inference_mode": True,
         "bias": "none",
         "lora_dropout": 0.0,
+        # Whether published weights are (inputs, outputs), as those of GPT-2.
         "fan_in_fan_out": inputs_first,
         "target_modules": targets,
         "modules_to_save": others.modules or None,

@@ -63,6 +63,7 @@ def _is_apart(
 ) -> bool:
     if any(name.startswith(f"{PREFIX}{module_of(head)}.lora_") for name in stored):
         return True
+    # Under a name of its own, since the head is published like the embedding.
     tensor = Tensor("tensor", live_table(model)["embed"].pattern)
     new_embed = model.embed
     if PREFIX + embed in stored:
@@ -70,5 +71,6 @@ def _is_apart(
     if PREFIX + head in stored:
         new_head = read_whole(tensor, model.embed, {"tensor": stored[PREFIX + head]})
         return not jnp.array_equal(new_head, new_embed)
+    # The head is not in the file. It has the old weights, unless it follows the embedding.
     stays = not is_saved(embed, config.saved) or config.stays_tied
     return not stays and not jnp.array_equal(new_embed, model.embed)

@@ -17,6 +17,7 @@ def read_whole(
 ) -> jax.Array | np.ndarray:
     """Reads the tensors of an array; tensors that the file lacks are taken from `leaf`."""
     names = tensor_names(tensor, leaf.shape)
+    # The whole array at once, with the dtype and the sharding of the model's.
     if stored.keys() >= {*names.values()}:
         window = locate(tensor, leaf.shape, tuple(map(slice, leaf.shape)))
         read = read_window(window, leaf.dtype, stored)
@@ -38,5 +39,6 @@ def read_at(
     rest = shape[len(index) :]
     at = tuple(slice(i, i + 1) for i in index)
     window = locate(tensor, shape, (*at, *map(slice, rest)))
+    # One tensor, as a stack of one.
     part = window.place(stored[window.names[0]].take(window.slices)[None])
     return part.reshape(rest)

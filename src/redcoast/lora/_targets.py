@@ -20,6 +20,7 @@ def find_matrices(model: PyTree) -> dict[str, Matrix]:
     matrices = {}
     for path, node in with_paths(model, _is_known):
         if isinstance(node, eqx.nn.Linear):
+            # Equinox stores (outputs, inputs), stacked where layers are made by `vmap`.
             matrices[_join(path, "weight")] = Matrix(node.weight.ndim - 2, 1, outputs_first=True)
         elif family := family_of(node):
             for leaf, tensor in family.hf.tensors(node.config).items():

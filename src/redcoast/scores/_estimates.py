@@ -110,7 +110,8 @@ def _each_pass_at_k(right: Bool[np.ndarray, "problems samples"], k: int) -> Floa
     from scipy.stats import hypergeom  # a second, which `import redcoast` need not take
 
     samples = right.shape[1]
-    return hypergeom.sf(0, samples, np.sum(right, axis=1), k)
+    # The probability of more than 0 right ones among k that are drawn without replacement.
+    return hypergeom.sf(0, samples, np.sum(right, axis=1), k)  # (problems,)
 
 
 def _interval(mean: float, count: int, level: float) -> Estimate:
@@ -119,6 +120,7 @@ def _interval(mean: float, count: int, level: float) -> Estimate:
     check_number("level", level)
     if not 0 < level < 1:
         raise ValueError(f"`level` is {level}. It must be between 0 and 1, such as 0.95.")
+    # The interval is centred on the mean, shrunk towards one half.
     z = NormalDist().inv_cdf((1 + level) / 2)
     shrink = 1 + z**2 / count
     centre = (mean + z**2 / (2 * count)) / shrink

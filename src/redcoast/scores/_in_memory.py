@@ -54,6 +54,7 @@ class InMemory(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
         if add_special_tokens is None:
+            # A text that a chat template has rendered begins with the token already.
             prefix = self.encoder.id_to_token(self.prefix_token_id)
             add_special_tokens = not (prefix and string.startswith(prefix))
         return self.encoder.encode(string, add_special_tokens=add_special_tokens).ids
@@ -84,6 +85,7 @@ class InMemory(TemplateLM):
                 context_len=1,
             )
             for window in rolling:
+                # Without the tokens that the window scores in its context.
                 windows.append(make_disjoint_window(window))
                 owners.append(owner)
         scores = score_pairs(self.model, windows, self.max_length, self.batch_size)
@@ -95,6 +97,7 @@ class InMemory(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
+            # Requests with the same options are generated together. Dicts cannot be keys.
             groups.setdefault(repr(request.args[1]), []).append(index)
         texts = [""] * len(requests)
         for indices in groups.values():
@@ -120,6 +123,7 @@ class InMemory(TemplateLM):
             text = decode(row)
             return any(end in text for end in until if end)
 
+        # Prompts lose their beginning, so that the answer has room.
         rows = [prompt[-max(1, self.max_length - new) :] for prompt in prompts]
         # Rows of similar lengths stand together, so that batches have little padding.
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
@@ -129,6 +133,7 @@ class InMemory(TemplateLM):
             batch = order[start : start + self.batch_size]
             tokens, mask = pad_tokens([rows[i] for i in batch], len(rows[batch[0]]), left=True)
             if sampled:
+                # Another key for each batch, and the same ones in each run.
                 key = jax.random.fold_in(jax.random.key(0), start // self.batch_size)
             answers = generate(self.model, tokens, new, mask=mask, key=key, stop=stop, **options)
             for i, row in zip(batch, np.asarray(answers), strict=True):

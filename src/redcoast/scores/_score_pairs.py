@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..loop._evaluate import predict_examples
 
-CHUNK, SHORTEST = 128, 32
+CHUNK, SHORTEST = 128, 32  # tokens whose logits are in memory at once, and of the shortest row
 
 
 def score_pairs(
@@ -19,6 +19,7 @@ def score_pairs(
     """Returns for each context and continuation the log-probability of the continuation, and
     whether it is what greedy decoding would write. Contexts that are too long lose their beginning.
     """
+    # The last token is only predicted, and no input.
     rows = [(context + continuation)[-(length + 1) :] for context, continuation in pairs]
     by_size: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
@@ -43,13 +44,14 @@ def _scores(model: PyTree, batch: dict[str, Array], key: object) -> dict[str, Ar
     """The log-probability of the scored tokens of each row, and whether all are the likeliest; with
     the logits of only one chunk of the sequence in memory at a time."""
     hidden = model.hidden(batch["tokens"][:, :-1], mask=batch["real"][:, :-1])
+    # What follows each token, (batch, seq).
     targets, scored = batch["tokens"][:, 1:], batch["scored"][:, 1:]
 
     def of_chunk(
         inputs: tuple[Array, Array],
     ) -> tuple[Float[Array, "batch chunk"], Bool[Array, "batch chunk"]]:
         hidden, targets = inputs
-        logits = model.unembed(hidden).astype(jnp.float32)
+        logits = model.unembed(hidden).astype(jnp.float32)  # (batch, chunk, vocab)
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         log_probs = chosen - jax.nn.logsumexp(logits, axis=-1)
         return log_probs, jnp.argmax(logits, axis=-1) == targets
@@ -66,6 +68,7 @@ def _in_chunks(x: Array) -> Array:
     batch, seq, *rest = x.shape
     count = -(-seq // CHUNK)
     size = -(-seq // count)
+    # Fewer positions than there are chunks.
     x = jnp.pad(x, [(0, 0), (0, count * size - seq)] + [(0, 0)] * len(rest))
     return jnp.moveaxis(x.reshape(batch, count, size, *rest), 1, 0)  # (chunks, batch, chunk, ...)
 

@@ -28,14 +28,15 @@ class JsonlLogger:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: each line is one write, so nothing that was logged is lost by a kill.
         self._file = path.open("ab+", buffering=0)
-        self._cut = self._warned = False
-        size = self._file.seek(0, 2)
+        self._cut = self._warned = False  # whether the last line is incomplete
+        size = self._file.seek(0, 2)  # its end
         if size > 0:
             self._file.seek(size - 1)
             self._cut = self._file.read(1) != b"\n"
 
     def __call__(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
         line = _encode({"step": step, "time": round(time.time(), 3), **metrics})
+        # A line that was cut off is ended first, so that only it is lost.
         data = b"\n" * self._cut + line.encode() + b"\n"
         try:
             written = self._file.write(data)
@@ -122,6 +123,7 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
             f"{Path(path) / 'metrics.jsonl'}."
         )
     steps: dict[int, dict[str, Any]] = {}
+    # A line that was cut off within a letter is no JSON either way.
     with io.TextIOWrapper(open_regular(Path(path)), "utf-8", "replace") as lines:
         for line in lines:
             try:
@@ -129,5 +131,6 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
             except (ValueError, RecursionError):
                 continue
             if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+                # Later lines count: of a resumed run, those that it computed last.
                 steps.setdefault(entry["step"], {}).update(entry)
     return [steps[step] for step in sorted(steps)]

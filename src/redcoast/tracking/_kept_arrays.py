@@ -26,6 +26,7 @@ class KeptArrays:
         """Takes the next state; warns, once, if the loggers of these names keep an earlier one."""
         if self._has_warned:
             return
+        # Of the two states before this one, the older must not be kept any more.
         if len(self._states) == 2:
             if _keeps_deleted(self._states[0]):
                 gc.collect()  # garbage in reference cycles is kept by nobody

@@ -13,6 +13,7 @@ def is_logged(step: int, steps: int | None, *, lines: int = _LINES) -> bool:
     if step == 1:
         return True
     if steps is None:
+        # One digit, and then zeros.
         return step % 10 ** (len(str(step)) - 1) == 0
     return step % _round_below(steps // lines) == 0
 

@@ -112,6 +112,7 @@ def code_version() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     script = getattr(sys.modules.get("__main__"), "__file__", None)
+    # The whole commit instead of a tag, and `-dirty` behind it if a tracked file has changed.
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     # Reading the repository must not lock it.
     options = {"env": {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, "stderr": subprocess.DEVNULL}
@@ -165,6 +166,7 @@ class _ConsoleLogger:
         run = join_run(self)
         of_evaluation = [key.startswith("eval/") for key in metrics]
         if not any(of_evaluation) and not self._is_due(step, run):
+            # Printed at the end of the run, if no later step is.
             self._pending = (dict(metrics), step)
             return
         if not all(of_evaluation):
@@ -234,6 +236,7 @@ def _line(metrics: Metrics, step: int) -> str:
             continue
         value = f"{_number(float(metric)):<10}"
         length = len(f"  {name} {value.rstrip()}")
+        # At least one metric stands in each line, however narrow the terminal is.
         if room is not None and used + length > room and len(lines[-1]) > 1:
             lines.append([" " * len(head)])
             used = len(head)
@@ -362,6 +365,7 @@ def start_loggers(
         logs = [jsonl_logger(run.directory / "metrics.jsonl"), *logs]
     # Loggers that join later are closed together with the others, at the end of the run.
     joined = _Run(run, [], stack.enter_context(contextlib.ExitStack()))
+    # Called before the loggers are closed, which no logger joins any more then.
     stack.callback(_current_run.reset, _current_run.set(joined))
     for each in logs:
         if hasattr(each, "start"):
@@ -372,6 +376,7 @@ def start_loggers(
 
 def _write_plan(directory: Path, run: RunInfo) -> None:
     """Writes `plan.txt`, or `plan_<step>.txt` if a run is resumed with another plan."""
+    # `plan_500.txt`, `plan_500_2.txt` and so on.
     later = (f"plan_{run.step}{f'_{i}' * (i > 1)}.txt" for i in itertools.count(1))
     path = directory / "plan.txt"
     try:
@@ -398,6 +403,7 @@ def _close_with(run: _Run, logger) -> None:
     run.loggers.append(logger)
     if hasattr(logger, "close"):
         run.stack.callback(logger.close)
+    # The stack is left in reverse, so `fail` comes before `close`.
     if hasattr(logger, "fail"):
         run.stack.push(ft.partial(_fail, logger))
 

@@ -32,7 +32,7 @@ from ._rates import Rates
 
 logger = logging.getLogger("redcoast")
 Log = Callable[..., Any]
-MAX_SKIPPED = 20
+MAX_SKIPPED = 20  # steps in a row
 MOST_LATE, LATE_SECONDS = 16, 20e-3  # how many steps, and seconds, after a step it is read
 LEAST_LOSS_SCALE = 1.0
 COMMON_CAUSES = (
@@ -82,6 +82,7 @@ def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
     def packed(state: PyTree, *args: PyTree) -> tuple[PyTree, PackedMetrics]:
         state, metrics = step(state, *args)
         check_scalars(metrics)
+        # float32, or float64 if `jax_enable_x64` is set: counts of tokens do not fit into bfloat16.
         values = [x.astype(jnp.result_type(float)) for x in metrics.values()]
         return state, PackedMetrics(tuple(metrics), jnp.stack(values))
 
@@ -202,6 +203,7 @@ class MetricsReader:
         # late, unless a logger may ask to stop after it.
         self._most_late = 1
         if not any(map(may_stop, logs)):
+            # Less than `max_skipped`, so that the steps that end a run are read in time.
             self._most_late = max(1, min(MOST_LATE, max_skipped - 1))
         self._values: dict[str, float] = {}  # of the step that was read last
         self._trained = False
@@ -247,6 +249,7 @@ class MetricsReader:
         now = self._rates.now()
         self._pending.append(Pushed(step, metrics, explain, inspect, now, step))
         self._read_until(self._most_late)
+        # Long steps are read one step late: to wait for them costs little.
         while len(self._pending) > 1 and self._pending[0].at < now - LATE_SECONDS:
             self._read_until(len(self._pending) - 1)
         self._read_if_decisive(self._most_late)
@@ -420,6 +423,7 @@ class MetricsReader:
         self._write(values, step, rates)
         if skipped:
             more = f" The loss scale {values['loss_scale']:g} is halved." if overflow else ""
+            # Of the first skipped step only, unless it is step 1, which `_check` explains.
             if inspect and not overflow and self._skipped_steps == 1 and step > 1:
                 more = f" {inspect()}"
             logger.warning(
@@ -476,6 +480,7 @@ def metrics_reader(
     check_integer("max_skipped", max_skipped)
     loggers = all_loggers(log)
     with contextlib.ExitStack() as stack:
+        # Other processes take part where the state is read, which may be sharded over all.
         if not is_main():
             loggers = [log for log in loggers if takes_state(log)]
         logs = start_loggers(loggers, run or RunInfo(), stack, writes=is_main())

@@ -59,6 +59,7 @@ class NotebookBar:
             text += f"/{self._total:,}"
         if self._postfix:
             text += f"  {self._postfix}"
+        # HTML of the browser's own, without scripts.
         if self._total:
             bar = f'<progress value="{self.n}" max="{self._total}" style="width: 30%"></progress> '
         return {"text/plain": text, "text/html": f"<div>{bar}{html.escape(text)}</div>"}

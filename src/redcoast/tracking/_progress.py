@@ -18,9 +18,10 @@ logger = logging.getLogger("redcoast")
 
 # Throughput is averaged over this many seconds: enough to smooth it, but changes are visible.
 _WINDOW = 30.0
-_BAR_INTERVAL = 0.1
+_BAR_INTERVAL = 0.1  # seconds, as below
 _FIRST_LINE, _LINE_INTERVAL = 5.0, 30.0
-_LINES, _LONGEST_SILENCE = 40, 300.0  # for a run whose lines depend on its length
+# At least so many lines, and the seconds without one, for a run whose lines depend on its length.
+_LINES, _LONGEST_SILENCE = 40, 300.0
 _SHORTEST_BAR = 5  # columns
 
 
@@ -28,9 +29,9 @@ Bar = Any  # of tqdm, or a `NotebookBar`, which has the same methods
 
 
 class _Sample(NamedTuple):
-    seconds: float
+    seconds: float  # without pauses
     step: int
-    done: float
+    done: float  # examples or tokens
 
 
 class Progress:
@@ -53,9 +54,9 @@ class Progress:
         self._interval = _LINE_INTERVAL if bar is None else _BAR_INTERVAL
         self._step, self._done, self._metrics = start, 0.0, {}
         self._samples: deque[_Sample] = deque()
-        self._next = math.inf if file is None else 0.0
-        self._drawn = start
-        self._idle, self._paused_at = 0.0, None
+        self._next = math.inf if file is None else 0.0  # the time of the next line
+        self._drawn = start  # the step that was shown last
+        self._idle, self._paused_at = 0.0, None  # seconds of all pauses
         if bar is not None:
             logger.addFilter(self._make_room)
 
@@ -151,6 +152,7 @@ class Progress:
         self._drawn = self._step
         sample = self._sample(now)
         self._samples.append(sample)
+        # The first sample is at the beginning of the window, or the last one before it.
         while len(self._samples) > 2 and self._samples[1].seconds <= sample.seconds - _WINDOW:
             self._samples.popleft()
         details = self._details(self._samples[0], sample)
@@ -170,6 +172,7 @@ class Progress:
         """As many of the details as fit beside a short bar; the last ones matter most."""
         assert self._bar is not None
         columns = self._bar.format_dict["ncols"] or math.inf
+        # What the layout of the bar has besides the details.
         counts = 2 * len(f"{self._total or self._step}") + len("step / || 100%, ") + _SHORTEST_BAR
         while len(details) > 1 and counts + len(", ".join(details)) >= columns:
             details = details[1:]

@@ -55,6 +55,7 @@ class Rates:
         elif rows:
             found["examples_per_second"] = rows / seconds
         if least := self._config.get("seconds_at_peak"):
+            # What the model's arithmetic takes at the peak rate, as a share of what the step took.
             found["mfu"] = least / seconds
         return found
 
@@ -80,5 +81,6 @@ class Rates:
 
     def resume(self) -> None:
         if self._last is not None and self._paused_at is not None:
+            # As if the last step had ended later by the pause.
             self._last = (self._last[0], self._last[1] + self.now() - self._paused_at)
         self._paused_at = None

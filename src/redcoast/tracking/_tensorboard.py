@@ -34,6 +34,7 @@ class TensorboardLogger:
             writer.add_scalar(name, float(value), step)
 
     def close(self) -> None:
+        # A later call opens another file.
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

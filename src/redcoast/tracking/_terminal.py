@@ -10,6 +10,7 @@ from typing import TextIO
 from ..core._output import ForgivingStream
 
 Stream = TextIO | TextIOBase | ForgivingStream
+# Codes of ANSI's escape sequence for styles.
 BOLD, DIM = "1", "2"
 
 

@@ -23,7 +23,7 @@ from ._loggers import Metrics, RunInfo, code_version, join_run, plain_config, pl
 from ._terminal import show_directory
 
 _log = logging.getLogger("redcoast")
-_END = None
+_END = None  # in the queue
 
 
 class WandbLogger:
@@ -85,6 +85,7 @@ class WandbLogger:
 
     def close(self) -> None:
         """Waits at most `close_timeout` seconds until W&B has received everything."""
+        # The next call starts a new W&B run.
         thread, self._thread, self._run = self._thread, None, None
         if thread is None:
             return
@@ -101,6 +102,7 @@ class WandbLogger:
             )
 
     def _give_up(self, reason: str) -> None:
+        # Set first: the thread may still be at work, and must not report an error of its own.
         self._inert = True
         _log.warning("%s. Metrics are no longer sent to it.%s", reason, self._sync_hint)
         _skip_exit_hook()
@@ -115,6 +117,7 @@ class WandbLogger:
             # Exit hooks run in reverse order, and this one has to run before W&B's.
             atexit.unregister(self.close)
             atexit.register(self.close)
+            # Whether the user has chosen a mode. If not, W&B would ask for an account, and wait.
             asked = "mode" in self._options or "WANDB_MODE" in os.environ
             asked = asked or settings.mode != "online"
             offline = {}
@@ -286,6 +289,7 @@ def _init_arguments(
             arguments.setdefault("resume", "allow")
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 saved = str(json.loads((run.directory / "wandb.json").read_text())["id"])
+        # A resumed run continues the W&B run with the id that is stored next to its checkpoints.
         number = os.environ.get("WANDB_RUN_ID") or saved or secrets.token_hex(4)
         arguments.setdefault("id", number)
         _keep_id(run.directory, {name: arguments[name] for name in ("id", "project")})
@@ -297,6 +301,7 @@ def has_account(settings: Any) -> bool:
         return True
     if getattr(settings, "api_key", None) or getattr(settings, "identity_token_file", None):
         return True
+    # `wandb login` stores the key there.
     host = urlsplit(settings.base_url).netloc
     names = ["~/.netrc", "~/_netrc"]
     if "NETRC" in os.environ:

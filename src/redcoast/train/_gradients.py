@@ -39,10 +39,7 @@ def with_gradient(loss: Float[Array, ""], model: PyTree, gradient: PyTree) -> Fl
     """
     params = eqx.filter(model, eqx.is_inexact_array)
     given = eqx.filter(gradient, eqx.is_inexact_array)
-    named = lambda tree: {
-        show_path(path, "the model"): x for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    }
-    gradients, arrays = named(given), named(params)
+    gradients, arrays = _by_name(given), _by_name(params)
     if other := [name for name in gradients if name not in arrays]:
         raise ValueError(f"`gradient` has {other[0]}, which is not a floating array of `model`.")
     # The gradient of the loss itself is replaced by the given one.
@@ -58,6 +55,13 @@ def with_gradient(loss: Float[Array, ""], model: PyTree, gradient: PyTree) -> Fl
         zero = (x - jax.lax.stop_gradient(x)) * jax.lax.stop_gradient(g.astype(x.dtype))
         total = total + jnp.sum(zero).real.astype(total.dtype)
     return total
+
+
+def _by_name(tree: PyTree) -> dict[str, Array]:
+    named: dict[str, Array] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        named[show_path(path, "the model")] = x
+    return named
 
 
 def stop_gradient(tree: PyTree) -> PyTree:

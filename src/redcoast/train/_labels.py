@@ -64,7 +64,8 @@ def _cells(optimizer: object) -> Iterator[types.CellType]:
             filled = [cell for cell in x.__closure__ or () if _is_filled(cell)]
             yield from filled
             waiting += [cell.cell_contents for cell in filled]
-            waiting += [x.__dict__["__wrapped__"]] if "__wrapped__" in x.__dict__ else []
+            if "__wrapped__" in x.__dict__:
+                waiting.append(x.__dict__["__wrapped__"])
         elif isinstance(x, tuple | list):
             waiting += x
         elif isinstance(x, dict):

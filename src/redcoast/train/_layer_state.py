@@ -26,7 +26,9 @@ _NNX = (
 def how_to_return(*trees: PyTree) -> str:
     """Explains how a loss returns the state of layers, for the library of the states in the
     trees."""
-    states = [x for tree in trees for x in layer_states(tree).values()]
+    states: list[object] = []
+    for tree in trees:
+        states += layer_states(tree).values()
     is_nnx = bool(states) and not isinstance(states[0], eqx.nn.State)
     return (
         "The state of layers, such as the running averages of BatchNorm, is a part of the model, "
@@ -56,7 +58,7 @@ def warn_of_kept_state(model: PyTree) -> None:
 
 def warn_of_outer_state(loss_fn: object, model: PyTree) -> None:
     """Warns if a loss reads the state of a model's layers that is not in its arguments."""
-    if layer_states(model) or not _has_layers_with_state(model) or _is_frozen(model):
+    if layer_states(model) or not _layers_with_state(model) or _is_frozen(model):
         return
     if any(isinstance(x, eqx.nn.State) for x in _values_read(loss_fn)):
         warn(
@@ -96,9 +98,10 @@ def _names_of(code: CodeType) -> Iterator[str]:
             yield from _names_of(constant)
 
 
-def _has_layers_with_state(model: PyTree) -> bool:
-    layers = jax.tree.leaves(model, is_leaf=_has_state_index)
-    return any(map(_has_state_index, layers))
+def _layers_with_state(model: PyTree) -> list[eqx.Module]:
+    nodes = jax.tree.leaves(model, is_leaf=_has_state_index)
+    # Without the arrays between the layers.
+    return list(filter(_has_state_index, nodes))
 
 
 def returns_state(value: PyTree) -> bool:
@@ -113,9 +116,7 @@ def _is_state_or_module(x: object) -> bool:
 
 def _is_frozen(model: PyTree) -> bool:
     """Whether all layers with an `eqx.nn.State` are in inference mode, in which they only read."""
-    layers = jax.tree.leaves(model, is_leaf=_has_state_index)
-    # Arrays between the layers have no mode.
-    layers = [x for x in layers if _has_state_index(x)]
+    layers = _layers_with_state(model)
     return bool(layers) and all(getattr(x, "inference", None) is True for x in layers)
 
 

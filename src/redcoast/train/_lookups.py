@@ -156,9 +156,10 @@ def _follow(
         if isinstance(call, Call):
             before = len(indexed)
             results = _follow(call.jaxpr, operands, indexed)
-            # A jitted function of a library contains no line of the user's code.
-            inner = [x._replace(where=x.where or _line(equation)) for x in indexed[before:]]
-            indexed[before:] = inner
+            for i in range(before, len(indexed)):
+                # A jitted function of a library contains no line of the user's code.
+                if not indexed[i].where:
+                    indexed[i] = indexed[i]._replace(where=_line(equation))
         elif call is None and all(_is_integer(x.aval) for x in equation.outvars):
             results = _computed(equation, operands) or results
         env.update(zip(equation.outvars, results, strict=True))
@@ -169,13 +170,17 @@ def _computed(
     equation: JaxprEqn, operands: Sequence[_Integers | None]
 ) -> list[_Integers | None] | None:
     """The results of an operation on known integers."""
-    known = [x for x in operands if x is not None]
-    # An operand that depends on the model makes the result depend on it, too.
-    if len(known) < len(operands) or equation.effects:
+    if equation.effects:
         return None
-    inputs = frozenset[int]().union(*(x.inputs for x in known))
-    values = bind_again(equation, [x.value for x in known])
-    return [_Integers(value, inputs) for value in values]
+    values: list[PyTree] = []
+    inputs: frozenset[int] = frozenset()
+    for x in operands:
+        # An operand that depends on the model makes the result depend on it, too.
+        if x is None:
+            return None
+        values.append(x.value)
+        inputs |= x.inputs
+    return [_Integers(value, inputs) for value in bind_again(equation, values)]
 
 
 def _indexed(equation: JaxprEqn, indices: _Integers) -> list[_Indexed]:
@@ -185,7 +190,8 @@ def _indexed(equation: JaxprEqn, indices: _Integers) -> list[_Indexed]:
         return []
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     mode = GatherScatterMode.from_any(equation.params["mode"])
-    axes = []
+    axes: list[_Indexed] = []
+    # The last dimension of the indices has one number for each of these axes of the operand.
     for place, axis in enumerate(numbers.start_index_map):
         # `jnp.take(..., mode="clip")` asks for the last element; a slice under `jax.vmap` does not.
         is_asked_for = mode is GatherScatterMode.CLIP and axis in numbers.collapsed_slice_dims
@@ -216,5 +222,6 @@ def _line(equation: JaxprEqn) -> str:
 
 def _is_integer(x: object) -> bool:
     dtype = getattr(x, "dtype", None)
-    kinds = (jnp.integer, jnp.bool_)
-    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    if dtype is None:
+        return False
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)

@@ -10,7 +10,7 @@ from ..core._frames import hide_frames
 from ..tracking._metrics import LEAST_LOSS_SCALE
 from ._precision import widen
 
-_MOST = 2.0**24
+_MOST = 2.0**24  # as in NVIDIA's Apex
 
 
 class LossScale(eqx.Module):

@@ -39,7 +39,8 @@ from ._scaled_product import Contraction, Numbers, Product, scaled_product
 
 # Products with smaller matrices take no less time in 8 bits.
 _LEAST = 32
-_MOST = 2**17  # numbers of 8 bits whose products are summed in int32
+# As many products of two numbers up to 127 have a sum below 2^31.
+_MOST = 2**17
 
 
 @hide_frames
@@ -141,6 +142,7 @@ class LowPrecision:
         evaluation = _Evaluation(self.numbers, self._weights(traced, model))
         weights = [frozenset([place]) for place in range(traced.arrays)]
         data = [None] * (len(arrays) - traced.arrays)
+        # The arrays of the model come first, then those of the other arguments.
         values = list(map(_Value, arrays, [*weights, *data]))
         results = evaluation.run(traced.jaxpr, values)
         if not evaluation.count:
@@ -224,6 +226,7 @@ class _Evaluation:
             return None
         sides = [i for i, value in enumerate(operands) if self._is_weight(value)]
         has_data = any(value.weights is None for value in operands)
+        # Neither two weights, such as of an adapter, nor a weight and constants.
         if len(sides) != 1 or not has_data or 0 in (*x.shape, *y.shape):
             return None
         weight = sides[0]
@@ -235,6 +238,7 @@ class _Evaluation:
         )
         shape = (x, y)[weight].shape
         dims = contraction.summed[weight], contraction.free(weight)
+        # Rows and columns of the matrix.
         sizes = [prod(shape[d] for d in side) for side in dims]
         if min(sizes) < _LEAST or max(sizes) > _MOST:
             return None
@@ -256,6 +260,7 @@ class _Evaluation:
             case While() if not _ends_by_rows(flow):
                 return self._while(flow, arrays, marks)
             case Cond():
+                # The first operand is the number of the branch.
                 branches = [self._function(branch, marks[1:]) for branch in flow.branches]
                 return list(jax.lax.switch(arrays[0], branches, *arrays[1:]))
             case Call(kind=CallKind.REMAT):
@@ -274,6 +279,7 @@ class _Evaluation:
     def _scan(self, scan: Scan, arrays: list[Any], marks: list[Any]) -> list[Any]:
         consts, init, xs = scan.split(arrays)
         of_consts, _, of_xs = scan.split(marks)
+        # What is carried may be data from the second iteration on, whatever it was at first.
         body = self._function(scan.body, [*of_consts, *[None] * scan.carry, *of_xs])
         return scan.run(lambda inputs: body(*inputs), consts, init, xs)
 

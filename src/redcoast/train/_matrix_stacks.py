@@ -111,7 +111,7 @@ def _order(x: Array, numbers: Numbers) -> tuple[tuple[int, ...], int, int]:
     The larger side is that of the columns: the transpose of an orthogonal matrix is orthogonal.
     """
     rows, columns = sides_of(x, numbers)
-    sizes = [prod(x.shape[d] for d in dims) for dims in (rows, columns)]
+    sizes = size_along(x, rows), size_along(x, columns)
     # Optimizers multiply the smaller side with itself.
     if sizes[0] > sizes[1]:
         rows, columns = columns, rows
@@ -122,7 +122,7 @@ def _order(x: Array, numbers: Numbers) -> tuple[tuple[int, ...], int, int]:
 
 def sides_of(x: Array, numbers: Numbers) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The dimensions of the inputs and of the outputs; `optax` lets each be a number."""
-    sides = []
+    sides: list[tuple[int, ...]] = []
     for dims in numbers:
         if isinstance(dims, int):
             dims = (dims,)
@@ -133,6 +133,10 @@ def sides_of(x: Array, numbers: Numbers) -> tuple[tuple[int, ...], tuple[int, ..
             "dimensions of inputs and of outputs must differ."
         )
     return sides[0], sides[1]
+
+
+def size_along(x: Array, dims: tuple[int, ...]) -> int:
+    return prod(x.shape[d] for d in dims)
 
 
 def as_matrices(x: Array, numbers: Numbers) -> Matrices:

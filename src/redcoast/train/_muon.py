@@ -7,7 +7,6 @@ sharded over all axes of the mesh: each device has some matrices, and orthogonal
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +30,7 @@ from ._matrix_stacks import (
     from_matrices,
     numbers_of,
     sides_of,
+    size_along,
 )
 
 
@@ -168,13 +168,12 @@ def _orthogonalize(
             stacks.append(divided(stack))
         orthogonal = _newton_schulz(stacks, iterations)
         for stack, members in zip(orthogonal, places.values(), strict=True):
-            first = 0
+            first = 0  # behind the last are the zeros that `divided` added
             for place in members:
                 count = views[place].shape[0]
                 views[place] = stack[first : first + count]
                 first += count
-        pairs = zip(views, arrays, numbers, strict=True)
-        return jax.tree.unflatten(treedef, [from_matrices(*pair) for pair in pairs])
+        return jax.tree.unflatten(treedef, map(from_matrices, views, arrays, numbers))
 
     return optax.stateless(update)
 
@@ -197,9 +196,10 @@ def _scale_by_shape(
     numbers = numbers_of(dimensions)
 
     def scaled(x: Array, n: Numbers) -> Array:
-        inputs, outputs = (prod(x.shape[d] for d in dims) for dims in sides_of(x, n))
+        sides = sides_of(x, n)
+        inputs, outputs = size_along(x, sides[0]), size_along(x, sides[1])
         if rms is not None:
-            # An orthogonal matrix has this root mean square times `rms`.
+            # The root mean square of an orthogonal matrix is 1 / sqrt(max(inputs, outputs)).
             return x * (rms * max(inputs, outputs) ** 0.5)
         # As in the author's implementation: more outputs than inputs get larger updates.
         return x * max(1, outputs / inputs) ** 0.5

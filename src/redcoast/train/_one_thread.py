@@ -8,7 +8,6 @@ takes one after the other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -38,7 +37,7 @@ def in_one_thread(program: AnyJaxpr, mesh: Mesh | AbstractMesh) -> Callable[...,
     model."""
     plain = jaxpr_as_fun(program)
     is_one_cpu = isinstance(mesh, Mesh) and stays_on_host(mesh)
-    if not (is_one_cpu and _is_small([x.aval for x in open_jaxpr(program).outvars])):
+    if not (is_one_cpu and _is_small(open_jaxpr(program).outvars)):
         return plain
 
     def run(*args: PyTree) -> Arrays:
@@ -62,8 +61,11 @@ class _Updates:
 
     def __init__(self, equations: Sequence[JaxprEqn], outvars: Sequence[Atom]):
         self.equations = equations
-        inside = {x for equation in equations for x in equation.outvars}
-        used = [x for equation in equations for x in variables(equation.invars)]
+        inside: set[Var] = set()
+        used: list[Var] = []
+        for equation in equations:
+            inside.update(equation.outvars)
+            used += variables(equation.invars)
         self.operands = [x for x in dict.fromkeys(used) if x not in inside]
         self.results = [x for x in dict.fromkeys(variables(outvars)) if x in inside]
 
@@ -80,8 +82,7 @@ def _split(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[_Updates]]:
     # Without what nothing uses.
     own = [x for x in end if id(x) not in before and masks[id(x)]]
     whole = _Updates(own, jaxpr.outvars)
-    is_small = _is_small([x.aval for x in (*whole.operands, *whole.results)])
-    if len(whole.results) <= READY or not is_small:
+    if len(whole.results) <= READY or not _is_small([*whole.operands, *whole.results]):
         return jaxpr.eqns, []
     updates: list[_Updates] = []
     for part in _packed(_connected([masks[id(x)] for x in own])):
@@ -92,8 +93,11 @@ def _split(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[_Updates]]:
 
 def _results_before(jaxpr: Jaxpr, updates: Sequence[_Updates]) -> list[Var]:
     """What the updates and the results of a program read of the equations before the updates."""
-    operands = [x for part in updates for x in part.operands]
-    results = {x for part in updates for x in part.results}
+    operands: list[Var] = []
+    results: set[Var] = set()
+    for part in updates:
+        operands += part.operands
+        results.update(part.results)
     return [*operands, *(x for x in variables(jaxpr.outvars) if x not in results)]
 
 
@@ -143,10 +147,13 @@ def _connected(masks: Sequence[int]) -> list[int]:
     """The union of all masks that share bits, such as the moments and the value of a parameter."""
     unions: list[int] = []
     for mask in masks:
-        apart = [x for x in unions if not x & mask]
+        apart: list[int] = []
+        # Unions share no bits with each other, so what one adds to the mask meets no other.
         for x in unions:
             if x & mask:
                 mask |= x
+            else:
+                apart.append(x)
         unions = [*apart, mask]
     return unions
 
@@ -162,9 +169,13 @@ def _packed(masks: Sequence[int]) -> list[int]:
     return parts
 
 
-def _is_small(avals: Sequence[Any]) -> bool:
-    # Keys have no size in bytes, and are few.
-    return sum(x.size * getattr(x.dtype, "itemsize", 0) for x in avals) <= MOST_BYTES
+def _is_small(atoms: Sequence[Atom]) -> bool:
+    size = 0
+    for atom in atoms:
+        x = struct_of(atom)
+        # Keys have no size in bytes, and are few.
+        size += x.size * getattr(x.dtype, "itemsize", 0)
+    return size <= MOST_BYTES
 
 
 def _is_simple(equation: JaxprEqn) -> bool:
@@ -192,8 +203,11 @@ def _run_in_calls(updates: Sequence[_Updates], env: dict[Var, PyTree]) -> None:
 
 
 def _run_in_call(updates: Sequence[_Updates], env: dict[Var, PyTree]) -> None:
-    operands = list(dict.fromkeys(x for part in updates for x in part.operands))
-    results = [x for part in updates for x in part.results]
+    operands: dict[Var, None] = {}  # each once, in their order
+    results: list[Var] = []
+    for part in updates:
+        operands.update(dict.fromkeys(part.operands))
+        results += part.results
 
     def update(values: Arrays) -> Arrays:
         inside: dict[Var, PyTree] = dict(zip(operands, values, strict=True))

@@ -136,12 +136,15 @@ def _check_opt_state(
     same = jax.tree.structure(expected) == jax.tree.structure(opt_state)
     if same and wanted == shapes:
         return
-    differ = [where for where in wanted if wanted[where] != shapes.get(where, wanted[where])]
-    parts = {
-        "lacks": [where for where in wanted if where not in shapes],
-        "also has": [where for where in shapes if where not in wanted],
-        "has other shapes at": differ,
-    }
+    missing: list[str] = []
+    differ: list[str] = []
+    for where, shape in wanted.items():
+        if where not in shapes:
+            missing.append(where)
+        elif shapes[where] != shape:
+            differ.append(where)
+    more = [where for where in shapes if where not in wanted]
+    parts = {"lacks": missing, "also has": more, "has other shapes at": differ}
     found = ", and ".join(f"{words} {several(names)}" for words, names in parts.items() if names)
     raise ValueError(
         "`optimizer` is not the one that the state was created with, or `trainable` selects other "

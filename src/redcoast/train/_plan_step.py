@@ -190,6 +190,7 @@ def verify_step(plan: Plan, training: Training, state: TrainState, batch: PyTree
     if len(sizes) == 1:
         batch = jax.tree.map(lambda x: x[:rows], batch)
     dtype = training.compute_dtype
+    # What sums in another order may change, of the largest element of an array.
     tolerance = 1e-3
     if dtype is not None and jax.numpy.finfo(dtype).bits < 32:
         tolerance = 0.05

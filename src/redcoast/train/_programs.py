@@ -126,7 +126,7 @@ def _jit(
 
 
 def _kept(jaxpr: AnyJaxpr, in_shardings: Shardings, out_shardings: Shardings) -> list[int]:
-    """The numbers of the arrays of the state that a program returns as they are."""
+    """The places of the arrays of the state that a program returns as they are."""
     inner = open_jaxpr(jaxpr)
     kept: list[int] = []
     for i, (before, after) in enumerate(zip(in_shardings, out_shardings, strict=True)):
@@ -154,7 +154,7 @@ def jit_donating(
         arrays = merged(new, same)
         with traced_over(mesh):
             results = evaluate(*arrays, *others)
-        return [results[i] for i in changed], list(results[count:])
+        return _at(changed, results), list(results[count:])
 
     def merged(new: Arrays, same: Arrays) -> Arrays:
         arrays: Arrays = [None] * count
@@ -164,18 +164,22 @@ def jit_donating(
 
     jitted = jax.jit(
         program,
-        in_shardings=([in_shardings[i] for i in changed], [in_shardings[i] for i in kept], None),
-        out_shardings=([out_shardings[i] for i in changed], None),
+        in_shardings=(_at(changed, in_shardings), _at(kept, in_shardings), None),
+        out_shardings=(_at(changed, out_shardings), None),
         donate_argnums=0,
         compiler_options=dict(options) or None,
     )
 
     def run(arrays: Arrays, others: Arrays) -> tuple[Arrays, Arrays]:
-        same = [arrays[i] for i in kept]
-        new, results = jitted([arrays[i] for i in changed], same, others)
+        same = _at(kept, arrays)
+        new, results = jitted(_at(changed, arrays), same, others)
         return merged(new, same), results
 
     return run
+
+
+def _at(places: Sequence[int], values: Sequence[PyTree]) -> list[PyTree]:
+    return [values[i] for i in places]
 
 
 def _drop_with(function: Callable[..., object], number: int) -> bool:

@@ -24,6 +24,7 @@ Dims = tuple[int, ...]
 Operand = Array | np.ndarray
 
 _LARGEST = {
+    # Those of the OCP's 8-bit formats, and of integers, a range that is symmetric.
     np.dtype(jnp.float8_e4m3fn): 448.0,
     np.dtype(jnp.float8_e5m2): 57344.0,
     np.dtype(np.int8): 127.0,
@@ -49,6 +50,7 @@ class Contraction:
 
     def result_dims(self, side: int) -> Dims:
         """The dimensions of the result that are the free ones of an operand."""
+        # In order: the batch, what only x has, what only y has.
         first = len(self.batch[0])
         if side == 1:
             first += len(self.free(0))
@@ -151,6 +153,7 @@ def _along_result(contraction: Contraction, side: int, scale: Array) -> Array:
 
 
 def _forward(product: Product, x: Any, y: Any) -> tuple[Array, tuple[Any, Any]]:
+    # With `symbolic_zeros`, operands are pairs of a value and of whether it has a tangent.
     is_needed = y.perturbed, x.perturbed  # an operand, for the cotangent of the other one
     x, y = custom_vjp_primal_tree_values((x, y))
     operands = _quantised_operands(product, x, y)

@@ -46,24 +46,27 @@ def _evaluate(closed: AnyJaxpr, inputs: Arrays, old: Arrays, finite: Array) -> A
     first = len(jaxpr.outvars) - len(old)
     state_vars = jaxpr.outvars[first:]
     counts = Counter(variables(state_vars))
-    computed = {var for equation in jaxpr.eqns for var in equation.outvars}
+    computed: set[Var] = set()
+    for equation in jaxpr.eqns:
+        computed.update(equation.outvars)
     # A variable that is the new value of exactly one state leaf is selected where it is computed.
-    replaces = {
-        var: before
-        for var, before in zip(state_vars, old, strict=True)
-        if not isinstance(var, Literal) and counts[var] == 1 and var in computed
-    }
+    replaces: dict[Var, PyTree] = {}
+    for var, before in zip(state_vars, old, strict=True):
+        if not isinstance(var, Literal) and counts[var] == 1 and var in computed:
+            replaces[var] = before
 
     def handle(_: int, equation: JaxprEqn, operands: list[PyTree]) -> list[PyTree]:
-        results = zip(equation.outvars, bind_again(equation, operands), strict=True)
-        return [jnp.where(finite, x, replaces[v]) if v in replaces else x for v, x in results]
+        results = bind_again(equation, operands)
+        for i, var in enumerate(equation.outvars):
+            if var in replaces:
+                results[i] = jnp.where(finite, results[i], replaces[var])
+        return results
 
     env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(closed), strict=True))
     env.update(zip(jaxpr.invars, inputs, strict=True))
     outputs = evaluate_jaxpr(jaxpr, env, handle)
-    # The others are constants, arguments, or stand for several leaves, and are selected at the end.
-    selected = [not isinstance(var, Literal) and var in replaces for var in state_vars]
-    return outputs[:first] + [
-        new if done else jnp.where(finite, new, before)
-        for new, before, done in zip(outputs[first:], old, selected, strict=True)
-    ]
+    for i, (var, before) in enumerate(zip(state_vars, old, strict=True), first):
+        # It is a constant, an argument, or stands for several leaves.
+        if isinstance(var, Literal) or var not in replaces:
+            outputs[i] = jnp.where(finite, outputs[i], before)
+    return outputs

@@ -146,13 +146,18 @@ def _scale_by_soap(
 
     def init(params: PyTree) -> SoapState:
         arrays, treedef = jax.tree.flatten(params)
-        shapes: list[tuple[int, ...]] = []
+        left: list[Statistics] = []
+        right: list[Statistics] = []
         for x, n in zip(arrays, numbers, strict=True):
-            shapes.append(jax.eval_shape(lambda x, n=n: as_matrices(x, n), x).shape)
-        zeros = lambda side: [_statistics(shape, side) for shape in shapes]
-        parts = [zeros(1), zeros(2)]
-        means = [jax.tree.map(_float32_zeros, params) for _ in range(2)]
-        return SoapState(jnp.zeros((), jnp.int32), *means, *map(treedef.unflatten, parts))
+            # (matrices, rows, columns)
+            shape = jax.eval_shape(lambda x, n=n: as_matrices(x, n), x).shape
+            left.append(_statistics(shape, 1))
+            right.append(_statistics(shape, 2))
+        # Two trees: a step donates its state, and no array may be donated twice.
+        mu = jax.tree.map(_float32_zeros, params)
+        nu = jax.tree.map(_float32_zeros, params)
+        step = jnp.zeros((), jnp.int32)
+        return SoapState(step, mu, nu, treedef.unflatten(left), treedef.unflatten(right))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None
@@ -161,7 +166,7 @@ def _scale_by_soap(
         stacks: list[_Stack] = []
         for *arrays, n in zip(*map(jax.tree.leaves, (updates, *state[1:])), numbers, strict=True):
             shaped = [as_matrices(x.astype(jnp.float32), n) for x in arrays[:3]]
-            stacks.append(_Stack(*shaped, *arrays[3:]))
+            stacks.append(_Stack(*shaped, *arrays[3:]))  # the statistics are stacks already
         results = _together(options, state.step, stacks)
         new: list[list[Array]] = []
         for stack, x, n in zip(results, jax.tree.leaves(updates), numbers, strict=True):
@@ -181,7 +186,7 @@ def _float32_zeros(x: Array) -> Float[Array, "..."]:
 def _statistics(shape: tuple[int, ...], side: int) -> Statistics:
     size = shape[side]
     if size > _LARGEST:
-        size = 0
+        size = 0  # the arrays are empty
     return jnp.zeros((shape[0], 2, size, size))
 
 
@@ -229,6 +234,7 @@ def _next(options: _Options, count: Int[Array, ""], stack: _Stack) -> _Stack:
     mu = options.b1 * stack.mu + (1 - options.b1) * gradient
     rotated = _rotate(gradient, left.basis, right.basis)
     nu = options.b2 * stack.nu + (1 - options.b2) * rotated**2
+    # How many gradients the means are of, without the first.
     steps = jnp.maximum(count, 1)
     unbiased_mu = _rotate(mu, left.basis, right.basis) / (1 - options.b1**steps)
     unbiased_nu = nu / (1 - options.b2**steps)
@@ -236,7 +242,9 @@ def _next(options: _Options, count: Int[Array, ""], stack: _Stack) -> _Stack:
     update = _rotate_back(parts, left.basis, right.basis)
     # The first gradient only begins the statistics.
     is_first = count == 0
-    mu, nu, update = (jnp.where(is_first, 0, x) for x in (mu, nu, update))
+    mu = jnp.where(is_first, 0, mu)
+    nu = jnp.where(is_first, 0, nu)
+    update = jnp.where(is_first, 0, update)
     left = _add(options, left, gradient)
     right = _add(options, right, gradient.mT)
     is_due = count % options.frequency == 0
@@ -292,6 +300,7 @@ def _decompose(left: _Side, right: _Side, nu: Matrices) -> tuple[_Side, _Side, M
     sides: list[_Side] = []
     for side in (left, right):
         if not side.is_empty:
+            # The smallest values are first.
             vectors = jnp.linalg.eigh(side.statistics)[1]
             side = side._replace(basis=vectors[:, :, ::-1])
         sides.append(side)
@@ -300,6 +309,7 @@ def _decompose(left: _Side, right: _Side, nu: Matrices) -> tuple[_Side, _Side, M
 
 def _iterate(left: _Side, right: _Side, nu: Matrices) -> tuple[_Side, _Side, Matrices]:
     """One step of orthogonal iteration, of columns in the order of their values."""
+    # The squares of gradients are in this basis, and move with its vectors.
     if not left.is_empty:
         left, order = _next_basis(left)
         nu = jnp.take_along_axis(nu, order[:, :, None], axis=1)
@@ -311,6 +321,7 @@ def _iterate(left: _Side, right: _Side, nu: Matrices) -> tuple[_Side, _Side, Mat
 
 def _next_basis(side: _Side) -> tuple[_Side, Int[Array, "_ _"]]:
     product = side.statistics @ side.basis
+    # Rayleigh quotients, which estimate the eigenvalues: (matrices, size).
     values = jnp.sum(side.basis * product, axis=1)
     order = jnp.argsort(-values, axis=1)
     # The vectors of larger values come first, and are changed the least.

@@ -537,11 +537,11 @@ def _select(use_new: Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 def _learning_rate(opt_state: PyTree) -> dict[str, Array]:
-    rates = [
-        hyperparams["learning_rate"]
-        for _, hyperparams in optax.tree.get_all_with_path(opt_state, "hyperparams")
-        if "learning_rate" in hyperparams
-    ]
+    rates: list[Array] = []
+    # `optax.inject_hyperparams` has them in its state.
+    for _, hyperparams in optax.tree.get_all_with_path(opt_state, "hyperparams"):
+        if "learning_rate" in hyperparams:
+            rates.append(hyperparams["learning_rate"])
     # With several optimizers, there are several rates.
     if len(rates) == 1:
         return {"learning_rate": rates[0]}

@@ -117,14 +117,16 @@ def first_difference(given: PyTree, returned: PyTree) -> str:
     """Describes the first difference between two trees, ignoring the values of arrays."""
     # The values of arrays may change. All else is part of the compiled program, and may not.
     show = lambda x: "an array" if isinstance(x, ARRAYS) else repr(x)
-    before, after = (jax.tree_util.tree_leaves_with_path(t) for t in (given, returned))
+    before = jax.tree_util.tree_leaves_with_path(given)
+    after = jax.tree_util.tree_leaves_with_path(returned)
     for (path, x), (other, y) in zip(before, after, strict=False):
         if path != other or show(x) != show(y):
             return (
                 f"It was given {show(x)} at {path_name(path)} and returned {show(y)} at "
                 f"{path_name(other)}. Values that change from step to step must be JAX arrays."
             )
-    names = [{path_name(path) for path, _ in leaves} for leaves in (before, after)]
-    changed = ", ".join(sorted(names[0] ^ names[1]))
+    # The shorter one is the beginning of the longer one.
+    longer = before[len(after) :] + after[len(before) :]
+    changed = ", ".join(sorted(path_name(path) for path, _ in longer))
     counts = f"It was given {len(before)} leaves and returned {len(after)}."
     return f"{counts} Only one of them has {changed}."

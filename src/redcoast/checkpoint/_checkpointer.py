@@ -69,7 +69,7 @@ class Checkpointer:
     def __init__(self, checkpoints: Checkpoints | str | PathLike[str] | None):
         self._checkpoints = as_checkpoints(checkpoints)
         self._entered = contextlib.ExitStack()
-        self._locked = False
+        self._locked = False  # whether `locked` is entered, as in `fit`, which does so early
         self._saver: Saver | None = None
 
     @property

@@ -224,6 +224,7 @@ def control_flow(equation: JaxprEqn) -> ControlFlow | None:
 
 def _scan(equation: JaxprEqn) -> Scan:
     params = equation.params
+    # From JAX 0.11.2 on.
     if "ft_in" in params:
         consts, carry, _ = map(len, params["ft_in"].unpack())
     else:
@@ -254,6 +255,7 @@ def _linear_solve(equation: JaxprEqn) -> LinearSolve:
         first += count
     right_side = tuple(range(first, len(equation.invars)))
     places = (*functions["solve"][1], *right_side)
+    # With `symmetric=True`, JAX uses one jaxpr for both.
     return LinearSolve(jaxprs.solve, places, functions, jaxprs.vecmat is jaxprs.matvec)
 
 
@@ -266,6 +268,7 @@ def _manual(equation: JaxprEqn) -> Manual:
     axes = set()
     for spec in (*params["in_specs"], *params["out_specs"]):
         for entry in spec:
+            # The axis that a dimension is sharded over, a tuple of axes, or None.
             axes.update((entry,) if isinstance(entry, str) else entry or ())
     return Manual(params["jaxpr"], params["mesh"], frozenset(axes))
 

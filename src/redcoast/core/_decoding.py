@@ -149,6 +149,7 @@ def _check_numbers(d: Decoding) -> None:
     for name in ("temperature", "top_p", "min_p", "length_penalty", "repetition_penalty"):
         value = getattr(d, name)
         try:
+            # Called only for the error that it raises for what is no number.
             math.isfinite(0.0 if value is None else value)
         except TypeError:
             raise TypeError(f"`{name}` is {value!r}. It must be a number.") from None

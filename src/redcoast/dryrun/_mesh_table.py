@@ -186,6 +186,7 @@ def _groups(
     for candidate in candidates:
         figures = []
         for column, unit in zip((*_PLANNED, *_COMPILED), units, strict=True):
+            # As text: meshes whose figures look the same share a line.
             figures.append(_scaled(getattr(candidate, column.name), unit))
         line = _TableLine(tuple(figures), candidate.fits, candidate.error)
         if candidate.fits is None and candidate.error is None:

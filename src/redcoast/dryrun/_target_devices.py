@@ -54,6 +54,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
         ```
     """
     place = target_place(target)
+    # These are devices of the CPU, for which another compiler makes other programs.
     if place.stands_in:
         assert place.target is not None
         chip = place.target.chip

@@ -69,6 +69,7 @@ def quantise(
         if name not in chosen:
             return leaf
         if isinstance(leaf, LowRank):
+            # The factors are trained, and keep their numbers.
             weight = _quantised(leaf.weight, numbers, matrices[name], name)
             about = leaf.scale, leaf.outputs_first, leaf.saved_with
             return LowRank(weight, leaf.a, leaf.b, *about)
@@ -80,6 +81,7 @@ def quantise(
 def _quantised(weight: PyTree, numbers: Numbers, matrix: Matrix, name: str) -> PyTree:
     if is_quantised(weight):
         raise ValueError(f"{name} is quantised already. Dequantise it first (`lora.dequantise`).")
+    # A scale is for numbers that a product sums over.
     axis = matrix.last_input(weight.shape)
     return jax.jit(partial(quantised_weight, numbers=numbers, axis=axis))(weight)
 

@@ -49,6 +49,7 @@ def read_template_options(request: Body) -> Body:
     if not isinstance(options, dict) or any(name in own for name in options):
         text = f"`chat_template_kwargs` must be an object without {', '.join(own)}."
         raise Refused(400, text, "chat_template_kwargs")
+    # The prompt ends with the beginning of an answer, unless the client says otherwise.
     return {"add_generation_prompt": True} | options
 
 
@@ -61,6 +62,7 @@ def read_tools(tools: object) -> list[Body] | None:
 
 
 def _is_tool(value: object) -> bool:
+    # {"type": "function", "function": {"name": "...", "parameters": {...}}}
     if not isinstance(value, dict) or value.get("type") != "function":
         return False
     function = value.get("function")
@@ -100,6 +102,7 @@ def read_calls(calls: object, where: str) -> list[Body]:
             function = call.get("function")
         if not isinstance(function, dict):
             raise Refused(400, error, where)
+        # {"function": {"name": "...", "arguments": "{...}"}}
         arguments = read_arguments(function)
         if arguments is None or not isinstance(function.get("name"), str):
             raise Refused(400, error, where)
@@ -129,6 +132,7 @@ def read_content(content: object, where: str) -> str:
     for part in content if isinstance(content, list) else []:
         text = None
         if isinstance(part, dict):
+            # {"type": "text", "text": "..."}
             text = part.get("text")
         if not isinstance(text, str) or part.get("type") != "text":
             raise Refused(400, _NO_TEXT.format(where), where)
@@ -144,6 +148,7 @@ _NO_TEXT = "'{}' must be a string, or a list of parts of text."
 def read_prompts(request: Body, limits: Limits) -> list[str | list[int]]:
     """Returns one or several prompts, which are strings or tokens."""
     prompt = request.get("prompt")
+    # A single prompt is a text or a list of tokens.
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and is_integer(prompt[0])):
         prompt = [prompt]
     if not (isinstance(prompt, list) and prompt):

@@ -24,6 +24,7 @@ class TrackioLogger:
             self._run = self._trackio.init(**self._arguments(run))
 
     def __call__(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
+        # A logger that is called by another one, or outside of a run, was not started.
         self.start(join_run(self) or RunInfo())
         assert self._run is not None
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
@@ -43,6 +44,7 @@ class TrackioLogger:
         saved: dict[str, str] = {}
         if run.resumed:
             arguments.setdefault("resume", "allow")
+            # Without this file, or if it is damaged, the directory has the name.
             with contextlib.suppress(OSError, ValueError):
                 saved = json.loads(file.read_text("utf-8"))
         if arguments.get("name") is None:

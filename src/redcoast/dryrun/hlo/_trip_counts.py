@@ -22,6 +22,7 @@ from ._parse import (
     operands,
 )
 
+# In the `backend_config` of a `while`.
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # Opcodes whose result has the value of the first operand.
 _SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier")
@@ -121,6 +122,7 @@ def iterations(start: int, step: int, direction: str, bound: int) -> int | None:
     # A counter that steps over the bound would never be equal to it.
     if direction == "NE" and step and (bound - start) % step == 0 and (bound - start) // step >= 0:
         return (bound - start) // step
+    # An integer is at most 7 if it is less than 8.
     bound += {"LE": 1, "GE": -1}.get(direction, 0)
     if (direction in ("LT", "LE") and step > 0) or (direction in ("GT", "GE") and step < 0):
         return len(range(start, bound, step))
@@ -151,6 +153,7 @@ def _comparison(scope: CallScope) -> tuple[Value, str, Value] | None:
     direction = re.search(r"\bdirection=(\w+)", attributes(instruction))
     if instruction.opcode != "compare" or direction is None:
         return None
+    # pred[] compare(%i, %eight), direction=LT
     compared = operands(instruction)
     left = _value(scope, compared[0], None)
     right = _value(scope, compared[1], None)
@@ -162,13 +165,16 @@ def _value(scope: CallScope, name: str, place: int | None) -> Value:
     instruction = lookup(scope.computation, name)
     match instruction.opcode:
         case "constant":
+            # %eight = s32[] constant(8)
             literal = arguments(instruction)[0]
             if re.fullmatch(r"-?\d+", literal) is None:
                 return None
             return int(literal)
         case "parameter":
+            # %carry = (s32[], f32[4]) parameter(0)
             return scope.parameters(int(arguments(instruction)[0]), place)
         case "get-tuple-element":
+            # %i = s32[] get-tuple-element(%carry), index=0
             index = re.search(r"\bindex=(\d+)", attributes(instruction))
             if index is None or place is not None:
                 return None

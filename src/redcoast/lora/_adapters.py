@@ -15,8 +15,7 @@ from ..core._pytree import show_path
 from ..models._attention import wide
 from ..models._basic import normal
 from ..models._einsum import LowRank, merged
-from ..models._quantised_weight import is_quantised
-from ._targets import find_adapted, find_matrices, is_adapted, match_targets
+from ._targets import find_adapted, find_matrices, is_adapted, is_weight, match_targets
 
 
 @hide_frames
@@ -86,7 +85,7 @@ def add_adapters(
         b = jnp.zeros((*stack, rank, *outputs), dtype)
         return LowRank(leaf, a, b, scale, matrix.outputs_first)
 
-    return jax.tree_util.tree_map_with_path(adapt, model, is_leaf=_is_weight)
+    return jax.tree_util.tree_map_with_path(adapt, model, is_leaf=is_weight)
 
 
 @hide_frames
@@ -168,7 +167,7 @@ def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
     """
     new, problems = find_adapted(adapters), []
     shapes = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_weight):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_weight):
         shapes[show_path(path)] = getattr(leaf, "shape", None)
     for path, node in new.items():
         shape = shapes.get(path)
@@ -189,7 +188,7 @@ def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
             return leaf
         return LowRank(leaf, node.a, node.b, node.scale, node.outputs_first, saved_with)
 
-    return jax.tree_util.tree_map_with_path(put, model, is_leaf=_is_weight)
+    return jax.tree_util.tree_map_with_path(put, model, is_leaf=is_weight)
 
 
 def _weight_shape(node: LowRank, ndim: int) -> tuple[int, ...]:
@@ -218,11 +217,6 @@ def merge(model: PyTree) -> PyTree:
     results are the same up to rounding. Weights that are quantised and have no adapter stay so.
     """
     return jax.tree.map(merged, model, is_leaf=is_adapted)
-
-
-def _is_weight(node: object) -> bool:
-    """Whether a node stands in place of a weight."""
-    return is_adapted(node) or is_quantised(node)
 
 
 def without_adapters(model: PyTree) -> PyTree:

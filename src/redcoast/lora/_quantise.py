@@ -12,7 +12,7 @@ from ..core._pytree import show_path
 from ..models._einsum import LowRank
 from ..models._quantised_weight import Numbers, is_quantised, quantised_weight, unquantised
 from ..pretrained._matrix_roles import Matrix
-from ._targets import find_matrices, is_adapted, match_targets
+from ._targets import find_matrices, is_weight, match_targets
 
 
 @hide_frames
@@ -62,7 +62,6 @@ def quantise(
         raise ValueError(f"`numbers` must be 'nf4' or 'int8', but is {numbers!r}.")
     matrices = find_matrices(model)
     chosen = match_targets(targets, matrices)
-    is_leaf = lambda x: is_adapted(x) or is_quantised(x)
 
     def replace(path: KeyPath, leaf: PyTree) -> PyTree:
         name = show_path(path)
@@ -75,7 +74,7 @@ def quantise(
             return LowRank(weight, leaf.a, leaf.b, *about)
         return _quantised(leaf, numbers, matrices[name], name)
 
-    return jax.tree_util.tree_map_with_path(replace, model, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(replace, model, is_leaf=is_weight)
 
 
 def _quantised(weight: PyTree, numbers: Numbers, matrix: Matrix, name: str) -> PyTree:

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from ..core._pytree import show_path
 from ..models._einsum import LowRank
+from ..models._quantised_weight import is_quantised
 from ..pretrained._matrix_roles import Matrix, matrix_of
 from ..pretrained._registry import family_of
 from ..pretrained._tensors import Tensor
@@ -82,6 +83,11 @@ def find_adapted(model: PyTree) -> dict[str, LowRank]:
 
 def is_adapted(node: object) -> bool:
     return isinstance(node, LowRank)
+
+
+def is_weight(node: object) -> bool:
+    """Whether a node of a model stands in place of an array of weights."""
+    return is_adapted(node) or is_quantised(node)
 
 
 def with_paths(tree: PyTree, is_leaf: Callable[[PyTree], bool]) -> Iterator[tuple[str, PyTree]]:

@@ -13,7 +13,7 @@ from ..core._pytree import leaf_paths
 from ..sharding import infer_shardings
 from ._registry import Family
 
-PLANNED_TOKENS = 128
+PLANNED_TOKENS = 128  # in a row
 
 
 def choose_shardings(
@@ -25,6 +25,7 @@ def choose_shardings(
     if shardings is not None:
         return _check(leaf_paths(shardings, Sharding), arrays, mesh)
     if mesh is None:
+        # Where JAX puts a new array, which `jax.default_device` may have changed.
         device = next(iter(jnp.zeros(()).devices()))
         return dict.fromkeys(arrays, SingleDeviceSharding(device))
     if mesh.size == 1:
@@ -41,6 +42,7 @@ def inputs_to_plan(family: Family, config: Any, mesh: Mesh) -> tuple[jax.ShapeDt
     if own := getattr(family.hf, "example_inputs", None):
         return own(config, mesh.size)
     length = min(PLANNED_TOKENS, getattr(config, "positions", PLANNED_TOKENS))
+    # A row for each device, so that the rows can be divided over any axes.
     tokens = jax.ShapeDtypeStruct((mesh.size, length), jnp.int32)
     return (tokens, tokens) if hasattr(family.model, "encode") else (tokens,)
 

@@ -75,6 +75,7 @@ def read(settings: Settings) -> Fields:
         "use_bidirectional_attention": ("vision", None),
     }
     c, fields = read_settings(settings, _FIELDS, defaults, only=only)
+    # Five of six layers have a window, unless the file says otherwise.
     local = all_but_last_of(6, c["num_hidden_layers"])[:-1]
     if c["layer_types"]:
         local = read_windows(c["layer_types"][:-1])
@@ -127,6 +128,7 @@ def _rope(c: Settings, head_dim: int) -> Fields:
     return {
         "local_rope_base": near.get("rope_theta", 1e4),
         "rope_base": far.get("rope_theta", 1e4),
+        # Even, since numbers are rotated in pairs.
         "rotary_dim": 2 * int(part * head_dim // 2),
     }
 

@@ -59,6 +59,7 @@ def tensors(config: OPTConfig) -> dict[str, Tensor]:
     biases = "qkvo" if config.bias else ""
     found = {
         "embed": Tensor(base + "embed_tokens.weight", EMBED),
+        # Two rows that are not used, and one for each position.
         "position_embed": Tensor(positions, "rows width -> rows width"),
         **attention("layers/", layer + "self_attn.", OUT_PROJ, biases=biases),
     }

@@ -21,9 +21,8 @@ from ..core._trainable import trainable_arrays
 from ..distributed._mesh import AXES, PIPE
 from ..sharding import Plan
 from ..sharding.tree._overrides import Override
-from ..train._compiler_options import Option, compiler_options_for, show_options
+from ..train._compiler_options import Option, show_options
 from ..train._loss import LossFn
-from ..train._training import Training
 from ._changes import find_changes
 from ._compile_job import Compiled, Traffic, compile_job, show_sizes
 from ._devices import Place
@@ -179,9 +178,9 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
             slow_axes=slow_axes(target, mesh),
             groups=target.groups,
         )
-    if layers := _training(job).layers(job.state.model, job.batch, mesh):
+    if layers := job.training.layers(job.state.model, job.batch, mesh):
         notes.append(f"Layers of the model: {layers}.")
-    if options := compiler_options_for(mesh, job.compiler_options):
+    if options := job.training.options_for(mesh):
         notes.append(f"Options of the compiler: {show_options(options)}.")
     if compiled.open_loops:
         loops = "A loop has"
@@ -214,10 +213,6 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
         plan=plan,
         lines=_with_plan(compiled.lines, plan),
     )
-
-
-def _training(job: Job) -> Training:
-    return Training(job.loss_fn, job.optimizer, compute_dtype=job.compute_dtype)
 
 
 def _with_plan(lines: Sequence[Traffic], plan: Plan) -> tuple[Traffic, ...]:

@@ -20,7 +20,7 @@ from ..core._tracing import abstract_key, trace_for
 from ..data._per_batch import is_per_batch
 from ..distributed._mesh import AXES, batch_sharding, divisors
 from ..sharding import Hardware, Plan
-from ..sharding._plan import check_memory, layer_loops
+from ..sharding._plan import check_memory
 from ..sharding.tree._overrides import Override
 from ..tracking._metrics import pack_metrics
 from ..train._compile import compile_step
@@ -28,7 +28,8 @@ from ..train._compiler_options import Option, check_compiler_options
 from ..train._loss import LossFn, evaluate_loss
 from ..train._plan_step import plan_step
 from ..train._precision import as_compute_dtype
-from ..train._step import TrainState, init_state, is_model, train_step
+from ..train._step import TrainState, init_state, is_model
+from ..train._training import Training
 from ._phases import enter_phase
 
 # The mesh for the loss's own constraints before there is a mesh. Any dimension is divisible by it.
@@ -56,6 +57,18 @@ class Job:
         parts = jax.tree.leaves(self.batch, is_leaf=is_per_batch)
         of_examples = [part for part in parts if not is_per_batch(part)]
         return jax.tree.leaves(of_examples or parts)[0].shape[0]
+
+    @property
+    def training(self) -> Training:
+        """What the step depends on, beside its state and its batch."""
+        return Training(
+            self.loss_fn,
+            self.optimizer,
+            self.accumulate,
+            self.compute_dtype,
+            self.trainable,
+            self.compiler_options,
+        )
 
 
 def as_init_fn(model_or_init_fn: Any) -> Callable[..., Any]:
@@ -184,17 +197,8 @@ def plan_job(job: Job, mesh: Mesh, hardware: Hardware | None = None) -> Plan:
 
 def trace_job(job: Job, plan: Plan, mesh: Mesh) -> jax.stages.Traced:
     """Traces the step as `fit` calls it, ready to be lowered for the mesh's devices."""
-    step = ft.partial(
-        train_step,
-        loss_fn=plan.constrain(job.loss_fn),
-        optimizer=job.optimizer,
-        compute_dtype=job.compute_dtype,
-        trainable=job.trainable,
-        accumulate=job.accumulate,
-    )
-    compiled = compile_step(
-        pack_metrics(step), plan.shardings, compiler_options=job.compiler_options
-    )
+    step = pack_metrics(job.training.step(plan, job.accumulate))
+    compiled = compile_step(step, plan.shardings, compiler_options=job.compiler_options)
     return compiled.trace(job.state, split_batch(job, mesh))
 
 
@@ -212,9 +216,7 @@ def split_batch(job: Job, mesh: Mesh) -> PyTree[jax.ShapeDtypeStruct]:
 
 def scanned_layers(job: Job) -> list[int]:
     """For each scan of the loss over arrays of the model, the number of its iterations."""
-    measure = ft.partial(evaluate_loss, job.loss_fn, compute_dtype=job.compute_dtype)
-    fn = lambda model, batch, key: measure(model, batch, key).loss
-    loops = layer_loops(fn, job.state.model, (job.batch, abstract_key()), _ANY_MESH)
+    loops = job.training.loops(job.state.model, job.batch, _ANY_MESH)
     return [length for length, _ in loops]
 
 

@@ -42,15 +42,22 @@ class Training:
 
     def layers(self, model: PyTree, batch: PyTree, mesh: Mesh | AbstractMesh) -> str:
         """How the compiled loss runs the layers that a model stacks; empty if it stacks none."""
-        measure = ft.partial(evaluate_loss, self.loss_fn, compute_dtype=self.compute_dtype)
-        loss = lambda model, batch, key: measure(model, batch, key).loss
         found: list[str] = []
-        for count, unroll in layer_loops(loss, model, (batch, abstract_key()), mesh):
+        for count, unroll in self.loops(model, batch, mesh):
             how = "in a loop"
             if unroll >= count:
                 how = "unrolled"
             found.append(f"{count} {how}")
         return ", ".join(found)
+
+    def loops(
+        self, model: PyTree, batch: PyTree, mesh: Mesh | AbstractMesh
+    ) -> list[tuple[int, int]]:
+        """For each loop of the loss over arrays of the model: how many layers it runs, and how many
+        of them in one iteration."""
+        measure = ft.partial(evaluate_loss, self.loss_fn, compute_dtype=self.compute_dtype)
+        loss = lambda model, batch, key: measure(model, batch, key).loss
+        return layer_loops(loss, model, (batch, abstract_key()), mesh)
 
     def step(
         self, plan: Plan, accumulate: int, take: Callable[..., PyTree] = train_step

@@ -161,6 +161,7 @@ def restore_newest(
     for step in reversed(steps):
         path = checkpoints.path / str(step)
         restored = _restore(path, like, shardings)
+        # A text says what is damaged.
         if not isinstance(restored, str):
             if is_main():
                 _move_aside(damaged, path)

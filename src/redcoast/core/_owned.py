@@ -73,6 +73,7 @@ def _visit(x: PyTree, seen: dict[int, object], references: dict[int, int]) -> No
         return
     key = id(x)
     references[key] = references.get(key, 0) + 1
+    # What it refers to was counted then.
     if key in seen:
         return
     seen[key] = x

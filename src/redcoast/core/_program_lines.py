@@ -116,6 +116,7 @@ class _Describer:
         if isinstance(value, Mapping):
             return f"{{{', '.join(sorted(f'{text(k)}: {text(v)}' for k, v in value.items()))}}}"
         if isinstance(value, set | frozenset):
+            # The order of a set of strings differs from process to process.
             return f"{{{', '.join(sorted(map(text, value)))}}}"
         if isinstance(value, tuple | list):
             return f"({', '.join(map(text, value))})"

@@ -56,6 +56,7 @@ def _encode(x: PyTree) -> dict[str, PyTree]:
     if isinstance(x, bytes):
         return {"bytes": base64.b64encode(x).decode()}
     if isinstance(x, dict):
+        # In JSON, the keys of objects are strings.
         return {"dict": [[_encode(key), _encode(value)] for key, value in x.items()]}
     if isinstance(x, list | tuple):
         kind = "tuple"
@@ -67,7 +68,7 @@ def _encode(x: PyTree) -> dict[str, PyTree]:
     array = np.asarray(x)
     return {
         "array": base64.b64encode(array.tobytes()).decode(),
-        "dtype": array.dtype.str,
+        "dtype": array.dtype.str,  # with the order of its bytes, as `<f4`
         "shape": list(array.shape),
         "library": type(x).__module__.partition(".")[0],
     }

@@ -325,6 +325,7 @@ def _recomputing(job: Job, place: Place, candidates: list[Candidate]) -> list[Ca
     for candidate in candidates:
         is_open = candidate.error is None and PIPE not in candidate.mesh
         if is_open and _memory_of(candidate) > limit and _cost_of(candidate) < fastest:
+            # Planned again, now within the limit.
             candidate = estimate_mesh(job, place, candidate.mesh)
         estimated.append(candidate)
     return estimated

@@ -153,6 +153,7 @@ def of_groups(
             problems.append(error.args[0])
             continue
         for end in ("qweight", "qzeros", "scales", "g_idx"):
+            # AWQ has no `g_idx`.
             read.pop(f"{module}.{end}", None)
         read[f"{module}.weight"] = ft.partial(Stored, groups.shape, read=groups.read)
     if problems:

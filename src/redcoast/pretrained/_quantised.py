@@ -182,6 +182,7 @@ def _of_integers(
             tensors[name] = x
         else:
             packed[name] = x
+    # They are made only now: by default, their dtype is that of the other tensors.
     dtype = dtype or _dtype_of_others(tensors)
     for name, make_tensor in packed.items():
         tensors[name] = make_tensor(dtype)

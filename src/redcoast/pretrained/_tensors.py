@@ -160,6 +160,7 @@ def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
             f"shape {leaf_shape}."
         )
     for group, size in zip(tensor.right, shape, strict=True):
+        # At most one factor has no size yet: it is what the others leave of the dimension.
         known, unsized = 1, []
         for factor in group:
             if (part := sizes[factor]) is None:
@@ -175,6 +176,7 @@ def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
     complete = {factor: size for factor, size in sizes.items() if size is not None}
     totals = tensor_sizes(tensor, complete)
     for factor, start in ranges(tensor).items():
+        # An array may have a part of a fused tensor, which must not end behind it.
         stop = start + complete[factor]
         if stop > totals[factor]:
             raise ValueError(

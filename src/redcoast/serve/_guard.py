@@ -24,6 +24,7 @@ def guard(app: Application, *, key: str | None, host: str | None) -> Application
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
+            # In ASGI, pairs of bytes.
             headers = {name.lower(): value for name, value in scope["headers"]}
             try:
                 if local:

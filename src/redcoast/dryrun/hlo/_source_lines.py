@@ -57,6 +57,7 @@ def read_frames(text: str) -> Callable[[str], list[Frame]]:
                 return []
             return [(source[1], int(source[2] or 0))]
         frames: list[Frame] = []
+        # From the innermost frame outwards.
         number = int(frame[1])
         while number in stack and len(frames) < _DEEPEST:
             location = locations.get(stack[number].get("file_location_id", 0), {})

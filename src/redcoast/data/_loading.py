@@ -61,6 +61,12 @@ class Threads(NamedTuple):
     workers: int = 2
     ahead: int = 4
 
+    @property
+    def batches(self) -> int:
+        """How many batches may be in use: those in the making, those that wait, and the last one
+        that was returned."""
+        return self.workers + self.ahead + 1
+
 
 USUAL_THREADS = Threads()
 
@@ -232,7 +238,7 @@ def stream_batches(
     assert isinstance(stream, Stream)
     collating = Collating(collate_fn, mesh, on_host=on_host)
     # Batches in use: those that are prepared, those that are being made, and the reader's own.
-    reader = StreamReader(stream, used=threads.ahead + threads.workers + 1)
+    reader = StreamReader(stream, used=threads.batches)
 
     def read() -> Iterator[_Read]:
         position = start
@@ -391,7 +397,7 @@ def unbatched(batch: PyTree) -> Iterator[PyTree]:
 def _ordered_stream(
     stream: Stream, collating: Collating, batch_size: int, mesh: Mesh, threads: Threads
 ) -> Generator[Loaded, None, None]:
-    reader = StreamReader(stream, used=threads.ahead + threads.workers + 1)
+    reader = StreamReader(stream, used=threads.batches)
     shards = batch_shards(mesh)
 
     def read() -> Iterator[tuple[int, list[PyTree]]]:

@@ -109,9 +109,12 @@ def plan_flow(
     """Plans the sharding of a model and of the computation in `fn(model, *args)`."""
     axes = dict(mesh.shape)
     leaves = flat_leaves(model)
-    places = {leaf.index: place for place, leaf in enumerate(leaves)}
     overridden = apply_overrides(leaves, overrides, axes)
-    specs = {places[index]: spec for index, spec in overridden.items()}
+    # A place counts arrays, and an index the leaves that are not arrays as well.
+    specs: dict[int, P] = {}
+    for place, leaf in enumerate(leaves):
+        if leaf.index in overridden:
+            specs[place] = overridden[leaf.index]
 
     def trace() -> Program:
         traced, _ = trace_over(mesh, fn, model, args)
@@ -155,8 +158,10 @@ def plan_flow(
         layout = replace(layout, decision=replace(decision, program=task.program))
     reasons = _reasons.find_reasons(leaves, layout.decision)
     not_rows = _reasons.not_rows(args[:1], layout.decision)
+    by_rows = task.program
     # Whether examples are coupled is asked of rows, also where tokens are split.
-    by_rows = program if decision.program.batch.splits_examples else task.program
+    if decision.program.batch.splits_examples:
+        by_rows = program
     report = _report(task, layout, reasons, not_rows, by_rows)
     report = replace(report, waiting=waiting(layout.decision.program, mesh, compute))
     return _leaf_plans(layout, reasons), compute, report
@@ -170,7 +175,9 @@ def _by_rows_or_within(task: _Task, budget: int | None, trace: Callable[[], Prog
 
     @ft.lru_cache(None)  # a trace takes longer than the search
     def traced(parts: int) -> Program:
-        return program if parts == 1 else trace_in_parts(parts, trace)
+        if parts == 1:
+            return program
+        return trace_in_parts(parts, trace)
 
     # A constraint of the program's own on its batch is obeyed.
     if split := asked_split(program, axes):
@@ -184,9 +191,11 @@ def _by_rows_or_within(task: _Task, budget: int | None, trace: Callable[[], Prog
         by_rows = _cheapest([task], budget)
         if not by_rows.excess:
             return by_rows
-        # Where nothing fits, the price of a usual plan decides.
         best = _cheapest([task, *others], budget)
-        return by_rows if best.excess else best
+        # Where nothing fits, the price of a usual plan decides.
+        if best.excess:
+            return by_rows
+        return best
     # Rows do not divide: they are replicated, or examples are split.
     by_tokens = split_tokens(program, count, lambda: traced(count))
     why_whole = by_tokens.batch.why_whole or "it would cost more"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from operator import attrgetter
 
 import jax
 import optax
@@ -73,7 +74,11 @@ class WeightUses:
     def last_matrices(self, model: PyTree) -> set[int]:
         """The arrays of the last product alone: the last layer may be one of a stack."""
         leaves = jax.tree.leaves(model)
-        return {i for i in self.last if not _is_stacked(leaves[i].shape, *self.products[i])}
+        last: set[int] = set()
+        for place in self.last:
+            if not _is_stacked(leaves[place].shape, *self.products[place]):
+                last.add(place)
+        return last
 
 
 @hide_frames
@@ -169,6 +174,7 @@ def uses_in(traced: Traced, model: PyTree) -> WeightUses:
     # The arrays of the model are the first inputs, and what follows them is data.
     inputs = [_Origin(is_data=True)] * len(scope.jaxpr.invars)
     for i, leaf in enumerate(flat_leaves(model)):
+        # Each dimension of an array is made of itself.
         dims = tuple(frozenset([d]) for d in range(len(leaf.shape)))
         inputs[i] = _Origin((_Weight(leaf.index, dims),))
     results = follow_facts(facts, scope, inputs)
@@ -182,10 +188,13 @@ def _dimension_numbers(
     """The dimension numbers of one array, or None if it is not a hidden matrix."""
     # A dimension that is summed over is not a side of the result as well.
     free = free - summed
+    rows = prod(map(shape.__getitem__, summed))
+    columns = prod(map(shape.__getitem__, free))
     # A product with one row or column is one with a vector.
-    is_vector = min(prod(shape[d] for d in dims) for dims in (summed, free)) == 1
+    if rows == 1 or columns == 1:
+        return None
     # The last layer may be one of a scan over all of them.
-    if is_vector or (is_last and not _is_stacked(shape, summed, free)):
+    if is_last and not _is_stacked(shape, summed, free):
         return None
     return optax.contrib.MuonDimensionNumbers(tuple(sorted(summed)), tuple(sorted(free)))
 
@@ -197,14 +206,17 @@ def _is_stacked(shape: tuple[int, ...], summed: Dims, free: Dims) -> bool:
 
 def _joined(origins: Sequence[_Origin]) -> _Origin:
     """The origin of an array that is one of several, or is computed element by element."""
-    is_data = any(origin.is_data for origin in origins)
-    last = frozenset().union(*(origin.last for origin in origins))
+    is_data = False
+    last: frozenset[int] = frozenset()
     weights: dict[int, _Weight] = {}
-    if not is_data:
-        for origin in origins:
-            for weight in origin.weights:
-                # Of several views of an array, as of its layers, the first stands for all.
-                weights.setdefault(weight.index, weight)
+    for origin in origins:
+        is_data |= origin.is_data
+        last |= origin.last
+        for weight in origin.weights:
+            # Of several views of an array, as of its layers, the first stands for all.
+            weights.setdefault(weight.index, weight)
+    if is_data:
+        weights = {}  # a view is made of the model alone
     return _Origin(tuple(weights.values()), is_data, last)
 
 
@@ -225,7 +237,7 @@ def _follow(uses: WeightUses, operation: Operation, origins: Sequence[_Origin]) 
         weights = tuple(weight.with_rank(rank) for weight in origin.weights)
         views[-1] = replace(origin, weights=weights)
         if place == 0 and _is_lookup(rule):
-            uses.lookups.update(weight.index for weight in origin.weights)
+            uses.lookups.update(map(attrgetter("index"), weights))
     result = _joined(views)
     if is_product and result.is_data:
         return _multiply(uses, rule, views)
@@ -254,7 +266,7 @@ def _multiply(uses: WeightUses, rule: Rule, origins: Sequence[_Origin]) -> _Orig
             summed, free = _sides(weight, rule, place)
             uses.products.setdefault(weight.index, (summed, free))
         if origin.weights:
-            last = frozenset(weight.index for weight in origin.weights)
+            last = frozenset(map(attrgetter("index"), origin.weights))
             return _Origin(is_data=True, last=last)
     return _joined(origins)
 
@@ -284,6 +296,7 @@ def _sides(weight: _Weight, rule: Rule, place: int) -> tuple[Dims, Dims]:
 def _dims_with(weight: _Weight, dimensions: Iterable[Dimension], factors: Set[Factor]) -> Dims:
     """The dimensions of the model's array that any of the factors is in."""
     dims: set[int] = set()
+    # A dimension of a view may be made of several of the array, as after a reshape.
     for sources, dimension in zip(weight.dims, dimensions, strict=True):
         if not factors.isdisjoint(dimension):
             dims |= sources

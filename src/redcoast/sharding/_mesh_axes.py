@@ -6,7 +6,7 @@ from math import prod
 
 def parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     """The number of devices of these axes together."""
-    return prod(sizes[axis] for axis in axes)
+    return prod(map(sizes.__getitem__, axes))
 
 
 def used_axes(axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from operator import mod
+from itertools import filterfalse
+from operator import attrgetter, mod
 from os import PathLike
 from pathlib import Path
 
@@ -158,7 +159,7 @@ def load_plan(
     # The paths, roles and indices of the arrays, with specs that are read from the file below.
     replicated = [LeafPlan(leaf, P(), OVERRIDE, "parameter") for leaf in leaves]
     unsharded = plan_leaves(tree, replicated, {})
-    _check_leaves(path, saved.rows, [plan.leaf for plan in unsharded])
+    _check_leaves(path, saved.rows, list(map(attrgetter("leaf"), unsharded)))
     plans: list[LeafPlan] = []
     for plan, row in zip(unsharded, saved.rows, strict=True):
         spec = _read_spec(path, row, saved.mesh)
@@ -212,7 +213,8 @@ def _cannot_read(path: Path, error: OSError) -> str:
 
 
 def _check_leaves(path: Path, rows: Sequence[_SavedArray], leaves: Sequence[Leaf]) -> None:
-    planned, paths = [row.path for row in rows], [leaf.name for leaf in leaves]
+    planned = list(map(attrgetter("path"), rows))
+    paths = list(map(attrgetter("name"), leaves))
     if planned != paths:
         raise ValueError(f"The plan in {path} is for another tree: {_difference(planned, paths)}.")
     for row, leaf in zip(rows, leaves, strict=True):
@@ -226,17 +228,19 @@ def _check_leaves(path: Path, rows: Sequence[_SavedArray], leaves: Sequence[Leaf
 
 
 def _difference(planned: Sequence[str], paths: Sequence[str]) -> str:
-    differences: list[str] = []
+    only_planned = filterfalse(set(paths).__contains__, planned)
+    only_in_tree = filterfalse(set(planned).__contains__, paths)
     # A set of paths may be equal where their order or their number is not.
-    lacking = [repr(name) for name in planned if name not in set(paths)]
-    if lacking:
-        differences.append(f"the tree lacks {several(lacking, 3)}")
-    new = [repr(name) for name in paths if name not in set(planned)]
-    if new:
-        differences.append(f"the plan does not have {several(new, 3)}")
-    repeated = [repr(name) for name, count in Counter(planned).items() if count > 1]
-    if repeated:
-        differences.append(f"the plan has {several(repeated, 3)} several times")
+    repeated = Counter(planned) - Counter(set(planned))
+    differences: list[str] = []
+    for text, names in (
+        ("the tree lacks {}", only_planned),
+        ("the plan does not have {}", only_in_tree),
+        ("the plan has {} several times", repeated),
+    ):
+        shown = several(list(map(repr, names)), 3)
+        if shown:
+            differences.append(text.format(shown))
     if differences:
         return ", and ".join(differences)
     for name, other in zip(planned, paths, strict=False):
@@ -252,6 +256,7 @@ def _read_spec(path: Path, row: _SavedArray, axes: Mapping[str, int]) -> P:
     fits = len(row.spec) <= len(row.shape) and len(used) == len(set(used)) and set(used) <= {*axes}
     if fits:
         parts = [spec_parts([entry], axes) for entry in row.spec]
+        # Dimensions without an entry are whole.
         fits = not any(map(mod, row.shape, parts))
     if not fits:
         raise ValueError(

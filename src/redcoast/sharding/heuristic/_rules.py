@@ -1,13 +1,18 @@
-"""Shards matrices over `model` by the rules of RedCoast (arXiv:2310.16355, section 3.1).
+"""Shards matrices over `model` by the two rules of RedCoast (arXiv:2310.16355, section 3.1).
 
-Consecutive matrices are sharded alternately, on the output and then on the input: the sharded
-output of one matrix is the sharded input of the next, so that one all-reduce is enough for both.
-In attention, query, key and value are sharded on their outputs, and the output matrix on its input.
-Embeddings and language-model heads are sharded on the vocabulary. For transformers, these are the
-rules of Megatron-LM (arXiv:1909.08053, section 3).
+1. Consecutive matrices are sharded alternately, on the output and then on the input: the sharded
+   output of one is the sharded input of the next, so that one all-reduce is enough for both.
+2. In attention, query, key and value are sharded on their outputs, and the output matrix on its
+   input.
+
+A block of a transformer reads and writes the width of the residual stream. In it, both rules shard
+a matrix on its other side, which sizes tell, unless the matrix is square. Embeddings and
+language-model heads are sharded on the vocabulary, which is their other side too. For transformers,
+these are the rules of Megatron-LM (arXiv:1909.08053, section 3).
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import gcd, prod
@@ -18,17 +23,12 @@ from jaxtyping import PyTree
 
 from ..tree._leaves import LARGE, Leaf
 from ..tree._overrides import multiples_near
-from ._matrices import Block, SizeCounts, WeightMatrix, layer_of
+from ._matrices import KERNEL_WIDTH, Block, Matrix, Tree, layer_of
 
 # A matrix with this many times fewer outputs than inputs is not worth sharding.
 _NARROW = 8
-_SMALL = re.compile(
-    r"(^|_)(pos|positions?|positional|time|timesteps?)(_|emb|$)|wpe|(^|_)type(_|$)|segment|relative",
-    re.IGNORECASE,
-)
-_HEAD = re.compile(r"head|logits|vocab|(^|_)(lm|output|decoder|unembed\w*)($|_)", re.IGNORECASE)
-_INPUTS = ("query", "key", "value", "fused")  # the roles of matrices into attention
-_COMPLETE = ({"query", "key", "value"}, {"query", "fused"}, {"fused"})
+# The output matrix of an attention whose matrices are all square.
+_OUTPUT = re.compile(r"w?_?(o|out|output)(_?(proj|projection|linear|dense|kernel|weight))*")
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 _KV_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "kv_heads")
 
@@ -38,25 +38,15 @@ class ModelSharding:
     """The dimension of an array that is sharded over `model`, or None, and the reason.
 
     `outer` is the size of the other side of a matrix, which is not sharded. It is also set if a
-    matrix is not sharded only because its size is not divisible. `vocabulary` is the number of rows
-    of a table that has a dimension of the vocabulary.
+    matrix is not sharded only because its size is not divisible.
     """
 
     dim: int | None
     reason: str
     outer: int | None = None
-    vocabulary: int | None = None
 
 
-ModelShardings = dict[int, ModelSharding]  # by the index of the array
-Inputs = dict[str | None, WeightMatrix]  # those of attention, by their role
 Side = Literal["column", "row"]
-
-
-def vocabularies(splits: ModelShardings) -> set[int]:
-    """The sizes of all vocabularies, sharded or not."""
-    sizes = {split.vocabulary for split in splits.values()}
-    return set(filter(None, sizes))
 
 
 def indivisible(what: str, size: int, n: int) -> str:
@@ -64,65 +54,73 @@ def indivisible(what: str, size: int, n: int) -> str:
     return f"{what} {size} is not a multiple of model={n} ({multiples_near(size, n)} would be)"
 
 
-def shard_matrices(blocks: list[Block], sizes: SizeCounts, n: int) -> ModelShardings:
-    """The splits of all matrices and of their biases over `n` devices."""
-    rules = _Rules(sizes, n)
-    by_path = {block.path: block for block in blocks}
-    matrices = blocks[-1].below
-    # Attention is first, because it shows the width of the residual stream.
-    for block in blocks:
-        parent = None
-        if block.path:
-            parent = by_path.get(block.path[:-1])
-        rules.shard_attention(block, parent)
-    attention = dict(rules.splits)
-    # Chains in lists may be sharded on any size, and others not on the residual widths.
-    for block in blocks:
-        if block.is_ordered:
-            rules.shard_chains(block, set())
-    tables = [matrix for matrix in matrices if matrix.kind == "table"]
-    rules.shard_tables(tables, _outer_sizes(matrices, attention))
-    widths = _outer_sizes(tables, rules.splits)
-    for block in blocks:
-        rules.shard_pairs(block, widths | _outer_sizes(block.below, attention))
-    # Heads are found by the sizes of the vocabularies, which tables have shown.
-    rules.shard_heads(matrices)
-    residual = _outer_sizes(matrices, rules.splits)
-    for block in blocks:
-        rules.shard_chains(block, residual)
-    residual = _outer_sizes(matrices, rules.splits)
-    for matrix in matrices:
-        if matrix.index not in rules.splits:
-            rules.shard_alone(matrix, residual)
-    return rules.splits
-
-
-def _outer_sizes(matrices: Iterable[WeightMatrix], splits: ModelShardings) -> set[int]:
-    """The sizes of the sides of matrices that are not sharded: widths of the residual stream."""
-    sizes: set[int] = set()
-    for matrix in matrices:
-        split = splits.get(matrix.index)
-        if split is not None and split.outer is not None:
-            sizes.add(split.outer)
-    return sizes
-
-
 @dataclass(frozen=True)
-class _Rules:
-    """The rules, which fill `splits` for `n` devices. A matrix that has a split keeps it."""
+class Rules:
+    """The rules, which fill `splits` for `n` devices, by the index of the array.
 
-    sizes: SizeCounts
+    `vocabularies` are the sizes of the vocabularies, sharded or not.
+    """
+
+    tree: Tree
     n: int
-    splits: ModelShardings = field(default_factory=dict)
+    splits: dict[int, ModelSharding] = field(default_factory=dict)
+    vocabularies: set[int] = field(default_factory=set)
+
+    def shard_tree(self) -> None:
+        """Shards all matrices of the tree, and their biases."""
+        matrices = self.tree.blocks[-1].below
+        by_path = {block.path: block for block in self.tree.blocks}
+        outside: list[Block] = []
+        # Layers show the width of the residual stream, by which the ends of a model are known.
+        for block in self.tree.blocks:
+            if any(map(_is_in_layer, filter(None, block.near))):
+                self._shard_block(block, by_path[block.path[:-1]], self.widths(block.below))
+            else:
+                outside.append(block)
+        if self.splits:
+            self._shard_ends(matrices)
+        for block in outside:
+            self._shard_block(block, by_path[block.path[:-1]], self.widths(matrices))
+        self._shard_ends(matrices)
+        for matrix in self._undecided(matrices):
+            self._shard_alone(matrix, self.widths(matrices))
+
+    def widths(self, matrices: Iterable[Matrix]) -> set[int]:
+        """The sizes of sides that are not sharded: widths of the residual stream."""
+        widths: set[int] = set()
+        for matrix in matrices:
+            split = self.splits.get(matrix.leaf.index)
+            if split is not None and split.outer is not None:
+                widths.add(split.outer)
+        return widths
+
+    def _undecided(self, matrices: Iterable[Matrix | None]) -> list[Matrix]:
+        """The matrices without a split. One that has a split keeps it."""
+        undecided: list[Matrix] = []
+        for matrix in matrices:
+            if matrix is not None and matrix.leaf.index not in self.splits:
+                undecided.append(matrix)
+        return undecided
+
+    def _linear(self, block: Block) -> list[Matrix]:
+        return [one for one in self._undecided(block.near) if one.kind == "linear"]
+
+    def _shard_block(self, block: Block, parent: Block, widths: set[int]) -> None:
+        """Shards the matrices near a block. `widths` are known ones of the residual stream."""
+        # Layers in a list are a chain, which may be sharded on any size.
+        if block.is_ordered:
+            self._shard_chains(block, set())
+            return
+        self._shard_heads(block)
+        linear = self._linear(block)
+        if isinstance(block.owner, eqx.nn.MultiheadAttention) and len(linear) == 4:
+            self._shard_together(block, linear[:3], linear[3:])
+        elif linear:
+            self._shard_residual(block, parent, widths)
+        self._shard_chains(block, widths | self.widths(block.below))
 
     def _shard(
-        self,
-        matrix: WeightMatrix,
-        side: Side,
-        reason: str,
-        *,
-        fused: int = 1,
-        heads: int | None = None,
+        self, matrix: Matrix, side: Side, reason: str, *, fused: int = 1, heads: int | None = None
     ) -> None:
         """Shards a matrix on its output (column-parallel) or on its input (row-parallel).
 
@@ -132,159 +130,156 @@ class _Rules:
         dim, outer = matrix.ins[0], matrix.out_size
         if side == "column":
             dim, outer = matrix.outs[0], matrix.in_size
-        size = matrix.weight.shape[dim]
+        size = matrix.leaf.shape[dim]
+        what = "size"
+        if len(matrix.ins) + len(matrix.outs) > 2:
+            what = "number of heads"
         if matrix.groups > 1:
             self._replicate(matrix, f"convolution in {matrix.groups} groups", outer)
         elif heads is not None and heads % self.n:
             self._replicate(matrix, indivisible("number of heads", heads, self.n), outer)
         elif size % (self.n * fused):
-            what = "size"
-            if len(matrix.ins) + len(matrix.outs) > 2:
-                what = "number of heads"
             self._replicate(matrix, indivisible(what, size // fused, self.n), outer)
         else:
-            self.splits[matrix.index] = ModelSharding(dim, f"{side}-parallel, {reason}", outer)
+            self.splits[matrix.leaf.index] = ModelSharding(dim, f"{side}-parallel, {reason}", outer)
             if matrix.bias is not None:
                 self.splits[matrix.bias.index] = _split_of_bias(matrix, matrix.bias, side, size)
 
-    def _replicate(self, matrix: WeightMatrix, reason: str, outer: int | None = None) -> None:
+    def _replicate(self, matrix: Matrix, reason: str, outer: int | None = None) -> None:
         """Replicates a matrix and its bias."""
-        self.splits[matrix.index] = ModelSharding(None, reason, outer)
+        self.splits[matrix.leaf.index] = ModelSharding(None, reason, outer)
         if matrix.bias is not None:
             self.splits[matrix.bias.index] = ModelSharding(None, "like its matrix")
 
-    def _undecided(self, block: Block) -> list[WeightMatrix | None]:
-        """The matrices near a block without a split, and None for others between them."""
-        undecided: list[WeightMatrix | None] = []
-        for matrix in block.near:
-            if matrix is not None and (matrix.kind == "table" or matrix.index in self.splits):
-                matrix = None
-            undecided.append(matrix)
-        return undecided
+    def _shard_heads(self, block: Block) -> None:
+        """Shards matrices with a dimension of heads or experts, which are never split themselves.
 
-    def _linear(self, block: Block) -> list[WeightMatrix]:
-        matrices = filter(None, self._undecided(block))
-        return [matrix for matrix in matrices if matrix.kind == "linear"]
-
-    def shard_attention(self, block: Block, parent: Block | None) -> None:
-        """Shards the attention matrices of a block, if it has any."""
-        matrices = self._linear(block)
-        # Heads are divided, and never split.
-        if self._shard_explicit_heads(matrices):
-            return
-        beside: list[WeightMatrix] = []
-        if parent is not None:
-            beside = self._linear(parent)
-        inputs: Inputs = {}
-        for matrix in matrices:
-            if matrix.role in _INPUTS:
-                inputs[matrix.role] = matrix
-        # Without all the names that attention has, shapes decide.
-        if set(inputs) not in _COMPLETE:
-            inputs = _inputs_by_shape(matrices, beside)
-            if block.is_ordered or not inputs:
-                return
-        heads = _int_field(block.owner, _HEADS)
-        kv_heads = _int_field(block.owner, _KV_HEADS) or heads
-        for role, matrix in inputs.items():
-            if role == "fused":
-                # The sizes of fused matrices are multiples of the keys' size.
-                fused = matrix.out_size // gcd(matrix.in_size, matrix.out_size)
-                what = "attention query, key and value in one matrix"
-                self._shard(matrix, "column", what, fused=fused, heads=heads)
-            elif role == "query":
-                self._shard(matrix, "column", "attention query", heads=heads)
-            else:
-                self._shard(matrix, "column", f"attention {role}", heads=kv_heads)
-        output = _output(matrices, inputs) or _output(beside, inputs)
-        if output is not None:
-            self._shard(output, "row", "attention output", heads=heads)
-
-    def _shard_explicit_heads(self, matrices: list[WeightMatrix]) -> bool:
-        """Shards matrices with a separate dimension of heads, which shows their sides."""
-        what = "heads"
-        for matrix in matrices:
-            # As of (experts, width, hidden), where the sides are not next to each other.
-            if len(matrix.outs) == 2 and matrix.outs[1] - matrix.outs[0] > 1:
-                what = "heads or experts"
-        has_heads = False
-        for matrix in matrices:
-            if len(matrix.outs) == 2:
-                self._shard(matrix, "column", f"{what} of {matrix.name}")
-            if len(matrix.ins) == 2:
-                self._shard(matrix, "row", f"{what} into {matrix.name}")
-            has_heads |= 2 in (len(matrix.outs), len(matrix.ins))
-        return has_heads
-
-    def shard_pairs(self, block: Block, residual: set[int]) -> None:
-        """Shards pairs of matrices, from the residual width to an inner one and back, on the inner
-        one.
-
-        `residual` are the input widths of attention below the block, which are not inner widths.
-        Names show the direction of square matrices.
+        The dimension also shows which side is the width.
         """
-        matrices = list(filter(None, self._undecided(block)))
-        # Layers in a list are chains, which come next.
-        if block.is_ordered or len(matrices) < 2:
-            return
-        width = self._most_frequent(matrices)  # of the residual stream
-        ups: list[WeightMatrix] = []
-        downs: list[WeightMatrix] = []
-        for matrix in matrices:
-            if matrix.in_size == width and (not matrix.is_square or matrix.role == "up"):
-                ups.append(matrix)
-            if matrix.out_size == width and (not matrix.is_square or matrix.role == "down"):
-                downs.append(matrix)
-        for down in downs:
-            inner = down.in_size
-            if inner in residual and not down.is_square:
-                continue
-            # A gate and its value may be one matrix, of twice the inner width.
-            partners = [up for up in ups if up.out_size in (inner, 2 * inner)]
-            if partners:
-                self._shard(down, "row", f"pairs with {partners[-1].name}")
-            for up in partners:
-                fused = up.out_size // inner
-                self._shard(up, "column", f"pairs with {down.name}", fused=fused)
+        for matrix in self._linear(block):
+            if len(matrix.outs) == 2:
+                self._shard(matrix, "column", "heads or experts")
+            elif len(matrix.ins) == 2:
+                self._shard(matrix, "row", "heads or experts")
 
-    def _most_frequent(self, matrices: list[WeightMatrix]) -> int:
+    def _shard_residual(self, block: Block, parent: Block, widths: set[int]) -> None:
+        """Shards pairs of matrices, from the residual stream and back, on the size between them."""
+        linear = self._linear(block)
+        width = self._width(linear, widths)
+        squares = [one for one in linear if one.is_square and one.in_size == width]
+        reading = [one for one in linear if one.in_size == width != one.out_size]
+        writing: list[Matrix] = []
+        for matrix in linear:
+            if matrix.out_size == width != matrix.in_size and matrix.in_size not in widths:
+                writing.append(matrix)
+        outputs = self._outputs(block, parent, squares, reading, writing)
+        columns = [one for one in squares if outputs and one not in outputs]
+        rows = list(outputs)
+        for matrix in writing:
+            # Of a convolution over a few places, the window would be the size between.
+            is_window = matrix.in_size <= KERNEL_WIDTH
+            is_read = any(_reads(up.out_size, matrix.in_size) for up in reading)
+            if is_read and not is_window and matrix not in rows:
+                rows.append(matrix)
+        sizes = Counter(one.out_size for one in reading)
+        for matrix in reading:
+            size = matrix.out_size
+            # Keys and values may be narrower than queries, and are two.
+            is_narrow = sizes[size] > 1 and any(row.in_size % size == 0 for row in outputs)
+            if is_narrow or any(_reads(size, row.in_size) for row in rows):
+                columns.append(matrix)
+        if columns and rows:
+            self._shard_together(block, columns, rows)
+
+    def _width(self, matrices: list[Matrix], widths: set[int]) -> int:
         """The size that most matrices have on one side; ties go by the arrays of the layer."""
-        counts: dict[int, int] = {}
+        sizes: Counter[int] = Counter()
         for matrix in matrices:
             # A square matrix counts once.
-            for size in dict.fromkeys((matrix.in_size, matrix.out_size)):
-                counts[size] = counts.get(size, 0) + 1
-        weight = matrices[0].weight
-        return max(counts, key=lambda size: (counts[size], self.sizes.count(weight, size)))
+            sizes.update({matrix.in_size, matrix.out_size})
+        in_layer = self.tree.counts[layer_of(matrices[0].leaf)]
+        if not _is_in_layer(matrices[0]):
+            in_layer = Counter[int]()  # there, vocabularies may be as frequent as the width
 
-    def shard_chains(self, block: Block, residual: set[int]) -> None:
+        def order(size: int) -> tuple[int, bool, int, int]:
+            return sizes[size], size in widths, in_layer[size], -size
+
+        return max(sizes, key=order)
+
+    def _outputs(
+        self,
+        block: Block,
+        parent: Block,
+        squares: list[Matrix],
+        reading: list[Matrix],
+        writing: list[Matrix],
+    ) -> list[Matrix]:
+        """The output matrix of attention. Among several squares, it is the one with such a name, or
+        the last."""
+        above = [one for one in self._linear(parent) if one.is_square]
+        named: list[Matrix] = []
+        for matrix in (*squares, *writing):
+            names = matrix.leaf.path[len(block.path) :]
+            if any(_OUTPUT.fullmatch(name.lower()) for name in names):
+                named.append(matrix)
+        if named and len(squares) + len(reading) > 1:
+            return named
+        # Query, key and value may be in a block of their own.
+        if len(squares) == 3 and len(above) == 1 and above[0].in_size == squares[0].in_size:
+            return above
+        # They may be fused in one matrix.
+        is_fused = any(_reads(one.out_size, one.in_size) for one in reading)
+        if len(squares) > 1 or is_fused:
+            return squares[-1:]
+        return []
+
+    def _shard_together(self, block: Block, columns: list[Matrix], rows: list[Matrix]) -> None:
+        """Shards matrices on their outputs, and others, which read these, on their inputs."""
+        heads = _int_field(block.owner, _HEADS)
+        kv_heads = _int_field(block.owner, _KV_HEADS) or heads
+        partners = dict.fromkeys(map(id, rows), columns[-1])
+        for matrix in columns:
+            size = matrix.out_size
+            # As many equal parts as a gate and its value, or query, key and value, in one matrix.
+            parts = [size // gcd(size, row.in_size) for row in rows]
+            row = rows[parts.index(min(parts))]
+            partners[id(row)] = matrix
+            own_heads = heads
+            if size < row.in_size:
+                own_heads = kv_heads
+            reason = f"pairs with {_name_in(block, row)}"
+            self._shard(matrix, "column", reason, fused=min(parts), heads=own_heads)
+        for matrix in rows:
+            reason = f"pairs with {_name_in(block, partners[id(matrix)])}"
+            self._shard(matrix, "row", reason, heads=heads)
+
+    def _shard_chains(self, block: Block, widths: set[int]) -> None:
         """Shards chains of matrices, each the input of the next: column, row, column, row."""
-        chains: list[list[WeightMatrix]] = []
+        chains: list[list[Matrix]] = []
         before = None
-        for matrix in self._undecided(block):
+        for matrix in block.near:
+            if matrix is not None and (matrix.kind == "table" or not self._undecided([matrix])):
+                matrix = None
             if matrix is not None and before is not None and _follows(before, matrix):
                 chains[-1].append(matrix)
             elif matrix is not None:
                 chains.append([matrix])
             before = matrix
-        place = ""
-        if block.is_ordered and block.path:
-            place = f"{block.path[-1]}/"
         for chain in chains:
             if len(chain) > 1:
-                self._alternate(chain, residual, place)
+                self._alternate(block, chain, widths)
 
-    def _alternate(self, chain: list[WeightMatrix], residual: set[int], place: str) -> None:
+    def _alternate(self, block: Block, chain: list[Matrix], widths: set[int]) -> None:
         column = None  # the matrix before, if it is column-parallel
         for i, matrix in enumerate(chain):
             if column is not None:
-                self._shard(matrix, "row", f"pairs with {place}{column.name}")
+                self._shard(matrix, "row", f"pairs with {_name_in(block, column)}")
                 column = None
-            elif matrix.out_size in residual:
-                continue  # `shard_alone` replicates it
+            elif matrix.out_size in widths:
+                continue  # `_shard_alone` replicates it
             elif i + 1 < len(chain):
-                self._shard(matrix, "column", f"pairs with {place}{chain[i + 1].name}")
-                if self.splits[matrix.index].dim is not None:
+                self._shard(matrix, "column", f"pairs with {_name_in(block, chain[i + 1])}")
+                if self.splits[matrix.leaf.index].dim is not None:
                     column = matrix
             # As the logits of a few classes.
             elif matrix.out_size * _NARROW < matrix.in_size:
@@ -294,10 +289,59 @@ class _Rules:
             else:
                 self._shard(matrix, "column", "output")
 
-    def shard_alone(self, matrix: WeightMatrix, residual: set[int]) -> None:
+    def _shard_ends(self, matrices: list[Matrix]) -> None:
+        """Shards tables and heads, which are outside of layers and have no bias, on the vocabulary.
+
+        Tables of positions or types have fewer rows, and are replicated.
+        """
+        widths = self.widths(matrices)
+        ends: list[tuple[int, Matrix, int]] = []  # with the size and the dimension of the rows
+        for matrix in self._undecided(matrices):
+            is_flat = matrix.kind == "linear" and len(matrix.ins) == len(matrix.outs) == 1
+            is_known = matrix.is_oriented or matrix.bias is not None or _is_in_layer(matrix)
+            if matrix.kind == "table" or (is_flat and not is_known):
+                dim = self._vocabulary_dim(matrix, widths)
+                ends.append((matrix.leaf.shape[dim], matrix, dim))
+        # The largest first, since it is a vocabulary.
+        ends.sort(key=lambda end: -end[0])
+        most = max([size for size, _, _ in ends] + [*widths], default=0)
+        for size, matrix, dim in ends:
+            first, last = sorted(matrix.ins + matrix.outs)
+            outer = matrix.leaf.shape[first + last - dim]
+            is_named = matrix.kind == "table" or "embed" in matrix.leaf.name.lower()
+            # Both sides may be widths, as of a pooler, or of what projects to another width.
+            is_between = matrix.is_square or {size, outer} <= self.widths(matrices)
+            if is_between and not is_named and size not in self.vocabularies:
+                continue
+            elements = matrix.in_size * matrix.out_size
+            if elements < LARGE:
+                self._replicate(matrix, f"small, {elements:,} elements")
+            elif dim == first and 2 * size < most:
+                self._replicate(matrix, f"table of {size} rows, small", outer)
+            else:
+                reason = "vocabulary-parallel"
+                if size % self.n:
+                    dim, reason = None, indivisible("vocabulary", size, self.n)
+                self.vocabularies.add(size)
+                self.splits[matrix.leaf.index] = ModelSharding(dim, reason, outer)
+
+    def _vocabulary_dim(self, matrix: Matrix, widths: set[int]) -> int:
+        """The dimension of a table or a head that is not the width of the residual stream."""
+        (ins,), (outs,) = matrix.ins, matrix.outs
+        # If no widths are known, most arrays have the width.
+        in_layer = self.tree.counts[layer_of(matrix.leaf)]
+        of_ins, of_outs = ((x in widths, in_layer[x]) for x in (matrix.in_size, matrix.out_size))
+        is_table = matrix.is_square and "embed" in matrix.leaf.name.lower()
+        if matrix.kind == "table" or is_table:
+            return min(ins, outs)
+        if of_ins < of_outs:
+            return ins
+        return outs
+
+    def _shard_alone(self, matrix: Matrix, widths: set[int]) -> None:
         """Shards a matrix without a partner on its output, if it is divisible and large."""
-        elements = prod(matrix.weight.shape[matrix.stack :])
-        if matrix.out_size in residual:
+        elements = prod(matrix.leaf.shape[matrix.stack :])
+        if matrix.out_size in widths:
             reason = "no matrix follows to pair with, and its output is replicated"
             self._replicate(matrix, reason)
         elif elements < LARGE:
@@ -305,105 +349,40 @@ class _Rules:
         else:
             self._shard(matrix, "column", "output")
 
-    def shard_tables(self, tables: list[WeightMatrix], residual: set[int]) -> None:
-        """Shards token embeddings on the vocabulary. Positions and token types are replicated."""
-        for table in tables:
-            if any(map(_SMALL.search, table.weight.path[-3:])):
-                reason = "table of positions or types, small"
-                self.splits[table.index] = ModelSharding(None, reason, table.out_size)
-            elif table.in_size in residual and table.out_size not in residual:
-                self.splits[table.index] = self._vocabulary(table, table.outs[0])
-            else:
-                self.splits[table.index] = self._vocabulary(table, table.ins[0])
 
-    def shard_heads(self, matrices: list[WeightMatrix]) -> None:
-        """Shards matrices outside layers that have the vocabulary on one side, and their biases."""
-        sizes = vocabularies(self.splits)
-        for matrix in matrices:
-            is_decided = matrix.index in self.splits
-            # A head is outside of repeated layers.
-            if matrix.kind != "linear" or is_decided or layer_of(matrix.weight):
-                continue
-            shape, bias = matrix.weight.shape, matrix.bias
-            dims = [d for d in (*matrix.outs, *matrix.ins) if shape[d] in sizes]
-            # If both sides have the size of the vocabulary, a name must identify the head.
-            if not dims or (len(dims) > 1 and not _HEAD.search(matrix.name)):
-                continue
-            split = self._vocabulary(matrix, dims[0])
-            self.splits[matrix.index] = split
-            if bias is None:
-                continue
-            last = None
-            if split.dim in matrix.outs and bias.shape[-1] == shape[dims[0]]:
-                last = len(bias.shape) - 1
-            self.splits[bias.index] = ModelSharding(last, "like its matrix")
-
-    def _vocabulary(self, matrix: WeightMatrix, dim: int) -> ModelSharding:
-        """The split of a matrix along the dimension of the vocabulary."""
-        size, outer, rows = matrix.weight.shape[dim], matrix.out_size, None
-        if dim in matrix.outs:
-            outer = matrix.in_size
-        if matrix.kind == "table":
-            rows = max(matrix.in_size, matrix.out_size)
-        if size % self.n:
-            return ModelSharding(None, indivisible("vocabulary", size, self.n), outer, rows)
-        return ModelSharding(dim, "vocabulary-parallel", outer, rows)
+def _is_in_layer(matrix: Matrix) -> bool:
+    """Whether a matrix is in a repeated layer, of a list or stacked."""
+    return matrix.stack > 0 or bool(layer_of(matrix.leaf))
 
 
-def _split_of_bias(matrix: WeightMatrix, bias: Leaf, side: Side, size: int) -> ModelSharding:
+def _name_in(block: Block, matrix: Matrix) -> str:
+    """The name of a matrix near a block."""
+    start = len(block.path)
+    if block.is_ordered:
+        start = max(0, start - 1)  # a number alone says little
+    return "/".join(matrix.leaf.path[start : len(block.path) + 1])
+
+
+def _reads(size: int, inner: int) -> bool:
+    """Whether a matrix with `inner` inputs may read an output of a size: of equal parts, as of a
+    gate and a value, or of queries with keys and values of a part of their size."""
+    narrow, rest = divmod(size - inner, 2)
+    return size == inner or (narrow > 0 and rest == 0 and inner % narrow == 0)
+
+
+def _follows(before: Matrix, after: Matrix) -> bool:
+    if before.kind == "conv" and after.kind == "linear":
+        return after.in_size % before.out_size == 0  # flattened, channels first
+    return before.out_size == after.in_size
+
+
+def _split_of_bias(matrix: Matrix, bias: Leaf, side: Side, size: int) -> ModelSharding:
     """The bias of a column-parallel matrix is sharded like the outputs that it is added to."""
     if side == "row":
         return ModelSharding(None, "bias of a row-parallel matrix")
     if size in bias.shape[matrix.stack :]:
         return ModelSharding(bias.shape.index(size, matrix.stack), "like its matrix")
     return ModelSharding(None, "does not have its matrix's output size")
-
-
-def _inputs_by_shape(matrices: list[WeightMatrix], beside: list[WeightMatrix]) -> Inputs:
-    """Finds query, key and value by four patterns of shapes.
-
-    Four square matrices; two square ones and two others that are alike (grouped queries); three
-    square ones and one in the parent; one square one and one with three times as many outputs.
-    """
-    squares = [matrix for matrix in matrices if matrix.is_square]
-    # With squares of several sizes, none is known to be the width.
-    if len({matrix.in_size for matrix in squares}) != 1:
-        return {}
-    width = squares[0].in_size
-    # What the next matrix of an MLP reads is not of attention.
-    inner = {matrix.in_size for matrix in matrices}
-    others: list[WeightMatrix] = []
-    for matrix in matrices:
-        if matrix.in_size == width and matrix.out_size not in inner:
-            others.append(matrix)
-    sizes = [matrix.out_size for matrix in others]
-    squares_beside = [matrix.out_size for matrix in beside if matrix.is_square]
-    is_split = len(squares) == len(matrices) == 3 and squares_beside == [width]
-    if len(squares) == 4 or is_split:
-        return {"query": squares[0], "key": squares[1], "value": squares[2]}
-    if len(squares) == 2 and len(sizes) == 2 and sizes[0] == sizes[1]:
-        return {"query": squares[0], "key": others[0], "value": others[1]}
-    if len(squares) == 1 and sizes == [3 * width]:
-        return {"fused": others[0]}
-    return {}
-
-
-def _output(matrices: list[WeightMatrix], inputs: Inputs) -> WeightMatrix | None:
-    """The last matrix from the heads' width back, if possible one with the name of an output."""
-    query = inputs.get("query") or inputs["fused"]
-    widths = {inputs[role].out_size for role in ("query", "value") if role in inputs}
-    if not widths:
-        widths = {query.in_size}
-    indices = {matrix.index for matrix in inputs.values()}
-    named, closing = None, None
-    for matrix in matrices:
-        if matrix.index in indices or matrix.in_size not in widths:
-            continue
-        if matrix.role == "output":
-            named = matrix
-        elif matrix.out_size == query.in_size:
-            closing = matrix
-    return named or closing
 
 
 def _int_field(owner: PyTree, names: tuple[str, ...]) -> int | None:
@@ -414,9 +393,3 @@ def _int_field(owner: PyTree, names: tuple[str, ...]) -> int | None:
             if isinstance(value, int):
                 return value
     return None
-
-
-def _follows(before: WeightMatrix, after: WeightMatrix) -> bool:
-    if before.kind == "conv" and after.kind == "linear":
-        return after.in_size % before.out_size == 0  # flattened, channels first
-    return before.out_size == after.in_size

@@ -1,6 +1,5 @@
 """Plans a tree by its structure alone. Imported only when needed."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -12,11 +11,8 @@ from ...core._low_rank import AbstractLowRank, AbstractQuantised
 from ..tree._leaf_plans import OVERRIDE, STORED, LeafPlan, Reason, trim_spec
 from ..tree._leaves import LARGE, Leaf, Node, flat_leaves, is_inexact_leaf, leaves_below, to_nodes
 from ..tree._overrides import Override, apply_overrides
-from ._matrices import NORMS, RECURRENT, read_tree
-from ._rules import ModelSharding, ModelShardings, indivisible, shard_matrices, vocabularies
-
-_NORM = re.compile(r"norm|ln|scale|gamma|beta|rms|batch_?stat|(^|_)bn", re.IGNORECASE)
-_BIAS = re.compile(r"bias|^b$", re.IGNORECASE)
+from ._matrices import NORMS, RECURRENT, Tree, layer_of
+from ._rules import ModelSharding, Rules, indivisible
 
 
 def structural_plans(
@@ -28,18 +24,21 @@ def structural_plans(
     n = axes["model"]
     adapters: list[Node] = []
     quantised: list[Node] = []
-    blocks, sizes = read_tree(_only_weights(to_nodes(model), adapters, quantised))
-    stacks = dict(sizes.stacks)
-    splits = shard_matrices(blocks, sizes, n)
-    vocabulary = vocabularies(splits)
-    for block in blocks:
+    tree = Tree(_only_weights(to_nodes(model), adapters, quantised))
+    rules = Rules(tree, n)
+    rules.shard_tree()
+    splits, stacks = rules.splits, tree.stacks
+    matrices = tree.blocks[-1].below
+    vocabularies = rules.vocabularies - rules.widths(matrices)
+    for block in tree.blocks:
         for leaf in block.loose:
-            split = _split_of_loose(leaf, block.owner, stacks[leaf.index], vocabulary, n)
+            split = _split_of_loose(leaf, block.owner, stacks[leaf.index], vocabularies, n)
             splits.setdefault(leaf.index, split)
     # The factors of LoRA follow their weight, which was sharded as if it were alone.
     for adapter in adapters:
-        weight, a, b = _weight_and_factors(adapter)
-        _shard_lora(adapter, splits)
+        # Of a quantised weight, these are its integers.
+        weight, *_, a, b = leaves_below(adapter)
+        splits |= _splits_of_lora(adapter, weight, a, b, splits[weight.index].dim)
         stacks[a.index] = stacks[b.index] = stacks[weight.index]
     numbers: set[int] = set()  # arrays that are sharded although they are integers
     for node in quantised:
@@ -49,21 +48,22 @@ def structural_plans(
         for leaf in (scales, codes):
             splits[leaf.index] = _split_of_numbers(leaf, splits[codes.index], n)
     # Of a matrix, its sides may be FSDP-sharded, and not the window of a convolution.
-    sides = {matrix.index: matrix.ins + matrix.outs for matrix in blocks[-1].below}
-    rows = []
+    sides = {matrix.leaf.index: matrix.ins + matrix.outs for matrix in matrices}
+    plans: list[LeafPlan] = []
     for leaf in leaves:
         role, spec = "parameter", P()
-        if not is_inexact_leaf(leaf) and leaf.index not in numbers:
-            role, reason = "other", Reason("replicated", "integers or keys, not a parameter")
-        else:
-            stack = stacks[leaf.index]
-            unstacked = tuple(range(stack, len(leaf.shape)))
-            free = sides.get(leaf.index, unstacked)
-            spec, reason = _spec(leaf, splits[leaf.index], stack, free, axes)
         if leaf.index in overridden:
             spec, reason = overridden[leaf.index], OVERRIDE
-        rows.append(LeafPlan(leaf, spec, reason, role))
-    return rows
+        elif is_inexact_leaf(leaf) or leaf.index in numbers:
+            stack = stacks[leaf.index]
+            free = sides.get(leaf.index, tuple(range(stack, len(leaf.shape))))
+            spec, reason = _spec(leaf, splits[leaf.index], stack, free, axes)
+        else:
+            reason = Reason("replicated", "integers or keys, not a parameter")
+        if not is_inexact_leaf(leaf) and leaf.index not in numbers:
+            role = "other"
+        plans.append(LeafPlan(leaf, spec, reason, role))
+    return plans
 
 
 def _spec(
@@ -98,28 +98,25 @@ def _spec(
 
 
 def _split_of_loose(
-    leaf: Leaf, owner: PyTree, stack: int, vocabulary: set[int], n: int
+    leaf: Leaf, owner: PyTree, stack: int, vocabularies: set[int], n: int
 ) -> ModelSharding:
     """The split of an array that is not in a matrix: a bias of the logits, or none."""
     # Its gates are stacked in one matrix, and each step needs all of them.
     if isinstance(owner, RECURRENT):
         return ModelSharding(None, "recurrent, every step needs its full output")
-    dims = [d for d in range(stack, len(leaf.shape)) if leaf.shape[d] > 1]
-    is_bias = len(dims) == 1 and not stack and _BIAS.search("".join(leaf.path[-1:]))
-    if is_bias and leaf.shape[dims[0]] in vocabulary:
-        size = leaf.shape[dims[0]]
-        if size % n:
-            return ModelSharding(None, indivisible("vocabulary", size, n))
-        return ModelSharding(dims[0], "bias of the vocabulary")
     if isinstance(owner, NORMS):
         return ModelSharding(None, "norm scale")
+    dims = [d for d in range(stack, len(leaf.shape)) if leaf.shape[d] > 1]
     if not dims:
         return ModelSharding(None, "scalar")
     if len(dims) > 1:
         return ModelSharding(None, "not recognised as a matrix")
-    if any(map(_NORM.search, leaf.path[-2:])):
-        return ModelSharding(None, "norm scale")
-    return ModelSharding(None, "vector")
+    size = leaf.shape[dims[0]]
+    if stack or layer_of(leaf) or size not in vocabularies:
+        return ModelSharding(None, "vector")
+    if size % n:
+        return ModelSharding(None, indivisible("vocabulary", size, n))
+    return ModelSharding(dims[0], "bias of the vocabulary")
 
 
 def _only_weights(node: Node, adapters: list[Node], quantised: list[Node]) -> Node:
@@ -148,31 +145,33 @@ def _split_of_numbers(leaf: Leaf, split: ModelSharding, n: int) -> ModelSharding
     return ModelSharding(None, indivisible("quantised blocks", leaf.shape[split.dim], n))
 
 
-def _weight_and_factors(adapter: Node) -> tuple[Leaf, Leaf, Leaf]:
-    """The weight of a LoRA layer (of a quantised one, its integers), and its two factors."""
-    leaves = list(leaves_below(adapter))
-    return leaves[0], leaves[-2], leaves[-1]
+def _splits_of_lora(
+    adapter: Node, weight: Leaf, a: Leaf, b: Leaf, dim: int | None
+) -> dict[int, ModelSharding]:
+    """Shards `a`, which has the inputs of the weight, or `b`, which has its outputs, like it.
 
-
-def _shard_lora(adapter: Node, splits: ModelShardings) -> None:
-    """Shards `a`, which has the inputs of the weight, or `b`, which has its outputs, like it."""
-    weight, a, b = _weight_and_factors(adapter)
-    dim = splits[weight.index].dim
+    `a` is (*stack, *inputs, rank) and `b` (*stack, rank, *outputs).
+    """
     stack = len(a.shape) + len(b.shape) - len(weight.shape) - 2
     inputs, outputs = len(a.shape) - stack - 1, len(b.shape) - stack - 1
-    # The dimensions of the weight that `a` and `b` have, and which of theirs these are. `a` is
-    # (*stack, *inputs, rank) and `b` (*stack, rank, *outputs).
-    of_a = {d: d for d in range(stack)}  # such as experts, in all three arrays
-    of_b = dict(of_a)
-    before_inputs, before_outputs = stack, stack + inputs
+    # The first dimensions of the weight that are inputs, and that are outputs.
+    of_inputs, of_outputs = stack, stack + inputs
     if adapter.owner.outputs_first:
-        before_inputs, before_outputs = stack + outputs, stack
-    of_a |= {before_inputs + d: stack + d for d in range(inputs)}
-    of_b |= {before_outputs + d: stack + 1 + d for d in range(outputs)}
+        of_inputs, of_outputs = stack + outputs, stack
+    dim_of_a = dim_of_b = None
     other = "is sharded on its other side"
     if dim is None:
         other = "is replicated over model"
-    for leaf, dims in ((a, of_a), (b, of_b)):
-        splits[leaf.index] = ModelSharding(None, f"LoRA, its matrix {other}")
-        if dim is not None and dim in dims:
-            splits[leaf.index] = ModelSharding(dims[dim], "LoRA, like its matrix")
+    elif dim < stack:  # such as experts, in all three arrays
+        dim_of_a = dim_of_b = dim
+    elif of_inputs <= dim < of_inputs + inputs:
+        dim_of_a = dim - of_inputs + stack
+    else:
+        dim_of_b = dim - of_outputs + stack + 1
+    splits: dict[int, ModelSharding] = {}
+    for leaf, own in ((a, dim_of_a), (b, dim_of_b)):
+        reason = "LoRA, like its matrix"
+        if own is None:
+            reason = f"LoRA, its matrix {other}"
+        splits[leaf.index] = ModelSharding(own, reason)
+    return splits

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import attrgetter
 from typing import Any, Literal
 
 from jax.sharding import PartitionSpec as P
@@ -241,11 +242,13 @@ class ProgramReport:
     memory: Memory
     device_memory: int | float
     device_memory_known: bool
+    # Most programs have none of these.
     sequences: bool = False
     pipeline: Pipelining | None = None
     summed: Mapping[str, str] = field(default_factory=dict)
     shared_masks: tuple[str, ...] = ()
     promotions: tuple[str, ...] = ()
+    # Plans of one program are equal, wherever its files are.
     lines: tuple[LineCost, ...] = field(default=(), repr=False, compare=False)
     split_examples: Mapping[str, str] = field(default_factory=dict, repr=False)
     gathered_whole: tuple[str, ...] = ()
@@ -313,6 +316,7 @@ class PlanReport:
     @property
     def not_done(self) -> tuple[NotDone, ...]:
         """What the mesh asks for and the plan does not do, with the reason."""
+        # Imported where it is called, since it reads reports itself.
         from ._not_done import find_not_done
 
         return find_not_done(self)
@@ -359,10 +363,9 @@ def _planned_array(row: LeafPlan, axes: Mapping[str, int]) -> PlannedArray:
 
 def total_bytes(items: Iterable[PlannedArray | Traffic | ClosedOver]) -> int:
     """The sum of the bytes of some items."""
-    return sum(item.bytes for item in items)
+    return sum(map(attrgetter("bytes"), items))
 
 
 def _total(arrays: Sequence[PlannedArray]) -> Total:
-    size = total_bytes(arrays)
-    each = sum(array.bytes_per_device for array in arrays)
-    return Total(len(arrays), size, each)
+    each = sum(map(attrgetter("bytes_per_device"), arrays))
+    return Total(len(arrays), total_bytes(arrays), each)

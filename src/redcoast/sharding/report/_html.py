@@ -32,13 +32,12 @@ def draw_html(report: PlanReport) -> str:
             megabytes(group.bytes_per_device),
             html.escape(array.reason.text),
         )
-        row = "".join(f"<td>{cell}</td>" for cell in cells)
-        rows.append(f"<tr>{row}</tr>")
+        rows.append(f"<tr><td>{'</td><td>'.join(cells)}</td></tr>")
     more = len(groups) - _SHOWN
     if more > 0:
         rows.append(f'<tr><td colspan="6">{more:,} more lines: plan.table()</td></tr>')
     heads = ("parts", "array", "shape", "spec", "MB/device", "reason")
-    head = "".join(f"<th>{name}</th>" for name in heads)
+    head = f"<th>{'</th><th>'.join(heads)}</th>"
     return (
         f"<pre>{html.escape(draw_summary(report))}</pre>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

@@ -115,8 +115,8 @@ def draw_lines(program: ProgramReport) -> str:
             lines += hanging(indent, "; ".join(line.causes))
     rest = program.lines[_SHOWN:]
     if rest:
-        memory = megabytes(sum(line.memory_bytes for line in rest))
-        sent = megabytes(sum(line.sent_bytes for line in rest))
+        memory = megabytes(sum(map(attrgetter("memory_bytes"), rest)))
+        sent = megabytes(sum(map(attrgetter("sent_bytes"), rest)))
         lines.append(f"{memory:>10}  {sent:>10}  {len(rest)} other lines")
     memory = program.memory
     others = memory.total - memory.activations - memory.closed_over

@@ -18,8 +18,11 @@ def find_not_done(report: PlanReport) -> tuple[NotDone, ...]:
 
 def parameters_of(report: PlanReport) -> list[PlannedArray]:
     """The parameters, the largest first."""
-    arrays = [array for array in report.arrays if array.role == "parameter"]
-    return sorted(arrays, key=lambda array: -array.size)
+    parameters: list[PlannedArray] = []
+    for array in report.arrays:
+        if array.role == "parameter":
+            parameters.append(array)
+    return sorted(parameters, key=lambda array: -array.size)
 
 
 def sharded_over(arrays: Iterable[PlannedArray], axis: str) -> list[PlannedArray]:
@@ -45,9 +48,9 @@ def _too_small(report: PlanReport) -> NotDone | None:
     # If the batch is split, devices repeat what is not linked to it, which is reported as such.
     if is_divided or program.batch_axes or not _rows_divide(program, count):
         return None
-    # A user's decision is not commented on.
-    if any(array.reason.kind == "override" for array in report.arrays):
-        return None
+    for array in report.arrays:
+        if array.reason.kind == "override":
+            return None  # a user's decision is not commented on
     why = (
         f"it is too small: communication would take longer than {flops:,.3g} floating point "
         "operations on one device"
@@ -104,14 +107,12 @@ def _entry(what: str, why: str, axis: str, report: PlanReport) -> NotDone | None
         return None
     count = report.mesh[axis]
     forced_by = ""
-    if count > 1 and any(_divides(array, count) for array in parameters_of(report)):
-        forced_by = f"An override with `{axis}` in its spec forces it."
+    for array in parameters_of(report):
+        for size in array.shape:
+            # A spec is refused if a size does not divide; one device needs no override.
+            if count > 1 and size > 0 and size % count == 0:
+                forced_by = f"An override with `{axis}` in its spec forces it."
     return NotDone(what, why, forced_by)
-
-
-def _divides(array: PlannedArray, count: int) -> bool:
-    """Whether a dimension of an array divides over so many devices."""
-    return any(size > 0 and size % count == 0 for size in array.shape)
 
 
 def _why(parameters: list[PlannedArray]) -> str:

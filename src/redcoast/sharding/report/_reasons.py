@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from ...core._errors import several
@@ -26,7 +27,9 @@ def batch_sentences(decision: Decision, others: Mapping[str, int]) -> str:
         return sentence
     # Arrays of one size are likely of one kind, such as the edges of a graph.
     by_size = grouped(others, others.__getitem__)
-    texts = [f"{shortened(names)} ({size:,})" for size, names in by_size.items()]  # `x (512)`
+    texts: list[str] = []
+    for size, names in by_size.items():
+        texts.append(f"{shortened(names)} ({size:,})")  # `x (512)`
     listed = several(texts, 6, noun=" sizes")
     rows = f"It has {_sizes(decision)} rows."
     return f"{sentence} {rows} Arrays in it that are not split with them: {listed}."
@@ -192,6 +195,7 @@ def _set(alike: Sequence[Members], over: str) -> ArraysTogether:
     if len(first) == 1:
         return ArraysTogether(names, Reason("tensor-parallel", f"over {over}, with no other array"))
     sizes = sorted({leaf.shape[d] for leaf, d in first}, reverse=True)
+    # Usually one size; a fused matrix has a multiple of it.
     along = " and ".join(map("{:,}".format, sizes[:4]))
     text = f"along {along} over {over}"
     if len(alike) > 1:
@@ -286,7 +290,7 @@ class Reasons:
             if inner != size and size % inner == 0:
                 why = f"{size} is {inner} x {size // inner}, and {why}"
             reasons.append((size, why))
-        _, largest = max(reasons, key=lambda reason: reason[0], default=(0, ""))
+        _, largest = max(reasons, key=itemgetter(0), default=(0, ""))
         return largest
 
     def _free_dims(self, place: int) -> list[tuple[int, int, int]]:
@@ -307,7 +311,7 @@ class Reasons:
 
     def not_stored(self, place: int) -> str:
         """Why an array is not FSDP-sharded either."""
-        largest = max((size for _, _, size in self._dims(place)), default=0)
+        _, _, largest = max(self._dims(place), key=itemgetter(2), default=(0, 0, 0))
         if not largest:
             return "it has no dimension that can be sharded"
         sizes = self.decision.sizes
@@ -358,6 +362,7 @@ def hindrances(reasons: Reasons) -> tuple[Hindrance, ...]:
 
 def closed_over(reasons: Reasons) -> tuple[ClosedOver, ...]:
     """The large arrays that the function closes over, which are in no state."""
+    # Computed with in parts, though each device has all of it.
     split: set[Constant] = set()
     for constant, _, d in reasons.decision.constants:
         if d is not None:

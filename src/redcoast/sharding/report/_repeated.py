@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 
 from .._mesh_axes import parts
 from ..program._batch import NotRows, reasons_against
@@ -51,7 +52,7 @@ def repeated(reasons: Reasons) -> tuple[Repeated, ...]:
 
 
 def _flops(works: Sequence[Work]) -> float:
-    return sum((work.flops for work in works), 0.0)
+    return sum(map(attrgetter("flops"), works), 0.0)
 
 
 def _places(program: Program, work: Work) -> list[int]:

@@ -69,7 +69,7 @@ def find_gathered_whole(decision: Decision) -> tuple[str, ...]:
     texts: list[str] = []
     sizes: Counter[str] = Counter()
     for sent in sent_to_hosts(decision):
-        sizes[_line(sent.source)] += round(sent.bytes)
+        sizes[line_of(sent.source)] += round(sent.bytes)
     for line, size in sizes.most_common():
         if size:
             texts.append(
@@ -80,14 +80,14 @@ def find_gathered_whole(decision: Decision) -> tuple[str, ...]:
     for asked, change in _changes(decision):
         if change.gathers_all:
             texts.append(
-                f"{_line(asked.source)} asks for a sharding that the compiler cannot reach step by "
-                f"step: it gathers the entire array, {scaled(asked.value.bytes)}, on every device. "
-                "A constraint in between, which moves one axis at a time, avoids that."
+                f"{line_of(asked.source)} asks for a sharding that the compiler cannot reach step "
+                f"by step: it gathers the entire array, {scaled(asked.value.bytes)}, on every "
+                "device. A constraint in between, which moves one axis at a time, avoids that."
             )
     return tuple(dict.fromkeys(texts))
 
 
-def _line(source: Source) -> str:
+def line_of(source: Source) -> str:
     for equation in reversed(source):
         line = own_line(getattr(equation.source_info, "traceback", None))
         if line:

@@ -4,7 +4,9 @@ import html
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from linecache import getlines
+from operator import attrgetter
 
 from ._data import LineCost
 from ._text import megabytes
@@ -26,13 +28,15 @@ def draw_source_page(lines: Sequence[LineCost], title: str, summary: str) -> str
 
     The costliest file comes first. A row is the redder, the more bytes its line needs.
     """
-    most = max((_cost(line) for line in lines), default=0)  # what is red
+    most = max(map(_cost, lines), default=0)  # what is red
     by_file: dict[str, dict[int, LineCost]] = defaultdict(dict)
     for line in sorted(lines, key=_cost, reverse=True):
         by_file[line.file][line.number] = line
-    with_file = [line for line in lines if line.file]
-    first = "".join(map(_link, with_file[:_FIRST]))
-    files = "".join(_file(file, costs, most) for file, costs in by_file.items())
+    with_file = filter(attrgetter("file"), lines)
+    first = "".join(map(_link, islice(with_file, _FIRST)))
+    files = ""
+    for file, costs in by_file.items():
+        files += _file(file, costs, most)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"

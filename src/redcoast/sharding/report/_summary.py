@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
+from operator import attrgetter
 
 from ...distributed._mesh import BATCH_AXES, PIPE
 from ..solver._figures import Pipelining
@@ -70,7 +71,7 @@ def _one_device(report: PlanReport) -> str:
 
 
 def _count(arrays: Sequence[PlannedArray]) -> int:
-    return sum(array.size for array in arrays)
+    return sum(map(attrgetter("size"), arrays))
 
 
 def _devices(report: PlanReport) -> list[str]:
@@ -147,23 +148,25 @@ def _shares(report: PlanReport, *, reasons: bool, merged: bool) -> list[str]:
     """The share of the parameters in each way of sharding, with the largest arrays of each; if
     `merged`, those below 1 % in one line."""
     by_way = grouped(parameters_of(report), _way)
-    ways = {way: arrays for way, arrays in by_way.items() if _count(arrays)}
-    percents = percentages([_count(arrays) for arrays in ways.values()])
-    shares = dict(zip(ways, percents, strict=True))
-    small = [way for way in ways if not shares[way]]  # rounded to 0 %
+    counts: dict[str, int] = {}
+    for way, arrays in by_way.items():
+        if _count(arrays):
+            counts[way] = _count(arrays)
+    shares = dict(zip(counts, percentages([*counts.values()]), strict=True))
+    small = [way for way in counts if not shares[way]]  # rounded to 0 %
     # A line for a single small share takes no more room than a line for all of them.
     if not merged or len(small) == 1:
         small = []
-    widest = max(map(len, ways), default=0)
+    widest = max(map(len, counts), default=0)
     lines = []
-    for way in sorted(ways, key=lambda way: -shares[way]):
+    for way in sorted(counts, key=lambda way: -shares[way]):
         if way in small:
             continue
         percent = "<1%"
         if shares[way]:
             percent = f"{shares[way]}%"
         first = f"  {percent:>5} {way:<{widest}}  "
-        lines += _examples(first, ways[way], reasons and way == "replicated")
+        lines += _examples(first, by_way[way], reasons and way == "replicated")
     if small:
         lines.append(f"    <1% each: {', '.join(small)}")
     return lines
@@ -253,7 +256,7 @@ def _pipeline(pipeline: Pipelining, *, short: bool) -> list[str]:
 def _closed_over(program: ProgramReport, *, short: bool) -> list[str]:
     """The large arrays that the function closes over, which every device has."""
     size = scaled(total_bytes(program.closed_over))
-    names = list(dict.fromkeys(array.name for array in program.closed_over))  # each once
+    names = list(dict.fromkeys(map(attrgetter("name"), program.closed_over)))  # each once
     shown = ", ".join(names[:2])
     if len(names) > 2:
         shown += f" and {len(names) - 2} more"

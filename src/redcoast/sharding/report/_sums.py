@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -127,7 +128,9 @@ def _growth(examples: Examples, operation: Operation, operands: Growths) -> _Gro
         if rule.writes is not None:
             return replace(result, number=None)
         # The degrees of the factors of a product add up.
-        degree = sum(x.degree or 0 for x in operands)
+        degree = 0
+        for x in operands:
+            degree += x.degree or 0
         if result.number == 0 or not sums:
             return replace(result, degree=degree)
         return _Growth(degree + (not result.divided), line=operation.line())
@@ -136,13 +139,13 @@ def _growth(examples: Examples, operation: Operation, operands: Growths) -> _Gro
     if name in HOMOGENEOUS or (rule is not None and rule.linear):
         return replace(result, number=None)
     # As the softmax over the classes of each example.
-    if all(x.degree == 0 for x in operands):
+    if not any(map(attrgetter("degree"), operands)):
         return _Growth()  # a function of values that do not grow does not grow
     return _UNKNOWN
 
 
 def _are_known(operands: Growths) -> bool:
-    return all(x.degree is not None for x in operands)
+    return None not in map(attrgetter("degree"), operands)
 
 
 def _largest(operands: Growths) -> _Growth:
@@ -152,7 +155,7 @@ def _largest(operands: Growths) -> _Growth:
     number = None
     if len(operands) == 1:
         number = operands[0].number
-    is_divided = any(x.divided for x in operands)
+    is_divided = any(map(attrgetter("divided"), operands))
     return _Growth(most.degree, number, is_divided, most.line)
 
 

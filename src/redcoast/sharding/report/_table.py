@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 from ...core._errors import several
@@ -76,8 +77,8 @@ def draw_table(report: data.PlanReport) -> str:
 
 def _is_all_replicated(report: data.PlanReport) -> bool:
     """Whether all arrays are replicated since no axis but `data` has more than one device."""
-    largest = max(size for axis, size in report.mesh.items() if axis != "data")
-    return largest == 1 and all(array.parts == 1 for array in report.arrays)
+    others = prod(report.mesh.values()) // report.mesh["data"]
+    return others == 1 and len(report.replicated) == len(report.arrays)
 
 
 def _is_fsdp_sharded_as_well(report: data.PlanReport) -> bool:
@@ -105,8 +106,9 @@ def groups_of(report: data.PlanReport, *, by_reason: bool = True) -> list[_Group
     groups: list[_Group] = []
     for alike in by_appearance.values():
         for pattern, members in braced([array.path for array in alike]):
-            size = sum(alike[member].bytes_per_device for member in members)
-            groups.append(_Group(pattern, alike[members[0]], size))
+            # Arrays of one shape, dtype and spec take the same bytes each.
+            first = alike[members[0]]
+            groups.append(_Group(pattern, first, len(members) * first.bytes_per_device))
     return sorted(groups, key=lambda group: places[id(group.first)])
 
 
@@ -315,11 +317,10 @@ def _traffic(traffic: Sequence[data.Traffic]) -> list[str]:
         total = data.total_bytes(entries)
         lines += _cause(total, f"over {axis}", 0)
         # Entries are the largest first, so that those that are left out are the last ones.
-        large = [entry for entry in entries if entry.bytes > _LITTLE * total]
-        shown = large[:_SHOWN]
-        for entry in shown:
+        rest = list(entries)
+        while rest and len(entries) - len(rest) < _SHOWN and rest[0].bytes > _LITTLE * total:
+            entry = rest.pop(0)
             lines += _cause(entry.bytes, entry.cause, 4)
-        rest = entries[len(shown) :]
         # What is rounded to 0.0000 MB is not worth a line.
         if megabytes(data.total_bytes(rest)).strip("0."):
             lines += _cause(data.total_bytes(rest), f"{len(rest)} smaller", 4)

@@ -40,24 +40,28 @@ def braced(paths: Sequence[str]) -> list[tuple[str, list[int]]]:
         for kind in ("number", "name"):  # numbers first, so that layers are joined first
             for part in range(longest):
                 patterns = _joined(patterns, kind, part)
-    ordered = sorted(patterns.items(), key=lambda item: min(item[1]))
-    return [("".join(map(_pattern_text, pattern)), places) for pattern, places in ordered]
+    ordered: list[tuple[str, list[int]]] = []
+    for pattern, places in sorted(patterns.items(), key=lambda item: min(item[1])):
+        ordered.append(("".join(map(_pattern_text, pattern)), places))
+    return ordered
 
 
 def _pattern(path: str) -> Pattern:
     """The pattern of one path: that of `w/up` is `(("w",), ("/",), ("up",))`."""
-    return tuple((text,) for text in re.split(r"(\d+|/)", path))
+    return tuple(zip(re.split(r"(\d+|/)", path), strict=True))
 
 
 def shortened(paths: Sequence[str], limit: int = 3, width: int = 60) -> str:
     """The first patterns of some paths, and the number of the other paths."""
-    patterns = braced(paths)
-    shown = [name for name, _ in patterns[:limit]]
-    # At least one, however long it is.
-    while len(shown) > 1 and len(", ".join(shown)) > width:
-        shown.pop()
+    shown: list[str] = []
+    more = len(paths)
+    for name, places in braced(paths)[:limit]:
+        # At least one, however long it is.
+        if shown and len(", ".join([*shown, name])) > width:
+            break
+        shown.append(name)
+        more -= len(places)
     text = ", ".join(shown)
-    more = sum(len(places) for _, places in patterns[len(shown) :])
     if more:
         text += f" and {more} more"
     return text
@@ -166,10 +170,14 @@ def scaled(count: int | float) -> str:
 def percentages(sizes: Sequence[int | float]) -> list[int]:
     """The shares of some sizes in percent, rounded so that they add up to 100."""
     total = sum(sizes)
-    exact = [100 * size / total for size in sizes]  # such as 33.3, 33.3 and 33.3
-    rounded = list(map(int, exact))
-    # Those that lost most when they were rounded down are rounded up.
-    order = sorted(range(len(sizes)), key=lambda place: rounded[place] - exact[place])
+    rounded: list[int] = []
+    lost: list[float] = []  # by rounding down, of each
+    for size in sizes:
+        exact = 100 * size / total
+        rounded.append(int(exact))
+        lost.append(exact - int(exact))
+    # Those that lost most are rounded up.
+    order = sorted(range(len(sizes)), key=lost.__getitem__, reverse=True)
     for place in order[: 100 - sum(rounded)]:
         rounded[place] += 1
     return rounded

@@ -145,7 +145,9 @@ def _over_batch(reasons: Reasons, staged: Staged | None) -> Iterator[Sent]:
 
 
 def _way(backward: bool) -> str:
-    return "backward" if backward else "forward"
+    if backward:
+        return "backward"
+    return "forward"
 
 
 def _gathers(layout: StorageLayout, reasons: Reasons) -> Iterator[Sent]:

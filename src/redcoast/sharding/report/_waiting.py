@@ -5,10 +5,11 @@ condition in every iteration. Each device runs such a loop for its own rows inst
 it combines rows.
 """
 
+from itertools import chain
+
 from jax.sharding import AbstractMesh, Mesh
 
 from ...core._control_flow import Scan, While, control_flow
-from ...core._frames import own_line
 from ..constrain._local_choice import find_waiting
 from ..constrain._local_region import waits_for_rows
 from ..constrain._shardings import find_shardings
@@ -16,6 +17,7 @@ from ..program._graph import Source
 from ..program._program import Program
 from ..program._walk import Scope
 from ..tree._leaf_plans import Compute
+from ._sent import line_of
 
 
 def waiting(program: Program, mesh: Mesh | AbstractMesh, compute: Compute) -> tuple[str, ...]:
@@ -31,13 +33,12 @@ def waiting(program: Program, mesh: Mesh | AbstractMesh, compute: Compute) -> tu
 
 
 def _may_wait(scope: Scope) -> bool:
-    inner = (scope for scopes in scope.inner.values() for scope in scopes)
+    # Loops are in the program itself, or in those of its loops, branches and calls.
+    inner = chain(*scope.inner.values())
     return any(map(waits_for_rows, scope.jaxpr.eqns)) or any(map(_may_wait, inner))
 
 
 def _sentence(source: Source, why: str) -> str:
-    lines = (own_line(getattr(x.source_info, "traceback", None)) for x in reversed(source))
-    line = next(filter(None, lines), "The program")
     match control_flow(source[-1]):
         case While():
             what = "has a loop in which all devices wait for each other in every iteration"
@@ -45,4 +46,5 @@ def _sentence(source: Source, why: str) -> str:
             what = "has a loop over the examples that every device runs for all of them"
         case _:
             what = "has an operation in which devices communicate about each other's examples"
+    line = line_of(source)
     return f"{line} {what}, because {why}. `jax.vmap` of a function of one example avoids that."

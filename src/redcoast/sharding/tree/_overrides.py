@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from math import prod
 
 from jax.sharding import PartitionSpec as P
@@ -35,8 +36,11 @@ def apply_overrides(
 
 def _matching(pattern: str, leaves: Sequence[Leaf]) -> list[Leaf]:
     """The leaves with a path in which a pattern occurs. Raises if there is none."""
+    matching: list[Leaf] = []
     try:
-        matching = [leaf for leaf in leaves if re.search(pattern, leaf.name)]
+        for leaf in leaves:
+            if re.search(pattern, leaf.name):
+                matching.append(leaf)
     except (re.error, TypeError) as error:
         raise ValueError(
             f"The override pattern {pattern!r} is not a regular expression: {error}."
@@ -64,7 +68,7 @@ def spec_axes(entry: object) -> tuple[str, ...]:
 
 def axes_of_spec(spec: Iterable[object]) -> list[str]:
     """The mesh axes of all entries of a spec."""
-    return [axis for entry in spec for axis in spec_axes(entry)]
+    return [*chain(*map(spec_axes, spec))]
 
 
 def model_dim(spec: Iterable[object]) -> int | None:
@@ -81,6 +85,7 @@ def spec_parts(spec: Iterable[object], axes: Mapping[str, int]) -> int:
 
 
 def _is_entry(x: object) -> bool:
+    # One axis, several, or none.
     if isinstance(x, tuple):
         return all(isinstance(axis, str) for axis in x)
     return x is None or isinstance(x, str)
@@ -120,10 +125,12 @@ def _check_fits(leaf: Leaf, pattern: str, spec: P, axes: Mapping[str, int]) -> N
         size, parts = leaf.shape[dim], spec_parts((entry,), axes)
         if size % parts == 0:
             continue
-        names = spec_axes(entry)
-        mesh_sizes = " x ".join(f"{name}={axes[name]}" for name in names)
+        mesh_sizes = " x ".join(f"{name}={axes[name]}" for name in spec_axes(entry))
         # Most mistakes are another dimension than was meant.
-        divisible = [str(d) for d, n in enumerate(leaf.shape) if n and n % parts == 0]
+        divisible: list[str] = []
+        for d, n in enumerate(leaf.shape):
+            if n and n % parts == 0:
+                divisible.append(str(d))
         others = ""
         if divisible:
             others = f" Dimension {' or '.join(divisible)} is divisible."

@@ -14,7 +14,7 @@ from ..tree._leaves import Leaf, Node, leaves_below
 NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
 RECURRENT = (eqx.nn.LSTMCell, eqx.nn.GRUCell)
 _CONVOLUTIONS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
-KERNEL_WIDTH = 16  # the windows of usual convolutions are smaller, and other dimensions larger
+WINDOWS = range(1, 17)  # of usual convolutions; other dimensions are larger
 
 
 @dataclass
@@ -213,16 +213,16 @@ class Tree:
             if is_flat and not matrix.is_oriented:
                 guessed.append(matrix)
             elif is_flat and not matrix.is_square:
-                votes[_is_in_layer(matrix)] += 2 * (matrix.outs < matrix.ins) - 1
+                votes[_has_own_name(matrix)] += 2 * (matrix.outs < matrix.ins) - 1
         for matrix in guessed:
-            vote = votes[_is_in_layer(matrix)]
+            vote = votes[_has_own_name(matrix)]
             if vote and (vote > 0) != (matrix.outs < matrix.ins):
                 matrix.ins, matrix.outs = matrix.outs, matrix.ins
 
 
-def _is_in_layer(matrix: Matrix) -> bool:
-    """Whether a matrix is the weight of a layer, and not an array with a name of its own."""
-    return matrix.leaf.path[-1:] in (("weight",), ("kernel",))
+def _has_own_name(matrix: Matrix) -> bool:
+    """Whether a matrix has a name of its own, and is not the weight of a layer."""
+    return matrix.leaf.path[-1:] not in (("weight",), ("kernel",))
 
 
 def layer_of(leaf: Leaf) -> tuple[str, ...]:
@@ -297,6 +297,6 @@ def _channels(name: str, shape: tuple[int, ...], stack: int) -> tuple[int, int] 
         ins, outs, window = stack + 1, stack, shape[stack + 2 :]
     # With rank 3, it may also be a matrix with a dimension of heads or experts.
     is_narrow = rank > 3 or window[0] < min(shape[outs], max(shape[ins], 2))
-    if is_narrow and max(window) <= KERNEL_WIDTH:
+    if is_narrow and max(window) in WINDOWS:
         return ins, outs
     return None

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import gcd, prod
+from operator import attrgetter
 from typing import Literal
 
 import equinox as eqx
@@ -23,12 +24,14 @@ from jaxtyping import PyTree
 
 from ..tree._leaves import LARGE, Leaf
 from ..tree._overrides import multiples_near
-from ._matrices import KERNEL_WIDTH, Block, Matrix, Tree, layer_of
+from ._matrices import WINDOWS, Block, Matrix, Tree, layer_of
 
 # A matrix with this many times fewer outputs than inputs is not worth sharding.
 _NARROW = 8
 # The output matrix of an attention whose matrices are all square.
-_OUTPUT = re.compile(r"w?_?(o|out|output)(_?(proj|projection|linear|dense|kernel|weight))*")
+_OUTPUT = re.compile(
+    r"w?_?(o|out|output)(_?(proj|projection|linear|dense|kernel|weight))*", re.IGNORECASE
+)
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 _KV_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "kv_heads")
 
@@ -103,7 +106,12 @@ class Rules:
         return undecided
 
     def _linear(self, block: Block) -> list[Matrix]:
-        return [one for one in self._undecided(block.near) if one.kind == "linear"]
+        """The matrices near a block without a split, but for tables and kernels."""
+        linear: list[Matrix] = []
+        for matrix in self._undecided(block.near):
+            if matrix.kind == "linear":
+                linear.append(matrix)
+        return linear
 
     def _shard_block(self, block: Block, parent: Block, widths: set[int]) -> None:
         """Shards the matrices near a block. `widths` are known ones of the residual stream."""
@@ -166,26 +174,31 @@ class Rules:
         """Shards pairs of matrices, from the residual stream and back, on the size between them."""
         linear = self._linear(block)
         width = self._width(linear, widths)
-        squares = [one for one in linear if one.is_square and one.in_size == width]
-        reading = [one for one in linear if one.in_size == width != one.out_size]
+        squares: list[Matrix] = []
+        reading: list[Matrix] = []
         writing: list[Matrix] = []
         for matrix in linear:
-            if matrix.out_size == width != matrix.in_size and matrix.in_size not in widths:
+            if matrix.in_size == matrix.out_size == width:
+                squares.append(matrix)
+            elif matrix.in_size == width:
+                reading.append(matrix)
+            # Neither another width nor the window of a convolution is the size between two.
+            elif matrix.out_size == width and matrix.in_size not in {*widths, *WINDOWS}:
                 writing.append(matrix)
         outputs = self._outputs(block, parent, squares, reading, writing)
-        columns = [one for one in squares if outputs and one not in outputs]
+        columns: list[Matrix] = []
         rows = list(outputs)
+        for matrix in squares:
+            if outputs and matrix not in outputs:
+                columns.append(matrix)
+        read = [matrix.out_size for matrix in reading]
         for matrix in writing:
-            # Of a convolution over a few places, the window would be the size between.
-            is_window = matrix.in_size <= KERNEL_WIDTH
-            is_read = any(_reads(up.out_size, matrix.in_size) for up in reading)
-            if is_read and not is_window and matrix not in rows:
+            if matrix not in rows and any(_reads(size, matrix.in_size) for size in read):
                 rows.append(matrix)
-        sizes = Counter(one.out_size for one in reading)
         for matrix in reading:
             size = matrix.out_size
             # Keys and values may be narrower than queries, and are two.
-            is_narrow = sizes[size] > 1 and any(row.in_size % size == 0 for row in outputs)
+            is_narrow = read.count(size) > 1 and any(not x.in_size % size for x in outputs)
             if is_narrow or any(_reads(size, row.in_size) for row in rows):
                 columns.append(matrix)
         if columns and rows:
@@ -197,14 +210,11 @@ class Rules:
         for matrix in matrices:
             # A square matrix counts once.
             sizes.update({matrix.in_size, matrix.out_size})
-        in_layer = self.tree.counts[layer_of(matrices[0].leaf)]
-        if not _is_in_layer(matrices[0]):
-            in_layer = Counter[int]()  # there, vocabularies may be as frequent as the width
-
-        def order(size: int) -> tuple[int, bool, int, int]:
-            return sizes[size], size in widths, in_layer[size], -size
-
-        return max(sizes, key=order)
+        in_layer = Counter[int]()
+        # Outside of layers, a vocabulary may be as frequent as the width.
+        if _is_in_layer(matrices[0]):
+            in_layer = self.tree.counts[layer_of(matrices[0].leaf)]
+        return max(sizes, key=lambda size: (sizes[size], size in widths, in_layer[size], -size))
 
     def _outputs(
         self,
@@ -214,18 +224,20 @@ class Rules:
         reading: list[Matrix],
         writing: list[Matrix],
     ) -> list[Matrix]:
-        """The output matrix of attention. Among several squares, it is the one with such a name, or
-        the last."""
-        above = [one for one in self._linear(parent) if one.is_square]
+        """The output matrices of attention, which shapes do not tell where they are square.
+
+        It is the one with such a name, or else the last of the square ones.
+        """
         named: list[Matrix] = []
         for matrix in (*squares, *writing):
             names = matrix.leaf.path[len(block.path) :]
-            if any(_OUTPUT.fullmatch(name.lower()) for name in names):
+            if any(map(_OUTPUT.fullmatch, names)):
                 named.append(matrix)
         if named and len(squares) + len(reading) > 1:
             return named
-        # Query, key and value may be in a block of their own.
-        if len(squares) == 3 and len(above) == 1 and above[0].in_size == squares[0].in_size:
+        # Query, key and value may be in a block of their own, beside their output.
+        above = list(filter(attrgetter("is_square"), self._linear(parent)))
+        if len(squares) == 3 and len(above) == 1:
             return above
         # They may be fused in one matrix.
         is_fused = any(_reads(one.out_size, one.in_size) for one in reading)
@@ -255,37 +267,29 @@ class Rules:
 
     def _shard_chains(self, block: Block, widths: set[int]) -> None:
         """Shards chains of matrices, each the input of the next: column, row, column, row."""
-        chains: list[list[Matrix]] = []
-        before = None
+        near: list[Matrix | None] = [None]
         for matrix in block.near:
+            near.append(matrix)
             if matrix is not None and (matrix.kind == "table" or not self._undecided([matrix])):
-                matrix = None
-            if matrix is not None and before is not None and _follows(before, matrix):
-                chains[-1].append(matrix)
-            elif matrix is not None:
-                chains.append([matrix])
-            before = matrix
-        for chain in chains:
-            if len(chain) > 1:
-                self._alternate(block, chain, widths)
-
-    def _alternate(self, block: Block, chain: list[Matrix], widths: set[int]) -> None:
+                near[-1] = None
         column = None  # the matrix before, if it is column-parallel
-        for i, matrix in enumerate(chain):
-            if column is not None:
+        for before, matrix, after in zip(near, near[1:], [*near[2:], None], strict=False):
+            ends = not _follows(matrix, after)
+            if matrix is None or (ends and not _follows(before, matrix)):
+                column = None  # `_shard_alone` shards a matrix that is no part of a chain
+            elif column is not None:
                 self._shard(matrix, "row", f"pairs with {_name_in(block, column)}")
                 column = None
             elif matrix.out_size in widths:
                 continue  # `_shard_alone` replicates it
-            elif i + 1 < len(chain):
-                self._shard(matrix, "column", f"pairs with {_name_in(block, chain[i + 1])}")
+            elif after is not None and not ends:
+                self._shard(matrix, "column", f"pairs with {_name_in(block, after)}")
                 if self.splits[matrix.leaf.index].dim is not None:
                     column = matrix
             # As the logits of a few classes.
             elif matrix.out_size * _NARROW < matrix.in_size:
-                self._replicate(
-                    matrix, f"output of {matrix.out_size} from {matrix.in_size}, narrow"
-                )
+                reason = f"output of {matrix.out_size} from {matrix.in_size}, narrow"
+                self._replicate(matrix, reason)
             else:
                 self._shard(matrix, "column", "output")
 
@@ -294,29 +298,28 @@ class Rules:
 
         Tables of positions or types have fewer rows, and are replicated.
         """
-        widths = self.widths(matrices)
-        ends: list[tuple[int, Matrix, int]] = []  # with the size and the dimension of the rows
+        most = max(self.widths(matrices), default=0)
+        ends: list[tuple[int, Matrix]] = []
         for matrix in self._undecided(matrices):
             is_flat = matrix.kind == "linear" and len(matrix.ins) == len(matrix.outs) == 1
             is_known = matrix.is_oriented or matrix.bias is not None or _is_in_layer(matrix)
             if matrix.kind == "table" or (is_flat and not is_known):
-                dim = self._vocabulary_dim(matrix, widths)
-                ends.append((matrix.leaf.shape[dim], matrix, dim))
+                dim = self._vocabulary_dim(matrix, self.widths(matrices))
+                ends.append((dim, matrix))
+                most = max(most, matrix.leaf.shape[dim])
         # The largest first, since it is a vocabulary.
-        ends.sort(key=lambda end: -end[0])
-        most = max([size for size, _, _ in ends] + [*widths], default=0)
-        for size, matrix, dim in ends:
-            first, last = sorted(matrix.ins + matrix.outs)
-            outer = matrix.leaf.shape[first + last - dim]
-            is_named = matrix.kind == "table" or "embed" in matrix.leaf.name.lower()
+        for dim, matrix in sorted(ends, key=lambda end: -end[1].leaf.shape[end[0]]):
+            size, outer = matrix.leaf.shape[dim], matrix.out_size
+            if dim in matrix.outs:
+                outer = matrix.in_size
             # Both sides may be widths, as of a pooler, or of what projects to another width.
             is_between = matrix.is_square or {size, outer} <= self.widths(matrices)
-            if is_between and not is_named and size not in self.vocabularies:
+            if is_between and not _is_table(matrix) and size not in self.vocabularies:
                 continue
-            elements = matrix.in_size * matrix.out_size
-            if elements < LARGE:
-                self._replicate(matrix, f"small, {elements:,} elements")
-            elif dim == first and 2 * size < most:
+            has_rows_first = dim == min(matrix.ins + matrix.outs)
+            if size * outer < LARGE:
+                self._replicate(matrix, f"small, {size * outer:,} elements")
+            elif has_rows_first and 2 * size < most:
                 self._replicate(matrix, f"table of {size} rows, small", outer)
             else:
                 reason = "vocabulary-parallel"
@@ -328,13 +331,12 @@ class Rules:
     def _vocabulary_dim(self, matrix: Matrix, widths: set[int]) -> int:
         """The dimension of a table or a head that is not the width of the residual stream."""
         (ins,), (outs,) = matrix.ins, matrix.outs
-        # If no widths are known, most arrays have the width.
-        in_layer = self.tree.counts[layer_of(matrix.leaf)]
-        of_ins, of_outs = ((x in widths, in_layer[x]) for x in (matrix.in_size, matrix.out_size))
-        is_table = matrix.is_square and "embed" in matrix.leaf.name.lower()
-        if matrix.kind == "table" or is_table:
+        if matrix.kind == "table" or (matrix.is_square and _is_table(matrix)):
             return min(ins, outs)
-        if of_ins < of_outs:
+        in_layer = self.tree.counts[layer_of(matrix.leaf)]
+        # If no width is known, most arrays have it.
+        is_width = lambda size: (size in widths, in_layer[size])
+        if is_width(matrix.in_size) < is_width(matrix.out_size):
             return ins
         return outs
 
@@ -355,6 +357,11 @@ def _is_in_layer(matrix: Matrix) -> bool:
     return matrix.stack > 0 or bool(layer_of(matrix.leaf))
 
 
+def _is_table(matrix: Matrix) -> bool:
+    """Whether a module or a name tells that rows of a matrix are looked up."""
+    return matrix.kind == "table" or "embed" in matrix.leaf.name.lower()
+
+
 def _name_in(block: Block, matrix: Matrix) -> str:
     """The name of a matrix near a block."""
     start = len(block.path)
@@ -364,13 +371,15 @@ def _name_in(block: Block, matrix: Matrix) -> str:
 
 
 def _reads(size: int, inner: int) -> bool:
-    """Whether a matrix with `inner` inputs may read an output of a size: of equal parts, as of a
-    gate and a value, or of queries with keys and values of a part of their size."""
-    narrow, rest = divmod(size - inner, 2)
-    return size == inner or (narrow > 0 and rest == 0 and inner % narrow == 0)
+    """Whether a matrix with `inner` inputs may read an output: of one matrix, or of two or three in
+    one, as of a gate and its value, or of query, key and value."""
+    return size in (inner, 2 * inner, 3 * inner)
 
 
-def _follows(before: Matrix, after: Matrix) -> bool:
+def _follows(before: Matrix | None, after: Matrix | None) -> bool:
+    """Whether the outputs of a matrix are as many as the inputs of the next one."""
+    if before is None or after is None:
+        return False
     if before.kind == "conv" and after.kind == "linear":
         return after.in_size % before.out_size == 0  # flattened, channels first
     return before.out_size == after.in_size

@@ -43,25 +43,28 @@ def structural_plans(
     numbers: set[int] = set()  # arrays that are sharded although they are integers
     for node in quantised:
         codes, scales = leaves_below(node)
+        split = splits[codes.index]
         stacks[scales.index] = stacks[codes.index]
-        numbers |= {codes.index, scales.index}
-        for leaf in (scales, codes):
-            splits[leaf.index] = _split_of_numbers(leaf, splits[codes.index], n)
+        for leaf in (codes, scales):
+            numbers.add(leaf.index)
+            splits[leaf.index] = split
+            # A dimension has fewer scales than numbers, since each is of a block of these.
+            if split.dim is not None and leaf.shape[split.dim] % n:
+                reason = indivisible("quantised blocks", leaf.shape[split.dim], n)
+                splits[leaf.index] = ModelSharding(None, reason)
     # Of a matrix, its sides may be FSDP-sharded, and not the window of a convolution.
     sides = {matrix.leaf.index: matrix.ins + matrix.outs for matrix in matrices}
     plans: list[LeafPlan] = []
     for leaf in leaves:
-        role, spec = "parameter", P()
-        if leaf.index in overridden:
-            spec, reason = overridden[leaf.index], OVERRIDE
-        elif is_inexact_leaf(leaf) or leaf.index in numbers:
+        role = "other"
+        spec, reason = P(), Reason("replicated", "integers or keys, not a parameter")
+        if is_inexact_leaf(leaf) or leaf.index in numbers:
+            role = "parameter"
             stack = stacks[leaf.index]
             free = sides.get(leaf.index, tuple(range(stack, len(leaf.shape))))
             spec, reason = _spec(leaf, splits[leaf.index], stack, free, axes)
-        else:
-            reason = Reason("replicated", "integers or keys, not a parameter")
-        if not is_inexact_leaf(leaf) and leaf.index not in numbers:
-            role = "other"
+        if leaf.index in overridden:
+            spec, reason = overridden[leaf.index], OVERRIDE
         plans.append(LeafPlan(leaf, spec, reason, role))
     return plans
 
@@ -137,14 +140,6 @@ def _only_weights(node: Node, adapters: list[Node], quantised: list[Node]) -> No
     return replace(node, children=children)
 
 
-def _split_of_numbers(leaf: Leaf, split: ModelSharding, n: int) -> ModelSharding:
-    """The split of the integers or the scales of a quantised weight: that of the weight, unless a
-    dimension has too few of them."""
-    if split.dim is None or leaf.shape[split.dim] % n == 0:
-        return split
-    return ModelSharding(None, indivisible("quantised blocks", leaf.shape[split.dim], n))
-
-
 def _splits_of_lora(
     adapter: Node, weight: Leaf, a: Leaf, b: Leaf, dim: int | None
 ) -> dict[int, ModelSharding]:
@@ -153,25 +148,25 @@ def _splits_of_lora(
     `a` is (*stack, *inputs, rank) and `b` (*stack, rank, *outputs).
     """
     stack = len(a.shape) + len(b.shape) - len(weight.shape) - 2
-    inputs, outputs = len(a.shape) - stack - 1, len(b.shape) - stack - 1
-    # The first dimensions of the weight that are inputs, and that are outputs.
-    of_inputs, of_outputs = stack, stack + inputs
-    if adapter.owner.outputs_first:
-        of_inputs, of_outputs = stack + outputs, stack
-    dim_of_a = dim_of_b = None
+    dims: dict[int, int] = {}  # of `a` and of `b`, by their index
     other = "is sharded on its other side"
     if dim is None:
         other = "is replicated over model"
-    elif dim < stack:  # such as experts, in all three arrays
-        dim_of_a = dim_of_b = dim
-    elif of_inputs <= dim < of_inputs + inputs:
-        dim_of_a = dim - of_inputs + stack
+    elif dim < stack:
+        dims = {a.index: dim, b.index: dim}  # such as experts, in all three arrays
     else:
-        dim_of_b = dim - of_outputs + stack + 1
+        # The weight is (*stack, *inputs, *outputs), or has its outputs first.
+        before_inputs, before_outputs = stack, len(a.shape) - 1
+        is_output = dim >= before_outputs
+        if adapter.owner.outputs_first:
+            before_inputs, before_outputs = len(b.shape) - 1, stack
+            is_output = dim < before_inputs
+        dims = {a.index: dim - before_inputs + stack}
+        if is_output:
+            dims = {b.index: dim - before_outputs + stack + 1}
     splits: dict[int, ModelSharding] = {}
-    for leaf, own in ((a, dim_of_a), (b, dim_of_b)):
-        reason = "LoRA, like its matrix"
-        if own is None:
-            reason = f"LoRA, its matrix {other}"
-        splits[leaf.index] = ModelSharding(own, reason)
+    for leaf in (a, b):
+        splits[leaf.index] = ModelSharding(None, f"LoRA, its matrix {other}")
+        if leaf.index in dims:
+            splits[leaf.index] = ModelSharding(dims[leaf.index], "LoRA, like its matrix")
     return splits

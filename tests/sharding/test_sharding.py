@@ -302,3 +302,40 @@ def test_arrays_that_an_override_shards_over_data_are_not_said_to_be_replicated(
     )
     assert "All arrays are replicated" not in plan.table()
     assert "Override" in plan.table()
+
+
+def latent_attention(q_rank, kv_rank):
+    """Layers of DeepSeek's attention, whose queries, keys and values are made of latent ones."""
+    width, heads = 128, 8
+    return {
+        "q_down": array(2, width, q_rank),
+        "wq": array(2, q_rank, heads, 32),
+        "kv_down": array(2, width, kv_rank),
+        "wk": array(2, kv_rank, heads, 16),
+        "wv": array(2, kv_rank, heads, 16),
+        "wo": array(2, heads, 16, width),
+        "norm": array(2, width),
+    }
+
+
+@pytest.mark.parametrize("ranks", [(96, 64), (64, 64)])
+def test_latents_are_whole_and_the_heads_that_are_made_of_them_split(ranks):
+    found = specs({"layers": latent_attention(*ranks)}, model=4)
+    assert {found[f"layers/{name}"] for name in ("wq", "wk", "wv")} == {P(None, None, "model")}
+    assert found["layers/wo"] == P(None, "model")
+
+
+def test_a_window_is_not_the_size_between_two_matrices():
+    """Four taps of a convolution over each channel, beside a projection to as many features."""
+    tree = {"norm": array(4096), "taps": array(4, 4096), "steps": array(4096, 8)}
+    assert specs({"layers": [tree, tree]}, model=4)["layers/0/taps"] == P()
+
+
+def test_the_output_of_an_attention_that_is_not_square_is_told_by_its_name():
+    """Queries and keys are square, and neither of the two is the output."""
+    sizes = {"wq": (64, 64), "wk": (64, 64), "wv": (64, 128), "wz": (64, 128), "wo": (128, 64)}
+    layer = {name: array(*shape) for name, shape in sizes.items()} | {"norm": array(64)}
+    found = specs({"layers": [layer, layer]}, model=4)
+    columns = {found[f"layers/0/{name}"] for name in ("wq", "wk", "wv", "wz")}
+    assert columns == {P(None, "model")}
+    assert found["layers/0/wo"] == P("model")

@@ -37,15 +37,20 @@ class Matrix:
 
     @property
     def in_size(self) -> int:
-        return prod(self.leaf.shape[d] for d in self.ins)
+        return prod(map(self.leaf.shape.__getitem__, self.ins))
 
     @property
     def out_size(self) -> int:
-        return prod(self.leaf.shape[d] for d in self.outs)
+        return prod(map(self.leaf.shape.__getitem__, self.outs))
 
     @property
     def is_square(self) -> bool:
         return self.in_size == self.out_size
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it is no kernel and no table, and has no dimension of heads or experts."""
+        return self.kind == "linear" and len(self.ins) == len(self.outs) == 1
 
 
 @dataclass
@@ -53,15 +58,12 @@ class Block:
     """A node of the tree as matrices.
 
     `near` are its matrices in order, with None in place of each inner node that has several of its
-    own. `below` are all matrices of the node and of inner ones. `loose` are its other arrays.
+    own. `below` are all matrices of the node and of inner ones.
     """
 
-    path: tuple[str, ...]
-    owner: PyTree
-    is_ordered: bool
+    node: Node
     near: list[Matrix | None] = field(default_factory=list)
     below: list[Matrix] = field(default_factory=list)
-    loose: list[Leaf] = field(default_factory=list)
 
 
 class Tree:
@@ -98,7 +100,7 @@ class Tree:
 
     def _read(self, node: Node) -> list[Matrix]:
         """Appends the blocks of a node, inner ones first, and returns all of its matrices."""
-        block = Block(node.path, node.owner, node.ordered)
+        block = Block(node)
         matrices = self._matrices_of_arrays(node)
         for name, child in node.children.items():
             inner: list[Matrix] = []
@@ -112,14 +114,6 @@ class Tree:
                 block.near.append(inner[0])
             elif inner:
                 block.near.append(None)
-        in_matrices: set[int] = set()
-        for matrix in matrices.values():
-            in_matrices.add(matrix.leaf.index)
-            if matrix.bias is not None:
-                in_matrices.add(matrix.bias.index)
-        for child in node.children.values():
-            if isinstance(child, Leaf) and child.index not in in_matrices:
-                block.loose.append(child)
         self.blocks.append(block)
         return block.below
 
@@ -187,19 +181,20 @@ class Tree:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The sides of a query, key or value (width, heads, head size), or output (reversed)."""
         counter = self.counts[layer_of(leaf)]
-        sizes = [leaf.shape[d] for d in dims]
-        (most, _), *_ = counter.most_common(1)
-        frequent = max(sizes, key=counter.__getitem__)
-        if frequent == sizes[1] == most:
+        # A width is larger than a number of heads that occurs as often.
+        order = lambda size: (counter[size], size)
+        first, middle, last = sizes = [leaf.shape[d] for d in dims]
+        frequent = max(sizes, key=order)
+        if frequent == middle == max(counter, key=order):
             width = dims[1]  # of matrices of experts (experts, width, hidden)
-        elif frequent == sizes[2] != sizes[0]:
+        elif frequent == last != first:
             width = dims[2]
         else:
             width = dims[0]
-        heads = tuple(d for d in dims if d != width)
-        if width == dims[-1]:
-            return heads, (width,)
-        return (width,), heads
+        dims.remove(width)
+        if width > dims[-1]:
+            return tuple(dims), (width,)
+        return (width,), tuple(dims)
 
     def _orient_alike(self) -> None:
         """Turns matrices whose sides are not known, such as square ones, to be like the others.
@@ -209,10 +204,10 @@ class Tree:
         votes: Counter[bool] = Counter()  # for each kind of name, positive for outputs first
         guessed: list[Matrix] = []
         for matrix in self.blocks[-1].below:
-            is_flat = matrix.kind == "linear" and len(matrix.ins) == len(matrix.outs) == 1
-            if is_flat and not matrix.is_oriented:
+            if matrix.is_flat and not matrix.is_oriented:
                 guessed.append(matrix)
-            elif is_flat and not matrix.is_square:
+            # A square matrix looks the same both ways.
+            elif matrix.is_flat and not matrix.is_square:
                 votes[_has_own_name(matrix)] += 2 * (matrix.outs < matrix.ins) - 1
         for matrix in guessed:
             vote = votes[_has_own_name(matrix)]

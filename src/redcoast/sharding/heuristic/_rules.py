@@ -72,18 +72,18 @@ class Rules:
     def shard_tree(self) -> None:
         """Shards all matrices of the tree, and their biases."""
         matrices = self.tree.blocks[-1].below
-        by_path = {block.path: block for block in self.tree.blocks}
+        by_path = {block.node.path: block for block in self.tree.blocks}
         outside: list[Block] = []
         # Layers show the width of the residual stream, by which the ends of a model are known.
         for block in self.tree.blocks:
             if any(map(_is_in_layer, filter(None, block.near))):
-                self._shard_block(block, by_path[block.path[:-1]], self.widths(block.below))
+                self._shard_block(block, by_path[block.node.path[:-1]], self.widths(block.below))
             else:
                 outside.append(block)
         if self.splits:
             self._shard_ends(matrices)
         for block in outside:
-            self._shard_block(block, by_path[block.path[:-1]], self.widths(matrices))
+            self._shard_block(block, by_path[block.node.path[:-1]], self.widths(matrices))
         self._shard_ends(matrices)
         for matrix in self._undecided(matrices):
             self._shard_alone(matrix, self.widths(matrices))
@@ -116,12 +116,12 @@ class Rules:
     def _shard_block(self, block: Block, parent: Block, widths: set[int]) -> None:
         """Shards the matrices near a block. `widths` are known ones of the residual stream."""
         # Layers in a list are a chain, which may be sharded on any size.
-        if block.is_ordered:
+        if block.node.ordered:
             self._shard_chains(block, set())
             return
         self._shard_heads(block)
         linear = self._linear(block)
-        if isinstance(block.owner, eqx.nn.MultiheadAttention) and len(linear) == 4:
+        if isinstance(block.node.owner, eqx.nn.MultiheadAttention) and len(linear) == 4:
             self._shard_together(block, linear[:3], linear[3:])
         elif linear:
             self._shard_residual(block, parent, widths)
@@ -230,7 +230,7 @@ class Rules:
         """
         named: list[Matrix] = []
         for matrix in (*squares, *writing):
-            names = matrix.leaf.path[len(block.path) :]
+            names = matrix.leaf.path[len(block.node.path) :]
             if any(map(_OUTPUT.fullmatch, names)):
                 named.append(matrix)
         if named and len(squares) + len(reading) > 1:
@@ -247,8 +247,8 @@ class Rules:
 
     def _shard_together(self, block: Block, columns: list[Matrix], rows: list[Matrix]) -> None:
         """Shards matrices on their outputs, and others, which read these, on their inputs."""
-        heads = _int_field(block.owner, _HEADS)
-        kv_heads = _int_field(block.owner, _KV_HEADS) or heads
+        heads = _int_field(block.node.owner, _HEADS)
+        kv_heads = _int_field(block.node.owner, _KV_HEADS) or heads
         partners = dict.fromkeys(map(id, rows), columns[-1])
         for matrix in columns:
             size = matrix.out_size
@@ -301,9 +301,8 @@ class Rules:
         most = max(self.widths(matrices), default=0)
         ends: list[tuple[int, Matrix]] = []
         for matrix in self._undecided(matrices):
-            is_flat = matrix.kind == "linear" and len(matrix.ins) == len(matrix.outs) == 1
             is_known = matrix.is_oriented or matrix.bias is not None or _is_in_layer(matrix)
-            if matrix.kind == "table" or (is_flat and not is_known):
+            if matrix.kind == "table" or (matrix.is_flat and not is_known):
                 dim = self._vocabulary_dim(matrix, self.widths(matrices))
                 ends.append((dim, matrix))
                 most = max(most, matrix.leaf.shape[dim])
@@ -364,10 +363,10 @@ def _is_table(matrix: Matrix) -> bool:
 
 def _name_in(block: Block, matrix: Matrix) -> str:
     """The name of a matrix near a block."""
-    start = len(block.path)
-    if block.is_ordered:
+    start = len(block.node.path)
+    if block.node.ordered:
         start = max(0, start - 1)  # a number alone says little
-    return "/".join(matrix.leaf.path[start : len(block.path) + 1])
+    return "/".join(matrix.leaf.path[start : len(block.node.path) + 1])
 
 
 def _reads(size: int, inner: int) -> bool:

@@ -31,9 +31,10 @@ def structural_plans(
     matrices = tree.blocks[-1].below
     vocabularies = rules.vocabularies - rules.widths(matrices)
     for block in tree.blocks:
-        for leaf in block.loose:
-            split = _split_of_loose(leaf, block.owner, stacks[leaf.index], vocabularies, n)
-            splits.setdefault(leaf.index, split)
+        for leaf in block.node.children.values():
+            if isinstance(leaf, Leaf) and leaf.index not in splits:
+                owner, stack = block.node.owner, stacks[leaf.index]
+                splits[leaf.index] = _split_of_loose(leaf, owner, stack, vocabularies, n)
     # The factors of LoRA follow their weight, which was sharded as if it were alone.
     for adapter in adapters:
         # Of a quantised weight, these are its integers.

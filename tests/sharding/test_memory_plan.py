@@ -348,6 +348,17 @@ def test_bad_memory(memory, error, match):
         rc.plan_shardings(model, mesh, fn=in_a_loop, args=(batch, None), memory=memory)
 
 
+def test_a_model_of_one_array_has_no_state_to_keep_on_the_host(monkeypatch):
+    """Its path is empty, and a dict may have a key like a field of a training state."""
+    monkeypatch.setattr(_plan, "has_own_memory", lambda mesh: True)  # as of a GPU
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+    for wrap in (lambda w: w, lambda w: {"opt_state": w}):
+        loss = lambda model, x, key: jnp.mean(jnp.tanh(x @ jax.tree.leaves(model)[0]))
+        args = (array((8, WIDTH)), None)
+        plan = rc.plan_shardings(wrap(array((WIDTH, 8))), mesh, fn=loss, args=args, memory=1e9)
+        assert plan.report.program.offloaded == 0
+
+
 def test_memory_needs_a_loss():
     model, batch = make_model(), array((ROWS, WIDTH))
     mesh = rc.make_mesh(devices=jax.devices()[:1])

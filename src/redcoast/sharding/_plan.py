@@ -19,7 +19,7 @@ from .report._data import Coupling, PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
 from .solver._memory_estimate import FILLED
 from .tree._leaf_plans import HOST, Compute, LeafPlan, model_of, plan_leaves
-from .tree._leaves import flat_leaves
+from .tree._leaves import Leaf, flat_leaves
 from .tree._overrides import Override, model_dim
 
 
@@ -47,6 +47,7 @@ class Plan:
     compute: Compute = field(repr=False)
 
     def __str__(self) -> str:
+        # As below, what draws is imported where a plan is drawn: training draws it once.
         from .report._summary import draw_summary
 
         return draw_summary(self.report)
@@ -199,7 +200,7 @@ class Plan:
             gradient = jax.jit(jax.grad(plan.constrain(loss_fn)))(model, batch, None)
             ```
         """
-        # On one device there is nothing to constrain.
+        # On one device there is nothing to constrain, but there may be values to recompute.
         if self.mesh.size == 1 and self.compute.recompute is None:
             return fn
         # Imported where a function is traced, so that importing redcoast stays cheap.
@@ -246,6 +247,7 @@ class Plan:
             )
         planned, shardings = self.constrain(loss_fn), on_auto_axes(model_of(self.shardings))
         mesh, (model, batch, key) = with_auto_axes(self.mesh), on_auto_axes((model, batch, key))
+        # Under a mesh with Explicit axes, JAX would refuse the constraints of the planned program.
         with auto_ambient_mesh():
             return verify(planned, loss_fn, shardings, mesh, model, batch, key, tolerance)
 
@@ -389,6 +391,7 @@ def plan_shardings(
         ```
     """
     mesh = mesh_or_ambient(mesh)
+    # Wrong arguments are refused before a trace, which may take seconds.
     if fn is not None:
         check_functions(fn=fn)
     if microbatches is not None:
@@ -416,12 +419,15 @@ def plan_shardings(
                     f"`{name}` needs a function whose program is planned: pass `fn` too."
                 )
         return _plan_structure(tree, mesh, overrides)
+    # Imported here, so that importing redcoast takes no longer for those who never plan.
     from ._from_program import plan_flow
     from ._memory_plan import MemoryTask, plan_within
 
     # The planned function gets constraints, which JAX takes on Auto axes alone.
     model, args = on_auto_axes((model_of(tree), tuple(args)))
     hardware, auto_mesh = hardware or hardware_of(mesh), with_auto_axes(mesh)
+    like_parameters = _arrays_of_state(tree, "opt_state", "average")
+    # A plan within memory is made several times: of the function, and with values recomputed.
     plan = lambda planned: plan_flow(
         model,
         auto_mesh,
@@ -431,7 +437,7 @@ def plan_shardings(
         trainable=trainable,
         hardware=hardware,
         budget=budget,
-        state_bytes=_bytes_like_parameters(tree),
+        state_bytes=sum(leaf.bytes for leaf in like_parameters),
         sequence=sequence,
         microbatches=microbatches,
     )
@@ -441,8 +447,11 @@ def plan_shardings(
         if limit is None:
             plans, compute, report = plan(fn)
         else:
-            offloads = has_own_memory(mesh) and _has_optimizer_state(tree)
+            # Counts of steps are scalars, which are not worth a transfer.
+            has_state = any(leaf.shape for leaf in _arrays_of_state(tree, "opt_state"))
+            offloads = has_own_memory(mesh) and has_state
             task = MemoryTask(fn, model, args, auto_mesh, trainable, plan, offloads)
+            # What devices report is a guess at what they have left, and no demand of the user's.
             plans, compute, report = plan_within(task, limit, must_fit=memory != "auto")
     return make_plan(tree, mesh, plan_leaves(tree, plans, dict(mesh.shape)), compute, report)
 
@@ -451,6 +460,7 @@ def check_memory(memory: object) -> None:
     """Raises an error unless `memory` is a positive number of bytes, `"auto"` or `None`."""
     if memory is None or memory == "auto":
         return
+    # For Python, `True` is an integer.
     if isinstance(memory, bool) or not isinstance(memory, int | float):
         raise TypeError(
             f"`memory` is {memory!r}. It must be the bytes of each device that a step may take, "
@@ -493,16 +503,11 @@ def has_own_memory(mesh: Mesh | AbstractMesh) -> bool:
     return knows_memories and target().platform != "cpu"
 
 
-def _has_optimizer_state(tree: PyTree) -> bool:
-    return any(leaf.path[0] == "opt_state" and leaf.shape for leaf in flat_leaves(tree))
-
-
-def _bytes_like_parameters(tree: PyTree) -> int:
-    """Bytes of the arrays of a training state that are sharded like its parameters."""
+def _arrays_of_state(tree: PyTree, *parts: str) -> list[Leaf]:
+    """The arrays of some parts of a training state; none of a model, which may have any names."""
     if model_of(tree) is tree:
-        return 0
-    leaves = flat_leaves(tree)
-    return sum(leaf.bytes for leaf in leaves if leaf.path[0] in ("opt_state", "average"))
+        return []
+    return [leaf for leaf in flat_leaves(tree) if leaf.path[0] in parts]
 
 
 def make_plan(

@@ -339,3 +339,18 @@ def test_the_output_of_an_attention_that_is_not_square_is_told_by_its_name():
     columns = {found[f"layers/0/{name}"] for name in ("wq", "wk", "wv", "wz")}
     assert columns == {P(None, "model")}
     assert found["layers/0/wo"] == P("model")
+
+
+def test_stages_whose_widths_are_inner_sizes_of_other_stages_are_split_on_their_own():
+    def block(width):
+        inner = 4 * width
+        return {
+            "expand": array(width, inner),
+            "scale": array(inner),
+            "project": array(inner, width),
+        }
+
+    found = specs({"stages": [[block(64), block(64)], [block(256)], [block(1024)]]}, model=4)
+    for name in ("0/0", "0/1", "1/0", "2/0"):
+        assert found[f"stages/{name}/expand"] == P(None, "model")
+        assert found[f"stages/{name}/project"] == P("model")

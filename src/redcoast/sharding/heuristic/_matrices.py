@@ -78,6 +78,7 @@ class Tree:
         self.blocks: list[Block] = []
         self.stacks: dict[int, int] = {}
         self.counts: dict[tuple[str, ...], Counter[int]] = {}
+        self._sides: dict[tuple[str, ...], Counter[int]] = {}
         self._find_stacks(root, 0)
         # Layers are counted apart: an encoder and a decoder may have different widths.
         for leaf in leaves_below(root):
@@ -85,6 +86,14 @@ class Tree:
             counter.update(set(leaf.shape[self.stacks[leaf.index] :]) - {0, 1})
         self._read(root)
         self._orient_alike()
+        for matrix in self.blocks[-1].below:
+            if matrix.kind == "linear":
+                counter = self._sides.setdefault(_outermost_layer(matrix.leaf), Counter())
+                counter.update({matrix.in_size, matrix.out_size})
+
+    def sizes_around(self, matrix: Matrix) -> Counter[int]:
+        """How many matrices of the layer of a matrix have a side of a size."""
+        return self._sides[_outermost_layer(matrix.leaf)]
 
     def _find_stacks(self, node: Node, depth: int) -> None:
         """Counts the stacked (scanned or vmapped) leading dimensions of the arrays of a node."""
@@ -125,7 +134,7 @@ class Tree:
         for name, leaf in node.children.items():
             if not isinstance(leaf, Leaf):
                 continue
-            matrix = self._stock_matrix(node, name, leaf) or self._matrix(node, name, leaf)
+            matrix = self._matrix(node, name, leaf)
             if matrix is not None:
                 matrices[name] = matrix
         # Biases with a dimension of heads look like matrices.
@@ -134,27 +143,18 @@ class Tree:
                 matrices.pop(matrix.bias.path[-1], None)
         return matrices
 
-    def _stock_matrix(self, node: Node, name: str, leaf: Leaf) -> Matrix | None:
-        """The weight of a layer of Equinox, which stores outputs first."""
-        owner, stack = node.owner, self.stacks[leaf.index]
-        if name != "weight" or len(leaf.shape) < stack + 2:
-            return None
-        first, second = (stack,), (stack + 1,)
-        if isinstance(owner, eqx.nn.Embedding):
-            return Matrix(leaf, stack, first, second, kind="table")
-        bias = node.children.get("bias")
-        if not isinstance(bias, Leaf):
-            bias = None
-        if isinstance(owner, eqx.nn.Linear):
-            return Matrix(leaf, stack, second, first, bias)
-        if isinstance(owner, _CONVOLUTIONS):
-            return Matrix(leaf, stack, second, first, bias, "conv", owner.groups)
-        return None
-
     def _matrix(self, node: Node, name: str, leaf: Leaf) -> Matrix | None:
-        """An array of a user's own layer as a matrix, or None if it is not one."""
-        shape, stack = leaf.shape, self.stacks[leaf.index]
+        """An array as a matrix, or None if it is not one."""
+        owner, shape, stack = node.owner, leaf.shape, self.stacks[leaf.index]
         bias = _bias_of(name, leaf, node)
+        # Equinox stores outputs first, (outputs, inputs, *window).
+        is_weight = name == "weight" and len(shape) > stack + 1
+        if is_weight and isinstance(owner, eqx.nn.Embedding):
+            return Matrix(leaf, stack, (stack,), (stack + 1,), kind="table")
+        if is_weight and isinstance(owner, eqx.nn.Linear):
+            return Matrix(leaf, stack, (stack + 1,), (stack,), bias)
+        if is_weight and isinstance(owner, _CONVOLUTIONS):
+            return Matrix(leaf, stack, (stack + 1,), (stack,), bias, "conv", owner.groups)
         channels = _channels(name, shape, stack)
         if channels is not None:
             ins, outs = channels
@@ -228,6 +228,14 @@ def layer_of(leaf: Leaf) -> tuple[str, ...]:
     return tuple(re.sub(r"^\d+$", "*", part) for part in above)
 
 
+def _outermost_layer(leaf: Leaf) -> tuple[str, ...]:
+    """The path of an array up to its first number: stages of a network may have other widths."""
+    for place, part in enumerate(leaf.path[:-1]):
+        if part.isdecimal():
+            return leaf.path[: place + 1]
+    return ()
+
+
 def _rank_in_stock_layer(owner: PyTree, name: str) -> int | None:
     """The rank of the array `name` in a stock Equinox layer, without stacking."""
     is_vector = name.startswith("bias")
@@ -246,11 +254,9 @@ def _is_stacked(node: Node, depth: int) -> bool:
     """
     shapes = [leaf.shape[depth:] for leaf in leaves_below(node)]
     leading = {shape[:1] for shape in shapes}
-    # A list of layers is not a stack of them.
-    if node.ordered or len(shapes) < 2 or len(leading) > 1:
-        return False
     ranks = list(map(len, shapes))
-    if min(ranks) < 2 or max(ranks) < 3:
+    # A list of layers is not a stack of them.
+    if node.ordered or len(shapes) < 2 or len(leading) > 1 or min(ranks) < 2 or max(ranks) < 3:
         return False
     # The sizes of the matrices and of the vectors, without the leading dimension.
     of_matrices: set[int] = set()
@@ -276,7 +282,9 @@ def _bias_of(name: str, weight: Leaf, node: Node) -> Leaf | None:
         bias = node.children.get(candidate)
         if not isinstance(bias, Leaf):
             continue
-        if 0 < len(bias.shape) < len(weight.shape) and bias.shape[-1] in weight.shape:
+        # The bias of a convolution is (channels, 1, 1).
+        size = max(bias.shape, default=0)
+        if len(bias.shape) < len(weight.shape) and size in weight.shape:
             return bias
     return None
 

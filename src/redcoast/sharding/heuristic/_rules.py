@@ -205,15 +205,13 @@ class Rules:
             self._shard_together(block, columns, rows)
 
     def _width(self, matrices: list[Matrix], widths: set[int]) -> int:
-        """The size that most matrices have on one side; ties go by the arrays of the layer."""
+        """The size that most matrices have on one side; ties go by the other matrices of the layer,
+        and then to the smaller one, as in a block of a single pair."""
         sizes: Counter[int] = Counter()
         for matrix in matrices:
             # A square matrix counts once.
             sizes.update({matrix.in_size, matrix.out_size})
-        in_layer = Counter[int]()
-        # Outside of layers, a vocabulary may be as frequent as the width.
-        if _is_in_layer(matrices[0]):
-            in_layer = self.tree.counts[layer_of(matrices[0].leaf)]
+        in_layer = self.tree.sizes_around(matrices[0])
         return max(sizes, key=lambda size: (sizes[size], size in widths, in_layer[size], -size))
 
     def _outputs(

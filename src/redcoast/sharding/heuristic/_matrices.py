@@ -18,7 +18,7 @@ WINDOWS = range(1, 17)  # of usual convolutions; other dimensions are larger
 
 
 @dataclass
-class Matrix:
+class WeightMatrix:
     """A weight with its input dimensions `ins`, which are contracted, and output dimensions `outs`.
 
     `stack` is the number of stacked leading dimensions, and `groups` that of the groups of a
@@ -62,8 +62,8 @@ class Block:
     """
 
     node: Node
-    near: list[Matrix | None] = field(default_factory=list)
-    below: list[Matrix] = field(default_factory=list)
+    near: list[WeightMatrix | None] = field(default_factory=list)
+    below: list[WeightMatrix] = field(default_factory=list)
 
 
 class Tree:
@@ -91,7 +91,7 @@ class Tree:
                 counter = self._sides.setdefault(_outermost_layer(matrix.leaf), Counter())
                 counter.update({matrix.in_size, matrix.out_size})
 
-    def sizes_around(self, matrix: Matrix) -> Counter[int]:
+    def sizes_around(self, matrix: WeightMatrix) -> Counter[int]:
         """How many matrices of the layer of a matrix have a side of a size."""
         return self._sides[_outermost_layer(matrix.leaf)]
 
@@ -107,12 +107,12 @@ class Tree:
             if rank is not None:
                 self.stacks[child.index] = max(0, len(child.shape) - rank)
 
-    def _read(self, node: Node) -> list[Matrix]:
+    def _read(self, node: Node) -> list[WeightMatrix]:
         """Appends the blocks of a node, inner ones first, and returns all of its matrices."""
         block = Block(node)
         matrices = self._matrices_of_arrays(node)
         for name, child in node.children.items():
-            inner: list[Matrix] = []
+            inner: list[WeightMatrix] = []
             if isinstance(child, Node):
                 inner = self._read(child)
             elif name in matrices:
@@ -126,11 +126,11 @@ class Tree:
         self.blocks.append(block)
         return block.below
 
-    def _matrices_of_arrays(self, node: Node) -> dict[str, Matrix]:
+    def _matrices_of_arrays(self, node: Node) -> dict[str, WeightMatrix]:
         """The arrays of a node itself that are matrices, by name."""
         if isinstance(node.owner, NORMS + RECURRENT):
             return {}
-        matrices: dict[str, Matrix] = {}
+        matrices: dict[str, WeightMatrix] = {}
         for name, leaf in node.children.items():
             if not isinstance(leaf, Leaf):
                 continue
@@ -143,26 +143,26 @@ class Tree:
                 matrices.pop(matrix.bias.path[-1], None)
         return matrices
 
-    def _matrix(self, node: Node, name: str, leaf: Leaf) -> Matrix | None:
+    def _matrix(self, node: Node, name: str, leaf: Leaf) -> WeightMatrix | None:
         """An array as a matrix, or None if it is not one."""
         owner, shape, stack = node.owner, leaf.shape, self.stacks[leaf.index]
         bias = _bias_of(name, leaf, node)
         # Equinox stores outputs first, (outputs, inputs, *window).
         is_weight = name == "weight" and len(shape) > stack + 1
         if is_weight and isinstance(owner, eqx.nn.Embedding):
-            return Matrix(leaf, stack, (stack,), (stack + 1,), kind="table")
+            return WeightMatrix(leaf, stack, (stack,), (stack + 1,), kind="table")
         if is_weight and isinstance(owner, eqx.nn.Linear):
-            return Matrix(leaf, stack, (stack + 1,), (stack,), bias)
+            return WeightMatrix(leaf, stack, (stack + 1,), (stack,), bias)
         if is_weight and isinstance(owner, _CONVOLUTIONS):
-            return Matrix(leaf, stack, (stack + 1,), (stack,), bias, "conv", owner.groups)
+            return WeightMatrix(leaf, stack, (stack + 1,), (stack,), bias, "conv", owner.groups)
         channels = _channels(name, shape, stack)
         if channels is not None:
             ins, outs = channels
-            return Matrix(leaf, stack, (ins,), (outs,), bias, "conv")
+            return WeightMatrix(leaf, stack, (ins,), (outs,), bias, "conv")
         dims = [d for d in range(stack, len(shape)) if shape[d] > 1]
         if len(dims) == 3:
             ins, outs = self._sides_with_heads(leaf, dims)
-            return Matrix(leaf, stack, ins, outs, bias)
+            return WeightMatrix(leaf, stack, ins, outs, bias)
         if len(dims) != 2:
             return None
         first, second = dims
@@ -174,7 +174,7 @@ class Tree:
             outputs_first = name == "weight"
         if outputs_first:
             first, second = second, first
-        return Matrix(leaf, stack, (first,), (second,), bias, is_oriented=is_oriented)
+        return WeightMatrix(leaf, stack, (first,), (second,), bias, is_oriented=is_oriented)
 
     def _sides_with_heads(
         self, leaf: Leaf, dims: list[int]
@@ -202,7 +202,7 @@ class Tree:
         A framework stores all of its weights alike, so those whose sides are known decide.
         """
         votes: Counter[bool] = Counter()  # for each kind of name, positive for outputs first
-        guessed: list[Matrix] = []
+        guessed: list[WeightMatrix] = []
         for matrix in self.blocks[-1].below:
             if matrix.is_flat and not matrix.is_oriented:
                 guessed.append(matrix)
@@ -215,7 +215,7 @@ class Tree:
                 matrix.ins, matrix.outs = matrix.outs, matrix.ins
 
 
-def _has_own_name(matrix: Matrix) -> bool:
+def _has_own_name(matrix: WeightMatrix) -> bool:
     """Whether a matrix has a name of its own, and is not the weight of a layer."""
     return matrix.leaf.path[-1:] not in (("weight",), ("kernel",))
 

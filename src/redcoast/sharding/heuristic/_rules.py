@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 
 from ..tree._leaves import LARGE, Leaf
 from ..tree._overrides import multiples_near
-from ._matrices import WINDOWS, Block, Matrix, Tree, layer_of
+from ._matrices import WINDOWS, Block, Tree, WeightMatrix, layer_of
 
 # A matrix with this many times fewer outputs than inputs is not worth sharding.
 _NARROW = 8
@@ -88,7 +88,7 @@ class Rules:
         for matrix in self._undecided(matrices):
             self._shard_alone(matrix, self.widths(matrices))
 
-    def widths(self, matrices: Iterable[Matrix]) -> set[int]:
+    def widths(self, matrices: Iterable[WeightMatrix]) -> set[int]:
         """The sizes of sides that are not sharded: widths of the residual stream."""
         widths: set[int] = set()
         for matrix in matrices:
@@ -97,17 +97,17 @@ class Rules:
                 widths.add(split.outer)
         return widths
 
-    def _undecided(self, matrices: Iterable[Matrix | None]) -> list[Matrix]:
+    def _undecided(self, matrices: Iterable[WeightMatrix | None]) -> list[WeightMatrix]:
         """The matrices without a split. One that has a split keeps it."""
-        undecided: list[Matrix] = []
+        undecided: list[WeightMatrix] = []
         for matrix in matrices:
             if matrix is not None and matrix.leaf.index not in self.splits:
                 undecided.append(matrix)
         return undecided
 
-    def _linear(self, block: Block) -> list[Matrix]:
+    def _linear(self, block: Block) -> list[WeightMatrix]:
         """The matrices near a block without a split, but for tables and kernels."""
-        linear: list[Matrix] = []
+        linear: list[WeightMatrix] = []
         for matrix in self._undecided(block.near):
             if matrix.kind == "linear":
                 linear.append(matrix)
@@ -128,7 +128,13 @@ class Rules:
         self._shard_chains(block, widths | self.widths(block.below))
 
     def _shard(
-        self, matrix: Matrix, side: Side, reason: str, *, fused: int = 1, heads: int | None = None
+        self,
+        matrix: WeightMatrix,
+        side: Side,
+        reason: str,
+        *,
+        fused: int = 1,
+        heads: int | None = None,
     ) -> None:
         """Shards a matrix on its output (column-parallel) or on its input (row-parallel).
 
@@ -153,7 +159,7 @@ class Rules:
             if matrix.bias is not None:
                 self.splits[matrix.bias.index] = _split_of_bias(matrix, matrix.bias, side, size)
 
-    def _replicate(self, matrix: Matrix, reason: str, outer: int | None = None) -> None:
+    def _replicate(self, matrix: WeightMatrix, reason: str, outer: int | None = None) -> None:
         """Replicates a matrix and its bias."""
         self.splits[matrix.leaf.index] = ModelSharding(None, reason, outer)
         if matrix.bias is not None:
@@ -174,9 +180,9 @@ class Rules:
         """Shards pairs of matrices, from the residual stream and back, on the size between them."""
         linear = self._linear(block)
         width = self._width(linear, widths)
-        squares: list[Matrix] = []
-        reading: list[Matrix] = []
-        writing: list[Matrix] = []
+        squares: list[WeightMatrix] = []
+        reading: list[WeightMatrix] = []
+        writing: list[WeightMatrix] = []
         for matrix in linear:
             if matrix.in_size == matrix.out_size == width:
                 squares.append(matrix)
@@ -186,7 +192,7 @@ class Rules:
             elif matrix.out_size == width and matrix.in_size not in {*widths, *WINDOWS}:
                 writing.append(matrix)
         outputs = self._outputs(block, parent, squares, reading, writing)
-        columns: list[Matrix] = []
+        columns: list[WeightMatrix] = []
         rows = list(outputs)
         for matrix in squares:
             if outputs and matrix not in outputs:
@@ -204,7 +210,7 @@ class Rules:
         if columns and rows:
             self._shard_together(block, columns, rows)
 
-    def _width(self, matrices: list[Matrix], widths: set[int]) -> int:
+    def _width(self, matrices: list[WeightMatrix], widths: set[int]) -> int:
         """The size that most matrices have on one side; ties go by the other matrices of the layer,
         and then to the smaller one, as in a block of a single pair."""
         sizes: Counter[int] = Counter()
@@ -218,15 +224,15 @@ class Rules:
         self,
         block: Block,
         parent: Block,
-        squares: list[Matrix],
-        reading: list[Matrix],
-        writing: list[Matrix],
-    ) -> list[Matrix]:
+        squares: list[WeightMatrix],
+        reading: list[WeightMatrix],
+        writing: list[WeightMatrix],
+    ) -> list[WeightMatrix]:
         """The output matrices of attention, which shapes do not tell where they are square.
 
         It is the one with such a name, or else the last of the square ones.
         """
-        named: list[Matrix] = []
+        named: list[WeightMatrix] = []
         for matrix in (*squares, *writing):
             names = matrix.leaf.path[len(block.node.path) :]
             if any(map(_OUTPUT.fullmatch, names)):
@@ -243,7 +249,9 @@ class Rules:
             return squares[-1:]
         return []
 
-    def _shard_together(self, block: Block, columns: list[Matrix], rows: list[Matrix]) -> None:
+    def _shard_together(
+        self, block: Block, columns: list[WeightMatrix], rows: list[WeightMatrix]
+    ) -> None:
         """Shards matrices on their outputs, and others, which read these, on their inputs."""
         heads = _int_field(block.node.owner, _HEADS)
         kv_heads = _int_field(block.node.owner, _KV_HEADS) or heads
@@ -265,7 +273,7 @@ class Rules:
 
     def _shard_chains(self, block: Block, widths: set[int]) -> None:
         """Shards chains of matrices, each the input of the next: column, row, column, row."""
-        near: list[Matrix | None] = [None]
+        near: list[WeightMatrix | None] = [None]
         for matrix in block.near:
             near.append(matrix)
             if matrix is not None and (matrix.kind == "table" or not self._undecided([matrix])):
@@ -291,13 +299,13 @@ class Rules:
             else:
                 self._shard(matrix, "column", "output")
 
-    def _shard_ends(self, matrices: list[Matrix]) -> None:
+    def _shard_ends(self, matrices: list[WeightMatrix]) -> None:
         """Shards tables and heads, which are outside of layers and have no bias, on the vocabulary.
 
         Tables of positions or types have fewer rows, and are replicated.
         """
         most = max(self.widths(matrices), default=0)
-        ends: list[tuple[int, Matrix]] = []
+        ends: list[tuple[int, WeightMatrix]] = []
         for matrix in self._undecided(matrices):
             is_known = matrix.is_oriented or matrix.bias is not None or _is_in_layer(matrix)
             if matrix.kind == "table" or (matrix.is_flat and not is_known):
@@ -325,7 +333,7 @@ class Rules:
                 self.vocabularies.add(size)
                 self.splits[matrix.leaf.index] = ModelSharding(dim, reason, outer)
 
-    def _vocabulary_dim(self, matrix: Matrix, widths: set[int]) -> int:
+    def _vocabulary_dim(self, matrix: WeightMatrix, widths: set[int]) -> int:
         """The dimension of a table or a head that is not the width of the residual stream."""
         (ins,), (outs,) = matrix.ins, matrix.outs
         if matrix.kind == "table" or (matrix.is_square and _is_table(matrix)):
@@ -337,7 +345,7 @@ class Rules:
             return ins
         return outs
 
-    def _shard_alone(self, matrix: Matrix, widths: set[int]) -> None:
+    def _shard_alone(self, matrix: WeightMatrix, widths: set[int]) -> None:
         """Shards a matrix without a partner on its output, if it is divisible and large."""
         elements = prod(matrix.leaf.shape[matrix.stack :])
         if matrix.out_size in widths:
@@ -349,17 +357,17 @@ class Rules:
             self._shard(matrix, "column", "output")
 
 
-def _is_in_layer(matrix: Matrix) -> bool:
+def _is_in_layer(matrix: WeightMatrix) -> bool:
     """Whether a matrix is in a repeated layer, of a list or stacked."""
     return matrix.stack > 0 or bool(layer_of(matrix.leaf))
 
 
-def _is_table(matrix: Matrix) -> bool:
+def _is_table(matrix: WeightMatrix) -> bool:
     """Whether a module or a name tells that rows of a matrix are looked up."""
     return matrix.kind == "table" or "embed" in matrix.leaf.name.lower()
 
 
-def _name_in(block: Block, matrix: Matrix) -> str:
+def _name_in(block: Block, matrix: WeightMatrix) -> str:
     """The name of a matrix near a block."""
     start = len(block.node.path)
     if block.node.ordered:
@@ -373,7 +381,7 @@ def _reads(size: int, inner: int) -> bool:
     return size in (inner, 2 * inner, 3 * inner)
 
 
-def _follows(before: Matrix | None, after: Matrix | None) -> bool:
+def _follows(before: WeightMatrix | None, after: WeightMatrix | None) -> bool:
     """Whether the outputs of a matrix are as many as the inputs of the next one."""
     if before is None or after is None:
         return False
@@ -382,7 +390,7 @@ def _follows(before: Matrix | None, after: Matrix | None) -> bool:
     return before.out_size == after.in_size
 
 
-def _split_of_bias(matrix: Matrix, bias: Leaf, side: Side, size: int) -> ModelSharding:
+def _split_of_bias(matrix: WeightMatrix, bias: Leaf, side: Side, size: int) -> ModelSharding:
     """The bias of a column-parallel matrix is sharded like the outputs that it is added to."""
     if side == "row":
         return ModelSharding(None, "bias of a row-parallel matrix")

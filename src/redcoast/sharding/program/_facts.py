@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ...core._control_flow import Cond, Scan, While, control_flow
-from ...core._frames import own_line
 from ...core._jaxpr import variables
+from ...core._program_lines import line_of
 from ..operations import Atom, Dimension, Factor, Rule
 from ._graph import Value
 from ._walk import Scope
@@ -80,7 +80,7 @@ class Operation:
 
         A compiled function of a library has none, and the line of its call is returned.
         """
-        line = own_line(getattr(self.equation.source_info, "traceback", None))
+        line = line_of(self.equation)
         if not line and self.outer is not None:
             return self.outer.line()
         return line

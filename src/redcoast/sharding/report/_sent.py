@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ...core._frames import own_line
+from ...core._program_lines import line_of
 from .._mesh_axes import parts, used_axes
 from ..program._graph import Asked, Dims, Source
 from ..solver._hardware import all_gather, all_reduce
@@ -69,7 +69,7 @@ def find_gathered_whole(decision: Decision) -> tuple[str, ...]:
     texts: list[str] = []
     sizes: Counter[str] = Counter()
     for sent in sent_to_hosts(decision):
-        sizes[line_of(sent.source)] += round(sent.bytes)
+        sizes[line_of_source(sent.source)] += round(sent.bytes)
     for line, size in sizes.most_common():
         if size:
             texts.append(
@@ -79,20 +79,19 @@ def find_gathered_whole(decision: Decision) -> tuple[str, ...]:
             )
     for asked, change in _changes(decision):
         if change.gathers_all:
+            line = line_of_source(asked.source)
             texts.append(
-                f"{line_of(asked.source)} asks for a sharding that the compiler cannot reach step "
-                f"by step: it gathers the entire array, {scaled(asked.value.bytes)}, on every "
-                "device. A constraint in between, which moves one axis at a time, avoids that."
+                f"{line} asks for a sharding that the compiler cannot reach step by step: it "
+                f"gathers the entire array, {scaled(asked.value.bytes)}, on every device. "
+                "A constraint in between, which moves one axis at a time, avoids that."
             )
     return tuple(dict.fromkeys(texts))
 
 
-def line_of(source: Source) -> str:
-    for equation in reversed(source):
-        line = own_line(getattr(equation.source_info, "traceback", None))
-        if line:
-            return line
-    return "The program"
+def line_of_source(source: Source) -> str:
+    """The line of an operation, or else of the innermost call around it, to begin a sentence."""
+    lines = map(line_of, reversed(source))
+    return next(filter(None, lines), "The program")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..program._graph import Source
 from ..program._program import Program
 from ..program._walk import Scope
 from ..tree._leaf_plans import Compute
-from ._sent import line_of
+from ._sent import line_of_source
 
 
 def waiting(program: Program, mesh: Mesh | AbstractMesh, compute: Compute) -> tuple[str, ...]:
@@ -46,5 +46,5 @@ def _sentence(source: Source, why: str) -> str:
             what = "has a loop over the examples that every device runs for all of them"
         case _:
             what = "has an operation in which devices communicate about each other's examples"
-    line = line_of(source)
+    line = line_of_source(source)
     return f"{line} {what}, because {why}. `jax.vmap` of a function of one example avoids that."

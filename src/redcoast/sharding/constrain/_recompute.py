@@ -50,7 +50,7 @@ class Recomputed:
         recompute = self.compute.recompute
         assert recompute is not None
         _, _, decider = self.read(tree, args, recompute.trained)
-        return recomputed_lines(decider.flat, decider.decide(recompute))
+        return recomputed_lines(decider.decide(recompute))
 
     def read(
         self, tree: PyTree, args: Sequence[PyTree], trained: Sequence[bool]

@@ -4,34 +4,65 @@ What crosses from one block to a later one is kept for the backward pass. A bloc
 as a whole, and then needs memory for what its derivatives need.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from ._flat import Flat
+from ._flat import Flat, FlatLoop, FlatStep
 
 # Where a program can be cut: so many places at most, which bounds the time to find the cuts.
 _MOST_PLACES = 400
+# How much more a byte costs for which there is no room than one that is kept.
+_NO_ROOM = 1e3
 
 
 @dataclass(frozen=True)
 class StepBlock:
-    """The steps from `start` to `stop`. `alone` is whether it is one loop, or cannot run again.
+    """Steps in a row. `alone` is whether it is one loop, or cannot run again.
 
     `inputs` are the values from before that it reads, `outputs` those that are used after it.
     """
 
-    start: int
-    stop: int
+    steps: Sequence[FlatStep]
     alone: bool
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
+    @property
+    def loop(self) -> FlatLoop | None:
+        """The loop that is divided itself, if the block is one."""
+        return self.steps[0].loop
+
+    @property
+    def written(self) -> list[int]:
+        """The values that its steps write, in order."""
+        written: list[int] = []
+        for step in self.steps:
+            written += step.outputs
+        return written
+
+    @property
+    def needs(self) -> set[int]:
+        """The values that the derivatives of its steps need."""
+        needs: set[int] = set()
+        for step in self.steps:
+            needs |= step.needs
+        return needs
+
 
 def bytes_for_derivatives(flat: Flat) -> float:
-    """The bytes of all values that derivatives need, without those inside of loops."""
-    return float(np.sum(_Places(flat).needed))
+    """The bytes of all values that derivatives need, in all iterations of loops."""
+    total = 0.0
+    made: set[int] = set()
+    needed: set[int] = set()
+    for step in flat.steps:
+        made.update(step.outputs)
+        needed |= step.needs
+        if step.loop is not None:
+            total += step.loop.scan.length * bytes_for_derivatives(step.loop.body)
+    return total + flat.bytes_of(made & needed)
 
 
 def divide(flat: Flat, room: float) -> list[StepBlock]:
@@ -40,9 +71,8 @@ def divide(flat: Flat, room: float) -> list[StepBlock]:
     A block that cannot be divided may need more.
     """
     places = _Places(flat)
-    cuts = places.cuts(room)
     blocks: list[StepBlock] = []
-    for start, stop in pairwise(cuts):
+    for start, stop in pairwise(places.cuts(room)):
         blocks.append(places.block(start, stop))
     return blocks
 
@@ -55,17 +85,19 @@ class _Places:
         count = len(flat.steps)
         self.made: dict[int, int] = {}  # the step that writes a value
         self.used: dict[int, int] = {}  # the last step that reads it
-        self.needed = np.zeros(count)
-        needed_by_any: set[int] = set()
+        needed: set[int] = set()
         for index, step in enumerate(flat.steps):
             self.made.update(dict.fromkeys(step.outputs, index))
             self.used.update(dict.fromkeys(step.reads, index))
-            needed_by_any |= step.needs
-        self.used.update(dict.fromkeys((x for x in flat.outputs if isinstance(x, int)), count))
-        for number in needed_by_any:
-            if number in self.made:
-                self.needed[self.made[number]] += flat.sizes[number]
-        self.results = frozenset(x for x in flat.outputs if isinstance(x, int))
+            needed |= step.needs
+        for atom in flat.outputs:
+            if isinstance(atom, int):
+                self.used[atom] = count
+        # The bytes for derivatives that are written before each place.
+        written = np.zeros(count + 1)
+        for number in needed & self.made.keys():
+            written[1 + self.made[number]] += flat.sizes[number]
+        self.needed = np.cumsum(written)
 
     def block(self, start: int, stop: int) -> StepBlock:
         steps = self.flat.steps[start:stop]
@@ -78,40 +110,36 @@ class _Places:
             for number in step.outputs:
                 if self.used.get(number, -1) >= stop:
                     outputs.append(number)
-        return StepBlock(start, stop, self._is_alone(start), tuple(inputs), tuple(outputs))
-
-    def _is_alone(self, index: int) -> bool:
-        step = self.flat.steps[index]
-        return step.body is not None or step.is_bare
+        return StepBlock(steps, _is_alone(steps[0]), tuple(inputs), tuple(outputs))
 
     def cuts(self, room: float) -> list[int]:
         """The places of the cuts, the first and the last place included."""
         count = len(self.flat.steps)
         forced: set[int] = {0, count}
-        for index in range(count):
-            if self._is_alone(index):
+        for index, step in enumerate(self.flat.steps):
+            if _is_alone(step):
                 forced |= {index, index + 1}
-        bounds = sorted(forced)
         cuts = [0]
-        for start, stop in pairwise(bounds):
+        for start, stop in pairwise(sorted(forced)):
             cuts += self._between(start, stop, room)
         return cuts
 
     def _between(self, start: int, stop: int, room: float) -> list[int]:
         """The cuts after `start`, up to `stop`, with the least bytes that cross them."""
-        total = np.concatenate([[0.0], np.cumsum(self.needed)])
-        if total[stop] - total[start] <= room or stop - start == 1:
+        if self.needed[stop] - self.needed[start] <= room or stop - start == 1:
             return [stop]
         places = self._candidates(start, stop)
         crossing = self._newly_crossing(places)
-        need = total[places][None, :] - total[places][:, None]  # from one place to another
+        # What a block from one place to another needs: (from, to).
+        need = self.needed[places][None, :] - self.needed[places][:, None]
+        # The shortest path from the first to the last place, where a step is a block.
         least = np.full(len(places), np.inf)
         least[0] = 0.0
         before = np.zeros(len(places), int)
         for at in range(1, len(places)):
             # What needs more than there is room for is only taken where nothing else can be.
             excess = np.maximum(need[:at, at] - room, 0.0)
-            costs = least[:at] + crossing[:at, at] + 1e3 * excess
+            costs = least[:at] + crossing[:at, at] + _NO_ROOM * excess
             before[at] = np.argmin(costs)
             least[at] = costs[before[at]]
         cuts, at = [], len(places) - 1
@@ -137,14 +165,13 @@ class _Places:
         return np.concatenate([[start], places + start, [stop]])
 
     def _newly_crossing(self, places: np.ndarray) -> np.ndarray:
-        """For each pair of places, the bytes that are written between them and used later."""
+        """The bytes that are written between each two places and used later: (from, to)."""
         count = len(places)
-        written = np.full(count + 1, 0.0)
         result = np.zeros((count, count))
-        numbers = np.array(list(self.made), int)
-        made = np.array([self.made[number] for number in numbers], int)
-        used = np.array([self.used.get(number, -1) for number in numbers], int)
-        sizes = np.array([self.flat.sizes[number] for number in numbers])
+        # Of each value: (values,)
+        made = np.fromiter(self.made.values(), int)
+        used = np.array([self.used.get(number, -1) for number in self.made], int)
+        sizes = np.array([self.flat.sizes[number] for number in self.made])
         # The value crosses what lies behind its step.
         first = np.searchsorted(places, made, side="right")
         for at in range(count):
@@ -154,3 +181,7 @@ class _Places:
             after = np.cumsum(written[::-1])[::-1]
             result[:, at] = after[1 : count + 1]
         return result
+
+
+def _is_alone(step: FlatStep) -> bool:
+    return step.loop is not None or step.is_bare

@@ -3,7 +3,7 @@
 Calls that change nothing, as of a function under `jax.jit`, are replaced by what they call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -11,9 +11,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from ...core._control_flow import Call, CallKind, ControlFlow, Scan, control_flow, primitive_name
 from ...core._multiply_adds import multiply_adds
-from ..operations import Rule, fixed_operands, is_linear
-from ..operations._rule_table import CONSTRAINED, REDUCTIONS
-from ..program._graph import Value
+from ..operations import fixed_operands, is_linear
+from ..operations._rule_table import CONSTRAINED, COSTLY, REDUCTIONS, VIEWS
+from ..program._graph import Value, have_grad
 from ..program._walk import ASSUMED_TRIPS, Scope
 from ..solver._hardware import Hardware, all_reduce
 
@@ -28,31 +28,12 @@ _FUSED_TRAFFIC = 0.005
 _FROM_RESULT = frozenset(["cbrt", "exp", "exp2", "expm1", "logistic", "sqrt", "tanh"])
 # The derivative is computed from the operands and the result.
 _FROM_BOTH = frozenset(
-    [
-        "cumlogsumexp",
-        "cummax",
-        "cummin",
-        "cumprod",
-        "pow",
-        "reduce_max",
-        "reduce_min",
-        "reduce_prod",
-        "rsqrt",
-    ]
+    "cumlogsumexp cummax cummin cumprod pow reduce_max reduce_min reduce_prod rsqrt".split()
 )
-_VIEWS = frozenset(
-    """
-    bitcast_convert_type copy copy_p expand_dims iota name reshape sharding_constraint squeeze
-    stop_gradient transpose
-    """.split()  # noqa: SIM905
-)
+# The same elements, which XLA computes again wherever they are read. A barrier is no such value.
+_VIEWS = (VIEWS - {"optimization_barrier"}) | {"bitcast_convert_type", "iota", "transpose"}
 # XLA does not compute these again in the backward pass by itself.
-_COSTLY = frozenset(
-    """
-    cos erf erf_inv exp exp2 expm1 log log1p log2 logistic pow random_bits random_gamma sin sqrt tan
-    tanh threefry2x32
-    """.split()  # noqa: SIM905
-)
+_COSTLY = COSTLY | {"random_bits", "random_gamma", "threefry2x32"}
 
 
 @dataclass(eq=False)
@@ -67,7 +48,7 @@ class FlatStep:
         memory.
     - `hides`: whether its derivative needs values inside of it, which cannot be kept alone.
     - `is_bare`: whether it cannot be computed again, as a callback.
-    - `body`: the program of an iteration, if it is a differentiated loop that is divided itself.
+    - `loop`: the loop that it is, if it is differentiated and divided itself.
     """
 
     equation: JaxprEqn
@@ -80,8 +61,7 @@ class FlatStep:
     is_free: bool = False
     hides: bool = False
     is_bare: bool = False
-    body: "Flat | None" = None
-    scan: Scan | None = None
+    loop: "FlatLoop | None" = None
 
     @property
     def uses_result(self) -> bool:
@@ -90,6 +70,7 @@ class FlatStep:
 
     @property
     def reads(self) -> list[int]:
+        """The values among its inputs."""
         return [atom for atom in self.inputs if isinstance(atom, int)]
 
 
@@ -108,37 +89,43 @@ class Flat:
         self.sizes.append(float(size))
         return len(self.sizes) - 1
 
+    def bytes_of(self, numbers: Iterable[int]) -> float:
+        """The bytes of values on a device."""
+        return sum(map(self.sizes.__getitem__, numbers), 0.0)
 
-def flatten(scope: Scope, size_of: SizeOf) -> Flat:
-    """The steps of a program. `size_of` gives the bytes of a value on each device."""
-    return _flatten(scope, size_of, divides_loops=True)
+
+@dataclass(frozen=True)
+class FlatLoop:
+    """A scan, with the program of an iteration."""
+
+    scan: Scan
+    body: Flat
 
 
-def _flatten(scope: Scope, size_of: SizeOf, *, divides_loops: bool) -> Flat:
+def flatten(scope: Scope, size_of: SizeOf, *, divides_loops: bool = True) -> Flat:
+    """The steps of a program. `size_of` gives the bytes of a value on each device.
+
+    With `divides_loops`, a differentiated scan has the steps of an iteration.
+    """
     flat = Flat()
     names: dict[Var, Atom] = {}
     for var in scope.jaxpr.invars:
-        names[var] = flat.new(size_of(scope.values[var]))
-        flat.inputs.append(len(flat.sizes) - 1)
+        number = flat.new(size_of(scope.values[var]))
+        names[var] = number
+        flat.inputs.append(number)
     reader = _Reader(flat, size_of, divides_loops)
-    reader.read(scope, names)
-    flat.outputs = [reader.atom(names, atom) for atom in scope.jaxpr.outvars]
-    _find_free(flat)
-    return flat
-
-
-def _find_free(flat: Flat) -> None:
-    """Marks the steps that XLA computes again by itself.
-
-    What a product or another large operation reads is in memory.
-    """
+    flat.outputs = reader.read(scope, names)
+    # What a product or another large operation reads is in memory. XLA computes again by itself
+    # what it fuses into others, unless it is read from memory.
     read: set[int] = set()
     for step in reversed(flat.steps):
         name = primitive_name(step.equation)
         is_read = not read.isdisjoint(step.outputs)
-        if (not step.is_fused and name not in REDUCTIONS | _COSTLY) or (name in _VIEWS and is_read):
+        is_large = not step.is_fused and name not in REDUCTIONS | _COSTLY
+        if is_large or (name in _VIEWS and is_read):
             read.update(step.reads)
         step.is_free = step.is_fused and (name in _VIEWS or not is_read)
+    return flat
 
 
 @dataclass(eq=False)
@@ -147,26 +134,20 @@ class _Reader:
     size_of: SizeOf
     divides_loops: bool
 
-    def atom(self, names: dict[Var, Atom], atom: Var | Literal) -> Atom:
-        if isinstance(atom, Literal):
-            return atom
-        return names[atom]
-
-    def read(self, scope: Scope, names: dict[Var, Atom]) -> None:
-        """Appends the steps of a program, whose inputs have `names`."""
+    def read(self, scope: Scope, names: dict[Var, Atom]) -> list[Atom]:
+        """Appends the steps of a program, whose inputs have `names`; returns its outputs."""
         for var, constant in zip(scope.jaxpr.constvars, scope.consts, strict=False):
             number = self.flat.new(self.size_of(scope.values[var]))
             self.flat.constants[number] = constant
             names[var] = number
         for index, equation in enumerate(scope.jaxpr.eqns):
-            inputs = [self.atom(names, atom) for atom in equation.invars]
+            inputs = _numbered(equation.invars, names)
             flow = control_flow(equation)
             inner = scope.inner.get(index, [])
             if isinstance(flow, Call) and flow.kind is CallKind.PLAIN and inner:
                 (called,) = inner
                 of_call = dict(zip(called.jaxpr.invars, inputs, strict=True))
-                self.read(called, of_call)
-                results = [self.atom(of_call, atom) for atom in called.jaxpr.outvars]
+                results = self.read(called, of_call)
                 names.update(zip(equation.outvars, results, strict=True))
                 continue
             outputs: list[int] = []
@@ -174,6 +155,7 @@ class _Reader:
                 outputs.append(self.flat.new(self.size_of(scope.values[var])))
             names.update(zip(equation.outvars, outputs, strict=True))
             self.flat.steps.append(self._step(scope, index, flow, inputs, outputs))
+        return _numbered(scope.jaxpr.outvars, names)
 
     def _step(
         self,
@@ -189,38 +171,43 @@ class _Reader:
         name, inner = primitive_name(equation), scope.inner.get(index, [])
         is_cheap = not inner and name not in CONSTRAINED | REDUCTIONS | _COSTLY
         step.is_fused = is_cheap and scope.rules.get(index) is not None
-        if not any(scope.values[var].grad for var in equation.outvars):
+        if not have_grad(map(scope.values.__getitem__, equation.outvars)):
             return step
         step.needs = frozenset(_needs(scope, index, flow, step))
         is_jvp = isinstance(flow, Call) and flow.kind in (CallKind.CUSTOM_JVP, CallKind.REMAT)
         step.hides = bool(inner) and not is_jvp
         if isinstance(flow, Scan) and inner and self.divides_loops and not step.is_bare:
-            step.body = _flatten(inner[0], self.size_of, divides_loops=False)
-            step.scan = flow
+            step.loop = FlatLoop(flow, flatten(inner[0], self.size_of, divides_loops=False))
         return step
+
+
+def _numbered(atoms: Sequence[Var | Literal], names: dict[Var, Atom]) -> list[Atom]:
+    """Variables as the numbers of their values, and literals as they are."""
+    numbered: list[Atom] = []
+    for atom in atoms:
+        if isinstance(atom, Var):
+            atom = names[atom]
+        numbered.append(atom)
+    return numbered
 
 
 def _needs(scope: Scope, index: int, flow: ControlFlow | None, step: FlatStep) -> list[int]:
     """The values that the derivative of a step needs."""
     equation, rule = scope.jaxpr.eqns[index], scope.rules.get(index)
-    values = [scope.value_of(atom) for atom in equation.invars]
+    values = map(scope.value_of, equation.invars)
     varied = [value is not None and value.grad for value in values]
     if flow is None and rule is not None and is_linear(rule, varied):
-        return _fixed(rule, varied, step)
+        needed: list[int] = []
+        for atom, is_fixed in zip(step.inputs, fixed_operands(rule, varied), strict=True):
+            if is_fixed and isinstance(atom, int):
+                needed.append(atom)
+        return needed
     name = primitive_name(equation)
     if name in _FROM_RESULT:
         return step.outputs
     if flow is None and (rule is None or name in _FROM_BOTH):
         return [*step.reads, *step.outputs]
     return step.reads
-
-
-def _fixed(rule: Rule, varied: Sequence[bool], step: FlatStep) -> list[int]:
-    needed: list[int] = []
-    for atom, is_fixed in zip(step.inputs, fixed_operands(rule, varied), strict=True):
-        if is_fixed and isinstance(atom, int):
-            needed.append(atom)
-    return needed
 
 
 def cost_of_equation(scope: Scope, index: int, size_of: SizeOf) -> tuple[float, float]:
@@ -233,15 +220,19 @@ def cost_of_equation(scope: Scope, index: int, size_of: SizeOf) -> tuple[float, 
                 more, operations = cost_of_equation(body, place, size_of)
                 seconds += more
                 flops += operations
-        times = _times(control_flow(equation))
+        times = ASSUMED_TRIPS
+        match control_flow(equation):
+            case Scan() as scan:
+                times = scan.length
+            case Call():
+                times = 1
         return times * seconds, times * flops
-    values = [scope.value_of(atom) for atom in equation.invars]
-    operands = [value for value in values if value is not None]
-    results = [scope.values[var] for var in equation.outvars]
-    written = sum(map(size_of, results), 0.0)
     name = primitive_name(equation)
     if name in _VIEWS:
         return 0.0, 0.0
+    operands = list(filter(None, map(scope.value_of, equation.invars)))
+    results = list(map(scope.values.__getitem__, equation.outvars))
+    written = sum(map(size_of, results), 0.0)
     traffic = written + sum(map(size_of, operands), 0.0)
     count = multiply_adds(equation)
     if count is None:
@@ -249,21 +240,15 @@ def cost_of_equation(scope: Scope, index: int, size_of: SizeOf) -> tuple[float, 
         if is_fused:
             traffic *= _FUSED_TRAFFIC
         return traffic / _DEVICE.memory_bandwidth, 0.0
-    shares = [_devices(value, size_of) for value in operands]
-    flops = 2.0 * count / max([*shares, _devices(results[0], size_of)])
+    # The numbers of devices that the operands and the result are split over.
+    of_operands = max([_devices(value, size_of) for value in operands], default=1.0)
+    of_result = _devices(results[0], size_of)
+    flops = 2.0 * count / max(of_operands, of_result)
     seconds = flops / _DEVICE.flops
-    if max(shares, default=1) > _devices(results[0], size_of):
+    if of_operands > of_result:
         # Each device has sums over its part, which are added.
         seconds += all_reduce(2, written) / _DEVICE.model_bandwidth
     return seconds, flops
-
-
-def _times(flow: ControlFlow | None) -> int:
-    if isinstance(flow, Scan):
-        return flow.length
-    if isinstance(flow, Call):
-        return 1
-    return ASSUMED_TRIPS
 
 
 def _devices(value: Value, size_of: SizeOf) -> float:

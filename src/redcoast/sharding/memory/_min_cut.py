@@ -5,7 +5,7 @@ available. At a price for each kept byte, the cheapest choice is a minimum cut, 
 partitioner of PyTorch's compiler (https://dev-discuss.pytorch.org/t/467).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -14,15 +14,15 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from ._flat import Flat, FlatStep
 
 _PRECISION = 1e7  # of capacities, which are integers
-_INFINITE = 2**30
-_APART = 0.1
+_INFINITE = 2**30  # two of them are still an `int32`
+_APART = 0.1  # the part by which the price of the last value is above that of the first
 
 
 def choose_kept(
     flat: Flat,
     steps: Sequence[FlatStep],
     price: float,
-    seconds: Mapping[int, float],
+    seconds: Sequence[float],
     free: Collection[int],
     *,
     forced: bool = True,
@@ -33,7 +33,7 @@ def choose_kept(
 
     - `steps`: the steps of the block.
     - `price`: seconds for each kept byte.
-    - `seconds`: what each step takes, by its place.
+    - `seconds`: what each step takes.
     - `free`: values of the block that are kept in any case.
     - `forced`: whether steps whose derivatives need values inside of them are computed again.
     """

@@ -1,11 +1,11 @@
 """Finds what a program computes again to fit into memory, with the least arithmetic."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..tree._leaf_plans import Recompute
-from ._decide import Decided, Decider, footprint
+from ._decide import Decider, footprint, seconds_of
 
+# A block needs at most a part of the memory; more parts are more and smaller blocks.
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 
 
@@ -36,29 +36,23 @@ def least_within(decider: Decider, limit: int | float) -> RecomputeCandidate:
     """
     share = limit / max(1.0, decider.total)
     candidates: list[RecomputeCandidate] = []
-    for parts in _divisions(decider):
-        recompute = Recompute(parts, share)
-        candidates.append(_weigh(decider, recompute, decider.decide(recompute)))
-    within = [candidate for candidate in candidates if candidate.bytes <= limit]
-    if within:
-        return min(within, key=lambda option: (option.seconds, option.bytes))
-    return min(candidates, key=lambda option: option.bytes)
-
-
-def _weigh(decider: Decider, recompute: Recompute, decided: Decided) -> RecomputeCandidate:
-    """What a decision costs, and the memory that it is estimated to take."""
-    most, _ = footprint(decider.flat, decided)
-    seconds = sum((choice.seconds for _, choice in decided), 0.0)
-    flops = sum((choice.flops for _, choice in decided), 0.0)
-    in_turn = any(len(choice.inner) > 1 for _, choice in decided)
-    return RecomputeCandidate(recompute, most, seconds, flops, in_turn)
-
-
-def _divisions(decider: Decider) -> Iterator[int]:
-    """The numbers of parts that make different numbers of blocks."""
     counts: set[int] = set()
     for parts in _PARTS:
+        # Further parts that make as many blocks make the same ones.
         count = len(decider.blocks(parts))
-        if count not in counts:
-            counts.add(count)
-            yield parts
+        if count in counts:
+            continue
+        counts.add(count)
+        recompute = Recompute(parts, share)
+        decided = decider.decide(recompute)
+        most, _ = footprint(decider.flat, decided)
+        flops, in_turn = 0.0, False
+        for _, choice in decided:
+            flops += choice.flops
+            in_turn |= len(choice.inner) > 1
+        seconds = seconds_of(decided)
+        candidates.append(RecomputeCandidate(recompute, most, seconds, flops, in_turn))
+    within = [candidate for candidate in candidates if candidate.bytes <= limit]
+    if within:
+        return min(within, key=lambda candidate: (candidate.seconds, candidate.bytes))
+    return min(candidates, key=lambda candidate: candidate.bytes)

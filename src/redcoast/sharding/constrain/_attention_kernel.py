@@ -3,8 +3,6 @@
 Each device computes attention for its own rows and heads.
 """
 
-from collections.abc import Sequence
-
 import jax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
@@ -12,10 +10,9 @@ from jax.sharding import PartitionSpec as P
 from ...core._control_flow import primitive_name
 from ...core._jaxpr import bind_local
 from ..operations._rule import shape_of
-from ..program._graph import Value
 from ..program._trace import Arrays
 from ..tree._overrides import spec_parts
-from ._shardings import Shardings
+from ._bound_equation import BoundEquation
 
 KERNELS = frozenset(["dot_product_attention_bwd_splash", "dot_product_attention_fwd_splash"])
 
@@ -25,21 +22,16 @@ def is_kernel(equation: JaxprEqn) -> bool:
     return primitive_name(equation) in KERNELS
 
 
-def run_kernel(
-    equation: JaxprEqn,
-    operands: Arrays,
-    values: Sequence[Value | None],
-    shardings: Shardings,
-) -> Arrays | None:
+def run_kernel(bound: BoundEquation) -> Arrays | None:
     """The results of a kernel on the rows and heads of each device.
 
     It is None if the devices do not divide them evenly. The equation then stands for operations
-    that XLA partitions. `values` are the values of the operands.
+    that XLA partitions.
     """
-    mesh = shardings.mesh
-    queries, keys = values[:2]
+    equation, shardings, mesh = bound.equation, bound.shardings, bound.shardings.mesh
+    queries, keys = bound.values[:2]
     # The stages of a pipeline are mapped, and `jax.shard_map` would gather them.
-    if queries is None or keys is None or shardings.rows is not None or mesh.size == 1:
+    if shardings.rows is not None or mesh.size == 1:
         return None
     of_queries, of_keys = shardings.spec(queries), shardings.spec(keys)
     rows, heads = of_queries[0], of_queries[2]
@@ -47,6 +39,7 @@ def run_kernel(
     is_even = queries.shape[0] % row_shards == 0 and keys.shape[2] % head_shards == 0
     if of_keys[0] != rows or of_keys[2] != heads or not is_even:
         return None
+    # Queries, keys and results have rows and heads, sums of the softmax no channels, segments rows.
     by_rank = {4: P(rows, None, heads), 3: P(rows, heads), 2: P(rows)}
     spec_of = lambda atom: by_rank[len(shape_of(atom))]
     run = jax.shard_map(
@@ -56,4 +49,4 @@ def run_kernel(
         out_specs=tuple(map(spec_of, equation.outvars)),
         check_vma=False,
     )
-    return list(run(*operands))
+    return list(run(*bound.operands))

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
-from ...core._jaxpr import bind_again, is_inexact
+from ...core._jaxpr import bind_again, is_inexact, variables
 from ..operations import Atom
 from ..program._graph import Value
 from ..program._loop_weights import can_hoist_gradient_sum, rearranges, uses
-from ..program._trace import Arrays
 from ..program._walk import Scope
+from ._bound_equation import BoundEquation
 from ._shardings import Shardings
 
 
@@ -44,21 +44,17 @@ def copy_weights(
     return copies
 
 
-def apply_copies(
-    equation: JaxprEqn,
-    scope: Scope,
-    shardings: Shardings,
-    operands: Arrays,
-    copies: dict[Atom, jax.Array],
-) -> jax.Array | None:
+def apply_copies(bound: BoundEquation, copies: dict[Atom, jax.Array]) -> jax.Array | None:
     """Returns the result computed with copies of a weight, or None if there are none.
 
     If the equation only rearranges the weight, the rearranged copies are added to `copies`.
     """
-    index = _first_copied(equation, copies)
-    if index is None:
+    equation, shardings = bound.equation, bound.shardings
+    copied = [var for var in variables(equation.invars) if var in copies]
+    if not copied:
         return None
-    weight, out = equation.invars[index], equation.outvars[0]
+    weight, out = copied[0], equation.outvars[0]
+    index = list(equation.invars).index(weight)
     if rearranges(equation):
         copies[out] = _rearrange(equation, copies[weight])
         return None
@@ -66,8 +62,8 @@ def apply_copies(
     if not uses(equation, weight):
         return None
     if equation.primitive.name == "dot_general":
-        return _dot(equation, scope, shardings, operands, index, copies[weight])
-    result = scope.values[out]
+        return _dot(bound, index, copies[weight])
+    (result,) = bound.results
     batch_dim = shardings.batch_dim(result)
     if equation.primitive.name == "broadcast_in_dim":
         dims = equation.params["broadcast_dimensions"]
@@ -77,17 +73,9 @@ def apply_copies(
     repeated = _broadcast(copies[weight], dims, batch_dim, result)
     if repeated is None:
         return None
-    inputs = list(operands)
+    inputs = list(bound.operands)
     inputs[index] = repeated
     return bind_again(equation, inputs)[0]
-
-
-def _first_copied(equation: JaxprEqn, copies: dict[Atom, jax.Array]) -> int | None:
-    """The number of the first operand that has copies."""
-    for place, atom in enumerate(equation.invars):
-        if not isinstance(atom, Literal) and atom in copies:
-            return place
-    return None
 
 
 def _rearrange(equation: JaxprEqn, copies: jax.Array) -> jax.Array:
@@ -139,21 +127,14 @@ def _after_split(dims: Sequence[int], batch_dim: int) -> tuple[int, ...]:
     return tuple(d + (d > batch_dim) for d in dims)
 
 
-def _dot(
-    equation: JaxprEqn,
-    scope: Scope,
-    shardings: Shardings,
-    operands: Arrays,
-    index: int,
-    copies: jax.Array,
-) -> jax.Array | None:
+def _dot(bound: BoundEquation, index: int, copies: jax.Array) -> jax.Array | None:
     """A product with the copies in place of operand `index`, batched over the shards.
 
     None if the other operand has no batch dimension that is kept.
     """
-    other_index = 1 - index
+    equation, shardings, other_index = bound.equation, bound.shardings, 1 - index
     sums, _ = equation.params["dimension_numbers"]
-    value = scope.value_of(equation.invars[other_index])
+    value = bound.scope.value_of(equation.invars[other_index])
     if value is None:
         return None
     batch_dim = shardings.batch_dim(value)
@@ -161,16 +142,21 @@ def _dot(
     if batch_dim is None or batch_dim in sums[other_index]:
         return None
     # The batch dimension of the other operand is split into two, `(shards, rest)`.
-    other = shardings.split_batch(operands[other_index], value, batch_dim)
+    other = shardings.split_batch(bound.operands[other_index], value, batch_dim)
     copy_sums = _after_copies(sums[index])
     other_sums = _after_split(sums[other_index], batch_dim)
-    options = {key: equation.params[key] for key in ("precision", "preferred_element_type")}
-    if index == 0:
-        numbers = ((copy_sums, other_sums), ((0,), (batch_dim,)))
-        product = jax.lax.dot_general(copies, other, dimension_numbers=numbers, **options)
-    else:
-        numbers = ((other_sums, copy_sums), ((batch_dim,), (0,)))
-        product = jax.lax.dot_general(other, copies, dimension_numbers=numbers, **options)
+    # Of the copies, and of the other operand: the array, its summed and its batched dimensions.
+    sides = [(copies, copy_sums, (0,)), (other, other_sums, (batch_dim,))]
+    if index == 1:
+        sides.reverse()
+    (left, left_sums, left_batch), (right, right_sums, right_batch) = sides
+    product = jax.lax.dot_general(
+        left,
+        right,
+        dimension_numbers=((left_sums, right_sums), (left_batch, right_batch)),
+        precision=equation.params["precision"],
+        preferred_element_type=equation.params["preferred_element_type"],
+    )
     # The shards are the first dimension. Move them back to where the batch is in the result.
     before = len(set(range(batch_dim)).difference(sums[other_index]))
     if index == 0:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import jax
 from jax.extend.core import JaxprEqn
-from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..program._trace import Arrays
 from ..tree._overrides import spec_parts
+from ._bound_equation import BoundEquation
 
 _PARAMS = """
     window_strides padding lhs_dilation rhs_dilation dimension_numbers batch_group_count precision
@@ -33,17 +33,13 @@ def is_grouped(equation: JaxprEqn) -> bool:
     )
 
 
-def run_grouped(
-    equation: JaxprEqn,
-    operands: Arrays,
-    mesh: Mesh | AbstractMesh,
-    image_spec: P,
-    kernel_spec: P,
-) -> Arrays:
-    """Runs the convolution sharded over the batch and, if the groups divide, over channels.
-
-    `image_spec` and `kernel_spec` are the shardings of the operands in the rest of the program.
-    """
+def run_grouped(bound: BoundEquation) -> Arrays | None:
+    """The result of a grouped convolution, sharded over the batch and, if the groups divide, over
+    channels; None for others."""
+    equation, mesh = bound.equation, bound.shardings.mesh
+    if not is_grouped(equation):
+        return None
+    image_spec, kernel_spec = map(bound.shardings.spec, bound.values)
     numbers, groups = equation.params["dimension_numbers"], equation.params["feature_group_count"]
     batch_dim, channel_dim = numbers.lhs_spec[:2]
     batch, channel = image_spec[batch_dim], image_spec[channel_dim]
@@ -63,7 +59,7 @@ def run_grouped(
         in_specs=(_spec(numbers.lhs_spec, batch, channel), _spec(numbers.rhs_spec, channel, None)),
         out_specs=_spec(numbers.out_spec, batch, channel),
     )
-    return [run(*operands)]
+    return [run(*bound.operands)]
 
 
 def _spec(dims: Sequence[int], first: object, second: object) -> P:

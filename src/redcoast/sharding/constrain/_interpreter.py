@@ -3,7 +3,7 @@
 import functools as ft
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -26,36 +26,30 @@ from ...core._jaxpr import as_traced, bind_again, evaluate_jaxpr, iter_equations
 from ...core._markers import gathered_dimension
 from ...core._pytree import ARRAYS, join
 from ..operations import Atom
-from ..operations._rule import at_places
 from ..operations._rule_table import CONSTRAINED
 from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
 from ..program._batch import BatchNodes, created_rows
-from ..program._graph import Value
 from ..program._program import LARGE_CONSTANT, Program, follow_program
 from ..program._trace import Arrays, trace_over
 from ..program._walk import Scope, outputs_of
 from ..tree._leaf_plans import Compute
 from ._attention_kernel import KERNELS, is_kernel, run_kernel
+from ._bound_equation import BoundEquation, Tables, values_of
 from ._copied_weights import apply_copies, copy_weights
-from ._custom_rules import Fn, is_float0, run_custom
-from ._grouped_conv import is_grouped, run_grouped
+from ._custom_rules import Fn, is_float0, replace_chosen, run_custom
+from ._grouped_conv import run_grouped
 from ._local_choice import choose_region, used_results
 from ._local_operation import acts_on_parts, run_operation
-from ._local_region import select_rows, waits_for_rows
+from ._local_region import keep_ended, waits_for_rows
 from ._local_states import NotLocal, is_vmapped
 from ._local_vmapped import run_vmapped
-from ._shardings import (
-    Shardings,
-    find_shardings,
-    gather_looked_up,
-    run_split_product,
-    sharded_dim,
-)
+from ._shardings import Shardings, find_shardings, sharded_dim
 from ._split_conv import run_split_conv
 from ._split_fft import run_split_fft, writes_slice
-from ._split_lookup import Tables, run_split_lookup
+from ._split_lookup import run_split_lookup
+from ._split_product import run_split_product
 
 # Rows depend on each other; JAX has no rule for an operation inside of `jax.shard_map`, or refuses
 # its parts for their shapes, types or axes; or a rule of Equinox's finds other inputs there.
@@ -66,32 +60,7 @@ class CannotRebind(Exception):
     """Raised when an equation cannot be re-bound; `args[0]` is the name of its primitive."""
 
 
-@dataclass(frozen=True)
-class _Nested:
-    """An equation to evaluate, in the scope of its jaxpr, with the scopes of those that it calls.
-
-    `stored` selects the operands that are still sharded in storage.
-    """
-
-    equation: JaxprEqn
-    scope: Scope
-    inner: list[Scope]
-    shardings: Shardings
-    operands: Arrays
-    stored: list[bool]
-    tables: Tables
-
-    @property
-    def values(self) -> list[Value]:
-        """The values of the operands of an equation without literals."""
-        return _values(self.scope, self.equation.invars)
-
-    @property
-    def results(self) -> list[Value]:
-        return _values(self.scope, self.equation.outvars)
-
-
-Handler = Callable[[_Nested], Arrays | None]
+Handler = Callable[[BoundEquation], Arrays | None]
 
 
 def run_constrained(
@@ -133,20 +102,23 @@ def run_constrained(
         if not inner:
             operands = list(map(gather, equation.invars, operands))
         if name in ("dot_general", "conv_general_dilated"):
-            operands = _constrain_operands(equation, scope, shardings, operands)
+            for place, atom in enumerate(equation.invars):
+                if not isinstance(atom, Literal):
+                    value = scope.values[atom]
+                    operands[place] = shardings.constrain_operand(operands[place], value)
         if name == "concatenate":
             operands = _keep_whole(equation, scope, shardings, operands)
         is_stored = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
-        nested = _Nested(equation, scope, inner, shardings, operands, is_stored, tables)
+        bound = BoundEquation(equation, scope, inner, shardings, operands, is_stored, tables)
         try:
-            results = _run(nested, flow, copies)
+            results = _run(bound, flow, copies)
         except CannotRebind:
             raise  # of an equation inside, which is the one to name
         except Exception as error:
             raise CannotRebind(name) from error
         # XLA propagates these through what follows.
         if name in CONSTRAINED and not (shardings.splits_examples and writes_slice(equation)):
-            values = _values(scope, equation.outvars)
+            values = values_of(scope, equation.outvars)
             results = list(map(shardings.constrain, results, values))
         return results
 
@@ -168,176 +140,108 @@ def _stored_variables(scope: Scope, shardings: Shardings, stored: Sequence[bool]
     return variables
 
 
-def _constrain_operands(
-    equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Arrays
-) -> Arrays:
-    constrained = list(operands)
-    for place, atom in enumerate(equation.invars):
-        if not isinstance(atom, Literal):
-            constrained[place] = shardings.constrain_operand(operands[place], scope.values[atom])
-    return constrained
-
-
 def _keep_whole(equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Arrays) -> Arrays:
     """Constrains whole arrays that are concatenated into one that is split.
 
     Without constraints, XLA splits their cotangents like that of the result, and then those of the
     activations that they come from, which are gathered again in the layers.
     """
-    parts = _values(scope, equation.invars)
+    parts = values_of(scope, equation.invars)
     is_split = shardings.is_parallel(scope.values[equation.outvars[0]])
     if not is_split or any(map(shardings.is_parallel, parts)):
         return operands
     return list(map(shardings.constrain, operands, parts))
 
 
-def _run(nested: _Nested, flow: ControlFlow | None, copies: dict[Atom, jax.Array]) -> Arrays:
-    equation, shardings, operands = nested.equation, nested.shardings, nested.operands
+def _run(bound: BoundEquation, flow: ControlFlow | None, copies: dict[Atom, jax.Array]) -> Arrays:
+    equation = bound.equation
     # In a loop, products with weights that it closes over are those with their copies.
-    result = apply_copies(equation, nested.scope, shardings, operands, copies)
+    result = apply_copies(bound, copies)
     if result is not None:
         return [result]
     for handle in (*_HANDLERS.get(primitive_name(equation), ()), _on_rows):
-        results = handle(nested)
+        results = handle(bound)
         if results is not None:
             return results
     match flow:
-        case Scan() as scan if nested.inner:
-            return _scan(nested, scan)
-        case While() as loop if nested.inner:
-            return _while(nested, loop)
-        case Cond() if nested.inner:
-            return _cond(nested)
-        case Call() as call if nested.inner and not _has_nothing_to_constrain(nested, call):
-            return _call(nested, call)
-    return bind_again(equation, operands)  # as it was
+        case Scan() as scan if bound.inner:
+            return _scan(bound, scan)
+        case While() as loop if bound.inner:
+            return _while(bound, loop)
+        case Cond() if bound.inner:
+            return _cond(bound)
+        case Call() as call if bound.inner and not _has_nothing_to_constrain(bound, call):
+            return _call(bound, call)
+    return bind_again(equation, bound.operands)  # as it was
 
 
-def _split_convolution(nested: _Nested) -> Arrays | None:
-    if not nested.shardings.splits_examples:
-        return None
-    values = [*nested.values, *nested.results]
-    return run_split_conv(nested.equation, nested.operands, values, nested.shardings)
-
-
-def _grouped_convolution(nested: _Nested) -> Arrays | None:
-    if not is_grouped(nested.equation):
-        return None
-    image, kernel = map(nested.shardings.spec, nested.values)
-    return run_grouped(nested.equation, nested.operands, nested.shardings.mesh, image, kernel)
-
-
-def _kernel(nested: _Nested) -> Arrays | None:
-    return run_kernel(nested.equation, nested.operands, nested.values, nested.shardings)
-
-
-def _bits_of_rows(nested: _Nested) -> Arrays | None:
+def _bits_of_rows(bound: BoundEquation) -> Arrays | None:
     """The random bits that some rows have of those for all rows, in the layers of a pipeline."""
-    rows, bits = nested.shardings.rows, nested.shardings.draws.get(id(nested.equation))
+    rows, bits = bound.shardings.rows, bound.shardings.draws.get(id(bound.equation))
     if rows is None or bits is None:
         return None
-    return [draw_rows(nested.operands[0], bits, rows, nested.equation.params["bit_width"])]
+    return [draw_rows(bound.operands[0], bits, rows, bound.equation.params["bit_width"])]
 
 
-def _with_layout(nested: _Nested) -> Arrays:
+def _with_layout(bound: BoundEquation) -> Arrays:
     """XLA would gather the operand of a layout: it knows no sharding of one."""
-    equation, (value,) = nested.equation, nested.values
+    equation, (value,) = bound.equation, bound.values
     # Inside of `jax.shard_map` the mesh is another than the equation's.
     local = lambda x: equation.primitive.bind(x, **equation.params)
-    return [nested.shardings.run_local(local, nested.operands[0], value)]
+    return [bound.shardings.run_local(local, bound.operands[0], value)]
 
 
-def _split_transform(nested: _Nested) -> Arrays | None:
-    (value,), (result,) = nested.values, nested.results
-    return run_split_fft(nested.equation, nested.operands[0], value, result, nested.shardings)
-
-
-def _own_constraint(nested: _Nested) -> Arrays | None:
+def _own_constraint(bound: BoundEquation) -> Arrays | None:
     """A constraint of the program by axis names alone has no devices yet."""
-    sharding, mesh = nested.equation.params["sharding"], nested.shardings.mesh
+    sharding, mesh = bound.equation.params["sharding"], bound.shardings.mesh
     if not isinstance(mesh, Mesh) or getattr(sharding, "mesh", None) != mesh.abstract_mesh:
         return None
     sharding = NamedSharding(mesh, sharding.spec)
-    return [jax.lax.with_sharding_constraint(nested.operands[0], sharding)]
+    return [jax.lax.with_sharding_constraint(bound.operands[0], sharding)]
 
 
-def _gathered_sequence(nested: _Nested) -> Arrays | None:
-    d = gathered_dimension(nested.equation)
+def _gathered_sequence(bound: BoundEquation) -> Arrays | None:
+    d = gathered_dimension(bound.equation)
     if d is None:
         return None
-    (operand,), (value,) = nested.operands, nested.values
-    if nested.shardings.batch_dim(value) == d:
-        return [nested.shardings.gather(operand, value, d)]
+    (operand,), (value,) = bound.operands, bound.values
+    if bound.shardings.batch_dim(value) == d:
+        return [bound.shardings.gather(operand, value, d)]
     return [operand]
 
 
-def _split_product(nested: _Nested) -> Arrays | None:
-    if not nested.shardings.splits_examples:
-        return None
-    return [run_split_product(nested.equation, nested.scope, nested.shardings, nested.operands)]
-
-
-def _split_lookup(nested: _Nested) -> Arrays | None:
-    if not nested.shardings.splits_examples:
-        return None
-    if any(isinstance(atom, Literal) for atom in nested.equation.invars):
-        return None
-    values = [*nested.values, *nested.results]
-    return run_split_lookup(
-        nested.equation, nested.operands, values, nested.shardings, nested.tables
-    )
-
-
-def _gathered_lookup(nested: _Nested) -> Arrays | None:
-    if not nested.shardings.splits_examples:
-        return None
-    context = nested.equation, nested.scope, nested.shardings
-    return bind_again(nested.equation, gather_looked_up(*context, nested.operands))
-
-
-def _values(scope: Scope, atoms: Sequence[Atom]) -> list[Value]:
-    return [scope.values[atom] for atom in atoms]
-
-
-def _on_rows(nested: _Nested) -> Arrays | None:
+def _on_rows(bound: BoundEquation) -> Arrays | None:
     """The results of an equation that each device runs on its own rows, or None if it does not."""
-    equation, shardings = nested.equation, nested.shardings
-    values = list(map(nested.scope.value_of, equation.invars))
+    equation, scope, shardings = bound.equation, bound.scope, bound.shardings
     # The stages of a pipeline are mapped over axes of the mesh, and `jax.shard_map` over other axes
     # cannot be.
     if shardings.rows is not None:
         return None
-    results = run_operation(equation, nested.operands, values, nested.results, shardings)
+    results = run_operation(bound)
     if results is not None:
         return results
     try:
-        choice = choose_region(equation, nested.scope, shardings)
+        choice = choose_region(equation, scope, shardings)
         if choice is None:
             return None
         region, states = choice
-        operands = _gather_stored(nested, values)
+        operands = list(bound.operands)
+        for place, atom in enumerate(equation.invars):
+            if bound.stored[place]:
+                operands[place] = shardings.constrain(operands[place], scope.values[atom])
         operands = list(map(as_traced, operands, equation.invars))
         if is_vmapped(equation):
             return run_vmapped(equation, operands, states, region)
-        return region.run(equation, operands, states, used_results(equation, nested.scope.jaxpr))
+        return region.run(equation, operands, states, used_results(equation, scope.jaxpr))
     except _REFUSALS:
         return None
 
 
-def _gather_stored(nested: _Nested, values: Sequence[Value | None]) -> Arrays:
-    """The operands of an equation, of which none is sharded in storage any more."""
-    operands = list(nested.operands)
-    for place, value in enumerate(values):
-        if value is not None and nested.stored[place]:
-            operands[place] = nested.shardings.constrain(operands[place], value)
-    return operands
-
-
-def _has_nothing_to_constrain(nested: _Nested, call: Call) -> bool:
+def _has_nothing_to_constrain(bound: BoundEquation, call: Call) -> bool:
     """Whether a call has a derivative of its own and no contraction: most are activations."""
     if not call.has_derivative:
         return False
-    for equation in iter_equations(nested.inner[0].jaxpr):
+    for equation in iter_equations(bound.inner[0].jaxpr):
         if equation.primitive.name in CONSTRAINED:
             return False
         if acts_on_parts(equation) or waits_for_rows(equation) or is_kernel(equation):
@@ -345,16 +249,16 @@ def _has_nothing_to_constrain(nested: _Nested, call: Call) -> bool:
     return True
 
 
-def _call(nested: _Nested, call: Call) -> Arrays:
-    equation, shardings, body = nested.equation, nested.shardings, nested.inner[0]
-    run = _function(body, shardings, nested.stored)
+def _call(bound: BoundEquation, call: Call) -> Arrays:
+    equation, shardings, body = bound.equation, bound.shardings, bound.inner[0]
+    run = _function(body, shardings, bound.stored)
     if call.has_derivative:
-        specs = list(map(shardings.spec, _values(body, body.jaxpr.invars)))
+        specs = list(map(shardings.spec, values_of(body, body.jaxpr.invars)))
         run_traced_rule = ft.partial(_run_traced_rule, shardings)
-        return run_custom(equation, call.kind, run, nested.operands, specs, run_traced_rule)
+        return run_custom(equation, call.kind, run, bound.operands, specs, run_traced_rule)
     if call.kind is CallKind.REMAT:
         run = jax.checkpoint(run, prevent_cse=call.prevent_cse, policy=call.policy)
-    return list(run(*nested.operands))
+    return list(run(*bound.operands))
 
 
 def _function(scope: Scope, shardings: Shardings, stored: Sequence[bool]) -> Fn:
@@ -369,17 +273,13 @@ def _run_traced_rule(
     Returns the leaves of `fn(*inputs)`, their specs, and the structure of the result.
     """
     # Derivative rules get zero tangents and numbers too, which are not traced.
-    places = [i for i, x in enumerate(inputs) if isinstance(x, ARRAYS) and not is_float0(x)]
-
-    def of_arrays(arrays: Arrays) -> Any:
-        arguments = list(inputs)
-        for place, x in zip(places, arrays, strict=True):
-            arguments[place] = x
-        return fn(*arguments)
-
-    traced, arrays = trace_over(shardings.mesh, of_arrays, at_places(inputs, places), ())
+    is_array = [isinstance(x, ARRAYS) and not is_float0(x) for x in inputs]
+    of_arrays = lambda arrays: fn(*replace_chosen(inputs, is_array, arrays))
+    arrays = list(itertools.compress(inputs, is_array))
+    traced, arrays = trace_over(shardings.mesh, of_arrays, arrays, ())
     program = follow_program(traced, [False] * traced.arrays)
-    program, compute = _follow_specs(program, at_places(specs, places), shardings)
+    specs = list(itertools.compress(specs, is_array))
+    program, compute = _follow_specs(program, specs, shardings)
     local = find_shardings(program, shardings.mesh, compute)
     results = run_constrained(program.scope, local, arrays)
     result_specs = list(map(local.spec, outputs_of(program.graph, program.scope)))
@@ -411,30 +311,30 @@ def _follow_specs(
     return replace(program, batch=batch), compute
 
 
-def _pipelined(nested: _Nested, pipeline: Pipeline) -> Arrays:
+def _pipelined(bound: BoundEquation, pipeline: Pipeline) -> Arrays:
     """Runs a scan over layers as a pipeline, with one layer constrained for few rows."""
-    scan, outside = pipeline.scans[id(nested.equation)], nested.shardings
+    scan, outside = pipeline.scans[id(bound.equation)], bound.shardings
     compute = replace(outside.compute, batch_axes=())  # a stage has the rows of one shard
     shardings = find_shardings(pipeline.microbatch, outside.mesh, compute)
-    specs = list(map(shardings.spec, _values(scan.body, scan.body.jaxpr.invars)))
+    specs = list(map(shardings.spec, values_of(scan.body, scan.body.jaxpr.invars)))
 
     def layer(inputs: Sequence[jax.Array], rows: jax.Array) -> Arrays:
         drawn = replace(shardings, draws=scan.random_bits, rows=rows)
         return run_constrained(scan.body, drawn, inputs)
 
-    operands = list(map(as_traced, nested.operands, nested.equation.invars))
+    operands = list(map(as_traced, bound.operands, bound.equation.invars))
     layout = PipelineLayout(pipeline, outside.mesh, outside.batch_axes)
     return run_pipeline(scan, layout, operands, layer, specs)
 
 
-def _scan(nested: _Nested, scan: Scan) -> Arrays:
-    equation, shardings, scope = nested.equation, nested.shardings, nested.inner[0]
+def _scan(bound: BoundEquation, scan: Scan) -> Arrays:
+    equation, shardings, scope = bound.equation, bound.shardings, bound.inner[0]
     if shardings.pipeline is not None and id(equation) in shardings.pipeline.scans:
-        return _pipelined(nested, shardings.pipeline)
-    consts, init, xs = scan.split(nested.operands)
-    stored_consts, _, stored_xs = scan.split(nested.stored)
+        return _pipelined(bound, shardings.pipeline)
+    consts, init, xs = scan.split(bound.operands)
+    stored_consts, _, stored_xs = scan.split(bound.stored)
     _, carry_vars, _ = scan.split(scope.jaxpr.invars)
-    values = _values(scope, carry_vars)
+    values = values_of(scope, carry_vars)
     consts, stored_consts = _gather(scope, shardings, consts, stored_consts)
     # (shards, ...), so that their gradients are summed over devices once, after the loop
     copies = copy_weights(scope, shardings, consts)
@@ -468,12 +368,12 @@ def _gather(
     return consts, stored
 
 
-def _while(nested: _Nested, loop: While) -> Arrays:
-    shardings, (cond, body) = nested.shardings, nested.inner
-    cond_consts, body_consts, init = loop.split(nested.operands)
-    stored_cond, stored_body, stored_carry = loop.split(nested.stored)
+def _while(bound: BoundEquation, loop: While) -> Arrays:
+    shardings, (cond, body) = bound.shardings, bound.inner
+    cond_consts, body_consts, init = loop.split(bound.operands)
+    stored_cond, stored_body, stored_carry = loop.split(bound.stored)
     carry_vars = body.jaxpr.invars[len(body_consts) :]
-    values = _values(body, carry_vars)
+    values = values_of(body, carry_vars)
     body_consts, stored_body = _gather(body, shardings, body_consts, stored_body)
 
     def keep_going(carry: Arrays) -> jax.Array:
@@ -482,31 +382,28 @@ def _while(nested: _Nested, loop: While) -> Arrays:
     def step(carry: Arrays) -> Arrays:
         inputs = [*body_consts, *map(shardings.constrain, carry, values)]
         results = run_constrained(body, shardings, inputs, [*stored_body, *stored_carry])
-        if (rows := keep_going(carry)).ndim:
-            # Under `vmap`, each row stops on its own and keeps its last value.
-            select = ft.partial(select_rows, rows)
-            results = list(map(select, results, carry))
+        results = keep_ended(keep_going(carry), results, carry)
         return list(map(shardings.constrain, results, values))
 
     init = list(map(as_traced, init, carry_vars))
     return jax.lax.while_loop(lambda carry: jnp.any(keep_going(carry)), step, init)
 
 
-def _cond(nested: _Nested) -> Arrays:
-    branches = [_function(scope, nested.shardings, nested.stored[1:]) for scope in nested.inner]
-    return list(jax.lax.switch(nested.operands[0], branches, *nested.operands[1:]))
+def _cond(bound: BoundEquation) -> Arrays:
+    branches = [_function(scope, bound.shardings, bound.stored[1:]) for scope in bound.inner]
+    return list(jax.lax.switch(bound.operands[0], branches, *bound.operands[1:]))
 
 
 # What runs a primitive otherwise than it is, tried in this order. None leaves it to the next, and
 # to the usual evaluation after all.
 _HANDLERS: dict[str, tuple[Handler, ...]] = {
-    "conv_general_dilated": (_split_convolution, _grouped_convolution),
-    "dot_general": (_split_product,),
-    "fft": (_split_transform,),
-    "gather": (_split_lookup, _gathered_lookup),
+    "conv_general_dilated": (run_split_conv, run_grouped),
+    "dot_general": (run_split_product,),
+    "fft": (run_split_fft,),
+    "gather": (run_split_lookup,),
     "layout_constraint": (_with_layout,),
     "redcoast_mark": (_gathered_sequence,),
     "random_bits": (_bits_of_rows,),
     "sharding_constraint": (_own_constraint,),
-    **dict.fromkeys(KERNELS, (_kernel,)),
+    **dict.fromkeys(KERNELS, (run_kernel,)),
 }

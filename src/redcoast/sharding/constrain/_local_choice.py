@@ -1,7 +1,9 @@
 """Which equations each device runs on its own rows, and why it does not run others so."""
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from math import prod
+from operator import or_
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -15,10 +17,10 @@ from ...core._control_flow import (
 )
 from ...core._jaxpr import variables
 from .._mesh_axes import used_axes
-from ..program._graph import Source, Value
+from ..program._graph import Source
 from ..program._walk import Scope
 from ._local_region import LocalRegion, waits_for_rows
-from ._local_states import NotLocal, State, is_over_rows, is_vmapped
+from ._local_states import NotLocal, State, have_rows, is_over_rows, is_vmapped
 from ._local_vmapped import check_vmapped
 from ._shardings import Shardings
 
@@ -61,7 +63,11 @@ def find_waiting(
         try:
             choice = choose_region(equation, scope, shardings)
             if choice is not None:
-                _check(equation, *choice, used_results(equation, scope.jaxpr))
+                region, states = choice
+                if is_vmapped(equation):
+                    check_vmapped(equation, states, region)
+                else:
+                    region.results(equation, states, used_results(equation, scope.jaxpr))
                 continue
         except NotLocal as error:
             _, states = _rows_of(equation, scope, shardings)
@@ -71,22 +77,13 @@ def find_waiting(
             yield from find_waiting(inner, shardings, around)
 
 
-def _check(
-    equation: JaxprEqn, region: LocalRegion, states: Sequence[State], used: Sequence[bool]
-) -> None:
-    if is_vmapped(equation):
-        check_vmapped(equation, states, region)
-    else:
-        region.results(equation, states, used)
-
-
 def _communicates(equation: JaxprEqn, states: Sequence[State]) -> bool:
     match control_flow(equation):
         case While() as loop:
             return _ends_by_rows(loop, states)
         case Scan() as scan:
             return is_over_rows(scan, states)
-    return is_vmapped(equation) and any(isinstance(state, int) for state in states)
+    return is_vmapped(equation) and have_rows(states)
 
 
 def _ends_by_rows(loop: While, states: Sequence[State]) -> bool:
@@ -95,7 +92,7 @@ def _ends_by_rows(loop: While, states: Sequence[State]) -> bool:
     cond_consts, body_consts, carry = loop.split(has_rows)
     while True:
         after = _follow(loop.body, [*body_consts, *carry])
-        joined = [before or now for before, now in zip(carry, after, strict=True)]
+        joined = list(map(or_, carry, after))
         if joined == carry:
             return _follow(loop.cond, [*cond_consts, *carry])[0]
         carry = joined
@@ -104,7 +101,7 @@ def _ends_by_rows(loop: While, states: Sequence[State]) -> bool:
 def _follow(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
     """Which outputs of a jaxpr depend on one of the chosen inputs."""
     opened = open_jaxpr(jaxpr)
-    chosen = {var for var, is_chosen in zip(opened.invars, inputs, strict=True) if is_chosen}
+    chosen = set(compress(opened.invars, inputs))
     for equation in opened.eqns:
         if not chosen.isdisjoint(variables(equation.invars)):
             chosen.update(equation.outvars)
@@ -114,14 +111,6 @@ def _follow(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
 def _rows_of(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> Choice:
     """The devices that divide the rows of an equation, and the rows of its operands."""
     values = list(map(scope.value_of, equation.invars))
-    region = _region(equation, values, shardings)
-    return region, [_row_dim(value, region, shardings) for value in values]
-
-
-def _region(
-    equation: JaxprEqn, values: Sequence[Value | None], shardings: Shardings
-) -> LocalRegion:
-    """The devices that divide the rows of an equation with operands of these values."""
     axes = used_axes(shardings.batch_axes, shardings.mesh.shape)
     flow = control_flow(equation)
     # No derivative goes through a loop with any number of iterations, or through the host.
@@ -129,7 +118,11 @@ def _region(
     sharded = ()
     if any(map(shardings.is_parallel, filter(None, values))):
         sharded = shardings.compute.model_axes
-    return LocalRegion(shardings.mesh, axes, sharded, is_loop)
+    states: list[State] = [None] * len(values)
+    for place, value in enumerate(values):
+        if value is not None and axes:
+            states[place] = shardings.batch_dim(value)
+    return LocalRegion(shardings.mesh, axes, sharded, is_loop), states
 
 
 def _is_of_calls(scan: Scan) -> bool:
@@ -139,10 +132,3 @@ def _is_of_calls(scan: Scan) -> bool:
     for equation in filter(is_callback, body.eqns):
         returned.update(equation.outvars)
     return returned.issuperset(variables(body.outvars))
-
-
-def _row_dim(value: Value | None, region: LocalRegion, shardings: Shardings) -> int | None:
-    """The dimension of an operand that counts rows, if it has one and the devices divide it."""
-    if value is None or not region.axes:
-        return None
-    return shardings.batch_dim(value)

@@ -6,7 +6,7 @@ which dimensions; `jax.shard_map` divides those that are sharded.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 
@@ -23,6 +23,7 @@ from ..operations._made_rules import DECOMPOSITIONS
 from ..program._graph import Value
 from ..program._trace import Arrays
 from ..tree._overrides import spec_axes
+from ._bound_equation import BoundEquation
 from ._shardings import Shardings
 
 _WHOLE_ALONG_SOME = DECOMPOSITIONS | frozenset(["approx_top_k", "fft", "sort", "top_k"])
@@ -41,17 +42,9 @@ def acts_on_parts(equation: JaxprEqn) -> bool:
     return primitive_name(equation) in _WHOLE_ALONG_SOME | _ITERATED | {KERNEL}
 
 
-def run_operation(
-    equation: JaxprEqn,
-    operands: Arrays,
-    values: Sequence[Value | None],
-    results: Sequence[Value],
-    shardings: Shardings,
-) -> Arrays | None:
-    """The results of an operation that runs on each device alone, or None if it does not.
-
-    `values` are the values of the operands, None for literals.
-    """
+def run_operation(bound: BoundEquation) -> Arrays | None:
+    """The results of an operation that runs on each device alone, or None if it does not."""
+    equation, shardings = bound.equation, bound.shardings
     if not acts_on_parts(equation):
         return None
     is_kernel, rule = primitive_name(equation) == KERNEL, rule_of(equation)
@@ -59,7 +52,8 @@ def run_operation(
         rule = opaque_rule(equation)
     if rule is None:
         return None
-    axes = _axes_of_factors(rule, (*values, *results), shardings)
+    values = map(bound.scope.value_of, (*equation.invars, *equation.outvars))
+    axes = _axes_of_factors(rule, values, shardings)
     # The stages of a pipeline are mapped, and `jax.shard_map` would gather them.
     runs_whole = is_kernel and shardings.rows is None and prod(shardings.mesh.shape.values()) > 1
     if not axes and not runs_whole:
@@ -79,7 +73,7 @@ def run_operation(
         axis_names=used,
         check_vma=False,
     )
-    return list(jax.jit(run)(*operands))
+    return list(jax.jit(run)(*bound.operands))
 
 
 def _of_part(
@@ -98,7 +92,7 @@ def _of_part(
 
 
 def _axes_of_factors(
-    rule: Rule, values: Sequence[Value | None], shardings: Shardings
+    rule: Rule, values: Iterable[Value | None], shardings: Shardings
 ) -> dict[Factor, tuple[str, ...]]:
     """The axes that each dimension is sharded over along which the operation acts on each element
     alone."""

@@ -47,9 +47,9 @@ from ...core._pallas import independent_dims, of_fewer
 from .._mesh_axes import parts, used_axes
 from ..operations import Atom
 from ..operations._made_rules import OF_ANY_ROW
-from ..operations._rule import OPERAND_SIZES, RESULT_SIZES, at_places
+from ..operations._rule import OPERAND_SIZES, RESULT_SIZES, at_places, shape_of
 from ..program._trace import Arrays
-from ._custom_rules import zero_tangent
+from ._custom_rules import replace_chosen, zero_tangent
 from ._local_operation import KERNEL, acts_on_parts
 from ._local_states import (
     CALLBACK,
@@ -57,6 +57,7 @@ from ._local_states import (
     SUM,
     VMAPPED_SIZE,
     LocalStates,
+    LocalStep,
     NotLocal,
     State,
     carried_over_rows,
@@ -130,14 +131,18 @@ class LocalRegion:
 
         def local(*inputs: jax.Array) -> tuple[jax.Array, ...]:
             parts = evaluate.equation(equation, list(zip(inputs, states, strict=True)))
-            arrays = [x for x, _ in parts]
-            return tuple(map(self._added, arrays, results))
+            arrays: Arrays = []
+            for (x, _), state in zip(parts, results, strict=True):
+                if state is SUM:
+                    x = jax.lax.psum(x, self.axes)
+                arrays.append(x)
+            return tuple(arrays)
 
         run = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=tuple(map(self._spec, _ranks(equation.invars), states)),
-            out_specs=tuple(map(self._spec, _ranks(equation.outvars), results)),
+            in_specs=tuple(map(self._spec, equation.invars, states)),
+            out_specs=tuple(map(self._spec, equation.outvars, results)),
             axis_names=self._manual_axes(equation),
             check_vma=False,
         )
@@ -177,17 +182,11 @@ class LocalRegion:
             raise NotLocal("it calls a function on the host, and weights in it are sharded")
         return frozenset(self.axes) | free
 
-    def _spec(self, rank: int, state: State) -> P:
-        entries: list[tuple[str, ...] | None] = [None] * rank
+    def _spec(self, atom: Atom, state: State) -> P:
+        entries: list[tuple[str, ...] | None] = [None] * len(shape_of(atom))
         if isinstance(state, int):
             entries[state] = self.axes
         return P(*entries)
-
-    def _added(self, x: jax.Array, state: State) -> jax.Array:
-        """A result of the region, from what one device has of it."""
-        if state is SUM:
-            return jax.lax.psum(x, self.axes)
-        return x
 
     def convert(self, x: Any, state: State, wanted: State) -> Any:
         """What a device needs of an array, from what it has of it."""
@@ -204,7 +203,7 @@ class LocalRegion:
 
     def shape(self, atom: Atom, state: State) -> tuple[int, ...]:
         """The shape of what a device has of an array."""
-        shape = list(struct_of(atom).shape)
+        shape = list(shape_of(atom))
         if isinstance(state, int):
             shape[state] //= self.states.count
         return tuple(shape)
@@ -259,29 +258,28 @@ class _Evaluation:
         flow = self.region.states.flow(equation)
         match flow:
             case While():
-                results = self._while(equation, flow, inputs, step.operands)
+                results = self._while(equation, flow, inputs, step)
             case Scan():
-                results = self._scan(equation, flow, inputs, step.operands)
+                results = self._scan(equation, flow, inputs, step)
             case Cond():
-                results = self._cond(flow, inputs, step.operands, step.results)
+                branches = [
+                    self.as_function(branch, step.operands[1:], step.results)
+                    for branch in flow.branches
+                ]
+                results = list(jax.lax.switch(inputs[0], branches, *inputs[1:]))
             case Call():
-                results = self._call(equation, flow, inputs, step.operands, step.results)
+                results = self._call(equation, flow, inputs, step)
             case LinearSolve():
-                results = self._solve(equation, inputs, step.operands, step.results)
+                results = self._solve(flow, inputs, step)
             case _:
-                results = self._operation(equation, inputs, step.operands, step.results)
+                results = self._operation(equation, inputs, step)
         shapes = map(self.region.shape, equation.outvars, step.results)
         if list(map(jnp.shape, results)) != list(shapes):
             raise NotLocal(f"`{primitive_name(equation)}` changes what its rows are")
         return list(zip(results, step.results, strict=True))
 
-    def _operation(
-        self,
-        equation: JaxprEqn,
-        inputs: Arrays,
-        states: Sequence[State],
-        results: Sequence[State],
-    ) -> Arrays:
+    def _operation(self, equation: JaxprEqn, inputs: Arrays, step: LocalStep) -> Arrays:
+        states, results, count = step.operands, step.results, self.region.states.count
         if is_identity(equation):
             return inputs
         if is_callback(equation) and equation.outvars:
@@ -291,37 +289,28 @@ class _Evaluation:
             for key in RESULT_SIZES & equation.params.keys():
                 params[key] = self.region.shape(equation.outvars[0], results[0])
             for key in OPERAND_SIZES & equation.params.keys():
-                params[key] = self._sizes(equation, key, states[0])
+                # Along the dimensions of the first operand: all rows become those of a device.
+                whole, rows = shape_of(equation.invars[0]), states[0]
+                sizes = list(equation.params[key])
+                if isinstance(rows, int) and sizes[rows] == whole[rows]:
+                    sizes[rows] //= count
+                params[key] = tuple(sizes)
         if equation.primitive.name == KERNEL:
-            params |= self._of_kernel(equation, states, results)
+            # The numbers of devices that dimensions of its grid are divided over.
+            counts: dict[int, int] = {}
+            dims = independent_dims(equation) or ()
+            for of_grid, state in zip(dims, (*states, *results), strict=False):
+                if isinstance(state, int) and (dim := of_grid[state]) is not None:
+                    counts[dim] = count
+            if counts:
+                params |= of_fewer(equation, counts)
         if is_vmapped(equation) and 0 in results:
-            params[VMAPPED_SIZE] = equation.params[VMAPPED_SIZE] // self.region.states.count
+            params[VMAPPED_SIZE] = equation.params[VMAPPED_SIZE] // count
         return bind_local(equation, inputs, params)
 
-    def _of_kernel(
-        self, equation: JaxprEqn, states: Sequence[State], results: Sequence[State]
-    ) -> dict[str, object]:
-        """The parameters of a kernel of Pallas for the rows of a device."""
-        dims = independent_dims(equation) or ()
-        counts: dict[int, int] = {}
-        for of_grid, state in zip(dims, (*states, *results), strict=False):
-            if isinstance(state, int) and (dim := of_grid[state]) is not None:
-                counts[dim] = self.region.states.count
-        return of_fewer(equation, counts) if counts else {}
-
-    def _sizes(self, equation: JaxprEqn, key: str, state: State) -> tuple[int, ...]:
-        """Sizes along the dimensions of the first operand: all rows become those of a device."""
-        whole = struct_of(equation.invars[0]).shape
-        sizes = list(equation.params[key])
-        if isinstance(state, int) and sizes[state] == whole[state]:
-            sizes[state] //= self.region.states.count
-        return tuple(sizes)
-
-    def _while(
-        self, equation: JaxprEqn, flow: While, inputs: Arrays, states: Sequence[State]
-    ) -> Arrays:
+    def _while(self, equation: JaxprEqn, flow: While, inputs: Arrays, step: LocalStep) -> Arrays:
         cond_consts, body_consts, init = flow.split(inputs)
-        cond_states, body_states, carry = flow.split(tuple(states))
+        cond_states, body_states, carry = flow.split(step.operands)
         init = list(map(as_traced, init, equation.invars[-len(init) :]))
 
         def keep_going(state: Arrays) -> jax.Array:
@@ -331,11 +320,7 @@ class _Evaluation:
         def body(state: Arrays) -> Arrays:
             inputs = zip((*body_consts, *state), (*body_states, *carry), strict=True)
             results = self._convert(self.jaxpr(flow.body, list(inputs)), carry)
-            if (rows := keep_going(state)).ndim:
-                # Under `vmap`, each row stops on its own and keeps its last value.
-                select = ft.partial(select_rows, rows)
-                results = list(map(select, results, state))
-            return results
+            return keep_ended(keep_going(state), results, state)
 
         more = lambda state: jnp.any(keep_going(state))
         # Each device ends when its own rows are done.
@@ -348,112 +333,76 @@ class _Evaluation:
         last = jax.lax.pmax(own, self.region.axes)
         return jax.lax.while_loop(lambda state: state[0] < last, count, (own, state))[1]
 
-    def _scan(
-        self, equation: JaxprEqn, flow: Scan, inputs: Arrays, states: Sequence[State]
-    ) -> Arrays:
+    def _scan(self, equation: JaxprEqn, flow: Scan, inputs: Arrays, step: LocalStep) -> Arrays:
         consts, init, xs = flow.split(inputs)
-        init = map(as_traced, init, flow.split(equation.invars)[1])
-        if is_over_rows(flow, states):
-            return self._over_rows(flow, consts, list(init), xs)
-        _, outputs = self.region.states.scan(flow, states)
-        const_states, _, x_states = flow.split(tuple(states))
-        row_states = shift_all(x_states, -1)
-        body_states = (*const_states, *outputs[: flow.carry], *row_states)
-        step = self.as_function(flow.body, body_states, outputs)
-        return flow.run(lambda inputs: step(*inputs), consts, list(init), xs)
+        init = list(map(as_traced, init, flow.split(equation.invars)[1]))
+        if is_over_rows(flow, step.operands):
+            # Over the rows of a device, of which each iteration needs one.
+            of_row = _Evaluation(replace(self.region, of_row=True))
+            outputs: Sequence[State] = [OWN] * len(open_jaxpr(flow.body).outvars)
+            body = of_row.as_function(flow.body, of_row_states(flow), outputs)
+            flow = replace(flow, length=flow.length // self.region.states.count)
+        else:
+            _, outputs = self.region.states.scan(flow, step.operands)
+            const_states, _, x_states = flow.split(step.operands)
+            row_states = shift_all(x_states, -1)
+            body_states = (*const_states, *outputs[: flow.carry], *row_states)
+            body = self.as_function(flow.body, body_states, outputs)
+        return flow.run(lambda inputs: body(*inputs), consts, init, xs)
 
-    def _over_rows(
-        self, flow: Scan, consts: Sequence[Any], init: Sequence[Any], xs: Sequence[Any]
-    ) -> Arrays:
-        """A scan over the rows of a device, of which each iteration needs one."""
-        of_row = _Evaluation(replace(self.region, of_row=True))
-        states = of_row_states(flow)
-        step = of_row.as_function(flow.body, states, [OWN] * len(open_jaxpr(flow.body).outvars))
-        own_rows = replace(flow, length=flow.length // self.region.states.count)
-        return own_rows.run(lambda inputs: step(*inputs), consts, init, xs)
-
-    def _cond(
-        self, flow: Cond, inputs: Arrays, states: Sequence[State], results: Sequence[State]
-    ) -> Arrays:
-        index, *operands = inputs
-        make = lambda branch: self.as_function(branch, states[1:], results)
-        return list(jax.lax.switch(index, list(map(make, flow.branches)), *operands))
-
-    def _call(
-        self,
-        equation: JaxprEqn,
-        flow: Call,
-        inputs: Arrays,
-        states: Sequence[State],
-        results: Sequence[State],
-    ) -> Arrays:
-        run = self.as_function(flow.jaxpr, states, results)
+    def _call(self, equation: JaxprEqn, flow: Call, inputs: Arrays, step: LocalStep) -> Arrays:
+        run = self.as_function(flow.jaxpr, step.operands, step.results)
         match flow.kind:
             case CallKind.REMAT:
                 run = jax.checkpoint(run, prevent_cse=flow.prevent_cse, policy=flow.policy)
             case CallKind.CUSTOM_JVP:
-                run = self._with_jvp(equation, run, states, results)
+                run = self._with_jvp(equation, run, step)
             case CallKind.CUSTOM_VJP:
                 run = _without_derivative(run)
         return list(run(*inputs))
 
     def _with_jvp(
-        self,
-        equation: JaxprEqn,
-        run: Callable[..., Arrays],
-        states: Sequence[State],
-        results: Sequence[State],
+        self, equation: JaxprEqn, run: Callable[..., Arrays], step: LocalStep
     ) -> Callable[..., Arrays]:
         """A function with the forward-mode derivative of a `custom_jvp`, which is traced for all
         rows."""
         avals = list(map(struct_of, equation.invars))
-        moving = _inexact_places(avals)
-        outputs = _inexact_places(list(map(struct_of, equation.outvars)))
+        # Integers have no tangents.
+        moving = list(map(is_inexact, avals))
+        moved = list(map(is_inexact, map(struct_of, equation.outvars)))
 
         def push(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
-            all_tangents: Arrays = list(map(zero_tangent, avals))
-            for place, tangent in zip(moving, tangents, strict=True):
-                all_tangents[place] = tangent
+            all_tangents = replace_chosen(list(map(zero_tangent, avals)), moving, tangents)
             original = lambda *xs: bind_again(equation, xs)
             out, out_tangents = jax.jvp(original, tuple(primals), tuple(all_tangents))
-            return out, at_places(out_tangents, outputs)
+            return out, list(itertools.compress(out_tangents, moved))
 
         custom = jax.custom_jvp(run)
         try:
             # For all rows, and so without the axes of the region.
             with use_abstract_mesh(equation.ctx.cur_abstract_mesh):
-                closed = jax.make_jaxpr(push)(avals, at_places(avals, moving))
+                closed = jax.make_jaxpr(push)(avals, list(itertools.compress(avals, moving)))
         except Exception as error:
             custom.defjvp(ft.partial(_raise, error))  # the function refuses to be differentiated
             return custom
         # If the rule combines rows, the region is not used.
-        rule_states = [*states, *at_places(states, moving)]
-        wanted = [*results, *at_places(results, outputs)]
+        rule_states = [*step.operands, *itertools.compress(step.operands, moving)]
+        wanted = [*step.results, *itertools.compress(step.results, moved)]
         out_states = self.region.states.of_jaxpr(closed, rule_states)
         for state, need in zip(out_states, wanted, strict=True):
             check_becomes(state, need)
         run_rule = self.as_function(closed, rule_states, wanted)
 
         def rule(primals: Sequence[object], tangents: Sequence[object]) -> tuple[Arrays, Arrays]:
-            arrays = run_rule(*primals, *at_places(tangents, moving))
-            out, pushed = arrays[: len(results)], arrays[len(results) :]
-            out_tangents: Arrays = list(map(zero_tangent, out))
-            for place, tangent in zip(outputs, pushed, strict=True):
-                out_tangents[place] = tangent
-            return out, out_tangents
+            arrays = run_rule(*primals, *itertools.compress(tangents, moving))
+            out, pushed = arrays[: len(moved)], arrays[len(moved) :]
+            return out, replace_chosen(list(map(zero_tangent, out)), moved, pushed)
 
         custom.defjvp(rule)
         return custom
 
-    def _solve(
-        self,
-        equation: JaxprEqn,
-        inputs: Arrays,
-        states: Sequence[State],
-        results: Sequence[State],
-    ) -> Arrays:
-        flow = control_flow(equation)
-        assert isinstance(flow, LinearSolve)
+    def _solve(self, flow: LinearSolve, inputs: Arrays, step: LocalStep) -> Arrays:
+        states, results = step.operands, step.results
 
         def function(part: tuple[AnyJaxpr, Sequence[int]]) -> Callable[..., Arrays]:
             jaxpr, places = part
@@ -537,14 +486,6 @@ def _is_hard(equation: JaxprEqn) -> bool:
     return is_loop or is_callback(equation) or acts_on_parts(equation)
 
 
-def _inexact_places(avals: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
-    return [place for place, aval in enumerate(avals) if is_inexact(aval)]
-
-
-def _ranks(atoms: Sequence[Atom]) -> list[int]:
-    return [len(struct_of(atom).shape) for atom in atoms]
-
-
 def _draws_from_one_key(equation: JaxprEqn) -> bool:
     return primitive_name(equation) == "random_bits" and not struct_of(equation.invars[0]).shape
 
@@ -554,10 +495,16 @@ def _has_reverse_rule(equation: JaxprEqn) -> bool:
     return isinstance(flow, Call) and flow.kind is CallKind.CUSTOM_VJP
 
 
-def select_rows(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The rows of `x` that `rows` selects, and the other rows of `y`."""
-    mask = jnp.expand_dims(rows, tuple(range(rows.ndim, x.ndim)))
-    return jax.lax.select(jnp.broadcast_to(mask, x.shape), x, y)
+def keep_ended(going: jax.Array, new: Arrays, old: Arrays) -> Arrays:
+    """What a loop carries: under `vmap`, a row that is not `going` keeps its last value."""
+    if not going.ndim:
+        return new
+    kept: Arrays = []
+    for x, y in zip(new, old, strict=True):
+        # (rows, 1, ...) for (rows, ...)
+        mask = jnp.expand_dims(going, tuple(range(going.ndim, x.ndim)))
+        kept.append(jax.lax.select(jnp.broadcast_to(mask, x.shape), x, y))
+    return kept
 
 
 def _bare(x: Any) -> Any:

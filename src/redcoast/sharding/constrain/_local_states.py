@@ -6,7 +6,7 @@ by the table of operations, and refuses one in which the rows of a device depend
 
 import functools as ft
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -56,23 +56,18 @@ States = tuple[State, ...]
 VMAPPED_SIZE = "__axis_size"
 # The parameters of Equinox's primitives whose operands are the arrays of a PyTree.
 _FILTERED = frozenset(["flatten", "static", "treedef"])
-# These depend on how arrays are sharded or on the device, or run on the host.
-_NOT_INSIDE = frozenset(
-    """
-    axis_index debug_callback debug_print inspect_sharding io_callback partition_id relayout
-    rng_uniform shard_map sharding_constraint
-    """.split()  # noqa: SIM905
-)
-# A function of what is the same for all rows, such as the number of an error.
-CALLBACK = "pure_callback"
-# The primitives of Equinox that can be lowered inside of `jax.shard_map`, and differentiated there.
-_DIFFERENTIABLE = frozenset(["maybe_set"])
 # These have no meaning for one row: they depend on the devices that arrays are on.
 _NOT_OF_ROW = frozenset(
     """
     axis_index inspect_sharding partition_id relayout rng_uniform shard_map sharding_constraint
     """.split()  # noqa: SIM905
 )
+# Nor can these run for the rows of a device together: the host sees them.
+_NOT_INSIDE = _NOT_OF_ROW | {"debug_callback", "debug_print", "io_callback"}
+# A function of what is the same for all rows, such as the number of an error.
+CALLBACK = "pure_callback"
+# The primitives of Equinox that can be lowered inside of `jax.shard_map`, and differentiated there.
+_DIFFERENTIABLE = frozenset(["maybe_set"])
 
 
 @dataclass(frozen=True)
@@ -121,27 +116,40 @@ class LocalStates:
     def step(self, equation: JaxprEqn, states: Sequence[State]) -> LocalStep:
         """The states of an equation. Raises `NotLocal`."""
         flow = self.flow(equation)
-        follow = self._of_flow(flow)
-        if follow is not None:
-            return follow(equation, flow, states)
+        match flow:
+            case While():
+                return self._while(equation, flow, states)
+            case Scan():
+                return self._scan(flow, states)
+            case Cond():
+                return self._cond(equation, flow, states)
+            case Call():
+                return self._call(equation, flow, states)
+            case LinearSolve():
+                return self._linear_solve(equation, flow, states)
+        name = primitive_name(equation)
         not_inside = _NOT_INSIDE
         if self.of_row:
             not_inside = _NOT_OF_ROW
-        if primitive_name(equation) in not_inside or _moves(equation):
-            raise NotLocal(f"`{primitive_name(equation)}` is applied")
+        if name in not_inside or _moves(equation):
+            raise NotLocal(f"`{name}` is applied")
         if any(str(effect).startswith("Ordered") for effect in equation.effects):
-            raise NotLocal(f"`{primitive_name(equation)}` is called in the order of the rows")
+            raise NotLocal(f"`{name}` is called in the order of the rows")
         if not _can_be_lowered(equation):
-            raise NotLocal(f"`{primitive_name(equation)}` has derivative rules of its own")
+            raise NotLocal(f"`{name}` has derivative rules of its own")
         if self.of_row:
-            return _of_row(equation, states)
+            # Whatever it does, only what it does with the row differs from device to device.
+            result: State = None
+            if OWN in states:
+                result = OWN
+            return LocalStep(tuple(states), (result,) * len(equation.outvars))
         if OWN not in states:
             return self._operation(equation, states)
         # What differs from device to device is treated as if all devices had the same, and then
         # everything that follows from it differs too.
         step = self._operation(equation, _replace_all(states, OWN, None))
         if SUM in step.results:
-            raise NotLocal(f"`{primitive_name(equation)}` sums what differs from device to device")
+            raise NotLocal(f"`{name}` sums what differs from device to device")
         operands = list(step.operands)
         for place, state in enumerate(states):
             if state is OWN:
@@ -157,20 +165,6 @@ class LocalStates:
         if expanded is None:
             return control_flow(equation)
         return Call(expanded, CallKind.PLAIN)
-
-    def _of_flow(self, flow: ControlFlow | None) -> Callable[..., LocalStep] | None:
-        match flow:
-            case While():
-                return self._while
-            case Scan():
-                return self._scan
-            case Cond():
-                return self._cond
-            case Call():
-                return self._call
-            case LinearSolve():
-                return self._linear_solve
-        return None
 
     def loop(self, loop: While, states: Sequence[State]) -> LocalLoop:
         """The states of a `while` after any number of iterations."""
@@ -208,7 +202,7 @@ class LocalStates:
                 return (*consts, *carry, *xs), (*carry, *outputs[len(carry) :])
             carry = joined
 
-    def _scan(self, equation: JaxprEqn, flow: Scan, states: Sequence[State]) -> LocalStep:
+    def _scan(self, flow: Scan, states: Sequence[State]) -> LocalStep:
         if is_over_rows(flow, states):
             step = _over_rows(flow, states)
             # Its body may do anything with a row, but for what has no meaning for one.
@@ -234,7 +228,7 @@ class LocalStates:
 
     def _call(self, equation: JaxprEqn, flow: Call, states: Sequence[State]) -> LocalStep:
         # Its rule for a batch may be another function, which is not followed here.
-        if flow.kind is CallKind.OWN_RULES and not _are_same(states):
+        if flow.kind is CallKind.OWN_RULES and not set(states) <= {None}:
             raise NotLocal(f"`{primitive_name(equation)}` has rules of its own")
         return LocalStep(tuple(states), self.of_jaxpr(flow.jaxpr, states))
 
@@ -258,7 +252,7 @@ class LocalStates:
         if rule is None and name != CALLBACK and not is_identity(equation):
             raise NotLocal(f"`{name}` is not known to keep rows apart")
         # Without rows, every device computes the same.
-        if _are_same(states):
+        if set(states) <= {None}:
             return LocalStep(tuple(states), (None,) * count)
         if name in PAIRWISE or is_identity(equation):
             return LocalStep(tuple(states), tuple(states))
@@ -268,8 +262,15 @@ class LocalStates:
             raise NotLocal(f"`{name}` is applied to rows")
         if SUM in states:
             return _of_sum(equation, rule, states)
-        factor = self._rows_factor(name, rule, states)
-        operands = [self._operand(name, rule, factor, i) for i in range(len(states))]
+        # The factor that the rows of all operands are the blocks of.
+        factors: set[Factor] = set()
+        for dimensions, state in zip(rule.operands, states, strict=True):
+            if isinstance(state, int):
+                factors.add(self._slowest(name, rule, dimensions[state]))
+        if len(factors) > 1:
+            raise NotLocal(f"`{name}` combines rows with other rows")
+        factor = factors.pop()
+        operands = [self._place(name, rule, factor, dimensions) for dimensions in rule.operands]
         if factor in rule.reduced:
             return _summed(name, rule, operands, count)
         if not rule.is_carried(factor):
@@ -279,24 +280,12 @@ class LocalStates:
             raise NotLocal(f"`{name}` does not keep rows apart")
         return LocalStep(tuple(operands), tuple(results))
 
-    def _rows_factor(self, name: str, rule: Rule, states: Sequence[State]) -> Factor:
-        """The factor that the rows of all operands are the blocks of."""
-        factors: set[Factor] = set()
-        for place, state in enumerate(states):
-            if isinstance(state, int):
-                factors.add(self._slowest(name, rule, rule.operands[place][state]))
-        if len(factors) > 1:
-            raise NotLocal(f"`{name}` combines rows with other rows")
-        return factors.pop()
-
     def _slowest(self, name: str, rule: Rule, dimension: Dimension) -> Factor:
+        """The factor whose blocks the devices have, if they divide a dimension."""
         factor = next(factor for factor in dimension if rule.sizes[factor] > 1)
         if rule.sizes[factor] % self.count:
             raise NotLocal(f"`{name}` tears rows apart")
         return factor
-
-    def _operand(self, name: str, rule: Rule, factor: Factor, place: int) -> State:
-        return self._place(name, rule, factor, rule.operands[place])
 
     def _place(
         self, name: str, rule: Rule, factor: Factor, dimensions: Sequence[Dimension]
@@ -310,14 +299,6 @@ class LocalStates:
         if self._slowest(name, rule, dimensions[places[0]]) != factor:
             raise NotLocal(f"`{name}` tears rows apart")
         return places[0]
-
-
-def _of_row(equation: JaxprEqn, states: Sequence[State]) -> LocalStep:
-    """The states of an equation that runs for each row alone."""
-    result: State = None
-    if OWN in states:
-        result = OWN
-    return LocalStep(tuple(states), (result,) * len(equation.outvars))
 
 
 def is_over_rows(flow: Scan, states: Sequence[State]) -> bool:
@@ -341,8 +322,8 @@ def _over_rows(flow: Scan, states: Sequence[State]) -> LocalStep:
 def of_row_states(flow: Scan) -> list[State]:
     """The states of the inputs of the body of a scan over rows."""
     states: list[State] = [None] * flow.consts
-    for state in carried_over_rows(flow) or ():
-        states.append(None if state is None else OWN)
+    # Of a sum over rows, an iteration has what was added so far.
+    states += _replace_all(carried_over_rows(flow) or (), SUM, OWN)
     return states + [OWN] * (len(open_jaxpr(flow.body).invars) - len(states))
 
 
@@ -354,7 +335,11 @@ def carried_over_rows(flow: Scan) -> States | None:
     sums = sums_over_iterations(flow)
     if sums is None:
         return None
-    return tuple(SUM if is_sum else None for is_sum in sums)
+    states: list[State] = [None] * len(sums)
+    for place, is_sum in enumerate(sums):
+        if is_sum:
+            states[place] = SUM
+    return tuple(states)
 
 
 def is_vmapped(equation: JaxprEqn) -> bool:
@@ -432,11 +417,6 @@ def have_rows(states: Sequence[State]) -> bool:
     return any(isinstance(state, int) for state in states)
 
 
-def _are_same(states: Sequence[State]) -> bool:
-    """Whether all devices have the same arrays."""
-    return set(states) <= {None}
-
-
 def _replace_all(states: Sequence[State], old: State, new: State) -> list[State]:
     return [_replaced(state, old, new) for state in states]
 
@@ -495,7 +475,11 @@ def _of_sum(equation: JaxprEqn, rule: Rule, states: Sequence[State]) -> LocalSte
     name = primitive_name(equation)
     sums = frozenset(place for place, state in enumerate(states) if state is SUM)
     group = next((group for group in rule.linear if sums <= group), None)
-    rounds = name in ROUNDING and _is_narrower(equation)
+    rounds = False
+    if name in ROUNDING:
+        # To an integer, or to fewer digits.
+        before, after = struct_of(equation.invars[0]), struct_of(equation.outvars[0])
+        rounds = not is_inexact(after) or after.dtype.itemsize < before.dtype.itemsize
     if group is None or rounds or have_rows(states):
         raise NotLocal(f"`{name}` is applied to a sum over rows, and is not linear")
     # Of several terms, each is added by one device.
@@ -503,12 +487,6 @@ def _of_sum(equation: JaxprEqn, rule: Rule, states: Sequence[State]) -> LocalSte
     for place in group:
         operands[place] = SUM
     return LocalStep(tuple(operands), (SUM,) * len(equation.outvars))
-
-
-def _is_narrower(equation: JaxprEqn) -> bool:
-    """Whether a result has fewer digits than what it is computed from, or is an integer."""
-    before, after = struct_of(equation.invars[0]).dtype, struct_of(equation.outvars[0]).dtype
-    return not is_inexact(equation.outvars[0].aval) or after.itemsize < before.itemsize
 
 
 def _summed(name: str, rule: Rule, operands: list[State], count: int) -> LocalStep:
@@ -523,7 +501,7 @@ def _summed(name: str, rule: Rule, operands: list[State], count: int) -> LocalSt
     return LocalStep(tuple(operands), (SUM,) * count)
 
 
-def passed_through(jaxpr: AnyJaxpr) -> tuple[int | None, ...]:
+def _passed_through(jaxpr: AnyJaxpr) -> tuple[int | None, ...]:
     """For each output of a jaxpr the number of the input that it is; None if it is computed."""
     opened = open_jaxpr(jaxpr)
     sources = {var: place for place, var in enumerate(opened.invars)}
@@ -548,28 +526,28 @@ def _of_operands(equation: JaxprEqn) -> Sequence[int | None]:
         return range(len(equation.outvars))
     match control_flow(equation):
         case Call() as call if call.kind is not CallKind.OWN_RULES:
-            return passed_through(call.jaxpr)
+            return _passed_through(call.jaxpr)
         case Cond() as cond:
-            of_results = zip(*map(passed_through, cond.branches), strict=True)
-            # The first operand is the number of the branch.
-            return [_offset(places[0], 1, same=len(set(places)) == 1) for places in of_results]
+            operands: list[int | None] = [None] * len(equation.outvars)
+            of_results = zip(*map(_passed_through, cond.branches), strict=True)
+            for place, (first, *others) in enumerate(of_results):
+                if first is not None and set(others) <= {first}:
+                    operands[place] = first + 1  # the first operand is the number of the branch
+            return operands
         case Scan() as scan:
-            outputs = passed_through(scan.body)[: scan.carry]
+            outputs = _passed_through(scan.body)[: scan.carry]
             unchanged = _unchanged(outputs, scan.consts, 0)
             return [*unchanged, *[None] * (len(equation.outvars) - scan.carry)]
         case While() as loop:
-            return _unchanged(passed_through(loop.body), loop.body_consts, loop.cond_consts)
+            return _unchanged(_passed_through(loop.body), loop.body_consts, loop.cond_consts)
     return [None] * len(equation.outvars)
 
 
 def _unchanged(outputs: Sequence[int | None], consts: int, before: int) -> list[int | None]:
     """The carried values that a body with `consts` constants returns as they are, as operands of a
     loop that has `before` other operands first."""
-    places = enumerate(outputs, consts)
-    return [_offset(output, before, same=output == place) for place, output in places]
-
-
-def _offset(place: int | None, by: int, *, same: bool) -> int | None:
-    if place is None or not same:
-        return None
-    return place + by
+    operands: list[int | None] = [None] * len(outputs)
+    for place, output in enumerate(outputs):
+        if output == consts + place:
+            operands[place] = before + output
+    return operands

@@ -6,13 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...core._jaxpr import bind_again
 from .._mesh_axes import parts
-from ..operations import Dimension, rule_of
 from ..pipeline._draws import RandomBits
 from ..pipeline._stages import Pipeline
 from ..program._batch_dims import BatchDims, batch_over
@@ -20,10 +17,8 @@ from ..program._classes import Classes
 from ..program._graph import Value
 from ..program._program import Program
 from ..program._tensor_sequence import find_sequence
-from ..program._trace import Arrays
-from ..program._walk import Scope
 from ..tree._leaf_plans import Compute
-from ..tree._overrides import axes_of_spec, spec_axes
+from ..tree._overrides import spec_axes
 from ._product_order import orders_of_products
 
 
@@ -206,117 +201,3 @@ def _classes_of_constants(program: Program, classes: Classes, compute: Compute) 
         if d is not None and classes.divides(value.dims[d]):
             chosen.add(classes[value.dims[d]])
     return frozenset(chosen)
-
-
-def run_split_product(
-    equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Arrays
-) -> jax.Array:
-    """The result of a `dot_general`, with operands that are gathered along a split dimension that
-    does not stay split.
-
-    In attention, scores have two dimensions of tokens, of which the queries' stays split. The keys
-    and values are needed as a whole by every device.
-    """
-
-    def product(*operands: jax.Array) -> jax.Array:
-        return bind_again(equation, _gather(sides, values, shardings, operands))[0]
-
-    if any(isinstance(atom, Literal) for atom in equation.invars):
-        return bind_again(equation, operands)[0]
-    values, sides = _values_of(equation, scope), _gathered_sides(equation, scope, shardings)
-    if sides:
-        # Its derivative gathers again: kept for it, a whole array would take the place of a part.
-        product = jax.checkpoint(product)
-    return _gather_cotangent(equation, scope, shardings, product(*operands))
-
-
-def _gather(
-    sides: Sequence[int], values: Sequence[Value], shardings: Shardings, operands: Sequence[Any]
-) -> Arrays:
-    gathered = list(operands)
-    for side, value in enumerate(values[: len(gathered)]):
-        d = shardings.batch_dim(value)
-        if side in sides and d is not None:
-            gathered[side] = shardings.gather(operands[side], value, d)
-        elif jnp.iscomplexobj(operands[side]):
-            # A spectrum is split along another dimension than the field that it is of.
-            gathered[side] = shardings.constrain(operands[side], value)
-    return gathered
-
-
-def _gathered_sides(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> list[int]:
-    """The operands of a product that are split along a dimension that the result is not."""
-    *of_operands, of_result = _split_dimensions(equation, scope, shardings)
-    # A sum over dimensions of both operands that are split alike is one of parts.
-    if _sums_parts(equation, of_operands):
-        return []
-    sides: list[int] = []
-    for side, dimension in enumerate(of_operands):
-        if dimension is not None and dimension != of_result:
-            sides.append(side)
-    return sides
-
-
-def _gather_cotangent(
-    equation: JaxprEqn, scope: Scope, shardings: Shardings, product: jax.Array
-) -> jax.Array:
-    """Gathers the cotangent of a product that is a sum of parts, and is split again.
-
-    Both operands' cotangents need it as a whole. XLA would gather it for each of them.
-    """
-    *of_operands, of_result = _split_dimensions(equation, scope, shardings)
-    if of_result is None or not _sums_parts(equation, of_operands):
-        return product
-    value = scope.values[equation.outvars[0]]
-    d = shardings.batch_dim(value)
-    assert d is not None
-    entries = list(shardings.spec(value))
-    entries[d] = None
-    return shardings.with_spec(product, P(*entries))
-
-
-def _values_of(equation: JaxprEqn, scope: Scope) -> list[Value]:
-    return [scope.values[atom] for atom in (*equation.invars, *equation.outvars)]
-
-
-def _split_dimensions(
-    equation: JaxprEqn, scope: Scope, shardings: Shardings
-) -> list[Dimension | None]:
-    """The dimension that each of the operands and the result is split along."""
-    rule, values = rule_of(equation), _values_of(equation, scope)
-    assert rule is not None
-    split: list[Dimension | None] = [None] * len(values)
-    for place, dimensions in enumerate((*rule.operands, *rule.results)):
-        d = shardings.batch_dim(values[place])
-        if d is not None:
-            split[place] = dimensions[d]
-    return split
-
-
-def _sums_parts(equation: JaxprEqn, of_operands: Sequence[Dimension | None]) -> bool:
-    """Whether a product sums over a dimension along which both operands are split."""
-    rule, (first, second) = rule_of(equation), of_operands
-    assert rule is not None
-    return first is not None and first == second and not rule.reduced.isdisjoint(first)
-
-
-def gather_looked_up(
-    equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Arrays
-) -> Arrays:
-    """Replicates a split array whose elements are looked up by indices that are split too.
-
-    Every device then looks up its own, as the edges of a graph do the nodes.
-    """
-    table, *indices = operands
-    rule = rule_of(equation)
-    kept = shardings.spec(scope.values[equation.outvars[0]])
-    if rule is None or isinstance(equation.invars[0], Literal):
-        return list(operands)
-    value = scope.values[equation.invars[0]]
-    split = set(axes_of_spec(kept))
-    entries = zip(rule.operands[0], shardings.spec(value), strict=True)
-    for d, (dimension, entry) in enumerate(entries):
-        axes = spec_axes(entry)
-        if axes and split.issuperset(axes) and dimension[0] in rule.indexed:
-            table = shardings.gather(table, value, d)
-    return [table, *indices]

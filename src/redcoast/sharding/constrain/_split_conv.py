@@ -4,7 +4,7 @@ XLA gathers the operands of grouped and of transposed convolutions whose space i
 device gets the rows that its windows need from its neighbours, and computes its part of the result.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,10 +14,9 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from .._mesh_axes import parts
-from ..program._graph import Value
 from ..program._trace import Arrays
 from ..tree._overrides import spec_axes
-from ._shardings import Shardings
+from ._bound_equation import BoundEquation
 
 _PARAMS = (
     "rhs_dilation",
@@ -45,13 +44,12 @@ class _Window:
     padding: tuple[int, int]
 
 
-def run_split_conv(
-    equation: JaxprEqn, operands: Arrays, values: Sequence[Value], shardings: Shardings
-) -> Arrays | None:
-    """The results of a convolution whose space is split, or None if it is not or XLA does as well.
-
-    `values` are those of the image, of the kernel and of the result.
-    """
+def run_split_conv(bound: BoundEquation) -> Arrays | None:
+    """The results of a convolution whose space is split; None if it is not, or XLA does as well."""
+    equation, shardings = bound.equation, bound.shardings
+    if not shardings.splits_examples:
+        return None
+    values = [*bound.values, *bound.results]  # of the image, of the kernel and of the result
     params, numbers = equation.params, equation.params["dimension_numbers"]
     groups = params["feature_group_count"]
     if groups == 1 and max(params["lhs_dilation"], default=1) == 1:
@@ -98,7 +96,7 @@ def run_split_conv(
         return jax.lax.conv_general_dilated(x, kernel, padding=padding, **static)
 
     run = jax.shard_map(local, mesh=shardings.mesh, in_specs=(P(*into), P()), out_specs=P(*out))
-    return [run(*operands)]
+    return [run(*bound.operands)]
 
 
 def _window(

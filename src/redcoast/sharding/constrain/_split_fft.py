@@ -18,23 +18,23 @@ from jax.sharding import PartitionSpec as P
 from ...core._control_flow import primitive_name
 from ...core._jaxpr import bind_again, struct_of
 from .._mesh_axes import parts
-from ..program._graph import Value
+from ..program._trace import Arrays
 from ..tree._overrides import spec_axes
+from ._bound_equation import BoundEquation
 from ._shardings import Shardings
 
 
-def run_split_fft(
-    equation: JaxprEqn, operand: jax.Array, value: Value, result: Value, shardings: Shardings
-) -> list[jax.Array] | None:
+def run_split_fft(bound: BoundEquation) -> Arrays | None:
     """The result of a Fourier transform, or None if no transformed dimension is split."""
+    equation, shardings = bound.equation, bound.shardings
+    (x,), (value,), (result,) = bound.operands, bound.values, bound.results
     lengths = tuple(equation.params["fft_lengths"])
-    entries, first = list(shardings.spec(value)), operand.ndim - len(lengths)
-    transformed = range(first, operand.ndim)
+    entries = list(shardings.spec(value))
+    transformed = range(x.ndim - len(lengths), x.ndim)
     if not any(entries[d] is not None for d in transformed):
         return None
     whole = _Stage(equation.params["fft_type"], tuple(transformed), lengths)
     keeps_turned = shardings.splits_examples
-    x = operand
     # Constrained before and after, the cotangents are too.
     if not (keeps_turned and whole.is_inverse):
         x = shardings.constrain(x, value)

@@ -9,41 +9,33 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
+from ...core._jaxpr import bind_again
 from .._mesh_axes import parts
 from ..operations import Rule, rule_of
 from ..program._graph import Value
 from ..program._trace import Arrays
-from ..tree._overrides import spec_axes
+from ..tree._overrides import axes_of_spec, spec_axes
+from ._bound_equation import BoundEquation
 from ._shardings import Shardings
 
-# The copies of arrays that are looked up in, by the array and the axes that it is split over.
-Tables = dict[tuple[Var, tuple[str, ...]], jax.Array]
 
-
-def run_split_lookup(
-    equation: JaxprEqn,
-    operands: Arrays,
-    values: list[Value],
-    shardings: Shardings,
-    tables: Tables,
-) -> Arrays | None:
-    """The result of a gather from a split array by split indices, or None if it is none.
-
-    `values` are those of the array, of the indices and of the result.
-    """
+def run_split_lookup(bound: BoundEquation) -> Arrays | None:
+    """The result of a gather of split examples, or None for others."""
+    equation, shardings = bound.equation, bound.shardings
     rule, table = rule_of(equation), equation.invars[0]
-    if rule is None or isinstance(table, Literal):
+    if not shardings.splits_examples or rule is None or isinstance(table, Literal):
         return None
-    lookup = _lookup(rule, values, shardings)
+    lookup = None
+    if not isinstance(equation.invars[1], Literal):
+        lookup = _lookup(rule, [*bound.values, *bound.results], shardings)
     if lookup is None:
-        return None
+        return bind_again(equation, [_gathered(rule, bound), *bound.operands[1:]])
     key = table, lookup.axes
-    if key not in tables:
-        tables[key] = _copies(operands[0], values[0], lookup, shardings)
-    in_specs = P(lookup.axes), _over(lookup.axes, lookup.of_indices)
+    if key not in bound.tables:
+        bound.tables[key] = _copies(bound.operands[0], bound.scope.values[table], lookup, shardings)
 
     def local(copies: jax.Array, indices: jax.Array) -> jax.Array:
         return equation.primitive.bind(copies[0], indices, **equation.params)
@@ -51,12 +43,24 @@ def run_split_lookup(
     run = jax.shard_map(
         local,
         mesh=shardings.mesh,
-        in_specs=in_specs,
+        in_specs=(P(lookup.axes), _over(lookup.axes, lookup.of_indices)),
         out_specs=_over(lookup.axes, lookup.of_result),
         axis_names=frozenset(lookup.axes),
         check_vma=False,
     )
-    return [jax.jit(run)(tables[key], operands[1])]
+    return [jax.jit(run)(bound.tables[key], bound.operands[1])]
+
+
+def _gathered(rule: Rule, bound: BoundEquation) -> jax.Array:
+    """The array that is looked up in, gathered along dimensions of which the indices are split."""
+    shardings, x = bound.shardings, bound.operands[0]
+    value = bound.scope.values[bound.equation.invars[0]]
+    split = set(axes_of_spec(shardings.spec(bound.results[0])))
+    for d, entry in enumerate(shardings.spec(value)):
+        axes = spec_axes(entry)
+        if axes and split.issuperset(axes) and rule.operands[0][d][0] in rule.indexed:
+            x = shardings.gather(x, value, d)
+    return x
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from ...core._control_flow import Call, CallKind, ControlFlow, Scan, control_flow, primitive_name
 from ...core._multiply_adds import multiply_adds
 from ..operations import fixed_operands, is_linear
-from ..operations._rule_table import CONSTRAINED, COSTLY, REDUCTIONS, VIEWS
+from ..operations._rule_table import CONSTRAINED, COSTLY, CUMULATIVE, REDUCTIONS, VIEWS
 from ..program._graph import Value, have_grad
 from ..program._walk import ASSUMED_TRIPS, Scope
 from ..solver._hardware import Hardware, all_reduce
@@ -27,9 +27,7 @@ _FUSED_TRAFFIC = 0.005
 # The derivative is computed from the result alone.
 _FROM_RESULT = frozenset(["cbrt", "exp", "exp2", "expm1", "logistic", "sqrt", "tanh"])
 # The derivative is computed from the operands and the result.
-_FROM_BOTH = frozenset(
-    "cumlogsumexp cummax cummin cumprod pow reduce_max reduce_min reduce_prod rsqrt".split()
-)
+_FROM_BOTH = (CUMULATIVE - {"cumsum"}) | {"pow", "reduce_max", "reduce_min", "reduce_prod", "rsqrt"}
 # The same elements, which XLA computes again wherever they are read. A barrier is no such value.
 _VIEWS = (VIEWS - {"optimization_barrier"}) | {"bitcast_convert_type", "iota", "transpose"}
 # XLA does not compute these again in the backward pass by itself.

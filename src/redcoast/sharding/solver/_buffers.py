@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from ..program._graph import Source, Value
 
@@ -10,6 +11,10 @@ Part = tuple[int | float, Source]  # bytes, and the operation that writes them
 # XLA sums gradients over devices together until there are so many bytes. Until then, each device
 # keeps its own part of the sums.
 _COMBINED = 30e6
+
+
+def total_bytes(parts: Iterable[Part]) -> int | float:
+    return sum(size for size, _ in parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +54,7 @@ class Buffer:
 
     @property
     def bytes(self) -> int | float:
-        return sum(size for size, _ in self.parts)
+        return total_bytes(self.parts)
 
     @property
     def kept(self) -> tuple[Part, ...]:
@@ -65,7 +70,7 @@ Roots = tuple[Buffer, ...]
 
 def union(several: Iterable[Roots]) -> Roots:
     """All buffers, each once, in their order."""
-    return tuple(dict.fromkeys(buffer for roots in several for buffer in roots))
+    return tuple(dict.fromkeys(chain.from_iterable(several)))
 
 
 def argument(size: int | float, parameter: ModelArray | None = None) -> Roots:
@@ -86,7 +91,7 @@ class Peak:
 
     @property
     def temporaries(self) -> int | float:
-        return sum(size for size, _ in self.parts)
+        return total_bytes(self.parts)
 
     @property
     def bytes(self) -> int | float:
@@ -157,6 +162,7 @@ class Timeline:
                 whole.parameter, whole.reread = root.parameter, True
                 return (whole,)
         buffer = self.fuse(roots, value, source)
+        # What is computed from arguments alone can be computed again.
         buffer.reread = bool(roots) and all(root.given for root in roots)
         if len(roots) == 1:
             buffer.parameter = roots[0].parameter
@@ -205,19 +211,30 @@ class Timeline:
         change: Counter[int] = Counter()
         for buffer in self.buffers:
             if buffer.last >= since:
-                size = sum(part for part, _ in buffer.kept)
+                size = total_bytes(buffer.kept)
                 change[max(buffer.born, since)] += size  # pyright: ignore
                 change[buffer.last + 1] -= size  # pyright: ignore
+        for time in self.spikes:
+            if time >= since:
+                change[time] += 0
         total = most = 0.0
         when = since
-        for time in sorted({*change, *(one for one in self.spikes if one >= since)}):
+        for time in sorted(change):
             total += change[time]
             here = total
             if time in self.spikes:
                 here += self.spikes[time].bytes
             if here > most:
                 most, when = here, time
-        live = [buffer for buffer in self.buffers if buffer.born <= when <= buffer.last]
-        parts = [part for buffer in live if not buffer.is_gradient for part in buffer.kept]
+        # What is alive then. Gradients are counted by themselves.
+        parts: list[Part] = []
+        gradients = 0.0
+        for buffer in self.buffers:
+            if not buffer.born <= when <= buffer.last:
+                continue
+            if buffer.is_gradient:
+                gradients += buffer.bytes
+            else:
+                parts += buffer.kept
         parts += self.spikes.get(when, Peak()).parts
-        return Peak(tuple(parts), sum(buffer.bytes for buffer in live if buffer.is_gradient))
+        return Peak(tuple(parts), gradients)

@@ -8,7 +8,7 @@ all devices of `model` for communication that may hide.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,7 +17,7 @@ from ..program._batch_dims import BatchDims
 from ..program._classes import Classes
 from ..program._graph import Dims, Graph, Value
 from ._hardware import Hardware, all_gather
-from ._planned_collectives import PlannedCollective, of_batch, of_model
+from ._planned_collectives import of_batch, of_model
 
 Choice = frozenset[int]  # of groups
 Part = Literal["arithmetic", "memory", "hideable", "exposed"]  # of a step's time, see `Seconds`
@@ -135,12 +135,20 @@ def group(
         around = Counter(map(colors.__getitem__, against[root]))
         # Sorted, so that the order of neighbours makes no difference.
         members[colors[root], tuple(sorted(around.items()))].append(root)
-    group_of: dict[int, int] = {}
-    number = 0
+    groups: list[list[int]] = []
     for alike in members.values():
-        for apart in _without_conflicts(alike, against):
-            group_of |= dict.fromkeys(apart, number)
-            number += 1
+        # Those that are in conflict are apart: each is in the first group that has none such.
+        first = len(groups)
+        for root in alike:
+            for apart in groups[first:]:
+                if against[root].isdisjoint(apart):
+                    apart.append(root)
+                    break
+            else:
+                groups.append([root])
+    group_of: dict[int, int] = {}
+    for number, apart in enumerate(groups):
+        group_of |= dict.fromkeys(apart, number)
     return group_of
 
 
@@ -173,19 +181,6 @@ def _colors(
     return colors
 
 
-def _without_conflicts(alike: Sequence[int], against: Mapping[int, set[int]]) -> list[list[int]]:
-    """Partitions classes that are alike into sets without conflicts."""
-    sets: list[list[int]] = []
-    for root in alike:
-        for members in sets:
-            if against[root].isdisjoint(members):
-                members.append(root)
-                break
-        else:
-            sets.append([root])
-    return sets
-
-
 def price(
     graph: Graph,
     classes: Classes,
@@ -210,16 +205,31 @@ def price(
             groups = frozenset([group_of[collective.root]])
             problem.add("exposed", groups, collective.bytes / model_speed, 0.0)
     for collective in of_batch(graph, batch, axes.stored, hardware):
+        part: Part = "exposed"
+        # Other layers need not wait for the gradients of one, but those of a table of lookups are
+        # the last that a step computes.
+        is_lookup = collective.source[-1].primitive.name == "gather"
+        if collective.cause == "gradients" and not is_lookup:
+            part = "hideable"
         # An array that is tensor-parallel as well is reduced in parts.
         groups, seconds = groups_of(collective.dims), collective.bytes / batch_speed
-        problem.add_shared(part_of(collective), groups, seconds, axes.model)
+        problem.add_shared(part, groups, seconds, axes.model)
     for work in graph.works:
         seconds = work.flops / batch.parts(work.dims) / hardware.flops
         problem.add_shared("arithmetic", groups_of(work.dims), seconds, axes.model)
     for dims, moved in graph.memory_traffic.items():
         seconds = moved / batch.parts(dims) / hardware.memory_bandwidth
         problem.add_shared("memory", groups_of(dims), seconds, axes.model)
-    is_table = _find_tables(graph)
+    # A table whose rows are looked up is gathered before a step computes anything, unless products
+    # have its rows too: tied embeddings are gathered like other weights.
+    linked = Classes(graph, 1)
+    indexed: set[int] = set()
+    for summed in graph.partial_sums.values():
+        if summed.operation == "gather" and not summed.backward:
+            indexed.add(linked[summed.node])
+    for work in graph.works:
+        for dims in work.of:
+            indexed -= linked.of(dims)
     for parameter in parameters:
         value = parameter.value
         if not parameter.sharded:
@@ -228,41 +238,12 @@ def price(
         # Devices of one `model` group gather different parts, so each sends a part of the bytes.
         over_fsdp = all_gather(axes.fsdp, size) / batch_speed / axes.model
         over_model = all_gather(axes.model, size) / model_speed
-        part: Part = "hideable"
-        if is_table(value):
+        part = "hideable"
+        if not indexed.isdisjoint(linked.of(value.dims)):
             part = "exposed"
         # A tensor-parallel array is gathered over `fsdp` alone.
         problem.add(part, groups_of(value.dims), over_fsdp, over_fsdp + over_model)
     return problem
-
-
-def part_of(collective: PlannedCollective) -> Part:
-    """The part of a step's time that a sum over the batch is in.
-
-    Other layers need not wait for the gradients of one, but those of a table of lookups are the
-    last that a step computes.
-    """
-    is_lookup = collective.source[-1].primitive.name == "gather"
-    if collective.cause == "gradients" and not is_lookup:
-        return "hideable"
-    return "exposed"
-
-
-def _find_tables(graph: Graph) -> Callable[[Value], bool]:
-    """A function that tells whether rows of an array are looked up, and products have none of them.
-
-    Such a table is gathered before a step computes anything.
-    """
-    classes = Classes(graph, 1)
-    indexed: set[int] = set()
-    for summed in graph.partial_sums.values():
-        if summed.operation == "gather" and not summed.backward:
-            indexed.add(classes[summed.node])
-    for work in graph.works:
-        for dims in work.of:
-            # Tied embeddings are gathered like other weights.
-            indexed -= classes.of(dims)
-    return lambda value: not indexed.isdisjoint(classes.of(value.dims))
 
 
 def gathers(graph: Graph, value: Value) -> int:

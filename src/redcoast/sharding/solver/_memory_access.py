@@ -1,13 +1,12 @@
 """Which operations read from memory and write to it, and how compilers change what they read."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 from jax.lax import Precision
 
 from ...core._control_flow import primitive_name
 from ...core._jaxpr import struct_of
+from ..operations import Atom
 from ..operations._rule_table import CONSTRAINED, REDUCTIONS
 from ..program._walk import Scope
 
@@ -42,19 +41,22 @@ def reads_narrow(equation: JaxprEqn) -> bool:
         return False
     if any(struct_of(operand).dtype != jnp.float32 for operand in equation.invars):
         return False
-    precision = equation.params["precision"]
-    of_operands = precision if isinstance(precision, tuple) else (precision,)
-    return all(each in (None, Precision.DEFAULT) for each in of_operands)
+    of_operands = equation.params["precision"]
+    if not isinstance(of_operands, tuple):
+        of_operands = (of_operands,)
+    return set(of_operands) <= {None, Precision.DEFAULT}
 
 
 def squares(equation: JaxprEqn) -> bool:
     return primitive_name(equation) == "square" or equation.params.get("y") == 2
 
 
-def is_copied(equation: JaxprEqn, atom: Any) -> bool:
+def is_copied(equation: JaxprEqn, atom: Atom) -> bool:
     """Whether an operand of a product is copied, so that its batch dimensions come first."""
     if equation.primitive.name != "dot_general" or isinstance(atom, Literal):
         return False
     _, batches = equation.params["dimension_numbers"]
-    of_operand = zip(equation.invars, batches, strict=True)
-    return any(x is atom and tuple(batch) != tuple(range(len(batch))) for x, batch in of_operand)
+    for operand, batch in zip(equation.invars, batches, strict=True):
+        if operand is atom and list(batch) != list(range(len(batch))):
+            return True
+    return False

@@ -9,7 +9,7 @@ from .._mesh_axes import parts
 from ..program._graph import Dims, Value
 from ..program._program import Program
 from ..tree._overrides import spec_parts
-from ._buffers import ModelArray, Part
+from ._buffers import ModelArray, Part, total_bytes
 from ._figures import Arithmetic, Memory
 from ._layout import StorageLayout
 from ._peak import find_peak
@@ -62,84 +62,65 @@ def estimate_memory(layout: StorageLayout, state_bytes: int) -> Memory:
     `state_bytes` is the size of the entire optimizer state, which is sharded like the trained
     parameters. Arrays that the function closes over are replicated.
     """
-    decision = layout.decision
-    arrays = gradients = trained = 0.0
+    decision, program = layout.decision, layout.decision.program
+    arrays = gradients = trained = batch = 0.0
     # Gradients and optimizer state are stored as the array is.
-    for spec, value in zip(layout.specs, decision.program.parameters, strict=True):
+    for spec, value in zip(layout.specs, program.parameters, strict=True):
         share = spec_parts(spec, decision.sizes)
         arrays += value.bytes / share
         gradients += value.grad * value.bytes / share
         trained += value.grad * value.bytes
+    # The other arguments of the function.
+    for var in program.scope.jaxpr.invars[program.traced.arrays :]:
+        value = program.scope.values[var]
+        batch += value.bytes / decision.batch.parts(value.dims[:1])
     sizes = (
         arrays,
         gradients,
         state_bytes * gradients / max(1, trained),
-        sum(size for size, _ in activation_parts(layout)),
-        sum(constant.bytes for constant in decision.program.constants),  # on every device
-        _batch_bytes(decision),
+        total_bytes(activation_parts(layout)),
+        sum(constant.bytes for constant in program.constants),  # on every device
+        batch,
     )
     return Memory(*map(round, sizes))
 
 
 def activation_parts(layout: StorageLayout) -> tuple[Part, ...]:
     """Bytes per device of intermediate values at the peak, and the operation of each."""
-    if layout.decision.program.staged is not None:
-        # The microbatches of a pipeline are not followed one by one.
-        return (_saved_bytes(layout.decision), ()), (_held_by_stage(layout), ())
-    return _peak_parts(layout)
-
-
-def excess_bytes(layout: StorageLayout, memory: int | float, state_bytes: int) -> int | float:
-    """Bytes per device by which a layout does not fit into memory."""
-    return max(0, estimate_memory(layout, state_bytes).total - FILLED * memory)
-
-
-def _saved_bytes(decision: Decision) -> int | float:
-    """Bytes per device that are saved for the backward pass."""
-    on_device, total = decision.of_stage, 0.0
-    for dims, size in on_device.program.graph.saved.items():
-        total += size / _devices(on_device, dims)
-    return total
-
-
-def _devices(decision: Decision, dims: Dims, *, of_product: bool = False) -> int:
-    """The number of devices that share an array with these dimensions.
-
-    An operand or a result of a product (`of_product`) is not split along the sequence.
-    """
-    count = prod(parts(axes or (), decision.sizes) for axes in decision.axes_of(dims))
-    if decision.is_sequence(dims) and not of_product and not decision.is_parallel(dims):
-        count *= decision.n
-    return count
-
-
-def _peak_parts(layout: StorageLayout) -> tuple[Part, ...]:
-    """What is in memory at the peak beside gradients."""
     decision = layout.decision
-    compiler, trains = decision.hardware.compiler, decision.program.traced.trains
-    known: dict[tuple[Dims, bool], int | float] = {}
+    program, sizes, compiler = decision.program, decision.sizes, decision.hardware.compiler
+    if program.staged is not None:
+        # The microbatches of a pipeline are not followed one by one.
+        on_device, saved = decision.of_stage, 0.0
+        for dims, size in on_device.program.graph.saved.items():
+            saved += size / _devices(on_device, dims)
+        return (saved, ()), (_held_by_stage(layout), ())
+    shares: dict[tuple[Dims, bool], int | float] = {}  # of an array, that each device has
 
     def size_of(value: Value, *, of_product: bool = False) -> int | float:
         key = value.dims, of_product
-        if key not in known:
-            known[key] = 1 / _devices(decision, value.dims, of_product=of_product)
+        if key not in shares:
+            shares[key] = 1 / _devices(decision, value.dims, of_product=of_product)
             if compiler == "tpu":
-                known[key] *= padding(_local_shape(value, decision))
-        return value.bytes * known[key]
+                local: list[int] = []
+                for size, axes in zip(value.shape, decision.axes_of(value.dims), strict=True):
+                    local.append(max(1, size // parts(axes or (), sizes)))
+                shares[key] *= padding(local)
+        return value.bytes * shares[key]
 
-    program = decision.program
     arrays: list[ModelArray] = []
     gradients = 0.0
     for spec, value, d in zip(layout.specs, program.parameters, decision.computed, strict=True):
-        share, split = spec_parts(spec, decision.sizes), 1
+        share, split = spec_parts(spec, sizes), 1
         if d is not None:
             split = decision.n
-        whole = value.bytes / split
-        gradients += value.grad * value.bytes / share
+        whole = value.bytes / split  # as it is computed with
+        gradient = value.grad * value.bytes / share
+        gradients += gradient
         arrays.append(
             ModelArray(
                 gathered=whole * (share > split),  # 0 if it is stored as it is used
-                gradient=value.grad * value.bytes / share,
+                gradient=gradient,
                 local=value.grad * whole * (decision.batch.count > 1),  # before it is summed
                 first_use=program.graph.first_use.get(value.dims, ()),
             )
@@ -149,7 +130,7 @@ def _peak_parts(layout: StorageLayout) -> tuple[Part, ...]:
         size_of,
         arrays,
         compiler=compiler,
-        trains=trains,
+        trains=program.traced.trains,
         gathered_size_of=partial(size_of, of_product=True),
     )
     # Gradients are counted by themselves. Those that come later leave their memory until then.
@@ -157,12 +138,20 @@ def _peak_parts(layout: StorageLayout) -> tuple[Part, ...]:
     return tuple((size * scale, source) for size, source in peak.parts)
 
 
-def _local_shape(value: Value, decision: Decision) -> tuple[int, ...]:
-    """The shape of an array on each device."""
-    shape: list[int] = []
-    for size, axes in zip(value.shape, decision.axes_of(value.dims), strict=True):
-        shape.append(max(1, size // parts(axes or (), decision.sizes)))
-    return tuple(shape)
+def excess_bytes(layout: StorageLayout, memory: int | float, state_bytes: int) -> int | float:
+    """Bytes per device by which a layout does not fit into memory."""
+    return max(0, estimate_memory(layout, state_bytes).total - FILLED * memory)
+
+
+def _devices(decision: Decision, dims: Dims, *, of_product: bool = False) -> int:
+    """The number of devices that share an array with these dimensions.
+
+    An operand or a result of a product (`of_product`) is not split along the sequence.
+    """
+    count = spec_parts(decision.axes_of(dims), decision.sizes)
+    if decision.is_sequence(dims) and not of_product and not decision.is_parallel(dims):
+        count *= decision.n
+    return count
 
 
 # The rows and columns of a tile of a TPU's memory.
@@ -180,15 +169,6 @@ def padding(shape: Sequence[int]) -> float:
         columns = ceil(shape[column] / _TILE[1]) * _TILE[1]
         least = min(least, rows * columns / (shape[row] * shape[column]))
     return least
-
-
-def _batch_bytes(decision: Decision) -> int | float:
-    """Bytes per device of the arguments that are not the model."""
-    program, total = decision.program, 0.0
-    for var in program.scope.jaxpr.invars[program.traced.arrays :]:
-        value = program.scope.values[var]
-        total += value.bytes / decision.batch.parts(value.dims[:1])
-    return total
 
 
 def _held_by_stage(layout: StorageLayout) -> int | float:

@@ -41,9 +41,8 @@ def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Reshard, int | 
             shifted.add(parts[0])
             free.update((*parts[1:], move))
     for move in graph.moves:
-        if move.before is None or is_spectrum(
-            move.source[-1].invars[0], (move.before,), graph, batch
-        ):
+        operand = move.source[-1].invars[0]
+        if move.before is None or is_spectrum(operand, (move.before,), graph, batch):
             continue
         if move in shifted:
             yield move, _sent_for_roll(move, batch)
@@ -54,14 +53,13 @@ def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Reshard, int | 
 def is_spectrum(atom: Atom, dims: Dims, graph: Graph, batch: BatchDims) -> bool:
     """Whether an array is a spectrum of split examples, which is split along another dimension than
     the field. `dims` are dimensions of it."""
-    if not batch.splits_examples or not _is_complex(atom):
+    is_complex = jnp.issubdtype(struct_of(atom).dtype, jnp.complexfloating)
+    if not batch.splits_examples or not is_complex:
         return False
-    splits = list(filter(None, map(batch.set_of, dims)))
-    return any(halo.whole and split.has(halo.target) for halo in graph.halos for split in splits)
-
-
-def _is_complex(atom: Atom) -> bool:
-    return jnp.issubdtype(struct_of(atom).dtype, jnp.complexfloating)
+    for split in filter(None, map(batch.set_of, dims)):
+        if any(halo.whole and split.has(halo.target) for halo in graph.halos):
+            return True
+    return False
 
 
 def _place(move: Reshard, atom: Atom) -> _Place:

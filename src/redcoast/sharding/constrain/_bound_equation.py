@@ -1,0 +1,46 @@
+"""An equation that is evaluated again, with what is known about the values that it reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.extend.core import JaxprEqn, Var
+
+from ..operations import Atom
+from ..program._graph import Value
+from ..program._trace import Arrays
+from ..program._walk import Scope
+from ._shardings import Shardings
+
+# The copies of arrays that are looked up in, by the array and the axes that it is split over.
+Tables = dict[tuple[Var, tuple[str, ...]], jax.Array]
+
+
+@dataclass(frozen=True)
+class BoundEquation:
+    """An equation with its operands, in the scope of its jaxpr, with the scopes of those it calls.
+
+    `stored` selects the operands that are still sharded in storage. `tables` are those of all
+    lookups in the jaxpr.
+    """
+
+    equation: JaxprEqn
+    scope: Scope
+    inner: list[Scope]
+    shardings: Shardings
+    operands: Arrays
+    stored: list[bool]
+    tables: Tables
+
+    @property
+    def values(self) -> list[Value]:
+        """The values of the operands of an equation without literals."""
+        return values_of(self.scope, self.equation.invars)
+
+    @property
+    def results(self) -> list[Value]:
+        return values_of(self.scope, self.equation.outvars)
+
+
+def values_of(scope: Scope, atoms: Sequence[Atom]) -> list[Value]:
+    return list(map(scope.values.__getitem__, atoms))

@@ -9,7 +9,7 @@ from ...core._jaxpr import struct_of
 from ..operations import Atom, Dimension, rule_of
 from ..program._batch_dims import BatchDims, SplitNodes
 from ..program._classes import Classes
-from ..program._graph import Dims, Graph, Halo, PartialSum, Reshard, Source, Value, Work
+from ..program._graph import Dims, Graph, Halo, PartialSum, Source, Value, Work
 from ._hardware import Hardware, all_gather, all_reduce
 from ._moved_rows import is_spectrum, moved_rows
 
@@ -62,8 +62,18 @@ def of_model(
             )
     for cut in graph.reshards:
         dims = cut.result.dims
-        for root, size in _cut_sides(cut, classes, batch):
-            yield PlannedCollective("gathered", all_gather(n, size), dims, cut.source, root=root)
+        ends: list[tuple[int, int]] = []  # the classes that end at the cut, and bytes of the array
+        for node, value in ((cut.before, cut.operand), (cut.after, cut.result)):
+            if node is not None and classes.divides(node):
+                ends.append((classes[node], value.bytes))
+        # A class that goes on after the cut, in another order, stays sharded.
+        if len(ends) == 2 and ends[0][0] == ends[1][0]:
+            continue
+        # Compilers gather the array and its cotangent on either side.
+        gathers = (cut.times + cut.backward) / batch.parts(dims)
+        for root, size in ends:
+            sent = all_gather(n, size * gathers)
+            yield PlannedCollective("gathered", sent, dims, cut.source, root=root)
 
 
 def of_batch(
@@ -349,20 +359,3 @@ def _sum_bytes(summed: PartialSum, hardware: Hardware) -> int | float:
     if hardware.adds_first:
         return size
     return size * summed.uses
-
-
-def _cut_sides(
-    cut: Reshard, classes: Classes, batch: BatchDims
-) -> Iterator[tuple[int, int | float]]:
-    """The classes that end at a cut, and the bytes that sharding them gathers there."""
-    ends: list[tuple[int, int]] = []
-    for node, value in ((cut.before, cut.operand), (cut.after, cut.result)):
-        if node is not None and classes.divides(node):
-            ends.append((classes[node], value.bytes))
-    # A class that goes on after the cut, in another order, stays sharded.
-    if len({root for root, _ in ends}) < len(ends):
-        return
-    # Compilers gather the array and its cotangent on either side.
-    gathers = (cut.times + cut.backward) / batch.parts(cut.result.dims)
-    for root, size in ends:
-        yield root, size * gathers

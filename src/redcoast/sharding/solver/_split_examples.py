@@ -23,8 +23,9 @@ from ..program._program import Program
 from ..tree._overrides import spec_axes
 
 # The axes of a mesh that examples may be split over, those of a batch first.
-_AXES = ("data", "fsdp", "model")
-_Places = frozenset[tuple[int, int]]
+_AXES = (*BATCH_AXES, "model")
+# A dimension of one of the batch's arrays: the place of the array, and the dimension.
+_Place = tuple[int, int]
 
 
 def needs_split(program: Program, count: int) -> bool:
@@ -48,7 +49,7 @@ def split_tokens(program: Program, count: int, trace: Callable[[], Program]) -> 
     why = _why_indivisible(program, count) or "an operation of the program needs all of it"
     # A loop over positions, as of a recurrence, needs one after the other.
     looped = inner.classes.of(program.graph.stacks)
-    if not looped.isdisjoint(inner.classes.of(inner.even())):
+    if not looped.isdisjoint(inner.classes.of(inner.even(inner.places))):
         why = "the program iterates over the sequence"
     return replace(program, batch=replace(program.batch, why_whole=why))
 
@@ -68,13 +69,15 @@ def trace_in_parts(count: int, trace: Callable[[], Program]) -> Program:
 def _why_indivisible(program: Program, count: int) -> str:
     """The reason if `count` devices divide no dimension of an example, and `""` if they do."""
     inner = Inner(program, count)
-    if inner.even():
+    if inner.even(inner.places):
         return ""
-    sequence = set(inner.reached())
+    sequence = set(inner.reached(inner.places))
     if not sequence:
         return "none of its dimensions is a sequence"
-    nodes = set[int]().union(*(value.dims[1:] for value in program.examples))
-    sizes = set(map(program.graph.sizes.__getitem__, nodes & sequence))
+    sizes: set[int] = set()
+    for value in program.examples:
+        for node in sequence.intersection(value.dims[1:]):
+            sizes.add(program.graph.sizes[node])
     numbers = " and ".join(map("{:,}".format, sorted(sizes)))
     return f"{numbers} tokens do not divide either"
 
@@ -103,73 +106,65 @@ class Inner:
         return Classes(self.graph, 1, soft=True, least=2, apart=self.program.owned)
 
     @cached_property
-    def _of_parameters(self) -> frozenset[int]:
-        return self.classes.of(self.program.owned)
-
-    @cached_property
-    def _rigid(self) -> frozenset[int]:
-        """The classes with a dimension of which an operation needs all, or that a loop is over."""
-        return self.classes.of(self.graph.blocked - self.graph.near)
-
-    @cached_property
-    def components(self) -> dict[int, _Places]:
-        """Dimensions of the batch's arrays, as places, by their class wherever they divide."""
-        components: dict[int, _Places] = {}
+    def components(self) -> dict[int, list[_Place]]:
+        """Dimensions of the batch's arrays, by their class wherever they divide."""
+        components: dict[int, list[_Place]] = {}
         for array, value in enumerate(self.program.batch_arrays):
             if value not in self.program.examples:
                 continue
+            # The first dimension counts examples.
             for d, node in enumerate(value.dims[1:], start=1):
                 if self.graph.sizes[node] > 1:
-                    root = self._anywhere[node]
-                    components[root] = components.get(root, frozenset()) | {(array, d)}
+                    components.setdefault(self._anywhere[node], []).append((array, d))
         return components
 
     @property
-    def places(self) -> list[tuple[int, int]]:
+    def places(self) -> list[_Place]:
         """The dimensions of all components."""
         return list(chain.from_iterable(self.components.values()))
 
-    def node(self, place: tuple[int, int]) -> int:
-        array, d = place
-        return self.program.batch_arrays[array].dims[d]
-
-    def reached(self, places: Iterable[tuple[int, int]] | None = None) -> list[int]:
+    def reached(self, places: Iterable[_Place]) -> list[int]:
         """The nodes that are linked to dimensions of the batch, and belong to no parameter."""
-        if places is None:
-            places = self.places
-        roots = self._anywhere.of(map(self.node, places))
+        arrays = self.program.batch_arrays
+        roots = self._anywhere.of(arrays[array].dims[d] for array, d in places)
+        of_parameters = self.classes.of(self.program.owned)
         reached: list[int] = []
         for node in range(len(self.graph.sizes)):
-            if self._anywhere[node] in roots and self.classes[node] not in self._of_parameters:
+            if self._anywhere[node] in roots and self.classes[node] not in of_parameters:
                 reached.append(node)
         return reached
 
-    def even(self, places: Iterable[tuple[int, int]] | None = None) -> list[int]:
+    def even(self, places: Iterable[_Place]) -> list[int]:
         """Those that the devices divide."""
         sizes, divides = self.graph.sizes, self.classes.divides
         return [node for node in self.reached(places) if sizes[node] > 1 and divides(node)]
 
-    def free(self, places: Iterable[tuple[int, int]] | None = None) -> list[int]:
-        """Those that can be split."""
-        return [node for node in self.even(places) if self.classes[node] not in self._rigid]
+    def free(self, places: Iterable[_Place]) -> list[int]:
+        """Those that can be split: no operation needs all of them, and no loop is over them."""
+        rigid = _rigid(self.graph, self.classes)
+        return [node for node in self.even(places) if self.classes[node] not in rigid]
 
-    def choices(self) -> list[_Places]:
+    def choices(self) -> list[tuple[_Place, ...]]:
         """Sets of dimensions to split, of which each array of the batch has at most one class."""
         # Of several dimensions of an array in a component, the first is split.
         firsts: list[dict[int, int]] = []  # by component, the dimension of each of its arrays
         for places in self.components.values():
             if self.free(places):
                 firsts.append(dict(sorted(places, reverse=True)))
-        choices: list[_Places] = []
+        choices: dict[tuple[_Place, ...], None] = {}
         for first in firsts:
+            # With it, the dimensions of arrays that it has none of.
             split = dict(first)
             for other in firsts:
                 if split.keys().isdisjoint(other):
                     split |= other
-            choice = frozenset(split.items())
-            if choice not in choices:
-                choices.append(choice)
-        return choices
+            choices[tuple(sorted(split.items()))] = None
+        return list(choices)
+
+
+def _rigid(graph: Graph, classes: Classes) -> frozenset[int]:
+    """The classes with a dimension of which an operation needs all, or that a loop is over."""
+    return classes.of(graph.blocked - graph.near)
 
 
 def asked_split(program: Program, sizes: Mapping[str, int]) -> Split:
@@ -178,7 +173,7 @@ def asked_split(program: Program, sizes: Mapping[str, int]) -> Split:
     jaxpr = program.scope.jaxpr
     first = program.traced.arrays
     inputs = jaxpr.invars[first : first + program.traced.batch]
-    places_by_axes: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    places_by_axes: dict[tuple[str, ...], list[_Place]] = {}
     splits_examples = False
     for equation in jaxpr.eqns:
         if equation.primitive.name != "sharding_constraint":
@@ -214,23 +209,23 @@ def candidates(traced: Traces, sizes: Mapping[str, int]) -> Iterator[Program]:
             if not batch_dims(traced(1), parts(first, sizes)).is_split:
                 continue
             for places in _choices(traced, rest, sizes):
-                split = (first, row_places(traced(1))), (rest, places)
+                split = (first, _row_places(traced(1))), (rest, places)
                 yield from _split(traced, split, sizes)
         if leading := _leading(traced(1), parts(axes, sizes)):
             yield from _split(traced, ((axes, leading),), sizes)
 
 
-def _leading(program: Program, count: int) -> tuple[tuple[int, int], ...]:
+def _leading(program: Program, count: int) -> tuple[_Place, ...]:
     """The first dimensions of all arrays, as the nodes and the edges of one graph, if they differ
     and can be split."""
     if not program.batch.not_rows:
         return ()
     graph = program.graph
     classes = Classes(graph, count, soft=True)
-    rigid = classes.of(graph.blocked - graph.near)
+    rigid = _rigid(graph, classes)
     for value in program.parameters:
         rigid |= classes.of(value.dims)
-    free: list[tuple[int, int]] = []
+    free: list[_Place] = []
     for array, value in enumerate(program.batch_arrays):
         if value.dims and classes.divides(value.dims[0]) and classes[value.dims[0]] not in rigid:
             free.append((array, 0))
@@ -255,9 +250,9 @@ def _axes(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
 
 def _choices(
     traced: Traces, axes: tuple[str, ...], sizes: Mapping[str, int]
-) -> list[tuple[tuple[int, int], ...]]:
+) -> list[tuple[_Place, ...]]:
     count = parts(axes, sizes)
-    return [tuple(sorted(places)) for places in Inner(traced(count), count).choices()]
+    return Inner(traced(count), count).choices()
 
 
 def _split(traced: Traces, split: Split, sizes: Mapping[str, int]) -> Iterator[Program]:
@@ -275,7 +270,7 @@ def example_parts(split: Split, sizes: Mapping[str, int]) -> int:
     return parts(inside, sizes)
 
 
-def is_inside(places: Iterable[tuple[int, int]]) -> bool:
+def is_inside(places: Iterable[_Place]) -> bool:
     """Whether any of some dimensions is one of examples, and not the first, which counts them."""
     return any(d > 0 for _, d in places)
 
@@ -287,9 +282,9 @@ def _halves(axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[str,
             yield first, tuple(axis for axis in axes if axis not in first)
 
 
-def row_places(program: Program) -> tuple[tuple[int, int], ...]:
+def _row_places(program: Program) -> tuple[_Place, ...]:
     """The rows, as places of dimensions of the batch's arrays."""
-    places: list[tuple[int, int]] = []
+    places: list[_Place] = []
     for place, value in enumerate(program.batch_arrays):
         if value.dims and value.dims[0] in program.batch.of_inputs:
             places.append((place, 0))
@@ -306,9 +301,10 @@ def apply_split(program: Program, split: Split, sizes: Mapping[str, int]) -> Pro
     for axes, places in split:
         inner = Inner(program, parts(axes, sizes))
         leading: list[int] = []
-        other_places: list[tuple[int, int]] = []
+        other_places: list[_Place] = []
         for array, d in places:
             not_rows.pop(array, None)
+            # Another batch than that of the plan may have fewer arrays or dimensions.
             if array >= len(arrays) or d >= len(arrays[array].dims):
                 continue
             if d == 0:
@@ -347,11 +343,12 @@ def _followers(inner: Inner, nodes: Sequence[int]) -> tuple[int, ...]:
         of_arguments.update(value.dims)
     others = program.row_candidates
     created = classes.of(others.created | (others.never - of_arguments))
-    excluded = classes.of(of_arguments | (graph.blocked - graph.near))
+    excluded = classes.of(of_arguments) | _rigid(graph, classes)
     followers: list[int] = []
     for partial_sum in graph.partial_sums.values():
         if partial_sum.backward or classes[partial_sum.node] not in split_roots:
             continue
+        # The result of the sum, if none of its dimensions is split already.
         dims = list(filter(classes.divides, partial_sum.value.dims))
         if not split_roots.isdisjoint(classes.of(dims)):
             continue

@@ -547,7 +547,7 @@ def _unchanged(outputs: Sequence[int | None], consts: int, before: int) -> list[
     """The carried values that a body with `consts` constants returns as they are, as operands of a
     loop that has `before` other operands first."""
     operands: list[int | None] = [None] * len(outputs)
-    for place, output in enumerate(outputs):
-        if output == consts + place:
-            operands[place] = before + output
+    for place, output in enumerate(outputs, consts):
+        if output == place:
+            operands[place - consts] = before + place
     return operands

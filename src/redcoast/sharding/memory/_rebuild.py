@@ -126,7 +126,7 @@ def _with_named_derivative(equation: JaxprEqn) -> Callable[..., jax.Array]:
 
     @run.defjvp
     def derive(
-        operands: Sequence[object], tangents: Sequence[object]
+        operands: Sequence[jax.Array], tangents: Sequence[jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         result = compute(*operands)  # `jax.checkpoint` sees no names inside of `run`
         bind = lambda *x: bind_again(equation, x)[0]
@@ -134,7 +134,7 @@ def _with_named_derivative(equation: JaxprEqn) -> Callable[..., jax.Array]:
         jaxpr = open_jaxpr(program)
         variables = (*jaxpr.constvars, *jaxpr.invars)
         inputs = (*consts_of(program), *operands, *tangents)
-        env: dict[Var, object] = dict(zip(variables, inputs, strict=True))
+        env: dict[Var, jax.Array] = dict(zip(variables, inputs, strict=True))
         primal = jaxpr.outvars[0]
 
         # The derivative with the named result in place of the one that it would compute.

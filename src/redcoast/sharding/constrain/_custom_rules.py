@@ -59,7 +59,12 @@ def _jvp_rule(original: Fn, specs: Sequence[P], run_local: RunLocal) -> Fn:
             primals_in, tangents_in = inputs[: len(inexact)], inputs[len(inexact) :]
             all_tangents = replace_chosen(tangents, inexact, tangents_in)
             out, out_tangents = jax.jvp(original, primals_in, tuple(all_tangents))
-            return out, _none_where_exact(out, out_tangents)
+            # Tangents of integers are no arrays of JAX.
+            out_tangents = list(out_tangents)
+            for place, primal in enumerate(out):
+                if not _is_inexact(primal):
+                    out_tangents[place] = None
+            return out, out_tangents
 
         # Integers have no tangent, so that only the others are constrained.
         moving = list(itertools.compress(tangents, inexact))
@@ -81,15 +86,6 @@ def replace_chosen(items: Sequence[object], chosen: Sequence[bool], by: Iterable
     for place, item in zip(places, by, strict=True):
         replaced[place] = item
     return replaced
-
-
-def _none_where_exact(primals: Sequence[object], tangents: Sequence[object]) -> Arrays:
-    """The tangents, but None for those of integer arrays, which are no arrays of JAX."""
-    kept = list(tangents)
-    for place, primal in enumerate(primals):
-        if not _is_inexact(primal):
-            kept[place] = None
-    return kept
 
 
 def zero_tangent(x: Any) -> np.ndarray:
@@ -141,17 +137,16 @@ def _partial_vjp(fn: Fn, perturbed: Sequence[bool], inputs: Sequence[object]) ->
         return fn(*replace_chosen(inputs, perturbed, chosen))
 
     results, pull = jax.vjp(of_perturbed, *itertools.compress(inputs, perturbed))
-    return results, jax.tree_util.Partial(_pull_back, _Flags(tuple(perturbed)), pull)
+    return results, jax.tree_util.Partial(_PullBack(tuple(perturbed)), pull)
 
 
-@jax.tree_util.register_static
+# Not a closure: JAX compares the functions in PyTrees.
 @dataclass(frozen=True)
-class _Flags:
-    values: tuple[bool, ...]
+class _PullBack:
+    perturbed: tuple[bool, ...]
 
-
-def _pull_back(perturbed: _Flags, pull: Fn, cotangents: Arrays) -> Arrays:
-    return replace_chosen([None] * len(perturbed.values), perturbed.values, pull(cotangents))
+    def __call__(self, pull: Fn, cotangents: Arrays) -> Arrays:
+        return replace_chosen([None] * len(self.perturbed), self.perturbed, pull(cotangents))
 
 
 def _is_inexact(x: object) -> bool:

@@ -185,10 +185,12 @@ def _bits_of_rows(bound: BoundEquation) -> Arrays | None:
 
 def _with_layout(bound: BoundEquation) -> Arrays:
     """XLA would gather the operand of a layout: it knows no sharding of one."""
-    equation, (value,) = bound.equation, bound.values
+    equation, mesh = bound.equation, bound.shardings.mesh
+    spec = bound.shardings.spec(bound.values[0])
     # Inside of `jax.shard_map` the mesh is another than the equation's.
     local = lambda x: equation.primitive.bind(x, **equation.params)
-    return [bound.shardings.run_local(local, bound.operands[0], value)]
+    run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return [run(bound.operands[0])]
 
 
 def _own_constraint(bound: BoundEquation) -> Arrays | None:

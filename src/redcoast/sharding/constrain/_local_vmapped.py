@@ -42,16 +42,12 @@ class _Rows:
     def count(self) -> int:
         return parts(self.axes, self.mesh.shape)
 
-    @property
-    def of_device(self) -> dict[str, Any]:
-        """The parameters of the primitive for the rows of one device."""
-        params = self.equation.params
-        return {**params, VMAPPED_SIZE: params[VMAPPED_SIZE] // self.count}
-
     def trace(self) -> AnyJaxpr:
         """What the primitive runs for the rows of one device."""
+        params = dict(self.equation.params)
+        params[VMAPPED_SIZE] //= self.count
         avals: list[jax.ShapeDtypeStruct] = []
-        for atom, axis in zip(self.equation.invars, self.equation.params[_AXES], strict=True):
+        for atom, axis in zip(self.equation.invars, params[_AXES], strict=True):
             aval = struct_of(atom)
             shape = list(aval.shape)
             if axis is not None:
@@ -59,7 +55,7 @@ class _Rows:
             avals.append(jax.ShapeDtypeStruct(tuple(shape), aval.dtype))
         # Outside of `jax.shard_map`, where arrays have the types that the parameters say.
         with use_abstract_mesh(self.equation.ctx.cur_abstract_mesh):
-            return jax.make_jaxpr(partial(self.equation.primitive.impl, **self.of_device))(*avals)
+            return jax.make_jaxpr(partial(self.equation.primitive.impl, **params))(*avals)
 
     def run(self, *operands: jax.Array) -> Sequence[jax.Array]:
         """The results, of which each device computes its rows."""
@@ -132,19 +128,20 @@ def _jvp(
     equation = rows.equation
     moving = list(map(_is_nonzero, tangents))
     nonzero = list(itertools.compress(tangents, moving))
-    zeros: list[Any] = []  # of the results, None where there is a tangent
+    is_moving: list[bool] = []  # of the results
+    zeros: list[Any] = []  # those that are not
 
     def rule(primals: Sequence[jax.Array], nonzero: Sequence[jax.Array]) -> tuple[Arrays, Arrays]:
         push = ad.primitive_jvps[equation.primitive]
         all_tangents = replace_chosen(tangents, moving, nonzero)
         results, pushed = push(primals, all_tangents, **equation.params)
-        zeros[:] = map(_none_if_nonzero, pushed)
+        is_moving[:] = map(_is_nonzero, pushed)
+        zeros[:] = replace_chosen(pushed, is_moving, [None] * sum(is_moving))
         return list(results), list(filter(_is_nonzero, pushed))
 
     jaxpr = jax.make_jaxpr(rule)(primals, nonzero)
     arrays = rows.replace_in(jaxpr, [*primals, *nonzero])
     count = len(zeros)
-    is_moving = [zero is None for zero in zeros]
     return arrays[:count], replace_chosen(zeros, is_moving, arrays[count:])
 
 
@@ -172,12 +169,6 @@ def _transpose(cotangents: Sequence[Any], *inputs: Any, rows: _Rows) -> Arrays:
 
 def _is_nonzero(tangent: object) -> bool:
     return type(tangent) is not ad.Zero
-
-
-def _none_if_nonzero(tangent: object) -> ad.Zero | None:
-    if isinstance(tangent, ad.Zero):
-        return tangent
-    return None
 
 
 def _batch(inputs: Sequence[jax.Array], dims: Sequence[int | None], *, rows: _Rows) -> Any:

@@ -1,6 +1,6 @@
 """The shardings of a program's values that follow from a plan."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,13 +99,6 @@ class Shardings:
         # Split first, and gathered then: the cotangent is reduce-scattered, and not all-reduced.
         x = self.with_spec(x, P(*entries))
         return self.with_spec(x, P(*entries[:d], None, *entries[d + 1 :]))
-
-    def run_local(
-        self, fn: Callable[[jax.Array], jax.Array], x: jax.Array, value: Value
-    ) -> jax.Array:
-        """Applies a function that keeps the sharded dimensions to the part on each device."""
-        spec = self.spec(value)
-        return jax.shard_map(fn, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
     def batch_dim(self, value: Value) -> int | None:
         """Returns the dimension that is sharded like the batch."""

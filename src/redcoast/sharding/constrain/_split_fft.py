@@ -31,7 +31,7 @@ def run_split_fft(bound: BoundEquation) -> Arrays | None:
     lengths = tuple(equation.params["fft_lengths"])
     entries = list(shardings.spec(value))
     transformed = range(x.ndim - len(lengths), x.ndim)
-    if not any(entries[d] is not None for d in transformed):
+    if set(entries[transformed.start :]) <= {None}:
         return None
     whole = _Stage(equation.params["fft_type"], tuple(transformed), lengths)
     keeps_turned = shardings.splits_examples
@@ -42,12 +42,16 @@ def run_split_fft(bound: BoundEquation) -> Arrays | None:
         stages = [whole]
     else:
         stages = _stages(whole)
-    specs = _specs_of_stages(entries, stages, x.shape, shardings)
-    # No other dimension divides: every device has and transforms all of it.
-    if specs is None:
-        x = shardings.with_spec(x, P())
-        x = shardings.with_spec(bind_again(equation, [x])[0], P())
-        return [shardings.constrain(x, result)]
+    specs: list[P] = []  # while each stage runs
+    for stage in stages:
+        moved = _moved(entries, stage.dims, x.shape, shardings.mesh.shape)
+        if moved is None:
+            # No other dimension divides: every device has and transforms all of it.
+            x = shardings.with_spec(x, P())
+            x = shardings.with_spec(bind_again(equation, [x])[0], P())
+            return [shardings.constrain(x, result)]
+        specs.append(P(*moved))
+        entries = moved
     for stage, spec in zip(stages, specs, strict=True):
         x = _transform(shardings.with_spec(x, spec), stage, spec, shardings)
     if whole.is_inverse or not keeps_turned:
@@ -82,23 +86,6 @@ class _Stage:
         return self.name in ("IFFT", "IRFFT")
 
 
-def _specs_of_stages(
-    entries: Sequence[object],
-    stages: Sequence[_Stage],
-    shape: Sequence[int],
-    shardings: Shardings,
-) -> list[P] | None:
-    """The spec during the transform of each stage's dimensions; None if another dimension lacks."""
-    specs: list[P] = []
-    for stage in stages:
-        moved = _moved(entries, stage.dims, shape, shardings.mesh.shape)
-        if moved is None:
-            return None
-        entries = moved
-        specs.append(P(*moved))
-    return specs
-
-
 def _stages(whole: _Stage) -> list[_Stage]:
     """Transforms along one dimension each, which are the transform along all of them."""
     name = whole.name
@@ -121,7 +108,10 @@ def _stages(whole: _Stage) -> list[_Stage]:
 def _moved(
     entries: Sequence[object], dims: Sequence[int], shape: Sequence[int], sizes: Mapping[str, int]
 ) -> list[tuple[str, ...] | None] | None:
-    """The entries of a spec without the dimensions `dims`, which are split along others instead."""
+    """The entries of a spec without the dimensions `dims`, which are split along others instead.
+
+    None if no other dimension divides.
+    """
     moved = list(map(spec_axes, entries))
     others = [d for d in range(len(shape)) if d not in dims]
     for d in dims:

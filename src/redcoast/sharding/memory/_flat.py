@@ -5,6 +5,7 @@ Calls that change nothing, as of a function under `jax.jit`, are replaced by wha
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from math import prod
 
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -195,11 +196,8 @@ def _needs(scope: Scope, index: int, flow: ControlFlow | None, step: FlatStep) -
     values = map(scope.value_of, equation.invars)
     varied = [value is not None and value.grad for value in values]
     if flow is None and rule is not None and is_linear(rule, varied):
-        needed: list[int] = []
-        for atom, is_fixed in zip(step.inputs, fixed_operands(rule, varied), strict=True):
-            if is_fixed and isinstance(atom, int):
-                needed.append(atom)
-        return needed
+        fixed = compress(step.inputs, fixed_operands(rule, varied))
+        return [atom for atom in fixed if isinstance(atom, int)]
     name = primitive_name(equation)
     if name in _FROM_RESULT:
         return step.outputs

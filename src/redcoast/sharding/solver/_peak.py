@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import compress
 
 from jax.extend.core import JaxprEqn, Literal
 
@@ -320,8 +321,7 @@ class _Run:
         varied = [value is not None and value.grad for value in operands]
         needed = [*equation.invars, *equation.outvars]
         if rule is not None and is_linear(rule, varied):
-            fixed = zip(equation.invars, fixed_operands(rule, varied), strict=True)
-            needed = [atom for atom, is_fixed in fixed if is_fixed]
+            needed = list(compress(equation.invars, fixed_operands(rule, varied)))
         read: list[Roots] = []
         for var, roots in zip(equation.outvars, results, strict=True):
             if roots is None:

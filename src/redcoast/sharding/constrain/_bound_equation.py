@@ -24,6 +24,7 @@ class BoundEquation:
     lookups in the jaxpr.
     """
 
+    # By `id`, pipelines know equations: it is the one of the traced program.
     equation: JaxprEqn
     scope: Scope
     inner: list[Scope]

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
-
 from ...core._jaxpr import bind_again, is_inexact, variables
 from ..operations import Atom
 from ..program._graph import Value
@@ -56,7 +54,15 @@ def apply_copies(bound: BoundEquation, copies: dict[Atom, jax.Array]) -> jax.Arr
     weight, out = copied[0], equation.outvars[0]
     index = list(equation.invars).index(weight)
     if rearranges(equation):
-        copies[out] = _rearrange(equation, copies[weight])
+        x = copies[weight]  # (shards, *weight)
+        if equation.primitive.name == "convert_element_type":
+            copies[out] = jax.lax.convert_element_type(x, equation.params["new_dtype"])
+        elif equation.primitive.name == "broadcast_in_dim":
+            # It adds dimensions of size one.
+            copies[out] = jax.lax.reshape(x, (x.shape[0], *equation.params["shape"]))
+        else:
+            permutation = _after_copies(equation.params["permutation"])
+            copies[out] = jax.lax.transpose(x, (0, *permutation))
         return None
     # Where the copies do not fit, the weight itself is used, as without them.
     if not uses(equation, weight):
@@ -76,16 +82,6 @@ def apply_copies(bound: BoundEquation, copies: dict[Atom, jax.Array]) -> jax.Arr
     inputs = list(bound.operands)
     inputs[index] = repeated
     return bind_again(equation, inputs)[0]
-
-
-def _rearrange(equation: JaxprEqn, copies: jax.Array) -> jax.Array:
-    if equation.primitive.name == "convert_element_type":
-        return jax.lax.convert_element_type(copies, equation.params["new_dtype"])
-    if equation.primitive.name == "broadcast_in_dim":
-        shape = (copies.shape[0], *equation.params["shape"])  # it adds dimensions of size one
-        return jax.lax.reshape(copies, shape)
-    permutation = _after_copies(equation.params["permutation"])
-    return jax.lax.transpose(copies, (0, *permutation))
 
 
 def _broadcast(

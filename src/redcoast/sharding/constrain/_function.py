@@ -57,17 +57,14 @@ class Constrained:
         # Under a `jax.jit` of the caller's own, arrays keep the mesh that they were put on.
         if has_explicit_axes((tree, args)):
             return call_on_auto_axes(self, self._out_spec(args), tree, *args)
-        if self.compute.recompute is not None:
-            return self._with_recomputation()(tree, *args)
-        return self._constrained(tree, *args)
-
-    def _with_recomputation(self) -> Callable[..., PyTree]:
-        """The function with a derivative that computes values again, and without that plan."""
+        if self.compute.recompute is None:
+            return self._constrained(tree, *args)
         # What is recomputed is decided on the function without constraints, as in the plan.
         again = Recomputed(self.fn, self.mesh, self.compute)
         if self.mesh.size == 1:
-            return again
-        return replace(self, fn=again, compute=replace(self.compute, recompute=None))
+            return again(tree, *args)
+        compute = replace(self.compute, recompute=None)
+        return replace(self, fn=again, compute=compute)(tree, *args)
 
     def _out_spec(self, args: Sequence[PyTree]) -> Callable[[jax.ShapeDtypeStruct], PartitionSpec]:
         """A function that gives the spec of a result: rows of the batch are split, nothing else."""

@@ -45,6 +45,7 @@ def run_grouped(bound: BoundEquation) -> Arrays | None:
     batch, channel = image_spec[batch_dim], image_spec[channel_dim]
     shards = spec_parts([channel], mesh.shape)
     if equation.params["batch_group_count"] > 1:
+        # The batch is what is divided into groups.
         batch = channel = None
     # A group stays on one device. Groups that do not divide all stay on every device.
     if groups % shards or kernel_spec[numbers.rhs_spec[0]] != channel:

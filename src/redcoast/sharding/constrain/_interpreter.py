@@ -31,7 +31,7 @@ from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
 from ..program._batch import BatchNodes, created_rows
-from ..program._program import LARGE_CONSTANT, Program, follow_program
+from ..program._program import LARGE_CONSTANT, follow_program
 from ..program._trace import Arrays, trace_over
 from ..program._walk import Scope, outputs_of
 from ..tree._leaf_plans import Compute
@@ -280,8 +280,22 @@ def _run_traced_rule(
     arrays = list(itertools.compress(inputs, is_array))
     traced, arrays = trace_over(shardings.mesh, of_arrays, arrays, ())
     program = follow_program(traced, [False] * traced.arrays)
-    specs = list(itertools.compress(specs, is_array))
-    program, compute = _follow_specs(program, specs, shardings)
+    model_axes = shardings.compute.model_axes
+    nodes: list[int] = []  # the dimensions that are rows of the batch
+    dims: list[int | None] = []  # of each array, the one that is tensor-parallel
+    specs = itertools.compress(specs, is_array)
+    for value, spec in zip(program.parameters, specs, strict=True):
+        dims.append(sharded_dim(spec, model_axes))
+        d = sharded_dim(spec, shardings.batch_axes)
+        if d is not None:
+            nodes.append(value.dims[d])
+    # Where rows are split, arrays of as many rows are split with them.
+    created = ()
+    if not shardings.splits_examples:
+        created = created_rows(program.graph, nodes, program.row_candidates)
+    batch = BatchNodes(tuple(nodes), created, splits_examples=shardings.splits_examples)
+    program = replace(program, batch=batch)
+    compute = Compute(tuple(dims), shardings.batch_axes, model_axes)
     local = find_shardings(program, shardings.mesh, compute)
     results = run_constrained(program.scope, local, arrays)
     result_specs = list(map(local.spec, outputs_of(program.graph, program.scope)))
@@ -291,26 +305,6 @@ def _run_traced_rule(
         if not isinstance(spec, P):  # the leaf is no array
             leaf_specs[place] = P()
     return leaves, leaf_specs, structure
-
-
-def _follow_specs(
-    program: Program, specs: Sequence[P], shardings: Shardings
-) -> tuple[Program, Compute]:
-    """A program with the batch that the specs of its inputs split, and its arrays' shardings."""
-    nodes: list[int] = []  # the dimensions that are rows of the batch
-    for value, spec in zip(program.parameters, specs, strict=True):
-        d = sharded_dim(spec, shardings.batch_axes)
-        if d is not None:
-            nodes.append(value.dims[d])
-    # Where rows are split, arrays of as many rows are split with them.
-    created = ()
-    if not shardings.splits_examples:
-        created = created_rows(program.graph, nodes, program.row_candidates)
-    batch = BatchNodes(tuple(nodes), created, splits_examples=shardings.splits_examples)
-    model_axes = shardings.compute.model_axes
-    dims = tuple(sharded_dim(spec, model_axes) for spec in specs)
-    compute = Compute(dims, shardings.batch_axes, model_axes)
-    return replace(program, batch=batch), compute
 
 
 def _pipelined(bound: BoundEquation, pipeline: Pipeline) -> Arrays:

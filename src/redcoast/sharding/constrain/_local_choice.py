@@ -90,6 +90,7 @@ def _ends_by_rows(loop: While, states: Sequence[State]) -> bool:
     """Whether the number of iterations depends on rows."""
     has_rows = [isinstance(state, int) for state in states]
     cond_consts, body_consts, carry = loop.split(has_rows)
+    # What is carried depends on more and more rows, so that this ends.
     while True:
         after = _follow(loop.body, [*body_consts, *carry])
         joined = list(map(or_, carry, after))
@@ -101,6 +102,7 @@ def _ends_by_rows(loop: While, states: Sequence[State]) -> bool:
 def _follow(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
     """Which outputs of a jaxpr depend on one of the chosen inputs."""
     opened = open_jaxpr(jaxpr)
+    # Every result of an equation is taken to depend on all that it reads.
     chosen = set(compress(opened.invars, inputs))
     for equation in opened.eqns:
         if not chosen.isdisjoint(variables(equation.invars)):

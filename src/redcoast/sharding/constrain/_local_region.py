@@ -110,8 +110,11 @@ class LocalRegion:
             return True
         # All devices run as many iterations. Activations that are sharded over other axes would not
         # be constrained, and each device would draw the random numbers of all rows from one key.
-        draws = any(map(_draws_from_one_key, equations_inside(equation)))
-        return not self.sharded and not (self.axes and draws)
+        for inner in equations_inside(equation):
+            is_one_key = primitive_name(inner) == "random_bits" and not shape_of(inner.invars[0])
+            if self.axes and is_one_key:
+                return False
+        return not self.sharded
 
     def run(
         self,
@@ -484,10 +487,6 @@ def _is_hard(equation: JaxprEqn) -> bool:
     """Whether devices communicate about rows in an equation of a primitive of Equinox."""
     is_loop = isinstance(control_flow(equation), While)
     return is_loop or is_callback(equation) or acts_on_parts(equation)
-
-
-def _draws_from_one_key(equation: JaxprEqn) -> bool:
-    return primitive_name(equation) == "random_bits" and not struct_of(equation.invars[0]).shape
 
 
 def _has_reverse_rule(equation: JaxprEqn) -> bool:

@@ -204,11 +204,18 @@ class LocalStates:
 
     def _scan(self, flow: Scan, states: Sequence[State]) -> LocalStep:
         if is_over_rows(flow, states):
-            step = _over_rows(flow, states)
+            # Its iterations are independent, each for one row.
+            consts, carry, xs = flow.split(tuple(states))
+            of_carry = carried_over_rows(flow)
+            if of_carry is None:
+                raise NotLocal("`scan` goes from row to row")
+            if set(consts) | set(carry) > {None} or not set(xs) <= {0, None}:
+                raise NotLocal("`scan` combines rows with other rows")
             # Its body may do anything with a row, but for what has no meaning for one.
             inside = LocalStates(self.count, expand=self.expand, of_row=True)
             inside.of_jaxpr(flow.body, of_row_states(flow))
-            return step
+            ys: States = (0,) * (len(open_jaxpr(flow.body).outvars) - len(carry))
+            return LocalStep((*consts, *of_carry, *[0] * len(xs)), (*of_carry, *ys))
         operands, outputs = self.scan(flow, states)
         stacked = shift_all(outputs[flow.carry :], 1)
         return LocalStep(operands, (*outputs[: flow.carry], *stacked))
@@ -305,18 +312,6 @@ def is_over_rows(flow: Scan, states: Sequence[State]) -> bool:
     """Whether a scan goes over rows that are divided over the devices."""
     _, _, xs = flow.split(tuple(states))
     return 0 in xs
-
-
-def _over_rows(flow: Scan, states: Sequence[State]) -> LocalStep:
-    """The states of a scan whose iterations are independent, each for one row."""
-    consts, carry, xs = flow.split(tuple(states))
-    of_carry = carried_over_rows(flow)
-    if of_carry is None:
-        raise NotLocal("`scan` goes from row to row")
-    if set(consts) | set(carry) > {None} or not set(xs) <= {0, None}:
-        raise NotLocal("`scan` combines rows with other rows")
-    ys: States = (0,) * (len(open_jaxpr(flow.body).outvars) - len(carry))
-    return LocalStep((*consts, *of_carry, *[0] * len(xs)), (*of_carry, *ys))
 
 
 def of_row_states(flow: Scan) -> list[State]:

@@ -139,6 +139,7 @@ def _jvp(
         zeros[:] = replace_chosen(pushed, is_moving, [None] * sum(is_moving))
         return list(results), list(filter(_is_nonzero, pushed))
 
+    # Traced for all rows, and then evaluated with what each device has.
     jaxpr = jax.make_jaxpr(rule)(primals, nonzero)
     arrays = rows.replace_in(jaxpr, [*primals, *nonzero])
     count = len(zeros)

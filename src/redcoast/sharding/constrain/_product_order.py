@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
 from ...core._jaxpr import struct_of, variables
 from ..operations import rule_of
@@ -20,7 +20,13 @@ from ..program._walk import Scope
 def orders_of_products(scope: Scope) -> Mapping[Value, tuple[int, ...]]:
     """The order of the dimensions of each product that is transposed before any other use."""
     orders: dict[Value, tuple[int, ...]] = {}
-    uses = _uses(scope.jaxpr)
+    # The equations that read each variable; None stands for the results.
+    uses: dict[Var, list[JaxprEqn | None]] = defaultdict(list)
+    for equation in scope.jaxpr.eqns:
+        for var in variables(equation.invars):
+            uses[var].append(equation)
+    for var in variables(scope.jaxpr.outvars):
+        uses[var].append(None)
     for equation in scope.jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (product,) = equation.outvars
@@ -42,21 +48,11 @@ def _order(equation: JaxprEqn, permutation: Sequence[int]) -> tuple[int, ...]:
     (contracted, _), (batched, _) = equation.params["dimension_numbers"]
     batch = len(batched)
     rest = struct_of(equation.invars[0]).ndim - len(contracted)
+    # A product is (batch, rest of the first operand, rest of the second one).
     of_first, of_second = range(batch, rest), range(rest, len(permutation))
     groups = [group for group in (of_first, of_second) if group]
     groups.sort(key=lambda group: min(map(permutation.index, group)))
     return (*range(batch), *chain(*groups))
-
-
-def _uses(jaxpr: Jaxpr) -> Mapping[Var, list[JaxprEqn | None]]:
-    """The equations that read each variable; None stands for the results."""
-    uses: dict[Var, list[JaxprEqn | None]] = defaultdict(list)
-    for equation in jaxpr.eqns:
-        for var in variables(equation.invars):
-            uses[var].append(equation)
-    for var in variables(jaxpr.outvars):
-        uses[var].append(None)
-    return uses
 
 
 def _only_transpose(var: Var, uses: Mapping[Var, list[JaxprEqn | None]]) -> JaxprEqn | None:
@@ -67,6 +63,7 @@ def _only_transpose(var: Var, uses: Mapping[Var, list[JaxprEqn | None]]) -> Jaxp
             return None
         if equation.primitive.name == "transpose":
             return equation
+        # What keeps the dimensions as they are, such as a conversion.
         rule = rule_of(equation)
         if rule is None or rule.operands != rule.results:
             return None

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 from ...core._frames import hide_frames
 from ...core._pytree import join
 from ..memory._decide import Decider
-from ..memory._flat import SizeOf, flatten
+from ..memory._flat import flatten
 from ..memory._rebuild import run_decided
 from ..memory._summarise import recomputed_lines
 from ..program._graph import Value
@@ -17,7 +17,7 @@ from ..program._program import follow_program
 from ..program._trace import Arrays, Traced, trace_over
 from ..tree._leaf_plans import Compute
 from ..tree._overrides import spec_parts
-from ._shardings import Shardings, find_shardings
+from ._shardings import find_shardings
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,13 @@ class Recomputed:
         # With gradients, since these decide what the backward pass needs.
         program = follow_program(traced, trained)
         shardings = find_shardings(program, self.mesh, self.compute)
-        return traced, arrays, Decider(flatten(program.scope, device_sizes(shardings)))
 
+        def size_of(value: Value) -> float:
+            """The bytes of a value on each device, as activations are constrained."""
+            # Along the sequence where no class is chosen.
+            chosen = shardings.sequence
+            if shardings.is_parallel(value):
+                chosen = shardings.chosen
+            return value.bytes / spec_parts(shardings.spec(value, chosen), self.mesh.shape)
 
-def device_sizes(shardings: Shardings) -> SizeOf:
-    """The bytes of a value on each device."""
-    axes = dict(shardings.mesh.shape)
-
-    def size_of(value: Value) -> float:
-        # As activations are constrained: along the sequence where no class is chosen.
-        chosen = shardings.sequence
-        if shardings.is_parallel(value):
-            chosen = shardings.chosen
-        return value.bytes / spec_parts(shardings.spec(value, chosen), axes)
-
-    return size_of
+        return traced, arrays, Decider(flatten(program.scope, size_of))

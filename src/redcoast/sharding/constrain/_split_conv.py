@@ -119,6 +119,7 @@ def _window(
     # Parts of image and result have to begin at the same positions.
     if image % count or result % count or own * spread != own_results * stride:
         return None
+    # The windows of a device's results, from the position of its first element on.
     low = params["padding"][at][0]
     extent = (kernel - 1) * params["rhs_dilation"][at]
     left = low // spread
@@ -126,6 +127,7 @@ def _window(
     right = last // spread - (own - 1)
     if max(left, right, -left, -right) > own or own + left + right < 1:
         return None
+    # Where they begin or end between two elements, the part is padded.
     first_pad = low - spread * left
     length = (own + left + right - 1) * spread + 1
     last_pad = (own_results - 1) * stride + extent + 1 - length - first_pad

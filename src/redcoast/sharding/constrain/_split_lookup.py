@@ -38,6 +38,7 @@ def run_split_lookup(bound: BoundEquation) -> Arrays | None:
         bound.tables[key] = _copies(bound.operands[0], bound.scope.values[table], lookup, shardings)
 
     def local(copies: jax.Array, indices: jax.Array) -> jax.Array:
+        # (1, *table): each device has its own copy.
         return equation.primitive.bind(copies[0], indices, **equation.params)
 
     run = jax.shard_map(
@@ -82,6 +83,7 @@ def _lookup(rule: Rule, values: list[Value], shardings: Shardings) -> _Lookup | 
         axes = spec_axes(entry)
         if not axes or rule.operands[0][d][0] not in rule.indexed:
             continue
+        # A dimension of the indices that is split alike, and stays so in the result.
         for of_indices, over in enumerate(indices):
             dimension = rule.operands[1][of_indices]
             if spec_axes(over) == axes and dimension in rule.results[0]:
@@ -98,8 +100,9 @@ def _over(axes: tuple[str, ...], d: int) -> P:
 def _copies(x: jax.Array, value: Value, lookup: _Lookup, shardings: Shardings) -> jax.Array:
     """One copy of a split array for each device along the axes, along a new leading dimension."""
     whole = shardings.gather(x, value, lookup.of_table)
+    # What other axes split stays split.
     entries = list(shardings.spec(value))
     entries[lookup.of_table] = None
     count = parts(lookup.axes, shardings.mesh.shape)
-    copies = jnp.broadcast_to(whole[None], (count, *whole.shape))
+    copies = jnp.broadcast_to(whole[None], (count, *whole.shape))  # (devices, *table)
     return shardings.with_spec(copies, P(lookup.axes, *entries))

@@ -82,8 +82,17 @@ def of_batch(
     """What is sent if the batch is sharded. A gradient is stored as `stored` different shards."""
     over_batch = [summed for summed in graph.partial_sums.values() if batch.has(summed.node)]
     for summed in over_batch:
-        if _is_sum_by_index(summed, graph, batch):
-            yield _sum_by_index(summed, batch)
+        # Rows of the batch are added to others, as messages at the nodes of a graph.
+        adds = summed.operation in ("scatter-add", "scatter_add") and not summed.backward
+        rows = _rows(summed.before, graph, batch)
+        if adds and rows and graph.sizes[summed.node] not in rows:
+            # Each device adds its own rows to all others, and XLA all-reduces the result. The
+            # cotangent of the result is all-gathered.
+            value = summed.value
+            devices, others = batch.around(summed.node, value.dims)
+            size = value.bytes * summed.times / others
+            sent = all_reduce(devices, size) + value.grad * all_gather(devices, size)
+            yield PlannedCollective("by index", sent, value.dims, summed.source)
     # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
     scatters = hardware.scatters and stored == batch.count
     split: list[PartialSum] = []
@@ -261,25 +270,6 @@ def _is_lookup(summed: PartialSum, graph: Graph, batch: BatchDims) -> bool:
 def _table_bytes(summed: PartialSum) -> int:
     """The bytes of the array that a gather looks up in."""
     return _bytes(summed.source[-1].invars[0])
-
-
-def _is_sum_by_index(summed: PartialSum, graph: Graph, batch: BatchDims) -> bool:
-    """Whether rows of the batch are added to others, as messages at the nodes of a graph."""
-    rows = _rows(summed.before, graph, batch)
-    adds = summed.operation in ("scatter-add", "scatter_add") and not summed.backward
-    return adds and len(rows) > 0 and graph.sizes[summed.node] not in rows
-
-
-def _sum_by_index(summed: PartialSum, batch: BatchDims) -> PlannedCollective:
-    """Each device adds its own rows to all others, and XLA all-reduces the result.
-
-    The cotangent of the result is all-gathered.
-    """
-    value = summed.value
-    devices, others = batch.around(summed.node, value.dims)
-    size = value.bytes * summed.times / others
-    sent = all_reduce(devices, size) + value.grad * all_gather(devices, size)
-    return PlannedCollective("by index", sent, value.dims, summed.source)
 
 
 def _lookup(summed: PartialSum, batch: BatchDims, *, is_first: bool) -> PlannedCollective:

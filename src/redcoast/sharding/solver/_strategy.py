@@ -218,7 +218,11 @@ def _solve(
         candidates = _candidates(program, classes, batch)
     against = conflicts(graph, classes, candidates)
     # Overrides are chosen whatever they cost, and rule out what an array has beside them.
-    fixed = _fixed(program, classes, forced).intersection(candidates)
+    nodes: list[int] = []
+    for value, d in zip(program.parameters, forced, strict=False):
+        if d is not None:
+            nodes.append(value.dims[d])
+    fixed = classes.of(nodes).intersection(candidates)
     taken = fixed.union(*map(against.__getitem__, fixed))
     candidates = list(filterfalse(taken.__contains__, candidates))
     groups, problem = _grouped(graph, classes, candidates, batch, parameters, axes, hardware)
@@ -239,15 +243,6 @@ def _solve(
         cost=cost,
         splits_sequence=splits_sequence,
     )
-
-
-def _fixed(program: Program, classes: Classes, forced: Sequence[int | None]) -> frozenset[int]:
-    """The classes of the dimensions that must be tensor-parallel."""
-    nodes: list[int] = []
-    for value, d in zip(program.parameters, forced, strict=False):
-        if d is not None:
-            nodes.append(value.dims[d])
-    return classes.of(nodes)
 
 
 def batch_gathers(

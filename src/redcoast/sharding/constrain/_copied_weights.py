@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+
 from ...core._jaxpr import bind_again, is_inexact, variables
 from ..operations import Atom
 from ..program._graph import Value

@@ -71,19 +71,17 @@ def find_waiting(
                 continue
         except NotLocal as error:
             _, states = _rows_of(equation, scope, shardings)
-            if _communicates(equation, states):
+            match control_flow(equation):
+                case While() as loop:
+                    communicates = _ends_by_rows(loop, states)
+                case Scan() as scan:
+                    communicates = is_over_rows(scan, states)
+                case _:
+                    communicates = is_vmapped(equation) and have_rows(states)
+            if communicates:
                 yield around, str(error)
         for inner in scope.inner.get(index, ()):
             yield from find_waiting(inner, shardings, around)
-
-
-def _communicates(equation: JaxprEqn, states: Sequence[State]) -> bool:
-    match control_flow(equation):
-        case While() as loop:
-            return _ends_by_rows(loop, states)
-        case Scan() as scan:
-            return is_over_rows(scan, states)
-    return is_vmapped(equation) and have_rows(states)
 
 
 def _ends_by_rows(loop: While, states: Sequence[State]) -> bool:

@@ -10,7 +10,7 @@ cotangents of what is replicated over them, and add sums over them.
 import functools as ft
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import jax
@@ -92,12 +92,11 @@ class LocalRegion:
     sharded: tuple[str, ...] = ()
     is_loop: bool = False
     of_row: bool = False
-    states: LocalStates = field(init=False)
 
-    def __post_init__(self) -> None:
+    @ft.cached_property
+    def states(self) -> LocalStates:
         count = parts(self.axes, self.mesh.shape)
-        states = LocalStates(count, expand=self.is_loop, of_row=self.of_row)
-        object.__setattr__(self, "states", states)
+        return LocalStates(count, expand=self.is_loop, of_row=self.of_row)
 
     def is_worth_it(self, equation: JaxprEqn, states: Sequence[State]) -> bool:
         """Whether the devices might communicate about rows otherwise. Raises `NotLocal`."""

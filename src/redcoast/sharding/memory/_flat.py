@@ -70,7 +70,11 @@ class FlatStep:
     @property
     def reads(self) -> list[int]:
         """The values among its inputs."""
-        return [atom for atom in self.inputs if isinstance(atom, int)]
+        return _values_in(self.inputs)
+
+
+def _values_in(atoms: Iterable[Atom]) -> list[int]:
+    return [atom for atom in atoms if isinstance(atom, int)]
 
 
 @dataclass(eq=False)
@@ -196,8 +200,7 @@ def _needs(scope: Scope, index: int, flow: ControlFlow | None, step: FlatStep) -
     values = map(scope.value_of, equation.invars)
     varied = [value is not None and value.grad for value in values]
     if flow is None and rule is not None and is_linear(rule, varied):
-        fixed = compress(step.inputs, fixed_operands(rule, varied))
-        return [atom for atom in fixed if isinstance(atom, int)]
+        return _values_in(compress(step.inputs, fixed_operands(rule, varied)))
     name = primitive_name(equation)
     if name in _FROM_RESULT:
         return step.outputs

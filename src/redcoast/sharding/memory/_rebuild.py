@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import filterfalse
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ class _Run:
     def again(self, block: StepBlock, choice: BlockChoice, values: _Values) -> None:
         # Numbers of the program, such as positions, are computed where they are used.
         constant = self._constant
-        inputs = [number for number in block.inputs if number not in constant]
+        inputs = list(filterfalse(constant.__contains__, block.inputs))
         own: dict[FlatStep, None] = {}
         for number in block.inputs:
             self._add_steps_of(number, own)

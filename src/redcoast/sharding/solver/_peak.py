@@ -220,7 +220,10 @@ class _Run:
                     grads = [None, *grads]  # the number of the branch has no derivative
                 case Scan() as scan:
                     if scan.unroll < scan.length:
-                        self._sum_layers(frame, scan.split(equation.invars)[2])
+                        # A loop sums the gradients of sharded layers over devices one by one.
+                        for root in union(map(frame.of, scan.split(equation.invars)[2])):
+                            if root.parameter is not None and root.parameter.gathered:
+                                self.time.add_gradient(root.parameter, summed=True)
                     grads = self._loop_back(step, results)
                 case While():
                     grads = self._loop_back(step, results)
@@ -236,10 +239,6 @@ class _Run:
             # Otherwise each sum of a residual connection would read those of all later layers.
             return (self.time.fuse(both, step.value(atom), step.source),)
         return both
-
-    def _read_from(self, frame: _Frame, atom: Atom) -> Roots:
-        """The buffers that an operation reads a value from."""
-        return self.time.written(frame.of(atom))
 
     def _in_memory(self, step: _Step, atom: Atom) -> Roots:
         """Puts an operand into memory, where later operations find it."""
@@ -298,7 +297,7 @@ class _Run:
             if is_product(equation):
                 self._write_sums(step)
             return
-        operands = union(self._read_from(frame, atom) for atom in equation.invars)
+        operands = union(map(self.time.written, map(frame.of, equation.invars)))
         is_kept = name in COSTLY and self.compiler != "tpu"
         if squares(equation):
             # What is squared and summed, as by a norm, is kept for its other uses.
@@ -334,7 +333,7 @@ class _Run:
             if not isinstance(atom, Literal) and atom in frame.gathered:
                 read.append(frame.gathered[atom])  # what was gathered is kept
             else:
-                read.append(self._read_from(frame, atom))
+                read.append(self.time.written(frame.of(atom)))
         # A broadcast array has a sum as its cotangent.
         is_written = step.uses_memory or primitive_name(equation) == "broadcast_in_dim"
         grads: list[_Cotangent] = []
@@ -348,13 +347,6 @@ class _Run:
             else:
                 grads.append(union(read))
         return grads
-
-    def _sum_layers(self, frame: _Frame, xs: Sequence[Atom]) -> None:
-        """A loop sums the gradients of FSDP-sharded layers over devices one by one."""
-        for atom in xs:
-            for root in frame.of(atom):
-                if root.parameter is not None and root.parameter.gathered:
-                    self.time.add_gradient(root.parameter, summed=True)
 
     def _write_gradient(self, step: _Step, atom: Atom) -> Roots:
         """Writes the cotangent of an operand; that of an array of the model is a result.

@@ -72,14 +72,14 @@ def apply_copies(bound: BoundEquation, copies: dict[Atom, jax.Array]) -> jax.Arr
         return _dot(bound, index, copies[weight])
     (result,) = bound.results
     batch_dim = shardings.batch_dim(result)
-    if equation.primitive.name == "broadcast_in_dim":
-        dims = equation.params["broadcast_dimensions"]
-        return _broadcast(copies[weight], dims, batch_dim, result)
     # Elementwise operations broadcast dimensions of size one implicitly.
+    is_broadcast = equation.primitive.name == "broadcast_in_dim"
     dims = tuple(range(len(result.shape)))
+    if is_broadcast:
+        dims = equation.params["broadcast_dimensions"]
     repeated = _broadcast(copies[weight], dims, batch_dim, result)
-    if repeated is None:
-        return None
+    if repeated is None or is_broadcast:
+        return repeated
     inputs = list(bound.operands)
     inputs[index] = repeated
     return bind_again(equation, inputs)[0]

@@ -105,7 +105,8 @@ class LocalRegion:
             return is_over_rows(flow, states) or _asks_any_row(equation)
         if not isinstance(flow, While):
             return have_rows(states)
-        if self.states.loop(flow, states).condition is not None:
+        _, condition = self.states.loop(flow, states)
+        if condition is not None:
             return True
         # All devices run as many iterations. Activations that are sharded over other axes would not
         # be constrained, and each device would draw the random numbers of all rows from one key.
@@ -162,7 +163,7 @@ class LocalRegion:
         self._manual_axes(equation)
         synchronised = isinstance(flow, While) and OWN in itertools.compress(results, used)
         if isinstance(flow, While) and synchronised:
-            results = self.states.loop(flow, states).carry
+            results = self.states.loop(flow, states)[0].results
         if OWN in itertools.compress(results, used):
             raise NotLocal("a result differs from device to device")
         return results, synchronised

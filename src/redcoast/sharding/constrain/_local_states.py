@@ -5,7 +5,6 @@ by the table of operations, and refuses one in which the rows of a device depend
 """
 
 import functools as ft
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -78,15 +77,6 @@ class LocalStep:
     results: States
 
 
-@dataclass(frozen=True)
-class LocalLoop:
-    """A `while` on one device: the states of its operands, and that of its condition."""
-
-    operands: States
-    carry: States
-    condition: State
-
-
 class LocalStates:
     """Follows the rows of a batch that is divided over `count` devices.
 
@@ -152,8 +142,8 @@ class LocalStates:
             raise NotLocal(f"`{name}` sums what differs from device to device")
         operands = list(step.operands)
         for place, state in enumerate(states):
-            if state is OWN:
-                operands[place] = _replaced(operands[place], None, OWN)
+            if state is OWN and operands[place] is None:
+                operands[place] = OWN
         results = _replace_all(step.results, None, OWN)
         return LocalStep(tuple(operands), tuple(results))
 
@@ -166,8 +156,8 @@ class LocalStates:
             return control_flow(equation)
         return Call(expanded, CallKind.PLAIN)
 
-    def loop(self, loop: While, states: Sequence[State]) -> LocalLoop:
-        """The states of a `while` after any number of iterations."""
+    def loop(self, loop: While, states: Sequence[State]) -> tuple[LocalStep, State]:
+        """The states of a `while` after any number of iterations, and that of its condition."""
         cond_consts, body_consts, carry = loop.split(tuple(states))
         # States only grow, from what all devices have to rows, so that this ends.
         while True:
@@ -182,14 +172,14 @@ class LocalStates:
             carry = joined
         if condition is SUM:
             raise NotLocal("the condition of `while` is a sum over rows")
-        return LocalLoop((*cond_consts, *body_consts, *carry), carry, condition)
+        return LocalStep((*cond_consts, *body_consts, *carry), carry), condition
 
     def _while(self, equation: JaxprEqn, flow: While, states: Sequence[State]) -> LocalStep:
-        loop = self.loop(flow, states)
-        if loop.condition is not OWN:
-            return LocalStep(loop.operands, loop.carry)
+        step, condition = self.loop(flow, states)
+        if condition is not OWN:
+            return step
         # The number of iterations differs from device to device.
-        return LocalStep(loop.operands, _differing(loop.carry, _of_operands(equation)))
+        return LocalStep(step.operands, _differing(step.results, _of_operands(equation)))
 
     def scan(self, flow: Scan, states: Sequence[State]) -> tuple[States, States]:
         """The states of the operands of a scan, and of the outputs of its body."""
@@ -375,9 +365,10 @@ def equations_inside(equation: JaxprEqn) -> Iterator[JaxprEqn]:
     expanded = expansion(equation)
     if expanded is not None:
         jaxprs.append(expanded)
-    for inner in itertools.chain.from_iterable(open_jaxpr(jaxpr).eqns for jaxpr in jaxprs):
-        yield inner
-        yield from equations_inside(inner)
+    for jaxpr in jaxprs:
+        for inner in open_jaxpr(jaxpr).eqns:
+            yield inner
+            yield from equations_inside(inner)
 
 
 def _moves(equation: JaxprEqn) -> bool:
@@ -413,13 +404,11 @@ def have_rows(states: Sequence[State]) -> bool:
 
 
 def _replace_all(states: Sequence[State], old: State, new: State) -> list[State]:
-    return [_replaced(state, old, new) for state in states]
-
-
-def _replaced(state: State, old: State, new: State) -> State:
-    if state == old:
-        return new
-    return state
+    replaced = list(states)
+    for place, state in enumerate(states):
+        if state == old:
+            replaced[place] = new
+    return replaced
 
 
 def _read(env: Mapping[Var, State], atoms: Sequence[Var | Literal]) -> list[State]:
@@ -436,8 +425,8 @@ def _differing(states: Sequence[State], operands: Sequence[int | None]) -> State
     for state, operand in zip(states, operands, strict=True):
         if operand is None and state is SUM:
             raise NotLocal("a sum over rows has other terms on each device")
-        if operand is None:
-            state = _replaced(state, None, OWN)
+        if operand is None and state is None:
+            state = OWN
         results.append(state)
     return tuple(results)
 

@@ -13,7 +13,7 @@ Part = tuple[int | float, Source]  # bytes, and the operation that writes them
 _COMBINED = 30e6
 
 
-def total_bytes(parts: Iterable[Part]) -> int | float:
+def bytes_of_parts(parts: Iterable[Part]) -> int | float:
     return sum(size for size, _ in parts)
 
 
@@ -54,7 +54,7 @@ class Buffer:
 
     @property
     def bytes(self) -> int | float:
-        return total_bytes(self.parts)
+        return bytes_of_parts(self.parts)
 
     @property
     def kept(self) -> tuple[Part, ...]:
@@ -91,7 +91,7 @@ class Peak:
 
     @property
     def temporaries(self) -> int | float:
-        return total_bytes(self.parts)
+        return bytes_of_parts(self.parts)
 
     @property
     def bytes(self) -> int | float:
@@ -211,7 +211,7 @@ class Timeline:
         change: Counter[int] = Counter()
         for buffer in self.buffers:
             if buffer.last >= since:
-                size = total_bytes(buffer.kept)
+                size = bytes_of_parts(buffer.kept)
                 change[max(buffer.born, since)] += size  # pyright: ignore
                 change[buffer.last + 1] -= size  # pyright: ignore
         for time in self.spikes:

@@ -9,7 +9,7 @@ from .._mesh_axes import parts
 from ..program._graph import Dims, Value
 from ..program._program import Program
 from ..tree._overrides import spec_parts
-from ._buffers import ModelArray, Part, total_bytes
+from ._buffers import ModelArray, Part, bytes_of_parts
 from ._figures import Arithmetic, Memory
 from ._layout import StorageLayout
 from ._peak import find_peak
@@ -78,7 +78,7 @@ def estimate_memory(layout: StorageLayout, state_bytes: int) -> Memory:
         arrays,
         gradients,
         state_bytes * gradients / max(1, trained),
-        total_bytes(activation_parts(layout)),
+        bytes_of_parts(activation_parts(layout)),
         sum(constant.bytes for constant in program.constants),  # on every device
         batch,
     )

@@ -4,10 +4,8 @@ Each device computes attention for its own rows and heads.
 """
 
 import jax
-from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
-from ...core._control_flow import primitive_name
 from ...core._jaxpr import bind_local
 from ..operations._rule import shape_of
 from ..program._trace import Arrays
@@ -15,11 +13,6 @@ from ..tree._overrides import spec_parts
 from ._bound_equation import BoundEquation
 
 KERNELS = frozenset(["dot_product_attention_bwd_splash", "dot_product_attention_fwd_splash"])
-
-
-def is_kernel(equation: JaxprEqn) -> bool:
-    """Whether an equation is a kernel for attention, which XLA cannot partition."""
-    return primitive_name(equation) in KERNELS
 
 
 def run_kernel(bound: BoundEquation) -> Arrays | None:

@@ -35,7 +35,7 @@ from ..program._program import LARGE_CONSTANT, follow_program
 from ..program._trace import Arrays, trace_over
 from ..program._walk import Scope, outputs_of
 from ..tree._leaf_plans import Compute
-from ._attention_kernel import KERNELS, is_kernel, run_kernel
+from ._attention_kernel import KERNELS, run_kernel
 from ._bound_equation import BoundEquation, Tables, values_of
 from ._copied_weights import apply_copies, copy_weights
 from ._custom_rules import Fn, is_float0, replace_chosen, run_custom
@@ -244,9 +244,9 @@ def _has_nothing_to_constrain(bound: BoundEquation, call: Call) -> bool:
     if not call.has_derivative:
         return False
     for equation in iter_equations(bound.inner[0].jaxpr):
-        if equation.primitive.name in CONSTRAINED:
+        if primitive_name(equation) in CONSTRAINED | KERNELS:
             return False
-        if acts_on_parts(equation) or waits_for_rows(equation) or is_kernel(equation):
+        if acts_on_parts(equation) or waits_for_rows(equation):
             return False
     return True
 
@@ -283,8 +283,7 @@ def _run_traced_rule(
     model_axes = shardings.compute.model_axes
     nodes: list[int] = []  # the dimensions that are rows of the batch
     dims: list[int | None] = []  # of each array, the one that is tensor-parallel
-    specs = itertools.compress(specs, is_array)
-    for value, spec in zip(program.parameters, specs, strict=True):
+    for value, spec in zip(program.parameters, itertools.compress(specs, is_array), strict=True):
         dims.append(sharded_dim(spec, model_axes))
         d = sharded_dim(spec, shardings.batch_axes)
         if d is not None:

@@ -99,7 +99,10 @@ def run_constrained(
             # What replaces transformations of its own has no other form that has the same ones.
             inner = []
         # Loops and calls gather inside, where a layer is used.
-        if not inner:
+        is_stored = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
+        if is_stored == [True] and _keeps_layers(equation, scope, shardings):
+            waiting.update(equation.outvars)
+        elif not inner:
             operands = list(map(gather, equation.invars, operands))
         if name in ("dot_general", "conv_general_dilated"):
             for place, atom in enumerate(equation.invars):
@@ -109,6 +112,8 @@ def run_constrained(
         if name == "concatenate":
             operands = _keep_whole(equation, scope, shardings, operands)
         is_stored = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
+        if isinstance(flow, Call) and inner:
+            waiting.update(_passed_on(equation, inner[0], is_stored))
         bound = BoundEquation(equation, scope, inner, shardings, operands, is_stored, tables)
         try:
             results = _run(bound, flow, copies)
@@ -138,6 +143,31 @@ def _stored_variables(scope: Scope, shardings: Shardings, stored: Sequence[bool]
         if value.bytes >= LARGE_CONSTANT and any(shardings.spec(value)):
             variables.add(var)
     return variables
+
+
+def _passed_on(equation: JaxprEqn, called: Scope, stored: Sequence[bool]) -> list[Var]:
+    """The results of a call that are operands which are sharded in storage."""
+    operands = set(itertools.compress(called.jaxpr.invars, stored))
+    results = zip(equation.outvars, called.jaxpr.outvars, strict=True)
+    return [var for var, atom in results if not isinstance(atom, Literal) and atom in operands]
+
+
+def _keeps_layers(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> bool:
+    """Whether an equation casts a stack of layers, or divides it into groups or single layers."""
+    (operand,), (result,) = values_of(scope, equation.invars), values_of(scope, equation.outvars)
+    if not operand.shape:
+        return False
+    params, layer = equation.params, operand.shape[1:]
+    match primitive_name(equation):
+        case "squeeze":
+            return operand.shape[0] == 1 and params["dimensions"] == (0,)
+        case "slice":
+            divides = result.shape[1:] == layer
+        case "reshape":
+            divides = result.shape[len(result.shape) - len(layer) :] == layer
+        case name:
+            divides = name == "convert_element_type"
+    return divides and operand.dims[0] in shardings.stacks
 
 
 def _keep_whole(equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Arrays) -> Arrays:

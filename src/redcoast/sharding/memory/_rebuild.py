@@ -8,7 +8,7 @@ from itertools import filterfalse
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 
 from ...core._control_flow import consts_of, open_jaxpr
 from ...core._jaxpr import as_traced, at_line_of, bind_again, evaluate_jaxpr
@@ -22,14 +22,50 @@ KEPT = "redcoast.kept"
 _POLICY = jax.checkpoint_policies.save_only_these_names(KEPT)
 
 _Values = dict[int, object]  # the arrays and numbers of a program
+_Shapes = frozenset[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class _KeepAllBut:
+    """A policy of `jax.checkpoint`: arrays of these shapes that are gathered are not kept."""
+
+    shapes: _Shapes
+
+    def __call__(self, primitive: Primitive, *operands: jax.Array, **params: object) -> bool:
+        is_gathered = primitive.name == "sharding_constraint"
+        return not is_gathered or operands[0].shape not in self.shapes
+
+
+@dataclass
+class _Group:
+    """What one iteration of a loop gets for several former ones, stacked."""
+
+    array: jax.Array
+
+
+@dataclass(frozen=True)
+class _OfGroup:
+    """One layer of a group, which is taken where it is used: a loop keeps its operands anyway."""
+
+    group: _Group
+    place: int
+
+    def take(self, array: jax.Array) -> jax.Array:
+        return jax.lax.index_in_dim(array, self.place, keepdims=False)
 
 
 def run_decided(
-    flat: Flat, decided: Decided, inputs: Sequence[object], *, prevent_cse: bool = True
+    flat: Flat,
+    decided: Decided,
+    inputs: Sequence[object],
+    *,
+    prevent_cse: bool = True,
+    layers: _Shapes | None = None,
 ) -> Arrays:
     """The results of a program, computed as it was decided.
 
-    `prevent_cse` is that of `jax.checkpoint`.
+    `prevent_cse` is that of `jax.checkpoint`. `layers` are, in the body of a loop, the shapes of
+    what it scans over.
     """
     values: _Values = dict(zip(flat.inputs, inputs, strict=True))
     values.update(flat.constants)
@@ -40,7 +76,10 @@ def run_decided(
             results = _run_loop(step, block.loop, choice.inner, values)
             values.update(zip(step.outputs, results, strict=True))
         elif choice.is_again:
-            run.again(block, choice, values)
+            run.again(block, choice, values, _POLICY)
+        elif layers is not None and any(step.needs for step in block.steps):
+            # A loop would keep the gathered weights of all layers.
+            run.again(block, choice, values, _KeepAllBut(layers))
         else:
             for step in block.steps:
                 _run_step(step, values)
@@ -49,7 +88,7 @@ def run_decided(
         if isinstance(atom, Literal):
             results.append(as_traced(atom.val, atom))
         else:
-            results.append(values[atom])
+            results.append(_read(values, atom))
     return results
 
 
@@ -60,24 +99,43 @@ class _Run:
     flat: Flat
     prevent_cse: bool
 
-    def again(self, block: StepBlock, choice: BlockChoice, values: _Values) -> None:
+    def again(
+        self,
+        block: StepBlock,
+        choice: BlockChoice,
+        values: _Values,
+        policy: Callable[..., object],
+    ) -> None:
         # Numbers of the program, such as positions, are computed where they are used.
         constant = self._constant
         inputs = list(filterfalse(constant.__contains__, block.inputs))
         own: dict[FlatStep, None] = {}
         for number in block.inputs:
             self._add_steps_of(number, own)
+        outside = list(map(values.__getitem__, inputs))
+        groups = [x.group for x in outside if isinstance(x, _OfGroup)]
 
-        def run(*arrays: jax.Array) -> Arrays:
-            local: _Values = dict(zip(inputs, arrays, strict=True))
+        def run(*arrays: jax.Array) -> tuple[Arrays, Arrays]:
+            local: _Values = {}
+            passed: Arrays = []
+            for number, x, array in zip(inputs, outside, arrays, strict=True):
+                local[number] = array
+                if isinstance(x, _OfGroup):
+                    local[number] = x.take(array)
+                    passed.append(array)
             for step in own:
                 _run_step(step, local)
             for step in block.steps:
                 _run_keeping(step, choice, local)
-            return list(map(local.__getitem__, block.outputs))
+            return list(map(local.__getitem__, block.outputs)), passed
 
-        run_again = jax.checkpoint(run, policy=_POLICY, prevent_cse=self.prevent_cse)
-        results = run_again(*map(values.__getitem__, inputs))
+        run_again = jax.checkpoint(run, policy=policy, prevent_cse=self.prevent_cse)
+        results, passed = run_again(*map(_whole, outside))
+        # The next block gets the groups from this one. So its gradients are complete before this
+        # one's are computed, and the compiler does not wait to send those of several layers at
+        # once.
+        for group, array in zip(groups, passed, strict=True):
+            group.array = array
         values.update(zip(block.outputs, results, strict=True))
 
     @cached_property
@@ -165,25 +223,27 @@ def _run_loop(step: FlatStep, loop: FlatLoop, turns: Sequence[Decided], values: 
     # An initial carry may be a number.
     operands = list(map(as_traced, _operands(step, values), step.equation.invars))
     consts, init, xs = scan.split(operands)
+    layers = frozenset(x.shape[1:] for x in xs)
     # In a loop of one block, the compiler cannot undo the recomputation: the passes are two loops.
     is_one = period == 1 and len(turns[0]) == 1 and scan.unroll < scan.length
 
     def iterate_in_turn(inputs: Arrays) -> Arrays:
         consts, carry, xs = scan.split(inputs)
         ys: list[Arrays] = [[]] * period
-        # The derivative of `split` is exact: it puts the parts side by side.
-        parts = [jax.lax.split(x, (1,) * period) for x in xs]  # (period, ...) to (1, ...) each
+        groups = list(map(_Group, xs))  # (period, ...)
         places = range(period)
         if scan.reverse:
             places = reversed(places)
         for place in places:
-            own = [jax.lax.squeeze(part[place], (0,)) for part in parts]
-            results = run_decided(body, turns[place], [*consts, *carry, *own])
+            own = [_OfGroup(group, place) for group in groups]
+            inputs = [*consts, *carry, *own]
+            results = run_decided(body, turns[place], inputs, layers=layers)
             carry, ys[place] = results[: scan.carry], results[scan.carry :]
         return [*carry, *map(jnp.stack, zip(*ys, strict=True))]
 
     if period == 1:
-        iterate = lambda inputs: run_decided(body, turns[0], inputs, prevent_cse=not is_one)
+        options = {"prevent_cse": not is_one, "layers": layers}
+        iterate = lambda inputs: run_decided(body, turns[0], inputs, **options)
         with at_line_of(step.equation):
             return scan.run(iterate, consts, init, xs)
     fewer = replace(scan, length=scan.length // period, unroll=max(1, scan.unroll // period))
@@ -201,5 +261,18 @@ def _operands(step: FlatStep, values: _Values) -> Arrays:
         if isinstance(atom, Literal):
             operands.append(atom.val)
         else:
-            operands.append(values[atom])
+            operands.append(_read(values, atom))
     return operands
+
+
+def _read(values: _Values, number: int) -> object:
+    x = values[number]
+    if isinstance(x, _OfGroup):
+        return x.take(x.group.array)
+    return x
+
+
+def _whole(x: object) -> object:
+    if isinstance(x, _OfGroup):
+        return x.group.array
+    return x

@@ -176,6 +176,7 @@ def _follow(
         inputs.append(graph.value(var.aval, grad=is_trained and traced.trains))
     scope = walk(graph, traced.jaxpr, inputs)
     parameters, rest = inputs[: traced.arrays], inputs[traced.arrays :]
+    _find_divided_stacks(graph, parameters)
     arrays, others = rest[: traced.batch], rest[traced.batch :]
     batch, row_candidates = find_batch(graph, parameters, arrays, others)
     examples: list[Value] = []
@@ -193,6 +194,19 @@ def _follow(
         row_candidates,
         find_constants(scope),
     )
+
+
+def _find_divided_stacks(graph: Graph, parameters: Sequence[Value]) -> None:
+    """Finds the stacks of layers that are divided into groups before a scan over the groups."""
+    firsts = {value.dims[0] for value in parameters if value.dims}
+    for node, (groups, *of_group) in graph.divided:
+        single = graph.stacks | graph.singled
+        if node in firsts and groups in graph.stacks and single.issuperset(of_group):
+            for layers in (node, *of_group):
+                graph.block(layers)
+                graph.stacks.add(layers)
+            if groups in graph.unrolled:
+                graph.unrolled.add(node)
 
 
 def _regions(traced: Traced, trainable: Sequence[bool]) -> tuple[Region, Region]:

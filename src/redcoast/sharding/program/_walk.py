@@ -120,6 +120,7 @@ def _apply_rule(
         for value in inputs:
             graph.first_use.setdefault(value.dims, graph.cursor.source)
         results = follow_rule(graph, equation, rule, inputs)
+        _note_divided(graph, name, inputs, results)
         if name == "sharding_constraint":
             _record_constraint(graph, equation, inputs[0])
         if name in CONSTRAINED or name in KEPT:
@@ -152,6 +153,22 @@ def _apply_rule(
             return results, []
     graph.unknown[equation.primitive.name] += 1
     return follow_rule(graph, equation, opaque_rule(equation), inputs), []
+
+
+def _note_divided(
+    graph: Graph, name: str, inputs: Sequence[Value], results: Sequence[Value]
+) -> None:
+    """Records that the first dimension alone is divided, as that of layers into groups."""
+    if (
+        name == "slice"
+        and results[0].shape[:1] == (1,)
+        and inputs[0].shape[1:] == results[0].shape[1:]
+    ):
+        graph.singled.add(inputs[0].dims[0])
+    if name == "reshape" and inputs[0].shape:
+        parts = 1 + len(results[0].shape) - len(inputs[0].shape)
+        if parts > 1 and results[0].shape[parts:] == inputs[0].shape[1:]:
+            graph.divided.append((inputs[0].dims[0], results[0].dims[:parts]))
 
 
 def _record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None:

@@ -73,6 +73,7 @@ from .train._predict import predict as predict
 from .train._prepare import Prepared as Prepared
 from .train._prepare import prepare as prepare
 from .train._schedule import learning_rate_schedule as learning_rate_schedule
+from .train._shampoo import shampoo as shampoo
 from .train._soap import soap as soap
 from .train._step import TrainState as TrainState
 from .train._step import init_state as init_state

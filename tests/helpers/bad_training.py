@@ -59,6 +59,11 @@ def soap(**options):
     return rc.soap(0.1, options.pop("dimensions", numbers), others=SGD, **options)
 
 
+def shampoo(**options):
+    numbers = {"w": optax.contrib.MuonDimensionNumbers(0, 1)}
+    return rc.shampoo(0.1, options.pop("dimensions", numbers), others=SGD, **options)
+
+
 def low_precision(size=64, **options):
     low = rc.low_precision(lambda params, x: x @ params["w"], "float8", **options)
     return low({"w": jnp.ones((size, size))}, jnp.ones((2, size)))
@@ -384,6 +389,18 @@ ROWS = {
         (lambda d: soap(weight_decay="no"), TypeError, "`weight_decay` is 'no'"),
         (lambda d: soap(dimensions={"w": None}), ValueError, "`dimensions` has no matrix"),
         (lambda d: soap().init({"v": jnp.zeros((4, 4))}), ValueError, "`rc.soap` is not shaped"),
+    ],
+    "shampoo": [
+        (lambda d: shampoo(b1=1.0), ValueError, "`b1`.*1.0"),
+        (lambda d: shampoo(b2=-0.1), ValueError, "`b2`.*-0.1"),
+        (lambda d: shampoo(statistics=2.0), ValueError, "`statistics`.*2.0"),
+        (lambda d: shampoo(eps=0.0), ValueError, "`eps`.*0.0"),
+        (lambda d: shampoo(frequency=0), ValueError, "`frequency`.*0"),
+        (lambda d: shampoo(frequency=2.5), TypeError, "`frequency` is 2.5.*integer"),
+        (lambda d: rc.shampoo(None, None, others=SGD), TypeError, "`learning_rate` is None"),
+        (lambda d: shampoo(weight_decay="no"), TypeError, "`weight_decay` is 'no'"),
+        (lambda d: shampoo(dimensions={"w": None}), ValueError, "`dimensions` has no matrix"),
+        (lambda d: shampoo().init({"v": jnp.zeros((4, 4))}), ValueError, "`rc.shampoo` is not"),
     ],
     "low_precision": [
         (lambda d: rc.low_precision(3, "int8"), TypeError, "`fn` is 3"),

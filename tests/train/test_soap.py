@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import redcoast as rc
 from redcoast.core._jaxpr import iter_equations
 from redcoast.core._tracing import traced_over
-from redcoast.train import _soap
+from redcoast.train import _side_statistics
 
 Numbers = optax.contrib.MuonDimensionNumbers
 
@@ -90,7 +90,7 @@ OPTIONS = {"b1": 0.9, "b2": 0.8, "statistics": 0.7, "frequency": 2}
 def test_updates_are_those_of_the_published_algorithm(monkeypatch, hidden):
     """The longer side has no statistics: after one gradient they have no full rank, so that some of
     their eigenvectors would be arbitrary."""
-    monkeypatch.setattr(_soap, "_LARGEST", WIDTH)
+    monkeypatch.setattr(_side_statistics, "_LARGEST", WIDTH)
     params = make(hidden=hidden)
     optimizer = rc.soap(0.1, dimensions(), others=optax.sgd(0.5), weight_decay=0.01, **OPTIONS)
     state = optimizer.init(params)

@@ -1,0 +1,161 @@
+"""Shampoo with exponential averages and grafting, for the matrices of all layers.
+
+A gradient is multiplied by a root of the inverse statistics of each side. These roots are computed
+anew every few steps, from the eigenvectors of the statistics.
+"""
+
+import functools as ft
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+
+from ..core._errors import check_integer, check_kind, check_number
+from ._matrix_stacks import (
+    NUMBER,
+    Matrices,
+    Numbers,
+    by_label,
+    check_learning_rate,
+    check_rates,
+)
+from ._side_statistics import (
+    Side,
+    Stack,
+    add_gradient,
+    as_statistics,
+    scale_by_sides,
+    sides_of_stack,
+)
+
+_GRAFT_EPS = 1e-8  # added to the root of the squares, as in Adam
+
+
+class _Options(NamedTuple):
+    b1: float
+    b2: float
+    statistics: float
+    eps: float
+    frequency: int
+
+
+def shampoo(
+    learning_rate: optax.ScalarOrSchedule,
+    dimensions: PyTree[Numbers | None],
+    *,
+    others: optax.GradientTransformation,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    statistics: float = 0.95,
+    eps: float = 1e-6,
+    frequency: int = 10,
+    weight_decay: float = 0.0,
+) -> optax.GradientTransformation:
+    """Shampoo for the matrices of a model, and another optimizer for its other arrays.
+
+    The update of each matrix has the direction of Shampoo's and, by grafting, the norm of
+    RMSProp's, so that learning rates of Adam suit it. In a step of redcoast on a mesh, the matrices
+    are divided over all devices, and no product or root is computed twice. The statistics of
+    stacked layers are stored so.
+
+    **Arguments:**
+
+    - `learning_rate`: A number, or an `optax` schedule.
+    - `dimensions`: Which arrays are matrices, and their dimensions, from
+        [`redcoast.matrix_dimensions`][].
+    - `others`: The optimizer of all other arrays, such as `optax.adamw(3e-4)`.
+    - `b1`: How much of the mean of the updates is kept in each step, in [0, 1).
+    - `b2`: How much of the mean of the gradients' squares is kept in each step, in [0, 1).
+    - `statistics`: How much of the statistics of each side is kept in each step, in [0, 1).
+    - `eps`: Added to the eigenvalues of the statistics, times the largest of them.
+    - `frequency`: The roots are computed every so many steps.
+    - `weight_decay`: The matrices decay by `learning_rate * weight_decay` in each step.
+
+    **Returns:**
+
+    An optimizer. A side with more than 10,000 elements has no statistics: then the other side has
+    the inverse square root in place of the fourth root.
+
+    **Raises:**
+
+    `ValueError` if no array is a matrix, or a number is out of range; `TypeError` if an argument
+    has another type.
+
+    Shampoo is from [Gupta et al. (2018)](https://arxiv.org/abs/1802.09568), and grafting, moments
+    and one-sided roots are those of [Anil et al. (2020)](https://arxiv.org/abs/2002.09018).
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+        import optax
+        import redcoast as rc
+
+        model = eqx.nn.MLP(8, 2, 16, 2, key=jax.random.key(0))
+        loss_fn = lambda model, x, key: jnp.mean(jax.vmap(model)(x) ** 2)
+        dimensions = rc.matrix_dimensions(model, loss_fn, jnp.zeros((4, 8)), None)
+        optimizer = rc.shampoo(1e-3, dimensions, others=optax.adamw(3e-4))
+        ```
+    """
+    check_learning_rate(learning_rate)
+    check_rates(b1=b1, b2=b2, statistics=statistics)
+    check_number("eps", eps, above=0)
+    check_integer("frequency", frequency)
+    check_kind("weight_decay", weight_decay, NUMBER, "a number")
+    options = _Options(b1, b2, statistics, eps, frequency)
+    matrices = optax.chain(
+        scale_by_sides(dimensions, ft.partial(_next, options)),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return by_label("shampoo", dimensions, matrices, others)
+
+
+def _next(options: _Options, count: Int[Array, ""], stack: Stack) -> Stack:
+    gradient = stack.gradient
+    left, right = sides_of_stack(stack)
+    left = add_gradient(left, gradient, options.statistics)
+    right = add_gradient(right, gradient.mT, options.statistics)
+    is_due = count % options.frequency == 0
+    root = ft.partial(_with_roots, options)
+    left, right = jax.lax.cond(is_due, root, lambda *sides: sides, left, right)
+    preconditioned = gradient
+    if not left.is_empty:
+        preconditioned = left.basis @ preconditioned
+    if not right.is_empty:
+        preconditioned = preconditioned @ right.basis
+    nu = options.b2 * stack.nu + (1 - options.b2) * gradient**2
+    unbiased_nu = nu / (1 - options.b2 ** (count + 1))
+    grafted = _norms(gradient / (jnp.sqrt(unbiased_nu) + _GRAFT_EPS))
+    norms = _norms(preconditioned)
+    # A gradient of zeros has an update of zeros.
+    update = preconditioned * jnp.where(norms > 0, grafted / norms, 0)
+    mu = options.b1 * stack.mu + (1 - options.b1) * update
+    unbiased_mu = mu / (1 - options.b1 ** (count + 1))
+    return Stack(unbiased_mu, mu, nu, as_statistics(left), as_statistics(right))
+
+
+def _norms(x: Matrices) -> Float[Array, "_ 1 1"]:
+    return jnp.sqrt(jnp.sum(x**2, axis=(1, 2), keepdims=True))
+
+
+def _with_roots(options: _Options, left: Side, right: Side) -> tuple[Side, Side]:
+    """The sides with roots of their inverse statistics, of powers that add up to -1/2."""
+    power = -0.25
+    if left.is_empty or right.is_empty:
+        power = -0.5
+    return _with_root(left, power, options.eps), _with_root(right, power, options.eps)
+
+
+def _with_root(side: Side, power: float, eps: float) -> Side:
+    if side.is_empty:
+        return side
+    values, vectors = jnp.linalg.eigh(side.statistics)  # (matrices, size), (matrices, size, size)
+    # Rounding makes small values negative.
+    values = jnp.maximum(values, 0) + eps * values[:, -1:]
+    powers = jnp.where(values > 0, values**power, 0)
+    return side._replace(basis=(vectors * powers[:, None, :]) @ vectors.mT)

@@ -1,6 +1,7 @@
 """Models that say nothing of rematerialisation, at half of the memory of their activations.
 
     python experiments/benchmarks/memory_plan.py
+    python experiments/benchmarks/memory_plan.py --large
 
 Each model has a layer, which policies by hand wrap in `jax.checkpoint`: all of it (`full`), all
 but products (`dots`), all but products with weights (`weights`), and all of every second layer.
@@ -10,6 +11,10 @@ as the CPU's compiler reports them, scheduled for little memory, and with the ba
 convolutions, relative to the program without recomputation. The plan is asked for less until the
 compiled temporaries are at most half. The last column is the estimate of the plan's activations,
 divided by the compiled temporaries.
+
+With `--large`, a step of OPT-66B with AdamW in float32, on 64 sequences of 512 tokens, is compiled
+for 64 devices: with all layers rematerialised by hand, and by plans for less and less memory. It is
+the compiler for A100 if it is installed, and that for CPUs in its place otherwise.
 """
 
 import functools as ft
@@ -20,11 +25,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import tyro
 from _pages import Printed
 
 import redcoast as rc
 from redcoast.dryrun._flops import contractions
+from redcoast.losses import chunked_cross_entropy
+from redcoast.models.sizes import opt_66b
 
 OPTIONS = {
     "xla_backend_optimization_level": 0,
@@ -38,6 +46,12 @@ POLICIES = {
 }
 PARTS = tuple(n / 20 for n in range(14, 1, -1))  # 0.7 to 0.1 of the estimated activations
 WIDTH, LAYERS = 128, 8
+GIB = 2**30
+LARGE = (
+    ("rematerialised by hand", "full", None),
+    ("planned for 24 GiB", "auto", 24),
+    ("planned for 18 GiB", "auto", 18),
+)
 
 
 def norm(x: jax.Array) -> jax.Array:
@@ -179,13 +193,51 @@ def planned(loss: Any, model: Any, batch: Any, half: float) -> tuple[int, float,
     return 0, 0.0, 0.0
 
 
-def main(models: tuple[str, ...] = (), page: Path | None = None) -> None:
+def print_large(page: Path | None) -> None:
+    """Prints what a step of OPT-66B takes of each device."""
+
+    def loss_fn(model: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
+        hidden = model.hidden(tokens, key=key)
+        return chunked_cross_entropy(hidden, model.unembed, tokens)
+
+    printed = Printed()
+    printed.add("| layers | GiB by the plan | GiB as compiled | more arithmetic |")
+    printed.add("|---|---:|---:|---:|")
+    tokens = jax.ShapeDtypeStruct((64, 512), jnp.int32)
+    for name, remat, memory in LARGE:
+        run = rc.dry_run(
+            ft.partial(make_large, remat),
+            loss_fn,
+            tokens,
+            optax.adamw(1e-4),
+            target="a100-80gb:8x8",
+            mesh={"fsdp": 64},
+            suggest=False,
+            memory=memory and memory * GIB,
+        )
+        program = run.plan.report.program
+        share = "33.3 %"  # a forward pass of a step of three
+        if program.recomputed is not None:
+            share = f"{program.recomputed.share:.1%}".replace("%", " %")
+        sizes = f"{program.memory.total / GIB:.1f} | {run.memory['peak'] / GIB:.1f}"
+        printed.add(f"| {name} | {sizes} | {share} |")
+    printed.write(page, "memory_plan_large")
+
+
+def make_large(remat: str, key: jax.Array) -> Any:
+    return opt_66b(key=key, remat=remat)
+
+
+def main(models: tuple[str, ...] = (), page: Path | None = None, large: bool = False) -> None:
     """Prints the memory and the arithmetic of each policy, relative to no recomputation.
 
     Args:
         models: Names of models; all by default.
-        page: A page with the marks `memory_plan`.
+        page: A page with the marks `memory_plan`; `memory_plan_large` with `large`.
+        large: OPT-66B on 64 devices instead.
     """
+    if large:
+        return print_large(page)
     layers = parameters()
     batch = jnp.asarray(np.random.default_rng(1).normal(size=(32, 64, WIDTH)), jnp.float32)
     printed = Printed()

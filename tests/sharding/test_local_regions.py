@@ -503,19 +503,30 @@ def summed(params, batch, key):
     return total / count
 
 
+def added_and_subtracted(params, batch, key):
+    def step(total, x):
+        y = jnp.tanh(x @ params["inside"]) @ params["outside"]
+        return total + jnp.sum(y**2) - jnp.mean(y) + jnp.max(y), None
+
+    return jax.lax.scan(step, jnp.float32(1.0), batch)[0] / ROWS
+
+
 ONE_BY_ONE = {
     "map": mapped(lambda params, x: jnp.tanh(x @ params["inside"]) @ params["outside"]),
     "in batches": mapped(lambda params, x: x @ params["outside"], batch_size=2),
     "with a loop": mapped(lambda params, x: forward_loop(params, x, None)),
     "a decomposition": mapped(lambda params, x: gaussian_process(params, x, None)),
+    "a rule": mapped(lambda params, x: implicit(params, x, None)),
+    "a rule, in batches": mapped(lambda params, x: implicit(params, x, None), batch_size=2),
     "sum": summed,
+    "sum of several terms": added_and_subtracted,
     "pure_callback": vmapped(sequential),
     "io_callback": vmapped(impure),
 }
 
 
 @pytest.mark.parametrize("sizes", few_of(MESHES, *REPLICATED))
-@pytest.mark.parametrize("name", few_of(ONE_BY_ONE, "map", "sum", "io_callback"))
+@pytest.mark.parametrize("name", few_of(ONE_BY_ONE, "map", "a rule", "sum", "io_callback"))
 def test_rows_that_are_computed_one_by_one_are_those_of_each_device(name, sizes):
     loss_fn, mesh = ONE_BY_ONE[name], rc.make_mesh(**sizes)
     plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))

@@ -99,7 +99,7 @@ def _vjp_rules(original: Fn, specs: Sequence[P], run_local: RunLocal) -> tuple[F
     def forward(*primals: Any) -> tuple[Arrays, Fn]:
         perturbed = [primal.perturbed for primal in primals]
         inputs = [primal.value for primal in primals]
-        push = lambda *inputs: _partial_vjp(original, perturbed, inputs)
+        push = lambda *inputs: partial_vjp(original, perturbed, inputs)
         leaves, leaf_specs, structure = run_local(push, specs, *inputs)
         # The backward pass is traced later, with inputs that are sharded like these.
         residual_specs[:] = leaf_specs
@@ -129,7 +129,7 @@ def _vjp_rules(original: Fn, specs: Sequence[P], run_local: RunLocal) -> tuple[F
     return forward, backward
 
 
-def _partial_vjp(fn: Fn, perturbed: Sequence[bool], inputs: Sequence[object]) -> tuple[Arrays, Fn]:
+def partial_vjp(fn: Fn, perturbed: Sequence[bool], inputs: Sequence[object]) -> tuple[Arrays, Fn]:
     """The results of a function, and a PyTree that maps their cotangents to those of its inputs,
     which are None where an input is not perturbed."""
 

@@ -49,7 +49,7 @@ from ..operations import Atom
 from ..operations._made_rules import OF_ANY_ROW
 from ..operations._rule import OPERAND_SIZES, RESULT_SIZES, at_places, shape_of
 from ..program._trace import Arrays
-from ._custom_rules import replace_chosen, zero_tangent
+from ._custom_rules import partial_vjp, replace_chosen, zero_tangent
 from ._local_operation import KERNEL, acts_on_parts
 from ._local_states import (
     CALLBACK,
@@ -158,7 +158,10 @@ class LocalRegion:
         of it. Raises `NotLocal`."""
         results = self.states.step(equation, states).results
         flow = control_flow(equation)
-        if not self.is_loop and any(map(_has_reverse_rule, equations_inside(equation))):
+        # In a scan over rows, a rule has one row, as it would have without a mesh.
+        of_row = isinstance(flow, Scan) and is_over_rows(flow, states)
+        has_rule = any(map(_has_reverse_rule, equations_inside(equation)))
+        if has_rule and not self.is_loop and not of_row:
             raise NotLocal("it has a `custom_vjp`")
         self._manual_axes(equation)
         synchronised = isinstance(flow, While) and OWN in itertools.compress(results, used)
@@ -360,6 +363,8 @@ class _Evaluation:
                 run = jax.checkpoint(run, prevent_cse=flow.prevent_cse, policy=flow.policy)
             case CallKind.CUSTOM_JVP:
                 run = self._with_jvp(equation, run, step)
+            case CallKind.CUSTOM_VJP if self.region.of_row and not self.region.is_loop:
+                run = self._with_vjp(equation, run)
             case CallKind.CUSTOM_VJP:
                 run = _without_derivative(run)
         return list(run(*inputs))
@@ -403,6 +408,45 @@ class _Evaluation:
 
         custom.defjvp(rule)
         return custom
+
+    def _with_vjp(self, equation: JaxprEqn, run: Callable[..., Arrays]) -> Callable[..., Arrays]:
+        """A function of one row with the reverse-mode derivative of a `custom_vjp`."""
+        avals = list(map(struct_of, equation.invars))
+        results = list(map(struct_of, equation.outvars))
+        # Integers have no cotangents.
+        moving = list(map(is_inexact, avals))
+        moved = list(map(is_inexact, results))
+
+        def forward(*primals: object) -> tuple[Arrays, Callable[..., Arrays]]:
+            return partial_vjp(lambda *xs: bind_again(equation, xs), moving, primals)
+
+        def backward(pull: Callable[..., Arrays], cotangents: Arrays) -> Arrays:
+            all_cotangents = replace_chosen(list(map(zero_tangent, results)), moved, cotangents)
+            return list(itertools.compress(pull(all_cotangents), moving))
+
+        # Without the axes of the region, as the rules expect.
+        with use_abstract_mesh(equation.ctx.cur_abstract_mesh):
+            forward_jaxpr, (_, pull) = jax.make_jaxpr(forward, return_shape=True)(*avals)
+            cotangents = list(itertools.compress(results, moved))
+            backward_jaxpr = jax.make_jaxpr(backward)(pull, cotangents)
+        run_forward, run_backward = self._of_row(forward_jaxpr), self._of_row(backward_jaxpr)
+
+        def forward_rule(*primals: object) -> tuple[Arrays, Arrays]:
+            arrays = run_forward(*primals)
+            return arrays[: len(results)], arrays[len(results) :]
+
+        def backward_rule(residuals: Arrays, cotangents: Arrays) -> tuple[object, ...]:
+            pulled = run_backward(*residuals, *itertools.compress(cotangents, moved))
+            return tuple(replace_chosen(list(map(zero_tangent, avals)), moving, pulled))
+
+        custom = jax.custom_vjp(run)
+        custom.defvjp(forward_rule, backward_rule)
+        return custom
+
+    def _of_row(self, jaxpr: AnyJaxpr) -> Callable[..., Arrays]:
+        """A function of one row."""
+        opened = open_jaxpr(jaxpr)
+        return self.as_function(jaxpr, [OWN] * len(opened.invars), [OWN] * len(opened.outvars))
 
     def _solve(self, flow: LinearSolve, inputs: Arrays, step: LocalStep) -> Arrays:
         states, results = step.operands, step.results

@@ -1,12 +1,13 @@
 """Scans whose iterations do not depend on each other, as those of `jax.lax.map`."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
 from ...core._control_flow import Scan, open_jaxpr
 from ...core._jaxpr import variables
-from ._rule import shape_of
+from ._rule import Atom, shape_of
 
 _ADDITIONS = frozenset(["add", "add_any"])
 
@@ -27,17 +28,27 @@ def sums_over_iterations(scan: Scan) -> tuple[bool, ...] | None:
         if after is var:
             sums.append(False)
             continue
-        if not isinstance(after, Var) or after not in producers:
-            return None
         # What is summed so far may not be used otherwise: it has another value in each iteration.
-        if not _adds_to(producers[after], var) or uses[var] > 1 or uses[after] > 1:
+        if uses[var] > 1 or not _adds_to(var, after, producers, uses):
             return None
         sums.append(True)
     return tuple(sums)
 
 
-def _adds_to(equation: JaxprEqn, var: Var) -> bool:
-    """Whether an equation adds something to a variable."""
-    is_same_shape = shape_of(equation.outvars[0]) == shape_of(var)
-    adds = equation.primitive.name in _ADDITIONS and is_same_shape
-    return adds and var in variables(equation.invars)
+def _adds_to(
+    var: Var, result: Atom, producers: Mapping[Var, JaxprEqn], uses: Mapping[Var, int]
+) -> bool:
+    """Whether a result is a variable to which others are added one after the other."""
+    if result is var:
+        return True
+    if not isinstance(result, Var) or result not in producers or uses[result] > 1:
+        return False
+    equation = producers[result]
+    if shape_of(result) != shape_of(var):
+        return False
+    terms: Sequence[Atom] = ()
+    if equation.primitive.name in _ADDITIONS:
+        terms = equation.invars
+    elif equation.primitive.name == "sub":
+        terms = equation.invars[:1]
+    return any(_adds_to(var, term, producers, uses) for term in terms)

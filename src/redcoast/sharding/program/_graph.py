@@ -101,12 +101,14 @@ class HostCall:
 class Asked:
     """A sharding that the program itself asks for: for each dimension the axes, or None if any.
 
-    The array becomes so sharded `times` times in a step, forward and backward.
+    The array becomes so sharded `times` times in a step, forward and in each rematerialisation.
+    Its cotangent has this sharding, and becomes sharded as the array was before `backward` times.
     """
 
     value: Value
     axes: tuple[tuple[str, ...] | None, ...]
     times: int | float
+    backward: int | float
     source: Source = ()
 
 

@@ -187,8 +187,8 @@ def _record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None
         axes = (*graph.constrained.get(node, ()), *spec_axes(entry))
         graph.constrained[node] = tuple(dict.fromkeys(axes))  # each once
     cursor = graph.cursor
-    times = cursor.times * (cursor.forwards + operand.grad)
-    graph.asked.append(Asked(operand, tuple(asked), times, cursor.source))
+    backward = cursor.times * operand.grad
+    graph.asked.append(Asked(operand, tuple(asked), cursor.runs, backward, cursor.source))
 
 
 def _gather_sequence(graph: Graph, equation: JaxprEqn, operand: Value, d: int) -> list[Value]:

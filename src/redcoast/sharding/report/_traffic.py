@@ -15,10 +15,11 @@ from ..solver._hardware import all_gather, all_reduce
 from ..solver._layout import StorageLayout
 from ..solver._planned_collectives import of_batch, of_model
 from ..solver._strategy import Decision, batch_gathers, stored
-from ..tree._overrides import spec_axes
+from ..tree._overrides import axes_of_spec, spec_axes
+from ._asked import Axes, changes_asked, path_of, sent_for_products
 from ._data import Traffic, TrafficKind
 from ._reasons import Reasons
-from ._sent import Axes, Sent, sent_as_asked, sent_to_hosts
+from ._sent import Sent, sent_to_hosts
 from ._text import grouped, shortened
 
 Cause = tuple[Axes, TrafficKind, str]
@@ -34,7 +35,7 @@ def all_sent(layout: StorageLayout, reasons: Reasons) -> list[Sent]:
         *_over_batch(of_stage, decision.program.staged),
         *_gathers(layout, reasons),
         *sent_to_hosts(decision),
-        *sent_as_asked(decision),
+        *_as_asked(decision),
         *_between_stages(decision),
     ]
 
@@ -79,12 +80,27 @@ def pipelining(decision: Decision) -> Pipelining | None:
     return Pipelining(staged.stages, staged.layers, staged.microbatches, staged.bubble, sent)
 
 
+def _as_asked(decision: Decision) -> Iterator[Sent]:
+    """What is sent to reach the shardings that the program itself asks for."""
+    for asked, change, times in changes_asked(decision):
+        over = used_axes(axes_of_spec(change.before), decision.sizes)
+        cause = "shardings that the program asks for"
+        yield Sent(over, "activations", cause, change.sent * times, asked.source)
+    for one in sent_for_products(decision):
+        cause = "products of arrays in shardings that the program asks for"
+        yield Sent(one.axes, "activations", cause, one.bytes, one.work.source)
+
+
 def _tensor_parallel(reasons: Reasons) -> Iterator[Sent]:
     """All-reduces of sums over tensor-parallel dimensions, and all-gathers after them."""
     decision = reasons.decision
     graph, classes = decision.program.graph, decision.classes
+    products = sent_for_products(decision)
+    sums_whole = {path_of(one.work.source) for one in products if one.sums_whole}
     for collective in of_model(graph, classes, decision.batch, decision.n, decision.hardware):
         if collective.root not in decision.chosen:
+            continue
+        if not collective.backward and path_of(collective.source) in sums_whole:
             continue
         # Overrides may shard two dimensions of an array, of which one counts.
         names = "arrays of overrides"

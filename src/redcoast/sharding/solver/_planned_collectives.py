@@ -113,7 +113,9 @@ def of_batch(
         size = _sum_bytes(summed, hardware) / others
         # Results without rows are gradients.
         if is_gradient:
-            sent = all_reduce(batch.count, size)
+            # Where each use is summed alone, so is each dimension of the batch.
+            count = batch.count if hardware.adds_first else devices
+            sent = all_reduce(count, size)
             if scatters:
                 sent = all_gather(batch.count, size)
             yield PlannedCollective("gradients", sent, dims, source, backward=True)

@@ -70,15 +70,16 @@ class Tree:
     """The blocks of a tree, inner ones first, so that the last one is the tree itself.
 
     `stacks` has the number of stacked leading dimensions of each array, by index. `counts` has, for
-    each repeated layer, how many of its arrays have a dimension of a size. The most frequent one
-    is the width of the residual stream, which every block reads and writes.
+    each layer, how many of its arrays have a dimension of a size, and `sides` how many of its
+    matrices have a side of a size. The most frequent one is the width of the residual stream, which
+    every block reads and writes.
     """
 
     def __init__(self, root: Node):
         self.blocks: list[Block] = []
         self.stacks: dict[int, int] = {}
         self.counts: dict[tuple[str, ...], Counter[int]] = {}
-        self._sides: dict[tuple[str, ...], Counter[int]] = {}
+        self.sides: dict[tuple[str, ...], Counter[int]] = {}
         self._find_stacks(root, 0)
         # Layers are counted apart: an encoder and a decoder may have different widths.
         for leaf in leaves_below(root):
@@ -88,12 +89,8 @@ class Tree:
         self._orient_alike()
         for matrix in self.blocks[-1].below:
             if matrix.kind == "linear":
-                counter = self._sides.setdefault(_outermost_layer(matrix.leaf), Counter())
+                counter = self.sides.setdefault(layer_of(matrix.leaf), Counter())
                 counter.update({matrix.in_size, matrix.out_size})
-
-    def sizes_around(self, matrix: WeightMatrix) -> Counter[int]:
-        """How many matrices of the layer of a matrix have a side of a size."""
-        return self._sides[_outermost_layer(matrix.leaf)]
 
     def _find_stacks(self, node: Node, depth: int) -> None:
         """Counts the stacked (scanned or vmapped) leading dimensions of the arrays of a node."""
@@ -221,15 +218,7 @@ def _has_own_name(matrix: WeightMatrix) -> bool:
 
 
 def layer_of(leaf: Leaf) -> tuple[str, ...]:
-    """The repeated layer of an array: its path up to the last number, with numbers replaced."""
-    above = leaf.path[:-1]
-    while above and not above[-1].isdecimal():
-        above = above[:-1]
-    return tuple(re.sub(r"^\d+$", "*", part) for part in above)
-
-
-def _outermost_layer(leaf: Leaf) -> tuple[str, ...]:
-    """The path of an array up to its first number: stages of a network may have other widths."""
+    """The path of an array up to its first number, as of one of several layers; empty without."""
     for place, part in enumerate(leaf.path[:-1]):
         if part.isdecimal():
             return leaf.path[: place + 1]

@@ -217,7 +217,7 @@ class Rules:
         for matrix in matrices:
             # A square matrix counts once.
             sizes.update({matrix.in_size, matrix.out_size})
-        in_layer = self.tree.sizes_around(matrices[0])
+        in_layer = self.tree.sides[layer_of(matrices[0].leaf)]
         return max(sizes, key=lambda size: (sizes[size], size in widths, in_layer[size], -size))
 
     def _outputs(

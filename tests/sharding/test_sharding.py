@@ -354,3 +354,11 @@ def test_stages_whose_widths_are_inner_sizes_of_other_stages_are_split_on_their_
     for name in ("0/0", "0/1", "1/0", "2/0"):
         assert found[f"stages/{name}/expand"] == P(None, "model")
         assert found[f"stages/{name}/project"] == P("model")
+
+
+@pytest.mark.parametrize("names", [("first", "second"), ("up", "down")])
+def test_a_pair_in_a_dict_is_split_between_its_matrices_in_either_order(names):
+    """JAX sorts the keys of a dict, so that their order is not that of the layers."""
+    before, after = names
+    found = specs({before: array(96, 160), after: array(160, 200)}, model=4)
+    assert found == {before: P(None, "model"), after: P("model")}

@@ -14,7 +14,7 @@ these are the rules of Megatron-LM (arXiv:1909.08053, section 3).
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd, prod
 from operator import attrgetter
 from typing import Literal
@@ -126,6 +126,9 @@ class Rules:
         elif linear:
             self._shard_residual(block, parent, widths)
         self._shard_chains(block, widths | self.widths(block.below))
+        # A dict is sorted by name, which may be the other way round.
+        if isinstance(block.node.owner, dict):
+            self._shard_chains(replace(block, near=block.near[::-1]), widths)
 
     def _shard(
         self,

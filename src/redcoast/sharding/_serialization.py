@@ -179,6 +179,7 @@ def _read(path: Path) -> _SavedPlan:
     version = document.get("format")
     if not isinstance(version, int):
         raise ValueError(f"{path} is not a plan: it has no `format`.")
+    # Fields that are missing or unknown would be reported one by one otherwise.
     if version != FORMAT:
         raise ValueError(
             f"{path} is a plan of format {version}, but this version of redcoast reads format "
@@ -218,6 +219,7 @@ def _check_leaves(path: Path, rows: Sequence[_SavedArray], leaves: Sequence[Leaf
     if planned != paths:
         raise ValueError(f"The plan in {path} is for another tree: {_difference(planned, paths)}.")
     for row, leaf in zip(rows, leaves, strict=True):
+        # The estimates of a plan are of its dtypes too, though its specs would fit.
         if (row.shape, row.dtype) != (leaf.shape, str(leaf.dtype)):
             raise ValueError(
                 f"The plan in {path} is for another tree: {leaf.name or 'the array'} was planned "

@@ -6,6 +6,7 @@ from typing import Any
 
 from . import _data as data
 
+# The names of the sums, in the order of the fields of `Totals`.
 _ROLES = ("all", "parameter", "optimizer state", "other")
 _REPLICATED = ("path", "shape", "bytes", "role", "reason")
 

@@ -118,6 +118,7 @@ def plan_leaves(tree: PyTree, model: list[LeafPlan], sizes: Mapping[str, int]) -
     of_model = iter(model)  # in the order of the leaves, which the state keeps
     plans: list[LeafPlan] = []
     for leaf in flat_leaves(tree):
+        # A training state is a class of ours, so that no user chooses these names.
         field_name = leaf.path[0]
         if field_name == "model":
             plan = next(of_model)
@@ -158,6 +159,7 @@ def _like_parameter(
         spec = _matching_spec(state, plan, rest)
         if spec is not None:
             return spec, Reason("follows", f"sharded like {plan.leaf.name or 'the model'}")
+    # A path fits and no shape, as that of the products of one side of a matrix.
     if candidates and candidates[0][0].leaf.path:
         name = candidates[0][0].leaf.name
         spec = _divided_statistics(state, candidates[0][0].leaf, sizes)

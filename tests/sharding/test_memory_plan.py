@@ -8,12 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from random_models import to_device
 
 import redcoast as rc
 from redcoast.dryrun._flops import contractions
+from redcoast.dryrun.hlo import collectives
 from redcoast.models.llama import Llama, LlamaConfig
 from redcoast.sharding import _plan
+from redcoast.sharding._from_program import plan_flow
+from redcoast.sharding._memory_plan import MemoryTask, plan_within
 from redcoast.sharding.constrain._recompute import Recomputed
 from redcoast.sharding.memory._decide import footprint
 from redcoast.sharding.memory._search import least_within
@@ -141,6 +145,33 @@ def test_layers_that_take_turns_are_gathered_one_at_a_time():
     expected, found = jax.jit(jax.grad(plain))(placed, rows, None), program(placed, rows, None)
     for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_array_equal(y, x)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["cast", "nested"])
+def test_stacks_that_the_loss_changes_stay_sharded(how):
+    """Stacks that a loss casts, or divides into groups for a loop in a loop, are not gathered."""
+
+    def loss(model, batch, key):
+        if how == "cast":
+            model = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
+            return in_a_scan(model, batch.astype(jnp.bfloat16), key).astype(jnp.float32)
+        groups = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), model)
+        inner = lambda x, p: (layer(x, p), None)
+        batch, _ = jax.lax.scan(lambda x, g: jax.lax.scan(inner, x, g), batch, groups)
+        return jnp.mean(batch**2)
+
+    model, batch = stacked(make_model(width=64)), array((ROWS, 64))
+    mesh = rc.make_mesh(fsdp=8)
+    plan = rc.plan_shardings(model, mesh, fn=loss, args=(batch, None))
+    placed = jax.device_put(model, plan.shardings)
+    rows = jax.device_put(batch, rc.batch_shardings(batch, mesh))
+    program = jax.jit(plan.constrain(loss)).lower(placed, rows, None).compile()
+    for one in collectives(program.as_text(), mesh):
+        if one.kind == "all-gather":
+            assert one.count == LAYERS
+    expected = jax.jit(loss)(model, batch, None)
+    np.testing.assert_allclose(program(placed, rows, None), expected, rtol=1e-2)
 
 
 @pytest.mark.thorough
@@ -383,6 +414,34 @@ def test_a_model_of_one_array_has_no_state_to_keep_on_the_host(monkeypatch):
         args = (array((8, WIDTH)), None)
         plan = rc.plan_shardings(wrap(array((WIDTH, 8))), mesh, fn=loss, args=args, memory=1e9)
         assert plan.report.program.offloaded == 0
+
+
+def test_values_are_kept_as_the_step_is_divided_in_the_end():
+    """Where what recomputes is divided in another way, it is decided once more what it keeps."""
+    model, batch = stacked(make_model()), array((ROWS, WIDTH))
+    mesh = rc.make_mesh(data=1, fsdp=4, model=2)
+    seen = []
+
+    def plan(fn):
+        overrides = []
+        if isinstance(fn, Recomputed):
+            overrides = [("up", P(None, "model", "fsdp")), ("down", P(None, "fsdp", "model"))]
+            seen.append(fn.compute)
+        return plan_flow(
+            model, mesh, fn, (batch, None), overrides=overrides, trainable=eqx.is_inexact_array,
+            hardware=rc.Hardware(), budget=None, state_bytes=0, sequence=False,
+        )  # fmt: skip
+
+    memory = plan(in_a_scan)[2].memory
+    task = MemoryTask(in_a_scan, model, (batch, None), mesh, eqx.is_inexact_array, plan)
+    limit = memory.total - 0.3 * memory.activations
+    _, compute, report = plan_within(task, limit, must_fit=True)
+    assert seen[0].dims == (1, 2)
+    assert seen[-1].dims == compute.dims == (2, 1)
+    assert report.memory.total <= limit
+    _, _, decider = Recomputed(in_a_scan, mesh, compute).read(model, (batch, None), (True, True))
+    most, _ = footprint(decider.flat, decider.decide(compute.recompute))
+    assert most <= 1.01 * report.memory.activations
 
 
 def test_memory_needs_a_loss():

@@ -57,10 +57,56 @@ def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Pla
                 "stages already recompute their layers. Use more microbatches or a larger `pipe`."
             )
         return planned
+    # The planner may divide the program that recomputes in another way, in which it keeps more.
+    result = planned
+    for _ in range(_TRIES):
+        fixed = _fixed_bytes(result[2])
+        room = memory - fixed  # what is left for activations
+        result = _recompute_within(task, planned, compute, room, fixed, must_fit=must_fit)
+        if _divides_alike(result[1], compute):
+            break
+        compute = replace(result[1], recompute=None, offloaded=False)
+    return result
+
+
+def _fixed_bytes(report: ProgramReport) -> int:
+    """All but the activations, with the optimizer's state on the device."""
+    memory = report.memory
+    fixed = memory.total - memory.activations
+    if report.offloaded:
+        fixed += report.offloaded - memory.optimizer_state
+    return fixed
+
+
+def _divides_alike(a: Compute, b: Compute) -> bool:
+    return (a.dims, a.batch_axes, a.split) == (b.dims, b.batch_axes, b.split)
+
+
+def _recompute_within(
+    task: MemoryTask,
+    planned: Planned,
+    compute: Compute,
+    room: int | float,
+    fixed: int,
+    *,
+    must_fit: bool,
+) -> Planned:
+    """The plan of a function that recomputes, as is decided where it is divided as in `compute`.
+
+    `planned` is the plan of a function that recomputes nothing. There is `room` for activations
+    beside the `fixed` bytes.
+    """
+    memory = room + fixed
+    report = planned[2]
     # Frozen arrays have no gradient, so that their products keep less.
     trained = tuple(trainable_arrays(task.model, task.trainable))
-    reader = Recomputed(task.fn, task.mesh, compute)
-    traced, _, decider = reader.read(task.model, task.args, trained)
+    read = lambda compute: Recomputed(task.fn, task.mesh, compute).read(
+        task.model, task.args, trained
+    )
+    traced, _, decider = read(compute)
+    first = decider
+    if compute is not planned[1]:
+        _, _, first = read(planned[1])
     if not traced.trains:
         if must_fit:
             raise ValueError(
@@ -69,11 +115,9 @@ def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Pla
             )
         return planned
     activations = report.memory.activations
-    now = bytes_kept(decider)
+    now = bytes_kept(first)
     # The planner's peak of the program as it is, by the sum of what is kept.
     scale = max(1.0, activations / max(1.0, now))
-    fixed = report.memory.total - activations
-    room = memory - fixed  # what is left for activations
     best = least_within(decider, room / scale)
     # The optimizer's state is only needed when the activations are not.
     is_offloaded = task.offloads and scale * best.bytes > room >= 0
@@ -89,7 +133,8 @@ def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Pla
 
     def plan_with(candidate: RecomputeCandidate) -> Planned:
         recompute = replace(candidate.recompute, trained=trained)
-        return _recomputing(task, planned, recompute, candidate, round(scale * candidate.bytes))
+        before = planned[0], compute, report
+        return _recomputing(task, before, recompute, candidate, round(scale * candidate.bytes))
 
     if least < activations:
         planned = _with_less_arithmetic(plan_with, decider, best, room, scale)

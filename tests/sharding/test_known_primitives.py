@@ -15,7 +15,7 @@ UNKNOWN = {
     # Collectives and mutable arrays, inside of what a program splits itself.
     *("all_gather", "all_to_all", "get", "ppermute", "ragged_all_to_all", "swap"),
     # Neither a part of programs that are traced to be planned, nor differentiable.
-    *("after_all", "custom_lin", "dce_sink", "empty2", "stage", "symmetric_product"),
+    *("after_all", "custom_lin", "dce_sink", "stage", "symmetric_product"),
 }
 
 

@@ -349,7 +349,10 @@ def expansion(equation: JaxprEqn) -> AnyJaxpr | None:
 
     None for other primitives.
     """
-    if not is_vmapped(equation) and not _FILTERED.issubset(equation.params):
+    is_filtered = _FILTERED.issubset(equation.params)
+    # Without `vmap`, as for times that all rows share, it has a primitive of its own.
+    is_alone = equation.primitive.name in _DIFFERENTIABLE
+    if not is_vmapped(equation) and not is_filtered and not is_alone:
         return None
     run = ft.partial(equation.primitive.impl, **equation.params)
     try:

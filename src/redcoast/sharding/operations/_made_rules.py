@@ -24,8 +24,8 @@ OF_ANY_ROW = frozenset(["unvmap_all", "unvmap_any", "unvmap_max"])
 # These have no dimensions to shard, or no results.
 FRESH = frozenset(
     """
-    iota rng_uniform rng_bit_generator debug_callback debug_print axis_index empty create_token
-    partition_id platform_index inspect_sharding unvmap_all unvmap_any unvmap_max
+    iota rng_uniform rng_bit_generator debug_callback debug_print axis_index empty empty2
+    create_token partition_id platform_index inspect_sharding unvmap_all unvmap_any unvmap_max
     """.split()  # noqa: SIM905
 )
 # Each key is independent: the results have the leading dimensions of the keys.

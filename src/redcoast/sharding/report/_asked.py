@@ -30,7 +30,7 @@ Spec = Sequence[Axes]  # the axes of each dimension
 
 
 @dataclass(frozen=True)
-class Change:
+class ChangeOfSharding:
     """A change of sharding: bytes that each device sends, and whether it gathers the array."""
 
     before: Spec
@@ -56,7 +56,7 @@ class AskedShardings:
     operands: dict[_Path, list[_Operand]] = field(default_factory=dict)
 
 
-def changes_asked(decision: Decision) -> Iterator[tuple[Asked, Change, int | float]]:
+def changes_asked(decision: Decision) -> Iterator[tuple[Asked, ChangeOfSharding, int | float]]:
     """The changes of sharding that the program asks for, and how often a step makes each."""
     for asked, before, after in follow_asked(decision).changes:
         yield asked, _change(asked.value.bytes, before, after, decision.sizes), asked.times
@@ -264,7 +264,7 @@ def _reached(asked: Asked, before: Spec, sizes: Sizes) -> tuple[Axes, ...]:
     return tuple(after)
 
 
-def _change(whole: int, before: Spec, after: Spec, axes: Sizes) -> Change:
+def _change(whole: int, before: Spec, after: Spec, axes: Sizes) -> ChangeOfSharding:
     """What a change between two shardings of an array of `whole` bytes sends.
 
     `less` are the factors by which dimensions are split less than before, and `more` those by which
@@ -282,7 +282,7 @@ def _change(whole: int, before: Spec, after: Spec, axes: Sizes) -> Change:
     count = spec_parts(before, axes)
     # No factor of one dimension fits into another, so that nothing can be exchanged.
     if less and more and not exchanged:
-        return Change(before, all_gather(count, whole), True)
+        return ChangeOfSharding(before, all_gather(count, whole), True)
     size = whole / count  # of the part that a device has
     size /= prod((more - exchanged).elements())  # what is split further sends nothing
     sent = sum(size * (1 - 1 / ratio) for ratio in exchanged.elements())
@@ -292,7 +292,7 @@ def _change(whole: int, before: Spec, after: Spec, axes: Sizes) -> Change:
         size *= ratio
     if any(map(_is_permuted, before, after)):
         sent += size  # each device has the part of another one
-    return Change(before, sent, False)
+    return ChangeOfSharding(before, sent, False)
 
 
 def _is_permuted(before: Axes, after: Axes) -> bool:

@@ -66,10 +66,10 @@ def grammars_of(
     def prepared() -> Any:
         from llguidance import LLTokenizer  # pyright: ignore[reportMissingImports]
 
-        ends = {}
+        options: dict[str, Any] = {"n_vocab": vocab}
         if eos:
-            ends = {"eos_token": eos[0]}
-        return LLTokenizer(tokenizer.to_str(), n_vocab=vocab, **ends)
+            options["eos_token"] = eos[0]
+        return LLTokenizer(tokenizer.to_str(), **options)
 
     def make(form: Mapping[str, object]) -> Callable[[], Grammar]:
         from llguidance import LLMatcher  # pyright: ignore[reportMissingImports]

@@ -104,7 +104,7 @@ class _Run:
         block: StepBlock,
         choice: BlockChoice,
         values: _Values,
-        policy: Callable[..., object],
+        policy: Callable[..., bool],
     ) -> None:
         # Numbers of the program, such as positions, are computed where they are used.
         constant = self._constant

@@ -25,6 +25,7 @@ from ...core._control_flow import (
 from ...core._jaxpr import as_traced, bind_again, evaluate_jaxpr, iter_equations
 from ...core._markers import gathered_dimension
 from ...core._pytree import ARRAYS, join
+from .._mesh_axes import parts
 from ..operations import Atom
 from ..operations._rule_table import CONSTRAINED
 from ..pipeline._draws import draw_rows
@@ -34,11 +35,13 @@ from ..program._batch import BatchNodes, created_rows
 from ..program._program import LARGE_CONSTANT, follow_program
 from ..program._trace import Arrays, trace_over
 from ..program._walk import Scope, outputs_of
+from ..solver._layout import STORAGE_AXES
 from ..tree._leaf_plans import Compute
 from ._attention_kernel import KERNELS, run_kernel
 from ._bound_equation import BoundEquation, Tables, values_of
 from ._copied_weights import apply_copies, copy_weights
 from ._custom_rules import Fn, is_float0, replace_chosen, run_custom
+from ._gathered_layers import gather_again
 from ._grouped_conv import run_grouped
 from ._local_choice import choose_region, used_results
 from ._local_operation import acts_on_parts, run_operation
@@ -374,6 +377,11 @@ def _scan(bound: BoundEquation, scan: Scan) -> Arrays:
 
     # Python numbers would be weakly typed in the first iteration alone.
     init = list(map(as_traced, init, carry_vars))
+    policy = None
+    if parts(STORAGE_AXES, shardings.mesh.shape) > 1:
+        policy = gather_again(scope, stored)
+    if policy is not None:
+        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     return scan.run(body, consts, init, xs)
 
 

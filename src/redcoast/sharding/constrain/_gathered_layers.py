@@ -1,0 +1,70 @@
+"""Loops over FSDP-sharded layers, which gather a layer again in the backward pass.
+
+A loop keeps what its derivative reads, for all iterations. The derivative of a product reads the
+gathered weights, so that each device would keep all layers as they are gathered.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jax.core import AbstractValue
+from jax.extend.core import JaxprEqn, Literal, Primitive, Var
+
+from ...core._control_flow import Call, CallKind, control_flow
+from ...core._jaxpr import iter_equations
+from ..operations._rule import shape_of
+from ..operations._rule_table import CONSTRAINED
+from ..program._walk import Scope
+
+# The name of a primitive, and the shapes of its operands.
+_Operation = tuple[str, tuple[tuple[int, ...], ...]]
+
+
+@dataclass(frozen=True)
+class KeepAllBut:
+    """A policy of `jax.checkpoint` that keeps the results of all operations but these."""
+
+    operations: frozenset[_Operation]
+
+    def __call__(self, primitive: Primitive, *operands: AbstractValue, **params: object) -> bool:
+        shapes = tuple(getattr(operand, "shape", ()) for operand in operands)
+        return (primitive.name, shapes) not in self.operations
+
+
+def gather_again(scope: Scope, stored: Sequence[bool]) -> KeepAllBut | None:
+    """The policy of the body of a loop for its gathered weights; None if it has none of them.
+
+    `stored` selects the inputs of the body that are sharded in storage.
+    """
+    # This policy would keep what a `jax.checkpoint` in the body recomputes, and JAX refuses most
+    # effects in one.
+    if scope.jaxpr.effects or any(map(_is_rematerialised, iter_equations(scope.jaxpr))):
+        return None
+    operations: set[_Operation] = set()
+    _add_operations_on_weights(scope, stored, operations)
+    if not operations:
+        return None
+    return KeepAllBut(frozenset(operations))
+
+
+def _is_rematerialised(equation: JaxprEqn) -> bool:
+    flow = control_flow(equation)
+    return isinstance(flow, Call) and flow.kind is CallKind.REMAT
+
+
+def _add_operations_on_weights(
+    scope: Scope, stored: Sequence[bool], operations: set[_Operation]
+) -> None:
+    """Adds the gathers of weights, and what casts and rearranges them before they are used."""
+    weights: set[Var] = set(itertools.compress(scope.jaxpr.invars, stored))
+    for weight in weights:
+        operations.add(("sharding_constraint", (shape_of(weight),)))
+    for index, equation in enumerate(scope.jaxpr.eqns):
+        flow, inner = control_flow(equation), scope.inner.get(index, [])
+        is_weight = [not isinstance(x, Literal) and x in weights for x in equation.invars]
+        if isinstance(flow, Call) and inner and not flow.has_derivative:
+            _add_operations_on_weights(inner[0], is_weight, operations)
+        elif flow is None and equation.primitive.name not in CONSTRAINED and all(is_weight):
+            weights.update(equation.outvars)
+            operations.add((equation.primitive.name, tuple(map(shape_of, equation.invars))))

@@ -5,40 +5,24 @@ anew every few steps, from the eigenvectors of the statistics.
 """
 
 import functools as ft
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..core._errors import check_integer, check_kind, check_number
-from ._matrix_stacks import (
-    NUMBER,
-    Matrices,
-    Numbers,
-    by_label,
-    check_learning_rate,
-    check_rates,
-)
+from ._matrix_stacks import Matrices, Numbers
 from ._side_statistics import (
     Side,
+    SideOptions,
     Stack,
     add_gradient,
     as_statistics,
-    scale_by_sides,
     sides_of_stack,
+    with_sides,
 )
 
 _GRAFT_EPS = 1e-8  # added to the root of the squares, as in Adam
-
-
-class _Options(NamedTuple):
-    b1: float
-    b2: float
-    statistics: float
-    eps: float
-    frequency: int
 
 
 def shampoo(
@@ -101,21 +85,13 @@ def shampoo(
         optimizer = rc.shampoo(1e-3, dimensions, others=optax.adamw(3e-4))
         ```
     """
-    check_learning_rate(learning_rate)
-    check_rates(b1=b1, b2=b2, statistics=statistics)
-    check_number("eps", eps, above=0)
-    check_integer("frequency", frequency)
-    check_kind("weight_decay", weight_decay, NUMBER, "a number")
-    options = _Options(b1, b2, statistics, eps, frequency)
-    matrices = optax.chain(
-        scale_by_sides(dimensions, ft.partial(_next, options)),
-        optax.add_decayed_weights(weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
+    options = SideOptions(b1, b2, statistics, eps, frequency)
+    return with_sides(
+        "shampoo", learning_rate, dimensions, others, options, weight_decay, next_stack=_next
     )
-    return by_label("shampoo", dimensions, matrices, others)
 
 
-def _next(options: _Options, count: Int[Array, ""], stack: Stack) -> Stack:
+def _next(options: SideOptions, count: Int[Array, ""], stack: Stack) -> Stack:
     gradient = stack.gradient
     left, right = sides_of_stack(stack)
     left = add_gradient(left, gradient, options.statistics)
@@ -143,7 +119,7 @@ def _norms(x: Matrices) -> Float[Array, "_ 1 1"]:
     return jnp.sqrt(jnp.sum(x**2, axis=(1, 2), keepdims=True))
 
 
-def _with_roots(options: _Options, left: Side, right: Side) -> tuple[Side, Side]:
+def _with_roots(options: SideOptions, left: Side, right: Side) -> tuple[Side, Side]:
     """The sides with roots of their inverse statistics, of powers that add up to -1/2."""
     power = -0.25
     if left.is_empty or right.is_empty:

@@ -5,6 +5,7 @@ them, and their decompositions, take most of the time: matrices of the same shap
 each device computes with some of them.
 """
 
+import functools as ft
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -14,20 +15,24 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
+from ..core._errors import check_integer, check_kind, check_number
 from ..core._tracing import traced_mesh
 from ._matrix_stacks import (
+    NUMBER,
     Matrices,
     Numbers,
     as_matrices,
+    by_label,
+    check_learning_rate,
+    check_rates,
     dividing_axes,
     from_matrices,
     missing_matrices,
     numbers_of,
 )
 
-Statistics = Float[
-    Array, "_ 2 _ _"
-]  # (matrices, statistics and what follows from them, size, size)
+# (matrices, the statistics and what follows from them, size, size)
+Statistics = Float[Array, "_ 2 _ _"]
 
 _LARGEST = 10_000  # a longer side has no statistics, as in SOAP's published implementation
 
@@ -68,11 +73,49 @@ class Side(NamedTuple):
         return self.basis.shape[1] == 0
 
 
+class SideOptions(NamedTuple):
+    """How much of each mean is kept in a step, what is added to divisors, and after how many steps
+    what follows from the statistics is computed again."""
+
+    b1: float
+    b2: float
+    statistics: float
+    eps: float
+    frequency: int
+
+
 # From the number of steps so far and a stack to the next one, with the update as its gradient.
 Next = Callable[[Int[Array, ""], Stack], Stack]
 
 
-def scale_by_sides(
+def with_sides(
+    name: str,
+    learning_rate: optax.ScalarOrSchedule,
+    dimensions: PyTree[Numbers | None],
+    others: optax.GradientTransformation,
+    options: SideOptions,
+    weight_decay: float,
+    *,
+    next_stack: Callable[[SideOptions, Int[Array, ""], Stack], Stack],
+) -> optax.GradientTransformation:
+    """An optimizer of matrices with statistics of both sides, and another one of other arrays.
+
+    Raises `ValueError` or `TypeError` if an argument cannot be.
+    """
+    check_learning_rate(learning_rate)
+    check_rates(b1=options.b1, b2=options.b2, statistics=options.statistics)
+    check_number("eps", options.eps, above=0)
+    check_integer("frequency", options.frequency)
+    check_kind("weight_decay", weight_decay, NUMBER, "a number")
+    matrices = optax.chain(
+        _scale_by_sides(dimensions, ft.partial(next_stack, options)),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return by_label(name, dimensions, matrices, others)
+
+
+def _scale_by_sides(
     dimensions: PyTree[Numbers | None], next_stack: Next
 ) -> optax.GradientTransformation:
     """A transformation that computes its updates on stacks, of which each device has a part."""
@@ -83,10 +126,13 @@ def scale_by_sides(
         shapes: list[tuple[int, ...]] = []
         for x, n in zip(arrays, numbers, strict=True):
             shapes.append(jax.eval_shape(lambda x, n=n: as_matrices(x, n), x).shape)
-        zeros = lambda side: [_statistics(shape, side) for shape in shapes]
-        parts = [zeros(1), zeros(2)]
-        means = [jax.tree.map(_float32_zeros, params) for _ in range(2)]
-        return SidesState(jnp.zeros((), jnp.int32), *means, *map(treedef.unflatten, parts))
+        left = [_statistics(shape, 1) for shape in shapes]
+        right = [_statistics(shape, 2) for shape in shapes]
+        # Two trees: a step donates its state, and no array may be donated twice.
+        mu = jax.tree.map(_float32_zeros, params)
+        nu = jax.tree.map(_float32_zeros, params)
+        step = jnp.zeros((), jnp.int32)
+        return SidesState(step, mu, nu, treedef.unflatten(left), treedef.unflatten(right))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None
@@ -95,7 +141,7 @@ def scale_by_sides(
         stacks: list[Stack] = []
         for *arrays, n in zip(*map(jax.tree.leaves, (updates, *state[1:])), numbers, strict=True):
             shaped = [as_matrices(x.astype(jnp.float32), n) for x in arrays[:3]]
-            stacks.append(Stack(*shaped, *arrays[3:]))
+            stacks.append(Stack(*shaped, *arrays[3:]))  # the statistics are stacks already
         results = _together(next_stack, state.step, stacks)
         new: list[list[Array]] = []
         for stack, x, n in zip(results, jax.tree.leaves(updates), numbers, strict=True):
@@ -133,7 +179,7 @@ def _float32_zeros(x: Array) -> Float[Array, "..."]:
 def _statistics(shape: tuple[int, ...], side: int) -> Statistics:
     size = shape[side]
     if size > _LARGEST:
-        size = 0
+        size = 0  # the arrays are empty
     return jnp.zeros((shape[0], 2, size, size))
 
 

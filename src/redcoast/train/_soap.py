@@ -3,39 +3,21 @@
 The eigenvectors are computed anew every few steps, by one step of orthogonal iteration.
 """
 
-import functools as ft
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
-from ..core._errors import check_integer, check_kind, check_number
-from ._matrix_stacks import (
-    NUMBER,
-    Matrices,
-    Numbers,
-    by_label,
-    check_learning_rate,
-    check_rates,
-)
+from ._matrix_stacks import Matrices, Numbers
 from ._side_statistics import (
     Side,
+    SideOptions,
     Stack,
     add_gradient,
     as_statistics,
-    scale_by_sides,
     sides_of_stack,
+    with_sides,
 )
-
-
-class _Options(NamedTuple):
-    b1: float
-    b2: float
-    statistics: float
-    eps: float
-    frequency: int
 
 
 def soap(
@@ -95,21 +77,13 @@ def soap(
         optimizer = rc.soap(3e-3, dimensions, others=optax.adamw(3e-4))
         ```
     """
-    check_learning_rate(learning_rate)
-    check_rates(b1=b1, b2=b2, statistics=statistics)
-    check_number("eps", eps, above=0)
-    check_integer("frequency", frequency)
-    check_kind("weight_decay", weight_decay, NUMBER, "a number")
-    options = _Options(b1, b2, statistics, eps, frequency)
-    matrices = optax.chain(
-        scale_by_sides(dimensions, ft.partial(_next, options)),
-        optax.add_decayed_weights(weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
+    options = SideOptions(b1, b2, statistics, eps, frequency)
+    return with_sides(
+        "soap", learning_rate, dimensions, others, options, weight_decay, next_stack=_next
     )
-    return by_label("soap", dimensions, matrices, others)
 
 
-def _next(options: _Options, count: Int[Array, ""], stack: Stack) -> Stack:
+def _next(options: SideOptions, count: Int[Array, ""], stack: Stack) -> Stack:
     gradient = stack.gradient
     left, right = sides_of_stack(stack)
     mu = options.b1 * stack.mu + (1 - options.b1) * gradient

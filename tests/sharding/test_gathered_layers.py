@@ -24,8 +24,8 @@ def layer(x, weights):
 
 
 def cast(x, weights):
-    """As a model in mixed precision, which casts a layer where it is used."""
-    up, down = (w.astype(jnp.bfloat16) for w in (weights["up"], weights["down"]))
+    """As a model in mixed precision, which scales and casts a layer where it is used."""
+    up, down = ((0.5 * w).astype(jnp.bfloat16) for w in (weights["up"], weights["down"]))
     hidden = jnp.tanh(x.astype(jnp.bfloat16) @ up)
     return x + (hidden @ down).astype(jnp.float32), None
 

@@ -12,7 +12,7 @@ from jax.core import AbstractValue
 from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 
 from ...core._control_flow import Call, CallKind, control_flow
-from ...core._jaxpr import iter_equations
+from ...core._jaxpr import iter_equations, variables
 from ..operations._rule import shape_of
 from ..operations._rule_table import CONSTRAINED
 from ..program._walk import Scope
@@ -62,9 +62,11 @@ def _add_operations_on_weights(
         operations.add(("sharding_constraint", (shape_of(weight),)))
     for index, equation in enumerate(scope.jaxpr.eqns):
         flow, inner = control_flow(equation), scope.inner.get(index, [])
-        is_weight = [not isinstance(x, Literal) and x in weights for x in equation.invars]
+        read = set(variables(equation.invars))
         if isinstance(flow, Call) and inner and not flow.has_derivative:
-            _add_operations_on_weights(inner[0], is_weight, operations)
-        elif flow is None and equation.primitive.name not in CONSTRAINED and all(is_weight):
+            passed = [not isinstance(x, Literal) and x in weights for x in equation.invars]
+            _add_operations_on_weights(inner[0], passed, operations)
+        # A product with other weights takes time, and is kept.
+        elif flow is None and equation.primitive.name not in CONSTRAINED and read <= weights:
             weights.update(equation.outvars)
             operations.add((equation.primitive.name, tuple(map(shape_of, equation.invars))))

@@ -6,30 +6,15 @@ gathered weights, so that each device would keep all layers as they are gathered
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from jax.core import AbstractValue
-from jax.extend.core import JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from ...core._control_flow import Call, CallKind, control_flow
 from ...core._jaxpr import iter_equations, variables
 from ..operations._rule import shape_of
 from ..operations._rule_table import CONSTRAINED
+from ..program._remat import Computation, KeepAllBut, gather_of
 from ..program._walk import Scope
-
-# The name of a primitive, and the shapes of its operands.
-_Operation = tuple[str, tuple[tuple[int, ...], ...]]
-
-
-@dataclass(frozen=True)
-class KeepAllBut:
-    """A policy of `jax.checkpoint` that keeps the results of all operations but these."""
-
-    operations: frozenset[_Operation]
-
-    def __call__(self, primitive: Primitive, *operands: AbstractValue, **params: object) -> bool:
-        shapes = tuple(getattr(operand, "shape", ()) for operand in operands)
-        return (primitive.name, shapes) not in self.operations
 
 
 def gather_again(scope: Scope, stored: Sequence[bool]) -> KeepAllBut | None:
@@ -41,7 +26,7 @@ def gather_again(scope: Scope, stored: Sequence[bool]) -> KeepAllBut | None:
     # effects in one.
     if scope.jaxpr.effects or any(map(_is_rematerialised, iter_equations(scope.jaxpr))):
         return None
-    operations: set[_Operation] = set()
+    operations: set[Computation] = set()
     _add_operations_on_weights(scope, stored, operations)
     if not operations:
         return None
@@ -54,12 +39,12 @@ def _is_rematerialised(equation: JaxprEqn) -> bool:
 
 
 def _add_operations_on_weights(
-    scope: Scope, stored: Sequence[bool], operations: set[_Operation]
+    scope: Scope, stored: Sequence[bool], operations: set[Computation]
 ) -> None:
     """Adds the gathers of weights, and what casts and rearranges them before they are used."""
     weights: set[Var] = set(itertools.compress(scope.jaxpr.invars, stored))
     for weight in weights:
-        operations.add(("sharding_constraint", (shape_of(weight),)))
+        operations.add(gather_of(shape_of(weight)))
     for index, equation in enumerate(scope.jaxpr.eqns):
         flow, inner = control_flow(equation), scope.inner.get(index, [])
         read = set(variables(equation.invars))

@@ -8,10 +8,11 @@ from itertools import filterfalse
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from ...core._control_flow import consts_of, open_jaxpr
 from ...core._jaxpr import as_traced, at_line_of, bind_again, evaluate_jaxpr
+from ..program._remat import KeepAllBut, gather_of
 from ..program._trace import Arrays
 from ._blocks import StepBlock
 from ._choices import BlockChoice, Decided
@@ -22,18 +23,6 @@ KEPT = "redcoast.kept"
 _POLICY = jax.checkpoint_policies.save_only_these_names(KEPT)
 
 _Values = dict[int, object]  # the arrays and numbers of a program
-_Shapes = frozenset[tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class _KeepAllBut:
-    """A policy of `jax.checkpoint`: arrays of these shapes that are gathered are not kept."""
-
-    shapes: _Shapes
-
-    def __call__(self, primitive: Primitive, *operands: jax.Array, **params: object) -> bool:
-        is_gathered = primitive.name == "sharding_constraint"
-        return not is_gathered or operands[0].shape not in self.shapes
 
 
 @dataclass
@@ -60,12 +49,12 @@ def run_decided(
     inputs: Sequence[object],
     *,
     prevent_cse: bool = True,
-    layers: _Shapes | None = None,
+    policy: KeepAllBut | None = None,
 ) -> Arrays:
     """The results of a program, computed as it was decided.
 
-    `prevent_cse` is that of `jax.checkpoint`. `layers` are, in the body of a loop, the shapes of
-    what it scans over.
+    `prevent_cse` is that of `jax.checkpoint`. `policy` is that of blocks which recompute nothing;
+    without one, they are not in `jax.checkpoint`.
     """
     values: _Values = dict(zip(flat.inputs, inputs, strict=True))
     values.update(flat.constants)
@@ -77,9 +66,9 @@ def run_decided(
             values.update(zip(step.outputs, results, strict=True))
         elif choice.is_again:
             run.again(block, choice, values, _POLICY)
-        elif layers is not None and any(step.needs for step in block.steps):
+        elif policy is not None and any(step.needs for step in block.steps):
             # A loop would keep the gathered weights of all layers.
-            run.again(block, choice, values, _KeepAllBut(layers))
+            run.again(block, choice, values, policy)
         else:
             for step in block.steps:
                 _run_step(step, values)
@@ -223,7 +212,7 @@ def _run_loop(step: FlatStep, loop: FlatLoop, turns: Sequence[Decided], values: 
     # An initial carry may be a number.
     operands = list(map(as_traced, _operands(step, values), step.equation.invars))
     consts, init, xs = scan.split(operands)
-    layers = frozenset(x.shape[1:] for x in xs)
+    policy = KeepAllBut(frozenset(gather_of(x.shape[1:]) for x in xs))
     # In a loop of one block, the compiler cannot undo the recomputation: the passes are two loops.
     is_one = period == 1 and len(turns[0]) == 1 and scan.unroll < scan.length
 
@@ -237,12 +226,12 @@ def _run_loop(step: FlatStep, loop: FlatLoop, turns: Sequence[Decided], values: 
         for place in places:
             own = [_OfGroup(group, place) for group in groups]
             inputs = [*consts, *carry, *own]
-            results = run_decided(body, turns[place], inputs, layers=layers)
+            results = run_decided(body, turns[place], inputs, policy=policy)
             carry, ys[place] = results[: scan.carry], results[scan.carry :]
         return [*carry, *map(jnp.stack, zip(*ys, strict=True))]
 
     if period == 1:
-        options = {"prevent_cse": not is_one, "layers": layers}
+        options = {"prevent_cse": not is_one, "policy": policy}
         iterate = lambda inputs: run_decided(body, turns[0], inputs, **options)
         with at_line_of(step.equation):
             return scan.run(iterate, consts, init, xs)

@@ -6,7 +6,8 @@ from itertools import compress
 from operator import or_
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.core import AbstractValue
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from ...core._control_flow import (
     Call,
@@ -21,6 +22,25 @@ from ...core._control_flow import (
 )
 from ...core._jaxpr import is_inexact, variables
 from ..operations import fixed_operands, is_linear, rule_of
+
+# The name of a primitive, and the shapes of its operands.
+Computation = tuple[str, tuple[tuple[int, ...], ...]]
+
+
+@dataclass(frozen=True)
+class KeepAllBut:
+    """A policy of `jax.checkpoint` that keeps the results of all operations but these."""
+
+    recomputed: frozenset[Computation]
+
+    def __call__(self, primitive: Primitive, *operands: AbstractValue, **params: object) -> bool:
+        shapes = tuple(getattr(operand, "shape", ()) for operand in operands)
+        return (primitive.name, shapes) not in self.recomputed
+
+
+def gather_of(shape: tuple[int, ...]) -> Computation:
+    """The gather of an array with a constraint of its sharding."""
+    return "sharding_constraint", (shape,)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from ...core._control_flow import Call, CallKind, control_flow
+from ...core._control_flow import Call, CallKind, Scan, control_flow
 from ...core._jaxpr import iter_equations, variables
 from ..operations._rule import shape_of
 from ..operations._rule_table import CONSTRAINED
@@ -48,7 +48,9 @@ def _add_operations_on_weights(
     for index, equation in enumerate(scope.jaxpr.eqns):
         flow, inner = control_flow(equation), scope.inner.get(index, [])
         read = set(variables(equation.invars))
-        if isinstance(flow, Call) and inner and not flow.has_derivative:
+        is_call = isinstance(flow, Call) and not flow.has_derivative
+        # Layers in groups are a loop in a loop.
+        if inner and (is_call or isinstance(flow, Scan)):
             passed = [not isinstance(x, Literal) and x in weights for x in equation.invars]
             _add_operations_on_weights(inner[0], passed, operations)
         # A product with other weights takes time, and is kept.

@@ -378,7 +378,9 @@ def _scan(bound: BoundEquation, scan: Scan) -> Arrays:
     # Python numbers would be weakly typed in the first iteration alone.
     init = list(map(as_traced, init, carry_vars))
     policy = None
-    if parts(STORAGE_AXES, shardings.mesh.shape) > 1:
+    # With FSDP, layers are sharded in storage over axes that divide the rows of the batch.
+    axes = set(STORAGE_AXES).intersection(shardings.batch_axes)
+    if parts(tuple(axes), shardings.mesh.shape) > 1:
         policy = gather_again(scope, stored)
     if policy is not None:
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)

@@ -140,7 +140,8 @@ def test_odd_options_leave_the_others_and_the_weights(name, saved):
     with pytest.warns(UserWarning, match=f"generation_config.json .*`{left_out}") as warnings:
         found = config_of(saved / "llama", given)
     assert found.decoding == rc.Decoding(**expected)
-    assert "50" not in str(warnings[0].message)
+    # The path of the file may have any number in it.
+    assert "50" not in str(warnings[0].message).replace(str(saved), "")
     # They do not matter if the caller says how to decode.
     own = rc.Decoding(min_new_tokens=2)
     assert rc.load_pretrained(saved / "llama", decoding=own).config.decoding == own

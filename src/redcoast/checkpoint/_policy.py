@@ -186,7 +186,7 @@ def _restore(path: Path, like: PyTree, shardings: PyTree) -> tuple[PyTree, dict[
         own = str(error)
     if problems := [x for x in exchange("the check of a checkpoint", own) if x]:
         return problems[0]
-    # In all processes: each has found that the files are whole, or none goes on.
+    # In all processes: each has found that the files are complete, or all raise an error.
     document = read_metadata(path)
     if "step" not in document["metadata"]:
         raise CheckpointMismatch(

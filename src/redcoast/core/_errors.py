@@ -50,7 +50,7 @@ def check_key(key: Any) -> None:
     if not typed and dtype != jnp.uint32:
         raise _wrong_type("key", key, "a JAX key, such as `jax.random.key(0)`")
     # A key without a type, as `jax.random.PRNGKey` makes it, is an array of its numbers.
-    dimensions = 0 if typed else 1
+    dimensions = int(not typed)
     if jnp.ndim(key) != dimensions:
         raise ValueError(
             f"`key` is an array of keys, of shape {jnp.shape(key)}, such as `jax.random.split` "

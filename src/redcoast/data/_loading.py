@@ -464,6 +464,6 @@ def _while_fast(make: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:
         late = max(0.0, late + min(DELAY, end - begin - max(CHEAP, begin - before)))
         yield result
         before = end
-        # From here on in threads, which go on where this loop ends.
+        # The other batches are loaded in threads, from the batch after this loop's last one.
         if late >= 2 * DELAY:
             return

@@ -274,7 +274,7 @@ class RepeatedStream(Stream):
                 *(self._name, count, epoch),
             )
         skipped = self._skip(count, since, None)
-        # The source may have been read since, and go on where it is.
+        # The source may have been read since, and continue from there.
         if skipped != state["checks"] and self._initial is not None:
             skipped = self._skip(count, since, self._initial)
         if skipped is None:

@@ -176,7 +176,7 @@ def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
     complete = {factor: size for factor, size in sizes.items() if size is not None}
     totals = tensor_sizes(tensor, complete)
     for factor, start in ranges(tensor).items():
-        # An array may have a part of a fused tensor, which must not end behind it.
+        # An array may have a part of a fused tensor, which must not end after the tensor.
         stop = start + complete[factor]
         if stop > totals[factor]:
             raise ValueError(

@@ -258,7 +258,7 @@ def _read_spec(path: Path, row: _SavedArray, axes: Mapping[str, int]) -> P:
     fits = len(row.spec) <= len(row.shape) and len(used) == len(set(used)) and set(used) <= {*axes}
     if fits:
         parts = [spec_parts([entry], axes) for entry in row.spec]
-        # Dimensions without an entry are whole.
+        # Dimensions without an entry are not sharded.
         fits = not any(map(mod, row.shape, parts))
     if not fits:
         raise ValueError(

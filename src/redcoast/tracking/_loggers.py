@@ -112,7 +112,7 @@ def code_version() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    # The whole commit instead of a tag, and `-dirty` behind it if a tracked file has changed.
+    # The whole commit instead of a tag, and then `-dirty` if a tracked file has changed.
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     # Reading the repository must not lock it.
     options = {"env": {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, "stderr": subprocess.DEVNULL}

@@ -54,7 +54,9 @@ class Progress:
         self._interval = _LINE_INTERVAL if bar is None else _BAR_INTERVAL
         self._step, self._done, self._metrics = start, 0.0, {}
         self._samples: deque[_Sample] = deque()
-        self._next = math.inf if file is None else 0.0  # the time of the next line
+        self._next = 0.0  # the time of the next line
+        if file is None:
+            self._next = math.inf
         self._drawn = start  # the step that was shown last
         self._idle, self._paused_at = 0.0, None  # seconds of all pauses
         if bar is not None:

@@ -140,7 +140,7 @@ def read_yarn(
             f"The rotary embeddings have the type {kind!r}, but only 'default' and 'yarn' are "
             "implemented for this model."
         )
-    given = [rope.pop(name, None) or 0.0 for name in scales]  # `mscale` and `mscale_all_dim`
+    factors = [rope.pop(name, None) or 0.0 for name in scales]  # `mscale` and `mscale_all_dim`
     if unknown := unread(rope, _YARN.values()):
         raise ValueError(f"The rotary embeddings have unknown settings: {unknown}.")
     if missing := {_YARN["factor"], _YARN["original"]} - rope.keys():
@@ -152,10 +152,14 @@ def read_yarn(
     # How YaRN scales the embeddings (<https://arxiv.org/abs/2309.00071>). DeepSeek divides by a
     # second such number, which scales the scores instead.
     size = lambda scale: 0.1 * scale * math.log(max(fields["factor"], 1)) + 1
-    both = given and all(given)
-    fields.setdefault("amplitude", size(given[0]) / size(given[1]) if both else size(1))
-    found = {"rope_base": base, "rope_scaling": Yarn(**fields)}
-    return found | ({"score_scaling": given[1]} if given and scores else {})
+    amplitude = size(1)
+    if factors and all(factors):
+        amplitude = size(factors[0]) / size(factors[1])
+    fields.setdefault("amplitude", amplitude)
+    settings: Settings = {"rope_base": base, "rope_scaling": Yarn(**fields)}
+    if factors and scores:
+        settings["score_scaling"] = factors[1]
+    return settings
 
 
 def write_yarn(scaling: Yarn) -> Settings:

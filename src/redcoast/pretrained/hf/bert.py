@@ -70,7 +70,7 @@ def read(settings: Settings) -> Fields:
     fields |= {"kind": kind, "head": head, "pooler": head is None}
     fields["positions"] = c["max_position_embeddings"]
     if roberta:
-        # RoBERTa's first position has the number behind that of the padding token. The setting also
+        # RoBERTa's first position has the number after that of the padding token. The setting also
         # counts the rows before it.
         fields["positions"] -= c["pad_token_id"] + 1
     if head in LABELLED:

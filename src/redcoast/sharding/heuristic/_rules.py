@@ -247,7 +247,7 @@ class Rules:
         if len(squares) == 3 and len(above) == 1:
             return above
         # They may be fused in one matrix.
-        is_fused = any(_reads(one.out_size, one.in_size) for one in reading)
+        is_fused = any(_reads(matrix.out_size, matrix.in_size) for matrix in reading)
         if len(squares) > 1 or is_fused:
             return squares[-1:]
         return []
@@ -285,7 +285,7 @@ class Rules:
         for before, matrix, after in zip(near, near[1:], [*near[2:], None], strict=False):
             ends = not _follows(matrix, after)
             if matrix is None or (ends and not _follows(before, matrix)):
-                column = None  # `_shard_alone` shards a matrix that is no part of a chain
+                column = None  # `_shard_alone` shards a matrix that is not in a chain
             elif column is not None:
                 self._shard(matrix, "row", f"pairs with {_name_in(block, column)}")
                 column = None

@@ -66,10 +66,10 @@ def changes_asked(decision: Decision) -> Iterator[tuple[Asked, ChangeOfSharding,
 
 def follow_asked(decision: Decision) -> AskedShardings:
     """Follows the shardings that the program asks for to where they are read."""
-    program, found = decision.program, AskedShardings()
+    program, shardings = decision.program, AskedShardings()
     all_asked = {path_of(asked.source): asked for asked in program.graph.asked}
     if not all_asked:
-        return found
+        return shardings
     changes: dict[_Path, tuple[Asked, Spec, Spec]] = {}  # the last time that a loop is followed
 
     def of_results(operation: Operation, facts: Sequence[_Fact]) -> _Fact:
@@ -81,7 +81,7 @@ def follow_asked(decision: Decision) -> AskedShardings:
             changes[path] = asked, before, after
             return after
         if operation.name == "dot_general" and any(facts):
-            found.operands[path] = list(zip(operation.operands, facts, strict=True))
+            shardings.operands[path] = list(zip(operation.operands, facts, strict=True))
         for fact, value in zip(facts, operation.operands, strict=True):
             if fact is not None and value is not None and value.dims == operation.result.dims:
                 return fact
@@ -91,8 +91,8 @@ def follow_asked(decision: Decision) -> AskedShardings:
     # An iteration of a loop begins with what the one before ends with.
     facts = Facts[_Fact](of_number=lambda number: None, of_results=alike(of_results), join=join)
     follow_facts(facts, program.scope, [None] * len(program.scope.jaxpr.invars))
-    found.changes.extend(changes.values())
-    return found
+    shardings.changes.extend(changes.values())
+    return shardings
 
 
 @dataclass(frozen=True)

@@ -86,17 +86,19 @@ def _as_asked(decision: Decision) -> Iterator[Sent]:
         over = used_axes(axes_of_spec(change.before), decision.sizes)
         cause = "shardings that the program asks for"
         yield Sent(over, "activations", cause, change.sent * times, asked.source)
-    for one in sent_for_products(decision):
+    for product in sent_for_products(decision):
         cause = "products of arrays in shardings that the program asks for"
-        yield Sent(one.axes, "activations", cause, one.bytes, one.work.source)
+        yield Sent(product.axes, "activations", cause, product.bytes, product.work.source)
 
 
 def _tensor_parallel(reasons: Reasons) -> Iterator[Sent]:
     """All-reduces of sums over tensor-parallel dimensions, and all-gathers after them."""
     decision = reasons.decision
     graph, classes = decision.program.graph, decision.classes
-    products = sent_for_products(decision)
-    sums_whole = {path_of(one.work.source) for one in products if one.sums_whole}
+    sums_whole: set[tuple[int, ...]] = set()
+    for product in sent_for_products(decision):
+        if product.sums_whole:
+            sums_whole.add(path_of(product.work.source))
     for collective in of_model(graph, classes, decision.batch, decision.n, decision.hardware):
         if collective.root not in decision.chosen:
             continue

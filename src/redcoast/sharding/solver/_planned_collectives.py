@@ -114,8 +114,9 @@ def of_batch(
         # Results without rows are gradients.
         if is_gradient:
             # Where each use is summed alone, so is each dimension of the batch.
-            count = batch.count if hardware.adds_first else devices
-            sent = all_reduce(count, size)
+            if hardware.adds_first:
+                devices = batch.count
+            sent = all_reduce(devices, size)
             if scatters:
                 sent = all_gather(batch.count, size)
             yield PlannedCollective("gradients", sent, dims, source, backward=True)

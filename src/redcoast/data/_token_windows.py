@@ -92,12 +92,18 @@ def token_windows(
         ```
     """
     check_integer("length", length)
-    check_integer("stride", length if stride is None else stride)
-    parts: list[PyTree] = list(tokens) if isinstance(tokens, list | tuple) else [tokens]
+    if stride is None:
+        stride = length
+    check_integer("stride", stride)
+    parts: list[PyTree] = [tokens]
+    if isinstance(tokens, list | tuple):
+        parts = list(tokens)
     for part in parts:
         shape, dtype = getattr(part, "shape", None), getattr(part, "dtype", None)
         if shape is None or len(shape) != 1 or not np.issubdtype(np.dtype(dtype), np.integer):
-            what = type(part).__name__ if shape is None else f"an array {dtype}{list(shape)}"
+            what = type(part).__name__
+            if shape is not None:
+                what = f"an array {dtype}{list(shape)}"
             raise TypeError(
                 f"`tokens` has {what}. It must be an array of integers with one dimension, such as "
                 '`np.memmap("train.bin", np.uint16, "r")`, or a list of such arrays.'
@@ -107,4 +113,4 @@ def token_windows(
         raise ValueError(
             f"`tokens` has at most {longest} tokens in an array, fewer than a window of {length}."
         )
-    return TokenWindows(parts, length, length if stride is None else stride)
+    return TokenWindows(parts, length, stride)

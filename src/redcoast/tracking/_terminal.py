@@ -20,7 +20,9 @@ def is_terminal(file: Stream | None) -> bool:
 
 def columns(file: Stream | None) -> int | None:
     """The number of characters in a line; `None` where lines may have any length."""
-    return shutil.get_terminal_size().columns if is_terminal(file) else None
+    if not is_terminal(file):
+        return None
+    return shutil.get_terminal_size().columns
 
 
 def has_colours(file: Stream | None) -> bool:
@@ -30,8 +32,11 @@ def has_colours(file: Stream | None) -> bool:
 
 def styled(text: str, style: str, file: Stream | None = None) -> str:
     """Text in a style on a terminal with colours; standard output by default."""
-    wanted = text and has_colours(sys.stdout if file is None else file)
-    return f"\x1b[{style}m{text}\x1b[0m" if wanted else text
+    if file is None:
+        file = sys.stdout
+    if not text or not has_colours(file):
+        return text
+    return f"\x1b[{style}m{text}\x1b[0m"
 
 
 def show_directory(directory: Path) -> Path:

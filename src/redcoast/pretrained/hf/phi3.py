@@ -68,9 +68,10 @@ def _read_rope(c: Settings) -> Fields:
     rope.pop("original_max_position_embeddings", None)  # the outer one counts
     unknown = unread(rope, (*_FACTORS.values(), "factor", "attention_factor"))
     missing = {*_FACTORS.values()} - rope.keys()
-    if unknown or missing:
-        problem = f"unknown settings: {unknown}" if unknown else f"no {sorted(missing)}"
-        raise ValueError(f"The setting of rotary embeddings has {problem}.")
+    if unknown:
+        raise ValueError(f"The setting of rotary embeddings has unknown settings: {unknown}.")
+    if missing:
+        raise ValueError(f"The setting of rotary embeddings has no {sorted(missing)}.")
     return found | {"rope_scaling": _long_rope(rope, c)}
 
 
@@ -80,7 +81,9 @@ def _long_rope(rope: Settings, c: Settings) -> LongRope:
     factor = rope.get("attention_factor")
     if factor is None:
         # As the scaling of longer texts is defined (<https://arxiv.org/abs/2402.13753>).
-        factor = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+        factor = 1.0
+        if ratio > 1:
+            factor = math.sqrt(1 + math.log(ratio) / math.log(original))
     lists = {field: tuple(rope[name]) for field, name in _FACTORS.items()}
     return LongRope(**lists, original=original, factor=factor)
 

@@ -43,7 +43,10 @@ _IGNORED = "feed_forward_proj classifier_dropout n_positions output_past"
 
 def read(settings: Settings) -> Fields:
     mt5 = settings.get("model_type") == "mt5"
-    proj = settings.get("feed_forward_proj", "gated-gelu" if mt5 else "relu")
+    default_proj = "relu"
+    if mt5:
+        default_proj = "gated-gelu"
+    proj = settings.get("feed_forward_proj", default_proj)
     activation = proj.removeprefix("gated-")
     if proj == "gated-gelu":
         activation = "gelu_new"
@@ -96,12 +99,15 @@ def write(config: T5Config) -> Settings:
             "`scale_head=False`, `tied=False` or `kind='t5'`."
         )
     settings = write_fields(c, _FIELDS)
-    proj = "gelu" if c.gated and c.activation == "gelu_new" else c.activation
+    proj = c.activation
+    if c.gated:
+        # "gated-gelu" is the approximation by tanh, as `read` takes it.
+        proj = "gated-" + {"gelu_new": "gelu"}.get(proj, proj)
     return settings | {
         "architectures": [f"{name}ForConditionalGeneration"],
         "is_encoder_decoder": True,
         "d_kv": c.head_dim,
-        "feed_forward_proj": f"gated-{proj}" if c.gated else proj,
+        "feed_forward_proj": proj,
         "tie_word_embeddings": c.tied,
         "scale_decoder_outputs": c.scaled,
     }
@@ -120,10 +126,13 @@ def tensors(config: T5Config) -> dict[str, Tensor]:
 def _stack(config: T5Config, stack: str) -> dict[str, Tensor]:
     block, leaf = stack + ".block.{layer}.layer.", stack + "/layers/"
     decoder = stack == "decoder"
-    # Behind self-attention, and in the decoder behind attention to the encoder.
-    mlp = f"{block}{2 if decoder else 1}."
+    # After self-attention, and in the decoder after attention to the encoder.
+    mlp = f"{block}{1 + decoder}."
     dense = mlp + "DenseReluDense."
     # `wi` is called `wi_1` where there is a gate, `wi_0`.
+    up = "wi"
+    if config.gated:
+        up = "wi_1"
     into, out = "hidden width -> width hidden", "width hidden -> hidden width"
     # Only the first block has the table, which all blocks use.
     table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -131,7 +140,7 @@ def _stack(config: T5Config, stack: str) -> dict[str, Tensor]:
         f"{stack}/relative_bias": Tensor(table, "buckets heads -> buckets heads"),
         **_attention(block + "0.", "SelfAttention.", leaf + "attention/"),
         leaf + "mlp_norm": Tensor(mlp + "layer_norm.weight", VECTOR),
-        leaf + "up": Tensor(f"{dense}{'wi_1' if config.gated else 'wi'}.weight", into),
+        leaf + "up": Tensor(f"{dense}{up}.weight", into),
         leaf + "down": Tensor(dense + "wo.weight", out),
         f"{stack}/norm": Tensor(f"{stack}.final_layer_norm.weight", VECTOR),
     }

@@ -63,11 +63,11 @@ def tested_together() -> str:
 def devices() -> list[str]:
     """The devices that JAX finds, with their memory, or why it finds none."""
     try:
-        found = jax.local_devices()
+        local = jax.local_devices()
     except RuntimeError as error:
         return [f"{'Devices':<18}none: {error}"]
     kinds: dict[str, list[Any]] = {}
-    for device in found:
+    for device in local:
         kinds.setdefault(device.device_kind, []).append(device)
     lines = []
     for kind, (first, *others) in kinds.items():
@@ -81,10 +81,10 @@ def host_memory() -> list[str]:
     """The memory of this machine, if the operating system reports it."""
     try:
         size = os.sysconf("SC_PAGE_SIZE") / 2**30
-        whole, free = os.sysconf("SC_PHYS_PAGES") * size, os.sysconf("SC_AVPHYS_PAGES") * size
+        installed, free = os.sysconf("SC_PHYS_PAGES") * size, os.sysconf("SC_AVPHYS_PAGES") * size
     except (ValueError, OSError, AttributeError):
         return []
-    return [f"{whole:.1f} GiB, {free:.1f} GiB free; {os.cpu_count()} processors"]
+    return [f"{installed:.1f} GiB, {free:.1f} GiB free; {os.cpu_count()} processors"]
 
 
 def wandb_mode() -> str:

@@ -114,8 +114,8 @@ def smallest(c: DryRunCommand) -> Attempt:
     least = state_bytes(make_workload(c.model, c.seq))
     for target in sizes_of(chip):
         # There is no need to compile if not even the training state fits.
-        if least <= target.count * chip.usable and (found := attempt(c, target, c.seq)).fits:
-            return found
+        if least <= target.count * chip.usable and (dry_run := attempt(c, target, c.seq)).fits:
+            return dry_run
     words = f"{c.model} does not fit on any number of {chip.name} that was tried."
     print(words, file=sys.stderr, flush=True)
     raise SystemExit(1)
@@ -130,15 +130,15 @@ def longest(c: DryRunCommand) -> Attempt:
     """The dry run with the longest sequence that fits, or with 128 tokens if none does."""
     if make_workload(c.model, c.seq).seq is None:
         refuse(f"{c.model} reads images: --longest needs a model that reads text.")
-    target, found = parse_target(c.target), {}
+    target, attempts = parse_target(c.target), {}
 
     def fits(seq: int) -> bool:
-        found[seq] = attempt(c, target, seq)
-        return found[seq].fits
+        attempts[seq] = attempt(c, target, seq)
+        return attempts[seq].fits
 
     most = longest_sequence(fits, start=c.seq or 1024)
     print(f"The longest sequence that fits has {most} tokens.", file=sys.stderr, flush=True)
-    return found[most or min(found)]
+    return attempts[most or min(attempts)]
 
 
 def compare(c: DryRunCommand) -> list[Attempt]:
@@ -149,11 +149,11 @@ def compare(c: DryRunCommand) -> list[Attempt]:
     workload = make_workload(c.model, c.seq, remat=c.remat, chunk=c.chunk)
     arguments = workload.arguments(rows_of(c, target))
     with show_phases():
-        found = rc.suggest_mesh(*arguments, target=target.name, **_step_options(c))
-    usable = found.usable_memory or math.inf
-    foretold = lambda one: (one.estimated_memory or math.inf) <= usable
-    fits = lambda one: foretold(one) if one.fits is None else one.fits
-    meshes = [one.mesh for one in found.candidates if one.error is None and fits(one)]
+        suggestion = rc.suggest_mesh(*arguments, target=target.name, **_step_options(c))
+    usable = suggestion.usable_memory or math.inf
+    foretold = lambda x: (x.estimated_memory or math.inf) <= usable
+    fits = lambda x: foretold(x) if x.fits is None else x.fits
+    meshes = [x.mesh for x in suggestion.candidates if x.error is None and fits(x)]
     best = {  # the candidates are sorted
         kind: next((mesh for mesh in meshes if ("pipe" in mesh) == (kind == "with")), None)
         for kind in ("with", "without")
@@ -164,12 +164,12 @@ def compare(c: DryRunCommand) -> list[Attempt]:
         if mesh
     }
     if c.json:
-        candidates = [asdict(one) for one in found.candidates]
+        candidates = list(map(asdict, suggestion.candidates))
         print(json.dumps({"meshes": candidates, "runs": [x.report for x in runs.values()]}))
         return [*runs.values()]
-    print(found)
-    for kind, one in runs.items():
-        print(f"\nThe best mesh {kind} stages:\n\n{one.run}")
+    print(suggestion)
+    for kind, dry_run in runs.items():
+        print(f"\nThe best mesh {kind} stages:\n\n{dry_run.run}")
     return [*runs.values()]
 
 

@@ -30,7 +30,7 @@ STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 def main(args: list[str] | None = None) -> None:
     """Runs a command; by default, `args` are the arguments of the process."""
     args = sys.argv[1:] if args is None else args
-    kind = commands(whole=bool(args) and args[0] in COMMANDS.values())
+    kind = commands(complete=bool(args) and args[0] in COMMANDS.values())
     with quiet_pipe():
         command = tyro.cli(kind, prog="redcoast", description=EXAMPLES, args=args, config=STYLE)
     if isinstance(command, DryRunCommand | PlanCommand):
@@ -41,13 +41,15 @@ def main(args: list[str] | None = None) -> None:
     importlib.import_module(f"._{name}_command", __package__).main(command)
 
 
-def commands(*, whole: bool) -> Any:
+def commands(*, complete: bool) -> Any:
     """The commands, described by their whole docstrings, or by the first sentence of each."""
 
     def named(name: str, kind: type) -> Any:
         first, _, rest = (kind.__doc__ or "").partition("\n\n")
         # tyro wraps the texts in the list of commands, but not in a command's own help.
-        text = wrap_help(" ".join(f"{first} {rest}".split())) if whole else " ".join(first.split())
+        text = " ".join(first.split())
+        if complete:
+            text = wrap_help(" ".join(f"{first} {rest}".split()))
         return Annotated[kind, tyro.conf.subcommand(name, description=text)]
 
     return Union[*(named(name, kind) for kind, name in COMMANDS.items())]

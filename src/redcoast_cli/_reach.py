@@ -47,12 +47,12 @@ def sizes_of(chip: Chip) -> list[TargetDevices]:
     if chip.kind != "tpu":
         most = chip.per_host
         shapes = [(count,) if count <= most else (count // most, most) for count in CARDS]
-    found: dict[int, TargetDevices] = {}
+    targets: dict[int, TargetDevices] = {}
     for shape in shapes:
         with contextlib.suppress(ValueError):  # not all of these slices exist
-            one = parse_target(f"{chip.name}:{'x'.join(map(str, shape))}")
-            found.setdefault(one.count, one)
-    return [found[count] for count in sorted(found)]
+            target = parse_target(f"{chip.name}:{'x'.join(map(str, shape))}")
+            targets.setdefault(target.count, target)
+    return [targets[count] for count in sorted(targets)]
 
 
 def dry_run_to_fit(
@@ -78,7 +78,7 @@ def dry_run_to_fit(
         return run
     # A program that fits the target may not fit `usable`, so more meshes are compiled.
     compiled = COMPILED if usable >= devices.chip.usable else 2 * COMPILED
-    found = rc.suggest_mesh(*arguments, **settings, compiled=compiled)
-    enough = lambda one: one.fits and (one.peak_memory or 0) <= usable
-    mesh = next((one.mesh for one in found.candidates if enough(one)), dict(found))
+    suggestion = rc.suggest_mesh(*arguments, **settings, compiled=compiled)
+    enough = lambda x: x.fits and (x.peak_memory or 0) <= usable
+    mesh = next((x.mesh for x in suggestion.candidates if enough(x)), dict(suggestion))
     return run if mesh == run.mesh else rc.dry_run(*arguments, **settings, suggest=False, mesh=mesh)

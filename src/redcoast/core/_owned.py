@@ -33,9 +33,9 @@ def held_elsewhere(objects: Sequence[object], known: Iterable[object] = ()) -> l
     for x in objects:
         _visit(x, seen, references)
     x = None  # it is a reference, too
-    held = {key for key in seen if _references(seen, key) > references[key] + _ALONE}
+    referenced = {key for key in seen if _references(seen, key) > references[key] + _ALONE}
     safe = {id(array) for array in known}
-    return [_is_held(x, held, safe) for x in objects]
+    return [_is_held(x, referenced, safe) for x in objects]
 
 
 def are_fresh(arrays: list[np.ndarray]) -> bool:
@@ -102,27 +102,27 @@ def _references(seen: dict[int, object], key: int) -> int:
 _ALONE = _references({0: object()}, 0)
 
 
-def _is_held(x: PyTree, held: set[int], safe: set[int]) -> bool:
+def _is_held(x: PyTree, referenced: set[int], safe: set[int]) -> bool:
     kind = _kind(type(x))
     if kind is None:
         return False
     if kind is np.ndarray:
-        return _is_array_held(x, held, safe)
+        return _is_array_held(x, referenced, safe)
     if kind is jax.Array:
         return any(device.platform == "cpu" for device in x.devices())
-    if kind is not tuple and id(x) in held:
+    if kind is not tuple and id(x) in referenced:
         return True
-    return any(_is_held(part, held, safe) for part in _parts(x, kind))
+    return any(_is_held(part, referenced, safe) for part in _parts(x, kind))
 
 
-def _is_array_held(x: np.ndarray, held: set[int], safe: set[int]) -> bool:
+def _is_array_held(x: np.ndarray, referenced: set[int], safe: set[int]) -> bool:
     if id(x) in safe:
         return False
-    if id(x) in held:
+    if id(x) in referenced:
         return True
     if x.base is None:
         return not x.flags.owndata
-    return _kind(type(x.base)) is not np.ndarray or _is_array_held(x.base, held, safe)
+    return _kind(type(x.base)) is not np.ndarray or _is_array_held(x.base, referenced, safe)
 
 
 def have_places(examples: Sequence[object], count: int) -> bool:

@@ -53,8 +53,8 @@ def explain_static_arrays(
     if not any(map(_COMPARED.search, texts)):
         return None
     try:
-        given = inspect.signature(fn).bind_partial(*args, **kwargs).arguments
-        names = list(static_arrays(list(map(_model_of, given, given.values()))))
+        arguments = inspect.signature(fn).bind_partial(*args, **kwargs).arguments
+        names = list(static_arrays(list(map(_model_of, arguments, arguments.values()))))
     except Exception:  # nothing may hide the error itself
         return None
     if not names:

@@ -37,7 +37,7 @@ def target_of(device: Any) -> Target:
 
 
 @contextmanager
-def compiling_for(found: Target) -> Iterator[None]:
+def compiling_for(device: Target) -> Iterator[None]:
     """Programs that are traced inside are for this device."""
-    with _given(_given.value or found):
+    with _given(_given.value or device):
         yield

@@ -112,8 +112,9 @@ _WHAT = "what `collate_fn` returned"
 def _owned(leaves: list[PyTree]) -> tuple[list[PyTree], bool]:
     """The arrays that a user's function returned, copied if it may write into them again, and
     whether any was copied."""
-    held = held_elsewhere(leaves)
-    return [copied(x) if is_held else x for x, is_held in zip(leaves, held, strict=True)], any(held)
+    shared = held_elsewhere(leaves)
+    pairs = zip(leaves, shared, strict=True)
+    return [copied(x) if is_shared else x for x, is_shared in pairs], any(shared)
 
 
 def _call(collate_fn: CollateFn, examples: Examples, indices: list[int], rngs: Rngs) -> PyTree:

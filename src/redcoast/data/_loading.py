@@ -212,7 +212,7 @@ def training_batches(
 
     positions = range(start, stop, batch_size)
     indices = batch_indices(start, stop, batch_size, length, seed)
-    batches = ((p, *found) for p, found in zip(positions, indices, strict=True))
+    batches = ((p, *batch) for p, batch in zip(positions, indices, strict=True))
     return check_alike(prefetch(make, batches, **threads._asdict()))
 
 

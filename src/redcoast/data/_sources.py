@@ -97,15 +97,15 @@ class _EpochsOfFunction(Epochs):
                 self._changed.notify_all()
 
     def _load(self, epoch: int) -> None:
-        found = self._make(epoch)
-        if len(found) != self.length:
+        examples = self._make(epoch)
+        if len(examples) != self.length:
             raise ValueError(
-                f"`{self._name}({epoch})` has {len(found)} examples, but `{self._name}(0)` has "
+                f"`{self._name}({epoch})` has {len(examples)} examples, but `{self._name}(0)` has "
                 f"{self.length}. Every epoch must have the same number."
             )
         # An epoch for which the function returned the same object has been replaced by this one.
-        others = [(e, x) for e, x in self._of_epoch.items() if x is not found]
-        self._of_epoch = dict([*others[-1:], (epoch, found)])
+        others = [(e, x) for e, x in self._of_epoch.items() if x is not examples]
+        self._of_epoch = dict([*others[-1:], (epoch, examples)])
 
 
 def read_source(
@@ -358,8 +358,10 @@ def _read(
     if hasattr(examples, "__getitems__"):
         if read is None:
             read = list(_read_all(examples, indices))
-        held = reuses or any(held_elsewhere(read))
-        return (list(map(copied, read)) if held else read), held
+        is_shared = reuses or any(held_elsewhere(read))
+        if is_shared:
+            read = list(map(copied, read))
+        return read, is_shared
     if not reuses:
         if read is None:
             read = list(_read_all(examples, indices))

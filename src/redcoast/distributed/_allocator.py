@@ -140,13 +140,13 @@ def watch_freed_memory() -> None:
         _watch.start()
 
 
-def is_much(free: int, most_used: int, available: int, whole: int) -> bool:
+def is_much(free: int, most_used: int, available: int, installed: int) -> bool:
     """Whether the process should return its free memory; all in bytes.
 
     It keeps as much as it has used at a time, and less if a quarter of the machine is not left.
     """
     spare = _SPARE
-    if available >= whole / 4:
+    if available >= installed / 4:
         spare += most_used
     return free > spare
 
@@ -167,8 +167,8 @@ def _return_memory() -> None:
             _, resident, shared, *_ = map(int, file.read().split())
         free = (resident - shared) * page - used
         available = os.sysconf("SC_AVPHYS_PAGES") * page
-        whole = os.sysconf("SC_PHYS_PAGES") * page
-        if is_much(free, most_used, available, whole):
+        installed = os.sysconf("SC_PHYS_PAGES") * page
+        if is_much(free, most_used, available, installed):
             library.malloc_trim(ctypes.c_size_t(0))
 
 

@@ -184,8 +184,8 @@ def estimate_mesh(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
     seconds = _seconds(place, mesh, {dtype: flops}, sent)
     # The batch may be sharded over `model`, and parameters of tensor parallelism over `fsdp`.
     usual = "model" not in program.batch_axes and "fsdp" not in program.model_axes
-    whole = program.arithmetic.per_device >= program.arithmetic.flops > 0
-    repeated = whole and mesh.size > 1
+    undivided = program.arithmetic.per_device >= program.arithmetic.flops > 0
+    repeated = undivided and mesh.size > 1
     return Candidate(sizes, seconds, program.memory.total, usual, repeated, recomputed=recomputed)
 
 
@@ -319,8 +319,8 @@ def _recomputing(job: Job, place: Place, candidates: list[Candidate]) -> list[Ca
         limit = FILLED * limit
     if limit is None:
         return candidates
-    fitting = [one for one in _without_error(candidates) if _memory_of(one) <= limit]
-    fastest = min((_cost_of(one) for one in fitting), default=(inf, True))
+    fitting = [x for x in _without_error(candidates) if _memory_of(x) <= limit]
+    fastest = min(map(_cost_of, fitting), default=(inf, True))
     estimated: list[Candidate] = []
     for candidate in candidates:
         is_open = candidate.error is None and PIPE not in candidate.mesh

@@ -104,10 +104,10 @@ def keep_top_p(scores: Float[Array, "batch vocab"], tail: Number) -> Float[Array
     cut = smallest_with_more(order, probabilities, tail)  # (batch, 1): below it, all are excluded
     below = jnp.sum(jnp.where(order < cut, probabilities, 0.0), axis=1, keepdims=True)  # (batch, 1)
     ties = order == cut
-    one = jnp.max(jnp.where(ties, probabilities, 0.0), axis=1, keepdims=True)
+    of_tie = jnp.max(jnp.where(ties, probabilities, 0.0), axis=1, keepdims=True)
     numbers = jnp.cumsum(ties, axis=1, dtype=jnp.float32)  # the ties before and with each
     # The last of the ties is always kept: with it the probability would exceed `tail`.
-    out = ties & (numbers < numbers[:, -1:]) & (below + numbers * one <= tail)
+    out = ties & (numbers < numbers[:, -1:]) & (below + numbers * of_tie <= tail)
     return jnp.where((order < cut) | out, -jnp.inf, scores)
 
 

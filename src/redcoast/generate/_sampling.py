@@ -115,7 +115,7 @@ def score_tokens(
 
 def is_any(tokens: Int[Array, "..."], some: tuple[int, ...]) -> Bool[Array, "..."]:
     """Whether each token is one of `some`."""
-    found = jnp.zeros(tokens.shape, bool)
-    for one in some:
-        found |= tokens == one
-    return found
+    is_some = jnp.zeros(tokens.shape, bool)
+    for token in some:
+        is_some |= tokens == token
+    return is_some

@@ -111,12 +111,24 @@ def evaluate(
     check_functions(loss_fn=loss_fn)
     compute_dtype = as_compute_dtype(compute_dtype)
     loading = _loading(examples, collate_fn, batch_size, workers, ahead)
-    model = tree_to_jax_dtypes(model, "the model")
     mesh = with_auto_axes(ambient_or_default(mesh))
-    model, key = on_auto_axes((model, key))
-    given = model, loading, mesh, key
+    model, key = on_auto_axes((tree_to_jax_dtypes(model, "the model"), key))
+    evaluated = ft.partial(_evaluation, loss_fn=loss_fn, compute_dtype=compute_dtype)
+
+    def loss(*args: Any) -> tuple[Any, dict[str, Any]]:
+        means, _ = evaluated(*args)
+        return means.pop("loss"), means
+
     with auto_ambient_mesh():
-        return _evaluate(*given, loss_fn=loss_fn, compute_dtype=compute_dtype)
+        plan, batches, key = _plan(loss, model, loading, mesh, key)
+        count = count_in_epoch(loading.examples)
+        # The mean over one batch is the mean over its examples, whatever they depend on.
+        if count is None or count > (loading.batch_size or 0):
+            batches = _check_coupling(plan, model, batches, loss_fn, compute_dtype)
+        evaluation = compile_loss(loss_fn, plan, compute_dtype)
+        placed = place_tree(model, plan.shardings)
+        batches = _check_program("the program of the loss", evaluation, placed, batches, key)
+        return run_evaluation(evaluation, placed, batches, key)
 
 
 class _Loading(NamedTuple):
@@ -140,32 +152,6 @@ def _loading(
     if is_iterator(examples) and state_methods(examples) is not None:
         by_epoch(examples)  # it may have no end
     return _Loading(read_source(examples, epochs=1), collate_fn, batch_size, threads)
-
-
-def _evaluate(
-    model: PyTree,
-    loading: _Loading,
-    mesh: Mesh,
-    key: PRNGKeyArray | None,
-    *,
-    loss_fn: LossFn,
-    compute_dtype: ComputeDtype,
-) -> dict[str, float]:
-    evaluated = ft.partial(_evaluation, loss_fn=loss_fn, compute_dtype=compute_dtype)
-
-    def loss(*args: Any) -> tuple[Any, dict[str, Any]]:
-        means, _ = evaluated(*args)
-        return means.pop("loss"), means
-
-    plan, batches, key = _plan(loss, model, loading, mesh, key)
-    count = count_in_epoch(loading.examples)
-    # The mean over one batch is the mean over its examples, whatever they depend on.
-    if count is None or count > (loading.batch_size or 0):
-        batches = _check_coupling(plan, model, batches, loss_fn, compute_dtype)
-    evaluation = compile_loss(loss_fn, plan, compute_dtype)
-    placed = place_tree(model, plan.shardings)
-    batches = _check_program("the program of the loss", evaluation, placed, batches, key)
-    return run_evaluation(evaluation, placed, batches, key)
 
 
 @hide_frames
@@ -220,35 +206,18 @@ def predict_examples(
     check_functions(predict_fn=predict_fn)
     compute_dtype = as_compute_dtype(compute_dtype)
     loading = _loading(examples, collate_fn, batch_size, workers, ahead)
-    model = tree_to_jax_dtypes(model, "the model")
     mesh = with_auto_axes(ambient_or_default(mesh))
-    model, key = on_auto_axes((model, key))
-    given = model, loading, mesh, key
-    options: Any = {"predict_fn": predict_fn, "compute_dtype": compute_dtype, "gather": gather}
-    with auto_ambient_mesh():
-        return _predict_examples(*given, output_fn=output_fn, **options)
-
-
-def _predict_examples(
-    model: PyTree,
-    loading: _Loading,
-    mesh: Mesh,
-    key: PRNGKeyArray | None,
-    *,
-    predict_fn: PredictFn,
-    output_fn: OutputFn | None,
-    compute_dtype: ComputeDtype,
-    gather: Gather,
-) -> list[Any]:
+    model, key = on_auto_axes((tree_to_jax_dtypes(model, "the model"), key))
     predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
-    plan, batches, key = _plan(predicted, model, loading, mesh, key)
-    prediction = compile_prediction(predict_fn, plan, compute_dtype, gather=gather)
-    placed = place_tree(model, plan.shardings)
-    batches = _check_program("the program of the prediction", prediction, placed, batches, key)
-    outputs = run_prediction(prediction, placed, batches, output_fn, key, gather=gather)
-    if gather == "none":
-        return list(outputs)
-    return [entry for _, entry in outputs]
+    with auto_ambient_mesh():
+        plan, batches, key = _plan(predicted, model, loading, mesh, key)
+        prediction = compile_prediction(predict_fn, plan, compute_dtype, gather=gather)
+        placed = place_tree(model, plan.shardings)
+        batches = _check_program("the program of the prediction", prediction, placed, batches, key)
+        outputs = run_prediction(prediction, placed, batches, output_fn, key, gather=gather)
+        if gather == "none":
+            return list(outputs)
+        return [entry for _, entry in outputs]
 
 
 def _plan(

@@ -137,8 +137,8 @@ def find_nonfinite(
     )
     return Nonfinite(
         *(
-            {path: x for path, x in zip(part, found, strict=True) if np.any(x)}
-            for part, found in zip(paths, flags, strict=True)
+            {path: x for path, x in zip(part, values, strict=True) if np.any(x)}
+            for part, values in zip(paths, flags, strict=True)
         )
     )
 

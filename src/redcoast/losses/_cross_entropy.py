@@ -200,8 +200,8 @@ def _chunk_by_size(
 ) -> int | None:
     """The number of positions in a chunk, or None if the logits are small enough to be whole."""
     batch, seq, width = hidden.shape
-    one = jax.ShapeDtypeStruct((batch, 1, width), hidden.dtype)
-    vocab = jax.eval_shape(unembed, one).shape[-1]
+    position = jax.ShapeDtypeStruct((batch, 1, width), hidden.dtype)
+    vocab = jax.eval_shape(unembed, position).shape[-1]
     of_position = 4 * batch * vocab
     # Which axes there are is asked only if it matters: a program that depends on the mesh is
     # traced again for each.
@@ -311,11 +311,13 @@ def _check_targets(
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"`{name}` must be integers (token ids), but have dtype {targets.dtype}.")
     if targets.shape != x.shape[:-1] or (mask is not None and mask.shape != targets.shape):
-        given = "" if mask is None else f" and `mask` has shape {mask.shape}"
+        of_mask = ""
+        if mask is not None:
+            of_mask = f" and `mask` has shape {mask.shape}"
         both = "`tokens`" if name == "tokens" else "`targets` and `mask`"
         raise ValueError(
             f"`{of}` has shape {x.shape}, so {both} must have shape {x.shape[:-1]}; but "
-            f"`{name}` has shape {targets.shape}{given}."
+            f"`{name}` has shape {targets.shape}{of_mask}."
         )
 
 

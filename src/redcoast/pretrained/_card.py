@@ -62,9 +62,9 @@ def check_card(card: Any) -> None:
         )
     for key in FRONT:
         value = card.get(key, [])
-        one = isinstance(value, str) and key != "tags"
-        many = isinstance(value, list) and all(isinstance(x, str) for x in value)
-        if not (one or many):
+        is_text = isinstance(value, str) and key != "tags"
+        is_list = isinstance(value, list) and all(isinstance(x, str) for x in value)
+        if not (is_text or is_list):
             kind = "a list of strings" if key == "tags" else "a string, or a list of strings"
             raise TypeError(f"`card` has {key!r}: {value!r}. It must be {kind}.")
 

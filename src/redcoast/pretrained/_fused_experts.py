@@ -60,8 +60,8 @@ def _matrix(
         rows, columns = box
         rows = slice(start + rows.start, start + rows.stop)
         if turned:
-            whole = fused.take((slice(expert, expert + 1), columns, rows))  # (1, columns, rows)
-            out[...] = whole[0].T
+            matrix = fused.take((slice(expert, expert + 1), columns, rows))  # (1, columns, rows)
+            out[...] = matrix[0].T
         else:
             fused.read((slice(expert, expert + 1), rows, columns), out[None])
 

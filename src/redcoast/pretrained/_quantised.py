@@ -83,11 +83,11 @@ def split_quantisation(settings: Settings, where: object) -> tuple[Settings, Set
     `ValueError` if the method is not implemented.
     """
     rest = {name: value for name, value in settings.items() if name not in QUANTISATION}
-    given = [settings[name] for name in QUANTISATION if settings.get(name)]
-    if not given:
+    methods = [settings[name] for name in QUANTISATION if settings.get(name)]
+    if not methods:
         return rest, None
-    _check_method(given[0], where)
-    return rest, given[0]
+    _check_method(methods[0], where)
+    return rest, methods[0]
 
 
 def _check_method(quantisation: Any, where: object) -> None:

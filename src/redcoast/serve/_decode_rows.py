@@ -312,8 +312,8 @@ def _score_chunk(
     def score(part: tuple[Array, Array]) -> Scores:
         hidden, tokens = part
         logits = model.unembed(hidden)  # (rows, CHUNK, vocab)
-        found = _scores(logits.reshape(rows * CHUNK, -1), tokens.reshape(-1))
-        return jax.tree.map(lambda x: x.reshape(rows, CHUNK, *x.shape[1:]), found)
+        scores = _scores(logits.reshape(rows * CHUNK, -1), tokens.reshape(-1))
+        return jax.tree.map(lambda x: x.reshape(rows, CHUNK, *x.shape[1:]), scores)
 
     scores = jax.lax.map(score, (apart(hidden), apart(jnp.asarray(following))))
     join_chunks = lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:])

@@ -90,14 +90,14 @@ def read_request(
     echo = not chat and boolean(request, "echo")
     extras = read_extras(request, limits, chat=chat)
     # With `echo`, a client may want the scores of its prompt alone.
-    asked = read_asked_length(request, chat=chat, least=0 if echo else 1)
+    length = read_asked_length(request, chat=chat, least=0 if echo else 1)
     prompts: list[list[int]] = []
     shown: list[str | None] = []  # with `echo`, before the answers; tokens are not shown
     for prompt in texts:
         tokens = tokens_of(prompt, encode, limits, param=param, special=not chat)
         prompts += [tokens] * count
         shown += [prompt if isinstance(prompt, str) else None] * count
-    new_tokens = choose_length(asked, prompts, limits, chat=chat)
+    new_tokens = choose_length(length, prompts, limits, chat=chat)
     if decoding.min_new_tokens > new_tokens:
         text = (
             f"`min_tokens` is {decoding.min_new_tokens}, but the answer has {new_tokens} at most."
@@ -207,7 +207,7 @@ def choose_length(
 def requested_decoding(request: Body, limits: Limits) -> Decoding:
     """Returns the model's default decoding, with the options of the request."""
     default = limits.decoding
-    asked = {
+    options = {
         "temperature": number(request, "temperature", 0, 2),
         "top_p": number(request, "top_p", 0, 1),
         "min_p": number(request, "min_p", 0, 1),
@@ -215,7 +215,7 @@ def requested_decoding(request: Body, limits: Limits) -> Decoding:
         "top_k": integer(request, "top_k", -1, None),
         "min_new_tokens": integer(request, "min_tokens", 0, limits.context),
     }
-    changes: Body = {name: value for name, value in asked.items() if value is not None}
+    changes: Body = {name: value for name, value in options.items() if value is not None}
     # What excludes nothing: -1 or 0 for `top_k`, as elsewhere.
     for name in ("top_k", "min_p"):
         if changes.get(name, 1) <= 0:

@@ -40,24 +40,24 @@ class Rates:
         """
         self._measure(step if end is None else end, self.now() if at is None else at)
         rows, examples = self._config.get("batch_size"), self._config.get("examples")
-        found: dict[str, float] = {}
+        rates: dict[str, float] = {}
         if rows and examples:
-            found["epoch"] = step * rows / examples
+            rates["epoch"] = step * rows / examples
         peak = self._peak_memory()
         if peak is not None:
-            found["peak_memory_gb"] = peak / 1e9
+            rates["peak_memory_gb"] = peak / 1e9
         seconds = self._seconds
         if seconds is None:
-            return found
-        found["step_seconds"] = seconds
+            return rates
+        rates["step_seconds"] = seconds
         if "weight" in metrics:
-            found["tokens_per_second"] = float(metrics["weight"]) / seconds
+            rates["tokens_per_second"] = float(metrics["weight"]) / seconds
         elif rows:
-            found["examples_per_second"] = rows / seconds
+            rates["examples_per_second"] = rows / seconds
         if least := self._config.get("seconds_at_peak"):
             # What the model's arithmetic takes at the peak rate, as a share of what the step took.
-            found["mfu"] = least / seconds
-        return found
+            rates["mfu"] = least / seconds
+        return rates
 
     def _peak_memory(self) -> int | None:
         """Bytes of a device; `None` if it does not report them, which is asked once."""

@@ -118,10 +118,10 @@ class WandbLogger:
             atexit.unregister(self.close)
             atexit.register(self.close)
             # Whether the user has chosen a mode. If not, W&B would ask for an account, and wait.
-            asked = "mode" in self._options or "WANDB_MODE" in os.environ
-            asked = asked or settings.mode != "online"
+            is_chosen = "mode" in self._options or "WANDB_MODE" in os.environ
+            is_chosen = is_chosen or settings.mode != "online"
             offline = {}
-            if not asked and not has_account(settings):
+            if not is_chosen and not has_account(settings):
                 offline["mode"] = "offline"
             session = self._session
             if session is None:

@@ -38,8 +38,8 @@ def with_gradient(loss: Float[Array, ""], model: PyTree, gradient: PyTree) -> Fl
         ```
     """
     params = eqx.filter(model, eqx.is_inexact_array)
-    given = eqx.filter(gradient, eqx.is_inexact_array)
-    gradients, arrays = _by_name(given), _by_name(params)
+    replacement = eqx.filter(gradient, eqx.is_inexact_array)
+    gradients, arrays = _by_name(replacement), _by_name(params)
     if other := [name for name in gradients if name not in arrays]:
         raise ValueError(f"`gradient` has {other[0]}, which is not a floating array of `model`.")
     # The gradient of the loss itself is replaced by the given one.

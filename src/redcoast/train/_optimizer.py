@@ -90,14 +90,14 @@ def call_update(
 def constant_hyperparameters(opt_state: PyTree) -> dict[str, float]:
     """The values of `optax.inject_hyperparams` that follow no schedule, by their names."""
     is_injected = lambda x: hasattr(x, "hyperparams") and hasattr(x, "hyperparams_states")
-    found: dict[str, float] = {}
+    constants: dict[str, float] = {}
     for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_injected):
         values = node.hyperparams if is_injected(node) else {}
         for name, value in values.items():
             if name not in node.hyperparams_states and not jnp.ndim(value):
                 where = show_path(path)
-                found[f"{name} of {where}" if where else name] = float(value)
-    return found
+                constants[f"{name} of {where}" if where else name] = float(value)
+    return constants
 
 
 def initial_hyperparameters(
@@ -145,10 +145,12 @@ def _check_opt_state(
             differ.append(where)
     more = [where for where in shapes if where not in wanted]
     parts = {"lacks": missing, "also has": more, "has other shapes at": differ}
-    found = ", and ".join(f"{words} {several(names)}" for words, names in parts.items() if names)
+    differences = ", and ".join(
+        f"{words} {several(names)}" for words, names in parts.items() if names
+    )
     raise ValueError(
         "`optimizer` is not the one that the state was created with, or `trainable` selects other "
-        f"leaves: the optimizer state {found or 'has another structure'}. Pass the same "
+        f"leaves: the optimizer state {differences or 'has another structure'}. Pass the same "
         "`optimizer` and `trainable` as to `init_state`."
     ) from error
 

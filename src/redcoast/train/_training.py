@@ -42,13 +42,13 @@ class Training:
 
     def layers(self, model: PyTree, batch: PyTree, mesh: Mesh | AbstractMesh) -> str:
         """How the compiled loss runs the layers that a model stacks; empty if it stacks none."""
-        found: list[str] = []
+        parts: list[str] = []
         for count, unroll in self.loops(model, batch, mesh):
             how = "in a loop"
             if unroll >= count:
                 how = "unrolled"
-            found.append(f"{count} {how}")
-        return ", ".join(found)
+            parts.append(f"{count} {how}")
+        return ", ".join(parts)
 
     def loops(
         self, model: PyTree, batch: PyTree, mesh: Mesh | AbstractMesh

@@ -117,13 +117,13 @@ def _bytes_read(module: Module, inner: Computation, name: str | None) -> int:
     if name is None:
         return 0
     value = inner.instructions[name]
-    whole = _unplaced_bytes(value.shape)
+    most = _unplaced_bytes(value.shape)
     total = 0
     for user in inner.instructions.values():
         for place, operand in enumerate(operands(user)):
             if operand == name:
-                total += _read_by(module, inner, user, place, whole)
-    return min(total, whole)
+                total += _read_by(module, inner, user, place, most)
+    return min(total, most)
 
 
 def _read_by(module: Module, inner: Computation, user: Instruction, place: int, whole: int) -> int:

@@ -248,10 +248,10 @@ class ArrayLayout:
 
 def array_layout(shape: str) -> ArrayLayout:
     """The layout of an array, or of the first one of a tuple."""
-    found = _ARRAY.search(shape)
-    if found is None:
+    match = _ARRAY.search(shape)
+    if match is None:
         raise ValueError(f"The HLO text has `{shape}` where an array was expected.")
-    dtype, dims, layout = found[1], found[2], found[3] or ""
+    dtype, dims, layout = match[1], match[2], match[3] or ""
     sizes = _sizes(dims)
     # The order of the dimensions, the minor one first, is what a layout has before a colon.
     order = _sizes(layout.partition(":")[0])

@@ -98,10 +98,10 @@ def _skip(file: BinaryIO, count: int, size: int) -> None:
 
 
 def _take(file: BinaryIO, count: int) -> bytes:
-    found = file.read(count)
-    if len(found) < count:
+    data = file.read(count)
+    if len(data) < count:
         raise ValueError("it ends in the middle of its header")
-    return found
+    return data
 
 
 def _int(file: BinaryIO) -> int:

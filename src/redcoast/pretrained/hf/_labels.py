@@ -30,11 +30,11 @@ def architecture_of(head: str | None, known: Mapping[str, str | None]) -> str:
 def read_labels(settings: Settings) -> Fields:
     """Returns the number of labels, and their names unless they are the default names."""
     # Keys of JSON objects are text, so labels have their numbers as text.
-    found = settings.get("id2label")
-    if not found:
+    names_by_text = settings.get("id2label")
+    if not names_by_text:
         count = settings.get("num_labels")
         return {"labels": 2 if count is None else count, "label_names": None}
-    by_number = {int(number): name for number, name in found.items()}
+    by_number = {int(number): name for number, name in names_by_text.items()}
     if sorted(by_number) != list(range(len(by_number))):
         raise ValueError(
             f"The setting `id2label` numbers its labels {sorted(by_number)}, but must count from 0."

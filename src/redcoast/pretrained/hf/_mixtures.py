@@ -38,21 +38,21 @@ def mixture_tensors(
     c = config
     # `layers` of the model has only those with experts, whose numbers in the file follow.
     routed = f"model.layers.{{layer+{c.dense_layers}}}."
-    found = _norms("layers/", routed) | attention("layers/", routed + "self_attn.")
-    found["layers/router"] = Tensor(routed + "mlp.gate.weight", TURNED)
+    table = _norms("layers/", routed) | attention("layers/", routed + "self_attn.")
+    table["layers/router"] = Tensor(routed + "mlp.gate.weight", TURNED)
     correction = routed + "mlp.gate.e_score_correction_bias"
-    found["layers/correction"] = Tensor(correction, "experts -> experts")
+    table["layers/correction"] = Tensor(correction, "experts -> experts")
     for part in ("gate", "up", "down"):
         shared = f"{routed}mlp.shared_experts.{part}_proj.weight"
-        found[f"layers/shared_{part}"] = Tensor(shared, TURNED)
+        table[f"layers/shared_{part}"] = Tensor(shared, TURNED)
         expert = f"{routed}mlp.experts.{{expert}}.{part}_proj.weight"
-        found[f"layers/{part}"] = Tensor(expert, TURNED)
+        table[f"layers/{part}"] = Tensor(expert, TURNED)
     if c.dense_layers:
         dense = "model.layers.{layer+0}."
-        found |= _norms("dense/", dense) | attention("dense/", dense + "self_attn.")
+        table |= _norms("dense/", dense) | attention("dense/", dense + "self_attn.")
         for part in ("gate", "up", "down"):
-            found[f"dense/{part}"] = Tensor(f"{dense}mlp.{part}_proj.weight", TURNED)
-    return found | llama_ends(c)
+            table[f"dense/{part}"] = Tensor(f"{dense}mlp.{part}_proj.weight", TURNED)
+    return table | llama_ends(c)
 
 
 def _norms(leaf: str, layer: str) -> dict[str, Tensor]:

@@ -53,9 +53,9 @@ def stack_tensors(stack: str, biases: str) -> dict[str, Tensor]:
     """Returns the positions and the layers of the encoder or the decoder. `biases` has the letters
     of the projections that have biases."""
     layer, leaf = f"model.{stack}.layers.{{layer}}.", stack + "/layers/"
-    table = f"model.{stack}.embed_positions.weight"
-    found = {
-        f"{stack}/position_embed": Tensor(table, "positions width -> positions width"),
+    positions = f"model.{stack}.embed_positions.weight"
+    table = {
+        f"{stack}/position_embed": Tensor(positions, "positions width -> positions width"),
         **norm(leaf + "mlp_norm", layer + "final_layer_norm"),
         **dense(leaf + "up", layer + "fc1"),
         **dense(leaf + "down", layer + "fc2"),
@@ -63,6 +63,6 @@ def stack_tensors(stack: str, biases: str) -> dict[str, Tensor]:
     parts = {"attention": "self_attn", "cross": "encoder_attn"}
     for part in ("attention", "cross") if stack == "decoder" else ("attention",):
         name = layer + parts[part]
-        found |= attention(f"{leaf}{part}/", name + ".", OUT_PROJ, biases=biases)
-        found |= norm(f"{leaf}{part}/norm", name + "_layer_norm")
-    return found
+        table |= attention(f"{leaf}{part}/", name + ".", OUT_PROJ, biases=biases)
+        table |= norm(f"{leaf}{part}/norm", name + "_layer_norm")
+    return table

@@ -114,13 +114,13 @@ def attention(
 
 def gate_and_up(name: str, *, biased: bool = False) -> dict[str, Tensor]:
     """Returns the two inputs of gated layers, which are in one tensor, and their biases."""
-    found = {}
+    table = {}
     for i, leaf in enumerate(("layers/gate", "layers/up")):
         weight, bias = "(part outputs) inputs -> inputs outputs", "(part outputs) -> outputs"
-        found[leaf] = Tensor(name + ".weight", weight, part=(i, 2))
+        table[leaf] = Tensor(name + ".weight", weight, part=(i, 2))
         if biased:
-            found[leaf + "_bias"] = Tensor(name + ".bias", bias, part=(i, 2))
-    return found
+            table[leaf + "_bias"] = Tensor(name + ".bias", bias, part=(i, 2))
+    return table
 
 
 def with_prefix(prefix: str, table: Mapping[str, Tensor], layers: int) -> dict[str, str]:

@@ -53,14 +53,14 @@ def write(config: BartConfig) -> Settings:
 
 def tensors(config: BartConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
-    found = {
+    table = {
         "embed": Tensor("model.shared.weight", EMBED),
         "logits_bias": Tensor("final_logits_bias", "1 vocab -> vocab"),
     }
     for stack in ("encoder", "decoder"):
-        found |= stack_tensors(stack, "qkvo")
-        found |= norm(f"{stack}/embed_norm", f"model.{stack}.layernorm_embedding")
-    return found
+        table |= stack_tensors(stack, "qkvo")
+        table |= norm(f"{stack}/embed_norm", f"model.{stack}.layernorm_embedding")
+    return table
 
 
 def duplicates(config: BartConfig) -> dict[str, str]:

@@ -73,15 +73,15 @@ def settle(config: CaptionerConfig, names: Collection[str]) -> CaptionerConfig:
 def tensors(config: CaptionerConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
     parts = {"encoder": vit.tensors(config.encoder), "decoder": gpt2.tensors(config.decoder)}
-    found = {}
+    tensors_by_leaf = {}
     for part, table in parts.items():
         for leaf, tensor in table.items():
             name = f"{part}.{tensor.name}"
-            found[f"{part}/{leaf}"] = Tensor(name, tensor.pattern, **dict(tensor.fixed))
+            tensors_by_leaf[f"{part}/{leaf}"] = Tensor(name, tensor.pattern, **dict(tensor.fixed))
     # `transformers` projects the encoder's outputs only where the widths differ.
     if config.encoder.width != config.decoder.width:
-        found |= linear("bridge", "enc_to_dec_proj")
-    return found
+        tensors_by_leaf |= linear("bridge", "enc_to_dec_proj")
+    return tensors_by_leaf
 
 
 def module_name(name: str) -> str:
@@ -92,8 +92,8 @@ def module_name(name: str) -> str:
 
 def duplicates(config: CaptionerConfig) -> dict[str, str]:
     """Maps the names under which a file may contain a tensor again to the tensor's own name."""
-    found = gpt2.duplicates(config.decoder)
-    return {f"decoder.{copy}": f"decoder.{name}" for copy, name in found.items()}
+    copies = gpt2.duplicates(config.decoder)
+    return {f"decoder.{copy}": f"decoder.{name}" for copy, name in copies.items()}
 
 
 def example_inputs(config: CaptionerConfig, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -64,27 +64,27 @@ def tensors(config: DeepseekV3Config) -> dict[str, Tensor]:
 
 def _attention(c: DeepseekV3Config, leaf: str, attention: str) -> dict[str, Tensor]:
     queries = "(heads qk_size) inputs -> inputs heads qk_size"
-    found = {
+    table = {
         "kv_norm": Tensor(attention + "kv_a_layernorm.weight", VECTOR),
         "wo": Tensor(attention + "o_proj.weight", OUT_OF_HEADS),
     }
     if c.q_rank is None:
-        found["wq"] = Tensor(attention + "q_proj.weight", queries)
+        table["wq"] = Tensor(attention + "q_proj.weight", queries)
     else:
-        found["q_down"] = Tensor(attention + "q_a_proj.weight", TURNED)
-        found["q_norm"] = Tensor(attention + "q_a_layernorm.weight", VECTOR)
-        found["wq"] = Tensor(attention + "q_b_proj.weight", queries)
+        table["q_down"] = Tensor(attention + "q_a_proj.weight", TURNED)
+        table["q_norm"] = Tensor(attention + "q_a_layernorm.weight", VECTOR)
+        table["wq"] = Tensor(attention + "q_b_proj.weight", queries)
     # The rows of this tensor are the latent of keys and values, and then the rotated part of the
     # keys, which all heads share.
     both, into = attention + "kv_a_proj_with_mqa.weight", c.kv_rank + c.rope_size
-    found["kv_down"] = Tensor(both, TURNED, outputs=(0, into))
-    found["k_rope"] = Tensor(both, TURNED, outputs=(c.kv_rank, into))
+    table["kv_down"] = Tensor(both, TURNED, outputs=(0, into))
+    table["k_rope"] = Tensor(both, TURNED, outputs=(c.kv_rank, into))
     # For each head, its keys without rotation, and then its values.
     both, out = attention + "kv_b_proj.weight", c.plain_size + c.value_size
     pattern = "(heads part) latent -> latent heads part"
-    found["wk"] = Tensor(both, pattern, part=(0, out))
-    found["wv"] = Tensor(both, pattern, part=(c.plain_size, out))
-    return under(leaf, found)
+    table["wk"] = Tensor(both, pattern, part=(0, out))
+    table["wv"] = Tensor(both, pattern, part=(c.plain_size, out))
+    return under(leaf, table)
 
 
 duplicates = tied_head("model.embed_tokens.weight")

@@ -78,12 +78,12 @@ def tensors(config: Dinov2Config) -> dict[str, Tensor]:
     c = config
     base = f"{_kind(c)}." if c.head else ""
     embeddings, layer = base + "embeddings.", base + "encoder.layer.{layer}."
-    mlp, table = layer + "mlp.", "1 tokens width -> tokens width"
+    mlp, tokens = layer + "mlp.", "1 tokens width -> tokens width"
     biases, modules = "qkvo" if c.qkv_bias else "o", VIT_ATTENTION
-    found = {
+    table = {
         **patches("", embeddings + "patch_embeddings.projection"),
         "cls_token": Tensor(embeddings + "cls_token", "1 1 width -> width"),
-        "position_embed": Tensor(embeddings + "position_embeddings", table),
+        "position_embed": Tensor(embeddings + "position_embeddings", tokens),
         **norm("layers/attention_norm", layer + "norm1"),
         **attention("layers/", layer + "attention.", modules, biases=biases, heads=c.heads),
         "layers/attention_scale": Tensor(layer + "layer_scale1.lambda1", VECTOR),
@@ -92,17 +92,17 @@ def tensors(config: Dinov2Config) -> dict[str, Tensor]:
         **norm("norm", base + "layernorm"),
     }
     if c.mask_token:
-        found["mask_token"] = Tensor(embeddings + "mask_token", "1 width -> width")
+        table["mask_token"] = Tensor(embeddings + "mask_token", "1 width -> width")
     if c.registers:
-        found["register_tokens"] = Tensor(embeddings + "register_tokens", table)
+        table["register_tokens"] = Tensor(embeddings + "register_tokens", tokens)
     if c.gated:
-        found |= gate_and_up(mlp + "weights_in", biased=True)
-        found |= dense("layers/down", mlp + "weights_out")
+        table |= gate_and_up(mlp + "weights_in", biased=True)
+        table |= dense("layers/down", mlp + "weights_out")
     else:
-        found |= dense("layers/up", mlp + "fc1") | dense("layers/down", mlp + "fc2")
+        table |= dense("layers/up", mlp + "fc1") | dense("layers/down", mlp + "fc2")
     if c.head:
-        found |= linear("head", "classifier")
-    return found
+        table |= linear("head", "classifier")
+    return table
 
 
 # The modules of `transformers` 5, whose files keep the names of earlier versions.

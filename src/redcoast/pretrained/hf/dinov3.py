@@ -48,13 +48,13 @@ def write(config: Dinov3Config) -> Settings:
 def tensors(config: Dinov3Config) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
     c, layer = config, "layer.{layer}."
-    embeddings, table = "embeddings.", "1 tokens width -> tokens width"
+    embeddings, tokens = "embeddings.", "1 tokens width -> tokens width"
     biases = "".join(letter for letter in "qkvo" if getattr(c, f"{letter}_bias"))
-    found = {
+    table = {
         **patches("", embeddings + "patch_embeddings"),
         "cls_token": Tensor(embeddings + "cls_token", "1 1 width -> width"),
         "mask_token": Tensor(embeddings + "mask_token", "1 1 width -> width"),
-        "register_tokens": Tensor(embeddings + "register_tokens", table),
+        "register_tokens": Tensor(embeddings + "register_tokens", tokens),
         **norm("layers/attention_norm", layer + "norm1"),
         **attention("layers/", layer + "attention.", PROJ, biases=biases, heads=c.heads),
         "layers/attention_scale": Tensor(layer + "layer_scale1.lambda1", VECTOR),
@@ -64,17 +64,17 @@ def tensors(config: Dinov3Config) -> dict[str, Tensor]:
     }
     for leaf in ("gate", "up", "down") if c.gated else ("up", "down"):
         name = f"{layer}mlp.{leaf}_proj"
-        found[f"layers/{leaf}"] = Tensor(name + ".weight", TURNED)
+        table[f"layers/{leaf}"] = Tensor(name + ".weight", TURNED)
         if c.mlp_bias:
-            found[f"layers/{leaf}_bias"] = Tensor(name + ".bias", VECTOR)
-    return found
+            table[f"layers/{leaf}_bias"] = Tensor(name + ".bias", VECTOR)
+    return table
 
 
 def module_name(name: str) -> str:
     """Returns the name that a tensor of the files has in a model of `transformers` 5."""
-    before, found, after = name.rpartition("layer.")
+    before, table, after = name.rpartition("layer.")
     inside = before.removeprefix("base_model.model.")  # PEFT's own prefix
-    return f"{before}model.layer.{after}" if found and not inside.endswith("model.") else name
+    return f"{before}model.layer.{after}" if table and not inside.endswith("model.") else name
 
 
 def duplicates(config: Dinov3Config) -> dict[str, str]:

@@ -58,11 +58,11 @@ def tensors(config: Glm4MoeConfig) -> dict[str, Tensor]:
 
 
 def _attention(c: Glm4MoeConfig, leaf: str, name: str) -> dict[str, Tensor]:
-    found = attention(leaf, name, PROJ, biases="qkv" if c.qkv_bias else "")
+    table = attention(leaf, name, PROJ, biases="qkv" if c.qkv_bias else "")
     for letter in "qk" * c.qk_norm:
         norm = Tensor(f"{name}{letter}_norm.weight", "head_dim -> head_dim")
-        found[f"{leaf}{letter}_norm"] = norm
-    return found
+        table[f"{leaf}{letter}_norm"] = norm
+    return table
 
 
 duplicates = tied_head("model.embed_tokens.weight")

@@ -71,7 +71,7 @@ def write(config: GPT2Config) -> Settings:
 def tensors(config: GPT2Config) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
     layer = "transformer.h.{layer}."
-    found = {
+    table = {
         "embed": Tensor("transformer.wte.weight", EMBED),
         "position_embed": Tensor("transformer.wpe.weight", "positions width -> positions width"),
         **_attention(layer + "attn.", layer + "ln_1", "layers/attention/"),
@@ -83,15 +83,15 @@ def tensors(config: GPT2Config) -> dict[str, Tensor]:
     }
     if config.cross_attention:
         names = (layer + "crossattention.", layer + "ln_cross_attn")
-        found |= _attention(*names, "layers/cross/", cross=True)
-    return found | own_head(config, "vocab width -> width vocab")
+        table |= _attention(*names, "layers/cross/", cross=True)
+    return table | own_head(config, "vocab width -> width vocab")
 
 
 def _attention(prefix: str, norm_name: str, leaf: str, *, cross: bool = False) -> dict[str, Tensor]:
     # Self-attention fuses Q, K and V; cross-attention fuses K and V, with Q separate.
     weight = "width (part heads head_dim) -> width heads head_dim"
     bias = "(part heads head_dim) -> heads head_dim"
-    found = {
+    table = {
         **norm("norm", norm_name),
         "wo": Tensor(prefix + "c_proj.weight", "(heads head_dim) width -> heads head_dim width"),
         "bo": Tensor(prefix + "c_proj.bias", VECTOR),
@@ -100,9 +100,9 @@ def _attention(prefix: str, norm_name: str, leaf: str, *, cross: bool = False) -
     if cross:
         places = {"q": ("q_attn", (0, 1)), "k": ("c_attn", (0, 2)), "v": ("c_attn", (1, 2))}
     for letter, (name, part) in places.items():
-        found[f"w{letter}"] = Tensor(f"{prefix}{name}.weight", weight, part=part)
-        found[f"b{letter}"] = Tensor(f"{prefix}{name}.bias", bias, part=part)
-    return under(leaf, found)
+        table[f"w{letter}"] = Tensor(f"{prefix}{name}.weight", weight, part=part)
+        table[f"b{letter}"] = Tensor(f"{prefix}{name}.bias", bias, part=part)
+    return under(leaf, table)
 
 
 duplicates = tied_head("transformer.wte.weight")

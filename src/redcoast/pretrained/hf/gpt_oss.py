@@ -65,7 +65,7 @@ def tensors(config: GptOssConfig) -> dict[str, Tensor]:
     alternate."""
     mlp, hidden = LLAMA_LAYER + "mlp.", "experts hidden"
     experts = mlp + "experts."
-    found = llama_attention("qkvo") | {
+    table = llama_attention("qkvo") | {
         "layers/sinks": Tensor(LLAMA_LAYER + "self_attn.sinks", "heads -> heads"),
         **dense("layers/router", mlp + "router"),
         "layers/down": Tensor(experts + "down_proj", f"{hidden} width -> {hidden} width"),
@@ -75,10 +75,10 @@ def tensors(config: GptOssConfig) -> dict[str, Tensor]:
     both = experts + "gate_up_proj"
     for i, leaf in enumerate(("gate", "up")):
         weight = "experts width (hidden part) -> experts width hidden"
-        found[f"layers/{leaf}"] = Tensor(both, weight, part=(i, 2))
+        table[f"layers/{leaf}"] = Tensor(both, weight, part=(i, 2))
         bias = "experts (hidden part) -> experts hidden"
-        found[f"layers/{leaf}_bias"] = Tensor(both + "_bias", bias, part=(i, 2))
-    return found | llama_ends(config)
+        table[f"layers/{leaf}_bias"] = Tensor(both + "_bias", bias, part=(i, 2))
+    return table | llama_ends(config)
 
 
 duplicates = tied_head("model.embed_tokens.weight")

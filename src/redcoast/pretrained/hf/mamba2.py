@@ -35,8 +35,8 @@ _IGNORED = """
 
 
 def read(settings: Settings) -> Fields:
-    given = (settings.get(name) for name in ("num_heads", "head_dim", "hidden_size"))
-    sizes = [value for value in given if type(value) is int and value > 0]
+    declared = (settings.get(name) for name in ("num_heads", "head_dim", "hidden_size"))
+    sizes = [value for value in declared if type(value) is int and value > 0]
     only = {
         "model_type": ("mamba2",),
         "hidden_act": ("silu",),
@@ -63,7 +63,7 @@ def tensors(config: Mamba2Config) -> dict[str, Tensor]:
     """Maps each array to its published tensors, which several arrays share."""
     c, layer = config, "backbone.layers.{layer}."
     mixer, small = layer + "mixer.", c.groups * c.state
-    found = {
+    table = {
         "embed": Tensor("backbone.embeddings.weight", EMBED),
         "layers/norm": Tensor(layer + "norm.weight", VECTOR),
         "layers/steps_bias": Tensor(mixer + "dt_bias", "heads -> heads"),
@@ -77,15 +77,15 @@ def tensors(config: Mamba2Config) -> dict[str, Tensor]:
     sizes = {"gate": c.inner, "x": c.inner, "b": small, "c": small, "steps": c.heads}
     start, total, channels = 0, sum(sizes.values()), c.inner + 2 * small
     for leaf, size in sizes.items():
-        found[f"layers/{leaf}"] = Tensor(mixer + "in_proj.weight", TURNED, outputs=(start, total))
+        table[f"layers/{leaf}"] = Tensor(mixer + "in_proj.weight", TURNED, outputs=(start, total))
         if leaf in "xbc":  # the convolution is over these, which follow the gate
             at = (start - c.inner, channels)
             kernel = "channels 1 taps -> taps channels"
-            found[f"layers/conv_{leaf}"] = Tensor(mixer + "conv1d.weight", kernel, channels=at)
+            table[f"layers/conv_{leaf}"] = Tensor(mixer + "conv1d.weight", kernel, channels=at)
             bias = Tensor(mixer + "conv1d.bias", "channels -> channels", channels=at)
-            found[f"layers/conv_{leaf}_bias"] = bias
+            table[f"layers/conv_{leaf}_bias"] = bias
         start += size
-    return found | own_head(c)
+    return table | own_head(c)
 
 
 duplicates = tied_head("backbone.embeddings.weight")

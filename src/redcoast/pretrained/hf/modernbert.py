@@ -92,19 +92,19 @@ def _read_local(c: Settings) -> tuple[bool, ...]:
 
 def _read_rope(rope: Settings) -> Fields:
     """Reads the rotary embeddings of each type of layer, as `transformers` 5 writes them."""
-    found = {}
+    bases = {}
     for field, kind in _BASES.items():
-        one = dict(rope.get(kind) or {})
-        if "rope_theta" in one:
-            found[field] = one.pop("rope_theta")
-        if one.pop("rope_type", "default") != "default" or one:
+        rope_of_kind = dict(rope.get(kind) or {})
+        if "rope_theta" in rope_of_kind:
+            bases[field] = rope_of_kind.pop("rope_theta")
+        if rope_of_kind.pop("rope_type", "default") != "default" or rope_of_kind:
             raise ValueError(
                 f"`rope_parameters` has {rope[kind]} for the layers with {kind!r}, but only "
                 "'default' is implemented."
             )
     if odd := rope.keys() - {*_BASES.values()}:
         raise ValueError(f"`rope_parameters` has the unknown entries {sorted(odd)}.")
-    return found
+    return bases
 
 
 def write(config: ModernBertConfig) -> Settings:
@@ -128,7 +128,7 @@ def tensors(config: ModernBertConfig) -> dict[str, Tensor]:
     c = config
     base = BASE_PREFIX if c.head else ""
     layer = base + "layers.{layer}."
-    found = {
+    table = {
         "embed": Tensor(base + "embeddings.tok_embeddings.weight", EMBED),
         **_norm(c, "embed_norm", base + "embeddings.norm"),
         "layers/wo": Tensor(layer + "attn.Wo.weight", OUT_OF_HEADS, heads=c.heads),
@@ -138,34 +138,34 @@ def tensors(config: ModernBertConfig) -> dict[str, Tensor]:
     }
     # The first layer has no norm before its attention: the embedding is normalised already.
     if c.layers > 1:
-        found |= _norm(c, "attention_norm", base + "layers.{layer+1}.attn_norm")
+        table |= _norm(c, "attention_norm", base + "layers.{layer+1}.attn_norm")
     for i, letter in enumerate("qkv"):
         part = {"heads": (i * c.heads, 3 * c.heads), "head_dim": c.head_dim}
-        found[f"layers/w{letter}"] = Tensor(layer + "attn.Wqkv.weight", INTO_HEADS, **part)
+        table[f"layers/w{letter}"] = Tensor(layer + "attn.Wqkv.weight", INTO_HEADS, **part)
         if c.attention_bias:
-            found[f"layers/b{letter}"] = Tensor(layer + "attn.Wqkv.bias", HEADS_BIAS, **part)
-    found |= gate_and_up(layer + "mlp.Wi", biased=c.mlp_bias)
+            table[f"layers/b{letter}"] = Tensor(layer + "attn.Wqkv.bias", HEADS_BIAS, **part)
+    table |= gate_and_up(layer + "mlp.Wi", biased=c.mlp_bias)
     if c.attention_bias:
-        found["layers/bo"] = Tensor(layer + "attn.Wo.bias", VECTOR)
+        table["layers/bo"] = Tensor(layer + "attn.Wo.bias", VECTOR)
     if c.mlp_bias:
-        found["layers/down_bias"] = Tensor(layer + "mlp.Wo.bias", VECTOR)
-    return found | _head(c)
+        table["layers/down_bias"] = Tensor(layer + "mlp.Wo.bias", VECTOR)
+    return table | _head(c)
 
 
 def _head(c: ModernBertConfig) -> dict[str, Tensor]:
     if c.head is None:
         return {}
-    found = {
+    table = {
         "pooler/w": Tensor("head.dense.weight", TURNED),
         **_norm(c, "pooler/norm", "head.norm"),
     }
     if c.head_bias:
-        found["pooler/b"] = Tensor("head.dense.bias", "outputs -> outputs")
+        table["pooler/b"] = Tensor("head.dense.bias", "outputs -> outputs")
     if c.head in LABELLED:
-        found |= linear("head", "classifier")
+        table |= linear("head", "classifier")
     elif c.vocab_bias:
-        found["head"] = Tensor("decoder.bias", "vocab -> vocab")
-    return found
+        table["head"] = Tensor("decoder.bias", "vocab -> vocab")
+    return table
 
 
 def _norm(c: ModernBertConfig, leaf: str, name: str) -> dict[str, Tensor]:

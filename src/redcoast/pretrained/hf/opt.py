@@ -57,23 +57,23 @@ def tensors(config: OPTConfig) -> dict[str, Tensor]:
     base = "model.decoder."
     positions, layer = base + "embed_positions.weight", base + "layers.{layer}."
     biases = "qkvo" if config.bias else ""
-    found = {
+    table = {
         "embed": Tensor(base + "embed_tokens.weight", EMBED),
         # Two rows that are not used, and one for each position.
         "position_embed": Tensor(positions, "rows width -> rows width"),
         **attention("layers/", layer + "self_attn.", OUT_PROJ, biases=biases),
     }
     mlp = dense("layers/up", layer + "fc1") | dense("layers/down", layer + "fc2")
-    found |= {leaf: t for leaf, t in mlp.items() if config.bias or not leaf.endswith("bias")}
+    table |= {leaf: t for leaf, t in mlp.items() if config.bias or not leaf.endswith("bias")}
     if config.affine:
-        found |= norm("layers/attention_norm", layer + "self_attn_layer_norm")
-        found |= norm("layers/mlp_norm", layer + "final_layer_norm")
+        table |= norm("layers/attention_norm", layer + "self_attn_layer_norm")
+        table |= norm("layers/mlp_norm", layer + "final_layer_norm")
     if config.final_norm and config.affine:
-        found |= norm("norm", base + "final_layer_norm")
+        table |= norm("norm", base + "final_layer_norm")
     if config.embed_width != config.width:
-        found["project_in"] = Tensor(base + "project_in.weight", TURNED)
-        found["project_out"] = Tensor(base + "project_out.weight", TURNED)
-    return found | own_head(config)
+        table["project_in"] = Tensor(base + "project_in.weight", TURNED)
+        table["project_out"] = Tensor(base + "project_out.weight", TURNED)
+    return table | own_head(config)
 
 
 duplicates = tied_head("model.decoder.embed_tokens.weight")

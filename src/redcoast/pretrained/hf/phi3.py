@@ -53,12 +53,12 @@ def read(settings: Settings) -> Fields:
 def _read_rope(c: Settings) -> Fields:
     rope = rope_of(c)
     part = rope.pop("partial_rotary_factor", c["partial_rotary_factor"])
-    found = {"rope_base": rope.pop("rope_theta", c["rope_theta"])}
+    base = {"rope_base": rope.pop("rope_theta", c["rope_theta"])}
     if part != 1:
-        found["rotary_dim"] = int(c["hidden_size"] // c["num_attention_heads"] * part)
+        base["rotary_dim"] = int(c["hidden_size"] // c["num_attention_heads"] * part)
     kinds = {rope.pop(name, None) or "default" for name in ("rope_type", "type")} - {"default"}
     if not kinds:
-        return found
+        return base
     # The older names mean the same scaling.
     if not kinds <= {"longrope", "su", "yarn"}:
         raise ValueError(
@@ -72,7 +72,7 @@ def _read_rope(c: Settings) -> Fields:
         raise ValueError(f"The setting of rotary embeddings has unknown settings: {unknown}.")
     if missing:
         raise ValueError(f"The setting of rotary embeddings has no {sorted(missing)}.")
-    return found | {"rope_scaling": _long_rope(rope, c)}
+    return base | {"rope_scaling": _long_rope(rope, c)}
 
 
 def _long_rope(rope: Settings, c: Settings) -> LongRope:

@@ -131,19 +131,19 @@ def _rest(c: Qwen3_5Config, layer: str) -> dict[str, Tensor]:
 
 def _attention(layer: str) -> dict[str, Tensor]:
     name = layer + "self_attn."
-    found = attention("", name, PROJ, letters="kvo")
+    table = attention("", name, PROJ, letters="kvo")
     both = "(heads part head_dim) width -> width heads head_dim"
     for index, leaf in enumerate(("wq", "wz")):  # a head's queries, and the gate of its outputs
-        found[leaf] = Tensor(name + "q_proj.weight", both, part=(index, 2))
+        table[leaf] = Tensor(name + "q_proj.weight", both, part=(index, 2))
     for letter in "qk":
         weight = f"{name}{letter}_norm.weight"
-        found[f"{letter}_norm"] = Tensor(weight, "head_dim -> head_dim")
-    return found
+        table[f"{letter}_norm"] = Tensor(weight, "head_dim -> head_dim")
+    return table
 
 
 def _delta_net(c: Qwen3_5Config, layer: str) -> dict[str, Tensor]:
     name = layer + "linear_attn."
-    found = {
+    table = {
         "wz": Tensor(name + "in_proj_z.weight", TURNED),
         "wo": Tensor(name + "out_proj.weight", TURNED),
         "strength": Tensor(name + "in_proj_b.weight", TURNED),
@@ -157,10 +157,10 @@ def _delta_net(c: Qwen3_5Config, layer: str) -> dict[str, Tensor]:
     kernel = "outputs 1 taps -> taps outputs"
     for letter, size in {"q": c.keys, "k": c.keys, "v": c.values}.items():
         at = (start, total)
-        found[f"w{letter}"] = Tensor(name + "in_proj_qkv.weight", TURNED, outputs=at)
-        found[f"conv_{letter}"] = Tensor(name + "conv1d.weight", kernel, outputs=at)
+        table[f"w{letter}"] = Tensor(name + "in_proj_qkv.weight", TURNED, outputs=at)
+        table[f"conv_{letter}"] = Tensor(name + "conv1d.weight", kernel, outputs=at)
         start += size
-    return found
+    return table
 
 
 duplicates = tied_head("model.embed_tokens.weight")

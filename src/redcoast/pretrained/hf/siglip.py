@@ -80,7 +80,7 @@ def tensors(config: SiglipConfig) -> dict[str, Tensor]:
 
 def _pooler(leaf: str, name: str, heads: int) -> dict[str, Tensor]:
     inside = name + "attention."
-    found = {
+    table = {
         leaf + "query": Tensor(name + "probe", "1 1 width -> width"),
         **attention(leaf + "attention/", inside, OUT_PROJ, letters="o", biases="o", heads=heads),
         **norm(leaf + "norm", name + "layernorm"),
@@ -92,7 +92,7 @@ def _pooler(leaf: str, name: str, heads: int) -> dict[str, Tensor]:
         weight, bias = inside + "in_proj_weight", inside + "in_proj_bias"
         part = "(part heads head_dim) width -> width heads head_dim"
         fixed = {"part": (i, 3), "heads": heads}
-        found[f"{leaf}attention/w{letter}"] = Tensor(weight, part, **fixed)
+        table[f"{leaf}attention/w{letter}"] = Tensor(weight, part, **fixed)
         part = "(part heads head_dim) -> heads head_dim"
-        found[f"{leaf}attention/b{letter}"] = Tensor(bias, part, **fixed)
-    return found
+        table[f"{leaf}attention/b{letter}"] = Tensor(bias, part, **fixed)
+    return table

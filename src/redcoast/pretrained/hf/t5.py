@@ -115,12 +115,12 @@ def write(config: T5Config) -> Settings:
 
 def tensors(config: T5Config) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
-    found = {"embed": Tensor("shared.weight", EMBED)}
-    found |= _stack(config, "encoder")
-    found |= _stack(config, "decoder")
+    table = {"embed": Tensor("shared.weight", EMBED)}
+    table |= _stack(config, "encoder")
+    table |= _stack(config, "decoder")
     if not config.tied:
-        found["head"] = Tensor(_HEAD, "vocab width -> width vocab")
-    return found
+        table["head"] = Tensor(_HEAD, "vocab width -> width vocab")
+    return table
 
 
 def _stack(config: T5Config, stack: str) -> dict[str, Tensor]:
@@ -135,9 +135,9 @@ def _stack(config: T5Config, stack: str) -> dict[str, Tensor]:
         up = "wi_1"
     into, out = "hidden width -> width hidden", "width hidden -> hidden width"
     # Only the first block has the table, which all blocks use.
-    table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    found = {
-        f"{stack}/relative_bias": Tensor(table, "buckets heads -> buckets heads"),
+    biases = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    table = {
+        f"{stack}/relative_bias": Tensor(biases, "buckets heads -> buckets heads"),
         **_attention(block + "0.", "SelfAttention.", leaf + "attention/"),
         leaf + "mlp_norm": Tensor(mlp + "layer_norm.weight", VECTOR),
         leaf + "up": Tensor(f"{dense}{up}.weight", into),
@@ -145,15 +145,15 @@ def _stack(config: T5Config, stack: str) -> dict[str, Tensor]:
         f"{stack}/norm": Tensor(f"{stack}.final_layer_norm.weight", VECTOR),
     }
     if config.gated:
-        found[leaf + "gate"] = Tensor(dense + "wi_0.weight", into)
+        table[leaf + "gate"] = Tensor(dense + "wi_0.weight", into)
     if decoder:
-        found |= _attention(block + "1.", "EncDecAttention.", leaf + "cross/")
-    return found
+        table |= _attention(block + "1.", "EncDecAttention.", leaf + "cross/")
+    return table
 
 
 def _attention(layer: str, name: str, leaf: str) -> dict[str, Tensor]:
-    found = attention(leaf, layer + name, {"q": "q", "k": "k", "v": "v", "o": "o"})
-    return found | {leaf + "norm": Tensor(layer + "layer_norm.weight", VECTOR)}
+    table = attention(leaf, layer + name, {"q": "q", "k": "k", "v": "v", "o": "o"})
+    return table | {leaf + "norm": Tensor(layer + "layer_norm.weight", VECTOR)}
 
 
 def duplicates(config: T5Config) -> dict[str, str]:

@@ -85,7 +85,7 @@ def tensors(config: ViTConfig) -> dict[str, Tensor]:
     embeddings, layer = base + "embeddings.", base + "encoder.layer.{layer}."
     positions, biases = embeddings + "position_embeddings", "qkvo" if config.qkv_bias else "o"
     modules = VIT_ATTENTION
-    found = {
+    table = {
         **patches("", embeddings + "patch_embeddings.projection"),
         "cls_token": Tensor(embeddings + "cls_token", "1 1 width -> width"),
         "position_embed": Tensor(positions, "1 tokens width -> tokens width"),
@@ -97,10 +97,10 @@ def tensors(config: ViTConfig) -> dict[str, Tensor]:
         **norm("norm", base + "layernorm"),
     }
     if config.head:
-        return found | linear("head", "classifier")
+        return table | linear("head", "classifier")
     if config.pooler:
-        return found | linear("pooler", "pooler.dense")
-    return found
+        return table | linear("pooler", "pooler.dense")
+    return table
 
 
 # The modules of `transformers` 5, whose files keep the names of earlier versions.

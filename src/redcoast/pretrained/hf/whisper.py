@@ -57,15 +57,15 @@ def write(config: WhisperConfig) -> Settings:
 def tensors(config: WhisperConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors. Keys have no bias."""
     kernel = "outputs inputs taps -> taps inputs outputs"
-    found = {
+    table = {
         "embed": Tensor("model.decoder.embed_tokens.weight", EMBED),
         **dense("encoder/first", "model.encoder.conv1", kernel),
         **dense("encoder/second", "model.encoder.conv2", kernel),
     }
     for stack in ("encoder", "decoder"):
-        found |= stack_tensors(stack, "qvo")
-        found |= norm(f"{stack}/norm", f"model.{stack}.layer_norm")
-    return found
+        table |= stack_tensors(stack, "qvo")
+        table |= norm(f"{stack}/norm", f"model.{stack}.layer_norm")
+    return table
 
 
 def computed(config: WhisperConfig) -> dict[str, tuple[int, ...]]:

@@ -75,9 +75,9 @@ def serve_template(memory: int, characters: int) -> None:
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
     compiled = None
     while line := incoming.readline():
-        given = incoming.read(int(line))
+        request = incoming.read(int(line))
         try:
-            variables = json.loads(given)
+            variables = json.loads(request)
             if compiled is None:
                 compiled, text = compile_template(variables["template"]), ""
             else:

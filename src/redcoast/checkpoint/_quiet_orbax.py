@@ -26,7 +26,12 @@ def quiet_orbax() -> Iterator[None]:
     files = str(Path(ocp.__file__).parent)
 
     def is_other(record: logging.LogRecord) -> bool:
-        return record.exc_info in (None, False) or not _concerns(record, files)
+        if not record.exc_info:
+            return True
+        # An error that was logged by files of Orbax, or raised in them.
+        frames = traceback.extract_tb(record.exc_info[2])
+        names = [record.pathname, *(frame.filename for frame in frames)]
+        return not any(name.startswith(files) for name in names)
 
     before = sys.unraisablehook
 
@@ -45,13 +50,6 @@ def quiet_orbax() -> Iterator[None]:
             logger.removeFilter(is_other)
         if sys.unraisablehook is hook:  # something else may have replaced it meanwhile
             sys.unraisablehook = before
-
-
-def _concerns(record: logging.LogRecord, files: str) -> bool:
-    """Whether a record was logged by files of Orbax, or is about an error raised in them."""
-    _, _, trace = record.exc_info or (None, None, None)
-    names = [record.pathname, *(frame.filename for frame in traceback.extract_tb(trace))]
-    return any(name.startswith(files) for name in names)
 
 
 def _is_late_result(error: BaseException | None, trace: TracebackType | None) -> bool:

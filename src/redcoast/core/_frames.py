@@ -69,8 +69,10 @@ def hide_frames(fn: Fn) -> Fn:
         except Exception as error:
             if isinstance(error, TypeError):
                 _suggest(fn, error, kwargs)
-            if isinstance(error, jax.errors.UnexpectedTracerError):
-                _add_once(error, _LEAKED)
+            leaked = isinstance(error, jax.errors.UnexpectedTracerError)
+            # Public functions may call each other, and one note is enough.
+            if leaked and _LEAKED not in getattr(error, "__notes__", []):
+                error.add_note(LastNote(_LEAKED))
             explained = None
             if isinstance(error, TypeError | ValueError):
                 explained = explain_static_arrays(fn, error, args, kwargs)
@@ -80,12 +82,6 @@ def hide_frames(fn: Fn) -> Fn:
             raise  # without arguments, which adds no frame
 
     return call  # pyright: ignore[reportReturnType]
-
-
-def _add_once(error: Exception, note: str) -> None:
-    """Adds a note that comes last; public functions may call each other."""
-    if note not in getattr(error, "__notes__", []):
-        error.add_note(LastNote(note))
 
 
 def hide_frames_of_init(cls: type[Class]) -> type[Class]:

@@ -65,11 +65,6 @@ def _checksum(values: np.ndarray) -> str:
     return f"{zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data):08x}"
 
 
-def _is_default(value: object) -> bool:
-    """Whether a parameter is `None`, `False` or empty, as most of them are."""
-    return value is None or value is False or value == ()
-
-
 class _Describer:
     """Describes jaxprs, each of which may be called at several places."""
 
@@ -94,7 +89,7 @@ class _Describer:
                 params = {"runs": inner_jaxprs(equation)}
             shown = {}
             for name, value in params.items():
-                if name not in _IGNORED and not _is_default(value):
+                if name not in _IGNORED and not (value is None or value is False or value == ()):
                     shown[name] = value
             operands = names.of_all(equation.invars)
             options = ""

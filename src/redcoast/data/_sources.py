@@ -127,7 +127,13 @@ def read_source(
         examples = as_columns(examples, name) or examples
     _refuse_columns(examples, name)
     if not batched:
-        _refuse_loader(examples, name)
+        makes_batches = getattr(examples, "batch_sampler", True) is not None
+        if hasattr(examples, "dataset") and makes_batches and not is_indexed(examples):
+            kind = type(examples).__name__
+            raise TypeError(
+                f"`{name}` is of type {kind}, whose items are batches. Pass the `dataset` of the "
+                f"{kind}, or `batch_size=None` to take its batches as they are."
+            )
     if is_iterator(examples):
         has_state = state_methods(examples) is not None
         if has_state:
@@ -261,17 +267,6 @@ def _has_examples(part: object) -> bool:
             return len(part) > 0 and isinstance(part[0], Mapping | tuple)
         return False
     return hasattr(part, "__iter__") and not hasattr(part, "__array__")
-
-
-def _refuse_loader(examples: object, name: str) -> None:
-    """Raises `TypeError` if examples are a loader of batches, such as PyTorch's."""
-    makes_batches = getattr(examples, "batch_sampler", True) is not None
-    if hasattr(examples, "dataset") and makes_batches and not is_indexed(examples):
-        kind = type(examples).__name__
-        raise TypeError(
-            f"`{name}` is of type {kind}, whose items are batches. Pass the `dataset` of the "
-            f"{kind}, or `batch_size=None` to take its batches as they are."
-        )
 
 
 def count_examples(examples: object, name: str = "examples") -> int | None:

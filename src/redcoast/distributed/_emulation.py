@@ -37,7 +37,12 @@ def provide_threads(count: int | None = None) -> None:
     The default `count` is the number of devices in XLA_FLAGS or JAX's configuration.
     """
     if count is None:
-        count = _configured_devices()
+        flagged = 0
+        numbers = _FLAG.findall(os.environ.get("XLA_FLAGS", ""))
+        if numbers:
+            flagged = int(numbers[-1])  # XLA takes the last of several
+        configured: Any = getattr(jax.config, "jax_num_cpu_devices", -1)
+        count = max(flagged, configured or 0)
     global _provided
     if count > 1 and not has_chosen_devices() and os.environ.get("NPROC") in (None, _provided):
         os.environ["NPROC"] = _provided = str(THREADS * count)
@@ -63,15 +68,6 @@ def pool_threads(count: int) -> int:
     if setting.isdecimal():
         threads = int(setting)
     return max(threads, count)
-
-
-def _configured_devices() -> int:
-    flagged = 0
-    numbers = _FLAG.findall(os.environ.get("XLA_FLAGS", ""))
-    if numbers:
-        flagged = int(numbers[-1])  # XLA takes the last of several
-    configured: Any = getattr(jax.config, "jax_num_cpu_devices", -1)
-    return max(flagged, configured or 0)
 
 
 def _local_cpu_devices() -> int:

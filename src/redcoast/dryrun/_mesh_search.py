@@ -296,12 +296,8 @@ def likely(job: Job, place: Place) -> list[dict[str, int]]:
 
 def _estimate_all(job: Job, place: Place) -> list[Candidate]:
     with sharing_programs():
-        return _estimate_meshes(job, place)
-
-
-def _estimate_meshes(job: Job, place: Place) -> list[Candidate]:
-    keeping = replace(job, memory=None)
-    return _recomputing(job, place, _estimate_keeping(keeping, place))
+        keeping = replace(job, memory=None)
+        return _recomputing(job, place, _estimate_keeping(keeping, place))
 
 
 def _recomputing(job: Job, place: Place, candidates: list[Candidate]) -> list[Candidate]:

@@ -76,7 +76,17 @@ def parse_target(name: str) -> TargetDevices:
         shape = tuple(map(int, sizes.split("x")))
     if chip.kind == "tpu":
         return _slice(name, chip, shape)
-    return _cards(name, chip, shape)
+    if len(shape) > 2 or (chip.kind == "cpu" and len(shape) > 1):
+        raise ValueError(f"The target {name!r} has too many sizes. {_form(chip)}")
+    hosts, cards = (1, 1, *shape)[-2:]  # one host, if only the cards are written
+    if cards > chip.per_host:
+        raise ValueError(
+            f"The target {name!r} has {cards} devices in a host, but a host has at most "
+            f"{chip.per_host}. {_form(chip)}"
+        )
+    if hosts > _MOST_HOSTS:
+        raise ValueError(f"The target {name!r} has more than {_MOST_HOSTS} hosts. {_form(chip)}")
+    return TargetDevices(name, chip, hosts * cards, hosts, (hosts, cards))
 
 
 def _did_you_mean(name: str) -> str:
@@ -124,20 +134,6 @@ def _slice(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
     if alone:
         hosts = slices
     return TargetDevices(name, chip, count, hosts, shape, slices)
-
-
-def _cards(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
-    if len(shape) > 2 or (chip.kind == "cpu" and len(shape) > 1):
-        raise ValueError(f"The target {name!r} has too many sizes. {_form(chip)}")
-    hosts, cards = (1, 1, *shape)[-2:]  # one host, if only the cards are written
-    if cards > chip.per_host:
-        raise ValueError(
-            f"The target {name!r} has {cards} devices in a host, but a host has at most "
-            f"{chip.per_host}. {_form(chip)}"
-        )
-    if hosts > _MOST_HOSTS:
-        raise ValueError(f"The target {name!r} has more than {_MOST_HOSTS} hosts. {_form(chip)}")
-    return TargetDevices(name, chip, hosts * cards, hosts, (hosts, cards))
 
 
 @functools.cache

@@ -177,7 +177,13 @@ def check_prompt(model: PyTree, tokens: Any, mask: Any) -> None:
         )
     if mask is not None:
         _check_mask(tokens, mask)
-        _check_not_empty(mask)
+        if is_known(mask):
+            empty = np.flatnonzero(~np.asarray(mask).astype(bool).any(axis=1))
+            if empty.size:
+                raise ValueError(
+                    f"`mask` has no real token in {_rows(empty)}. A prompt needs at least one, "
+                    "such as the beginning-of-sequence token."
+                )
     _check_vocabulary(model, tokens, mask)
 
 
@@ -221,16 +227,6 @@ def _check_mask(tokens: AnyArray, mask: Any) -> None:
         )
     if not (mask.dtype == bool or jnp.issubdtype(mask.dtype, jnp.integer)):
         raise ValueError(f"`mask` has dtype {mask.dtype}. It must hold booleans or integers.")
-
-
-def _check_not_empty(mask: AnyArray) -> None:
-    if is_known(mask):
-        empty = np.flatnonzero(~np.asarray(mask).astype(bool).any(axis=1))
-        if empty.size:
-            raise ValueError(
-                f"`mask` has no real token in {_rows(empty)}. A prompt needs at least one, such as "
-                "the beginning-of-sequence token."
-            )
 
 
 def _check_vocabulary(model: PyTree, tokens: AnyArray, mask: AnyArray | None) -> None:

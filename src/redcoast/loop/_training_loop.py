@@ -110,7 +110,8 @@ class TrainingLoop:
         if (self._is_asked_to_stop() or self._is_over) and not is_last:
             stops = stops or self._is_over or self.stopping()
         if self.evaluation is not None and is_first and not (self.is_due or stops):
-            self._try_evaluation(self.evaluation, done)
+            with noting(_TRIED), self._rescued(doubtful=()):
+                self.evaluation.try_loss(evaluated_model(done.state), done.state.key)
         self.is_due = self.is_due and postpones
         epoch_end = done.batch.epoch_end
         # What ends a run is always saved.
@@ -222,11 +223,6 @@ class TrainingLoop:
         logged = {f"eval/{name}": value for name, value in metrics.items()}
         self.reader.write(logged, number, state=state)
         return metrics
-
-    def _try_evaluation(self, evaluation: CompiledEvaluation, done: StepTaken) -> None:
-        """Computes the loss of one batch, so that a mistake shows before the first evaluation."""
-        with noting(_TRIED), self._rescued(doubtful=()):
-            evaluation.try_loss(evaluated_model(done.state), done.state.key)
 
     def _save(self, metrics: dict[str, float]) -> None:
         """Saves the state after the last step."""

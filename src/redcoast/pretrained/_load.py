@@ -56,7 +56,13 @@ def load(
         config = settle(config, source.stored.keys())
     decoding = options.get("decoding")
     config = with_generation(config, source.settings, source.generation, path, decoding=decoding)
-    config = _with_options(config, options)
+    fields = [field.name for field in dataclasses.fields(config)]
+    if unknown := sorted(options.keys() - set(fields)):
+        raise TypeError(
+            f"{type(config).__name__} has no field {', '.join(unknown)}. It has: "
+            f"{', '.join(fields)}."
+        )
+    config = dataclasses.replace(config, **options)
     computed = getattr(family.hf, "computed", lambda config: {})
     # Before the model is created in the abstract, which computes these arrays.
     check_computed(computed(config), source.stored, path)
@@ -92,16 +98,6 @@ def load(
     if targets:
         filled |= fill(targets)
     return join([filled[name] for name in arrays], static)
-
-
-def _with_options(config: Any, options: Mapping[str, Any]) -> Any:
-    fields = [field.name for field in dataclasses.fields(config)]
-    if unknown := sorted(options.keys() - set(fields)):
-        raise TypeError(
-            f"{type(config).__name__} has no field {', '.join(unknown)}. It has: "
-            f"{', '.join(fields)}."
-        )
-    return dataclasses.replace(config, **options)
 
 
 def _abstract(model_class: Any, config: Any, path: Path) -> PyTree:

@@ -68,7 +68,7 @@ def of_bitsandbytes(stored: Mapping[str, Stored], where: object) -> dict[str, An
             if state := next((name + end for end in _STATES if name + end in stored), None):
                 blocks = _blocks(name, state, stored)
                 read[name] = ft.partial(Stored, blocks.shape, read=blocks.read)
-            elif x.dtype == np.int8 and (scales := _without_end(name) + ".SCB") in stored:
+            elif x.dtype == np.int8 and (scales := name.removesuffix(".weight") + ".SCB") in stored:
                 read[name] = ft.partial(Stored, x.shape, read=_rows(name, x, stored[scales]))
         except Misfit as error:
             problems.append(error.args[0])
@@ -84,10 +84,6 @@ def of_bitsandbytes(stored: Mapping[str, Stored], where: object) -> dict[str, An
         if name in of_weights or name.endswith(ends):
             del read[name]
     return read
-
-
-def _without_end(name: str) -> str:
-    return name.removesuffix(".weight")
 
 
 def _whole(name: str, stored: Mapping[str, Stored]) -> np.ndarray:

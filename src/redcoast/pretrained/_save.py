@@ -65,7 +65,11 @@ def save(
         check_card(card)
     leaves = _check_model(model)
     settings, generation = _settings(model.config)
-    _check_free(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(
+            f"{path} exists already, and nothing is overwritten. Choose another path. `tokenizer` "
+            "copies the files of a tokenizer; others can be added after the model is saved."
+        )
     others = _tokenizer_files(tokenizer)
     layout = layout_of(model.config)
     parts = parts_of(layout.table, leaves)
@@ -138,14 +142,6 @@ def _check_dtypes(parts: Mapping[str, list[Part]], leaves: Mapping[str, Any]) ->
                 f"The tensor {name} has one dtype, but its arrays have several: {listed}. Cast "
                 "them to one."
             )
-
-
-def _check_free(path: Path) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(
-            f"{path} exists already, and nothing is overwritten. Choose another path. `tokenizer` "
-            "copies the files of a tokenizer; others can be added after the model is saved."
-        )
 
 
 def _files(shapes: Shapes, most: int | float) -> dict[str, list[str]]:

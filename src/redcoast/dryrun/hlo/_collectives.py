@@ -145,7 +145,19 @@ def read_program(
         )
     module = parse_module(hlo_text)
     if module.replicas * module.partitions > 1:
-        _check_devices(module, axes)
+        if module.replicas > 1 and module.partitions > 1:
+            raise ValueError(
+                f"The program is for {module.replicas} replicas of {module.partitions} partitions "
+                "each. Only programs with either replicas or partitions can be read, as compiled "
+                "by `jax.jit`."
+            )
+        devices = module.replicas * module.partitions
+        if devices != prod(axes.values()):
+            sizes = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+            raise ValueError(
+                f"The program was compiled for {devices} devices, but a mesh of {sizes} has "
+                f"{prod(axes.values())}. Pass the mesh that it was compiled for."
+            )
 
     @cache
     def carries(name: str) -> bool:
@@ -183,22 +195,6 @@ def by_kind_and_axes(of_program: Sequence[Collective]) -> list[dict[str, Any]]:
         row["sent_bytes"] += each.count * each.sent_bytes
         row["exact"] &= each.exact
     return sorted(rows.values(), key=lambda row: -row["sent_bytes"])
-
-
-def _check_devices(module: Module, axes: dict[str, int]) -> None:
-    if module.replicas > 1 and module.partitions > 1:
-        raise ValueError(
-            f"The program is for {module.replicas} replicas of {module.partitions} partitions "
-            "each. Only programs with either replicas or partitions can be read, as compiled by "
-            "`jax.jit`."
-        )
-    devices = module.replicas * module.partitions
-    if devices != prod(axes.values()):
-        sizes = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-        raise ValueError(
-            f"The program was compiled for {devices} devices, but a mesh of {sizes} has "
-            f"{prod(axes.values())}. Pass the mesh that it was compiled for."
-        )
 
 
 def collective_kind(instruction: Instruction) -> str | None:

@@ -170,7 +170,9 @@ def _wrapped(
     for each in inside.computation.instructions.values():
         targets.add(call_target(each))
         if collective_kind(each) is not None:
-            channel = _channel(each)
+            # The instructions that start and end a collective have its channel in common.
+            _, _, after = each.rest.partition("channel_id=")
+            channel = f"channel {after.partition(',')[0]}"
             if not is_later_part(inside, each):
                 fused += collectives_of(program, inside, each, instruction)
     ends = "AsyncCollectiveDone" in targets
@@ -191,12 +193,6 @@ def _wrapped(
         yield Done(channel)
     else:
         yield from map(_transfer, fused)
-
-
-def _channel(instruction: Instruction) -> str:
-    # The instructions that start and end a collective have its channel in common.
-    _, _, after = instruction.rest.partition("channel_id=")
-    return f"channel {after.partition(',')[0]}"
 
 
 def _transfer(collective: Collective) -> Transfer:

@@ -17,7 +17,7 @@ from redcoast.core._jaxpr import iter_equations
 from redcoast.losses import cross_entropy
 from redcoast.models import Llama, LlamaConfig
 from redcoast.models._quantised_weight import NF4, quantised_weight
-from redcoast.pretrained import _load, _quantise_loaded, _read_to_device
+from redcoast.pretrained import _load, _read_to_device
 
 CONFIG = LlamaConfig(vocab=16, width=64, layers=2, heads=4, kv_heads=2, hidden=128)
 KEY = jax.random.key(0)
@@ -121,8 +121,8 @@ def test_a_model_that_is_quantised_while_it_is_read(tmp_path, monkeypatch, numbe
         sizes.append(weight.shape),
         quantised_weight(weight, **options),
     )[1]
-    monkeypatch.setattr(_quantise_loaded, "quantised_weight", of_layer)
-    monkeypatch.setattr(_quantise_loaded, "_MOST", 1)
+    monkeypatch.setattr(_load, "quantised_weight", of_layer)
+    monkeypatch.setattr(_load, "_MOST", 1)
     read = rc.load_pretrained(tmp_path / "model", mesh=mesh, quantise=numbers)
     assert jax.tree.structure(read) == jax.tree.structure(whole)
     assert_equal(read, whole)

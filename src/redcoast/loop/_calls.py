@@ -1,7 +1,7 @@
 """The calls of a run: a step in each, or several short steps together.
 
 To call a program takes about 0.1 ms, whatever it computes, and more than the whole step of a small
-model. So `fit` takes several short steps in one call (`train/_several_steps.py`):
+model. So `fit` takes several short steps in one call (`train/_training.py`):
 
 - The program is a loop over a fixed number of rows, each a batch, of which a call fills as many as
   it takes steps. All of a run's calls use this one program, so their lengths change no result.

@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,24 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..core._pytree import join, leaf_paths, split
 from ..core._tracing import abstract_key
-from ..models._quantised_weight import Numbers
+from ..models._quantised_weight import Numbers, QuantisedWeight, quantised_weight
+from ..sharding import infer_shardings
 from ._fused_experts import split_experts
 from ._generation import with_generation
 from ._lazy_tensor import Stored
 from ._match import Layout, layout_of, match, needed_shapes
-from ._placement import choose_shardings
-from ._quantise_loaded import fill_quantised, matrices_to_quantise
+from ._matrix_roles import matrix_of
 from ._quantised import dequantised
 from ._read_plan import ArrayToRead
 from ._read_to_device import fill_device
 from ._read_to_host import fill_host
-from ._registry import find_family
+from ._registry import Family, find_family
 from ._source import check_computed, check_elements, check_layers, open_source
 from ._text_part import text_part
 
@@ -135,3 +137,112 @@ def _piece_elements(stored: Mapping[str, Stored], dtype: np.dtype, most: int) ->
     largest = max(x.nbytes for x in stored.values())
     size = max(dtype.itemsize, *(x.dtype.itemsize for x in stored.values()))
     return min(max(largest // 16, 2**18), most) // size
+
+
+PLANNED_TOKENS = 128  # in a row
+
+
+def choose_shardings(
+    abstract: PyTree, family: Family, config: Any, mesh: Mesh | None, shardings: PyTree | None
+) -> dict[str, Sharding]:
+    """Returns the sharding of each array by its path: as given, as planned for the mesh, or on
+    JAX's default device."""
+    arrays = leaf_paths(abstract, jax.ShapeDtypeStruct)
+    if shardings is not None:
+        return _check(leaf_paths(shardings, Sharding), arrays, mesh)
+    if mesh is None:
+        # Where JAX puts a new array, which `jax.default_device` may have changed.
+        device = next(iter(jnp.zeros(()).devices()))
+        return dict.fromkeys(arrays, SingleDeviceSharding(device))
+    if mesh.size == 1:
+        return dict.fromkeys(arrays, NamedSharding(mesh, P()))
+    inputs = inputs_to_plan(family, config, mesh)
+    planned = infer_shardings(abstract, mesh, fn=lambda model, *args: model(*args), args=inputs)
+    return leaf_paths(planned, Sharding)
+
+
+def inputs_to_plan(family: Family, config: Any, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the abstract inputs for planning: from the family's `example_inputs`, if it has them;
+    otherwise tokens for a decoder or for both parts of an encoder-decoder, at most as many in a row
+    as the model has positions."""
+    if own := getattr(family.hf, "example_inputs", None):
+        return own(config, mesh.size)
+    length = min(PLANNED_TOKENS, getattr(config, "positions", PLANNED_TOKENS))
+    # A row for each device, so that the rows can be divided over any axes.
+    tokens = jax.ShapeDtypeStruct((mesh.size, length), jnp.int32)
+    return (tokens, tokens) if hasattr(family.model, "encode") else (tokens,)
+
+
+def _check(
+    shardings: dict[str, Sharding], arrays: Mapping[str, Any], mesh: Mesh | None
+) -> dict[str, Sharding]:
+    if odd := shardings.keys() ^ arrays.keys():
+        raise ValueError(
+            "`shardings` must have one sharding for each array of the model, such as "
+            f"`rc.infer_shardings` returns; {', '.join(sorted(odd))} is in only one of the two."
+        )
+    meshes = {s.mesh for s in shardings.values() if isinstance(s, NamedSharding)}
+    if len({frozenset(s.device_set) for s in shardings.values()}) > 1:
+        raise ValueError("`shardings` use several sets of devices. All must use the same devices.")
+    if mesh is not None and meshes != {mesh}:
+        raise ValueError("`shardings` use another mesh than `mesh`. Pass only one of the two.")
+    return shardings
+
+
+Fill = Callable[[Mapping[str, ArrayToRead]], dict[str, jax.Array]]
+
+_MOST = 2**28  # bytes of a device that a part of a matrix has before it is quantised
+
+
+def matrices_to_quantise(targets: Mapping[str, ArrayToRead], path: Path) -> list[str]:
+    """The matrices of the layers, by their paths in the model.
+
+    **Raises:**
+
+    `ValueError` if there are none.
+    """
+    matrices = [name for name, target in targets.items() if matrix_of(target.tensor)]
+    of_layers = [name for name in matrices if "layers" in name]
+    if not of_layers:
+        raise ValueError(
+            f"The model at {path} has no matrices of layers to quantise. Load it without "
+            "`quantise`, and choose its matrices by `redcoast.lora.quantise(model, targets=...)`."
+        )
+    return of_layers
+
+
+def fill_quantised(
+    targets: Mapping[str, ArrayToRead], numbers: Numbers, fill: Fill
+) -> dict[str, QuantisedWeight]:
+    """Creates quantised matrices. `fill` creates arrays from the files."""
+    quantised: dict[str, QuantisedWeight] = {}
+    for name, target in targets.items():
+        matrix = matrix_of(target.tensor)
+        assert matrix is not None
+        quantise = partial(quantised_weight, numbers=numbers, axis=matrix.last_input(target.shape))
+        quantise = jax.jit(quantise)
+        parts: list[QuantisedWeight] = []
+        for part in _parts(target):
+            weight = quantise(fill({name: part})[name])
+            # Waits, so that the array before is freed.
+            parts.append(jax.block_until_ready(weight))
+        quantised[name] = parts[0]
+        if len(parts) > 1:
+            quantised[name] = jax.jit(_concatenate)(parts)
+    return quantised
+
+
+def _parts(target: ArrayToRead) -> list[ArrayToRead]:
+    """A matrix in parts of whole layers, if its first dimension counts them."""
+    # A first dimension that is sharded, or is not of layers, is not divided.
+    layers = target.shape[0]
+    if not target.tensor.fields or target.box_shape[0] != layers:
+        return [target]
+    of_layer = prod(target.box_shape[1:]) * target.dtype.itemsize
+    count = max(1, _MOST // of_layer)
+    firsts = range(0, layers, count)
+    return [target.layers_from(first, min(count, layers - first)) for first in firsts]
+
+
+def _concatenate(parts: list[QuantisedWeight]) -> QuantisedWeight:
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)

@@ -1,8 +1,6 @@
 """The class of `lm-eval` that a model in memory is wrapped in. It is imported on the first call."""
 
-# pyright: reportMissingImports=false
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -14,7 +12,6 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ..generate import generate
-from ._cut import cut_at
 from ._score_pairs import pad_tokens, score_pairs
 
 
@@ -146,3 +143,11 @@ def _before_end(row: Int[np.ndarray, " new"], config: Any) -> Int[np.ndarray, " 
     if len(ends) == 0:
         return row
     return row[: ends[0]]
+
+
+def cut_at(text: str, ends: Iterable[str]) -> str:
+    """Returns the part of a text before the first of some strings."""
+    for end in ends:
+        if end:
+            text = text.split(end)[0]
+    return text

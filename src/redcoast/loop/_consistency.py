@@ -18,6 +18,7 @@ from ..tracking._loggers import code_version
 from ..train._compile import CompiledStep
 from ..train._start import is_init_fn
 from ..train._step import TrainState
+from ..train._training import Training
 from ._evaluation import Evaluation
 from ._first_examples import first_examples, first_training_examples
 
@@ -35,14 +36,14 @@ _SETTINGS = (
 
 def check_agreement(
     plan: Plan,
+    training: Training,
     model: PyTree,
     state: TrainState,
     step: Callable[[], CompiledStep],
     data: Batches,
     evaluation: Evaluation | None,
     key: PRNGKeyArray,
-    functions: Mapping[str, Callable[..., Any] | None],
-    values: Mapping[str, Any],
+    settings: Mapping[str, Any],
 ) -> None:
     """Raises `ValueError` on all processes if they are about to run different programs or data.
 
@@ -56,12 +57,13 @@ def check_agreement(
         program is compared.
     - `data`, `evaluation`: the number of their examples, the shapes of a batch, and some collated
         examples are compared.
-    - `functions`: functions by name, whose code is compared.
-    - `values`: other values by name, of types that JSON supports.
+    - `training`: its functions, whose code is compared, and its number of microbatches.
+    - `settings`: other arguments by name, of types that JSON supports.
     """
     if jax.process_count() == 1:
         return
-    functions, values = dict(functions), dict(values)
+    functions = {"collate_fn": data.collate_fn, "loss_fn": training.loss_fn}
+    values = {"accumulate": training.accumulate, **settings}
     # Processes that create other models would train their average.
     if is_init_fn(model):
         functions["init_fn"] = model

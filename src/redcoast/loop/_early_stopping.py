@@ -2,17 +2,19 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from ..checkpoint._policy import Checkpoints, best_metrics, default_mode
 from ..checkpoint._tree import load_checkpoint
 from ..core._errors import check_integer, check_kind
 from ..core._frames import hide_frames_of_init
+from ..core._pytree import join, split
 from ._evaluation import Evaluation
-from ._host_state import HostState, copy_state_to_host
 from ._stop import ASKED, StopRequest
 
 SAVED = "early_stopping"  # the name of the counters in the data of a checkpoint
@@ -128,7 +130,7 @@ class BestSoFar:
         self.rule, self._checkpoints = early_stopping, checkpoints
         self.step: int | None = None
         self.value, self.since = math.nan, 0
-        self._copy: HostState | None = None
+        self._copy: Callable[[], PyTree] | None = None  # of the best state
 
     @property
     def is_over(self) -> bool:
@@ -178,7 +180,7 @@ class BestSoFar:
         if self.step is None or self.step == step:
             return last
         if self._copy is not None:
-            return self._copy.to_devices()
+            return self._copy()
         assert self._checkpoints is not None
         path = self._checkpoints.path / str(self.step)
         return load_checkpoint(path, last, shardings=shardings)
@@ -205,3 +207,38 @@ class BestSoFar:
             best = sign * self.value
         # NaN is not better than anything.
         return sign * value > best
+
+
+def copy_state_to_host(state: PyTree) -> Callable[[], PyTree]:
+    """Copies the arrays of a state; each process copies the parts on its own devices.
+
+    Returns a function that returns the state as it was, with the same shardings.
+    """
+    arrays, static = split(state)
+    copies = list(map(_copy_to_host, arrays))
+    return lambda: join([to_devices() for to_devices in copies], static)
+
+
+def _copy_to_host(x: jax.Array) -> Callable[[], jax.Array]:
+    impl, data = None, x
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # A typed key is no array of NumPy; its data is.
+        impl, data = jax.random.key_impl(x), jax.random.key_data(x)
+    shape, sharding = data.shape, data.sharding
+    # Devices that hold the same shard share one copy of it.
+    parts: dict[str, np.ndarray] = {}
+    devices: dict[Any, str] = {}
+    for shard in data.addressable_shards:
+        at = devices[shard.device] = str(shard.index)
+        if at not in parts:
+            parts[at] = np.array(shard.data)  # a copy: the next step donates the array
+
+    # It must not refer to `x` or `data`, whose memory on the devices would stay in use.
+    def to_devices() -> jax.Array:
+        shards = [jax.device_put(parts[at], device) for device, at in devices.items()]
+        array = jax.make_array_from_single_device_arrays(shape, sharding, shards)
+        if impl is None:
+            return array
+        return jax.random.wrap_key_data(array, impl=impl)
+
+    return to_devices

@@ -1,6 +1,7 @@
 """The training loop, to be read, copied and changed."""
 
 import contextlib
+import functools as ft
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
@@ -236,24 +237,12 @@ def fit(
         # Of shapes alone, so that nothing takes memory on the devices yet.
         run_plan = plan_run(plan, training, abstract, data, overrides, memory)
         compiled = training.compiled_by(run_plan)
+        length = {"batch_size": batch_size, "epochs": epochs, "steps": steps}
+        settings = {"checkpoints": str(checkpoints), "early_stopping": str(early_stopping)}
+        settings |= {**length, "average": average}
+        step = ft.partial(compiled, accumulate)
         check_agreement(
-            run_plan,
-            model_or_state,
-            abstract,
-            lambda: compiled(accumulate),
-            data,
-            evaluation,
-            key,
-            {"collate_fn": collate_fn, "loss_fn": loss_fn},
-            {
-                "batch_size": batch_size,
-                "epochs": epochs,
-                "steps": steps,
-                "accumulate": accumulate,
-                "average": average,
-                "checkpoints": str(checkpoints),
-                "early_stopping": str(early_stopping),
-            },
+            run_plan, training, model_or_state, abstract, step, data, evaluation, key, settings
         )
         # From here on, an error says what was saved, and what the plan expected.
         stack.enter_context(noted_checkpoint(checkpoints))
@@ -261,29 +250,15 @@ def fit(
 
         # The state, created or restored, and the programs.
         state, saved = restore_or_create(checkpointer, run_plan, abstract, create)
-        # The data continues where the state does.
-        place_data(data, state, saved)
-        if checkpoints is not None:
-            data.recognise_examples(saved or {})
+        place_data(data, state, saved, checkpoints)
         if saved is not None:
             quiet = printer.quiet
             warn_of_restored(model_or_state, abstract, state, data, training, quiet=quiet)
-        if best is not None and saved is not None:
-            best.restore(saved.get(SAVED))
+            if best is not None:
+                best.restore(saved.get(SAVED))
         is_over = best is not None and best.is_over
-        run = run_of_fit(
-            training,
-            run_plan,
-            data,
-            abstract,
-            checkpointer.directory,
-            resumed=saved is not None,
-            epochs=epochs,
-            is_over=is_over,
-        )
-        options = training.options_for(data.mesh)
-        layers = lambda: training.layers(abstract.model, data.spec, data.mesh)
-        printer.announce(run_plan, data, options, layers, resumed=run.resumed, over=is_over)
+        run = run_of_fit(training, run_plan, data, abstract, checkpointer.directory, saved, is_over)
+        printer.announce(run_plan, training, abstract, data, resumed=run.resumed, over=is_over)
         compiled_evaluation, names = prepare_evaluation(
             evaluation, training, run_plan, state, data, threads
         )

@@ -1,7 +1,7 @@
 """The output of a run before its first step and at its end."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -18,9 +18,10 @@ from ..sharding import Plan
 from ..tracking._loggers import all_loggers, say_once, shows_progress
 from ..tracking._metrics import Log
 from ..tracking._terminal import show_directory
-from ..train._compiler_options import Options, show_options
+from ..train._compiler_options import show_options
 from ..train._precision import ComputeDtype
 from ..train._step import TrainState
+from ..train._training import Training
 from ._evaluation import Evaluation
 
 
@@ -63,24 +64,22 @@ class Printer:
     def announce(
         self,
         plan: Plan,
+        training: Training,
+        state: TrainState,
         data: Batches,
-        options: Options,
-        layers: Callable[[], str],
         *,
         resumed: bool,
         over: bool,
     ) -> None:
-        """Prints how the model is sharded and compiled, and what is next.
-
-        `layers` returns how its layers run. On a CPU, it is not called: it traces the loss.
-        """
+        """Prints how the model is sharded and compiled, and what is next."""
         if self.quiet:
             return
         say(str(plan))
-        # Only on accelerators does it matter, and finding out takes a trace.
-        if data.mesh.devices.flat[0].platform != "cpu" and (how := layers()):
+        # How layers run matters only on accelerators, and finding out takes a trace of the loss.
+        on_cpu = data.mesh.devices.flat[0].platform == "cpu"
+        if not on_cpu and (how := training.layers(state.model, data.spec, data.mesh)):
             say(_wrapped("Layers", how))
-        if options:
+        if options := training.options_for(data.mesh):
             say(_wrapped("Compiler", show_options(options)))
         if resumed:
             say(f"Resumed at step {data.step}.")

@@ -29,18 +29,20 @@ def run_of_fit(
     data: Batches,
     state: TrainState,
     directory: Path | None,
-    *,
-    resumed: bool,
-    epochs: int | None,
+    saved: Mapping[str, Any] | None,
     is_over: bool,
 ) -> RunInfo:
-    """The run of a call of `fit`, with all of its settings; `is_over` if no step is left."""
+    """The run of a call of `fit`, with all of its settings.
+
+    `saved` is what a checkpoint has of the data, if there is one, and `is_over` whether no step is
+    left.
+    """
     settings = {
         "optimizer": optimizer_name(state),
         "precision": precision_of(state, training.compute_dtype),
         "accumulate": training.accumulate,
         "average": None if state.average is None else state.average.decay,
-        "epochs": epochs,
+        "epochs": data.given_epochs,
         "compiler_options": dict(training.options_for(data.mesh)),
         "seconds_at_peak": seconds_at_peak(
             state,
@@ -51,6 +53,7 @@ def run_of_fit(
             trainable=training.trainable,
         ),
     }
+    resumed = saved is not None
     run = run_info(plan, data, directory=directory, resumed=resumed, settings=settings)
     # Loggers show no bar for steps that are not taken.
     if is_over:

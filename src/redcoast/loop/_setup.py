@@ -210,15 +210,19 @@ def restore_or_create(
     return restored.state, restored.data
 
 
-def place_data(data: Batches, state: TrainState, saved: Mapping[str, Any] | None) -> None:
-    """Continues the data after the steps of a state; `saved` is what a checkpoint has of it."""
-    if saved is not None:
-        data.set_state({"step": int(state.step), **saved}, key=state.key)
-        return
+def place_data(
+    data: Batches,
+    state: TrainState,
+    saved: Mapping[str, Any] | None,
+    checkpoints: Checkpoints | None,
+) -> None:
+    """Continues the data where the state does; `saved` is what a checkpoint has of it."""
     # A state that is passed on has seen examples, which are not read again.
-    data.set_state({"step": int(state.step)}, key=state.key)
-    if nothing := nothing_left(data, has_directory=False):
+    data.set_state({"step": int(state.step), **(saved or {})}, key=state.key)
+    if saved is None and (nothing := nothing_left(data, has_directory=False)):
         warn(nothing)  # also if nothing is printed
+    if checkpoints is not None:
+        data.recognise_examples(saved or {})
 
 
 def warn_of_restored(

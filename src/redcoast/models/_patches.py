@@ -112,6 +112,52 @@ class PatchEncoder(eqx.Module):
         """Returns the hidden states after all layers, and after each number of layers in
         `after`."""
 
+    def _outputs(self, hidden: Float[Array, "batch tokens width"]) -> Float[Array, "batch ..."]:
+        """Returns what a call returns of hidden states."""
+        return hidden
+
+    def __call__(
+        self,
+        pixels: Float[Array, "batch channels height width"],
+        *,
+        mask: None = None,
+        masked: Bool[AnyArray, "batch patches"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch ..."]:
+        """Returns the hidden states of images after the final norm, of shape (batch, tokens,
+        width): of the class token, of the registers, and of the patches, row by row. With a head,
+        returns the logits of images, of shape (batch, labels).
+
+        **Arguments:**
+
+        - `pixels`: images with the channels first, normalised in the same way as in training. Their
+          height and width are any multiples of the patch size.
+        - `mask`: must be None, since images have no padding.
+        - `masked`: which patches are replaced by the mask token, row by row.
+        - `key`: PRNG key for dropout, and for the changes of coordinates in training. Without it,
+          both are disabled.
+
+        **Raises:**
+
+        `ValueError` if the channels of the images do not match the configuration, or if their size
+        is not a multiple of the patch size.
+        """
+        return self._outputs(self.hidden(pixels, mask=mask, masked=masked, key=key))
+
+    def hidden(
+        self,
+        pixels: Float[Array, "batch channels height width"],
+        *,
+        mask: None = None,
+        masked: Bool[AnyArray, "batch patches"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch tokens features"]:
+        """Returns the hidden states after the final norm, for any head.
+
+        The arguments are the same as for `__call__`.
+        """
+        return self._norm(self._run(pixels, masked, (), key)[0])
+
     def features(
         self,
         pixels: Float[Array, "batch channels height width"],

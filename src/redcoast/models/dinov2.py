@@ -7,14 +7,13 @@ from typing import Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._base_config import HeadSizes, LayersConfig, check_config, check_heads
 from ._basic import small_normal, zeros
 from ._check_config import check_labels, check_patches
 from ._dropout import dropout, split_key
 from ._heads import Linear
-from ._inputs import AnyArray
 from ._patches import PatchEncoder, ScaledLayers, resample
 
 
@@ -139,52 +138,12 @@ class Dinov2(PatchEncoder):
             self.head = Linear(2 * c.width, c.labels, key=keys[5])
         self.config = config
 
-    def __call__(
-        self,
-        pixels: Float[Array, "batch channels height width"],
-        *,
-        mask: None = None,
-        masked: Bool[AnyArray, "batch patches"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch ..."]:
-        """Returns the logits of images, of shape (batch, labels).
-
-        Without a head, returns the hidden states, of shape (batch, tokens, width): the class token
-        first, then the registers, then the patches, row by row.
-
-        **Arguments:**
-
-        - `pixels`: images with the channels first, normalised in the same way as in training. Their
-          height and width are any multiples of the patch size.
-        - `mask`: must be None, since images have no padding.
-        - `masked`: which patches are replaced by the mask token, row by row.
-        - `key`: PRNG key for dropout. Without it, dropout is disabled.
-
-        **Raises:**
-
-        `ValueError` if the channels of the images do not match the configuration, or if their size
-        is not a multiple of the patch size.
-        """
-        hidden = self.hidden(pixels, mask=mask, masked=masked, key=key)
+    def _outputs(self, hidden):
         if self.head is None:
             return hidden
         # Of the patches, without the registers: (batch, width).
         mean = jnp.mean(hidden[:, 1 + self.config.registers :], axis=1)
         return self.head(jnp.concatenate([hidden[:, 0], mean], axis=1))
-
-    def hidden(
-        self,
-        pixels: Float[Array, "batch channels height width"],
-        *,
-        mask: None = None,
-        masked: Bool[AnyArray, "batch patches"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch tokens features"]:
-        """Returns the hidden states after the final norm, for any head.
-
-        The arguments are the same as for `__call__`.
-        """
-        return self._norm(self._run(pixels, masked, (), key)[0])
 
     def _run(self, pixels, masked, after, key):
         embed_key, key = split_key(key, 2)

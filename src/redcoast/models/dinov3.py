@@ -7,13 +7,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._base_config import HeadSizes, LayersConfig, check_config, check_heads
 from ._basic import small_normal
 from ._check_config import check_patches
 from ._dropout import split_key
-from ._inputs import AnyArray
 from ._patches import PatchEncoder, ScaledLayers
 
 
@@ -125,33 +124,6 @@ class Dinov3(PatchEncoder):
         self.layers = ScaledLayers(c, biases=biases, key=keys[3])
         self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
         self.config = config
-
-    def __call__(
-        self,
-        pixels: Float[Array, "batch channels height width"],
-        *,
-        mask: None = None,
-        masked: Bool[AnyArray, "batch patches"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch tokens features"]:
-        """Returns the hidden states of images after the final norm: of the class token, of the
-        registers, and of the patches, row by row.
-
-        **Arguments:**
-
-        - `pixels`: images with the channels first, normalised in the same way as in training. Their
-          height and width are any multiples of the patch size.
-        - `mask`: must be None, since images have no padding.
-        - `masked`: which patches are replaced by the mask token, row by row.
-        - `key`: PRNG key for dropout and for the changes of coordinates in training. Without it,
-          both are disabled.
-
-        **Raises:**
-
-        `ValueError` if the channels of the images do not match the configuration, or if their size
-        is not a multiple of the patch size.
-        """
-        return self._norm(self._run(pixels, masked, (), key)[0])
 
     def _run(self, pixels, masked, after, key):
         c = self.config

@@ -240,11 +240,13 @@ class Peaks:
         self._peak, self.seen = peak, []
 
     def __call__(self, job, mesh):
-        rows = job.rows // job.accumulate
+        training = job.training
+        rows = job.rows // training.accumulate
         remat = not can_rematerialise(job.state.model)
         split = mesh["fsdp"] * mesh["model"]
-        self.seen.append((split, remat, job.accumulate, job.compute_dtype is not None))
-        peak = self._peak(split, rows, remat, job.compute_dtype is not None)
+        is_narrow = training.compute_dtype is not None
+        self.seen.append((split, remat, training.accumulate, is_narrow))
+        peak = self._peak(split, rows, remat, is_narrow)
         return Compiled(peak, 0, 0, (), 0.0)
 
 

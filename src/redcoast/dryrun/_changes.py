@@ -47,7 +47,7 @@ def find_changes(
     - `others`: the sizes of other meshes, the most promising first.
     - `again`: compiles a step on a mesh.
     """
-    now = Settings(run.mesh, False, job.accumulate, job.compute_dtype)
+    now = Settings(run.mesh, False, job.training.accumulate, job.training.compute_dtype)
 
     def compile_with(settings: Settings) -> Change | None:
         """The change to these settings, if it is enough."""

@@ -238,7 +238,7 @@ def _repeated(plan: Plan, mesh: Mesh) -> float:
 def _memory(job: Job, plan: Plan, mesh: Mesh, compiled: Compiled) -> dict[str, int]:
     """Bytes of memory on each device, by use."""
     arrays, _ = split(job.state.model)
-    is_trained = trainable_arrays(job.state.model, job.trainable)
+    is_trained = trainable_arrays(job.state.model, job.training.trainable)
     shardings = jax.tree.leaves(plan.shardings.model)
     gradients = 0
     # Gradients have the shardings of their parameters.

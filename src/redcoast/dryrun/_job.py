@@ -26,7 +26,7 @@ from ..tracking._metrics import pack_metrics
 from ..train._compile import compile_step
 from ..train._compiler_options import Option, check_compiler_options
 from ..train._loss import LossFn, evaluate_loss
-from ..train._plan_step import plan_step
+from ..train._plan_step import plan_training
 from ..train._precision import as_compute_dtype
 from ..train._step import TrainState, init_state, is_model
 from ..train._training import Training
@@ -42,13 +42,8 @@ class Job:
 
     state: TrainState  # abstract
     batch: PyTree[jax.ShapeDtypeStruct]
-    loss_fn: LossFn
-    optimizer: optax.GradientTransformation
-    accumulate: int
-    compute_dtype: Any
+    training: Training
     overrides: Sequence[Override]
-    trainable: PyTree
-    compiler_options: Mapping[str, Option] | None = None
     memory: int | float | Literal["auto"] | None = None  # bytes of each device that it may take
 
     @property
@@ -57,18 +52,6 @@ class Job:
         parts = jax.tree.leaves(self.batch, is_leaf=is_per_batch)
         of_examples = [part for part in parts if not is_per_batch(part)]
         return jax.tree.leaves(of_examples or parts)[0].shape[0]
-
-    @property
-    def training(self) -> Training:
-        """What the step depends on, beside its state and its batch."""
-        return Training(
-            self.loss_fn,
-            self.optimizer,
-            self.accumulate,
-            self.compute_dtype,
-            self.trainable,
-            self.compiler_options,
-        )
 
 
 def as_init_fn(model_or_init_fn: Any) -> Callable[..., Any]:
@@ -129,18 +112,8 @@ def make_job(
 
     enter_phase("Tracing", "the model and its loss")
     state = trace_for(_ANY_MESH, evaluate)
-    return Job(
-        state,
-        batch,
-        loss_fn,
-        optimizer,
-        accumulate,
-        compute_dtype,
-        overrides,
-        trainable,
-        compiler_options,
-        memory,
-    )
+    training = Training(loss_fn, optimizer, accumulate, compute_dtype, trainable, compiler_options)
+    return Job(state, batch, training, overrides, memory)
 
 
 def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
@@ -181,24 +154,15 @@ def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
 
 def plan_job(job: Job, mesh: Mesh, hardware: Hardware | None = None) -> Plan:
     """The plan that `fit` makes for this step on a mesh."""
-    return plan_step(
-        job.state,
-        job.loss_fn,
-        job.batch,
-        mesh,
-        accumulate=job.accumulate,
-        compute_dtype=job.compute_dtype,
-        trainable=job.trainable,
-        overrides=job.overrides,
-        hardware=hardware,
-        memory=job.memory,
-    )
+    options = {"overrides": job.overrides, "hardware": hardware, "memory": job.memory}
+    return plan_training(job.training, job.state, job.batch, mesh, **options)
 
 
 def trace_job(job: Job, plan: Plan, mesh: Mesh) -> jax.stages.Traced:
     """Traces the step as `fit` calls it, ready to be lowered for the mesh's devices."""
-    step = pack_metrics(job.training.step(plan, job.accumulate))
-    compiled = compile_step(step, plan.shardings, compiler_options=job.compiler_options)
+    training = job.training
+    step = pack_metrics(training.step(plan, training.accumulate))
+    compiled = compile_step(step, plan.shardings, compiler_options=training.compiler_options)
     return compiled.trace(job.state, split_batch(job, mesh))
 
 

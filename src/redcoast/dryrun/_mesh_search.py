@@ -30,7 +30,6 @@ from ..sharding.program._shared_programs import sharing_programs
 from ..sharding.solver._memory_estimate import FILLED
 from ..sharding.tree._overrides import Override
 from ..train._loss import LossFn
-from ..train._step import TrainState
 from ._compile_job import compile_job, show_sizes
 from ._devices import Place
 from ._job import Job, as_init_fn, factorisations, make_job, plan_job, scanned_layers
@@ -129,27 +128,14 @@ def suggest_mesh(
         return suggest(job, place, compiled)
 
 
-def auto_mesh(
-    state: TrainState,
-    optimizer: optax.GradientTransformation,
-    batch: PyTree[jax.ShapeDtypeStruct],
-    *,
-    quiet: bool,
-    **options: Any,
-) -> Mesh:
+def auto_mesh(job: Job, *, quiet: bool) -> Mesh:
     """The best mesh of all devices for a run's training step; the same in all processes.
 
-    **Arguments:**
-
-    - `state`: the initial state of the run, concrete or abstract.
-    - `optimizer`, `options`: as for [`redcoast.fit`][].
-    - `batch`: the shapes of a global batch.
-    - `quiet`: whether to skip printing the table of meshes.
+    If not `quiet`, the table of meshes is printed.
     """
     if jax.device_count() == 1:
         return make_mesh()
-    abstract = eqx.filter_eval_shape(lambda: state)
-    job = Job(abstract, batch, optimizer=optimizer, **options)
+    job = replace(job, state=eqx.filter_eval_shape(lambda: job.state))
     suggestion = suggest(job, attached_place(), compiled=3)
     if not quiet:
         say(str(suggestion))
@@ -175,12 +161,12 @@ def estimate_mesh(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
         return Candidate(sizes, _seconds(place, mesh, {dtype: 0}, sent), None)
     # A plan's figures are for one of the `accumulate` parts of the batch.
     for cost in program.traffic:
-        sent["+".join(cost.axes)] += cost.bytes * job.accumulate
+        sent["+".join(cost.axes)] += cost.bytes * job.training.accumulate
     flops, recomputed = program.arithmetic.per_device, 0.0
     if program.recomputed is not None:
         flops += program.recomputed.flops
         recomputed = program.recomputed.share
-    flops *= job.accumulate
+    flops *= job.training.accumulate
     seconds = _seconds(place, mesh, {dtype: flops}, sent)
     # The batch may be sharded over `model`, and parameters of tensor parallelism over `fsdp`.
     usual = "model" not in program.batch_axes and "fsdp" not in program.model_axes
@@ -241,8 +227,8 @@ def _seconds(
 
 def dtype_of(job: Job) -> str:
     """The dtype that a step computes in: `compute_dtype`, or the dtype of most parameters."""
-    if job.compute_dtype is not None:
-        return str(jnp.dtype(job.compute_dtype))
+    if job.training.compute_dtype is not None:
+        return str(jnp.dtype(job.training.compute_dtype))
     sizes: Counter[str] = Counter()
     for x in jax.tree.leaves(job.state.model):
         if jnp.issubdtype(getattr(x, "dtype", bool), jnp.inexact):

@@ -24,7 +24,7 @@ from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan, with_auto_plan
 from ..train._loss import LossFn
 from ..train._optimizer import constant_hyperparameters, initial_hyperparameters
-from ..train._plan_step import check_coupling, check_faults, plan_step
+from ..train._plan_step import check_coupling, check_faults, plan_training
 from ..train._step import TrainState, refuse_per_batch
 from ..train._training import Training
 from ._early_stopping import EarlyStopping
@@ -69,6 +69,7 @@ def best_mesh(
 ) -> Mesh:
     """The best mesh of all devices for the step."""
     # Imported where it is used, so that importing redcoast stays fast.
+    from ..dryrun._job import Job
     from ..dryrun._mesh_search import auto_mesh
 
     if data.is_split:
@@ -76,18 +77,7 @@ def best_mesh(
             "With `split_by_host`, the mesh decides what each process reads. Pass a mesh instead "
             'of "auto".'
         )
-    return auto_mesh(
-        state,
-        training.optimizer,
-        data.spec,
-        loss_fn=training.loss_fn,
-        accumulate=training.accumulate,
-        compute_dtype=training.compute_dtype,
-        trainable=training.trainable,
-        overrides=overrides,
-        memory=memory,
-        quiet=quiet,
-    )
+    return auto_mesh(Job(state, data.spec, training, overrides, memory), quiet=quiet)
 
 
 def plan_run(
@@ -122,17 +112,8 @@ def plan_run(
             "`redcoast.token_windows(tokens, length)`."
         )
     with noting(note):
-        planned = plan_step(
-            state,
-            training.loss_fn,
-            data.spec,
-            data.mesh,
-            accumulate=training.accumulate,
-            compute_dtype=training.compute_dtype,
-            trainable=training.trainable,
-            overrides=overrides,
-            memory=memory,
-        )
+        options = {"overrides": overrides, "memory": memory}
+        planned = plan_training(training, state, data.spec, data.mesh, **options)
         check_coupling(planned, training, state, data.spec)
         check_faults(planned, training, state, data.spec)
     return planned

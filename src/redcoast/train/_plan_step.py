@@ -113,6 +113,22 @@ def plan_step(
     )
 
 
+def plan_training(
+    training: Training, state: TrainState, batch: PyTree, mesh: Mesh, **options: Any
+) -> Plan:
+    """`plan_step` for the record of a training; `options` are its other arguments."""
+    return plan_step(
+        state,
+        training.loss_fn,
+        batch,
+        mesh,
+        accumulate=training.accumulate,
+        compute_dtype=training.compute_dtype,
+        trainable=training.trainable,
+        **options,
+    )
+
+
 def check_coupling(plan: Plan, training: Training, state: TrainState, batch: PyTree) -> None:
     """Warns if examples that depend on each other are computed in several microbatches."""
     accumulate = training.accumulate

@@ -18,7 +18,7 @@ from ..sharding import Plan
 from ._compile import CompiledStep, compile_reusable_step, compile_step
 from ._compiler_options import Option, check_compiler_options
 from ._loss import LossFn
-from ._plan_step import check_own_step, plan_step
+from ._plan_step import check_own_step, plan_training
 from ._precision import as_compute_dtype
 from ._start import starting_state
 from ._step import TrainState, train_steps
@@ -109,17 +109,7 @@ def prepare(
         abstract, _, create = starting_state(
             on_auto_axes(init_fn), training, key, average=average, caller="prepare"
         )
-    plan = plan_step(
-        abstract,
-        loss_fn,
-        batch,
-        mesh,
-        accumulate=accumulate,
-        compute_dtype=compute_dtype,
-        trainable=trainable,
-        overrides=overrides,
-        memory=memory,
-    )
+    plan = plan_training(training, abstract, batch, mesh, overrides=overrides, memory=memory)
     # Before the state is created, which takes minutes if it is large.
     check_own_step(plan, training, abstract, batch)
     if steps_per_call == 1:

@@ -42,8 +42,8 @@ from ..distributed._mesh import ambient_or_default, batch_sharding
 from ..sharding import Plan, plan_shardings
 from ..tracking._metrics import check_scalars
 from ..train._compiled_call import CompiledCall
-from ..train._coupled import find_coupled, find_faults, warn_of_batches, warn_of_sums
-from ..train._loss import LossFn, evaluate_loss
+from ..train._coupled import warn_if_not_mean
+from ..train._loss import LossFn, TracedLoss, evaluate_loss
 from ..train._precision import ComputeDtype, as_compute_dtype
 from ..train._predict import PredictFn, predict
 from ..train._step import TrainState
@@ -290,20 +290,9 @@ def _check_coupling(
     first = _first(batches)
     if first.per_batch:  # nodes depend on each other, and graphs need not
         return _and_rest(first, batches)
-    loss = (loss_fn, model, first.arrays, plan.mesh, compute_dtype)
-    program = plan.report.program_or_none  # nothing is planned for one device
-    if program is None:
-        coupled = find_coupled(*loss, training=False)
-    else:
-        coupled = program.coupled
-    warn_of_batches(coupled, first.rows)
-    if coupled is not None:
-        return _and_rest(first, batches)
-    if program is None:
-        sums, _, _ = find_faults(*loss, training=False)
-    else:
-        sums = program.summed
-    warn_of_sums(sums)
+    loss = TracedLoss(loss_fn, model, first.arrays, plan.mesh, compute_dtype)
+    # Nothing is planned for one device.
+    warn_if_not_mean(loss, first.rows, plan.report.program_or_none)
     return _and_rest(first, batches)
 
 

@@ -35,8 +35,8 @@ from ..distributed._kv_store import decide, is_main
 from ..distributed._mesh import batch_shards
 from ..sharding import Plan, with_auto_plan
 from ..train._compiled_call import CompiledCall
-from ..train._coupled import find_coupled, find_faults, warn_of_batches, warn_of_sums
-from ..train._loss import LossFn
+from ..train._coupled import warn_if_not_mean
+from ..train._loss import LossFn, TracedLoss
 from ..train._precision import ComputeDtype, as_compute_dtype
 from ..train._predict import PredictFn
 from ..train._training import Training
@@ -185,9 +185,9 @@ class CompiledEvaluation:
     def explain_nan(self, model: PyTree) -> None:
         """Warns about labels that are out of range, after the loss was NaN."""
         if self.evaluation.loss_fn is not None:
-            over = self.mesh, self.compute_dtype
+            loss = TracedLoss(self.evaluation.loss_fn, model, None, self.mesh, self.compute_dtype)
             with contextlib.closing(self._batches()) as batches:
-                warn_of_labels(self.evaluation.loss_fn, model, batches, *over)
+                warn_of_labels(loss, batches)
 
     def _check_agreement(self, model: PyTree, key: PRNGKeyArray | None) -> None:
         """Raises `ValueError` on all processes if their programs of the evaluation differ."""
@@ -313,7 +313,7 @@ def compile_evaluation(
     )
 
 
-def warn_if_not_mean(
+def check_mean(
     evaluation: Evaluation, training: Training, plan: Plan, model: PyTree, data: Batches
 ) -> None:
     """Warns if the loss is not a mean over examples and there are several batches.
@@ -326,14 +326,10 @@ def warn_if_not_mean(
         return
     # Another `collate_fn` makes other batches; nodes of graphs depend on each other, graphs do not.
     if evaluation.collate_fn is data.collate_fn and not data.per_batch:
-        loss = (evaluation.loss_fn, model, data.spec, plan.mesh, training.compute_dtype)
-        coupled = find_coupled(*loss, training=False)
-        warn_of_batches(coupled, size)
-        if coupled is None:
-            is_training_loss = evaluation.loss_fn is training.loss_fn
-            sums, _, _ = find_faults(*loss, training=False)
-            # The training has warned of its own loss already.
-            warn_of_sums(sums, loss=not is_training_loss)
+        loss_fn = evaluation.loss_fn
+        loss = TracedLoss(loss_fn, model, data.spec, plan.mesh, training.compute_dtype)
+        # The training has warned of its own loss already.
+        warn_if_not_mean(loss, size, of_loss=loss_fn is not training.loss_fn)
 
 
 def _check_metrics(metrics: Any, taken: dict[str, float]) -> dict[str, float]:

@@ -29,9 +29,8 @@ from ..sharding import Plan
 from ..tracking._metrics import COMMON_CAUSES
 from ..train._compiled_call import CompiledCall
 from ..train._lookups import Lookup, find_lookups
-from ..train._loss import LossFn, evaluate_loss
+from ..train._loss import TracedLoss, evaluate_loss
 from ..train._microbatches import microbatches
-from ..train._precision import ComputeDtype
 from ..train._step import TrainState, global_norm, loss_and_grads, loss_of_params
 from ..train._training import Training
 from ._calls import StepTaken
@@ -308,8 +307,9 @@ def warn_of_clamped_indices(
     if not _may_be_beyond(batch, state.model, data.mesh):
         return  # without tracing the loss
     indices, _ = data.examples_of(batch)
-    loss = training.loss_fn, state.model, batch, data.mesh, training.compute_dtype
-    if sentence := _first_beyond(*loss, indices, training=True):
+    dtype = training.compute_dtype
+    loss = TracedLoss(training.loss_fn, state.model, batch.arrays, data.mesh, dtype)
+    if sentence := _first_beyond(loss, batch, indices, training=True):
         warn(
             f"{sentence} JAX reads the last element instead, without an error. If they are masked, "
             "replace them by 0 before the lookup."
@@ -334,31 +334,18 @@ def _largest(arrays: list[jax.Array]) -> list[jax.Array]:
     return [jnp.max(x) for x in arrays]
 
 
-def warn_of_labels(
-    loss_fn: LossFn,
-    model: PyTree,
-    batches: Iterable[Loaded],
-    mesh: Mesh,
-    compute_dtype: ComputeDtype,
-) -> None:
+def warn_of_labels(loss: TracedLoss, batches: Iterable[Loaded]) -> None:
     """Warns about an index that is out of range in the batches of an evaluation."""
     for batch in batches:
         indices = list(range(batch.position - batch.rows, batch.position))
-        given = loss_fn, model, batch, mesh, compute_dtype
-        if sentence := _first_beyond(*given, indices, training=False):
+        loss = loss._replace(batch=batch.arrays)
+        if sentence := _first_beyond(loss, batch, indices, training=False):
             warn(f"The loss of the evaluation is NaN. {sentence}")
             return
 
 
 def _first_beyond(
-    loss_fn: LossFn,
-    model: PyTree,
-    batch: Batch | Loaded,
-    mesh: Mesh,
-    compute_dtype: ComputeDtype,
-    indices: list[int],
-    *,
-    training: bool,
+    loss: TracedLoss, batch: Batch | Loaded, indices: list[int], *, training: bool
 ) -> str | None:
     """Sentences about the first index that is out of range; `None` if none is found.
 
@@ -368,8 +355,7 @@ def _first_beyond(
     if not any(jnp.issubdtype(x.dtype, jnp.integer) for x in arrays_of_batch(batch).values()):
         return None
     try:
-        given = loss_fn, model, batch.arrays, mesh, compute_dtype
-        lookups = find_lookups(*given, training=training)
+        lookups = find_lookups(loss, training=training)
         # A training step reports NaN itself; an evaluation asks why it is NaN.
         wanted = [axis.silent if training else not axis.silent for axis in lookups.axes]
         if not any(wanted):
@@ -384,7 +370,7 @@ def _first_beyond(
             if axis.where:
                 at = f", at {axis.where}"
             named = index, axis.size, axis.shape, at, indices, axis.paths
-            return _beyond(batch, mesh, *named)
+            return _beyond(batch, loss.mesh, *named)
     return None
 
 

@@ -28,7 +28,7 @@ from ..train._plan_step import check_coupling, check_faults, plan_training
 from ..train._step import TrainState, refuse_per_batch
 from ..train._training import Training
 from ._early_stopping import EarlyStopping
-from ._evaluation import KIND, CompiledEvaluation, Evaluation, compile_evaluation, warn_if_not_mean
+from ._evaluation import KIND, CompiledEvaluation, Evaluation, check_mean, compile_evaluation
 from ._printing import nothing_left
 
 logger = logging.getLogger("redcoast")
@@ -261,7 +261,7 @@ def prepare_evaluation(
     # With the threads of the run, whose own loading pauses while it is evaluated.
     compiled = replace(compiled, threads=threads)
     with noting("Raised in the evaluation of one batch before the first step."):
-        warn_if_not_mean(evaluation, training, plan, state.model, data)
+        check_mean(evaluation, training, plan, state.model, data)
         # Mistakes in `metric_fn` show now, and not after the first epoch.
         names = compiled.rehearse(state.model, state.key)
     return compiled, names

@@ -74,16 +74,8 @@ def grpo(
         loss = grpo(log_probs, log_probs, advantages, mask=jnp.ones((4, 6)))
         ```
     """
-    losses = _token_losses(
-        log_probs,
-        old_log_probs,
-        advantages,
-        mask,
-        clip,
-        reference_log_probs,
-        kl_weight,
-        unbiased_kl=unbiased_kl,
-    )
+    probs = log_probs, old_log_probs, reference_log_probs
+    losses = _token_losses(*probs, advantages, mask, clip, kl_weight, unbiased_kl=unbiased_kl)
     counts = jnp.sum(mask.astype(bool), axis=1).astype(losses.dtype)
     # The mean of each answer first: a long answer counts as much as a short one.
     return jnp.mean(jnp.sum(losses, axis=1) / jnp.maximum(counts, 1))
@@ -132,16 +124,8 @@ def dr_grpo(
     """
     if max_tokens < 1:
         raise ValueError(f"`max_tokens` is {max_tokens}, but must be at least 1.")
-    losses = _token_losses(
-        log_probs,
-        old_log_probs,
-        advantages,
-        mask,
-        clip,
-        reference_log_probs,
-        kl_weight,
-        unbiased_kl=unbiased_kl,
-    )
+    probs = log_probs, old_log_probs, reference_log_probs
+    losses = _token_losses(*probs, advantages, mask, clip, kl_weight, unbiased_kl=unbiased_kl)
     # Divided by a constant: the mean of an answer would make long wrong answers cheap.
     return jnp.mean(jnp.sum(losses, axis=1)) / max_tokens
 
@@ -185,16 +169,8 @@ def dapo(
         loss = dapo(log_probs, log_probs, advantages, mask=jnp.ones((4, 6)))
         ```
     """
-    losses = _token_losses(
-        log_probs,
-        old_log_probs,
-        advantages,
-        mask,
-        clip,
-        reference_log_probs,
-        kl_weight,
-        unbiased_kl=unbiased_kl,
-    )
+    probs = log_probs, old_log_probs, reference_log_probs
+    losses = _token_losses(*probs, advantages, mask, clip, kl_weight, unbiased_kl=unbiased_kl)
     # Over all tokens at once, so that a long answer counts more than a short one.
     return jnp.sum(losses) / jnp.maximum(jnp.sum(mask.astype(bool)).astype(losses.dtype), 1)
 
@@ -381,10 +357,10 @@ def reverse_kl(
 def _token_losses(
     log_probs: Array,
     old_log_probs: Array,
+    reference_log_probs: Array | None,
     advantages: Array,
     mask: Array,
     clip: Clip,
-    reference_log_probs: Array | None,
     kl_weight: int | float,
     *,
     unbiased_kl: bool,

@@ -2,69 +2,57 @@
 
 from collections.abc import Mapping, Sequence
 
-import equinox as eqx
-from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import PRNGKeyArray, PyTree
+from jaxtyping import PyTree
 
 from ..core._errors import several
 from ..core._frames import warn
 from ..core._pytree import abstract_tree
 from ..core._tracing import abstract_key
 from ..sharding import Coupling, batch_faults, coupling_sentence, examples_coupled
-from ._loss import LossFn, evaluate_loss
-from ._precision import ComputeDtype
+from ..sharding.report._data import ProgramReport
+from ._loss import TracedLoss
 
 
-def warn_of_batches(coupled: Coupling | None, batch_size: int) -> None:
+def warn_if_not_mean(
+    loss: TracedLoss, rows: int, program: ProgramReport | None = None, *, of_loss: bool = True
+) -> None:
+    """Warns if the mean of a loss over batches of `rows` is not its mean over their examples.
+
+    `program` is what a plan has found, if there is one. Without `of_loss`, there is no warning of a
+    loss that is a sum.
+    """
+    coupled = find_coupled(loss, training=False) if program is None else program.coupled
     if coupled is not None:
         warn(
             f"{coupling_sentence(coupled)} An evaluation takes the mean over batches of "
-            f"{batch_size}, so its result depends on `batch_size`. Compare only results with the "
+            f"{rows}, so its result depends on `batch_size`. Compare only results with the "
             "same `batch_size`, preferably one that divides the number of examples."
         )
+        return
+    sums = find_faults(loss, training=False)[0] if program is None else program.summed
+    warn_of_sums(sums, loss=of_loss)
 
 
-def find_coupled(
-    loss_fn: LossFn,
-    model: PyTree,
-    batch: PyTree,
-    mesh: Mesh | AbstractMesh,
-    compute_dtype: ComputeDtype,
-    *,
-    training: bool,
-) -> Coupling | None:
+def find_coupled(loss: TracedLoss, *, training: bool) -> Coupling | None:
     """Finds the first operation that makes the examples of a batch depend on each other."""
-
-    def loss(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> PyTree:
-        if not training:
-            model = eqx.nn.inference_mode(model)
-        return evaluate_loss(loss_fn, model, batch, key, compute_dtype).loss
-
-    model, batch = abstract_tree((model, batch))
-    return examples_coupled(loss, model, (batch, abstract_key()), mesh)
+    evaluate = lambda *args: loss.evaluate(*args, training=training).loss
+    model, batch = abstract_tree((loss.model, loss.batch))
+    return examples_coupled(evaluate, model, (batch, abstract_key()), loss.mesh)
 
 
 def find_faults(
-    loss_fn: LossFn,
-    model: PyTree,
-    batch: PyTree,
-    mesh: Mesh | AbstractMesh,
-    compute_dtype: ComputeDtype,
-    *,
-    training: bool,
+    loss: TracedLoss, *, training: bool
 ) -> tuple[Mapping[str, str], tuple[str, ...], tuple[str, ...]]:
     """Returns the results in `(loss, aux)` that are sums over the examples, by path, with their
     lines; the lines that use one random mask for all examples; and the lines where NumPy's rank
     promotion combines each example with every other."""
 
-    def results(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> PyTree:
-        if not training:
-            model = eqx.nn.inference_mode(model)
-        result = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
+    def results(*args: PyTree) -> PyTree:
+        result = loss.evaluate(*args, training=training)
         return result.loss, result.aux
 
-    model, batch = abstract_tree((model, batch))
-    return batch_faults(results, model, (batch, abstract_key()), mesh)
+    model, batch = abstract_tree((loss.model, loss.batch))
+    return batch_faults(results, model, (batch, abstract_key()), loss.mesh)
 
 
 def _where(lines: Sequence[str]) -> str:

@@ -7,12 +7,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.lax import GatherScatterMode
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PRNGKeyArray, PyTree
 
@@ -21,8 +20,7 @@ from ..core._frames import own_line
 from ..core._jaxpr import bind_again
 from ..core._pytree import ARRAYS, Arrays, abstract_tree, join, show_place, split
 from ..core._tracing import abstract_key, trace_for
-from ._loss import LossFn, evaluate_loss
-from ._precision import ComputeDtype
+from ._loss import TracedLoss
 from ._programs import compiled_once
 
 
@@ -66,30 +64,20 @@ class _Indexed(NamedTuple):
     where: str
 
 
-def find_lookups(
-    loss_fn: LossFn,
-    model: PyTree,
-    batch: PyTree,
-    mesh: Mesh | AbstractMesh,
-    compute_dtype: ComputeDtype,
-    *,
-    training: bool,
-) -> Lookups:
+def find_lookups(loss: TracedLoss, *, training: bool) -> Lookups:
     """Finds what a loss indexes with the integers of a batch, outside loops and branches."""
-    model, batch = abstract_tree((model, batch))
+    model, batch = abstract_tree((loss.model, loss.batch))
     arrays, static = split(model)
     rows, rest = split(batch)
 
     def compute(arrays: Arrays, rows: Arrays, key: PRNGKeyArray) -> jax.Array:
-        model = join(arrays, static)
-        if not training:
-            model = eqx.nn.inference_mode(model)
-        return evaluate_loss(loss_fn, model, join(rows, rest), key, compute_dtype).loss
+        model, batch = join(arrays, static), join(rows, rest)
+        return loss.evaluate(model, batch, key, training=training).loss
 
     # The loss alone, without its gradient, has all lookups.
     make = jax.make_jaxpr(compute)
-    jaxpr = trace_for(mesh, lambda: make(arrays, rows, abstract_key()))
-    return _read(jaxpr, len(arrays), rows, _places(batch), mesh, loss_fn)
+    jaxpr = trace_for(loss.mesh, lambda: make(arrays, rows, abstract_key()))
+    return _read(jaxpr, len(arrays), rows, _places(batch), loss)
 
 
 def _places(batch: PyTree) -> list[str]:
@@ -102,8 +90,7 @@ def _read(
     before: int,
     rows: Sequence[PyTree],
     places: Sequence[str],
-    mesh: Mesh | AbstractMesh,
-    loss_fn: LossFn,
+    loss: TracedLoss,
 ) -> Lookups:
     """The lookups of a traced loss, whose inputs from `before` on are the arrays of the batch."""
     axes: list[Lookup] = []
@@ -126,10 +113,10 @@ def _read(
 
     integers = jax.make_jaxpr(extremes)(list(rows))
     replicated = []
-    if isinstance(mesh, Mesh):
-        replicated = [NamedSharding(mesh, P())] * len(axes)
+    if isinstance(loss.mesh, Mesh):
+        replicated = [NamedSharding(loss.mesh, P())] * len(axes)
     # Only the integers are computed, not the loss that they are looked up for.
-    compute, _ = compiled_once(integers, loss_fn, mesh, out_shardings=replicated)
+    compute, _ = compiled_once(integers, loss.loss_fn, loss.mesh, out_shardings=replicated)
     return Lookups(tuple(axes), lambda arrays: [*itertools.chain(*compute([], arrays))])
 
 

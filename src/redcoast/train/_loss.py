@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.interpreters import ad
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ..core._dtypes import tree_to_jax_dtypes
@@ -27,6 +28,24 @@ LossFn = Callable[..., PyTree]
 # Names of metrics that `train_step` returns, and of fields that loggers add.
 _RESERVED = ("loss", "grad_norm", "skipped", "learning_rate", "loss_scale", "skipped_total")
 _LOGGED = ("step", "time")
+
+
+class TracedLoss(NamedTuple):
+    """A loss, and what it is traced with: concrete or abstract arrays."""
+
+    loss_fn: LossFn
+    model: PyTree
+    batch: PyTree
+    mesh: Mesh | AbstractMesh
+    compute_dtype: ComputeDtype
+
+    def evaluate(
+        self, model: PyTree, batch: PyTree, key: PRNGKeyArray, *, training: bool
+    ) -> "LossResult":
+        """The result of the loss, as in a training step or as in an evaluation."""
+        if not training:
+            model = eqx.nn.inference_mode(model)
+        return evaluate_loss(self.loss_fn, model, batch, key, self.compute_dtype)
 
 
 class LossResult(NamedTuple):

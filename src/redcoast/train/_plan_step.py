@@ -26,7 +26,7 @@ from ._coupled import (
     warn_of_sums,
 )
 from ._layer_state import warn_of_outer_state
-from ._loss import LossFn, evaluate_loss
+from ._loss import LossFn, TracedLoss, evaluate_loss
 from ._muon import warn_of_wrong_matrices
 from ._precision import ComputeDtype, as_compute_dtype
 from ._step import TrainState, refuse_other_rows
@@ -139,8 +139,8 @@ def check_coupling(plan: Plan, training: Training, state: TrainState, batch: PyT
     is_independent = program is not None and program.coupled is None and rows > 1
     if accumulate <= 1 or is_independent:
         return
-    loss_fn, compute_dtype = training.loss_fn, training.compute_dtype
-    coupled = find_coupled(loss_fn, state.model, batch, plan.mesh, compute_dtype, training=True)
+    loss = TracedLoss(training.loss_fn, state.model, batch, plan.mesh, training.compute_dtype)
+    coupled = find_coupled(loss, training=True)
     if coupled is not None:
         warn(
             f"{coupling_sentence(coupled)} With `accumulate={accumulate}` the loss of the "
@@ -164,9 +164,8 @@ def check_faults(plan: Plan, training: Training, state: TrainState, batch: PyTre
     if program is not None and not has_microbatches:
         summed, masks, promotions = program.summed, program.shared_masks, program.promotions
     else:
-        summed, masks, promotions = find_faults(
-            loss_fn, state.model, batch, plan.mesh, compute_dtype, training=True
-        )
+        traced = TracedLoss(loss_fn, state.model, batch, plan.mesh, compute_dtype)
+        summed, masks, promotions = find_faults(traced, training=True)
     warn_of_outer_state(loss_fn, state.model)
     args = (jax.tree.map(abstract_array, batch), abstract_key())
     loss = _loss(loss_fn, compute_dtype)
@@ -186,9 +185,8 @@ def check_own_step(plan: Plan, training: Training, state: TrainState, batch: PyT
         warn_of_promotions(program.promotions)
         return
     batch = jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch", of="batch"))
-    _, _, promotions = find_faults(
-        loss_fn, state.model, batch, plan.mesh, compute_dtype, training=True
-    )
+    loss = TracedLoss(loss_fn, state.model, batch, plan.mesh, compute_dtype)
+    _, _, promotions = find_faults(loss, training=True)
     warn_of_promotions(promotions)
 
 

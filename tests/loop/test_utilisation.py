@@ -3,7 +3,6 @@
 import dataclasses
 import types
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -12,28 +11,27 @@ import pytest
 import redcoast as rc
 from redcoast.dryrun import _chips
 from redcoast.loop._run_config import seconds_at_peak
+from redcoast.train._training import Training
 
 
 @pytest.fixture
 def arguments():
-    state = rc.init_state(
-        lambda key: {"w": jnp.zeros((8, 16))}, optax.sgd(0.1), key=jax.random.key(0)
-    )
+    optimizer = optax.sgd(0.1)
+    state = rc.init_state(lambda key: {"w": jnp.zeros((8, 16))}, optimizer, key=jax.random.key(0))
     loss_fn = lambda model, batch, key: jnp.mean((batch @ model["w"]) ** 2)
-    return state, loss_fn, jax.ShapeDtypeStruct((32, 8), jnp.float32), rc.make_mesh(fsdp=8)
-
-
-GIVEN = {"compute_dtype": None, "trainable": eqx.is_inexact_array}
+    batch = jax.ShapeDtypeStruct((32, 8), jnp.float32)
+    return Training(loss_fn, optimizer), state, batch, rc.make_mesh(fsdp=8)
 
 
 def test_a_peak_that_is_not_known(arguments):
-    assert seconds_at_peak(*arguments, **GIVEN) is None
+    assert seconds_at_peak(*arguments) is None
 
 
 def test_three_times_the_forward_pass_over_all_devices(arguments, monkeypatch):
     chip = dataclasses.replace(_chips.CHIPS["v4"], device_kind="cpu")
     monkeypatch.setattr(_chips, "CHIPS", types.MappingProxyType({"v4": chip}))
-    found = seconds_at_peak(*arguments, **GIVEN)
+    found = seconds_at_peak(*arguments)
     assert found == pytest.approx(3 * 2 * 32 * 8 * 16 / chip.flops["float32"] / 8)
-    frozen = {"compute_dtype": None, "trainable": lambda x: False}
-    assert seconds_at_peak(*arguments, **frozen) is None
+    training, *others = arguments
+    frozen = dataclasses.replace(training, trainable=lambda x: False)
+    assert seconds_at_peak(frozen, *others) is None

@@ -25,7 +25,7 @@ from ..sharding.tree._overrides import Override
 from ..tracking._metrics import pack_metrics
 from ..train._compile import compile_step
 from ..train._compiler_options import Option, check_compiler_options
-from ..train._loss import LossFn, evaluate_loss
+from ..train._loss import LossFn
 from ..train._plan_step import plan_training
 from ..train._precision import as_compute_dtype
 from ..train._step import TrainState, init_state, is_model
@@ -102,17 +102,16 @@ def make_job(
         average=average,
     )
     batch = batch_shapes(batch)
-    # An error in the loss is the same on all meshes, so it is raised here, before planning.
-    measure = ft.partial(evaluate_loss, loss_fn, compute_dtype=compute_dtype)
+    training = Training(loss_fn, optimizer, accumulate, compute_dtype, trainable, compiler_options)
 
     def evaluate() -> TrainState:
         state = eqx.filter_eval_shape(lambda key: make(key=key), abstract_key())
-        eqx.filter_eval_shape(lambda *args: measure(*args).loss, state.model, batch, abstract_key())
+        # An error in the loss is the same on all meshes, so it is raised here, before planning.
+        eqx.filter_eval_shape(training.loss, state.model, batch, abstract_key())
         return state
 
     enter_phase("Tracing", "the model and its loss")
     state = trace_for(_ANY_MESH, evaluate)
-    training = Training(loss_fn, optimizer, accumulate, compute_dtype, trainable, compiler_options)
     return Job(state, batch, training, overrides, memory)
 
 

@@ -29,7 +29,7 @@ from ..sharding import Plan
 from ..tracking._metrics import COMMON_CAUSES
 from ..train._compiled_call import CompiledCall
 from ..train._lookups import Lookup, find_lookups
-from ..train._loss import TracedLoss, evaluate_loss
+from ..train._loss import TracedLoss
 from ..train._microbatches import microbatches
 from ..train._step import TrainState, global_norm, loss_and_grads, loss_of_params
 from ..train._training import Training
@@ -224,9 +224,7 @@ def find_first(
     from jax.experimental import checkify
 
     def loss(state: TrainState, batch: PyTree) -> jax.Array:
-        key = _key(state)
-        loss_fn, compute_dtype = training.loss_fn, training.compute_dtype
-        return evaluate_loss(loss_fn, state.model, batch, key, compute_dtype).loss
+        return training.loss(state.model, batch, _key(state))
 
     kinds = checkify.nan_checks | checkify.div_checks | checkify.index_checks
     try:

@@ -1,8 +1,7 @@
 """The information about a run that loggers receive before its first step."""
 
 import dataclasses
-import functools as ft
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from ..core._tracing import abstract_key, trace_for
 from ..data._batches import Batches
 from ..sharding import Plan
 from ..tracking._loggers import RunInfo, code_version
-from ..train._loss import evaluate_loss
-from ..train._precision import ComputeDtype
 from ..train._step import TrainState
 from ..train._training import Training
 from ._printing import precision_of
@@ -44,14 +41,7 @@ def run_of_fit(
         "average": None if state.average is None else state.average.decay,
         "epochs": data.given_epochs,
         "compiler_options": dict(training.options_for(data.mesh)),
-        "seconds_at_peak": seconds_at_peak(
-            state,
-            training.loss_fn,
-            data.spec,
-            data.mesh,
-            compute_dtype=training.compute_dtype,
-            trainable=training.trainable,
-        ),
+        "seconds_at_peak": seconds_at_peak(training, state, data.spec, data.mesh),
     }
     resumed = saved is not None
     run = run_info(plan, data, directory=directory, resumed=resumed, settings=settings)
@@ -140,13 +130,7 @@ def optimizer_name(state: TrainState) -> str:
 
 
 def seconds_at_peak(
-    state: TrainState,
-    loss_fn: Callable[..., Any],
-    batch: PyTree,
-    mesh: Mesh,
-    *,
-    compute_dtype: ComputeDtype,
-    trainable: PyTree,
+    training: Training, state: TrainState, batch: PyTree, mesh: Mesh
 ) -> float | None:
     """Seconds of a training step in which all devices compute at their peak rate.
 
@@ -161,11 +145,9 @@ def seconds_at_peak(
     kind = mesh.devices.flat[0].device_kind
     rates = next((x.flops for x in CHIPS.values() if x.device_kind == kind and x.kind != "cpu"), {})
     # With frozen leaves, the backward pass has fewer products than that.
-    if not rates or trainable is not eqx.is_inexact_array:
+    if not rates or training.trainable is not eqx.is_inexact_array:
         return None
-    measure = ft.partial(evaluate_loss, loss_fn, compute_dtype=compute_dtype)
-    loss = lambda *args: measure(*args).loss
-    trace = lambda: eqx.filter_make_jaxpr(loss)(state.model, batch, abstract_key())
+    trace = lambda: eqx.filter_make_jaxpr(training.loss)(state.model, batch, abstract_key())
     jaxpr, _, _ = trace_for(mesh, trace)
     flops = contractions(jaxpr).flops
     # Without a rate for each dtype, a time would be too short.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from ..core._pytree import Arrays, join, split
 from ..core._tracing import abstract_key
@@ -45,6 +45,10 @@ class Training:
     trainable: PyTree = eqx.is_inexact_array
     compiler_options: Mapping[str, Option] | None = None
 
+    def loss(self, model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Float[Array, ""]:
+        """The loss alone, without its metrics."""
+        return evaluate_loss(self.loss_fn, model, batch, key, self.compute_dtype).loss
+
     def options_for(self, mesh: Mesh | AbstractMesh) -> Options:
         """The options of the compiler for the devices of a mesh."""
         return compiler_options_for(mesh, self.compiler_options)
@@ -64,9 +68,7 @@ class Training:
     ) -> list[tuple[int, int]]:
         """For each loop of the loss over arrays of the model: how many layers it runs, and how many
         of them in one iteration."""
-        measure = ft.partial(evaluate_loss, self.loss_fn, compute_dtype=self.compute_dtype)
-        loss = lambda model, batch, key: measure(model, batch, key).loss
-        return layer_loops(loss, model, (batch, abstract_key()), mesh)
+        return layer_loops(self.loss, model, (batch, abstract_key()), mesh)
 
     def step(
         self, plan: Plan, accumulate: int, take: Callable[..., PyTree] = train_step

@@ -89,8 +89,8 @@ class Batches:
     ):
         self.mesh, self.collate_fn = mesh, collate_fn
         self.on_host = False  # whether the batches are left to be placed by the loop
-        self._epochs, self._steps, self._threads = epochs, steps, threads
-        self._own = batch_size is None  # whether the source makes batches itself
+        self.given_epochs, self._steps, self._threads = epochs, steps, threads
+        self.makes_batches = batch_size is None  # whether the items of the examples are batches
         self._part, self._parts = 0, 1  # which part of a stream this process reads, and of how many
         if isinstance(examples, SplitByHost):
             self._examples: Any  # `Epochs` if there is a `length`, otherwise a `Stream`
@@ -99,6 +99,7 @@ class Batches:
             self._examples = read_batches(OwnBatches(examples), epochs=epochs)
         else:
             self._examples = read_source(examples, epochs=epochs)
+        self.is_split = self._parts > 1  # whether each process reads its own examples
         self.length: int | None = getattr(self._examples, "length", None)
         self.batch_size: int = self._own_rows() if batch_size is None else batch_size
         self._state: dict[str, PyTree] = {}
@@ -132,11 +133,6 @@ class Batches:
         return self.length is not None and is_endless(self.length)
 
     @property
-    def given_epochs(self) -> int | None:
-        """The argument `epochs` of [`redcoast.batches`][], which may be `None`."""
-        return self._epochs
-
-    @property
     def epochs_done(self) -> int | None:
         """The number of epochs whose examples were all returned; `None` for a stream."""
         if not self.length:
@@ -162,27 +158,10 @@ class Batches:
         return self.length is not None or self._examples.resumes
 
     @property
-    def makes_batches(self) -> bool:
-        """Whether the items of the examples are batches."""
-        return self._own
-
-    @property
     def has_single_integers(self) -> bool:
         """Whether each example is one integer, as in a flat array of tokens."""
         leaves = jax.tree.leaves(self.spec)
         return len(leaves) == 1 and leaves[0].ndim == 1 and leaves[0].dtype.kind in "iu"
-
-    @property
-    def is_split(self) -> bool:
-        """Whether each process reads its own examples."""
-        return self._parts > 1
-
-    @property
-    def stream_epochs(self) -> int | None:
-        """How many times a stream is read; `None` for other examples, and with `steps`."""
-        if self.length is not None:
-            return None
-        return self._epochs
 
     @property
     def per_batch(self) -> bool:
@@ -210,7 +189,7 @@ class Batches:
         example, or, in a stream, at the end of its next batch. Without `augment`, the parameter
         `rngs` of `collate_fn` is `None`. Arrays that belong to the whole batch keep their mark.
         """
-        if self._own:
+        if self.makes_batches:
             (item,) = self._examples.peek(1)
             batch = collate_own(self.collate_fn, item, 0)  # all rows, unlike `peek`
             rows = count_rows(batch)
@@ -234,7 +213,7 @@ class Batches:
         return Collating(self.collate_fn, self.mesh).own_host_batch(item, 0)[1]
 
     def _peek(self) -> PyTree:
-        if self._own:
+        if self.makes_batches:
             (item,) = self._examples.peek(1)
             return Collating(self.collate_fn, self.mesh).own_host_batch(item, 0)[0]
 
@@ -242,7 +221,7 @@ class Batches:
             rngs = lambda: example_generators([0] * len(own), own, np.zeros(2, np.uint64))
             return self._first_examples(own), own, rngs
 
-        return Collating(self.collate_fn, self.mesh).host_batch(self.batch_size, read)
+        return Collating(self.collate_fn, self.mesh).host_batch(self.batch_size, read)[0]
 
     def _first_examples(self, rows: list[int]) -> Examples:
         if self.length is not None:
@@ -318,7 +297,7 @@ class Batches:
         """
         step, length = state["step"], self.length
         # For states without a position, such as `{"step": n}`.
-        guess = _position(step, self.batch_size, length if self._epochs else None)
+        guess = _position(step, self.batch_size, length if self.given_epochs else None)
         before = state.get("length", length)
         if (before is None) != (length is None):
             now, then = "examples with an index", "a stream"
@@ -411,7 +390,7 @@ class Batches:
             self._examples.set_state(decode_stream_state(self._state["stream"]))
         self._stream_is_ahead = length is None
         options: Any = {
-            "batch_size": None if self._own else self.batch_size,
+            "batch_size": None if self.makes_batches else self.batch_size,
             "seed": self._seed(),
             "start": self._state["position"],
             "stop": self._end()[1],
@@ -437,12 +416,12 @@ class Batches:
         if self._steps is not None:
             # Of batches that the source makes, the numbers of examples are not known before.
             left = (self._steps - step) * self.batch_size
-            return self._steps, None if self._own else position + left
-        if self._epochs is None or self.length is None:
+            return self._steps, None if self.makes_batches else position + left
+        if self.given_epochs is None or self.length is None:
             return None, None
-        left = max(0, self._epochs * self.length - position)
+        left = max(0, self.given_epochs * self.length - position)
         # The last batch may be short.
-        return step + -(-left // self.batch_size), self._epochs * self.length
+        return step + -(-left // self.batch_size), self.given_epochs * self.length
 
     def _seed(self) -> UInt64[np.ndarray, "2"]:
         return np.array(self._state["seed"], np.uint64)

@@ -109,20 +109,17 @@ class Collating:
         self._stays = on_host or stays_on_host(mesh)
         self._form: BatchForm | None = None  # of the batches that stay on the host
 
-    def host_batch(self, rows: int, read: ReadRows) -> PyTree:
-        """Returns the batch that `collate_fn` makes of this many rows, with its marks."""
-        return self._host_batch(rows, read)[0]
-
     def __call__(self, rows: int, position: int, read: ReadRows, stream: PyTree = None) -> Loaded:
-        batch, is_alike = self._host_batch(rows, read)
+        batch, is_alike = self.host_batch(rows, read)
         if is_alike:
             return Loaded(batch, rows, position, stream, is_alike=True)
         if self._stays and self._form is None and _is_plain(batch):
             self._form = BatchForm(batch)
         return self._place(batch, rows, position, stream)
 
-    def _host_batch(self, rows: int, read: ReadRows) -> tuple[PyTree, bool]:
-        """The same, and whether the batch has the form of one before."""
+    def host_batch(self, rows: int, read: ReadRows) -> tuple[PyTree, bool]:
+        """The batch that `collate_fn` makes of this many rows, with its marks, and whether it has
+        the form of one before."""
         assert self._collate_fn is not None
         own = list(range(rows)) if self._whole else own_rows(self._mesh, rows)
         examples, indices, rngs = read(own)
@@ -132,7 +129,7 @@ class Collating:
         # The first marked batch says that each process must collate all rows.
         if len(own) < rows and has_per_batch(batch):
             self._whole = True
-            return self._host_batch(rows, read)
+            return self.host_batch(rows, read)
         return batch, is_alike
 
     def own_host_batch(self, item: PyTree, number: int) -> tuple[PyTree, int]:

@@ -141,20 +141,17 @@ class CompiledEvaluation:
     ) -> dict[str, float]:
         """The metrics of a model; `advance` is called for each of the `batches`."""
         refuse_state(model, "CompiledEvaluation")
+        model, metrics = on_auto_axes(model), {}
         with auto_ambient_mesh():
-            return self._metrics(on_auto_axes(model), key, advance)
-
-    def _metrics(
-        self, model: PyTree, key: PRNGKeyArray | None, advance: Callable[[], None]
-    ) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        if self.mean_loss is not None:
-            batches = self._batches(advance)
-            # A run of many hours does not end because no example of an evaluation counts.
-            metrics = run_evaluation(self.mean_loss, model, batches, key, strict=False)
-            if metrics.get("weight", 1.0) == 0:
-                logger.warning("The evaluated examples have a total `weight` of 0: means are NaN.")
-        return metrics | self._compared(model, key, None, metrics, advance)
+            if self.mean_loss is not None:
+                batches = self._batches(advance)
+                # A run of many hours does not end because no example of an evaluation counts.
+                metrics = run_evaluation(self.mean_loss, model, batches, key, strict=False)
+                if metrics.get("weight", 1.0) == 0:
+                    logger.warning(
+                        "The evaluated examples have a total `weight` of 0: means are NaN."
+                    )
+            return metrics | self._compared(model, key, None, metrics, advance)
 
     @property
     def batches(self) -> int:

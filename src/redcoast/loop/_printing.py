@@ -35,7 +35,17 @@ class Printer:
 
     def introduce(self) -> None:
         """Prints versions, devices and the run's directory, before anything that takes time."""
-        introduce(self._directory, quiet=self.quiet)
+        if self.quiet:
+            return
+        count, kind = jax.device_count(), jax.devices()[0].device_kind
+        if kind == "cpu":
+            kind = "CPU"
+        devices = f"{count} {kind} {_counted(count, 'device')}"
+        if jax.process_count() > 1:
+            devices += f" in {jax.process_count()} processes"
+        say_once(f"redcoast {version('redcoast')}, jax {jax.__version__}, {devices}")
+        if self._directory is not None:
+            say_once(f"Run directory: {show_directory(self._directory)}")
 
     def describe_run(
         self,
@@ -120,21 +130,6 @@ class Printer:
                 say(f"The same call, with this directory, continues after step {step:,}.")
 
 
-def introduce(directory: Path | None, *, quiet: bool = False) -> None:
-    """Prints versions, devices and the directory of a run."""
-    if quiet:
-        return
-    count, kind = jax.device_count(), jax.devices()[0].device_kind
-    if kind == "cpu":
-        kind = "CPU"
-    devices = f"{count} {kind} {_counted(count, 'device')}"
-    if jax.process_count() > 1:
-        devices += f" in {jax.process_count()} processes"
-    say_once(f"redcoast {version('redcoast')}, jax {jax.__version__}, {devices}")
-    if directory is not None:
-        say_once(f"Run directory: {show_directory(directory)}")
-
-
 def _data_parts(data: Batches) -> list[str]:
     """How many examples, steps, batches and epochs a run has, as far as they are known."""
     of_batches = f"of {data.batch_size:,}"
@@ -154,7 +149,7 @@ def _data_parts(data: Batches) -> list[str]:
             steps += f" ({data.epochs:.3g} {_counted(data.epochs, 'epoch')})"
         parts.append(steps)
     else:
-        epochs = data.stream_epochs
+        epochs = data.given_epochs
         if epochs is not None:
             whole = f"{epochs:,} {_counted(epochs, 'epoch')} of unknown length"
             parts.append(f"{whole} (each until `examples` ends)")

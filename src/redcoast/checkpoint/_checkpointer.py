@@ -173,6 +173,7 @@ class Checkpointer:
 
     @hide_frames
     def __exit__(self, *error: PyTree) -> None:
+        # Waits for the save in progress, and unlocks the directory.
         self._entered.__exit__(*error)
         self._saver = None
 

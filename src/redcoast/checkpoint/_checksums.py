@@ -48,6 +48,7 @@ def find_damage(directory: Path, *, part: int = 0, parts: int = 1) -> str | None
     for name, (size, _) in listed.items():
         if name not in sizes:
             return f"{directory / name} is missing."
+        # Before any file is read, because a size costs nothing.
         if sizes[name] != size:
             return f"{directory / name} has {sizes[name]} bytes, but was written with {size}."
     # Each process reads every `parts`-th file.

@@ -78,6 +78,7 @@ class Checkpoints:
             raise ValueError(f"`Checkpoints(mode={self.mode!r})` must be 'min' or 'max'.")
         if self.best is not None and self.mode is None:
             mode = default_mode(self.metric, f"Checkpoints(best={self.best!r})")
+            # The dataclass is frozen.
             object.__setattr__(self, "mode", mode)
 
     @property
@@ -158,6 +159,7 @@ def restore_newest(
             "requests a new run. Choose another directory, or remove this one."
         )
     damaged: list[Path] = []
+    # The newest that is not damaged; older ones only if newer ones are.
     for step in reversed(steps):
         path = checkpoints.path / str(step)
         restored = _restore(path, like, shardings)
@@ -181,6 +183,7 @@ def _restore(path: Path, like: PyTree, shardings: PyTree) -> tuple[PyTree, dict[
     own = None  # about the first damaged file in this process's share of the files
     try:
         check_whole(path, part=jax.process_index(), parts=jax.process_count())
+        # The result is not used yet: this is where a damaged document raises.
         read_metadata(path)
     except CheckpointDamaged as error:
         own = str(error)

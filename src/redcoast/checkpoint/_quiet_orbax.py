@@ -26,6 +26,7 @@ def quiet_orbax() -> Iterator[None]:
     files = str(Path(ocp.__file__).parent)
 
     def is_other(record: logging.LogRecord) -> bool:
+        # Messages without an error are not about a failed save.
         if not record.exc_info:
             return True
         # An error that was logged by files of Orbax, or raised in them.

@@ -54,6 +54,7 @@ def lock_run(directory: Path | None) -> Iterator[None]:
 
 def _try_lock(file: BinaryIO, directory: Path) -> bool:
     try:
+        # Windows has no such module.
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -131,6 +131,7 @@ class Saver:
 
     def wants(self, step: int, metrics: Mapping[str, float], *, epoch_ended: bool) -> bool:
         """Whether the policy asks for a checkpoint at a step, given its evaluation metrics."""
+        # After each evaluation and each epoch.
         if self._checkpoints.every is None:
             return epoch_ended or bool(metrics)
         value = metric_of(self._checkpoints, metrics)
@@ -214,6 +215,7 @@ class Saver:
                 steps = saved_steps(self._checkpoints)
             except OSError as error:
                 logger.warning("Old checkpoints in %s cannot be deleted: %s", path, error)
+                # The new checkpoint is complete, so this is no reason for the save to fail.
                 steps = []
             for old in steps_to_delete(self._checkpoints, steps, self._values):
                 if old != self._last:  # a loop may have gone back to an earlier step
@@ -239,6 +241,7 @@ class Saver:
     def _save_final_again(self) -> None:
         """Tries again to save the last state, which would be lost otherwise."""
         self._is_final = True
+        # All processes have the same `_failed`, so they try equally often.
         for seconds in WAITS:
             if self._failed is None or self._save_again is None:
                 return

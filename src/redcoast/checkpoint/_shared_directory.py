@@ -30,6 +30,7 @@ def check_shared(directory: Path | None) -> None:
     agree({"the directory of the run": None if directory is None else str(directory)})
     if directory is None:
         return
+    # A new name each time, since a file of an earlier run would prove nothing.
     own = directory / f".shared-{secrets.token_hex(8)}"
     try:
         name = decide("a file that all processes see", _create(own) if is_main() else None)

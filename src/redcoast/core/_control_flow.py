@@ -83,6 +83,7 @@ class Scan:
             results = list(body([*consts, *carry, *xs]))
             return results[: self.carry], results[self.carry :]
 
+        # The length is said, since a loop without scanned arrays has no other.
         options = {"length": self.length, "reverse": self.reverse, "unroll": self.unroll}
         carry, ys = jax.lax.scan(iterate, list(init), list(xs), **options)
         return [*carry, *ys]
@@ -288,6 +289,7 @@ def _call(equation: JaxprEqn, kind: CallKind) -> Call | None:
     # The names of this parameter in the primitives of JAX.
     body = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
     if not isinstance(body, AnyJaxpr):
+        # A version of JAX with another name for it, which the caller reports.
         if kind is not CallKind.PLAIN:
             raise KeyError("jaxpr")
         return None
@@ -431,5 +433,6 @@ def replace_parameters(equation: JaxprEqn, replace: Callable[[Any], Any]) -> Jax
     prim, call = equation.params["_prim"], control_flow(equation)
     if not isinstance(call, Call) or call.kind is not CallKind.REMAT:
         return equation
+    # The operation has its jaxpr as an attribute, and not among its parameters.
     inner = type(prim)(replace(call.jaxpr), call.policy, call.prevent_cse)
     return equation.replace(params={"_prim": inner})

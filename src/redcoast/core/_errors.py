@@ -23,6 +23,7 @@ def check_functions(**functions: object) -> None:
 
 def check_integer(name: str, value: Any, *, least: int = 1) -> None:
     try:
+        # Also of NumPy's integers.
         number = operator.index(value)
     except TypeError:
         raise _wrong_type(name, value, "an integer") from None
@@ -39,6 +40,7 @@ def check_number(name: str, value: object, *, above: int | float | None = None) 
 
 
 def check_optimizer(optimizer: object, *, name: str = "optimizer") -> None:
+    # By its methods, since optimizers of other libraries need not be of optax's class.
     if not all(callable(getattr(optimizer, method, None)) for method in ("init", "update")):
         words = "an optax optimizer, such as `optax.adamw(3e-4)`"
         raise _wrong_type(name, optimizer, words)
@@ -90,6 +92,7 @@ def _wrong_type(name: str, value: object, words: str) -> TypeError:
     shown = repr(value)
     plain = isinstance(value, int | float | str) or value is None
     if not (plain and len(shown) < 50):
+        # The `repr` of an array or an object could be longer than the sentence.
         shown = f"of type {type(value).__name__}"
     return TypeError(f"`{name}` is {shown}. It must be {words}.")
 

@@ -30,6 +30,7 @@ class ForgivingStream:
         try:
             return self._wrapped.write(text)
         except UnicodeEncodeError as error:
+            # The terminal has no such letter: it is shown by its number.
             plain = text.encode(error.encoding, "backslashreplace").decode(error.encoding)
             return self.write(plain)
         except (OSError, ValueError) as error:  # a closed file raises `ValueError`
@@ -62,6 +63,7 @@ class ForgivingStream:
     def _drop(self, error: Exception) -> None:
         with contextlib.suppress(OSError, ValueError):
             _discard_buffer(self._wrapped, error)
+        # One warning for each stream, since every later line would fail too.
         if self._wrapped in _failed:
             return
         _failed.add(self._wrapped)
@@ -93,6 +95,7 @@ def _discard_buffer(stream: TextIO, error: Exception) -> None:
             os.dup2(before, number)
             os.close(before)
     finally:
+        # The stream's descriptor was free, and is now this one.
         if nothing != number:
             os.close(nothing)
 

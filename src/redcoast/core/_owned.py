@@ -109,6 +109,7 @@ def _is_held(x: PyTree, referenced: set[int], safe: set[int]) -> bool:
     if kind is np.ndarray:
         return _is_array_held(x, referenced, safe)
     if kind is jax.Array:
+        # On a CPU, JAX may have taken the memory of an array of NumPy.
         return any(device.platform == "cpu" for device in x.devices())
     if kind is not tuple and id(x) in referenced:
         return True
@@ -121,6 +122,7 @@ def _is_array_held(x: np.ndarray, referenced: set[int], safe: set[int]) -> bool:
     if id(x) in referenced:
         return True
     if x.base is None:
+        # Memory of another library, which may write into it.
         return not x.flags.owndata
     return _kind(type(x.base)) is not np.ndarray or _is_array_held(x.base, referenced, safe)
 
@@ -138,6 +140,7 @@ def have_places(examples: Sequence[object], count: int) -> bool:
     if not isinstance(memory, np.ndarray) or not size or memory.nbytes < count * size:
         return False
     for x in examples:
+        # A view of other memory has no place in this one.
         if not isinstance(x, np.ndarray) or x.base is not memory or x.nbytes != size:
             return False
     return True
@@ -180,6 +183,7 @@ def copied(x: PyTree) -> PyTree:
         return copy.copy(x)
     if kind is tuple:
         parts = map(copied, parts)
+        # A named tuple takes its items one by one.
         if hasattr(x, "_make"):
             return x._make(parts)
         return tuple(parts)

@@ -173,6 +173,7 @@ class Batches:
         def abstract(part: PyTree) -> PyTree:
             if is_per_batch(part):  # the sizes of other batches may differ
                 return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), part)
+            # `part` has the rows of this process, and a batch those of all.
             return jax.ShapeDtypeStruct((self.batch_size, *part.shape[1:]), part.dtype)
 
         return jax.tree.map(abstract, self._peek(), is_leaf=is_per_batch)
@@ -198,6 +199,7 @@ class Batches:
                 lambda x: x if is_per_batch(x) else x[chosen], batch, is_leaf=is_per_batch
             )
         assert self.collate_fn is not None
+        # Any seed, so that each call returns the same.
         seed = np.zeros(2, np.uint64)
         generators = lambda: example_generators([0] * len(indices), indices, seed)
         rngs = generators
@@ -226,6 +228,7 @@ class Batches:
     def _first_examples(self, rows: list[int]) -> Examples:
         if self.length is not None:
             with self._examples.using(0) as dataset:
+                # Of fewer examples than rows, some come several times.
                 return fetch(dataset, [i % self.length for i in rows])
         examples = self._examples.peek(self.batch_size // self._parts)
         if not examples:
@@ -234,6 +237,7 @@ class Batches:
 
     def get_state(self) -> dict[str, PyTree]:
         """Returns the state after the last returned batch, which can be stored as JSON."""
+        # A copy, which later batches do not change.
         return dict(self._state)
 
     def recognise_examples(self, saved: Mapping[str, PyTree]) -> None:
@@ -248,6 +252,7 @@ class Batches:
             self._fingerprint = fingerprint(dataset, self.length)
             before = saved.get("fingerprint")
             if before not in (None, self._fingerprint) and self.rows_left and is_main():
+                # A dataset that augments at random differs from itself.
                 again = fingerprint(dataset, self.length)
                 warn_of_other_examples(before, self._fingerprint, again)
 

@@ -61,6 +61,7 @@ def host_part(mesh: Mesh) -> tuple[int, int]:
     rows_of: dict[int, set[int]] = {}  # the rows on the devices of each process
     for device, (index,) in indices.items():
         rows_of.setdefault(device.process_index, set()).update(range(*index.indices(rows)))
+    # Processes that share rows, as if `model` spans them, read the same part.
     parts = sorted({tuple(sorted(part)) for part in rows_of.values()})
     sizes = set(map(len, parts))
     distinct = set().union(*parts)

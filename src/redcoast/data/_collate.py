@@ -121,6 +121,7 @@ def _call(collate_fn: CollateFn, examples: Examples, indices: list[int], rngs: R
     """What `collate_fn` returns."""
     options: dict[str, object] = {}
     if takes_rngs(collate_fn):
+        # Made only for functions that take them: a generator for each example takes long.
         options = {"rngs": rngs()}
     try:
         with doing("`collate_fn`"):
@@ -199,6 +200,7 @@ def _check_batch(arrays: PyTree, what: str) -> None:
         "batch dimension first. Pass a `collate_fn` that makes such a batch of an item, or a "
         "`batch_size` if the items are examples."
     )
+    # Only what is not marked has rows.
     parts = jax.tree_util.tree_leaves_with_path(arrays, is_leaf=is_per_batch)
     rows = None
     for path, part in parts:
@@ -209,6 +211,7 @@ def _check_batch(arrays: PyTree, what: str) -> None:
             if not _is_numeric(leaf):
                 kind = leaf.dtype if isinstance(leaf, np.ndarray) else type(leaf).__name__
                 raise TypeError(f"{where} is of type {kind}. {advice}")
+        # Its arrays may have any first dimension.
         if is_per_batch(part):
             continue
         if part.ndim == 0 or (rows is not None and part.shape[0] != rows):

@@ -42,6 +42,7 @@ def as_columns(examples: tuple[PyTree, ...], name: str) -> Columns | None:
         f"If each of them is an example, pass `list({name})`; if they are columns, `list(zip(*"
         f"{name}))`, or a tuple of arrays with equal first dimensions."
     )
+    # Of an array without dimensions, the shape is `()`.
     rows = {tuple(x.shape[:1]) for x in examples}
     if len(rows) > 1 or () in rows:
         shapes = ", ".join(str(tuple(x.shape)) for x in examples[:4])
@@ -50,6 +51,7 @@ def as_columns(examples: tuple[PyTree, ...], name: str) -> Columns | None:
             f"`{name}` is a tuple of {count} arrays with different first dimensions, of shapes "
             f"{shapes}{more}. {remedy}"
         )
+    # Columns usually differ, as images and labels do.
     kinds = {(tuple(x.shape), str(x.dtype)) for x in examples}
     if count > 1 and len(kinds) == 1:
         raise ValueError(

@@ -224,6 +224,7 @@ def _index_works(examples: PyTree) -> bool:
         return False
     try:
         if count:
+            # Only what is not implemented says that there is no index.
             examples[0]
     except NotImplementedError:
         return False

@@ -60,6 +60,7 @@ def agree(
     all_values, all_checksums = zip(*everyone, strict=True)
     differences = []
     for name, of_processes in _differing(all_values).items():
+        # As text, because values of different types may be compared.
         texts = list(map(json.dumps, of_processes))
         differences.append(_difference(name, _parts_that_differ(texts)))
     for name in _differing(all_checksums):
@@ -95,6 +96,7 @@ def agree_on_program(name: str, jaxpr: AnyJaxpr, mesh: Mesh) -> None:
     """
     if jax.process_count() == 1:
         return
+    # Processes outside of the mesh do not call this, and would be waited for.
     if len({device.process_index for device in mesh.devices.flat}) == jax.process_count():
         agree({}, {name: program_listing(jaxpr)})
 
@@ -119,6 +121,7 @@ def _first_difference(name: str, listing: Listing) -> str:
     first = decide("the lines of process 0", own)
     differs = _common_prefix([own, first])
     if own == first:
+        # Another process differs, and this one takes part in the search all the same.
         differs = _MOST
     # The first line at which any process differs from process 0.
     at = min(exchange("where lines differ", differs))
@@ -148,6 +151,7 @@ def _parts_that_differ(lines: Sequence[str]) -> list[str]:
     """Shortens long lines to the parts around the first difference."""
     begin, before = 0, ""
     if max(map(len, lines)) > _LONGEST:
+        # With something before the difference, to recognise the line by.
         begin = max(0, _common_prefix(lines) - _LONGEST // 3)
     if begin:
         before = "..."

@@ -169,6 +169,7 @@ def _return_memory() -> None:
         available = os.sysconf("SC_AVPHYS_PAGES") * page
         installed = os.sysconf("SC_PHYS_PAGES") * page
         if is_much(free, most_used, available, installed):
+            # 0: of the memory that is free, nothing is kept.
             library.malloc_trim(ctypes.c_size_t(0))
 
 

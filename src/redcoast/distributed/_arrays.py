@@ -26,6 +26,7 @@ def own_rows(mesh: Mesh, rows: int) -> list[int]:
     """Returns the indices of a batch's rows that are on the devices of this process."""
     if jax.process_count() == 1:
         return list(range(rows))
+    # Several devices of the process may have the same rows.
     own = set()
     sharding = batch_sharding(mesh, rows)
     for index in sharding.addressable_devices_indices_map((rows,)).values():
@@ -53,9 +54,11 @@ def place_rows(arrays: PyTree, mesh: Mesh, rows: int) -> PyTree:
     place_of = {row: i for i, row in enumerate(own_rows(mesh, rows))}
 
     def place(x: HostOrDevice) -> jax.Array:
+        # The batch was placed before, as by a source that makes batches on the devices.
         if isinstance(x, jax.Array) and _is_split_over(x, mesh):
             return x
         if _is_key(x):
+            # NumPy has no keys, so their data is placed.
             return _wrap(place(jax.random.key_data(x)), x)
         host = _on_host(x)
 

@@ -100,6 +100,7 @@ def _kinds(now: Settings, job: Job, others: Sequence[dict[str, int]]) -> list[li
     # Such an array belongs to the batch as a whole, which is then not divided.
     if not has_per_batch(job.batch):
         kinds.append([change(now, accumulate=count) for count in _microbatches(now, job)])
+    # `None` computes in the model's own dtype, which is float32 by default.
     if now.compute_dtype is None or jnp.dtype(now.compute_dtype).itemsize > 2:
         kinds.append([change(now, compute_dtype=jnp.bfloat16)])
     return list(filter(None, kinds))

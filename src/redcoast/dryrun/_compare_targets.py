@@ -140,6 +140,7 @@ def compare_targets(
     if steps is not None:
         check_positive("steps", steps)
     parsed = [parse_target(name) for name in targets]
+    # Before anything is compiled, so that a mistake in `price` shows at once.
     prices = {target.name: price_of(price, target) for target in parsed}
     runs: dict[str, DryRun] = {}
     errors: dict[str, ValueError] = {}
@@ -154,11 +155,13 @@ def compare_targets(
                 # Each suggestion would be compiled, for every target.
                 **{"suggest": False, **options},
             )
+        # A target that cannot be used does not hide the others.
         except ValueError as error:
             errors[target.name] = error
         else:
             runs[target.name] = run
     if not runs:
+        # Without a run there is nothing to compare, and the first error says why.
         raise next(iter(errors.values()))
     ordered = sorted(runs, key=lambda name: _order(runs[name]))
     costs: dict[str, TrainingCost] = {}
@@ -198,6 +201,7 @@ def price_of(
 
 def _order(run: DryRun) -> tuple[bool, float]:
     if run.step is None:
+        # Those without an estimate of the time come last.
         return not run.fits, math.inf
     return not run.fits, run.step.seconds
 

@@ -148,6 +148,7 @@ class DryRun:
         for name in ("notes", "traffic", "lines"):
             data[name] = list(data[name])
         for name in ("bounds", "step"):
+            # Not known of a program that the compiler rejected.
             if data[name] is not None:
                 data[name] = asdict(data[name])
         data["plan"] = self.plan.report.to_json()
@@ -168,6 +169,7 @@ class DryRun:
         lines = ["Per device and step, as compiled, by line of code"]
         lines += [f"{'memory MB':>10}  {'sent MB':>10}  {'planned MB':>10}  line"]
         for line in self.lines[:_SHOWN_LINES]:
+            # Such as the optimizer's, and what the compiler adds.
             place = "no line of your code"
             if line["file"]:
                 code = getline(line["file"], line["line"]).strip()
@@ -243,6 +245,7 @@ def _verdict(run: DryRun) -> str:
     if run.fits:
         return f"It fits: {of}, {gib(usable - peak)} GiB to spare."
     least = ""
+    # A compiler that refuses a program may not have counted all of it.
     if run.refused:
         least = "at least "
     return f"It does not fit: {least}{of}, {least}{gib(peak - usable)} GiB too much."
@@ -314,6 +317,7 @@ def _time(run: DryRun) -> list[str]:
         every[f"network ({axes})"] = seconds
     lines = ["Lower bounds on the time of a step:"]
     for name, seconds in every.items():
+        # Of the networks, only those that could matter are shown.
         if name.startswith("network") and seconds < _LITTLE * every[bounds.binding]:
             continue
         row = f"  {seconds * 1e3:>12,.4g} ms  {name}"

@@ -41,6 +41,7 @@ def cost_of(
             "The time of a step is not known, because the compiler rejected the program. Make it "
             "fit first: with more devices, a smaller batch, or rematerialisation."
         )
+    # Of the steps alone: evaluations and saves are not in them.
     hours = float(steps) * step.seconds / 3600
     device_hours = devices * hours
     total = None

@@ -182,6 +182,7 @@ def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
     def put(path: KeyPath, leaf: PyTree) -> PyTree:
         saved_with = ()
         if isinstance(leaf, LowRank):
+            # Adapters that the model has already are replaced.
             leaf, saved_with = leaf.weight, leaf.saved_with
         node = new.get(show_path(path))
         if node is None:

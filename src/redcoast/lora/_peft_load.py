@@ -161,6 +161,7 @@ def load_adapters(model: PyTree, path: str | Path) -> PyTree:
     # Before anything is compared with the model, whose arrays this may change.
     model, stored = with_own_head(model, stored, config, path)
     slots = _slots(model)
+    # First the ranks alone, since one error lists everything that is wrong before arrays are read.
     ranks, new = {}, {}
     for slot in slots:
         ranks[slot.path] = slot.find(stored)
@@ -210,6 +211,7 @@ def _read_replaced(
     leaves, arrays = _leaves(model), {}
     for path, tensor in whole.items():
         names = tensor_names(tensor, leaves[path].shape).values()
+        # Some of its layers are enough: the others stay as the model has them.
         if not stored.keys().isdisjoint(names):
             arrays[path] = read_whole(tensor, leaves[path], stored)
     return arrays
@@ -228,6 +230,7 @@ def _saved_with(
         tensors = tensor_names(whole[path], array.shape).values()
         own = [name.removeprefix(PREFIX) for name in tensors if name in stored]
         named = _saved_modules(own, config.saved)
+        # The settings do not list it, but training has changed it.
         if not named and not jnp.array_equal(array, leaves[path]):
             named = map(module_of, own)
         names |= dict.fromkeys(named)
@@ -309,6 +312,7 @@ def _outside_of_base(model: PyTree) -> list[str]:
 def _check_vocabulary(model: PyTree, stored: Mapping[str, Stored], path: Path) -> None:
     """Raises if the tensors are from a model whose vocabulary was resized."""
     shapes = _shapes(model)
+    # A tied head has no array of its own, but the file may hold a copy.
     for head, embed in tied_heads(model).items():
         shapes[PREFIX + head] = shapes[PREFIX + embed]
     vocab = getattr(model.config, "vocab", None)

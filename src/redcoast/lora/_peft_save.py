@@ -58,6 +58,7 @@ class AdaptedModule:
     def rank(self) -> int:
         if self.same_inputs:
             return self.parts[0].a.shape[-1]
+        # `arrays` concatenates the parts' A.
         return sum(part.a.shape[-1] for part in self.parts)
 
     @property
@@ -161,6 +162,7 @@ def save_adapters(model: PyTree, path: str | Path, *, modules_to_save: Sequence[
         for module in modules.values():
             arrays |= dict(module.arrays())
         arrays |= others.arrays
+        # A safetensors file begins with the names and shapes of all its tensors.
         shapes = {}
         for name, x in arrays.items():
             shapes[name] = x.shape, x.dtype
@@ -192,6 +194,7 @@ def _modules(model: PyTree) -> dict[str, AdaptedModule]:
                 "that PEFT adapts. Merge the adapter (`lora.merge`), or adapt other weights."
             )
         part = Part(published, tensors, whole(node.a), whole(node.b), node.scale)
+        # The parts of a fused matrix have the same name.
         parts[published.name] = (*parts.get(published.name, ()), part)
     modules = map(AdaptedModule, parts.values())
     return dict(zip(parts, modules, strict=True))
@@ -254,6 +257,7 @@ def _others(model: PyTree, modules: list[str]) -> Others:
 def _without_adapter(
     leaf: jax.Array | np.ndarray | LowRank | QuantisedWeight,
 ) -> jax.Array | np.ndarray:
+    # The weight of an adapter may be quantised too.
     if isinstance(leaf, LowRank):
         leaf = leaf.weight
     if isinstance(leaf, QuantisedWeight):
@@ -263,6 +267,7 @@ def _without_adapter(
 
 def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:
     """Converts the part of an array at one index of its stack to its published tensor."""
+    # The shape of a stack is expected, which the part no longer has: it counts as a stack of one.
     out = np.zeros(tensor_shape(tensor, (1,) * len(tensor.fields) + part.shape), part.dtype)
     insert(tensor, part, out)
     return out
@@ -273,6 +278,7 @@ def _settings(modules: Mapping[str, AdaptedModule], others: Others) -> Settings:
     targets, ranks, alphas, inputs_first = [], {}, {}, False
     for module in modules.values():
         targets += module.names
+        # PEFT's settings have one rank and alpha, and patterns for the modules that differ.
         if module.rank != first.rank:
             ranks[module.pattern] = module.rank
         if module.alpha != first.alpha:
@@ -283,6 +289,7 @@ def _settings(modules: Mapping[str, AdaptedModule], others: Others) -> Settings:
         "peft_type": "LORA",
         "task_type": None,
         "base_model_name_or_path": None,
+        # As PEFT saves it. Whoever trains the adapters further passes `is_trainable`.
         "inference_mode": True,
         "bias": "none",
         "lora_dropout": 0.0,

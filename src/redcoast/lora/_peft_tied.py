@@ -23,6 +23,7 @@ def tied_heads(model: PyTree) -> dict[str, str]:
     embed = live_table(model).get("embed")
     if embed is None:
         return {}
+    # The head has a name only in the table of the same model with separate weights.
     if can_untie(model):
         own = dataclasses.replace(model.config, tied=False)
         return {hf_names(own).tensors(own)["head"].name: embed.name}
@@ -46,6 +47,7 @@ def with_own_head(
     rest = dict(stored)
     for head, embed in tied_heads(model).items():
         if not _is_apart(model, head, embed, stored, config):
+            # What the file has of the head equals the embedding.
             rest.pop(PREFIX + head, None)
         elif can_untie(model):
             return untie(model), rest
@@ -61,6 +63,7 @@ def with_own_head(
 def _is_apart(
     model: PyTree, head: str, embed: str, stored: Mapping[str, Stored], config: PeftConfig
 ) -> bool:
+    # An adapter of the head changes the head alone.
     if any(name.startswith(f"{PREFIX}{module_of(head)}.lora_") for name in stored):
         return True
     # Under a name of its own, since the head is published like the embedding.

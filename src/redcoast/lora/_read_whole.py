@@ -25,6 +25,7 @@ def read_whole(
         if isinstance(leaf, jax.Array):
             return jax.device_put(array, leaf.sharding)
         return array
+    # The layers that are not in the file stay as they are.
     for index, name in names.items():
         if name in stored:
             part = read_at(tensor, leaf.shape, index, stored).astype(leaf.dtype)

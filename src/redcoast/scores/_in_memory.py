@@ -34,6 +34,7 @@ class InMemory(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        # A model may have several.
         return int(np.atleast_1d(self.model.config.eos)[0])
 
     @property
@@ -66,6 +67,7 @@ class InMemory(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[PyTree], **_: object
     ) -> list[tuple[float, bool]]:
+        # The first item of a request is its texts, which are encoded already.
         pairs = [(context, continuation) for _, context, continuation in requests]
         return score_pairs(self.model, pairs, self.max_length, self.batch_size)
 
@@ -110,6 +112,7 @@ class InMemory(TemplateLM):
     ) -> list[str]:
         new = options.pop("max_gen_toks")
         sampled = options.pop("do_sample", False)
+        # Tasks decode greedily unless they say otherwise.
         if not sampled:
             options["temperature"] = 0.0
 
@@ -142,6 +145,7 @@ def _before_end(row: Int[np.ndarray, " new"], config: Any) -> Int[np.ndarray, " 
     ends = np.flatnonzero(np.isin(row, config.eos))
     if len(ends) == 0:
         return row
+    # The rest of a row that has ended is padding.
     return row[: ends[0]]
 
 

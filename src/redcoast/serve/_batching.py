@@ -134,6 +134,7 @@ class Queue:
             if self.closed or self._waiting() + len(job.prompts) > self.most:
                 return False
             self.jobs.append(job)
+            # Wakes the thread in `take`.
             self.changed.notify()
             return True
 
@@ -148,6 +149,7 @@ class Queue:
             batch: list[ServedJob] = []
             left: list[ServedJob] = []
             for job in self.jobs:
+                # Its client has gone, so nobody waits for the answer.
                 if job.cancelled.is_set():
                     continue
                 if self._fit([*batch, job]):
@@ -204,6 +206,7 @@ def answer_batch(served: Served, jobs: Sequence[ServedJob], random: np.random.Ge
     rows: list[AnswerRow] = []
     for job in jobs:
         try:
+            # A grammar may fail to compile, which is the mistake of this job alone.
             rows += rows_for(job, served, random)
         except BaseException as error:
             job.send(as_exception(error))
@@ -250,6 +253,7 @@ class AnswerRow:
         self.prompt = job.prompts[index]
         self.ends = ends_of(job.decoding, served.model.config)
         before = []
+        # The text continues the prompt's, whose last token may decide whether a space comes first.
         if job.continues:
             before = self.prompt
         self.decode = served.tokenizer.decode
@@ -307,6 +311,7 @@ class AnswerRow:
         except BaseException as error:
             self.failed = True
             self.job.send(as_exception(error))
+            # So that the other rows of the job end too.
             self.job.cancelled.set()
 
     def _add(self, token: int, scored: Scored | None) -> None:
@@ -383,6 +388,7 @@ def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
         for i, row in enumerate(rows):  # without the padding rows
             token = int(chosen[i])
             row.add(token, score_of(row, token, scores, i))
+        # Limits are rounded up, so the program would go on.
         if all(row.ended for row in rows):
             break
 

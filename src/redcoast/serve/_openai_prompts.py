@@ -54,6 +54,7 @@ def read_template_options(request: Body) -> Body:
 
 
 def read_tools(tools: object) -> list[Body] | None:
+    # `null` and an empty list both mean that there are none.
     tools = tools or []
     if not (isinstance(tools, list) and all(map(_is_tool, tools))):
         text = "`tools` must be a list of objects of type 'function', with a `function` and a name."
@@ -153,6 +154,7 @@ def read_prompts(request: Body, limits: Limits) -> list[str | list[int]]:
         prompt = [prompt]
     if not (isinstance(prompt, list) and prompt):
         raise Refused(400, "`prompt` must be a string, a list of strings, or tokens.", "prompt")
+    # All prompts of a request are rows of one batch.
     if len(prompt) > limits.rows:
         text = f"{len(prompt)} prompts are more than {limits.rows} at once."
         raise Refused(400, text, "prompt")
@@ -195,4 +197,5 @@ def tokens_of(
 
 
 def outside_vocabulary(tokens: list[int], limits: Limits) -> list[int]:
+    # Indexing in JAX raises no error for them.
     return [token for token in tokens if not 0 <= token < limits.vocab]

@@ -65,10 +65,12 @@ class Reply:
 
     def chunk(self, piece: Piece, before: Choice, *, first: bool) -> Body:
         """One part of a streamed response; `before` is the state before it."""
+        # Only the first part names the role, as OpenAI's do.
         delta: Body = {"role": "assistant"} if first else {}
         delta |= {"content": piece.text} if piece.text or first else {}
         content = {"delta": delta} if self.chat else {"text": piece.text}
         logprobs = self.logprobs(piece.scored, before.length)
+        # The next part's offsets begin after the texts of these tokens.
         before.length += sum(len(self.speller.text(scored.token)) for scored in piece.scored)
         end = {"logprobs": logprobs, "finish_reason": piece.finish}
         return self._body(".chunk", [{"index": piece.row, **content, **end}])
@@ -100,6 +102,7 @@ class Reply:
             return None
         top: dict[str, float] = {}
         for token, logprob in (*scored.top, (scored.token, scored.logprob)):
+            # The keys are texts, and tokens that are not text may share one.
             top.setdefault(self.speller.text(token), logprob)
         return top
 

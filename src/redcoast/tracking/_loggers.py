@@ -381,6 +381,7 @@ def _write_plan(directory: Path, run: RunInfo) -> None:
     path = directory / "plan.txt"
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        # An earlier plan stays, since earlier steps were trained with it.
         while path.exists() and path.read_text("utf-8", errors="replace") != run.plan + "\n":
             path = directory / next(later)
         path.write_text(run.plan + "\n", "utf-8")
@@ -394,6 +395,7 @@ def join_run(logger: object) -> RunInfo | None:
     run = _current_run.get()
     if run is None:
         return None
+    # A logger that joins twice is closed once.
     if not any(logger is known for known in run.loggers):
         _close_with(run, logger)
     return run.info

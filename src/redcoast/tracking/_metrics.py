@@ -156,6 +156,7 @@ class StepMetrics(Mapping[str, float]):
         return repr(self._read())
 
     def _read(self) -> dict[str, float]:
+        # To read waits for the step, so it is done only for loggers that look.
         if self._values is None:
             self._values = read_step_metrics(self._metrics)
         return self._values
@@ -360,6 +361,7 @@ class MetricsReader:
 
         Returns a function to call for each of the `batches` that are evaluated.
         """
+        # So that the last step is not logged after the evaluation that follows it.
         self.flush()
         self._call("pause")
         self._rates.pause()

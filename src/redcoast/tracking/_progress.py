@@ -60,6 +60,7 @@ class Progress:
         self._drawn = start  # the step that was shown last
         self._idle, self._paused_at = 0.0, None  # seconds of all pauses
         if bar is not None:
+            # A filter sees each message before it is written.
             logger.addFilter(self._make_room)
 
     def update(self, step: int, metrics: Mapping[str, SupportsFloat], amount: int | float) -> None:
@@ -159,6 +160,7 @@ class Progress:
             self._samples.popleft()
         details = self._details(self._samples[0], sample)
         if self._bar is not None:
+            # Set rather than updated: steps between two drawings were not counted.
             self._bar.n = self._step
             self._bar.set_postfix_str(", ".join(self._fitting(details)), refresh=False)
             self._bar.refresh()
@@ -250,6 +252,7 @@ def progress(
         return Progress(total_steps, start, None, None)
     if show is not None:
         bar = NotebookBar(show, label="step", total=total_steps, initial=start)
+        # Until the first step is finished.
         bar.set_postfix_str("compiling")
         return Progress(total_steps, start, bar, file, steps_per_epoch)
     bar = None

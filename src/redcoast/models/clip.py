@@ -24,11 +24,6 @@ class ClipImageConfig(PairImageConfig):
 
     It has the arguments of [`SiglipImageConfig`][redcoast.models.SiglipImageConfig], with other
     defaults.
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     patch: int = 32
@@ -48,11 +43,6 @@ class ClipTextConfig(PairTextConfig):
     - `activation`, `norm_eps`, `attention_dropout`, `remat`, `unroll`: as in `ClipImageConfig`.
     - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
       and of padding.
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     positions: int = 77

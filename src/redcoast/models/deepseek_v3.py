@@ -55,11 +55,6 @@ class DeepseekV3Config(SharedExpertsConfig):
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
     - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
       [`LlamaConfig`][redcoast.models.LlamaConfig].
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     q_rank: int | None = 1536

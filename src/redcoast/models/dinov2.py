@@ -44,11 +44,6 @@ class Dinov2Config(LayersConfig, HeadSizes):
     - `dropout`, `attention_dropout`, `path_dropout`: the dropout rates of the embeddings, of the
       attention weights, and of the entire output of a sublayer for an image (stochastic depth).
     - `remat`, `unroll`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     width: int

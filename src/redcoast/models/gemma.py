@@ -51,11 +51,6 @@ class GemmaConfig(GroupedConfig):
     - `qk_norm`: whether Q and K are normalised in each head.
     - `score_scale`: attention scores are divided by its square root; the head size by default.
     - `score_cap`, `logit_cap`: soft caps (by tanh) of the attention scores and of the logits.
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     _: KW_ONLY

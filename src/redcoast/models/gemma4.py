@@ -74,11 +74,6 @@ class Gemma4Config(GroupedConfig):
       each layer, the number of experts that each token is routed to (top-k), and the hidden size
       of each; no experts by default.
     - `logit_cap`: a soft cap (by tanh) of the logits.
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     _: KW_ONLY

@@ -35,11 +35,6 @@ class Glm4MoeConfig(SharedExpertsConfig, RotarySizes):
       each head.
     - `norm_eps`, `tied`, `attention_dropout`, `context`, `remat`, `unroll`, `eos`, `bos`, `pad`,
       `decoding`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     dense_layers: int = 1

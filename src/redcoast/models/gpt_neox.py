@@ -19,11 +19,6 @@ class GPTNeoXConfig(ParallelConfig):
     - `parallel`: whether the feed-forward network reads the residual stream before attention, not
       after it.
     - `attention_bias`: whether the projections of attention have biases.
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     rotary_dim: int = 16

@@ -50,11 +50,6 @@ class GptOssConfig(GroupedConfig, HeadSizes):
     - `limit`: the hidden features of the experts are clamped to it.
     - `router_loss_weight`: the weight of the router loss of `hidden_and_router_loss` in a training
       loss. The model itself does not use it.
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     experts: int = 32

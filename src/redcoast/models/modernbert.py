@@ -62,11 +62,6 @@ class ModernBertConfig(TextConfig, HeadSizes):
       the feed-forward network; and of the input of a classification head.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
     - `remat`, `unroll`, `eos`, `bos`, `pad`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     vocab: int

@@ -41,11 +41,6 @@ class OPTConfig(DecoderConfig, HeadSizes):
       residual stream, and of the attention weights.
     - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
       [`LlamaConfig`][redcoast.models.LlamaConfig].
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     vocab: int

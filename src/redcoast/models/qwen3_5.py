@@ -66,11 +66,6 @@ class Qwen3_5Config(GroupedConfig, RotarySizes):
     - `shared_hidden`: the hidden size of the expert that every token passes.
     - `router_loss_weight`: the weight of the router loss of `hidden_and_router_loss` in a training
       loss. The model itself does not use it.
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     _: KW_ONLY

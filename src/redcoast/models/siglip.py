@@ -32,11 +32,6 @@ class SiglipImageConfig(PairImageConfig):
     - `norm_eps`: added to the variance in layer norms.
     - `attention_dropout`: the dropout rate of the attention weights.
     - `remat`, `unroll`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
 
@@ -54,11 +49,6 @@ class SiglipTextConfig(PairTextConfig):
     - `activation`, `norm_eps`, `attention_dropout`, `remat`, `unroll`: as in `SiglipImageConfig`.
     - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
       and of padding.
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     _: KW_ONLY

@@ -50,11 +50,6 @@ class T5Config(DecoderConfig, HeadSizes):
     - `decoder_start`: the token id that the decoder starts with.
     - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
       [`LlamaConfig`][redcoast.models.LlamaConfig].
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     vocab: int

@@ -41,11 +41,6 @@ class ViTConfig(LayersConfig, HeadSizes):
     - `dropout`, `attention_dropout`: the dropout rates of the embeddings and the outputs that are
       added to the residual stream, and of the attention weights.
     - `remat`, `unroll`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     width: int

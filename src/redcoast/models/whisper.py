@@ -45,11 +45,6 @@ class WhisperConfig(DecoderConfig, HeadSizes):
       [`LlamaConfig`][redcoast.models.LlamaConfig].
     - `speech_settings`: settings of `generation_config.json` that `save_pretrained` writes again
       for `transformers`, such as the tokens of languages (`lang_to_id`): names, and values in JSON.
-
-    **Raises:**
-
-    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
-    an integer.
     """
 
     vocab: int

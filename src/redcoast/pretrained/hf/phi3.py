@@ -4,10 +4,10 @@ import math
 
 from ...models._rotary import LongRope
 from ...models.phi3 import Phi3Config
-from .._settings import Fields, Settings, read_settings, write_fields
+from .._settings import Fields, Settings, write_fields
 from .._tensors import Tensor
-from ._kinds import Kind, kind_of, transformer_tensors
-from ._rope import ROPE, rope_of, rotated_part, unread
+from ._kinds import Kind, kind_of, read_kind, transformer_tensors
+from ._rope import rope_of, rotated_part, unread
 from ._tables import INTO_HEADS, LLAMA_FIELDS, LLAMA_LAYER, gate_and_up, tied_head
 
 BASE_PREFIX = "model."
@@ -22,32 +22,11 @@ _FIELDS = {
     "bos": ("bos_token_id", 1),
     "pad": ("pad_token_id", 32000),
 }
-_KINDS = {"phi3": Kind(architecture="Phi3", free=("rotary_dim", "window"))}
 _FACTORS = {"short": "short_factor", "long": "long_factor"}
 
 
 def read(settings: Settings) -> Fields:
-    defaults = {
-        "original_max_position_embeddings": 4096,
-        "eos_token_id": 32000,
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 1.0,
-        **ROPE,
-    }
-    only = {
-        "model_type": ("phi3",),
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "full_attn_mod": (1,),
-        "lm_head_bias": (False,),
-        "interpolate_factor": (1,),
-    }
-    # `embd_pdrop` is in the files, but no published implementation applies it.
-    c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored="embd_pdrop")
-    if fields["kv_heads"] is None:
-        fields["kv_heads"] = fields["heads"]
-    return fields | _read_rope(c)
+    return read_kind(settings, _KINDS)
 
 
 def _read_rope(c: Settings) -> Fields:
@@ -86,6 +65,25 @@ def _long_rope(rope: Settings, c: Settings) -> LongRope:
             factor = math.sqrt(1 + math.log(ratio) / math.log(original))
     lists = {field: tuple(rope[name]) for field, name in _FACTORS.items()}
     return LongRope(**lists, original=original, factor=factor)
+
+
+_KINDS = {
+    "phi3": Kind(
+        architecture="Phi3",
+        free=("rotary_dim", "window"),
+        fields=_FIELDS,
+        defaults={
+            "original_max_position_embeddings": 4096,
+            "eos_token_id": 32000,
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 1.0,
+        },
+        only={"full_attn_mod": (1,), "lm_head_bias": (False,), "interpolate_factor": (1,)},
+        # It is in the files, but no published implementation applies it.
+        ignored="embd_pdrop",
+        rope=_read_rope,
+    )
+}
 
 
 def write(config: Phi3Config) -> Settings:

@@ -220,8 +220,8 @@ class CompiledEvaluation:
         # A metric of texts may take long, and needs no devices.
         if is_main():
             examples = first_rows(self.evaluation.examples, len(outputs), name=_NAME)
-            given = {"examples": examples, "outputs": outputs}
-            with calling("metric_fn", given), doing("`metric_fn`"):
+            arguments = {"examples": examples, "outputs": outputs}
+            with calling("metric_fn", arguments), doing("`metric_fn`"):
                 metrics = metric_fn(examples, outputs)
             metrics = _check_metrics(metrics, taken)
         # All processes get the same numbers, which decide when they stop and what they keep.
@@ -282,27 +282,26 @@ def compile_evaluation(
     """
     check_kind("evaluation", evaluation, Evaluation, KIND)
     check_kind("plan", plan, Plan, "a `redcoast.Plan`")
-    given = evaluation
-    own = isinstance(given.examples, OwnBatches)
-    if not own and given.batch_size is None:
+    own = isinstance(evaluation.examples, OwnBatches)
+    if not own and evaluation.batch_size is None:
         raise ValueError("An evaluation needs batches: pass `batch_size`.")
     if not own:
-        collate_fn = check_batching(given.collate_fn, given.batch_size)
-        given = dataclasses.replace(given, collate_fn=collate_fn)
-    if given.loss_fn is None and given.metric_fn is None:
+        collate_fn = check_batching(evaluation.collate_fn, evaluation.batch_size)
+        evaluation = dataclasses.replace(evaluation, collate_fn=collate_fn)
+    if evaluation.loss_fn is None and evaluation.metric_fn is None:
         raise ValueError("An evaluation needs a `loss_fn`, or `predict_fn` and `metric_fn`.")
     compute_dtype = as_compute_dtype(compute_dtype)
     plan = with_auto_plan(plan)
     assert isinstance(plan.mesh, Mesh)
     # Each evaluation reads them from the beginning.
-    examples = repeatable(given.examples, name=_NAME)
+    examples = repeatable(evaluation.examples, name=_NAME)
     mean_loss = prediction = None
-    if given.loss_fn is not None:
-        mean_loss = compile_loss(given.loss_fn, plan, compute_dtype)
-    if given.predict_fn is not None:
-        prediction = compile_prediction(given.predict_fn, plan, compute_dtype, gather="first")
+    if evaluation.loss_fn is not None:
+        mean_loss = compile_loss(evaluation.loss_fn, plan, compute_dtype)
+    if evaluation.predict_fn is not None:
+        prediction = compile_prediction(evaluation.predict_fn, plan, compute_dtype, gather="first")
     return CompiledEvaluation(
-        dataclasses.replace(given, examples=examples),
+        dataclasses.replace(evaluation, examples=examples),
         plan.mesh,
         mean_loss,
         prediction,

@@ -151,8 +151,8 @@ def _data_parts(data: Batches) -> list[str]:
     else:
         epochs = data.given_epochs
         if epochs is not None:
-            whole = f"{epochs:,} {_counted(epochs, 'epoch')} of unknown length"
-            parts.append(f"{whole} (each until `examples` ends)")
+            counted = f"{epochs:,} {_counted(epochs, 'epoch')} of unknown length"
+            parts.append(f"{counted} (each until `examples` ends)")
         parts.append(f"batches {of_batches}")
     if data.length is None:
         parts.append("in the order of the source")

@@ -204,18 +204,20 @@ def stop_request(
     max_seconds: int | float | None = None, *, mesh: Mesh | None = None
 ) -> Iterator[StopRequest]:
     """Like `stop_on_signal`, for a loop that needs the reason why it stops."""
-    with stop_signals(max_seconds) as asked:
+    with stop_signals(max_seconds) as request:
         if jax.process_count() == 1:
-            yield asked
+            yield request
+        elif mesh is None:
+            yield StopRequest(_refuse, [])
         else:
-            yield StopRequest(_refuse, []) if mesh is None else agreed(with_auto_axes(mesh), asked)
+            yield agreed(with_auto_axes(mesh), request)
 
 
 def _refuse() -> int:
     raise ValueError("Several processes stop at the same step over a mesh: pass `mesh`.")
 
 
-def agreed(mesh: Mesh, asked: StopRequest) -> StopRequest:
+def agreed(mesh: Mesh, request: StopRequest) -> StopRequest:
     """Returns whether any process is asked to stop, with the same result in all processes.
 
     Each call dispatches an all-reduce of the levels, and reads the result of the previous call,
@@ -233,14 +235,14 @@ def agreed(mesh: Mesh, asked: StopRequest) -> StopRequest:
 
     def level() -> int:
         nonlocal computed
-        asked()
+        request()
         # The answer of the step before: reading this one's would wait for the devices.
-        before, computed = computed, highest(levels[asked.level])
+        before, computed = computed, highest(levels[request.level])
         if before is None:
             return GO_ON
         return int(before)
 
-    return StopRequest(level, asked.reasons, of_caller=asked.of_caller, of_process=asked)
+    return StopRequest(level, request.reasons, of_caller=request.of_caller, of_process=request)
 
 
 @contextlib.contextmanager

@@ -165,12 +165,12 @@ def load_adapters(model: PyTree, path: str | Path) -> PyTree:
     ranks, new = {}, {}
     for slot in slots:
         ranks[slot.path] = slot.find(stored)
-    whole = _whole_tensors(model)
+    published = _whole_tensors(model)
     _check(slots, ranks, _shapes(model), stored, config, path)
     for slot in slots:
         new[slot.path] = slot.read(ranks[slot.path], stored, config)
-    replaced = _read_replaced(model, whole, stored)
-    saved_with = _saved_with(model, replaced, whole, stored, config)
+    replaced = _read_replaced(model, published, stored)
+    saved_with = _saved_with(model, replaced, published, stored, config)
 
     def put(key_path, leaf):
         name = show_path(key_path)
@@ -205,11 +205,11 @@ def _shapes(model: PyTree) -> dict[str, tuple[int, ...]]:
 
 
 def _read_replaced(
-    model: PyTree, whole: Mapping[str, Tensor], stored: Mapping[str, Stored]
+    model: PyTree, published: Mapping[str, Tensor], stored: Mapping[str, Stored]
 ) -> dict[str, Leaf]:
     """Reads the arrays for which the file contains entire tensors."""
     leaves, arrays = _leaves(model), {}
-    for path, tensor in whole.items():
+    for path, tensor in published.items():
         names = tensor_names(tensor, leaves[path].shape).values()
         # Some of its layers are enough: the others stay as the model has them.
         if not stored.keys().isdisjoint(names):
@@ -220,14 +220,14 @@ def _read_replaced(
 def _saved_with(
     model: PyTree,
     replaced: Mapping[str, Leaf],
-    whole: Mapping[str, Tensor],
+    published: Mapping[str, Tensor],
     stored: Mapping[str, Stored],
     config: PeftConfig,
 ) -> tuple[str, ...]:
     """Returns the modules that differ from the model's, by names that PEFT knows."""
     leaves, names = _leaves(model), {}
     for path, array in replaced.items():
-        tensors = tensor_names(whole[path], array.shape).values()
+        tensors = tensor_names(published[path], array.shape).values()
         own = [name.removeprefix(PREFIX) for name in tensors if name in stored]
         named = _saved_modules(own, config.saved)
         # The settings do not list it, but training has changed it.
@@ -331,7 +331,7 @@ def _check_vocabulary(model: PyTree, stored: Mapping[str, Stored], path: Path) -
 def _check(
     slots: Sequence[Slot],
     all_ranks: Mapping[str, Ranks],
-    whole: Mapping[str, tuple[int, ...]],
+    published: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, Stored],
     config: PeftConfig,
     path: Path,
@@ -349,7 +349,7 @@ def _check(
             elif rank is not None:
                 shapes = slot.shapes(rank or 1)
                 expected |= dict(zip(names, map(tensor_shape, slot.tensors, shapes), strict=True))
-    for name, shape in whole.items():
+    for name, shape in published.items():
         if name in stored or is_in(name, config.saved):
             expected[name] = shape
     missing, misshapen, problems = [], [], []

@@ -178,15 +178,15 @@ def read_asked_length(request: Body, *, chat: bool, least: int) -> int | None:
 
 
 def choose_length(
-    asked: int | None, prompts: list[list[int]], limits: Limits, *, chat: bool
+    limit: int | None, prompts: list[list[int]], limits: Limits, *, chat: bool
 ) -> int:
     """Returns the maximum number of new tokens; by default, in a chat, as many as the context
     allows."""
     longest = max(map(len, prompts))
     room = limits.context - longest
     least = 1
-    if asked is not None:
-        least = asked
+    if limit is not None:
+        least = limit
     if room < least or room < 0:
         text = (
             f"This server's maximum context length is {limits.context} tokens. The prompt has "
@@ -196,8 +196,8 @@ def choose_length(
         if chat:
             param = "messages"
         raise Refused(400, text, param, "context_length_exceeded")
-    if asked is not None:
-        return asked
+    if limit is not None:
+        return limit
     default = 16  # of completions, as in OpenAI's API
     if chat:
         default = limits.new_tokens

@@ -132,14 +132,14 @@ def read_gguf(path: Path) -> GGUF:
 
     `ValueError` if a file is damaged, is missing, or has tensors with an unknown quantisation.
     """
-    whole = _read_file(path)
-    count = whole.metadata.get(COUNT, 1)
+    first = _read_file(path)
+    count = first.metadata.get(COUNT, 1)
     # Files that were not split have no such number, or one of these.
     if count in (0, 1):
-        return whole
+        return first
     metadata, stored = {}, {}
     for number, part in enumerate(files_of_model(path, count)):
-        file = whole if part == path else _read_file(part)
+        file = first if part == path else _read_file(part)
         if (file.metadata.get(COUNT), file.metadata.get(NUMBER)) != (count, number):
             raise ValueError(
                 f"{part} is not part {number + 1} of the {count} of {path}: its `{COUNT}` is "

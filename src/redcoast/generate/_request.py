@@ -159,17 +159,12 @@ def make_request(
         pad = getattr(config, "pad", None)
     if pad is None or pad < 0:  # some configurations use a negative id if there is no padding token
         pad = next(iter(ends), 0)
-    temperature = None
-    if d.temperature > 0:
-        temperature = _scalar(d.temperature)
-    else:
-        key = None  # greedy decoding is one program, whether there is a key or not
+    temperature = d.temperature
+    if temperature == 0:
+        temperature = key = None  # greedy decoding is one program, whether there is a key or not
     tail = None
     if d.top_p and d.top_p < 1:  # `top_p=1` excludes nothing, not even by rounding
-        tail = _scalar(1 - d.top_p)  # subtracted here in double precision
-    min_p = None
-    if d.min_p is not None:
-        min_p = _scalar(d.min_p)
+        tail = 1 - d.top_p  # subtracted here in double precision
     top_k = None
     if d.top_k is not None:  # a number larger than any vocabulary keeps everything
         top_k = np.asarray(min(d.top_k, 2**30), np.int32)
@@ -178,20 +173,20 @@ def make_request(
         # In double precision first, as in `transformers`.
         lengths = np.arange(1, room + 1, dtype=np.float64)
         norms = (lengths**d.length_penalty).astype(np.float32)
-    repetition_penalty = None
-    if d.repetition_penalty != 1:
-        repetition_penalty = _scalar(d.repetition_penalty)
+    repetition_penalty = d.repetition_penalty
+    if repetition_penalty == 1:
+        repetition_penalty = None
     forced_bos, prefix = d.forced_bos, tuple(d.prefix)
     if decoder_only:
         forced_bos, prefix = None, ()  # a decoder continues its prompt
     return Request(
         limit=np.asarray(max_new_tokens, np.int32),
         key=key,
-        temperature=temperature,
-        tail=tail,
-        min_p=min_p,
+        temperature=_scalar(temperature),
+        tail=_scalar(tail),
+        min_p=_scalar(d.min_p),
         norms=norms,
-        repetition_penalty=repetition_penalty,
+        repetition_penalty=_scalar(repetition_penalty),
         least=_least(d.min_new_tokens, ends),
         least_with_prompt=_least(d.min_length, ends),
         top_k=top_k,
@@ -214,7 +209,9 @@ def make_request(
     )
 
 
-def _scalar(x: int | float) -> np.ndarray:
+def _scalar(x: int | float | None) -> np.ndarray | None:
+    if x is None:
+        return None
     return np.asarray(x, np.float32)
 
 

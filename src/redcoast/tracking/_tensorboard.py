@@ -28,6 +28,7 @@ class TensorboardLogger:
             writer.add_text(f"config/{name}", str(value), run.step)
 
     def __call__(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
+        # So that the end of the run closes the file, also if another callable calls this logger.
         join_run(self)
         writer = self._open()
         for name, value in metrics.items():

@@ -74,6 +74,7 @@ class WandbLogger:
             self.start(run)
         elif self._thread is None:
             self.start(RunInfo())
+        # The loop never waits for W&B: a full queue drops what comes.
         if self._queue.qsize() < self._queue_size:
             self._queue.put({**metrics, "step": step})
         else:
@@ -113,6 +114,7 @@ class WandbLogger:
 
             settings = wandb.setup().settings
             if self._inert:
+                # Importing W&B took longer than `close` waits.
                 return _skip_exit_hook()
             # Exit hooks run in reverse order, and this one has to run before W&B's.
             atexit.unregister(self.close)
@@ -129,6 +131,7 @@ class WandbLogger:
                 self._sync_hint = self._announce(session, offline)
                 _show_plan(wandb, session, run)
             else:
+                # The caller's own run may have values of the same names.
                 session.config.update(self._options["config"], allow_val_change=True)
                 _add_run(wandb, session, dataclasses.replace(run, resumed=False))
             # W&B's own step can only increase, but a resumed run repeats steps.
@@ -282,6 +285,7 @@ def _init_arguments(
     if isinstance(settings, Mapping):
         arguments["settings"] = {**defaults, **settings}
     if run.directory is not None:
+        # Otherwise W&B's files are where the user wants them.
         if "WANDB_DIR" not in os.environ:
             arguments.setdefault("dir", str(run.directory))
         saved = ""

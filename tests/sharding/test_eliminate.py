@@ -17,9 +17,9 @@ from redcoast.sharding.program._classes import Classes, conflicts
 from redcoast.sharding.program._program import follow_program
 from redcoast.sharding.program._trace import trace
 from redcoast.sharding.solver import _eliminate as search_module
-from redcoast.sharding.solver._cost import Axes, Parameter, Problem, price
-from redcoast.sharding.solver._eliminate import search_groups
-from redcoast.sharding.solver._strategy import _candidates, _grouped
+from redcoast.sharding.solver._cost import Problem, price
+from redcoast.sharding.solver._eliminate import search_classes
+from redcoast.sharding.solver._strategy import _candidates
 
 MODEL, BATCH = 4, 2
 
@@ -50,17 +50,12 @@ def followed(fn, model, batch):
 
 
 def choose(program, hardware, rng):
-    sharded = [bool(rng.random() < 0.7) for _ in program.parameters]
+    sharded = [value for value in program.parameters if rng.random() < 0.7]
     graph, classes = program.graph, Classes(program.graph, MODEL)
-    over, axes = batch_dims(program, BATCH), Axes(BATCH, 1, MODEL, 1)
-    candidates = _candidates(program, classes, over)
-    parameters = list(map(Parameter, program.parameters, sharded))
-    groups, problem = _grouped(graph, classes, candidates, over, parameters, axes, hardware)
-    picked = search_groups(problem)
-    against = conflicts(graph, classes, candidates)
-    alone = {one: one for one in candidates}
-    by_class = price(graph, classes, over, parameters, alone, against, axes, hardware)
-    return by_class, frozenset(one for one, group in groups.items() if group in picked)
+    over = batch_dims(program, BATCH)
+    against = conflicts(graph, classes, _candidates(program, classes, over))
+    problem = price(graph, classes, over, against, sharded, hardware, model=MODEL, fsdp=1, stored=1)
+    return problem, search_classes(problem)
 
 
 def is_allowed(problem, chosen):
@@ -68,11 +63,11 @@ def is_allowed(problem, chosen):
 
 
 def costs_of(problem, chosen):
-    """The cost of each set of groups, a row of `chosen` with a column for each group."""
-    place = {one: i for i, one in enumerate(problem.groups)}
+    """The cost of each set of classes, a row of `chosen` with a column for each class."""
+    place = {one: i for i, one in enumerate(problem.against)}
     costs = np.zeros(len(chosen))
-    for (_, groups), (hit, miss) in problem.costs.items():
-        any_of = np.any(chosen[:, [place[one] for one in groups]], axis=1)
+    for (_, classes), (hit, miss) in problem.costs.items():
+        any_of = np.any(chosen[:, [place[one] for one in classes]], axis=1)
         costs = costs + np.where(any_of, hit, miss)
     return costs
 
@@ -82,10 +77,12 @@ def cost(problem, chosen):
 
 
 def cheapest(problem):
-    """The cost of the best of all allowed sets of groups, each of them tried."""
+    """The cost of the best of all allowed sets of classes, each of them tried."""
     sets = np.zeros((1, 0), bool)
-    for i, one in enumerate(problem.groups):
-        against = np.array([other in problem.against[one] for other in problem.groups[:i]], bool)
+    for i, one in enumerate(problem.against):
+        against = np.array(
+            [other in problem.against[one] for other in list(problem.against)[:i]], bool
+        )
         free = sets[~np.any(sets & against, axis=1)]
         without = np.pad(sets, ((0, 0), (0, 1)))
         sets = np.concatenate([without, np.pad(free, ((0, 0), (0, 1)), constant_values=True)])
@@ -98,7 +95,7 @@ def test_as_cheap_as_the_best_of_all_sets_of_classes():
         problem, picked = random_problem(seed)
         assert is_allowed(problem, picked)
         excess.append(cost(problem, picked) / cheapest(problem) - 1)
-        counts.append((len(problem.groups), len(picked)))
+        counts.append((len(problem.against), len(picked)))
     assert np.mean(np.array(excess) < 1e-6) >= 0.95
     assert max(excess) < 0.05
     # The programs are such that there is something to choose.
@@ -112,21 +109,21 @@ def random_costs(rng, count, widest):
         if a != b:
             against[a].add(b)
             against[b].add(a)
-    problem = Problem(list(range(count)), against)
+    problem = Problem(against)
     problem.add("memory", frozenset(), 1.0, 1.0)
-    for group, seconds in enumerate(rng.exponential(size=count).tolist()):
-        problem.add("exposed", frozenset([group]), seconds, 0.0)
+    for root, seconds in enumerate(rng.exponential(size=count).tolist()):
+        problem.add("exposed", frozenset([root]), seconds, 0.0)
     for _ in range(3 * count):
-        groups = rng.choice(count, rng.integers(1, widest + 1), replace=False).tolist()
+        classes = rng.choice(count, rng.integers(1, widest + 1), replace=False).tolist()
         hit, miss = sorted(rng.exponential(size=2).tolist())
-        problem.add("arithmetic", frozenset(groups), hit, miss)
+        problem.add("arithmetic", frozenset(classes), hit, miss)
     return problem
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_finds_the_best_of_any_costs(seed):
     problem = random_costs(np.random.default_rng(seed), 12, widest=4)
-    picked = search_groups(problem)
+    picked = search_classes(problem)
     assert is_allowed(problem, picked)
     assert cost(problem, picked) == pytest.approx(cheapest(problem), rel=1e-9)
 
@@ -135,16 +132,16 @@ def test_finds_the_best_of_any_costs(seed):
 def test_too_many_neighbours_cost_some_and_not_much(seed, monkeypatch):
     monkeypatch.setattr(search_module, "MAX_NEIGHBOURS", 3)
     problem = random_costs(np.random.default_rng(seed), 12, widest=2)
-    picked = search_groups(problem)
+    picked = search_classes(problem)
     assert is_allowed(problem, picked)
     assert cost(problem, picked) <= cost(problem, [])
     assert cost(problem, picked) >= cheapest(problem) * (1 - 1e-9)
 
 
 def test_where_it_makes_no_difference_nothing_is_split():
-    problem = Problem([0, 1], {0: set(), 1: set()})
+    problem = Problem({0: set(), 1: set()})
     problem.add("exposed", frozenset([0]), 0.1 + 0.2, 0.3)
-    assert search_groups(problem) == frozenset()
+    assert search_classes(problem) == frozenset()
 
 
 def specs(plan):

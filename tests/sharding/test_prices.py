@@ -13,7 +13,7 @@ from redcoast.sharding.program._batch_dims import batch_dims
 from redcoast.sharding.program._classes import Classes
 from redcoast.sharding.program._program import follow_program
 from redcoast.sharding.program._trace import trace
-from redcoast.sharding.solver._cost import Axes, Parameter, price
+from redcoast.sharding.solver._cost import price
 
 
 def planned_and_sent(fn, model, batch, mesh, used=None, hardware=None):
@@ -283,13 +283,19 @@ def seconds_of(fn, model, batch, *, model_parallel):
         sizes = {"data": 1, "fsdp": 1, "model": 8}
     classes = Classes(program.graph, sizes["model"])
     rows = batch_dims(program, sizes["fsdp"])
-    axes = Axes(rows.count, sizes["fsdp"], sizes["model"], sizes["fsdp"])
-    parameters = [Parameter(value, sharded=True) for value in program.parameters]
     hidden = classes[program.parameters[0].dims[0]]  # the first array is `down`
-    hardware, groups = rc.Hardware(), {hidden: 0}
-    graph = program.graph
-    problem = price(graph, classes, rows, parameters, groups, {0: set()}, axes, hardware)
-    return problem.seconds(frozenset([0] * model_parallel))
+    problem = price(
+        program.graph,
+        classes,
+        rows,
+        {hidden: set()},
+        program.parameters,
+        rc.Hardware(),
+        model=sizes["model"],
+        fsdp=sizes["fsdp"],
+        stored=sizes["fsdp"],
+    )
+    return problem.seconds(frozenset([hidden] * model_parallel))
 
 
 def looked_up(model, batch, key):

@@ -9,12 +9,11 @@ from ...distributed._mesh import PIPE
 from .._mesh_axes import parts, used_axes
 from ..program._graph import Source
 from ..program._program import Staged
-from ..solver._cost import gathers
 from ..solver._figures import Pipelining
-from ..solver._hardware import all_gather, all_reduce
+from ..solver._hardware import all_reduce
 from ..solver._layout import StorageLayout
-from ..solver._planned_collectives import of_batch, of_model
-from ..solver._strategy import Decision, batch_gathers, stored
+from ..solver._planned_collectives import gathered_bytes, of_batch, of_model
+from ..solver._strategy import Decision, bytes_of_given_batch, stored_shards
 from ..tree._overrides import axes_of_spec, spec_axes
 from ._asked import Axes, changes_asked, path_of, sent_for_products
 from ._data import Traffic, TrafficKind
@@ -141,7 +140,7 @@ def _over_batch(reasons: Reasons, staged: Staged | None) -> Iterator[Sent]:
     elif of_tokens:
         causes |= dict.fromkeys(("written", "compared"), "all-gathers of keys and values")
     # XLA reduce-scatters a gradient to the shards that its array is stored in.
-    stored_over = stored(decision.batch_axes, decision.sizes)
+    stored_over = stored_shards(decision.batch_axes, decision.sizes)
     graph = decision.program.graph
     for collective in of_batch(graph, decision.batch, stored_over, decision.hardware):
         size = collective.bytes
@@ -158,7 +157,7 @@ def _over_batch(reasons: Reasons, staged: Staged | None) -> Iterator[Sent]:
                 size = size * staged.microbatches / staged.ticks
         yield Sent(spread, kind, cause, size, collective.source)
     cause = "all-gathers of the batch, which is given split over fsdp too"
-    size = batch_gathers(decision.program, decision.batch_axes, decision.sizes)
+    size = bytes_of_given_batch(decision.program, decision.batch_axes, decision.sizes)
     yield Sent(("fsdp",), "activations", cause, size)
 
 
@@ -185,13 +184,13 @@ def _gathers(layout: StorageLayout, reasons: Reasons) -> Iterator[Sent]:
         # Specs have no trailing entries that are None.
         if d is not None and d < len(entries):
             kept.update(entries[d])
-        times = gathers(program.graph, value)
-        if place in layered:
+        is_layered = place in layered
+        if is_layered:
             kept |= used & {PIPE}
-            times = 1  # a stage gathers its layers once, before its first microbatch
         over = tuple(axis for axis in axes if axis in used - kept)
-        part = value.bytes * times / parts(tuple(kept), axes)  # what a device has of it in use
-        size = all_gather(parts(over, axes), part)
+        # A stage gathers its layers once, before its first microbatch.
+        size = gathered_bytes(program.graph, value, parts(over, axes), once=is_layered)
+        size /= parts(tuple(kept), axes)  # a device has only a part of it in use
         # A scan uses one layer of an array at a time.
         source = program.graph.first_use.get(value.dims)
         if source is None:

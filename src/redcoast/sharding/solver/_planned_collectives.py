@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from ...core._control_flow import Call, CallKind, Scan, While, control_flow
 from ...core._jaxpr import struct_of
 from ..operations import Atom, Dimension, rule_of
 from ..program._batch_dims import BatchDims, SplitNodes
@@ -151,6 +152,33 @@ def of_batch(
         yield PlannedCollective("turned", sent, work.dims, work.source)
     for move, sent in moved_rows(graph, batch):
         yield PlannedCollective("moved", sent, move.operand.dims, move.source)
+
+
+def gathered_bytes(graph: Graph, value: Value, devices: int, *, once: bool = False) -> int | float:
+    """Bytes that each device sends in a step to all-gather an array that is stored in parts.
+
+    Layers of a scan and rematerialised ones are gathered in the backward pass too, unless all are
+    gathered `once`. What a loop closes over is gathered before it.
+    """
+    if once or not _is_gathered_again(graph, value):
+        return all_gather(devices, value.bytes)
+    return all_gather(devices, 2 * value.bytes)
+
+
+def _is_gathered_again(graph: Graph, value: Value) -> bool:
+    """Whether the backward pass gathers an array again."""
+    # The compiler gathers the layers of a scan without a loop once.
+    if not value.grad or not graph.unrolled.isdisjoint(value.dims):
+        return False
+    if not graph.stacks.isdisjoint(value.dims):
+        return True
+    for equation in graph.first_use.get(value.dims, ()):
+        match control_flow(equation):
+            case Scan() | While():
+                return False  # it closes over the array
+            case Call(kind=CallKind.REMAT):
+                return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,17 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import filterfalse
+from itertools import compress
 
 from ...distributed._mesh import BATCH_AXES
 from .._mesh_axes import parts, used_axes
 from ..program._batch_dims import BatchDims, Entries, batch_dims, batch_over
 from ..program._classes import Classes, conflicts, splittable
-from ..program._graph import Graph, Value, have_grad
+from ..program._graph import Value, have_grad
 from ..program._program import Constant, Program
 from ..program._tensor_sequence import find_sequence
-from ._cost import Axes, Parameter, Problem, Seconds, group, price
-from ._eliminate import search_groups
+from ._cost import Seconds, price
+from ._eliminate import search_classes
 from ._hardware import Hardware, all_gather
 
 
@@ -121,30 +121,25 @@ _OTHERS = _Strategy((*BATCH_AXES, "model"), ("model",)), _Strategy(("data",), ("
 def best_strategy(
     program: Program,
     sizes: Mapping[str, int],
-    sharded: Sequence[bool],
+    fsdp_sharded: Sequence[bool],
     hardware: Hardware,
-    forced: Sequence[int | None] = (),
-    excess: Callable[[Decision], int | float] = lambda _: 0,
+    forced: Sequence[int | None],
+    excess: Callable[[Decision], int | float],
     *,
     splits_sequence: bool = False,
 ) -> Decision:
     """Returns the cheapest strategy for the mesh, with its cheapest set of tensor-parallel classes.
 
-    `sharded` is whether each array is sharded in storage whatever that costs. `forced` has the
+    `fsdp_sharded` is whether each array is sharded in storage whatever that costs. `forced` has the
     dimension of each array that must be tensor-parallel, or None. `excess` are the bytes by which
     the activations of a decision do not fit into memory. `splits_sequence` is sequence parallelism.
     """
-    # Constants can be tensor-parallel like the arrays of the model.
-    parameters = list(map(Parameter, program.parameters, sharded))
-    for _, value in program.large_constants:
-        # Constants are always replicated in storage, so they are not gathered.
-        parameters.append(Parameter(value, sharded=False))
     # Overrides decide dimensions over `model`, which only the usual strategy shards so.
     strategies = [_DEFAULT]
     if program.batch.sets or set(forced) <= {None}:
         strategies += _OTHERS
     applicable = (strategy for strategy in strategies if _applies(strategy, program, sizes))
-    solve = partial(_solve, program, sizes, parameters, hardware, splits_sequence)
+    solve = partial(_solve, program, sizes, fsdp_sharded, hardware, splits_sequence)
     best = solve(next(applicable), forced)
     for strategy in applicable:
         other = solve(strategy, ())
@@ -192,7 +187,7 @@ def _applies(strategy: _Strategy, program: Program, sizes: Mapping[str, int]) ->
     return strategy == _DEFAULT or sizes["fsdp"] > 1
 
 
-def stored(batch_axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+def stored_shards(batch_axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     """The number of devices that share the batch and each store a different shard."""
     return parts([axis for axis in batch_axes if axis != "data"], sizes)
 
@@ -200,7 +195,7 @@ def stored(batch_axes: Sequence[str], sizes: Mapping[str, int]) -> int:
 def _solve(
     program: Program,
     sizes: Mapping[str, int],
-    parameters: Sequence[Parameter],
+    fsdp_sharded: Sequence[bool],
     hardware: Hardware,
     splits_sequence: bool,
     strategy: _Strategy,
@@ -208,10 +203,6 @@ def _solve(
 ) -> Decision:
     graph, n = program.graph, parts(strategy.model, sizes)
     classes, batch = Classes(graph, n), batch_over(program, strategy.batch, sizes)
-    fsdp = sizes["fsdp"]
-    if "fsdp" in strategy.model:
-        fsdp = 1  # its devices are already those of tensor parallelism
-    axes = Axes(batch.count, fsdp, n, stored(strategy.batch, sizes))
     # Without candidates, every array is computed with as a whole.
     candidates: list[int] = []
     if n > 1 and "model" not in strategy.batch:
@@ -223,15 +214,29 @@ def _solve(
         if d is not None:
             nodes.append(value.dims[d])
     fixed = classes.of(nodes).intersection(candidates)
-    taken = fixed.union(*map(against.__getitem__, fixed))
-    candidates = list(filterfalse(taken.__contains__, candidates))
-    groups, problem = _grouped(graph, classes, candidates, batch, parameters, axes, hardware)
-    picked = search_groups(problem)
-    chosen = fixed.union(root for root, number in groups.items() if number in picked)
+    decided = fixed.union(*map(against.__getitem__, fixed))
+    free: dict[int, set[int]] = {}
+    for root in candidates:
+        if root not in decided:
+            free[root] = against[root] - decided
+    fsdp = sizes["fsdp"]
+    if "fsdp" in strategy.model:
+        fsdp = 1  # its devices are already those of tensor parallelism
+    problem = price(
+        graph,
+        classes,
+        batch,
+        free,
+        list(compress(program.parameters, fsdp_sharded)),
+        hardware,
+        model=n,
+        fsdp=fsdp,
+        stored=stored_shards(strategy.batch, sizes),
+    )
+    picked = search_classes(problem)
     cost = problem.seconds(picked)
     # Every use of the batch waits for it, so nothing hides this.
-    gathered = batch_gathers(program, strategy.batch, sizes) / hardware.batch_bandwidth
-    cost = replace(cost, exposed=cost.exposed + gathered)
+    given = bytes_of_given_batch(program, strategy.batch, sizes) / hardware.batch_bandwidth
     return Decision(
         program=program,
         hardware=hardware,
@@ -239,13 +244,13 @@ def _solve(
         batch_axes=strategy.batch,
         model_axes=strategy.model,
         classes=classes,
-        chosen=chosen,
-        cost=cost,
+        chosen=fixed | picked,
+        cost=replace(cost, exposed=cost.exposed + given),
         splits_sequence=splits_sequence,
     )
 
 
-def batch_gathers(
+def bytes_of_given_batch(
     program: Program, batch_axes: Sequence[str], sizes: Mapping[str, int]
 ) -> int | float:
     """Bytes that each device sends to all-gather the batch over `fsdp`.
@@ -257,24 +262,6 @@ def batch_gathers(
     batch = batch_dims(program, parts(BATCH_AXES, sizes))
     size = sum(value.bytes for value in program.examples if batch.parts(value.dims[:1]) > 1)
     return all_gather(sizes["fsdp"], size / sizes["data"])
-
-
-def _grouped(
-    graph: Graph,
-    classes: Classes,
-    candidates: Sequence[int],
-    batch: BatchDims,
-    parameters: Sequence[Parameter],
-    axes: Axes,
-    hardware: Hardware,
-) -> tuple[dict[int, int], Problem]:
-    """The group of each candidate, and the problem of choosing among the groups."""
-    against = conflicts(graph, classes, candidates)
-    groups = group(graph, classes, candidates, against, parameters)
-    between: dict[int, set[int]] = {}
-    for root, others in against.items():
-        between.setdefault(groups[root], set()).update(map(groups.__getitem__, others))
-    return groups, price(graph, classes, batch, parameters, groups, between, axes, hardware)
 
 
 def _candidates(program: Program, classes: Classes, batch: BatchDims) -> list[int]:

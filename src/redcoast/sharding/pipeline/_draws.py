@@ -9,6 +9,7 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Integer, PRNGKeyArray, UInt32
 
@@ -43,41 +44,15 @@ def _counters(bits: RandomBits, rows: Integer[Array, " rows"]) -> Halves:
     """The index of each number in the flattened array for all rows."""
     shape = (*bits.shape[: bits.dim], rows.shape[0], *bits.shape[bits.dim + 1 :])
     high = low = jnp.zeros(shape, jnp.uint32)
-    for d, size in enumerate(shape):
-        indices = jnp.arange(size, dtype=jnp.uint32)
+    for d, size in enumerate(bits.shape):
+        # Of all indices, (size,), since NumPy has numbers of 64 bits.
+        offsets = np.arange(size, dtype=np.uint64) * np.uint64(prod(bits.shape[d + 1 :]))
+        halves = [
+            jnp.asarray(half.astype(np.uint32)) for half in (offsets >> np.uint64(32), offsets)
+        ]
         if d == bits.dim:
-            indices = rows.astype(jnp.uint32)
-        stride = prod(bits.shape[d + 1 :])
-        offset_high, offset_low = _times(indices, stride)  # (size,)
-        offset_high = jax.lax.broadcast_in_dim(offset_high, shape, (d,))
-        offset_low = jax.lax.broadcast_in_dim(offset_low, shape, (d,))
-        high, low = _add((high, low), (offset_high, offset_low))
+            halves = [half[rows] for half in halves]
+        offset_high, offset_low = (jax.lax.broadcast_in_dim(half, shape, (d,)) for half in halves)
+        low = low + offset_low  # modulo 2**32
+        high = high + offset_high + (low < offset_low).astype(jnp.uint32)
     return high, low
-
-
-def _times(x: UInt32[Array, " n"], by: int) -> Halves:
-    """The product with a number below 2**64, by long multiplication with digits of 16 bits."""
-    low, high = x & jnp.uint32(0xFFFF), x >> jnp.uint32(16)
-    total = jnp.zeros_like(x), jnp.zeros_like(x)
-    for bits in range(0, 64, 16):
-        digit = jnp.uint32(by >> bits & 0xFFFF)
-        total = _add(total, _shift_left(low * digit, bits))
-        total = _add(total, _shift_left(high * digit, bits + 16))
-    return total
-
-
-def _shift_left(x: UInt32[Array, " n"], bits: int) -> Halves:
-    zero = jnp.zeros_like(x)
-    if bits >= 64:
-        return zero, zero
-    if bits >= 32:
-        return x << jnp.uint32(bits - 32), zero
-    if bits == 0:  # a shift by all 32 bits is undefined
-        return zero, x
-    return x >> jnp.uint32(32 - bits), x << jnp.uint32(bits)
-
-
-def _add(augend: Halves, addend: Halves) -> Halves:
-    low = augend[1] + addend[1]  # modulo 2**32
-    carry = (low < augend[1]).astype(jnp.uint32)
-    return augend[0] + addend[0] + carry, low

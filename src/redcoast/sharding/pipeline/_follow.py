@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
-from ...core._control_flow import Call, control_flow
+from ...core._control_flow import Call, control_flow, primitive_name
 from ...core._markers import is_most
 from ..operations import shape_of
 from ..operations._rule import OPERAND_SIZES, RESULT_SIZES
@@ -35,31 +35,30 @@ _SIZES = RESULT_SIZES | OPERAND_SIZES | {"sizes", "name"}
 Bits = dict[int, RandomBits | None]
 
 
-@dataclass(frozen=True)
-class LayerTraces:
-    """A layer, traced for few rows, for all `rows`, and for those of one microbatch."""
-
-    few: Scope
-    all: Scope
-    microbatch: Scope
-    rows: int
-
-
-def follow_rows(traces: LayerTraces, inputs: Sequence[State]) -> tuple[States, Bits]:
+def follow_rows(
+    few: Scope, all_: Scope, microbatch: Scope, rows: int, inputs: Sequence[State]
+) -> tuple[States, Bits]:
     """Where the rows of a layer's outputs are, given where its inputs have them.
 
-    Also returns what the equations of a microbatch draw. Raises `MixesRows`.
+    The layer is traced for few rows, for all `rows`, and for those of one microbatch. Also returns
+    what the equations of a microbatch draw. Raises `MixesRows`.
     """
-    walk = _RowWalk(traces.rows)
-    walk.pair(traces.few, traces.all, traces.microbatch)
-    rows: Facts[State] = Facts(
+    walk = _RowWalk(rows)
+    walk.pair(few, all_, microbatch)
+
+    def of_branch(state: State, conditions: Sequence[State]) -> State:
+        if any(condition is not None for condition in conditions):
+            raise MixesRows("rows choose a branch, or end a loop")
+        return state
+
+    facts: Facts[State] = Facts(
         of_number=lambda _: None,  # all rows share a literal
         of_results=walk.rows_of_results,
         join=join_rows,
-        control=_of_branch,
+        control=of_branch,
         follows_ends=True,
     )
-    return follow_facts(rows, traces.few, inputs), walk.bits
+    return follow_facts(facts, few, inputs), walk.bits
 
 
 @dataclass
@@ -74,7 +73,13 @@ class _RowWalk:
     def pair(self, few: Scope, all_: Scope, microbatch: Scope) -> None:
         """Checks that jaxprs differ in sizes alone, and so do those inside them."""
         is_same = len(few.consts) == len(all_.consts)
-        if not is_same or not all(map(_is_same_constant, few.consts, all_.consts)):
+        for constant, of_all in zip(few.consts, all_.consts, strict=False):
+            # To compare arrays on devices would wait for them.
+            if isinstance(constant, np.ndarray) and isinstance(of_all, np.ndarray):
+                is_same &= np.array_equal(constant, of_all)
+            else:
+                is_same &= constant is of_all
+        if not is_same:
             raise MixesRows("a constant depends on the number of rows")
         counts = {len(scope.jaxpr.eqns) for scope in (few, all_, microbatch)}
         if len(counts) > 1:
@@ -82,7 +87,7 @@ class _RowWalk:
         self.others[few] = all_, microbatch
         equations = zip(few.jaxpr.eqns, all_.jaxpr.eqns, strict=True)
         for place, (of_few, of_all) in enumerate(equations):
-            _check_same(EquationPair(of_few, of_all))
+            _check_same(of_few, of_all)
             inside = (scope.inner.get(place, ()) for scope in (few, all_, microbatch))
             for scopes in zip(*inside, strict=True):
                 self.pair(*scopes)
@@ -136,23 +141,18 @@ class _RowWalk:
         return bits
 
 
-def _is_same_constant(few: object, all_: object) -> bool:
-    # To compare arrays on devices would wait for them.
-    if isinstance(few, np.ndarray) and isinstance(all_, np.ndarray):
-        return np.array_equal(few, all_)
-    return few is all_
-
-
-def _check_same(pair: EquationPair) -> None:
+def _check_same(few: JaxprEqn, all_: JaxprEqn) -> None:
     """Checks that the two equations differ in sizes alone."""
-    few, all_ = pair.few, pair.all
+    name = primitive_name(few)
     if few.primitive is not all_.primitive or len(few.invars) != len(all_.invars):
         raise MixesRows("its operations depend on the number of rows")
     for operand, operand_of_all in zip(few.invars, all_.invars, strict=True):
         if isinstance(operand, Literal) and isinstance(operand_of_all, Literal):
-            if not _is_same_number(operand, operand_of_all):
+            number = np.asarray(operand.val)
+            has_nan = np.issubdtype(number.dtype, np.inexact)
+            if not np.array_equal(number, np.asarray(operand_of_all.val), equal_nan=has_nan):
                 raise MixesRows(
-                    f"a number in `{pair.name}` depends on the number of rows, as in a mean over "
+                    f"a number in `{name}` depends on the number of rows, as in a mean over "
                     "them. Layers may return sums, which are divided after all layers"
                 )
         elif isinstance(operand, Literal) or isinstance(operand_of_all, Literal):
@@ -161,13 +161,7 @@ def _check_same(pair: EquationPair) -> None:
         if key in _SIZES or not isinstance(value, bool | int | float | str | tuple):
             continue
         if _plain_values(value) != _plain_values(all_.params.get(key)):
-            raise MixesRows(f"the `{key}` of `{pair.name}` depends on the number of rows")
-
-
-def _is_same_number(few: Literal, all_: Literal) -> bool:
-    number = np.asarray(few.val)
-    has_nan = np.issubdtype(number.dtype, np.inexact)
-    return np.array_equal(number, np.asarray(all_.val), equal_nan=has_nan)
+            raise MixesRows(f"the `{key}` of `{name}` depends on the number of rows")
 
 
 def _plain_values(value: object) -> object:
@@ -177,10 +171,3 @@ def _plain_values(value: object) -> object:
     if isinstance(value, bool | int | float | str):
         return value
     return None
-
-
-def _of_branch(state: State, conditions: Sequence[State]) -> State:
-    """The rows of a result of a branch or a loop, which all rows have to run alike."""
-    if any(condition is not None for condition in conditions):
-        raise MixesRows("rows choose a branch, or end a loop")
-    return state

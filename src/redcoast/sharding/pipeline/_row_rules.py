@@ -7,7 +7,7 @@ numbers the rows would give another result for a part of the batch than for all 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -88,8 +88,7 @@ def join_rows(states: Sequence[State]) -> State:
     return joined
 
 
-@dataclass(frozen=True)
-class _WithinFactor:
+class _WithinFactor(NamedTuple):
     """The rows within a factor, which is a product of `outer`, the rows and `inner`.
 
     `outer` is None if the elements along the factor are equal.
@@ -118,8 +117,22 @@ def apply_rule(pair: EquationPair, inputs: Sequence[State]) -> list[State]:
             dimension = rule.operands[operand][state.dim]
             by_operand[operand] = _within_factor(pair, rule, dimension, state)
     if not by_operand:
-        return [_repeated_rows(pair, rule)] * count
-    rows = _common_factor(name, list(by_operand.values()))
+        # An array that is created with as many rows as the batch, all of them equal.
+        dim = _dim_of_rows(pair)
+        factors = frozenset(rule.results[0][dim])
+        if factors <= rule.repeated:
+            return [RowDim(dim, None)] * count
+        if not rule.operands and factors & rule.indexed:
+            raise MixesRows(f"`{name}` numbers the rows")
+        raise MixesRows(f"`{name}` makes rows")
+    # The rows of all operands have to be at the same place of the same factor.
+    rows, *others = by_operand.values()
+    for other in others:
+        # Equal elements can be combined with rows at any place in the factor.
+        if rows.outer is None and other.factor == rows.factor:
+            rows = other
+        elif other.factor != rows.factor or (other.outer is not None and other != rows):
+            raise MixesRows(f"`{name}` combines rows with other rows")
     if rows.factor in rule.reduced:
         return [_sum_over_rows(name, rule, by_operand.keys())] * count
     for operand, dimensions in enumerate(rule.operands):
@@ -165,18 +178,6 @@ def _within_factor(
     raise MixesRows(f"`{pair.name}` tears rows apart")
 
 
-def _common_factor(name: str, of_operands: Sequence[_WithinFactor]) -> _WithinFactor:
-    """The factor of the rows of all operands, in which they have to be at the same place."""
-    common = of_operands[0]
-    for rows in of_operands[1:]:
-        # Equal elements can be combined with rows at any place in the factor.
-        if common.outer is None and rows.factor == common.factor:
-            common = rows
-        elif rows.factor != common.factor or (rows.outer is not None and rows != common):
-            raise MixesRows(f"`{name}` combines rows with other rows")
-    return common
-
-
 def _sum_over_rows(name: str, rule: Rule, with_rows: Collection[int]) -> State:
     """The state of a result that is reduced over rows, which are in the operands `with_rows`."""
     if not rule.sums:
@@ -204,17 +205,6 @@ def _rows_of_result(rule: Rule, dimensions: Dimensions, rows: _WithinFactor) -> 
         slower, faster = rule.size(dimension[:index]), rule.size(dimension[index + 1 :])
         return RowDim(place, slower * rows.outer, rows.inner * faster)
     return None
-
-
-def _repeated_rows(pair: EquationPair, rule: Rule) -> State:
-    """An array that is created with as many rows as the batch, all of them equal."""
-    dim = _dim_of_rows(pair)
-    factors = frozenset(rule.results[0][dim])
-    if not factors <= rule.repeated:
-        if not rule.operands and factors & rule.indexed:
-            raise MixesRows(f"`{pair.name}` numbers the rows")
-        raise MixesRows(f"`{pair.name}` makes rows")
-    return RowDim(dim, None)
 
 
 def _dim_of_rows(pair: EquationPair) -> int:

@@ -23,7 +23,7 @@ from ..program._program import Program, Staged, follow_program
 from ..program._trace import trace_over
 from ..program._walk import Scope
 from ._draws import RandomBits
-from ._follow import Bits, LayerTraces, follow_rows
+from ._follow import Bits, follow_rows
 from ._row_rules import SUM, MixesRows, RowDim, State, SumOfRows, differing
 
 # The dimension of an array that counts rows, if any.
@@ -70,14 +70,6 @@ class PipelinedScan:
     outputs: tuple[LayerRows, ...]
     random_bits: Mapping[int, RandomBits]
 
-    @property
-    def carried_rows(self) -> list[jax.ShapeDtypeStruct]:
-        """The arrays that go from stage to stage."""
-        _, carry, _ = self.loop.split(self.equation.invars)
-        _, dims, _ = self.loop.split(self.inputs)
-        pairs = zip(carry, dims, strict=True)
-        return [struct_of(x) for x, dim in pairs if isinstance(dim, int)]
-
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -101,38 +93,34 @@ def stage_program(program: Program, pipeline: Pipeline) -> Program:
     share = (count + stages - 1) / count / stages
     shares = dict.fromkeys(pipeline.scans, share)
     of_stage = follow_program(program.traced, _trainable(program), tuple(shares.items()))
-    carried = returned = 0
-    # Integers, such as positions, go to the next stage, and no gradient comes back.
+    carried = returned = 0  # bytes that go from stage to stage, and back
     for scan in pipeline.scans.values():
-        for x in scan.carried_rows:
-            size = x.size * x.dtype.itemsize
+        _, carry, _ = scan.loop.split(scan.equation.invars)
+        _, dims, _ = scan.loop.split(scan.inputs)
+        for x, dim in zip(map(struct_of, carry), dims, strict=True):
+            size = x.size * x.dtype.itemsize * isinstance(dim, int)
             carried += size
-            if is_inexact(x):
-                returned += size
+            returned += size * is_inexact(x)  # no gradient of integers, such as positions
+    # The arrays of the model whose first dimension counts layers of a scan.
+    classes = Classes(program.graph, 1)
+    of_layers: set[int] = set()
+    for scan in layer_scans(program):
+        of_layers |= _leading_classes(classes, scan.scanned)
+    layered: set[int] = set()
+    for place, value in enumerate(program.parameters):
+        if value.dims and classes[value.dims[0]] in of_layers:
+            layered.add(place)
     staged = Staged(
         scans=frozenset(pipeline.scans),
         of_stage=of_stage,
         stages=stages,
         microbatches=count,
-        layered=_arrays_of_layers(program),
+        layered=frozenset(layered),
         layers=tuple(scan.loop.length // stages for scan in pipeline.scans.values()),
         carried=carried,
         returned=returned,
     )
     return replace(program, staged=staged)
-
-
-def _arrays_of_layers(program: Program) -> frozenset[int]:
-    """The places of the arrays of the model whose first dimension counts layers of a scan."""
-    classes = Classes(program.graph, 1)
-    layers: set[int] = set()
-    for scan in layer_scans(program):
-        layers |= _leading_classes(classes, scan.scanned)
-    places: set[int] = set()
-    for place, value in enumerate(program.parameters):
-        if value.dims and classes[value.dims[0]] in layers:
-            places.add(place)
-    return frozenset(places)
 
 
 def count_microbatches(rows: int, shards: int, stages: int, wanted: int | None) -> int:
@@ -189,8 +177,7 @@ def pipeline_of(
     pairs = zip(scans, _same_scans(scans, few), _same_scans(scans, microbatch), strict=True)
     for scan, of_few, of_microbatch in pairs:
         try:
-            traces = LayerTraces(of_few.body, scan.body, of_microbatch.body, rows)
-            inputs, outputs, bits = _find_rows(scan, _rows_of_operands(scan, of_few), traces)
+            inputs, outputs, bits = _find_rows(scan, of_few, of_microbatch.body, rows)
         except MixesRows as error:
             # Not chained: the sentence has all that a user can do something about.
             raise NoPipeline(
@@ -259,14 +246,10 @@ def _trainable(program: Program) -> list[bool]:
 def _same_scans(scans: Sequence[LayerScan], program: Program) -> list[LayerScan]:
     """The same scans in the program of another number of rows."""
     others = list(layer_scans(program))
-    layouts, other_layouts = map(_layout_of, scans), map(_layout_of, others)
-    if list(layouts) != list(other_layouts):
+    layout = lambda scan: (scan.loop.length, scan.loop.consts, scan.loop.carry)
+    if list(map(layout, scans)) != list(map(layout, others)):
         raise NoPipeline("Its scans over layers depend on the number of rows of the batch.")
     return others
-
-
-def _layout_of(scan: LayerScan) -> tuple[int, int, int]:
-    return scan.loop.length, scan.loop.consts, scan.loop.carry
 
 
 def layer_scans(program: Program) -> Iterator[LayerScan]:
@@ -294,10 +277,17 @@ def _leading_classes(classes: Classes, values: Sequence[Value]) -> frozenset[int
 
 
 def _find_rows(
-    scan: LayerScan, states: Sequence[State], traces: LayerTraces
+    scan: LayerScan, of_few: LayerScan, microbatch: Scope, rows: int
 ) -> tuple[tuple[LayerRows, ...], tuple[LayerRows, ...], Mapping[int, RandomBits]]:
     """The dimensions of rows of a scan's operands and results, and its random bits for rows."""
     operands, results = scan.equation.invars, scan.equation.outvars
+    states: list[State] = [None] * len(operands)
+    for i, operand in enumerate(operands):
+        dims = differing(of_few.equation.invars[i], operand)
+        if len(dims) > 1:
+            raise MixesRows("an array has rows in several dimensions")
+        if dims:
+            states[i] = RowDim(dims[0] - len(shape_of(operand)))
     consts, carry, xs = scan.loop.split(states)
     if not any(carry):
         raise NoPipeline(
@@ -306,15 +296,19 @@ def _find_rows(
         )
 
     def run(carry: Sequence[State]) -> tuple[list[State], Bits]:
-        return follow_rows(traces, [*consts, *carry, *xs])
+        return follow_rows(of_few.body, scan.body, microbatch, rows, [*consts, *carry, *xs])
 
     try:
         states, bits = run(carry)
     except MixesRows:
-        # Sums over rows start with an array that all rows share.
-        carry = _as_sums(scan, carry)
-        if SUM not in carry:
+        # An array without rows may be one that each row adds to, as a loss of routing is.
+        sums = list(carry)
+        for i, operand in enumerate(scan.loop.split(operands)[1]):
+            if sums[i] is None and is_inexact(operand.aval):
+                sums[i] = SUM
+        if SUM not in sums:
             raise
+        carry = sums
         states, bits = run(carry)
     inputs = tuple(map(_layer_rows, [*consts, *carry, *xs], operands))
     outputs = tuple(map(_layer_rows, states, results))
@@ -325,28 +319,6 @@ def _find_rows(
         raise MixesRows("the scan goes over rows")
     of_rows = {place: draws for place, draws in bits.items() if draws is not None}
     return inputs, outputs, of_rows
-
-
-def _rows_of_operands(scan: LayerScan, of_few: LayerScan) -> list[State]:
-    states: list[State] = [None] * len(scan.equation.invars)
-    for i, operand in enumerate(scan.equation.invars):
-        dims = differing(of_few.equation.invars[i], operand)
-        if len(dims) > 1:
-            raise MixesRows("an array has rows in several dimensions")
-        if dims:
-            states[i] = RowDim(dims[0] - len(shape_of(operand)))
-    return states
-
-
-def _as_sums(scan: LayerScan, carry: Sequence[State]) -> list[State]:
-    """The carry of a scan with sums over rows in place of all that can be such sums."""
-    _, operands, _ = scan.loop.split(scan.equation.invars)
-    states = list(carry)
-    for i, operand in enumerate(operands):
-        # An array without rows may be one that each row adds to, as a loss of routing is.
-        if states[i] is None and is_inexact(operand.aval):
-            states[i] = SUM
-    return states
 
 
 def _layer_rows(state: State, atom: Atom) -> LayerRows:

@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from ...core._control_flow import Cond, Scan, While, control_flow
 from ...core._jaxpr import variables
 from ...core._program_lines import line_of
-from ..operations import Atom, Dimension, Factor, Rule
+from ..operations import Atom, Factor, Rule
 from ._graph import Value
 from ._walk import Scope
 
@@ -49,24 +49,17 @@ class Operation:
         """The values of the operands; None for literals."""
         return list(map(self.scope.value_of, self.equation.invars))
 
-    def dimensions(self) -> list[tuple[int, int, Dimension]]:
-        """The place of the operand, the node and the factors of each dimension of the operands."""
-        of_operands: list[tuple[int, int, Dimension]] = []
+    def along(self, has: Callable[[int], bool], factors: frozenset[Factor]) -> bool:
+        """Whether one of the factors is a dimension of an operand whose node is one that `has`."""
         if self.rule is None:
-            return of_operands
-        pairs = zip(self.operands, self.rule.operands, strict=True)
-        for place, (value, dimensions) in enumerate(pairs):
+            return False
+        for value, dimensions in zip(self.operands, self.rule.operands, strict=True):
             if value is None:
                 continue
             for node, dimension in zip(value.dims, dimensions, strict=True):
-                of_operands.append((place, node, dimension))
-        return of_operands
-
-    def along(self, has: Callable[[int], bool], factors: frozenset[Factor]) -> bool:
-        """Whether one of the factors is a dimension of an operand whose node is one that `has`."""
-        return any(
-            has(node) and dimension[0] in factors for _, node, dimension in self.dimensions()
-        )
+                if dimension[0] in factors and has(node):
+                    return True
+        return False
 
     def producer(self, atom: Atom) -> JaxprEqn | None:
         """The equation of the same program that an operand is a result of."""

@@ -158,23 +158,17 @@ def _add_results(
             dims.append(graph.node(size, created=created))
             if factor in rule.shuffled:
                 nodes[dimension] = dims[-1]  # all results are sorted alike
-        grad, reduced = _gradient(equation, rule, inputs, place)
+        # Whether a gradient flows into it, and how often that gradient is summed.
+        grad, reduced = have_grad(inputs), None
+        name = equation.primitive.name
+        if name == "stop_gradient":
+            grad = False
+        elif name in ("broadcast_in_dim", "transpose"):
+            grad, reduced = inputs[0].grad, inputs[0].reduced
+        elif rule.is_pairwise:
+            grad = inputs[place].grad
         results.append(graph.value(var.aval, tuple(dims), grad=grad, reduced=reduced))
     return results
-
-
-def _gradient(
-    equation: JaxprEqn, rule: Rule, inputs: Sequence[Value], place: int
-) -> tuple[bool, int | float | None]:
-    """Whether a gradient flows into a result, and how often that gradient is summed."""
-    name = equation.primitive.name
-    if name == "stop_gradient":
-        return False, None
-    if name in ("broadcast_in_dim", "transpose"):
-        return inputs[0].grad, inputs[0].reduced
-    if rule.is_pairwise:
-        return inputs[place].grad, None
-    return have_grad(inputs), None
 
 
 def _exchange_halos(step: _Step) -> None:
@@ -241,22 +235,18 @@ def _reshard_moved(step: _Step) -> None:
             reached.add(target.node)
             source = None
             if dim.slowest not in resharded:
-                _link_groups(graph, rule.sizes[dim.slowest], dim.node, target.node)
+                # The two begin with the same factor, which is what is sharded.
+                first, size = dim.node, rule.sizes[dim.slowest]
+                if size not in (graph.sizes[first], graph.sizes[target.node]):
+                    first = graph.node(size)
+                    graph.link(dim.node, first)
+                graph.link(first, target.node)
         if not targets:
             graph.add_reshard(dim.value, dim.node, step.results[0], None)
             graph.add_move(dim.value, dim.node, step.results[0], None)
     for dim in filter(is_changed, step.after):
         if dim.node not in reached:
             graph.add_reshard(step.inputs[0], None, dim.value, dim.node)
-
-
-def _link_groups(graph: Graph, size: int, node: int, other: int) -> None:
-    """Links two dimensions that begin with the same factor, which is what is sharded."""
-    if size not in (graph.sizes[node], graph.sizes[other]):
-        group = graph.node(size)
-        graph.link(node, group)
-        node = group
-    graph.link(node, other)
 
 
 def _sum_forward(step: _Step) -> None:

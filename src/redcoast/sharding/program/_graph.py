@@ -190,18 +190,6 @@ class Cursor:
         """How often the equation runs in a step, in rematerialised regions too."""
         return self.times * self.forwards
 
-    def repeated(self, times: int | float) -> "Cursor":
-        return replace(self, times=self.times * times)
-
-    def along(self, node: int) -> "Cursor":
-        """The cursor in a scan whose iterations are independent, and go along a node."""
-        return replace(self, rows=(*self.rows, node))
-
-    def called(self, jaxpr: Jaxpr, more: Sequence[Region] = ()) -> "Cursor":
-        """The cursor in a jaxpr that the equation calls, with `more` regions around it."""
-        inside = [of_region[jaxpr] for of_region in self.needed]
-        return replace(self, regions=(*inside, *more))
-
 
 @dataclass
 class Graph:

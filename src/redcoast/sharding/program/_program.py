@@ -39,11 +39,6 @@ class Constant:
     def name(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
-    @property
-    def is_planned(self) -> bool:
-        """Whether it may be tensor-parallel, like the arrays of the model."""
-        return self.bytes >= LARGE_CONSTANT and is_inexact(self)
-
 
 def find_constants(scope: Scope) -> tuple[Constant, ...]:
     """Finds the arrays that a program closes over, each once, in the order of the program."""
@@ -91,19 +86,15 @@ class Program:
     @cached_property
     def owned(self) -> frozenset[int]:
         """The dimensions of parameters and of large constants, along which no example is split."""
-        nodes: set[int] = set()
-        for value in self.parameters:
-            nodes.update(value.dims)
-        for _, value in self.large_constants:
-            nodes.update(value.dims)
-        return frozenset(nodes)
+        values = [*self.parameters, *(value for _, value in self.large_constants)]
+        return frozenset(node for value in values for node in value.dims)
 
     @property
     def large_constants(self) -> list[tuple[Constant, Value]]:
         """Large arrays that the function closes over; they can be tensor-parallel."""
         large: list[tuple[Constant, Value]] = []
         for constant in self.constants:
-            if constant.is_planned:
+            if constant.bytes >= LARGE_CONSTANT and is_inexact(constant):
                 large += [(constant, value) for value in constant.values]
         return large
 
@@ -168,15 +159,32 @@ def follow_program(
 def _follow(
     traced: Traced, trainable: Sequence[bool], shares: Sequence[tuple[int, float]]
 ) -> Program:
-    jaxpr = open_jaxpr(traced.jaxpr)
-    graph = Graph(shares=dict(shares), cursor=Cursor(_regions(traced, trainable)))
+    jaxpr, count = open_jaxpr(traced.jaxpr), len(traced.jaxpr.out_avals)
+    # Of a loss, only the first result is differentiated.
+    differentiated = [not traced.trains] * count
+    differentiated[:1] = [True] * min(1, count)
+    used = [True] * count
+    if traced.trains and traced.moved == traced.arrays:
+        # The trained arrays of a returned model are not used.
+        used[count - traced.moved :] = [not is_trained for is_trained in trainable]
+    regions = Region(tuple(used)), Region(tuple(differentiated), differentiated=True)
+    graph = Graph(shares=dict(shares), cursor=Cursor(regions))
     inputs: list[Value] = []
     for var in jaxpr.invars:
         is_trained = len(inputs) < traced.arrays and trainable[len(inputs)]
         inputs.append(graph.value(var.aval, grad=is_trained and traced.trains))
     scope = walk(graph, traced.jaxpr, inputs)
     parameters, rest = inputs[: traced.arrays], inputs[traced.arrays :]
-    _find_divided_stacks(graph, parameters)
+    # Stacks of layers that are divided into groups before a scan over the groups.
+    firsts = {value.dims[0] for value in parameters if value.dims}
+    for node, (groups, *of_group) in graph.divided:
+        single = graph.stacks | graph.singled
+        if node in firsts and groups in graph.stacks and single.issuperset(of_group):
+            for layers in (node, *of_group):
+                graph.block(layers)
+                graph.stacks.add(layers)
+            if groups in graph.unrolled:
+                graph.unrolled.add(node)
     arrays, others = rest[: traced.batch], rest[traced.batch :]
     batch, row_candidates = find_batch(graph, parameters, arrays, others)
     examples: list[Value] = []
@@ -194,30 +202,3 @@ def _follow(
         row_candidates,
         find_constants(scope),
     )
-
-
-def _find_divided_stacks(graph: Graph, parameters: Sequence[Value]) -> None:
-    """Finds the stacks of layers that are divided into groups before a scan over the groups."""
-    firsts = {value.dims[0] for value in parameters if value.dims}
-    for node, (groups, *of_group) in graph.divided:
-        single = graph.stacks | graph.singled
-        if node in firsts and groups in graph.stacks and single.issuperset(of_group):
-            for layers in (node, *of_group):
-                graph.block(layers)
-                graph.stacks.add(layers)
-            if groups in graph.unrolled:
-                graph.unrolled.add(node)
-
-
-def _regions(traced: Traced, trainable: Sequence[bool]) -> tuple[Region, Region]:
-    """What a step uses of a program, and what its gradient is of."""
-    count = len(traced.jaxpr.out_avals)
-    # Of a loss, only the first result is differentiated.
-    differentiated = [not traced.trains] * count
-    if differentiated:
-        differentiated[0] = True
-    used = [True] * count
-    if traced.trains and traced.moved == traced.arrays:
-        # The trained arrays of a returned model are not used.
-        used[count - traced.moved :] = [not is_trained for is_trained in trainable]
-    return Region(tuple(used)), Region(tuple(differentiated), differentiated=True)

@@ -88,8 +88,11 @@ def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
     for index, equation in reversed(list(enumerate(jaxpr.eqns))):
         has_grad = [not isinstance(atom, Literal) and atom in with_grad for atom in equation.invars]
         derived = not with_grad.isdisjoint(equation.outvars)
-        if derived and _needs_results(equation, has_grad):
-            needed.update(equation.outvars)  # as the derivative of `exp` does
+        of_derivative = [False] * len(has_grad)
+        if derived:
+            needs_results, of_derivative = _for_derivative(equation, has_grad)
+            if needs_results:
+                needed.update(equation.outvars)  # as the derivative of `exp` does
         outs = (False,) * len(equation.outvars)  # saved ones need not be computed
         if not region.keeps(equation):
             outs = tuple(var in needed for var in equation.outvars)
@@ -100,9 +103,7 @@ def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
         # Its operand has a value, but no gradient.
         if region.differentiated and equation.primitive.name == "stop_gradient":
             continue
-        needed.update(variables(compress(equation.invars, operands)))
-        if derived:
-            needed.update(variables(compress(equation.invars, _derived(equation, has_grad))))
+        needed.update(variables(compress(equation.invars, map(or_, operands, of_derivative))))
     return Needed(frozenset(equations), inner, tuple(var in needed for var in jaxpr.invars))
 
 
@@ -119,30 +120,18 @@ def _with_grad(jaxpr: Jaxpr, grads: Sequence[bool]) -> set[Var]:
     return with_grad
 
 
-def _needs_results(equation: JaxprEqn, has_grad: Sequence[bool]) -> bool:
-    """Whether the derivative of an equation needs its results."""
-    if _differentiates_inside(equation):
-        return False
-    rule = rule_of(equation)
-    return rule is None or not is_linear(rule, has_grad)
-
-
-def _differentiates_inside(equation: JaxprEqn) -> bool:
-    """Whether the derivative of an equation is the derivative of the jaxprs in it."""
-    flow = control_flow(equation)
-    has_own = isinstance(flow, Call) and flow.has_derivative
-    return not has_own and len(inner_jaxprs(equation)) > 0
-
-
-def _derived(equation: JaxprEqn, has_grad: Sequence[bool]) -> list[bool]:
-    """Which operands the derivative of an equation needs, beside what the jaxprs in it need."""
-    rule = rule_of(equation)
+def _for_derivative(equation: JaxprEqn, has_grad: Sequence[bool]) -> tuple[bool, list[bool]]:
+    """Whether the derivative of an equation needs its results, and which operands it needs, beside
+    what the jaxprs in it need."""
+    rule, flow = rule_of(equation), control_flow(equation)
     if rule is not None and is_linear(rule, has_grad):
-        return fixed_operands(rule, has_grad)
-    flow = control_flow(equation)
+        return False, fixed_operands(rule, has_grad)
+    has_own = isinstance(flow, Call) and flow.has_derivative
+    # Its derivative is that of the jaxprs in it.
+    is_inside = not has_own and len(inner_jaxprs(equation)) > 0
     is_remat = isinstance(flow, Call) and flow.kind is CallKind.REMAT
-    needs_none = _differentiates_inside(equation) and not is_remat
-    return [not needs_none] * len(has_grad)
+    needs_all = not is_inside or is_remat
+    return not is_inside, [needs_all] * len(has_grad)
 
 
 def _called(

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
@@ -143,8 +142,7 @@ def _apply_rule(
             return _call(graph, equation, call, inputs)
         case LinearSolve() as solve:
             # Without a scope, the equation is re-bound unchanged.
-            scope = _walk_called(graph, solve.solve, at_places(inputs, solve.places))
-            results = outputs_of(graph, scope)
+            results, _ = _walk_called(graph, solve.solve, at_places(inputs, solve.places))
             matvec, places = solve.functions["matvec"]
             matrix = at_places(inputs, places)
             if have_grad(matrix):
@@ -220,7 +218,8 @@ def _call_host(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> lis
 def _call(graph: Graph, equation: JaxprEqn, call: Call, inputs: Sequence[Value]) -> Walked:
     # A loop with a derivative of its own, such as attention in blocks, keeps its results and
     # computes what happens inside it again.
-    recomputes = call.kind is CallKind.CUSTOM_VJP and _has_loop(equation)
+    has_loop = any(_any_is(jaxpr.eqns, Scan, While) for jaxpr in inner_jaxprs(equation))
+    recomputes = call.kind is CallKind.CUSTOM_VJP and has_loop
     wanted = (False,) * len(equation.outvars)
     regions: list[Region] = []
     if recomputes:
@@ -228,8 +227,7 @@ def _call(graph: Graph, equation: JaxprEqn, call: Call, inputs: Sequence[Value])
     elif call.kind is CallKind.REMAT:
         regions = [Region(wanted, True, call.policy)]  # nothing but what derivatives need
     before = len(graph.works)
-    scope = _walk_called(graph, call.jaxpr, inputs, *regions)
-    results = outputs_of(graph, scope)
+    results, scope = _walk_called(graph, call.jaxpr, inputs, *regions)
     if recomputes:
         # The backward pass of attention computes its scores again, which are half of the products.
         for index in range(before, len(graph.works)):
@@ -240,21 +238,20 @@ def _call(graph: Graph, equation: JaxprEqn, call: Call, inputs: Sequence[Value])
     return results, [scope]
 
 
-def _has_loop(equation: JaxprEqn) -> bool:
-    return any(_any_is(jaxpr.eqns, Scan, While) for jaxpr in inner_jaxprs(equation))
-
-
 def _any_is(equations: Iterable[JaxprEqn], *kinds: type) -> bool:
     return any(isinstance(control_flow(equation), kinds) for equation in equations)
 
 
-def _walk_called(graph: Graph, jaxpr: AnyJaxpr, inputs: Sequence[Value], *regions: Region) -> Scope:
+def _walk_called(
+    graph: Graph, jaxpr: AnyJaxpr, inputs: Sequence[Value], *regions: Region
+) -> tuple[list[Value], Scope]:
     """Walks through a jaxpr that an equation calls, perhaps as a rematerialised region."""
     outside = graph.cursor
-    graph.cursor = outside.called(open_jaxpr(jaxpr), regions)
+    inside = [of_region[open_jaxpr(jaxpr)] for of_region in outside.needed]
+    graph.cursor = replace(outside, regions=(*inside, *regions))
     scope = walk(graph, jaxpr, inputs)
     graph.cursor = outside
-    return scope
+    return outputs_of(graph, scope), scope
 
 
 def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value]) -> Walked:
@@ -293,14 +290,14 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
     if is_map:
         for value in consts:
             graph.add_partial_sum(xs[0].dims[0], value, backward=True)
-        graph.cursor = graph.cursor.along(xs[0].dims[0])
-    graph.cursor = graph.cursor.repeated(length * graph.shares.get(id(equation), 1))
+        graph.cursor = replace(graph.cursor, rows=(*graph.cursor.rows, xs[0].dims[0]))
+    times = graph.cursor.times * (length * graph.shares.get(id(equation), 1))
+    graph.cursor = replace(graph.cursor, times=times)
     # The backward pass begins each iteration with what was carried into it.
     for value in carry:
         graph.add_saved(value)
-    scope = _walk_called(graph, scan.body, [*copied_consts, *carry, *slices])
+    outputs, scope = _walk_called(graph, scan.body, [*copied_consts, *carry, *slices])
     graph.cursor = outside
-    outputs = outputs_of(graph, scope)
     # Each iteration's result is the next one's operand, so that they are sharded alike.
     _link(graph, carry, outputs[: len(carry)])
     results: list[Value] = []
@@ -343,18 +340,18 @@ def _while(graph: Graph, loop: While, inputs: Sequence[Value]) -> Walked:
     cond_consts = _copies(cond_consts, grad=False)  # a condition has no derivative
     body_consts = [replace(value, reduced=_reduced_once(graph, value)) for value in body_consts]
     outside = graph.cursor
-    graph.cursor = outside.repeated(ASSUMED_TRIPS)
-    cond = _walk_called(graph, loop.cond, [*cond_consts, *carry])
-    body = _walk_called(graph, loop.body, [*body_consts, *carry])
+    graph.cursor = replace(outside, times=outside.times * ASSUMED_TRIPS)
+    _, cond = _walk_called(graph, loop.cond, [*cond_consts, *carry])
+    outputs, body = _walk_called(graph, loop.body, [*body_consts, *carry])
     graph.cursor = outside
-    _link(graph, carry, outputs_of(graph, body))
+    _link(graph, carry, outputs)
     # The carry is the result too, after any number of iterations.
     return carry, [cond, body]
 
 
 def _cond(graph: Graph, equation: JaxprEqn, cond: Cond, inputs: Sequence[Value]) -> Walked:
-    scopes = [_walk_called(graph, branch, inputs[1:]) for branch in cond.branches]
-    first, *others = map(partial(outputs_of, graph), scopes)
+    walked = [_walk_called(graph, branch, inputs[1:]) for branch in cond.branches]
+    (first, *others), scopes = zip(*walked, strict=True)
     # Which branch runs is not known, so that all are sharded alike.
     for other in others:
         _link(graph, first, other)
@@ -362,4 +359,4 @@ def _cond(graph: Graph, equation: JaxprEqn, cond: Cond, inputs: Sequence[Value])
     for var, *of_branches in zip(equation.outvars, first, *others, strict=True):
         grad = have_grad(of_branches)
         results.append(graph.value(var.aval, of_branches[0].dims, grad=grad))
-    return results, scopes
+    return results, list(scopes)

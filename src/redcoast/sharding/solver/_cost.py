@@ -115,10 +115,9 @@ def price(
     # What hides is decided by the kind of communication, before any class is chosen.
     model_speed, batch_speed = hardware.model_bandwidth, hardware.batch_bandwidth
     for collective in of_model(graph, classes, batch, model, hardware):
-        if collective.root in against:
-            problem.add(
-                "exposed", frozenset([collective.root]), collective.bytes / model_speed, 0.0
-            )
+        root = collective.root
+        if root is not None and root in against:
+            problem.add("exposed", frozenset([root]), collective.bytes / model_speed, 0.0)
     for collective in of_batch(graph, batch, stored, hardware):
         part: Part = "exposed"
         # Other layers need not wait for the gradients of one, but those of a table of lookups are

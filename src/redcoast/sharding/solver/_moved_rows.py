@@ -45,7 +45,14 @@ def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Reshard, int | 
         if move.before is None or is_spectrum(operand, (move.before,), graph, batch):
             continue
         if move in shifted:
-            yield move, _sent_for_roll(move, batch)
+            sent = 0.0
+            if batch.has(move.before):
+                devices, others = batch.around(move.before, move.operand.dims)
+                size = min(move.result.bytes, move.operand.bytes / devices) / others
+                # The cotangent of the smaller slice is summed over the devices.
+                back = size + all_reduce(devices, move.result.bytes / others)
+                sent = size * move.times + back * move.backward
+            yield move, sent
         elif move not in free:
             yield move, _sent(move, graph, batch)
 
@@ -81,16 +88,6 @@ def _rolled_parts(move: Reshard, slices: _Slices) -> list[Reshard]:
     return sorted(parts, key=lambda part: part.result.bytes)
 
 
-def _sent_for_roll(move: Reshard, batch: BatchDims) -> int | float:
-    if not batch.has(move.before):
-        return 0
-    devices, others = batch.around(move.before, move.operand.dims)
-    size = min(move.result.bytes, move.operand.bytes / devices) / others
-    # The cotangent of the smaller slice is summed over the devices.
-    back = size + all_reduce(devices, move.result.bytes / others)
-    return size * move.times + back * move.backward
-
-
 def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
     name = move.source[-1].primitive.name
     if name == "concatenate" and move.operand.bytes == move.result.bytes:
@@ -120,19 +117,14 @@ def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
         return forward * move.times
     if name == "concatenate":
         return part * (_CONCATENATED * move.times + _CONCATENATED_BACK * move.backward)
-    if name == "slice" and _is_within_parts(move, graph, devices):
-        return 0
     if name == "slice":
+        strides = move.source[-1].params["strides"]
+        if None not in (strides, move.before, move.after):
+            # Every second or third row is taken, and as many from each part.
+            rows, stride = graph.sizes[move.before], strides[move.operand.dims.index(move.before)]
+            if graph.sizes[move.after] * stride == rows and rows // devices % stride == 0:
+                return 0
         gathered = all_gather(devices, result)
         forward = min(gathered, _SLICED * part)
         return forward * move.times + min(gathered, part) * move.backward
     return part * (move.times + move.backward)
-
-
-def _is_within_parts(move: Reshard, graph: Graph, count: int) -> bool:
-    """Whether a slice takes every second or third row, and as many from each part."""
-    strides = move.source[-1].params["strides"]
-    if strides is None or move.before is None or move.after is None:
-        return False
-    rows, stride = graph.sizes[move.before], strides[move.operand.dims.index(move.before)]
-    return graph.sizes[move.after] * stride == rows and rows // count % stride == 0

@@ -242,10 +242,7 @@ def _product(work: Work, split: SplitNodes, graph: Graph) -> _Product | None:
 
 def _first_in(split: SplitNodes, dims: Dims) -> int | None:
     """The place of the first dimension that is split."""
-    for place, node in enumerate(dims):
-        if split.has(node):
-            return place
-    return None
+    return next((place for place, node in enumerate(dims) if split.has(node)), None)
 
 
 def _product_of(
@@ -295,12 +292,8 @@ def _is_lookup(summed: PartialSum, graph: Graph, batch: BatchDims) -> bool:
     rows = _rows(summed.value.dims, graph, batch)
     if not rows or summed.operation != "gather":
         return False
-    return graph.sizes[summed.node] not in rows or summed.value.bytes == _table_bytes(summed)
-
-
-def _table_bytes(summed: PartialSum) -> int:
-    """The bytes of the array that a gather looks up in."""
-    return _bytes(summed.source[-1].invars[0])
+    table = summed.source[-1].invars[0]
+    return graph.sizes[summed.node] not in rows or summed.value.bytes == _bytes(table)
 
 
 def _lookup(summed: PartialSum, batch: BatchDims, *, is_first: bool) -> PlannedCollective:
@@ -310,7 +303,7 @@ def _lookup(summed: PartialSum, batch: BatchDims, *, is_first: bool) -> PlannedC
     """
     value = summed.value
     devices, others = batch.around(summed.node, value.dims)
-    size, sent = _table_bytes(summed) * summed.times / others, 0.0
+    size, sent = _bytes(summed.source[-1].invars[0]) * summed.times / others, 0.0
     if is_first:
         sent += all_gather(devices, size)
     if value.grad and (is_first or not batch.splits_examples):

@@ -6,8 +6,7 @@ exchanges halos with the neighbouring devices.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import chain, combinations
 
 from jax.sharding import PartitionSpec as P
@@ -22,8 +21,6 @@ from ..program._graph import Graph
 from ..program._program import Program
 from ..tree._overrides import spec_axes
 
-# The axes of a mesh that examples may be split over, those of a batch first.
-_AXES = (*BATCH_AXES, "model")
 # A dimension of one of the batch's arrays: the place of the array, and the dimension.
 _Place = tuple[int, int]
 
@@ -82,46 +79,27 @@ def _why_indivisible(program: Program, count: int) -> str:
     return f"{numbers} tokens do not divide either"
 
 
-@dataclass(frozen=True)
 class Inner:
     """The dimensions of the examples of a program, for splitting them over `count` devices.
 
-    Those that belong to parameters are left out.
+    Those that belong to parameters are left out. `components` are dimensions of the batch's arrays
+    that are linked, whether they divide or not, and `places` all of them.
     """
 
-    program: Program
-    count: int
-
-    @property
-    def graph(self) -> Graph:
-        return self.program.graph
-
-    @cached_property
-    def classes(self) -> Classes:
-        return Classes(self.graph, self.count, soft=True, apart=self.program.owned)
-
-    @cached_property
-    def _anywhere(self) -> Classes:
-        """Classes of dimensions that are linked, whether they divide or not."""
-        return Classes(self.graph, 1, soft=True, least=2, apart=self.program.owned)
-
-    @cached_property
-    def components(self) -> dict[int, list[_Place]]:
-        """Dimensions of the batch's arrays, by their class wherever they divide."""
+    def __init__(self, program: Program, count: int):
+        self.program, self.graph = program, program.graph
+        self.classes = Classes(program.graph, count, soft=True, apart=program.owned)
+        self._anywhere = Classes(program.graph, 1, soft=True, least=2, apart=program.owned)
         components: dict[int, list[_Place]] = {}
-        for array, value in enumerate(self.program.batch_arrays):
-            if value not in self.program.examples:
+        for array, value in enumerate(program.batch_arrays):
+            if value not in program.examples:
                 continue
             # The first dimension counts examples.
             for d, node in enumerate(value.dims[1:], start=1):
-                if self.graph.sizes[node] > 1:
+                if program.graph.sizes[node] > 1:
                     components.setdefault(self._anywhere[node], []).append((array, d))
-        return components
-
-    @property
-    def places(self) -> list[_Place]:
-        """The dimensions of all components."""
-        return list(chain.from_iterable(self.components.values()))
+        self.components = list(components.values())
+        self.places = list(chain(*self.components))
 
     def reached(self, places: Iterable[_Place]) -> list[int]:
         """The nodes that are linked to dimensions of the batch, and belong to no parameter."""
@@ -148,7 +126,7 @@ class Inner:
         """Sets of dimensions to split, of which each array of the batch has at most one class."""
         # Of several dimensions of an array in a component, the first is split.
         firsts: list[dict[int, int]] = []  # by component, the dimension of each of its arrays
-        for places in self.components.values():
+        for places in self.components:
             if self.free(places):
                 firsts.append(dict(sorted(places, reverse=True)))
         choices: dict[tuple[_Place, ...], None] = {}
@@ -208,28 +186,27 @@ def candidates(traced: Traces, sizes: Mapping[str, int]) -> Iterator[Program]:
         for first, rest in _halves(axes):
             if not batch_dims(traced(1), parts(first, sizes)).is_split:
                 continue
+            rows: list[_Place] = []
+            for array, value in enumerate(traced(1).batch_arrays):
+                if value.dims and value.dims[0] in traced(1).batch.of_inputs:
+                    rows.append((array, 0))
             for places in _choices(traced, rest, sizes):
-                split = (first, _row_places(traced(1))), (rest, places)
-                yield from _split(traced, split, sizes)
-        if leading := _leading(traced(1), parts(axes, sizes)):
-            yield from _split(traced, ((axes, leading),), sizes)
-
-
-def _leading(program: Program, count: int) -> tuple[_Place, ...]:
-    """The first dimensions of all arrays, as the nodes and the edges of one graph, if they differ
-    and can be split."""
-    if not program.batch.not_rows:
-        return ()
-    graph = program.graph
-    classes = Classes(graph, count, soft=True)
-    rigid = _rigid(graph, classes)
-    for value in program.parameters:
-        rigid |= classes.of(value.dims)
-    free: list[_Place] = []
-    for array, value in enumerate(program.batch_arrays):
-        if value.dims and classes.divides(value.dims[0]) and classes[value.dims[0]] not in rigid:
-            free.append((array, 0))
-    return tuple(free)
+                yield from _split(traced, ((first, tuple(rows)), (rest, places)), sizes)
+        program = traced(1)
+        if not program.batch.not_rows:
+            continue
+        # The first dimensions of all arrays differ, as those of the nodes and edges of one graph.
+        classes = Classes(program.graph, parts(axes, sizes), soft=True)
+        rigid = set(_rigid(program.graph, classes))
+        for value in program.parameters:
+            rigid |= classes.of(value.dims)
+        leading: list[_Place] = []
+        for array, value in enumerate(program.batch_arrays):
+            first = value.dims[:1]
+            if any(map(classes.divides, first)) and rigid.isdisjoint(classes.of(first)):
+                leading.append((array, 0))
+        if leading:
+            yield from _split(traced, ((axes, tuple(leading)),), sizes)
 
 
 def candidates_of_two(traced: Traces, sizes: Mapping[str, int]) -> Iterator[Program]:
@@ -244,7 +221,7 @@ def candidates_of_two(traced: Traces, sizes: Mapping[str, int]) -> Iterator[Prog
 
 def _axes(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     """The axes of a batch, and all axes, without those of size 1."""
-    of_batch, of_all = used_axes(BATCH_AXES, sizes), used_axes(_AXES, sizes)
+    of_batch, of_all = used_axes(BATCH_AXES, sizes), used_axes((*BATCH_AXES, "model"), sizes)
     return list(filter(None, dict.fromkeys((of_batch, of_all))))
 
 
@@ -280,15 +257,6 @@ def _halves(axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[str,
     for count in range(1, len(axes)):
         for first in combinations(axes, count):
             yield first, tuple(axis for axis in axes if axis not in first)
-
-
-def _row_places(program: Program) -> tuple[_Place, ...]:
-    """The rows, as places of dimensions of the batch's arrays."""
-    places: list[_Place] = []
-    for place, value in enumerate(program.batch_arrays):
-        if value.dims and value.dims[0] in program.batch.of_inputs:
-            places.append((place, 0))
-    return tuple(places)
 
 
 def apply_split(program: Program, split: Split, sizes: Mapping[str, int]) -> Program | None:

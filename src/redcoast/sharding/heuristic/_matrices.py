@@ -7,7 +7,6 @@ from math import prod
 from typing import Literal
 
 import equinox as eqx
-from jaxtyping import PyTree
 
 from ..tree._leaves import Leaf, Node, leaves_below
 
@@ -86,7 +85,20 @@ class Tree:
             counter = self.counts.setdefault(layer_of(leaf), Counter())
             counter.update(set(leaf.shape[self.stacks[leaf.index] :]) - {0, 1})
         self._read(root)
-        self._orient_alike()
+        # A framework stores all of its weights alike, so those whose sides are known decide of
+        # those whose are not, such as square ones.
+        votes: Counter[bool] = Counter()  # for each kind of name, positive for outputs first
+        guessed: list[WeightMatrix] = []
+        for matrix in self.blocks[-1].below:
+            if matrix.is_flat and not matrix.is_oriented:
+                guessed.append(matrix)
+            # A square matrix looks the same both ways.
+            elif matrix.is_flat and not matrix.is_square:
+                votes[_has_own_name(matrix)] += 2 * (matrix.outs < matrix.ins) - 1
+        for matrix in guessed:
+            vote = votes[_has_own_name(matrix)]
+            if vote and (vote > 0) != (matrix.outs < matrix.ins):
+                matrix.ins, matrix.outs = matrix.outs, matrix.ins
         for matrix in self.blocks[-1].below:
             if matrix.kind == "linear":
                 counter = self.sides.setdefault(layer_of(matrix.leaf), Counter())
@@ -100,14 +112,29 @@ class Tree:
                 self._find_stacks(child, depth)
                 continue
             self.stacks[child.index] = depth
-            rank = _rank_in_stock_layer(node.owner, name)
-            if rank is not None:
-                self.stacks[child.index] = max(0, len(child.shape) - rank)
+            # In a stock Equinox layer, the rank of an array without stacking is known.
+            rank = 2
+            if isinstance(node.owner, _CONVOLUTIONS):
+                rank = node.owner.num_spatial_dims + 2
+            elif not isinstance(node.owner, (eqx.nn.Linear, eqx.nn.Embedding, *RECURRENT)):
+                continue
+            rank -= name.startswith("bias")
+            self.stacks[child.index] = max(0, len(child.shape) - rank)
 
     def _read(self, node: Node) -> list[WeightMatrix]:
         """Appends the blocks of a node, inner ones first, and returns all of its matrices."""
         block = Block(node)
-        matrices = self._matrices_of_arrays(node)
+        # The arrays of the node itself that are matrices, by name.
+        matrices: dict[str, WeightMatrix] = {}
+        if not isinstance(node.owner, NORMS + RECURRENT):
+            for name, leaf in node.children.items():
+                matrix = isinstance(leaf, Leaf) and self._matrix(node, name, leaf)
+                if matrix:
+                    matrices[name] = matrix
+        # Biases with a dimension of heads look like matrices.
+        for matrix in list(matrices.values()):
+            if matrix.bias is not None:
+                matrices.pop(matrix.bias.path[-1], None)
         for name, child in node.children.items():
             inner: list[WeightMatrix] = []
             if isinstance(child, Node):
@@ -122,23 +149,6 @@ class Tree:
                 block.near.append(None)
         self.blocks.append(block)
         return block.below
-
-    def _matrices_of_arrays(self, node: Node) -> dict[str, WeightMatrix]:
-        """The arrays of a node itself that are matrices, by name."""
-        if isinstance(node.owner, NORMS + RECURRENT):
-            return {}
-        matrices: dict[str, WeightMatrix] = {}
-        for name, leaf in node.children.items():
-            if not isinstance(leaf, Leaf):
-                continue
-            matrix = self._matrix(node, name, leaf)
-            if matrix is not None:
-                matrices[name] = matrix
-        # Biases with a dimension of heads look like matrices.
-        for matrix in list(matrices.values()):
-            if matrix.bias is not None:
-                matrices.pop(matrix.bias.path[-1], None)
-        return matrices
 
     def _matrix(self, node: Node, name: str, leaf: Leaf) -> WeightMatrix | None:
         """An array as a matrix, or None if it is not one."""
@@ -193,24 +203,6 @@ class Tree:
             return tuple(dims), (width,)
         return (width,), tuple(dims)
 
-    def _orient_alike(self) -> None:
-        """Turns matrices whose sides are not known, such as square ones, to be like the others.
-
-        A framework stores all of its weights alike, so those whose sides are known decide.
-        """
-        votes: Counter[bool] = Counter()  # for each kind of name, positive for outputs first
-        guessed: list[WeightMatrix] = []
-        for matrix in self.blocks[-1].below:
-            if matrix.is_flat and not matrix.is_oriented:
-                guessed.append(matrix)
-            # A square matrix looks the same both ways.
-            elif matrix.is_flat and not matrix.is_square:
-                votes[_has_own_name(matrix)] += 2 * (matrix.outs < matrix.ins) - 1
-        for matrix in guessed:
-            vote = votes[_has_own_name(matrix)]
-            if vote and (vote > 0) != (matrix.outs < matrix.ins):
-                matrix.ins, matrix.outs = matrix.outs, matrix.ins
-
 
 def _has_own_name(matrix: WeightMatrix) -> bool:
     """Whether a matrix has a name of its own, and is not the weight of a layer."""
@@ -223,16 +215,6 @@ def layer_of(leaf: Leaf) -> tuple[str, ...]:
         if part.isdecimal():
             return leaf.path[: place + 1]
     return ()
-
-
-def _rank_in_stock_layer(owner: PyTree, name: str) -> int | None:
-    """The rank of the array `name` in a stock Equinox layer, without stacking."""
-    is_vector = name.startswith("bias")
-    if isinstance(owner, _CONVOLUTIONS):
-        return owner.num_spatial_dims + 2 - is_vector
-    if isinstance(owner, (eqx.nn.Linear, eqx.nn.Embedding, *RECURRENT)):
-        return 2 - is_vector
-    return None
 
 
 def _is_stacked(node: Node, depth: int) -> bool:

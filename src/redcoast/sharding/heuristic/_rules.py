@@ -22,7 +22,7 @@ from typing import Literal
 import equinox as eqx
 from jaxtyping import PyTree
 
-from ..tree._leaves import LARGE, Leaf
+from ..tree._leaves import LARGE
 from ..tree._overrides import multiples_near
 from ._matrices import WINDOWS, Block, Tree, WeightMatrix, layer_of
 
@@ -85,8 +85,16 @@ class Rules:
         for block in outside:
             self._shard_block(block, by_path[block.node.path[:-1]], self.widths(matrices))
         self._shard_ends(matrices)
+        # A matrix without a partner is sharded on its output, if it is divisible and large.
         for matrix in self._undecided(matrices):
-            self._shard_alone(matrix, self.widths(matrices))
+            elements = prod(matrix.leaf.shape[matrix.stack :])
+            if matrix.out_size in self.widths(matrices):
+                reason = "no matrix follows to pair with, and its output is replicated"
+                self._replicate(matrix, reason)
+            elif elements < LARGE:
+                self._replicate(matrix, f"small, {elements:,} elements")
+            else:
+                self._shard(matrix, "column", "output")
 
     def widths(self, matrices: Iterable[WeightMatrix]) -> set[int]:
         """The sizes of sides that are not sharded: widths of the residual stream."""
@@ -119,7 +127,12 @@ class Rules:
         if block.node.ordered:
             self._shard_chains(block, set())
             return
-        self._shard_heads(block)
+        # A dimension of heads or experts shows which side is the width. It is never split itself.
+        for matrix in self._linear(block):
+            if len(matrix.outs) == 2:
+                self._shard(matrix, "column", "heads or experts")
+            elif len(matrix.ins) == 2:
+                self._shard(matrix, "row", "heads or experts")
         linear = self._linear(block)
         if isinstance(block.node.owner, eqx.nn.MultiheadAttention) and len(linear) == 4:
             self._shard_together(block, linear[:3], linear[3:])
@@ -159,8 +172,16 @@ class Rules:
             self._replicate(matrix, indivisible(what, size // fused, self.n), outer)
         else:
             self.splits[matrix.leaf.index] = ModelSharding(dim, f"{side}-parallel, {reason}", outer)
-            if matrix.bias is not None:
-                self.splits[matrix.bias.index] = _split_of_bias(matrix, matrix.bias, side, size)
+            if matrix.bias is None:
+                return
+            # The bias of a column-parallel matrix is added to the outputs, and sharded like these.
+            bias = ModelSharding(None, "bias of a row-parallel matrix")
+            if side == "column":
+                bias = ModelSharding(None, "does not have its matrix's output size")
+                if size in matrix.bias.shape[matrix.stack :]:
+                    place = matrix.bias.shape.index(size, matrix.stack)
+                    bias = ModelSharding(place, "like its matrix")
+            self.splits[matrix.bias.index] = bias
 
     def _replicate(self, matrix: WeightMatrix, reason: str, outer: int | None = None) -> None:
         """Replicates a matrix and its bias."""
@@ -168,21 +189,17 @@ class Rules:
         if matrix.bias is not None:
             self.splits[matrix.bias.index] = ModelSharding(None, "like its matrix")
 
-    def _shard_heads(self, block: Block) -> None:
-        """Shards matrices with a dimension of heads or experts, which are never split themselves.
-
-        The dimension also shows which side is the width.
-        """
-        for matrix in self._linear(block):
-            if len(matrix.outs) == 2:
-                self._shard(matrix, "column", "heads or experts")
-            elif len(matrix.ins) == 2:
-                self._shard(matrix, "row", "heads or experts")
-
     def _shard_residual(self, block: Block, parent: Block, widths: set[int]) -> None:
         """Shards pairs of matrices, from the residual stream and back, on the size between them."""
         linear = self._linear(block)
-        width = self._width(linear, widths)
+        # The size that most of them have on one side; ties go by the other matrices of the layer,
+        # and then to the smaller one, as in a block of a single pair.
+        sizes: Counter[int] = Counter()
+        for matrix in linear:
+            # A square matrix counts once.
+            sizes.update({matrix.in_size, matrix.out_size})
+        in_layer = self.tree.sides[layer_of(linear[0].leaf)]
+        width = max(sizes, key=lambda size: (sizes[size], size in widths, in_layer[size], -size))
         squares: list[WeightMatrix] = []
         reading: list[WeightMatrix] = []
         writing: list[WeightMatrix] = []
@@ -212,16 +229,6 @@ class Rules:
                 columns.append(matrix)
         if columns and rows:
             self._shard_together(block, columns, rows)
-
-    def _width(self, matrices: list[WeightMatrix], widths: set[int]) -> int:
-        """The size that most matrices have on one side; ties go by the other matrices of the layer,
-        and then to the smaller one, as in a block of a single pair."""
-        sizes: Counter[int] = Counter()
-        for matrix in matrices:
-            # A square matrix counts once.
-            sizes.update({matrix.in_size, matrix.out_size})
-        in_layer = self.tree.sides[layer_of(matrices[0].leaf)]
-        return max(sizes, key=lambda size: (sizes[size], size in widths, in_layer[size], -size))
 
     def _outputs(
         self,
@@ -285,12 +292,12 @@ class Rules:
         for before, matrix, after in zip(near, near[1:], [*near[2:], None], strict=False):
             ends = not _follows(matrix, after)
             if matrix is None or (ends and not _follows(before, matrix)):
-                column = None  # `_shard_alone` shards a matrix that is not in a chain
+                column = None  # `shard_tree` shards a matrix that is not in a chain
             elif column is not None:
                 self._shard(matrix, "row", f"pairs with {_name_in(block, column)}")
                 column = None
             elif matrix.out_size in widths:
-                continue  # `_shard_alone` replicates it
+                continue  # `shard_tree` replicates it
             elif after is not None and not ends:
                 self._shard(matrix, "column", f"pairs with {_name_in(block, after)}")
                 if self.splits[matrix.leaf.index].dim is not None:
@@ -348,17 +355,6 @@ class Rules:
             return ins
         return outs
 
-    def _shard_alone(self, matrix: WeightMatrix, widths: set[int]) -> None:
-        """Shards a matrix without a partner on its output, if it is divisible and large."""
-        elements = prod(matrix.leaf.shape[matrix.stack :])
-        if matrix.out_size in widths:
-            reason = "no matrix follows to pair with, and its output is replicated"
-            self._replicate(matrix, reason)
-        elif elements < LARGE:
-            self._replicate(matrix, f"small, {elements:,} elements")
-        else:
-            self._shard(matrix, "column", "output")
-
 
 def _is_in_layer(matrix: WeightMatrix) -> bool:
     """Whether a matrix is in a repeated layer, of a list or stacked."""
@@ -393,20 +389,10 @@ def _follows(before: WeightMatrix | None, after: WeightMatrix | None) -> bool:
     return before.out_size == after.in_size
 
 
-def _split_of_bias(matrix: WeightMatrix, bias: Leaf, side: Side, size: int) -> ModelSharding:
-    """The bias of a column-parallel matrix is sharded like the outputs that it is added to."""
-    if side == "row":
-        return ModelSharding(None, "bias of a row-parallel matrix")
-    if size in bias.shape[matrix.stack :]:
-        return ModelSharding(bias.shape.index(size, matrix.stack), "like its matrix")
-    return ModelSharding(None, "does not have its matrix's output size")
-
-
 def _int_field(owner: PyTree, names: tuple[str, ...]) -> int | None:
     """The first of some fields of a module that is an integer."""
-    if isinstance(owner, eqx.Module):
-        for name in names:
-            value = getattr(owner, name, None)
-            if isinstance(value, int):
-                return value
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(owner, eqx.Module) and isinstance(value, int):
+            return value
     return None

@@ -39,8 +39,12 @@ def structural_plans(
     for adapter in adapters:
         # Of a quantised weight, these are its integers.
         weight, *_, a, b = leaves_below(adapter)
-        splits |= _splits_of_lora(adapter, weight, a, b, splits[weight.index].dim)
-        stacks[a.index] = stacks[b.index] = stacks[weight.index]
+        dims, reason = _dims_of_lora(adapter, weight, a, b, splits[weight.index].dim)
+        for leaf, dim in zip((a, b), dims, strict=True):
+            splits[leaf.index] = ModelSharding(dim, reason)
+            if dim is not None:
+                splits[leaf.index] = ModelSharding(dim, "LoRA, like its matrix")
+            stacks[leaf.index] = stacks[weight.index]
     numbers: set[int] = set()  # arrays that are sharded although they are integers
     for node in quantised:
         codes, scales = leaves_below(node)
@@ -141,33 +145,26 @@ def _only_weights(node: Node, adapters: list[Node], quantised: list[Node]) -> No
     return replace(node, children=children)
 
 
-def _splits_of_lora(
+def _dims_of_lora(
     adapter: Node, weight: Leaf, a: Leaf, b: Leaf, dim: int | None
-) -> dict[int, ModelSharding]:
-    """Shards `a`, which has the inputs of the weight, or `b`, which has its outputs, like it.
+) -> tuple[tuple[int | None, int | None], str]:
+    """The dimensions of `a`, which has the inputs of a weight, and of `b`, which has its outputs,
+    that are sharded like its dimension `dim`, and the reason for the others.
 
     `a` is (*stack, *inputs, rank) and `b` (*stack, rank, *outputs).
     """
     stack = len(a.shape) + len(b.shape) - len(weight.shape) - 2
-    dims: dict[int, int] = {}  # of `a` and of `b`, by their index
-    other = "is sharded on its other side"
     if dim is None:
-        other = "is replicated over model"
-    elif dim < stack:
-        dims = {a.index: dim, b.index: dim}  # such as experts, in all three arrays
-    else:
-        # The weight is (*stack, *inputs, *outputs), or has its outputs first.
-        before_inputs, before_outputs = stack, len(a.shape) - 1
-        is_output = dim >= before_outputs
-        if adapter.owner.outputs_first:
-            before_inputs, before_outputs = len(b.shape) - 1, stack
-            is_output = dim < before_inputs
-        dims = {a.index: dim - before_inputs + stack}
-        if is_output:
-            dims = {b.index: dim - before_outputs + stack + 1}
-    splits: dict[int, ModelSharding] = {}
-    for leaf in (a, b):
-        splits[leaf.index] = ModelSharding(None, f"LoRA, its matrix {other}")
-        if leaf.index in dims:
-            splits[leaf.index] = ModelSharding(dims[leaf.index], "LoRA, like its matrix")
-    return splits
+        return (None, None), "LoRA, its matrix is replicated over model"
+    other = "LoRA, its matrix is sharded on its other side"
+    if dim < stack:
+        return (dim, dim), other  # such as experts, in all three arrays
+    # The weight is (*stack, *inputs, *outputs), or has its outputs first.
+    before_inputs, before_outputs = stack, len(a.shape) - 1
+    is_output = dim >= before_outputs
+    if adapter.owner.outputs_first:
+        before_inputs, before_outputs = len(b.shape) - 1, stack
+        is_output = dim < before_inputs
+    if is_output:
+        return (None, dim - before_outputs + stack + 1), other
+    return (dim - before_inputs + stack, None), other

@@ -183,17 +183,11 @@ def windowed(params: Mapping[str, Any], before: Sequence[int], after: Sequence[i
 Change = Literal["moved", "whole", "shuffled", "blocked", "indexed"]
 
 
-def neighbours_of_window(params: Mapping[str, Any], d: int) -> int:
-    """How many elements of the next part a window needs along dimension `d`."""
-    names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
-    return neighbours(*(params[name][d] for name in names))
-
-
 def along(
     acted: Acted,
     *changes: Change,
     linear: Linear = (),
-    near: Callable[[Mapping[str, Any], int], int] | None = None,
+    has_windows: bool = False,
 ) -> Callable[[JaxprEqn], Rule]:
     """The rule of operations along dimensions of arrays that all have the first operand's shape.
 
@@ -211,10 +205,13 @@ def along(
         results = [dimensions] * len(equation.outvars)
         places = acted(equation.params, before, after)
         changed = at_places(dimensions, places)
-        needed: list[tuple[Dimension, int]] = []
-        if near is not None:
-            needed = [(dimensions[d], near(equation.params, d)) for d in places]
-        carries_all = factors.rule(operands, results, linear=linear, near=needed)
+        near: list[tuple[Dimension, int]] = []
+        if has_windows:
+            names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+            for d in places:
+                of_window = (equation.params[name][d] for name in names)
+                near.append((dimensions[d], neighbours(*of_window)))
+        carries_all = factors.rule(operands, results, linear=linear, near=near)
         return replace(carries_all, **dict.fromkeys(changes, all_factors(changed)))
 
     return rule
@@ -288,12 +285,11 @@ def reduction_rule(equation: JaxprEqn) -> Rule:
     if equation.primitive.name == "reduce":
         operands[len(operands) // 2 :] = [[]] * len(equation.outvars)  # the initial values
     results = [without(operand, axes)] * len(equation.outvars)
-    reduced = at_places(operand, axes)
     sums = equation.primitive.name == "reduce_sum"
-    linear: Linear = ()
-    if sums:
-        linear = each_alone(0)
-    return factors.rule(operands, results, reduced=reduced, sums=sums, linear=linear)
+    linear = each_alone(0) if sums else ()
+    return factors.rule(
+        operands, results, reduced=at_places(operand, axes), sums=sums, linear=linear
+    )
 
 
 def named_reduction_rule(equation: JaxprEqn) -> Rule:
@@ -307,9 +303,7 @@ def named_reduction_rule(equation: JaxprEqn) -> Rule:
         results.append(without(operand, axes))
         reduced += at_places(operand, axes)
     sums = equation.primitive.name.startswith("psum")
-    linear: Linear = ()
-    if sums:
-        linear = together(len(operands))
+    linear = together(len(operands)) if sums else ()
     return factors.rule(operands, results, reduced=reduced, sums=sums, linear=linear)
 
 

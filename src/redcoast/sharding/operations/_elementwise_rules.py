@@ -60,17 +60,13 @@ def elementwise_rule(equation: JaxprEqn) -> Rule:
                     dimensions[d] = result[d]
         operands.append(dimensions)
     results = [result] * len(equation.outvars)
-    copies = equation.primitive.name in _COPIES
-    return factors.rule(operands, results, linear=_linear_operands(equation), copies=copies)
-
-
-def _linear_operands(equation: JaxprEqn) -> Linear:
     name = equation.primitive.name
+    linear = _LINEAR.get(name, ())
     if name == "select_n":
-        return together(len(equation.invars), first=1)  # the first operand says which of the others
-    if name in ROUNDING and not is_inexact(equation.outvars[0].aval):
-        return ()
-    return _LINEAR.get(name, ())
+        linear = together(len(operands), first=1)  # the first operand says which of the others
+    elif name in ROUNDING and not is_inexact(equation.outvars[0].aval):
+        linear = ()
+    return factors.rule(operands, results, linear=linear, copies=name in _COPIES)
 
 
 def pairwise_rule(equation: JaxprEqn) -> Rule:

@@ -15,7 +15,6 @@ from ._arranging_rules import (
     fourier_rule,
     named,
     named_reduction_rule,
-    neighbours_of_window,
     padded,
     reduction_rule,
     reshape_rule,
@@ -110,10 +109,10 @@ _NAMED: dict[str, Callable[[JaxprEqn], Rule | None]] = {
     "ragged_dot ragged_dot_general": ragged_dot_rule,
     "random_gamma": random_gamma_rule,
     "reduce_window reduce_window_max reduce_window_min": along(
-        windowed, "moved", "blocked", near=neighbours_of_window
+        windowed, "moved", "blocked", has_windows=True
     ),
     "reduce_window_sum": along(
-        windowed, "moved", "blocked", linear=each_alone(0), near=neighbours_of_window
+        windowed, "moved", "blocked", linear=each_alone(0), has_windows=True
     ),
     "reshape": reshape_rule,
     "rev": along(named("dimensions"), "moved", linear=each_alone(0)),

@@ -103,7 +103,8 @@ class BatchDims:
 
 def batch_dims(program: Program, count: int) -> BatchDims:
     """The dimensions that are sharded with the batch over `count` devices, if that is possible."""
-    return BatchDims((_split_nodes(program, _rows_over((), program), count),))
+    split = SplitSet((), program.batch.of_inputs, program.batch.of_created)
+    return BatchDims((_split_nodes(program, split, count),))
 
 
 def batch_over(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) -> BatchDims:
@@ -113,15 +114,12 @@ def batch_over(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) 
         sets.append(_split_nodes(program, split, parts(split.axes, sizes)))
     over = tuple(axes)
     while not sets:
-        rows = _split_nodes(program, _rows_over(over, program), parts(over, sizes))
+        split = SplitSet(over, program.batch.of_inputs, program.batch.of_created)
+        rows = _split_nodes(program, split, parts(over, sizes))
         if rows.roots or not over:
             sets.append(rows)
         over = over[:-1]  # from the last, since `data` has no other use than the batch
     return BatchDims(tuple(sets), program.batch.splits_examples)
-
-
-def _rows_over(axes: tuple[str, ...], program: Program) -> SplitSet:
-    return SplitSet(axes, program.batch.of_inputs, program.batch.of_created)
 
 
 def _split_nodes(program: Program, split: SplitSet, count: int) -> SplitNodes:

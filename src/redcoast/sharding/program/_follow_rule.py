@@ -86,14 +86,27 @@ def follow_rule(
     A dimension of a result is the operands' node if its factors are carried, and a new node
     otherwise.
     """
-    before, resharded = _dims_of(inputs, rule.operands), _resharded(rule)
+    before = _dims_of(inputs, rule.operands)
+    # What is moved, and what is needed as a whole and stands on both sides, as in a concatenation.
+    # A batch is sharded again there. What is whole on one side alone ends or begins, and sorted
+    # elements may come from any place. An array that is written into keeps its dimensions.
+    resharded = frozenset[Factor]()
+    if rule.writes is None:
+        common = all_factors(chain(*rule.operands)) & all_factors(chain(*rule.results))
+        resharded = (rule.moved | (rule.whole & common)) - rule.shuffled
     results = _add_results(graph, equation, rule, inputs, before, resharded)
     after = _dims_of(results, rule.results)
     step = _Step(graph, rule, inputs, results, before, after, resharded)
+    near = dict(rule.near)
     for dim in (*before, *after):
         if dim.slowest in rule.blocked:
-            graph.block(dim.node, near=dim.slowest in dict(rule.near))
-    _exchange_halos(step)
+            graph.block(dim.node, near=dim.slowest in near)
+    # A split example exchanges halos along these.
+    for dim in before:
+        for target in after:
+            if dim.slowest in near and target.slowest == dim.slowest:
+                count, again = near[dim.slowest], have_grad(inputs)
+                graph.add_halo(dim.value, dim.node, target.value, target.node, count, again)
     # Created arrays, and calls without results, send nothing.
     if not inputs or not results:
         return results
@@ -107,19 +120,6 @@ def follow_rule(
         _write(step, rule.writes)
     _count_work(step, equation)
     return results
-
-
-def _resharded(rule: Rule) -> frozenset[Factor]:
-    """The factors whose dimension ends in an operand and begins anew in a result.
-
-    A batch is sharded again there. These are what is moved, and what is needed as a whole and
-    stands on both sides, as in a concatenation. Sorted elements may come from any place.
-    """
-    if rule.writes is not None:
-        return frozenset()  # an array that is written into keeps its dimensions
-    # What is whole on one side alone ends or begins there, and is not sharded again.
-    common = all_factors(chain(*rule.operands)) & all_factors(chain(*rule.results))
-    return (rule.moved | (rule.whole & common)) - rule.shuffled
 
 
 def _add_results(
@@ -169,18 +169,6 @@ def _add_results(
             grad = inputs[place].grad
         results.append(graph.value(var.aval, tuple(dims), grad=grad, reduced=reduced))
     return results
-
-
-def _exchange_halos(step: _Step) -> None:
-    """Records the dimensions along which a split example exchanges halos."""
-    count = dict(step.rule.near)
-    for dim in step.before:
-        for target in step.after:
-            if dim.slowest in count and target.slowest == dim.slowest:
-                neighbours, again = count[dim.slowest], have_grad(step.inputs)
-                step.graph.add_halo(
-                    dim.value, dim.node, target.value, target.node, neighbours, again
-                )
 
 
 def _gather_whole(step: _Step) -> None:

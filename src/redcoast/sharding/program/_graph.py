@@ -358,22 +358,15 @@ class Graph:
         times, source = self.cursor.times, self.cursor.source
         self.halos.append(Halo(operand, node, target, size, times, source, whole))
 
+    def add_bytes(self, by_dims: BytesByDims, value: Value, passes: int | float = 1) -> None:
+        """Adds the bytes of a value, as often as the equation runs, to those of its dimensions."""
+        dims = (*self.cursor.rows, *value.dims)
+        by_dims[dims] += value.bytes * self.cursor.times * passes
+
     def add_saved(self, value: Value) -> None:
         """Records a value that is kept for the backward pass, unless it is recomputed there."""
         if value.grad and self.cursor.is_saved:
-            dims = (*self.cursor.rows, *value.dims)
-            self.saved[dims] += value.bytes * self.cursor.times
-
-    def add_computed(self, value: Value) -> None:
-        """Records the result of a contraction, a gather or a scatter."""
-        dims = (*self.cursor.rows, *value.dims)
-        self.contraction_bytes[dims] += value.bytes * self.cursor.times
-
-    def add_memory_traffic(self, value: Value) -> None:
-        """Records that a value is read from or written to memory, and so is its cotangent."""
-        self.memory_traffic[*self.cursor.rows, *value.dims] += (
-            value.bytes * self.cursor.times * (self.cursor.forwards + value.grad)
-        )
+            self.add_bytes(self.saved, value)
 
     def add_work(
         self, dims: Dims, flops: int | float, passes: int | float, *operands: Value

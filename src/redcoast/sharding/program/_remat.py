@@ -78,9 +78,13 @@ class Needed:
 
 def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
     """Finds what a region needs of a jaxpr; `grads` selects inputs into which gradients flow."""
-    with_grad: set[Var] = set()
+    with_grad: set[Var] = set()  # the variables into which a gradient flows
     if region.derived:
-        with_grad = _with_grad(jaxpr, grads)
+        with_grad.update(compress(jaxpr.invars, grads))
+        for equation in jaxpr.eqns:
+            inputs = variables(equation.invars)
+            if equation.primitive.name != "stop_gradient" and not with_grad.isdisjoint(inputs):
+                with_grad.update(var for var in equation.outvars if is_inexact(var.aval))
     needed = set(variables(compress(jaxpr.outvars, region.wanted)))
     equations: set[int] = set()
     inner: dict[int, dict[Jaxpr, Region]] = {}
@@ -105,19 +109,6 @@ def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
             continue
         needed.update(variables(compress(equation.invars, map(or_, operands, of_derivative))))
     return Needed(frozenset(equations), inner, tuple(var in needed for var in jaxpr.invars))
-
-
-def _with_grad(jaxpr: Jaxpr, grads: Sequence[bool]) -> set[Var]:
-    """The variables into which a gradient flows."""
-    with_grad = set(compress(jaxpr.invars, grads))
-    for equation in jaxpr.eqns:
-        inputs = variables(equation.invars)
-        if equation.primitive.name == "stop_gradient" or with_grad.isdisjoint(inputs):
-            continue
-        for var in equation.outvars:
-            if is_inexact(var.aval):
-                with_grad.add(var)
-    return with_grad
 
 
 def _for_derivative(equation: JaxprEqn, has_grad: Sequence[bool]) -> tuple[bool, list[bool]]:

@@ -61,7 +61,15 @@ def trace(fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree]) -> tu
         return flat_result
 
     flat.__wrapped__ = fn  # JAX's messages name this function  # type: ignore[attr-defined]
-    jaxpr = jax.make_jaxpr(flat)(*jax.tree.map(_unplaced, (arrays, batch, others)))
+
+    def unplaced(x: Any) -> Any:
+        """The shape of an array, which may be placed on another mesh than the trace's."""
+        if isinstance(x, Tracer) or not isinstance(x, jax.Array):
+            return x
+        weak = getattr(x, "weak_type", False)  # keys have none
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)
+
+    jaxpr = jax.make_jaxpr(flat)(*jax.tree.map(unplaced, (arrays, batch, others)))
     traced = Traced(jaxpr, len(arrays), len(batch), *outputs[-1], is_over_a_mesh(jaxpr))
     return traced, [*arrays, *batch, *others]
 
@@ -82,11 +90,3 @@ def trace_over(
             arrays, _ = split(part)
             own += arrays
     return traced, own
-
-
-def _unplaced(x: PyTree) -> PyTree:
-    """The shape of an array, since the array may be placed on another mesh than the trace's."""
-    if isinstance(x, Tracer) or not isinstance(x, jax.Array):
-        return x
-    weak = getattr(x, "weak_type", False)  # keys have none
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)

@@ -112,7 +112,12 @@ def _apply_rule(
     name = primitive_name(equation)
     gathered_dim = gathered_dimension(equation)
     if gathered_dim is not None:
-        return _gather_sequence(graph, equation, inputs[0], gathered_dim), []
+        # The sequence is needed as a whole, and gathered if it is split. What uses the result sums
+        # its cotangent.
+        operand, dims = inputs[0], list(inputs[0].dims)
+        graph.add_batch_gather(operand, dims[gathered_dim])
+        dims[gathered_dim] = graph.node(operand.shape[gathered_dim])
+        return [graph.value(equation.outvars[0].aval, tuple(dims), grad=operand.grad)], []
     if is_callback(equation):
         return _call_host(graph, equation, inputs), []
     if rule is not None:
@@ -125,11 +130,12 @@ def _apply_rule(
         if name in CONSTRAINED or name in KEPT:
             graph.add_saved(results[0])
         if name in CONSTRAINED:
-            graph.add_computed(results[0])
+            graph.add_bytes(graph.contraction_bytes, results[0])
         if name in CONSTRAINED or name in REDUCTIONS:
             # XLA fuses other operations with one of these, so their results stay out of memory.
             for value in (*inputs, *results):
-                graph.add_memory_traffic(value)
+                passes = graph.cursor.forwards + value.grad
+                graph.add_bytes(graph.memory_traffic, value, passes)
         return results, []
     match control_flow(equation):
         case Scan() as scan:
@@ -187,15 +193,6 @@ def _record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None
     cursor = graph.cursor
     backward = cursor.times * operand.grad
     graph.asked.append(Asked(operand, tuple(asked), cursor.runs, backward, cursor.source))
-
-
-def _gather_sequence(graph: Graph, equation: JaxprEqn, operand: Value, d: int) -> list[Value]:
-    """The sequence is needed as a whole, and gathered if it is split. What uses the result sums its
-    cotangent."""
-    node = operand.dims[d]
-    graph.add_batch_gather(operand, node)
-    dims = (*operand.dims[:d], graph.node(operand.shape[d]), *operand.dims[d + 1 :])
-    return [graph.value(equation.outvars[0].aval, dims, grad=operand.grad)]
 
 
 def _call_host(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:

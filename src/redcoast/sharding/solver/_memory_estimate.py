@@ -74,27 +74,37 @@ def estimate_memory(layout: StorageLayout, state_bytes: int) -> Memory:
     for var in program.scope.jaxpr.invars[program.traced.arrays :]:
         value = program.scope.values[var]
         batch += value.bytes / decision.batch.parts(value.dims[:1])
-    sizes = (
-        arrays,
-        gradients,
-        state_bytes * gradients / max(1, trained),
-        bytes_of_parts(activation_parts(layout)),
-        sum(constant.bytes for constant in program.constants),  # on every device
-        batch,
+    return Memory(
+        arrays=round(arrays),
+        gradients=round(gradients),
+        optimizer_state=round(state_bytes * gradients / max(1, trained)),
+        activations=round(bytes_of_parts(activation_parts(layout))),
+        closed_over=sum(constant.bytes for constant in program.constants),  # on every device
+        batch=round(batch),
     )
-    return Memory(*map(round, sizes))
 
 
 def activation_parts(layout: StorageLayout) -> tuple[Part, ...]:
     """Bytes per device of intermediate values at the peak, and the operation of each."""
     decision = layout.decision
     program, sizes, compiler = decision.program, decision.sizes, decision.hardware.compiler
-    if program.staged is not None:
+    if staged := program.staged:
         # The microbatches of a pipeline are not followed one by one.
-        on_device, saved = decision.of_stage, 0.0
+        on_device, saved, held = decision.of_stage, 0.0, 0.0
         for dims, size in on_device.program.graph.saved.items():
             saved += size / _devices(on_device, dims)
-        return (saved, ()), (_held_by_stage(layout), ())
+        # While a stage runs, its layers and their gradients are whole, but for tensor parallelism.
+        for place in staged.layered:
+            value = program.parameters[place]
+            whole = value.bytes / staged.stages
+            if decision.computed[place] is not None:
+                whole /= decision.n
+            own = value.bytes / spec_parts(layout.specs[place], sizes)
+            held += (1 + value.grad) * (whole - own)
+        # The microbatches that enter and leave.
+        carried = staged.carried / decision.batch.count
+        held += 2 * carried * staged.ticks / staged.microbatches
+        return (saved, ()), (held, ())
     shares: dict[tuple[Dims, bool], int | float] = {}  # of an array, that each device has
 
     def size_of(value: Value, *, of_product: bool = False) -> int | float:
@@ -169,27 +179,6 @@ def padding(shape: Sequence[int]) -> float:
         columns = ceil(shape[column] / _TILE[1]) * _TILE[1]
         least = min(least, rows * columns / (shape[row] * shape[column]))
     return least
-
-
-def _held_by_stage(layout: StorageLayout) -> int | float:
-    """Bytes per device that a stage of a pipeline needs beside what is saved for its gradient.
-
-    These are its layers, all-gathered, with their gradients, and the microbatches that enter and
-    leave.
-    """
-    decision, staged = layout.decision, layout.decision.program.staged
-    assert staged is not None
-    held = 0.0
-    # While a stage runs, its layers and their gradients are whole, but for tensor parallelism.
-    for place in staged.layered:
-        value = decision.program.parameters[place]
-        whole = value.bytes / staged.stages
-        if decision.computed[place] is not None:
-            whole /= decision.n
-        own = value.bytes / spec_parts(layout.specs[place], decision.sizes)
-        held += (1 + value.grad) * (whole - own)
-    carried = staged.carried / decision.batch.count
-    return held + 2 * carried * staged.ticks / staged.microbatches
 
 
 def fit_budget(

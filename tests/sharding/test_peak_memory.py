@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharding_helpers import array
+from sharding_helpers import array, mesh_of
 
 import redcoast as rc
+from redcoast.sharding.solver import _layout
 
 # As in a dry run that stands in for an accelerator.
 OPTIONS = {
@@ -224,3 +225,14 @@ def test_a_tpu_copies_the_matrices_of_a_loop():
 def test_an_unknown_compiler_is_named():
     with pytest.raises(ValueError, match="`compiler` is 'rocm'"):
         rc.Hardware(compiler="rocm")
+
+
+def test_the_activations_of_a_layout_are_followed_once(monkeypatch):
+    """They are asked for by the choice of a strategy, by what fits, and by the report."""
+    followed = []
+    find_peak = _layout.find_peak
+    counted = lambda *args, **options: followed.append(1) or find_peak(*args, **options)
+    monkeypatch.setattr(_layout, "find_peak", counted)
+    fn, model, batch, _ = CASES["a loop"]
+    rc.plan_shardings(model, mesh_of(2, 2, 2), fn=fn, args=(batch, None))
+    assert 1 <= len(followed) <= 3  # the ways to use a mesh

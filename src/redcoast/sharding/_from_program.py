@@ -31,7 +31,6 @@ from .solver._hardware import Hardware
 from .solver._layout import StorageLayout, is_large
 from .solver._memory_estimate import (
     DEFAULT_MEMORY,
-    activation_parts,
     arithmetic,
     estimate_memory,
     excess_bytes,
@@ -252,9 +251,12 @@ def _lay_out(task: _Task, budget: int | None) -> _Candidate:
     def make(fsdp_sharded: Sequence[bool]) -> StorageLayout:
         """The layout if some arrays are FSDP-sharded whatever that costs."""
 
+        @ft.cache  # with its activations
+        def lay_out(decision: Decision) -> StorageLayout:
+            return StorageLayout(decision, fsdp_sharded, task.overrides)
+
         def excess(decision: Decision) -> int | float:
-            layout = StorageLayout(decision, fsdp_sharded, task.overrides)
-            return excess_bytes(layout, task.memory, state_bytes)
+            return excess_bytes(lay_out(decision), task.memory, state_bytes)
 
         decision = best_strategy(
             program,
@@ -265,7 +267,7 @@ def _lay_out(task: _Task, budget: int | None) -> _Candidate:
             excess,
             splits_sequence=task.splits_sequence,
         )
-        return StorageLayout(decision, fsdp_sharded, task.overrides)
+        return lay_out(decision)
 
     if budget is not None:
         layout = fit_budget(make, large, program, axes, budget, state_bytes)
@@ -326,5 +328,5 @@ def _report(
         split_examples=_reasons.split_examples(decision),
         gathered_whole=find_gathered_whole(decision),
         pipeline=pipelining(decision),
-        lines=find_lines(sent, activation_parts(layout), decision.program),
+        lines=find_lines(sent, layout.activation_parts, decision.program),
     )

@@ -113,6 +113,7 @@ class Timeline:
     fused: dict[int, tuple[Roots, Roots]] = field(default_factory=dict)
     # Gradients whose sum over devices is still to come.
     waiting: list[tuple[Buffer, ModelArray]] = field(default_factory=list)
+    waiting_bytes: int | float = 0.0
 
     def empty(self) -> "Timeline":
         """The timeline of what runs inside of an operation."""
@@ -185,7 +186,8 @@ class Timeline:
             return
         buffer = self.write(parameter.local, source or parameter.first_use)
         self.waiting.append((buffer, parameter))
-        if sum(buffer.bytes for buffer, _ in self.waiting) > _COMBINED:
+        self.waiting_bytes += buffer.bytes
+        if self.waiting_bytes > _COMBINED:
             self.sum_gradients()
 
     def sum_gradients(self) -> None:
@@ -194,7 +196,7 @@ class Timeline:
         for buffer, parameter in self.waiting:
             self.read((buffer,))
             self.write(parameter.gradient, ()).is_gradient = True
-        self.waiting = []
+        self.waiting, self.waiting_bytes = [], 0.0
 
     def finish(self, parameters: Sequence[ModelArray]) -> None:
         """Writes the gradients that are left; all are results."""

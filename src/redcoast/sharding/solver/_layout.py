@@ -2,17 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from jax.sharding import PartitionSpec as P
 
 from ...distributed._mesh import PIPE
 from .._mesh_axes import parts, used_axes
 from ..program._batch_dims import Entries
-from ..program._graph import Value
+from ..program._graph import Dims, Value
 from ..program._program import Program
 from ..tree._leaf_plans import trim_spec
 from ..tree._leaves import LARGE
+from ..tree._overrides import spec_parts
+from ._buffers import ModelArray, Part
+from ._memory_access import padding
+from ._peak import find_peak
 from ._strategy import Decision
 
 # The axes over which arrays can be sharded that the program computes with as a whole.
@@ -55,6 +59,70 @@ class StorageLayout:
                 spec = P(PIPE, *spec[1:])  # the first dimension counts layers
             specs.append(spec)
         return specs
+
+    @cached_property
+    def activation_parts(self) -> tuple[Part, ...]:
+        """Bytes per device of intermediate values at the peak, and the operation of each."""
+        decision = self.decision
+        program, sizes, compiler = decision.program, decision.sizes, decision.hardware.compiler
+        if staged := program.staged:
+            # The microbatches of a pipeline are not followed one by one.
+            on_device, saved, held = decision.of_stage, 0.0, 0.0
+            for dims, size in on_device.program.graph.saved.items():
+                saved += size / on_device.devices_of(dims)
+            # Layers and their gradients are whole while they run, but for tensor parallelism.
+            for place in staged.layered:
+                value = program.parameters[place]
+                whole = value.bytes / staged.stages
+                if decision.computed[place] is not None:
+                    whole /= decision.n
+                own = value.bytes / spec_parts(self.specs[place], sizes)
+                held += (1 + value.grad) * (whole - own)
+            # The microbatches that enter and leave.
+            carried = staged.carried / decision.batch.count
+            held += 2 * carried * staged.ticks / staged.microbatches
+            return (saved, ()), (held, ())
+        shares: dict[tuple[Dims, bool], int | float] = {}  # of an array, that each device has
+
+        def size_of(value: Value, *, of_product: bool = False) -> int | float:
+            key = value.dims, of_product
+            if key not in shares:
+                shares[key] = 1 / decision.devices_of(value.dims, of_product=of_product)
+                if compiler == "tpu":
+                    local: list[int] = []
+                    for size, axes in zip(value.shape, decision.axes_of(value.dims), strict=True):
+                        local.append(max(1, size // parts(axes or (), sizes)))
+                    shares[key] *= padding(local)
+            return value.bytes * shares[key]
+
+        arrays: list[ModelArray] = []
+        gradients = 0.0
+        for spec, value, d in zip(self.specs, program.parameters, decision.computed, strict=True):
+            share, split = spec_parts(spec, sizes), 1
+            if d is not None:
+                split = decision.n
+            whole = value.bytes / split  # as it is computed with
+            gradient = value.grad * value.bytes / share
+            gradients += gradient
+            arrays.append(
+                ModelArray(
+                    gathered=whole * (share > split),  # 0 if it is stored as it is used
+                    gradient=gradient,
+                    local=value.grad * whole * (decision.batch.count > 1),  # before it is summed
+                    first_use=program.graph.first_use.get(value.dims, ()),
+                )
+            )
+        peak = find_peak(
+            program.scope,
+            size_of,
+            arrays,
+            compiler=compiler,
+            trains=program.traced.trains,
+            gathered_size_of=partial(size_of, of_product=True),
+        )
+        # Gradients are counted by themselves. Those that come later leave their memory until then.
+        scale = max(0.0, peak.bytes - gradients) / max(1.0, peak.temporaries)
+        return tuple((size * scale, source) for size, source in peak.parts)
 
     def _spec(self, place: int) -> P:
         decision = self.decision

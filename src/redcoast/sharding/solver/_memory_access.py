@@ -1,5 +1,9 @@
 """Which operations read from memory and write to it, and how compilers change what they read."""
 
+from collections.abc import Sequence
+from itertools import permutations
+from math import ceil
+
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 from jax.lax import Precision
@@ -60,3 +64,20 @@ def is_copied(equation: JaxprEqn, atom: Atom) -> bool:
         if operand is atom and list(batch) != list(range(len(batch))):
             return True
     return False
+
+
+# The rows and columns of a tile of a TPU's memory.
+_TILE = 8, 128
+
+
+def padding(shape: Sequence[int]) -> float:
+    """How much larger an array is in the memory of a TPU, which has tiles of 8 x 128 elements.
+
+    The compiler chooses the two dimensions of tiles; those that need least are assumed.
+    """
+    least = 1.0 if len(shape) < 2 else float("inf")
+    for row, column in permutations(range(len(shape)), 2):
+        rows = ceil(shape[row] / _TILE[0]) * _TILE[0]
+        columns = ceil(shape[column] / _TILE[1]) * _TILE[1]
+        least = min(least, rows * columns / (shape[row] * shape[column]))
+    return least

@@ -119,7 +119,7 @@ def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
         return part * (_CONCATENATED * move.times + _CONCATENATED_BACK * move.backward)
     if name == "slice":
         strides = move.source[-1].params["strides"]
-        if None not in (strides, move.before, move.after):
+        if strides is not None and move.before is not None and move.after is not None:
             # Every second or third row is taken, and as many from each part.
             rows, stride = graph.sizes[move.before], strides[move.operand.dims.index(move.before)]
             if graph.sizes[move.after] * stride == rows and rows // devices % stride == 0:

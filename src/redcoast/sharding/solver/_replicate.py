@@ -50,6 +50,8 @@ def replicate(layout: StorageLayout, memory: int | float, state_bytes: int) -> S
         if left < 0:
             break
         replicated.update(by_size[size])
+    if not replicated:
+        return layout
     # Without tensor parallelism for these arrays and the classes they are in.
     dropped: set[int] = set()
     for place in replicated:

@@ -12,12 +12,13 @@ from ..program._classes import Classes, conflicts, splittable
 from ..program._graph import Value, have_grad
 from ..program._program import Constant, Program
 from ..program._tensor_sequence import find_sequence
+from ..tree._overrides import spec_parts
 from ._cost import Seconds, price
 from ._eliminate import search_classes
 from ._hardware import Hardware, all_gather
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Decision:
     """Which dimensions of a program are sharded over which axes of a mesh.
 
@@ -90,6 +91,16 @@ class Decision:
     def is_sequence(self, dims: Sequence[int]) -> bool:
         """Whether an array with these dimensions is sharded along the sequence."""
         return not self._sequence.isdisjoint(self.classes.of(filter(self.classes.divides, dims)))
+
+    def devices_of(self, dims: Sequence[int], *, of_product: bool = False) -> int:
+        """The number of devices that share an array with these dimensions.
+
+        An operand or a result of a product (`of_product`) is not split along the sequence.
+        """
+        count = spec_parts(self.axes_of(dims), self.sizes)
+        if self.is_sequence(dims) and not of_product and not self.is_parallel(dims):
+            count *= self.n
+        return count
 
     @cached_property
     def _sequence(self) -> frozenset[int]:

@@ -7,8 +7,7 @@ ways to use the axes. Its `Decision` says what is computed in parts, and the `St
 `_layout.py` where each array is stored. `_split_examples.py` lists programs whose examples are
 split, for batches with few rows.
 
-`_memory_estimate.py` estimates the memory of a layout: arrays and gradients from the specs,
-activations by running the program on buffers without data (`_peak.py`, `_memory_access.py`,
-`_buffers.py`).
-`_replicate.py` replicates arrays where memory is left.
+`_memory_estimate.py` estimates the memory of a layout: arrays and gradients from the specs, and
+activations, which the layout finds by running the program on buffers without data (`_peak.py`,
+`_memory_access.py`, `_buffers.py`). `_replicate.py` replicates arrays where memory is left.
 """

@@ -19,6 +19,7 @@ from ._asked import Axes, changes_asked, path_of, sent_for_products
 from ._data import Traffic, TrafficKind
 from ._reasons import Reasons
 from ._sent import Sent, sent_to_hosts
+from ._sequence import gathers_of_sequence, is_divided
 from ._text import grouped, shortened
 
 Cause = tuple[Axes, TrafficKind, str]
@@ -31,6 +32,7 @@ def all_sent(layout: StorageLayout, reasons: Reasons) -> list[Sent]:
     of_stage = replace(reasons, decision=decision.of_stage)
     return [
         *_tensor_parallel(of_stage),
+        *gathers_of_sequence(of_stage.decision),
         *_over_batch(of_stage, decision.program.staged),
         *_gathers(layout, reasons),
         *sent_to_hosts(decision),
@@ -107,10 +109,14 @@ def _tensor_parallel(reasons: Reasons) -> Iterator[Sent]:
         names = "arrays of overrides"
         if collective.root in reasons.sets:
             names = reasons.sets[collective.root].names
-        cause = f"all-reduces of activations, {_way(collective.backward)}: {names}"
+        what, size = "all-reduces", collective.bytes
+        if is_divided(decision, collective.dims) and decision.hardware.scatters:
+            # The other half of an all-reduce is an all-gather, which `gathers_of_sequence` has.
+            what, size = "reduce-scatters", size / 2
+        cause = f"{what} of activations, {_way(collective.backward)}: {names}"
         if collective.cause == "gathered":
             cause = f"all-gathers after tensor-parallel arrays: {names}"
-        yield Sent(reasons.over, "activations", cause, collective.bytes, collective.source)
+        yield Sent(reasons.over, "activations", cause, size, collective.source)
 
 
 def _over_batch(reasons: Reasons, staged: Staged | None) -> Iterator[Sent]:

@@ -323,3 +323,34 @@ def test_gathers_of_weights_hide_and_sums_of_activations_do_not():
     table = seconds_of(looked_up, {"table": array(4096, 512)}, ids, model_parallel=False)
     assert table.hideable == 0
     assert table.exposed > 0
+
+
+@pytest.mark.parametrize(("has_residual", "sums"), [(False, 1), (True, 3)])
+def test_cotangents_around_a_residual_connection_are_summed_one_by_one(has_residual, sums):
+    """The compilers for A100 and TPU v4 add those of projections alone before they are summed, and
+    not those of BERT's layers, where a residual connection reads the same value afterwards."""
+
+    def loss(model, x, key):
+        x = jnp.tanh(x @ model["in"])
+        q, k, v = (jnp.tanh(x @ model[name]) for name in "qkv")
+        y = (q * k * v) @ model["out"]
+        if has_residual:
+            y = x + y
+        return jnp.mean(y**2)
+
+    model = dict.fromkeys("qkv", array(64, 256)) | {"in": array(64, 64), "out": array(256, 64)}
+    mesh = rc.make_mesh(model=4)
+    overrides = [("in", P()), ("[qkv]", P(None, "model")), ("out", P("model"))]
+    plan = rc.plan_shardings(
+        model,
+        mesh,
+        fn=loss,
+        args=(array(32, 64), None),
+        overrides=overrides,
+        hardware=rc.Hardware(),
+    )
+    sent = 0
+    for entry in plan.report.program.traffic:
+        if entry.axes == ("model",) and "backward" in entry.cause:
+            sent += entry.bytes
+    assert sent == sums * 2 * 3 / 4 * 16 * 64 * 4  # two groups of devices have 16 rows each

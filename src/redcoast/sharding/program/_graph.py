@@ -227,6 +227,7 @@ class Graph:
     saved: BytesByDims = field(default_factory=lambda: defaultdict(float))
     contraction_bytes: BytesByDims = field(default_factory=lambda: defaultdict(float))
     first_use: dict[Dims, Source] = field(default_factory=dict)  # by the dimensions of a value
+    last_use: dict[Value, Source] = field(default_factory=dict)  # of those with a cotangent
     unknown: Counter[str] = field(default_factory=Counter)
     # The part of a scan's iterations that one device runs, by the `id` of the equation.
     shares: Mapping[int, float] = field(default_factory=dict)

@@ -124,6 +124,8 @@ def _apply_rule(
         for value in inputs:
             graph.first_use.setdefault(value.dims, graph.cursor.source)
         results = follow_rule(graph, equation, rule, inputs)
+        if have_grad(results):
+            graph.last_use.update(dict.fromkeys(inputs, graph.cursor.source))
         _note_divided(graph, name, inputs, results)
         if name == "sharding_constraint":
             _record_constraint(graph, equation, inputs[0])

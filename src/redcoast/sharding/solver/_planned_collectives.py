@@ -1,6 +1,6 @@
 """What devices send to each other in a step, and why: one list for the solver and the report."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -54,10 +54,11 @@ def of_model(
     Partial sums along it are all-reduced, and arrays that it does not stay sharded in are
     all-gathered.
     """
-    for summed in _once(graph.partial_sums.values(), classes, hardware):
+    apart = _summed_apart(graph, hardware)
+    for summed in _once(graph.partial_sums.values(), classes, apart):
         if classes.divides(summed.node):
             dims, root = summed.value.dims, classes[summed.node]
-            sent = all_reduce(n, _sum_bytes(summed, hardware) / batch.parts(dims))
+            sent = all_reduce(n, _sum_bytes(summed, apart) / batch.parts(dims))
             yield PlannedCollective(
                 "partial sums", sent, dims, summed.source, summed.backward, root
             )
@@ -102,7 +103,8 @@ def of_batch(
             split.append(summed)
     products = _products(graph, batch)
     gathered: set[int] = set()  # the tables of lookups, by the `id` of the variable
-    for summed in _once(split, batch, hardware):
+    apart = _summed_apart(graph, hardware)
+    for summed in _once(split, batch, apart):
         dims, source = summed.value.dims, summed.source
         product = _product_of(summed.node, source, products, batch)
         is_gradient = summed.backward and batch.parts(dims) == 1
@@ -111,7 +113,7 @@ def of_batch(
             # parts are summed, the cotangent of the sum is gathered for those of both operands.
             continue
         devices, others = batch.around(summed.node, dims)
-        size = _sum_bytes(summed, hardware) / others
+        size = _sum_bytes(summed, apart) / others
         # Results without rows are gradients.
         if is_gradient:
             # Where each use is summed alone, so is each dimension of the batch.
@@ -355,21 +357,39 @@ def _is_split_as_well(batch: BatchDims, node: int, others: Iterable[int]) -> boo
     return own is not None and any(map(own.has, others))
 
 
+def _summed_apart(graph: Graph, hardware: Hardware) -> set[Value]:
+    """The values whose cotangents of several uses are each summed over devices.
+
+    Compilers that add cotangents first do so from the last use on. Where that is no sum over
+    devices, as of a residual connection around projections of the same value, it is in their way.
+    """
+    apart: set[Value] = set()
+    added: set[Value] = set()
+    for summed in graph.partial_sums.values():
+        if summed.backward:
+            apart.add(summed.value)
+            # Operations without a rule are not known to use a value.
+            last = graph.last_use.get(summed.value, summed.source)
+            if hardware.adds_first and last is summed.source:
+                added.add(summed.value)
+    return apart - added
+
+
 def _once(
-    sums: Iterable[PartialSum], classes: Classes | BatchDims, hardware: Hardware
+    sums: Iterable[PartialSum], classes: Classes | BatchDims, apart: Collection[Value]
 ) -> Iterator[PartialSum]:
     """Partial sums, one for all uses of a value if the compiler adds their cotangents first."""
     seen: set[tuple[Value, int]] = set()
     for summed in sums:
         key = summed.value, classes[summed.node]
-        if not (summed.backward and hardware.adds_first and key in seen):
+        if not summed.backward or summed.value in apart or key not in seen:
             yield summed
         seen.add(key)
 
 
-def _sum_bytes(summed: PartialSum, hardware: Hardware) -> int | float:
+def _sum_bytes(summed: PartialSum, apart: Collection[Value]) -> int | float:
     """Bytes that are reduced in a step for one partial sum."""
     size = summed.value.bytes * summed.times
-    if hardware.adds_first:
+    if summed.value not in apart:
         return size
     return size * summed.uses

@@ -354,3 +354,28 @@ def test_cotangents_around_a_residual_connection_are_summed_one_by_one(has_resid
         if entry.axes == ("model",) and "backward" in entry.cause:
             sent += entry.bytes
     assert sent == sums * 2 * 3 / 4 * 16 * 64 * 4  # two groups of devices have 16 rows each
+
+
+def test_weights_are_gathered_in_bfloat16_on_tpus():
+    """The compiler for TPUs converts what products of default precision alone read before it
+    gathers it, and not a table that is looked up in."""
+
+    def loss(model, tokens, key):
+        x = model["table"][tokens]
+        return jnp.mean((jnp.tanh(x @ model["up"]) @ model["down"]) ** 2)
+
+    model = {"table": array(256, 64), "up": array(64, 256), "down": array(256, 64)}
+    tokens, planned = jax.ShapeDtypeStruct((64,), jnp.int32), {}
+    for compiler in ("gpu", "tpu"):
+        plan = rc.plan_shardings(
+            model,
+            rc.make_mesh(fsdp=8),
+            fn=loss,
+            args=(tokens, None),
+            hardware=rc.Hardware(compiler=compiler),
+        )
+        traffic = plan.report.program.traffic
+        planned[compiler] = sum(entry.bytes for entry in traffic if entry.kind == "parameters")
+    of_table, of_matrices = 7 / 8 * 256 * 64 * 4, 7 / 8 * 2 * 256 * 64 * 4
+    assert planned["gpu"] == of_table + of_matrices
+    assert planned["tpu"] == of_table + of_matrices / 2

@@ -12,6 +12,7 @@ from ..program._program import Staged
 from ..solver._figures import Pipelining
 from ..solver._hardware import all_reduce
 from ..solver._layout import StorageLayout
+from ..solver._memory_access import reads_narrow
 from ..solver._planned_collectives import gathered_bytes, of_batch, of_model
 from ..solver._strategy import Decision, bytes_of_given_batch, stored_shards
 from ..tree._overrides import axes_of_spec, spec_axes
@@ -201,6 +202,8 @@ def _gathers(layout: StorageLayout, reasons: Reasons) -> Iterator[Sent]:
         source = program.graph.first_use.get(value.dims)
         if source is None:
             source = program.graph.first_use.get(value.dims[1:], ())
+        if decision.hardware.compiler == "tpu" and source and reads_narrow(source[-1]):
+            size /= 2  # it is converted to bfloat16 before it is gathered
         arrays.append((over, reasons.leaves[place].name, size, source))
     for over, gathered in grouped(arrays, lambda array: array[0]).items():
         names = shortened([name for _, name, _, _ in gathered])

@@ -222,6 +222,14 @@ def test_products_of_pairs_stay_split_along_the_rows():
     priced = sum(one.bytes for one in plan.report.program.traffic)
     assert priced == pytest.approx(sum(one.sent_bytes for one in sent), rel=0.05)
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
+    # GPUs and TPUs scatter the sums, which are split along another dimension: half as many bytes.
+    scattered = plan_of(loss, params, batch, mesh, replace(TIGHT, adds_first=False))
+    assert sums_of(scattered) == pytest.approx(sums_of(plan) / 2, rel=1e-3)
+
+
+def sums_of(plan):
+    traffic = plan.report.program.traffic
+    return sum(one.bytes for one in traffic if one.cause.startswith("sums over"))
 
 
 def test_operands_that_are_transposed_later_are_not_gathered():

@@ -129,6 +129,8 @@ def of_batch(
             gathered.add(table)
         else:
             cause, sent = "sums over the batch", all_reduce(devices, size)
+            if hardware.scatters and _is_divided(summed, batch):
+                sent = all_gather(devices, size)
             yield PlannedCollective(cause, sent, dims, source, summed.backward)
     for product in products.values():
         yield from _for_product(product, batch)
@@ -349,6 +351,11 @@ def _turned_back(work: Work, graph: Graph, batch: BatchDims) -> int | float:
 def _bytes(atom: Atom) -> int:
     array = struct_of(atom)
     return array.size * array.dtype.itemsize
+
+
+def _is_divided(summed: PartialSum, batch: BatchDims) -> bool:
+    """Whether a sum over parts of examples is split over the same devices, and scattered."""
+    return batch.splits_examples and _is_split_as_well(batch, summed.node, summed.value.dims)
 
 
 def _is_split_as_well(batch: BatchDims, node: int, others: Iterable[int]) -> bool:

@@ -26,10 +26,11 @@ _NOWHERE: Frame = ("", 0)
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0}
 # By default the CPU compiler schedules for concurrency, which takes more memory than accelerators
 # need.
-# Barriers of `jax.checkpoint`, which accelerators keep, are kept too.
+# Barriers of `jax.checkpoint`, which accelerators keep, are kept too. This compiler would sum all
+# gradients of a layer together, however large; those for accelerators sum large ones apart.
 _STAND_IN = _CPU_OPTIONS | {
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
-    "xla_disable_hlo_passes": "cse_barrier_expander",
+    "xla_disable_hlo_passes": "cse_barrier_expander,cpu-all-reduce-combiner",
 }
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # The two messages in which the TPU compiler reports how much memory is needed. The second includes

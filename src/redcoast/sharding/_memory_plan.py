@@ -1,7 +1,7 @@
 """Plans what the backward pass of a function computes again, so that it fits into memory."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
@@ -16,8 +16,8 @@ from .report._data import ProgramReport, Recomputation
 from .report._text import scaled
 from .tree._leaf_plans import Compute, LeafPlan, Recompute
 
-# Plans that are made to use memory which the first estimate leaves, up to a part of it.
-_TRIES, _USED = 3, 0.97
+# Plans that are tried, and the part of the memory that is enough.
+_TRIES, _USED = 4, 0.97
 
 Planned = tuple[list[LeafPlan], Compute, ProgramReport]
 
@@ -118,29 +118,83 @@ def _recompute_within(
     now = bytes_kept(first)
     # The planner's peak of the program as it is, by the sum of what is kept.
     scale = max(1.0, activations / max(1.0, now))
-    best = least_within(decider, room / scale)
+    search = _Search(decider, scale, task, (planned[0], compute, report), trained)
+    best = search.within(room)
     # The optimizer's state is only needed when the activations are not.
-    is_offloaded = task.offloads and scale * best.bytes > room >= 0
+    is_offloaded = task.offloads and best.activations > room >= 0
     if is_offloaded:
         room += report.memory.optimizer_state
-        best = least_within(decider, room / scale)
-    least = round(scale * best.bytes)
-    if least > room and must_fit:
-        needed = round(memory - room) + least
+        best = search.within(room)
+    if best.activations > room and must_fit:
+        needed = round(memory - room) + best.activations
         raise ValueError(_too_small(memory, fixed, needed))
-    if least >= activations and not is_offloaded:
+    if best.activations >= activations and not is_offloaded:
         return planned
-
-    def plan_with(candidate: RecomputeCandidate) -> Planned:
-        recompute = replace(candidate.recompute, trained=trained)
-        before = planned[0], compute, report
-        return _recomputing(task, before, recompute, candidate, round(scale * candidate.bytes))
-
-    if least < activations:
-        planned = _with_less_arithmetic(plan_with, decider, best, room, scale)
+    if best.activations < activations:
+        planned = best.planned
     if is_offloaded:
         return _offloaded(planned)
     return planned
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A plan, and what is computed again in it."""
+
+    candidate: RecomputeCandidate
+    planned: Planned
+
+    @property
+    def activations(self) -> int:
+        """The planner's estimate for the program as it is rebuilt."""
+        return self.planned[2].memory.activations
+
+
+@dataclass(eq=False)
+class _Search:
+    """The plans of a function that recomputes. `before` is that of the function as it is."""
+
+    decider: Decider
+    scale: float  # what the planner estimates, relative to the bytes that are kept
+    task: MemoryTask
+    before: Planned
+    trained: tuple[bool, ...]
+    # By the estimates of what is recomputed.
+    known: dict[tuple[float, float], _Attempt] = field(default_factory=dict)
+
+    def within(self, room: int | float) -> _Attempt:
+        """The plan of least time whose activations fit, or the one that needs the least."""
+        best: _Attempt | None = None
+        # Bisection between what was enough and what was too much, by the planner's own estimate:
+        # it follows the changed program.
+        enough, too_much = 0.0, float("inf")
+        asked = room / self.scale
+        for _ in range(_TRIES):
+            attempt = self._attempt(asked)
+            used, share = attempt.activations, room / max(1, attempt.activations)
+            if used <= room:
+                if best is None or attempt.candidate.seconds <= best.candidate.seconds:
+                    best = attempt
+                if used > _USED * room or not attempt.candidate.seconds:
+                    break
+                enough = asked
+                asked = min(asked * share, (enough + too_much) / 2)
+            else:
+                too_much = asked
+                asked = max(asked * share, (enough + too_much) / 2)
+        if best is not None:
+            return best
+        self._attempt(0)
+        return min(self.known.values(), key=lambda attempt: attempt.activations)
+
+    def _attempt(self, asked: float) -> _Attempt:
+        candidate = least_within(self.decider, asked)
+        key = candidate.bytes, candidate.seconds
+        if key not in self.known:
+            recompute = replace(candidate.recompute, trained=self.trained)
+            planned = _recomputing(self.task, self.before, recompute, candidate)
+            self.known[key] = _Attempt(candidate, planned)
+        return self.known[key]
 
 
 def _too_small(memory: int | float, fixed: int, needed: int) -> str:
@@ -165,54 +219,18 @@ def _offloaded(planned: Planned) -> Planned:
     return plans, replace(compute, offloaded=True), report
 
 
-def _with_less_arithmetic(
-    plan_with: Callable[[RecomputeCandidate], Planned],
-    decider: Decider,
-    best: RecomputeCandidate,
-    room: int | float,
-    scale: float,
-) -> Planned:
-    """The plan that uses all of the memory.
-
-    The planner follows the changed program, and may find that it takes less than was estimated.
-    Then more is kept.
-    """
-    planned = plan_with(best)
-    # Bisection between what was enough and what was too much, by the planner's own estimate.
-    enough, too_much = room, float("inf")
-    for _ in range(_TRIES):
-        used = planned[2].memory.activations
-        if used > _USED * room or not best.seconds:
-            break
-        asked = min(enough * room / max(1, used), (enough + too_much) / 2)
-        candidate = least_within(decider, asked / scale)
-        if candidate.seconds >= best.seconds:
-            break
-        other = plan_with(candidate)
-        if other[2].memory.activations <= room:
-            planned, best, enough = other, candidate, asked
-        else:
-            too_much = asked
-    return planned
-
-
 def _recomputing(
     task: MemoryTask,
     before: Planned,
     recompute: Recompute,
     best: RecomputeCandidate,
-    activations: int,
 ) -> Planned:
     """The plan of a function that recomputes values, with its estimates."""
     _, compute, report = before
     again = Recomputed(task.fn, task.mesh, replace(compute, recompute=recompute))
     with of_another_function():
         plans, compute, after = task.plan(again)
-    # The planner follows each recomputed block by itself, which overlap where it is pessimistic.
-    # It does not know that an iteration of a loop has several of the former ones.
-    if not best.in_turn:
-        activations = min(activations, after.memory.activations)
-    memory = replace(after.memory, activations=activations)
+    activations = after.memory.activations
     figures = Recomputation(
         saved=report.memory.activations - activations,
         flops=best.flops,
@@ -221,7 +239,6 @@ def _recomputing(
     )
     report = replace(
         after,
-        memory=memory,
         recomputed=figures,
         coupled=report.coupled,
         summed=report.summed,

@@ -13,7 +13,14 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from ...core._control_flow import Call, CallKind, ControlFlow, Scan, control_flow, primitive_name
 from ...core._multiply_adds import multiply_adds
 from ..operations import fixed_operands, is_linear
-from ..operations._rule_table import CONSTRAINED, COSTLY, CUMULATIVE, REDUCTIONS, VIEWS
+from ..operations._rule_table import (
+    CONSTRAINED,
+    COSTLY,
+    CUMULATIVE,
+    FROM_RESULT,
+    REDUCTIONS,
+    VIEWS,
+)
 from ..program._graph import Value, have_grad
 from ..program._walk import ASSUMED_TRIPS, Scope
 from ..solver._hardware import Hardware, all_reduce
@@ -25,8 +32,6 @@ SizeOf = Callable[[Value], int | float]
 _DEVICE = Hardware()
 # The part of their memory traffic that operations cost which XLA fuses into what is beside them.
 _FUSED_TRAFFIC = 0.005
-# The derivative is computed from the result alone.
-_FROM_RESULT = frozenset(["cbrt", "exp", "exp2", "expm1", "logistic", "sqrt", "tanh"])
 # The derivative is computed from the operands and the result.
 _FROM_BOTH = (CUMULATIVE - {"cumsum"}) | {"pow", "reduce_max", "reduce_min", "reduce_prod", "rsqrt"}
 # The same elements, which XLA computes again wherever they are read. A barrier is no such value.
@@ -65,7 +70,7 @@ class FlatStep:
     @property
     def uses_result(self) -> bool:
         """Whether it is an operation whose derivative is computed from its result."""
-        return primitive_name(self.equation) in _FROM_RESULT | _FROM_BOTH
+        return primitive_name(self.equation) in FROM_RESULT | _FROM_BOTH
 
     @property
     def reads(self) -> list[int]:
@@ -202,7 +207,7 @@ def _needs(scope: Scope, index: int, flow: ControlFlow | None, step: FlatStep) -
     if flow is None and rule is not None and is_linear(rule, varied):
         return _values_in(compress(step.inputs, fixed_operands(rule, varied)))
     name = primitive_name(equation)
-    if name in _FROM_RESULT:
+    if name in FROM_RESULT:
         return step.outputs
     if flow is None and (rule is None or name in _FROM_BOTH):
         return [*step.reads, *step.outputs]

@@ -11,16 +11,12 @@ _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 
 @dataclass(frozen=True)
 class RecomputeCandidate:
-    """What is computed again, the estimated bytes at the peak and the seconds that it costs.
-
-    `in_turn` is whether iterations of a loop keep different values.
-    """
+    """What is computed again, the bytes that are kept by its estimate and the seconds it costs."""
 
     recompute: Recompute
     bytes: float
     seconds: float
     flops: float
-    in_turn: bool
 
 
 def bytes_kept(decider: Decider) -> float:
@@ -46,12 +42,11 @@ def least_within(decider: Decider, limit: int | float) -> RecomputeCandidate:
         recompute = Recompute(parts, share)
         decided = decider.decide(recompute)
         most, _ = footprint(decider.flat, decided)
-        flops, in_turn = 0.0, False
+        flops = 0.0
         for _, choice in decided:
             flops += choice.flops
-            in_turn |= len(choice.inner) > 1
         seconds = seconds_of(decided)
-        candidates.append(RecomputeCandidate(recompute, most, seconds, flops, in_turn))
+        candidates.append(RecomputeCandidate(recompute, most, seconds, flops))
     within = [candidate for candidate in candidates if candidate.bytes <= limit]
     if within:
         return min(within, key=lambda candidate: (candidate.seconds, candidate.bytes))

@@ -81,6 +81,8 @@ COSTLY = frozenset(
     cos erf erf_inv exp exp2 expm1 log log1p log2 logistic pow sin sqrt tan tanh
     """.split()  # noqa: SIM905
 )
+# Their derivatives are computed from their results alone.
+FROM_RESULT = frozenset(["cbrt", "exp", "exp2", "expm1", "logistic", "sqrt", "tanh"])
 # Each element of the results depends on all earlier ones.
 CUMULATIVE = frozenset(["cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"])
 # Scaled operands scale the results of these, though they are not linear.

@@ -60,7 +60,21 @@ class Region:
 
     def keeps(self, equation: JaxprEqn) -> bool:
         """Whether the policy saves the results of an equation."""
-        return self.policy is not None and saves(self.policy, equation)
+        if self.policy is None:
+            return False
+        return saves(self.policy, equation) or self._keeps_named(equation)
+
+    def _keeps_named(self, equation: JaxprEqn) -> bool:
+        """Whether all results of a function with a derivative rule have names that are saved."""
+        flow = control_flow(equation)
+        if not isinstance(flow, Call) or flow.kind is not CallKind.CUSTOM_JVP:
+            return False
+        body = open_jaxpr(flow.jaxpr)
+        saved: set[Var] = set()
+        for inner in body.eqns:
+            if inner.primitive.name == "name" and saves(self.policy, inner):
+                saved.update(inner.outvars)
+        return all(isinstance(atom, Var) and atom in saved for atom in body.outvars)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,14 @@ class ModelArray:
     local: int | float = 0.0
     first_use: Source = ()
 
+    def part(self, share: float) -> "ModelArray":
+        """A slice of the array. Its gradient is written into that of the array."""
+        if not self.gathered:
+            return ModelArray()
+        return ModelArray(
+            gathered=share * self.gathered, local=share * self.local, first_use=self.first_use
+        )
+
 
 @dataclass(eq=False)
 class Buffer:
@@ -73,6 +81,14 @@ def union(several: Iterable[Roots]) -> Roots:
     return tuple(dict.fromkeys(chain.from_iterable(several)))
 
 
+def is_stored(roots: Roots) -> bool:
+    """Whether these are an array of the model as it is stored, in parts that are gathered."""
+    if len(roots) != 1:
+        return False
+    (root,) = roots
+    return root.given > 0 and root.parameter is not None and root.parameter.gathered > 0
+
+
 def argument(size: int | float, parameter: ModelArray | None = None) -> Roots:
     """The buffer of an argument."""
     return (Buffer((), 0, 0, parameter, reread=True, given=size),)
@@ -111,6 +127,8 @@ class Timeline:
     summed: set[ModelArray] = field(default_factory=set)
     # By the `id` of the buffers that a fused value is computed from, these and its own buffer.
     fused: dict[int, tuple[Roots, Roots]] = field(default_factory=dict)
+    # By their `id`, what is computed from one buffer and is as large, but is another value.
+    others: dict[int, Roots] = field(default_factory=dict)
     # Gradients whose sum over devices is still to come.
     waiting: list[tuple[Buffer, ModelArray]] = field(default_factory=list)
     waiting_bytes: int | float = 0.0
@@ -145,6 +163,26 @@ class Timeline:
         _, own = self.fused.get(id(roots), (roots, roots))
         return own
 
+    def computed(self, roots: Roots) -> Roots:
+        """What is computed from some buffers."""
+        if len(roots) != 1 or is_stored(roots):
+            return roots
+        (root,) = roots
+        other = (root,)  # another object than the roots of the operand
+        self.others[id(other)] = other
+        return other
+
+    def saved(self, roots: Roots, value: Value, source: Source, begin: int) -> Roots:
+        """What a rematerialised region that began then keeps of a value, if it is read."""
+        size = self.size_of(value)
+        if len(roots) == 1 and id(roots) not in self.others:
+            (root,) = roots
+            if size in (root.bytes, root.given):
+                return roots
+        buffer = self.write(size, source)
+        buffer.born = buffer.last = begin
+        return (buffer,)
+
     def in_memory(self, roots: Roots, value: Value, source: Source) -> Roots:
         """The one buffer of a value, which is gathered or written first if need be."""
         own = self._in_memory(self.written(roots), value, source)
@@ -156,7 +194,8 @@ class Timeline:
         if len(roots) == 1:
             (root,) = roots
             is_gathered = root.parameter is not None and root.parameter.gathered > 0
-            if root.bytes == size or (root.given == size and not is_gathered):
+            is_same = id(roots) not in self.others
+            if is_same and (root.bytes == size or (root.given == size and not is_gathered)):
                 return roots
             if root.given and is_gathered:
                 whole = self.write(size, source)
@@ -178,7 +217,7 @@ class Timeline:
         self, parameter: ModelArray, source: Source = (), *, summed: bool = False
     ) -> None:
         """Writes the gradient of an array of the model, once. It may be `summed` already."""
-        if parameter in self.summed or not parameter.gradient:
+        if parameter in self.summed or not max(parameter.gradient, parameter.local):
             return
         self.summed.add(parameter)
         if summed or not parameter.local:
@@ -195,6 +234,9 @@ class Timeline:
         self.now += 1
         for buffer, parameter in self.waiting:
             self.read((buffer,))
+            if self.compiler == "cpu" and parameter.gathered:
+                # Without a reduce-scatter, the sum is there as a whole too.
+                self.write(parameter.local, parameter.first_use)
             self.write(parameter.gradient, ()).is_gradient = True
         self.waiting, self.waiting_bytes = [], 0.0
 

@@ -27,11 +27,21 @@ from ...core._control_flow import (
 )
 from ...core._jaxpr import variables
 from ..operations import Atom, fixed_operands, is_linear
-from ..operations._rule_table import COSTLY, VIEWS
+from ..operations._rule_table import COSTLY, FROM_RESULT, VIEWS
 from ..program._graph import Source, Value
 from ..program._remat import Region, find_needed
 from ..program._walk import Scope
-from ._buffers import Buffer, ModelArray, Part, Peak, Roots, Timeline, argument, union
+from ._buffers import (
+    Buffer,
+    ModelArray,
+    Part,
+    Peak,
+    Roots,
+    Timeline,
+    argument,
+    is_stored,
+    union,
+)
 from ._memory_access import WRITTEN, is_copied, is_product, reads_narrow, squares, uses_memory
 
 
@@ -49,8 +59,9 @@ class _Frame:
     """A jaxpr that runs, with the buffers of its values.
 
     `source` are the equations around it. By the index of an equation, `inner` has the frames of the
-    jaxprs that it runs, `loops` what a loop keeps and when it began, and `copies` what it copies of
-    its operands. `gathered` are operands of products, gathered from parts of the sequence.
+    jaxprs that it runs, `loops` what a loop keeps and when it began, `copies` what it copies of its
+    operands, and `begins` when a rematerialised region began. `gathered` are operands of products,
+    gathered from parts of the sequence.
     """
 
     scope: Scope
@@ -59,6 +70,7 @@ class _Frame:
     inner: dict[int, "list[_Frame]"] = field(default_factory=dict)
     loops: dict[int, tuple[_Body, int]] = field(default_factory=dict)
     copies: dict[int, Roots] = field(default_factory=dict)
+    begins: dict[int, int] = field(default_factory=dict)
     gathered: dict[Atom, Roots] = field(default_factory=dict)
 
     def of(self, atom: Atom) -> Roots:
@@ -305,13 +317,24 @@ class _Run:
         if name in VIEWS:
             # The same value, which is in memory once if both are.
             operands = frame.of(equation.invars[0])
+            if is_stored(operands):
+                operands = self._part(step, operands[0])
         for var in equation.outvars:
             value = step.value(var)
             # A derivative is one more use.
             is_shared = is_kept and uses[var] > 1 - value.grad
             frame.roots[var] = operands
+            if name not in VIEWS:
+                frame.roots[var] = self.time.computed(operands)
             if name in WRITTEN or is_shared:
                 frame.roots[var] = (self.time.fuse(operands, value, step.source),)
+
+    def _part(self, step: _Step, whole: Buffer) -> Roots:
+        """A slice of a stored array, which is gathered alone."""
+        size = self.time.size_of(step.value(step.equation.outvars[0]))
+        if size >= whole.given or whole.parameter is None:
+            return (whole,)
+        return argument(size, whole.parameter.part(size / whole.given))
 
     def _operation_back(self, step: _Step, results: Sequence[_Cotangent]) -> list[_Cotangent]:
         frame, equation = step.frame, step.equation
@@ -321,6 +344,8 @@ class _Run:
         needed = [*equation.invars, *equation.outvars]
         if rule is not None and is_linear(rule, varied):
             needed = list(compress(equation.invars, fixed_operands(rule, varied)))
+        elif primitive_name(equation) in FROM_RESULT:
+            needed = list(equation.outvars)
         read: list[Roots] = []
         for var, roots in zip(equation.outvars, results, strict=True):
             if roots is None:
@@ -368,8 +393,10 @@ class _Run:
         inside = _Frame(scope, step.source)
         for var, atom in zip(scope.jaxpr.invars, step.equation.invars, strict=True):
             inside.roots[var] = step.frame.of(atom)
-            if call.kind is CallKind.REMAT:
+            # A stored array is gathered where the region uses it.
+            if call.kind is CallKind.REMAT and not is_stored(inside.roots[var]):
                 inside.roots[var] = self._in_memory(step, atom)
+        step.frame.begins[step.index] = self.time.now
         self.forward(inside)
         step.frame.inner[step.index] = [inside]
         for var, atom in zip(step.equation.outvars, scope.jaxpr.outvars, strict=True):
@@ -386,10 +413,14 @@ class _Run:
             again = find_needed(jaxpr, region, grads).equations
             # What is saved, and what only that is computed from, is not computed again.
             kept: dict[Atom, Roots] = {}
+            begin = step.frame.begins[step.index]
             for place, equation in enumerate(jaxpr.eqns):
                 if place not in again:
+                    is_saved = region.keeps(equation)
                     for var in equation.outvars:
                         kept[var] = inside.of(var)
+                        if is_saved:
+                            kept[var] = self.time.saved(kept[var], values[var], step.source, begin)
             # With the calls and loops that are not computed again.
             inside = replace(inside, roots={}, gathered={})
             for var, atom in zip(jaxpr.invars, step.equation.invars, strict=True):
@@ -417,8 +448,8 @@ class _Run:
         for atom, var in zip(xs, scan.split(scope.jaxpr.invars)[2], strict=True):
             roots, layer = frame.of(atom), None
             if len(roots) == 1 and roots[0].parameter is not None:
-                # An iteration gathers its own layer alone.
-                layer = ModelArray(roots[0].parameter.gathered / scan.length)
+                # An iteration gathers its own layer alone, and sums its gradient.
+                layer = roots[0].parameter.part(1 / scan.length)
             else:
                 roots = self._in_memory(step, atom)
             operands.append(roots)

@@ -187,7 +187,7 @@ class _Search:
         self._attempt(0)
         return min(self.known.values(), key=lambda attempt: attempt.activations)
 
-    def _attempt(self, asked: float) -> _Attempt:
+    def _attempt(self, asked: int | float) -> _Attempt:
         candidate = least_within(self.decider, asked)
         key = candidate.bytes, candidate.seconds
         if key not in self.known:

@@ -16,18 +16,24 @@ from ..operations._rule_table import CONSTRAINED
 from ..program._remat import Computation, KeepAllBut, gather_of
 from ..program._walk import Scope
 
+# As JAX shows the effects of `jax.debug.print`, which a policy can keep.
+_PRINTS = {"Debug", "OrderedDebug"}
 
-def gather_again(scope: Scope, stored: Sequence[bool]) -> KeepAllBut | None:
+
+def gather_again(scope: Scope, stored: Sequence[bool], shards: int) -> KeepAllBut | None:
     """The policy of the body of a loop for its gathered weights; None if it has none of them.
 
-    `stored` selects the inputs of the body that are sharded in storage.
+    `stored` selects the inputs of the body that are sharded in storage. `shards` are those of the
+    batch, of which each may have its own copy of a weight.
     """
-    # This policy would keep what a `jax.checkpoint` in the body recomputes, and JAX refuses most
-    # effects in one.
-    if scope.jaxpr.effects or any(map(_is_rematerialised, iter_equations(scope.jaxpr))):
+    # JAX refuses other effects in a `jax.checkpoint`.
+    if not _PRINTS.issuperset(map(str, scope.jaxpr.effects)):
+        return None
+    # This policy would keep what a `jax.checkpoint` in the body recomputes.
+    if any(map(_is_rematerialised, iter_equations(scope.jaxpr))):
         return None
     operations: set[Computation] = set()
-    _add_operations_on_weights(scope, stored, operations)
+    _add_operations_on_weights(scope, stored, shards, operations)
     if not operations:
         return None
     return KeepAllBut(frozenset(operations))
@@ -39,7 +45,7 @@ def _is_rematerialised(equation: JaxprEqn) -> bool:
 
 
 def _add_operations_on_weights(
-    scope: Scope, stored: Sequence[bool], operations: set[Computation]
+    scope: Scope, stored: Sequence[bool], shards: int, operations: set[Computation]
 ) -> None:
     """Adds the gathers of weights, and what casts and rearranges them before they are used."""
     weights: set[Var] = set(itertools.compress(scope.jaxpr.invars, stored))
@@ -52,7 +58,13 @@ def _add_operations_on_weights(
         # Layers in groups are a loop in a loop.
         if inner and (is_call or isinstance(flow, Scan)):
             passed = [not isinstance(x, Literal) and x in weights for x in equation.invars]
-            _add_operations_on_weights(inner[0], passed, operations)
+            _add_operations_on_weights(inner[0], passed, shards, operations)
+            if isinstance(flow, Scan):
+                # What a loop closes over is gathered before it, and perhaps copied.
+                for weight in weights.intersection(equation.invars[: flow.consts]):
+                    shape = shape_of(weight)
+                    operations.add(("broadcast_in_dim", (shape,)))
+                    operations.add(gather_of((shards, *shape)))
         # A product with other weights takes time, and is kept.
         elif flow is None and equation.primitive.name not in CONSTRAINED and read <= weights:
             weights.update(equation.outvars)

@@ -26,7 +26,8 @@ from ...core._jaxpr import as_traced, bind_again, evaluate_jaxpr, iter_equations
 from ...core._markers import gathered_dimension
 from ...core._pytree import ARRAYS, join
 from .._mesh_axes import parts
-from ..operations import Atom
+from ..operations import Atom, shape_of
+from ..operations._elementwise_rules import ELEMENTWISE
 from ..operations._rule_table import CONSTRAINED
 from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
@@ -103,7 +104,7 @@ def run_constrained(
             inner = []
         # Loops and calls gather inside, where a layer is used.
         is_stored = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
-        if is_stored == [True] and _keeps_layers(equation, scope, shardings):
+        if _is_one_array(equation.invars, is_stored) and _keeps_layers(equation, scope, shardings):
             waiting.update(equation.outvars)
         elif not inner:
             operands = list(map(gather, equation.invars, operands))
@@ -155,11 +156,21 @@ def _passed_on(equation: JaxprEqn, called: Scope, stored: Sequence[bool]) -> lis
     return [var for var, atom in results if not isinstance(atom, Literal) and atom in operands]
 
 
+def _is_one_array(atoms: Sequence[Atom], stored: Sequence[bool]) -> bool:
+    """Whether the operands are one that is sharded in storage, and numbers."""
+    for atom, is_stored in zip(atoms, stored, strict=True):
+        if not is_stored and shape_of(atom):
+            return False
+    return sum(stored) == 1
+
+
 def _keeps_layers(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> bool:
-    """Whether an equation casts a stack of layers, or divides it into groups or single layers."""
-    (operand,), (result,) = values_of(scope, equation.invars), values_of(scope, equation.outvars)
-    if not operand.shape:
+    """Whether an equation casts or scales a stack of layers, or divides it into smaller ones."""
+    results = values_of(scope, equation.outvars)
+    operands = [value for value in map(scope.value_of, equation.invars) if value and value.shape]
+    if len(operands) != 1 or len(results) != 1:
         return False
+    (operand,), (result,) = operands, results
     params, layer = equation.params, operand.shape[1:]
     match primitive_name(equation):
         case "squeeze":
@@ -169,7 +180,7 @@ def _keeps_layers(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> boo
         case "reshape":
             divides = result.shape[len(result.shape) - len(layer) :] == layer
         case name:
-            divides = name == "convert_element_type"
+            divides = name in ELEMENTWISE and result.shape == operand.shape
     return divides and operand.dims[0] in shardings.stacks
 
 
@@ -381,7 +392,7 @@ def _scan(bound: BoundEquation, scan: Scan) -> Arrays:
     # With FSDP, layers are sharded in storage over axes that divide the rows of the batch.
     axes = set(STORAGE_AXES).intersection(shardings.batch_axes)
     if parts(tuple(axes), shardings.mesh.shape) > 1:
-        policy = gather_again(scope, stored)
+        policy = gather_again(scope, stored, shardings.batch.count)
     if policy is not None:
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     return scan.run(body, consts, init, xs)

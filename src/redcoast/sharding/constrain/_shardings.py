@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -113,7 +112,8 @@ class Shardings:
 
     def copies(self, x: jax.Array, value: Value) -> jax.Array:
         """Repeats an array along a new leading dimension, once for each shard of the batch."""
-        repeated = jnp.broadcast_to(x[None], (self.batch.count, *x.shape))  # (shards, ...)
+        shape = (self.batch.count, *x.shape)  # (shards, ...)
+        repeated = jax.lax.broadcast_in_dim(x, shape, range(1, len(shape)))
         return self.with_spec(repeated, P(self.batch_axes, *self.spec(value)))
 
 

@@ -532,6 +532,28 @@ def added_and_subtracted(params, batch, key):
     return jax.lax.scan(step, jnp.float32(1.0), batch)[0] / ROWS
 
 
+def on_host(fn, z, **options):
+    struct = jax.ShapeDtypeStruct(z.shape, z.dtype)
+    return jax.pure_callback(fn, struct, jax.lax.stop_gradient(z), **options)
+
+
+def at_once(method):
+    """The host gets all rows in one call, which it treats one by one."""
+
+    def one(params, x):
+        z = on_host(lambda z: np.sort(z, -1), x @ params["inside"], vmap_method=method)
+        return z @ params["outside"]
+
+    return one
+
+
+def by_heads(params, x):
+    """The inner `vmap` goes along columns."""
+    host = lambda z: on_host(lambda z: np.cumsum(z, -1), z, vmap_method="broadcast_all")
+    heads = (x @ params["inside"]).reshape(2, 4)
+    return jax.vmap(host, 1, 1)(heads).ravel() @ params["outside"]
+
+
 ONE_BY_ONE = {
     "map": mapped(lambda params, x: jnp.tanh(x @ params["inside"]) @ params["outside"]),
     "in batches": mapped(lambda params, x: x @ params["outside"], batch_size=2),
@@ -543,11 +565,16 @@ ONE_BY_ONE = {
     "sum of several terms": added_and_subtracted,
     "pure_callback": vmapped(sequential),
     "io_callback": vmapped(impure),
+    "expand_dims": vmapped(at_once("expand_dims")),
+    "broadcast_all": vmapped(at_once("broadcast_all")),
+    "heads": vmapped(by_heads),
 }
 
 
 @pytest.mark.parametrize("sizes", few_of(MESHES, *REPLICATED))
-@pytest.mark.parametrize("name", few_of(ONE_BY_ONE, "map", "a rule", "sum", "io_callback"))
+@pytest.mark.parametrize(
+    "name", few_of(ONE_BY_ONE, "map", "a rule", "sum", "io_callback", "expand_dims")
+)
 def test_rows_that_are_computed_one_by_one_are_those_of_each_device(name, sizes):
     loss_fn, mesh = ONE_BY_ONE[name], rc.make_mesh(**sizes)
     plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
@@ -558,6 +585,34 @@ def test_rows_that_are_computed_one_by_one_are_those_of_each_device(name, sizes)
         batch_axes = {"data", "fsdp"}
         assert not [one for one in in_loops(found) if batch_axes.intersection(one.axes)]
     CALLED.clear()
+    assert_like_one_device(step, loss_fn)
+
+
+def of_all_rows(params, batch, key):
+    """`vmap` of a function of the entire batch, whose result all rows share."""
+    gram = lambda z: np.asarray(z) @ np.asarray(z).T
+
+    def one(x):
+        struct = jax.ShapeDtypeStruct((ROWS, ROWS), x.dtype)
+        shared = jax.pure_callback(gram, struct, batch, vmap_method="expand_dims")
+        return jnp.sum(shared) * x @ params["inside"]
+
+    return jnp.mean(jax.vmap(one)(batch) ** 2)
+
+
+def centred(params, batch, key):
+    """`vmap` over columns of a function that gets all rows."""
+    host = lambda z: on_host(
+        lambda z: np.asarray(z) - np.mean(z, -1, keepdims=True), z, vmap_method="expand_dims"
+    )
+    return jnp.mean(jax.vmap(host, 1, 1)(batch @ params["inside"]) @ params["inside"])
+
+
+@pytest.mark.parametrize("loss_fn", [of_all_rows, centred])
+def test_the_host_gets_all_rows_where_it_may_combine_them(loss_fn):
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    assert len(plan.report.program.gathered_whole) == 1
+    step, _ = compiled_step(loss_fn, plan)
     assert_like_one_device(step, loss_fn)
 
 

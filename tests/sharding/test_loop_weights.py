@@ -69,10 +69,15 @@ def test_gradients_are_one_devices(name, sizes):
 
 def sent(loss_fn, plan, params, batch):
     """Bytes that a device sends for a gradient."""
+    return sent_bytes(step_collectives(loss_fn, plan, params, batch))
+
+
+def step_collectives(loss_fn, plan, params, batch):
+    """The collectives of a gradient."""
     place = jax.NamedSharding(plan.mesh, jax.P(("data", "fsdp")))
     step = jax.jit(jax.grad(loss_fn), out_shardings=plan.shardings)
     given = jax.device_put(params, plan.shardings), jax.device_put(batch, place), None
-    return sent_bytes(collectives(step.lower(*given).compile().as_text(), plan.mesh))
+    return collectives(step.lower(*given).compile().as_text(), plan.mesh)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +95,75 @@ def test_one_reduction_after_the_loop(name):
     assert sent(loss_fn, plan, PARAMS, BATCH) >= STEPS / 2 * once
     priced = sum(entry.bytes for entry in plan.report.program.traffic)
     np.testing.assert_allclose(priced, once, rtol=0.1)
+
+
+def rematerialised(p, h, x):
+    return jax.checkpoint(lambda h: jnp.tanh(h @ p["hidden"] + x @ p["into"] + p["bias"][None]))(h)
+
+
+def gradient_descent(p, h, x):
+    """A step along a gradient that the body computes, as of a sampler."""
+    energy = lambda h: jnp.sum(jnp.log(jnp.cosh(h @ p["hidden"] + p["bias"][None])))
+    return h - 0.1 * jax.grad(energy)(h) + x
+
+
+def squared(p, h, x):
+    """Weights meet weights before they meet rows."""
+    return jnp.tanh(x + h @ (p["hidden"] @ p["hidden"]) + p["bias"][None])
+
+
+def checked(p, h, x):
+    """An error that any row may raise."""
+    h = jnp.tanh(h @ p["hidden"] + p["bias"][None] + x)
+    return eqx.error_if(h, jnp.any(h > 2) | ~jnp.all(jnp.isfinite(h)), "It is too large.")
+
+
+LOCAL = {
+    "rematerialised": rematerialised,
+    "gradient": gradient_descent,
+    "squared": squared,
+    "checked": checked,
+}
+
+
+@pytest.mark.parametrize("sizes", few_of([{}, {"data": 2, "model": 4}], {}))
+@pytest.mark.parametrize("name", few_of(LOCAL, "rematerialised", "checked"))
+def test_scans_of_independent_rows_sum_gradients_after_the_loop(name, sizes):
+    loss_fn, mesh = recurrent(LOCAL[name]), rc.make_mesh(**sizes)
+    plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
+    plan.verify(loss_fn, PARAMS, BATCH, tolerance=1e-5)
+    found = step_collectives(plan.constrain(loss_fn), plan, PARAMS, BATCH)
+    over_rows = [one for one in found if {"data", "fsdp"}.intersection(one.axes)]
+    assert over_rows
+    assert all(one.count == 1 and one.exact for one in over_rows)
+    if not sizes:
+        priced = sum(entry.bytes for entry in plan.report.program.traffic)
+        np.testing.assert_allclose(priced, sent_bytes(found), rtol=0.1)
+
+
+def test_a_loss_that_a_scan_adds_up_is_summed_over_devices_once():
+    def loss_fn(params, batch, key):
+        def step(total, x):
+            return total + jnp.sum((x @ params["into"]) ** 2), None
+
+        return jax.lax.scan(step, 0.0, jnp.swapaxes(batch, 0, 1))[0] / batch.size
+
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    plan.verify(loss_fn, PARAMS, BATCH, tolerance=1e-5)
+    found = step_collectives(plan.constrain(loss_fn), plan, PARAMS, BATCH)
+    assert all(one.count == 1 for one in found)
+
+
+def test_a_condition_of_all_rows_is_that_of_all_devices():
+    """It may be used otherwise than to raise an error."""
+
+    def cell(p, h, x):
+        h = jnp.tanh(h @ p["hidden"] + x)
+        return jnp.where(jnp.any(h > 0.99), h * 0.5, h)
+
+    loss_fn = recurrent(cell)
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    plan.verify(loss_fn, PARAMS, BATCH, tolerance=1e-5)
 
 
 def test_stock_equinox_cells():

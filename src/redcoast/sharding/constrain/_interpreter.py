@@ -33,6 +33,7 @@ from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
 from ..program._batch import BatchNodes, created_rows
+from ..program._local_states import NotLocal, is_vmapped
 from ..program._program import LARGE_CONSTANT, follow_program
 from ..program._trace import Arrays, trace_over
 from ..program._walk import Scope, outputs_of
@@ -47,7 +48,6 @@ from ._grouped_conv import run_grouped
 from ._local_choice import choose_region, used_results
 from ._local_operation import acts_on_parts, run_operation
 from ._local_region import keep_ended, waits_for_rows
-from ._local_states import NotLocal, is_vmapped
 from ._local_vmapped import run_vmapped
 from ._shardings import Shardings, find_shardings, sharded_dim
 from ._split_conv import run_split_conv

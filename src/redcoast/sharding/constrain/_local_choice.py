@@ -18,9 +18,10 @@ from ...core._control_flow import (
 from ...core._jaxpr import variables
 from .._mesh_axes import used_axes
 from ..program._graph import Source
+from ..program._local_scans import row_states, sums_in_every_iteration
+from ..program._local_states import NotLocal, State, have_rows, is_over_rows, is_vmapped
 from ..program._walk import Scope
 from ._local_region import LocalRegion, waits_for_rows
-from ._local_states import NotLocal, State, have_rows, is_over_rows, is_vmapped
 from ._local_vmapped import check_vmapped
 from ._shardings import Shardings
 
@@ -35,10 +36,15 @@ def choose_region(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> Cho
     # The stages of a pipeline run one after the other, each for some rows.
     in_pipeline = shardings.rows is not None
     devices = prod(shardings.mesh.shape.values())
-    if in_pipeline or shardings.splits_examples or devices == 1 or not waits_for_rows(equation):
+    if in_pipeline or shardings.splits_examples or devices == 1:
+        return None
+    waits, sums = waits_for_rows(equation), False
+    if isinstance(control_flow(equation), Scan):
+        sums = sums_in_every_iteration(equation, scope, shardings.batch_dim)
+    if not waits and not sums:
         return None
     region, states = _rows_of(equation, scope, shardings)
-    if not region.is_worth_it(equation, states):
+    if not (sums and region.axes) and not region.is_worth_it(equation, states):
         return None
     return region, states
 
@@ -115,13 +121,14 @@ def _rows_of(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> Choice:
     flow = control_flow(equation)
     # No derivative goes through a loop with any number of iterations, or through the host.
     is_loop = isinstance(flow, While) or (isinstance(flow, Scan) and _is_of_calls(flow))
+    is_call = is_callback(equation)  # of the host, with entire rows
+    is_loop = is_loop or is_call
     sharded = ()
-    if any(map(shardings.is_parallel, filter(None, values))):
+    if not is_call and any(map(shardings.is_parallel, filter(None, values))):
         sharded = shardings.compute.model_axes
     states: list[State] = [None] * len(values)
-    for place, value in enumerate(values):
-        if value is not None and axes:
-            states[place] = shardings.batch_dim(value)
+    if axes:
+        states = row_states(equation, scope, shardings.batch_dim)
     return LocalRegion(shardings.mesh, axes, sharded, is_loop), states
 
 

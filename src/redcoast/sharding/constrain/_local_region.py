@@ -43,16 +43,16 @@ from ...core._jaxpr import (
     is_inexact,
     struct_of,
 )
+from ...core._mapped_callbacks import independent_levels
 from ...core._pallas import independent_dims, of_fewer
 from .._mesh_axes import parts, used_axes
 from ..operations import Atom
 from ..operations._made_rules import OF_ANY_ROW
 from ..operations._rule import OPERAND_SIZES, RESULT_SIZES, at_places, shape_of
-from ..program._trace import Arrays
-from ._custom_rules import partial_vjp, replace_chosen, zero_tangent
-from ._local_operation import KERNEL, acts_on_parts
-from ._local_states import (
+from ..program._local_scans import has_reverse_rule
+from ..program._local_states import (
     CALLBACK,
+    CONDITIONS,
     OWN,
     SUM,
     VMAPPED_SIZE,
@@ -70,6 +70,9 @@ from ._local_states import (
     of_row_states,
     shift_all,
 )
+from ..program._trace import Arrays
+from ._custom_rules import partial_vjp, replace_chosen, zero_tangent
+from ._local_operation import KERNEL, acts_on_parts
 
 # JAX can only lower these if all axes of the mesh are manual.
 _NEED_ALL_AXES = frozenset(["io_callback", "pallas_call", "pure_callback"])
@@ -160,8 +163,7 @@ class LocalRegion:
         flow = control_flow(equation)
         # In a scan over rows, a rule has one row, as it would have without a mesh.
         of_row = isinstance(flow, Scan) and is_over_rows(flow, states)
-        has_rule = any(map(_has_reverse_rule, equations_inside(equation)))
-        if has_rule and not self.is_loop and not of_row:
+        if has_reverse_rule(equation) and not self.is_loop and not of_row:
             raise NotLocal("it has a `custom_vjp`")
         self._manual_axes(equation)
         synchronised = isinstance(flow, While) and OWN in itertools.compress(results, used)
@@ -169,6 +171,8 @@ class LocalRegion:
             results = self.states.loop(flow, states)[0].results
         if OWN in itertools.compress(results, used):
             raise NotLocal("a result differs from device to device")
+        if not CONDITIONS.isdisjoint(itertools.compress(results, used)):
+            raise NotLocal("a result is a condition of all rows")
         return results, synchronised
 
     def _manual_axes(self, equation: JaxprEqn) -> frozenset[str]:
@@ -197,7 +201,7 @@ class LocalRegion:
     def convert(self, x: Any, state: State, wanted: State) -> Any:
         """What a device needs of an array, from what it has of it."""
         check_becomes(state, wanted)
-        if state == wanted or wanted is OWN:
+        if state == wanted or wanted is OWN or wanted in CONDITIONS:
             return x
         if isinstance(wanted, int):
             size = x.shape[wanted] // self.states.count
@@ -289,7 +293,8 @@ class _Evaluation:
         if is_identity(equation):
             return inputs
         if is_callback(equation) and equation.outvars:
-            return _call_host(equation, inputs)
+            shapes = list(map(self.region.shape, equation.outvars, results))
+            return _call_host(equation, inputs, shapes)
         params: dict[str, object] = {}
         if equation.primitive.name in _WITH_SIZES:
             for key in RESULT_SIZES & equation.params.keys():
@@ -487,22 +492,22 @@ def _without_derivative(run: Callable[..., Arrays]) -> Callable[..., Arrays]:
     return custom
 
 
-def _call_host(equation: JaxprEqn, inputs: Arrays) -> Arrays:
-    """Calls a function on the host, with results of one rank.
+def _call_host(equation: JaxprEqn, inputs: Arrays, results: Sequence[tuple[int, ...]]) -> Arrays:
+    """Calls a function on the host, with results of these shapes, but of one rank.
 
     JAX gives all results the sharding of the first one if it compiles for TPUs, and refuses others
     than of its rank.
     """
-    results, call = equation.params["result_avals"], equation.params["callback"]
-    rank = max(len(aval.shape) for aval in results)
-    shapes = [(1,) * (rank - len(aval.shape)) + tuple(aval.shape) for aval in results]
+    avals, call = equation.params["result_avals"], equation.params["callback"]
+    rank = max(map(len, results))
+    shapes = [(1,) * (rank - len(shape)) + shape for shape in results]
 
     def of_one_rank(*arrays: object) -> list[np.ndarray]:
         return list(map(np.reshape, call(*arrays), shapes))
 
-    avals = tuple(aval.update(shape=shape) for aval, shape in zip(results, shapes, strict=True))
+    avals = tuple(aval.update(shape=shape) for aval, shape in zip(avals, shapes, strict=True))
     reshaped = bind_local(equation, inputs, {"callback": of_one_rank, "result_avals": avals})
-    return [jnp.reshape(x, aval.shape) for x, aval in zip(reshaped, results, strict=True)]
+    return list(map(jnp.reshape, reshaped, results))
 
 
 def evaluate_row(region: LocalRegion, jaxpr: AnyJaxpr, inputs: Sequence[object]) -> list[jax.Array]:
@@ -520,6 +525,8 @@ def waits_for_rows(equation: JaxprEqn) -> bool:
             return _asks_any_row(equation) or carried_over_rows(scan) is not None
         case Cond():
             return CALLBACK in map(primitive_name, equations_inside(equation))
+    if independent_levels(equation):
+        return True
     return is_vmapped(equation) and any(map(_is_hard, equations_inside(equation)))
 
 
@@ -531,11 +538,6 @@ def _is_hard(equation: JaxprEqn) -> bool:
     """Whether devices communicate about rows in an equation of a primitive of Equinox."""
     is_loop = isinstance(control_flow(equation), While)
     return is_loop or is_callback(equation) or acts_on_parts(equation)
-
-
-def _has_reverse_rule(equation: JaxprEqn) -> bool:
-    flow = control_flow(equation)
-    return isinstance(flow, Call) and flow.kind is CallKind.CUSTOM_VJP
 
 
 def keep_ended(going: jax.Array, new: Arrays, old: Arrays) -> Arrays:

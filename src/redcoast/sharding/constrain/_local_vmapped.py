@@ -22,10 +22,10 @@ from jax.sharding import PartitionSpec as P
 from ...core._control_flow import AnyJaxpr, Call, CallKind, consts_of, control_flow, open_jaxpr
 from ...core._jaxpr import bind_again, evaluate_jaxpr, struct_of
 from .._mesh_axes import parts
+from ..program._local_states import VMAPPED_SIZE, NotLocal, State, is_vmapped
 from ..program._trace import Arrays
 from ._custom_rules import replace_chosen
 from ._local_region import LocalRegion, evaluate_row, waits_for_rows
-from ._local_states import VMAPPED_SIZE, NotLocal, State, is_vmapped
 
 _AXES = "__batch_axes"
 

@@ -4,6 +4,7 @@ import itertools
 
 from jax.extend.core import JaxprEqn
 
+from ...core._mapped_callbacks import independent_levels
 from ...core._pallas import independent_dims
 from ._rule import Dimension, Factors, Rule, shape_of, without
 
@@ -108,6 +109,32 @@ def kernel_rule(equation: JaxprEqn) -> Rule | None:
                 dimensions[d] = of_grid.setdefault(dim, dimensions[d])
     count = len(equation.invars)
     return factors.rule(arrays[:count], arrays[count:], whole=whole)
+
+
+def callback_rule(equation: JaxprEqn) -> Rule | None:
+    """A function on the host under `vmap` acts on each element along the dimensions that it adds.
+
+    None for one that gets entire arrays.
+    """
+    # [i j], [1 k] -> [i l], with all but `i` needed as a whole
+    levels = independent_levels(equation)
+    if not levels or not equation.outvars:
+        return None
+    factors = Factors()
+    operands = factors.of_each(equation.invars)
+    results = factors.of_each(equation.outvars)
+    leading = results[0][:levels]
+    whole: list[Dimension] = []
+    for dimensions in (*operands, *results):
+        whole += dimensions[levels:]
+    for dimensions in results:
+        dimensions[:levels] = leading
+    for atom, dimensions in zip(equation.invars, operands, strict=True):
+        for d, size in enumerate(shape_of(atom)[:levels]):
+            # All elements share an operand of size one.
+            if size == shape_of(equation.outvars[0])[d]:
+                dimensions[d] = leading[d]
+    return factors.rule(operands, results, whole=whole)
 
 
 def decomposition_rule(equation: JaxprEqn) -> Rule:

@@ -39,6 +39,7 @@ from ._made_rules import (
     DECOMPOSITIONS,
     FRESH,
     KEYED,
+    callback_rule,
     decomposition_rule,
     fresh_rule,
     kernel_rule,
@@ -109,6 +110,7 @@ _NAMED: dict[str, Callable[[JaxprEqn], Rule | None]] = {
     "pad": along(padded, "moved", linear=together(2)),
     "pmax pmin psum psum_invariant": named_reduction_rule,
     "ragged_dot ragged_dot_general": ragged_dot_rule,
+    "pure_callback": callback_rule,
     "random_gamma": random_gamma_rule,
     "reduce_window reduce_window_max reduce_window_min": along(
         windowed, "moved", "blocked", has_windows=True

@@ -1,7 +1,7 @@
 """The dimensions of a traced program: which are sharded alike, and what sharding them costs."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -87,7 +87,8 @@ class HostCall:
     """An operation that calls a function on the host of one device.
 
     `operands` are gathered there, and `results` sent to all devices. In a branch or a loop
-    (`is_inside`), as of `eqx.error_if`, each device may call it for its own rows.
+    (`is_inside`), as of `eqx.error_if`, each device may call it for its own rows, and if one of
+    `along` counts rows, as `jax.vmap` of such a function does.
     """
 
     operands: tuple[Value, ...]
@@ -95,6 +96,7 @@ class HostCall:
     times: int | float
     is_inside: bool
     source: Source = ()
+    along: Dims = ()
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,7 @@ class Graph:
     first_use: dict[Dims, Source] = field(default_factory=dict)  # by the dimensions of a value
     last_use: dict[Value, Source] = field(default_factory=dict)  # of those with a cotangent
     unknown: Counter[str] = field(default_factory=Counter)
+    scan_times: dict[int, int | float] = field(default_factory=dict)  # by the `id` of the equation
     # The part of a scan's iterations that one device runs, by the `id` of the equation.
     shares: Mapping[int, float] = field(default_factory=dict)
     cursor: Cursor = Cursor()
@@ -291,6 +294,15 @@ class Graph:
             node, value, times, backward, uses, before, self.cursor.source
         )
 
+    def sum_after(self, scans: Collection[JaxprEqn]) -> None:
+        """Records that gradients are summed over devices once after each of these scans."""
+        ids = set(map(id, scans))
+        for key, partial in self.partial_sums.items():
+            around = [id(equation) for equation in partial.source if id(equation) in ids]
+            if partial.backward and around:
+                times = self.scan_times[around[0]]
+                self.partial_sums[key] = replace(partial, times=min(times, partial.times), uses=1)
+
     def add_batch_gather(
         self, operand: Value, node: int, *, before: Dims = (), along: Dims = ()
     ) -> None:
@@ -325,7 +337,12 @@ class Graph:
         return Reshard(operand, before, result, after, cursor.runs, backward, cursor.source)
 
     def add_host_call(
-        self, operands: Sequence[Value], results: Sequence[Value], *, is_inside: bool
+        self,
+        operands: Sequence[Value],
+        results: Sequence[Value],
+        *,
+        is_inside: bool,
+        along: Dims = (),
     ) -> None:
         """Records that a function runs on the host of one device.
 
@@ -337,7 +354,7 @@ class Graph:
             still_sent = tuple(value for value in call.results if value not in operands)
             self.host_calls[place] = replace(call, results=still_sent)
         cursor = self.cursor
-        call = HostCall(tuple(sent), tuple(results), cursor.runs, is_inside, cursor.source)
+        call = HostCall(tuple(sent), tuple(results), cursor.runs, is_inside, cursor.source, along)
         self.host_calls.append(call)
 
     def add_halo(

@@ -16,12 +16,7 @@ def can_hoist_gradient_sum(jaxpr: Jaxpr, var: Var) -> bool:
     for equation in jaxpr.eqns:
         if var not in variables(equation.invars):
             continue
-        if equation.primitive.name == "dot_general":
-            _, (batch, _) = equation.params["dimension_numbers"]
-            is_supported = not batch and variables(equation.invars).count(var) == 1
-        else:
-            is_supported = rearranges(equation) or uses(equation, var)
-        if not is_supported:
+        if not is_supported(equation, var):
             return False
         if rearranges(equation) and not can_hoist_gradient_sum(jaxpr, equation.outvars[0]):
             return False
@@ -41,3 +36,11 @@ def uses(equation: JaxprEqn, var: Atom) -> bool:
         return shape_of(var) not in ((), shape_of(equation.outvars[0]))
     broadcasts = equation.primitive.name == "broadcast_in_dim" and not rearranges(equation)
     return broadcasts or equation.primitive.name == "dot_general"
+
+
+def is_supported(equation: JaxprEqn, var: Var) -> bool:
+    """Whether an equation can have copies of a weight in place of the weight."""
+    if equation.primitive.name == "dot_general":
+        _, (batch, _) = equation.params["dimension_numbers"]
+        return not batch and variables(equation.invars).count(var) == 1
+    return rearranges(equation) or uses(equation, var)

@@ -1,6 +1,6 @@
 """A traced function with its graph: the arrays of the model, the batch, and constants."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from ...core._jaxpr import is_inexact
 from ._batch import BatchNodes, RowCandidates, find_batch
 from ._classes import Classes
 from ._graph import Cursor, Graph, Value
+from ._local_scans import find_local_scans
 from ._remat import Region
 from ._shared_programs import once
 from ._trace import Traced
@@ -187,6 +188,7 @@ def _follow(
                 graph.unrolled.add(node)
     arrays, others = rest[: traced.batch], rest[traced.batch :]
     batch, row_candidates = find_batch(graph, parameters, arrays, others)
+    graph.sum_after(list(find_local_scans(scope, _batch_dim(graph, batch))))
     examples: list[Value] = []
     for place, value in enumerate(arrays):
         if value.dims and place not in batch.not_rows:
@@ -202,3 +204,42 @@ def _follow(
         row_candidates,
         find_constants(scope),
     )
+
+
+def _batch_dim(graph: Graph, batch: BatchNodes) -> Callable[[Value], int | None]:
+    """A function that gives the dimension of a value that is rows, over any number of devices."""
+    classes = Classes(graph, 1, soft=True, least=2)
+    roots = classes.of((*batch.of_inputs, *batch.of_created))
+
+    def batch_dim(value: Value) -> int | None:
+        rows = [d for d, node in enumerate(value.dims) if classes[node] in roots]
+        return next(iter(rows), None)
+
+    return batch_dim
+
+
+def _find_divided_stacks(graph: Graph, parameters: Sequence[Value]) -> None:
+    """Finds the stacks of layers that are divided into groups before a scan over the groups."""
+    firsts = {value.dims[0] for value in parameters if value.dims}
+    for node, (groups, *of_group) in graph.divided:
+        single = graph.stacks | graph.singled
+        if node in firsts and groups in graph.stacks and single.issuperset(of_group):
+            for layers in (node, *of_group):
+                graph.block(layers)
+                graph.stacks.add(layers)
+            if groups in graph.unrolled:
+                graph.unrolled.add(node)
+
+
+def _regions(traced: Traced, trainable: Sequence[bool]) -> tuple[Region, Region]:
+    """What a step uses of a program, and what its gradient is of."""
+    count = len(traced.jaxpr.out_avals)
+    # Of a loss, only the first result is differentiated.
+    differentiated = [not traced.trains] * count
+    if differentiated:
+        differentiated[0] = True
+    used = [True] * count
+    if traced.trains and traced.moved == traced.arrays:
+        # The trained arrays of a returned model are not used.
+        used[count - traced.moved :] = [not is_trained for is_trained in trainable]
+    return Region(tuple(used)), Region(tuple(differentiated), differentiated=True)

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from ...core._control_flow import AnyJaxpr
+from ...core._mapped_callbacks import mark_mapped_callbacks
 from ...core._pytree import Static, join, split
 from ...core._tracing import trace_for
 from ._shared_programs import is_over_a_mesh, shared_trace
@@ -69,6 +70,7 @@ def trace(fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree]) -> tu
         weak = getattr(x, "weak_type", False)  # keys have none
         return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)
 
+    mark_mapped_callbacks()
     jaxpr = jax.make_jaxpr(flat)(*jax.tree.map(unplaced, (arrays, batch, others)))
     traced = Traced(jaxpr, len(arrays), len(batch), *outputs[-1], is_over_a_mesh(jaxpr))
     return traced, [*arrays, *batch, *others]

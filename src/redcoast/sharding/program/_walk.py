@@ -22,6 +22,7 @@ from ...core._control_flow import (
     primitive_name,
 )
 from ...core._jaxpr import iter_equations
+from ...core._mapped_callbacks import independent_levels
 from ...core._markers import gathered_dimension
 from ..operations import Atom, Rule, opaque_rule, rule_of
 from ..operations._made_rules import OF_ANY_ROW
@@ -30,7 +31,7 @@ from ..operations._rule_table import CONSTRAINED, KEPT, REDUCTIONS
 from ..operations._scan_over_rows import sums_over_iterations
 from ..tree._overrides import spec_axes
 from ._follow_rule import follow_rule
-from ._graph import Asked, Cursor, Graph, Value, have_grad
+from ._graph import Asked, Cursor, Dims, Graph, Value, have_grad
 from ._loop_weights import can_hoist_gradient_sum
 from ._remat import Region, find_needed
 
@@ -119,7 +120,7 @@ def _apply_rule(
         dims[gathered_dim] = graph.node(operand.shape[gathered_dim])
         return [graph.value(equation.outvars[0].aval, tuple(dims), grad=operand.grad)], []
     if is_callback(equation):
-        return _call_host(graph, equation, inputs), []
+        return _call_host(graph, equation, rule, inputs), []
     if rule is not None:
         for value in inputs:
             graph.first_use.setdefault(value.dims, graph.cursor.source)
@@ -197,12 +198,19 @@ def _record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None
     graph.asked.append(Asked(operand, tuple(asked), cursor.runs, backward, cursor.source))
 
 
-def _call_host(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+def _call_host(
+    graph: Graph, equation: JaxprEqn, rule: Rule | None, inputs: Sequence[Value]
+) -> list[Value]:
     """Operands are gathered on one device. Its results go to all, which may keep a part alone."""
-    graph.unknown[equation.primitive.name] += 1
+    along: Dims = ()
     before = len(graph.moves)
     inputs = _copies(inputs, grad=False)  # no gradient flows through the host
-    results = follow_rule(graph, equation, opaque_rule(equation, results=False), inputs)
+    if rule is not None:
+        results = follow_rule(graph, equation, rule, inputs)
+        along = results[0].dims[: independent_levels(equation)]
+    else:
+        graph.unknown[equation.primitive.name] += 1
+        results = follow_rule(graph, equation, opaque_rule(equation, results=False), inputs)
     del graph.moves[before:]  # rows are gathered for the host, and counted there
     if not results:
         for value in inputs:
@@ -210,7 +218,7 @@ def _call_host(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> lis
                 graph.add_reshard(value, node, value, None)
     in_loop = _any_is(graph.cursor.source[:-1], Cond, While)
     is_inside = in_loop or len(graph.cursor.rows) > 0
-    graph.add_host_call(inputs, results, is_inside=is_inside)
+    graph.add_host_call(inputs, results, is_inside=is_inside, along=along)
     return results
 
 
@@ -286,6 +294,7 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
             # A scan over rows, and not over layers, needs one row after the other.
             graph.add_move(value, layers, slices[-1], None)
     outside = graph.cursor
+    graph.scan_times[id(equation)] = outside.times
     if is_map:
         for value in consts:
             graph.add_partial_sum(xs[0].dims[0], value, backward=True)

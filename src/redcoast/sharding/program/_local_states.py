@@ -44,9 +44,12 @@ class DevicePart(Enum):
 
     SUM = "a part of a sum over all devices"
     OWN = "a value that follows from the rows of the device"
+    ANY = "whether something holds for any row, of those of the device"
+    ALL = "whether something holds for each row, of those of the device"
 
 
-SUM, OWN = DevicePart.SUM, DevicePart.OWN
+SUM, OWN, ANY, ALL = DevicePart.SUM, DevicePart.OWN, DevicePart.ANY, DevicePart.ALL
+CONDITIONS = frozenset([ANY, ALL])
 # The dimension whose rows are divided over the devices. None: all devices have the same array.
 State = int | DevicePart | None
 States = tuple[State, ...]
@@ -65,6 +68,17 @@ _NOT_OF_ROW = frozenset(
 _NOT_INSIDE = _NOT_OF_ROW | {"debug_callback", "debug_print", "io_callback"}
 # A function of what is the same for all rows, such as the number of an error.
 CALLBACK = "pure_callback"
+# What a reduction of conditions over rows gives, and what answers for the rows of one device are
+# enough for, such as to raise an error.
+_REDUCED_TO = {"reduce_or": ANY, "reduce_and": ALL}
+_ANSWERED_BY = {"unvmap_any": ANY, "unvmap_all": ALL}
+_NEGATED = {ANY: ALL, ALL: ANY}
+# These act on a condition as a reduction to it does.
+_OF_CONDITIONS = {ANY: frozenset(["or", "reduce_or"]), ALL: frozenset(["and", "reduce_and"])}
+_WITH_SAME = frozenset(["and", "or"])  # with what all devices have, any condition stays one
+_ARRANGED = frozenset(
+    ["broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"]
+)
 # The primitives of Equinox that can be lowered inside of `jax.shard_map`, and differentiated there.
 _DIFFERENTIABLE = frozenset(["maybe_set"])
 
@@ -140,6 +154,8 @@ class LocalStates:
         step = self._operation(equation, _replace_all(states, OWN, None))
         if SUM in step.results:
             raise NotLocal(f"`{name}` sums what differs from device to device")
+        if not CONDITIONS.isdisjoint(step.results):
+            raise NotLocal(f"`{name}` combines conditions that differ from device to device")
         operands = list(step.operands)
         for place, state in enumerate(states):
             if state is OWN and operands[place] is None:
@@ -172,6 +188,8 @@ class LocalStates:
             carry = joined
         if condition is SUM:
             raise NotLocal("the condition of `while` is a sum over rows")
+        if condition in CONDITIONS:
+            raise NotLocal("the condition of `while` is one of all rows")
         return LocalStep((*cond_consts, *body_consts, *carry), carry), condition
 
     def _while(self, equation: JaxprEqn, flow: While, states: Sequence[State]) -> LocalStep:
@@ -212,7 +230,7 @@ class LocalStates:
 
     def _cond(self, equation: JaxprEqn, flow: Cond, states: Sequence[State]) -> LocalStep:
         index, *operands = states
-        if index is SUM or isinstance(index, int):
+        if index is SUM or index in CONDITIONS or isinstance(index, int):
             raise NotLocal("`cond` chooses a branch by rows")
         results: list[State] = [None] * len(equation.outvars)
         for branch in flow.branches:
@@ -253,6 +271,8 @@ class LocalStates:
             return LocalStep(tuple(states), (None,) * count)
         if name in PAIRWISE or is_identity(equation):
             return LocalStep(tuple(states), tuple(states))
+        if not CONDITIONS.isdisjoint(states):
+            return LocalStep(tuple(states), (_of_condition(name, states),) * count)
         if name in OF_ANY_ROW and SUM not in states:
             return LocalStep(tuple(states), (OWN,) * count)
         if rule is None:
@@ -268,6 +288,8 @@ class LocalStates:
             raise NotLocal(f"`{name}` combines rows with other rows")
         factor = factors.pop()
         operands = [self._place(name, rule, factor, dimensions) for dimensions in rule.operands]
+        if factor in rule.reduced and name in _REDUCED_TO and is_condition(equation):
+            return LocalStep(tuple(operands), (_REDUCED_TO[name],))
         if factor in rule.reduced:
             return _summed(name, rule, operands, count)
         if not rule.is_carried(factor):
@@ -426,7 +448,7 @@ def _differing(states: Sequence[State], operands: Sequence[int | None]) -> State
     """
     results = []
     for state, operand in zip(states, operands, strict=True):
-        if operand is None and state is SUM:
+        if operand is None and (state is SUM or state in CONDITIONS):
             raise NotLocal("a sum over rows has other terms on each device")
         if operand is None and state is None:
             state = OWN
@@ -474,6 +496,26 @@ def _of_sum(equation: JaxprEqn, rule: Rule, states: Sequence[State]) -> LocalSte
     for place in group:
         operands[place] = SUM
     return LocalStep(tuple(operands), (SUM,) * len(equation.outvars))
+
+
+def is_condition(equation: JaxprEqn) -> bool:
+    """Whether an equation combines true and false, and not the bits of numbers."""
+    return struct_of(equation.outvars[0]).dtype == bool
+
+
+def _of_condition(name: str, states: Sequence[State]) -> State:
+    """What a device has of a result of a condition of all rows."""
+    (condition, *others) = CONDITIONS.intersection(states)
+    if others or not set(states) <= {condition, None}:
+        raise NotLocal(f"`{name}` combines a condition of all rows with rows")
+    if _ANSWERED_BY.get(name) is condition:
+        return OWN
+    if name == "not":
+        return _NEGATED[condition]
+    with_same = name in _WITH_SAME and None in states
+    if with_same or name in _ARRANGED | _OF_CONDITIONS[condition]:
+        return condition
+    raise NotLocal(f"`{name}` is applied to a condition of all rows")
 
 
 def _summed(name: str, rule: Rule, operands: list[State], count: int) -> LocalStep:

@@ -1,0 +1,132 @@
+"""Scans that each device runs on its own rows, so that gradients are summed once after them.
+
+The gradient of a weight that a scan closes over is summed over the devices that divide the rows. If
+each use of the weight can have a copy for each shard of the batch, this is done after the scan (see
+`_loop_weights`). Otherwise XLA sums in every iteration, as for weights in a rematerialised body,
+or in gradients that the body computes itself. If the rows are independent, each device can run the
+entire scan on its own rows, and the sum follows.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from jax.extend.core import JaxprEqn, Var
+
+from ...core._control_flow import Call, CallKind, Scan, control_flow, primitive_name
+from ...core._jaxpr import is_inexact, struct_of, variables
+from ..operations import Atom, shape_of
+from ._graph import Value
+from ._local_states import (
+    OWN,
+    SUM,
+    LocalStates,
+    NotLocal,
+    State,
+    equations_inside,
+    have_rows,
+    is_over_rows,
+)
+from ._loop_weights import is_supported, rearranges
+from ._walk import Scope
+
+BatchDim = Callable[[Value], int | None]  # the dimension of a value that is rows of the batch
+
+
+def find_local_scans(scope: Scope, batch_dim: BatchDim) -> Iterator[JaxprEqn]:
+    """The outermost scans that are run on each device's rows for the sake of gradients."""
+    for index, equation in enumerate(scope.jaxpr.eqns):
+        if isinstance(control_flow(equation), Scan) and _is_local(equation, scope, batch_dim):
+            yield equation
+            continue
+        for inner in scope.inner.get(index, ()):
+            yield from find_local_scans(inner, batch_dim)
+
+
+def _is_local(equation: JaxprEqn, scope: Scope, batch_dim: BatchDim) -> bool:
+    if not sums_in_every_iteration(equation, scope, batch_dim):
+        return False
+    results = _results(equation, row_states(equation, scope, batch_dim))
+    return OWN not in results and not has_reverse_rule(equation)
+
+
+def _results(equation: JaxprEqn, states: Sequence[State]) -> Sequence[State]:
+    """What each device has of the results, if it runs the equation on its own rows."""
+    try:
+        return LocalStates(1).step(equation, states).results
+    except NotLocal:
+        return [OWN]
+
+
+def sums_in_every_iteration(equation: JaxprEqn, scope: Scope, batch_dim: BatchDim) -> bool:
+    """Whether devices would sum gradients or results over rows in each iteration of a scan."""
+    scan = control_flow(equation)
+    if not isinstance(scan, Scan) or scan.length < 2:
+        return False
+    states = row_states(equation, scope, batch_dim)
+    if not have_rows(states) or is_over_rows(scan, states):
+        return False
+    _, _, x_states = scan.split(states)
+    _, _, xs = scan.split(equation.invars)
+    for atom, state in zip(xs, x_states, strict=True):
+        # Layers, which are gathered and whose gradients are summed one at a time.
+        if state is None and len(shape_of(atom)) > 1 and is_inexact(struct_of(atom)):
+            return False
+    # Each device would draw the random numbers of all rows from one key.
+    if any(map(_draws_from_one_key, equations_inside(equation))):
+        return False
+    (body,) = scope.inner[scope.jaxpr.eqns.index(equation)]
+    for var, state in zip(body.jaxpr.invars[: scan.consts], states, strict=False):
+        is_weight = state is None and is_inexact(struct_of(var))
+        if is_weight and not _copies_suffice(body, var, batch_dim):
+            return True
+    return SUM in _results(equation, states)
+
+
+def row_states(equation: JaxprEqn, scope: Scope, batch_dim: BatchDim) -> list[State]:
+    """The dimensions of the operands of an equation that are rows."""
+    states: list[State] = []
+    for atom in equation.invars:
+        value = scope.value_of(atom)
+        states.append(None if value is None else batch_dim(value))
+    return states
+
+
+def has_reverse_rule(equation: JaxprEqn) -> bool:
+    """Whether an equation runs a `custom_vjp`."""
+    for inner in equations_inside(equation):
+        flow = control_flow(inner)
+        if isinstance(flow, Call) and flow.kind is CallKind.CUSTOM_VJP:
+            return True
+    return False
+
+
+def _draws_from_one_key(equation: JaxprEqn) -> bool:
+    return primitive_name(equation) == "random_bits" and not shape_of(equation.invars[0])
+
+
+def _copies_suffice(scope: Scope, var: Var, batch_dim: BatchDim) -> bool:
+    """Whether each use of a weight can have one of its copies for the shards of the batch."""
+    if var in variables(scope.jaxpr.outvars):
+        return False
+    for equation in scope.jaxpr.eqns:
+        if var not in variables(equation.invars):
+            continue
+        if not is_supported(equation, var) or not _has_shards(equation, scope, var, batch_dim):
+            return False
+        if rearranges(equation) and not _copies_suffice(scope, equation.outvars[0], batch_dim):
+            return False
+    return True
+
+
+def _has_shards(equation: JaxprEqn, scope: Scope, var: Atom, batch_dim: BatchDim) -> bool:
+    """Whether what a weight is combined with is divided over the shards of the batch."""
+    if rearranges(equation):
+        return True
+    if equation.primitive.name != "dot_general":
+        return batch_dim(scope.values[equation.outvars[0]]) is not None
+    place = 1 - list(equation.invars).index(var)
+    other = scope.value_of(equation.invars[place])
+    if other is None:
+        return False
+    sums, _ = equation.params["dimension_numbers"]
+    rows = batch_dim(other)
+    return rows is not None and rows not in sums[place]

@@ -25,7 +25,8 @@ from ..core._donation import is_concrete, is_deleted, separate
 from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions
 from ..core._frames import hide_frames
-from ..core._pytree import Arrays, Static, abstract_array, split
+from ..core._pytree import Arrays, Static, abstract_array, join, split
+from ..core._stored_specs import StoredSpecs, stored_as, stored_specs
 from ..core._tracing import missing_mesh
 from ..distributed._agreement import agree_on_program
 from ..distributed._arrays import abstract_batch, place_array, put, stays_on_host
@@ -443,10 +444,13 @@ class CompiledStep:
         return trace(self._jit(kind, constants, ambient=True))
 
     def _jit(self, kind: _StateKind, constants: Static, *, ambient: bool) -> Jitted:
-        step = self._step
+        def step(arrays: Arrays, others: Arrays) -> tuple[Arrays, PyTree]:
+            with stored_as(_specs_of(kind, arrays)):
+                return self._step(arrays, kind.static, others, constants, ambient)
+
         # Static arguments of a jitted function would be hashed and compared at each call.
         return jax.jit(
-            lambda arrays, others: step(arrays, kind.static, others, constants, ambient),
+            step,
             in_shardings=(kind.shardings, None),
             # Of the new state only: metrics are where the compiler leaves them.
             out_shardings=(kind.given_shardings, None),
@@ -454,6 +458,11 @@ class CompiledStep:
             donate_argnums=0,
             compiler_options=self.compiler_options or None,
         )
+
+
+def _specs_of(kind: _StateKind, arrays: Arrays) -> StoredSpecs:
+    """How the arrays of a state are stored, for optimizers that send parts of them."""
+    return stored_specs(join(kind.shardings, kind.static), join(arrays, kind.static))
 
 
 def _put(x: PyTree, sharding: NamedSharding) -> PyTree:

@@ -1,8 +1,4 @@
-"""The matrices of a model in stacks, which the devices of a mesh divide.
-
-What optimizers compute with a matrix needs all of it. Matrices of the same shape are stacked, and
-the stack is sharded over all axes of the mesh: each device has some matrices.
-"""
+"""The matrices of a model, by the dimension numbers of each array."""
 
 import functools as ft
 from collections.abc import Hashable
@@ -10,13 +6,12 @@ from math import prod
 from numbers import Real
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, PyTree
 
 from ..core._errors import check_kind, check_optimizer
-from ..core._tracing import sizes_of_axes
+from ._divide import StoredMatrices, as_stored
 from ._labels import labels_like
 
 Numbers = optax.contrib.MuonDimensionNumbers
@@ -85,26 +80,6 @@ def numbers_of(dimensions: PyTree[Numbers | None]) -> list[Numbers]:
     return [x for x in jax.tree.leaves(dimensions, is_leaf=is_numbers) if is_numbers(x)]
 
 
-def divided(stack: Matrices) -> Matrices:
-    """A stack with a number of matrices that divides over all devices, and is sharded so."""
-    axes = dividing_axes()
-    if not axes:
-        return stack
-    # Matrices of zeros stay zeros, and are cut off.
-    padded = jnp.pad(stack, ((0, missing_matrices(stack.shape[0])), (0, 0), (0, 0)))
-    return jax.lax.with_sharding_constraint(padded, P(axes))
-
-
-def dividing_axes() -> tuple[str, ...]:
-    """The axes of the mesh that the current trace is for which divide anything."""
-    return tuple(axis for axis, size in sizes_of_axes().items() if size > 1)
-
-
-def missing_matrices(count: int) -> int:
-    """How many matrices a stack lacks to be divided over all devices."""
-    return -count % prod(sizes_of_axes().values())
-
-
 def _order(x: Array, numbers: Numbers) -> tuple[tuple[int, ...], int, int]:
     """The dimensions in the order (matrices, rows, columns), and the numbers of rows and columns.
 
@@ -139,13 +114,8 @@ def size_along(x: Array, dims: tuple[int, ...]) -> int:
     return prod(x.shape[d] for d in dims)
 
 
-def as_matrices(x: Array, numbers: Numbers) -> Matrices:
+def stored_matrices(x: Array, numbers: Numbers, path: KeyPath) -> StoredMatrices:
+    """An array of a tree with a path, as the matrices that the dimension numbers say it is."""
     order, rows, columns = _order(x, numbers)
-    return x.transpose(order).reshape(-1, rows, columns)
-
-
-def from_matrices(matrices: Matrices, like: Array, numbers: Numbers) -> Array:
-    """The inverse of `as_matrices`."""
-    order, _, _ = _order(like, numbers)
-    inverse = sorted(range(like.ndim), key=order.__getitem__)
-    return matrices.reshape([like.shape[d] for d in order]).transpose(inverse)
+    stacked = x.ndim - sum(map(len, sides_of(x, numbers)))
+    return as_stored(x, path, order, (rows, columns), stacked)

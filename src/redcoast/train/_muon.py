@@ -3,10 +3,10 @@
 An orthogonalisation needs a whole matrix. With `optax.contrib.muon`, each device orthogonalises the
 matrices of all layers if the parameters are replicated; if they are sharded, devices send parts of
 each matrix in every iteration. Here, matrices of the same shape are stacked, and the stack is
-sharded over all axes of the mesh: each device has some matrices, and orthogonalises these alone.
+divided over all axes of the mesh: each device has some matrices, and orthogonalises these alone.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +18,18 @@ from ..core._errors import check_integer, check_kind, check_number, several
 from ..core._frames import warn
 from ..core._pytree import show_path
 from ..sharding import find_uses
+from ._divide import StoredMatrices, compute_divided
 from ._matrix_stacks import (
     NUMBER,
     Matrices,
     Numbers,
-    as_matrices,
     by_label,
     check_learning_rate,
     check_rates,
-    divided,
-    from_matrices,
     numbers_of,
     sides_of,
     size_along,
+    stored_matrices,
 )
 
 
@@ -154,40 +153,29 @@ def _orthogonalize(
     numbers = numbers_of(dimensions)
 
     def update(updates: PyTree, params: PyTree) -> PyTree:
-        arrays, treedef = jax.tree.flatten(updates)
-        # (matrices, rows, columns) each, with the layers as matrices
-        views = [as_matrices(x, n) for x, n in zip(arrays, numbers, strict=True)]
-        # Matrices of the same shape are one stack, whichever arrays they are from.
-        places: dict[Hashable, list[int]] = {}
-        for place, view in enumerate(views):
-            places.setdefault((*view.shape[1:], str(view.dtype)), []).append(place)
-        stacks: list[Matrices] = []
-        for members in places.values():
-            stack = jnp.concatenate([views[place] for place in members])
-            # Each device iterates on its own matrices, which needs no communication until the end.
-            stacks.append(divided(stack))
-        orthogonal = _newton_schulz(stacks, iterations)
-        for stack, members in zip(orthogonal, places.values(), strict=True):
-            first = 0  # behind the last are the zeros that `divided` added
-            for place in members:
-                count = views[place].shape[0]
-                views[place] = stack[first : first + count]
-                first += count
-        return jax.tree.unflatten(treedef, map(from_matrices, views, arrays, numbers))
+        leaves, treedef = jax.tree.flatten_with_path(updates)
+        members: list[list[StoredMatrices]] = []
+        for (path, x), n in zip(leaves, numbers, strict=True):
+            members.append([stored_matrices(x, n, path)])
+        results = compute_divided(orthogonalize, (), members)
+        return treedef.unflatten([orthogonal for (orthogonal,) in results])
+
+    def orthogonalize(shared: tuple[()], stack: Matrices) -> list[Matrices]:
+        return [_newton_schulz(stack, iterations)]
 
     return optax.stateless(update)
 
 
-def _newton_schulz(stacks: list[Matrices], iterations: int) -> list[Matrices]:
+def _newton_schulz(stack: Matrices, iterations: int) -> Matrices:
     # Without momentum, this is the orthogonalisation alone.
     transformation = optax.contrib.scale_by_muon(
         ns_steps=iterations,
         beta=0.0,
         nesterov=False,
-        weight_dimension_numbers=[Numbers(1, 2)] * len(stacks),
+        weight_dimension_numbers=[Numbers(1, 2)],
     )
-    orthogonal, _ = transformation.update(stacks, transformation.init(stacks))
-    return list(jax.tree.leaves(orthogonal))
+    orthogonal, _ = transformation.update([stack], transformation.init([stack]))
+    return jax.tree.leaves(orthogonal)[0]
 
 
 def _scale_by_shape(

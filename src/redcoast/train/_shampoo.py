@@ -5,20 +5,24 @@ anew every few steps, from the eigenvectors of the statistics.
 """
 
 import functools as ft
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
-from ._matrix_stacks import Matrices, Numbers
+from ._divide import compute_divided
+from ._matrix_stacks import Matrices, Numbers, sides_of
 from ._side_statistics import (
+    Moments,
     Side,
+    Sided,
     SideOptions,
-    Stack,
+    Statistics,
     add_gradient,
     as_statistics,
-    sides_of_stack,
+    side_of,
     with_sides,
 )
 
@@ -87,13 +91,41 @@ def shampoo(
     """
     options = SideOptions(b1, b2, statistics, eps, frequency)
     return with_sides(
-        "shampoo", learning_rate, dimensions, others, options, weight_decay, next_stack=_next
+        "shampoo", learning_rate, dimensions, others, options, weight_decay, compute=_next
     )
 
 
-def _next(options: SideOptions, count: Int[Array, ""], stack: Stack) -> Stack:
-    gradient = stack.gradient
-    left, right = sides_of_stack(stack)
+def _next(options: SideOptions, count: Int[Array, ""], sided: list[Sided]) -> list[Sided]:
+    members = [x.stored(x.moments.gradient) for x in sided]
+    on_stacks = ft.partial(_on_stacks, options)
+    results = compute_divided(on_stacks, count, members, like=(0, 1, 2))
+    after: list[Sided] = []
+    for x, (direction, left, right) in zip(sided, results, strict=True):
+        gradient, mu, nu = x.moments
+        nu = options.b2 * nu + (1 - options.b2) * gradient**2
+        unbiased_nu = nu / (1 - options.b2 ** (count + 1))
+        update = direction * _norms(gradient / (jnp.sqrt(unbiased_nu) + _GRAFT_EPS), x.numbers)
+        mu = options.b1 * mu + (1 - options.b1) * update
+        unbiased_mu = mu / (1 - options.b1 ** (count + 1))
+        after.append(replace(x, moments=Moments(unbiased_mu, mu, nu), left=left, right=right))
+    return after
+
+
+def _norms(x: Array, numbers: Numbers) -> Array:
+    """The norm of each matrix of an array, with dimensions of size one in place of its sides."""
+    inputs, outputs = sides_of(x, numbers)
+    return jnp.sqrt(jnp.sum(x**2, axis=(*inputs, *outputs), keepdims=True))
+
+
+def _on_stacks(
+    options: SideOptions,
+    count: Int[Array, ""],
+    gradient: Matrices,
+    left_statistics: Statistics,
+    right_statistics: Statistics,
+) -> list[Array]:
+    """The directions of the updates, of norm one, and the statistics of both sides."""
+    left, right = side_of(left_statistics), side_of(right_statistics)
     left = add_gradient(left, gradient, options.statistics)
     right = add_gradient(right, gradient.mT, options.statistics)
     is_due = count % options.frequency == 0
@@ -104,19 +136,10 @@ def _next(options: SideOptions, count: Int[Array, ""], stack: Stack) -> Stack:
         preconditioned = left.basis @ preconditioned
     if not right.is_empty:
         preconditioned = preconditioned @ right.basis
-    nu = options.b2 * stack.nu + (1 - options.b2) * gradient**2
-    unbiased_nu = nu / (1 - options.b2 ** (count + 1))
-    grafted = _norms(gradient / (jnp.sqrt(unbiased_nu) + _GRAFT_EPS))
-    norms = _norms(preconditioned)
+    norms = jnp.sqrt(jnp.sum(preconditioned**2, axis=(1, 2), keepdims=True))
     # A gradient of zeros has an update of zeros.
-    update = preconditioned * jnp.where(norms > 0, grafted / norms, 0)
-    mu = options.b1 * stack.mu + (1 - options.b1) * update
-    unbiased_mu = mu / (1 - options.b1 ** (count + 1))
-    return Stack(unbiased_mu, mu, nu, as_statistics(left), as_statistics(right))
-
-
-def _norms(x: Matrices) -> Float[Array, "_ 1 1"]:
-    return jnp.sqrt(jnp.sum(x**2, axis=(1, 2), keepdims=True))
+    direction = jnp.where(norms > 0, preconditioned / norms, 0)
+    return [direction, as_statistics(left), as_statistics(right)]
 
 
 def _with_roots(options: SideOptions, left: Side, right: Side) -> tuple[Side, Side]:

@@ -6,29 +6,27 @@ each device computes with some of them.
 """
 
 import functools as ft
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..core._errors import check_integer, check_kind, check_number
-from ..core._tracing import traced_mesh
+from ._divide import StoredMatrices, as_stored
 from ._matrix_stacks import (
     NUMBER,
     Matrices,
     Numbers,
-    as_matrices,
     by_label,
     check_learning_rate,
     check_rates,
-    dividing_axes,
-    from_matrices,
-    missing_matrices,
     numbers_of,
+    stored_matrices,
 )
 
 # (matrices, the statistics and what follows from them, size, size)
@@ -52,14 +50,12 @@ class SidesState(NamedTuple):
     right: PyTree[Array]
 
 
-class Stack(NamedTuple):
-    """What is computed with for matrices of the same shape."""
+class Moments(NamedTuple):
+    """A gradient and its means, in the shape of the parameter."""
 
-    gradient: Matrices
-    mu: Matrices
-    nu: Matrices
-    left: Statistics
-    right: Statistics
+    gradient: Array
+    mu: Array
+    nu: Array
 
 
 class Side(NamedTuple):
@@ -84,8 +80,30 @@ class SideOptions(NamedTuple):
     frequency: int
 
 
-# From the number of steps so far and a stack to the next one, with the update as its gradient.
-Next = Callable[[Int[Array, ""], Stack], Stack]
+@dataclass(frozen=True)
+class Sided:
+    """An array of matrices with its statistics, and what an optimizer computes for it.
+
+    `moments` have the gradient at first, and the update at last.
+    """
+
+    path: KeyPath
+    numbers: Numbers
+    moments: Moments
+    left: Statistics
+    right: Statistics
+
+    def stored(self, *arrays: Array) -> list[StoredMatrices]:
+        """Arrays of the parameter's shape and the statistics, as matrices."""
+        members = [stored_matrices(x, self.numbers, self.path) for x in arrays]
+        # The statistics are stacks already.
+        for x in (self.left, self.right):
+            members.append(as_stored(x, self.path, range(4), x.shape[1:], 1))
+        return members
+
+
+# From the number of steps so far and the matrices to the same with their updates.
+Next = Callable[[Int[Array, ""], list[Sided]], list[Sided]]
 
 
 def with_sides(
@@ -96,7 +114,7 @@ def with_sides(
     options: SideOptions,
     weight_decay: float,
     *,
-    next_stack: Callable[[SideOptions, Int[Array, ""], Stack], Stack],
+    compute: Callable[[SideOptions, Int[Array, ""], list[Sided]], list[Sided]],
 ) -> optax.GradientTransformation:
     """An optimizer of matrices with statistics of both sides, and another one of other arrays.
 
@@ -108,7 +126,7 @@ def with_sides(
     check_integer("frequency", options.frequency)
     check_kind("weight_decay", weight_decay, NUMBER, "a number")
     matrices = optax.chain(
-        _scale_by_sides(dimensions, ft.partial(next_stack, options)),
+        _scale_by_sides(dimensions, ft.partial(compute, options)),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -116,18 +134,19 @@ def with_sides(
 
 
 def _scale_by_sides(
-    dimensions: PyTree[Numbers | None], next_stack: Next
+    dimensions: PyTree[Numbers | None], compute: Next
 ) -> optax.GradientTransformation:
     """A transformation that computes its updates on stacks, of which each device has a part."""
     numbers = numbers_of(dimensions)
 
     def init(params: PyTree) -> SidesState:
         arrays, treedef = jax.tree.flatten(params)
-        shapes: list[tuple[int, ...]] = []
+        left: list[Array] = []
+        right: list[Array] = []
         for x, n in zip(arrays, numbers, strict=True):
-            shapes.append(jax.eval_shape(lambda x, n=n: as_matrices(x, n), x).shape)
-        left = [_statistics(shape, 1) for shape in shapes]
-        right = [_statistics(shape, 2) for shape in shapes]
+            layout = stored_matrices(x, n, ()).layout
+            left.append(_statistics(layout.count, layout.shape[0]))
+            right.append(_statistics(layout.count, layout.shape[1]))
         # Two trees: a step donates its state, and no array may be donated twice.
         mu = jax.tree.map(_float32_zeros, params)
         nu = jax.tree.map(_float32_zeros, params)
@@ -137,16 +156,16 @@ def _scale_by_sides(
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None
     ) -> tuple[PyTree, SidesState]:
-        treedef = jax.tree.structure(updates)
-        stacks: list[Stack] = []
-        for *arrays, n in zip(*map(jax.tree.leaves, (updates, *state[1:])), numbers, strict=True):
-            shaped = [as_matrices(x.astype(jnp.float32), n) for x in arrays[:3]]
-            stacks.append(Stack(*shaped, *arrays[3:]))  # the statistics are stacks already
-        results = _together(next_stack, state.step, stacks)
+        leaves, treedef = jax.tree.flatten_with_path(updates)
+        sided: list[Sided] = []
+        of_state = map(jax.tree.leaves, state[1:])
+        for (path, x), mu, nu, left, right, n in zip(leaves, *of_state, numbers, strict=True):
+            moments = Moments(x.astype(jnp.float32), mu, nu)
+            sided.append(Sided(path, n, moments, left, right))
         new: list[list[Array]] = []
-        for stack, x, n in zip(results, jax.tree.leaves(updates), numbers, strict=True):
-            shaped = [from_matrices(y, x, n) for y in stack[:3]]
-            new.append([shaped[0].astype(x.dtype), *shaped[1:], *stack[3:]])
+        for (_, x), after in zip(leaves, compute(state.step, sided), strict=True):
+            gradient, mu, nu = after.moments
+            new.append([gradient.astype(x.dtype), mu, nu, after.left, after.right])
         step = jnp.asarray(optax.safe_increment(state.step))
         trees = [treedef.unflatten(part) for part in zip(*new, strict=True)]
         return trees[0], SidesState(step, *trees[1:])
@@ -154,10 +173,8 @@ def _scale_by_sides(
     return optax.GradientTransformation(init, update)
 
 
-def sides_of_stack(stack: Stack) -> tuple[Side, Side]:
-    """The shorter and the longer side."""
-    left, right = stack.left, stack.right
-    return Side(left[:, 0], left[:, 1]), Side(right[:, 0], right[:, 1])
+def side_of(statistics: Statistics) -> Side:
+    return Side(statistics[:, 0], statistics[:, 1])
 
 
 def add_gradient(side: Side, rows: Matrices, kept: float) -> Side:
@@ -176,45 +193,7 @@ def _float32_zeros(x: Array) -> Float[Array, "..."]:
     return jnp.zeros_like(x, dtype=jnp.float32)
 
 
-def _statistics(shape: tuple[int, ...], side: int) -> Statistics:
-    size = shape[side]
+def _statistics(count: int, size: int) -> Statistics:
     if size > _LARGEST:
         size = 0  # the arrays are empty
-    return jnp.zeros((shape[0], 2, size, size))
-
-
-def _together(next_stack: Next, count: Int[Array, ""], stacks: Sequence[Stack]) -> list[Stack]:
-    """The next state of all matrices, with the update in place of the gradient."""
-    places: dict[Hashable, list[int]] = {}
-    for place, stack in enumerate(stacks):
-        alone = missing_matrices(stack.gradient.shape[0]) == 0
-        shape: Hashable = stack.gradient.shape[1:]
-        # A stack that all devices divide stays as it is stored.
-        if alone and dividing_axes():
-            shape = shape, place
-        places.setdefault(shape, []).append(place)
-    results: list[Stack] = list(stacks)
-    for members in places.values():
-        parts = zip(*(stacks[place] for place in members), strict=True)
-        joined = Stack(*map(jnp.concatenate, parts))
-        stack = _divide(next_stack, count, joined)
-        first = 0
-        for place in members:
-            last = first + stacks[place].gradient.shape[0]
-            results[place] = Stack(*(x[first:last] for x in stack))
-            first = last
-    return results
-
-
-def _divide(next_stack: Next, count: Int[Array, ""], stack: Stack) -> Stack:
-    """The next state of a stack, of which each device computes a part."""
-    mesh, axes = traced_mesh(), dividing_axes()
-    if mesh is None or not axes:
-        return next_stack(count, stack)
-    missing = missing_matrices(stack.gradient.shape[0])
-    padded = [jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) for x in stack]
-    # The compiler would gather the operands of decompositions.
-    local = jax.shard_map(
-        next_stack, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P(axes), check_vma=False
-    )
-    return local(count, Stack(*padded))
+    return jnp.zeros((count, 2, size, size))

@@ -3,19 +3,25 @@
 The eigenvectors are computed anew every few steps, by one step of orthogonal iteration.
 """
 
+import functools as ft
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
+from ._divide import StoredMatrices, compute_divided
 from ._matrix_stacks import Matrices, Numbers
 from ._side_statistics import (
+    Moments,
     Side,
+    Sided,
     SideOptions,
-    Stack,
+    Statistics,
     add_gradient,
     as_statistics,
-    sides_of_stack,
+    side_of,
     with_sides,
 )
 
@@ -79,25 +85,48 @@ def soap(
     """
     options = SideOptions(b1, b2, statistics, eps, frequency)
     return with_sides(
-        "soap", learning_rate, dimensions, others, options, weight_decay, next_stack=_next
+        "soap", learning_rate, dimensions, others, options, weight_decay, compute=_next
     )
 
 
-def _next(options: SideOptions, count: Int[Array, ""], stack: Stack) -> Stack:
-    gradient = stack.gradient
-    left, right = sides_of_stack(stack)
-    mu = options.b1 * stack.mu + (1 - options.b1) * gradient
+def _next(options: SideOptions, count: Int[Array, ""], sided: list[Sided]) -> list[Sided]:
+    members: list[list[StoredMatrices]] = []
+    means: list[Array] = []
+    for x in sided:
+        gradient, mu, nu = x.moments
+        mu = options.b1 * mu + (1 - options.b1) * gradient
+        means.append(mu)
+        members.append(x.stored(gradient, mu, nu))
+    on_stacks = ft.partial(_on_stacks, options)
+    results = compute_divided(on_stacks, count, members, like=(0, 2, 3, 4))
+    after: list[Sided] = []
+    for x, mu, (update, nu, left, right) in zip(sided, means, results, strict=True):
+        # The first gradient only begins the statistics.
+        mu = jnp.where(count == 0, 0, mu)
+        after.append(replace(x, moments=Moments(update, mu, nu), left=left, right=right))
+    return after
+
+
+def _on_stacks(
+    options: SideOptions,
+    count: Int[Array, ""],
+    gradient: Matrices,
+    mu: Matrices,
+    nu: Matrices,
+    left_statistics: Statistics,
+    right_statistics: Statistics,
+) -> list[Array]:
+    """The updates, the means of squares in the basis, and the statistics of both sides."""
+    left, right = side_of(left_statistics), side_of(right_statistics)
     rotated = _rotate(gradient, left.basis, right.basis)
-    nu = options.b2 * stack.nu + (1 - options.b2) * rotated**2
+    nu = options.b2 * nu + (1 - options.b2) * rotated**2
     # How many gradients the means are of, without the first.
     steps = jnp.maximum(count, 1)
     unbiased_mu = _rotate(mu, left.basis, right.basis) / (1 - options.b1**steps)
     unbiased_nu = nu / (1 - options.b2**steps)
     parts = unbiased_mu / (jnp.sqrt(unbiased_nu) + options.eps)
     update = _rotate_back(parts, left.basis, right.basis)
-    # The first gradient only begins the statistics.
     is_first = count == 0
-    mu = jnp.where(is_first, 0, mu)
     nu = jnp.where(is_first, 0, nu)
     update = jnp.where(is_first, 0, update)
     left = add_gradient(left, gradient, options.statistics)
@@ -106,7 +135,7 @@ def _next(options: SideOptions, count: Int[Array, ""], stack: Stack) -> Stack:
     branch = jnp.where(is_first, 2, jnp.where(is_due, 1, 0))
     branches = [lambda *state: state, _iterate, _decompose]
     left, right, nu = jax.lax.switch(branch, branches, left, right, nu)
-    return Stack(update, mu, nu, as_statistics(left), as_statistics(right))
+    return [update, nu, as_statistics(left), as_statistics(right)]
 
 
 def _rotate(x: Matrices, left: Matrices, right: Matrices) -> Matrices:

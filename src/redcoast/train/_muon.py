@@ -9,7 +9,6 @@ divided over all axes of the mesh: each device has some matrices, and orthogonal
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PyTree

@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax
+import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._dtypes import tree_to_jax_dtypes
-from ..core._errors import check_functions, check_integer
+from ..core._errors import check_functions, check_integer, check_optimizer
 from ..core._frames import hide_frames, warn
 from ..core._pytree import abstract_array
 from ..core._tracing import abstract_key
@@ -31,6 +32,7 @@ from ._muon import warn_of_wrong_matrices
 from ._precision import ComputeDtype, as_compute_dtype
 from ._step import TrainState, refuse_other_rows
 from ._training import Training
+from ._update_plan import with_update_traffic
 
 
 @hide_frames
@@ -48,6 +50,7 @@ def plan_step(
     sequence: bool = False,
     microbatches: int | None = None,
     memory: int | float | Literal["auto"] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
 ) -> Plan:
     """Plans how a training step is sharded over a mesh, as `fit` plans its step.
 
@@ -62,6 +65,8 @@ def plan_step(
     - `hardware`, `sequence`, `microbatches`: as for [`redcoast.plan_shardings`][]. With
         `accumulate`, each of the accumulated parts is divided into this many microbatches.
     - `memory`: as for [`redcoast.plan_shardings`][]: the bytes of each device that a step may take.
+    - `optimizer`: the optimizer of the state. If it is given, the communication of its update is
+        estimated too. It changes no sharding.
 
     **Returns:**
 
@@ -80,6 +85,8 @@ def plan_step(
         ```
     """
     check_functions(loss_fn=loss_fn)
+    if optimizer is not None:
+        check_optimizer(optimizer)
     check_integer("accumulate", accumulate)
     compute_dtype = as_compute_dtype(compute_dtype)
     batch = tree_to_jax_dtypes(batch, "the batch", of="batch")
@@ -98,7 +105,7 @@ def plan_step(
             return x
         return jax.ShapeDtypeStruct((x.shape[0] // accumulate, *x.shape[1:]), x.dtype)
 
-    return plan_shardings(
+    plan = plan_shardings(
         state,
         mesh,
         fn=_loss(loss_fn, compute_dtype),
@@ -111,6 +118,9 @@ def plan_step(
         microbatches=microbatches,
         memory=memory,
     )
+    if optimizer is None:
+        return plan
+    return with_update_traffic(plan, optimizer, state, trainable)
 
 
 def plan_training(
@@ -125,6 +135,7 @@ def plan_training(
         accumulate=training.accumulate,
         compute_dtype=training.compute_dtype,
         trainable=training.trainable,
+        optimizer=training.optimizer,
         **options,
     )
 

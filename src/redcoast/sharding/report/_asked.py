@@ -59,9 +59,9 @@ class AskedShardings:
 def changes_asked(decision: Decision) -> Iterator[tuple[Asked, ChangeOfSharding, int | float]]:
     """The changes of sharding that the program asks for, and how often a step makes each."""
     for asked, before, after in follow_asked(decision).changes:
-        yield asked, _change(asked.value.bytes, before, after, decision.sizes), asked.times
+        yield asked, change_of_sharding(asked.value.bytes, before, after, decision.sizes), asked.times
         # What follows computes the cotangent in the sharding that is asked for.
-        yield asked, _change(asked.value.bytes, after, before, decision.sizes), asked.backward
+        yield asked, change_of_sharding(asked.value.bytes, after, before, decision.sizes), asked.backward
 
 
 def follow_asked(decision: Decision) -> AskedShardings:
@@ -213,7 +213,7 @@ class _Read:
             if gathers_other and self._model.issuperset(axes):
                 axes = asked  # computed as a whole, with the other operand
             planned.append(axes)
-        sent = _change(self.value.bytes, planned, self.fact, decision.sizes).sent
+        sent = change_of_sharding(self.value.bytes, planned, self.fact, decision.sizes).sent
         rows = used_axes(decision.batch_axes, decision.sizes)
         if set(rows).isdisjoint(chain.from_iterable(self.fact)):
             # The cotangent of the result may be gathered before the product, if it is smaller.
@@ -264,7 +264,7 @@ def _reached(asked: Asked, before: Spec, sizes: Sizes) -> tuple[Axes, ...]:
     return tuple(after)
 
 
-def _change(whole: int, before: Spec, after: Spec, axes: Sizes) -> ChangeOfSharding:
+def change_of_sharding(whole: int, before: Spec, after: Spec, axes: Sizes) -> ChangeOfSharding:
     """What a change between two shardings of an array of `whole` bytes sends.
 
     `less` are the factors by which dimensions are split less than before, and `more` those by which

@@ -13,7 +13,7 @@ from ..solver._figures import Arithmetic, Memory, Pipelining
 from ..tree._leaf_plans import LeafPlan, Reason, Role
 from ..tree._overrides import axes_of_spec, spec_parts
 
-TrafficKind = Literal["gradients", "activations", "parameters"]
+TrafficKind = Literal["gradients", "activations", "parameters", "optimizer"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,309 @@
+"""The communication of an optimizer's update, from its program and the shardings of a plan.
+
+Shardings are followed from the gradients, the state and the parameters through each operation, by
+the same rules as in a plan of a loss. Sums over a sharded dimension are all-reduced; where two
+operands are sharded differently, or an operation needs a dimension whole, one is gathered. The
+collectives of `jax.shard_map` are those that the program has.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import PartitionSpec as P
+
+from ...core._control_flow import (
+    AnyJaxpr,
+    Call,
+    Cond,
+    Kernel,
+    LinearSolve,
+    Manual,
+    Scan,
+    While,
+    control_flow,
+    open_jaxpr,
+)
+from ...core._jaxpr import struct_of
+from .._mesh_axes import parts, used_axes
+from ..operations import Atom, Dimension, Factor, Rule, opaque_rule, rule_of
+from ..solver._hardware import all_gather, all_reduce
+from ..tree._overrides import spec_axes
+from ._asked import Axes, change_of_sharding
+from ._data import Traffic
+from ._sent import Sent
+from ._traffic import traffic
+
+Spec = tuple[Axes, ...]  # the axes of each dimension
+_SMALL = 1e-4  # a part of all communication; less than that is left out, as norms are
+
+_REDUCED = "all-reduces in the optimizer"
+_GATHERED = "all-gathers in the optimizer"
+_EXCHANGED = "all-to-alls in the optimizer"
+_RESHARDED = "changes of sharding in the optimizer"
+
+
+def _of_parts(count: int, size: int | float) -> int | float:
+    """What each device sends if all get the parts of `size` bytes that all have."""
+    return (count - 1) * size
+
+
+# What each device sends in a ring, from the number of devices and the bytes of its operand.
+_SENT: dict[str, tuple[str, Callable[[int, int | float], int | float]]] = {
+    "psum": (_REDUCED, all_reduce),
+    "psum_invariant": (_REDUCED, all_reduce),
+    "pmax": (_REDUCED, all_reduce),
+    "pmin": (_REDUCED, all_reduce),
+    "all_gather": (_GATHERED, _of_parts),
+    "all_gather_invariant": (_GATHERED, _of_parts),
+    # As much as an all-gather with a result of this size.
+    "all_to_all": (_EXCHANGED, all_gather),
+    "reduce_scatter": ("reduce-scatters in the optimizer", all_gather),
+    "ppermute": ("permutations in the optimizer", lambda count, size: size),
+}
+
+
+def update_traffic(
+    program: AnyJaxpr,
+    inputs: Sequence[P],
+    outputs: Sequence[P],
+    sizes: Mapping[str, int],
+    *,
+    beside: int,
+) -> tuple[Traffic, ...]:
+    """What each device sends in an update, by cause.
+
+    **Arguments:**
+
+    - `program`: the traced update.
+    - `inputs`, `outputs`: how its arguments and its results are stored.
+    - `sizes`: those of the mesh's axes.
+    - `beside`: the bytes that a device sends in the rest of the step.
+    """
+    walk = _Walk(sizes)
+    jaxpr = open_jaxpr(program)
+    before = [_spec(spec, var, sizes) for spec, var in zip(inputs, jaxpr.invars, strict=True)]
+    results = walk.follow(jaxpr, before)
+    for atom, spec, stored in zip(jaxpr.outvars, results, outputs, strict=True):
+        walk.reshard(atom, spec, _spec(stored, atom, sizes))
+    lines = traffic(walk.sent)
+    total = beside + sum(line.bytes for line in lines)
+    return tuple(line for line in lines if line.bytes > _SMALL * total)
+
+
+@dataclass
+class _Walk:
+    """Follows specs through programs that run a number of times, and adds up what is sent."""
+
+    sizes: Mapping[str, int]
+    times: int = 1
+    sent: list[Sent] = field(default_factory=list)
+
+    def follow(self, jaxpr: Jaxpr, inputs: Sequence[Spec]) -> list[Spec]:
+        """The specs of the results."""
+        known: dict[Var, Spec] = dict(zip(jaxpr.invars, inputs, strict=True))
+        read = lambda atom: _read(known, atom)
+        for equation in jaxpr.eqns:
+            operands = list(map(read, equation.invars))
+            results = self._of_equation(equation, operands)
+            known.update(zip(equation.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def reshard(self, atom: Atom, before: Spec, after: Spec) -> None:
+        """Adds what a change of sharding sends."""
+        if before == after:
+            return
+        sent = change_of_sharding(_bytes(atom), before, after, self.sizes).sent
+        over = tuple(dict.fromkeys(chain(*before)))
+        self._add(over, _RESHARDED, sent)
+
+    def _add(self, axes: Sequence[str], cause: str, size: int | float) -> None:
+        over = tuple(axis for axis in self.sizes if axis in axes)
+        if size:
+            self.sent.append(Sent(over, "optimizer", cause, size * self.times))
+
+    def _of_equation(self, equation: JaxprEqn, operands: list[Spec]) -> list[Spec]:
+        match control_flow(equation):
+            case Scan() as scan:
+                return self._scan(scan, equation, operands)
+            case While() as loop:
+                _, body_consts, carry = loop.split(operands)
+                # Its number of iterations is not known.
+                self.follow(open_jaxpr(loop.body), [*body_consts, *carry])
+                return list(carry)
+            case Cond() as cond:
+                return self._cond(cond, operands[1:])
+            case Call() as call:
+                return self.follow(open_jaxpr(call.jaxpr), operands)
+            case Manual() as manual:
+                return self._manual(manual, equation, operands)
+            case LinearSolve() | Kernel():
+                return self._by_rule(equation, opaque_rule(equation), operands)
+        if equation.primitive.name == "sharding_constraint":
+            asked = getattr(equation.params["sharding"], "spec", P())
+            spec = _spec(asked, equation.invars[0], self.sizes)
+            self.reshard(equation.invars[0], operands[0], spec)
+            return [spec]
+        return self._by_rule(equation, rule_of(equation) or opaque_rule(equation), operands)
+
+    def _scan(self, scan: Scan, equation: JaxprEqn, operands: list[Spec]) -> list[Spec]:
+        consts, carry, scanned = scan.split(operands)
+        _, _, arrays = scan.split(list(equation.invars))
+        for atom, spec in zip(arrays, scanned, strict=True):
+            # An iteration takes one element of the first dimension.
+            self.reshard(atom, spec, ((), *spec[1:]))
+        body = open_jaxpr(scan.body)
+        inner = replace(self, times=self.times * scan.length)
+        results = inner.follow(body, [*consts, *carry, *(spec[1:] for spec in scanned)])
+        for atom, after, before in zip(body.outvars, results, carry, strict=False):
+            inner.reshard(atom, after, before)
+        return [*carry, *(((), *spec) for spec in results[len(carry) :])]
+
+    def _cond(self, cond: Cond, operands: list[Spec]) -> list[Spec]:
+        """The branch that sends the most counts."""
+        branches: list[_Walk] = []
+        results: list[Spec] = []
+        for branch in cond.branches:
+            inner = replace(self, sent=[])
+            of_branch = inner.follow(open_jaxpr(branch), operands)
+            if not branches:
+                results = of_branch
+            for atom, spec, wanted in zip(
+                open_jaxpr(branch).outvars, of_branch, results, strict=True
+            ):
+                inner.reshard(atom, spec, wanted)
+            branches.append(inner)
+        self.sent += max(branches, key=_total).sent
+        return results
+
+    def _manual(self, manual: Manual, equation: JaxprEqn, operands: list[Spec]) -> list[Spec]:
+        params = equation.params
+        for atom, spec, asked in zip(equation.invars, operands, params["in_specs"], strict=True):
+            self.reshard(atom, spec, _spec(asked, atom, self.sizes))
+        self._add_collectives(open_jaxpr(manual.body))
+        pairs = zip(params["out_specs"], equation.outvars, strict=True)
+        return [_spec(spec, atom, self.sizes) for spec, atom in pairs]
+
+    def _add_collectives(self, jaxpr: Jaxpr) -> None:
+        """Adds what the collectives of a program for one device send."""
+        for equation in jaxpr.eqns:
+            name, params = equation.primitive.name, equation.params
+            if name in _SENT:
+                cause, send = _SENT[name]
+                names = params.get("axis_name", params.get("axes", ()))
+                axes = [axis for axis in spec_axes(names) if self.sizes.get(axis, 1) > 1]
+                if axes:
+                    size = sum(map(_bytes, equation.invars))
+                    self._add(axes, cause, send(parts(axes, self.sizes), size))
+                continue
+            match control_flow(equation):
+                case Scan() as scan:
+                    inner = replace(self, times=self.times * scan.length)
+                    inner._add_collectives(open_jaxpr(scan.body))
+                case While() as loop:
+                    self._add_collectives(open_jaxpr(loop.body))
+                case Cond() as cond:
+                    branches: list[_Walk] = []
+                    for branch in cond.branches:
+                        branches.append(replace(self, sent=[]))
+                        branches[-1]._add_collectives(open_jaxpr(branch))
+                    self.sent += max(branches, key=_total).sent
+                case Call() as call:
+                    self._add_collectives(open_jaxpr(call.jaxpr))
+
+    def _by_rule(self, equation: JaxprEqn, rule: Rule, operands: list[Spec]) -> list[Spec]:
+        along = self._axes_of_factors(equation, rule, operands)
+        of_arrays = zip(equation.invars, operands, rule.operands, strict=True)
+        for atom, spec, dimensions in of_arrays:
+            if not isinstance(atom, Literal):
+                self._gather(atom, spec, _along(along, dimensions))
+        reduced = tuple(axis for factor in rule.reduced for axis in along.get(factor, ()))
+        results = [_along(along, dimensions) for dimensions in rule.results]
+        if reduced:
+            for atom, spec in zip(equation.outvars, results, strict=True):
+                size = _bytes(atom) / parts(tuple(chain(*spec)), self.sizes)
+                self._add(reduced, _REDUCED, all_reduce(parts(reduced, self.sizes), size))
+        return results
+
+    def _gather(self, atom: Atom, before: Spec, after: Spec) -> None:
+        """Adds what an operand sends to be sharded as an operation computes with it."""
+        if before != after:
+            size = change_of_sharding(_bytes(atom), before, after, self.sizes).sent
+            self._add(tuple(chain(*before)), _GATHERED, size)
+
+    def _axes_of_factors(
+        self, equation: JaxprEqn, rule: Rule, operands: Sequence[Spec]
+    ) -> dict[Factor, Axes]:
+        """The axes over which an operation is divided along each factor.
+
+        The largest operand decides first.
+        """
+        local = rule.whole | rule.moved | rule.blocked | rule.indexed
+        along: dict[Factor, Axes] = {}
+        order = sorted(range(len(operands)), key=lambda i: -_bytes(equation.invars[i]))
+        for i in order:
+            for axes, dimension in zip(operands[i], rule.operands[i], strict=True):
+                self._assign(axes, dimension, rule, local, along)
+        return along
+
+    def _assign(
+        self,
+        axes: Axes,
+        dimension: Dimension,
+        rule: Rule,
+        local: frozenset[Factor],
+        along: dict[Factor, Axes],
+    ) -> None:
+        """Divides the factors of a dimension over its axes, the slowest first."""
+        rest = list(axes)
+        taken = set(chain(*along.values()))
+        if taken.intersection(rest):
+            return
+        for factor in dimension:
+            if not rest or factor in local or factor in along:
+                return
+            own: list[str] = []
+            size = rule.sizes[factor]
+            while rest and size % self.sizes[rest[0]] == 0:
+                size //= self.sizes[rest[0]]
+                own.append(rest.pop(0))
+            if own:
+                along[factor] = tuple(own)
+            if size > 1:
+                return
+
+
+def _along(along: Mapping[Factor, Axes], dimensions: Sequence[Dimension]) -> Spec:
+    """The spec of an array from the axes of the factors of its dimensions."""
+    spec: list[Axes] = []
+    for dimension in dimensions:
+        spec.append(tuple(chain.from_iterable(along.get(factor, ()) for factor in dimension)))
+    return tuple(spec)
+
+
+def _read(known: Mapping[Var, Spec], atom: Atom) -> Spec:
+    whole: Spec = ((),) * len(getattr(atom.aval, "shape", ()))
+    if isinstance(atom, Literal):
+        return whole
+    # What the program closes over is on all devices.
+    return known.get(atom, whole)
+
+
+def _spec(spec: P, atom: Any, sizes: Mapping[str, int]) -> Spec:
+    """The axes of each dimension, but those of one device."""
+    rank = len(getattr(atom.aval, "shape", ()))
+    entries = [used_axes(spec_axes(entry), sizes) for entry in spec]
+    return (*entries, *((),) * (rank - len(entries)))
+
+
+def _total(walk: _Walk) -> float:
+    return sum(sent.bytes for sent in walk.sent)
+
+
+def _bytes(atom: Atom) -> int:
+    if not hasattr(atom.aval, "dtype") or not hasattr(atom.aval, "shape"):
+        return 0
+    array = struct_of(atom)
+    return array.size * array.dtype.itemsize

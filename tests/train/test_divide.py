@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
 from redcoast.core._stored_specs import stored_as, stored_specs
 from redcoast.core._tracing import traced_over
-from redcoast.dryrun.hlo import collectives, sent_bytes
 from redcoast.train._divide import compute_divided
 from redcoast.train._matrix_stacks import Numbers, stored_matrices
 
@@ -73,13 +72,22 @@ def update(arrays):
     return treedef.unflatten([result for (result,) in results])
 
 
-@pytest.mark.parametrize("specs", list(SPECS))
-@pytest.mark.parametrize("sizes", MESHES)
-@pytest.mark.few("sizes0-replicated", "sizes1-rows", "sizes3-columns", "sizes3-mixed")
-def test_every_layout_has_the_results_of_one_device(sizes, specs):
+def arrays_and_results():
     rng = np.random.default_rng(0)
     arrays = {name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in SHAPES.items()}
-    expected = update(arrays)
+    return arrays, jax.jit(update)(arrays)
+
+
+def assert_same(results, expected):
+    for name, x in results.items():
+        np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("specs", list(SPECS))
+@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.few("sizes0-replicated", "sizes1-rows", "sizes3-mixed")
+def test_every_layout_has_the_results_of_one_device(sizes, specs):
+    arrays, expected = arrays_and_results()
     mesh = rc.make_mesh(**sizes)
     shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS[specs].items()}
 
@@ -88,5 +96,25 @@ def test_every_layout_has_the_results_of_one_device(sizes, specs):
             return update(arrays)
 
     results = jax.jit(divided, in_shardings=(shardings,), out_shardings=shardings)(arrays)
-    for name, x in results.items():
-        np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=1e-4)
+    assert_same(results, expected)
+
+
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.few("AxisType.Auto")
+def test_a_jitted_function_of_the_user_has_the_results_of_one_device(types):
+    """On Auto axes it is not known how the arrays are stored; on Explicit ones, types say it."""
+    arrays, expected = arrays_and_results()
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "model"), axis_types=(types,) * 3)
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS["rows"].items()}
+    with jax.set_mesh(mesh):
+        results = jax.jit(update)(jax.device_put(arrays, shardings))
+    assert_same(results, expected)
+
+
+def test_inside_of_shard_map_each_device_computes_with_its_own_arrays():
+    arrays, expected = arrays_and_results()
+    mesh = rc.make_mesh()
+    with jax.set_mesh(mesh):
+        inside = jax.shard_map(update, in_specs=P(), out_specs=P(), check_vma=False)
+        results = jax.jit(inside)(arrays)
+    assert_same(results, expected)

@@ -4,36 +4,34 @@ A mesh's axes have the type Auto inside of a step, so that the type of an array 
 is sharded. Its path does: optimizers keep their arrays in trees like the model's.
 """
 
-from collections.abc import Iterator, Sequence
+import functools as ft
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
+
+from ._axis_types import is_explicit
 
 Shape = tuple[int, ...]
+Arrays = tuple[tuple[KeyPath, Shape, PartitionSpec], ...]
 # JAX's caches depend on it, so that functions are traced again for another sharding.
 _specs = jax.make_user_context()
 
 
 class StoredSpecs:
-    """The shapes and specs of arrays by path. Equal ones have the same hash, computed once."""
+    """The shapes and specs of arrays by path.
 
-    def __init__(self, arrays: Sequence[tuple[KeyPath, Shape, PartitionSpec]]):
-        self._arrays = tuple(arrays)
-        self._hash = hash(self._arrays)
+    Equal ones are the same object: JAX compares them wherever it looks up a trace.
+    """
+
+    def __init__(self, arrays: Arrays):
+        self._arrays = arrays
         self._by_last: dict[object, list[tuple[KeyPath, Shape, PartitionSpec]]] = {}
-        for path, shape, spec in self._arrays:
+        for path, shape, spec in arrays:
             self._by_last.setdefault(path[-1:], []).append((path, shape, spec))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, StoredSpecs) and self._arrays == other._arrays
 
     def of(self, path: KeyPath, shape: Shape) -> PartitionSpec | None:
         """The spec of the array of this shape whose path ends so; None if there is no such array.
@@ -42,7 +40,7 @@ class StoredSpecs:
         of the optimizer's state.
         """
         matching: list[tuple[int, int, PartitionSpec]] = []
-        candidates = self._arrays
+        candidates = list(self._arrays)
         if path:
             candidates = self._by_last.get(path[-1:], [])
         for number, (whole, of_shape, spec) in enumerate(candidates):
@@ -61,7 +59,12 @@ def stored_specs(shardings: PyTree, arrays: PyTree) -> StoredSpecs:
     for (path, sharding), x in zip(of_leaves, leaves, strict=True):
         if isinstance(sharding, NamedSharding):
             specs.append((path, x.shape, sharding.spec))
-    return StoredSpecs(specs)
+    return _once(tuple(specs))
+
+
+@ft.lru_cache(maxsize=64)
+def _once(arrays: Arrays) -> StoredSpecs:
+    return StoredSpecs(arrays)
 
 
 def _is_none(x: object) -> bool:
@@ -75,10 +78,16 @@ def stored_as(specs: StoredSpecs | None) -> Iterator[None]:
         yield
 
 
-def spec_of(path: KeyPath, shape: Shape) -> PartitionSpec | None:
-    """How the current trace's step stores the array of this shape whose path ends so, if it is
-    known."""
+def spec_of(path: KeyPath, array: Array) -> PartitionSpec | None:
+    """How an array is stored, if that is known.
+
+    The type of an array says it on a mesh with Explicit axes. Otherwise it is known of the arrays
+    of a step's state, and of arrays of the same shape at the end of their paths.
+    """
+    sharding = getattr(jax.typeof(array), "sharding", None)
+    if isinstance(sharding, NamedSharding) and is_explicit(sharding.mesh):
+        return sharding.spec
     specs = _specs.value
     if specs is None:
         return None
-    return specs.of(path, shape)
+    return specs.of(path, array.shape)

@@ -57,7 +57,7 @@ def as_stored(
 
     `path` is that of the array in a tree of the step.
     """
-    sizes, spec = _dividing_sizes(), spec_of(path, array.shape)
+    sizes, spec = _dividing_sizes(), spec_of(path, array)
     axes: list[Axes] = [()] * array.ndim
     if spec is not None:
         for d, entry in enumerate(spec):

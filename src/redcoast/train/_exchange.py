@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +68,8 @@ def size_of(axes: Iterable[str], mesh: Mapping[str, int]) -> int:
     return prod(mesh[axis] for axis in axes)
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """Where some matrices are among those of all devices.
 
     They are divided over the devices along `axes`. In each of `rounds`, every device has one. Those

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from ..core._axis_types import on_auto_axes
+from ..core._control_flow import AnyJaxpr
 from ..core._pytree import Arrays, abstract_array, join, split
 from ..core._stored_specs import stored_as, stored_specs
 from ..core._tracing import trace_for
@@ -50,7 +51,7 @@ def with_update_traffic(
             )
         return jax.tree.leaves(updates), split(after)[0]
 
-    def trace() -> jax.extend.core.ClosedJaxpr:
+    def trace() -> AnyJaxpr:
         with stored_as(stored_specs(plan.shardings, state)):
             return jax.make_jaxpr(update)(*map(_abstract, (trained, opt_state, model)))
 

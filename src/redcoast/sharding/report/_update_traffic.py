@@ -37,7 +37,8 @@ from ._sent import Sent
 from ._traffic import traffic
 
 Spec = tuple[Axes, ...]  # the axes of each dimension
-_SMALL = 1e-4  # a part of all communication; less than that is left out, as norms are
+# Of a cause that is left out, as norms are: bytes, and a part of all communication.
+_FEW, _SMALL = 1000, 1e-4
 
 _REDUCED = "all-reduces in the optimizer"
 _GATHERED = "all-gathers in the optimizer"
@@ -90,7 +91,7 @@ def update_traffic(
         walk.reshard(atom, spec, _spec(stored, atom, sizes))
     lines = traffic(walk.sent)
     total = beside + sum(line.bytes for line in lines)
-    return tuple(line for line in lines if line.bytes > _SMALL * total)
+    return tuple(line for line in lines if line.bytes > max(_FEW, _SMALL * total))
 
 
 @dataclass
@@ -298,7 +299,7 @@ def _spec(spec: P, atom: Any, sizes: Mapping[str, int]) -> Spec:
     return (*entries, *((),) * (rank - len(entries)))
 
 
-def _total(walk: _Walk) -> float:
+def _total(walk: _Walk) -> int | float:
     return sum(sent.bytes for sent in walk.sent)
 
 

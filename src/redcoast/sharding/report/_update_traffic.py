@@ -29,6 +29,7 @@ from ...core._control_flow import (
 from ...core._jaxpr import struct_of
 from .._mesh_axes import parts, used_axes
 from ..operations import Atom, Dimension, Factor, Rule, opaque_rule, rule_of
+from ..program._walk import ASSUMED_TRIPS
 from ..solver._hardware import all_gather, all_reduce
 from ..tree._overrides import spec_axes
 from ._asked import Axes, change_of_sharding
@@ -130,10 +131,7 @@ class _Walk:
             case Scan() as scan:
                 return self._scan(scan, equation, operands)
             case While() as loop:
-                _, body_consts, carry = loop.split(operands)
-                # Its number of iterations is not known.
-                self.follow(open_jaxpr(loop.body), [*body_consts, *carry])
-                return list(carry)
+                return self._while(loop, operands)
             case Cond() as cond:
                 return self._cond(cond, operands[1:])
             case Call() as call:
@@ -161,6 +159,15 @@ class _Walk:
         for atom, after, before in zip(body.outvars, results, carry, strict=False):
             inner.reshard(atom, after, before)
         return [*carry, *(((), *spec) for spec in results[len(carry) :])]
+
+    def _while(self, loop: While, operands: list[Spec]) -> list[Spec]:
+        _, consts, carry = loop.split(operands)
+        body = open_jaxpr(loop.body)
+        inner = replace(self, times=self.times * ASSUMED_TRIPS)
+        results = inner.follow(body, [*consts, *carry])
+        for atom, after, before in zip(body.outvars, results, carry, strict=True):
+            inner.reshard(atom, after, before)
+        return list(carry)
 
     def _cond(self, cond: Cond, operands: list[Spec]) -> list[Spec]:
         """The branch that sends the most counts."""
@@ -204,7 +211,8 @@ class _Walk:
                     inner = replace(self, times=self.times * scan.length)
                     inner._add_collectives(open_jaxpr(scan.body))
                 case While() as loop:
-                    self._add_collectives(open_jaxpr(loop.body))
+                    inner = replace(self, times=self.times * ASSUMED_TRIPS)
+                    inner._add_collectives(open_jaxpr(loop.body))
                 case Cond() as cond:
                     branches: list[_Walk] = []
                     for branch in cond.branches:

@@ -12,8 +12,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from ...core._control_flow import consts_of, open_jaxpr
 from ...core._jaxpr import as_traced, at_line_of, bind_again, evaluate_jaxpr
-from ..operations import shape_of
-from ..program._remat import Computation, KeepAllBut, gather_of
+from ..program._remat import KeepAllBut, gather_of
 from ..program._trace import Arrays
 from ._blocks import StepBlock
 from ._choices import BlockChoice, Decided
@@ -213,7 +212,7 @@ def _run_loop(step: FlatStep, loop: FlatLoop, turns: Sequence[Decided], values: 
     # An initial carry may be a number.
     operands = list(map(as_traced, _operands(step, values), step.equation.invars))
     consts, init, xs = scan.split(operands)
-    policy = KeepAllBut(_operations_on_weights(loop, xs))
+    policy = KeepAllBut(frozenset(gather_of(x.shape[1:]) for x in xs))
     # In a loop of one block, the compiler cannot undo the recomputation: the passes are two loops.
     is_one = period == 1 and len(turns[0]) == 1 and scan.unroll < scan.length
 
@@ -242,22 +241,6 @@ def _run_loop(step: FlatStep, loop: FlatLoop, turns: Sequence[Decided], values: 
         results = fewer.run(iterate_in_turn, consts, init, xs)
     ys = [y.reshape(-1, *y.shape[2:]) for y in results[scan.carry :]]
     return [*results[: scan.carry], *ys]
-
-
-def _operations_on_weights(loop: FlatLoop, xs: Sequence[jax.Array]) -> frozenset[Computation]:
-    """The gathers of the layers of a loop, and what casts and rearranges them."""
-    operations = {gather_of(x.shape[1:]) for x in xs}
-    _, _, layers = loop.scan.split(loop.body.inputs)
-    weights = set(layers)
-    for step in loop.body.steps:
-        if not step.reads or not weights.issuperset(step.reads):
-            continue
-        # A product takes time, and is kept.
-        if step.is_fused and not step.is_bare:
-            weights.update(step.outputs)
-            shapes = tuple(map(shape_of, step.equation.invars))
-            operations.add((step.equation.primitive.name, shapes))
-    return frozenset(operations)
 
 
 def _operands(step: FlatStep, values: _Values) -> Arrays:

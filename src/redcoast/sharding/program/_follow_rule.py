@@ -295,6 +295,11 @@ def _write(step: _Step, updates: int) -> None:
             graph.add_batch_gather(value, dim.node, along=step.indexed)
         if result.grad:
             graph.add_partial_sum(dim.node, result, before=step.indexed)
+    if rule.sums:
+        # The cotangent of updates is looked up in that of the result.
+        rows = tuple(dim.node for dim in step.operand(1))
+        for node in step.indexed:
+            graph.add_partial_sum(node, step.inputs[updates], backward=True, before=rows)
 
 
 def _count_work(step: _Step, equation: JaxprEqn) -> None:

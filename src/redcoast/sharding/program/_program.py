@@ -188,7 +188,8 @@ def _follow(
                 graph.unrolled.add(node)
     arrays, others = rest[: traced.batch], rest[traced.batch :]
     batch, row_candidates = find_batch(graph, parameters, arrays, others)
-    graph.sum_after(list(find_local_scans(scope, _batch_dim(graph, batch))))
+    is_rows = _rows_of(graph, batch)
+    graph.sum_after(find_local_scans(scope, is_rows), is_rows)
     examples: list[Value] = []
     for place, value in enumerate(arrays):
         if value.dims and place not in batch.not_rows:
@@ -206,16 +207,11 @@ def _follow(
     )
 
 
-def _batch_dim(graph: Graph, batch: BatchNodes) -> Callable[[Value], int | None]:
-    """A function that gives the dimension of a value that is rows, over any number of devices."""
+def _rows_of(graph: Graph, batch: BatchNodes) -> Callable[[int], bool]:
+    """Whether a node is rows of the batch, over any number of devices."""
     classes = Classes(graph, 1, soft=True, least=2)
     roots = classes.of((*batch.of_inputs, *batch.of_created))
-
-    def batch_dim(value: Value) -> int | None:
-        rows = [d for d, node in enumerate(value.dims) if classes[node] in roots]
-        return next(iter(rows), None)
-
-    return batch_dim
+    return lambda node: classes[node] in roots
 
 
 def _find_divided_stacks(graph: Graph, parameters: Sequence[Value]) -> None:

@@ -294,7 +294,7 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
             # A scan over rows, and not over layers, needs one row after the other.
             graph.add_move(value, layers, slices[-1], None)
     outside = graph.cursor
-    graph.scan_times[id(equation)] = outside.times
+    graph.scans[id(equation)] = outside.times, copied_consts
     if is_map:
         for value in consts:
             graph.add_partial_sum(xs[0].dims[0], value, backward=True)

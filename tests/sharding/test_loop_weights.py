@@ -159,6 +159,20 @@ def test_a_loss_that_a_scan_adds_up_is_summed_over_devices_once():
     assert all(one.count == 1 for one in found)
 
 
+def test_a_single_row_is_not_divided():
+    def loss_fn(params, batch, key):
+        def step(h, _):
+            h = h + params["bias"][0] * (jnp.roll(h, 1, 1) - h)
+            return h, jnp.mean(h)
+
+        h, means = jax.lax.scan(jax.checkpoint(step), batch, None, length=3)
+        return jnp.mean(h**2) + jnp.sum(means)
+
+    batch = BATCH[:1, :, 0]
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(batch, None))
+    plan.verify(loss_fn, PARAMS, batch, tolerance=1e-5)
+
+
 def test_a_condition_of_all_rows_is_that_of_all_devices():
     """It may be used otherwise than to raise an error."""
 

@@ -211,7 +211,8 @@ def _rows_of(graph: Graph, batch: BatchNodes) -> Callable[[int], bool]:
     """Whether a node is rows of the batch, over any number of devices."""
     classes = Classes(graph, 1, soft=True, least=2)
     roots = classes.of((*batch.of_inputs, *batch.of_created))
-    return lambda node: classes[node] in roots
+    # A single row is not divided over devices.
+    return lambda node: graph.sizes[node] > 1 and classes[node] in roots
 
 
 def _find_divided_stacks(graph: Graph, parameters: Sequence[Value]) -> None:

@@ -146,6 +146,14 @@ def test_scans_of_independent_rows_sum_gradients_after_the_loop(name, sizes):
         np.testing.assert_allclose(priced, sent_bytes(found), rtol=0.1)
 
 
+def test_the_plan_says_where_checks_of_all_rows_wait():
+    """The host is called in a loop with tensor-parallel weights, which JAX cannot lower locally."""
+    loss_fn, mesh = recurrent(checked), rc.make_mesh(**TENSOR_PARALLEL)
+    plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
+    (sentence,) = plan.report.program.waiting
+    assert "wait for each other in every iteration, because it calls a function" in sentence
+
+
 def test_a_loss_that_a_scan_adds_up_is_summed_over_devices_once():
     def loss_fn(params, batch, key):
         def step(total, x):

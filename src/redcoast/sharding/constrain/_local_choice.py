@@ -21,7 +21,7 @@ from ..program._graph import Source
 from ..program._local_scans import row_states, sums_in_every_iteration
 from ..program._local_states import NotLocal, State, have_rows, is_over_rows, is_vmapped
 from ..program._walk import Scope
-from ._local_region import LocalRegion, waits_for_rows
+from ._local_region import LocalRegion, asks_any_row, waits_for_rows
 from ._local_vmapped import check_vmapped
 from ._shardings import Shardings
 
@@ -81,7 +81,8 @@ def find_waiting(
                 case While() as loop:
                     communicates = _ends_by_rows(loop, states)
                 case Scan() as scan:
-                    communicates = is_over_rows(scan, states)
+                    asks = asks_any_row(equation) and have_rows(states)
+                    communicates = asks or is_over_rows(scan, states)
                 case _:
                     communicates = is_vmapped(equation) and have_rows(states)
             if communicates:

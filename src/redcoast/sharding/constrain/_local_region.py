@@ -105,7 +105,7 @@ class LocalRegion:
         """Whether the devices might communicate about rows otherwise. Raises `NotLocal`."""
         flow = control_flow(equation)
         if isinstance(flow, Scan):
-            return is_over_rows(flow, states) or _asks_any_row(equation)
+            return is_over_rows(flow, states) or asks_any_row(equation)
         if not isinstance(flow, While):
             return have_rows(states)
         _, condition = self.states.loop(flow, states)
@@ -522,7 +522,7 @@ def waits_for_rows(equation: JaxprEqn) -> bool:
         case While() | LinearSolve():
             return True
         case Scan() as scan:
-            return _asks_any_row(equation) or carried_over_rows(scan) is not None
+            return asks_any_row(equation) or carried_over_rows(scan) is not None
         case Cond():
             return CALLBACK in map(primitive_name, equations_inside(equation))
     if independent_levels(equation):
@@ -530,7 +530,8 @@ def waits_for_rows(equation: JaxprEqn) -> bool:
     return is_vmapped(equation) and any(map(_is_hard, equations_inside(equation)))
 
 
-def _asks_any_row(equation: JaxprEqn) -> bool:
+def asks_any_row(equation: JaxprEqn) -> bool:
+    """Whether an equation asks if something holds for any row, such as to raise an error."""
     return not OF_ANY_ROW.isdisjoint(map(primitive_name, equations_inside(equation)))
 
 

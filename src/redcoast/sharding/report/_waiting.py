@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ...core._control_flow import Scan, While, control_flow
 from ..constrain._local_choice import find_waiting
-from ..constrain._local_region import waits_for_rows
+from ..constrain._local_region import asks_any_row, waits_for_rows
 from ..constrain._shardings import find_shardings
 from ..program._graph import Source
 from ..program._program import Program
@@ -40,10 +40,10 @@ def _may_wait(scope: Scope) -> bool:
 
 def _sentence(source: Source, why: str) -> str:
     match control_flow(source[-1]):
-        case While():
-            what = "has a loop in which all devices wait for each other in every iteration"
-        case Scan():
+        case Scan() if not asks_any_row(source[-1]):
             what = "has a loop over the examples that every device runs for all of them"
+        case While() | Scan():
+            what = "has a loop in which all devices wait for each other in every iteration"
         case _:
             what = "has an operation in which devices communicate about each other's examples"
     line = line_of_source(source)

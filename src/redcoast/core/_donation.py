@@ -10,9 +10,7 @@ from jaxtyping import PyTree
 from ._pytree import show_path
 
 
-def separate(
-    donated: list[PyTree], kept: Iterable[PyTree], *, distinct: bool = False
-) -> list[PyTree]:
+def separate(donated: list[PyTree], kept: Iterable[PyTree], *, distinct: bool) -> list[PyTree]:
     """The arrays to donate, copied where they share memory with another array of the call.
 
     A buffer that is donated must occur once among the arguments; on several devices XLA ends the

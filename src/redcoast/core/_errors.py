@@ -127,12 +127,12 @@ class noting:  # used like a function; a generator would take longer in each ste
                 error.add_note(text)
 
 
-def short_repr(value: object, most: int = _LONGEST) -> str:
+def short_repr(value: object) -> str:
     """Formats a value as `repr` does; a long one by its beginning and its length."""
     text = repr(value)
-    if len(text) <= most:
+    if len(text) <= _LONGEST:
         return text
-    return f"{text[:most]}... ({len(text)} letters)"
+    return f"{text[:_LONGEST]}... ({len(text)} letters)"
 
 
 def listed(items: list[int], most: int = 32) -> str:

@@ -242,7 +242,7 @@ def check_batching(collate_fn: CollateFn | None, batch_size: int | None) -> Coll
     if collate_fn is None:
         return None
     check_functions(collate_fn=collate_fn)
-    if takes_rngs(collate_fn) and has_no_default(collate_fn, "rngs"):
+    if needs_rngs(collate_fn):
         raise ValueError(
             "`collate_fn` has a parameter `rngs`, with a generator for each example, but with "
             "`batch_size=None` the examples are batches. Augment them in their source, or pass a "
@@ -251,13 +251,16 @@ def check_batching(collate_fn: CollateFn | None, batch_size: int | None) -> Coll
     return collate_fn
 
 
-def has_no_default(fn: Callable[..., object], name: str) -> bool:
-    return inspect.signature(fn).parameters[name].default is inspect.Parameter.empty
-
-
 def takes_rngs(collate_fn: CollateFn) -> bool:
     """Returns whether `collate_fn` has a parameter `rngs`."""
     return takes_keyword(collate_fn, "rngs")
+
+
+def needs_rngs(collate_fn: CollateFn) -> bool:
+    """Returns whether `collate_fn` has a parameter `rngs` without a default value."""
+    if not takes_rngs(collate_fn):
+        return False
+    return inspect.signature(collate_fn).parameters["rngs"].default is inspect.Parameter.empty
 
 
 def _is_list_of_examples(arrays: PyTree, rows: int) -> bool:

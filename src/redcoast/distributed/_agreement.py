@@ -15,7 +15,7 @@ from ..core._control_flow import AnyJaxpr
 from ..core._errors import several
 from ..core._program_lines import describe_array, line_of, program_lines
 from ..core._pytree import show_path
-from ._kv_store import TIMEOUT, decide, exchange
+from ._kv_store import decide, exchange
 from ._rendezvous import name_processes
 
 _LONGEST = 300  # letters of a value in a message
@@ -42,8 +42,6 @@ class Listing:
 def agree(
     values: Mapping[str, object],
     listings: Mapping[str, Listing] | None = None,
-    *,
-    timeout: float = TIMEOUT,
 ) -> None:
     """Checks that all processes have the same values and the same lines of each listing.
 
@@ -56,7 +54,7 @@ def agree(
         return
     listings = listings or {}
     checksums = {name: checksum("\n".join(x.lines).encode()) for name, x in listings.items()}
-    everyone = exchange("configuration", [dict(values), checksums], timeout=timeout)
+    everyone = exchange("configuration", [dict(values), checksums])
     all_values, all_checksums = zip(*everyone, strict=True)
     differences = []
     for name, of_processes in _differing(all_values).items():
@@ -66,7 +64,7 @@ def agree(
     for name in _differing(all_checksums):
         listing = listings.get(name, Listing([]))
         # Lines that are random in any process are compared by none.
-        if not any(exchange("what varies", listing.varies(), timeout=timeout)):
+        if not any(exchange("what varies", listing.varies())):
             differences.append(_first_difference(name, listing))
     if differences:
         raise ValueError(

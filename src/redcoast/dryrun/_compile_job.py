@@ -138,7 +138,7 @@ def show_sizes(sizes: Mapping[str, int]) -> str:
 def compile_for(
     lowered: jax.stages.Lowered,
     mesh: Mesh,
-    cpu_options: Mapping[str, Any] = _CPU_OPTIONS,
+    cpu_options: Mapping[str, Any],
     *,
     with_lines: bool = False,
 ) -> Compiled:

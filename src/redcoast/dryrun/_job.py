@@ -151,7 +151,7 @@ def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch", of="batch"))
 
 
-def plan_job(job: Job, mesh: Mesh, hardware: Hardware | None = None) -> Plan:
+def plan_job(job: Job, mesh: Mesh, hardware: Hardware | None) -> Plan:
     """The plan that `fit` makes for this step on a mesh."""
     options = {"overrides": job.overrides, "hardware": hardware, "memory": job.memory}
     return plan_training(job.training, job.state, job.batch, mesh, **options)

@@ -9,7 +9,7 @@ Listener = Callable[[str, str], None]
 _listener: contextvars.ContextVar[Listener | None] = contextvars.ContextVar("phases", default=None)
 
 
-def enter_phase(name: str, detail: str = "") -> None:
+def enter_phase(name: str, detail: str) -> None:
     """Informs the listener, if there is one, of a phase such as `"Compiling"`."""
     listener = _listener.get()
     if listener is not None:

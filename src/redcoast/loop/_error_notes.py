@@ -76,7 +76,7 @@ def rescued(
     state: Callable[[], PyTree | None],
     save: Callable[[dict[str, float]], None],
     *,
-    doubtful: tuple[type[Exception], ...] = DOUBTFUL,
+    doubtful: tuple[type[Exception], ...],
 ) -> Iterator[None]:
     """Saves the state if one of the user's functions raises.
 

@@ -375,7 +375,7 @@ def run_evaluation(
     evaluation: Callable[..., Any],
     model: PyTree,
     batches: Iterable[Loaded],
-    key: PRNGKeyArray | None = None,
+    key: PRNGKeyArray | None,
     *,
     strict: bool = True,
 ) -> dict[str, float]:
@@ -411,7 +411,7 @@ def weighted_metrics(
     evaluation: CompiledCall,
     model: PyTree,
     batches: Iterable[Loaded],
-    key: PRNGKeyArray | None = None,
+    key: PRNGKeyArray | None,
 ) -> list[str]:
     """Returns the names of the metrics, after a check that a batch has a weight.
 

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from ..core._program_lines import describe_array
 from ..core._pytree import show_place
 from ..data._batches import Batches
-from ..data._collate import CollateFn, collate, collate_own, has_no_default, takes_rngs
+from ..data._collate import CollateFn, collate, collate_own, needs_rngs
 from ..data._loading import OwnBatches, read_batches
 from ..data._per_batch import is_per_batch, without_marks
 from ..data._sources import Epochs, fetch, read_source
@@ -26,9 +26,7 @@ def first_training_examples(data: Batches) -> Listing:
     """The first examples of a training run, and some over the whole length, collated."""
     # With generators, an augmentation would be compared too, but most functions need none.
     collate_fn = data.collate_fn
-    augment = (
-        collate_fn is not None and takes_rngs(collate_fn) and has_no_default(collate_fn, "rngs")
-    )
+    augment = collate_fn is not None and needs_rngs(collate_fn)
     # As many as in the run: a `collate_fn` may pad to the longest of its examples.
     rows = _rows_of_a_device(data.batch_size, data.mesh)
     read = lambda indices: data.collate_examples(indices, augment=augment)

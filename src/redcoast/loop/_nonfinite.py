@@ -173,9 +173,7 @@ def arrays_of_batch(batch: Batch | Loaded) -> dict[str, Any]:
     return {show_place(path, "batch"): x for path, x in leaves if isinstance(x, ARRAYS)}
 
 
-def sentences(
-    nonfinite: Nonfinite, indices: list[int], first: str | None = None, *, trained: bool
-) -> str:
+def sentences(nonfinite: Nonfinite, indices: list[int], first: str | None, *, trained: bool) -> str:
     """Describes the nonfinite values; `indices` are the indices of the batch's examples."""
     when = " before any step"
     if trained:
@@ -283,7 +281,7 @@ def _holders(
     mesh: Mesh | AbstractMesh,
     index: int,
     indices: list[int],
-    paths: tuple[str, ...] | None = None,
+    paths: tuple[str, ...] | None,
 ) -> str:
     """A sentence about the examples that contain an integer, in the arrays at some paths or in
     any."""

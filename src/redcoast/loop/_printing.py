@@ -103,9 +103,7 @@ class Printer:
         elif data.steps is None or data.step < data.steps:
             say("Compiling ...")
 
-    def conclude(
-        self, state: TrainState, steps: int | None, reason: str = "", *, ended: bool
-    ) -> None:
+    def conclude(self, state: TrainState, steps: int | None, reason: str, *, ended: bool) -> None:
         """Prints why a run ended, where its last checkpoint is, and how to resume a run that was
         stopped.
 

@@ -86,7 +86,7 @@ def plan_run(
     state: TrainState,
     data: Batches,
     overrides: Sequence[tuple[str, Any]],
-    memory: int | float | Literal["auto"] | None = None,
+    memory: int | float | Literal["auto"] | None,
 ) -> Plan:
     """Returns the given plan, after a check that it fits the state, or else plans the step."""
     if training.accumulate > 1 and data.per_batch:

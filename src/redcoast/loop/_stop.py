@@ -201,7 +201,7 @@ def stop_on_signal(
 
 @contextlib.contextmanager
 def stop_request(
-    max_seconds: int | float | None = None, *, mesh: Mesh | None = None
+    max_seconds: int | float | None = None, *, mesh: Mesh | None
 ) -> Iterator[StopRequest]:
     """Like `stop_on_signal`, for a loop that needs the reason why it stops."""
     with stop_signals(max_seconds) as request:

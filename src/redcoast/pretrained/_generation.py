@@ -177,7 +177,7 @@ def with_generation(
     generation: Settings | None,
     path: Path,
     *,
-    decoding: Decoding | None = None,
+    decoding: Decoding | None,
 ) -> Any:
     """Returns a configuration with the decoding and the token ids of a model's files.
 

@@ -162,9 +162,7 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def published_ids(
-    *, eos: tuple[int, ...], bos: int | None = None, pad: int | None = None
-) -> Settings:
+def published_ids(*, eos: tuple[int, ...], bos: int | None, pad: int | None) -> Settings:
     """Returns the settings of a `config.json` for token ids."""
     ends = list(eos) or None
     if len(eos) == 1:

@@ -53,8 +53,8 @@ def decode_rows(
     options: RowOptions,
     steps: int,
     *,
-    score_prompt: bool = False,
-    allow: Callable[[], np.ndarray] | None = None,
+    score_prompt: bool,
+    allow: Callable[[], np.ndarray] | None,
 ) -> Iterator[tuple[RowProgress, Scores | None]]:
     """Yields the progress after each of at most `steps` steps; after the first one, with the scores
     of the prompt's tokens if requested. Position `i` has the scores of token `i + 1`.

@@ -30,11 +30,9 @@ def has_colours(file: Stream | None) -> bool:
     return is_terminal(file) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def styled(text: str, style: str, file: Stream | None = None) -> str:
-    """Text in a style on a terminal with colours; standard output by default."""
-    if file is None:
-        file = sys.stdout
-    if not text or not has_colours(file):
+def styled(text: str, style: str) -> str:
+    """Text in a style, if standard output is a terminal with colours."""
+    if not text or not has_colours(sys.stdout):
         return text
     return f"\x1b[{style}m{text}\x1b[0m"
 

@@ -71,14 +71,15 @@ def tensors(config: SiglipConfig) -> dict[str, Tensor]:
     return {
         **pair_tensors(config),
         **patches("image/", IMAGE + "embeddings.patch_embedding"),
-        **_pooler("image/pooler/", IMAGE + "head.", config.image.heads),
+        **_pooler(config.image.heads),
         **linear("text/head", TEXT + "head"),
         "logit_scale": Tensor("logit_scale", "1 -> 1"),
         "logit_bias": Tensor("logit_bias", "1 -> 1"),
     }
 
 
-def _pooler(leaf: str, name: str, heads: int) -> dict[str, Tensor]:
+def _pooler(heads: int) -> dict[str, Tensor]:
+    leaf, name = "image/pooler/", IMAGE + "head."
     inside = name + "attention."
     table = {
         leaf + "query": Tensor(name + "probe", "1 1 width -> width"),

@@ -20,7 +20,7 @@ from ..core._tracing import traced_mesh
 from ._exchange import (
     Axes,
     MatrixLayout,
-    Place,
+    MatrixPlace,
     find_places,
     from_owners,
     size_of,
@@ -226,7 +226,7 @@ class _Bundle(NamedTuple):
 
     numbers: list[int]
     layouts: tuple[MatrixLayout, ...]
-    place: Place
+    place: MatrixPlace
 
 
 def _kept_over(member: Sequence[StoredMatrices], sizes: Mapping[str, int]) -> Axes | None:

@@ -69,7 +69,7 @@ def size_of(axes: Iterable[str], mesh: Mapping[str, int]) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class MatrixPlace:
     """Where some matrices are among those of all devices.
 
     They are divided over the devices along `axes`. In each of `rounds`, every device has one. Those
@@ -87,10 +87,10 @@ class Place:
 
 def find_places(
     counts: Sequence[tuple[Axes, int]], mesh: Mapping[str, int]
-) -> tuple[list[Place], int]:
+) -> tuple[list[MatrixPlace], int]:
     """The places of groups of matrices that are divided over axes, and how many last rounds there
     are."""
-    places: list[Place] = []
+    places: list[MatrixPlace] = []
     # The axes of each last round, and how many of its devices have a matrix.
     filled: list[tuple[Axes, int]] = []
     for axes, count in counts:
@@ -104,11 +104,11 @@ def find_places(
                     last, offset = number, taken
                     break
             filled[last:] = [(axes, offset + rest), *filled[last + 1 :]]
-        places.append(Place(axes, count, rounds, rest, last, offset))
+        places.append(MatrixPlace(axes, count, rounds, rest, last, offset))
     return places, len(filled)
 
 
-def to_owners(x: Array, layout: MatrixLayout, place: Place, mesh: Mapping[str, int]) -> Array:
+def to_owners(x: Array, layout: MatrixLayout, place: MatrixPlace, mesh: Mapping[str, int]) -> Array:
     """The matrices that this device computes with, `(rounds, *layout.shape)`, with one round more
     if matrices remain. In it, devices without a matrix have zeros.
 
@@ -138,7 +138,7 @@ def to_owners(x: Array, layout: MatrixLayout, place: Place, mesh: Mapping[str, i
     return x.reshape(rounds, *layout.shape)
 
 
-def from_owners(y: Array, layout: MatrixLayout, place: Place, mesh: Mapping[str, int]) -> Array:
+def from_owners(y: Array, layout: MatrixLayout, place: MatrixPlace, mesh: Mapping[str, int]) -> Array:
     """The inverse of `to_owners`."""
     sizes = layout.local_sizes(mesh)
     if 0 in layout.shape:
@@ -174,12 +174,12 @@ def from_owners(y: Array, layout: MatrixLayout, place: Place, mesh: Mapping[str,
     return _out_of_rounds(y, place)
 
 
-def _sent_over(layout: MatrixLayout, place: Place) -> Axes:
+def _sent_over(layout: MatrixLayout, place: MatrixPlace) -> Axes:
     """The axes over which the matrices of an array are divided only to compute with them."""
     return tuple(axis for axis in place.axes if axis not in layout.stacked)
 
 
-def _in_rounds(x: Array, place: Place, devices: int) -> Array:
+def _in_rounds(x: Array, place: MatrixPlace, devices: int) -> Array:
     """Matrices as `(rounds, devices, ...)`, with zeros where there is none."""
     sizes = x.shape[1:]
     if not place.rest:
@@ -192,7 +192,7 @@ def _in_rounds(x: Array, place: Place, devices: int) -> Array:
     return jnp.concatenate([x[:full], rest]).reshape(place.rounds + 1, devices, *sizes)
 
 
-def _out_of_rounds(x: Array, place: Place) -> Array:
+def _out_of_rounds(x: Array, place: MatrixPlace) -> Array:
     """The inverse of `_in_rounds`."""
     sizes = x.shape[2:]
     if not place.rest:

@@ -138,7 +138,9 @@ def to_owners(x: Array, layout: MatrixLayout, place: MatrixPlace, mesh: Mapping[
     return x.reshape(rounds, *layout.shape)
 
 
-def from_owners(y: Array, layout: MatrixLayout, place: MatrixPlace, mesh: Mapping[str, int]) -> Array:
+def from_owners(
+    y: Array, layout: MatrixLayout, place: MatrixPlace, mesh: Mapping[str, int]
+) -> Array:
     """The inverse of `to_owners`."""
     sizes = layout.local_sizes(mesh)
     if 0 in layout.shape:

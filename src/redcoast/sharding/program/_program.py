@@ -215,19 +215,6 @@ def _rows_of(graph: Graph, batch: BatchNodes) -> Callable[[int], bool]:
     return lambda node: graph.sizes[node] > 1 and classes[node] in roots
 
 
-def _find_divided_stacks(graph: Graph, parameters: Sequence[Value]) -> None:
-    """Finds the stacks of layers that are divided into groups before a scan over the groups."""
-    firsts = {value.dims[0] for value in parameters if value.dims}
-    for node, (groups, *of_group) in graph.divided:
-        single = graph.stacks | graph.singled
-        if node in firsts and groups in graph.stacks and single.issuperset(of_group):
-            for layers in (node, *of_group):
-                graph.block(layers)
-                graph.stacks.add(layers)
-            if groups in graph.unrolled:
-                graph.unrolled.add(node)
-
-
 def _regions(traced: Traced, trainable: Sequence[bool]) -> tuple[Region, Region]:
     """What a step uses of a program, and what its gradient is of."""
     count = len(traced.jaxpr.out_avals)

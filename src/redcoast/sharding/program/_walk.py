@@ -205,9 +205,10 @@ def _call_host(
     along: Dims = ()
     before = len(graph.moves)
     inputs = _copies(inputs, grad=False)  # no gradient flows through the host
-    if rule is not None:
+    levels = independent_levels(equation)
+    if rule is not None and levels:
         results = follow_rule(graph, equation, rule, inputs)
-        along = results[0].dims[: independent_levels(equation)]
+        along = results[0].dims[:levels]
     else:
         graph.unknown[equation.primitive.name] += 1
         results = follow_rule(graph, equation, opaque_rule(equation, results=False), inputs)

@@ -204,8 +204,8 @@ def print_large(page: Path | None) -> None:
         return chunked_cross_entropy(hidden, model.unembed, tokens)
 
     printed = Printed()
-    printed.add("| layers | GiB by the plan | GiB as compiled | more arithmetic |")
-    printed.add("|---|---:|---:|---:|")
+    printed.add("| layers | GiB by the plan | GiB as compiled | on the host | more arithmetic |")
+    printed.add("|---|---:|---:|---:|---:|")
     tokens = jax.ShapeDtypeStruct((64, 512), jnp.int32)
     for name, remat, memory in LARGE:
         try:
@@ -221,13 +221,17 @@ def print_large(page: Path | None) -> None:
             )
         except ValueError as error:
             print(error)
-            printed.add(f"| {name} | refused | - | - |")
+            printed.add(f"| {name} | refused | - | - | - |")
             continue
         program = run.plan.report.program
         share = "33.3 %"  # a forward pass of a step of three
         if program.recomputed is not None:
             share = f"{program.recomputed.share:.1%}".replace("%", " %")
-        sizes = f"{program.memory.total / GIB:.1f} | {run.memory['peak'] / GIB:.1f}"
+        # The compiler for CPUs has no memory apart from the device's.
+        compiled = run.memory["peak"] - program.offloaded
+        sizes = " | ".join(
+            f"{size / GIB:.1f}" for size in (program.memory.total, compiled, program.offloaded)
+        )
         printed.add(f"| {name} | {sizes} | {share} |")
     printed.write(page, "memory_plan_large")
 
@@ -267,7 +271,8 @@ def main(models: tuple[str, ...] = (), page: Path | None = None, large: bool = F
         *of_plan, ratio = planned(plain, model, batch, size / 2)
         rows.append((of_plan[0], of_plan[1]))
         cells = [f"{one / size:.2f}, {work / flops:.3f}" if one else "-" for one, work in rows]
-        printed.add(f"| {name} | {' | '.join(cells)} | {ratio:.2f} |")
+        cells.append(f"{ratio:.2f}" if ratio else "-")
+        printed.add(f"| {name} | {' | '.join(cells)} |")
     printed.write(page, "memory_plan")
 
 

@@ -131,6 +131,17 @@ def test_sequence_parallelism_needs_less_memory():
     assert sent == pytest.approx(sent_bytes(collectives(compiled.as_text(), mesh)), rel=0.01)
 
 
+@pytest.mark.parametrize(("sequence", "compiled"), [(False, 8.59e6), (True, 7.54e6)])
+def test_the_peak_of_rematerialised_blocks_on_gpus(sequence, compiled):
+    """What the compiler for A100s needs. A block's cotangent is one buffer before the block runs
+    again, and that of a product is gathered along the sequence."""
+    mesh, args = rc.make_mesh(model=4), (array(2, 256, 256), None)
+    plan = rc.plan_shardings(
+        DECODER, mesh, fn=decoder, args=args, sequence=sequence, hardware=rc.Hardware()
+    )
+    assert plan.report.program.memory.total == pytest.approx(compiled, rel=0.07)
+
+
 def test_what_is_alive_at_the_peak_belongs_to_the_block():
     """A block keeps one operand, and the plan says what runs inside of it."""
     fn, model, batch, _ = CASES["remat"]

@@ -350,10 +350,11 @@ class _Run:
         for var, roots in zip(equation.outvars, results, strict=True):
             if roots is None:
                 continue
-            is_buffer = len(roots) == 1 and roots[0].bytes == self.time.size_of(step.value(var))
-            if step.uses_memory and not is_buffer:
-                roots = (self.time.fuse(roots, step.value(var), step.source),)
+            if step.uses_memory:
+                roots = self._one_buffer(step, var, roots)
             read.append(roots)
+            if is_product(equation):
+                read += self._gathered_cotangent(step, var, roots)
         for atom in needed:
             if not isinstance(atom, Literal) and atom in frame.gathered:
                 read.append(frame.gathered[atom])  # what was gathered is kept
@@ -388,6 +389,33 @@ class _Run:
             size = self.time.gathered_size_of(step.value(atom))
         return (self.time.write(size, step.source),)
 
+    def _one_buffer(self, step: _Step, var: Atom, roots: Roots) -> Roots:
+        """Writes a cotangent, unless it is one buffer already."""
+        if len(roots) == 1 and roots[0].bytes == self.time.size_of(step.value(var)):
+            return roots
+        return (self.time.fuse(roots, step.value(var), step.source),)
+
+    def _behind_barrier(self, step: _Step, results: Sequence[_Cotangent]) -> list[_Cotangent]:
+        """Writes the cotangents of what is computed again, which a barrier holds back until then.
+
+        The compiler for CPUs removes the barrier.
+        """
+        written: list[_Cotangent] = []
+        for var, roots in zip(step.equation.outvars, results, strict=True):
+            if roots is not None:
+                roots = self._one_buffer(step, var, roots)
+            written.append(roots)
+        return written
+
+    def _gathered_cotangent(self, step: _Step, var: Atom, roots: Roots) -> list[Roots]:
+        """Gathers the cotangent of a product whose result has parts of the sequence."""
+        size = self.time.gathered_size_of(step.value(var))
+        if size == self.time.size_of(step.value(var)):
+            return []
+        self.time.read(roots)
+        self.time.now += 1
+        return [(self.time.write(size, step.source),)]
+
     def _call(self, step: _Step, call: Call) -> None:
         scope = step.inner[0]
         inside = _Frame(scope, step.source)
@@ -408,6 +436,8 @@ class _Run:
         (inside,) = step.frame.inner[step.index]
         jaxpr, values = inside.scope.jaxpr, inside.scope.values
         if call.kind is CallKind.REMAT:
+            if self.compiler != "cpu":
+                results = self._behind_barrier(step, results)
             grads = [values[var].grad for var in jaxpr.invars]
             region = Region((False,) * len(jaxpr.outvars), True, call.policy)
             again = find_needed(jaxpr, region, grads).equations

@@ -101,9 +101,9 @@ def log(metrics, step):
 
 
 # The function, at which of its calls it raises, what the notes say, and the last step saved.
-# Before the first step, the loss is traced for the plan, for sums and for its evaluation, a batch
-# is made for its shapes, and evaluation is tried on one batch of eight. The metrics of a step are
-# logged when the next is under way.
+# Before the first step, the loss is traced for the plan and the step, for sums and for its
+# evaluation, a batch is made for its shapes, and evaluation is tried on one batch of eight. The
+# metrics of a step are logged when the next is under way.
 @pytest.mark.parametrize(
     ("name", "when", "words", "last"),
     [
@@ -111,7 +111,6 @@ def log(metrics, step):
         ("loss_fn", 2, "`loss_fn`.*before the first step", None),
         ("loss_fn", 3, "`loss_fn`.*before the first step", None),
         ("loss_fn", 4, "`loss_fn`.*before the first step", None),
-        ("loss_fn", 5, "`loss_fn`.*Raised by step 1", None),
         ("predict_fn", 1, "`predict_fn`.*before the first step", None),
         ("output_fn", 1, "`output_fn`.*indices 0 to 7.*before the first step", None),
         ("output_fn", 3, "`output_fn`.*indices 8 to 15.*in the evaluation after step 12", 12),

@@ -129,7 +129,7 @@ def plan_training(
     """`plan_step` for the record of a training; `options` are its other arguments."""
     return plan_step(
         state,
-        training.loss_fn,
+        training.traced_loss,
         batch,
         mesh,
         accumulate=training.accumulate,
@@ -150,7 +150,7 @@ def check_coupling(plan: Plan, training: Training, state: TrainState, batch: PyT
     is_independent = program is not None and program.coupled is None and rows > 1
     if accumulate <= 1 or is_independent:
         return
-    loss = TracedLoss(training.loss_fn, state.model, batch, plan.mesh, training.compute_dtype)
+    loss = TracedLoss(training.traced_loss, state.model, batch, plan.mesh, training.compute_dtype)
     coupled = find_coupled(loss, training=True)
     if coupled is not None:
         warn(
@@ -175,11 +175,11 @@ def check_faults(plan: Plan, training: Training, state: TrainState, batch: PyTre
     if program is not None and not has_microbatches:
         summed, masks, promotions = program.summed, program.shared_masks, program.promotions
     else:
-        traced = TracedLoss(loss_fn, state.model, batch, plan.mesh, compute_dtype)
+        traced = TracedLoss(training.traced_loss, state.model, batch, plan.mesh, compute_dtype)
         summed, masks, promotions = find_faults(traced, training=True)
     warn_of_outer_state(loss_fn, state.model)
     args = (jax.tree.map(abstract_array, batch), abstract_key())
-    loss = _loss(loss_fn, compute_dtype)
+    loss = _loss(training.traced_loss, compute_dtype)
     warn_of_wrong_matrices(state.opt_state, state.model, loss, args, plan.mesh)
     warn_of_sums(summed, aux=has_microbatches)
     warn_of_shared_masks(masks)
@@ -196,7 +196,7 @@ def check_own_step(plan: Plan, training: Training, state: TrainState, batch: PyT
         warn_of_promotions(program.promotions)
         return
     batch = jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch", of="batch"))
-    loss = TracedLoss(loss_fn, state.model, batch, plan.mesh, compute_dtype)
+    loss = TracedLoss(training.traced_loss, state.model, batch, plan.mesh, compute_dtype)
     _, _, promotions = find_faults(loss, training=True)
     warn_of_promotions(promotions)
 

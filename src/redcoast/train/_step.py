@@ -24,7 +24,7 @@ from ..core._errors import (
     several,
 )
 from ..core._frames import hide_frames, warn
-from ..core._pytree import ARRAYS, join, show_place, split
+from ..core._pytree import ARRAYS, Arrays, Static, join, show_place, split
 from ..core._train_state import AbstractTrainState
 from ..core._trainable import partition_trainable
 from ..core._user_functions import calling
@@ -223,17 +223,21 @@ def create_split(
     """Calls `create(*args)` so that each device computes only its own shards."""
     args = on_auto_axes(args)
     arrays, constants = eqx.partition(args, eqx.is_array)
-    flat_create = jax.jit(
-        lambda a: split(create(*eqx.combine(a, constants)))[0],
-        out_shardings=jax.tree.leaves(shardings),
-    )
+    statics: list[Static] = []  # the last is of the trace that JAX runs
+
+    def flat(arrays: PyTree) -> Arrays:
+        created, static = split(create(*eqx.combine(arrays, constants)))
+        statics.append(static)
+        return created
+
+    flat_create = jax.jit(flat, out_shardings=jax.tree.leaves(shardings))
     with auto_ambient_mesh():
         if jax.process_count() > 1:
             mesh = jax.tree.leaves(shardings)[0].mesh
             traced = flat_create.trace(arrays)
             agree_on_program("the program that initialises the state", traced.jaxpr, mesh)
-        _, static = split(eqx.filter_eval_shape(create, *args))
-        return join(flat_create(arrays), static)
+        created = flat_create(arrays)
+        return join(created, statics[-1])
 
 
 @hide_frames

@@ -28,6 +28,7 @@ from ._loss import LossFn, evaluate_loss
 from ._one_thread import in_one_thread
 from ._precision import ComputeDtype
 from ._step import train_step
+from ._traced_once import traced_once
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,14 @@ class Training:
     trainable: PyTree = eqx.is_inexact_array
     compiler_options: Mapping[str, Option] | None = None
 
+    @ft.cached_property
+    def traced_loss(self) -> LossFn:
+        """The loss, which the plan and the step of a run trace together."""
+        return traced_once(self.loss_fn)
+
     def loss(self, model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Float[Array, ""]:
         """The loss alone, without its metrics."""
-        return evaluate_loss(self.loss_fn, model, batch, key, self.compute_dtype).loss
+        return evaluate_loss(self.traced_loss, model, batch, key, self.compute_dtype).loss
 
     def options_for(self, mesh: Mesh | AbstractMesh) -> Options:
         """The options of the compiler for the devices of a mesh."""
@@ -79,7 +85,7 @@ class Training:
         """
         return ft.partial(
             take,
-            loss_fn=plan.constrain(self.loss_fn),
+            loss_fn=plan.constrain(self.traced_loss),
             optimizer=self.optimizer,
             accumulate=accumulate,
             compute_dtype=self.compute_dtype,

@@ -393,3 +393,30 @@ def test_rows_that_are_added_at_sorted_places_are_looked_up_backwards():
     model = {"in": array(32, 64), "out": array(64, 64)}
     planned, sent, _ = planned_and_sent(loss, model, array(512, 32), rc.make_mesh(data=8))
     assert planned == pytest.approx(sent, rel=0.05)
+
+
+def test_messages_of_a_graph_are_scattered_on_gpus():
+    """Compilers for GPUs sum messages at their nodes, and cotangents of nodes that are looked up,
+    by reduce-scatters: five parts of what eight of them are for CPUs."""
+
+    def loss(model, batch, key):
+        x, sent, received = batch
+        x = jnp.tanh(x @ model["in"])
+        messages = jnp.tanh(jnp.concatenate([x[sent], x[received]], -1) @ model["edge"])
+        return jnp.mean(jax.ops.segment_sum(messages, received, len(x)) ** 2)
+
+    model = {"in": array(32, 64), "edge": array(128, 64)}
+    edges = jax.ShapeDtypeStruct((1024,), jnp.int32)
+    priced = {}
+    for compiler in ("cpu", "gpu"):
+        plan = rc.plan_shardings(
+            model,
+            rc.make_mesh(data=8),
+            fn=loss,
+            args=((array(512, 32), edges, edges), None),
+            hardware=rc.Hardware(compiler=compiler, scatters=compiler == "gpu"),
+        )
+        traffic = plan.report.program.traffic
+        priced[compiler] = sum(entry.bytes for entry in traffic if "by index" in entry.cause)
+    of_nodes = 7 / 8 * 512 * 64 * 4
+    assert priced == {"cpu": 8 * of_nodes, "gpu": 5 * of_nodes}

@@ -93,7 +93,9 @@ def of_batch(
             value = summed.value
             devices, others = batch.around(summed.node, value.dims)
             size = value.bytes * summed.times / others
-            sent = all_reduce(devices, size) + value.grad * all_gather(devices, size)
+            is_divided = _is_split_as_well(batch, summed.node, value.dims)
+            sent = _sum(devices, size, hardware.scatters and is_divided)
+            sent += value.grad * all_gather(devices, size)
             yield PlannedCollective("by index", sent, value.dims, summed.source)
     # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
     scatters = hardware.scatters and stored == batch.count
@@ -125,12 +127,12 @@ def of_batch(
             yield PlannedCollective("gradients", sent, dims, source, backward=True)
         elif not summed.backward and _is_lookup(summed, graph, batch):
             table = id(source[-1].invars[0])  # XLA gathers it once for all lookups
-            yield _lookup(summed, batch, is_first=table not in gathered)
+            is_first = table not in gathered
+            yield _lookup(summed, batch, is_first=is_first, scatters=hardware.scatters)
             gathered.add(table)
         else:
-            cause, sent = "sums over the batch", all_reduce(devices, size)
-            if hardware.scatters and _is_divided(summed, batch):
-                sent = all_gather(devices, size)
+            cause = "sums over the batch"
+            sent = _sum(devices, size, hardware.scatters and _is_divided(summed, batch))
             yield PlannedCollective(cause, sent, dims, source, summed.backward)
     for product in products.values():
         yield from _for_product(product, batch)
@@ -300,10 +302,19 @@ def _is_lookup(summed: PartialSum, graph: Graph, batch: BatchDims) -> bool:
     return graph.sizes[summed.node] not in rows or summed.value.bytes == _bytes(table)
 
 
-def _lookup(summed: PartialSum, batch: BatchDims, *, is_first: bool) -> PlannedCollective:
-    """An array is all-gathered for all lookups in it, and its cotangent all-reduced.
+def _sum(devices: int, size: int | float, scatters: bool) -> int | float:
+    """Bytes that each device sends for a sum, of which it may need its own part alone."""
+    if scatters:
+        return all_gather(devices, size)
+    return all_reduce(devices, size)
 
-    XLA alone, for rows of a batch, all-reduces the cotangent of each lookup.
+
+def _lookup(
+    summed: PartialSum, batch: BatchDims, *, is_first: bool, scatters: bool
+) -> PlannedCollective:
+    """An array is all-gathered for all lookups in it, and its cotangent is summed.
+
+    XLA alone, for rows of a batch, sums the cotangent of each lookup over devices.
     """
     value = summed.value
     devices, others = batch.around(summed.node, value.dims)
@@ -311,7 +322,7 @@ def _lookup(summed: PartialSum, batch: BatchDims, *, is_first: bool) -> PlannedC
     if is_first:
         sent += all_gather(devices, size)
     if value.grad and (is_first or not batch.splits_examples):
-        sent += all_reduce(devices, size)
+        sent += _sum(devices, size, scatters)
     return PlannedCollective("by index", sent, value.dims, summed.source)
 
 

@@ -1,6 +1,7 @@
 """Adds the communication of an optimizer's update to a plan."""
 
 from dataclasses import replace
+from itertools import compress
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ def with_update_traffic(
     model, of_model = split(state.model)
     opt_state, of_opt_state = split(state.opt_state)
     is_trained = trainable_arrays(state.model, trainable)
-    trained = [x for x, is_one in zip(model, is_trained, strict=True) if is_one]
+    trained = list(compress(model, is_trained))
 
     def update(grads: Arrays, opt_state: Arrays, model: Arrays) -> tuple[Arrays, Arrays]:
         params, _ = partition_trainable(join(model, of_model), trainable)
@@ -60,7 +61,7 @@ def with_update_traffic(
     except Exception:
         return plan  # The step raises the same error, with an explanation.
     specs_of_model = _specs(plan.shardings.model)
-    of_trained = [spec for spec, is_one in zip(specs_of_model, is_trained, strict=True) if is_one]
+    of_trained = list(compress(specs_of_model, is_trained))
     of_state = _specs(plan.shardings.opt_state)
     sizes = dict(plan.mesh.shape)
     lines = update_traffic(

@@ -141,8 +141,8 @@ class _Walk:
             case LinearSolve() | Kernel():
                 return self._by_rule(equation, opaque_rule(equation), operands)
         if equation.primitive.name == "sharding_constraint":
-            asked = getattr(equation.params["sharding"], "spec", P())
-            spec = _spec(asked, equation.invars[0], self.sizes)
+            constraint = getattr(equation.params["sharding"], "spec", P())
+            spec = _spec(constraint, equation.invars[0], self.sizes)
             self.reshard(equation.invars[0], operands[0], spec)
             return [spec]
         return self._by_rule(equation, rule_of(equation) or opaque_rule(equation), operands)
@@ -188,8 +188,8 @@ class _Walk:
 
     def _manual(self, manual: Manual, equation: JaxprEqn, operands: list[Spec]) -> list[Spec]:
         params = equation.params
-        for atom, spec, asked in zip(equation.invars, operands, params["in_specs"], strict=True):
-            self.reshard(atom, spec, _spec(asked, atom, self.sizes))
+        for atom, spec, inside in zip(equation.invars, operands, params["in_specs"], strict=True):
+            self.reshard(atom, spec, _spec(inside, atom, self.sizes))
         self._add_collectives(open_jaxpr(manual.body))
         pairs = zip(params["out_specs"], equation.outvars, strict=True)
         return [_spec(spec, atom, self.sizes) for spec, atom in pairs]
@@ -293,11 +293,11 @@ def _along(along: Mapping[Factor, Axes], dimensions: Sequence[Dimension]) -> Spe
 
 
 def _read(known: Mapping[Var, Spec], atom: Atom) -> Spec:
-    whole: Spec = ((),) * len(getattr(atom.aval, "shape", ()))
+    replicated: Spec = ((),) * len(getattr(atom.aval, "shape", ()))
     if isinstance(atom, Literal):
-        return whole
+        return replicated
     # What the program closes over is on all devices.
-    return known.get(atom, whole)
+    return known.get(atom, replicated)
 
 
 def _spec(spec: P, atom: Any, sizes: Mapping[str, int]) -> Spec:

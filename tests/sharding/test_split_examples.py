@@ -325,6 +325,37 @@ def test_convolutions_on_parts_with_halos(options):
     assert max(plan.verify(constrained, params, batch).values()) < 1e-5
 
 
+SPLIT_SPACE = {
+    "height": P(None, None, "data"),
+    "height and width": P(None, None, "data", "fsdp"),
+    "rows and height": P("data", None, "fsdp"),
+}
+
+
+@pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
+@pytest.mark.parametrize("padding", ["SAME", "circular"])
+@pytest.mark.few("SAME-rows and height", "circular-height and width")
+def test_convolutions_are_right_where_devices_have_the_same_part(spec, padding):
+    """Left alone, XLA adds what these devices have once for each of them."""
+    params = {"a": normal(8, 2, 3, 3) / 4, "b": normal(8, 8, 3, 3) / 8}
+
+    def loss(params, x, key):
+        x = jax.lax.with_sharding_constraint(x, spec)
+        for kernel in (params["a"], params["b"]):
+            if padding == "circular":
+                x = jnp.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)), mode="wrap")
+                x = convolve(x, kernel, padding="VALID")
+            else:
+                x = convolve(x, kernel)
+            x = jnp.tanh(x)
+        return jnp.mean(x**2)
+
+    batch = normal(2, 2, 32, 16)
+    plan = plan_of(loss, params, batch, mesh_of((2, 2, 2)))
+    assert plan.compute.splits_examples
+    assert max(plan.verify(loss, params, batch).values()) < 1e-5
+
+
 def test_pairs_are_split_only_where_memory_is_short():
     mesh = AbstractMesh((1, 8, 1), ("data", "fsdp", "model"))
     batch = normal(1, 32, 32, 8)

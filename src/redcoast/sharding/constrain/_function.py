@@ -17,7 +17,7 @@ from ...core._jaxpr import iter_equations
 from ...core._pytree import join
 from ...core._tracing import needs_ambient_mesh, traced_over
 from ...distributed._mesh import PIPE, batch_shards
-from .._mesh_axes import parts
+from .._mesh_axes import parts, used_axes
 from ..pipeline._stages import NoPipeline, pipeline_of
 from ..program._program import Program, follow_program
 from ..program._trace import Traced, trace_over
@@ -128,6 +128,16 @@ class Constrained:
                 "re-evaluated. Without constraints, the gradients of its grouped convolutions "
                 "may be wrong because of a defect of the XLA compiler. Use a mesh with model=1."
             ) from error
+        sizes = self.mesh.shape
+        if shardings.splits_examples and len(used_axes(tuple(sizes), sizes)) > 1:
+            names = [equation.primitive.name for equation in iter_equations(traced.jaxpr)]
+            if "conv_general_dilated" in names:
+                raise RuntimeError(
+                    "The function cannot be constrained, because its "
+                    f"`{error}` cannot be re-evaluated. Without constraints, its convolutions "
+                    "along split dimensions may be wrong because of a defect of the XLA compiler. "
+                    "Use a mesh with one axis, or a batch whose rows divide."
+                ) from error
         if shardings.pipeline is not None:
             raise RuntimeError(
                 f"The function cannot be run as a pipeline, because its `{error}` cannot be "

@@ -1,10 +1,15 @@
-"""Runs convolutions of split examples in `jax.shard_map`, each device on its part with halos.
+"""Runs convolutions of split examples in `jax.shard_map`.
 
 XLA gathers the operands of grouped and of transposed convolutions whose space is split. Here every
 device gets the rows that its windows need from its neighbours, and computes its part of the result.
+
+XLA splits the space of other convolutions well. But if the devices along an axis of the mesh have
+the same part of the space, it adds terms of the kernel's gradient, or of the result, once for each
+of them (JAX 0.10.2 to 0.12). These axes are therefore those of `jax.shard_map`, inside of which XLA
+splits over the axes of the space alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,10 +18,11 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
-from .._mesh_axes import parts
+from .._mesh_axes import parts, used_axes
 from ..program._trace import Arrays
 from ..tree._overrides import spec_axes
 from ._bound_equation import BoundEquation
+from ._grouped_conv import is_grouped
 
 _PARAMS = (
     "rhs_dilation",
@@ -97,6 +103,71 @@ def run_split_conv(bound: BoundEquation) -> Arrays | None:
 
     run = jax.shard_map(local, mesh=shardings.mesh, in_specs=(P(*into), P()), out_specs=P(*out))
     return [run(*bound.operands)]
+
+
+def run_beside_space(bound: BoundEquation) -> Arrays | None:
+    """The results of a convolution whose space is split, with all axes that do not split it those
+    of `jax.shard_map`; None if there are none."""
+    equation, shardings = bound.equation, bound.shardings
+    if not shardings.splits_examples or is_grouped(equation):
+        return None
+    values = [*bound.values, *bound.results]  # of the image, of the kernel and of the result
+    image, kernel, result = map(shardings.spec, values)
+    numbers = equation.params["dimension_numbers"]
+    all_dims = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    space: list[str] = []
+    is_uneven = False
+    for value, spec, dims in zip(values, (image, kernel, result), all_dims, strict=True):
+        for d in dims[2:]:
+            space += spec_axes(spec[d])
+            is_uneven |= value.dims[d] in shardings.uneven
+    sizes = shardings.mesh.shape
+    others = [axis for axis in used_axes(tuple(sizes), sizes) if axis not in space]
+    if not others or not (space or is_uneven):
+        return None
+    if not space and len(others) == 1:
+        return None  # XLA splits an uneven space over this axis, or does not split it
+
+    def kept(entry: object) -> tuple[str, ...]:
+        axes = spec_axes(entry)
+        return axes * set(axes).issubset(others)
+
+    batch, channel = kept(image[numbers.lhs_spec[0]]), kept(image[numbers.lhs_spec[1]])
+    out_channel = kept(kernel[numbers.rhs_spec[0]])
+    if space and set(batch).issuperset(others):
+        return None  # the devices of each axis have parts of their own
+    if channel != kept(kernel[numbers.rhs_spec[1]]):
+        channel = ()
+    if not {*batch, *channel}.isdisjoint(out_channel):
+        out_channel = ()
+
+    static = {name: equation.params[name] for name in (*_PARAMS, "padding")}
+
+    def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        y = jax.lax.conv_general_dilated(x, kernel, **static)
+        if channel:
+            y = jax.lax.psum(y, channel)
+        return y
+
+    run = jax.shard_map(
+        local,
+        mesh=shardings.mesh,
+        in_specs=(
+            _spec(numbers.lhs_spec, batch, channel),
+            _spec(numbers.rhs_spec, out_channel, channel),
+        ),
+        out_specs=_spec(numbers.out_spec, batch, out_channel),
+        axis_names=set(others),
+    )
+    return [run(*bound.operands)]
+
+
+def _spec(dims: Sequence[int], first: tuple[str, ...], second: tuple[str, ...]) -> P:
+    """A spec with axes of two dimensions: the batch and the channels, or those of a kernel."""
+    entries: list[object] = [None] * len(dims)
+    entries[dims[0]] = first or None
+    entries[dims[1]] = second or None
+    return P(*entries)
 
 
 def _window(

@@ -173,8 +173,9 @@ class Plan:
 
         The results of contractions, convolutions and lookups, and the carries of loops, are
         constrained with `jax.lax.with_sharding_constraint`, so that the compiler does not choose
-        their sharding. Constraints of the function itself are kept. No value changes. The function
-        is traced at the shapes it is called with. It can be a loss, a prediction or decoding, under
+        their sharding. Constraints of the function itself are kept. Some operations run in
+        another form, as in `jax.shard_map`, and values are the same up to rounding. The function is
+        traced at the shapes it is called with. It can be a loss, a prediction or decoding, under
         `jax.jit`, `jax.grad`, `jax.vmap` and `jax.lax.scan`.
 
         **Arguments:**

@@ -2,8 +2,18 @@
 
 `_function.py` traces a function at the shapes that it is called with. `_shardings.py` finds the
 sharding of each of its values, from the tensor-parallel dimensions of the model and from the batch.
-`_interpreter.py` evaluates the jaxpr with constraints on the results of products and lookups. What
-XLA partitions wrongly or with needless communication, files beside it run in another way:
-convolutions, transforms, kernels, weights of loops, and loops whose length depends on data. They
-take an equation with its operands and shardings, a `BoundEquation`.
+`_interpreter.py` evaluates the jaxpr with constraints on the results of products and lookups.
+`_recompute.py` runs a function that computes values again, and `_verify.py` compares a planned
+program with one on one device.
+
+What XLA partitions wrongly or with needless communication, other files run in another way. They
+take an equation with its operands and shardings, a `BoundEquation` (`_bound_equation.py`):
+
+- Arrays that are split: `_grouped_conv.py`, `_attention_kernel.py`, `_split_fft.py` and
+  `_split_lookup.py`; for split examples, `_split_conv.py` and `_split_product.py`, whose dimensions
+  take axes in the order of `_product_order.py`.
+- Rows that each device runs alone: `_local_choice.py` says which, `_local_region.py` runs them, and
+  `_local_operation.py` and `_local_vmapped.py` run single operations so.
+- Loops: `_copied_weights.py` and `_gathered_layers.py`.
+- Custom derivatives: `_custom_rules.py`.
 """

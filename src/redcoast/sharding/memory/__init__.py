@@ -3,5 +3,6 @@
 `_flat.py` reads a program as a list of steps, with what each needs for its derivative. `_blocks.py`
 divides the steps into blocks. `_choices.py` lists what a block can keep, by `_min_cut.py`, and
 `_decide.py` chooses for all blocks together. `_rebuild.py` runs the program again with each block
-in `jax.checkpoint`. `_search.py` finds the division into blocks that costs least.
+in `jax.checkpoint`. `_search.py` finds the division into blocks that costs least, and
+`_summarise.py` says what is computed again by the lines of the user's code.
 """

@@ -1,10 +1,11 @@
 """What operations do with the dimensions of their operands: one rule for each primitive.
 
-`rule_of` reads the rule of an equation from a table. The vocabulary is from Shardy, the
-partitioner of XLA: a dimension is a list of factors, and each factor is carried from operands to
-results, reduced, moved, or needed as a whole. Comments such as `[i k], [k j] -> [i j]` write the
-factors of an example. `tests/sharding/test_operations.py` compares the table with the rules of the
-installed XLA.
+`rule_of` reads the rule of an equation from a table. The vocabulary is from Shardy, the partitioner
+of XLA: a dimension is a list of factors, and each factor is carried from operands to results,
+reduced, moved, or needed as a whole. `_rule.py` has this vocabulary, `_rule_table.py` the table,
+the files that end in `_rules.py` the rules by kind, and `_scan_over_rows.py` finds scans whose
+iterations are independent. Comments such as `[i k], [k j] -> [i j]` write the factors of an
+example. `tests/sharding/test_operations.py` compares the table with the rules of the installed XLA.
 """
 
 from ._rule import ALL as ALL

@@ -29,8 +29,8 @@ class Rule:
     """What an operation does with each dimension of its operands and results.
 
     A dimension is the product of its factors. A factor that stands in several arrays is split in
-    all of them alike. Factors that are in none of the sets below are carried: along them, each
-    element of a result depends on the same element of the operands alone.
+    all of them alike. Factors that are neither `reduced`, `moved`, `whole` nor `indexed` are
+    carried: along them, each element of a result depends on the same element of the operands alone.
 
     **Attributes:**
 

@@ -62,7 +62,8 @@ CONSTRAINED = frozenset(
     scatter-add scatter_add
     """.split()  # noqa: SIM905
 )
-# The derivatives of these need their results. XLA recomputes other elementwise results.
+# Non-linear operations, which are assumed to keep their results for the backward pass. XLA
+# recomputes other elementwise results.
 KEPT = frozenset(
     """
     cos div erf exp exp2 expm1 integer_pow log log1p log2 logistic max pow rsqrt sin sqrt square

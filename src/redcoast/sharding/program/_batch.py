@@ -46,10 +46,11 @@ class BatchNodes:
 
     `of_inputs` are dimensions of the batch's own arrays, and `of_created` of arrays that the
     program creates. `not_rows` are the places of the batch's arrays that are not rows. With
-    `splits_examples`, examples are split along other dimensions, since there are fewer rows than
-    devices, and `of_inputs` are those. `why_whole` is the reason if they cannot be split either.
-    `sets` has the axes of each dimension, where they are not those that a strategy splits the batch
-    over, and `split` the same by the places of dimensions in the batch's arrays.
+    `splits_examples`, examples are split along other dimensions, and `of_inputs` are those: rows do
+    not divide, a step does not fit into memory, or the program asks for it. `why_whole` is the
+    reason if they cannot be split either. `sets` has the axes of each dimension, where they are not
+    those that a strategy splits the batch over, and `split` the same by the places of dimensions in
+    the batch's arrays.
     """
 
     of_inputs: tuple[int, ...]

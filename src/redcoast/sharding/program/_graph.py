@@ -67,11 +67,12 @@ class PartialSum:
 
 @dataclass(frozen=True)
 class Reshard:
-    """A dimension of an operand that becomes one of the result in a way that no sharding survives.
+    """A dimension of an operand that becomes one of the result, with other elements on each device.
 
-    It is `before` in the operand and `after` in the result, and None where it ends or begins. The
-    array is gathered or moved `times` times in a step, forward and in each rematerialisation that
-    runs it again, and its cotangent `backward` times.
+    Among `Graph.reshards`, no sharding over `model` survives it; among `Graph.moves`, rows stay
+    sharded, and some of them are sent. It is `before` in the operand and `after` in the result, and
+    None where it ends or begins. The array is gathered or moved `times` times in a step, forward
+    and in each rematerialisation that runs it again, and its cotangent `backward` times.
     """
 
     operand: Value

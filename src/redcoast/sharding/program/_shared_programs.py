@@ -76,7 +76,7 @@ def is_over_a_mesh(jaxpr: Any) -> bool:
 
 
 def once(fn: Callable[..., T], of: Any, *args: Hashable) -> T:
-    """`fn(of, *args)`, computed once for each object `of`."""
+    """`fn(of, *args)`; inside `sharing_programs`, computed once for each object `of`."""
     shared = _shared.get()
     if shared is None:
         return fn(of, *args)

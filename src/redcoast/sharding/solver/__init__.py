@@ -5,9 +5,11 @@ choice and for the report; `_moved_rows.py` has those of rows that operations mo
 a problem of it, in seconds, `_eliminate.py` solves the problem, and `_strategy.py` compares three
 ways to use the axes. Its `Decision` says what is computed in parts, and the `StorageLayout` of
 `_layout.py` where each array is stored. `_split_examples.py` lists programs whose examples are
-split, for batches with few rows.
+split, where rows do not divide or a step does not fit into memory, or the program asks for it.
+`_hardware.py` has the speeds of devices and the bytes of collectives.
 
 `_memory_estimate.py` estimates the memory of a layout: arrays and gradients from the specs, and
 activations, which the layout finds by running the program on buffers without data (`_peak.py`,
-`_memory_access.py`, `_buffers.py`). `_replicate.py` replicates arrays where memory is left.
+`_memory_access.py`, `_buffers.py`). `_figures.py` has the estimates as data. `_replicate.py`
+replicates arrays where memory is left.
 """

@@ -1,8 +1,9 @@
 """The cost of sharding classes of dimensions, as an optimization problem over sets.
 
 The seconds of a step are in four parts: arithmetic, memory traffic, communication that hides behind
-arithmetic, and communication that the next operation waits for. Ways to use a mesh are compared by
-the time of a step in which the third hides (`Seconds.of_step`), without memory traffic. The search
+arithmetic, and communication that the next operation waits for. Programs are compared by the time
+of a step in which the third hides (`Seconds.of_step`), without memory traffic. Another way to use a
+mesh than its axes ask for must also be faster where nothing hides (`Seconds.serial`). The search
 among classes adds all parts, so that it does not repeat arithmetic and keep whole activations on
 all devices of `model` for communication that may hide.
 """

@@ -143,7 +143,7 @@ def best_strategy(
 
     `fsdp_sharded` is whether each array is sharded in storage whatever that costs. `forced` has the
     dimension of each array that must be tensor-parallel, or None. `excess` are the bytes by which
-    the activations of a decision do not fit into memory. `splits_sequence` is sequence parallelism.
+    a step of a decision does not fit into memory. `splits_sequence` is sequence parallelism.
     """
     # Overrides decide dimensions over `model`, which only the usual strategy shards so.
     strategies = [_DEFAULT]

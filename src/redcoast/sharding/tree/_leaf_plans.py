@@ -85,8 +85,8 @@ class Compute:
         sequence.
     - `constants`: The large arrays that the function closes over, each as its dtype and shape and
         its tensor-parallel dimension.
-    - `splits_examples`: Whether a batch with fewer rows than `batch_axes` have devices is split
-        along dimensions of its examples.
+    - `splits_examples`: Whether the batch is split along dimensions of its examples, as where its
+        rows do not divide over `batch_axes` or a step does not fit into memory.
     - `microbatches`: How many a pipeline divides a batch into, if a user has decided it.
     - `split`: The dimensions that are split within examples: for axes of the mesh, the places of
         the batch's arrays, each with a dimension.

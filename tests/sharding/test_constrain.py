@@ -425,3 +425,24 @@ def test_what_is_concatenated_for_a_split_product_stays_whole():
     gathered = sum(one.sent_bytes for one in found if one.kind == "all-gather")
     of_tokens = 3 * (8 // 2 * 16 * 64 // 4) * 4  # what each device would send
     assert gathered < of_tokens / 4
+
+
+def test_no_sequence_is_split_over_model_if_the_batch_is_split_over_it():
+    """Positions that are looked up for all rows are no part of a tensor-parallel layer: nothing is
+    tensor-parallel, and every device needs them for its rows."""
+
+    def loss_fn(model, tokens, key):
+        positions = model["positions"][jnp.arange(tokens.shape[1])]
+        x = model["tokens"][tokens] + positions[None]
+        x = x / (1 + jnp.abs(x))
+        return jnp.mean((x + jnp.tanh(x @ model["up"]) @ model["down"]) ** 2)
+
+    shapes = {"tokens": (64, 32), "positions": (16, 32), "up": (32, 128), "down": (128, 32)}
+    model = {name: array(*shape) for name, shape in shapes.items()}
+    tokens = jax.ShapeDtypeStruct((64, 16), jnp.int32)
+    mesh = rc.make_mesh(data=4, model=2)
+    plan = rc.plan_shardings(model, mesh, fn=loss_fn, args=(tokens, None), sequence=True)
+    assert "model" in plan.compute.batch_axes
+    jaxpr = eqx.filter_make_jaxpr(plan.constrain(loss_fn))(model, tokens, None)[0].jaxpr
+    specs = {shape: sharding.spec for sharding, shape in constraints(jaxpr)}
+    assert specs[16, 32] == P(None, None)

@@ -63,10 +63,7 @@ class Recomputed:
 
         def size_of(value: Value) -> float:
             """The bytes of a value on each device, as activations are constrained."""
-            # Along the sequence where no class is chosen.
-            chosen = shardings.sequence
-            if shardings.is_parallel(value):
-                chosen = shardings.chosen
-            return value.bytes / spec_parts(shardings.spec(value, chosen), self.mesh.shape)
+            spec = shardings.spec(value, shardings.classes_over_model(value))
+            return value.bytes / spec_parts(spec, self.mesh.shape)
 
         return traced, arrays, Decider(flatten(program.scope, size_of))

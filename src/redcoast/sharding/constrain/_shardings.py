@@ -63,10 +63,14 @@ class Shardings:
 
     def constrain(self, x: Any, value: Value) -> Any:
         """Constrains an array to the sharding of its value."""
+        return self._constrain(x, value, self.classes_over_model(value))
+
+    def classes_over_model(self, value: Value) -> frozenset[int]:
+        """The classes along which a value is sharded over the axes of tensor parallelism."""
         if self.is_parallel(value):
-            return self._constrain(x, value, self.chosen)
+            return self.chosen
         # Between the tensor-parallel parts, the sequence is sharded instead.
-        return self._constrain(x, value, self.sequence)
+        return self.sequence
 
     def is_parallel(self, value: Value) -> bool:
         """Whether a dimension of a value is tensor-parallel."""
@@ -141,7 +145,7 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
     batch = batch_over(program, compute.batch_axes, mesh.shape)
     sequence: frozenset[int] = frozenset()
     if compute.sequence_parallel:
-        sequence = find_sequence(program, classes, chosen, batch)
+        sequence = find_sequence(program, classes, chosen, batch, compute.batch_axes)
     orders: Mapping[Value, tuple[int, ...]] = {}
     if program.batch.splits_examples:
         orders = orders_of_products(program.scope)

@@ -1,6 +1,7 @@
 """The dimension that sequence parallelism splits, between the parts that are tensor-parallel."""
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import filterfalse
 
 from ._batch_dims import BatchDims
@@ -13,15 +14,22 @@ _MOST_PARAMETERS = 0.2
 
 
 def find_sequence(
-    program: Program, classes: Classes, chosen: frozenset[int], batch: BatchDims
+    program: Program,
+    classes: Classes,
+    chosen: frozenset[int],
+    batch: BatchDims,
+    batch_axes: Sequence[str],
 ) -> frozenset[int]:
     """Finds the sequence: the class with the most bytes of activations that are not sharded.
 
-    The batch and classes of many parameters are excluded. With sequence parallelism, every device
-    computes normalisation, dropout and residual sums for some tokens, and not for all of them. This
-    saves memory. An all-reduce becomes a reduce-scatter and an all-gather, which communicate as
-    many bytes (arXiv:2205.05198, section 4.2.2).
+    There is none if `batch_axes`, those that the batch is split over, have `model`: nothing is
+    tensor-parallel then. The batch and classes of many parameters are excluded. With sequence
+    parallelism, every device computes normalisation, dropout and residual sums for some tokens, and
+    not for all of them. This saves memory. An all-reduce becomes a reduce-scatter and an
+    all-gather, which communicate as many bytes (arXiv:2205.05198, section 4.2.2).
     """
+    if "model" in batch_axes:
+        return frozenset()
     graph = program.graph
     blocked = classes.of(graph.blocked)
     owned: Counter[int] = Counter()

@@ -104,9 +104,9 @@ class Decision:
 
     @cached_property
     def _sequence(self) -> frozenset[int]:
-        if not self.splits_sequence or "model" in self.batch_axes:
+        if not self.splits_sequence:
             return frozenset()
-        return find_sequence(self.program, self.classes, self.chosen, self.batch)
+        return find_sequence(self.program, self.classes, self.chosen, self.batch, self.batch_axes)
 
     def _dimension(self, value: Value) -> int | None:
         for d, node in enumerate(value.dims):

@@ -1,5 +1,7 @@
 """What a plan says is sent, against what its compiled program sends."""
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -420,3 +422,35 @@ def test_messages_of_a_graph_are_scattered_on_gpus():
         priced[compiler] = sum(entry.bytes for entry in traffic if "by index" in entry.cause)
     of_nodes = 7 / 8 * 512 * 64 * 4
     assert priced == {"cpu": 8 * of_nodes, "gpu": 5 * of_nodes}
+
+
+@pytest.mark.parametrize(("data", "model"), [(1, 8), (2, 4)])
+def test_a_loop_over_examples_gathers_the_sequence_of_each(data, model):
+    """`jax.lax.map` makes one product for each example: what they gather was priced as for one."""
+
+    def layer(params, x):
+        x = x / jnp.sqrt(1e-5 + jnp.mean(x**2, axis=-1, keepdims=True))
+        return x + jnp.tanh(x @ params["up"]) @ params["down"]
+
+    params, batch = [{"up": array(256, 512), "down": array(512, 256)}] * 2, array(8, 64, 256)
+    overrides = [(".*up", P(None, "model")), (".*down", P("model", None))]
+    gathered = []
+    for over_rows in (jax.vmap, lambda fn: lambda rows: jax.lax.map(fn, rows)):
+
+        def loss_fn(params, x, key, over_rows=over_rows):
+            for of_layer in params:
+                x = over_rows(ft.partial(layer, of_layer))(x)
+            return jnp.mean(x**2)
+
+        mesh, args = rc.make_mesh(data=data, model=model), (batch, None)
+        plan = rc.plan_shardings(
+            params, mesh, fn=loss_fn, args=args, overrides=overrides, sequence=True
+        )
+        of_sequence = {}
+        for entry in plan.report.program.traffic:
+            if "of the sequence" in entry.cause:
+                of_sequence[entry.cause] = entry.bytes
+        gathered.append(of_sequence)
+    by_vmap, by_map = gathered
+    assert len(by_vmap) == 2
+    assert by_map == by_vmap

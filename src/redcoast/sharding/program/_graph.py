@@ -155,8 +155,10 @@ class Halo:
 class Work:
     """Floating point operations that are divided among devices if one of `dims` is sharded.
 
-    `forward` are the operations of the forward pass. `of` are the dimensions of each operand, and
-    `grads` is the number of operands that a gradient flows into.
+    `forward` are the operations of the forward pass, in which the operation runs `times` times. It
+    runs `forwards` times as often with rematerialisation. `rows`, the first of `dims`, are those
+    that scans around the operation go along. `of` are the dimensions of each operand, and `grads`
+    is the number of operands that a gradient flows into.
     """
 
     dims: Dims
@@ -165,6 +167,14 @@ class Work:
     of: tuple[Dims, ...]
     source: Source = ()
     grads: int = 0
+    times: int | float = 1
+    forwards: int | float = 1
+    rows: Dims = ()
+
+    @property
+    def own(self) -> Dims:
+        """The dimensions of one run of the operation."""
+        return self.dims[len(self.rows) :]
 
 
 @dataclass(frozen=True)
@@ -401,9 +411,18 @@ class Graph:
         self, dims: Dims, flops: int | float, passes: int | float, *operands: Value
     ) -> None:
         """Adds `flops` operations for each of the forward and backward `passes`."""
-        forward = flops * self.cursor.times
-        of = tuple(value.dims for value in operands)
-        dims = (*self.cursor.rows, *dims)
-        grads = sum(value.grad for value in operands)
-        source = self.cursor.source
-        self.works.append(Work(dims, forward * passes, forward, of, source, grads))
+        cursor = self.cursor
+        forward = flops * cursor.times
+        self.works.append(
+            Work(
+                dims=(*cursor.rows, *dims),
+                flops=forward * passes,
+                forward=forward,
+                of=tuple(value.dims for value in operands),
+                source=cursor.source,
+                grads=sum(value.grad for value in operands),
+                times=cursor.times,
+                forwards=cursor.forwards,
+                rows=cursor.rows,
+            )
+        )

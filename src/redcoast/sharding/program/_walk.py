@@ -240,7 +240,9 @@ def _call(graph: Graph, equation: JaxprEqn, call: Call, inputs: Sequence[Value])
         # The backward pass of attention computes its scores again, which are half of the products.
         for index in range(before, len(graph.works)):
             work = graph.works[index]
-            graph.works[index] = replace(work, flops=work.flops + work.forward / 2)
+            graph.works[index] = replace(
+                work, flops=work.flops + work.forward / 2, forwards=work.forwards + 1 / 2
+            )
         for value in results:
             graph.add_saved(value)
     return results, [scope]

@@ -133,7 +133,7 @@ class _Read:
     fact: tuple[Axes, ...]
 
     def sent(self) -> Iterator[ForProduct]:
-        n, times = self.decision.n, self._times
+        n, times = self.decision.n, self.work.times
         along_model = [d for d, axes in enumerate(self.fact) if self._model.intersection(axes)]
         over = tuple(self._model)
         gathers_other = self._gathers_other(along_model)
@@ -145,7 +145,7 @@ class _Read:
             # The gradient of the other operand is a sum over the parts of this one.
             yield ForProduct(over, all_reduce(n, self._other_bytes) * times, self.work)
         if not gathers_other and self._is_split_otherwise(along_model):
-            size = self.value.bytes / self.decision.batch.parts(self.value.dims)
+            size = self.value.bytes / self._row_parts(self.value.dims)
             yield ForProduct(over, all_gather(n, size) * times, self.work)
         if self.value.grad:
             yield self._cotangent(gathers_other)
@@ -161,17 +161,13 @@ class _Read:
         return set(used_axes(self.decision.model_axes, self.decision.sizes))
 
     @property
-    def _times(self) -> int | float:
-        """How often the product runs in the forward pass of a step."""
-        sizes = self.decision.program.graph.sizes
-        return self.work.forward / max(1, 2 * prod(map(sizes.__getitem__, self.work.dims)))
-
-    @property
     def _of_result(self) -> Dims:
         """The dimensions of the result."""
-        rank, dims = len(self._rule.results[0]), self.work.dims
-        own = dims[len(dims) - rank - len(self._rule.reduced) :]  # after those of rows around it
-        return own[:rank]
+        return self.work.own[: len(self._rule.results[0])]
+
+    def _row_parts(self, dims: Dims) -> int:
+        """The number of devices that share the rows of an array, and those of scans around it."""
+        return self.decision.batch.parts((*self.work.rows, *dims))
 
     @property
     def _result_bytes(self) -> int:
@@ -181,7 +177,7 @@ class _Read:
     def _other_bytes(self) -> int | float:
         """The bytes of the other operand, of the rows that a device has."""
         other = 1 - self.side
-        rows = self.decision.batch.parts(self.work.of[other])
+        rows = self._row_parts(self.work.of[other])
         return _bytes(self.work.source[-1].invars[other]) / rows
 
     def _gathers_other(self, along_model: Sequence[int]) -> bool:
@@ -194,7 +190,7 @@ class _Read:
         for d, dimension in enumerate(self._rule.operands[self.side]):
             is_parallel = decision.is_chosen(self.value.dims[d]) and d not in along_model
             is_summed = is_summed or (is_parallel and dimension[0] in self._rule.reduced)
-        of_rows = self._result_bytes / decision.batch.parts(self._of_result)
+        of_rows = self._result_bytes / self._row_parts(self._of_result)
         cheaper = all_gather(decision.n, self._other_bytes) < all_reduce(decision.n, of_rows)
         return is_summed and cheaper
 
@@ -224,7 +220,8 @@ class _Read:
                 size /= decision.n
             sent = min(sent, all_gather(decision.batch.parts(self._of_result), size) or sent)
         over = used_axes(axes_of_spec(planned), decision.sizes)
-        return ForProduct(over, sent * self._times, self.work)
+        around = decision.batch.parts(self.work.rows)
+        return ForProduct(over, sent * self.work.times / around, self.work)
 
 
 def _bytes(atom: Atom) -> int:

@@ -7,7 +7,6 @@ again, and sums only what these depend on.
 """
 
 from collections.abc import Iterator, Mapping
-from math import prod
 
 from ...core._control_flow import Call, control_flow, open_jaxpr
 from ...core._jaxpr import struct_of
@@ -40,7 +39,7 @@ def gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
             if array in gathered or not is_divided(decision, dims):
                 continue
             gathered.add(array)
-            size = _bytes_of(decision, work, side) * _times(decision, work) * _forwards(work)
+            size = _bytes_of(decision, work, side) * work.times * work.forwards
             cause = "all-gathers of the sequence, forward"
             yield Sent(over, "activations", cause, all_gather(decision.n, size), work.source)
     by_path = {path_of(work.source): work for work in works}
@@ -71,25 +70,14 @@ def _array(work: Work, side: int) -> tuple[int, ...]:
 def _bytes_of(decision: Decision, work: Work, side: int) -> int | float:
     """The bytes of an operand of a product, for the rows of a device."""
     array = struct_of(work.source[-1].invars[side])
-    return array.size * array.dtype.itemsize / decision.batch.parts(work.of[side])
-
-
-def _times(decision: Decision, work: Work) -> float:
-    """How often a product runs in the forward pass."""
-    sizes = decision.program.graph.sizes
-    return work.forward / max(1, 2 * prod(map(sizes.__getitem__, work.dims)))
-
-
-def _forwards(work: Work) -> float:
-    """One, and one more for each rematerialisation that computes a product again."""
-    return work.flops / work.forward - work.grads
+    return array.size * array.dtype.itemsize / decision.batch.parts((*work.rows, *work.of[side]))
 
 
 def _cotangent_bytes(
     decision: Decision, summed: PartialSum, works: Mapping[tuple[int, ...], Work]
 ) -> int | float:
     """The bytes of the cotangents of a partial sum in a step, for the rows of a device."""
-    times, work = summed.times, works.get(path_of(summed.source))
+    times, dims, work = summed.times, summed.value.dims, works.get(path_of(summed.source))
     if work is not None:
-        times = _times(decision, work)  # without rematerialisation
-    return summed.value.bytes * times / decision.batch.parts(summed.value.dims)
+        times, dims = work.times, (*work.rows, *dims)  # without rematerialisation
+    return summed.value.bytes * times / decision.batch.parts(dims)

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
 from ...core._control_flow import Call, CallKind, Scan, While, control_flow
@@ -192,8 +191,7 @@ class _Product:
     """A product of two arrays that are both split over the devices of `split`.
 
     `nodes` are the dimensions that the operands are split along. With `sums_parts`, it sums over
-    that dimension; otherwise, the operands at the places `gathered` are needed as a whole. It runs
-    `times` times in a step, beside rematerialisation.
+    that dimension; otherwise, the operands at the places `gathered` are needed as a whole.
     """
 
     work: Work
@@ -201,7 +199,6 @@ class _Product:
     nodes: tuple[int, int]
     sums_parts: bool
     gathered: tuple[int, ...]
-    times: float
 
 
 _Key = tuple[int, ...]
@@ -216,25 +213,24 @@ def _products(graph: Graph, batch: BatchDims) -> dict[_Key, _Product]:
         if work.source[-1].primitive.name != "dot_general" or not work.forward:
             continue
         for split in batch.sets:
-            product = _product(work, split, graph)
+            product = _product(work, split)
             if product is not None:
                 products[_key(work.source, split)] = product
     return products
 
 
-def _product(work: Work, split: SplitNodes, graph: Graph) -> _Product | None:
+def _product(work: Work, split: SplitNodes) -> _Product | None:
     """A product, if both of its operands are split over the same devices."""
     rule = rule_of(work.source[-1])
     assert rule is not None
-    rank, reduced = len(rule.results[0]), len(rule.reduced)
-    own = work.dims[len(work.dims) - rank - reduced :]  # after those of the rows around it
+    rank = len(rule.results[0])
     first, second = (_first_in(split, dims) for dims in work.of)
     if first is None or second is None:
         return None
     dimensions = rule.operands[0][first], rule.operands[1][second]
     sums_parts = dimensions[0] == dimensions[1] and dimensions[0][0] in rule.reduced
     kept: Dimension | None = None
-    of_result = _first_in(split, own[:rank])
+    of_result = _first_in(split, work.own[:rank])
     if of_result is not None:
         kept = rule.results[0][of_result]
     gathered: list[int] = []
@@ -242,8 +238,7 @@ def _product(work: Work, split: SplitNodes, graph: Graph) -> _Product | None:
         if not sums_parts and dimension != kept:
             gathered.append(side)
     nodes = work.of[0][first], work.of[1][second]
-    times = work.forward / max(1, 2 * prod(map(graph.sizes.__getitem__, own)))
-    return _Product(work, split, nodes, sums_parts, tuple(gathered), times)
+    return _Product(work, split, nodes, sums_parts, tuple(gathered))
 
 
 def _first_in(split: SplitNodes, dims: Dims) -> int | None:
@@ -274,14 +269,13 @@ def _for_product(product: _Product, batch: BatchDims) -> Iterator[PlannedCollect
     equation = work.source[-1]
     if product.sums_parts and work.grads:
         _, others = batch.around(product.nodes[0], work.dims)
-        sent = all_gather(count, _bytes(equation.outvars[0]) / others) * product.times
+        sent = all_gather(count, _bytes(equation.outvars[0]) / others) * work.times
         yield PlannedCollective("compared", sent, work.dims, work.source, backward=True)
-    forwards = work.flops / work.forward - work.grads
     for side in product.gathered:
         dims = work.of[side]
-        _, others = batch.around(product.nodes[side], dims)
+        _, others = batch.around(product.nodes[side], (*work.rows, *dims))
         sent = all_gather(count, _bytes(equation.invars[side]) / others)
-        times = product.times * (forwards + (work.grads > 0))
+        times = work.times * (work.forwards + (work.grads > 0))
         yield PlannedCollective("written", sent * times, dims, work.source)
 
 
@@ -351,11 +345,9 @@ def _turned_back(work: Work, graph: Graph, batch: BatchDims) -> int | float:
         node = next(filter(batch.has, dims), None)
         if node is None or not is_spectrum(atom, dims, graph, batch):
             continue
-        devices, others = batch.around(node, dims)
-        count = 2 * prod(map(graph.sizes.__getitem__, work.dims))
-        times = work.forward / max(1, count)
+        devices, others = batch.around(node, (*work.rows, *dims))
         size = sum(map(_bytes, (atom, *equation.outvars))) / others
-        return 2 * times * all_gather(devices, size) / devices
+        return 2 * work.times * all_gather(devices, size) / devices
     return 0
 
 

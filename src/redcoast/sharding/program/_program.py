@@ -160,18 +160,9 @@ def follow_program(
 def _follow(
     traced: Traced, trainable: Sequence[bool], shares: Sequence[tuple[int, float]]
 ) -> Program:
-    jaxpr, count = open_jaxpr(traced.jaxpr), len(traced.jaxpr.out_avals)
-    # Of a loss, only the first result is differentiated.
-    differentiated = [not traced.trains] * count
-    differentiated[:1] = [True] * min(1, count)
-    used = [True] * count
-    if traced.trains and traced.moved == traced.arrays:
-        # The trained arrays of a returned model are not used.
-        used[count - traced.moved :] = [not is_trained for is_trained in trainable]
-    regions = Region(tuple(used)), Region(tuple(differentiated), differentiated=True)
-    graph = Graph(shares=dict(shares), cursor=Cursor(regions))
+    graph = Graph(shares=dict(shares), cursor=Cursor(_regions(traced, trainable)))
     inputs: list[Value] = []
-    for var in jaxpr.invars:
+    for var in open_jaxpr(traced.jaxpr).invars:
         is_trained = len(inputs) < traced.arrays and trainable[len(inputs)]
         inputs.append(graph.value(var.aval, grad=is_trained and traced.trains))
     scope = walk(graph, traced.jaxpr, inputs)

@@ -73,7 +73,8 @@ def costs_of(problem, chosen):
 
 
 def cost(problem, chosen):
-    return problem.seconds(frozenset(chosen)).total
+    seconds = problem.seconds(frozenset(chosen))
+    return seconds.serial + seconds.memory
 
 
 def cheapest(problem):

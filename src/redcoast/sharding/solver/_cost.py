@@ -48,11 +48,6 @@ class Seconds:
         return self.hideable + self.exposed
 
     @property
-    def total(self) -> int | float:
-        """What the search makes least: all parts, so that it divides memory traffic too."""
-        return self.serial + self.memory
-
-    @property
     def serial(self) -> int | float:
         """The time of arithmetic and communication if nothing overlaps."""
         return self.arithmetic + self.communication

@@ -22,7 +22,9 @@ class _Table:
 
 
 def search_classes(problem: Problem) -> Choice:
-    """Returns the cheapest allowed set of classes. Ties are resolved by not choosing a class.
+    """Returns the cheapest allowed set of classes, by the sum of all parts of a step's time.
+
+    Ties are resolved by not choosing a class.
 
     Classes are eliminated one by one, starting with the one with the fewest neighbours: its best
     decision is tabulated for every decision of its neighbours (bucket elimination, Dechter, 1999,

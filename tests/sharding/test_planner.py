@@ -1,5 +1,7 @@
 """What the planner decides for models whose best splits are known."""
 
+import inspect
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from sharding_helpers import array, mesh_of, real_mesh, train_state
 
 import redcoast as rc
+from redcoast.sharding.solver._hardware import DEFAULT_MEMORY
+from redcoast.sharding.solver._memory_estimate import FILLED
 
 
 def plan_of(fn, model, batch, shape=(1, 1, 8), **options):
@@ -378,3 +382,10 @@ def test_verify_names_what_is_wrong(verified, monkeypatch):
     assert "down (by" in str(error.value)
     assert "up (by" not in str(error.value)
     assert "loss (by" not in str(error.value)
+
+
+def test_docstrings_state_the_memory_that_plans_assume_and_fill():
+    part = f"{100 * FILLED:.0f} %"
+    for function in (rc.plan_shardings, rc.fit, rc.dry_run):
+        assert part in inspect.getdoc(function)
+    assert f"{DEFAULT_MEMORY / 1e9:.0f} GB" in inspect.getdoc(rc.Hardware)

@@ -27,10 +27,9 @@ from .report._sent import find_gathered_whole
 from .report._sums import find_sums
 from .report._traffic import all_sent, pipelining, traffic
 from .report._waiting import waiting
-from .solver._hardware import Hardware
+from .solver._hardware import DEFAULT_MEMORY, Hardware
 from .solver._layout import StorageLayout, is_large
 from .solver._memory_estimate import (
-    DEFAULT_MEMORY,
     arithmetic,
     estimate_memory,
     excess_bytes,

@@ -224,7 +224,7 @@ class ProgramReport:
     - `offloaded`: The bytes of each device's optimizer state that are in the memory of the host
         because of `memory`.
     - `device_memory`, `device_memory_known`: The bytes of memory that a device has, and whether the
-        devices, or `Hardware.memory`, specify it. Otherwise it is 80 GB.
+        devices, or `Hardware.memory`, specify it. Otherwise it is assumed.
     """
 
     batch_axes: tuple[str, ...]

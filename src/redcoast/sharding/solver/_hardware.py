@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+DEFAULT_MEMORY = 80e9  # of an A100, for devices that do not report their memory
 _COMPILERS = "cpu", "gpu", "tpu"
 
 

@@ -12,7 +12,6 @@ from ._strategy import Decision
 
 # The part of the memory that an estimate may use: it does not include the compiler's temporaries.
 FILLED = 0.85
-DEFAULT_MEMORY = 80e9  # of an A100, for devices that do not report their memory
 
 
 def arithmetic(decision: Decision) -> Arithmetic:

@@ -44,13 +44,12 @@ class SplitSet:
 class BatchNodes:
     """The dimensions that are sharded with the batch, as nodes.
 
-    `of_inputs` are dimensions of the batch's own arrays, and `of_created` of arrays that the
-    program creates. `not_rows` are the places of the batch's arrays that are not rows. With
-    `splits_examples`, examples are split along other dimensions, and `of_inputs` are those: rows do
-    not divide, a step does not fit into memory, or the program asks for it. `why_whole` is the
-    reason if they cannot be split either. `sets` has the axes of each dimension, where they are not
-    those that a strategy splits the batch over, and `split` the same by the places of dimensions in
-    the batch's arrays.
+    `of_inputs` and `of_created` are as in `SplitSet`. `not_rows` are the places of the batch's
+    arrays that are not rows. With `splits_examples`, examples are split along other dimensions, and
+    `of_inputs` are those: rows do not divide, a step does not fit into memory, or the program asks
+    for it. `why_whole` is the reason if they cannot be split either. `sets` has the axes of each
+    dimension, where they are not those that a strategy splits the batch over, and `split` the same
+    by the places of dimensions in the batch's arrays.
     """
 
     of_inputs: tuple[int, ...]

@@ -188,8 +188,7 @@ def _gather_whole(step: _Step) -> None:
 def _reshard_moved(step: _Step) -> None:
     """Records dimensions that are cut, joined or regrouped, such as (8, 6) to (48,).
 
-    Dimensions of operands and results that begin with the same factor are linked softly: a batch
-    that is cut or joined is sharded again, because the operations that follow act on each example.
+    Dimensions of operands and results that begin with the same factor are linked softly.
     """
     graph, rule, resharded = step.graph, step.rule, step.resharded
     before = {dim.dimension for dim in step.before}
@@ -219,7 +218,7 @@ def _reshard_moved(step: _Step) -> None:
             if dim.slowest in resharded:
                 graph.add_move(dim.value, dim.node, target.value, target.node)
             if source is None or gathered is None:  # otherwise the cut has linked the two
-                graph.soft_links.append((dim.node, target.node))
+                graph.link_softly(dim.node, target.node)
             reached.add(target.node)
             source = None
             if dim.slowest not in resharded:

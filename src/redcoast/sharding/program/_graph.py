@@ -223,7 +223,6 @@ class Graph:
     # The axes that the program itself constrains a dimension to; `()` if it is replicated.
     constrained: dict[int, tuple[str, ...]] = field(default_factory=dict)
     links: list[tuple[int, int]] = field(default_factory=list)
-    # Through cuts and joins, after which a batch is sharded again and parameters are not.
     soft_links: list[tuple[int, int]] = field(default_factory=list)
     partial_sums: dict[object, PartialSum] = field(default_factory=dict)
     reshards: list[Reshard] = field(default_factory=list)  # of arrays sharded over `model`
@@ -324,6 +323,14 @@ class Graph:
                 partial = replace(removed[0], value=value, times=times, uses=1, before=())
                 self.partial_sums[value, partial.node, ()] = partial
 
+    def link_softly(self, before: int, after: int) -> None:
+        """Links a node to the one that rows go on in after a cut or a join.
+
+        A batch is sharded again there, since the operations that follow act on each example.
+        Parameters are not.
+        """
+        self.soft_links.append((before, after))
+
     def add_batch_gather(
         self, operand: Value, node: int, *, before: Dims = (), along: Dims = ()
     ) -> None:
@@ -336,15 +343,10 @@ class Graph:
     def add_reshard(
         self, operand: Value, before: int | None, result: Value, after: int | None
     ) -> None:
-        """Records that `before` of `operand` does not stay sharded as `after` of `result`.
-
-        A soft link connects the two: a batch that is cut or joined is sharded again afterwards,
-        because the operations that follow act on each example.
-        """
+        """Records that `before` of `operand` does not stay sharded as `after` of `result`."""
         self.reshards.append(self._reshard(operand, before, result, after))
-        # A batch goes on after the cut, and parameters do not.
         if before is not None and after is not None:
-            self.soft_links.append((before, after))
+            self.link_softly(before, after)
 
     def add_move(self, operand: Value, node: int, result: Value, target: int | None) -> None:
         """Records that elements along `node` change their places, or are needed as a whole."""
@@ -383,10 +385,10 @@ class Graph:
     ) -> None:
         """Records that `target` of a result needs `count` neighbours along `node` of an operand.
 
-        The two are linked softly. Halos are those of the operand, in the forward pass and `again`
+        Halos are those of the operand, in the forward pass and `again`
         for the gradient of a kernel, and those of the cotangent for the gradient of the operand.
         """
-        self.soft_links.append((node, target))
+        self.link_softly(node, target)
         before, after = max(1, self.sizes[node]), max(1, self.sizes[target])
         whole = count == ALL
         rows = before if whole else min(count, before)

@@ -114,7 +114,7 @@ def plan_flow(
         if leaf.index in overridden:
             specs[place] = overridden[leaf.index]
 
-    def trace() -> Program:
+    def trace_program() -> Program:
         traced, _ = trace_over(mesh, fn, model, args)
         return follow_program(traced, trainable_arrays(model, trainable))
 
@@ -128,7 +128,7 @@ def plan_flow(
                 f"{error} A mesh without `pipe` has no such requirement."
             ) from error.__cause__
 
-    program = trace()
+    program = trace_program()
     is_pipeline = axes.get(PIPE, 1) > 1 and program.traced.trains
     if is_pipeline:
         # The solver compares what the stages of a pipeline keep in memory.
@@ -138,10 +138,10 @@ def plan_flow(
         # A pipeline divides a batch by rows alone.
         best = _cheapest([task], budget)
     else:
-        best = _by_rows_or_within(task, budget, trace)
+        best = _by_rows_or_within(task, budget, trace_program)
     task, layout, decision = best.task, best.layout, best.layout.decision
     compute = Compute(
-        dims=decision.computed,
+        dims=decision.parallel_dims,
         batch_axes=decision.batch_axes,
         model_axes=decision.model_axes,
         sequence_parallel=sequence,
@@ -165,25 +165,27 @@ def plan_flow(
     return _leaf_plans(layout, reasons), compute, report
 
 
-def _by_rows_or_within(task: _Task, budget: int | None, trace: Callable[[], Program]) -> _Candidate:
+def _by_rows_or_within(
+    task: _Task, budget: int | None, trace_program: Callable[[], Program]
+) -> _Candidate:
     """The plan, with the batch split by rows if they divide and it fits into memory, or along
     dimensions of its examples."""
     program, axes = task.program, task.axes
     count = parts(BATCH_AXES, axes)
 
     @ft.lru_cache(None)  # a trace takes longer than the search
-    def traced(parts: int) -> Program:
+    def in_parts(parts: int) -> Program:
         if parts == 1:
             return program
-        return trace_in_parts(parts, trace)
+        return trace_in_parts(parts, trace_program)
 
     # A constraint of the program's own on its batch is obeyed.
     if split := asked_split(program, axes):
-        asked = apply_split(traced(example_parts(split, axes)), split, axes)
+        asked = apply_split(in_parts(example_parts(split, axes)), split, axes)
         if asked is None:
             raise ValueError(_cannot_split(program, split, axes))
         return _cheapest([replace(task, program=asked)], budget)
-    others = (replace(task, program=within) for within in candidates(traced, axes))
+    others = (replace(task, program=within) for within in candidates(in_parts, axes))
     # Rows divide: split examples are tried only if activations do not fit.
     if not needs_split(program, count):
         by_rows = _cheapest([task], budget)
@@ -195,7 +197,7 @@ def _by_rows_or_within(task: _Task, budget: int | None, trace: Callable[[], Prog
             return by_rows
         return best
     # Rows do not divide: they are replicated, or examples are split.
-    by_tokens = split_tokens(program, count, lambda: traced(count))
+    by_tokens = split_tokens(program, count, lambda: in_parts(count))
     why_whole = by_tokens.batch.why_whole or "it would cost more"
     by_rows = replace(program, batch=replace(program.batch, why_whole=why_whole))
     tasks = [replace(task, program=by_rows)]
@@ -205,7 +207,7 @@ def _by_rows_or_within(task: _Task, budget: int | None, trace: Callable[[], Prog
     best = _cheapest([*tasks, *others], budget)
     if best.excess:
         # Two dimensions at once are many candidates, so they are tried last.
-        pairs = (replace(task, program=within) for within in candidates_of_two(traced, axes))
+        pairs = (replace(task, program=within) for within in candidates_of_two(in_parts, axes))
         best = _cheapest([best.task, *pairs], budget)
     return best
 
@@ -247,12 +249,12 @@ def _lay_out(task: _Task, budget: int | None) -> _Candidate:
     # Overrides over `model` are computed with in parts, like chosen dimensions.
     forced = [model_dim(task.overrides.get(place, ())) for place in range(len(large))]
 
-    def make(fsdp_sharded: Sequence[bool]) -> StorageLayout:
+    def make(stored_in_parts: Sequence[bool]) -> StorageLayout:
         """The layout if some arrays are FSDP-sharded whatever that costs."""
 
         @ft.cache  # with its activations
         def lay_out(decision: Decision) -> StorageLayout:
-            return StorageLayout(decision, fsdp_sharded, task.overrides)
+            return StorageLayout(decision, stored_in_parts, task.overrides)
 
         def excess(decision: Decision) -> int | float:
             return excess_bytes(lay_out(decision), task.memory, state_bytes)
@@ -260,7 +262,7 @@ def _lay_out(task: _Task, budget: int | None) -> _Candidate:
         decision = best_strategy(
             program,
             axes,
-            fsdp_sharded,
+            stored_in_parts,
             task.hardware,
             forced,
             excess,

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from ...core._control_flow import Call, CallKind, Scan, control_flow
 from ...core._jaxpr import iter_equations, variables
 from ..operations._rule import shape_of
-from ..operations._rule_table import CONSTRAINED
+from ..operations._rule_table import LARGE_OPERATIONS
 from ..program._remat import Computation, KeepAllBut, gather_of
 from ..program._walk import Scope
 
@@ -66,6 +66,6 @@ def _add_operations_on_weights(
                     operations.add(("broadcast_in_dim", (shape,)))
                     operations.add(gather_of((shards, *shape)))
         # A product with other weights takes time, and is kept.
-        elif flow is None and equation.primitive.name not in CONSTRAINED and read <= weights:
+        elif flow is None and equation.primitive.name not in LARGE_OPERATIONS and read <= weights:
             weights.update(equation.outvars)
             operations.add((equation.primitive.name, tuple(map(shape_of, equation.invars))))

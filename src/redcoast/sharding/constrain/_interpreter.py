@@ -28,7 +28,7 @@ from ...core._pytree import ARRAYS, join
 from .._mesh_axes import parts
 from ..operations import Atom, shape_of
 from ..operations._elementwise_rules import ELEMENTWISE
-from ..operations._rule_table import CONSTRAINED
+from ..operations._rule_table import LARGE_OPERATIONS
 from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
@@ -126,7 +126,7 @@ def run_constrained(
         except Exception as error:
             raise CannotRebind(name) from error
         # XLA propagates these through what follows.
-        if name in CONSTRAINED and not (shardings.splits_examples and writes_slice(equation)):
+        if name in LARGE_OPERATIONS and not (shardings.splits_examples and writes_slice(equation)):
             values = values_of(scope, equation.outvars)
             results = list(map(shardings.constrain, results, values))
         return results
@@ -288,7 +288,7 @@ def _has_nothing_to_constrain(bound: BoundEquation, call: Call) -> bool:
     if not call.has_derivative:
         return False
     for equation in iter_equations(bound.inner[0].jaxpr):
-        if primitive_name(equation) in CONSTRAINED | KERNELS:
+        if primitive_name(equation) in LARGE_OPERATIONS | KERNELS:
             return False
         if acts_on_parts(equation) or waits_for_rows(equation):
             return False

@@ -14,10 +14,10 @@ from ...core._control_flow import Call, CallKind, ControlFlow, Scan, control_flo
 from ...core._multiply_adds import multiply_adds
 from ..operations import fixed_operands, is_linear
 from ..operations._rule_table import (
-    CONSTRAINED,
     COSTLY,
     CUMULATIVE,
     FROM_RESULT,
+    LARGE_OPERATIONS,
     REDUCTIONS,
     VIEWS,
 )
@@ -177,7 +177,7 @@ class _Reader:
         step = FlatStep(equation, inputs, outputs, is_bare=bool(equation.effects))
         step.seconds, step.flops = cost_of_equation(scope, index, self.size_of)
         name, inner = primitive_name(equation), scope.inner.get(index, [])
-        is_cheap = not inner and name not in CONSTRAINED | REDUCTIONS | _COSTLY
+        is_cheap = not inner and name not in LARGE_OPERATIONS | REDUCTIONS | _COSTLY
         step.is_fused = is_cheap and scope.rules.get(index) is not None
         if not have_grad(map(scope.values.__getitem__, equation.outvars)):
             return step
@@ -240,7 +240,7 @@ def cost_of_equation(scope: Scope, index: int, size_of: SizeOf) -> tuple[float, 
     traffic = written + sum(map(size_of, operands), 0.0)
     count = multiply_adds(equation)
     if count is None:
-        is_fused = name not in CONSTRAINED and scope.rules.get(index) is not None
+        is_fused = name not in LARGE_OPERATIONS and scope.rules.get(index) is not None
         if is_fused:
             traffic *= _FUSED_TRAFFIC
         return traffic / _DEVICE.memory_bandwidth, 0.0

@@ -55,8 +55,10 @@ REDUCTIONS = frozenset(
     reduce_xor
     """.split()  # noqa: SIM905
 )
-# Only the results of these are constrained. XLA propagates shardings through other operations.
-CONSTRAINED = frozenset(
+# The results of these are constrained, beside the batch, weights and what loops carry, and XLA
+# propagates shardings through other operations. The results are in memory, and kept for the
+# backward pass.
+LARGE_OPERATIONS = frozenset(
     """
     conv_general_dilated dot_general gather ragged_dot ragged_dot_general scatter
     scatter-add scatter_add

@@ -231,7 +231,7 @@ class _WorkShares:
         self._classes, self._main = classes, frozenset(main)
         for work in graph.works:
             self._add(work.dims, work.forward, 0.0)
-        for dims, size in graph.contraction_bytes.items():
+        for dims, size in graph.large_result_bytes.items():
             self._add(dims, 0.0, size)
 
     def _add(self, dims: Dims, work: float, size: float) -> None:

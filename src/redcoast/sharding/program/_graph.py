@@ -238,7 +238,7 @@ class Graph:
     # for the backward pass, and the results of contractions.
     memory_traffic: BytesByDims = field(default_factory=lambda: defaultdict(float))
     saved: BytesByDims = field(default_factory=lambda: defaultdict(float))
-    contraction_bytes: BytesByDims = field(default_factory=lambda: defaultdict(float))
+    large_result_bytes: BytesByDims = field(default_factory=lambda: defaultdict(float))
     first_use: dict[Dims, Source] = field(default_factory=dict)  # by the dimensions of a value
     last_use: dict[Value, Source] = field(default_factory=dict)  # of those with a cotangent
     unknown: Counter[str] = field(default_factory=Counter)

@@ -27,7 +27,7 @@ from ...core._markers import gathered_dimension
 from ..operations import Atom, Rule, opaque_rule, rule_of
 from ..operations._made_rules import OF_ANY_ROW
 from ..operations._rule import at_places
-from ..operations._rule_table import CONSTRAINED, KEPT, REDUCTIONS
+from ..operations._rule_table import KEPT, LARGE_OPERATIONS, REDUCTIONS
 from ..operations._scan_over_rows import sums_over_iterations
 from ..tree._overrides import spec_axes
 from ._follow_rule import follow_rule
@@ -130,11 +130,11 @@ def _apply_rule(
         _note_divided(graph, name, inputs, results)
         if name == "sharding_constraint":
             _record_constraint(graph, equation, inputs[0])
-        if name in CONSTRAINED or name in KEPT:
+        if name in LARGE_OPERATIONS or name in KEPT:
             graph.add_saved(results[0])
-        if name in CONSTRAINED:
-            graph.add_bytes(graph.contraction_bytes, results[0])
-        if name in CONSTRAINED or name in REDUCTIONS:
+        if name in LARGE_OPERATIONS:
+            graph.add_bytes(graph.large_result_bytes, results[0])
+        if name in LARGE_OPERATIONS or name in REDUCTIONS:
             # XLA fuses other operations with one of these, so their results stay out of memory.
             for value in (*inputs, *results):
                 passes = graph.cursor.forwards + value.grad

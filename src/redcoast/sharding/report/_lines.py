@@ -15,7 +15,7 @@ from ...core._errors import check_number
 from ...core._frames import first_own, own_or_model_frame
 from ..program._graph import Source
 from ..program._program import Program
-from ..solver._buffers import Part
+from ..solver._buffers import WrittenBytes
 from ._data import LineCost, ProgramReport, total_bytes
 from ._sent import Sent
 from ._text import WIDTH, hanging, megabytes, scaled
@@ -27,7 +27,7 @@ _NAMED = 3  # lines in a message
 
 
 def find_lines(
-    entries: Iterable[Sent], memory: Iterable[Part], program: Program
+    entries: Iterable[Sent], memory: Iterable[WrittenBytes], program: Program
 ) -> tuple[LineCost, ...]:
     """The lines of the user's code that cost most, with the bytes of each.
 

@@ -167,7 +167,7 @@ class ArraysTogether:
 
 def _find_sets(leaves: Sequence[Leaf], decision: Decision) -> dict[int, ArraysTogether]:
     """For each class of tensor-parallel dimensions its arrays; layers alike share a set."""
-    arrays = list(zip(leaves, decision.program.parameters, decision.computed, strict=True))
+    arrays = list(zip(leaves, decision.program.parameters, decision.parallel_dims, strict=True))
     for place, (constant, value, d) in enumerate(decision.constants):
         path = (f"closed over {constant.name}",)
         leaf = Leaf(len(leaves) + place, path, constant.shape, constant.dtype)
@@ -232,13 +232,13 @@ class Reasons:
         if place in layout.overrides:
             return OVERRIDE
         program, spec = self.decision.program, layout.specs[place]
-        value, computed = program.parameters[place], self.decision.computed[place]
+        value, d = program.parameters[place], self.decision.parallel_dims[place]
         is_layered = program.staged is not None and place in program.staged.layered
         entries = tuple(spec)
         if is_layered:
             entries = entries[1:]  # the first counts layers
-        if computed is not None:
-            return self.sets[self.decision.classes[value.dims[computed]]].reason
+        if d is not None:
+            return self.sets[self.decision.classes[value.dims[d]]].reason
         if any(entries):
             return Reason("fsdp", self.not_computed(place) or STORED)
         if is_layered:
@@ -250,7 +250,7 @@ class Reasons:
         elif not is_large(program, value):
             text = self.indivisible(place, self.decision.n)
             text = text or f"small, fewer than {LARGE:,} elements"
-        elif not layout.fsdp_sharded[place]:
+        elif not layout.stored_in_parts[place]:
             text = "the budget leaves room for it"
         else:
             text = self.indivisible(place, least=2) or self.not_stored(place)
@@ -301,7 +301,7 @@ class Reasons:
         """
         dims = []
         for d, node, size in self._dims(place):
-            if d == self.decision.computed[place]:
+            if d == self.decision.parallel_dims[place]:
                 continue
             inner = self.indivisible_links.get(self.decision.classes[node], 0)
             if size % self.decision.n:
@@ -353,7 +353,7 @@ def find_reasons(leaves: Sequence[Leaf], decision: Decision) -> Reasons:
 def hindrances(reasons: Reasons) -> tuple[Hindrance, ...]:
     """For tensor-parallel arrays, the sizes that rule out another dimension."""
     names: dict[str, list[str]] = {}  # by the reason
-    for place, d in enumerate(reasons.decision.computed):
+    for place, d in enumerate(reasons.decision.parallel_dims):
         why = reasons.indivisible(place, reasons.decision.n)
         if d is not None and why:
             names.setdefault(why, []).append(reasons.leaves[place].name)

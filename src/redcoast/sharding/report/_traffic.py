@@ -182,7 +182,7 @@ def _gathers(layout: StorageLayout, reasons: Reasons) -> Iterator[Sent]:
     if program.staged is not None:
         layered = program.staged.layered
     arrays: list[tuple[Axes, str, float, Source]] = []
-    stored_as = zip(layout.specs, program.parameters, decision.computed, strict=True)
+    stored_as = zip(layout.specs, program.parameters, decision.parallel_dims, strict=True)
     for place, (spec, value, d) in enumerate(stored_as):
         entries = list(map(spec_axes, spec))
         used = set(chain(*entries))

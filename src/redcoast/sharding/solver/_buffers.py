@@ -7,13 +7,13 @@ from itertools import chain
 
 from ..program._graph import Source, Value
 
-Part = tuple[int | float, Source]  # bytes, and the operation that writes them
+WrittenBytes = tuple[int | float, Source]  # bytes, and the operation that writes them
 # XLA sums gradients over devices together until there are so many bytes. Until then, each device
 # keeps its own part of the sums.
 _COMBINED = 30e6
 
 
-def bytes_of_parts(parts: Iterable[Part]) -> int | float:
+def bytes_of_parts(parts: Iterable[WrittenBytes]) -> int | float:
     return sum(size for size, _ in parts)
 
 
@@ -50,7 +50,7 @@ class Buffer:
     result. `read_narrow` and `read_wide` are whether something reads it in bfloat16 and as it is.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[WrittenBytes, ...]
     born: int
     last: int
     parameter: ModelArray | None = None
@@ -65,7 +65,7 @@ class Buffer:
         return bytes_of_parts(self.parts)
 
     @property
-    def kept(self) -> tuple[Part, ...]:
+    def kept(self) -> tuple[WrittenBytes, ...]:
         """The parts as they are in memory: what is read in bfloat16 alone takes half as much."""
         if self.read_wide or not self.read_narrow or self.parameter is not None:
             return self.parts
@@ -102,7 +102,7 @@ class Peak:
     bytes of the gradients that are complete by then.
     """
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[WrittenBytes, ...] = ()
     gradients: int | float = 0.0
 
     @property
@@ -140,7 +140,7 @@ class Timeline:
     def write(self, size: int | float, source: Source) -> Buffer:
         return self.write_parts(((size, source),))
 
-    def write_parts(self, parts: tuple[Part, ...]) -> Buffer:
+    def write_parts(self, parts: tuple[WrittenBytes, ...]) -> Buffer:
         buffer = Buffer(parts, self.now, self.now)
         self.buffers.append(buffer)
         return buffer
@@ -271,7 +271,7 @@ class Timeline:
             if here > most:
                 most, when = here, time
         # What is alive then. Gradients are counted by themselves.
-        parts: list[Part] = []
+        parts: list[WrittenBytes] = []
         gradients = 0.0
         for buffer in self.buffers:
             if not buffer.born <= when <= buffer.last:

@@ -20,7 +20,7 @@ from ._hardware import Hardware
 from ._planned_collectives import gathered_bytes, of_batch, of_model
 
 Choice = frozenset[int]  # of classes
-Part = Literal["arithmetic", "memory", "hideable", "exposed"]  # of a step's time, see `Seconds`
+TimeKind = Literal["arithmetic", "memory", "hideable", "exposed"]  # of a step's time, see `Seconds`
 # The part of the shorter of arithmetic and communication that does not hide behind the longer: the
 # first gather and the last scatter of a step, and products that wait while both use the memory.
 NOT_HIDDEN = 0.1
@@ -70,18 +70,18 @@ class Problem:
     """
 
     against: Mapping[int, set[int]]
-    costs: dict[tuple[Part, Choice], tuple[float, float]] = field(default_factory=dict)
+    costs: dict[tuple[TimeKind, Choice], tuple[float, float]] = field(default_factory=dict)
 
-    def add(self, part: Part, classes: Choice, hit: int | float, miss: int | float) -> None:
+    def add(self, kind: TimeKind, classes: Choice, hit: int | float, miss: int | float) -> None:
         """Adds a cost: `hit` if at least one of the classes is chosen, and otherwise `miss`."""
-        before_hit, before_miss = self.costs.get((part, classes), (0.0, 0.0))
-        self.costs[part, classes] = before_hit + hit, before_miss + miss
+        before_hit, before_miss = self.costs.get((kind, classes), (0.0, 0.0))
+        self.costs[kind, classes] = before_hit + hit, before_miss + miss
 
     def seconds(self, chosen: Choice) -> Seconds:
         """The time of a step if these classes are chosen."""
-        sums: Counter[Part] = Counter()
-        for (part, classes), (hit, miss) in self.costs.items():
-            sums[part] += miss if chosen.isdisjoint(classes) else hit  # pyright: ignore
+        sums: Counter[TimeKind] = Counter()
+        for (kind, classes), (hit, miss) in self.costs.items():
+            sums[kind] += miss if chosen.isdisjoint(classes) else hit  # pyright: ignore
         return Seconds(sums["arithmetic"], sums["memory"], sums["hideable"], sums["exposed"])
 
 
@@ -104,9 +104,9 @@ def price(
     """
     problem = Problem(against)
 
-    def add_shared(part: Part, dims: Dims, seconds: int | float) -> None:
+    def add_shared(kind: TimeKind, dims: Dims, seconds: int | float) -> None:
         """Adds seconds that the devices of `model` share if one of the dimensions is chosen."""
-        problem.add(part, classes.of(dims).intersection(against), seconds / model, seconds)
+        problem.add(kind, classes.of(dims).intersection(against), seconds / model, seconds)
 
     # What hides is decided by the kind of communication, before any class is chosen.
     model_speed, batch_speed = hardware.model_bandwidth, hardware.batch_bandwidth
@@ -115,14 +115,14 @@ def price(
         if root is not None and root in against:
             problem.add("exposed", frozenset([root]), collective.bytes / model_speed, 0.0)
     for collective in of_batch(graph, batch, stored, hardware):
-        part: Part = "exposed"
+        kind: TimeKind = "exposed"
         # Other layers need not wait for the gradients of one, but those of a table of lookups are
         # the last that a step computes.
         is_lookup = collective.source[-1].primitive.name == "gather"
         if collective.cause == "gradients" and not is_lookup:
-            part = "hideable"
+            kind = "hideable"
         # An array that is tensor-parallel as well is reduced in parts.
-        add_shared(part, collective.dims, collective.bytes / batch_speed)
+        add_shared(kind, collective.dims, collective.bytes / batch_speed)
     for work in graph.works:
         seconds = work.flops / batch.parts(work.dims) / hardware.flops
         add_shared("arithmetic", work.dims, seconds)
@@ -142,10 +142,10 @@ def price(
         # Devices of one `model` group gather different parts, so each sends a part of the bytes.
         over_fsdp = gathered_bytes(graph, value, fsdp) / batch_speed / model
         over_model = gathered_bytes(graph, value, model) / model_speed
-        part = "hideable"
+        kind = "hideable"
         if not indexed.isdisjoint(linked.of(value.dims)):
-            part = "exposed"
+            kind = "exposed"
         # A tensor-parallel array is gathered over `fsdp` alone.
         own = classes.of(value.dims).intersection(against)
-        problem.add(part, own, over_fsdp, over_fsdp + over_model)
+        problem.add(kind, own, over_fsdp, over_fsdp + over_model)
     return problem

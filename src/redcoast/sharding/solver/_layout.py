@@ -14,7 +14,7 @@ from ..program._program import Program
 from ..tree._leaf_plans import trim_spec
 from ..tree._leaves import LARGE
 from ..tree._overrides import spec_parts
-from ._buffers import ModelArray, Part
+from ._buffers import ModelArray, WrittenBytes
 from ._memory_access import padding
 from ._peak import find_peak
 from ._strategy import Decision
@@ -36,12 +36,12 @@ def is_large(program: Program, value: Value) -> bool:
 class StorageLayout:
     """A decision, and how arrays are stored, by their places in the model.
 
-    Arrays that are `fsdp_sharded` are sharded whatever that costs, but over `fsdp` alone if they
+    Arrays that are `stored_in_parts` are sharded whatever that costs, but over `fsdp` alone if they
     are `replicated` over `model`. `overrides` are the specs that a user has decided.
     """
 
     decision: Decision
-    fsdp_sharded: Sequence[bool]
+    stored_in_parts: Sequence[bool]
     overrides: Mapping[int, P]
     replicated: frozenset[int] = frozenset()
 
@@ -61,7 +61,7 @@ class StorageLayout:
         return specs
 
     @cached_property
-    def activation_parts(self) -> tuple[Part, ...]:
+    def activation_parts(self) -> tuple[WrittenBytes, ...]:
         """Bytes per device of intermediate values at the peak, and the operation of each."""
         decision = self.decision
         program, sizes, compiler = decision.program, decision.sizes, decision.hardware.compiler
@@ -74,7 +74,7 @@ class StorageLayout:
             for place in staged.layered:
                 value = program.parameters[place]
                 whole = value.bytes / staged.stages
-                if decision.computed[place] is not None:
+                if decision.parallel_dims[place] is not None:
                     whole /= decision.n
                 own = value.bytes / spec_parts(self.specs[place], sizes)
                 held += (1 + value.grad) * (whole - own)
@@ -97,7 +97,9 @@ class StorageLayout:
 
         arrays: list[ModelArray] = []
         gradients = 0.0
-        for spec, value, d in zip(self.specs, program.parameters, decision.computed, strict=True):
+        for spec, value, d in zip(
+            self.specs, program.parameters, decision.parallel_dims, strict=True
+        ):
             share, split = spec_parts(spec, sizes), 1
             if d is not None:
                 split = decision.n
@@ -136,12 +138,12 @@ class StorageLayout:
             fsdp_axes = ()  # an axis can shard one dimension alone
         model, fsdp = used_axes(model_axes, decision.sizes), used_axes(fsdp_axes, decision.sizes)
         entries: Entries = [None] * len(value.dims)
-        computed, is_sharded = decision.computed[place], self.fsdp_sharded[place]
-        if computed is not None:
-            entries[computed] = model
-        elif is_sharded and model and place not in self.replicated:
+        parallel, is_stored_in_parts = decision.parallel_dims[place], self.stored_in_parts[place]
+        if parallel is not None:
+            entries[parallel] = model
+        elif is_stored_in_parts and model and place not in self.replicated:
             self._shard(value, entries, model)
-        if is_sharded and fsdp:
+        if is_stored_in_parts and fsdp:
             # A tensor-parallel array is stored in parts along a second dimension.
             self._shard(value, entries, fsdp)
         return trim_spec(entries)

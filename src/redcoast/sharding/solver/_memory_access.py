@@ -11,11 +11,11 @@ from jax.lax import Precision
 from ...core._control_flow import primitive_name
 from ...core._jaxpr import struct_of
 from ..operations import Atom
-from ..operations._rule_table import CONSTRAINED, REDUCTIONS
+from ..operations._rule_table import LARGE_OPERATIONS, REDUCTIONS
 from ..program._walk import Scope
 
 # Their operands and results are in memory; so are those of operations without a rule.
-_LARGE = CONSTRAINED | frozenset(
+_LARGE = LARGE_OPERATIONS | frozenset(
     """
     cholesky eig eigh fft householder_product lu qr schur sort svd top_k triangular_solve
     """.split()  # noqa: SIM905

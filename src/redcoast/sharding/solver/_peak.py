@@ -34,10 +34,10 @@ from ..program._walk import Scope
 from ._buffers import (
     Buffer,
     ModelArray,
-    Part,
     Peak,
     Roots,
     Timeline,
+    WrittenBytes,
     argument,
     is_stored,
     union,
@@ -51,7 +51,7 @@ class _Body:
 
     forward: Peak
     backward: Peak
-    saved: tuple[Part, ...] = ()
+    saved: tuple[WrittenBytes, ...] = ()
 
 
 @dataclass
@@ -495,7 +495,7 @@ class _Run:
                     copies.append(self.time.write(size_of(step.value(atom)), step.source))
             frame.copies[step.index] = tuple(copies)
         self.time.spike(body.forward)
-        saved: list[Part] = []
+        saved: list[WrittenBytes] = []
         for size, where in body.saved:
             saved.append((size * scan.length, where))
         if scan.unroll >= scan.length:
@@ -563,7 +563,7 @@ def _run_body(frame: _Frame, scan: Scan, slices: Sequence[Roots], time: Timeline
     grads = run.backward(frame, cotangents)
     time.now += 1
     time.read(union(filter(None, grads)))
-    saved: list[Part] = []
+    saved: list[WrittenBytes] = []
     for buffer in time.buffers:
         if buffer.born <= middle < buffer.last and not buffer.reread:
             saved += buffer.kept

@@ -55,7 +55,7 @@ def replicate(layout: StorageLayout, memory: int | float, state_bytes: int) -> S
     # Without tensor parallelism for these arrays and the classes they are in.
     dropped: set[int] = set()
     for place in replicated:
-        d = decision.computed[place]
+        d = decision.parallel_dims[place]
         if d is not None:
             dropped.add(decision.classes[parameters[place].dims[d]])
     decision = replace(decision, chosen=decision.chosen - dropped)
@@ -74,7 +74,7 @@ def _memory_only(layout: StorageLayout) -> list[list[int]]:
         needed |= classes.of(filter(classes.divides, dims))
     stored: list[list[int]] = []
     by_class: dict[int, list[int]] = defaultdict(list)
-    for place, d in enumerate(decision.computed):
+    for place, d in enumerate(decision.parallel_dims):
         is_override = place in layout.overrides
         if d is not None:
             root = classes[program.parameters[place].dims[d]]

@@ -173,26 +173,26 @@ def asked_split(program: Program, sizes: Mapping[str, int]) -> Split:
     return tuple(zip(places_by_axes, map(tuple, places_by_axes.values()), strict=True))
 
 
-# Returns the program, traced with a number of parts of its sequences.
-Traces = Callable[[int], Program]
+# The program, traced with a number of parts of its sequences.
+ProgramInParts = Callable[[int], Program]
 
 
-def candidates(traced: Traces, sizes: Mapping[str, int]) -> Iterator[Program]:
+def candidates(in_parts: ProgramInParts, sizes: Mapping[str, int]) -> Iterator[Program]:
     """Programs with one dimension of the examples split, over the batch's axes or all axes."""
     for axes in _axes(sizes):
-        for places in _choices(traced, axes, sizes):
-            yield from _split(traced, ((axes, places),), sizes)
+        for places in _choices(in_parts, axes, sizes):
+            yield from _split(in_parts, ((axes, places),), sizes)
         # Rows are split over some of the axes, and a dimension over the others.
         for first, rest in _halves(axes):
-            if not batch_dims(traced(1), parts(first, sizes)).is_split:
+            if not batch_dims(in_parts(1), parts(first, sizes)).is_split:
                 continue
             rows: list[_Place] = []
-            for array, value in enumerate(traced(1).batch_arrays):
-                if value.dims and value.dims[0] in traced(1).batch.of_inputs:
+            for array, value in enumerate(in_parts(1).batch_arrays):
+                if value.dims and value.dims[0] in in_parts(1).batch.of_inputs:
                     rows.append((array, 0))
-            for places in _choices(traced, rest, sizes):
-                yield from _split(traced, ((first, tuple(rows)), (rest, places)), sizes)
-        program = traced(1)
+            for places in _choices(in_parts, rest, sizes):
+                yield from _split(in_parts, ((first, tuple(rows)), (rest, places)), sizes)
+        program = in_parts(1)
         if not program.batch.not_rows:
             continue
         # The first dimensions of all arrays differ, as those of the nodes and edges of one graph.
@@ -206,17 +206,17 @@ def candidates(traced: Traces, sizes: Mapping[str, int]) -> Iterator[Program]:
             if any(map(classes.divides, first)) and rigid.isdisjoint(classes.of(first)):
                 leading.append((array, 0))
         if leading:
-            yield from _split(traced, ((axes, tuple(leading)),), sizes)
+            yield from _split(in_parts, ((axes, tuple(leading)),), sizes)
 
 
-def candidates_of_two(traced: Traces, sizes: Mapping[str, int]) -> Iterator[Program]:
+def candidates_of_two(in_parts: ProgramInParts, sizes: Mapping[str, int]) -> Iterator[Program]:
     """Programs with two dimensions of the examples split, each over some of the axes."""
     for axes in _axes(sizes):
         for first, rest in _halves(axes):
-            for places in _choices(traced, first, sizes):
-                for other in _choices(traced, rest, sizes):
+            for places in _choices(in_parts, first, sizes):
+                for other in _choices(in_parts, rest, sizes):
                     if set(places).isdisjoint(other):
-                        yield from _split(traced, ((first, places), (rest, other)), sizes)
+                        yield from _split(in_parts, ((first, places), (rest, other)), sizes)
 
 
 def _axes(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
@@ -226,14 +226,14 @@ def _axes(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
 
 
 def _choices(
-    traced: Traces, axes: tuple[str, ...], sizes: Mapping[str, int]
+    in_parts: ProgramInParts, axes: tuple[str, ...], sizes: Mapping[str, int]
 ) -> list[tuple[_Place, ...]]:
     count = parts(axes, sizes)
-    return Inner(traced(count), count).choices()
+    return Inner(in_parts(count), count).choices()
 
 
-def _split(traced: Traces, split: Split, sizes: Mapping[str, int]) -> Iterator[Program]:
-    program = apply_split(traced(example_parts(split, sizes)), split, sizes)
+def _split(in_parts: ProgramInParts, split: Split, sizes: Mapping[str, int]) -> Iterator[Program]:
+    program = apply_split(in_parts(example_parts(split, sizes)), split, sizes)
     if program is not None:
         yield program
 

@@ -66,7 +66,7 @@ class Decision:
         return used_axes(self.batch.over(self.batch_axes), self.sizes)
 
     @cached_property
-    def computed(self) -> tuple[int | None, ...]:
+    def parallel_dims(self) -> tuple[int | None, ...]:
         """The tensor-parallel dimension of each array of the tree, or None."""
         return tuple(map(self._dimension, self.program.parameters))
 
@@ -132,7 +132,7 @@ _OTHERS = _Strategy((*BATCH_AXES, "model"), ("model",)), _Strategy(("data",), ("
 def best_strategy(
     program: Program,
     sizes: Mapping[str, int],
-    fsdp_sharded: Sequence[bool],
+    stored_in_parts: Sequence[bool],
     hardware: Hardware,
     forced: Sequence[int | None],
     excess: Callable[[Decision], int | float],
@@ -141,16 +141,16 @@ def best_strategy(
 ) -> Decision:
     """Returns the cheapest strategy for the mesh, with its cheapest set of tensor-parallel classes.
 
-    `fsdp_sharded` is whether each array is sharded in storage whatever that costs. `forced` has the
-    dimension of each array that must be tensor-parallel, or None. `excess` are the bytes by which
-    a step of a decision does not fit into memory. `splits_sequence` is sequence parallelism.
+    `stored_in_parts` is whether each array is sharded in storage whatever that costs. `forced` has
+    the dimension of each array that must be tensor-parallel, or None. `excess` are the bytes by
+    which a step of a decision does not fit into memory. `splits_sequence` is sequence parallelism.
     """
     # Overrides decide dimensions over `model`, which only the usual strategy shards so.
     strategies = [_DEFAULT]
     if program.batch.sets or set(forced) <= {None}:
         strategies += _OTHERS
     applicable = (strategy for strategy in strategies if _applies(strategy, program, sizes))
-    solve = partial(_solve, program, sizes, fsdp_sharded, hardware, splits_sequence)
+    solve = partial(_solve, program, sizes, stored_in_parts, hardware, splits_sequence)
     best = solve(next(applicable), forced)
     for strategy in applicable:
         other = solve(strategy, ())
@@ -206,7 +206,7 @@ def stored_shards(batch_axes: Sequence[str], sizes: Mapping[str, int]) -> int:
 def _solve(
     program: Program,
     sizes: Mapping[str, int],
-    fsdp_sharded: Sequence[bool],
+    stored_in_parts: Sequence[bool],
     hardware: Hardware,
     splits_sequence: bool,
     strategy: _Strategy,
@@ -238,7 +238,7 @@ def _solve(
         classes,
         batch,
         free,
-        list(compress(program.parameters, fsdp_sharded)),
+        list(compress(program.parameters, stored_in_parts)),
         hardware,
         model=n,
         fsdp=fsdp,

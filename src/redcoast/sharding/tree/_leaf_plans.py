@@ -79,7 +79,8 @@ class Compute:
 
     **Attributes:**
 
-    - `dims`: For each array the dimension that is tensor-parallel, or `None`.
+    - `dims`: For each array the dimension that is tensor-parallel, or `None`, as in the
+        `parallel_dims` of a decision.
     - `batch_axes`, `model_axes`: The axes of the batch, and those of tensor-parallel dimensions.
     - `sequence_parallel`: Whether values without a tensor-parallel dimension are sharded along the
         sequence.

@@ -425,8 +425,9 @@ def test_messages_of_a_graph_are_scattered_on_gpus():
 
 
 @pytest.mark.parametrize(("data", "model"), [(1, 8), (2, 4)])
-def test_a_loop_over_examples_gathers_the_sequence_of_each(data, model):
-    """`jax.lax.map` makes one product for each example: what they gather was priced as for one."""
+def test_a_loop_over_examples_sends_what_all_of_its_iterations_send(data, model):
+    """`jax.lax.map` makes one product for each example of a device: what they gather was priced as
+    for one example, and what they sum as for those of all devices."""
 
     def layer(params, x):
         x = x / jnp.sqrt(1e-5 + jnp.mean(x**2, axis=-1, keepdims=True))
@@ -434,7 +435,7 @@ def test_a_loop_over_examples_gathers_the_sequence_of_each(data, model):
 
     params, batch = [{"up": array(256, 512), "down": array(512, 256)}] * 2, array(8, 64, 256)
     overrides = [(".*up", P(None, "model")), (".*down", P("model", None))]
-    gathered = []
+    sent = []
     for over_rows in (jax.vmap, lambda fn: lambda rows: jax.lax.map(fn, rows)):
 
         def loss_fn(params, x, key, over_rows=over_rows):
@@ -446,11 +447,11 @@ def test_a_loop_over_examples_gathers_the_sequence_of_each(data, model):
         plan = rc.plan_shardings(
             params, mesh, fn=loss_fn, args=args, overrides=overrides, sequence=True
         )
-        of_sequence = {}
+        over_model = {}
         for entry in plan.report.program.traffic:
-            if "of the sequence" in entry.cause:
-                of_sequence[entry.cause] = entry.bytes
-        gathered.append(of_sequence)
-    by_vmap, by_map = gathered
-    assert len(by_vmap) == 2
+            if entry.axes == ("model",):
+                over_model[entry.cause] = entry.bytes
+        sent.append(over_model)
+    by_vmap, by_map = sent
+    assert len(by_vmap) == 4
     assert by_map == by_vmap

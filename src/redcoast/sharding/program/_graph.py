@@ -48,7 +48,8 @@ class PartialSum:
 
     In the backward pass, `uses` is the number of uses of the value whose cotangents are added.
     `before` are the dimensions that precede `node` in the summed array. If `node` and one of them
-    are both dimensions of the batch, `node` is not sharded, and there are no partial sums.
+    are both dimensions of the batch, `node` is not sharded, and there are no partial sums. `rows`
+    are those that scans around the sum go along.
     """
 
     node: int
@@ -58,6 +59,7 @@ class PartialSum:
     uses: int = 1
     before: Dims = ()
     source: Source = ()
+    rows: Dims = ()
 
     @property
     def operation(self) -> str:
@@ -293,17 +295,18 @@ class Graph:
         if (backward and not value.grad) or not self.cursor.times:
             return
         times, uses = self.cursor.times, 1
+        rows = self.cursor.rows
         key: object = (value, node, before)
         if not backward:
             times *= self.cursor.forwards
             key = len(self.partial_sums)  # each is summed by itself
         # Accumulated in a loop, and summed over devices after it.
         elif value.reduced is not None:
-            times = value.reduced
+            times, rows = value.reduced, ()
         elif key in self.partial_sums:
             uses += self.partial_sums[key].uses
         self.partial_sums[key] = PartialSum(
-            node, value, times, backward, uses, before, self.cursor.source
+            node, value, times, backward, uses, before, self.cursor.source, rows
         )
 
     def sum_after(self, scans: Iterable[JaxprEqn], is_rows: Callable[[int], bool]) -> None:

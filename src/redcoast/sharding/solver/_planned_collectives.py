@@ -57,7 +57,8 @@ def of_model(
     for summed in _once(graph.partial_sums.values(), classes, apart):
         if classes.divides(summed.node):
             dims, root = summed.value.dims, classes[summed.node]
-            sent = all_reduce(n, _sum_bytes(summed, apart) / batch.parts(dims))
+            size = _sum_bytes(summed, apart) / batch.parts((*summed.rows, *dims))
+            sent = all_reduce(n, size)
             yield PlannedCollective(
                 "partial sums", sent, dims, summed.source, summed.backward, root
             )

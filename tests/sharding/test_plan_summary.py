@@ -48,7 +48,7 @@ def test_a_plan_in_the_words_of_the_field():
         "8 devices = 2-way data parallel x 4-way tensor parallel (mesh data=2, model=4)",
         "Parameters     32,768 (131 kB), 32.8 kB on each device (4.0x less)",
         "   100% tensor-parallel  {down,up}",
-        "Memory         about 311 kB on each device (limit unknown; 80 GB assumed)",
+        "Memory         about 377 kB on each device (limit unknown; 80 GB assumed)",
         "Communication  about 131 kB per device and step: 75% activations, 25% gradients",
         "Details: plan.table(), plan.report",
     ]
@@ -98,7 +98,7 @@ def test_one_device_takes_one_line():
     (line,) = lines_of(rc.plan_shardings(state, mesh_of()))
     assert line == "1 device: 32,768 parameters (131 kB), 262 kB of optimizer state"
     (line,) = lines_of(plan_of((1, 1, 1), model=state))
-    assert line.endswith("memory about 1.77 MB")
+    assert line.endswith("memory about 2.29 MB")
     (line,) = lines_of(plan_of((1, 1, 1), hardware=rc.Hardware(memory=1e5)))
     assert line.endswith("MB of 100 kB")
 
@@ -118,7 +118,7 @@ def test_a_plan_without_a_function_has_no_estimates():
 
 def test_memory_is_compared_with_that_of_the_device():
     enough, little = (plan_of((2, 1, 1), hardware=rc.Hardware(memory=m)) for m in (16e9, 1e5))
-    assert "Memory         about 852 kB, of the 16 GB of each device" in lines_of(enough)
+    assert "Memory         about 1.11 MB, of the 16 GB of each device" in lines_of(enough)
     assert "Memory         about 852 kB, MORE THAN the 100 kB of each device" in lines_of(little)
 
 

@@ -119,7 +119,7 @@ def test_a_plan_without_a_function_has_no_estimates():
 def test_memory_is_compared_with_that_of_the_device():
     enough, little = (plan_of((2, 1, 1), hardware=rc.Hardware(memory=m)) for m in (16e9, 1e5))
     assert "Memory         about 1.11 MB, of the 16 GB of each device" in lines_of(enough)
-    assert "Memory         about 852 kB, MORE THAN the 100 kB of each device" in lines_of(little)
+    assert "Memory         about 1.11 MB, MORE THAN the 100 kB of each device" in lines_of(little)
 
 
 def test_tensor_parallelism_that_was_asked_for_and_is_not_done():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.core import Tracer
 from problem import collate_fn, fit_quietly, make_examples, make_model
 from problem import loss_fn as plain_loss
 
@@ -84,5 +85,5 @@ def test_the_function_itself_is_debugged():
     with jax.disable_jit():
         for _ in range(2):
             once(jnp.ones(3))
-    assert not any(isinstance(args[0], jax.core.Tracer) for args in calls)
+    assert not any(isinstance(args[0], Tracer) for args in calls)
     assert len(calls) == 2

@@ -8,7 +8,7 @@ import pytest
 
 import redcoast as rc
 from redcoast.models import Llama, LlamaConfig
-from redcoast.scores._in_memory import cut_at
+from redcoast.scores._cut import cut_at
 from redcoast.scores._score_pairs import score_pairs
 
 SIZES = LlamaConfig(32, 16, 1, 2, 2, 32, eos=(1,), context=40)

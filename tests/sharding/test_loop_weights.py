@@ -148,7 +148,7 @@ def test_scans_of_independent_rows_sum_gradients_after_the_loop(name, sizes):
 
 def test_the_plan_says_where_checks_of_all_rows_wait():
     """The host is called in a loop with tensor-parallel weights, which JAX cannot lower locally."""
-    loss_fn, mesh = recurrent(checked), rc.make_mesh(**TENSOR_PARALLEL)
+    loss_fn, mesh = recurrent(checked), rc.make_mesh(data=2, model=4)
     plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
     (sentence,) = plan.report.program.waiting
     assert "wait for each other in every iteration, because it calls a function" in sentence

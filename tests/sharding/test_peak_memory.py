@@ -9,7 +9,7 @@ from sharding_helpers import array, mesh_of
 
 import redcoast as rc
 from redcoast.dryrun.hlo import collectives, sent_bytes
-from redcoast.sharding.solver import _layout
+from redcoast.sharding.solver import _layout, _peak
 
 # As in a dry run that stands in for an accelerator.
 OPTIONS = {
@@ -246,7 +246,7 @@ def test_an_unknown_compiler_is_named():
 def test_the_activations_of_a_layout_are_followed_once(monkeypatch):
     """They are asked for by the choice of a strategy, by what fits, and by the report."""
     followed = []
-    find_peak = _layout.find_peak
+    find_peak = _peak.find_peak
     counted = lambda *args, **options: followed.append(1) or find_peak(*args, **options)
     monkeypatch.setattr(_layout, "find_peak", counted)
     fn, model, batch, _ = CASES["a loop"]

@@ -1,6 +1,8 @@
 """The class of `lm-eval` that a model in memory is wrapped in. It is imported on the first call."""
 
-from collections.abc import Callable, Iterable
+# pyright: reportMissingImports=false
+
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ..generate import generate
+from ._cut import cut_at
 from ._score_pairs import pad_tokens, score_pairs
 
 
@@ -147,11 +150,3 @@ def _before_end(row: Int[np.ndarray, " new"], config: Any) -> Int[np.ndarray, " 
         return row
     # The rest of a row that has ended is padding.
     return row[: ends[0]]
-
-
-def cut_at(text: str, ends: Iterable[str]) -> str:
-    """Returns the part of a text before the first of some strings."""
-    for end in ends:
-        if end:
-            text = text.split(end)[0]
-    return text

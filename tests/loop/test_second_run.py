@@ -140,7 +140,7 @@ def test_a_given_plan_has_its_own_step():
     plan = rc.plan_shardings(state, rc.make_mesh(fsdp=8))
     options = {"loss_fn": loss, "plan": plan, "mesh": None}
     found = fit(**options)
-    assert len(traces) == 3
+    assert len(traces) == 2
     assert found.model.layers[0].weight.sharding == plan.shardings.model.layers[0].weight
     make_model()
     with compilations() as compiled:

@@ -96,7 +96,7 @@ def test_over_a_mesh():
     """Sizes are those of each device, and shardings stay what they are."""
     model, batch = make_model(), array((ROWS, WIDTH))
     mesh = rc.make_mesh(data=2, fsdp=2, model=2)
-    plan, limit = half(in_a_loop, model, batch, mesh, part=0.3)
+    plan, limit = half(in_a_loop, model, batch, mesh, part=0.15)
     assert plan.report.program.memory.total <= limit
     expected = jax.jit(jax.grad(in_a_loop))(model, batch, None)
     found = jax.jit(jax.grad(plan.constrain(in_a_loop)))(model, batch, None)
@@ -382,7 +382,7 @@ def test_the_state_of_an_optimizer_waits_in_the_memory_of_the_host(monkeypatch, 
     spec = jax.ShapeDtypeStruct((128, 8), jnp.float32)
     state = rc.init_state(lambda key: model, optimizer, key=jax.random.key(0))
     keeping = rc.plan_step(state, options["loss_fn"], spec, mesh).report.program.memory
-    memory = keeping.total - keeping.activations + 60e3
+    memory = keeping.total - keeping.activations + 64e3
     plan = rc.plan_step(state, options["loss_fn"], spec, mesh, memory=memory)
     assert plan.report.program.offloaded == keeping.optimizer_state
     assert plan.report.program.memory.total <= memory

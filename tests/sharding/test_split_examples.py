@@ -356,6 +356,19 @@ def test_convolutions_are_right_where_devices_have_the_same_part(spec, padding):
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+def test_a_field_may_divide_where_its_spectrum_does_not():
+    """16 columns have 9 frequencies, along which the second of two transforms cannot be split."""
+
+    def loss(params, x, key):
+        x = jax.lax.with_sharding_constraint(x, P(None, None, "data", "fsdp"))
+        spectrum = jnp.fft.rfft2(convolve(x, params["k"]))
+        return jnp.mean(jnp.tanh(jnp.fft.irfft2(1.5 * spectrum, s=x.shape[2:])) ** 2)
+
+    params, batch = {"k": normal(2, 2, 3, 3) / 4}, normal(2, 2, 32, 16)
+    plan = plan_of(loss, params, batch, mesh_of((2, 2, 2)), rc.Hardware(memory=1e4))
+    assert max(plan.verify(loss, params, batch).values()) < 1e-5
+
+
 def test_pairs_are_split_only_where_memory_is_short():
     mesh = AbstractMesh((1, 8, 1), ("data", "fsdp", "model"))
     batch = normal(1, 32, 32, 8)

@@ -43,8 +43,9 @@ def run_split_fft(bound: BoundEquation) -> Arrays | None:
     else:
         stages = _stages(whole)
     specs: list[P] = []  # while each stage runs
+    shape = list(x.shape)  # before each stage
     for stage in stages:
-        moved = _moved(entries, stage.dims, x.shape, shardings.mesh.shape)
+        moved = _moved(entries, stage.dims, shape, shardings.mesh.shape)
         if moved is None:
             # No other dimension divides: every device has and transforms all of it.
             x = shardings.with_spec(x, P())
@@ -52,6 +53,11 @@ def run_split_fft(bound: BoundEquation) -> Arrays | None:
             return [shardings.constrain(x, result)]
         specs.append(P(*moved))
         entries = moved
+        # The spectrum of a real array has about half of its last dimension.
+        if stage.name == "RFFT":
+            shape[stage.dims[-1]] = stage.lengths[-1] // 2 + 1
+        elif stage.name == "IRFFT":
+            shape[stage.dims[-1]] = stage.lengths[-1]
     for stage, spec in zip(stages, specs, strict=True):
         x = _transform(shardings.with_spec(x, spec), stage, spec, shardings)
     if whole.is_inverse or not keeps_turned:

@@ -222,7 +222,7 @@ def copy_state_to_host(state: PyTree) -> Callable[[], PyTree]:
 def _copy_to_host(x: jax.Array) -> Callable[[], jax.Array]:
     impl, data = None, x
     if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-        # A typed key is no array of NumPy; its data is.
+        # NumPy has no typed keys; their data is an array.
         impl, data = jax.random.key_impl(x), jax.random.key_data(x)
     shape, sharding = data.shape, data.sharding
     # Devices that hold the same shard share one copy of it.

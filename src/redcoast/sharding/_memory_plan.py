@@ -168,27 +168,27 @@ class _Search:
         # Bisection between what was enough and what was too much, by the planner's own estimate:
         # it follows the changed program.
         enough, too_much = 0.0, float("inf")
-        asked = room / self.scale
+        limit = room / self.scale
         for _ in range(_TRIES):
-            attempt = self._attempt(asked)
+            attempt = self._attempt(limit)
             used, share = attempt.activations, room / max(1, attempt.activations)
             if used <= room:
                 if best is None or attempt.candidate.seconds <= best.candidate.seconds:
                     best = attempt
                 if used > _USED * room or not attempt.candidate.seconds:
                     break
-                enough = asked
-                asked = min(asked * share, (enough + too_much) / 2)
+                enough = limit
+                limit = min(limit * share, (enough + too_much) / 2)
             else:
-                too_much = asked
-                asked = max(asked * share, (enough + too_much) / 2)
+                too_much = limit
+                limit = max(limit * share, (enough + too_much) / 2)
         if best is not None:
             return best
         self._attempt(0)
         return min(self.known.values(), key=lambda attempt: attempt.activations)
 
-    def _attempt(self, asked: int | float) -> _Attempt:
-        candidate = least_within(self.decider, asked)
+    def _attempt(self, limit: int | float) -> _Attempt:
+        candidate = least_within(self.decider, limit)
         key = candidate.bytes, candidate.seconds
         if key not in self.known:
             recompute = replace(candidate.recompute, trained=self.trained)

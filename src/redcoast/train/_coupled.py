@@ -18,10 +18,13 @@ def warn_if_not_mean(
 ) -> None:
     """Warns if the mean of a loss over batches of `rows` is not its mean over their examples.
 
-    `program` is what a plan has found, if there is one. Without `of_loss`, there is no warning of a
-    loss that is a sum.
+    `program` is a plan's report on the loss, if there is one. Without `of_loss`, a loss that is a
+    sum raises no warning.
     """
-    coupled = find_coupled(loss, training=False) if program is None else program.coupled
+    if program is None:
+        coupled = find_coupled(loss, training=False)
+    else:
+        coupled = program.coupled
     if coupled is not None:
         warn(
             f"{coupling_sentence(coupled)} An evaluation takes the mean over batches of "

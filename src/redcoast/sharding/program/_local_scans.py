@@ -95,7 +95,10 @@ def row_states(equation: JaxprEqn, scope: Scope, batch_dim: BatchDim) -> list[St
     states: list[State] = []
     for atom in equation.invars:
         value = scope.value_of(atom)
-        states.append(None if value is None else batch_dim(value))
+        if value is None:
+            states.append(None)
+        else:
+            states.append(batch_dim(value))
     return states
 
 

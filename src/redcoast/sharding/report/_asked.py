@@ -60,10 +60,10 @@ def changes_asked(decision: Decision) -> Iterator[tuple[Asked, ChangeOfSharding,
     """The changes of sharding that the program asks for, and how often a step makes each."""
     sizes = decision.sizes
     for asked, before, after in follow_asked(decision).changes:
-        whole = asked.value.bytes
-        yield asked, change_of_sharding(whole, before, after, sizes), asked.times
+        size = asked.value.bytes
+        yield asked, change_of_sharding(size, before, after, sizes), asked.times
         # What follows computes the cotangent in the sharding that is asked for.
-        yield asked, change_of_sharding(whole, after, before, sizes), asked.backward
+        yield asked, change_of_sharding(size, after, before, sizes), asked.backward
 
 
 def follow_asked(decision: Decision) -> AskedShardings:

@@ -81,7 +81,10 @@ class Problem:
         """The time of a step if these classes are chosen."""
         sums: Counter[TimeKind] = Counter()
         for (kind, classes), (hit, miss) in self.costs.items():
-            sums[kind] += miss if chosen.isdisjoint(classes) else hit  # pyright: ignore
+            if chosen.isdisjoint(classes):
+                sums[kind] += miss  # pyright: ignore
+            else:
+                sums[kind] += hit  # pyright: ignore
         return Seconds(sums["arithmetic"], sums["memory"], sums["hideable"], sums["exposed"])
 
 

@@ -70,14 +70,14 @@ class StorageLayout:
             on_device, saved, held = decision.of_stage, 0.0, 0.0
             for dims, size in on_device.program.graph.saved.items():
                 saved += size / on_device.devices_of(dims)
-            # Layers and their gradients are whole while they run, but for tensor parallelism.
+            # Layers are gathered while they run, over all axes but `model`, and so are gradients.
             for place in staged.layered:
                 value = program.parameters[place]
-                whole = value.bytes / staged.stages
+                gathered = value.bytes / staged.stages
                 if decision.parallel_dims[place] is not None:
-                    whole /= decision.n
+                    gathered /= decision.n
                 own = value.bytes / spec_parts(self.specs[place], sizes)
-                held += (1 + value.grad) * (whole - own)
+                held += (1 + value.grad) * (gathered - own)
             # The microbatches that enter and leave.
             carried = staged.carried / decision.batch.count
             held += 2 * carried * staged.ticks / staged.microbatches
@@ -103,14 +103,14 @@ class StorageLayout:
             share, split = spec_parts(spec, sizes), 1
             if d is not None:
                 split = decision.n
-            whole = value.bytes / split  # as it is computed with
+            in_use = value.bytes / split  # of a device, while it is computed with
             gradient = value.grad * value.bytes / share
             gradients += gradient
             arrays.append(
                 ModelArray(
-                    gathered=whole * (share > split),  # 0 if it is stored as it is used
+                    gathered=in_use * (share > split),  # 0 if it is stored as it is used
                     gradient=gradient,
-                    local=value.grad * whole * (decision.batch.count > 1),  # before it is summed
+                    local=value.grad * in_use * (decision.batch.count > 1),  # before it is summed
                     first_use=program.graph.first_use.get(value.dims, ()),
                 )
             )

@@ -247,7 +247,7 @@ def _solve(
     picked = search_classes(problem)
     cost = problem.seconds(picked)
     # Every use of the batch waits for it, so nothing hides this.
-    given = bytes_of_given_batch(program, strategy.batch, sizes) / hardware.batch_bandwidth
+    received = bytes_of_given_batch(program, strategy.batch, sizes)
     return Decision(
         program=program,
         hardware=hardware,
@@ -256,7 +256,7 @@ def _solve(
         model_axes=strategy.model,
         classes=classes,
         chosen=fixed | picked,
-        cost=replace(cost, exposed=cost.exposed + given),
+        cost=replace(cost, exposed=cost.exposed + received / hardware.batch_bandwidth),
         splits_sequence=splits_sequence,
     )
 

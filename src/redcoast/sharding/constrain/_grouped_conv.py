@@ -57,13 +57,17 @@ def run_grouped(bound: BoundEquation) -> Arrays | None:
     run = jax.shard_map(
         ft.partial(jax.lax.conv_general_dilated, **local),
         mesh=mesh,
-        in_specs=(_spec(numbers.lhs_spec, batch, channel), _spec(numbers.rhs_spec, channel, None)),
-        out_specs=_spec(numbers.out_spec, batch, channel),
+        in_specs=(
+            spec_of_two(numbers.lhs_spec, batch, channel),
+            spec_of_two(numbers.rhs_spec, channel, None),
+        ),
+        out_specs=spec_of_two(numbers.out_spec, batch, channel),
     )
     return [run(*bound.operands)]
 
 
-def _spec(dims: Sequence[int], first: object, second: object) -> P:
+def spec_of_two(dims: Sequence[int], first: object, second: object) -> P:
+    """A spec whose first two of these dimensions are sharded, as the batch and the channels are."""
     entries: list[object] = [None] * len(dims)
     entries[dims[0]], entries[dims[1]] = first, second
     return P(*entries)

@@ -9,7 +9,7 @@ of them (JAX 0.10.2 to 0.12). These axes are therefore those of `jax.shard_map`,
 splits over the axes of the space alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ from .._mesh_axes import parts, used_axes
 from ..program._trace import Arrays
 from ..tree._overrides import spec_axes
 from ._bound_equation import BoundEquation
-from ._grouped_conv import is_grouped
+from ._grouped_conv import is_grouped, spec_of_two
 
 _PARAMS = (
     "rhs_dilation",
@@ -130,7 +130,9 @@ def run_beside_space(bound: BoundEquation) -> Arrays | None:
 
     def kept(entry: object) -> tuple[str, ...]:
         axes = spec_axes(entry)
-        return axes * set(axes).issubset(others)
+        if set(axes).issubset(others):
+            return axes
+        return ()
 
     batch, channel = kept(image[numbers.lhs_spec[0]]), kept(image[numbers.lhs_spec[1]])
     out_channel = kept(kernel[numbers.rhs_spec[0]])
@@ -153,21 +155,13 @@ def run_beside_space(bound: BoundEquation) -> Arrays | None:
         local,
         mesh=shardings.mesh,
         in_specs=(
-            _spec(numbers.lhs_spec, batch, channel),
-            _spec(numbers.rhs_spec, out_channel, channel),
+            spec_of_two(numbers.lhs_spec, batch, channel),
+            spec_of_two(numbers.rhs_spec, out_channel, channel),
         ),
-        out_specs=_spec(numbers.out_spec, batch, out_channel),
+        out_specs=spec_of_two(numbers.out_spec, batch, out_channel),
         axis_names=set(others),
     )
     return [run(*bound.operands)]
-
-
-def _spec(dims: Sequence[int], first: tuple[str, ...], second: tuple[str, ...]) -> P:
-    """A spec with axes of two dimensions: the batch and the channels, or those of a kernel."""
-    entries: list[object] = [None] * len(dims)
-    entries[dims[0]] = first or None
-    entries[dims[1]] = second or None
-    return P(*entries)
 
 
 def _window(

@@ -455,3 +455,54 @@ def test_a_loop_over_examples_sends_what_all_of_its_iterations_send(data, model)
     by_vmap, by_map = sent
     assert len(by_vmap) == 4
     assert by_map == by_vmap
+
+
+OVER_EXAMPLES = {
+    "order along a tensor-parallel dimension": (
+        P(),
+        lambda params, x: jnp.flip(jnp.tanh(x @ params["up"]), -1) @ params["down"],
+    ),
+    "halos": (P("data", "fsdp"), lambda params, x: jnp.convolve(x[:, 0], params["up"][0, :3])),
+    "rolled rows": (
+        P("data", "fsdp"),
+        lambda params, x: jnp.roll(x * params["up"][:1, :64], 3, axis=0),
+    ),
+    "sorted rows": (
+        P("data", "fsdp"),
+        lambda params, x: jnp.sort(x * params["up"][:1, :64], axis=0),
+    ),
+    "rows by index": (
+        P("data", "fsdp"),
+        lambda params, x: (x * params["up"][:1, :64])[jnp.arange(64) // 2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVER_EXAMPLES)
+def test_a_loop_over_examples_moves_what_is_on_a_device(name):
+    """What is gathered, exchanged or looked up in each iteration is that of a device's examples:
+    it was priced as for those of all devices."""
+    spec, layer = OVER_EXAMPLES[name]
+    params = {"up": array(64, 128), "down": array(128, 64)}
+    mesh, overrides = rc.make_mesh(data=2, fsdp=4), []
+    if spec == P():
+        mesh, overrides = rc.make_mesh(data=2, model=4), [(".*up", P(None, "model"))]
+        overrides.append((".*down", P("model", None)))
+    moved = []
+    for over_rows in (jax.vmap, lambda fn: lambda rows: jax.lax.map(fn, rows)):
+
+        def loss_fn(params, x, key, over_rows=over_rows):
+            if spec != P():
+                x = jax.lax.with_sharding_constraint(x, spec)
+            return jnp.mean(over_rows(ft.partial(layer, params))(x) ** 2)
+
+        args = array(4, 64, 64), None
+        plan = rc.plan_shardings(params, mesh, fn=loss_fn, args=args, overrides=overrides)
+        by_cause = {}
+        for entry in plan.report.program.traffic:
+            if "summed" not in entry.cause and "sums" not in entry.cause:
+                by_cause[entry.cause] = entry.bytes
+        moved.append(by_cause)
+    by_vmap, by_map = moved
+    assert by_vmap
+    assert by_map == by_vmap

@@ -84,6 +84,7 @@ class Reshard:
     times: int | float
     backward: int | float
     source: Source = ()
+    rows: Dims = ()  # of the loops around it
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class BatchGather:
     along: Dims
     times: int | float
     source: Source = ()
+    rows: Dims = ()  # of the loops around it
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ class Halo:
     times: int | float
     source: Source = ()
     whole: bool = False
+    rows: Dims = ()  # of the loops around it
 
 
 @dataclass(frozen=True)
@@ -340,7 +343,7 @@ class Graph:
         """Records that an operand is needed as a whole along `node`, if that counts rows."""
         cursor = self.cursor
         self.batch_gathers.append(
-            BatchGather(operand, node, before, along, cursor.runs, cursor.source)
+            BatchGather(operand, node, before, along, cursor.runs, cursor.source, cursor.rows)
         )
 
     def add_reshard(
@@ -360,7 +363,8 @@ class Graph:
     ) -> Reshard:
         cursor = self.cursor
         backward = cursor.times * operand.grad
-        return Reshard(operand, before, result, after, cursor.runs, backward, cursor.source)
+        runs, source, rows = cursor.runs, cursor.source, cursor.rows
+        return Reshard(operand, before, result, after, runs, backward, source, rows)
 
     def add_host_call(
         self,
@@ -399,8 +403,8 @@ class Graph:
         passes = self.cursor.forwards + (again and not whole)  # a transform has no kernel
         size = operand.bytes / before * rows * passes
         size += operand.grad * result.bytes / after * min(-(-rows * after // before), after)
-        times, source = self.cursor.times, self.cursor.source
-        self.halos.append(Halo(operand, node, target, size, times, source, whole))
+        times, source, rows = self.cursor.times, self.cursor.source, self.cursor.rows
+        self.halos.append(Halo(operand, node, target, size, times, source, whole, rows))
 
     def add_bytes(self, by_dims: BytesByDims, value: Value, passes: int | float = 1) -> None:
         """Adds the bytes of a value, as often as the equation runs, to those of its dimensions."""

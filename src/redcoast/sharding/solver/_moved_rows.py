@@ -47,7 +47,7 @@ def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Reshard, int | 
         if move in shifted:
             sent = 0.0
             if batch.has(move.before):
-                devices, others = batch.around(move.before, move.operand.dims)
+                devices, others = batch.around(move.before, (*move.rows, *move.operand.dims))
                 size = min(move.result.bytes, move.operand.bytes / devices) / others
                 # The cotangent of the smaller slice is summed over the devices.
                 back = size + all_reduce(devices, move.result.bytes / others)
@@ -97,9 +97,9 @@ def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
         if not stays_split:
             return 0
         # A part of each device's cotangent belongs to an array that all have.
-        devices, others = batch.around(move.after, move.result.dims)
+        devices, others = batch.around(move.after, (*move.rows, *move.result.dims))
         return all_gather(devices, move.operand.bytes / others) * move.backward
-    devices, others = batch.around(move.before, move.operand.dims)
+    devices, others = batch.around(move.before, (*move.rows, *move.operand.dims))
     whole, result = move.operand.bytes / others, move.result.bytes / others
     part = whole / devices
     if name in CUMULATIVE or name == "scan":

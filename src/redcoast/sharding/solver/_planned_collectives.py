@@ -63,7 +63,7 @@ def of_model(
                 "partial sums", sent, dims, summed.source, summed.backward, root
             )
     for cut in graph.reshards:
-        dims = cut.result.dims
+        dims = (*cut.rows, *cut.result.dims)
         ends: list[tuple[int, int]] = []  # the classes that end at the cut, and bytes of the array
         for node, value in ((cut.before, cut.operand), (cut.after, cut.result)):
             if node is not None and classes.divides(node):
@@ -91,7 +91,7 @@ def of_batch(
             # Each device adds its own rows to all others, and XLA all-reduces the result. The
             # cotangent of the result is all-gathered.
             value = summed.value
-            devices, others = batch.around(summed.node, value.dims)
+            devices, others = batch.around(summed.node, (*summed.rows, *value.dims))
             size = value.bytes * summed.times / others
             is_divided = _is_split_as_well(batch, summed.node, value.dims)
             sent = _sum(devices, size, hardware.scatters and is_divided)
@@ -114,7 +114,10 @@ def of_batch(
             # An operand that is split along another dimension is gathered, and not summed. Where
             # parts are summed, the cotangent of the sum is gathered for those of both operands.
             continue
-        devices, others = batch.around(summed.node, dims)
+        around = dims
+        if not is_gradient:
+            around = (*summed.rows, *dims)
+        devices, others = batch.around(summed.node, around)
         size = _sum_bytes(summed, apart) / others
         # Results without rows are gradients.
         if is_gradient:
@@ -147,9 +150,10 @@ def of_batch(
             cause = "compared"
             if not _is_split_as_well(batch, gather.node, gather.before):
                 continue
-        devices, others = batch.around(gather.node, gather.operand.dims)
+        dims = (*gather.rows, *gather.operand.dims)
+        devices, others = batch.around(gather.node, dims)
         sent = all_gather(devices, gather.operand.bytes / others) * gather.times
-        yield PlannedCollective(cause, sent, gather.operand.dims, gather.source)
+        yield PlannedCollective(cause, sent, dims, gather.source)
     for halo in graph.halos:
         if batch.has(halo.node):
             yield _halo(halo, batch)
@@ -157,7 +161,8 @@ def of_batch(
         sent = _turned_back(work, graph, batch)
         yield PlannedCollective("turned", sent, work.dims, work.source)
     for move, sent in moved_rows(graph, batch):
-        yield PlannedCollective("moved", sent, move.operand.dims, move.source)
+        dims = (*move.rows, *move.operand.dims)
+        yield PlannedCollective("moved", sent, dims, move.source)
 
 
 def gathered_bytes(graph: Graph, value: Value, devices: int, *, once: bool = False) -> int | float:
@@ -312,7 +317,7 @@ def _lookup(
     XLA alone, for rows of a batch, sums the cotangent of each lookup over devices.
     """
     value = summed.value
-    devices, others = batch.around(summed.node, value.dims)
+    devices, others = batch.around(summed.node, (*summed.rows, *value.dims))
     size, sent = _bytes(summed.source[-1].invars[0]) * summed.times / others, 0.0
     if is_first:
         sent += all_gather(devices, size)
@@ -322,7 +327,7 @@ def _lookup(
 
 
 def _halo(halo: Halo, batch: BatchDims) -> PlannedCollective:
-    cause, sent, dims = "halos", halo.bytes, halo.operand.dims
+    cause, sent, dims = "halos", halo.bytes, (*halo.rows, *halo.operand.dims)
     devices, others = batch.around(halo.node, dims)
     if not _is_split_as_well(batch, halo.node, [halo.target]):
         # Its size does not divide. The compiler may gather the array.

@@ -17,18 +17,16 @@ from typing import Any
 import collectives_plots
 import jax
 import tyro
-from architectures import CASES, Case, opt_layers
+from architectures import CASES, Case
 from jax.sharding import Mesh
-from traffic.claims import check_claims, check_planning
+from traffic.claims import check_claims
 from traffic.columns import COLUMNS
 from traffic.measure import measure
-from traffic.planning import plan_times
 from traffic.tables import claim_lines, detail_table, sent_table
 
 import redcoast as rc
 
 MESHES = ("2,1,4", "1,2,4", "2,2,2", "1,8,1", "8,1,1", "1,1,8")
-DEPTHS = (1, 2, 4, 8, 16, 32, 64)
 FAST_CASES = ("GPT-2", "LLaMA, GQA, scanned", "MLP-Mixer", "LSTM", "MAML")
 FAST_MESHES = ("1,2,4", "2,2,2")
 
@@ -39,7 +37,6 @@ def main(
     columns: tuple[str, ...] = (),
     out: Path = Path("runs/collectives"),
     fast: bool = False,
-    planning: bool = True,
     check: bool = False,
 ) -> None:
     """Prints a table for each mesh, and whether the documentation's claims hold.
@@ -50,7 +47,6 @@ def main(
         columns: Layouts to compare; all by default.
         out: Directory for the results as JSON, and for the plots.
         fast: Whether to measure only a few models and meshes.
-        planning: Whether to measure the time of planning too.
         check: Whether to fail if a claim does not hold.
     """
     rc.emulate_devices(8)
@@ -64,11 +60,7 @@ def main(
     for case in selected.values():
         measure_case(results, case, sizes, names)
         write_results(out, results)
-    if planning:
-        results["planning"] = measure_planning(DEPTHS[:5] if fast else DEPTHS)
     results["claims"] = check_claims(results["rows"])
-    if "planning" in results:
-        results["claims"] += check_planning(results["planning"])
     write_results(out, results)
     print_results(results)
     collectives_plots.draw(out, results)
@@ -126,13 +118,6 @@ def report(row: dict[str, Any]) -> None:
     print(f"{place}: {sent}", file=sys.stderr, flush=True)
 
 
-def measure_planning(depths: tuple[int, ...]) -> dict[str, Any]:
-    mesh = make_mesh((1, 2, 4))
-    layers = [plan_times(opt_layers(depth), mesh) | {"layers": depth} for depth in depths]
-    large = [plan_times(case, mesh) for case in CASES if case.abstract]
-    return {"layers": layers, "large": large}
-
-
 def read_results(out: Path) -> dict[str, Any]:
     file = out / "collectives.json"
     return json.loads(file.read_text()) if file.exists() else {"rows": []}
@@ -150,9 +135,6 @@ def print_results(results: dict[str, Any]) -> None:
         print(f"\n### data {mesh[0]}, fsdp {mesh[1]}, model {mesh[2]}\n")
         print(sent_table(rows, mesh, columns))
         print(f"\n{detail_table(rows, mesh)}")
-    for entry in results.get("planning", {}).get("large", []):
-        time = entry.get("error") or f"{entry['plan_seconds']:.2f} s"
-        print(f"\nplanning {entry['case']}, {entry['equations']} equations: {time}")
     print(f"\n{claim_lines(results['claims'])}")
 
 

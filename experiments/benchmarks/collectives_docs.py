@@ -12,7 +12,7 @@ from typing import Any
 import collectives_plots
 import tyro
 from _pages import between_marks
-from traffic.claims import MIXED, check_claims, check_planning
+from traffic.claims import MIXED, check_claims
 from traffic.columns import COLUMNS
 from traffic.tables import detail_table, sent_table
 
@@ -51,13 +51,8 @@ def measured(results: dict[str, Any], images: str) -> str:
     rows = results["rows"]
     meshes = sorted(dict.fromkeys(tuple(row["mesh"]) for row in rows), key=order)
     parts = [of_mesh(rows, mesh, images) for mesh in meshes]
-    if "planning" in results:
-        parts.append(of_planning(results["planning"], images))
     # Computed from all rows: the last run may have measured only a part.
-    claims = check_claims(rows) + check_planning(
-        results.get("planning", {"layers": [], "large": []})
-    )
-    claims = [claim for claim in claims if claim["checked"]]
+    claims = [claim for claim in check_claims(rows) if claim["checked"]]
     parts.append("### Checks\n\n" + claim_list(claims))
     return "\n\n".join(parts)
 
@@ -82,18 +77,6 @@ def of_mesh(rows: list[dict[str, Any]], mesh: tuple[int, ...], images: str) -> s
     if mesh not in MIXED:
         return folded(title, "\n\n".join([*pictures, sent_table(rows, mesh, columns), details]))
     return "\n\n".join([f"### {title}", *pictures, tables, own])
-
-
-def of_planning(planning: dict[str, Any], images: str) -> str:
-    """The section on the time of planning, with the models that are too large to run."""
-    large = [
-        f"{entry['case']}, {entry['equations']:,} equations: {entry['plan_seconds']:.2f} s"
-        for entry in planning["large"]
-        if "plan_seconds" in entry
-    ]
-    picture = f"![Seconds to plan against the number of equations]({images}/planning.png)"
-    times = "The median time of a plan, tracing included. " + "; ".join(large) + "."
-    return f"### Time to plan\n\n{picture}\n\n{times}"
 
 
 def folded(title: str, text: str) -> str:

@@ -43,8 +43,6 @@ def draw(out: Path, results: dict[str, Any]) -> None:
             here = [row for row in rows if tuple(row["mesh"]) == mesh]
             name = f"{family}s_{'_'.join(map(str, mesh))}.png"
             draw_bytes(out / name, here, base, mesh)
-    if "planning" in results:
-        draw_planning(out / "planning.png", results["planning"]["layers"])
 
 
 def draw_bytes(file: Path, rows: list[Row], base: str, mesh: tuple[int, ...]) -> None:
@@ -77,34 +75,6 @@ def draw_bytes(file: Path, rows: list[Row], base: str, mesh: tuple[int, ...]) ->
     axes.set_xlabel(f"bytes communicated per device and step, relative to {base}")
     axes.set_title(f"data {mesh[0]}, fsdp {mesh[1]}, model {mesh[2]}", fontsize=10)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
-
-
-def draw_planning(file: Path, entries: list[dict[str, Any]]) -> None:
-    """Plots planning time against the number of equations, with a line through the last point."""
-    from matplotlib import pyplot as plt
-
-    timed = [entry for entry in entries if "plan_seconds" in entry]
-    if not timed:
-        return
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    x = [entry["equations"] for entry in timed]
-    y = [entry["plan_seconds"] for entry in timed]
-    axes.plot([0, x[-1]], [0, y[-1]], "--", color="#7f8c8d", label="linear")
-    axes.plot(x, y, "o-", color=STYLES["redcoast"]["color"], label="OPT, unrolled")
-    for entry in timed[-3:]:
-        place = (entry["equations"], entry["plan_seconds"])
-        axes.annotate(
-            f"{entry['layers']} layers",
-            place,
-            (-8, 4),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8,
-        )
-    axes.set(xlabel="equations of the loss", ylabel="seconds to plan")
-    axes.legend(frameon=False)
     figure.savefig(file, dpi=150)
     plt.close(figure)
 

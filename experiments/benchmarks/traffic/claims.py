@@ -1,6 +1,6 @@
 """Checks the claims of the documentation against the measurements."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 Row = dict[str, Any]
@@ -125,28 +125,3 @@ def added(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:
             more = ours["collectives"] - free["collectives"]
             words = f"{ours['collectives']} against {free['collectives']}"
             yield place, float(more), f"{words}; {ratio(ours, free)[1]}"
-
-
-def check_planning(planning: dict[str, Any]) -> list[dict[str, Any]]:
-    """Checks that planning a large model is fast, and linear in the number of equations."""
-    large: Callable[[str], list[Check]] = lambda name: [
-        ((name, ()), entry["plan_seconds"], f"{entry['plan_seconds']:.2f} s")
-        for entry in planning["large"]
-        if entry["case"] == name and "plan_seconds" in entry
-    ]
-    return [
-        claim("OPT-66B, 64 layers unrolled, planned in 5 s", large("OPT-66B"), most=5),
-        claim("OPT-66B, scanned, planned in 1 s", large("OPT-66B, scanned"), most=1),
-        claim("time for each equation does not grow", growth(planning["layers"]), most=1.5),
-    ]
-
-
-def growth(entries: list[dict[str, Any]]) -> Iterator[Check]:
-    """Compares the time per equation for the most layers with that for a quarter of them."""
-    timed = [entry for entry in entries if "plan_seconds" in entry]
-    if len(timed) < 4:
-        return
-    small, large = timed[-3], timed[-1]
-    each = [entry["plan_seconds"] / entry["equations"] for entry in (small, large)]
-    words = f"{1e6 * each[1]:.0f} us an equation against {1e6 * each[0]:.0f}"
-    yield (f"{large['layers']} layers against {small['layers']}", ()), each[1] / each[0], words

@@ -1,7 +1,7 @@
 """Plans the sharding of a tree from a function that uses it."""
 
 import functools as ft
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jax.sharding import AbstractMesh, Mesh
@@ -191,7 +191,7 @@ def _by_rows_or_within(
         by_rows = _cheapest([task], budget)
         if not by_rows.excess:
             return by_rows
-        best = _cheapest([task, *others], budget)
+        best = _cheapest(others, budget, beside=[by_rows])
         # Where nothing fits, the price of a usual plan decides.
         if best.excess:
             return by_rows
@@ -208,7 +208,7 @@ def _by_rows_or_within(
     if best.excess:
         # Two dimensions at once are many candidates, so they are tried last.
         pairs = (replace(task, program=within) for within in candidates_of_two(in_parts, axes))
-        best = _cheapest([best.task, *pairs], budget)
+        best = _cheapest(pairs, budget, beside=[best])
     return best
 
 
@@ -228,9 +228,11 @@ def _cannot_split(program: Program, split: Split, axes: Mapping[str, int]) -> st
     )
 
 
-def _cheapest(tasks: Sequence[_Task], budget: int | None) -> _Candidate:
-    """The cheapest plan of those that fit into memory."""
-    planned: list[_Candidate] = []
+def _cheapest(
+    tasks: Iterable[_Task], budget: int | None, *, beside: Sequence[_Candidate] = ()
+) -> _Candidate:
+    """The cheapest plan of those that fit into memory, of tasks and of plans that were made."""
+    planned = list(beside)
     errors: list[ValueError] = []
     for task in tasks:
         try:

@@ -1,0 +1,76 @@
+"""The processor time of planning, against the number of layers.
+
+    python experiments/benchmarks/planning.py --page docs/sharding_measured.md
+
+Shardings are planned for data 1, fsdp 2 and model 4, tracing included, three times for a new
+function each. The figures are medians of processor time, which other programs of the machine
+change little.
+"""
+
+import dataclasses
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+from _pages import Printed
+from architectures import CASES, Case, opt_layers
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import Mesh
+from traffic.columns import abstract, abstract_key, plan_by_dataflow
+
+import redcoast as rc
+
+DEPTHS = (24, 80, 128)
+REPEATS = 3
+
+
+def main(page: Path | None = None) -> None:
+    """Prints a table, and writes it into a page.
+
+    Args:
+        page: A page with the marks `planning`.
+    """
+    rc.emulate_devices(8)
+    mesh = rc.make_mesh(data=1, fsdp=2, model=4)
+    cases = [opt_layers(depth) for depth in DEPTHS]
+    cases += [case for case in CASES if case.abstract]
+    table = Printed()
+    table.add("| model | equations | processor seconds |", "|---|---:|---:|")
+    for case in cases:
+        seconds = statistics.median(plan_time(case, mesh) for _ in range(REPEATS))
+        table.add(f"| {case.name} | {equations(case):,} | {seconds:.2f} |")
+    table.write(page, "planning")
+
+
+def plan_time(case: Case, mesh: Mesh) -> float:
+    """Processor seconds of a plan for a new loss function, of which JAX has no trace."""
+    new = dataclasses.replace(case, loss=lambda *args: case.loss(*args))
+    begin = time.process_time()
+    plan_by_dataflow(new, mesh)
+    return time.process_time() - begin
+
+
+def equations(case: Case) -> int:
+    """The number of equations of the loss, counting inner programs once."""
+    args = (case.abstract_params(), abstract(case.batch()), abstract_key())
+    return count_equations(jax.make_jaxpr(case.loss)(*args).jaxpr)
+
+
+def count_equations(jaxpr: Jaxpr) -> int:
+    count = len(jaxpr.eqns)
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(equation.params, is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
+                count += count_equations(getattr(inner, "jaxpr", inner))
+    return count
+
+
+def is_jaxpr(x: Any) -> bool:
+    return isinstance(x, Jaxpr | ClosedJaxpr)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -174,6 +174,7 @@ def masked_loss(model, batch, key):
     return jnp.mean((masked(model, batch) - 1) ** 2)
 
 
+@pytest.mark.thorough
 def test_a_batch_may_hold_a_key_for_each_example():
     model, batch = init_fn(KEY), with_keys(X)
     want, rows = masked_loss(model, batch, None), masked(model, batch)

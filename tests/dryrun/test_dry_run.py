@@ -98,6 +98,7 @@ def test_no_arrays_are_created():
     assert len(jax.live_arrays()) <= before
 
 
+@pytest.mark.thorough
 def test_memory_adds_up(run):
     memory = run.memory
     weights = sum(

@@ -113,6 +113,7 @@ def test_meshes_with_the_same_figures_share_a_line():
     assert len(found.candidates) == 5  # as data, all of them
 
 
+@pytest.mark.thorough
 def test_a_step_that_is_too_small_to_be_divided():
     """Otherwise a user would take the best mesh for one that makes the step faster."""
 
@@ -315,6 +316,7 @@ def fit(**options):
     )
 
 
+@pytest.mark.thorough
 def test_fit_uses_the_best_mesh(capfd):
     state = fit(mesh="auto", log=rc.progress_logger())
     shown = capfd.readouterr().out

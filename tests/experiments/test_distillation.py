@@ -62,6 +62,7 @@ def fits(script, config, monkeypatch):
     return seen
 
 
+@pytest.mark.thorough
 def test_students_see_the_same_few_labels(fits):
     teacher, plain, distilled = (fit["examples"] for fit in fits)
     assert len(teacher) == len(plain) == len(distilled) == 1437

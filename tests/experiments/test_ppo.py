@@ -15,7 +15,7 @@ SMALL = {"num_envs": 8, "rollout": 16, "minibatches": 2, "epochs": 2, "width": 8
 SMALL |= {"steps": 2}
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.thorough
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(
     ("mesh", "on_device"),

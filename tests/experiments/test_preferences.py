@@ -78,6 +78,7 @@ def test_answers_have_their_own_log_probabilities(script, experiment, config, lo
         np.testing.assert_allclose(found[i], own, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_stored_reference_and_a_copy_give_the_same_loss(script, experiment, config):
     c, policy = config(), policy_of(script)
     batch = experiment.collate(experiment.as_examples(c, policy, pairs()))

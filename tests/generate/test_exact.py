@@ -98,7 +98,7 @@ def train(model, mesh, *, rows, minibatch, prompt=PROMPT, new=NEW, columns=0, tr
     return results, int(data["answer"].sum())
 
 
-@pytest.mark.seconds(5)
+@pytest.mark.thorough
 def test_the_first_update_has_a_ratio_of_exactly_1():
     """On a mesh, in minibatches of other rows in another order, under a plan."""
     model = random_model(Llama, SMALL)

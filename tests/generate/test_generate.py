@@ -118,6 +118,7 @@ def test_the_loop_stops_when_all_rows_have_ended():
     assert len(calls) == 1
 
 
+@pytest.mark.thorough
 def test_an_encoder_decoder_goes_on_from_its_start():
     model = tiny(5, TinySeq2Seq, decoder_start=4)
     rows = zip(ROWS, strict=True)
@@ -181,6 +182,7 @@ def test_prompts_limits_and_temperatures_of_a_bucket_share_one_program():
 
 
 @pytest.mark.parametrize("how", [{}, {"beams": 2}, {"stream": id}, {"repetition_penalty": 1.2}])
+@pytest.mark.few("how0", "how2")
 def test_a_prompt_of_another_length_compiles_nothing(how):
     model = tiny(8, width=5)
 
@@ -195,6 +197,7 @@ def test_a_prompt_of_another_length_compiles_nothing(how):
 
 
 @pytest.mark.parametrize("length", [17, 70, 130, 200])
+@pytest.mark.few("70", "200")
 def test_a_prompt_that_is_read_in_chunks_gives_the_same_tokens(length):
     tokens = np.random.default_rng(length).integers(0, 11, (2, length))
     mask = np.ones((2, length), int)
@@ -204,6 +207,7 @@ def test_a_prompt_that_is_read_in_chunks_gives_the_same_tokens(length):
     np.testing.assert_array_equal(generate(MODEL, tokens, **options), whole)
 
 
+@pytest.mark.thorough
 def test_inside_of_a_program_it_is_traced_like_any_function():
     decode = ft.partial(generate, **PROMPT)
     np.testing.assert_array_equal(eqx.filter_jit(decode)(MODEL, LEFT), expected())

@@ -54,6 +54,7 @@ def test_a_row_that_stop_ends_has_no_more_tokens():
     assert not np.asarray(found.log_probabilities)[:, 2:].any()
 
 
+@pytest.mark.thorough
 def test_they_equal_the_training_forward_pass():
     config = LlamaConfig(vocab=64, width=32, layers=2, heads=4, kv_heads=2, hidden=64)
     model = random_model(Llama, config)

@@ -82,6 +82,7 @@ def test_greedy_tokens_are_those_of_the_definitions(decoding):
 @pytest.mark.parametrize(
     "how", [{"beams": 2}, {"stream": lambda tokens: None}], ids=["beams", "stream"]
 )
+@pytest.mark.few("stream")
 def test_the_least_length_with_beams_and_streams_does_not_depend_on_other_rows(how):
     options: Any = {"max_new_tokens": 6, "min_length": 6, "eos": range(9), "pad": 8, **how}
     found = rc.generate(MODEL, LEFT, mask=MASK, **options)
@@ -134,6 +135,7 @@ def test_a_models_own_options_apply_unless_others_are_given():
     assert (np.asarray(greedy) != np.asarray(sampled)).any()
 
 
+@pytest.mark.thorough
 def test_options_that_replace_a_models_own_are_checked_together():
     options: Any = {"mask": MASK, "max_new_tokens": COUNT}
     of = lambda **own: dataclasses.replace(

@@ -116,6 +116,7 @@ def likeliest(family, start, count):
     return max(found)[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "way"),
     few_of(
@@ -127,7 +128,6 @@ def likeliest(family, start, count):
         several=True,
     ),
 )
-@pytest.mark.few("gpt2-streamed")
 def test_a_decoder_uses_its_last_position(family, way):
     """The last new token is not fed back, so that 8 positions hold a prompt of 2 and 7 new ones."""
     prompt = np.array([[1, 2], [6, 5]])

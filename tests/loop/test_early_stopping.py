@@ -66,6 +66,7 @@ def test_best_state_is_returned_after_patience_is_over(mode, losses):
     assert_same(state, plain(4))
 
 
+@pytest.mark.thorough
 def test_best_state_is_returned_from_a_checkpoint_and_a_run_that_is_over_stays_so(tmp_path):
     losses = [3.0, 1.0, 2.0, 2.0]
     state = train(losses, checkpoints=tmp_path)

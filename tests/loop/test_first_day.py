@@ -220,6 +220,7 @@ def test_cost_of_float32_is_a_line_on_devices_with_bfloat16_units():
     assert cost_of_float32("cpu", "float32") == cost_of_float32("unknown", "float32") == ""
 
 
+@pytest.mark.thorough
 def test_prompts_may_be_lists_and_the_length_positional():
     config = LlamaConfig(vocab=16, width=16, layers=1, heads=2, kv_heads=1, hidden=16)
     model = Llama(config, key=jax.random.key(0))

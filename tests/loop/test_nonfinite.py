@@ -158,6 +158,7 @@ def test_a_damaged_optimizer_state_shows_in_the_parameters(tmp_path):
     assert "model/layers/0/bias holds 1 value that is NaN or infinite." in str(error.value)
 
 
+@pytest.mark.thorough
 def test_a_gradient_too_large_for_its_norm_is_named():
     def loss(model, batch, key):
         value, aux = loss_fn(model, batch, key)

@@ -84,6 +84,7 @@ def arrays(state):
     ]
 
 
+@pytest.mark.thorough
 def test_a_model_is_given_as_a_function_of_a_key(tmp_path):
     """It is made sharded: no array of it is ever on one device as a whole."""
     made = []

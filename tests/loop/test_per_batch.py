@@ -30,6 +30,7 @@ def mesh_of(devices):
 
 
 @pytest.mark.parametrize("devices", MESHES.values(), ids=MESHES)
+@pytest.mark.few("8 devices")
 def test_graphs_are_evaluated_and_predicted_as_one_by_one(devices):
     model = init_fn(KEY)
     want = np.array([by_hand(model, graph) for graph in GRAPHS])
@@ -43,6 +44,7 @@ def test_graphs_are_evaluated_and_predicted_as_one_by_one(devices):
 
 
 @pytest.mark.parametrize("devices", MESHES.values(), ids=MESHES)
+@pytest.mark.few("8 devices")
 def test_graphs_train_as_by_hand(devices):
     run = {"collate_fn": collate_fn, "batch_size": 8, "steps": 2}
     state = rc.fit(init_fn, SGD, GRAPHS, loss_fn=loss_fn, mesh=mesh_of(devices), log=False, **run)
@@ -75,6 +77,7 @@ def test_graphs_in_a_verified_run_with_evaluations():
     np.testing.assert_allclose(logged[-1]["eval/loss"], np.mean(np.square(errors)), rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_marked_batches_in_own_loops():
     batch = collate_fn(GRAPHS[:8])
     plain = {"graphs": batch["graphs"].arrays, "label": batch["label"]}

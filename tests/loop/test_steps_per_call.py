@@ -100,6 +100,7 @@ def test_state_and_metrics_are_those_of_single_steps(case):
     assert_same(run(1), run(4))
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_resumed_or_interrupted_has_the_same_bits(tmp_path, monkeypatch):
     """Also if it goes on with calls of another length, and a checkpoint cuts them."""
     monkeypatch.setattr(_stop, "_received", [])
@@ -297,6 +298,7 @@ def test_other_steps_are_taken_alone(options, monkeypatch):
     assert not numbers_of_calls(monkeypatch, **{"steps_per_call": None, "steps": 3, **options})
 
 
+@pytest.mark.thorough
 def test_a_state_that_changes_its_types_is_taken_alone():
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         return jax.tree.map(lambda g: -0.1 * g, updates), state.astype(jnp.float32)
@@ -319,8 +321,8 @@ def test_what_cannot_be_taken_together_says_so():
             logged(steps_per_call=4, steps=2, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [ONE, PLANNED], ids=["one device", "planned"])
-@pytest.mark.few("planned")
 def test_prepare_gives_loops_of_ones_own_several_steps_in_a_call(mesh):
     """Each batch of a call is on the devices that it would be on alone."""
     batches = [collate_fn(EXAMPLES[8 * i : 8 * i + 8]) for i in range(4)]

@@ -60,6 +60,7 @@ def adapted_everywhere():
     return adapted()
 
 
+@pytest.mark.thorough
 def test_nothing_changes_at_first():
     model = lora.add_adapters(MODEL, 3, targets="layers/w[qkvo]", key=KEY)
     assert_close(logits_of(model, TOKENS), logits_of(MODEL, TOKENS), 1e-6)
@@ -357,6 +358,7 @@ def test_adapters_of_the_head_alone(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, model)
 
 
+@pytest.mark.thorough
 def test_adapters_of_a_dinov3_have_the_names_of_both_versions(tmp_path):
     """Before version 5 of `transformers`, its layers were not inside of a `model`."""
     config = Dinov3Config(width=16, layers=2, heads=2, hidden=32, image=8, patch=4)

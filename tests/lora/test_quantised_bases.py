@@ -49,8 +49,8 @@ def assert_equal(found, expected):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numbers", ["nf4", "int8"])
-@pytest.mark.few("int8")
 def test_gradients_of_adapters_are_those_of_the_dequantised_model(numbers):
     model = adapted(numbers)
     plain = lora.dequantise(model)

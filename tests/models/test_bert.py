@@ -74,6 +74,7 @@ def test_matches_numpy(kind, head):
         close(found, slow_results(model, np.asarray(row), np.asarray(TYPES[0])), 1e-4)
 
 
+@pytest.mark.thorough
 def test_types_are_0_by_default():
     close(logits_of(MODEL, TOKENS), logits_of(MODEL, TOKENS, types=TYPES * 0))
 
@@ -130,8 +131,8 @@ def test_packed_texts_are_not_classified():
         model(TOKENS, segments=TYPES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
-@pytest.mark.few("roberta")
 def test_positions_count_from_0_and_end(kind):
     model = make(kind=kind, pad=2)
     close(logits_of(model, TOKENS, positions=jnp.arange(7)[None]), logits_of(model, TOKENS))

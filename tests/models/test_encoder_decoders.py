@@ -143,6 +143,7 @@ def test_decoding_with_a_cache_equals_all_at_once(family):
     assert int(cache.own.filled) == 5
 
 
+@pytest.mark.thorough
 def test_padding_behind_a_prompt_changes_nothing(family):
     tokens = jnp.asarray(np.insert(np.asarray(DECODER_TOKENS)[:, :4], 2, 9, axis=1))
     gap, mask = np.tile(np.arange(5) != 2, (3, 1)), np.ones((3, 7), bool)

@@ -124,6 +124,7 @@ def test_is_split_over_a_mesh(reads):
     helpers.check_plan(model, memory=jnp.tile(MEMORY, (2, 1, 2)))
 
 
+@pytest.mark.thorough
 def test_positions_end():
     tokens = jnp.pad(TOKENS, ((0, 0), (0, 5)))
     with pytest.raises(ValueError, match="12 tokens in a row, but the model has 11 positions"):

@@ -29,7 +29,7 @@ KEY, OTHER = (jax.random.key(seed, impl="unsafe_rbg") for seed in (0, 1))
 @pytest.mark.parametrize(
     ("kind", "head"), [("bert", None), ("bert", "masked"), ("roberta", "classification")]
 )
-@pytest.mark.few("bert-masked", "roberta-classification")
+@pytest.mark.few("roberta-classification")
 def test_only_the_head_of_a_bert_is_fresh(kind, head):
     model = make(Bert, BERT, kind=kind, head=head, labels=3)
     found = with_head(model, labels=5, key=KEY)
@@ -51,6 +51,7 @@ def test_a_pooler_is_kept(head, pooler):
     assert with_head(model, labels=2, key=KEY).pooler.w is model.pooler.w
 
 
+@pytest.mark.thorough
 def test_one_label_is_regression():
     found = with_head(make(Bert, BERT, head="masked"), labels=1, key=KEY)
     assert logits_of(found, TOKENS).shape == (2, 1)
@@ -81,6 +82,7 @@ def test_labels_may_have_names():
     assert write_config(found.config)["id2label"] == {"0": "bad", "1": "good"}
 
 
+@pytest.mark.thorough
 def test_only_the_head_of_a_vit_is_fresh():
     model = make(ViT, VIT, pooler=True)
     found = with_head(model, labels=3, key=KEY)

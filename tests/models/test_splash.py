@@ -135,6 +135,7 @@ def attention_loss(scale, q, k, v, segments):
     return jnp.sum(scale * attend(scale * q, k, v, visible=view) ** 2)
 
 
+@pytest.mark.thorough
 def test_each_device_runs_the_kernel_for_its_own_rows_and_heads():
     mesh, scale = rc.make_mesh(data=2, fsdp=2, model=2), jnp.ones((1, 1, 4, 1))
     q, k, v, segments = (jnp.concatenate([x] * 2) for x in (Q, K, V, SEGMENTS))

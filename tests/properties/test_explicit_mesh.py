@@ -95,7 +95,7 @@ def given_or_ambient(how, mesh):
 
 @pytest.mark.parametrize("shape", few_of([(2, 1, 4), (1, 8, 1), (1, 1, 1)], (2, 1, 4)))
 @pytest.mark.parametrize("how", few_of(["given", "ambient"], "ambient"))
-@pytest.mark.parametrize("run", few_of(STATES, *STATES[1:]))
+@pytest.mark.parametrize("run", few_of(STATES, by_hand))
 def test_states_are_the_same_and_on_the_mesh_that_was_given(run, how, shape):
     explicit = mesh_of(AxisType.Explicit, shape)
     expected = run(mesh_of(AxisType.Auto, shape))
@@ -137,6 +137,7 @@ def test_an_array_of_the_loss_on_a_mesh_with_explicit_axes_is_refused():
     assert "`loss_fn` closes over an array" in "".join(error.value.__notes__)
 
 
+@pytest.mark.thorough
 def test_checkpoints_and_generation(tmp_path):
     explicit, auto = mesh_of(AxisType.Explicit), mesh_of(AxisType.Auto)
     where = rc.Checkpoints(tmp_path / "run")
@@ -177,6 +178,7 @@ def test_the_batches_of_a_loop_are_on_the_mesh_that_was_given():
 
 
 @pytest.mark.parametrize("how", ["given", "ambient"])
+@pytest.mark.few("ambient")
 def test_a_plan_constrains_a_jitted_function_of_the_user(how):
     model, batch, key = init_fn(jax.random.key(0)), batch_of(16), jax.random.key(1)
     explicit = mesh_of(AxisType.Explicit)

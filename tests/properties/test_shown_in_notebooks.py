@@ -141,12 +141,14 @@ def test_pictures_of_scalars_and_of_many_dimensions():
     assert page.tags.count("rect") == 8 + 1 + 1
 
 
+@pytest.mark.thorough
 def test_a_long_plan_is_cut():
     model = {f"{i:03}" + "x" * i: jnp.zeros(i + 1) for i in range(60)}
     page = read_html(rc.plan_shardings(model, rc.make_mesh()))
     assert "20 more lines: plan.table()" in page.texts
 
 
+@pytest.mark.thorough
 def test_a_state_is_shown_in_a_few_lines():
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     init_fn = lambda key: eqx.nn.MLP(8, 8, 64, 2, key=key)

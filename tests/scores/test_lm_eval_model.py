@@ -26,6 +26,7 @@ def own_score(context, continuation):
     return logs[places].sum(), bool((logits.argmax(axis=1) == continuation).all())
 
 
+@pytest.mark.thorough
 def test_texts_of_all_lengths_have_their_own_scores():
     """In batches, sharded, and in chunks; the last is too long and loses its beginning."""
     tokens = lambda n: RNG.integers(2, 32, n).tolist()

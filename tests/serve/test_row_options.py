@@ -78,6 +78,7 @@ def test_rows_of_a_batch_have_the_tokens_of_generate_with_their_own_options(load
         assert answers.tokens() == new[: ends[0] + 1 if ends else 6], decoding
 
 
+@pytest.mark.thorough
 def test_no_value_of_an_option_compiles_a_program(loaded, monkeypatch):
     """Each would be kept as long as the server runs, and everybody would wait for it."""
     answer(loaded, job(), job(logprobs=None))

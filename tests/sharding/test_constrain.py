@@ -197,6 +197,7 @@ def test_derivatives_forward_and_twice(case):
     assert difference(found, expected) < 1e-5
 
 
+@pytest.mark.thorough
 def test_bfloat16(case):
     fn, arrays, data, plan, (loss, grads) = case
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), arrays)

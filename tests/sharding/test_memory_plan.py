@@ -121,6 +121,7 @@ def test_iterations_of_a_loop_keep_different_values():
         np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6 * np.abs(x).max())
 
 
+@pytest.mark.thorough
 def test_layers_that_take_turns_are_gathered_one_at_a_time():
     """The stacks stay sharded, and no gathered weights wait in the loop for the backward pass."""
     model, batch = stacked(make_model(width=64)), array((8 * ROWS, 64))

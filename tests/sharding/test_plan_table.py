@@ -130,6 +130,7 @@ def test_a_hundred_layers_of_a_transformer_take_less_than_sixty_lines():
 long_names = st.text("ab_", min_size=1, max_size=50)
 
 
+@pytest.mark.thorough
 @settings(max_examples=10, deadline=None)
 @given(
     name=long_names,

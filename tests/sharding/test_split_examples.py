@@ -418,6 +418,7 @@ def test_a_constraint_of_the_batch_decides():
         plan_of(constrained_to(P(None, "fsdp")), UNET, batch, mesh)
 
 
+@pytest.mark.thorough
 def test_a_constraint_of_the_batch_decides_where_rows_divide_too():
     mesh, batch = mesh_of((8, 1, 1)), normal(8, 2, 64, 24)
     loss = constrained_to(NamedSharding(mesh, P(None, None, "data")))

@@ -143,6 +143,7 @@ def frozen(key):
     ],
     ids=["dropped", "returned", "inference mode", "left as it is"],
 )
+@pytest.mark.few("dropped", "returned")
 def test_a_state_that_the_loss_drops_is_a_warning(init, loss, warns):
     """Only here: the averages keep their first values, so an evaluation would be wrong."""
     state, messages = trained(init, loss)
@@ -213,6 +214,7 @@ def nnx(monkeypatch):
     return kinds
 
 
+@pytest.mark.thorough
 def test_statistics_of_nnx_are_not_trained(nnx):
     """Only here: weight decay would shrink the running variance of a split NNX module."""
     ones = jnp.ones((1, 16))

@@ -307,6 +307,7 @@ def test_evaluation_in_several_batches_warns_if_examples_depend_on_each_other(me
         assert evaluated(16) < 0.9 * full
 
 
+@pytest.mark.thorough
 def test_batch_statistics_warn_only_in_training():
     model = state_of_batch_norm(None)
     with pytest.warns(UserWarning, match="accumulate=2"):

@@ -92,6 +92,7 @@ def test_gradients_of_gpt2_equal_float32_up_to_the_rounding_of_float16(accumulat
     assert worst(plain) > 0.1  # most of it vanished
 
 
+@pytest.mark.thorough
 def test_a_power_of_two_changes_nothing_in_float32():
     optimizer = optax.sgd(1.0)
     step = quick_jit(stepper(optimizer, dtype=None, accumulate=3))
@@ -269,6 +270,7 @@ def test_several_steps_in_a_scan():
     assert int(scale_of(scanned).good) == 3
 
 
+@pytest.mark.thorough
 def test_a_step_with_its_own_gradient():
     model, optimizer = make_model(), optax.sgd(0.1)
     params, static = eqx.partition(model, eqx.is_inexact_array)

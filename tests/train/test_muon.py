@@ -104,6 +104,7 @@ def test_meshes_change_no_result(sizes):
         np.testing.assert_allclose(x, y, atol=2e-5)
 
 
+@pytest.mark.thorough
 def test_no_matrix_is_orthogonalised_twice():
     numbers = dimensions()
     theirs = optax.contrib.muon(0.05, muon_weight_dimension_numbers=numbers)

@@ -68,6 +68,7 @@ def test_results_are_those_of_the_step_as_it_is(name):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_many_updates_are_calls_of_calls():
     deep = eqx.nn.MLP(16, 8, 8, depth=11, key=jax.random.key(0))  # of 24 arrays
     program, args = traced_step(optax.adam(1e-2), model=deep)

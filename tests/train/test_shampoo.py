@@ -85,6 +85,7 @@ def test_updates_are_those_of_the_published_algorithm(monkeypatch, longest):
         np.testing.assert_allclose(updates["norms"], -0.5 * grads["norms"], rtol=1e-6)
 
 
+@pytest.mark.thorough
 @jax.numpy_dtype_promotion("standard")
 def test_gradients_of_zeros_have_updates_of_zeros():
     params = make()

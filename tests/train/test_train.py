@@ -431,7 +431,7 @@ TAKE = {
 
 
 @pytest.mark.parametrize("name", TAKE)
-@pytest.mark.few("momo", "line search")
+@pytest.mark.few("momo")
 def test_updates_receive_the_extra_arguments_that_they_accept(name):
     """As in a training loop with optax only."""
     make, takes = TAKE[name]
@@ -707,6 +707,7 @@ class Scaled(eqx.Module):
         return self.linear(x) / self.scale
 
 
+@pytest.mark.thorough
 def test_numpy_scalars_are_arrays():
     mesh = rc.make_mesh()
     abstract = eqx.filter_eval_shape(rc.init_state, Scaled, optax.adam(1e-2), key=KEY)

@@ -167,6 +167,7 @@ def test_average_turned_on_or_off_between_save_and_resume_is_refused(tmp_path):
             train(steps=2, checkpoints=checkpoints, average=after)
 
 
+@pytest.mark.thorough
 def test_state_goes_on_with_its_average_or_begins_one():
     train: Any = ft.partial(rc.fit, optimizer=optax.sgd(0.1), examples=make_examples(16), **OPTIONS)
     state = train(make_model(), steps=1)

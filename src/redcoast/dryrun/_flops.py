@@ -74,21 +74,33 @@ def contractions(jaxpr: AnyJaxpr) -> Contractions:
     inner = open_jaxpr(jaxpr)
     # Rematerialised programs contain many unused computations.
     live, _ = dce_jaxpr(inner, [True] * len(inner.outvars), instantiate=True)
-    flops = _count(close_jaxpr(live, consts_of(jaxpr)))
+    flops, _ = _evaluate(close_jaxpr(live, consts_of(jaxpr)))
     open_loops = flops.pop(_OPEN, 0)
     return Contractions(dict(sorted(flops.items())), open_loops)
 
 
 def _count(jaxpr: AnyJaxpr, inputs: Sequence[Value] | None = None) -> Flops:
     """The operations of a jaxpr, given the inputs that are known integers."""
+    return _evaluate(jaxpr, inputs)[0]
+
+
+def _evaluate(jaxpr: AnyJaxpr, inputs: Sequence[Value] | None = None) -> tuple[Flops, list[Value]]:
+    """The operations of a jaxpr, and its results that are known integers."""
     total: Flops = Counter()
 
     def count(_: int, equation: JaxprEqn, known: list[Value]) -> list[Value]:
+        call = control_flow(equation)
+        if isinstance(call, Call):
+            # Both at once: calls in calls would be followed twice at each level.
+            flops, results = _evaluate(call.jaxpr, known)
+            total.update(flops)
+            return results
         total.update(_count_equation(equation, known))
         return known_results(equation, known)
 
-    evaluate_integers(jaxpr, inputs or [None] * len(open_jaxpr(jaxpr).invars), count)
-    return total
+    unknown: list[Value] = [None] * len(open_jaxpr(jaxpr).invars)
+    results = evaluate_integers(jaxpr, inputs or unknown, count)
+    return total, results
 
 
 def _count_equation(equation: JaxprEqn, known: list[Value]) -> Flops:
@@ -119,8 +131,6 @@ def _count_equation(equation: JaxprEqn, known: list[Value]) -> Flops:
             return _times(steps, _count(body))
         case LinearSolve(solve, places):
             return _count(solve, [known[place] for place in places])
-        case Call(jaxpr):
-            return _count(jaxpr, known)
     total: Flops = Counter()
     for key, param in equation.params.items():
         if key.startswith(_NOT_RUN):

@@ -50,6 +50,7 @@ def fit(**options):
     )
 
 
+@pytest.mark.thorough
 def test_fit_splits_what_is_computed_together():
     model = fit().model
     split = {name: x.sharding.spec.index("model") for name, x in model.items()}

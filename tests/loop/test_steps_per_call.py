@@ -128,6 +128,7 @@ def saved_in(directory):
     return sorted(int(path.name) for path in (directory / "checkpoints").iterdir())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("at", few_of([1, 2, 4, 5, 6, 9, 13], 6))
 def test_stop_ends_the_run_one_step_later_in_the_middle_of_a_call(at, tmp_path):
     def run(count):

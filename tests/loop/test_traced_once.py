@@ -43,6 +43,7 @@ def test_the_plan_and_the_step_of_fit_share_a_trace(sizes):
     assert len(traces) == 2  # so that no change of what the loss reads is missed
 
 
+@pytest.mark.thorough
 def test_prepare_and_its_step_share_a_trace():
     loss, traces = counting(plain_loss)
     batch = collate_fn(EXAMPLES[:16])

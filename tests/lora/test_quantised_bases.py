@@ -168,6 +168,7 @@ def test_structural_rules_shard_numbers_like_the_weight():
             assert getattr(getattr(found, name).weight, part).spec[split] == "model"
 
 
+@pytest.mark.thorough
 def test_a_dry_run_counts_the_bits():
     sizes = LlamaConfig(vocab=16, width=512, layers=8, heads=4, kv_heads=4, hidden=2048)
     batch = jax.ShapeDtypeStruct((8, 16), jnp.int32)

@@ -277,9 +277,7 @@ def assert_waits_for_no_rows(fn, sizes):
 
 
 @pytest.mark.parametrize("sizes", few_of(MESHES, *REPLICATED))
-@pytest.mark.parametrize(
-    "name", few_of(LOOPS, "while_loop", "custom_vjp", "reused")
-)
+@pytest.mark.parametrize("name", few_of(LOOPS, "while_loop", "custom_vjp", "reused"))
 def test_no_device_waits_for_the_rows_of_another(name, sizes):
     assert_waits_for_no_rows(LOOPS[name], sizes)
 

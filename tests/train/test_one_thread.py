@@ -50,13 +50,10 @@ OPTIMIZERS = {
     "line search": optax.lbfgs(),
     "few results": optax.sgd(1e-2),
 }
-SLOW = {"line search", "scheduled"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=[pytest.mark.integration] * (x in SLOW)) for x in OPTIMIZERS],
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.few("adamw", "few results")
 def test_results_are_those_of_the_step_as_it_is(name):
     program, args = traced_step(OPTIMIZERS[name])
     # For each of six arrays its two moments and its value.

@@ -97,6 +97,7 @@ def test_gradients_of_zeros_have_updates_of_zeros():
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layers", [8, pytest.param(3, marks=pytest.mark.thorough)])
 def test_a_run_on_a_mesh_is_that_on_one_device(layers):
     """Eight layers are divided as they are stored; three are padded."""

@@ -117,8 +117,8 @@ def test_updates_are_those_of_the_published_algorithm(monkeypatch, hidden):
         np.testing.assert_allclose(updates["norms"], -0.5 * grads["norms"], rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layers", [8, 3])
-@pytest.mark.few("3")
 def test_a_run_on_a_mesh_is_that_on_one_device(layers):
     """Eight layers are divided as they are stored; three are stacked with others, and padded."""
     params = make(layers, hidden=WIDTH)

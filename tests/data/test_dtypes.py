@@ -205,3 +205,49 @@ def test_keys_in_the_batches_of_fit():
 def test_keys_in_the_batch_of_a_dry_run():
     run = rc.dry_run(init_fn, masked_loss, with_keys(X), SGD, target="cpu:8")
     assert run.fits
+
+
+HIDDEN = np.ma.masked_array(X, X > 1)
+
+
+def masked_runs(values):
+    """Calls whose data, or whose model, is an array that may be masked."""
+    fit = ft.partial(rc.fit, init_fn, SGD, batch_size=8, steps=1, log=False)
+    loss_of_rows = lambda model, batch, key: jnp.mean((batch @ model["w"]) ** 2)
+    loss_of_pair = lambda model, batch, key: loss_of_rows(model, batch[0] + batch[1][:, None], key)
+    collated = lambda examples: np.ma.stack(list(values[: len(examples)]))
+    return {
+        "array": lambda: fit(values, loss_fn=loss_of_rows),
+        "rows": lambda: fit(list(values), loss_fn=loss_of_rows),
+        "columns": lambda: fit((X, values[:, 0]), loss_fn=loss_of_pair),
+        "collate_fn": lambda: fit(X, loss_fn=loss_of_rows, collate_fn=collated),
+        "evaluate": lambda: rc.evaluate(
+            init_fn(KEY), X, collate_fn=collated, loss_fn=loss_of_rows, batch_size=8
+        ),
+        "train_step": lambda: rc.train_step(
+            rc.init_state(init_fn, SGD, key=KEY), values, loss_fn=loss_of_rows, optimizer=SGD
+        ),
+        "step": lambda: (lambda state, step: step(state, {"x": values}))(*step_of(init_fn(KEY))),
+        "model": lambda: rc.fit(
+            {"w": values[:4]}, SGD, X, loss_fn=loss_of_rows, batch_size=8, steps=1, log=False
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", masked_runs(HIDDEN))
+def test_values_under_a_mask_are_not_used(name):
+    with pytest.raises(ValueError, match="masked elements, and arrays of JAX have no mask"):
+        masked_runs(HIDDEN)[name]()
+
+
+@pytest.mark.parametrize("name", ["columns", "collate_fn", "step"])
+def test_a_masked_array_without_masked_elements_is_an_array(name):
+    masked_runs(np.ma.masked_array(X, np.zeros(X.shape, bool)))[name]()
+
+
+def test_a_checkpoint_keeps_no_masks_and_all_booleans(tmp_path):
+    with pytest.raises(ValueError, match="^layer/x is a masked array .* with 1 masked elements"):
+        rc.save_checkpoint(tmp_path / "a", {"layer": {"x": np.ma.masked_array([1, 2], [1, 0])}})
+    tree = {"flag": np.bool_(True), "x": np.ones(2)}
+    rc.save_checkpoint(tmp_path / "b", tree)
+    assert rc.load_checkpoint(tmp_path / "b", tree | {"flag": np.bool_(False)})["flag"]

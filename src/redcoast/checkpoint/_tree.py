@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
+from ..core._dtypes import check_unmasked
 from ..core._durable_files import sync_name
 from ..core._errors import local_path, several
 from ..core._frames import hide_frames
@@ -125,6 +126,9 @@ def arrays_and_document(
         if _is_key(x):
             keys[joined] = str(jax.random.key_impl(x))
             x = jax.random.key_data(x)
+        check_unmasked(x, joined)
+        if isinstance(x, np.bool_):  # Orbax saves other scalars of NumPy
+            x = np.asarray(x)
         if x.size:
             arrays[names] = x
             kinds[joined] = {"shape": x.shape, "dtype": x.dtype.name}

@@ -103,7 +103,9 @@ def tree_to_jax_dtypes(tree: PyTree, root: str, *, of: str = "") -> PyTree:
         if not isinstance(x, np.ndarray | np.generic):
             return x
         where = show_place(path, of) if of else show_path(path)
-        return to_jax_dtype(np.asarray(x), f"The array at {where} of {root}" if where else root)
+        what = f"The array at {where} of {root}" if where else root
+        check_unmasked(x, what)
+        return to_jax_dtype(np.asarray(x), what)
 
     # Computing the paths takes most of the time.
     if all(map(_is_jax_leaf, jax.tree.leaves(tree))):
@@ -111,5 +113,17 @@ def tree_to_jax_dtypes(tree: PyTree, root: str, *, of: str = "") -> PyTree:
     return jax.tree_util.tree_map_with_path(convert, tree)
 
 
+def check_unmasked(x: object, what: str) -> None:
+    """Raises a `ValueError` for an array with masked elements, whose mask JAX would not see."""
+    if np.ma.is_masked(x):
+        raise ValueError(
+            f"{what} is a masked array of NumPy with {np.ma.count_masked(x)} masked elements, and "
+            "arrays of JAX have no mask. Pass the values, such as `x.filled(0)`, and the mask, "
+            "`np.ma.getmaskarray(x)`, as two arrays."
+        )
+
+
 def _is_jax_leaf(x: object) -> bool:
-    return not isinstance(x, np.ndarray | np.generic) or is_jax_dtype(x.dtype)
+    if not isinstance(x, np.ndarray | np.generic):
+        return True
+    return is_jax_dtype(x.dtype) and not isinstance(x, np.ma.MaskedArray)

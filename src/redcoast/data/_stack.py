@@ -7,7 +7,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from ..core._dtypes import dtype_advice, has_numbers
+from ..core._dtypes import check_unmasked, dtype_advice, has_numbers
 from ..core._pytree import show_place
 from ..core._user_functions import ITEMS_ARE_BATCHES
 from ._columns import is_table, rows_of_table
@@ -83,6 +83,7 @@ def _as_array(x: object, where: str) -> np.ndarray:
             f"`{rows_of_table(x, 'table')}`, or pass `batch_size=None` and a `collate_fn` that "
             "makes arrays of each table."
         )
+    check_unmasked(x, f"The array at {where}")
     try:
         array = np.asarray(x)
     except ValueError as error:

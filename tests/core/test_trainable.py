@@ -24,6 +24,10 @@ FORMS: Any = {
     "an array of the model": (lambda m: m.layers[0].weight, {"layers/0/weight"}),
     "several parts": (lambda m: (m.layers[0].bias, m.layers[2]), LAST | {"layers/0/bias"}),
     "a mask from the model": (lambda m: jax.tree.map(eqx.is_inexact_array, m), None),
+    "a mask of NumPy's booleans": (
+        lambda m: jax.tree.map(lambda x: np.bool_(eqx.is_inexact_array(x) and x.ndim == 2), m),
+        WEIGHTS,
+    ),
     "a filtered part": (lambda m: eqx.filter(m.layers[2], eqx.is_array), LAST),
     "a function of a leaf": (lambda x: x.ndim == 2, WEIGHTS),
     "a function of any leaf": (lambda x: eqx.is_array(x) and x.ndim == 2, WEIGHTS),

@@ -1,6 +1,7 @@
 """What a batch may hold: numbers that JAX can represent, big-endian ones, and typed keys."""
 
 import functools as ft
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,11 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from random_models import random_model
 
 import redcoast as rc
 from redcoast.core._dtypes import to_jax_dtype, tree_to_jax_dtypes
+from redcoast.models import Llama, LlamaConfig
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 KEY, SGD = jax.random.key(0), optax.sgd(0.1)
@@ -251,3 +254,23 @@ def test_a_checkpoint_keeps_no_masks_and_all_booleans(tmp_path):
     tree = {"flag": np.bool_(True), "x": np.ones(2)}
     rc.save_checkpoint(tmp_path / "b", tree)
     assert rc.load_checkpoint(tmp_path / "b", tree | {"flag": np.bool_(False)})["flag"]
+
+
+def test_complex_metrics_are_refused():
+    """A log would have their real parts only."""
+    of_loss = lambda *args: (loss_fn(*args), {"phase": jax.lax.complex(args[1]["x"][0, 0], 1.0)})
+    collated = lambda examples: {"x": np.stack(examples)}
+    options: dict[str, Any] = {"loss_fn": of_loss, "collate_fn": collated, "batch_size": 8}
+    message = r"aux\['phase'\] of dtype complex64. Metrics are real numbers"
+    with pytest.raises(ValueError, match=message):
+        rc.fit(init_fn, SGD, X, steps=1, log=False, **options)
+    with pytest.raises(ValueError, match=message):
+        rc.evaluate(init_fn(KEY), X, **options)
+
+
+def test_prompts_have_no_numpy_mask():
+    llama = random_model(
+        Llama, LlamaConfig(vocab=9, width=8, layers=1, heads=2, kv_heads=1, hidden=8)
+    )
+    with pytest.raises(ValueError, match="`tokens` is a masked array .* with 1 masked elements"):
+        rc.generate(llama, np.ma.masked_array([[3, 4]], [[1, 0]]), 2)

@@ -64,7 +64,7 @@ def _as_filter(model: PyTree, trainable: PyTree) -> PyTree:
     if isinstance(trainable, list | tuple) and _are_patterns(trainable):
         return _matching(model, trainable)
     if not (callable(trainable) and jax.tree_util.all_leaves([trainable])):
-        return trainable
+        return _plain_booleans(trainable)
     if _required_arguments(trainable) == 2:
         return _of_leaves(model, lambda path, x: trainable(show_path(path), x))
     # A function of one argument may be of the model or of a leaf. It is tried with the model.
@@ -76,12 +76,17 @@ def _as_filter(model: PyTree, trainable: PyTree) -> PyTree:
         return _of_leaves(model, lambda _, x: trainable(x))
     leaves = jax.tree.leaves(chosen)
     if leaves and all(map(_is_boolean, leaves)):
-        return chosen
+        return _plain_booleans(chosen)
     return _part(model, trainable, chosen)
 
 
 def _is_boolean(x: object) -> bool:
     return isinstance(x, bool | np.bool_)
+
+
+def _plain_booleans(mask: PyTree) -> PyTree:
+    """A mask without booleans of NumPy, which comparisons return, and Equinox does not take."""
+    return jax.tree.map(lambda x: bool(x) if _is_boolean(x) else x, mask)
 
 
 def _are_patterns(items: Sequence[object]) -> bool:

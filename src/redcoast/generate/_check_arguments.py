@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from ..core._decoding import as_integer
+from ..core._dtypes import check_unmasked
 from ..core._train_state import refuse_state
 from ..models._cache import has_slots_to_move
 from ..models._inputs import AnyArray
@@ -216,6 +217,7 @@ def _check_array(name: str, x: object) -> None:
         if any(isinstance(part, str) for part in jax.tree.leaves(x)):
             way = " Encode text with the tokenizer of the model."
         raise TypeError(f"`{name}` is of type {kind}. It must be a NumPy or JAX array.{way}")
+    check_unmasked(x, f"`{name}`")
 
 
 def _check_mask(tokens: AnyArray, mask: Any) -> None:

@@ -90,8 +90,13 @@ def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_scalars(metrics: Mapping[str, ArrayLike]) -> None:
-    """Raises `ValueError` if the loss returned metrics that are not scalars."""
+    """Raises `ValueError` if the loss returned metrics that are not real scalars."""
     for name, value in metrics.items():
+        if jnp.iscomplexobj(value):
+            raise ValueError(
+                f"`loss_fn` returned aux[{name!r}] of dtype {jnp.result_type(value)}. Metrics are "
+                "real numbers: return `jnp.abs` of it, or its real and imaginary parts."
+            )
         if jnp.ndim(value):
             raise ValueError(
                 f"`loss_fn` returned aux[{name!r}] of shape {jnp.shape(value)}. Metrics must be "

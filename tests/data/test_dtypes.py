@@ -230,7 +230,7 @@ def masked_runs(values):
         "train_step": lambda: rc.train_step(
             rc.init_state(init_fn, SGD, key=KEY), values, loss_fn=loss_of_rows, optimizer=SGD
         ),
-        "step": lambda: (lambda state, step: step(state, {"x": values}))(*step_of(init_fn(KEY))),
+        "step": lambda: take_step({"x": values}),
         "model": lambda: rc.fit(
             {"w": values[:4]}, SGD, X, loss_fn=loss_of_rows, batch_size=8, steps=1, log=False
         ),
@@ -250,7 +250,9 @@ def test_a_masked_array_without_masked_elements_is_an_array(name):
 
 def test_a_checkpoint_keeps_no_masks_and_all_booleans(tmp_path):
     with pytest.raises(ValueError, match="^layer/x is a masked array .* with 1 masked elements"):
-        rc.save_checkpoint(tmp_path / "a", {"layer": {"x": np.ma.masked_array([1, 2], [1, 0])}})
+        rc.save_checkpoint(
+            tmp_path / "a", {"layer": {"x": np.ma.masked_array([1, 2], [True, False])}}
+        )
     tree = {"flag": np.bool_(True), "x": np.ones(2)}
     rc.save_checkpoint(tmp_path / "b", tree)
     assert rc.load_checkpoint(tmp_path / "b", tree | {"flag": np.bool_(False)})["flag"]
@@ -273,4 +275,4 @@ def test_prompts_have_no_numpy_mask():
         Llama, LlamaConfig(vocab=9, width=8, layers=1, heads=2, kv_heads=1, hidden=8)
     )
     with pytest.raises(ValueError, match="`tokens` is a masked array .* with 1 masked elements"):
-        rc.generate(llama, np.ma.masked_array([[3, 4]], [[1, 0]]), 2)
+        rc.generate(llama, np.ma.masked_array([[3, 4]], [[True, False]]), 2)

@@ -295,6 +295,25 @@ def test_accumulation_warns_if_examples_depend_on_each_other(mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["8", "1"])
+def test_own_steps_warn_if_microbatches_have_parts_of_what_is_compared(mesh):
+    """A bank of as many negatives as examples is split with them."""
+
+    def of_bank(model, batch, key):
+        return jnp.mean(jax.vmap(model)(batch["x"]) @ batch["bank"].T)
+
+    def prepared(loss_fn, **options):
+        batch = {"x": ROWS, "bank": ROWS}
+        key = jax.random.key(0)
+        return rc.prepare(MLP, optax.sgd(0.1), loss_fn, batch, key=key, mesh=mesh, **options)
+
+    prepared(of_bank)
+    prepared(lambda model, batch, key: contrastive(model, batch["x"][:, :D], key))
+    prepared(lambda model, batch, key: jnp.mean(jax.vmap(model)(batch["x"])), accumulate=2)
+    with pytest.warns(UserWarning, match=r"dot_general \(test_coupled.py:\d+\).*`accumulate=2`"):
+        prepared(of_bank, accumulate=2)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["8", "1"])
 def test_evaluation_in_several_batches_warns_if_examples_depend_on_each_other(mesh):
     """The results depend on the batch size, as the warning states."""
 

@@ -143,12 +143,13 @@ def plan_training(
 def check_coupling(plan: Plan, training: Training, state: TrainState, batch: PyTree) -> None:
     """Warns if examples that depend on each other are computed in several microbatches."""
     accumulate = training.accumulate
+    if accumulate <= 1:
+        return
     batch_size = jax.tree.leaves(batch)[0].shape[0]
     # The plan was made for one microbatch, and a single example depends on no other.
-    rows = batch_size // max(accumulate, 1)
+    rows = batch_size // accumulate
     program = plan.report.program_or_none
-    is_independent = program is not None and program.coupled is None and rows > 1
-    if accumulate <= 1 or is_independent:
+    if program is not None and program.coupled is None and rows > 1:
         return
     loss = TracedLoss(training.traced_loss, state.model, batch, plan.mesh, training.compute_dtype)
     coupled = find_coupled(loss, training=True)
@@ -187,15 +188,17 @@ def check_faults(plan: Plan, training: Training, state: TrainState, batch: PyTre
 
 
 def check_own_step(plan: Plan, training: Training, state: TrainState, batch: PyTree) -> None:
-    """Warns if NumPy's rank promotion combines each example with every other, or if the loss reads
-    the state of layers from outside."""
+    """Warns if examples that depend on each other are computed in several microbatches, if NumPy's
+    rank promotion combines each example with every other, or if the loss reads the state of layers
+    from outside."""
     loss_fn, compute_dtype = training.loss_fn, training.compute_dtype
     warn_of_outer_state(loss_fn, state.model)
+    batch = jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch", of="batch"))
+    check_coupling(plan, training, state, batch)
     program = plan.report.program_or_none
     if program is not None:
         warn_of_promotions(program.promotions)
         return
-    batch = jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch", of="batch"))
     loss = TracedLoss(training.traced_loss, state.model, batch, plan.mesh, compute_dtype)
     _, _, promotions = find_faults(loss, training=True)
     warn_of_promotions(promotions)

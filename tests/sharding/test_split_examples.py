@@ -369,6 +369,35 @@ def test_a_field_may_divide_where_its_spectrum_does_not():
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+TRANSFORMS = {
+    "fft": lambda x: jnp.abs(jnp.fft.fft(x)),
+    "rfft2": lambda x: jnp.abs(jnp.fft.rfft2(x)),
+    "rfft, of height": lambda x: jnp.abs(jnp.fft.rfft(x, axis=2)),
+    "irfft": lambda x: jnp.fft.irfft(1.5 * jnp.fft.rfft(x)),
+    "irfft2": lambda x: jnp.fft.irfft2(1.5 * jnp.fft.rfft2(x)),
+    "ifftn": lambda x: jnp.fft.ifftn(1.5 * jnp.fft.fftn(x, axes=(1, 2, 3)), axes=(1, 2, 3)).real,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
+@pytest.mark.few("rows and height-False-rfft2", "height and width-True-irfft")
+def test_transforms_beside_convolutions(spec, remat, transform):
+    """XLA for CPUs would give some of them operands in a layout that it refuses to run."""
+
+    def loss(params, x, key):
+        h = jax.lax.with_sharding_constraint(x, spec)
+        layer = lambda h: jnp.tanh(transform(convolve(h, params["k"])))
+        if remat:
+            layer = jax.checkpoint(layer)
+        return jnp.mean(layer(h) ** 2)
+
+    params, batch = {"k": normal(2, 2, 3, 3) / 4}, normal(2, 2, 32, 16)
+    plan = plan_of(loss, params, batch, mesh_of((2, 2, 2)), rc.Hardware(memory=1e4))
+    assert max(plan.verify(loss, params, batch).values()) < 1e-5
+
+
 def test_pairs_are_split_only_where_memory_is_short():
     mesh = AbstractMesh((1, 8, 1), ("data", "fsdp", "model"))
     batch = normal(1, 32, 32, 8)

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ...core._control_flow import primitive_name
-from ...core._jaxpr import bind_again, struct_of
+from ...core._jaxpr import struct_of
 from .._mesh_axes import parts
 from ..program._trace import Arrays
 from ..tree._overrides import spec_axes
@@ -25,16 +27,16 @@ from ._shardings import Shardings
 
 
 def run_split_fft(bound: BoundEquation) -> Arrays | None:
-    """The result of a Fourier transform, or None if no transformed dimension is split."""
+    """The result of a Fourier transform, or None if rows are split and no transformed dimension."""
     equation, shardings = bound.equation, bound.shardings
     (x,), (value,), (result,) = bound.operands, bound.values, bound.results
     lengths = tuple(equation.params["fft_lengths"])
     entries = list(shardings.spec(value))
     transformed = range(x.ndim - len(lengths), x.ndim)
-    if set(entries[transformed.start :]) <= {None}:
+    keeps_turned = shardings.splits_examples
+    if not keeps_turned and set(entries[transformed.start :]) <= {None}:
         return None
     whole = _Stage(equation.params["fft_type"], tuple(transformed), lengths)
-    keeps_turned = shardings.splits_examples
     # Constrained before and after, the cotangents are too.
     if not (keeps_turned and whole.is_inverse):
         x = shardings.constrain(x, value)
@@ -48,8 +50,7 @@ def run_split_fft(bound: BoundEquation) -> Arrays | None:
         moved = _moved(entries, stage.dims, shape, shardings.mesh.shape)
         if moved is None:
             # No other dimension divides: every device has and transforms all of it.
-            x = shardings.with_spec(x, P())
-            x = shardings.with_spec(bind_again(equation, [x])[0], P())
+            x = _transform(shardings.with_spec(x, P()), whole, P(), shardings)
             return [shardings.constrain(x, result)]
         specs.append(P(*moved))
         entries = moved
@@ -137,13 +138,29 @@ def _moved(
 
 def _transform(x: jax.Array, stage: _Stage, spec: P, shardings: Shardings) -> jax.Array:
     last = tuple(range(x.ndim - len(stage.dims), x.ndim))
-    transform = lambda x: jax.lax.fft(x, stage.kind, stage.lengths)
+    mesh = shardings.mesh
+    is_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
     def local(x: jax.Array) -> jax.Array:
-        if stage.dims == last:
-            return transform(x)
-        moved = jnp.moveaxis(x, stage.dims, last)
-        return jnp.moveaxis(transform(moved), last, stage.dims)
+        if stage.dims != last:
+            x = jnp.moveaxis(x, stage.dims, last)
+        if is_cpu:
+            x = _row_major(x)
+        x = jax.lax.fft(x, stage.kind, stage.lengths)
+        if is_cpu:
+            x = _row_major(x)
+        if stage.dims != last:
+            x = jnp.moveaxis(x, last, stage.dims)
+        return x
 
     run = jax.shard_map(local, mesh=shardings.mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.jit(run)(x)
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    """The array, and its cotangent, with the last dimension contiguous in memory.
+
+    XLA for CPUs assigns other layouts to a transform beside a convolution, and then refuses to run
+    it (JAX 0.10.2 to 0.12).
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

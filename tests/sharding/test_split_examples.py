@@ -369,6 +369,37 @@ def test_a_field_may_divide_where_its_spectrum_does_not():
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+INNER_CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stride": {"window_strides": (2, 1), "padding": [(1, 1), (1, 1)]},
+    "dilated": {"rhs_dilation": (2, 1)},
+    "transposed": {"lhs_dilation": (2, 1), "padding": [(1, 2), (1, 1)]},
+    "stride and dilated": {"window_strides": (2, 1), "rhs_dilation": (2, 1)},
+}
+
+
+@pytest.mark.parametrize("options", INNER_CONVOLUTIONS.values(), ids=INNER_CONVOLUTIONS)
+@pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
+@pytest.mark.few("rows and height-stride and dilated")
+def test_a_step_of_gradient_descent_inside_of_a_loss(spec, options):
+    """As in meta-learning: the gradients of kernels are sums over the parts of the space."""
+
+    def inner(params, x):
+        h = jnp.tanh(convolve(jnp.tanh(convolve(x, params["a"])), params["b"], **options))
+        return jnp.mean((h - 0.1) ** 2)
+
+    def loss(params, x, key):
+        x = jax.lax.with_sharding_constraint(x, spec)
+        gradients = jax.grad(inner)(params, x)
+        return inner(jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients), x)
+
+    params = {"a": normal(4, 2, 3, 3) / 4, "b": normal(2, 4, 3, 3) / 6}
+    batch = normal(2, 2, 32, 16)
+    plan = plan_of(loss, params, batch, mesh_of((2, 2, 2)), rc.Hardware(memory=1e4))
+    assert plan.compute.splits_examples
+    assert max(plan.verify(loss, params, batch).values()) < 1e-5
+
+
 TRANSFORMS = {
     "fft": lambda x: jnp.abs(jnp.fft.fft(x)),
     "rfft2": lambda x: jnp.abs(jnp.fft.rfft2(x)),

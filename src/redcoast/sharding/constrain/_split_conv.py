@@ -9,16 +9,17 @@ of them (JAX 0.10.2 to 0.12). These axes are therefore those of `jax.shard_map`,
 splits over the axes of the space alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from .._mesh_axes import parts, used_axes
+from ..operations import makes_kernel
 from ..program._trace import Arrays
 from ..tree._overrides import spec_axes
 from ._bound_equation import BoundEquation
@@ -55,9 +56,13 @@ def run_split_conv(bound: BoundEquation) -> Arrays | None:
     equation, shardings = bound.equation, bound.shardings
     if not shardings.splits_examples:
         return None
+    if makes_kernel(equation):
+        return _kernel_gradient(bound)
     values = [*bound.values, *bound.results]  # of the image, of the kernel and of the result
     params, numbers = equation.params, equation.params["dimension_numbers"]
     groups = params["feature_group_count"]
+    if makes_kernel(equation):
+        return _kernel_gradient(bound)
     if groups == 1 and max(params["lhs_dilation"], default=1) == 1:
         return None
     if params["batch_group_count"] > 1 or any(shardings.spec(values[1])):
@@ -86,7 +91,7 @@ def run_split_conv(bound: BoundEquation) -> Arrays | None:
             value.shape[d] for value, d in zip(values, dims, strict=True)
         )
         sizes = (image_size, kernel_size, result_size)
-        window = _window(equation, at, image_dim, sizes, axes, count)
+        window = _window(params, at, image_dim, sizes, axes, count)
         if window is None:
             return None
         windows.append(window)
@@ -102,6 +107,65 @@ def run_split_conv(bound: BoundEquation) -> Arrays | None:
         return jax.lax.conv_general_dilated(x, kernel, padding=padding, **static)
 
     run = jax.shard_map(local, mesh=shardings.mesh, in_specs=(P(*into), P()), out_specs=P(*out))
+    return [run(*bound.operands)]
+
+
+def _kernel_gradient(bound: BoundEquation) -> Arrays | None:
+    """The gradient of a kernel in a program that has one, as a sum over the parts of the space.
+
+    It is a convolution of the image with a field as large as that. XLA's own partitioning of it can
+    end the process. A dimension whose parts need more than their neighbours is gathered.
+    None if no space is split.
+    """
+    shardings, params = bound.shardings, bound.equation.params
+    numbers, sizes = params["dimension_numbers"], shardings.mesh.shape
+    values = [*bound.values, *bound.results]  # of the image, of the field and of the result
+    image, field = map(shardings.spec, bound.values)
+    if not any(field[d] for d in numbers.rhs_spec[2:]):
+        return None
+    of_image: list[object] = [None] * len(image)
+    of_field: list[object] = [None] * len(field)
+    summed: list[str] = []
+    # Rows of the batch are summed over too.
+    rows, field_rows = numbers.lhs_spec[1], numbers.rhs_spec[1]
+    if image[rows] == field[field_rows]:
+        of_image[rows] = of_field[field_rows] = image[rows]
+        summed += spec_axes(image[rows])
+    windows: list[_Window] = []
+    padding = list(params["padding"])
+    # The field moves over the image like a kernel, element by element.
+    turned = {
+        **params,
+        "window_strides": params["rhs_dilation"],
+        "rhs_dilation": params["window_strides"],
+    }
+    spatial = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    for at, (image_dim, field_dim, result_dim) in enumerate(spatial):
+        entry = image[image_dim]
+        if entry is None or entry != field[field_dim]:
+            continue
+        axes = spec_axes(entry)
+        dims = (image_dim, result_dim, field_dim)
+        in_order = (values[0], values[2], values[1])
+        of_each = [value.shape[d] for value, d in zip(in_order, dims, strict=True)]
+        window = _window(turned, at, image_dim, of_each, axes, parts(axes, sizes))
+        if window is not None:
+            windows.append(window)
+            padding[at] = window.padding
+            of_image[image_dim] = of_field[field_dim] = entry
+            summed += axes
+    static = {name: params[name] for name in _PARAMS}
+
+    def local(x: jax.Array, field: jax.Array) -> jax.Array:
+        for window in windows:
+            x = _with_halo(x, window, sizes)
+        y = jax.lax.conv_general_dilated(x, field, padding=padding, **static)
+        if summed:
+            y = jax.lax.psum(y, tuple(summed))
+        return y
+
+    in_specs = P(*of_image), P(*of_field)
+    run = jax.shard_map(local, mesh=shardings.mesh, in_specs=in_specs, out_specs=P())
     return [run(*bound.operands)]
 
 
@@ -165,10 +229,10 @@ def run_beside_space(bound: BoundEquation) -> Arrays | None:
 
 
 def _window(
-    equation: JaxprEqn,
+    params: Mapping[str, Any],
     at: int,
     dim: int,
-    sizes: tuple[int, int, int],
+    sizes: Sequence[int],
     axes: tuple[str, ...],
     count: int,
 ) -> _Window | None:
@@ -177,7 +241,6 @@ def _window(
     `sizes` are those of the image, the kernel and the result. Positions are those of the image with
     zeros between its elements (`lhs_dilation`).
     """
-    params = equation.params
     stride, spread = params["window_strides"][at], params["lhs_dilation"][at]
     image, kernel, result = sizes
     own, own_results = image // count, result // count

@@ -8,6 +8,7 @@ iterations are independent. Comments such as `[i k], [k j] -> [i j]` write the f
 example. `tests/sharding/test_operations.py` compares the table with the rules of the installed XLA.
 """
 
+from ._contracting_rules import makes_kernel as makes_kernel
 from ._rule import ALL as ALL
 from ._rule import Atom as Atom
 from ._rule import Dimension as Dimension

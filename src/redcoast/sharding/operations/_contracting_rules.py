@@ -1,5 +1,7 @@
 """Products that sum over dimensions: dot products, attention and convolutions."""
 
+from math import prod
+
 from jax.extend.core import JaxprEqn
 
 from ._rule import Dimension, Factors, Rule, at_places, each_alone, neighbours, shape_of, without
@@ -80,6 +82,20 @@ def fused_attention_rule(equation: JaxprEqn) -> Rule:
     return factors.rule(operands, results, whole=whole)
 
 
+def makes_kernel(equation: JaxprEqn) -> bool:
+    """Whether a convolution is the gradient of a kernel, as `jax.grad` makes it.
+
+    It reads the channels of the image as a batch, and sums over the rows and the space.
+    """
+    params = equation.params
+    if max(params["feature_group_count"], params["batch_group_count"]) > 1:
+        return False
+    numbers = params["dimension_numbers"]
+    window = at_places(shape_of(equation.invars[1]), numbers.rhs_spec[2:])
+    result = at_places(shape_of(equation.outvars[0]), numbers.out_spec[2:])
+    return numbers.lhs_spec[0] > numbers.lhs_spec[1] and prod(window) > prod(result)
+
+
 def convolution_rule(equation: JaxprEqn) -> Rule:
     """Space is moved, since each element depends on its neighbours. Groups are the slower factor
     of both channel dimensions."""
@@ -110,7 +126,16 @@ def convolution_rule(equation: JaxprEqn) -> Rule:
     result[result_channel] = kernel[out]
     for d, dimension in zip(result_space, space, strict=True):
         result[d] = dimension
+    reduced, whole, moved = [summed], window, space
     sizes = at_places(shape_of(equation.invars[1]), kernel_space)
+    if makes_kernel(equation):
+        # [n c h], [o c h] -> [n o w], with `c` and `h` reduced
+        for d, dimension in zip(kernel_space, space, strict=True):
+            kernel[d] = dimension
+        for d in result_space:
+            result[d] = factors.new(shape_of(equation.outvars[0])[d])
+        reduced, whole = [summed, *space], at_places(result, result_space)
+        blocked = [*space, *whole]
     steps = params["window_strides"], params["lhs_dilation"], params["rhs_dilation"]
     near = [
         (dimension, neighbours(*of_window))
@@ -119,9 +144,9 @@ def convolution_rule(equation: JaxprEqn) -> Rule:
     return factors.rule(
         [image, kernel],
         [result],
-        reduced=[summed],
-        moved=space,
-        whole=window,
+        reduced=reduced,
+        moved=moved,
+        whole=whole,
         blocked=blocked,
         sums=True,
         linear=each_alone(0, 1),

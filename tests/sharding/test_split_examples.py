@@ -369,6 +369,34 @@ def test_a_field_may_divide_where_its_spectrum_does_not():
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+POOLING: dict[str, Any] = {
+    "3 by 3": ((3, 3), (1, 1), "SAME", jax.lax.max, -np.inf),
+    "3 by 3, without padding": ((3, 3), (1, 1), "VALID", jax.lax.max, -np.inf),
+    "of different sizes": ((4, 3), (2, 1), [(0, 0)] * 2 + [(1, 1)] * 2, jax.lax.max, -np.inf),
+    "of every second": ((3, 3), (2, 2), [(0, 0)] * 2 + [(0, 1)] * 2, jax.lax.max, -np.inf),
+    "of minima": ((3, 5), (1, 1), "SAME", jax.lax.min, np.inf),
+}
+
+
+@pytest.mark.parametrize("options", POOLING.values(), ids=POOLING)
+@pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
+@pytest.mark.few("rows and height-3 by 3", "height and width-of minima")
+def test_gradients_of_pooling_whose_windows_overlap(spec, options):
+    """XLA loses parts of them."""
+    window, strides, padding, chosen, outside = options
+
+    def loss(params, x, key):
+        x = jax.lax.with_sharding_constraint(x, spec)
+        h = jnp.tanh(convolve(x, params["k"]))
+        h = jax.lax.reduce_window(h, outside, chosen, (1, 1, *window), (1, 1, *strides), padding)
+        return jnp.mean(h**2)
+
+    params, batch = {"k": normal(4, 2, 3, 3) / 4}, normal(2, 2, 32, 16)
+    plan = plan_of(loss, params, batch, mesh_of((2, 2, 2)), rc.Hardware(memory=1e4))
+    assert plan.compute.splits_examples
+    assert max(plan.verify(loss, params, batch).values()) < 1e-5
+
+
 INNER_CONVOLUTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "stride": {"window_strides": (2, 1), "padding": [(1, 1), (1, 1)]},

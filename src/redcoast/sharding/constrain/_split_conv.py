@@ -1,4 +1,4 @@
-"""Runs convolutions of split examples in `jax.shard_map`.
+"""Runs convolutions and pooling of split examples in `jax.shard_map`.
 
 XLA gathers the operands of grouped and of transposed convolutions whose space is split. Here every
 device gets the rows that its windows need from its neighbours, and computes its part of the result.
@@ -6,7 +6,8 @@ device gets the rows that its windows need from its neighbours, and computes its
 XLA splits the space of other convolutions well. But if the devices along an axis of the mesh have
 the same part of the space, it adds terms of the kernel's gradient, or of the result, once for each
 of them (JAX 0.10.2 to 0.12). These axes are therefore those of `jax.shard_map`, inside of which XLA
-splits over the axes of the space alone.
+splits over the axes of the space alone. Of pooling with windows that overlap it loses parts of the
+gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ...core._control_flow import primitive_name
 from .._mesh_axes import parts, used_axes
 from ..operations import makes_kernel
 from ..program._trace import Arrays
@@ -228,6 +230,54 @@ def run_beside_space(bound: BoundEquation) -> Arrays | None:
     return [run(*bound.operands)]
 
 
+def run_split_pool(bound: BoundEquation) -> Arrays | None:
+    """The result of max or min pooling whose windows overlap where the space is split, or None."""
+    equation, shardings = bound.equation, bound.shardings
+    (value,), (result,) = bound.values, bound.results
+    if not shardings.splits_examples:
+        return None
+    sizes = shardings.mesh.shape
+    params = {
+        "window_strides": equation.params["window_strides"],
+        "lhs_dilation": equation.params["base_dilation"],
+        "rhs_dilation": equation.params["window_dilation"],
+        "padding": equation.params["padding"],
+    }
+    lengths = equation.params["window_dimensions"]
+    # Dimensions without windows stay split, if the result is split alike.
+    spec, of_result = shardings.spec(value), shardings.spec(result)
+    entries: list[object] = [None] * len(spec)
+    windows: list[_Window] = []
+    padding = list(params["padding"])
+    overlaps = False
+    for d, length in enumerate(lengths):
+        entry = spec[d]
+        is_split = entry is not None or value.dims[d] in shardings.uneven
+        overlaps |= is_split and length > params["window_strides"][d]
+        if entry is None or entry != of_result[d]:
+            continue
+        axes = spec_axes(entry)
+        of_each = value.shape[d], length, result.shape[d]
+        window = _window(params, d, d, of_each, axes, parts(axes, sizes))
+        if window is not None:
+            windows.append(window)
+            padding[d] = window.padding
+            entries[d] = entry
+    if not overlaps:
+        return None
+
+    outside = _never_chosen(primitive_name(equation), bound.operands[0].dtype)
+
+    def local(x: jax.Array) -> jax.Array:
+        for window in windows:
+            x = _with_halo(x, window, sizes, outside)
+        return equation.primitive.bind(x, **{**equation.params, "padding": tuple(padding)})
+
+    each = P(*entries)
+    run = jax.shard_map(local, mesh=shardings.mesh, in_specs=each, out_specs=each)
+    return [run(*bound.operands)]
+
+
 def _window(
     params: Mapping[str, Any],
     at: int,
@@ -262,19 +312,39 @@ def _window(
     return _Window(dim, axes, left, right, (first_pad, last_pad))
 
 
-def _with_halo(x: jax.Array, window: _Window, sizes: Mapping[str, int]) -> jax.Array:
-    """A part of an array, with elements of the neighbouring parts, or without some of its own."""
+def _with_halo(
+    x: jax.Array, window: _Window, sizes: Mapping[str, int], outside: float = 0
+) -> jax.Array:
+    """A part of an array, with elements of the neighbouring parts, or without some of its own.
+
+    Devices at the edges get the number `outside`, which is the padding of the operation.
+    """
     d, own = window.dim, x.shape[window.dim]
     start, stop = max(0, -window.left), own - max(0, -window.right)
     pieces = [jax.lax.slice_in_dim(x, start, stop, axis=d)]
     count = parts(window.axes, sizes)
-    # Devices at the edges get zeros, which is the padding of a convolution.
+    at = jax.lax.axis_index(window.axes)
+
+    def received(edge: jax.Array, pairs: list[tuple[int, int]], last: int) -> jax.Array:
+        edge = jax.lax.ppermute(edge, window.axes, pairs)
+        if outside:
+            edge = jnp.where(at == last, jnp.asarray(outside, edge.dtype), edge)
+        return edge
+
     if window.left > 0:
         edge = jax.lax.slice_in_dim(x, own - window.left, own, axis=d)
-        forward = list(pairwise(range(count)))
-        pieces.insert(0, jax.lax.ppermute(edge, window.axes, forward))
+        pieces.insert(0, received(edge, list(pairwise(range(count))), 0))
     if window.right > 0:
         edge = jax.lax.slice_in_dim(x, 0, window.right, axis=d)
-        backward = [(i + 1, i) for i in range(count - 1)]
-        pieces.append(jax.lax.ppermute(edge, window.axes, backward))
+        pieces.append(received(edge, [(i + 1, i) for i in range(count - 1)], count - 1))
     return jnp.concatenate(pieces, axis=d)
+
+
+def _never_chosen(pooling: str, dtype: jnp.dtype) -> float:
+    """The number that pads max or min pooling."""
+    least, largest = -jnp.inf, jnp.inf
+    if not jnp.issubdtype(dtype, jnp.floating):
+        least, largest = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    if pooling == "reduce_window_max":
+        return least
+    return largest

@@ -63,8 +63,6 @@ def run_split_conv(bound: BoundEquation) -> Arrays | None:
     values = [*bound.values, *bound.results]  # of the image, of the kernel and of the result
     params, numbers = equation.params, equation.params["dimension_numbers"]
     groups = params["feature_group_count"]
-    if makes_kernel(equation):
-        return _kernel_gradient(bound)
     if groups == 1 and max(params["lhs_dilation"], default=1) == 1:
         return None
     if params["batch_group_count"] > 1 or any(shardings.spec(values[1])):

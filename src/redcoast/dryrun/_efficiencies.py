@@ -5,7 +5,7 @@ the runs that they are fitted to, and the errors for all other runs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ._chips import Chip
@@ -63,17 +63,7 @@ _AMPERE = Efficiencies(
     per_doubling=0.01,
     misaligned=_MISALIGNED,
 )
-_HOPPER = Efficiencies(
-    product=0.491,
-    attention=0.20,
-    memory=0.95,
-    network=0.85,
-    between=0.7,
-    launch=4e-6,
-    latency=2e-5,
-    per_doubling=0.01,
-    misaligned=_MISALIGNED,
-)
+_HOPPER = replace(_AMPERE, product=0.491, attention=0.20, memory=0.95, network=0.85)
 # Nothing is published for these: their figures are those of the nearest family.
 _FAMILIES: Mapping[str, Efficiencies] = MappingProxyType(
     {

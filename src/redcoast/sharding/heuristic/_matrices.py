@@ -261,14 +261,11 @@ def _bias_of(name: str, weight: Leaf, node: Node) -> Leaf | None:
 
 
 def _channels(name: str, shape: tuple[int, ...], stack: int) -> tuple[int, int] | None:
-    """The input and output channels of a convolution of Flax, or in the layout of PyTorch."""
+    """The input and output channels of a convolution of Flax, (*window, inputs, outputs)."""
     rank = len(shape) - stack
-    if not 3 <= rank <= 5 or name not in ("kernel", "weight"):
+    if not 3 <= rank <= 5 or name != "kernel":
         return None
-    if name == "kernel":  # (*window, inputs, outputs)
-        ins, outs, window = len(shape) - 2, len(shape) - 1, shape[stack:-2]
-    else:  # (outputs, inputs, *window)
-        ins, outs, window = stack + 1, stack, shape[stack + 2 :]
+    ins, outs, window = len(shape) - 2, len(shape) - 1, shape[stack:-2]
     # With rank 3, it may also be a matrix with a dimension of heads or experts.
     is_narrow = rank > 3 or window[0] < min(shape[outs], max(shape[ins], 2))
     if is_narrow and max(window) in WINDOWS:

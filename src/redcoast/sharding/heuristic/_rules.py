@@ -107,19 +107,12 @@ class Rules:
 
     def _undecided(self, matrices: Iterable[WeightMatrix | None]) -> list[WeightMatrix]:
         """The matrices without a split. One that has a split keeps it."""
-        undecided: list[WeightMatrix] = []
-        for matrix in matrices:
-            if matrix is not None and matrix.leaf.index not in self.splits:
-                undecided.append(matrix)
-        return undecided
+        present = filter(None, matrices)
+        return [matrix for matrix in present if matrix.leaf.index not in self.splits]
 
     def _linear(self, block: Block) -> list[WeightMatrix]:
         """The matrices near a block without a split, but for tables and kernels."""
-        linear: list[WeightMatrix] = []
-        for matrix in self._undecided(block.near):
-            if matrix.kind == "linear":
-                linear.append(matrix)
-        return linear
+        return [matrix for matrix in self._undecided(block.near) if matrix.kind == "linear"]
 
     def _shard_block(self, block: Block, parent: Block, widths: set[int]) -> None:
         """Shards the matrices near a block. `widths` are known ones of the residual stream."""

@@ -37,14 +37,18 @@ def structural_plans(
                 splits[leaf.index] = _split_of_loose(leaf, owner, stack, vocabularies, n)
     # The factors of LoRA follow their weight, which was sharded as if it were alone.
     for adapter in adapters:
-        # Of a quantised weight, these are its integers.
+        # Of a quantised weight, the first are its integers.
         weight, *_, a, b = leaves_below(adapter)
-        dims, reason = _dims_of_lora(adapter, weight, a, b, splits[weight.index].dim)
-        for leaf, dim in zip((a, b), dims, strict=True):
-            splits[leaf.index] = ModelSharding(dim, reason)
-            if dim is not None:
-                splits[leaf.index] = ModelSharding(dim, "LoRA, like its matrix")
+        dim = splits[weight.index].dim
+        reason = "LoRA, its matrix is sharded on its other side"
+        if dim is None:
+            reason = "LoRA, its matrix is replicated over model"
+        sharded = _dims_of_lora(adapter, weight, a, b).get(dim, {})
+        for leaf in (a, b):
+            splits[leaf.index] = ModelSharding(None, reason)
             stacks[leaf.index] = stacks[weight.index]
+            if leaf.index in sharded:
+                splits[leaf.index] = ModelSharding(sharded[leaf.index], "LoRA, like its matrix")
     numbers: set[int] = set()  # arrays that are sharded although they are integers
     for node in quantised:
         codes, scales = leaves_below(node)
@@ -146,25 +150,17 @@ def _only_weights(node: Node, adapters: list[Node], quantised: list[Node]) -> No
 
 
 def _dims_of_lora(
-    adapter: Node, weight: Leaf, a: Leaf, b: Leaf, dim: int | None
-) -> tuple[tuple[int | None, int | None], str]:
-    """The dimensions of `a`, which has the inputs of a weight, and of `b`, which has its outputs,
-    that are sharded like its dimension `dim`, and the reason for the others.
+    adapter: Node, weight: Leaf, a: Leaf, b: Leaf
+) -> dict[int | None, dict[int, int]]:
+    """For each dimension of a weight, those of its factors, by their index in the tree.
 
     `a` is (*stack, *inputs, rank) and `b` (*stack, rank, *outputs).
     """
     stack = len(a.shape) + len(b.shape) - len(weight.shape) - 2
-    if dim is None:
-        return (None, None), "LoRA, its matrix is replicated over model"
-    other = "LoRA, its matrix is sharded on its other side"
-    if dim < stack:
-        return (dim, dim), other  # such as experts, in all three arrays
-    # The weight is (*stack, *inputs, *outputs), or has its outputs first.
-    before_inputs, before_outputs = stack, len(a.shape) - 1
-    is_output = dim >= before_outputs
+    inputs = [{a.index: dim} for dim in range(stack, len(a.shape) - 1)]
+    outputs = [{b.index: dim} for dim in range(stack + 1, len(b.shape))]
     if adapter.owner.outputs_first:
-        before_inputs, before_outputs = len(b.shape) - 1, stack
-        is_output = dim < before_inputs
-    if is_output:
-        return (None, dim - before_outputs + stack + 1), other
-    return (dim - before_inputs + stack, None), other
+        inputs, outputs = outputs, inputs
+    # Such as experts, in all three arrays.
+    stacked = [{a.index: dim, b.index: dim} for dim in range(stack)]
+    return dict(enumerate([*stacked, *inputs, *outputs]))

@@ -267,7 +267,7 @@ class Reasons:
         if not indivisible:
             return "tensor parallelism would cost more"
         divisible: set[int] = set()
-        for _, size, inner in self._free_dims(place):
+        for size, inner in self._free_dims(place):
             if not inner:
                 divisible.add(size)
         if not divisible:
@@ -282,7 +282,7 @@ class Reasons:
         least `least` elements.
         """
         reasons: list[tuple[int, str]] = []
-        for _, size, inner in self._free_dims(place):
+        for size, inner in self._free_dims(place):
             is_small = inner == size < least
             if inner == 0 or is_small:
                 continue
@@ -293,20 +293,16 @@ class Reasons:
         _, largest = max(reasons, key=itemgetter(0), default=(0, ""))
         return largest
 
-    def _free_dims(self, place: int) -> list[tuple[int, int, int]]:
-        """The dimensions that are not blocked and not tensor-parallel.
-
-        Each has its index, its size and the size that rules out tensor parallelism along it, which
-        is 0 if it divides.
-        """
-        dims = []
+    def _free_dims(self, place: int) -> list[tuple[int, int]]:
+        """The sizes of the dimensions that are not blocked and not tensor-parallel, each with the
+        size that rules out tensor parallelism along it, which is 0 if it divides."""
+        dims: list[tuple[int, int]] = []
         for d, node, size in self._dims(place):
-            if d == self.decision.parallel_dims[place]:
-                continue
             inner = self.indivisible_links.get(self.decision.classes[node], 0)
             if size % self.decision.n:
                 inner = size
-            dims.append((d, size, inner))
+            if d != self.decision.parallel_dims[place]:
+                dims.append((size, inner))
         return dims
 
     def not_stored(self, place: int) -> str:

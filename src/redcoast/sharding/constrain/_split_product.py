@@ -31,14 +31,7 @@ def run_split_product(bound: BoundEquation) -> Arrays | None:
         d = batch_dims[place]
         if d is not None:
             split[place] = dimensions[d]
-    left, right, of_result = split
-    # A sum over a dimension along which both operands are split alike is one of parts.
-    sums_parts = left is not None and left == right and not rule.reduced.isdisjoint(left)
-    sides: list[int] = []  # the operands that are gathered
-    if not sums_parts:
-        for side, dimension in enumerate((left, right)):
-            if dimension is not None and dimension != of_result:
-                sides.append(side)
+    sums_parts, sides = rule.split_product(split[:2], split[2])
 
     def product(*operands: jax.Array) -> jax.Array:
         gathered: Arrays = []

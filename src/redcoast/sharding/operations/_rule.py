@@ -80,6 +80,17 @@ class Rule:
         """Whether an element of a result depends on the same element of operands along a factor."""
         return factor not in self.reduced | self.moved | self.whole | self.indexed
 
+    def split_product(
+        self, operands: Sequence[Dimension | None], of_result: Dimension | None
+    ) -> tuple[bool, list[int]]:
+        """What a product does whose operands and result are split along these dimensions: whether
+        it sums parts, and else the operands that are gathered."""
+        left, right = operands
+        # A sum over a dimension along which both operands are split alike is one of parts.
+        if left is not None and left == right and not self.reduced.isdisjoint(left):
+            return True, []
+        return False, [side for side in (0, 1) if operands[side] not in (None, of_result)]
+
     @property
     def is_pairwise(self) -> bool:
         """Whether each result is the operand at the same place, whatever the other operands are."""

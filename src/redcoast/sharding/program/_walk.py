@@ -72,6 +72,7 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
     # What the results depend on, what the loss depends on, and what each rematerialisation computes
     # again.
     used, differentiated, *remats = needed
+    _, _, *rematerialised = cursor.regions
     # In the order of the program: a value is known before it is read.
     for index, equation in enumerate(jaxpr.eqns):
         values = _read(graph, scope, equation.invars)
@@ -85,7 +86,7 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
             # The compiler removes what no result needs, but for effects.
             times=cursor.times * (index in used.equations or bool(equation.effects)),
             forwards=1.0 + sum(index in remat.equations for remat in remats),
-            is_saved=all(region.keeps(equation) for region in cursor.regions[2:]),
+            is_saved=all(region.keeps(equation) for region in rematerialised),
             needed=tuple(of_region.inner[index] for of_region in needed),
             rows=cursor.rows,
         )

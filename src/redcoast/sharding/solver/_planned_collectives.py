@@ -233,16 +233,12 @@ def _product(work: Work, split: SplitNodes) -> _Product | None:
     first, second = (_first_in(split, dims) for dims in work.of)
     if first is None or second is None:
         return None
-    dimensions = rule.operands[0][first], rule.operands[1][second]
-    sums_parts = dimensions[0] == dimensions[1] and dimensions[0][0] in rule.reduced
     kept: Dimension | None = None
     of_result = _first_in(split, work.own[:rank])
     if of_result is not None:
         kept = rule.results[0][of_result]
-    gathered: list[int] = []
-    for side, dimension in enumerate(dimensions):
-        if not sums_parts and dimension != kept:
-            gathered.append(side)
+    dimensions = rule.operands[0][first], rule.operands[1][second]
+    sums_parts, gathered = rule.split_product(dimensions, kept)
     nodes = work.of[0][first], work.of[1][second]
     return _Product(work, split, nodes, sums_parts, tuple(gathered))
 

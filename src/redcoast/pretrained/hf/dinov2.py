@@ -1,11 +1,13 @@
 """The settings and tensors of DINOv2 in Hugging Face's format."""
 
+from functools import partial
+
 from ...models.dinov2 import Dinov2Config
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import image_inputs, read_architecture, read_labels, read_sides, write_labels
 from ._tables import VECTOR, attention, dense, gate_and_up, linear, norm, patches, with_prefix
-from .vit import VIT_ATTENTION, VIT_MODULES
+from .vit import VIT_ATTENTION, VIT_MODULES, rename_modules
 
 _FIELDS = {
     "width": "hidden_size",
@@ -70,13 +72,22 @@ def write(config: Dinov2Config) -> Settings:
 
 
 def _kind(config: Dinov2Config) -> str:
-    return "dinov2_with_registers" if config.registers else "dinov2"
+    if config.registers:
+        return "dinov2_with_registers"
+    return "dinov2"
+
+
+def _base(config: Dinov2Config) -> str:
+    """The prefix of all names, of which files without a head have none."""
+    if config.head:
+        return f"{_kind(config)}."
+    return ""
 
 
 def tensors(config: Dinov2Config) -> dict[str, Tensor]:
     """Maps each array to its published tensors. The two inputs of gated layers are in one."""
     c = config
-    base = f"{_kind(c)}." if c.head else ""
+    base = _base(c)
     embeddings, layer = base + "embeddings.", base + "encoder.layer.{layer}."
     mlp, tokens = layer + "mlp.", "1 tokens width -> tokens width"
     biases, modules = "qkvo" if c.qkv_bias else "o", VIT_ATTENTION
@@ -106,14 +117,7 @@ def tensors(config: Dinov2Config) -> dict[str, Tensor]:
 
 
 # The modules of `transformers` 5, whose files keep the names of earlier versions.
-_MODULES = {**VIT_MODULES, "mlp.weights_out": "mlp.down_proj"}
-
-
-def module_name(name: str) -> str:
-    """Returns the name that a tensor of the files has in a model of `transformers` 5."""
-    for old, new in _MODULES.items():
-        name = name.replace(old, new)
-    return name
+module_name = partial(rename_modules, {**VIT_MODULES, "mlp.weights_out": "mlp.down_proj"})
 
 
 def split_modules(config: Dinov2Config) -> dict[str, Tensor]:
@@ -121,8 +125,7 @@ def split_modules(config: Dinov2Config) -> dict[str, Tensor]:
     of several modules."""
     if not config.gated:
         return {}
-    base = f"{_kind(config)}." if config.head else ""
-    mlp = base + "encoder.layer.{layer}.mlp."
+    mlp = _base(config) + "encoder.layer.{layer}.mlp."
     return dense("layers/gate", mlp + "gate_proj") | dense("layers/up", mlp + "up_proj")
 
 

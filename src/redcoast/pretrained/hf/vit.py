@@ -1,7 +1,8 @@
 """The settings and tensors of ViT in Hugging Face's format."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from ...models.vit import ViTConfig
 from .._settings import Fields, Settings, read_settings, write_fields
@@ -118,11 +119,15 @@ _MODULES = {
 }
 
 
-def module_name(name: str) -> str:
-    """Returns the name that a tensor of the files has in a model of `transformers` 5."""
-    for old, new in _MODULES.items():
+def rename_modules(modules: Mapping[str, str], name: str) -> str:
+    """The name that a tensor of the files has in a model of `transformers` 5, from new names of
+    modules by their old ones."""
+    for old, new in modules.items():
         name = name.replace(old, new)
     return name
+
+
+module_name = partial(rename_modules, _MODULES)
 
 
 def duplicates(config: ViTConfig) -> dict[str, str]:

@@ -184,7 +184,8 @@ def sentences(nonfinite: Nonfinite, indices: list[int], first: str | None, *, tr
         for path, count in list(nonfinite.state.items())[:MOST]
     ]
     parts += _inputs(nonfinite.batch, indices)
-    parts += [first] if first else []
+    if first:
+        parts.append(first)
     # Behind the inputs and parameters, which make all gradients wrong.
     if nonfinite.grads:
         parts.append(f"The gradient is NaN or infinite for {several([*nonfinite.grads], MOST)}.")

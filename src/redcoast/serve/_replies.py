@@ -56,8 +56,10 @@ class Reply:
         """The body of a response that is not streamed."""
         bodies = []
         for index, choice in enumerate(choices):
-            message = {"role": "assistant", "content": choice.text, "refusal": None}
-            content = {"message": message} if self.chat else {"text": choice.text}
+            content: Body = {"text": choice.text}
+            if self.chat:
+                message = {"role": "assistant", "content": choice.text, "refusal": None}
+                content = {"message": message}
             logprobs = self.logprobs(choice.scored, 0)
             end = {"logprobs": logprobs, "finish_reason": choice.finish}
             bodies.append({"index": index, **content, **end})
@@ -65,10 +67,15 @@ class Reply:
 
     def chunk(self, piece: Piece, before: Choice, *, first: bool) -> Body:
         """One part of a streamed response; `before` is the state before it."""
-        # Only the first part names the role, as OpenAI's do.
-        delta: Body = {"role": "assistant"} if first else {}
-        delta |= {"content": piece.text} if piece.text or first else {}
-        content = {"delta": delta} if self.chat else {"text": piece.text}
+        content: Body = {"text": piece.text}
+        if self.chat:
+            delta: Body = {}
+            # Only the first part names the role, as OpenAI's do.
+            if first:
+                delta["role"] = "assistant"
+            if piece.text or first:
+                delta["content"] = piece.text
+            content = {"delta": delta}
         logprobs = self.logprobs(piece.scored, before.length)
         # The next part's offsets begin after the texts of these tokens.
         before.length += sum(len(self.speller.text(scored.token)) for scored in piece.scored)

@@ -32,16 +32,20 @@ def read_labels(settings: Settings) -> Fields:
     # Keys of JSON objects are text, so labels have their numbers as text.
     names_by_text = settings.get("id2label")
     if not names_by_text:
-        count = settings.get("num_labels")
-        return {"labels": 2 if count is None else count, "label_names": None}
+        labels = settings.get("num_labels")
+        if labels is None:
+            labels = 2
+        return {"labels": labels, "label_names": None}
     by_number = {int(number): name for number, name in names_by_text.items()}
     if sorted(by_number) != list(range(len(by_number))):
         raise ValueError(
             f"The setting `id2label` numbers its labels {sorted(by_number)}, but must count from 0."
         )
     names = tuple(by_number[i] for i in range(len(by_number)))
-    plain = names == tuple(_numbered(len(names)))
-    return {"labels": len(names), "label_names": None if plain else names}
+    fields: Fields = {"labels": len(names), "label_names": names}
+    if names == tuple(_numbered(len(names))):
+        fields["label_names"] = None
+    return fields
 
 
 def write_labels(config: Any) -> Settings:
@@ -73,6 +77,7 @@ def read_sides(c: Settings) -> Fields:
 
 def image_inputs(config: Any, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns abstract images for planning."""
-    image = config.image
-    sides = (image, image) if isinstance(image, int) else image
+    sides = config.image
+    if isinstance(sides, int):
+        sides = (sides, sides)
     return (jax.ShapeDtypeStruct((rows, config.channels, *sides), jnp.float32),)

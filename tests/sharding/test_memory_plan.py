@@ -108,7 +108,7 @@ def test_iterations_of_a_loop_keep_different_values():
     """Where it is too much to keep the same of all layers, and too little, layers take turns."""
     model, batch = stacked(make_model()), array((ROWS, WIDTH))
     mesh = rc.make_mesh(devices=jax.devices()[:1])
-    plan, _ = half(in_a_scan, model, batch, mesh, part=0.53)
+    plan, _ = half(in_a_scan, model, batch, mesh, part=0.76)
     (loop,) = loops_of(plan.constrain(in_a_scan), model, batch)
     assert loop["length"] < LAYERS
     # If all layers computed the product again, the share would be one of six.
@@ -126,7 +126,7 @@ def test_layers_that_take_turns_are_gathered_one_at_a_time():
     """The stacks stay sharded, and no gathered weights wait in the loop for the backward pass."""
     model, batch = stacked(make_model(width=64)), array((8 * ROWS, 64))
     mesh = rc.make_mesh(fsdp=8)
-    plan, _ = half(in_a_scan, model, batch, mesh)
+    plan, _ = half(in_a_scan, model, batch, mesh, part=0.75)
     again = plan.constrain(in_a_scan)
     (loop,) = loops_of(again, model, batch)
     assert loop["length"] < LAYERS

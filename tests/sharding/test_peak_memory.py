@@ -56,6 +56,12 @@ def recurrence(model, x, key):
     return jnp.mean(hs**2)
 
 
+def gelus(model, x, key):
+    """Layers in a loop, which stacks five arrays of each `gelu`."""
+    layer = lambda x, p: (x + jax.nn.gelu(x @ p["up"]) @ p["down"], None)
+    return jnp.mean(jax.lax.scan(layer, x, model)[0] ** 2)
+
+
 SQUARE = dict.fromkeys(("left", "right", "gate", "out"), array(16, 16))
 PAIR = [SQUARE | {"up": array(16, 64), "down": array(64, 16)}] * 2
 HEADS = [dict.fromkeys("qkv", array(64, 4, 16)) | {"o": array(4, 16, 64)}] * 2
@@ -63,6 +69,12 @@ CASES = {
     "remat": (rematerialised, PAIR, array(1, 48, 48, 16), {}),
     "attention": (attention, HEADS, array(16, 64, 64), {}),
     "attention, FSDP": (attention, HEADS, array(16, 64, 64), {"data": 1, "fsdp": 8}),
+    "layers in a loop": (
+        gelus,
+        {"up": array(4, 16, 64), "down": array(4, 64, 16)},
+        array(1024, 16),
+        {},
+    ),
     "a loop": (recurrence, {"in": array(32, 64), "h": array(64, 64)}, array(16, 64, 32), {}),
 }
 

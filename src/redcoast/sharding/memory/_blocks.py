@@ -51,6 +51,14 @@ class StepBlock:
             needs |= step.needs
         return needs
 
+    @property
+    def residuals(self) -> set[int]:
+        """The values that JAX keeps for its steps; in loops only."""
+        residuals: set[int] = set()
+        for step in self.steps:
+            residuals |= step.residuals
+        return residuals
+
 
 def bytes_for_derivatives(flat: Flat) -> float:
     """The bytes of all values that derivatives need, in all iterations of loops."""

@@ -101,7 +101,11 @@ class _Cutter:
     block: StepBlock
 
     def keep_all(self) -> BlockChoice:
-        """What the compiler keeps by itself: it computes again what it can fuse."""
+        """What is kept by itself. The compiler computes again what it can fuse, but in a loop."""
+        before = {*self.flat.inputs, *self.flat.constants, *self.block.inputs}
+        kept = self.block.residuals - before
+        if kept:
+            return BlockChoice(False, frozenset(kept), kept_bytes=self._kept_bytes(kept))
         costs = [float(not step.is_free) for step in self.block.steps]
         # All bytes together cost less than one step that is not free.
         price = 0.5 / max(1.0, self.flat.bytes_of(self.block.written))

@@ -94,7 +94,7 @@ class Decider:
     def _of_block(self, flat: Flat, block: StepBlock, parts: int) -> list[BlockChoice]:
         if block.loop is not None:
             return self._of_loop(block.loop, parts)
-        numbers = block.written
+        numbers = list(dict.fromkeys((*block.written, *sorted(block.residuals))))
         # Layers that repeat have the same choices.
         outline = _outline(flat, block)
         if outline not in self.known:
@@ -145,7 +145,7 @@ def footprint(flat: Flat, decided: Decided) -> tuple[float, float]:
             # What comes into a block that is computed again is kept too.
             inputs = set(block.inputs)
             if not choice.is_again:
-                inputs &= block.needs
+                inputs &= block.residuals or block.needs
             new = (choice.kept | inputs) - known
             total += flat.bytes_of(new)
             known |= new
@@ -274,7 +274,7 @@ def _outline(flat: Flat, block: StepBlock) -> object:
     steps: list[object] = []
     for step in block.steps:
         reads = tuple(map(place_of, step.reads))
-        needs = sorted(map(place_of, step.needs))
+        needs = sorted(map(place_of, (*step.needs, *step.residuals)))
         sizes = tuple(map(flat.sizes.__getitem__, step.outputs))
         costs = step.seconds, step.is_free, step.hides
         steps.append((reads, tuple(needs), sizes, costs))

@@ -11,6 +11,7 @@ from math import prod
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from ...core._control_flow import Call, CallKind, ControlFlow, Scan, control_flow, primitive_name
+from ...core._jaxpr import variables
 from ...core._multiply_adds import multiply_adds
 from ..operations import fixed_operands, is_linear
 from ..operations._rule_table import (
@@ -24,6 +25,7 @@ from ..operations._rule_table import (
 from ..program._graph import Value, have_grad
 from ..program._walk import ASSUMED_TRIPS, Scope
 from ..solver._hardware import Hardware, all_reduce
+from ..solver._residuals import residuals_in
 
 Atom = int | Literal  # the number of a value, or a number of the program
 SizeOf = Callable[[Value], int | float]
@@ -47,6 +49,8 @@ class FlatStep:
     - `seconds`, `flops`: what it takes to compute it again on a device; `flops` are those of
         products and convolutions.
     - `needs`: the values that its derivative needs.
+    - `residuals`: the values that JAX keeps for it, if the step is of a loop that is divided: the
+        loop stacks them, and computes none of them again. Some are no results of a step.
     - `is_fused`: whether XLA can fuse it into what reads its results.
     - `is_free`: whether XLA computes it again by itself: it is fused, and no product reads it from
         memory.
@@ -61,6 +65,7 @@ class FlatStep:
     seconds: float = 0.0
     flops: float = 0.0
     needs: frozenset[int] = frozenset()
+    residuals: frozenset[int] = frozenset()
     is_fused: bool = False
     is_free: bool = False
     hides: bool = False
@@ -182,11 +187,29 @@ class _Reader:
         if not have_grad(map(scope.values.__getitem__, equation.outvars)):
             return step
         step.needs = frozenset(_needs(scope, index, flow, step))
+        if not self.divides_loops:
+            step.residuals = frozenset(self._residuals(scope, index, step))
         is_jvp = isinstance(flow, Call) and flow.kind in (CallKind.CUSTOM_JVP, CallKind.REMAT)
         step.hides = bool(inner) and not is_jvp
         if isinstance(flow, Scan) and inner and self.divides_loops and not step.is_bare:
             step.loop = FlatLoop(flow, flatten(inner[0], self.size_of, divides_loops=False))
         return step
+
+    def _residuals(self, scope: Scope, index: int, step: FlatStep) -> list[int]:
+        """What JAX keeps for the derivative of a step; some of it has no variable."""
+        residuals = residuals_in(scope, index)
+        if residuals is None:
+            return list(step.needs)
+        equation = step.equation
+        numbers: dict[Var, Atom] = {}
+        atoms = (*equation.invars, *equation.outvars)
+        for atom, number in zip(atoms, (*step.inputs, *step.outputs), strict=True):
+            if isinstance(atom, Var):
+                numbers[atom] = number
+        kept = _values_in(map(numbers.__getitem__, variables(residuals.atoms)))
+        for size in residuals.sizes(scope, self.size_of):
+            kept.append(self.flat.new(size))
+        return kept
 
 
 def _numbered(atoms: Sequence[Var | Literal], names: dict[Var, Atom]) -> list[Atom]:

@@ -29,7 +29,7 @@ from ...core._jaxpr import variables
 from ..operations import Atom, fixed_operands, is_linear
 from ..operations._rule_table import COSTLY, FROM_RESULT, VIEWS
 from ..program._graph import Source, Value
-from ..program._remat import Region, find_needed
+from ..program._remat import KeepAllBut, Region, find_needed
 from ..program._walk import Scope
 from ._buffers import (
     Buffer,
@@ -43,6 +43,7 @@ from ._buffers import (
     union,
 )
 from ._memory_access import WRITTEN, is_copied, is_product, reads_narrow, squares, uses_memory
+from ._residuals import residuals_in
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class _Frame:
 
     `source` are the equations around it. By the index of an equation, `inner` has the frames of the
     jaxprs that it runs, `loops` what a loop keeps and when it began, `copies` what it copies of its
-    operands, and `begins` when a rematerialised region began. `gathered` are operands of products,
-    gathered from parts of the sequence.
+    operands, and `begins` when it first ran. `gathered` are operands of products, gathered from
+    parts of the sequence, and `stacked` what a loop keeps of a value for each iteration.
     """
 
     scope: Scope
@@ -72,6 +73,7 @@ class _Frame:
     copies: dict[int, Roots] = field(default_factory=dict)
     begins: dict[int, int] = field(default_factory=dict)
     gathered: dict[Atom, Roots] = field(default_factory=dict)
+    stacked: dict[Atom, Roots] = field(default_factory=dict)
 
     def of(self, atom: Atom) -> Roots:
         """The buffers of a variable; a literal has none."""
@@ -170,9 +172,15 @@ def find_peak(
 
 @dataclass
 class _Run:
-    """Runs jaxprs and their derivatives on buffers."""
+    """Runs jaxprs and their derivatives on buffers.
+
+    With `stacks`, they are of an iteration of a loop, which stacks what JAX keeps for derivatives.
+    Values that only these `constant` buffers decide are the same in all iterations.
+    """
 
     time: Timeline
+    stacks: bool = False
+    constant: frozenset[Buffer] = frozenset()
 
     @property
     def compiler(self) -> str:
@@ -197,6 +205,7 @@ class _Run:
                 for var in equation.outvars:
                     frame.roots[var] = kept[var]
                 continue
+            frame.begins.setdefault(index, self.time.now)
             step = _Step(frame, index)
             match step.flow:
                 case Call() as call:
@@ -341,12 +350,19 @@ class _Run:
         rule = frame.scope.rules.get(step.index)
         operands = list(map(frame.scope.value_of, equation.invars))
         varied = [value is not None and value.grad for value in operands]
-        needed = [*equation.invars, *equation.outvars]
-        if rule is not None and is_linear(rule, varied):
+        needed: Sequence[Atom] = [*equation.invars, *equation.outvars]
+        read: list[Roots] = []
+        residuals = None
+        if self.stacks:
+            residuals = residuals_in(frame.scope, step.index)
+        if residuals is not None:
+            needed = residuals.atoms
+            for size in residuals.sizes(frame.scope, self.time.size_of):
+                read.append((self._write_stacked(step, size),))
+        elif rule is not None and is_linear(rule, varied):
             needed = list(compress(equation.invars, fixed_operands(rule, varied)))
         elif primitive_name(equation) in FROM_RESULT:
             needed = list(equation.outvars)
-        read: list[Roots] = []
         for var, roots in zip(equation.outvars, results, strict=True):
             if roots is None:
                 continue
@@ -358,6 +374,8 @@ class _Run:
         for atom in needed:
             if not isinstance(atom, Literal) and atom in frame.gathered:
                 read.append(frame.gathered[atom])  # what was gathered is kept
+            elif self.stacks and not isinstance(atom, Literal):
+                read.append(self._stacked(step, atom))
             else:
                 read.append(self.time.written(frame.of(atom)))
         # A broadcast array has a sum as its cotangent.
@@ -373,6 +391,23 @@ class _Run:
             else:
                 grads.append(union(read))
         return grads
+
+    def _stacked(self, step: _Step, atom: Atom) -> Roots:
+        """What a loop keeps of a value for its derivative."""
+        frame = step.frame
+        if atom not in frame.stacked:
+            roots = self.time.written(frame.of(atom))
+            if not self.constant.issuperset(roots):
+                begin = frame.begins[step.index]
+                roots = self.time.saved(roots, step.value(atom), step.source, begin)
+            frame.stacked[atom] = roots
+        return frame.stacked[atom]
+
+    def _write_stacked(self, step: _Step, size: int | float) -> Buffer:
+        """Writes what a loop keeps beside the operands and results of an operation."""
+        buffer = self.time.write(size, step.source)
+        buffer.born = step.frame.begins[step.index]
+        return buffer
 
     def _write_gradient(self, step: _Step, atom: Atom) -> Roots:
         """Writes the cotangent of an operand; that of an array of the model is a result.
@@ -424,7 +459,6 @@ class _Run:
             # A stored array is gathered where the region uses it.
             if call.kind is CallKind.REMAT and not is_stored(inside.roots[var]):
                 inside.roots[var] = self._in_memory(step, atom)
-        step.frame.begins[step.index] = self.time.now
         self.forward(inside)
         step.frame.inner[step.index] = [inside]
         for var, atom in zip(step.equation.outvars, scope.jaxpr.outvars, strict=True):
@@ -457,7 +491,11 @@ class _Run:
                 inside.roots[var] = step.frame.of(atom)
                 self.time.read(inside.roots[var])
             self.forward(inside, kept)
-        return self.backward(inside, _of_results(inside.scope, results))
+        run = self
+        is_plain = call.kind is CallKind.PLAIN or isinstance(call.policy, KeepAllBut)
+        if not is_plain:
+            run = replace(self, stacks=False)
+        return run.backward(inside, _of_results(inside.scope, results))
 
     def _branches(self, step: _Step) -> None:
         frames: list[_Frame] = []
@@ -541,9 +579,11 @@ class _Run:
 
 def _run_body(frame: _Frame, scan: Scan, slices: Sequence[Roots], time: Timeline) -> _Body:
     """Runs the body of a scan once, forward and backward."""
-    run, jaxpr, values = _Run(time), frame.scope.jaxpr, frame.scope.values
+    jaxpr, values = frame.scope.jaxpr, frame.scope.values
     consts, carry, xs = scan.split(jaxpr.invars)
     frame.add_arguments(consts, time.size_of)
+    constant = frozenset(union(map(frame.of, consts)))
+    run = _Run(time, stacks=scan.unroll < scan.length, constant=constant)
     frame.roots.update(zip(xs, slices, strict=True))
     carried: list[Buffer] = []
     for var in carry:

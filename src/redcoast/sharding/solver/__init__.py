@@ -10,6 +10,6 @@ split, where rows do not divide or a step does not fit into memory, or the progr
 
 `_memory_estimate.py` estimates the memory of a layout: arrays and gradients from the specs, and
 activations, which the layout finds by running the program on buffers without data (`_peak.py`,
-`_memory_access.py`, `_buffers.py`). `_figures.py` has the estimates as data. `_replicate.py`
-replicates arrays where memory is left.
+`_memory_access.py`, `_buffers.py`, and `_residuals.py` for what loops stack). `_figures.py` has the
+estimates as data. `_replicate.py` replicates arrays where memory is left.
 """

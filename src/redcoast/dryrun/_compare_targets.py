@@ -30,6 +30,26 @@ class TargetComparison:
     - `costs`: By target, the `hours`, `device_hours` and `price` of the training run; empty if no
         number of steps was given. A target whose compiler rejected the program has none.
     - `errors`: Why the step cannot be run, for targets without a dry run.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import optax
+        import redcoast as rc
+
+        init_fn = lambda key: {"w": jnp.zeros((64, 64))}
+        loss_fn = lambda model, x, key: jnp.mean((x @ model["w"]) ** 2)
+        batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+        targets = ("cpu:1", "cpu:4")
+        comparison = rc.compare_targets(
+            init_fn, loss_fn, batch, optax.sgd(0.1), targets=targets, steps=1e6, price=0.05
+        )
+        print(comparison)
+        costs = comparison.costs
+        cheapest = min(costs, key=lambda target: costs[target].price)
+        ```
     """
 
     runs: dict[str, DryRun] = field(repr=False)

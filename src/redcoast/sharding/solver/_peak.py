@@ -353,14 +353,9 @@ class _Run:
         needed: Sequence[Atom] = [*equation.invars, *equation.outvars]
         read: list[Roots] = []
         residuals = None
-        if self.stacks or step.flow is not None:
+        if self.stacks:
             residuals = residuals_in(frame.scope, step.index)
-        if residuals is not None and not self.stacks:
-            # What JAX keeps beside operands and results, XLA computes again from operands.
-            needed = residuals.atoms
-            if residuals.others:
-                needed = [*needed, *equation.invars]
-        elif residuals is not None:
+        if residuals is not None:
             needed = residuals.atoms
             for size in residuals.sizes(frame.scope, self.time.size_of):
                 read.append((self._write_stacked(step, size),))
@@ -376,33 +371,25 @@ class _Run:
             read.append(roots)
             if is_product(equation):
                 read += self._gathered_cotangent(step, var, roots)
-        of_needed: dict[Atom, Roots] = {}
-        for atom in variables(needed):
-            if atom in frame.gathered:
-                of_needed[atom] = frame.gathered[atom]  # what was gathered is kept
-            elif self.stacks:
-                of_needed[atom] = self._stacked(step, atom)
+        for atom in needed:
+            if not isinstance(atom, Literal) and atom in frame.gathered:
+                read.append(frame.gathered[atom])  # what was gathered is kept
+            elif self.stacks and not isinstance(atom, Literal):
+                read.append(self._stacked(step, atom))
             else:
-                of_needed[atom] = self.time.written(frame.of(atom))
-        everything = union((*read, *of_needed.values()))
-        grads: list[_Cotangent] = [None] * len(varied)
-        places = list(compress(range(len(varied)), varied))
+                read.append(self.time.written(frame.of(atom)))
         # A broadcast array has a sum as its cotangent.
-        if not step.uses_memory and primitive_name(equation) != "broadcast_in_dim":
-            for place in places:
-                grads[place] = everything
-            return grads
-        # The gradients of weights come first, which are the last to read activations.
-        places.sort(key=lambda place: not _are_parameter(frame.of(equation.invars[place])))
-        for place in places:
-            self.time.now += 1
-            roots = everything
-            if rule is not None and is_linear(rule, varied):
-                others = fixed_operands(rule, [other == place for other in range(len(varied))])
-                atoms = variables(compress(equation.invars, others))
-                roots = union((*read, *map(of_needed.__getitem__, atoms)))
-            self.time.read(roots, narrow=self._reads_narrow(equation))
-            grads[place] = self._write_gradient(step, equation.invars[place])
+        is_written = step.uses_memory or primitive_name(equation) == "broadcast_in_dim"
+        grads: list[_Cotangent] = []
+        self.time.now += 1
+        for atom, varies in zip(equation.invars, varied, strict=True):
+            if not varies:
+                grads.append(None)
+            elif is_written:
+                self.time.read(union(read), narrow=self._reads_narrow(equation))
+                grads.append(self._write_gradient(step, atom))
+            else:
+                grads.append(union(read))
         return grads
 
     def _stacked(self, step: _Step, atom: Atom) -> Roots:
@@ -588,10 +575,6 @@ class _Run:
             else:
                 grads.append(self._write_gradient(step, atom))
         return grads
-
-
-def _are_parameter(roots: Roots) -> bool:
-    return len(roots) == 1 and roots[0].parameter is not None
 
 
 def _run_body(frame: _Frame, scan: Scan, slices: Sequence[Roots], time: Timeline) -> _Body:

@@ -346,6 +346,7 @@ def test_evaluation_and_prediction_of_streams():
         rc.evaluate(model, lambda: iter([]), loss_fn=loss_fn, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("own", few_of([False, True], True))
 def test_fit_evaluates_streams_and_resumes(own, tmp_path, caplog):
     """Evaluated at the ends of epochs whose length nobody knows; the metrics get the examples."""

@@ -300,6 +300,7 @@ def failing(message):
     return compile
 
 
+@pytest.mark.thorough
 def test_a_step_that_the_compiler_rejects(monkeypatch):
     message = (
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "

@@ -61,8 +61,8 @@ def estimate(loss_fn):
     return _estimate_all(job, target_place("cpu:4")), len(traced)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss_fn", [plain, of_a_size, constrained, over_the_ambient_mesh])
-@pytest.mark.few("constrained")
 def test_estimates_are_those_of_meshes_planned_one_at_a_time(loss_fn, monkeypatch):
     shared, traces = estimate(loss_fn)
     monkeypatch.setattr(_mesh_search, "sharing_programs", contextlib.nullcontext)

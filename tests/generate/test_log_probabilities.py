@@ -28,8 +28,8 @@ def slow(new, mask):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [{}, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.few("greedy")
 def test_they_are_of_the_models_logits_and_0_after_the_end(how):
     options: Any = {"mask": MASK, "max_new_tokens": 9, **how}
     plain = np.asarray(rc.generate(MODEL, TOKENS, **options))

@@ -379,7 +379,7 @@ def test_adapters_of_a_dinov3_have_the_names_of_both_versions(tmp_path):
 
 
 @pytest.mark.parametrize("targets", ["w[qkv]", "wv", "."])
-@pytest.mark.few("wv", "w[qkv]")
+@pytest.mark.few("wv")
 def test_adapters_of_a_fused_matrix_are_one_block_and_read_as_parts(targets, tmp_path):
     base = random_model(GPT2, GPT2_CONFIG)
     model = adapted(base, targets)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from typing import Any
 
 import jax
@@ -147,15 +148,15 @@ def test_odd_options_leave_the_others_and_the_weights(name, saved):
     assert rc.load_pretrained(saved / "llama", decoding=own).config.decoding == own
 
 
-def test_odd_tokens_and_files_leave_those_of_the_config(saved):
-    file = saved / "llama" / "generation_config.json"
+def test_odd_tokens_and_files_leave_those_of_the_config(saved, tmp_path):
     with pytest.warns(UserWarning, match="`pad_token_id`.*`eos_token_id`, which is 'x'"):
         found = config_of(saved / "llama", {"eos_token_id": "x", "pad_token_id": [1]})
     assert (found.eos, found.pad) == (CONFIG.eos, CONFIG.pad)
     assert config_of(saved / "llama", {"eos_token_id": 2.0}).eos == (2,)
-    file.write_text("{")
+    damaged = shutil.copytree(saved / "llama", tmp_path / "llama")
+    (damaged / "generation_config.json").write_text("{")
     with pytest.warns(UserWarning, match=r"are ignored.*generation_config.json is damaged"):
-        assert rc.load_pretrained(saved / "llama").config.eos == CONFIG.eos
+        assert rc.load_pretrained(damaged).config.eos == CONFIG.eos
 
 
 def test_options_that_are_not_implemented_are_warned_of(saved):

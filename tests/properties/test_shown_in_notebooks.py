@@ -59,6 +59,7 @@ def train(**options):
     )
 
 
+@pytest.mark.thorough
 def test_a_notebook_has_one_live_bar(shown, capsys):
     train()
     (bar,) = shown

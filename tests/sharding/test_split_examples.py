@@ -195,6 +195,7 @@ def test_spectra_are_split_along_another_dimension_until_the_inverse_transform()
     assert priced["all-to-alls around Fourier transforms"] == pytest.approx(of_turned, rel=0.1)
 
 
+@pytest.mark.thorough
 def test_products_of_pairs_stay_split_along_the_rows():
     """`jnp.einsum` transposes them. An operand is gathered for each pass, and a sum of parts, whose
     cotangent is gathered, is not turned."""

@@ -45,6 +45,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.few("a mask like the model", "a function of labels", "in a chain")
 def test_optimizer_trains_groups_at_their_rates(name):
     make, rate = OPTIMIZERS[name]
     optimizer = make()

@@ -125,9 +125,9 @@ def test_attention_and_products_of_the_batch_alone_are_not_changed():
     assert in_8_bits(rc.low_precision(fn, "int8", exclude=()), w, x) == [(64, 64)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "fsdp": 2, "model": 2}])
 @pytest.mark.parametrize("numbers", ["float8", "int8"])
-@pytest.mark.few("float8-sizes1")
 def test_a_step_on_a_mesh_is_that_on_one_device(numbers, sizes):
     """Scales are of the whole arrays, on any mesh."""
     params = {"up": RNG.normal(size=(64, 128)), "down": RNG.normal(size=(128, 64))}

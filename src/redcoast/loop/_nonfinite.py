@@ -178,11 +178,12 @@ def sentences(nonfinite: Nonfinite, indices: list[int], first: str | None, *, tr
     when = " before any step"
     if trained:
         when = ""
-    parts = [
-        f"{path} holds {count:,} value{'s that are' if count > 1 else ' that is'} NaN or infinite"
-        f"{when}."
-        for path, count in list(nonfinite.state.items())[:MOST]
-    ]
+    parts: list[str] = []
+    for path, count in list(nonfinite.state.items())[:MOST]:
+        values = f"{count:,} values that are"
+        if count == 1:
+            values = "1 value that is"
+        parts.append(f"{path} holds {values} NaN or infinite{when}.")
     parts += _inputs(nonfinite.batch, indices)
     if first:
         parts.append(first)
@@ -262,7 +263,8 @@ def _beyond(
     if index < 0:
         # JAX has added the size of the axis, since indices from -1 down count from the end.
         holders = _holders(batch, mesh, index - size, indices, paths)
-        index -= size if holders else 0
+        if holders:
+            index -= size
     holders = holders or _holders(batch, mesh, index, indices, paths)
     masks = ""
     if index < 0:
@@ -354,7 +356,7 @@ def _first_beyond(
     try:
         lookups = find_lookups(loss, training=training)
         # A training step reports NaN itself; an evaluation asks why it is NaN.
-        wanted = [axis.silent if training else not axis.silent for axis in lookups.axes]
+        wanted = [axis.silent == training for axis in lookups.axes]
         if not any(wanted):
             return None
         ranges = jax.device_get(lookups.extremes(split(batch.arrays)[0]))

@@ -264,7 +264,7 @@ def run_split_pool(bound: BoundEquation) -> Arrays | None:
     if not overlaps:
         return None
 
-    outside = _never_chosen(primitive_name(equation), bound.operands[0].dtype)
+    outside = _pool_padding(primitive_name(equation), bound.operands[0].dtype)
 
     def local(x: jax.Array) -> jax.Array:
         for window in windows:
@@ -338,7 +338,7 @@ def _with_halo(
     return jnp.concatenate(pieces, axis=d)
 
 
-def _never_chosen(pooling: str, dtype: jnp.dtype) -> float:
+def _pool_padding(pooling: str, dtype: jnp.dtype) -> float:
     """The number that pads max or min pooling."""
     least, largest = -jnp.inf, jnp.inf
     if not jnp.issubdtype(dtype, jnp.floating):

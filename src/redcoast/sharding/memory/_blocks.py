@@ -46,31 +46,25 @@ class StepBlock:
     @property
     def needs(self) -> set[int]:
         """The values that the derivatives of its steps need."""
-        needs: set[int] = set()
-        for step in self.steps:
-            needs |= step.needs
-        return needs
+        return set().union(*(step.needs for step in self.steps))
 
     @property
     def residuals(self) -> set[int]:
         """The values that JAX keeps for its steps; in loops only."""
-        residuals: set[int] = set()
-        for step in self.steps:
-            residuals |= step.residuals
-        return residuals
+        return set().union(*(step.residuals for step in self.steps))
 
 
 def bytes_for_derivatives(flat: Flat) -> float:
     """The bytes of all values that derivatives need, in all iterations of loops."""
     total = 0.0
-    made: set[int] = set()
+    written: set[int] = set()
     needed: set[int] = set()
     for step in flat.steps:
-        made.update(step.outputs)
+        written.update(step.outputs)
         needed |= step.needs
         if step.loop is not None:
             total += step.loop.scan.length * bytes_for_derivatives(step.loop.body)
-    return total + flat.bytes_of(made & needed)
+    return total + flat.bytes_of(written & needed)
 
 
 def divide(flat: Flat, room: float) -> list[StepBlock]:

@@ -392,8 +392,8 @@ class Graph:
     ) -> None:
         """Records that `target` of a result needs `count` neighbours along `node` of an operand.
 
-        Halos are those of the operand, in the forward pass and `again`
-        for the gradient of a kernel, and those of the cotangent for the gradient of the operand.
+        Halos are those of the operand, in the forward pass and `again` for the gradient of a
+        kernel, and those of the cotangent for the gradient of the operand.
         """
         self.link_softly(node, target)
         before, after = max(1, self.sizes[node]), max(1, self.sizes[target])

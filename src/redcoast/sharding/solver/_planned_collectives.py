@@ -114,13 +114,11 @@ def of_batch(
             # An operand that is split along another dimension is gathered, and not summed. Where
             # parts are summed, the cotangent of the sum is gathered for those of both operands.
             continue
-        around = dims
-        if not is_gradient:
-            around = (*summed.rows, *dims)
-        devices, others = batch.around(summed.node, around)
-        size = _sum_bytes(summed, apart) / others
-        # Results without rows are gradients.
+        size = _sum_bytes(summed, apart)
+        # Results without rows are gradients, which are summed after loops.
         if is_gradient:
+            devices, others = batch.around(summed.node, dims)
+            size /= others
             # Where each use is summed alone, so is each dimension of the batch.
             if hardware.adds_first:
                 devices = batch.count
@@ -135,7 +133,8 @@ def of_batch(
             gathered.add(table)
         else:
             cause = "sums over the batch"
-            sent = _sum(devices, size, hardware.scatters and _is_divided(summed, batch))
+            devices, others = batch.around(summed.node, (*summed.rows, *dims))
+            sent = _sum(devices, size / others, hardware.scatters and _is_divided(summed, batch))
             yield PlannedCollective(cause, sent, dims, source, summed.backward)
     for product in products.values():
         yield from _for_product(product, batch)

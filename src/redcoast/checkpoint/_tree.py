@@ -126,7 +126,7 @@ def arrays_and_document(
         if _is_key(x):
             keys[joined] = str(jax.random.key_impl(x))
             x = jax.random.key_data(x)
-        check_unmasked(x, joined)
+        check_unmasked(x, f"The array at {joined}")
         if isinstance(x, np.bool_):  # Orbax saves other scalars of NumPy
             x = np.asarray(x)
         if x.size:

@@ -117,9 +117,9 @@ def check_unmasked(x: object, what: str) -> None:
     """Raises a `ValueError` for an array with masked elements, whose mask JAX would not see."""
     if np.ma.is_masked(x):
         raise ValueError(
-            f"{what} is a masked array of NumPy with {np.ma.count_masked(x)} masked elements, and "
-            "arrays of JAX have no mask. Pass the values, such as `x.filled(0)`, and the mask, "
-            "`np.ma.getmaskarray(x)`, as two arrays."
+            f"{what} is a masked array of NumPy, with {np.ma.count_masked(x):,} of {np.size(x):,} "
+            "elements masked, and arrays of JAX have no mask. Pass the values, such as "
+            "`x.filled(0)`, and the mask, `np.ma.getmaskarray(x)`, as two arrays."
         )
 
 

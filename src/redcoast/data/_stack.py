@@ -83,7 +83,7 @@ def _as_array(x: object, where: str) -> np.ndarray:
             f"`{rows_of_table(x, 'table')}`, or pass `batch_size=None` and a `collate_fn` that "
             "makes arrays of each table."
         )
-    check_unmasked(x, f"The array at {where}")
+    check_unmasked(x, f"The array in {where}")
     try:
         array = np.asarray(x)
     except ValueError as error:

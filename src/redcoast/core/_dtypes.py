@@ -113,7 +113,7 @@ def tree_to_jax_dtypes(tree: PyTree, root: str, *, of: str = "") -> PyTree:
     return jax.tree_util.tree_map_with_path(convert, tree)
 
 
-def check_unmasked(x: object, what: str) -> None:
+def check_unmasked(x: Any, what: str) -> None:
     """Raises a `ValueError` for an array with masked elements, whose mask JAX would not see."""
     if np.ma.is_masked(x):
         raise ValueError(

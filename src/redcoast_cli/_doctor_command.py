@@ -32,18 +32,24 @@ OPTIONAL = (
 def main(c: DoctorCommand) -> None:
     """Prints what is available, and the commands that install what is missing."""
     keep_freed_memory()  # as `make_mesh` does, before the devices are asked for
-    lines = [
-        f"{'Python':<18}{platform.python_version()} ({sys.executable})",
-        *(f"{name:<18}{version(name)}" for name in PACKAGES),
-        f"{'Tested together':<18}{tested_together()}",
-        *devices(),
-        *(f"{'Memory':<18}{text}" for text in host_memory()),
-        f"{'Allocator':<18}{describe_allocator()}",
-        f"{'W&B':<18}{wandb_mode()}",
-        "",
-        *(optional(*item) for item in OPTIONAL),
-    ]
-    print("\n".join(lines))
+    show("Python", f"{platform.python_version()} ({sys.executable})")
+    for name in PACKAGES:
+        show(name, version(name))
+    show("Tested together", tested_together())
+    for text in devices():
+        show("Devices", text)
+    show("Memory", host_memory())
+    show("Allocator", describe_allocator())
+    show("W&B", wandb_mode())
+    print()
+    for use, modules, extra in OPTIONAL:
+        print(f"{use:<36}{optional(modules, extra)}")
+
+
+def show(name: str, text: str | None) -> None:
+    """Prints a line, unless there is nothing to say."""
+    if text is not None:
+        print(f"{name:<18}{text}")
 
 
 def version(package: str) -> str:
@@ -57,7 +63,9 @@ def tested_together() -> str:
     """Whether redcoast was tested with the installed versions, or which versions were not
     tested."""
     names = untested(installed_versions())
-    return f"no: {', '.join(names)}" if names else "yes"
+    if names:
+        return f"no: {', '.join(names)}"
+    return "yes"
 
 
 def devices() -> list[str]:
@@ -65,26 +73,28 @@ def devices() -> list[str]:
     try:
         local = jax.local_devices()
     except RuntimeError as error:
-        return [f"{'Devices':<18}none: {error}"]
+        return [f"none: {error}"]
     kinds: dict[str, list[Any]] = {}
     for device in local:
         kinds.setdefault(device.device_kind, []).append(device)
     lines = []
     for kind, (first, *others) in kinds.items():
+        text = f"{1 + len(others)} x {kind} ({first.platform})"
         limit = (first.memory_stats() or {}).get("bytes_limit")
-        memory = "" if limit is None else f", {limit / 2**30:.1f} GiB each"
-        lines.append(f"{'Devices':<18}{1 + len(others)} x {kind} ({first.platform}){memory}")
+        if limit is not None:
+            text += f", {limit / 2**30:.1f} GiB each"
+        lines.append(text)
     return lines
 
 
-def host_memory() -> list[str]:
+def host_memory() -> str | None:
     """The memory of this machine, if the operating system reports it."""
     try:
         size = os.sysconf("SC_PAGE_SIZE") / 2**30
         installed, free = os.sysconf("SC_PHYS_PAGES") * size, os.sysconf("SC_AVPHYS_PAGES") * size
     except (ValueError, OSError, AttributeError):
-        return []
-    return [f"{installed:.1f} GiB, {free:.1f} GiB free; {os.cpu_count()} processors"]
+        return None
+    return f"{installed:.1f} GiB, {free:.1f} GiB free; {os.cpu_count()} processors"
 
 
 def wandb_mode() -> str:
@@ -100,7 +110,8 @@ def wandb_mode() -> str:
     return "offline: no account was found; `wandb login` stores one"
 
 
-def optional(use: str, modules: tuple[str, ...], extra: str) -> str:
+def optional(modules: tuple[str, ...], extra: str) -> str:
     """Whether an optional package is there, or the command that installs it."""
-    there = any(importlib.util.find_spec(name) is not None for name in modules)
-    return f"{use:<36}" + ("installed" if there else f'missing: pip install "redcoast[{extra}]"')
+    if any(map(importlib.util.find_spec, modules)):
+        return "installed"
+    return f'missing: pip install "redcoast[{extra}]"'

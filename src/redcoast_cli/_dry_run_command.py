@@ -103,7 +103,9 @@ def answer(c: DryRunCommand) -> Attempt:
         refuse("Only one of --smallest and --longest can be used.")
     if c.smallest:
         return smallest(c)
-    return longest(c) if c.longest else attempt(c, parse_target(c.target), c.seq, suggest=True)
+    if c.longest:
+        return longest(c)
+    return attempt(c, parse_target(c.target), c.seq, suggest=True)
 
 
 def smallest(c: DryRunCommand) -> Attempt:
@@ -151,18 +153,16 @@ def compare(c: DryRunCommand) -> list[Attempt]:
     with show_phases():
         suggestion = rc.suggest_mesh(*arguments, target=target.name, **_step_options(c))
     usable = suggestion.usable_memory or math.inf
-    foretold = lambda x: (x.estimated_memory or math.inf) <= usable
-    fits = lambda x: foretold(x) if x.fits is None else x.fits
-    meshes = [x.mesh for x in suggestion.candidates if x.error is None and fits(x)]
-    best = {  # the candidates are sorted
-        kind: next((mesh for mesh in meshes if ("pipe" in mesh) == (kind == "with")), None)
-        for kind in ("with", "without")
-    }
-    runs = {
-        kind: attempt(replace(c, mesh=_written(mesh)), target, c.seq)
-        for kind, mesh in best.items()
-        if mesh
-    }
+    best: dict[str, Mapping[str, int]] = {}
+    for candidate in suggestion.candidates:  # the best come first
+        fits = candidate.fits
+        if fits is None:
+            fits = (candidate.estimated_memory or math.inf) <= usable
+        if fits and candidate.error is None:
+            best.setdefault("with" if "pipe" in candidate.mesh else "without", candidate.mesh)
+    runs = {}
+    for kind in sorted(best):
+        runs[kind] = attempt(replace(c, mesh=_written(best[kind])), target, c.seq)
     if c.json:
         candidates = list(map(asdict, suggestion.candidates))
         print(json.dumps({"meshes": candidates, "runs": [x.report for x in runs.values()]}))
@@ -241,9 +241,11 @@ def show_comparison(
     """The table below a line of settings, or both as JSON."""
     settings = {"model": c.model, "seq": workload.seq, "batch": rows, "dtype": c.dtype}
     if c.json:
-        runs = {name: dict(run.report) for name, run in comparison.runs.items()}
-        for name, cost in comparison.costs.items():
-            runs[name]["cost"] = asdict(cost)
+        runs = {}
+        for name, run in comparison.runs.items():
+            runs[name] = dict(run.report)
+            if name in comparison.costs:
+                runs[name]["cost"] = asdict(comparison.costs[name])
         return json.dumps(settings | {"runs": runs, "errors": comparison.errors}, indent=1)
     size = f"{rows} rows"
     if workload.seq is not None:
@@ -261,12 +263,13 @@ def attempt(
     """
     workload = make_workload(c.model, seq, remat=c.remat, chunk=c.chunk)
     rows = rows_of(c, target)
-    mesh = None if c.mesh == "auto" else mesh_sizes(c.mesh)
     options = _step_options(c)
+    if c.mesh != "auto":
+        options["mesh"] = mesh_sizes(c.mesh)
     with show_phases():
-        if suggest or mesh is not None:
-            options |= {"target": target.name, "mesh": mesh, "suggest": suggest}
-            run = rc.dry_run(*workload.arguments(rows), **options)
+        if suggest or c.mesh != "auto":
+            arguments = workload.arguments(rows)
+            run = rc.dry_run(*arguments, target=target.name, suggest=suggest, **options)
         else:
             run = dry_run_to_fit(workload, rows, target.name, **options)
     run = replace(run, notes=(*workload.notes, *run.notes))
@@ -277,9 +280,10 @@ def attempt(
 
 
 def _step_options(c: DryRunCommand) -> dict[str, Any]:
-    # None and not "float32": the library never suggests lowering a dtype that was given.
-    dtype = None if c.dtype == "float32" else jnp.dtype(c.dtype)
-    options = {"accumulate": c.accumulate, "compute_dtype": dtype}
+    options: dict[str, Any] = {"accumulate": c.accumulate, "compute_dtype": None}
+    # The library never suggests lowering a dtype that was given, as "float32" would be.
+    if c.dtype != "float32":
+        options["compute_dtype"] = jnp.dtype(c.dtype)
     if c.remat == "auto":
         options["memory"] = "auto"
     return options
@@ -289,17 +293,19 @@ def rows_of(c: DryRunCommand, target: TargetDevices) -> int:
     """The global batch size; by default one row for each device and microbatch."""
     if c.accumulate < 1:
         refuse(f"--accumulate must be at least 1, but is {c.accumulate}.")
-    rows = target.count * c.accumulate if c.batch is None else c.batch
-    if rows < 1:
-        refuse(f"--batch must be at least 1, but is {rows}.")
-    return rows
+    if c.batch is None:
+        return target.count * c.accumulate
+    if c.batch < 1:
+        refuse(f"--batch must be at least 1, but is {c.batch}.")
+    return c.batch
 
 
 def _line(run: rc.DryRun, settings: dict[str, Any]) -> str:
     mesh = _written({axis: size for axis, size in run.mesh.items() if size > 1}) or "one device"
-    length = "" if settings["seq"] is None else f", {settings['seq']} tokens"
-    sizes = f"{peak_gib(run.report)} of {in_gib(run.memory['usable'])} GiB"
-    return f"{settings['model']} on {run.target} ({mesh}){length}: {sizes}"
+    text = f"{settings['model']} on {run.target} ({mesh})"
+    if settings["seq"] is not None:
+        text += f", {settings['seq']} tokens"
+    return f"{text}: {peak_gib(run.report)} of {in_gib(run.memory['usable'])} GiB"
 
 
 def _written(mesh: Mapping[str, int]) -> str:
@@ -318,4 +324,5 @@ def refused(report: Any) -> bool:
 
 def peak_gib(report: Any) -> str:
     """The peak memory; for a rejected program, the lower bound."""
-    return f"{'at least ' if refused(report) else ''}{in_gib(report['memory']['peak'])}"
+    peak = in_gib(report["memory"]["peak"])
+    return f"at least {peak}" if refused(report) else peak

@@ -29,7 +29,8 @@ STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
 def main(args: list[str] | None = None) -> None:
     """Runs a command; by default, `args` are the arguments of the process."""
-    args = sys.argv[1:] if args is None else args
+    if args is None:
+        args = sys.argv[1:]
     kind = commands(complete=bool(args) and args[0] in COMMANDS.values())
     with quiet_pipe():
         command = tyro.cli(kind, prog="redcoast", description=EXAMPLES, args=args, config=STYLE)

@@ -33,5 +33,7 @@ def main(c: PlanCommand) -> None:
         refuse(str(error))
     if c.json:
         print(json.dumps(plan.report.to_json(), indent=1))
-    else:
-        print(f"{plan}\n\n{plan.table()}" if c.table else plan)
+        return
+    print(plan)
+    if c.table:
+        print(f"\n{plan.table()}")

@@ -31,7 +31,10 @@ def longest_sequence(fits: Callable[[int], bool], start: int) -> int:
         low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * STEP) else (low, middle)
+        if fits(middle * STEP):
+            low = middle
+        else:
+            high = middle
     return low * STEP
 
 
@@ -41,12 +44,13 @@ def sizes_of(chip: Chip) -> list[TargetDevices]:
     For TPUs, the most compact slice of each size whose sides are powers of two. For GPUs, powers of
     two, in full hosts.
     """
-    shapes = [(2, 2, 1), *combinations_with_replacement(SIDES, 2)]
-    shapes += combinations_with_replacement(SIDES, 3)
-    shapes.sort(key=lambda shape: (prod(shape), sum(shape)))
-    if chip.kind != "tpu":
-        most = chip.per_host
-        shapes = [(count,) if count <= most else (count // most, most) for count in CARDS]
+    if chip.kind == "tpu":
+        shapes = [(2, 2, 1), *combinations_with_replacement(SIDES, 2)]
+        shapes += combinations_with_replacement(SIDES, 3)
+        shapes.sort(key=lambda shape: (prod(shape), sum(shape)))
+    else:
+        shapes = [(count,) for count in CARDS if count <= chip.per_host]
+        shapes += [(n // chip.per_host, chip.per_host) for n in CARDS if n > chip.per_host]
     targets: dict[int, TargetDevices] = {}
     for shape in shapes:
         with contextlib.suppress(ValueError):  # not all of these slices exist
@@ -69,16 +73,23 @@ def dry_run_to_fit(
     `redcoast.dry_run`.
     """
     devices = parse_target(target)
-    usable = devices.chip.usable if usable is None else usable
+    if usable is None:
+        usable = devices.chip.usable
     arguments, settings = workload.arguments(rows), {"target": target, **options}
     run = rc.dry_run(*arguments, **settings, suggest=False)
     # No mesh helps if parameters, gradients and AdamW's two moments alone do not fit.
     hopeless = 4 / 3 * state_bytes(workload) >= devices.count * usable
     if hopeless or (run.fits and run.memory["peak"] <= usable):
         return run
-    # A program that fits the target may not fit `usable`, so more meshes are compiled.
-    compiled = COMPILED if usable >= devices.chip.usable else 2 * COMPILED
+    compiled = COMPILED
+    if usable < devices.chip.usable:
+        compiled *= 2  # a program that fits the target may not fit `usable`
     suggestion = rc.suggest_mesh(*arguments, **settings, compiled=compiled)
-    enough = lambda x: x.fits and (x.peak_memory or 0) <= usable
-    mesh = next((x.mesh for x in suggestion.candidates if enough(x)), dict(suggestion))
-    return run if mesh == run.mesh else rc.dry_run(*arguments, **settings, suggest=False, mesh=mesh)
+    mesh = dict(suggestion)
+    for candidate in suggestion.candidates:  # the best come first
+        if candidate.fits and (candidate.peak_memory or 0) <= usable:
+            mesh = candidate.mesh
+            break
+    if mesh == run.mesh:
+        return run
+    return rc.dry_run(*arguments, **settings, suggest=False, mesh=mesh)

@@ -71,6 +71,8 @@ def make_served_mesh(text: str) -> jax.sharding.Mesh:
     if text == "auto":
         return rc.make_mesh(data=1, fsdp=-1)
     sizes = {"data": -1} | mesh_sizes(text)
+    devices = jax.devices()
     count = math.prod(sizes.values())
-    few = 0 < count < jax.device_count()
-    return rc.make_mesh(**sizes, devices=jax.devices()[:count] if few else None)
+    if 0 < count < len(devices):
+        devices = devices[:count]
+    return rc.make_mesh(**sizes, devices=devices)

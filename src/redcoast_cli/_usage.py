@@ -36,8 +36,9 @@ def wrap_help(text: str) -> str:
     # tyro joins the lines of a paragraph, unless they begin with a space, and puts two empty lines
     # before a paragraph whose first line does.
     lines = textwrap.wrap(" ".join(prose.split()), 78)
-    first = lines[0] if len(lines) == 1 else textwrap.indent("\n".join(lines), " ")
-    return f"{first}\n\n{title}{examples}".rstrip()
+    if len(lines) > 1:
+        lines = [f" {line}" for line in lines]
+    return "\n".join([*lines, f"\n{title}{examples}"]).rstrip()
 
 
 def mesh_sizes(text: str) -> dict[str, Any]:

@@ -80,27 +80,29 @@ def state_bytes(workload: Workload) -> int:
 def find_model(model: str) -> tuple[Any, Any]:
     """The class and the configuration of a named model, or of the model in a `config.json`."""
     path = Path(model).expanduser()
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path /= "config.json"
     if path.is_file():
         try:
             family, config = find_family(read_json(path), path)
             return family.model, config
         except ValueError as error:
             refuse(str(error))
-    public = [(x, make) for x, make in vars(sizes).items() if not x.startswith("_")]
-    functions = [(x, make) for x, make in public if inspect.isfunction(make)]
-    names = [x for x, make in functions if make.__module__ == sizes.__name__]
+    names = [name for name, make in vars(sizes).items() if _is_model(name, make)]
     name = model.lower().replace("-", "_").replace(".", "_")
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=3)
-        meant = f" Did you mean {' or '.join(near)}?".replace("_", "-") if near else ""
+        text = f"There is no model {model!r}, and no config.json at that path."
+        if near := difflib.get_close_matches(name, names, n=3):
+            text += f" Did you mean {' or '.join(near)}?".replace("_", "-")
         known = ", ".join(names).replace("_", "-")
-        refuse(
-            f"There is no model {model!r}, and no config.json at that path.{meant} "
-            f"The named models are {known}."
-        )
+        refuse(f"{text} The named models are {known}.")
     abstract = eqx.filter_eval_shape(getattr(sizes, name), key=abstract_key())
     return type(abstract), abstract.config
+
+
+def _is_model(name: str, make: Any) -> bool:
+    public = inspect.isfunction(make) and not name.startswith("_")
+    return public and make.__module__ == sizes.__name__
 
 
 def _length(model: str, model_class: Any, config: Any, seq: int | None) -> int | None:
@@ -108,19 +110,23 @@ def _length(model: str, model_class: Any, config: Any, seq: int | None) -> int |
         refuse(f"{model} reads images of {config.image} pixels: leave out --seq.")
     if seq is not None and seq < 1:
         refuse(f"--seq must be at least 1, but is {seq}.")
+    if model_class is models.ViT or seq is not None:
+        return seq
     # The maximum length of the weights, if the configuration states one.
     most = getattr(config, "positions", getattr(config, "context", LONGEST))
-    return None if model_class is models.ViT else seq or min(LONGEST, most)
+    return min(LONGEST, most)
 
 
 def _changed(config: Any, **changes: Any) -> Any:
     """Replaces fields of a configuration, and of nested ones, where they have such fields."""
-    fields = [field.name for field in dataclasses.fields(config)]
-    parts = {x: getattr(config, x) for x in fields if dataclasses.is_dataclass(getattr(config, x))}
-    own = {name: value for name, value in changes.items() if name in fields}
-    return dataclasses.replace(
-        config, **{x: _changed(y, **changes) for x, y in parts.items()}, **own
-    )
+    changed = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            changed[field.name] = _changed(value, **changes)
+        elif field.name in changes:
+            changed[field.name] = changes[field.name]
+    return dataclasses.replace(config, **changed)
 
 
 def _task(
@@ -136,8 +142,10 @@ def _task(
     elif model_class is models.Whisper:
         row, dtype = (config.mels, config.frames), jnp.float32
 
+    target = () if classifies else (seq,)
+
     def make_batch(rows: int) -> Any:
-        targets = jax.ShapeDtypeStruct((rows,) if classifies else (rows, seq), jnp.int32)
+        targets = jax.ShapeDtypeStruct((rows, *target), jnp.int32)
         return {"inputs": jax.ShapeDtypeStruct((rows, *row), dtype), "targets": targets}
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
@@ -145,8 +153,10 @@ def _task(
         if classifies:
             return cross_entropy(model(batch["inputs"], key=key), targets)
         # Decoders predict the next token, encoders the masked ones, position by position.
-        before = [models.shift_right(targets, start=config.decoder_start or 0)] if decodes else []
-        hidden = model.hidden(batch["inputs"], *before, key=key)
+        inputs = [batch["inputs"]]
+        if decodes:
+            inputs.append(models.shift_right(targets, start=config.decoder_start or 0))
+        hidden = model.hidden(*inputs, key=key)
         return chunked_cross_entropy(hidden, model.unembed, targets, chunk=chunk)
 
     return loss_fn, make_batch

@@ -145,6 +145,8 @@ class _Walk:
             spec = _spec(constraint, equation.invars[0], self.sizes)
             self.reshard(equation.invars[0], operands[0], spec)
             return [spec]
+        if equation.primitive.name in _SENT:
+            return self._collective(equation)
         return self._by_rule(equation, rule_of(equation) or opaque_rule(equation), operands)
 
     def _scan(self, scan: Scan, equation: JaxprEqn, operands: list[Spec]) -> list[Spec]:
@@ -190,37 +192,22 @@ class _Walk:
         params = equation.params
         for atom, spec, inside in zip(equation.invars, operands, params["in_specs"], strict=True):
             self.reshard(atom, spec, _spec(inside, atom, self.sizes))
-        self._add_collectives(open_jaxpr(manual.body))
+        # Each device runs it on its own parts, and sends what its collectives say.
+        body = open_jaxpr(manual.body)
+        self.follow(body, list(map(_replicated, body.invars)))
         pairs = zip(params["out_specs"], equation.outvars, strict=True)
         return [_spec(spec, atom, self.sizes) for spec, atom in pairs]
 
-    def _add_collectives(self, jaxpr: Jaxpr) -> None:
-        """Adds what the collectives of a program for one device send."""
-        for equation in jaxpr.eqns:
-            name, params = equation.primitive.name, equation.params
-            if name in _SENT:
-                cause, send = _SENT[name]
-                names = params.get("axis_name", params.get("axes", ()))
-                axes = [axis for axis in spec_axes(names) if self.sizes.get(axis, 1) > 1]
-                if axes:
-                    size = sum(map(_bytes, equation.invars))
-                    self._add(axes, cause, send(parts(axes, self.sizes), size))
-                continue
-            match control_flow(equation):
-                case Scan() as scan:
-                    inner = replace(self, times=self.times * scan.length)
-                    inner._add_collectives(open_jaxpr(scan.body))
-                case While() as loop:
-                    inner = replace(self, times=self.times * ASSUMED_TRIPS)
-                    inner._add_collectives(open_jaxpr(loop.body))
-                case Cond() as cond:
-                    branches: list[_Walk] = []
-                    for branch in cond.branches:
-                        branches.append(replace(self, sent=[]))
-                        branches[-1]._add_collectives(open_jaxpr(branch))
-                    self.sent += max(branches, key=_total).sent
-                case Call() as call:
-                    self._add_collectives(open_jaxpr(call.jaxpr))
+    def _collective(self, equation: JaxprEqn) -> list[Spec]:
+        """A collective of a program for one device, whose arrays are parts already."""
+        cause, send = _SENT[equation.primitive.name]
+        names = equation.params.get("axis_name", equation.params.get("axes", ()))
+        # Others are axes of `jax.vmap`.
+        axes = [axis for axis in spec_axes(names) if self.sizes.get(axis, 1) > 1]
+        size = sum(map(_bytes, equation.invars))
+        if axes:
+            self._add(axes, cause, send(parts(axes, self.sizes), size))
+        return list(map(_replicated, equation.outvars))
 
     def _by_rule(self, equation: JaxprEqn, rule: Rule, operands: list[Spec]) -> list[Spec]:
         along = self._axes_of_factors(equation, rule, operands)
@@ -293,18 +280,20 @@ def _along(along: Mapping[Factor, Axes], dimensions: Sequence[Dimension]) -> Spe
 
 
 def _read(known: Mapping[Var, Spec], atom: Atom) -> Spec:
-    replicated: Spec = ((),) * len(getattr(atom.aval, "shape", ()))
     if isinstance(atom, Literal):
-        return replicated
+        return _replicated(atom)
     # What the program closes over is on all devices.
-    return known.get(atom, replicated)
+    return known.get(atom, _replicated(atom))
+
+
+def _replicated(atom: Atom) -> Spec:
+    return ((),) * len(getattr(atom.aval, "shape", ()))
 
 
 def _spec(spec: P, atom: Any, sizes: Mapping[str, int]) -> Spec:
     """The axes of each dimension, but those of one device."""
-    rank = len(getattr(atom.aval, "shape", ()))
     entries = [used_axes(spec_axes(entry), sizes) for entry in spec]
-    return (*entries, *((),) * (rank - len(entries)))
+    return (*entries, *_replicated(atom)[len(entries) :])
 
 
 def _total(walk: _Walk) -> int | float:

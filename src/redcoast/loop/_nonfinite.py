@@ -67,27 +67,27 @@ def explain_step(
 def explain_batch(data: Batches, batch: Batch) -> str:
     """Sentences about the inputs of a skipped step, which are read once."""
     indices, examples = data.examples_of(batch)
-    is_integer = lambda x: jnp.issubdtype(x.dtype, jnp.integer) and x.size > 0
-    ranges = {path: x for path, x in arrays_of_batch(batch).items() if is_integer(x)}
-    look = jax.jit(
+    floating, integers = _floating(batch.arrays, of="batch"), _integers(batch)
+    range_of = lambda x: jnp.stack([jnp.min(x), jnp.max(x)])
+    inspect = jax.jit(
         lambda floating, integers: (
-            jax.tree.map(_rows, floating),
-            jax.tree.map(lambda x: jnp.stack([jnp.min(x), jnp.max(x)]), integers),
+            jax.tree.map(_nonfinite_rows, floating),
+            jax.tree.map(range_of, integers),
         ),
         out_shardings=NamedSharding(data.mesh, P()),
     )
     try:
         # Only flags and two numbers of each array leave the devices.
-        rows, ranges = jax.device_get(look(_floating(batch.arrays, of="batch"), ranges))
+        rows, ranges = jax.device_get(inspect(floating, integers))
     except Exception as error:  # training goes on
         return f"(Its inputs could not be read: {type(error).__name__}.) {examples}"
-    if inputs := _inputs({path: x for path, x in rows.items() if np.any(x)}, indices):
+    if inputs := _inputs(rows, indices):
         return " ".join(inputs)
-    within = [f"{path or 'the batch'} from {low} to {high}" for path, (low, high) in ranges.items()]
-    integers = ""
-    if within:
-        integers = f" The integers of the batch are {several(within, MOST)}."
-    return f"No input is NaN or infinite.{integers} {examples}"
+    text = "No input is NaN or infinite."
+    if ranges:
+        within = [f"{path or 'the batch'} from {a} to {b}" for path, (a, b) in ranges.items()]
+        text += f" The integers of the batch are {several(within, MOST)}."
+    return f"{text} {examples}"
 
 
 class Nonfinite(NamedTuple):
@@ -120,26 +120,23 @@ def find_nonfinite(
         params, rest = part(state.model)
         _, grads = loss_and_grads(loss, params, rest, batch, _key(state), count)
         flags = (
-            [jnp.sum(_wrong(path, x)) for path, x in _floating(state).items()],
-            [~jnp.isfinite(global_norm([g])) for g in _floating(grads).values()],
-            [_rows(x) for x in _floating(batch).values()],
+            {path: jnp.sum(_wrong(path, x)) for path, x in _floating(state).items()},
+            jax.tree.map(lambda x: ~jnp.isfinite(global_norm([x])), _floating({"model": grads})),
+            jax.tree.map(_nonfinite_rows, _floating(batch, of="batch")),
         )
         # Replicated, so that each process can read it.
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), flags)
 
     # One program for all flags, compiled once, when the first step is skipped.
     flags = jax.device_get(CompiledCall(find, plan.shardings, plan.mesh)(state, batch.arrays))
-    paths = (
-        _floating(state),
-        _floating({"model": part(state.model)[0]}),
-        _floating(batch.arrays, of="batch"),
-    )
-    return Nonfinite(
-        *(
-            {path: x for path, x in zip(part, values, strict=True) if np.any(x)}
-            for part, values in zip(paths, flags, strict=True)
-        )
-    )
+    params = {"model": part(state.model)[0]}
+    inspected = _floating(state), _floating(params), _floating(batch.arrays, of="batch")
+    return Nonfinite(*map(_raised, inspected, flags))
+
+
+def _raised(arrays: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags that are set, in the order of the arrays."""
+    return {path: flags[path] for path in arrays if np.any(flags[path])}
 
 
 def _key(state: TrainState) -> jax.Array:
@@ -154,7 +151,7 @@ def _wrong(path: str, x: jax.Array) -> jax.Array:
     return jnp.isnan(x)
 
 
-def _rows(x: jax.Array) -> jax.Array:
+def _nonfinite_rows(x: jax.Array) -> jax.Array:
     return jnp.any(~jnp.isfinite(x), axis=tuple(range(1, x.ndim)))  # (rows,)
 
 
@@ -171,6 +168,12 @@ def arrays_of_batch(batch: Batch | Loaded) -> dict[str, Any]:
     """The arrays of a batch, by their places in it."""
     leaves = jax.tree_util.tree_leaves_with_path(batch.arrays)
     return {show_place(path, "batch"): x for path, x in leaves if isinstance(x, ARRAYS)}
+
+
+def _integers(batch: Batch | Loaded) -> dict[str, Any]:
+    """The integer arrays of a batch that have elements, by their places in it."""
+    is_integer = lambda x: jnp.issubdtype(x.dtype, jnp.integer) and x.size > 0
+    return {path: x for path, x in arrays_of_batch(batch).items() if is_integer(x)}
 
 
 def sentences(nonfinite: Nonfinite, indices: list[int], first: str | None, *, trained: bool) -> str:
@@ -198,10 +201,15 @@ def sentences(nonfinite: Nonfinite, indices: list[int], first: str | None, *, tr
 
 
 def _inputs(rows_of: dict[str, Any], indices: list[int]) -> list[str]:
-    return [_held("NaN or infinite values", path, rows, indices) for path, rows in rows_of.items()]
+    """Sentences about the arrays of the batch with rows that are NaN or infinite."""
+    described: list[str] = []
+    for path, rows in rows_of.items():
+        if np.any(rows):
+            described.append(_in_rows("NaN or infinite values", path, rows, indices))
+    return described
 
 
-def _held(what: str, path: str, rows: Any, indices: list[int]) -> str:
+def _in_rows(what: str, path: str, rows: Any, indices: list[int]) -> str:
     """A sentence about values in some rows of an array of the batch."""
     where = "The batch"
     if path:
@@ -288,14 +296,14 @@ def _holders(
 ) -> str:
     """A sentence about the examples that contain an integer, in the arrays at some paths or in
     any."""
-    arrays = arrays_of_batch(batch)
-    arrays = {path: x for path, x in arrays.items() if paths is None or path in paths}
-    integers = {path: x for path, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.integer)}
+    integers = _integers(batch)
+    if paths is not None:
+        integers = {path: x for path, x in integers.items() if path in paths}
     equal = lambda x: jnp.any(x == index, axis=tuple(range(1, x.ndim)))  # (rows,)
-    look = jax.jit(lambda x: jax.tree.map(equal, x), out_shardings=NamedSharding(mesh, P()))
-    for path, rows in jax.device_get(look(integers)).items():
+    find = jax.jit(lambda x: jax.tree.map(equal, x), out_shardings=NamedSharding(mesh, P()))
+    for path, rows in jax.device_get(find(integers)).items():
         if np.any(rows):
-            return f" {_held(str(index), path, rows, indices)}"
+            return f" {_in_rows(str(index), path, rows, indices)}"
     return ""
 
 
@@ -317,20 +325,22 @@ def warn_of_clamped_indices(
 
 def _may_be_beyond(batch: Batch, model: PyTree, mesh: Mesh) -> bool:
     """Whether an integer of the batch is as large as an axis of the model."""
-    arrays = arrays_of_batch(batch).values()
-    integers = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.integer) and x.size > 0]
-    shapes = [x.shape for x in jax.tree.leaves(model) if isinstance(x, ARRAYS)]
-    sizes = [size for shape in shapes for size in shape if size > 1]
-    if not (integers and sizes):
+    integers = list(_integers(batch).values())
+    sizes: set[int] = set()
+    for x in jax.tree.leaves(model):
+        if isinstance(x, ARRAYS):
+            sizes.update(x.shape)
+    smallest = min(sizes - {0, 1}, default=0)
+    if not integers or not smallest:
         return False
     # A function of the module, which `jax.jit` knows again in a later run.
     largest = jax.jit(_largest, out_shardings=NamedSharding(mesh, P()))
     # Without one, no lookup can be out of range, and the loss need not be traced.
-    return any(int(x) >= min(sizes) for x in jax.device_get(largest(integers)))
+    return max(map(int, jax.device_get(largest(integers)))) >= smallest
 
 
 def _largest(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.max(x) for x in arrays]
+    return list(map(jnp.max, arrays))
 
 
 def warn_of_labels(loss: TracedLoss, batches: Iterable[Loaded]) -> None:
@@ -351,7 +361,7 @@ def _first_beyond(
     In training, only indices that read the last element matter, because others make the loss NaN.
     Negative indices count from the end, and a mask may exclude their results.
     """
-    if not any(jnp.issubdtype(x.dtype, jnp.integer) for x in arrays_of_batch(batch).values()):
+    if not _integers(batch):
         return None
     try:
         lookups = find_lookups(loss, training=training)

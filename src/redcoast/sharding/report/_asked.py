@@ -10,16 +10,15 @@ whose result is sharded as planned.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain
 from math import prod
 
 from ...core._control_flow import Scan, While, control_flow
 from ...core._jaxpr import struct_of
 from .._mesh_axes import parts, used_axes
-from ..operations import Atom, Rule, rule_of
+from ..operations import Atom, rule_of
 from ..program._facts import Facts, Operation, alike, follow_facts
-from ..program._graph import Asked, Dims, Source, Value, Work
+from ..program._graph import Asked, Source, Value, Work
 from ..solver._hardware import all_gather, all_reduce
 from ..solver._strategy import Decision
 from ..tree._overrides import axes_of_spec, spec_parts
@@ -38,9 +37,8 @@ class ChangeOfSharding:
     gathers_all: bool
 
 
-_Fact = tuple[Axes, ...] | None  # a sharding that is asked for; None where it is as planned
-# An operand of a product, None for a number, and its sharding.
-_Operand = tuple[Value | None, _Fact]
+_AskedSpec = tuple[Axes, ...] | None  # None where the sharding is as planned
+_Operand = tuple[Value | None, _AskedSpec]  # of a product; a number has no value
 _Path = tuple[int, ...]  # the `id`s of an equation and of those around it, outermost first
 
 
@@ -74,31 +72,33 @@ def follow_asked(decision: Decision) -> AskedShardings:
         return shardings
     changes: dict[_Path, tuple[Asked, Spec, Spec]] = {}  # the last time that a loop is followed
 
-    def of_results(operation: Operation, facts: Sequence[_Fact]) -> _Fact:
+    def of_results(operation: Operation, specs: Sequence[_AskedSpec]) -> _AskedSpec:
         path = _path(operation)
         if path in all_asked:
             asked = all_asked[path]
-            before = facts[0] or _planned(asked, decision)
+            before = specs[0] or _planned(asked, decision)
             after = _reached(asked, before, decision.sizes)
             changes[path] = asked, before, after
             return after
-        if operation.name == "dot_general" and any(facts):
-            shardings.operands[path] = list(zip(operation.operands, facts, strict=True))
-        for fact, value in zip(facts, operation.operands, strict=True):
-            if fact is not None and value is not None and value.dims == operation.result.dims:
-                return fact
+        if operation.name == "dot_general" and any(specs):
+            shardings.operands[path] = list(zip(operation.operands, specs, strict=True))
+        for spec, value in zip(specs, operation.operands, strict=True):
+            if spec is not None and value is not None and value.dims == operation.result.dims:
+                return spec
         return None
 
-    join = lambda facts: next((fact for fact in facts if fact is not None), None)
+    join = lambda specs: next((spec for spec in specs if spec is not None), None)
     # An iteration of a loop begins with what the one before ends with.
-    facts = Facts[_Fact](of_number=lambda number: None, of_results=alike(of_results), join=join)
+    facts = Facts[_AskedSpec](
+        of_number=lambda number: None, of_results=alike(of_results), join=join
+    )
     follow_facts(facts, program.scope, [None] * len(program.scope.jaxpr.invars))
     shardings.changes.extend(changes.values())
     return shardings
 
 
 @dataclass(frozen=True)
-class ForProduct:
+class SentForProduct:
     """What devices send over some axes for a product that reads an array as the program asks for.
 
     With `sums_whole`, devices have all terms of a sum that the plan computes in parts.
@@ -110,118 +110,73 @@ class ForProduct:
     sums_whole: bool = False
 
 
-def sent_for_products(decision: Decision) -> Iterator[ForProduct]:
+def sent_for_products(decision: Decision) -> Iterator[SentForProduct]:
     """What products with operands in shardings that the program asks for need."""
     operands = follow_asked(decision).operands
     for work in decision.program.graph.works:
         of_product = operands.get(path_of(work.source))
         if of_product is None or not work.forward:
             continue
-        for side, (value, fact) in enumerate(of_product):
-            if value is not None and fact is not None:
-                yield from _Read(decision, work, side, value, fact).sent()
+        for place, (value, spec) in enumerate(of_product):
+            if value is not None and spec is not None:
+                yield from _sent_for_operand(decision, work, place, value, spec)
 
 
-@dataclass(frozen=True)
-class _Read:
-    """A product that reads an operand, at the place `side`, in a sharding that is asked for."""
-
-    decision: Decision
-    work: Work
-    side: int
-    value: Value
-    fact: tuple[Axes, ...]
-
-    def sent(self) -> Iterator[ForProduct]:
-        n, times = self.decision.n, self.work.times
-        along_model = [d for d, axes in enumerate(self.fact) if self._model.intersection(axes)]
-        over = tuple(self._model)
-        gathers_other = self._gathers_other(along_model)
-        if gathers_other:
-            is_again = self.work.grads > 0 and is_in_loop(self.work.source)
-            gathered = all_gather(n, self._other_bytes) * (1 + is_again)
-            yield ForProduct(over, gathered * times, self.work, True)
-        if gathers_other and along_model and self.work.grads:
-            # The gradient of the other operand is a sum over the parts of this one.
-            yield ForProduct(over, all_reduce(n, self._other_bytes) * times, self.work)
-        if not gathers_other and self._is_split_otherwise(along_model):
-            size = self.value.bytes / self._row_parts(self.value.dims)
-            yield ForProduct(over, all_gather(n, size) * times, self.work)
-        if self.value.grad:
-            yield self._cotangent(gathers_other)
-
-    @cached_property
-    def _rule(self) -> Rule:
-        rule = rule_of(self.work.source[-1])
-        assert rule is not None
-        return rule
-
-    @property
-    def _model(self) -> set[str]:
-        return set(used_axes(self.decision.model_axes, self.decision.sizes))
-
-    @property
-    def _of_result(self) -> Dims:
-        """The dimensions of the result."""
-        return self.work.own[: len(self._rule.results[0])]
-
-    def _row_parts(self, dims: Dims) -> int:
-        """The number of devices that share the rows of an array, and those of scans around it."""
-        return self.decision.batch.parts((*self.work.rows, *dims))
-
-    @property
-    def _result_bytes(self) -> int:
-        return _bytes(self.work.source[-1].outvars[0])
-
-    @property
-    def _other_bytes(self) -> int | float:
-        """The bytes of the other operand, of the rows that a device has."""
-        other = 1 - self.side
-        rows = self._row_parts(self.work.of[other])
-        return _bytes(self.work.source[-1].invars[other]) / rows
-
-    def _gathers_other(self, along_model: Sequence[int]) -> bool:
-        """Whether the other operand is gathered, where the plan sums over `model`.
-
-        A device has all terms of the sum in this operand. It could take its part of them instead,
-        and sum the results over devices.
-        """
-        decision, is_summed = self.decision, False
-        for d, dimension in enumerate(self._rule.operands[self.side]):
-            is_parallel = decision.is_chosen(self.value.dims[d]) and d not in along_model
-            is_summed = is_summed or (is_parallel and dimension[0] in self._rule.reduced)
-        of_rows = self._result_bytes / self._row_parts(self._of_result)
-        cheaper = all_gather(decision.n, self._other_bytes) < all_reduce(decision.n, of_rows)
-        return is_summed and cheaper
-
-    def _is_split_otherwise(self, along_model: Sequence[int]) -> bool:
-        """Whether the result is split over `model` along another dimension than the operand."""
-        if not along_model:
-            return False
-        own = {self._rule.operands[self.side][d] for d in along_model}
-        pairs = zip(self._of_result, self._rule.results[0], strict=True)
-        return any(self.decision.is_chosen(node) and dim not in own for node, dim in pairs)
-
-    def _cotangent(self, gathers_other: bool) -> ForProduct:
-        """What the cotangent of the operand needs to be in the sharding that is asked for."""
-        decision = self.decision
-        planned: list[Axes] = []
-        for axes, asked in zip(decision.axes_of(self.value.dims), self.fact, strict=True):
-            axes = used_axes(axes or (), decision.sizes)
-            if gathers_other and self._model.issuperset(axes):
-                axes = asked  # computed as a whole, with the other operand
-            planned.append(axes)
-        sent = change_of_sharding(self.value.bytes, planned, self.fact, decision.sizes).sent
-        rows = used_axes(decision.batch_axes, decision.sizes)
-        if set(rows).isdisjoint(chain.from_iterable(self.fact)):
-            # The cotangent of the result may be gathered before the product, if it is smaller.
-            size = self._result_bytes
-            if decision.is_parallel(self._of_result):
-                size /= decision.n
-            sent = min(sent, all_gather(decision.batch.parts(self._of_result), size) or sent)
-        over = used_axes(axes_of_spec(planned), decision.sizes)
-        around = decision.batch.parts(self.work.rows)
-        return ForProduct(over, sent * self.work.times / around, self.work)
+def _sent_for_operand(
+    decision: Decision, work: Work, place: int, value: Value, spec: Spec
+) -> Iterator[SentForProduct]:
+    """What a product needs to read `value`, its operand at a place, in a sharding."""
+    equation, rule = work.source[-1], rule_of(work.source[-1])
+    assert rule is not None
+    n, times = decision.n, work.times
+    model = used_axes(decision.model_axes, decision.sizes)
+    split = [d for d, axes in enumerate(spec) if not set(model).isdisjoint(axes)]
+    result_dims = work.own[: len(rule.results[0])]
+    # Devices share the rows of the operands and the result, and those of scans around the product.
+    row_parts = lambda dims: decision.batch.parts((*work.rows, *dims))
+    other_bytes = _bytes(equation.invars[1 - place]) / row_parts(work.of[1 - place])
+    result_bytes = _bytes(equation.outvars[0])
+    is_summed = False
+    for d, dimension in enumerate(rule.operands[place]):
+        is_in_parts = decision.is_chosen(value.dims[d]) and d not in split
+        is_summed = is_summed or (is_in_parts and dimension[0] in rule.reduced)
+    # A device has all terms of a sum that the plan computes in parts. It takes its part of them and
+    # sums the results over devices, or gathers the other operand.
+    of_sum = all_reduce(n, result_bytes / row_parts(result_dims))
+    gathers_other = is_summed and all_gather(n, other_bytes) < of_sum
+    if gathers_other:
+        is_again = work.grads > 0 and is_in_loop(work.source)
+        sent = all_gather(n, other_bytes) * (1 + is_again) * times
+        yield SentForProduct(model, sent, work, True)
+    if gathers_other and split and work.grads:
+        # The gradient of the other operand is a sum over the parts of this one.
+        yield SentForProduct(model, all_reduce(n, other_bytes) * times, work)
+    if split and not gathers_other:
+        own = {rule.operands[place][d] for d in split}
+        # Whether the plan splits the result along another dimension than the operand.
+        others = zip(result_dims, rule.results[0], strict=True)
+        if any(decision.is_chosen(node) and dimension not in own for node, dimension in others):
+            size = value.bytes / row_parts(value.dims)
+            yield SentForProduct(model, all_gather(n, size) * times, work)
+    if not value.grad:
+        return
+    # The cotangent of the operand has to be in this sharding too.
+    planned: list[Axes] = []
+    for axes, of_spec in zip(decision.axes_of(value.dims), spec, strict=True):
+        axes = used_axes(axes or (), decision.sizes)
+        if gathers_other and set(model).issuperset(axes):
+            axes = of_spec  # computed as a whole, with the other operand
+        planned.append(axes)
+    sent = change_of_sharding(value.bytes, planned, spec, decision.sizes).sent
+    rows = used_axes(decision.batch_axes, decision.sizes)
+    if set(rows).isdisjoint(chain.from_iterable(spec)):
+        # The cotangent of the result may be gathered before the product, if it is smaller.
+        size = result_bytes
+        if decision.is_parallel(result_dims):
+            size /= n
+        sent = min(sent, all_gather(decision.batch.parts(result_dims), size) or sent)
+    over = used_axes(axes_of_spec(planned), decision.sizes)
+    yield SentForProduct(over, sent * times / decision.batch.parts(work.rows), work)
 
 
 def _bytes(atom: Atom) -> int:

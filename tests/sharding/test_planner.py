@@ -1,5 +1,6 @@
 """What the planner decides for models whose best splits are known."""
 
+import gc
 import inspect
 
 import equinox as eqx
@@ -389,3 +390,29 @@ def test_docstrings_state_the_memory_that_plans_assume_and_fill():
     for function in (rc.plan_shardings, rc.fit, rc.dry_run):
         assert part in (inspect.getdoc(function) or "")
     assert f"{DEFAULT_MEMORY / 1e9:.0f} GB" in (inspect.getdoc(rc.Hardware) or "")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_cycles_are_not_collected_while_a_plan_is_made_and_then_as_before(enabled):
+    """The collector would go through all that a plan of a large model consists of, many times."""
+    during = []
+
+    def loss(p, x, key):
+        during.append(gc.isenabled())
+        if len(x) == 1:
+            raise ValueError("no rows")
+        return mlp_loss(p, x, key)
+
+    model = {"up": array(64, 256), "down": array(256, 64)}
+    try:
+        if not enabled:
+            gc.disable()
+        plan_of(loss, model, array(16, 64))
+        assert gc.isenabled() == enabled
+        with pytest.raises(ValueError, match="no rows"):
+            plan_of(loss, model, array(1, 64))
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+    assert not any(during)
+    assert during

@@ -7,6 +7,7 @@ ambient mesh, and only if that fails with one.
 """
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -146,3 +147,19 @@ def _resolving_specs(mesh: Mesh | AbstractMesh) -> Iterator[None]:
 def without_ambient_mesh() -> AbstractContextManager[object]:
     """An ambient mesh may be one of other devices than those that are compiled for."""
     return jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pauses Python's collection of reference cycles.
+
+    Traces and plans are many objects without cycles, which the collector goes through again and
+    again: the more layers there are, the longer it takes.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

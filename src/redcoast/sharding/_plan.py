@@ -14,6 +14,7 @@ from ..core._axis_types import auto_ambient_mesh, is_explicit, on_auto_axes, wit
 from ..core._errors import check_functions, check_integer, check_mesh
 from ..core._frames import hide_frames
 from ..core._target import target
+from ..core._tracing import collection_paused
 from ..distributed._mesh import AXES, PIPE
 from .report._data import Coupling, PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
@@ -444,7 +445,7 @@ def plan_shardings(
     )
     limit = memory_limit(memory, hardware)
     # The function may refer to axes of the ambient mesh, which are Explicit outside.
-    with auto_ambient_mesh():
+    with auto_ambient_mesh(), collection_paused():
         if limit is None:
             plans, compute, report = plan(fn)
         else:

@@ -82,21 +82,21 @@ def _groups(side: str, tensor: Tensor) -> Groups:
     """Parses one side of a pattern: the factors of each dimension."""
     groups, counts = [], Counter()
     # Factors in parentheses, or one factor, or any other sign, which is an error.
-    for inside, word, sign in re.findall(r"\(([\w\s]+)\)|(\w+)|(\S)", side):
+    for in_parentheses, factor, sign in re.findall(r"\(([\w\s]+)\)|(\w+)|(\S)", side):
         if sign:
             raise ValueError(
                 f"{tensor} has {sign!r} where a factor is expected. Write factors as words or "
                 "numbers, with the factors of one dimension in parentheses: `(heads head_dim) "
                 "width`."
             )
-        groups.append(tuple((inside or word).split()))
+        groups.append(tuple((in_parentheses or factor).split()))
         counts.update(groups[-1])
     # A placeholder, which may stand several times.
     del counts["1"]
-    if again := {factor for factor, count in counts.items() if count > 1}:
-        raise ValueError(f"{tensor} has {_words(again)} more than once on one side.")
-    if odd := {f for f in counts if not (f.isidentifier() or f.isdecimal()) or f == "0"}:
-        raise ValueError(f"{tensor} has {_words(odd)}, which is neither a name nor a size.")
+    if repeated := {factor for factor, count in counts.items() if count > 1}:
+        raise ValueError(f"{tensor} has {_words(repeated)} more than once on one side.")
+    if invalid := {f for f in counts if not (f.isidentifier() or f.isdecimal()) or f == "0"}:
+        raise ValueError(f"{tensor} has {_words(invalid)}, which is neither a name nor a size.")
     return tuple(groups)
 
 
@@ -104,13 +104,13 @@ def _check(tensor: Tensor) -> None:
     left, right = {*it.chain(*tensor.left)} - {"1"}, {*it.chain(*tensor.right)} - {"1"}
     fixed = dict(tensor.fixed)
     # Factors of which the leaf has one index, and thus no dimension.
-    parts = {factor for factor, size in fixed.items() if isinstance(size, tuple)} - right
+    indexed = {factor for factor, size in fixed.items() if isinstance(size, tuple)} - right
     if unknown := fixed.keys() - left - right:
         raise ValueError(f"{tensor} has no {_words(unknown)}, for which a size is given.")
-    if alone := (left - parts) ^ right:
+    if one_sided := (left - indexed) ^ right:
         raise ValueError(
-            f"{tensor} has {_words(alone)} on one side only. This is allowed only for factors of "
-            "size 1 and, on the left, for factors fixed at an index, such as qkv=(0, 3)."
+            f"{tensor} has {_words(one_sided)} on one side only. This is allowed only for factors "
+            "of size 1 and, on the left, for factors fixed at an index, such as qkv=(0, 3)."
         )
     for factor, size in fixed.items():
         index = 0
@@ -161,18 +161,18 @@ def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
         )
     for group, size in zip(tensor.right, shape, strict=True):
         # At most one factor has no size yet: it is what the others leave of the dimension.
-        known, unsized = 1, []
+        product, unsized = 1, []
         for factor in group:
-            if (part := sizes[factor]) is None:
+            if (factor_size := sizes[factor]) is None:
                 unsized.append(factor)
             else:
-                known *= part
-        if size % known or (not unsized and size != known):
+                product *= factor_size
+        if size % product or (not unsized and size != product):
             raise ValueError(
                 f"{tensor} has sizes whose product cannot be {size}, as the array's shape "
                 f"{leaf_shape} requires: { ({f: sizes[f] for f in group}) }."
             )
-        sizes |= dict.fromkeys(unsized, size // known)
+        sizes |= dict.fromkeys(unsized, size // product)
     complete = {factor: size for factor, size in sizes.items() if size is not None}
     totals = tensor_sizes(tensor, complete)
     for factor, start in ranges(tensor).items():
@@ -189,7 +189,11 @@ def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
 def ranges(tensor: Tensor) -> dict[str, int]:
     """Returns the factors of which the leaf has a range, with its first index."""
     right = {*it.chain(*tensor.right)}
-    return {f: at[0] for f, at in tensor.fixed if isinstance(at, tuple) and f in right}
+    first: dict[str, int] = {}
+    for factor, size in tensor.fixed:
+        if isinstance(size, tuple) and factor in right:
+            first[factor], _ = size
+    return first
 
 
 def tensor_sizes(tensor: Tensor, sizes: dict[str, int]) -> dict[str, int]:

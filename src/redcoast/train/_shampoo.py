@@ -15,15 +15,15 @@ from jaxtyping import Array, Int, PyTree
 from ._divide import compute_divided
 from ._matrix_stacks import Matrices, Numbers, sides_of
 from ._side_statistics import (
+    ArrayState,
     Moments,
     Side,
-    Sided,
     SideOptions,
     Statistics,
     add_gradient,
     as_statistics,
+    optimizer_with_sides,
     side_of,
-    with_sides,
 )
 
 _GRAFT_EPS = 1e-8  # added to the root of the squares, as in Adam
@@ -90,25 +90,27 @@ def shampoo(
         ```
     """
     options = SideOptions(b1, b2, statistics, eps, frequency)
-    return with_sides(
-        "shampoo", learning_rate, dimensions, others, options, weight_decay, compute=_next
+    return optimizer_with_sides(
+        "shampoo", learning_rate, dimensions, others, options, weight_decay, update=_updated
     )
 
 
-def _next(options: SideOptions, count: Int[Array, ""], sided: list[Sided]) -> list[Sided]:
-    members = [x.stored(x.moments.gradient) for x in sided]
-    on_stacks = ft.partial(_on_stacks, options)
-    results = compute_divided(on_stacks, count, members, like=(0, 1, 2))
-    after: list[Sided] = []
-    for x, (direction, left, right) in zip(sided, results, strict=True):
+def _updated(
+    options: SideOptions, count: Int[Array, ""], states: list[ArrayState]
+) -> list[ArrayState]:
+    members = [x.as_matrices(x.moments.gradient) for x in states]
+    update_stacks = ft.partial(_update_stacks, options)
+    results = compute_divided(update_stacks, count, members, like=(0, 1, 2))
+    updated: list[ArrayState] = []
+    for x, (direction, left, right) in zip(states, results, strict=True):
         gradient, mu, nu = x.moments
         nu = options.b2 * nu + (1 - options.b2) * gradient**2
         unbiased_nu = nu / (1 - options.b2 ** (count + 1))
         update = direction * _norms(gradient / (jnp.sqrt(unbiased_nu) + _GRAFT_EPS), x.numbers)
         mu = options.b1 * mu + (1 - options.b1) * update
         unbiased_mu = mu / (1 - options.b1 ** (count + 1))
-        after.append(replace(x, moments=Moments(unbiased_mu, mu, nu), left=left, right=right))
-    return after
+        updated.append(replace(x, moments=Moments(unbiased_mu, mu, nu), left=left, right=right))
+    return updated
 
 
 def _norms(x: Array, numbers: Numbers) -> Array:
@@ -117,7 +119,7 @@ def _norms(x: Array, numbers: Numbers) -> Array:
     return jnp.sqrt(jnp.sum(x**2, axis=(*inputs, *outputs), keepdims=True))
 
 
-def _on_stacks(
+def _update_stacks(
     options: SideOptions,
     count: Int[Array, ""],
     gradient: Matrices,

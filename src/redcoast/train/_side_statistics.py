@@ -81,7 +81,7 @@ class SideOptions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sided:
+class ArrayState:
     """An array of matrices with its statistics, and what an optimizer computes for it.
 
     `moments` have the gradient at first, and the update at last.
@@ -93,7 +93,7 @@ class Sided:
     left: Statistics
     right: Statistics
 
-    def stored(self, *arrays: Array) -> list[StoredMatrices]:
+    def as_matrices(self, *arrays: Array) -> list[StoredMatrices]:
         """Arrays of the parameter's shape and the statistics, as matrices."""
         members = [stored_matrices(x, self.numbers, self.path) for x in arrays]
         # The statistics are stacks already.
@@ -102,11 +102,11 @@ class Sided:
         return members
 
 
-# From the number of steps so far and the matrices to the same with their updates.
-Next = Callable[[Int[Array, ""], list[Sided]], list[Sided]]
+# From the number of steps so far and the states of arrays to the states after this step.
+Update = Callable[[SideOptions, Int[Array, ""], list[ArrayState]], list[ArrayState]]
 
 
-def with_sides(
+def optimizer_with_sides(
     name: str,
     learning_rate: optax.ScalarOrSchedule,
     dimensions: PyTree[Numbers | None],
@@ -114,7 +114,7 @@ def with_sides(
     options: SideOptions,
     weight_decay: float,
     *,
-    compute: Callable[[SideOptions, Int[Array, ""], list[Sided]], list[Sided]],
+    update: Update,
 ) -> optax.GradientTransformation:
     """An optimizer of matrices with statistics of both sides, and another one of other arrays.
 
@@ -126,7 +126,7 @@ def with_sides(
     check_integer("frequency", options.frequency)
     check_kind("weight_decay", weight_decay, NUMBER, "a number")
     matrices = optax.chain(
-        _scale_by_sides(dimensions, ft.partial(compute, options)),
+        _scale_by_sides(dimensions, ft.partial(update, options)),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -134,7 +134,8 @@ def with_sides(
 
 
 def _scale_by_sides(
-    dimensions: PyTree[Numbers | None], compute: Next
+    dimensions: PyTree[Numbers | None],
+    update_states: Callable[[Int[Array, ""], list[ArrayState]], list[ArrayState]],
 ) -> optax.GradientTransformation:
     """A transformation that computes its updates on stacks, of which each device has a part."""
     numbers = numbers_of(dimensions)
@@ -157,15 +158,15 @@ def _scale_by_sides(
         updates: PyTree, state: PyTree, params: PyTree | None = None
     ) -> tuple[PyTree, SidesState]:
         leaves, treedef = jax.tree.flatten_with_path(updates)
-        sided: list[Sided] = []
+        states: list[ArrayState] = []
         of_state = map(jax.tree.leaves, state[1:])
         for (path, x), mu, nu, left, right, n in zip(leaves, *of_state, numbers, strict=True):
             moments = Moments(x.astype(jnp.float32), mu, nu)
-            sided.append(Sided(path, n, moments, left, right))
+            states.append(ArrayState(path, n, moments, left, right))
         new: list[list[Array]] = []
-        for (_, x), after in zip(leaves, compute(state.step, sided), strict=True):
-            gradient, mu, nu = after.moments
-            new.append([gradient.astype(x.dtype), mu, nu, after.left, after.right])
+        for (_, x), updated in zip(leaves, update_states(state.step, states), strict=True):
+            direction, mu, nu = updated.moments
+            new.append([direction.astype(x.dtype), mu, nu, updated.left, updated.right])
         step = jnp.asarray(optax.safe_increment(state.step))
         trees = [treedef.unflatten(part) for part in zip(*new, strict=True)]
         return trees[0], SidesState(step, *trees[1:])

@@ -14,15 +14,15 @@ from jaxtyping import Array, Int, PyTree
 from ._divide import StoredMatrices, compute_divided
 from ._matrix_stacks import Matrices, Numbers
 from ._side_statistics import (
+    ArrayState,
     Moments,
     Side,
-    Sided,
     SideOptions,
     Statistics,
     add_gradient,
     as_statistics,
+    optimizer_with_sides,
     side_of,
-    with_sides,
 )
 
 
@@ -84,30 +84,32 @@ def soap(
         ```
     """
     options = SideOptions(b1, b2, statistics, eps, frequency)
-    return with_sides(
-        "soap", learning_rate, dimensions, others, options, weight_decay, compute=_next
+    return optimizer_with_sides(
+        "soap", learning_rate, dimensions, others, options, weight_decay, update=_updated
     )
 
 
-def _next(options: SideOptions, count: Int[Array, ""], sided: list[Sided]) -> list[Sided]:
+def _updated(
+    options: SideOptions, count: Int[Array, ""], states: list[ArrayState]
+) -> list[ArrayState]:
     members: list[list[StoredMatrices]] = []
     means: list[Array] = []
-    for x in sided:
+    for x in states:
         gradient, mu, nu = x.moments
         mu = options.b1 * mu + (1 - options.b1) * gradient
         means.append(mu)
-        members.append(x.stored(gradient, mu, nu))
-    on_stacks = ft.partial(_on_stacks, options)
-    results = compute_divided(on_stacks, count, members, like=(0, 2, 3, 4))
-    after: list[Sided] = []
-    for x, mu, (update, nu, left, right) in zip(sided, means, results, strict=True):
+        members.append(x.as_matrices(gradient, mu, nu))
+    update_stacks = ft.partial(_update_stacks, options)
+    results = compute_divided(update_stacks, count, members, like=(0, 2, 3, 4))
+    updated: list[ArrayState] = []
+    for x, mu, (update, nu, left, right) in zip(states, means, results, strict=True):
         # The first gradient only begins the statistics.
         mu = jnp.where(count == 0, 0, mu)
-        after.append(replace(x, moments=Moments(update, mu, nu), left=left, right=right))
-    return after
+        updated.append(replace(x, moments=Moments(update, mu, nu), left=left, right=right))
+    return updated
 
 
-def _on_stacks(
+def _update_stacks(
     options: SideOptions,
     count: Int[Array, ""],
     gradient: Matrices,

@@ -29,18 +29,18 @@ def ragged_dot_rule(equation: JaxprEqn) -> Rule:
     """Each group of rows is multiplied by its own matrix; the groups are needed as a whole."""
     # [i k], [g k j], [g] -> [i j], with `k` reduced
     factors = Factors()
-    left, right, *sizes = factors.of_each(equation.invars)
+    left, right, *group_sizes = factors.of_each(equation.invars)
     (result,) = factors.of_each(equation.outvars)
     numbers = equation.params.get("ragged_dot_dimension_numbers")
     if numbers is None or len(left) != 2 or len(right) != 3:
-        operands = [left, right, *sizes]
+        operands = [left, right, *group_sizes]
         return factors.rule(operands, [result], whole=sum(operands, start=result))
     rows, _ = left  # (rows, inputs)
     groups, _, outputs = right  # (groups, inputs, outputs)
     right[1] = left[1]
-    whole = sum(sizes, start=[groups])
+    whole = sum(group_sizes, start=[groups])
     return factors.rule(
-        [left, right, *sizes],
+        [left, right, *group_sizes],
         [[rows, outputs]],
         reduced=[left[1]],
         whole=whole,
@@ -109,37 +109,37 @@ def convolution_rule(equation: JaxprEqn) -> Rule:
         unknown = [*image, *kernel, *result]
         return factors.rule([image, kernel], [result], whole=unknown, blocked=unknown)
     batch, channel, *image_space = spec.lhs_spec
-    out, into, *kernel_space = spec.rhs_spec
+    kernel_out, kernel_in, *kernel_space = spec.rhs_spec
     result_batch, result_channel, *result_space = spec.out_spec
-    summed = kernel[into]
+    inputs = kernel[kernel_in]
     space, window = at_places(image, image_space), at_places(kernel, kernel_space)
     blocked = [*space, *window]
-    image[channel] = summed
+    image[channel] = inputs
     if groups > 1:
-        blocked.append(summed)  # each group stays on one device
-        outputs = shape_of(equation.invars[1])[out]
+        blocked.append(inputs)  # each group stays on one device
+        outputs = shape_of(equation.invars[1])[kernel_out]
         group = factors.new(groups)
-        image[channel] = group + summed
-        kernel[out] = group + factors.new(outputs // groups)
+        image[channel] = group + inputs
+        kernel[kernel_out] = group + factors.new(outputs // groups)
     result: list[Dimension] = [()] * len(image)
     result[result_batch] = image[batch]
-    result[result_channel] = kernel[out]
+    result[result_channel] = kernel[kernel_out]
     for d, dimension in zip(result_space, space, strict=True):
         result[d] = dimension
-    reduced, whole, moved = [summed], window, space
-    sizes = at_places(shape_of(equation.invars[1]), kernel_space)
+    reduced, whole, moved = [inputs], window, space
+    window_sizes = at_places(shape_of(equation.invars[1]), kernel_space)
     if makes_kernel(equation):
         # [n c h], [o c h] -> [n o w], with `c` and `h` reduced
         for d, dimension in zip(kernel_space, space, strict=True):
             kernel[d] = dimension
         for d in result_space:
             result[d] = factors.new(shape_of(equation.outvars[0])[d])
-        reduced, whole = [summed, *space], at_places(result, result_space)
+        reduced, whole = [inputs, *space], at_places(result, result_space)
         blocked = [*space, *whole]
-    steps = params["window_strides"], params["lhs_dilation"], params["rhs_dilation"]
+    strides_and_dilations = params["window_strides"], params["lhs_dilation"], params["rhs_dilation"]
     near = [
         (dimension, neighbours(*of_window))
-        for dimension, *of_window in zip(space, sizes, *steps, strict=True)
+        for dimension, *of_window in zip(space, window_sizes, *strides_and_dilations, strict=True)
     ]
     return factors.rule(
         [image, kernel],

@@ -10,6 +10,8 @@ from math import prod
 
 import numpy as np
 
+from ...core._control_flow import primitive_name
+from ...core._jaxpr import iter_equations
 from ..program._batch_dims import Examples, find_examples
 from ..program._facts import Facts, Operation, alike, follow_facts
 from ..program._program import Program
@@ -27,7 +29,9 @@ class _From(IntEnum):
 def find_shared_masks(program: Program) -> tuple[str, ...]:
     """The lines of the user's code that use a random mask for all examples alike."""
     examples = find_examples(program)
-    if examples is None:
+    # Most programs draw nothing, and need not be followed.
+    names = map(primitive_name, iter_equations(program.scope.jaxpr))
+    if examples is None or "random_bits" not in names:
         return ()
     lines: dict[str, None] = {}  # in the order of the program
     facts = Facts(

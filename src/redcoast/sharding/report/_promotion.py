@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal
 
+from ...core._jaxpr import iter_equations
 from ..operations import shape_of
 from ..program._batch_dims import Examples, find_examples
 from ..program._facts import Facts, Operation, alike, follow_facts
@@ -30,7 +31,8 @@ class _Origin(NamedTuple):
 def find_promotions(program: Program) -> tuple[str, ...]:
     """The lines of the user's code that combine every example with every other by mistake."""
     examples = find_examples(program)
-    if examples is None:
+    # Most programs combine no examples with all others, and need not be followed.
+    if examples is None or not _has_pairs(examples, program):
         return ()
     lines: dict[str, None] = {}  # in the order of the program
     facts = Facts(
@@ -43,6 +45,14 @@ def find_promotions(program: Program) -> tuple[str, ...]:
     origins = [_Origin(model=True)] * arrays + [_Origin()] * others
     follow_facts(facts, program.scope, origins)
     return tuple(lines)
+
+
+def _has_pairs(examples: Examples, program: Program) -> bool:
+    pairs = (examples.count, examples.count)
+    for equation in iter_equations(program.scope.jaxpr):
+        if pairs in map(shape_of, equation.outvars):
+            return True
+    return False
 
 
 def _merged(origins: Sequence[_Origin]) -> _Origin:

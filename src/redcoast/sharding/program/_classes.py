@@ -23,9 +23,7 @@ class Classes:
         apart: Collection[int] = (),
     ):
         self._parent = list(range(len(graph.sizes)))
-        self._n = n
-        self._least = least
-        self._sizes = graph.sizes
+        self._divides = [size >= least and size % n == 0 for size in graph.sizes]
         for a, b in graph.links:
             self._join(a, b)
         if not soft:
@@ -37,7 +35,7 @@ class Classes:
                 self._join(a, b)
 
     def _join(self, a: int, b: int) -> None:
-        if self.divides(a) and self.divides(b):
+        if self._divides[a] and self._divides[b]:
             a, b = self[a], self[b]
             # The smallest node represents a class, so that the order of links makes no difference.
             self._parent[max(a, b)] = min(a, b)
@@ -51,7 +49,7 @@ class Classes:
 
     def divides(self, node: int) -> bool:
         """Whether the size of a node is divisible, and not below `least`."""
-        return self._sizes[node] >= self._least and self._sizes[node] % self._n == 0
+        return self._divides[node]
 
     def of(self, nodes: Iterable[int]) -> frozenset[int]:
         return frozenset(self[node] for node in nodes)

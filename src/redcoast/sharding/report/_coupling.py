@@ -7,6 +7,7 @@ normalisation, and a nonlinear function of a mean. Means weighted by arrays of t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...core._jaxpr import is_inexact
 from ..operations import Factor, Rule
@@ -84,14 +85,14 @@ class _Search:
 
     def origin(self, operation: Operation, origins: Origins) -> _Origin:
         """The origin of an operation's results; what relates examples is recorded."""
-        rule, merged = operation.rule, _merged(origins)
+        rule = operation.rule
         if operation.name in UNCOUPLED:
             return _Origin()
         if operation.name == "iota":
             # The number of an example, by which each is written to its own place.
             return _Origin(counts=True)
         if rule is None:
-            return merged
+            return _merged(origins)
         if "ragged_dot" in operation.name:
             # The sizes of groups, which are sums over the rows of all examples, only say where the
             # rows of each group are.
@@ -131,8 +132,12 @@ class _Use:
             return False  # each example is written to its own place
         return self.along(self.rule.reduced - self.rule.indexed)
 
+    @cached_property
+    def merged(self) -> _Origin:
+        return _merged(self.origins)
+
     def origin(self) -> _Origin:
-        merged = _merged(self.origins)
+        merged = self.merged
         # Sorted numbers of examples are a permutation, and not each example's own.
         if self.rule.shuffled:
             merged = replace(merged, counts=False)
@@ -151,7 +156,7 @@ class _Use:
 
     def coupling(self) -> Coupling | None:
         """How the operation relates examples, if it does."""
-        origin = _merged(self.origins)
+        origin = self.merged
         is_inexact_result = is_inexact(self.operation.equation.outvars[0].aval)
         where, why = self.operation, ""
         if origin.model and self._compares_all():

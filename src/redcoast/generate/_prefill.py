@@ -290,6 +290,13 @@ def keep_places(tree: PyTree, places: Places) -> PyTree:
     return structure.unflatten(leaves)
 
 
+def place_all(tree: PyTree, sharding: NamedSharding | None) -> PyTree:
+    """Constrains all arrays of a tree to one sharding, if there is one."""
+    if sharding is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, sharding)
+
+
 def mesh_of(arrays: Arrays) -> Mesh | None:
     """Returns the mesh that a model is on."""
     for sharding in filter(None, map(_named_sharding, arrays)):

@@ -32,6 +32,7 @@ from ._prefill import (
     by_layer_with,
     chunks_for,
     keep_places,
+    place_all,
     places_of,
 )
 from ._processors import least_new
@@ -209,7 +210,7 @@ def _first_turns(
     everywhere: NamedSharding | None,
 ) -> Turns:
     turns = _choose_first(join(arrays, static), last, prompt, numbers, request)
-    return _placed(turns, everywhere)
+    return place_all(turns, everywhere)
 
 
 @ft.partial(jax.jit, static_argnums=(3, 9, 10, 11), donate_argnums=(0, 1))
@@ -237,7 +238,7 @@ def _replace_row(
     for i, (x, own_row, d) in enumerate(zip(leaves, jax.tree.leaves(own), dims, strict=True)):
         if d is not None:
             leaves[i] = _put_row(x, own_row, d, row, sharded=everywhere is not None)
-    return keep_places(structure.unflatten(leaves), places), _placed(turns, everywhere)
+    return keep_places(structure.unflatten(leaves), places), place_all(turns, everywhere)
 
 
 def _put_row(x: Array, own: Array, d: int, row: Int[Array, ""], *, sharded: bool) -> Array:
@@ -278,7 +279,7 @@ def _advance_rows(
 
     steps = jnp.zeros((), jnp.int32)
     cache, turns, steps = jax.lax.while_loop(keep_going, step, (cache, turns, steps))
-    return keep_places(cache, places), _placed(turns, everywhere), steps
+    return keep_places(cache, places), place_all(turns, everywhere), steps
 
 
 @ft.partial(jax.jit, static_argnums=2, donate_argnums=0)
@@ -340,9 +341,3 @@ def choose_next(logits: Float[Array, "rows vocab"], turns: Turns, request: Reque
     counts = counts + (~turns.ended).astype(jnp.int32)
     ended = turns.ended | is_any(tokens, (*request.eos, INVALID)) | (counts >= request.limit)
     return Turns(turns.numbers, tokens, counts, ended, new, scores, history, turns.least)
-
-
-def _placed(turns: Turns, place: NamedSharding | None) -> Turns:
-    if place is None:
-        return turns
-    return jax.lax.with_sharding_constraint(turns, place)

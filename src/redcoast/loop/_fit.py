@@ -43,7 +43,6 @@ from ._setup import (
     check_named_metrics,
     complete_evaluation,
     mesh_of_run,
-    needs_plan,
     place_data,
     plan_run,
     prepare_evaluation,
@@ -230,7 +229,9 @@ def fit(
             ahead=threads.ahead,
         )
         refuse_unresumable(data, checkpoints)
-        printer.describe_run(abstract, data, evaluation, compute_dtype, plans=needs_plan(plan))
+        printer.describe_run(
+            abstract, data, evaluation, compute_dtype, plans=not isinstance(plan, Plan)
+        )
         if mesh == "auto":
             # The search needs the shapes of a batch, so the data has the default mesh until here.
             data.mesh = best_mesh(training, abstract, data, overrides, memory, quiet=printer.quiet)

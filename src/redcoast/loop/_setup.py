@@ -53,11 +53,6 @@ def mesh_of_run(mesh: Mesh | str | None, plan: Plan | str | None) -> Mesh:
     return plan.mesh
 
 
-def needs_plan(plan: Plan | str | None) -> bool:
-    """Whether a run has to plan its step."""
-    return not isinstance(plan, Plan)
-
-
 def best_mesh(
     training: Training,
     state: TrainState,

@@ -116,7 +116,7 @@ def attend_with_sums(
     # Without dropout the random numbers would be computed and not used.
     key = key if rate else None
     options = _Options(rows, columns, pairs, scale, softcap, rate)
-    slots = _pad(jnp.arange(queries) if view.slots is None else view.slots, rows, 0)
+    slots = pad_to_blocks(jnp.arange(queries) if view.slots is None else view.slots, rows, 0)
     given = _Given(
         _padded(view, slots, rows, columns, keys),
         jnp.arange(-(-keys // columns) * columns),
@@ -127,7 +127,11 @@ def attend_with_sums(
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     # Only a bias has a gradient. Masks, slots and PRNG keys do not.
     own, fixed = eqx.partition(given, eqx.is_inexact_array)
-    arrays = (_pad(grouped, rows, 1), _pad(k, columns, 1), _pad(v, columns, 1))
+    arrays = (
+        pad_to_blocks(grouped, rows, 1),
+        pad_to_blocks(k, columns, 1),
+        pad_to_blocks(v, columns, 1),
+    )
     found: Any = _attention(options, *arrays, own, fixed)
     out, log_sum = found
     out = out[:, :queries].reshape(*q.shape[:3], v.shape[-1])  # without padding
@@ -141,8 +145,8 @@ def _padded(view: View, slots: Array, rows: int, columns: int, keys: int) -> Vie
     if real is None and keys % columns and not (view.causal and view.slots is None):
         real = jnp.ones((1, keys), bool)
     if segments is not None:
-        segments = _pad(segments[0], rows, 1), _pad(segments[1], columns, 1)
-    real = None if real is None else _pad(real, columns, 1)
+        segments = pad_to_blocks(segments[0], rows, 1), pad_to_blocks(segments[1], columns, 1)
+    real = None if real is None else pad_to_blocks(real, columns, 1)
     return View(real, slots, segments, view.causal, view.window)
 
 
@@ -151,10 +155,14 @@ def _block_size(size: int, block: int) -> int:
     return -(-size // -(-size // block))
 
 
-def _pad(x: AnyArray, block: int, axis: int) -> Array:
+def pad_to_blocks(x: AnyArray, block: int, axis: int = 1, value: int = 0) -> Array:
+    """Pads the end of an axis to a multiple of the size of a block."""
     missing = -x.shape[axis] % block
-    pads = [(0, missing if d == axis else 0) for d in range(x.ndim)]
-    return jnp.pad(x, pads) if missing else jnp.asarray(x)
+    if not missing:
+        return jnp.asarray(x)
+    pads = [(0, 0)] * x.ndim
+    pads[axis] = (0, missing)
+    return jnp.pad(x, pads, constant_values=value)
 
 
 def _visible_blocks(

@@ -25,7 +25,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float
 
-from ._blockwise import KEPT, attend_with_sums
+from ._blockwise import KEPT, attend_with_sums, pad_to_blocks
 from ._view import View
 
 # The number of queries and keys in a block, largest first.
@@ -83,10 +83,11 @@ def attend_in_splash(
         window = (view.window - 1, view.window - 1)
     segments: Any = _segments(view, q.shape[0], queries, keys, columns)
     options = SplashOptions(rows, columns, view.causal, window, softcap)
-    q = _pad(q * jnp.asarray(scale, q.dtype), rows)
-    k, v = _pad(k, columns), _pad(v, columns)
+    q = pad_to_blocks(q * jnp.asarray(scale, q.dtype), rows)
+    k, v = pad_to_blocks(k, columns), pad_to_blocks(v, columns)
     if segments is not None:
-        segments = _pad(segments[0], rows, _PADDING), _pad(segments[1], columns, _PADDING)
+        of_queries = pad_to_blocks(segments[0], rows, value=_PADDING)
+        segments = of_queries, pad_to_blocks(segments[1], columns, value=_PADDING)
     out: Any = _attention(options, q, k, v, segments)  # (batch, padded queries, heads, head_dim)
     return out[:, :queries]
 
@@ -95,14 +96,6 @@ def _block_size(size: int) -> int:
     """The largest block that pads a sequence little."""
     fits = [block for block in _BLOCKS if -size % block <= size * _MOST_PADDED]
     return max(fits, default=_BLOCKS[-1])
-
-
-def _pad(x: Array, block: int, value: int = 0) -> Array:
-    missing = -x.shape[1] % block
-    if not missing:
-        return x
-    pads = [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)
-    return jnp.pad(x, pads, constant_values=value)
 
 
 def _segments(view: View, batch: int, queries: int, keys: int, columns: int) -> Segments:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..core._pytree import Arrays, Static, join, split
 from ..generate._logits import filter_logits, first_greatest
-from ..generate._prefill import PromptChunks, by_layer_with, keep_places, places_of
+from ..generate._prefill import PromptChunks, by_layer_with, keep_places, place_all, places_of
 from ..generate._processors import process
 from ..generate._prompt import append_tokens
 from ..generate._request import Request
@@ -110,7 +110,7 @@ def decode_rows(
 def _begin(arrays: Arrays, static: Static, last: Array, everywhere: NamedSharding | None) -> Logits:
     """Returns the logits of the first new token."""
     logits = join(arrays, static).unembed(last)[:, 0].astype(jnp.float32)
-    return _placed(logits, everywhere)
+    return place_all(logits, everywhere)
 
 
 @ft.partial(jax.jit, static_argnums=(2, 4, 5), donate_argnums=0)
@@ -126,13 +126,7 @@ def _advance(
     # A row whose logits were NaN continues with any token, which is never returned.
     logits, cache = append_tokens(join(arrays, static), jnp.maximum(tokens, 0), cache)
     # Keeps the shardings of the first step: if they changed, each step would be recompiled.
-    return _placed(logits.astype(jnp.float32), everywhere), keep_places(cache, places)
-
-
-def _placed(tree: PyTree, place: NamedSharding | None) -> PyTree:
-    if place is None:
-        return tree
-    return jax.lax.with_sharding_constraint(tree, place)
+    return place_all(logits.astype(jnp.float32), everywhere), keep_places(cache, places)
 
 
 @ft.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -155,7 +149,7 @@ def _start(
         times=jnp.zeros((rows, vocab), jnp.int32),
         scores=_no_scores(rows, vocab),
     )
-    return _placed(progress, everywhere)
+    return place_all(progress, everywhere)
 
 
 @ft.partial(jax.jit, static_argnums=5)
@@ -197,7 +191,7 @@ def _choose(
             lambda: _no_scores(*logits.shape),
         ),
     )
-    return _placed(progress, everywhere)
+    return place_all(progress, everywhere)
 
 
 def _where_any(
@@ -317,4 +311,4 @@ def _score_chunk(
 
     scores = jax.lax.map(score, (apart(hidden), apart(jnp.asarray(following))))
     join_chunks = lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:])
-    return _placed(jax.tree.map(join_chunks, scores), everywhere)
+    return place_all(jax.tree.map(join_chunks, scores), everywhere)

@@ -33,8 +33,6 @@ class ModelArray:
 
     def part(self, share: float) -> "ModelArray":
         """A slice of the array. Its gradient is written into that of the array."""
-        if not self.gathered:
-            return ModelArray()
         return ModelArray(
             gathered=share * self.gathered, local=share * self.local, first_use=self.first_use
         )
@@ -234,7 +232,8 @@ class Timeline:
         self.now += 1
         for buffer, parameter in self.waiting:
             self.read((buffer,))
-            if self.compiler == "cpu" and parameter.gathered:
+            is_slice = not parameter.gradient
+            if self.compiler == "cpu" and (parameter.gathered or is_slice):
                 # Without a reduce-scatter, the sum is there as a whole too.
                 self.write(parameter.local, parameter.first_use)
             self.write(parameter.gradient, ()).is_gradient = True

@@ -241,9 +241,9 @@ class _Run:
                     grads = [None, *grads]  # the number of the branch has no derivative
                 case Scan() as scan:
                     if scan.unroll < scan.length:
-                        # A loop sums the gradients of sharded layers over devices one by one.
+                        # A loop sums the gradients of layers over devices one by one.
                         for root in union(map(frame.of, scan.split(equation.invars)[2])):
-                            if root.parameter is not None and root.parameter.gathered:
+                            if root.parameter is not None:
                                 self.time.add_gradient(root.parameter, summed=True)
                     grads = self._loop_back(step, results)
                 case While():
@@ -518,6 +518,9 @@ class _Run:
             if len(roots) == 1 and roots[0].parameter is not None:
                 # An iteration gathers its own layer alone, and sums its gradient.
                 layer = roots[0].parameter.part(1 / scan.length)
+                if scan.unroll >= scan.length and not layer.gathered:
+                    # The gradients of all layers are summed after the last.
+                    layer = ModelArray()
             else:
                 roots = self._in_memory(step, atom)
             operands.append(roots)
@@ -601,6 +604,9 @@ def _run_body(frame: _Frame, scan: Scan, slices: Sequence[Roots], time: Timeline
         if values[var].grad:
             cotangents[var] = outside
     grads = run.backward(frame, cotangents)
+    # An FSDP-sharded layer is whole until then: its sum takes no more than that in compiled loops.
+    if run.stacks and not any(parameter.gathered for _, parameter in time.waiting):
+        time.sum_gradients()
     time.now += 1
     time.read(union(filter(None, grads)))
     saved: list[WrittenBytes] = []

@@ -24,10 +24,12 @@ _specs = jax.make_user_context()
 class StoredSpecs:
     """The shapes and specs of arrays by path.
 
-    Equal ones are the same object: JAX compares them wherever it looks up a trace.
+    Equal ones are the same object: JAX compares them wherever it looks up a trace. A trace depends
+    on them only if they `were_asked_for`.
     """
 
     def __init__(self, arrays: Arrays):
+        self.were_asked_for = False
         self._arrays = arrays
         self._by_last: dict[object, list[tuple[KeyPath, Shape, PartitionSpec]]] = {}
         for path, shape, spec in arrays:
@@ -39,6 +41,7 @@ class StoredSpecs:
         Of several, it is the one with the shortest path: that of a parameter is shorter than those
         of the optimizer's state.
         """
+        self.were_asked_for = True
         matching: list[tuple[int, int, PartitionSpec]] = []
         candidates = list(self._arrays)
         if path:

@@ -1,6 +1,6 @@
 """Adds the communication of an optimizer's update to a plan."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import compress
 
 import jax
@@ -29,6 +29,7 @@ def with_update_traffic(
     Evaluations of the loss by the optimizer itself, as in a line search, are not counted.
     """
     # Imported where a step is planned, so that importing redcoast stays cheap.
+    from ..sharding.program._shared_programs import is_over_a_mesh, shared_trace
     from ..sharding.report._update_traffic import update_traffic
 
     program = plan.report.program_or_none
@@ -52,12 +53,16 @@ def with_update_traffic(
             )
         return jax.tree.leaves(updates), split(after)[0]
 
-    def trace() -> AnyJaxpr:
-        with stored_as(stored_specs(plan.shardings, state)):
-            return jax.make_jaxpr(update)(*map(_abstract, (trained, opt_state, model)))
+    arrays = tuple(map(_abstract, (trained, opt_state, model)))
+
+    def trace() -> _TracedUpdate:
+        specs = stored_specs(plan.shardings, state)
+        with stored_as(specs):
+            jaxpr = jax.make_jaxpr(update)(*arrays)
+        return _TracedUpdate(jaxpr, specs.were_asked_for or is_over_a_mesh(jaxpr))
 
     try:
-        jaxpr = trace_for(plan.mesh, trace)
+        traced = shared_trace(plan.mesh, arrays, (), lambda: trace_for(plan.mesh, trace))
     except Exception:
         return plan  # The step raises the same error, with an explanation.
     specs_of_model = _specs(plan.shardings.model)
@@ -65,7 +70,7 @@ def with_update_traffic(
     of_state = _specs(plan.shardings.opt_state)
     sizes = dict(plan.mesh.shape)
     lines = update_traffic(
-        jaxpr,
+        traced.jaxpr,
         [*of_trained, *of_state, *specs_of_model],
         [*of_trained, *of_state],
         sizes,
@@ -76,6 +81,14 @@ def with_update_traffic(
     ordered = sorted((*program.traffic, *lines), key=lambda line: -line.bytes)
     report = replace(plan.report, program_or_none=replace(program, traffic=tuple(ordered)))
     return replace(plan, report=report)
+
+
+@dataclass(frozen=True)
+class _TracedUpdate:
+    """The program of an update, and whether it depends on the mesh that it was traced for."""
+
+    jaxpr: AnyJaxpr
+    over_a_mesh: bool
 
 
 def _zero(params: PyTree) -> Array:

@@ -180,6 +180,8 @@ def _chunked_losses(
             return token_losses(unembed(hidden), targets)
     if chunk < 1:
         raise ValueError(f"`chunk` is {chunk}, but must be at least 1.")
+    if hidden.shape[1] == 0:
+        return token_losses(unembed(hidden), targets)  # an empty sequence has no chunk
     if sequence_parts() > 1:
         return _losses_in_parts(hidden, unembed, targets, chunk)
 

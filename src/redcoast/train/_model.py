@@ -44,7 +44,9 @@ def refuse_untrainable(model: PyTree) -> None:
     leaves = jax.tree.leaves(model)
     arrays = [x for x in leaves if hasattr(x, "dtype")]
     reason = "`trainable` selects none of its floating arrays"
-    if not arrays:
+    if not leaves:
+        reason = "it is empty. Pass the parameters as the model"
+    elif not arrays:
         kinds = sorted({type(x).__name__ for x in leaves})
         reason = f"it has no arrays, but {several(kinds)}. Pass the parameters as the model"
     elif not any(map(eqx.is_inexact_array, arrays)):

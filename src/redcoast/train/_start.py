@@ -62,7 +62,7 @@ def starting_state(
         refuse_optimizer_states(partition_trainable(model_or_state.model, trainable)[0], TrainState)
         warn_of_shared(model_or_state.model, trainable)
         _warn_of_trained_base(model_or_state.model, trainable)
-        _warn_of_float16(model_or_state.model, trainable)
+        _warn_of_narrow_floats(model_or_state.model, trainable)
         # A state that was trained in another precision gets what this one needs.
         state = with_loss_scale(model_or_state, training.compute_dtype)
         state = with_average(state, average, trainable)
@@ -80,7 +80,7 @@ def starting_state(
         # for it.
         abstract = eqx.filter_eval_shape(create)
         _warn_of_trained_base(abstract.model, trainable)
-        _warn_of_float16(abstract.model, trainable)
+        _warn_of_narrow_floats(abstract.model, trainable)
         return abstract, key, lambda shardings: create(shardings=shardings)
     refuse_deleted(
         model_or_state,
@@ -89,7 +89,7 @@ def starting_state(
     )
     warn_of_shared(model_or_state, trainable)
     _warn_of_trained_base(model_or_state, trainable)
-    _warn_of_float16(model_or_state, trainable)
+    _warn_of_narrow_floats(model_or_state, trainable)
     create = lambda model, key: state_of(model, optimizer, key=key, **options)
     abstract = eqx.filter_eval_shape(create, model_or_state, key)
     # With a copy of the model: a step donates its state, and the user keeps the model.
@@ -115,15 +115,23 @@ def _warn_of_trained_base(model: PyTree, trainable: PyTree) -> None:
         )
 
 
-def _warn_of_float16(model: PyTree, trainable: PyTree) -> None:
+def _warn_of_narrow_floats(model: PyTree, trainable: PyTree) -> None:
     """Warns of parameters that an optimizer cannot train."""
     leaves = jax.tree_util.tree_leaves_with_path(partition_trainable(model, trainable)[0])
-    names = [show_path(path, "its root") for path, x in leaves if x.dtype == jnp.float16]
-    if names:
+    for dtype in sorted({x.dtype for _, x in leaves}, key=str):
+        if dtype.itemsize > 2 or dtype == jnp.bfloat16:
+            continue
+        names = [show_path(path, "its root") for path, x in leaves if x.dtype == dtype]
+        remedy = "Keep them in float32 or bfloat16, and convert them where they are used."
+        if dtype == jnp.float16:
+            remedy = (
+                'Convert them to float32 and pass `compute_dtype="fp16"`, or convert them to '
+                "bfloat16."
+            )
         warn(
-            f"The model has parameters in float16 ({several(names, 3)}), in which small updates "
+            f"The model has parameters in {dtype} ({several(names, 3)}), in which small updates "
             "are lost and Adam's epsilon of 1e-8 is 0, so that the parameters may become NaN. "
-            'Convert them to float32 and pass `compute_dtype="fp16"`, or convert them to bfloat16.'
+            f"{remedy}"
         )
 
 

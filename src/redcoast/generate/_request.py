@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..core._decoding import GREEDY, UNSAMPLED, Decoding, as_tuple
+from ..core._errors import check_key, check_kind
 from ..core._keywords import remedy_for
 
 # A NumPy scalar outside `jax.jit`.
@@ -97,11 +98,13 @@ def choose_decoding(
     The configuration's sampling only applies if there is a key and no conflicting option.
     """
     _check_options(options)
-    base: Decoding = getattr(config, "decoding", GREEDY)
+    if key is not None:
+        check_key(key)
     changes: dict[str, Any] = {}
     if decoding is not None:
         base = decoding
     else:
+        base = decoding_of(config) or GREEDY
         if key is None or options.get("beams", 1) != 1 or options.get("temperature", 1) == 0:
             changes |= UNSAMPLED
         if options.get("beams") == 1 or options.get("temperature", 0) != 0:
@@ -113,6 +116,14 @@ def choose_decoding(
             "`jax.random.key(0)`. For greedy decoding, pass `temperature=0`."
         )
     return chosen
+
+
+def decoding_of(config: Any) -> Decoding | None:
+    """The default options of a model, or None if its configuration has none."""
+    decoding = getattr(config, "decoding", None)
+    if decoding is not None:
+        check_kind("model.config.decoding", decoding, Decoding, "a `redcoast.Decoding` or None")
+    return decoding
 
 
 def _check_options(options: Mapping[str, object]) -> None:

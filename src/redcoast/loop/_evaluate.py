@@ -15,7 +15,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes, with_auto_axes
 from ..core._dtypes import tree_to_jax_dtypes
-from ..core._errors import check_functions, noting
+from ..core._errors import check_functions, check_key, noting
 from ..core._frames import hide_frames
 from ..core._iterate import with_last
 from ..core._owned import copied, held_elsewhere
@@ -109,6 +109,8 @@ def evaluate(
     refuse_after_signal("evaluate", trains=False)
     refuse_state(model, "evaluate")
     check_functions(loss_fn=loss_fn)
+    if key is not None:
+        check_key(key)
     compute_dtype = as_compute_dtype(compute_dtype)
     loading = _loading(examples, collate_fn, batch_size, workers, ahead)
     mesh = with_auto_axes(ambient_or_default(mesh))
@@ -204,6 +206,8 @@ def predict_examples(
     refuse_after_signal("predict_examples", trains=False)
     refuse_state(model, "predict_examples")
     check_functions(predict_fn=predict_fn)
+    if key is not None:
+        check_key(key)
     compute_dtype = as_compute_dtype(compute_dtype)
     loading = _loading(examples, collate_fn, batch_size, workers, ahead)
     mesh = with_auto_axes(ambient_or_default(mesh))

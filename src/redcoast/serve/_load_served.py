@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from ..core._decoding import Decoding, as_tuple
 from ..generate._check_arguments import check_token_options
+from ..generate._request import decoding_of
 from ..pretrained import load_pretrained
 from ..pretrained.text import load_chat_template, load_tokenizer
 from ..pretrained.text._tokenizer_files import naming_file
@@ -90,6 +91,6 @@ def load_served(
 def default_decoding(model: PyTree) -> Decoding:
     """The decoding of the model's files, or else the default of the API: sampling at temperature
     1."""
-    own = getattr(model.config, "decoding", Decoding())
+    own = decoding_of(model.config) or Decoding()
     alone = {"beams": 1, "length_penalty": 1.0, "early_stopping": False, "num_return_sequences": 1}
     return replace(own, temperature=own.temperature or 1.0, **alone)

@@ -50,7 +50,7 @@ from ._local_operation import acts_on_parts, run_operation
 from ._local_region import keep_ended, waits_for_rows
 from ._local_vmapped import run_vmapped
 from ._shardings import Shardings, find_shardings, sharded_dim
-from ._split_conv import run_beside_space, run_split_conv, run_split_pool
+from ._split_conv import POOLING, run_split_conv, run_split_pool
 from ._split_fft import run_split_fft, writes_slice
 from ._split_lookup import run_split_lookup
 from ._split_product import run_split_product
@@ -443,15 +443,14 @@ def _cond(bound: BoundEquation) -> Arrays:
 # What runs a primitive otherwise than it is, tried in this order. None leaves it to the next, and
 # to the usual evaluation after all.
 _HANDLERS: dict[str, tuple[Handler, ...]] = {
-    "conv_general_dilated": (run_split_conv, run_beside_space, run_grouped),
+    "conv_general_dilated": (run_split_conv, run_grouped),
     "dot_general": (run_split_product,),
     "fft": (run_split_fft,),
     "gather": (run_split_lookup,),
     "layout_constraint": (_with_layout,),
     "redcoast_mark": (_gathered_sequence,),
     "random_bits": (_bits_of_rows,),
-    "reduce_window_max": (run_split_pool,),
-    "reduce_window_min": (run_split_pool,),
+    **dict.fromkeys(POOLING, (run_split_pool,)),
     "sharding_constraint": (_own_constraint,),
     **dict.fromkeys(KERNELS, (run_kernel,)),
 }

@@ -1,5 +1,6 @@
 """The shardings of a program's values that follow from a plan."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +39,8 @@ class Shardings:
     sequence: frozenset[int] = frozenset()
     asked: frozenset[int] = frozenset()  # dimensions that the program itself shards
     stacks: frozenset[int] = frozenset()  # dimensions that count the layers of a scan
-    uneven: frozenset[int] = frozenset()  # linked to split dimensions of examples, and not divided
+    # The axes of dimensions that are linked to split ones of examples, but do not divide.
+    uneven: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     splits_examples: bool = False  # whether the batch is split inside of its examples
     # The order in which the dimensions of some values take axes, if it is not their own.
     orders: Mapping[Value, tuple[int, ...]] = field(default_factory=dict)
@@ -57,6 +59,15 @@ class Shardings:
         axes = self.batch.axes_of(in_order, is_chosen, self.compute.model_axes)
         by_dimension = dict(zip(order, axes, strict=True))
         return P(*map(by_dimension.__getitem__, range(len(value.dims))))
+
+    def split_axes(self, value: Value) -> list[tuple[str, ...]]:
+        """The axes that each dimension is split over, into parts of unequal sizes too."""
+        axes = list(map(spec_axes, self.spec(value)))
+        for d, node in enumerate(value.dims):
+            unequal = self.uneven.get(node, ())
+            if set(unequal).isdisjoint(itertools.chain(*axes)):
+                axes[d] = axes[d] or unequal
+        return axes
 
     def _is_in(self, node: int, classes: frozenset[int]) -> bool:
         return self.classes.divides(node) and self.classes[node] in classes
@@ -87,7 +98,7 @@ class Shardings:
             return x
         entries: list[object] = list(self.spec(value, chosen))
         # XLA propagates the shardings that the program itself asks for.
-        free = self.asked | self.uneven
+        free = self.asked | self.uneven.keys()
         for d, node in enumerate(value.dims):
             if entries[d] is None and node in free:
                 entries[d] = P.UNCONSTRAINED
@@ -165,23 +176,23 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
     )
 
 
-def _uneven(program: Program, batch: BatchDims) -> frozenset[int]:
+def _uneven(program: Program, batch: BatchDims) -> dict[int, tuple[str, ...]]:
     """Dimensions that are linked to those that examples are split along, but do not divide.
 
-    XLA divides them into parts of unequal sizes.
+    XLA divides them into parts of unequal sizes, over the axes of those.
     """
     if not program.batch.sets:
-        return frozenset()
+        return {}
     graph = program.graph
-    uneven: set[int] = set()
+    uneven: dict[int, tuple[str, ...]] = {}
     anywhere = Classes(graph, 1, soft=True, least=2, apart=program.owned)
     for split, nodes in zip(batch.sets, program.batch.sets, strict=True):
         linked = anywhere.of(nodes.of_inputs)
         for node, size in enumerate(graph.sizes):
             is_uneven = size >= split.count and not split.classes.divides(node)
             if is_uneven and anywhere[node] in linked:
-                uneven.add(node)
-    return frozenset(uneven)
+                uneven.setdefault(node, split.axes)
+    return uneven
 
 
 def _classes_of_constants(program: Program, classes: Classes, compute: Compute) -> frozenset[int]:

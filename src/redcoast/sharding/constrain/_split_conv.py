@@ -1,17 +1,16 @@
 """Runs convolutions and pooling of split examples in `jax.shard_map`.
 
-XLA gathers the operands of grouped and of transposed convolutions whose space is split. Here every
-device gets the rows that its windows need from its neighbours, and computes its part of the result.
+Every device gets the rows that its windows need from its neighbours, and computes its part of the
+result. A dimension whose parts need more than their neighbours is gathered.
 
-XLA splits the space of other convolutions well. But if the devices along an axis of the mesh have
-the same part of the space, it adds terms of the kernel's gradient, or of the result, once for each
-of them (JAX 0.10.2 to 0.12). These axes are therefore those of `jax.shard_map`, inside of which XLA
-splits over the axes of the space alone. Of pooling with windows that overlap it loses parts of the
-gradient.
+XLA's own partitioner gathers the operands of grouped and of transposed convolutions. It ends the
+process at some strides, paddings and sizes that do not divide, and gives wrong gradients at others:
+it adds terms once for each device of an axis that does not split the space, and loses parts of the
+gradient of pooling whose windows overlap (JAX 0.10.2 to 0.12).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,12 +19,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ...core._control_flow import primitive_name
-from .._mesh_axes import parts, used_axes
+from .._mesh_axes import parts
 from ..operations import makes_kernel
+from ..program._graph import Value
 from ..program._trace import Arrays
-from ..tree._overrides import spec_axes
 from ._bound_equation import BoundEquation
-from ._grouped_conv import is_grouped, spec_of_two
 
 _PARAMS = (
     "rhs_dilation",
@@ -37,77 +35,144 @@ _PARAMS = (
     "preferred_element_type",
 )
 
+# Max and min pooling, and their derivatives.
+POOLING = "reduce_window_max reduce_window_min select_and_gather_add select_and_scatter_add".split()  # noqa: SIM905
+
 
 @dataclass(frozen=True)
 class _Window:
     """A convolution along one dimension of the image, divided over the devices of `axes`.
 
-    A device has elements before and after its own, `left` and `right` (fewer than its own, if they
-    are negative), and pads these with `padding`.
+    The image has `size` elements, the result `of_result`, and a device a part of each. The last
+    parts have fewer elements, if these do not divide. A device has elements before and after its
+    own, `left` and `right` (fewer than its own, if they are negative). It reads `length` of these,
+    `step` further on in each part, and pads them with `padding`.
     """
 
     dim: int
     axes: tuple[str, ...]
+    size: int
+    of_result: int
+    count: int
     left: int
     right: int
+    length: int
+    step: int
     padding: tuple[int, int]
+
+    @property
+    def own(self) -> int:
+        return -(-self.size // self.count)
 
 
 def run_split_conv(bound: BoundEquation) -> Arrays | None:
-    """The results of a convolution whose space is split; None if it is not, or XLA does as well."""
+    """The results of a convolution whose space is split; None if it is not."""
     equation, shardings = bound.equation, bound.shardings
     if not shardings.splits_examples:
         return None
     if makes_kernel(equation):
         return _kernel_gradient(bound)
-    values = [*bound.values, *bound.results]  # of the image, of the kernel and of the result
     params, numbers = equation.params, equation.params["dimension_numbers"]
-    groups = params["feature_group_count"]
-    if groups == 1 and max(params["lhs_dilation"], default=1) == 1:
+    if params["batch_group_count"] > 1:
         return None
-    if params["batch_group_count"] > 1 or any(shardings.spec(values[1])):
-        return None
-    image, result = shardings.spec(values[0]), shardings.spec(values[2])
-    batch, channel = numbers.lhs_spec[:2]
-    windows, padding = [], list(params["padding"])
-    into, out = [None] * len(image), [None] * len(result)
-    if image[batch] == result[numbers.out_spec[0]]:
-        into[batch] = out[numbers.out_spec[0]] = image[batch]
-    # Tensor-parallel channels are left to XLA.
-    if image[channel] is not None:
-        return None
+    values = [*bound.values, *bound.results]  # of the image, of the kernel and of the result
+    image, kernel, result = map(shardings.split_axes, values)
     # Each spatial dimension, as a dimension of the image, of the kernel and of the result.
-    spatial = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    spatial = list(
+        zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    )
+    if not any(image[dims[0]] or result[dims[2]] for dims in spatial):
+        return None
+    into, of_kernel, out = [()] * len(image), [()] * len(kernel), [()] * len(result)
+    batch, channel = numbers.lhs_spec[:2]
+    result_batch, result_channel = numbers.out_spec[:2]
+    outputs, inputs = numbers.rhs_spec[:2]
+    if image[batch] == result[result_batch] and values[0].dims[batch] not in shardings.uneven:
+        into[batch] = out[result_batch] = image[batch]
+    windows: list[_Window] = []
+    padding = list(params["padding"])
     for at, dims in enumerate(spatial):
         image_dim, _, result_dim = dims
-        entry = image[image_dim]
-        if entry != result[result_dim]:
-            return None
-        if entry is None:
+        axes = image[image_dim]
+        if not axes or axes != result[result_dim]:
             continue
-        axes = spec_axes(entry)
-        count = parts(axes, shardings.mesh.shape)
-        image_size, kernel_size, result_size = (
-            value.shape[d] for value, d in zip(values, dims, strict=True)
-        )
-        sizes = (image_size, kernel_size, result_size)
-        window = _window(params, at, image_dim, sizes, axes, count)
-        if window is None:
-            return None
-        windows.append(window)
-        padding[at] = window.padding
-        into[image_dim], out[result_dim] = entry, entry
-    if not windows:
-        return None
+        of_each = [value.shape[d] for value, d in zip(values, dims, strict=True)]
+        window = _window(params, at, image_dim, of_each, axes, shardings.mesh.shape)
+        if window is not None:
+            windows.append(window)
+            padding[at] = window.padding
+            into[image_dim] = out[result_dim] = axes
+    # Channels may be tensor-parallel, and groups may be rows of a batch, under `jax.vmap`.
     static = {name: params[name] for name in _PARAMS}
+    summed: tuple[str, ...] = ()
+    groups = _local_groups(bound, channel, outputs, params["feature_group_count"])
+    if groups is not None:
+        static["feature_group_count"] = groups
+        into[channel] = of_kernel[outputs] = out[result_channel] = image[channel]
+    elif params["feature_group_count"] == 1:
+        if image[channel] == kernel[inputs]:
+            summed = into[channel] = of_kernel[inputs] = image[channel]
+        if kernel[outputs] == result[result_channel] and kernel[outputs] != summed:
+            of_kernel[outputs] = out[result_channel] = kernel[outputs]
 
     def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
         for window in windows:
-            x = _with_halo(x, window, shardings.mesh.shape)
-        return jax.lax.conv_general_dilated(x, kernel, padding=padding, **static)
+            x = _with_halo(x, window)
+        y = jax.lax.conv_general_dilated(x, kernel, padding=padding, **static)
+        if summed:
+            y = jax.lax.psum(y, summed)
+        return y
 
-    run = jax.shard_map(local, mesh=shardings.mesh, in_specs=(P(*into), P()), out_specs=P(*out))
-    return [run(*bound.operands)]
+    in_specs = _spec(into), _spec(of_kernel)
+    run = jax.shard_map(local, mesh=shardings.mesh, in_specs=in_specs, out_specs=_spec(out))
+    x, weights = bound.operands
+    y = run(_in_equal_parts(x, windows), weights)
+    return [_without_rest(y, _of_other(windows, numbers.lhs_spec[2:], numbers.out_spec[2:]))]
+
+
+def _local_groups(bound: BoundEquation, channel: int, outputs: int, groups: int) -> int | None:
+    """The groups of each device, if all channels are split alike; None if they are not split."""
+    image, kernel = map(bound.shardings.split_axes, bound.values)
+    axes = image[channel]
+    shards = parts(axes, bound.shardings.mesh.shape)
+    if shards == 1 or groups % shards or kernel[outputs] != axes:
+        return None
+    return groups // shards
+
+
+def _spec(axes: Sequence[tuple[str, ...]]) -> P:
+    return P(*[entry or None for entry in axes])
+
+
+def _in_equal_parts(x: jax.Array, windows: Sequence[_Window], outside: float = 0) -> jax.Array:
+    """An array with numbers `outside` at its end, so that its parts have the same size."""
+    added = [(0, 0, 0)] * x.ndim
+    for window in windows:
+        added[window.dim] = (0, window.own * window.count - window.size, 0)
+    if not any(map(any, added)):
+        return x
+    return jax.lax.pad(x, jnp.asarray(outside, x.dtype), added)
+
+
+def _without_rest(y: jax.Array, windows: Sequence[_Window]) -> jax.Array:
+    """A result without what `_in_equal_parts` adds at its end."""
+    sizes = list(y.shape)
+    for window in windows:
+        sizes[window.dim] = window.size
+    if tuple(sizes) == y.shape:
+        return y
+    return jax.lax.slice(y, [0] * y.ndim, sizes)
+
+
+def _of_other(
+    windows: Sequence[_Window], dims: Sequence[int], other_dims: Sequence[int]
+) -> list[_Window]:
+    """Windows with the size and the dimension of the result, or of a field, for the image's."""
+    others: list[_Window] = []
+    for window in windows:
+        dim = other_dims[dims.index(window.dim)]
+        others.append(replace(window, dim=dim, size=window.of_result))
+    return others
 
 
 def _kernel_gradient(bound: BoundEquation) -> Arrays | None:
@@ -120,19 +185,27 @@ def _kernel_gradient(bound: BoundEquation) -> Arrays | None:
     shardings, params = bound.shardings, bound.equation.params
     numbers, sizes = params["dimension_numbers"], shardings.mesh.shape
     values = [*bound.values, *bound.results]  # of the image, of the field and of the result
-    image, field = map(shardings.spec, bound.values)
-    if not any(field[d] for d in numbers.rhs_spec[2:]):
+    image, field = map(shardings.split_axes, bound.values)
+    if not any(image[d] for d in numbers.lhs_spec[2:]):
         return None
-    of_image: list[object] = [None] * len(image)
-    of_field: list[object] = [None] * len(field)
+    of_image, of_field = [()] * len(image), [()] * len(field)
     summed: list[str] = []
     # Rows of the batch are summed over too.
     rows, field_rows = numbers.lhs_spec[1], numbers.rhs_spec[1]
-    if image[rows] == field[field_rows]:
+    if image[rows] == field[field_rows] and values[0].dims[rows] not in shardings.uneven:
         of_image[rows] = of_field[field_rows] = image[rows]
-        summed += spec_axes(image[rows])
+        summed += image[rows]
     windows: list[_Window] = []
     padding = list(params["padding"])
+    # Channels of the image are its batch. Rows of a batch may be groups, under `jax.vmap`.
+    static = {name: params[name] for name in (*_PARAMS, "batch_group_count")}
+    channels, outputs = numbers.lhs_spec[0], numbers.rhs_spec[0]
+    groups = _local_groups(bound, channels, outputs, params["batch_group_count"])
+    of_result = [()] * len(image)
+    if groups is not None:
+        static["batch_group_count"] = groups
+        of_image[channels] = of_field[outputs] = image[channels]
+        of_result[numbers.out_spec[1]] = image[channels]
     # The field moves over the image like a kernel, element by element.
     turned = {
         **params,
@@ -141,178 +214,156 @@ def _kernel_gradient(bound: BoundEquation) -> Arrays | None:
     }
     spatial = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
     for at, (image_dim, field_dim, result_dim) in enumerate(spatial):
-        entry = image[image_dim]
-        if entry is None or entry != field[field_dim]:
+        axes = image[image_dim]
+        if not axes or axes != field[field_dim]:
             continue
-        axes = spec_axes(entry)
         dims = (image_dim, result_dim, field_dim)
         in_order = (values[0], values[2], values[1])
         of_each = [value.shape[d] for value, d in zip(in_order, dims, strict=True)]
-        window = _window(turned, at, image_dim, of_each, axes, parts(axes, sizes))
+        window = _window(turned, at, image_dim, of_each, axes, sizes)
         if window is not None:
             windows.append(window)
             padding[at] = window.padding
-            of_image[image_dim] = of_field[field_dim] = entry
+            of_image[image_dim] = of_field[field_dim] = axes
             summed += axes
-    static = {name: params[name] for name in _PARAMS}
 
     def local(x: jax.Array, field: jax.Array) -> jax.Array:
         for window in windows:
-            x = _with_halo(x, window, sizes)
+            x = _with_halo(x, window)
         y = jax.lax.conv_general_dilated(x, field, padding=padding, **static)
         if summed:
             y = jax.lax.psum(y, tuple(summed))
         return y
 
-    in_specs = P(*of_image), P(*of_field)
-    run = jax.shard_map(local, mesh=shardings.mesh, in_specs=in_specs, out_specs=P())
-    return [run(*bound.operands)]
-
-
-def run_beside_space(bound: BoundEquation) -> Arrays | None:
-    """The results of a convolution whose space is split, with all axes that do not split it those
-    of `jax.shard_map`; None if there are none."""
-    equation, shardings = bound.equation, bound.shardings
-    if not shardings.splits_examples or is_grouped(equation):
-        return None
-    values = [*bound.values, *bound.results]  # of the image, of the kernel and of the result
-    image, kernel, result = map(shardings.spec, values)
-    numbers = equation.params["dimension_numbers"]
-    all_dims = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    space: list[str] = []
-    is_uneven = False
-    for value, spec, dims in zip(values, (image, kernel, result), all_dims, strict=True):
-        for d in dims[2:]:
-            space += spec_axes(spec[d])
-            is_uneven |= value.dims[d] in shardings.uneven
-    sizes = shardings.mesh.shape
-    others = [axis for axis in used_axes(tuple(sizes), sizes) if axis not in space]
-    if not others or not (space or is_uneven):
-        return None
-    if not space and len(others) == 1:
-        return None  # XLA splits an uneven space over this axis, or does not split it
-
-    def kept(entry: object) -> tuple[str, ...]:
-        axes = spec_axes(entry)
-        if set(axes).issubset(others):
-            return axes
-        return ()
-
-    batch, channel = kept(image[numbers.lhs_spec[0]]), kept(image[numbers.lhs_spec[1]])
-    out_channel = kept(kernel[numbers.rhs_spec[0]])
-    if space and set(batch).issuperset(others):
-        return None  # the devices of each axis have parts of their own
-    if channel != kept(kernel[numbers.rhs_spec[1]]):
-        channel = ()
-    if not {*batch, *channel}.isdisjoint(out_channel):
-        out_channel = ()
-
-    static = {name: equation.params[name] for name in (*_PARAMS, "padding")}
-
-    def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        y = jax.lax.conv_general_dilated(x, kernel, **static)
-        if channel:
-            y = jax.lax.psum(y, channel)
-        return y
-
-    run = jax.shard_map(
-        local,
-        mesh=shardings.mesh,
-        in_specs=(
-            spec_of_two(numbers.lhs_spec, batch, channel),
-            spec_of_two(numbers.rhs_spec, out_channel, channel),
-        ),
-        out_specs=spec_of_two(numbers.out_spec, batch, out_channel),
-        axis_names=set(others),
-    )
-    return [run(*bound.operands)]
+    in_specs = _spec(of_image), _spec(of_field)
+    run = jax.shard_map(local, mesh=shardings.mesh, in_specs=in_specs, out_specs=_spec(of_result))
+    x, y = bound.operands
+    x = _in_equal_parts(x, windows)
+    y = _in_equal_parts(y, _of_other(windows, numbers.lhs_spec[2:], numbers.rhs_spec[2:]))
+    return [run(x, y)]
 
 
 def run_split_pool(bound: BoundEquation) -> Arrays | None:
-    """The result of max or min pooling whose windows overlap where the space is split, or None."""
+    """The result of max or min pooling of split examples, or of its derivative, if windows overlap
+    or do not divide; None of others."""
+    equation = bound.equation
+    params, name = equation.params, primitive_name(equation)
+    if name in ("reduce_window_max", "reduce_window_min"):
+        (x,), (value,), (result,) = bound.operands, bound.values, bound.results
+        pool = _split_pool(bound, name == "reduce_window_max", value, result)
+        return pool and [pool(x)]
+    _, value = bound.values
+    other, x = bound.operands
+    takes_largest = params["select_prim"] is jax.lax.ge_p
+    if name == "select_and_gather_add":
+        pool = _split_pool(bound, takes_largest, value, bound.results[0])
+        return pool and [jax.jvp(pool, (x,), (other,))[1]]
+    pool = _split_pool(bound, takes_largest, value, bound.values[0])
+    return pool and list(jax.vjp(pool, x)[1](other))
+
+
+def _split_pool(
+    bound: BoundEquation, takes_largest: bool, value: Value, result: Value
+) -> Callable[[jax.Array], jax.Array] | None:
+    """Max or min pooling of an array, by the windows of an equation."""
     equation, shardings = bound.equation, bound.shardings
-    (value,), (result,) = bound.values, bound.results
     if not shardings.splits_examples:
         return None
     sizes = shardings.mesh.shape
+    each_one = (1,) * len(value.shape)
     params = {
+        "window_dimensions": equation.params["window_dimensions"],
         "window_strides": equation.params["window_strides"],
-        "lhs_dilation": equation.params["base_dilation"],
-        "rhs_dilation": equation.params["window_dilation"],
+        "base_dilation": equation.params.get("base_dilation", each_one),
+        "window_dilation": equation.params.get("window_dilation", each_one),
+    }
+    moved = {
+        "window_strides": params["window_strides"],
+        "lhs_dilation": params["base_dilation"],
+        "rhs_dilation": params["window_dilation"],
         "padding": equation.params["padding"],
     }
-    lengths = equation.params["window_dimensions"]
     # Dimensions without windows stay split, if the result is split alike.
-    spec, of_result = shardings.spec(value), shardings.spec(result)
-    entries: list[object] = [None] * len(spec)
+    split, of_result = shardings.split_axes(value), shardings.split_axes(result)
+    entries = [()] * len(split)
     windows: list[_Window] = []
-    padding = list(params["padding"])
-    overlaps = False
-    for d, length in enumerate(lengths):
-        entry = spec[d]
-        is_split = entry is not None or value.dims[d] in shardings.uneven
-        overlaps |= is_split and length > params["window_strides"][d]
-        if entry is None or entry != of_result[d]:
+    padding = list(moved["padding"])
+    must_run = False
+    for d, length in enumerate(params["window_dimensions"]):
+        axes = split[d]
+        must_run |= bool(axes) and length > params["window_strides"][d]
+        if length > 1:
+            must_run |= value.dims[d] in shardings.uneven or result.dims[d] in shardings.uneven
+        if not axes or axes != of_result[d]:
             continue
-        axes = spec_axes(entry)
         of_each = value.shape[d], length, result.shape[d]
-        window = _window(params, d, d, of_each, axes, parts(axes, sizes))
+        window = _window(moved, d, d, of_each, axes, sizes)
         if window is not None:
             windows.append(window)
             padding[d] = window.padding
-            entries[d] = entry
-    if not overlaps:
+            entries[d] = axes
+    if not must_run:
         return None
-
-    outside = _pool_padding(primitive_name(equation), bound.operands[0].dtype)
+    primitive, outside = jax.lax.reduce_window_min_p, jnp.inf
+    if takes_largest:
+        primitive, outside = jax.lax.reduce_window_max_p, -jnp.inf
+    if not jnp.issubdtype(bound.operands[-1].dtype, jnp.floating):
+        limits = jnp.iinfo(bound.operands[-1].dtype)
+        outside = limits.min if takes_largest else limits.max
 
     def local(x: jax.Array) -> jax.Array:
         for window in windows:
-            x = _with_halo(x, window, sizes, outside)
-        return equation.primitive.bind(x, **{**equation.params, "padding": tuple(padding)})
+            x = _with_halo(x, window, outside)
+        return primitive.bind(x, **params, padding=tuple(padding))
 
-    each = P(*entries)
+    each = _spec(entries)
     run = jax.shard_map(local, mesh=shardings.mesh, in_specs=each, out_specs=each)
-    return [run(*bound.operands)]
+    dims = range(len(split))
+    of_result = _of_other(windows, dims, dims)
+    return lambda x: _without_rest(run(_in_equal_parts(x, windows, outside)), of_result)
 
 
 def _window(
     params: Mapping[str, Any],
     at: int,
     dim: int,
-    sizes: Sequence[int],
+    lengths: Sequence[int],
     axes: tuple[str, ...],
-    count: int,
+    sizes: Mapping[str, int],
 ) -> _Window | None:
     """The window of the spatial dimension `at`; None if a part needs more than its neighbours.
 
-    `sizes` are those of the image, the kernel and the result. Positions are those of the image with
-    zeros between its elements (`lhs_dilation`).
+    `lengths` are those of the image, the kernel and the result, and `sizes` the mesh's. Positions
+    are those of the image with zeros between its elements (`lhs_dilation`).
     """
     stride, spread = params["window_strides"][at], params["lhs_dilation"][at]
-    image, kernel, result = sizes
-    own, own_results = image // count, result // count
-    # Parts of image and result have to begin at the same positions.
-    if image % count or result % count or own * spread != own_results * stride:
-        return None
-    # The windows of a device's results, from the position of its first element on.
+    image, kernel, result = lengths
+    count = parts(axes, sizes)
+    own, own_results = -(-image // count), -(-result // count)
+    # Where a part of the result begins, after where that of the image does.
+    step, between = divmod(own_results * stride - own * spread, spread)
+    if between:
+        return None  # parts begin at different places between two elements
+    # The windows of the first device's results, from the position of its first element on.
     low = params["padding"][at][0]
     extent = (kernel - 1) * params["rhs_dilation"][at]
-    left = low // spread
+    first = low // spread
     last = (own_results - 1) * stride + extent - low
-    right = last // spread - (own - 1)
-    if max(left, right, -left, -right) > own or own + left + right < 1:
+    after = last // spread - (own - 1)
+    length = own + first + after
+    # Those of the others begin further on, or further back.
+    moved = step * (count - 1)
+    left, right = first - min(0, moved), after + max(0, moved)
+    if max(left, right, -left, -right) > own or length < 1:
         return None
     # Where they begin or end between two elements, the part is padded.
-    first_pad = low - spread * left
-    length = (own + left + right - 1) * spread + 1
-    last_pad = (own_results - 1) * stride + extent + 1 - length - first_pad
-    return _Window(dim, axes, left, right, (first_pad, last_pad))
+    first_pad = low - spread * first
+    last_pad = last + low + 1 - ((length - 1) * spread + 1) - first_pad
+    padding = first_pad, last_pad
+    return _Window(dim, axes, image, result, count, left, right, length, step, padding)
 
 
-def _with_halo(
-    x: jax.Array, window: _Window, sizes: Mapping[str, int], outside: float = 0
-) -> jax.Array:
+def _with_halo(x: jax.Array, window: _Window, outside: float = 0) -> jax.Array:
     """A part of an array, with elements of the neighbouring parts, or without some of its own.
 
     Devices at the edges get the number `outside`, which is the padding of the operation.
@@ -320,7 +371,7 @@ def _with_halo(
     d, own = window.dim, x.shape[window.dim]
     start, stop = max(0, -window.left), own - max(0, -window.right)
     pieces = [jax.lax.slice_in_dim(x, start, stop, axis=d)]
-    count = parts(window.axes, sizes)
+    count = window.count
     at = jax.lax.axis_index(window.axes)
 
     def received(edge: jax.Array, pairs: list[tuple[int, int]], last: int) -> jax.Array:
@@ -335,14 +386,8 @@ def _with_halo(
     if window.right > 0:
         edge = jax.lax.slice_in_dim(x, 0, window.right, axis=d)
         pieces.append(received(edge, [(i + 1, i) for i in range(count - 1)], count - 1))
-    return jnp.concatenate(pieces, axis=d)
-
-
-def _pool_padding(pooling: str, dtype: jnp.dtype) -> float:
-    """The number that pads max or min pooling."""
-    least, largest = -jnp.inf, jnp.inf
-    if not jnp.issubdtype(dtype, jnp.floating):
-        least, largest = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
-    if pooling == "reduce_window_max":
-        return least
-    return largest
+    y = jnp.concatenate(pieces, axis=d)
+    if not window.step:
+        return y
+    begin = at * window.step - min(0, window.step * (count - 1))
+    return jax.lax.dynamic_slice_in_dim(y, begin, window.length, axis=d)

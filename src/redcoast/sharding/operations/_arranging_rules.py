@@ -329,9 +329,12 @@ def window_scatter_rule(equation: JaxprEqn) -> Rule:
     factors, after = Factors(), shape_of(equation.outvars[0])
     result = factors.of(after)
     moved: set[Dimension] = set()
-    for dimension, window in zip(result, equation.params["window_dimensions"], strict=True):
+    near: list[tuple[Dimension, int]] = []
+    windows, strides = equation.params["window_dimensions"], equation.params["window_strides"]
+    for dimension, window, stride in zip(result, windows, strides, strict=True):
         if window > 1:
             moved.add(dimension)
+            near.append((dimension, neighbours(window, stride, 1, 1)))
     operands: list[list[Dimension]] = []
     for atom in equation.invars:
         shape = shape_of(atom)
@@ -342,4 +345,4 @@ def window_scatter_rule(equation: JaxprEqn) -> Rule:
         for d, size in enumerate(shape):
             if size != after[d]:
                 moved.add(result[d])
-    return factors.rule(operands, [result], moved=moved, blocked=moved)
+    return factors.rule(operands, [result], moved=moved, blocked=moved, near=near)

@@ -88,7 +88,7 @@ def makes_kernel(equation: JaxprEqn) -> bool:
     It reads the channels of the image as a batch, and sums over the rows and the space.
     """
     params = equation.params
-    if max(params["feature_group_count"], params["batch_group_count"]) > 1:
+    if params["feature_group_count"] > 1:
         return False
     numbers = params["dimension_numbers"]
     window = at_places(shape_of(equation.invars[1]), numbers.rhs_spec[2:])
@@ -103,8 +103,8 @@ def convolution_rule(equation: JaxprEqn) -> Rule:
     factors, params = Factors(), equation.params
     spec, groups = params["dimension_numbers"], params["feature_group_count"]
     image, kernel = factors.of_each(equation.invars)
-    if params["batch_group_count"] > 1:
-        # The gradient of a grouped kernel: its batch dimension is summed over.
+    batch_groups = params["batch_group_count"]
+    if batch_groups > 1 and not makes_kernel(equation):
         result = factors.of(shape_of(equation.outvars[0]))
         unknown = [*image, *kernel, *result]
         return factors.rule([image, kernel], [result], whole=unknown, blocked=unknown)
@@ -123,6 +123,13 @@ def convolution_rule(equation: JaxprEqn) -> Rule:
         kernel[kernel_out] = group + factors.new(outputs // groups)
     result: list[Dimension] = [()] * len(image)
     result[result_batch] = image[batch]
+    if batch_groups > 1:
+        # The gradient of a grouped kernel: [(g c) n h], [(g o) n h] -> [c (g o) w]
+        of_group = shape_of(equation.invars[0])[batch] // batch_groups
+        outputs = shape_of(equation.invars[1])[kernel_out] // batch_groups
+        group, result[result_batch] = factors.new(batch_groups), factors.new(of_group)
+        image[batch] = group + result[result_batch]
+        kernel[kernel_out] = group + factors.new(outputs)
     result[result_channel] = kernel[kernel_out]
     for d, dimension in zip(result_space, space, strict=True):
         result[d] = dimension
@@ -136,6 +143,8 @@ def convolution_rule(equation: JaxprEqn) -> Rule:
             result[d] = factors.new(shape_of(equation.outvars[0])[d])
         reduced, whole = [inputs, *space], at_places(result, result_space)
         blocked = [*space, *whole]
+        if batch_groups > 1:
+            blocked.append(result[result_batch])
     strides_and_dilations = params["window_strides"], params["lhs_dilation"], params["rhs_dilation"]
     near = [
         (dimension, neighbours(*of_window))

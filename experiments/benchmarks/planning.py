@@ -1,10 +1,11 @@
-"""The processor time of planning, against the number of layers.
+"""The processor time of planning, against the number of layers, and of comparing all meshes.
 
     python experiments/benchmarks/planning.py --page docs/sharding_measured.md
 
 Shardings are planned for data 1, fsdp 2 and model 4, tracing included, three times for a new
 function each. The figures are medians of processor time, which other programs of the machine
-change little.
+change little. The second table has the estimates of all meshes of many devices, which
+`mesh="auto"` compares.
 """
 
 import dataclasses
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 import tyro
 from _pages import Printed
 from architectures import CASES, Case, opt_layers
@@ -22,9 +25,17 @@ from jax.sharding import Mesh
 from traffic.columns import abstract, abstract_key, plan_by_dataflow
 
 import redcoast as rc
+from redcoast import models
+from redcoast.dryrun._job import make_job
+from redcoast.dryrun._mesh_search import likely
+from redcoast.dryrun._place import target_place
 
 DEPTHS = (24, 80, 128)
 REPEATS = 3
+COUNTS = (8, 64, 512)  # numbers of devices
+GPT2_SMALL = models.GPT2Config(
+    vocab=50257, width=768, layers=12, heads=12, hidden=3072, positions=1024
+)
 
 
 def main(page: Path | None = None) -> None:
@@ -43,6 +54,23 @@ def main(page: Path | None = None) -> None:
         seconds = statistics.median(plan_time(case, mesh) for _ in range(REPEATS))
         table.add(f"| {case.name} | {equations(case):,} | {seconds:.2f} |")
     table.write(page, "planning")
+    table = Printed()
+    table.add("| devices | meshes | processor seconds |", "|---:|---:|---:|")
+    for count in COUNTS:
+        seconds, meshes = search_time(count)
+        table.add(f"| {count} | {meshes} | {seconds:.2f} |")
+    table.write(page, "searching")
+
+
+def search_time(count: int) -> tuple[float, int]:
+    """Processor seconds of the estimates of all meshes for GPT-2 small, and their number."""
+    tokens = jax.ShapeDtypeStruct((2 * count, 128), jnp.int32)
+    loss_fn = lambda model, tokens, key: rc.losses.cross_entropy(model(tokens), tokens)
+    begin = time.process_time()
+    init_fn = lambda key: models.GPT2(GPT2_SMALL, key=key)
+    job = make_job(init_fn, loss_fn, tokens, optax.adamw(1e-4))
+    meshes = likely(job, target_place(f"cpu:{count}"))
+    return time.process_time() - begin, len(meshes)
 
 
 def plan_time(case: Case, mesh: Mesh) -> float:

@@ -105,8 +105,8 @@ def follow_rule(
     for dim in before:
         for target in after:
             if dim.slowest in near and target.slowest == dim.slowest:
-                count, again = near[dim.slowest], have_grad(inputs)
-                graph.add_halo(dim.value, dim.node, target.value, target.node, count, again)
+                count = near[dim.slowest]
+                graph.add_halo(dim.value, dim.node, target.value, target.node, count)
     # Created arrays, and calls without results, send nothing.
     if not inputs or not results:
         return results

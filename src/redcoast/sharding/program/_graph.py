@@ -388,21 +388,22 @@ class Graph:
         self.host_calls.append(call)
 
     def add_halo(
-        self, operand: Value, node: int, result: Value, target: int, count: int, again: bool
+        self, operand: Value, node: int, result: Value, target: int, count: int
     ) -> None:
         """Records that `target` of a result needs `count` neighbours along `node` of an operand.
 
-        Halos are those of the operand, in the forward pass and `again` for the gradient of a
-        kernel, and those of the cotangent for the gradient of the operand.
+        Halos are those of the operand, which are kept for the gradient of a kernel, and in the
+        derivative those of its cotangent.
         """
         self.link_softly(node, target)
-        before, after = max(1, self.sizes[node]), max(1, self.sizes[target])
+        before = max(1, self.sizes[node])
         whole = count == ALL
         rows = before if whole else min(count, before)
-        # The gradient of a kernel is computed from the operand with its halos.
-        passes = self.cursor.forwards + (again and not whole)  # a transform has no kernel
-        size = operand.bytes / before * rows * passes
-        size += operand.grad * result.bytes / after * min(-(-rows * after // before), after)
+        size = operand.bytes / before * rows * self.cursor.forwards
+        if whole:  # the cotangent of a transform is that of its result
+            size += operand.grad * result.bytes
+        else:
+            size += operand.grad * operand.bytes / before * rows
         times, source, rows = self.cursor.times, self.cursor.source, self.cursor.rows
         self.halos.append(Halo(operand, node, target, size, times, source, whole, rows))
 

@@ -34,6 +34,7 @@ OF_INTERNALS = {
     "megatron_ahead.py": "the step of a dry run whose activations are not constrained",
     "offload_ahead.py": "the program of a gradient that is compiled for absent devices",
     "peers_ahead.py": "the schedule of a step that is compiled for absent devices",
+    "planning.py": "the estimates of all meshes, without what the first of a process costs",
     "published_runs.py": "the schedule of a dry run, and the efficiencies of its estimate",
     "saving.py": "the parts of a load, which are timed by themselves",
     "step_ahead.py": "a gradient without a step around it, for devices that are not there",

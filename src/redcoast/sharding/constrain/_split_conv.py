@@ -285,7 +285,7 @@ def _split_pool(
     }
     # Dimensions without windows stay split, if the result is split alike.
     split, of_result = shardings.split_axes(value), shardings.split_axes(result)
-    entries = [()] * len(split)
+    entries: list[tuple[str, ...]] = [()] * len(split)
     windows: list[_Window] = []
     padding = list(moved["padding"])
     must_run = False

@@ -387,9 +387,7 @@ class Graph:
         call = HostCall(tuple(sent), tuple(results), cursor.runs, is_inside, cursor.source, along)
         self.host_calls.append(call)
 
-    def add_halo(
-        self, operand: Value, node: int, result: Value, target: int, count: int
-    ) -> None:
+    def add_halo(self, operand: Value, node: int, result: Value, target: int, count: int) -> None:
         """Records that `target` of a result needs `count` neighbours along `node` of an operand.
 
         Halos are those of the operand, which are kept for the gradient of a kernel, and in the

@@ -522,6 +522,25 @@ ROWS = {
         TypeError,
         r"`generate` has no option seed\..* Pass `key=jax\.random\.key\(0\)`\.$",
     ),
+    "keys for tokens": (
+        lambda d: rc.generate(Decoder(), np.ones((2, 4), np.int32), 4, key=jax.random.split(KEY)),
+        ValueError,
+        r"`key` is an array of keys, of shape \(2,\).* Pass one of them\.$",
+    ),
+    "keys for an evaluation": (
+        lambda d: rc.evaluate(
+            model(), EXAMPLES, loss_fn=good, batch_size=8, key=jax.random.split(KEY)
+        ),
+        ValueError,
+        r"`key` is an array of keys, of shape \(2,\).* Pass one of them\.$",
+    ),
+    "keys for predictions": (
+        lambda d: rc.predict_examples(
+            model(), EXAMPLES, predict_fn=predict_fn, batch_size=8, key=jax.random.split(KEY)
+        ),
+        ValueError,
+        r"`key` is an array of keys, of shape \(2,\).* Pass one of them\.$",
+    ),
     "the name of a logger": (
         lambda d: fit(log="wandb"),
         TypeError,

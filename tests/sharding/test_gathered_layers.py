@@ -1,17 +1,11 @@
-"""FSDP-sharded layers do not keep the gathered weights: loops, and unrolled in memory plans."""
+"""Loops over FSDP-sharded layers do not keep the gathered weights."""
 
-import functools as ft
-from dataclasses import replace
-from typing import Any
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import redcoast as rc
-from redcoast.sharding.tree._leaf_plans import Recompute
 
 LAYERS, WIDTH, HIDDEN = 8, 64, 256
 WHOLE = LAYERS * 2 * WIDTH * HIDDEN * 4  # bytes of all weights
@@ -101,67 +95,3 @@ def test_gathered_weights_are_not_kept_for_the_backward_pass(name):
     expected = jax.jit(jax.grad(loss_fn))(model, x, None)
     for name, gradient in compiled(placed, x, None).items():
         np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, atol=atol)
-
-
-def unrolled(change):
-    def loss_fn(model, x, key):
-        for weights in model:
-            x = change(layer_of)(x, weights)
-        return jnp.mean(x**2)
-
-    return loss_fn
-
-
-def layer_of(x, weights):
-    return layer(x, weights)[0]
-
-
-def one_of_two(layer):
-    return lambda x, weights: jax.checkpoint(layer)(layer(x, weights), weights)
-
-
-def casting(layer):
-    """The weights are cast before the layers."""
-
-    def cast_layer(x, weights):
-        half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
-        return layer(x.astype(jnp.bfloat16), half).astype(jnp.float32)
-
-    return cast_layer
-
-
-UNROLLED = {
-    "layers": (lambda layer: layer, 1e-6),
-    "checkpoint": (jax.checkpoint, 1e-6),
-    "filter_checkpoint": (eqx.filter_checkpoint, 1e-6),
-    "policy": (ft.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable), 1e-6),
-    "one of two": (one_of_two, 1e-6),
-    "cast": (casting, 4e-3),
-}
-
-
-@pytest.mark.parametrize("name", UNROLLED)
-@pytest.mark.few("layers", "one of two", "cast")
-def test_unrolled_layers_of_a_memory_plan_keep_no_gathered_weights(name):
-    change, atol = UNROLLED[name]
-    mesh, loss_fn = rc.make_mesh(fsdp=8), unrolled(change)
-    model = [jax.tree.map(lambda w, place=place: w[place], weights()) for place in range(2)]
-    x = jax.random.normal(jax.random.key(1), (16, WIDTH))
-    plan = rc.plan_shardings(model, mesh, fn=loss_fn, args=(x, None))
-    constrained: Any = plan.constrain(loss_fn)
-    # Nothing is computed again: there is room for all values.
-    keeping = Recompute(parts=4, share=10.0, trained=(True,) * 4)
-    planned = replace(constrained, compute=replace(constrained.compute, recompute=keeping))
-
-    def differentiate(fn, model):
-        loss, pull = jax.vjp(lambda model: fn(model, x, None), model)
-        return pull(jnp.ones_like(loss))[0], jax.tree.leaves(pull)
-
-    run = jax.jit(differentiate, static_argnums=0, in_shardings=(plan.shardings,))
-    gradients, residuals = run(planned, jax.device_put(model, plan.shardings))
-    of_weights = [r for r in residuals if sorted(r.shape) == [WIDTH, HIDDEN]]
-    assert of_weights
-    assert not any(r.sharding.is_fully_replicated for r in of_weights)
-    expected = jax.jit(jax.grad(loss_fn))(model, x, None)
-    for gradient, own in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(gradient, own, rtol=1e-5, atol=atol)

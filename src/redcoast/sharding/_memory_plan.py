@@ -169,12 +169,6 @@ class _Search:
         # it follows the changed program.
         enough, too_much = 0.0, float("inf")
         limit = room / self.scale
-        if self.task.mesh.shape.get("fsdp", 1) > 1:
-            # Gathered weights are not kept between blocks, which may suffice.
-            gathering = self._attempt(float("inf"))
-            limit = room / max(1.0, gathering.activations / max(1.0, bytes_kept(self.decider)))
-            if gathering.activations <= room:
-                return gathering
         for _ in range(_TRIES):
             attempt = self._attempt(limit)
             used, share = attempt.activations, room / max(1, attempt.activations)

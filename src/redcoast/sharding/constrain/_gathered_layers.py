@@ -7,13 +7,13 @@ gathered weights, so that each device would keep all layers as they are gathered
 import itertools
 from collections.abc import Sequence
 
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
-from ...core._control_flow import Call, Scan, control_flow
-from ...core._jaxpr import variables
+from ...core._control_flow import Call, CallKind, Scan, control_flow
+from ...core._jaxpr import iter_equations, variables
 from ..operations._rule import shape_of
 from ..operations._rule_table import LARGE_OPERATIONS
-from ..program._remat import Computation, KeepAllBut, gather_of, rematerialises
+from ..program._remat import Computation, KeepAllBut, gather_of
 from ..program._walk import Scope
 
 # As JAX shows the effects of `jax.debug.print`, which a policy can keep.
@@ -30,13 +30,18 @@ def gather_again(scope: Scope, stored: Sequence[bool], shards: int) -> KeepAllBu
     if not _PRINTS.issuperset(map(str, scope.jaxpr.effects)):
         return None
     # This policy would keep what a `jax.checkpoint` in the body recomputes.
-    if any(map(rematerialises, scope.jaxpr.eqns)):
+    if any(map(_is_rematerialised, iter_equations(scope.jaxpr))):
         return None
     operations: set[Computation] = set()
     _add_operations_on_weights(scope, stored, shards, operations)
     if not operations:
         return None
     return KeepAllBut(frozenset(operations))
+
+
+def _is_rematerialised(equation: JaxprEqn) -> bool:
+    flow = control_flow(equation)
+    return isinstance(flow, Call) and flow.kind is CallKind.REMAT
 
 
 def _add_operations_on_weights(

@@ -8,7 +8,6 @@ from jaxtyping import PyTree
 
 from ...core._frames import hide_frames
 from ...core._pytree import join
-from .._mesh_axes import parts
 from ..memory._decide import Decider
 from ..memory._flat import flatten
 from ..memory._rebuild import run_decided
@@ -16,7 +15,6 @@ from ..memory._summarise import recomputed_lines
 from ..program._graph import Value
 from ..program._program import follow_program
 from ..program._trace import Arrays, Traced, trace_over
-from ..solver._layout import STORAGE_AXES
 from ..tree._leaf_plans import Compute
 from ..tree._overrides import spec_parts
 from ._shardings import find_shardings
@@ -44,11 +42,7 @@ class Recomputed:
         traced, arrays, decider = self.read(tree, args, recompute.trained)
         if not traced.trains:
             return self.fn(tree, *args)
-        # With FSDP, weights are gathered again in the backward pass.
-        axes = set(STORAGE_AXES).intersection(self.compute.batch_axes)
-        gathers_again = parts(tuple(axes), self.mesh.shape) > 1
-        decided = decider.decide(recompute)
-        results = run_decided(decider.flat, decided, arrays, gathers_again=gathers_again)
+        results = run_decided(decider.flat, decider.decide(recompute), arrays)
         return join(results, traced.output)
 
     def describe(self, tree: PyTree, args: Sequence[PyTree]) -> tuple[str, ...]:
@@ -72,5 +66,4 @@ class Recomputed:
             spec = shardings.spec(value, shardings.classes_over_model(value))
             return value.bytes / spec_parts(spec, self.mesh.shape)
 
-        stored = [True] * traced.arrays
-        return traced, arrays, Decider(flatten(program.scope, size_of, stored))
+        return traced, arrays, Decider(flatten(program.scope, size_of))

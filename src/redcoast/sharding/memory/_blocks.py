@@ -4,9 +4,9 @@ What crosses from one block to a later one is kept for the backward pass. A bloc
 as a whole, and then needs memory for what its derivatives need.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -52,22 +52,6 @@ class StepBlock:
     def residuals(self) -> set[int]:
         """The values that JAX keeps for its steps; in loops only."""
         return set().union(*(step.residuals for step in self.steps))
-
-    def parts(self, is_apart: Callable[[FlatStep], bool]) -> "list[StepBlock]":
-        """The block in parts: runs of steps of which all are apart from others, or none."""
-        groups = [list(steps) for _, steps in groupby(self.steps, is_apart)]
-        wanted = set(self.outputs)
-        parts: list[StepBlock] = []
-        for steps in reversed(groups):
-            inputs: dict[int, None] = {}
-            for step in steps:
-                inputs.update(dict.fromkeys(step.reads))
-            part = StepBlock(steps, self.alone, (), ())
-            outputs = [number for number in part.written if number in wanted]
-            inputs = dict.fromkeys(x for x in inputs if x not in set(part.written))
-            parts.append(replace(part, inputs=tuple(inputs), outputs=tuple(outputs)))
-            wanted.update(inputs)
-        return parts[::-1]
 
 
 def bytes_for_derivatives(flat: Flat) -> float:

@@ -102,7 +102,7 @@ class _Cutter:
 
     def keep_all(self) -> BlockChoice:
         """What is kept by itself. The compiler computes again what it can fuse, but in a loop."""
-        before = self.flat.known.union(self.block.inputs)
+        before = {*self.flat.inputs, *self.flat.constants, *self.block.inputs}
         kept = self.block.residuals - before
         if kept:
             return BlockChoice(False, frozenset(kept), kept_bytes=self._kept_bytes(kept))

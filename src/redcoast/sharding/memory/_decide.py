@@ -136,7 +136,7 @@ class Decider:
 
 def footprint(flat: Flat, decided: Decided) -> tuple[float, float]:
     """The most bytes that are kept and needed at once, and the bytes that are kept in all."""
-    known = flat.known
+    known = {*flat.inputs, *flat.constants}
     most = total = 0.0
     for block, choice in decided:
         if block.loop is not None:
@@ -166,7 +166,7 @@ def _least_time(flat: Flat, options: _Options, limit: float) -> Decided:
     unit = limit / _LEVELS
     if unit <= 0:
         return []
-    known = flat.known
+    known = {*flat.inputs, *flat.constants}
     seconds = np.full(_LEVELS + 1, np.inf)  # (levels,)
     seconds[0] = 0.0
     # For each block, the choice that leads to a level, and the levels that each choice takes.

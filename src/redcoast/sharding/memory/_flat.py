@@ -90,25 +90,13 @@ def _values_in(atoms: Iterable[Atom]) -> list[int]:
 @dataclass(eq=False)
 class Flat:
     """A program as steps in order. `inputs` and `outputs` are its own; `sizes` has the bytes of
-    each value on a device, and `constants` the values of its closed-over arrays.
-
-    `weights` are values that are arrays of the model, or computed from these alone by cheap
-    operations, such as a cast. The steps of the latter are in `at_use`, by their results, and not
-    in `steps`: they are computed where they are used, so that gathered weights are not kept.
-    """
+    each value on a device, and `constants` the values of its closed-over arrays."""
 
     inputs: list[int] = field(default_factory=list)
-    weights: set[int] = field(default_factory=set)
-    at_use: dict[int, FlatStep] = field(default_factory=dict)
     outputs: list[Atom] = field(default_factory=list)
     steps: list[FlatStep] = field(default_factory=list)
     sizes: list[float] = field(default_factory=list)
     constants: dict[int, object] = field(default_factory=dict)
-
-    @property
-    def known(self) -> set[int]:
-        """The values that are available without any step."""
-        return {*self.inputs, *self.constants, *self.at_use}
 
     def new(self, size: int | float) -> int:
         self.sizes.append(float(size))
@@ -127,13 +115,10 @@ class FlatLoop:
     body: Flat
 
 
-def flatten(
-    scope: Scope, size_of: SizeOf, stored: Sequence[bool] = (), *, divides_loops: bool = True
-) -> Flat:
+def flatten(scope: Scope, size_of: SizeOf, *, divides_loops: bool = True) -> Flat:
     """The steps of a program. `size_of` gives the bytes of a value on each device.
 
-    `stored` selects the inputs that are arrays of the model; the others need not be in it. With
-    `divides_loops`, a differentiated scan has the steps of an iteration.
+    With `divides_loops`, a differentiated scan has the steps of an iteration.
     """
     flat = Flat()
     names: dict[Var, Atom] = {}
@@ -141,7 +126,6 @@ def flatten(
         number = flat.new(size_of(scope.values[var]))
         names[var] = number
         flat.inputs.append(number)
-    flat.weights.update(compress(flat.inputs, stored))
     reader = _Reader(flat, size_of, divides_loops)
     flat.outputs = reader.read(scope, names)
     # What a product or another large operation reads is in memory. XLA computes again by itself
@@ -183,19 +167,8 @@ class _Reader:
             for var in equation.outvars:
                 outputs.append(self.flat.new(self.size_of(scope.values[var])))
             names.update(zip(equation.outvars, outputs, strict=True))
-            step = self._step(scope, index, flow, inputs, outputs)
-            if step.is_fused and not step.is_bare and self._is_of_weights(step):
-                self.flat.weights.update(outputs)
-                self.flat.at_use.update(dict.fromkeys(outputs, step))
-            else:
-                self.flat.steps.append(step)
+            self.flat.steps.append(self._step(scope, index, flow, inputs, outputs))
         return _numbered(scope.jaxpr.outvars, names)
-
-    def _is_weight(self, atom: Atom) -> bool:
-        return isinstance(atom, int) and atom in self.flat.weights
-
-    def _is_of_weights(self, step: FlatStep) -> bool:
-        return len(step.reads) > 0 and self.flat.weights.issuperset(step.reads)
 
     def _step(
         self,
@@ -219,11 +192,7 @@ class _Reader:
         is_jvp = isinstance(flow, Call) and flow.kind in (CallKind.CUSTOM_JVP, CallKind.REMAT)
         step.hides = bool(inner) and not is_jvp
         if isinstance(flow, Scan) and inner and self.divides_loops and not step.is_bare:
-            # A carry changes, also if it begins with a weight.
-            consts, carry, xs = flow.split(list(map(self._is_weight, inputs)))
-            stored = [*consts, *[False] * len(carry), *xs]
-            body = flatten(inner[0], self.size_of, stored, divides_loops=False)
-            step.loop = FlatLoop(flow, body)
+            step.loop = FlatLoop(flow, flatten(inner[0], self.size_of, divides_loops=False))
         return step
 
     def _residuals(self, scope: Scope, index: int, step: FlatStep) -> list[int]:

@@ -1,6 +1,6 @@
 """Runs a program again with blocks in `jax.checkpoint`, which keep what was decided."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import filterfalse
@@ -12,8 +12,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from ...core._control_flow import consts_of, open_jaxpr
 from ...core._jaxpr import as_traced, at_line_of, bind_again, evaluate_jaxpr
-from ..operations import shape_of
-from ..program._remat import KeepAllBut, gather_of, rematerialises
+from ..program._remat import KeepAllBut, gather_of
 from ..program._trace import Arrays
 from ._blocks import StepBlock
 from ._choices import BlockChoice, Decided
@@ -51,13 +50,11 @@ def run_decided(
     *,
     prevent_cse: bool = True,
     policy: KeepAllBut | None = None,
-    gathers_again: bool = False,
 ) -> Arrays:
     """The results of a program, computed as it was decided.
 
     `prevent_cse` is that of `jax.checkpoint`. `policy` is that of blocks which recompute nothing;
-    without one, they are not in `jax.checkpoint`. With `gathers_again`, they are, and keep what the
-    compiler would keep but gathered weights.
+    without one, they are not in `jax.checkpoint`.
     """
     values: _Values = dict(zip(flat.inputs, inputs, strict=True))
     values.update(flat.constants)
@@ -65,21 +62,16 @@ def run_decided(
     for block, choice in decided:
         step = block.steps[0]
         if block.loop is not None and choice.inner:
-            run.compute_at_use(step.reads, values)
             results = _run_loop(step, block.loop, choice.inner, values)
             values.update(zip(step.outputs, results, strict=True))
         elif choice.is_again:
             run.again(block, choice, values, _POLICY)
-        elif (policy is not None or gathers_again) and not block.alone:
-            # The compiler would keep the gathered weights of all layers.
-            for part in block.parts(_keeps_its_own):
-                if part.needs and not _keeps_its_own(part.steps[0]):
-                    run.again(part, choice, values, policy or _POLICY)
-                else:
-                    run.once(part, values)
+        elif policy is not None and any(step.needs for step in block.steps):
+            # A loop would keep the gathered weights of all layers.
+            run.again(block, choice, values, policy)
         else:
-            run.once(block, values)
-    run.compute_at_use([x for x in flat.outputs if isinstance(x, int)], values)
+            for step in block.steps:
+                _run_step(step, values)
     results: Arrays = []
     for atom in flat.outputs:
         if isinstance(atom, Literal):
@@ -96,21 +88,6 @@ class _Run:
     flat: Flat
     prevent_cse: bool
 
-    def once(self, block: StepBlock, values: _Values) -> None:
-        """Runs the steps of a block, of which the compiler keeps what it needs."""
-        for step in block.steps:
-            self.compute_at_use(step.reads, values)
-            _run_step(step, values)
-
-    def compute_at_use(self, numbers: Iterable[int], values: _Values) -> None:
-        """Computes what follows from weights alone, where it is not known."""
-        steps: dict[FlatStep, None] = {}
-        for number in numbers:
-            if number not in values:
-                _add_steps_of(number, self.flat.at_use, steps)
-        for step in steps:
-            _run_step(step, values)
-
     def again(
         self,
         block: StepBlock,
@@ -118,16 +95,12 @@ class _Run:
         values: _Values,
         policy: Callable[..., bool],
     ) -> None:
-        # Numbers of the program, such as positions, are computed where they are used, and so is
-        # what follows from weights alone.
-        at_use = self._constant | self.flat.at_use
+        # Numbers of the program, such as positions, are computed where they are used.
+        constant = self._constant
+        inputs = list(filterfalse(constant.__contains__, block.inputs))
         own: dict[FlatStep, None] = {}
         for number in block.inputs:
-            _add_steps_of(number, at_use, own)
-        read = dict.fromkeys(block.inputs)
-        for step in own:
-            read.update(dict.fromkeys(step.reads))
-        inputs = list(filterfalse(at_use.__contains__, read))
+            self._add_steps_of(number, own)
         outside = list(map(values.__getitem__, inputs))
         groups = [x.group for x in outside if isinstance(x, _OfGroup)]
 
@@ -163,33 +136,14 @@ class _Run:
                 steps.update(dict.fromkeys(step.outputs, step))
         return steps
 
-
-def _add_steps_of(number: int, at_use: dict[int, FlatStep], steps: dict[FlatStep, None]) -> None:
-    """Adds the steps by which a value is computed where it is used, in order; none for others."""
-    step = at_use.get(number)
-    if step is None or step in steps:
-        return
-    for read in step.reads:
-        _add_steps_of(read, at_use, steps)
-    steps[step] = None
-
-
-def _keep_all_but_gathered(flat: Flat, shapes: Iterable[tuple[int, ...]]) -> KeepAllBut:
-    """The policy that keeps all but gathered weights, and what is computed from these alone.
-
-    `shapes` are those of the weights.
-    """
-    recomputed = set(map(gather_of, shapes))
-    for step in flat.at_use.values():
-        equation = step.equation
-        recomputed.add((equation.primitive.name, tuple(map(shape_of, equation.invars))))
-        recomputed.update(map(gather_of, map(shape_of, equation.outvars)))
-    return KeepAllBut(frozenset(recomputed))
-
-
-def _keeps_its_own(step: FlatStep) -> bool:
-    """Whether a step has a `jax.checkpoint`, or values inside of it that have no names."""
-    return step.hides or rematerialises(step.equation)
+    def _add_steps_of(self, number: int, steps: dict[FlatStep, None]) -> None:
+        """Adds the steps that a constant is computed by, in order; none for another value."""
+        step = self._constant.get(number)
+        if step is None or step in steps:
+            return
+        for read in step.reads:
+            self._add_steps_of(read, steps)
+        steps[step] = None
 
 
 def _run_keeping(step: FlatStep, choice: BlockChoice, values: _Values) -> None:
@@ -258,8 +212,7 @@ def _run_loop(step: FlatStep, loop: FlatLoop, turns: Sequence[Decided], values: 
     # An initial carry may be a number.
     operands = list(map(as_traced, _operands(step, values), step.equation.invars))
     consts, init, xs = scan.split(operands)
-    shapes = [*map(jnp.shape, consts), *(x.shape[1:] for x in xs)]
-    policy = _keep_all_but_gathered(body, shapes)
+    policy = KeepAllBut(frozenset(gather_of(x.shape[1:]) for x in xs))
     # In a loop of one block, the compiler cannot undo the recomputation: the passes are two loops.
     is_one = period == 1 and len(turns[0]) == 1 and scan.unroll < scan.length
 

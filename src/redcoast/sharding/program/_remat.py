@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress
+from itertools import compress
 from operator import or_
 from typing import Any
 
@@ -20,7 +20,7 @@ from ...core._control_flow import (
     open_jaxpr,
     saves,
 )
-from ...core._jaxpr import is_inexact, iter_equations, variables
+from ...core._jaxpr import is_inexact, variables
 from ..operations import fixed_operands, is_linear, rule_of
 
 # The name of a primitive, and the shapes of its operands.
@@ -41,14 +41,6 @@ class KeepAllBut:
 def gather_of(shape: tuple[int, ...]) -> Computation:
     """The gather of an array with a constraint of its sharding."""
     return "sharding_constraint", (shape,)
-
-
-def rematerialises(equation: JaxprEqn) -> bool:
-    """Whether an equation is a `jax.checkpoint`, or has one inside."""
-    flow = control_flow(equation)
-    if isinstance(flow, Call) and flow.kind is CallKind.REMAT:
-        return True
-    return any(map(rematerialises, chain(*map(iter_equations, inner_jaxprs(equation)))))
 
 
 @dataclass(frozen=True)

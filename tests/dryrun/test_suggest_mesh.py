@@ -236,6 +236,18 @@ def test_the_cheapest_mesh_without_compiling():
     assert [one.usual for one in estimates] == [True, False]
 
 
+def test_meshes_that_are_compared_share_the_trace_of_an_update():
+    calls: list[None] = []
+
+    def update(gradients, state, params=None):
+        calls.append(None)
+        return OPTIMIZER.update(gradients, state, params)
+
+    optimizer = optax.GradientTransformation(OPTIMIZER.init, update)
+    cheapest(make_job(*SMALL[:-1], optimizer), target_place("cpu:4"))
+    assert len(calls) == 1
+
+
 @pytest.mark.thorough
 def test_a_mesh_that_a_memory_plan_makes_fit():
     """Recomputation takes longer, and less than the meshes on which the step fits without it."""

@@ -604,7 +604,7 @@ def _run_body(frame: _Frame, scan: Scan, slices: Sequence[Roots], time: Timeline
         if values[var].grad:
             cotangents[var] = outside
     grads = run.backward(frame, cotangents)
-    # An FSDP-sharded layer is whole until then: its sum takes no more than that in compiled loops.
+    # The sum of an FSDP-sharded layer takes the place of its gathered weights.
     if run.stacks and not any(parameter.gathered for _, parameter in time.waiting):
         time.sum_gradients()
     time.now += 1

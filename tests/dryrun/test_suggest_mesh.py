@@ -239,9 +239,9 @@ def test_the_cheapest_mesh_without_compiling():
 def test_meshes_that_are_compared_share_the_trace_of_an_update():
     calls: list[None] = []
 
-    def update(gradients, state, params=None):
+    def update(updates, state, params=None):
         calls.append(None)
-        return OPTIMIZER.update(gradients, state, params)
+        return OPTIMIZER.update(updates, state, params)
 
     optimizer = optax.GradientTransformation(OPTIMIZER.init, update)
     cheapest(make_job(*SMALL[:-1], optimizer), target_place("cpu:4"))

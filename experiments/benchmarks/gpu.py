@@ -105,6 +105,7 @@ class Config:
     steps: int = 20  # measured training steps
     target: str | None = None  # the card as a dry run calls it, such as h100:1; by default its name
     seconds: int = 400  # no part begins later than this
+    peaks: Path | None = None  # the output of --foretell, if the dry runs have been done already
     out: Path = Path("runs/gpu")
     foretell: bool = False  # only print the foretold memory as JSON; for the child process
 
@@ -127,6 +128,7 @@ def main(c: Config) -> list[Row]:
         if time.perf_counter() - begin > c.seconds:
             found["failed"][name] = f"not begun within {c.seconds} s"
             return
+        print(f"{time.perf_counter() - begin:.0f} s: {name}", file=sys.stderr)
         try:
             found["rows"] += measure()
         except Exception:
@@ -135,7 +137,10 @@ def main(c: Config) -> list[Row]:
         write(c.out, found)
 
     peaks: dict[str, int] = {}
-    part("dry run", lambda: peaks.update(foretell(c, size, target)) or [])
+    if c.peaks is None:
+        part("dry run", lambda: peaks.update(foretell(c, size, target)) or [])
+    else:
+        peaks.update(json.loads(c.peaks.read_text()))
     # The first part that trains, because a device reports the peak of the whole process.
     for kernel in kernels:
         name = "cuDNN attention" if kernel else "attention without cuDNN"
@@ -144,10 +149,13 @@ def main(c: Config) -> list[Row]:
         part(f"training, {name}", train)
         if kernel == kernels[0]:
             part("memory", ft.partial(memory_rows, device, peaks, kernel, remat))
-            part("kernels", ft.partial(kernel_rows, size, chip, kernel, remat))
             part("a bare loop", ft.partial(bare_rows, size, c.steps, chip, kernel, remat, name))
-            part("generation", lambda: generation_rows(size))
             part("the loop", lambda: loop_rows(size))
+            part("kernels", ft.partial(kernel_rows, size, chip, kernel, remat))
+            part("generation", lambda: generation_rows(size))
+            if kernel:
+                float8 = ft.partial(train_rows, size, c.steps, chip, kernel, remat, "float8")
+                part("training in float8", ft.partial(float8, low_precision="float8"))
     print(show(found))
     return found["rows"]
 
@@ -222,9 +230,21 @@ def tokens_of(size: Size, steps: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, size.model.vocab, shape, np.int32)
 
 
-def train_rows(size: Size, steps: int, chip: rc.Chip, kernel: bool, remat: str, name: str):
+def train_rows(
+    size: Size,
+    steps: int,
+    chip: rc.Chip,
+    kernel: bool,
+    remat: str,
+    name: str,
+    *,
+    low_precision: Literal["float8"] | None = None,
+) -> list[Row]:
     """Training with `fit`, and the time until its first step is done."""
     times: list[float] = []
+    loss_fn = make_loss()
+    if low_precision is not None:
+        loss_fn = rc.low_precision(loss_fn, low_precision, exclude=["embed", "head"])
     with attention(kernel):
         begin = time.perf_counter()
         state = rc.fit(
@@ -232,7 +252,7 @@ def train_rows(size: Size, steps: int, chip: rc.Chip, kernel: bool, remat: str, 
             OPTIMIZER,
             tokens_of(size, steps + WARM_UP),
             collate_fn=np.stack,
-            loss_fn=make_loss(),
+            loss_fn=loss_fn,
             batch_size=size.batch,
             steps=steps + WARM_UP,
             mesh=rc.make_mesh(devices=jax.devices()[:1]),

@@ -1,7 +1,6 @@
 """Automatic distributed training and inference of any PyTree model, in plain functions."""
 
 import importlib as _importlib
-import importlib.metadata as _metadata
 import typing as _typing
 
 from .checkpoint._checkpointer import Checkpointer as Checkpointer
@@ -14,6 +13,7 @@ from .checkpoint._tree import load_checkpoint as load_checkpoint
 from .checkpoint._tree import save_checkpoint as save_checkpoint
 from .core._control_flow import UnsupportedJaxVersion as UnsupportedJaxVersion
 from .core._decoding import Decoding as Decoding
+from .core._versions import own_version as _own_version
 from .data._batches import Batch as Batch
 from .data._batches import Batches as Batches
 from .data._batches import batches as batches
@@ -128,7 +128,7 @@ _LAZY = {
 
 def __getattr__(name: str) -> _typing.Any:
     if name == "__version__":
-        return _metadata.version("redcoast")
+        return _own_version()
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _importlib.import_module(_LAZY[name], __name__)

@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +9,7 @@ import jax
 
 from ..core._jaxpr import is_inexact
 from ..core._output import say
+from ..core._versions import own_version
 from ..data._batches import Batches
 from ..data._loading import count_in_epoch
 from ..distributed._kv_store import is_main
@@ -43,7 +43,7 @@ class Printer:
         devices = f"{count} {kind} {_counted(count, 'device')}"
         if jax.process_count() > 1:
             devices += f" in {jax.process_count()} processes"
-        say_once(f"redcoast {version('redcoast')}, jax {jax.__version__}, {devices}")
+        say_once(f"redcoast {own_version()}, jax {jax.__version__}, {devices}")
         if self._directory is not None:
             say_once(f"Run directory: {show_directory(self._directory)}")
 

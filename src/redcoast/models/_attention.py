@@ -296,7 +296,7 @@ def _has_splash(q: Array, k: Array, v: Array, view: View) -> bool:
 
 def _takes_mask(view: View | None, bias: Bias, q: Array, k: Array) -> bool:
     """Whether cuDNN's kernel supports this view and this bias."""
-    is_option = view is not None and _is_option(view)
+    is_option = view is not None and _is_option(view, q, k)
     if bias is not None:
         # The kernel computes gradients only of a bias that all rows share, without another mask.
         is_shared = not isinstance(bias, RelativeBias) and bias.shape[:2] == (1, q.shape[2])
@@ -306,16 +306,26 @@ def _takes_mask(view: View | None, bias: Bias, q: Array, k: Array) -> bool:
     return view is None or is_option or q.shape[1] * k.shape[1] <= _MOST_MASKED
 
 
-def _is_option(view: View) -> bool:
+def _is_option(view: View, q: Array, k: Array) -> bool:
     """Whether the kernel has an option for it: causal attention, with or without a window."""
-    return view.is_order_only and (view.causal or view.window is None)
+    if not view.is_order_only:
+        return False
+    if view.causal:
+        return _is_even(q, k) or q.shape[1] == k.shape[1]
+    return view.window is None and _is_even(q, k)
+
+
+def _is_even(q: Array, k: Array) -> bool:
+    return q.shape[1] % 2 == k.shape[1] % 2 == 0
 
 
 def _attend_in_kernel(
     q: Array, k: Array, v: Array, visible: Visible, bias: Any, scale: float
 ) -> Array:
     options: dict[str, Any] = {"scale": scale, "implementation": "cudnn"}
-    if isinstance(visible, View) and _is_option(visible):
+    if not _is_even(q, k):
+        return _attend_with_even_lengths(q, k, v, visible, scale)
+    if isinstance(visible, View) and _is_option(visible, q, k):
         options["is_causal"] = visible.causal
         if visible.window is not None:
             options["local_window_size"] = (visible.window - 1, 0)  # behind and before a query
@@ -331,6 +341,22 @@ def _attend_in_kernel(
     shape = (visible.shape[0], heads, q.shape[1], k.shape[1])
     mask = jnp.broadcast_to(visible[:, None], shape)  # (batch, heads, queries, keys)
     return jax.nn.dot_product_attention(q, k, v, mask=mask, **options)
+
+
+def _attend_with_even_lengths(
+    q: Array, k: Array, v: Array, visible: Visible, scale: float
+) -> Array:
+    """Attention with a query or a key more, as JAX refuses gradients of odd lengths."""
+    queries, keys = q.shape[1], k.shape[1]
+    more = lambda x: jnp.pad(x, [(0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)])
+    # The last key of causal attention is seen by the last query alone, which is left out.
+    if not isinstance(visible, View) or not _is_option(visible, q, k):
+        if isinstance(visible, View):
+            visible = visible.visible(queries, keys)
+        visible = jnp.broadcast_to(visible, (visible.shape[0], queries, keys))
+        visible = jnp.pad(visible, [(0, 0), (0, queries % 2), (0, keys % 2)])
+    out = _attend_in_kernel(more(q), more(k), more(v), visible, None, scale)
+    return out[:, :queries]
 
 
 def _has_stages() -> bool:

@@ -363,6 +363,7 @@ def bench_gpu(session: nox.Session) -> None:
     """Training and generation on one GPU, against what the card could do."""
     install(session, extras=("cuda12",))
     session.run("python", "experiments/benchmarks/gpu.py", *session.posargs)
+    session.run("python", "experiments/benchmarks/gpu_attention.py")
 
 
 @nox.session

@@ -2,11 +2,17 @@
 
 import re
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+import redcoast as rc
 from redcoast.core._versions import TESTED, installed_versions, untested, versions_tested
+from redcoast.tracking._loggers import say_once
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -38,3 +44,22 @@ def test_untested_versions_are_named():
     assert untested(installed | {"optax": "9.9"}) == [f"optax 9.9 (tested: {TESTED[1]['optax']})"]
     assert installed_versions().keys() == installed.keys()
     assert versions_tested("jax").endswith(f" and {TESTED[-1]['jax']}")
+
+
+def test_a_run_from_the_source_needs_no_installation(monkeypatch, tmp_path, capsys):
+    version = metadata.version
+
+    def of_others(package):
+        if package == "redcoast":
+            raise metadata.PackageNotFoundError(package)
+        return version(package)
+
+    say_once.cache_clear()
+    monkeypatch.setattr(metadata, "version", of_others)
+    loss_fn = lambda model, batch, key: jnp.mean(jnp.square(model - batch))
+    rows = np.ones((8, 2), np.float32)
+    options = {"loss_fn": loss_fn, "batch_size": 8, "epochs": 1, "checkpoints": tmp_path}
+    rc.fit(jnp.zeros(2), optax.sgd(0.1), rows, log=rc.progress_logger(), **options)
+    assert "redcoast (not installed)" in capsys.readouterr().out
+    assert rc.__version__ == "(not installed)"
+    assert (tmp_path / "checkpoints" / "1").is_dir()

@@ -152,3 +152,32 @@ def test_wide_heads_take_the_kernel_only_where_jax_lowers_it(monkeypatch, presen
     with compiling_for(Target("gpu", 9)):
         program = str(jax.make_jaxpr(attention)(half(4), half(2), half(2)))
     assert ("dot_product_attention" in program) == fused
+
+
+@pytest.mark.parametrize("lengths", [(33, 33), (33, 34), (34, 33)])
+@pytest.mark.parametrize("view", [View(causal=True), View(causal=True, window=9), View()])
+def test_odd_lengths_have_gradients(monkeypatch, view, lengths):
+    """JAX refuses gradients of the kernel for odd numbers of queries or keys."""
+    queries, keys = lengths
+    q = jnp.ones((2, queries, 4, 64), jnp.bfloat16)
+    k = jnp.ones((2, keys, 2, 64), jnp.bfloat16)
+    summed = lambda q, k: jnp.sum(_attention.attend(q, k, k, visible=view).astype(jnp.float32))
+    with compiling_for(Target("gpu", 9)):
+        program = jax.make_jaxpr(jax.grad(summed, argnums=(0, 1)))(q, k)
+    assert "dot_product_attention_bwd" in str(program)
+    assert [x.shape for x in program.out_avals] == [q.shape, k.shape]
+
+
+def test_the_key_that_makes_a_length_even_is_masked(monkeypatch):
+    attention = jax.nn.dot_product_attention
+
+    def products(q, k, v, mask=None, *, scale, implementation, is_causal=False):
+        return attention(q, k, v, mask=mask, scale=scale, is_causal=is_causal)
+
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 8))
+    for view in (View(causal=True), View()):
+        plain = _attention.attend(q, k, v, visible=view)
+        with monkeypatch.context() as patch:
+            patch.setattr(_attention.jax.nn, "dot_product_attention", products)
+            even = _attention._attend_in_kernel(q, k, v, view, None, 8**-0.5)
+        np.testing.assert_allclose(even, plain, atol=1e-6)

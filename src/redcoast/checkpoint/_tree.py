@@ -21,6 +21,7 @@ from ..core._durable_files import sync_name
 from ..core._errors import local_path, several
 from ..core._frames import hide_frames
 from ..core._read_json import read_json
+from ..core._versions import own_version
 from ..distributed._kv_store import is_main
 from ..sharding.tree._leaves import ArrayLike
 from ._checksums import ALGORITHM, FILE, find_damage, kind_of_checksums
@@ -47,7 +48,7 @@ from ._shared_directory import check_shared
 FORMAT = 1  # of the JSON document
 # Errors of missing files, files in place of directories, bad disks and links in a circle.
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP)
-LIBRARIES = ("redcoast", "jax", "equinox", "optax", "orbax-checkpoint")
+LIBRARIES = ("jax", "equinox", "optax", "orbax-checkpoint")
 ROOT = "value"  # the name of an array that is the entire tree
 _WHICH = (
     "Pass the path that was given to `save_checkpoint`, or a step's directory inside a run's "
@@ -189,7 +190,8 @@ def _as_number(x: PyTree) -> PyTree:
 @ft.cache
 def _versions() -> tuple[tuple[str, str], ...]:
     # Looking them up takes longer than everything else in a save that blocks the loop.
-    return tuple((name, importlib.metadata.version(name)) for name in LIBRARIES)
+    others = [(name, importlib.metadata.version(name)) for name in LIBRARIES]
+    return (("redcoast", own_version()), *others)
 
 
 @hide_frames

@@ -56,7 +56,7 @@ def test_a_run_from_the_source_needs_no_installation(monkeypatch, tmp_path, caps
 
     say_once.cache_clear()
     monkeypatch.setattr(metadata, "version", of_others)
-    loss_fn = lambda model, batch, key: jnp.mean(jnp.square(model - batch))
+    loss_fn = lambda model, batch, key: jnp.mean(jnp.square(batch - model[None]))
     rows = np.ones((8, 2), np.float32)
     options = {"loss_fn": loss_fn, "batch_size": 8, "epochs": 1, "checkpoints": tmp_path}
     rc.fit(jnp.zeros(2), optax.sgd(0.1), rows, log=rc.progress_logger(), **options)

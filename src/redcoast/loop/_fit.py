@@ -88,10 +88,10 @@ def fit(
 
     Each epoch has its own order of the examples, determined by `key`. Batches span epochs, so only
     the last batch of a run may be short. A run that is started again resumes from its newest
-    checkpoint, bit for bit where the kernels of the device are deterministic. A signal stops it after the current step, with a checkpoint: after
-    SIGTERM, SIGUSR1 and SIGHUP, `fit` returns, and after Ctrl-C it raises `KeyboardInterrupt`. A
-    second signal ends the process. To limit the time of a run, or to handle signals yourself, call
-    `fit` inside [`redcoast.stop_on_signal`][].
+    checkpoint, bit for bit where the kernels of the device are deterministic. A signal stops it
+    after the current step, with a checkpoint: after SIGTERM, SIGUSR1 and SIGHUP, `fit` returns, and
+    after Ctrl-C it raises `KeyboardInterrupt`. A second signal ends the process. To limit the time
+    of a run, or to handle signals yourself, call `fit` inside [`redcoast.stop_on_signal`][].
 
     **Arguments:**
 

@@ -31,14 +31,10 @@ def write_checksums(directory: Path) -> None:
 def find_damage(directory: Path, *, part: int = 0, parts: int = 1) -> str | None:
     """Compares the files of a checkpoint with their checksums.
 
-    **Arguments:**
-
     - `directory`: the checkpoint.
     - `part`, `parts`: which share of the files to read. The sizes of all files are compared.
 
-    **Returns:**
-
-    A sentence that names the first damaged file, or `None`.
+    Returns a sentence that names the first damaged file, or `None`.
     """
     try:
         sizes = _files(directory)
@@ -91,9 +87,7 @@ def _files(directory: Path) -> dict[str, int]:
 
     Files at the top level are skipped: they belong to Orbax, which changes them when it finishes.
 
-    **Raises:**
-
-    `ValueError` if a link points outside the checkpoint, or an entry is not a regular file.
+    Raises `ValueError` if a link points outside the checkpoint, or an entry is not a regular file.
     """
     inside = directory.resolve()
     sizes = {}

@@ -95,9 +95,7 @@ class Checkpoints:
 def default_mode(metric: str, caller: str) -> Literal["min", "max"]:
     """The default mode: `"min"` for the loss. Other metrics have none.
 
-    **Raises:**
-
-    `ValueError` for a metric other than the loss.
+    Raises `ValueError` for a metric other than the loss.
     """
     if metric != "loss":
         raise ValueError(
@@ -147,9 +145,7 @@ def restore_newest(
 
     Damaged checkpoints that are newer are renamed to `<step>.damaged`.
 
-    **Raises:**
-
-    `ValueError` if there are checkpoints and `resume=False`, or if all of them are damaged.
+    Raises `ValueError` if there are checkpoints and `resume=False`, or if all of them are damaged.
     """
     # All processes use the list of process 0: a shared directory may look different to others.
     steps = decide("the list of checkpoints", saved_steps(checkpoints))

@@ -27,9 +27,7 @@ def lock_run(directory: Path | None) -> Iterator[None]:
     The operating system holds the lock (`flock`), and releases it when the process ends for any
     reason. The file only records which process holds it.
 
-    **Raises:**
-
-    `ValueError` that names the host and the process of the run that holds the lock;
+    Raises `ValueError` that names the host and the process of the run that holds the lock;
     `FileExistsError` or `NotADirectoryError` if the path is a file, or inside one.
     """
     if directory is None or not is_main():

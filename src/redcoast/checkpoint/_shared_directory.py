@@ -20,10 +20,8 @@ def check_shared(directory: Path | None) -> None:
 
     Process 0 creates the directory, and temporarily a file with a random name.
 
-    **Raises:**
-
-    `ValueError` in all processes if one does not see them, or if their directories differ. It names
-    the processes that do not see the file.
+    Raises `ValueError` in all processes if one does not see them, or if their directories differ.
+    It names the processes that do not see the file.
     """
     if jax.process_count() == 1:
         return

@@ -150,9 +150,7 @@ def arrays_and_document(
 def arrays_to_save(tree: PyTree) -> dict[Names, PyTree]:
     """The arrays of a tree by the names under which they are saved.
 
-    **Raises:**
-
-    `ValueError` or `TypeError` if they cannot be saved. The tree may be abstract.
+    Raises `ValueError` or `TypeError` if they cannot be saved. The tree may be abstract.
     """
     flat = flatten_arrays(tree)
     if not any(x.size for x in flat.values()):
@@ -368,9 +366,7 @@ def _read(
 def check_whole(path: Path, *, part: int = 0, parts: int = 1) -> None:
     """Compares the files of a checkpoint, or one of `parts` shares of them, with their checksums.
 
-    **Raises:**
-
-    `CheckpointDamaged`, a `ValueError` that names the file.
+    Raises `CheckpointDamaged`, a `ValueError` that names the file.
     """
     if not (path / ARRAYS).is_dir():
         raise CheckpointDamaged(
@@ -431,9 +427,7 @@ def read_metadata(path: Path) -> dict[str, PyTree]:
 def flatten_arrays(tree: PyTree, kinds: type | UnionType = ArrayLike) -> dict[Names, PyTree]:
     """The arrays of a tree, by the names along their paths.
 
-    **Raises:**
-
-    `ValueError` if two arrays would be saved under the same name.
+    Raises `ValueError` if two arrays would be saved under the same name.
     """
     flat: dict[Names, PyTree] = {}
     joined_before: set[str] = set()

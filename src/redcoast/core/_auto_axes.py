@@ -22,8 +22,6 @@ def has_explicit_axes(tree: PyTree) -> bool:
 def call_on_auto_axes(fn: Callable[..., PyTree], out_spec: OutSpec, *args: PyTree) -> PyTree:
     """Calls `fn(*args)` with Auto axes in place of Explicit ones.
 
-    **Arguments:**
-
     - `out_spec`: gives the spec of a result, which is part of its type if the caller traces.
     - `args`: trees, whose arrays may be tracers.
     """

@@ -25,9 +25,7 @@ def sync_tree(directory: Path) -> None:
 
     Files that another process renames or removes meanwhile are skipped: that process syncs them.
 
-    **Raises:**
-
-    `OSError` if the disk could not store a file.
+    Raises `OSError` if the disk could not store a file.
     """
     files: list[Path] = []
     directories: list[Path] = []

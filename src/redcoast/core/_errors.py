@@ -73,9 +73,8 @@ def check_kind(name: str, value: object, kind: type | tuple[type, ...], words: s
 def local_path(name: str, path: str | os.PathLike[str]) -> Path:
     """The path of a file or a directory of this machine, with `~` expanded.
 
-    **Raises:**
-
-    `ValueError` for an address such as `s3://bucket/run`, of which `Path` makes a local directory.
+    Raises `ValueError` for an address such as `s3://bucket/run`, of which `Path` makes a local
+    directory.
     """
     text = os.fspath(path)
     address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+:)/", text)

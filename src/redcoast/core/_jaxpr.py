@@ -99,16 +99,12 @@ def evaluate_jaxpr(
 ) -> list[T]:
     """Evaluates a jaxpr with a custom interpretation of its equations.
 
-    **Arguments:**
-
     - `env`: the values of the constants and inputs, by variable. It is updated in place, and a
         variable is deleted after its last use, so that eager evaluation frees memory.
     - `handle`: returns the results of an equation, as `handle(index, equation, operands)`.
     - `read_literal`: returns the value of a literal.
 
-    **Returns:**
-
-    The values of the jaxpr's outputs.
+    Returns the values of the jaxpr's outputs.
     """
     return evaluate_equations(jaxpr.eqns, jaxpr.outvars, env, handle, read_literal)
 

@@ -22,8 +22,6 @@ def held_elsewhere(objects: Sequence[object], known: Iterable[object] = ()) -> l
     memory does not belong to NumPy (a memory map); and for JAX arrays on the CPU, which may be
     views of NumPy arrays.
 
-    **Arguments:**
-
     - `objects`: arrays, dicts, lists and tuples, to which the caller refers only by this sequence.
         All other objects are treated as immutable.
     - `known`: arrays that are never written.

@@ -14,10 +14,9 @@ MOST_BYTES = 2**27
 def read_json(path: Path) -> dict[str, Any]:
     """Reads the JSON object in a file.
 
-    **Raises:**
-
-    `ValueError` that names the file if it does not contain a JSON object, is larger than 128 MiB
-    or is nested too deeply, or if the file is a pipe or a device; `OSError` if it cannot be opened.
+    Raises `ValueError` that names the file if it does not contain a JSON object, is larger than 128
+    MiB or is nested too deeply, or if the file is a pipe or a device; `OSError` if it cannot be
+    opened.
     """
     with open_regular(path) as file:
         # As many bytes as are asked for are allocated.

@@ -9,9 +9,8 @@ from typing import Any
 def open_regular(path: Path, *, buffering: int = -1) -> Any:
     """Opens a file for reading, but neither a pipe, which would wait for a writer, nor a device.
 
-    **Raises:**
-
-    `ValueError` that names the file if it is not a regular file; `OSError` if it cannot be opened.
+    Raises `ValueError` that names the file if it is not a regular file; `OSError` if it cannot be
+    opened.
     """
     # With this flag, the opening of a pipe does not wait. Windows has neither.
     at_once = lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))

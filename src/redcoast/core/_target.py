@@ -15,8 +15,6 @@ _given = jax.make_user_context()
 class Target:
     """The properties of a device that models choose their operations by.
 
-    **Attributes:**
-
     - `platform`: `"cpu"`, `"gpu"` or `"tpu"`.
     - `capability`: the compute capability of an NVIDIA GPU, without the digits after the point; 0
         for other devices.

@@ -68,8 +68,6 @@ def calling(
 ) -> noting:
     """Adds notes to an error of a function: its name, its arguments, and a remedy.
 
-    **Arguments:**
-
     - `name`: the name of the function, one of those in `_CALLS`.
     - `given`: the arguments that the note describes, by the names that it uses for them.
     - `where`: the rest of the first note, or a function that returns it.

@@ -229,9 +229,7 @@ def check_batching(collate_fn: CollateFn | None, batch_size: int | None) -> Coll
 
     By default, examples are stacked, and items that are batches are not changed.
 
-    **Raises:**
-
-    `TypeError` or `ValueError` if an argument, or their combination, is invalid.
+    Raises `TypeError` or `ValueError` if an argument, or their combination, is invalid.
     """
     if batch_size is not None:
         if collate_fn is None:

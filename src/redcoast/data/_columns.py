@@ -31,9 +31,7 @@ class Columns:
 def as_columns(examples: tuple[PyTree, ...], name: str) -> Columns | None:
     """The rows of a tuple of arrays; `None` for a tuple of other things, which are examples.
 
-    **Raises:**
-
-    `ValueError` if the arrays may be columns or examples.
+    Raises `ValueError` if the arrays may be columns or examples.
     """
     if not examples or not all(map(_is_array, examples)):
         return None

@@ -40,8 +40,6 @@ class InTurn:
     the evaluation may share a buffer. A function whose results have no other references is called
     by several threads at once, and nothing is copied.
 
-    **Attributes:**
-
     - `reads_places`: whether all results so far were views of memory with a place for each example,
         as `have_places` says. Without threads, none of them is written into while it is used.
     """

@@ -346,9 +346,7 @@ def read_batches(batches: OwnBatches, *, epochs: int | None = 1, name: str = "ex
 def repeatable(examples: object, *, name: str) -> object:
     """Returns the examples of epoch 0, which can be read in order any number of times.
 
-    **Raises:**
-
-    `TypeError` for an iterator, which can be read once.
+    Raises `TypeError` for an iterator, which can be read once.
     """
     source = examples
     if isinstance(examples, OwnBatches):

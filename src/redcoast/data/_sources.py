@@ -44,8 +44,6 @@ class Indexed(Protocol):
 class Epochs:
     """The examples of each epoch; called with an epoch, it returns them.
 
-    **Attributes:**
-
     - `length`: the number of examples in an epoch.
     """
 
@@ -112,8 +110,6 @@ def read_source(
     examples: object, *, epochs: int | None = None, name: str = "examples", batched: bool = False
 ) -> Epochs | Stream:
     """Returns a reader of examples, by index or in sequence.
-
-    **Arguments:**
 
     - `examples`: an object with a length and an index; an iterable; an iterator; or a function that
         returns one of these, called with the epoch if it takes an argument.
@@ -373,12 +369,8 @@ class StreamReader:
     If an example shares memory with one that is still in use, the earlier one has been overwritten.
     The examples are then read again, and each is copied before the next one is read.
 
-    **Arguments:**
-
     - `stream`: the stream.
     - `used`: the number of calls whose examples may still be used.
-
-    **Attributes:**
 
     - `epoch`: the epoch of the first example of the last call.
     - `state`: the encoded state after the last example.

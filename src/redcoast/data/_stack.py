@@ -21,9 +21,7 @@ def stack_examples(examples: Examples) -> PyTree[np.ndarray]:
 
     A list of numbers, as in JSON, counts as an array.
 
-    **Raises:**
-
-    `ValueError` if the examples have different structures, or their arrays different shapes;
+    Raises `ValueError` if the examples have different structures, or their arrays different shapes;
     `TypeError` if a leaf is neither an array nor a number.
     """
     if isinstance(examples, np.ndarray):  # `fetch` has stacked them

@@ -50,8 +50,6 @@ def is_iterator(examples: object) -> TypeGuard[Iterator[PyTree]]:
 class Stream:
     """An iterator over examples, whose state can be saved.
 
-    **Attributes:**
-
     - `epoch`: the epoch of the last returned example.
     - `resumes`: whether another process can restore a state.
     """
@@ -155,8 +153,6 @@ class RepeatedStream(Stream):
     the source or its iterator has a state that can be stored, that state is restored. If there is
     none, or if it does not restore the same examples (a shuffle buffer), examples are skipped from
     the beginning of the epoch.
-
-    **Arguments:**
 
     - `begin`: `begin(epoch)` returns an iterable over the examples of an epoch.
     - `epochs`: the number of epochs; `None` for no end.

@@ -26,8 +26,6 @@ _MOST = 200_000  # lines that are compared one by one: their checksums have to f
 class Listing:
     """A text that is compared by its checksum, and line by line if that differs.
 
-    **Attributes:**
-
     - `lines`: what is compared.
     - `where`: where line `i` comes from, such as `train.py:12`; it is not compared.
     - `varies`: returns whether the lines are random, and therefore need not be equal. It is only
@@ -45,10 +43,8 @@ def agree(
 ) -> None:
     """Checks that all processes have the same values and the same lines of each listing.
 
-    **Raises:**
-
-    `ValueError` in all processes if they disagree. It names the values and the first lines that
-    differ, and the processes that have them.
+    Raises `ValueError` in all processes if they disagree. It names the values and the first lines
+    that differ, and the processes that have them.
     """
     if jax.process_count() == 1:
         return
@@ -88,9 +84,7 @@ def tree_listing(tree: PyTree) -> Listing:
 def agree_on_program(name: str, jaxpr: AnyJaxpr, mesh: Mesh) -> None:
     """Checks that all processes are about to run the same program, if it runs on all devices.
 
-    **Raises:**
-
-    `ValueError` in all processes if they differ, with the first such equation and its line.
+    Raises `ValueError` in all processes if they differ, with the first such equation and its line.
     """
     if jax.process_count() == 1:
         return

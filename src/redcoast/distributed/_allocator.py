@@ -47,9 +47,7 @@ def keep_freed_memory(*, on_cpu: bool | None = None) -> None:
     `on_cpu` is whether that is known already. If it is `False`, JAX's configuration must say so; if
     it is `None`, it is enough that no accelerator's plugin is installed.
 
-    **Raises:**
-
-    `ValueError` if `REDCOAST_MALLOPT` is neither 0 nor 1.
+    Raises `ValueError` if `REDCOAST_MALLOPT` is neither 0 nor 1.
     """
     global _is_set, _left_because
     if _is_set:

@@ -38,15 +38,11 @@ def own_rows(mesh: Mesh, rows: int) -> list[int]:
 def place_rows(arrays: PyTree, mesh: Mesh, rows: int) -> PyTree:
     """Places a batch, sharded over the devices of all processes.
 
-    **Arguments:**
-
     - `arrays`: the rows of this process (`own_rows`), along the first dimension of each array.
     - `mesh`: the mesh to place them on.
     - `rows`: the number of rows of the global batch.
 
-    **Returns:**
-
-    Global arrays with `rows` rows.
+    Returns global arrays with `rows` rows.
     """
     if jax.process_count() == 1:
         return place_batch(arrays, mesh, kinds=(np.ndarray, jax.Array))

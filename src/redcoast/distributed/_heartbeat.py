@@ -65,9 +65,7 @@ def watching() -> Iterator[None]:
 
     Warns about a process that is slow. Does nothing if there is only one process.
 
-    **Raises:**
-
-    `ProcessLost` that names another process which has failed or died.
+    Raises `ProcessLost` that names another process which has failed or died.
     """
     if jax.process_count() == 1:
         yield

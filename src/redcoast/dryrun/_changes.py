@@ -39,8 +39,6 @@ def find_changes(
     """Yields single changes that make the step fit, one of each kind, or else a combination of
     them.
 
-    **Arguments:**
-
     - `make`: `make(init_fn, accumulate=..., compute_dtype=...)` makes the changed step.
     - `init_fn`: makes the model.
     - `job`, `run`: the step that does not fit, and its dry run.

@@ -180,9 +180,7 @@ def price_of(
 ) -> int | float | None:
     """The price of a device of a target for an hour.
 
-    **Raises:**
-
-    `ValueError` if there are prices, but none for this target, or one is not positive.
+    Raises `ValueError` if there are prices, but none for this target, or one is not positive.
     """
     if isinstance(price, Mapping):
         if target.name in price:

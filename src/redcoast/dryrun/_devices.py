@@ -120,8 +120,6 @@ _LOCK = (
 class Place:
     """Devices to compile for.
 
-    **Attributes:**
-
     - `name`: The name of the devices, for tables.
     - `devices`: The devices.
     - `target`: The target they belong to; `None` for attached devices.
@@ -162,9 +160,7 @@ def place_of(target: TargetDevices) -> Place:
 
     It may be called in a process that has already used JAX, whose devices do not change.
 
-    **Raises:**
-
-    `RuntimeError` if the compiler is installed but does not work.
+    Raises `RuntimeError` if the compiler is installed but does not work.
     """
     place = partial(Place, target=target, name=target.name, usable=target.chip.usable)
     if target.chip.kind == "cpu":

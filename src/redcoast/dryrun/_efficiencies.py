@@ -15,8 +15,6 @@ from ._chips import Chip
 class Efficiencies:
     """How much of a chip's published rates kernels and transfers attain.
 
-    **Attributes:**
-
     - `product`: The share of the peak rate that matrix products attain.
     - `attention`: The share that kernels for attention attain.
     - `memory`: The share of the memory bandwidth that all other kernels attain.

@@ -48,13 +48,9 @@ class Contractions:
 def contractions(jaxpr: AnyJaxpr) -> Contractions:
     """Counts the floating point operations of a program's contractions, by dtype of their operands.
 
-    **Arguments:**
-
     - `jaxpr`: a traced program, such as `jax.make_jaxpr(fn)(x)`.
 
-    **Returns:**
-
-    Two operations for each multiply-add of dot products and convolutions (eight for complex
+    Returns two operations for each multiply-add of dot products and convolutions (eight for complex
     numbers), of the entire program on all devices, before partitioning. Unused results are not
     counted. A loop counts its trip count, or one iteration if that depends on data; a conditional
     counts its most expensive branch. For convolutions, zeros that pad the input are counted, and

@@ -83,9 +83,7 @@ def make_job(
 ) -> Job:
     """Makes an abstract training step from its parts; no arrays are created.
 
-    **Raises:**
-
-    `TypeError` or `ValueError` if an argument is invalid; any error that `loss_fn` raises.
+    Raises `TypeError` or `ValueError` if an argument is invalid; any error that `loss_fn` raises.
     """
     check_functions(init_fn=init_fn, loss_fn=loss_fn)
     check_optimizer(optimizer)

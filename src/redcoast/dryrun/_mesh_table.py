@@ -13,8 +13,6 @@ from ..sharding.report._text import paragraph
 class Candidate:
     """One factorisation of the devices into the axes of a mesh; figures are per device and step.
 
-    **Attributes:**
-
     - `mesh`: The sizes of the axes.
     - `priced_seconds`: The planner's estimate of the time: arithmetic at the peak rate plus
         communication at the full bandwidth of the links.

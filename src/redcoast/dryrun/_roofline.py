@@ -10,8 +10,6 @@ from ._chips import Chip
 class Bounds:
     """Lower bounds on the seconds that a step takes on each device.
 
-    **Attributes:**
-
     - `arithmetic`: The time of the contractions at the chip's peak rate.
     - `memory`: The time to access each byte of the step's arguments and results once.
     - `network`: For each set of mesh axes, such as `"model"` or `"data+fsdp"`, the time of the
@@ -39,8 +37,6 @@ def time_bounds(
 ) -> Bounds:
     """Computes lower bounds on the time of a step, assuming that all of them overlap.
 
-    **Arguments:**
-
     - `flops`: Floating point operations of a device, by the dtype of their operands.
     - `moved_bytes`: Bytes of the step's arguments and results on a device.
     - `sent_bytes`: Bytes that a device communicates, by mesh axes joined with `+`.
@@ -48,9 +44,7 @@ def time_bounds(
     - `bandwidths`: Bytes per second that it can send along each mesh axis.
     - `repeated`: The part of the arithmetic, from 0 to 1, that other devices do as well.
 
-    **Returns:**
-
-    `Bounds`, in seconds.
+    Returns `Bounds`, in seconds.
 
     !!! Example
 

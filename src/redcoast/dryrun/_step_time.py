@@ -26,8 +26,6 @@ _MEMORY = "memory"
 class StepTime:
     """The estimated time of a training step, in seconds.
 
-    **Attributes:**
-
     - `seconds`: The time of the step.
     - `products`: The time of matrix products and convolutions.
     - `attention`: The time of kernels for attention.
@@ -94,8 +92,6 @@ def estimate_step_time(
     groups: int = 1,
 ) -> StepTime:
     """Estimates the time of a step.
-
-    **Arguments:**
 
     - `events`: The schedule of the compiled program.
     - `chip`: The device.

@@ -23,8 +23,6 @@ _SIZES = re.compile(r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*")
 class TargetDevices:
     """Devices that a program is compiled for.
 
-    **Attributes:**
-
     - `name`: The name, such as `"v4:4x4x4"`.
     - `chip`: The kind of device.
     - `count`: The number of devices, as JAX counts them.
@@ -51,10 +49,8 @@ def parse_target(name: str) -> TargetDevices:
 
     A TPU slice may have one more size before its own, the number of such slices: `"v5e:2x16x16"`.
 
-    **Raises:**
-
-    `ValueError` if there is no such chip or slice; it lists the existing ones. `TypeError` if
-    `name` is not a string.
+    Raises `ValueError` if there is no such chip or slice; it lists the existing ones. `TypeError`
+    if `name` is not a string.
     """
     if not isinstance(name, str):
         raise TypeError(f'`target` is {name!r}. It must be a name, such as "a100-80gb:8".')

@@ -10,8 +10,6 @@ from ._step_time import StepTime
 class TrainingCost:
     """What a training run takes.
 
-    **Attributes:**
-
     - `steps`: The number of steps.
     - `hours`: The time of the run.
     - `device_hours`: The sum over all devices.
@@ -29,9 +27,7 @@ def cost_of(
 ) -> TrainingCost:
     """The time and price of `steps` steps on some devices, at a price for each device hour.
 
-    **Raises:**
-
-    `ValueError` if `steps` or `price` is not a positive number, or `step` is `None`.
+    Raises `ValueError` if `steps` or `price` is not a positive number, or `step` is `None`.
     """
     check_positive("steps", steps)
     if price is not None:

@@ -127,9 +127,7 @@ def check_model(model: PyTree) -> None:
 def as_prompts(tokens: Any) -> Any:
     """Converts prompts that are lists of integers to an array; other prompts are not changed.
 
-    **Raises:**
-
-    `ValueError` if the lists have different lengths.
+    Raises `ValueError` if the lists have different lengths.
     """
     if not isinstance(tokens, list | tuple) or not tokens:
         return tokens

@@ -65,8 +65,6 @@ ON_ACCELERATOR = Small(flops=1e11, state_bytes=2.5e8, batch_bytes=1.6e7)
 class StepCall:
     """Steps that were dispatched together.
 
-    **Attributes:**
-
     - `batches`: the batches, one for each step.
     - `flat`: the state after the last step. The next call donates it.
     - `metrics`: those of the only step, as the compiled step returned them; or of all steps.
@@ -113,8 +111,6 @@ class StepTaken(NamedTuple):
 
 class Calls:
     """Takes the steps of a run.
-
-    **Arguments:**
 
     - `alone`: the compiled step `(state, batch) -> (state, metrics)`, of flat states.
     - `data`: the batches of the run.
@@ -249,8 +245,6 @@ def _is_small(together: CompiledStep, state: TrainState, stacked: PyTree, small:
 class Pace:
     """How many steps the next call takes.
 
-    **Attributes:**
-
     - `most`: the number of steps for which the program has room.
     - `count`: the number of steps of the next call.
     """
@@ -286,16 +280,13 @@ def plan_calls(
 ) -> Calls:
     """The calls of a run.
 
-    **Arguments:**
-
     - `steps_per_call`: the argument of `fit`.
     - `state`: the state, which may be abstract.
     - `alone`: the compiled step.
     - `log`: the loggers of the run.
 
-    **Raises:**
-
-    `ValueError` if the user asks for several steps in a call, and something needs each of them.
+    Raises `ValueError` if the user asks for several steps in a call, and something needs each of
+    them.
     """
     most = steps_per_call
     small = None

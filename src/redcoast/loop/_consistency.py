@@ -49,8 +49,6 @@ def check_agreement(
 
     The error names what differs, and the value in each process.
 
-    **Arguments:**
-
     - `plan`: how the program is sharded.
     - `model`, `key`: the initial model and key. If `model` is a function, its code is compared.
     - `state`, `step`: the abstract state, and a function that returns the compiled step, whose

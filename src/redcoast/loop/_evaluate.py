@@ -421,9 +421,7 @@ def weighted_metrics(
 
     The evaluation is traced. Only the weights are computed, up to the first one that is not 0.
 
-    **Raises:**
-
-    `ValueError` if all weights are 0.
+    Raises `ValueError` if all weights are 0.
     """
     rows = 0
     for batch in batches:

@@ -42,8 +42,6 @@ class StopReason(NamedTuple):
 class StopRequest:
     """Whether a loop is asked to stop. It is called once after each step.
 
-    **Attributes:**
-
     - `level`: if so, `ASKED`, `STOP` or `INTERRUPT`, the same in all processes of the run.
     - `reasons`: the reasons of this process, each with its level.
     - `of_caller`: whether it belongs to a `stop_on_signal` of the caller, who then decides what to
@@ -137,9 +135,7 @@ def refuse_after_signal(name: str, *, trains: bool) -> None:
 def end_after_signal(request: StopRequest, step: int, steps: int | None, *, saved: str) -> None:
     """Handles a signal after a run has ended and was saved.
 
-    **Raises:**
-
-    `KeyboardInterrupt` after Ctrl-C.
+    Raises `KeyboardInterrupt` after Ctrl-C.
     """
     if request.of_caller:
         return

@@ -35,8 +35,6 @@ _TRIED = "Raised in the evaluation of one batch after the first step."
 class TrainingLoop:
     """The parts of a run that is ready to train, and where it is.
 
-    **Attributes:**
-
     - `calls`: what takes the steps.
     - `evaluation`: the compiled evaluation; `None` if there is none.
     - `best`: the best evaluation so far, with early stopping.

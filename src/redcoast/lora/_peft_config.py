@@ -105,9 +105,7 @@ def _ends_with(module: str, names: Sequence[str]) -> bool:
 def read_adapter_config(path: Path) -> PeftConfig:
     """Reads the settings in a directory.
 
-    **Raises:**
-
-    `ValueError` that names every setting that is not implemented.
+    Raises `ValueError` that names every setting that is not implemented.
     """
     if not (path / CONFIG).is_file():
         message = (

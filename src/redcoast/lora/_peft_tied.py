@@ -40,9 +40,7 @@ def with_own_head(
     PEFT replaces an embedding that is saved entirely by a copy. The head keeps the original
     weights, unless `ensure_weight_tying` is set.
 
-    **Returns:**
-
-    The model; and the tensors, without those that repeat the embedding.
+    Returns the model; and the tensors, without those that repeat the embedding.
     """
     rest = dict(stored)
     for head, embed in tied_heads(model).items():

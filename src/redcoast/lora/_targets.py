@@ -45,9 +45,7 @@ def inputs_of(tensor: Tensor) -> tuple[str, ...]:
 def match_targets(targets: str | Sequence[str], matrices: Iterable[str]) -> set[str]:
     """Returns the paths of the matrices that a regular expression, or one of several, is found in.
 
-    **Raises:**
-
-    `ValueError` if one matches nothing.
+    Raises `ValueError` if one matches nothing.
     """
     matrices = list(matrices)
     if not matrices:

@@ -87,8 +87,6 @@ def causal_view(
 ) -> Visible:
     """Returns a causal mask: each query sees the real keys in its own slot and earlier ones.
 
-    **Arguments:**
-
     - `real`: which keys are real tokens.
     - `slots`: the slot of each query among the keys; by default queries and keys are the same.
     - `segments`: for rows with several packed sequences, the number of the sequence that each token
@@ -166,8 +164,6 @@ def attend(
 
     If there are many query-key pairs, a kernel (splash attention on TPUs, cuDNN's on GPUs) or
     `attend_in_blocks` computes it without an array of all pairs.
-
-    **Arguments:**
 
     - `q`, `k`, `v`: queries, keys and values. Each key head serves `heads / kv_heads` query heads.
     - `visible`: which keys each query sees. A query that sees no key has a finite, meaningless

@@ -41,8 +41,6 @@ class RotarySizes(HeadSizes):
 class LayersConfig(LayerSizes):
     """Options of a loop over layers, which do not change its results.
 
-    **Arguments:**
-
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights, except in
       experts) or `"full"`; `"auto"`: the least that fits, which the plan decides by `memory` of
       [`redcoast.fit`][]. Of layers without rematerialisation, the plan decides too.

@@ -154,10 +154,8 @@ def extend(
 ) -> tuple[Cache | None, Float[Array, "batch keys kv_heads head_dim"], Float[Array, "..."]]:
     """Writes the keys and values of the newest tokens in one layer.
 
-    **Returns:**
-
-    The cache, and the keys and values of the layer in all slots; without a cache, only the new
-    ones.
+    Returns the cache, and the keys and values of the layer in all slots; without a cache, only the
+    new ones.
     """
     if cache is None:
         return None, k, v

@@ -45,16 +45,13 @@ def read_memory(
 ]:
     """Computes the keys and values of a memory in all layers, and its mask.
 
-    **Arguments:**
-
     - `layers`: the projections of the cross-attention layers.
     - `rows`: the number of rows of tokens that attend to the memory.
     - `memory`, `mask`: the hidden states to attend to, and 1 where they are not padding (everywhere
         by default).
 
-    **Raises:**
-
-    `ValueError` if the memory has a different number of rows, or if the mask does not match it.
+    Raises `ValueError` if the memory has a different number of rows, or if the mask does not match
+    it.
     """
     if memory.shape[0] != rows:
         raise ValueError(
@@ -82,9 +79,8 @@ def cross_view(
     """Returns the cross-attention mask: each decoder token sees the encoder's real tokens, of its
     own segment if there are segments.
 
-    **Raises:**
-
-    `ValueError` if the two have different numbers of rows, or if only one of them has segments.
+    Raises `ValueError` if the two have different numbers of rows, or if only one of them has
+    segments.
     """
     if shape[0] != decoder_shape[0]:
         raise ValueError(

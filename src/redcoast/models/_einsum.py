@@ -96,8 +96,6 @@ def product(
     """Computes `jnp.einsum(equation, x, weight) + bias`, also for quantised weights and weights
     with LoRA adapters.
 
-    **Arguments:**
-
     - `equation`: an equation of `jnp.einsum`, such as `"bsd,dhk->bshk"`.
     - `x`: the activations.
     - `weight`: an array, a `QuantisedWeight` or a `LowRank`. In the latter, `a` has the contracted

@@ -39,8 +39,6 @@ def gated_delta_rule(
     Within a chunk, outputs are computed for all pairs of tokens, as in attention. States pass from
     chunk to chunk.
 
-    **Arguments:**
-
     - `q`, `k`: queries and keys, of which each serves `heads / groups` heads. Keys have unit
         length.
     - `v`: values.

@@ -33,8 +33,6 @@ def mix_experts(
     """Routes each token to the experts with the highest scores, and sums their outputs weighted by
     a softmax of the scores (Jiang et al., 2024, section 2.1).
 
-    **Arguments:**
-
     - `expert_fn`: applies each expert to its tokens; takes and returns an array of shape
         `"batch experts tokens width"`.
     - `x`: the tokens.
@@ -43,9 +41,7 @@ def mix_experts(
     - `chosen`: the number of experts for each token.
     - `weights_sum_to_one`: whether the softmax is over the scores of these experts only.
 
-    **Returns:**
-
-    The outputs; and for each expert, the number of tokens routed to it and the sum of its
+    Returns the outputs; and for each expert, the number of tokens routed to it and the sum of its
     probabilities, which are the arguments of `router_loss`.
     """
     probabilities = jax.nn.softmax(scores.astype(wide(scores.dtype)))  # (batch, seq, experts)

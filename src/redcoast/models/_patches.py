@@ -268,8 +268,6 @@ def resample(
     """Returns the positions of a grid of patches, given the positions of `side` by `side` patches,
     by bicubic resampling, as PyTorch computes it.
 
-    **Arguments:**
-
     - `table`: the positions, row by row.
     - `side`: the number of patches along the height and the width of the table.
     - `grid`: the number of patches along the height and the width of the result.

@@ -108,9 +108,7 @@ def _values_of(codes: UInt[Array, "..."]) -> Float[Array, "..."]:
 def quantised_weight(weight: Float[Array, "..."], numbers: Numbers, axis: int) -> QuantisedWeight:
     """Quantises a weight. Blocks are along `axis`, counted from the last dimension, as -1.
 
-    **Raises:**
-
-    `ValueError` if the size of this dimension is odd and two codes share a byte.
+    Raises `ValueError` if the size of this dimension is odd and two codes share a byte.
     """
     size = weight.shape[axis]
     if numbers == "nf4" and size % 2:

@@ -79,8 +79,6 @@ def relative_bias(
 
     If there are many pairs, it is a `RelativeBias`, which computes parts of this array.
 
-    **Arguments:**
-
     - `table`: the learned bias of each bucket and head.
     - `queries`, `keys`: positions of the queries and keys.
     - `far`: the distance from which on all distances share one bucket.

@@ -82,8 +82,6 @@ def scan_kinds(
 
     Where the kinds repeat, one iteration of a loop runs the layers of a period.
 
-    **Arguments:**
-
     - `layer_fn`: `layer_fn(kind, x, cache, layer, inputs, index, key)` returns the residual stream
         and the cache after a layer. `layer` is one slice of the arrays of its kind, and `index` its
         number among the layers of its kind.
@@ -94,9 +92,7 @@ def scan_kinds(
     - `inputs`: a PyTree whose arrays are stacked over all layers, or None.
     - `cache`, `key`, `remat`, `unroll`: as for `scan_layers`.
 
-    **Returns:**
-
-    The residual stream and the cache after the last layer.
+    Returns the residual stream and the cache after the last layer.
     """
     # One for each layer, in the order of the layers, whatever their kinds are.
     keys = jax.random.split(key, len(kinds)) if key is not None else None

@@ -74,8 +74,6 @@ def scan_layers(
 ) -> tuple[Float[Array, "..."], PyTree]:
     """Applies layers one after the other to the residual stream.
 
-    **Arguments:**
-
     - `layer_fn`: `layer_fn(x, cache, layer, index, key)` returns the residual stream and the cache
         after a layer. `layer` is one slice of `layers`, and `index` is its number.
     - `x`: the residual stream.
@@ -88,9 +86,7 @@ def scan_layers(
     - `unroll`: the number of layers in one iteration of the loop; by default, all of them if there
         are few enough for the device (`default_unroll`), and otherwise one.
 
-    **Returns:**
-
-    The residual stream and the cache after the last layer.
+    Returns the residual stream and the cache after the last layer.
     """
     if any(map(is_by_layer, jax.tree.leaves(layers, is_leaf=is_by_layer))):
         return _run_layers(layer_fn, x, layers, cache, key)

@@ -24,8 +24,6 @@ _TASKS = {
 def make_card(facts: Mapping[str, Any], settings: Settings, name: str, parameters: int) -> str:
     """Returns a model card with facts about a model and its training.
 
-    **Arguments:**
-
     - `facts`: the facts; see `save_pretrained`.
     - `settings`: the model's `config.json`.
     - `name`: the name of its directory.

@@ -9,9 +9,7 @@ def file_inside(directory: Path, name: str) -> Path:
     Symbolic links may lead into the directory itself and, for a directory
     `<model>/snapshots/<revision>` of Hugging Face's cache, into `<model>/blobs`.
 
-    **Raises:**
-
-    `ValueError` if the file is outside the directory.
+    Raises `ValueError` if the file is outside the directory.
     """
     if not isinstance(name, str) or "\0" in name or Path(name).is_absolute():
         raise ValueError(f"{directory} refers to {name!r}, which is not the name of a file in it.")

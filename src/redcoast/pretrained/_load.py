@@ -197,9 +197,7 @@ _MOST = 2**28  # bytes of a device that a part of a matrix has before it is quan
 def matrices_to_quantise(targets: Mapping[str, ArrayToRead], path: Path) -> list[str]:
     """The matrices of the layers, by their paths in the model.
 
-    **Raises:**
-
-    `ValueError` if there are none.
+    Raises `ValueError` if there are none.
     """
     matrices = [name for name, target in targets.items() if matrix_of(target.tensor)]
     of_layers = [name for name in matrices if "layers" in name]

@@ -85,10 +85,8 @@ def match(
 ) -> dict[str, Stored]:
     """Finds the stored tensor for each needed one. `settings` are the file's, for messages.
 
-    **Raises:**
-
-    One `ValueError` that lists all tensors that are missing, unexpected or misshapen, or that
-    differ from the tensor that they should duplicate.
+    Raises one `ValueError` that lists all tensors that are missing, unexpected or misshapen, or
+    that differ from the tensor that they should duplicate.
     """
     known = {*needed, *layout.duplicates}
     stored = _with_prefix(dict(stored), layout.base_prefix, known)

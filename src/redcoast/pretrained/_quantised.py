@@ -49,16 +49,12 @@ _OF_ACTIVATIONS += (".k_scale", ".v_scale", ".q_scale", ".qscale_act")
 def dequantised(source: Source, dtype: np.dtype | None, where: object) -> Source:
     """Returns a source with dequantised tensors.
 
-    **Arguments:**
-
     - `source`: a source, whose settings may describe a quantisation.
     - `dtype`: the dtype of these tensors; by default, the dtype of the tensors that are not
       quantised (of several, the one with the most bytes), or bfloat16 if there are none.
     - `where`: the path of the model, for messages.
 
-    **Raises:**
-
-    `ValueError` if the method is not implemented, or if its tensors do not match.
+    Raises `ValueError` if the method is not implemented, or if its tensors do not match.
     """
     settings, quantisation = split_quantisation(source.settings, where)
     if quantisation is None:
@@ -78,9 +74,7 @@ def dequantised(source: Source, dtype: np.dtype | None, where: object) -> Source
 def split_quantisation(settings: Settings, where: object) -> tuple[Settings, Settings | None]:
     """Separates the settings of the quantisation, if there are any, from the others.
 
-    **Raises:**
-
-    `ValueError` if the method is not implemented.
+    Raises `ValueError` if the method is not implemented.
     """
     rest = {name: value for name, value in settings.items() if name not in QUANTISATION}
     methods = [settings[name] for name in QUANTISATION if settings.get(name)]

@@ -103,9 +103,7 @@ def hf_names(config: Any) -> ModuleType:
 def read_config(config_class: Any, settings: Settings) -> Any:
     """Creates a configuration of a given class from a parsed `config.json`.
 
-    **Raises:**
-
-    `ValueError` that names every unknown setting that might change the results.
+    Raises `ValueError` that names every unknown setting that might change the results.
     """
     return config_class(**_BY_CLASS[config_class].hf.read(settings))
 

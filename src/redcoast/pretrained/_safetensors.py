@@ -44,9 +44,7 @@ Shape = tuple[int, ...]
 def read_safetensors(path: Path) -> dict[str, Stored]:
     """Returns the arrays of a file. Only its header is read.
 
-    **Raises:**
-
-    `ValueError` if the file is damaged, or has an unknown dtype.
+    Raises `ValueError` if the file is damaged, or has an unknown dtype.
     """
     open_regular(path).close()  # `safe_open` would wait for the writer of a pipe
     try:
@@ -112,8 +110,6 @@ def write_safetensors(
     arrays: Iterator[np.ndarray],
 ) -> None:
     """Writes a file.
-
-    **Arguments:**
 
     - `path`: the path of a file that does not exist yet.
     - `shapes`: the shape and dtype of each array, by its name.

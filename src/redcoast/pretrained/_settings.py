@@ -66,8 +66,6 @@ def read_settings(
     Settings that are disabled, or do not concern the model's arithmetic, are ignored
     (`_neutral.py`).
 
-    **Arguments:**
-
     - `settings`: the parsed file.
     - `fields`: the fields of the configuration that are settings of the file.
     - `defaults`: further settings that the family reads, and default values that differ from those
@@ -76,13 +74,8 @@ def read_settings(
     - `ignored`: the names of settings of this family that do not change the results.
     - `renamed`: maps other names of settings to the names that are read.
 
-    **Returns:**
-
-    The values of the settings, by their names in the file; and the values of `fields`, and `eos`.
-
-    **Raises:**
-
-    `ValueError` that names every setting that is missing, unknown or not implemented.
+    Returns the values of the settings, by their names in the file; and the values of `fields`, and
+    `eos`. Raises `ValueError` that names every setting that is missing, unknown or not implemented.
     """
     # A family's own values replace the general ones, as `is_encoder_decoder` of BART.
     only = {**_OFF, **only}

@@ -26,8 +26,6 @@ class Tensor:
     )
     ```
 
-    **Arguments:**
-
     - `name`: the names of the tensors. Each field in it, such as `{layer}`, is a leading dimension
       of the leaf, in the same order. `{layer+1}` counts from 1, if the first layer has no such
       tensor, and `{layer+0}` from 0, if the last layers have none.
@@ -40,9 +38,7 @@ class Tensor:
       the leaf only has that index of a factor: `qkv=(0, 3)` is the first of three. If this factor
       is on both sides, the leaf has a range of indices that begins there.
 
-    **Raises:**
-
-    `ValueError` if the name or the pattern is invalid.
+    Raises `ValueError` if the name or the pattern is invalid.
     """
 
     name: str
@@ -147,9 +143,7 @@ def _words(factors) -> str:
 def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
     """Returns the size of each factor for a leaf of this shape.
 
-    **Raises:**
-
-    `ValueError` if the shape does not match the pattern.
+    Raises `ValueError` if the shape does not match the pattern.
     """
     shape = leaf_shape[len(tensor.fields) :]
     factors = {*it.chain(*tensor.left, *tensor.right)}

@@ -47,14 +47,10 @@ def read_whisper_prompt(settings: Settings) -> tuple[tuple[int, ...], list[str]]
     They are specified by name (`language`, `task`) or by position (`forced_decoder_ids`). Names
     take precedence, as in `transformers`.
 
-    **Arguments:**
-
     - `settings`: the options that a file sets.
 
-    **Returns:**
-
-    The tokens, and descriptions of the options that are not implemented or invalid. If one of the
-    tokens is unknown, there are none.
+    Returns the tokens, and descriptions of the options that are not implemented or invalid. If one
+    of the tokens is unknown, there are none.
     """
     languages, tasks = settings.get("lang_to_id", {}), settings.get("task_to_id", {})
     problems = []
@@ -95,8 +91,6 @@ def write_whisper_prompt(
     kept: Sequence[tuple[str, str]], prefix: Sequence[int], forced: Settings
 ) -> Settings:
     """Returns the settings of a file, from which `read_whisper_prompt` reads the prefix.
-
-    **Arguments:**
 
     - `kept`: the settings of the file that the model was loaded from.
     - `prefix`: the tokens between the first one and the text.

@@ -57,9 +57,7 @@ def load_served(
 ) -> tuple[Served, Server]:
     """Loads a model, and determines the limits of requests.
 
-    **Raises:**
-
-    `ValueError` if the files cannot be read, or if the model does not continue text.
+    Raises `ValueError` if the files cannot be read, or if the model does not continue text.
     """
     model: PyTree = load_pretrained(weights, mesh=mesh if mesh.size > 1 else None, dtype=dtype)
     if not hasattr(model, "init_cache") or hasattr(model, "encode"):

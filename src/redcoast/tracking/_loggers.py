@@ -98,12 +98,10 @@ _current_run: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("run"
 def code_version() -> dict[str, str]:
     """Returns the versions of the libraries, and the git commit of the running script.
 
-    **Returns:**
-
-    A dictionary with the versions of `python`, `redcoast`, `jax`, `equinox` and `optax`, as far as
-    they are installed. If the directory of the script, or else the working directory, is in a git
-    repository, it also has `git_commit` and `git_dirty` (`"true"` if tracked files differ from the
-    commit).
+    Returns a dictionary with the versions of `python`, `redcoast`, `jax`, `equinox` and `optax`, as
+    far as they are installed. If the directory of the script, or else the working directory, is in
+    a git repository, it also has `git_commit` and `git_dirty` (`"true"` if tracked files differ
+    from the commit).
     """
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("redcoast", "jax", "equinox", "optax"):
@@ -257,9 +255,7 @@ def all_loggers(log: object) -> list[Any]:
 
     Without loggers, evaluations are printed too.
 
-    **Raises:**
-
-    `TypeError` if a logger is not callable.
+    Raises `TypeError` if a logger is not callable.
     """
     if log is False:
         return []

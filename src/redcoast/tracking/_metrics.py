@@ -69,14 +69,10 @@ DeviceMetrics = PackedMetrics | Mapping[str, ArrayLike]
 def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a training step so that its metrics are packed into one array, which is read faster.
 
-    **Arguments:**
-
     - `step`: `step(state, *args) -> (state, metrics)`, such as [`redcoast.train_step`][] with its
         keyword arguments bound. Its metrics are a dict of scalars.
 
-    **Returns:**
-
-    A step with the same arguments, whose metrics are a `PackedMetrics`.
+    Returns a step with the same arguments, whose metrics are a `PackedMetrics`.
     """
 
     def packed(state: PyTree, *args: PyTree) -> tuple[PyTree, PackedMetrics]:

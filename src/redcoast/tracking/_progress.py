@@ -66,8 +66,6 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, SupportsFloat], amount: int | float) -> None:
         """Counts a completed step.
 
-        **Arguments:**
-
         - `step`: the number of steps completed so far.
         - `metrics`: the metrics of the step. `loss` is shown; `weight` is the number of tokens.
         - `amount`: the number of examples in the step's batch.
@@ -217,8 +215,6 @@ def progress(
     then one every thirty seconds, and one for the last step. The throughput does not include the
     first step, to exclude its compilation, or the time between `pause()` and `resume()`.
 
-    **Arguments:**
-
     - `total_steps`: the number of the last step; `None` if it is not known.
     - `start`: the number of steps completed before, in a resumed run.
     - `enabled`: `None` draws a bar on a terminal and in a notebook, and prints lines elsewhere;
@@ -228,10 +224,9 @@ def progress(
     - `by_steps`: whether the lines outside a terminal are printed at steps that depend only on the
         length of the run, 40 to 100 of them, and after five minutes without a line.
 
-    **Returns:**
-
-    An object with `update(step, metrics, amount)`, `pause()`, `resume()` and `close()`, which is
-    also a context manager. `evaluating(batches)` and `advance()` show a bar for an evaluation.
+    Returns an object with `update(step, metrics, amount)`, `pause()`, `resume()` and `close()`,
+    which is also a context manager. `evaluating(batches)` and `advance()` show a bar for an
+    evaluation.
 
     !!! Example
 

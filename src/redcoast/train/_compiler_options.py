@@ -60,9 +60,7 @@ def compiler_options_for(
     `given` replaces the defaults. Those of them that the compiler does not know are left out with a
     warning.
 
-    **Raises:**
-
-    `ValueError` if the compiler knows an option but not its value.
+    Raises `ValueError` if the compiler knows an option but not its value.
     """
     if not isinstance(mesh, Mesh):
         return ()

@@ -116,8 +116,6 @@ def compute_divided(
 ) -> list[list[Array]]:
     """Calls `fn(shared, *stacks)`, which computes with each matrix by itself.
 
-    **Arguments:**
-
     - `fn`: returns stacks of matrices, each shaped like one of its arguments.
     - `shared`: arrays that all devices have.
     - `members`: for each of several arrays of matrices, the arrays that `fn` is called with. The
@@ -125,10 +123,8 @@ def compute_divided(
         called with all matrices of the same shapes at once.
     - `like`: for each result, the number of the argument that it is shaped like.
 
-    **Returns:**
-
-    For each member the results, shaped and stored like its arrays. On a mesh, each device has
-    computed with some of the matrices.
+    Returns for each member the results, shaped and stored like its arrays. On a mesh, each device
+    has computed with some of the matrices.
     """
     groups: dict[Hashable, list[int]] = {}
     for number, member in enumerate(members):

@@ -12,8 +12,6 @@ class FlatState:
     To make a tree of many modules takes longer than a small step. A loop that passes this to the
     next step saves the time.
 
-    **Attributes:**
-
     - `arrays`: the arrays, in the order of the leaves.
     - `static`: everything else.
     - `maker`: the compiled step.

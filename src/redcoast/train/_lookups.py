@@ -27,8 +27,6 @@ from ._programs import compiled_once
 class Lookup(NamedTuple):
     """An axis that a loss indexes with integers of a batch.
 
-    **Attributes:**
-
     - `where`: the line of the user's code, or `""`.
     - `shape`, `size`: the shape of the array, and the size of the axis.
     - `paths`: the arrays of the batch that the indices are computed from.

@@ -26,9 +26,7 @@ _NAMES = {
 def as_compute_dtype(dtype: Any) -> ComputeDtype:
     """Returns the dtype of a computation from a dtype or a name such as `"bf16"`.
 
-    **Raises:**
-
-    `ValueError` if the dtype is not floating; `TypeError` if it is not a dtype.
+    Raises `ValueError` if the dtype is not floating; `TypeError` if it is not a dtype.
     """
     if dtype is None:
         return None

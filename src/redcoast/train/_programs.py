@@ -60,8 +60,6 @@ def compiled_once(
     same. It refers to no function of the user. A program that closes over arrays is dropped with
     them when the user's function is deleted.
 
-    **Arguments:**
-
     - `jaxpr`: the program. Its first arguments, one for each of `in_shardings`, are the arrays of
         the state; its first results, one for each of `out_shardings`, those of the new state.
     - `function`: the user's function that may close over arrays, such as the loss.

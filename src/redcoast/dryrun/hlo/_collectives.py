@@ -51,8 +51,6 @@ INCONSISTENT = (
 class Collective:
     """One instruction of a compiled program with which devices exchange data.
 
-    **Attributes:**
-
     - `kind`: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
         `"collective-permute"`, `"ragged-all-to-all"` or `"collective-broadcast"`.
     - `axes`: the mesh axes along which the devices of a group differ, in the order of the mesh.
@@ -95,21 +93,14 @@ def collectives(
     trip count. Of a conditional's branches, the one that sends the most bytes is counted. Transfers
     between a device and its host are not counted.
 
-    **Arguments:**
-
     - `hlo_text`: the text that `jax.jit(fn).lower(...).compile().as_text()` returns, for CPU, GPU
         or TPU.
     - `mesh`: the mesh that the program was compiled for, or its axes and their sizes.
 
-    **Returns:**
-
-    A list of `Collective`, one for each instruction. Collectives in groups of one device are
-    included, and send nothing.
-
-    **Raises:**
-
-    `ValueError` if the text is not compiled HLO, is cut off, or is for another number of devices,
-    or if `hlo_text` is `None` because the compiler does not provide it.
+    Returns a list of `Collective`, one for each instruction. Collectives in groups of one device
+    are included, and send nothing. Raises `ValueError` if the text is not compiled HLO, is cut off,
+    or is for another number of devices, or if `hlo_text` is `None` because the compiler does not
+    provide it.
 
     !!! Example
 
@@ -133,9 +124,7 @@ def read_program(
 ) -> PartitionedProgram:
     """Parses a compiled program for the devices of a mesh.
 
-    **Raises:**
-
-    `ValueError` if the text is not compiled HLO, or is for another number of devices.
+    Raises `ValueError` if the text is not compiled HLO, or is for another number of devices.
     """
     axes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
     if hlo_text is None:
@@ -178,10 +167,8 @@ def sent_bytes(of_program: Sequence[Collective]) -> int:
 def by_kind_and_axes(of_program: Sequence[Collective]) -> list[dict[str, Any]]:
     """Sums the collectives of a program by kind and axes, those that send the most bytes first.
 
-    **Returns:**
-
-    Dicts with `kind`, `axes` (a list), `count`, `operand_bytes` and `sent_bytes` (per device, over
-    all executions), and `exact` (False if a loop of unknown length is included).
+    Returns dicts with `kind`, `axes` (a list), `count`, `operand_bytes` and `sent_bytes` (per
+    device, over all executions), and `exact` (False if a loop of unknown length is included).
     """
     rows: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
     for each in of_program:

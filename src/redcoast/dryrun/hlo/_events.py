@@ -29,8 +29,6 @@ from ._trip_counts import CallScope, inner_scope, loop_scope, trip_count
 class Transfer:
     """Bytes that a device moves over a network, or between its memories.
 
-    **Attributes:**
-
     - `kind`: the kind of a collective, such as `"all-gather"`; `"memory"` for a copy between the
       memories of a device, and `"host"` for a copy to or from the memory of its host.
     - `axes`: the mesh axes of a collective.
@@ -76,20 +74,13 @@ def read_schedule(
 ) -> tuple[Event, ...]:
     """The events of one run of a compiled program on a device, in the order of their start.
 
-    **Arguments:**
-
     - `hlo_text`: the text that `jax.jit(fn).lower(...).compile().as_text()` returns.
     - `mesh`: the mesh that the program was compiled for, or its axes and their sizes.
 
-    **Returns:**
-
-    Kernels, transfers that the program waits for at once, starts and ends of asynchronous
+    Returns kernels, transfers that the program waits for at once, starts and ends of asynchronous
     transfers, and loops of such events. Of a conditional's branches, the one with the most events
-    is taken.
-
-    **Raises:**
-
-    `ValueError` if the text is not compiled HLO, or is for another number of devices.
+    is taken. Raises `ValueError` if the text is not compiled HLO, or is for another number of
+    devices.
     """
     program = read_program(hlo_text, mesh)
     scope = CallScope(program.module, program.module.entry, lambda number, place: None)

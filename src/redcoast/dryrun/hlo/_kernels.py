@@ -43,8 +43,6 @@ HOST_SPACE = 5  # the memory space of the host, `kHostMemorySpace` of XLA's layo
 class KernelWork:
     """The work of one execution of an instruction on one device.
 
-    **Attributes:**
-
     - `name`: the name of the instruction.
     - `kind`: `"product"`, `"attention"` (a kernel of its own), or `"other"`.
     - `flops`: floating point operations of products, by the dtype of their operands.

@@ -75,14 +75,10 @@ _Tree = Any
 def peak_buffers(hlo_text: str) -> tuple[HeldBuffer, ...]:
     """The temporary buffers of a compiled program when most bytes are in use, the largest first.
 
-    **Arguments:**
-
     - `hlo_text`: the text that `jax.jit(fn).lower(...).compile().as_text()` returns, for CPU, GPU
         or TPU.
 
-    **Raises:**
-
-    `ValueError` if the text is not compiled HLO or is cut off.
+    Raises `ValueError` if the text is not compiled HLO or is cut off.
     """
     frames_of = read_frames(hlo_text)
     module = parse_module(hlo_text)

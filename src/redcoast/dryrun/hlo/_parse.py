@@ -44,9 +44,7 @@ class Module:
 def parse_module(text: str) -> Module:
     """Parses the text that `compiled.as_text()` returns.
 
-    **Raises:**
-
-    `ValueError` if it is not the text of one complete compiled program.
+    Raises `ValueError` if it is not the text of one complete compiled program.
     """
     header = re.search(r"^HloModule .*$", text, re.MULTILINE)
     if header is None:

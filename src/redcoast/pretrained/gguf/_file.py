@@ -27,9 +27,7 @@ MOST_DIMENSIONS = 8
 def check_header(path: Path) -> None:
     """Checks the metadata and the descriptions of the tensors against the size of the file.
 
-    **Raises:**
-
-    `ValueError` that describes the first problem.
+    Raises `ValueError` that describes the first problem.
     """
     size = path.stat().st_size
     with open_regular(path) as file:
@@ -128,9 +126,8 @@ def read_gguf(path: Path) -> GGUF:
     """Reads the metadata of a file and the locations of its tensors. If a model has several files,
     all of them are read.
 
-    **Raises:**
-
-    `ValueError` if a file is damaged, is missing, or has tensors with an unknown quantisation.
+    Raises `ValueError` if a file is damaged, is missing, or has tensors with an unknown
+    quantisation.
     """
     first = _read_file(path)
     count = first.metadata.get(COUNT, 1)
@@ -165,9 +162,7 @@ _NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 def files_of_model(path: Path, count: int) -> list[Path]:
     """Returns the paths of the files of a model, one of which is `path`.
 
-    **Raises:**
-
-    `ValueError` if the names of the others cannot be derived from it, or if one is missing.
+    Raises `ValueError` if the names of the others cannot be derived from it, or if one is missing.
     """
     match = _NAME.fullmatch(path.name)
     if match is None or int(match[3]) != count:

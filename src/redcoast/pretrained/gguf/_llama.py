@@ -40,9 +40,8 @@ _TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_i
 def open_gguf(path: Path) -> Source:
     """Opens the model of a file.
 
-    **Raises:**
-
-    `ValueError` if its architecture is not LLaMA, or if it has settings that are not implemented.
+    Raises `ValueError` if its architecture is not LLaMA, or if it has settings that are not
+    implemented.
     """
     file = read_gguf(path)
     if (kind := file.metadata.get("general.architecture")) != "llama":

@@ -35,10 +35,8 @@ _WORKER = Path(__file__).with_name("_template_worker.py")
 def read_template(directory: Path) -> tuple[str | None, Settings]:
     """Returns the chat template in a directory, if there is one, and the tokenizer's settings.
 
-    **Raises:**
-
-    `ValueError` that names the file if it is outside the directory, is too large, or has another
-    format.
+    Raises `ValueError` that names the file if it is outside the directory, is too large, or has
+    another format.
     """
     settings, more = _settings(directory, "tokenizer_config.json"), _settings(directory, _SPECIAL)
     # Tokens that only the second file contains.
@@ -94,10 +92,8 @@ def renderer(
 ) -> Callable[..., str]:
     """Returns a template as a function from messages to text, with variables by name.
 
-    **Raises:**
-
-    `ValueError` if the template cannot be compiled. The function raises it if the template rejects
-    the messages, or needs too much memory or time.
+    Raises `ValueError` if the template cannot be compiled. The function raises it if the template
+    rejects the messages, or needs too much memory or time.
     """
     if len(template) > MOST_BYTES:
         raise ValueError(f"{path} has a chat template of more than {MOST_BYTES} characters.")

@@ -8,9 +8,7 @@ from ...core._regular_file import open_regular
 def read_bounded(path: Path, most: int) -> bytes:
     """Reads a regular file of at most `most` bytes.
 
-    **Raises:**
-
-    `ValueError` that names the file if it is larger, or is a pipe or a device.
+    Raises `ValueError` that names the file if it is larger, or is a pipe or a device.
     """
     with open_regular(path) as file:
         data = file.read(most + 1)

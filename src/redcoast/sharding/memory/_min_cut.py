@@ -29,8 +29,6 @@ def choose_kept(
 ) -> tuple[set[int], set[int]]:
     """The values that are kept, and the places of the steps that are computed again.
 
-    **Arguments:**
-
     - `steps`: the steps of the block.
     - `price`: seconds for each kept byte.
     - `seconds`: what each step takes.

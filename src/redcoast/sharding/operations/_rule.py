@@ -32,8 +32,6 @@ class Rule:
     all of them alike. Factors that are neither `reduced`, `moved`, `whole` nor `indexed` are
     carried: along them, each element of a result depends on the same element of the operands alone.
 
-    **Attributes:**
-
     - `operands`, `results`: the factors of each dimension of each array.
     - `sizes`: the size of each factor.
     - `reduced`: the results combine all elements along these factors, and do not have them.

@@ -77,8 +77,6 @@ def update_traffic(
 ) -> tuple[Traffic, ...]:
     """What each device sends in an update, by cause.
 
-    **Arguments:**
-
     - `program`: the traced update.
     - `inputs`, `outputs`: how its arguments and its results are stored.
     - `sizes`: those of the mesh's axes.

@@ -30,8 +30,6 @@ NOT_HIDDEN = 0.1
 class Seconds:
     """The time of a step in parts, of which `hideable` is communication beside arithmetic.
 
-    **Attributes:**
-
     - `arithmetic`: Contractions.
     - `memory`: What is read from and written to memory.
     - `hideable`: All-gathers of weights, and sums of their gradients.

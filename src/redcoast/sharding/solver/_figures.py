@@ -7,8 +7,6 @@ from dataclasses import dataclass
 class Memory:
     """An estimate of the bytes in use on each device.
 
-    **Attributes:**
-
     - `arrays`: The arrays of the model.
     - `gradients`, `optimizer_state`: Those of the arrays that are trained.
     - `activations`: Intermediate values when most memory is in use: what is kept for the backward
@@ -34,8 +32,6 @@ class Memory:
 class Pipelining:
     """How the layers of a program run as a pipeline.
 
-    **Attributes:**
-
     - `stages`: The number of stages.
     - `layers`: For each scan over layers, the number of layers of a stage.
     - `microbatches`: The number of microbatches of a batch.
@@ -53,8 +49,6 @@ class Pipelining:
 @dataclass(frozen=True)
 class Arithmetic:
     """The floating point operations of contractions in a step.
-
-    **Attributes:**
 
     - `flops`: Those of the function and its gradient.
     - `per_device`: Those of one device.

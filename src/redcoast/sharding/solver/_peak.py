@@ -145,8 +145,6 @@ def find_peak(
 ) -> Peak:
     """The peak of a program and, if it is a loss, of its derivative.
 
-    **Arguments:**
-
     - `scope`: the values of the program.
     - `size_of`: the bytes of a value on each device.
     - `parameters`: the first inputs, the arrays of the model.

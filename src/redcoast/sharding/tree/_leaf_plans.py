@@ -22,8 +22,6 @@ Role = Literal["parameter", "optimizer state", "other"]
 class Reason:
     """Why an array is sharded as it is.
 
-    **Attributes:**
-
     - `kind`: `"tensor-parallel"` (computed with in parts; large arrays may be FSDP-sharded along
         another dimension as well), `"fsdp"` (sharded in storage, all-gathered for use),
         `"replicated"`, `"follows"` (optimizer state, sharded like its parameter), `"pipeline"`
@@ -60,8 +58,6 @@ class Recompute:
     A program that is traced again, for other shapes too, is divided and decided anew in the same
     way.
 
-    **Attributes:**
-
     - `parts`: How many times less a block may need than the whole program.
     - `share`: The memory within which values are kept, as a share of all bytes that derivatives
         need.
@@ -76,8 +72,6 @@ class Recompute:
 @dataclass(frozen=True)
 class Compute:
     """How a program computes with a tree's arrays.
-
-    **Attributes:**
 
     - `dims`: For each array the dimension that is tensor-parallel, or `None`, as in the
         `parallel_dims` of a decision.

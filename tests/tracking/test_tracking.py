@@ -14,7 +14,7 @@ import redcoast as rc
 from redcoast import RunInfo, console_logger
 from redcoast.tracking import _loggers as _tracking
 from redcoast.tracking._loggers import all_loggers, code_version, shows_progress, start_loggers
-from redcoast.tracking._progress import progress
+from redcoast.tracking._progress import ProgressLogger
 
 
 @pytest.fixture
@@ -131,10 +131,12 @@ def test_console_does_not_break_a_bar(monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
     log = console_logger(every=0)
-    with progress(10, enabled=True) as bar:
-        bar.update(1, {"loss": 2.0}, 4)
-        log({"loss": 2.0}, 1)
-        bar.update(2, {"loss": 1.0}, 4)
+    bar = ProgressLogger(True, None)
+    bar.begin(10)
+    bar.update(1, {"loss": 2.0}, 4)
+    log({"loss": 2.0}, 1)
+    bar.update(2, {"loss": 1.0}, 4)
+    bar.close()
     rows = [""]
     for text in terminal.getvalue().replace("\n", "\n\r").split("\r"):
         rows[-1] = text.rstrip("\n") + rows[-1][len(text.rstrip("\n")) :]
@@ -218,7 +220,9 @@ import sys
 import redcoast
 from redcoast.tracking import _jsonl, _progress, _loggers, _wandb
 _wandb.wandb_logger(project="p")
-_progress.progress(3, enabled=None, file=open("/dev/null", "w")).close()
+bar = _progress.ProgressLogger(None, open("/dev/null", "w"))
+bar.begin(3)
+bar.close()
 print(sorted({"wandb", "tqdm"} & set(sys.modules)))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -18,9 +18,8 @@ logger = logging.getLogger("redcoast")
 
 # Throughput is averaged over this many seconds: enough to smooth it, but changes are visible.
 _WINDOW = 30.0
-_BAR_INTERVAL = 0.1  # seconds, as below
-_FIRST_LINE, _LINE_INTERVAL = 5.0, 30.0
-# At least so many lines, and the seconds without one, for a run whose lines depend on its length.
+_BAR_INTERVAL = 0.1  # seconds
+# At least so many lines off a terminal, and the longest time without one.
 _LINES, _LONGEST_SILENCE = 40, 300.0
 _SHORTEST_BAR = 5  # columns
 
@@ -34,34 +33,78 @@ class _Sample(NamedTuple):
     done: float  # examples or tokens
 
 
-class Progress:
-    """The result of `progress`. Call `update` after each step, and `close` at the end."""
+class ProgressLogger:
+    """The logger that `progress_logger` creates.
 
-    def __init__(
-        self,
-        total_steps: int | None,
-        start: int,
-        bar: Bar | None,
-        file: Stream | None,
-        steps_per_epoch: int | float | None = None,
-        *,
-        by_steps: bool = False,
-    ):
-        self._by_steps = by_steps and bar is None
-        self._total, self._bar, self._file = total_steps, bar, file
-        self._steps_per_epoch = steps_per_epoch
+    It counts a step in each call, and can be told of pauses and of evaluations. `enabled` is
+    `False` if it shows nothing.
+    """
+
+    def __init__(self, enabled: bool | None, file: Stream | None):
+        self.enabled = enabled is not False
+        self._draws_bar = bool(enabled)  # also where there is no terminal
+        self._wanted_file = file
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forgets an earlier run, and shows nothing until the next one begins."""
+        self._total: int | None = None
+        self._steps_per_epoch: int | float | None = None
+        self._rows = 1
+        self._file: Stream | None = None
+        self._bar: Bar | None = None
         self._evaluation: Bar | None = None  # the bar of an evaluation
-        self._interval = _LINE_INTERVAL if bar is None else _BAR_INTERVAL
-        self._step, self._done, self._metrics = start, 0.0, {}
+        self._step, self._done, self._metrics = 0, 0.0, {}
+        self._drawn = 0  # the step that was shown last
         self._samples: deque[_Sample] = deque()
-        self._next = 0.0  # the time of the next line
-        if file is None:
-            self._next = math.inf
-        self._drawn = start  # the step that was shown last
+        self._next = math.inf  # the time of the next line
         self._idle, self._paused_at = 0.0, None  # seconds of all pauses
-        if bar is not None:
+
+    def start(self, run) -> None:
+        rows, examples = run.config.get("batch_size", 1), run.config.get("examples")
+        # If nothing is left to train, a bar would show "compiling".
+        if run.steps is None or run.step < run.steps:
+            self.begin(run.steps, run.step, rows, examples and examples / rows)
+
+    def begin(
+        self,
+        total: int | None,
+        start: int = 0,
+        rows: int = 1,
+        steps_per_epoch: int | float | None = None,
+    ) -> None:
+        """Begins a run after `start` steps. `total` is the number of its last step, if known."""
+        self._forget()
+        self._total, self._rows, self._steps_per_epoch = total, rows, steps_per_epoch
+        self._step = self._drawn = start
+        file = self._wanted_file
+        show = None
+        if file is None:
+            file = sys.stderr
+            if self.enabled:
+                show = notebook_display()
+        self._file = forgiving(file)
+        if not self.enabled or self._file is None:
+            return
+        self._next = 0.0
+        if show is not None:
+            self._bar = NotebookBar(show, label="step", total=total, initial=start)
+            # Until the first step is finished.
+            self._bar.set_postfix_str("compiling")
+        elif self._draws_bar or is_terminal(self._file):
+            layout = "step {n_fmt}{postfix}"
+            if total is not None:
+                layout = "step {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}"
+            colour = "green" if has_colours(self._file) else None
+            options = {"total": total, "initial": start, "colour": colour}
+            self._bar = _bar(self._file, layout, postfix="compiling", **options)
+        if self._bar is not None:
             # A filter sees each message before it is written.
             logger.addFilter(self._make_room)
+
+    def __call__(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
+        if not all(name.startswith("eval/") for name in metrics):
+            self.update(step, metrics, self._rows)
 
     def update(self, step: int, metrics: Mapping[str, SupportsFloat], amount: int | float) -> None:
         """Counts a completed step.
@@ -73,7 +116,8 @@ class Progress:
         self._step, self._metrics = step, metrics
         self._done += float(metrics.get("weight", amount))
         now = perf_counter()
-        if now < self._next and not (self._by_steps and self._is_logged(step)):
+        is_line = self._bar is None and self._is_logged(step)
+        if now < self._next and not is_line:
             return
         first = not self._samples
         if first:
@@ -81,11 +125,9 @@ class Progress:
             self._samples.append(self._sample(now))
         if not first or self._bar is not None:
             self._draw(now)
-        self._next = now + self._interval
-        if self._by_steps:
-            self._next = now + _LONGEST_SILENCE
-        elif first:
-            self._next = now + min(_FIRST_LINE, self._interval)
+        self._next = now + _LONGEST_SILENCE
+        if self._bar is not None:
+            self._next = now + _BAR_INTERVAL
 
     def pause(self) -> None:
         """Stops the clock of the throughput, for example during an evaluation or a save."""
@@ -127,12 +169,6 @@ class Progress:
         if self._bar is not None:
             logger.removeFilter(self._make_room)
             self._bar.close()
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _is_logged(self, step: int) -> bool:
         return self._next < math.inf and is_logged(step, self._total, lines=_LINES)
@@ -198,105 +234,6 @@ class Progress:
                 left = (self._total - last.step) * seconds / (last.step - first.step)
                 details.append(f"{_clock(left)} left")
         return details
-
-
-def progress(
-    total_steps: int | None,
-    *,
-    start: int = 0,
-    enabled: bool | None = None,
-    file: Stream | None = None,
-    steps_per_epoch: int | float | None = None,
-    by_steps: bool = False,
-) -> Progress:
-    """Shows the progress of a loop: step, loss, throughput, time left.
-
-    On a terminal and in a notebook this is a bar; elsewhere, a plain line after about five seconds,
-    then one every thirty seconds, and one for the last step. The throughput does not include the
-    first step, to exclude its compilation, or the time between `pause()` and `resume()`.
-
-    - `total_steps`: the number of the last step; `None` if it is not known.
-    - `start`: the number of steps completed before, in a resumed run.
-    - `enabled`: `None` draws a bar on a terminal and in a notebook, and prints lines elsewhere;
-        `True` always draws the bar, for consoles that are not terminals; `False` shows nothing.
-    - `file`: the file to write to; standard error by default.
-    - `steps_per_epoch`: shows the epoch too.
-    - `by_steps`: whether the lines outside a terminal are printed at steps that depend only on the
-        length of the run, 40 to 100 of them, and after five minutes without a line.
-
-    Returns an object with `update(step, metrics, amount)`, `pause()`, `resume()` and `close()`,
-    which is also a context manager. `evaluating(batches)` and `advance()` show a bar for an
-    evaluation.
-
-    !!! Example
-
-        ```python
-        with progress(1000) as bar:
-            for step in range(1000):
-                ...
-                bar.update(step + 1, {"loss": loss}, batch_size)
-        ```
-    """
-    show = None
-    if file is None:
-        file = sys.stderr
-        if enabled is not False:
-            show = notebook_display()
-    file = forgiving(file)
-    if enabled is False or file is None:
-        return Progress(total_steps, start, None, None)
-    if show is not None:
-        bar = NotebookBar(show, label="step", total=total_steps, initial=start)
-        # Until the first step is finished.
-        bar.set_postfix_str("compiling")
-        return Progress(total_steps, start, bar, file, steps_per_epoch)
-    bar = None
-    if enabled or is_terminal(file):
-        layout = "step {n_fmt}{postfix}"
-        if total_steps is not None:
-            layout = "step {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}"
-        colour = "green" if has_colours(file) else None
-        options = {"total": total_steps, "initial": start, "colour": colour}
-        bar = _bar(file, layout, postfix="compiling", **options)
-    return Progress(total_steps, start, bar, file, steps_per_epoch, by_steps=by_steps)
-
-
-class ProgressLogger:
-    """The logger that `progress_logger` creates. `enabled` is `False` if it shows nothing."""
-
-    def __init__(self, enabled: bool | None, file: Stream | None):
-        self.enabled = enabled is not False
-        self._options: dict[str, Any] = {"enabled": enabled, "file": file}
-        self._bar = progress(None, enabled=False)
-        self._rows = 1
-
-    def start(self, run) -> None:
-        self._rows = run.config.get("batch_size", 1)
-        examples = run.config.get("examples")
-        options = {"steps_per_epoch": examples and examples / self._rows, **self._options}
-        options["by_steps"] = True
-        if run.steps is not None and run.step >= run.steps:
-            return  # nothing is left to train, and a bar would show "compiling"
-        self._bar = progress(run.steps, start=run.step, **options)
-
-    def __call__(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
-        if not all(name.startswith("eval/") for name in metrics):
-            self._bar.update(step, metrics, self._rows)
-
-    def pause(self) -> None:
-        self._bar.pause()
-
-    def evaluating(self, batches: int) -> None:
-        self._bar.evaluating(batches)
-
-    def advance(self) -> None:
-        self._bar.advance()
-
-    def resume(self) -> None:
-        self._bar.resume()
-
-    def close(self) -> None:
-        self._bar.close()
 
 
 def progress_logger(enabled: bool | None = None, *, file: Stream | None = None) -> ProgressLogger:

@@ -16,11 +16,11 @@ import pytest
 from problem import collate_fn, loss_fn, make_examples, make_model
 
 import redcoast as rc
-from redcoast.checkpoint._run_lock import lock_run
+from redcoast.checkpoint._checkpointer import lock_run
 
 HOLDER = """
 import sys, time, pathlib
-from redcoast.checkpoint._run_lock import lock_run
+from redcoast.checkpoint._checkpointer import lock_run
 with lock_run(pathlib.Path(sys.argv[1])):
     print("locked", flush=True)
     time.sleep(100)

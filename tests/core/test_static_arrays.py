@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import redcoast as rc
-from redcoast.core._static_arrays import static_arrays
+from redcoast.core._frames import static_arrays
 
 # Equinox's own warning.
 pytestmark = pytest.mark.filterwarnings("ignore:A JAX array is being set as static")

@@ -19,8 +19,7 @@ import redcoast as rc
 from redcoast.models import GPT2, GPT2Config, Llama, LlamaConfig
 from redcoast.pretrained import _load as loading
 from redcoast.pretrained._match import Layout, layout_of, match, needed_shapes
-from redcoast.pretrained._read_to_device import fill_device
-from redcoast.pretrained._read_to_host import fill_host
+from redcoast.pretrained._read_to_device import fill_device, fill_host
 from redcoast.pretrained._registry import find_family, read_config, write_config
 from redcoast.pretrained._safetensors import read_safetensors
 

@@ -21,8 +21,7 @@ from redcoast.pretrained import _load as loading
 from redcoast.pretrained._lazy_tensor import Source, Stored
 from redcoast.pretrained._match import layout_of, needed_shapes
 from redcoast.pretrained._quantised import dequantised
-from redcoast.pretrained._read_to_device import fill_device
-from redcoast.pretrained._read_to_host import fill_host
+from redcoast.pretrained._read_to_device import fill_device, fill_host
 from redcoast.pretrained._registry import find_family, write_config
 from redcoast.pretrained._safetensors import read_safetensors
 from redcoast.pretrained._source import open_source

@@ -8,8 +8,7 @@ import pytest
 
 import redcoast as rc
 from redcoast.models import Llama, LlamaConfig
-from redcoast.scores._cut import cut_at
-from redcoast.scores._score_pairs import score_pairs
+from redcoast.scores._score_pairs import cut_at, score_pairs
 
 SIZES = LlamaConfig(32, 16, 1, 2, 2, 32, eos=(1,), context=40)
 MODEL = Llama(SIZES, key=jax.random.key(0))

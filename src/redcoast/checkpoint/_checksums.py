@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ..core._read_json import read_json
-from ..core._regular_file import open_regular
+from ..core._read_json import open_regular, read_json
 
 FILE = "checksums.json"
 # Detects corruption, not tampering. It runs at memory speed and releases the GIL.

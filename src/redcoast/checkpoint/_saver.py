@@ -20,7 +20,7 @@ from ..core._durable_files import sync_files_in, sync_name
 from ..distributed._kv_store import exchange, get_within, is_main
 from ..distributed._private_jax import key_value_store
 from ._host_copy import can_copy, copy_to_host
-from ._orbax import TEMPORARY, make_checkpointer, orbax_args
+from ._orbax import TEMPORARY, make_checkpointer, orbax_args, quiet_orbax
 from ._policy import (
     Checkpoints,
     best_metrics,
@@ -30,7 +30,6 @@ from ._policy import (
     saved_steps,
     steps_to_delete,
 )
-from ._quiet_orbax import quiet_orbax
 from ._tree import arrays_and_document
 
 # The saves of this process. All processes save together, so they count alike.

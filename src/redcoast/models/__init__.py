@@ -1,11 +1,11 @@
 """Model families. Each file is a reference for its architecture; LLaMA and its relatives, which
 differ in options, share `_transformer.py`."""
 
+from ._encoder_decoder import shift_right as shift_right
 from ._heads import with_head as with_head
 from ._rotary import LongRope as LongRope
 from ._rotary import RopeScaling as RopeScaling
 from ._rotary import Yarn as Yarn
-from ._shift import shift_right as shift_right
 from .bart import Bart as Bart
 from .bart import BartConfig as BartConfig
 from .bert import Bert as Bert

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -21,15 +22,13 @@ from ..core._pytree import join, leaf_paths, split
 from ..core._tracing import abstract_key
 from ..models._quantised_weight import Numbers, QuantisedWeight, quantised_weight
 from ..sharding import infer_shardings
-from ._fused_experts import split_experts
 from ._generation import with_generation
-from ._lazy_tensor import Stored
+from ._lazy_tensor import Box, Stored
 from ._match import Layout, layout_of, match, needed_shapes
 from ._matrix_roles import matrix_of
 from ._quantised import dequantised
 from ._read_plan import ArrayToRead
-from ._read_to_device import fill_device
-from ._read_to_host import fill_host
+from ._read_to_device import fill_device, fill_host
 from ._registry import Family, find_family
 from ._source import check_computed, check_elements, check_layers, open_source
 from ._text_part import text_part
@@ -244,3 +243,60 @@ def _parts(target: ArrayToRead) -> list[ArrayToRead]:
 
 def _concatenate(parts: list[QuantisedWeight]) -> QuantisedWeight:
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
+
+
+# `x.experts.gate_up_proj` is (experts, rows, columns), and becomes `x.experts.0.gate_proj.weight`,
+# `x.experts.0.up_proj.weight`, `x.experts.1.gate_proj.weight` and so on.
+_FUSED = re.compile(r"(?P<experts>.+\.experts)\.(?P<name>gate_up_proj|down_proj)")
+# The parts of a tensor, each of which is a matrix of an expert.
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def split_experts(
+    stored: Mapping[str, Stored], needed: Mapping[str, tuple[int, ...]]
+) -> dict[str, Stored]:
+    """Returns the tensors of a file, with one for each matrix of an expert where a model needs
+    these. They are read in parts, as all others are."""
+    split = {}
+    for name, tensor in stored.items():
+        match = _FUSED.fullmatch(name)
+        matrices = [] if match is None else list(_matrices(match, tensor, needed))
+        split |= dict(matrices) if matrices else {name: tensor}
+    return split
+
+
+def _matrices(
+    match: re.Match[str], fused: Stored, needed: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Stored]]:
+    """The names of the matrices of all experts, and where they are in a tensor."""
+    parts = _PARTS[match["name"]]
+    shape = needed.get(f"{match['experts']}.0.{parts[0]}.weight")
+    if shape is None or len(fused.shape) != 3:
+        return
+    # Gates come before the other rows of an expert. For a square tensor both orders match, and the
+    # usual one, (outputs, inputs), is taken.
+    rows, columns = len(parts) * shape[0], shape[1]
+    if fused.shape[1:] not in ((rows, columns), (columns, rows)):
+        return
+    turned = fused.shape[1:] != (rows, columns)
+    for expert in range(fused.shape[0]):
+        for i, part in enumerate(parts):
+            name = f"{match['experts']}.{expert}.{part}.weight"
+            yield name, _matrix(fused, expert, i * shape[0], shape, turned=turned)
+
+
+def _matrix(
+    fused: Stored, expert: int, start: int, shape: tuple[int, ...], *, turned: bool
+) -> Stored:
+    """The matrix of one expert that begins at a row of a tensor."""
+
+    def read(box: Box, out: np.ndarray) -> None:
+        rows, columns = box
+        rows = slice(start + rows.start, start + rows.stop)
+        if turned:
+            matrix = fused.take((slice(expert, expert + 1), columns, rows))  # (1, columns, rows)
+            out[...] = matrix[0].T
+        else:
+            fused.read((slice(expert, expert + 1), rows, columns), out[None])
+
+    return Stored(shape, fused.dtype, read)

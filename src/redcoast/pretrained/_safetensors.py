@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ..core._durable_files import sync
-from ..core._regular_file import open_regular
+from ..core._read_json import open_regular
 from ._lazy_tensor import Box, Stored
 
 # Bytes to read at once. Mapped pages count as memory of the process until the file is closed.

@@ -12,8 +12,11 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 
 from ..core._durable_files import sync_name, sync_tree
 from ..core._pytree import leaf_paths
@@ -22,13 +25,14 @@ from ..models._einsum import LowRank
 from ..models._quantised_weight import QuantisedWeight
 from ._card import CARD, check_card, make_card
 from ._files import file_inside
-from ._gather import Part, parts_of, put_together, take
 from ._generation import write_decoding
 from ._match import layout_of, needed_shapes
 from ._registry import family_of, write_config
 from ._safetensors import write_safetensors
 from ._settings import Settings
+from ._slices import insert
 from ._source import GENERATION, INDEX, SETTINGS, SINGLE, find_gguf
+from ._tensors import Tensor, tensor_names
 from .text._tokenizer_files import gguf_tokenizer_files
 
 # The files of tokenizers and processors in Hugging Face's directories.
@@ -46,6 +50,7 @@ TOKENIZER = (
     "*processor_config.json",
 )
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
+Part = tuple[str, tuple[int, ...]]  # the path of an array, and an index in its leading dimensions
 
 
 def save(
@@ -252,3 +257,53 @@ def _on_first(action: Callable[[], None], name: str) -> None:
 
 def _barrier(name: str) -> None:
     multihost_utils.sync_global_devices(f"redcoast.save_pretrained {name}")
+
+
+def parts_of(table: Mapping[str, Tensor], leaves: Mapping[str, Any]) -> dict[str, list[Part]]:
+    """Maps each tensor to its parts: paths of arrays, and indices in their leading dimensions."""
+    parts: dict[str, list[Part]] = {}
+    for path, tensor in table.items():
+        for index, name in tensor_names(tensor, leaves[path].shape).items():
+            parts.setdefault(name, []).append((path, index))
+    return parts
+
+
+def take(parts: list[Part], leaves: Mapping[str, Any]) -> list[Any]:
+    """Returns the parts of one tensor as arrays that this process can read.
+
+    All processes must call this.
+    """
+    return [_slice(leaves[path], index) for path, index in parts]
+
+
+def put_together(
+    parts: list[Part], taken: list[Any], table: Mapping[str, Tensor], shape: tuple[int, ...]
+) -> np.ndarray:
+    """Assembles a tensor on the host from its parts."""
+    out = np.empty(shape, taken[0].dtype)
+    plain = np.dtype(f"u{out.itemsize}")  # NumPy copies its own types faster than bfloat16
+    for (path, _), part in zip(parts, taken, strict=True):
+        insert(table[path], np.asarray(part).view(plain), out.view(plain))
+    return out
+
+
+def _slice(leaf: Any, index: tuple[int, ...]) -> jax.Array:
+    """Indexes the leading dimensions of an array; the result is readable by this process."""
+    if not isinstance(leaf, jax.Array):
+        return leaf[index]
+    sharding = None
+    if isinstance(leaf.sharding, NamedSharding):
+        # Replicated if other processes hold parts of it.
+        here = leaf.sharding.is_fully_addressable
+        # The indexed dimensions are gone, so their axes are, too.
+        spec = P(*leaf.sharding.spec[len(index) :]) if here else P()
+        sharding = NamedSharding(leaf.sharding.mesh, spec)
+    # The index is an argument of the program, so one compilation serves all layers.
+    return _copy_into(sharding)(leaf, np.array(index, np.int32))
+
+
+@ft.lru_cache
+def _copy_into(sharding: Sharding | None) -> Any:
+    # Arrays that are not stacked are copied too: JAX caches the host's copy for the lifetime of an
+    # array, and this copy is dropped soon.
+    return jax.jit(lambda leaf, at: jnp.copy(leaf[tuple(at)]), out_shardings=sharding)

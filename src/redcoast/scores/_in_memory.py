@@ -14,8 +14,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ..generate import generate
-from ._cut import cut_at
-from ._score_pairs import pad_tokens, score_pairs
+from ._score_pairs import cut_at, pad_tokens, score_pairs
 
 
 class InMemory(TemplateLM):

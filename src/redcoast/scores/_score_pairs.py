@@ -1,6 +1,6 @@
 """The log-probabilities of texts that follow other texts, in batches on any mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -116,3 +116,11 @@ def _mesh_of(model: PyTree) -> Mesh | None:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return sharding.mesh
     return None
+
+
+def cut_at(text: str, ends: Iterable[str]) -> str:
+    """Returns the part of a text before the first of some strings."""
+    for end in ends:
+        if end:
+            text = text.split(end)[0]
+    return text

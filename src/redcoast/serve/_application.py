@@ -10,6 +10,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -18,14 +19,13 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ._batching import Piece, Served, ServedJob, answer_queue
-from ._connections import timed
 from ._guard import guard
 from ._load_served import Server
 from ._openai import Ask, check_model_name, read_request
-from ._openai_fields import Body
-from ._refused import Refused, error_body
+from ._openai_fields import Body, Refused, error_body
 from ._replies import Choice, Reply, model_body, usage_body
 
 CONNECTIONS = 512  # at once; further clients get status 503
@@ -247,3 +247,64 @@ async def show_error(
     if status in (408, 413):  # the rest of the body is not read
         headers = {**(headers or {}), "Connection": "close"}
     return JSONResponse(body, status, headers)
+
+
+class TimedConnection(H11Protocol):
+    """HTTP/1.1 with time limits of `seconds`: for a request's headers, from the opening of the
+    connection or the start of the next request, and for a client that stops reading.
+
+    The time for the body of a request is limited where it is read.
+    """
+
+    seconds: ClassVar[float] = 30.0
+    waiting: asyncio.TimerHandle | None = None
+    writing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        # The first bytes of the next request on this connection.
+        if self.waiting is None and not self._answering():
+            self._wait()
+        super().data_received(data)
+        if self.waiting is not None and self._answering():
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        # Ends its timer, too.
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.writing = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self.writing is not None:
+            self.writing.cancel()
+            self.writing = None
+        super().resume_writing()
+
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait(self) -> None:
+        self.waiting = self.loop.call_later(self.seconds, self._close)
+
+    def _stop_waiting(self) -> None:
+        if self.waiting is not None:
+            self.waiting.cancel()
+            self.waiting = None
+
+    def _close(self) -> None:
+        self.waiting = None
+        if not self._answering() and not self.transport.is_closing():
+            self.transport.close()
+
+
+def timed(seconds: float) -> type[TimedConnection]:
+    """Returns the protocol with a time limit."""
+    return type("TimedConnection", (TimedConnection,), {"seconds": seconds})

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from ._refused import Refused, error_body
+from ._openai_fields import Refused, error_body
 
 OPEN_PATHS = ("/health",)  # for load balancers, which send no key
 Application = Callable[[Any, Any, Any], Awaitable[None]]

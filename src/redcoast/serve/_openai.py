@@ -12,7 +12,7 @@ from typing import Any
 from ..core._decoding import Decoding
 from ._batching import Extras
 from ._grammar import Grammar
-from ._openai_fields import Body, boolean, integer, is_integer, is_number, number
+from ._openai_fields import Body, Refused, boolean, integer, is_integer, is_number, number
 from ._openai_limits import Limits
 from ._openai_prompts import (
     Encode,
@@ -22,7 +22,6 @@ from ._openai_prompts import (
     read_prompts,
     tokens_of,
 )
-from ._refused import Refused
 from ._row_options import MOST_BIASES, MOST_ENDS, MOST_TOP, ends_of
 
 # Parameters with the only supported values, and parameters that do not affect answers.

@@ -3,9 +3,8 @@
 import json
 from collections.abc import Callable
 
-from ._openai_fields import Body, is_integer
+from ._openai_fields import Body, Refused, is_integer
 from ._openai_limits import Limits
-from ._refused import Refused
 
 Encode = Callable[..., list[int]]
 Render = Callable[..., str]

@@ -11,7 +11,7 @@ from typing import Any, SupportsFloat
 
 from ..core._errors import local_path
 from ..core._frames import hide_frames
-from ..core._regular_file import open_regular
+from ..core._read_json import open_regular
 
 logger = logging.getLogger("redcoast")
 

@@ -48,8 +48,13 @@ from ._flat_function import (
 from ._flat_state import FlatState, as_tree
 from ._last_state import LastState, Outline
 from ._programs import compiled_once, jit_donating
-from ._step_messages import check_hashable, match_shardings, path_name, refuse_donated
-from ._wrong_gradients import refuse_wrong_gradients
+from ._step_messages import (
+    check_hashable,
+    match_shardings,
+    path_name,
+    refuse_donated,
+    refuse_wrong_gradients,
+)
 
 Jitted = Callable[..., PyTree]
 _was_deleted = operator.methodcaller("is_deleted")

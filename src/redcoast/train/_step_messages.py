@@ -3,13 +3,17 @@
 from collections.abc import Callable
 
 import jax
-from jax.sharding import NamedSharding
+from jax.extend.core import JaxprEqn
+from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
+from ..core._control_flow import AnyJaxpr, Manual, control_flow
 from ..core._donation import refuse_deleted
 from ..core._errors import several
+from ..core._jaxpr import iter_equations
 from ..core._pytree import ARRAYS, NUMBERS, Static, show_path
+from ..distributed._mesh import batch_shards
 
 
 def path_name(path: KeyPath) -> str:
@@ -130,3 +134,28 @@ def first_difference(given: PyTree, returned: PyTree) -> str:
     changed = ", ".join(sorted(path_name(path) for path, _ in longer))
     counts = f"It was given {len(before)} leaves and returned {len(after)}."
     return f"{counts} Only one of them has {changed}."
+
+
+def refuse_wrong_gradients(jaxpr: AnyJaxpr, mesh: Mesh) -> None:
+    """Raises if the jaxpr has a convolution that XLA partitions wrongly on this mesh.
+
+    `sharding/constrain/_grouped_conv.py` describes the defect. Inside `jax.shard_map` XLA
+    partitions nothing.
+    """
+    # The defect needs both kinds of axes.
+    if mesh.shape["model"] == 1 or batch_shards(mesh) == 1:
+        return
+    for equation in iter_equations(jaxpr, skip=_is_manual):
+        groups = equation.params.get("batch_group_count", 1)
+        if equation.primitive.name == "conv_general_dilated" and groups > 1:
+            sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+            raise ValueError(
+                f"The gradient of a convolution in {groups} groups would be wrong on a mesh of "
+                f"{sizes}, because of a defect of the XLA compiler if `model` is used together "
+                "with `data` or `fsdp`. Constrain the loss: `plan.constrain(loss_fn)` of a plan "
+                "from `rc.plan_shardings` avoids the defect. Or use a mesh with model=1."
+            )
+
+
+def _is_manual(equation: JaxprEqn) -> bool:
+    return isinstance(control_flow(equation), Manual)

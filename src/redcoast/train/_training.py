@@ -6,29 +6,103 @@ program serves every number of steps, and where the calls of a run begin and end
 """
 
 import functools as ft
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from ..core._pytree import Arrays, join, split
-from ..core._tracing import abstract_key
+from ..core._control_flow import AnyJaxpr, open_jaxpr
+from ..core._jaxpr import as_traced
+from ..core._pytree import Arrays, Static, abstract_array, join, split
+from ..core._sequence_parts import sequence_parts
+from ..core._target import target
+from ..core._tracing import abstract_key, traced_mesh
 from ..distributed._mesh import batch_sharding
 from ..sharding import Plan
 from ..sharding._plan import layer_loops
 from ..tracking._metrics import PackedMetrics, pack_metrics
 from ._compile import CompiledStep, compile_reusable_step
 from ._compiler_options import Option, Options, compiler_options_for
+from ._flat_function import is_jit_disabled
 from ._loss import LossFn, evaluate_loss
 from ._one_thread import in_one_thread
 from ._precision import ComputeDtype
 from ._step import train_step
-from ._traced_once import traced_once
+
+
+class _Program(NamedTuple):
+    """What a function computes from the arrays of its arguments."""
+
+    jaxpr: AnyJaxpr
+    output: Static
+    returns_model: bool  # whether its third result is the model that it was called with
+
+
+def traced_once(loss_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Returns `loss_fn(model, batch, key)`, which is traced once for each kind of arguments.
+
+    It is for one run: a later run traces the function again, and notices whatever it reads that has
+    changed.
+    """
+    programs: dict[Hashable, _Program] = {}
+
+    # Messages name the user's function.
+    @ft.wraps(loss_fn, updated=())
+    def loss(model: PyTree, *args: PyTree) -> PyTree:
+        arrays, static = split((model, *args))
+        key = _kind(arrays, static)
+        if key is None:
+            return loss_fn(model, *args)
+        if key not in programs:
+            programs[key] = _trace(loss_fn, arrays, static)
+        program = programs[key]
+        outvars = open_jaxpr(program.jaxpr).outvars
+        # Numbers that the function returns are arrays here too.
+        results = list(map(as_traced, jaxpr_as_fun(program.jaxpr)(*arrays), outvars))
+        result = join(results, program.output)
+        if program.returns_model:
+            return (*result[:2], model)
+        return result
+
+    return loss
+
+
+def _kind(arrays: Arrays, static: Static) -> Hashable | None:
+    """What a trace depends on, or None if the function is to be called itself."""
+    # Then it is debugged, operation by operation.
+    if is_jit_disabled():
+        return None
+    try:
+        hash(static)
+    except TypeError:  # such as of a list in a leaf that is no array
+        return None
+    types = [abstract_array(x) for x in arrays]
+    kinds = tuple((x.shape, x.dtype, x.weak_type) for x in types)
+    meshes = traced_mesh(), jax.sharding.get_abstract_mesh()
+    return static, kinds, meshes, target(), sequence_parts()
+
+
+def _trace(loss_fn: Callable[..., PyTree], arrays: Arrays, static: Static) -> _Program:
+    outputs: list[tuple[Static, bool]] = []  # the last is of the trace that JAX returns
+
+    def flat(*arrays: jax.Array) -> Arrays:
+        model, *args = join(list(arrays), static)
+        result = loss_fn(model, *args)
+        returns_model = type(result) is tuple and len(result) == 3 and result[2] is model
+        flat_result, output = split(result)
+        outputs.append((output, returns_model))
+        return flat_result
+
+    flat.__wrapped__ = loss_fn  # JAX's messages name this function  # type: ignore[attr-defined]
+    jaxpr = jax.make_jaxpr(flat)(*map(abstract_array, arrays))
+    return _Program(jaxpr, *outputs[-1])
 
 
 @dataclass(frozen=True)

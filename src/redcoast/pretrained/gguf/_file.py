@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ...core._errors import several
-from ...core._regular_file import open_regular
+from ...core._read_json import open_regular
 from .._files import file_inside
 from .._lazy_tensor import Box, Stored
 from .._settings import Settings

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ...core._regular_file import open_regular
+from ...core._read_json import open_regular
 
 
 def read_bounded(path: Path, most: int) -> bytes:

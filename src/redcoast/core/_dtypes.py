@@ -24,12 +24,7 @@ def to_jax_dtype(x: np.ndarray, what: str) -> np.ndarray:
     """Converts a NumPy array to a dtype of JAX, unless it already has one.
 
     Numbers get the byte order of this machine, and 64-bit numbers become 32-bit numbers, unless
-    `jax_enable_x64` is set.
-
-    - `what`: how messages refer to the array, such as "The array at x".
-
-    Raises `TypeError` if JAX has no such dtype. `ValueError` if an integer does not fit, or if a
-    finite number would become infinite.
+    `jax_enable_x64` is set. Messages refer to the array by `what`, such as "The array at x".
     """
     if is_jax_dtype(x.dtype):
         return x

@@ -369,9 +369,7 @@ class StreamReader:
     If an example shares memory with one that is still in use, the earlier one has been overwritten.
     The examples are then read again, and each is copied before the next one is read.
 
-    - `stream`: the stream.
     - `used`: the number of calls whose examples may still be used.
-
     - `epoch`: the epoch of the first example of the last call.
     - `state`: the encoded state after the last example.
     """

@@ -45,13 +45,9 @@ def is_main() -> bool:
 def exchange(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
     """Gathers a value from all processes, all of which must call this.
 
-    - `topic`: what the value is, for the message if a process does not respond.
-    - `value`: the value of this process, of a type that JSON supports.
-    - `timeout`: the number of seconds to wait.
-
-    Returns the values of all processes, in the order of their indices. Raises `ProcessLost`, with
-    the name of a process that has failed meanwhile. `TimeoutError`, with the names of the processes
-    that did not respond in time.
+    The value is of a type that JSON supports, and `topic` is what it is, for messages. Returns the
+    values in the order of the processes. Raises `ProcessLost` if one of them has failed meanwhile,
+    and `TimeoutError` if some did not respond in time.
     """
     count, own = jax.process_count(), jax.process_index()
     if count == 1:

@@ -18,14 +18,10 @@ _PATIENCE = 5.0  # seconds for one attempt to connect, and for a new connection 
 
 
 def meet(coordinator: str, processes: int, process_id: int, timeout: int | float) -> int:
-    """Waits until all processes have connected.
+    """Waits until all processes have connected, and returns the number of those on this machine.
 
-    - `coordinator`: `host:port` of process 0.
-    - `processes`, `process_id`: the number of processes, and the index of this one.
-    - `timeout`: the number of seconds to wait.
-
-    Returns the number of processes on this machine. Raises `ValueError`, `TimeoutError`,
-    `ConnectionError` or `OSError`, as documented in [`redcoast.initialize`][].
+    Raises `ValueError`, `TimeoutError`, `ConnectionError` or `OSError`, as documented in
+    [`redcoast.initialize`][].
     """
     end = time.monotonic() + timeout
     host, port = split_address(coordinator)

@@ -40,10 +40,7 @@ def find_changes(
     them.
 
     - `make`: `make(init_fn, accumulate=..., compute_dtype=...)` makes the changed step.
-    - `init_fn`: makes the model.
-    - `job`, `run`: the step that does not fit, and its dry run.
     - `others`: the sizes of other meshes, the most promising first.
-    - `again`: compiles a step on a mesh.
     """
     now = Settings(run.mesh, False, job.training.accumulate, job.training.compute_dtype)
 

@@ -72,13 +72,9 @@ def compile_job(
 ) -> Compiled:
     """Compiles the step for the mesh's devices.
 
-    - `job`, `plan`, `mesh`: the step, its plan and the devices.
-    - `stands_in`: whether these are CPU devices in place of an accelerator's.
-    - `with_lines`: whether the program has all lines of code that its operations come from. It is
-        then compiled again if only these have changed.
-
-    Returns the compiler's figures, even if the step needs too much memory. Raises `RuntimeError` if
-    the compiler fails for another reason.
+    They are CPU devices in place of an accelerator's if `stands_in`. With `with_lines`, the program
+    has all lines of code that its operations come from, and is compiled again if only these have
+    changed. Raises `RuntimeError` if the compiler fails, unless the step needs too much memory.
     """
     what = f"the step on the mesh {show_sizes(mesh.shape)}"
     enter_phase("Tracing", what)

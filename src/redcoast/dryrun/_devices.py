@@ -120,12 +120,8 @@ _LOCK = (
 class Place:
     """Devices to compile for.
 
-    - `name`: The name of the devices, for tables.
-    - `devices`: The devices.
-    - `target`: The target they belong to; `None` for attached devices.
-    - `usable`: Bytes of memory that a program can use on each; `None` if not known.
-    - `notes`: Caveats about their figures, as sentences.
-    - `compiler`: The compiler of a target's devices.
+    `target` is `None` for attached devices. `usable` are the bytes of memory that a program can use
+    on each, if known, and `notes` caveats about their figures, as sentences.
     """
 
     name: str

@@ -51,24 +51,11 @@ class Contractions:
 def contractions(jaxpr: AnyJaxpr) -> Contractions:
     """Counts the floating point operations of a program's contractions, by dtype of their operands.
 
-    - `jaxpr`: a traced program, such as `jax.make_jaxpr(fn)(x)`.
-
     Returns two operations for each multiply-add of dot products and convolutions (eight for complex
     numbers), of the entire program on all devices, before partitioning. Unused results are not
     counted. A loop counts its trip count, or one iteration if that depends on data; a conditional
     counts its most expensive branch. For convolutions, zeros that pad the input are counted, and
     zeros that dilate it are not.
-
-    !!! Example
-
-        ```python
-        import jax
-        import jax.numpy as jnp
-        from redcoast.dryrun._flops import contractions
-
-        x = jnp.ones((8, 8))
-        contractions(jax.make_jaxpr(lambda x: x @ x)(x)).flops  # {"float32": 1024}
-        ```
     """
     inner = open_jaxpr(jaxpr)
     # Rematerialised programs contain many unused computations.

@@ -26,12 +26,9 @@ def axis_bandwidths(target: TargetDevices, mesh: Mesh) -> dict[str, float]:
     a group are in one host (or on one chip), fewer bytes leave the host, and they are shared by the
     links of all these devices.
 
-    - `target`: The target of the mesh's devices.
-    - `mesh`: A mesh of the target's devices, or of CPU devices in their place.
-
-    Returns bytes per second by axis, such as `"model"`, and by several axes together, such as
-    `"data+fsdp"`, for which more links may be available than for either. An axis of size 1 has the
-    bandwidth of a link.
+    `mesh` has the target's devices, or CPU devices in their place. Returns bytes per second by
+    axis, such as `"model"`, and by several axes together, such as `"data+fsdp"`, for which more
+    links may be available than for either. An axis of size 1 has the bandwidth of a link.
     """
     places = _places(target, mesh)
     dimensions = dict(enumerate(mesh.axis_names))

@@ -40,26 +40,8 @@ def time_bounds(
     - `flops`: Floating point operations of a device, by the dtype of their operands.
     - `moved_bytes`: Bytes of the step's arguments and results on a device.
     - `sent_bytes`: Bytes that a device communicates, by mesh axes joined with `+`.
-    - `chip`: The device.
     - `bandwidths`: Bytes per second that it can send along each mesh axis.
     - `repeated`: The part of the arithmetic, from 0 to 1, that other devices do as well.
-
-    Returns `Bounds`, in seconds.
-
-    !!! Example
-
-        ```python
-        from redcoast.dryrun._chips import CHIPS
-        from redcoast.dryrun._roofline import time_bounds
-
-        time_bounds(
-            flops={"bfloat16": 2.75e14},
-            moved_bytes=1.2e12,
-            sent_bytes={"model": 5e10},
-            chip=CHIPS["v4"],
-            bandwidths={"data": 5e10, "fsdp": 5e10, "model": 1e11},
-        )
-        ```
     """
     # Operations of different dtypes run one after another; arithmetic, memory and network overlap.
     arithmetic = sum(count / peak(chip, dtype) for dtype, count in flops.items())

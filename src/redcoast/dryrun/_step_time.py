@@ -91,26 +91,13 @@ def estimate_step_time(
     efficiencies: Efficiencies | None = None,
     groups: int = 1,
 ) -> StepTime:
-    """Estimates the time of a step.
+    """Estimates the time of a step from the schedule of its compiled program.
 
-    - `events`: The schedule of the compiled program.
-    - `chip`: The device.
-    - `bandwidths`: Bytes per second that it can send along each mesh axis.
+    - `bandwidths`: Bytes per second that a device can send along each mesh axis.
     - `slow_axes`: The mesh axes whose devices are in different hosts or slices.
     - `efficiencies`: The shares of the published rates that are attained; by default, those of the
         chip.
     - `groups`: The number of hosts (GPUs) or slices (TPUs).
-
-    !!! Example
-
-        ```python
-        from redcoast.dryrun._chips import CHIPS
-        from redcoast.dryrun._step_time import estimate_step_time
-        from redcoast.dryrun.hlo._kernels import KernelWork
-
-        product = KernelWork("dot", "product", (("bfloat16", 10**13),), 10**9)
-        estimate_step_time([product], chip=CHIPS["h100"], bandwidths={"data": 1e10}).seconds
-        ```
     """
     if efficiencies is None:
         efficiencies = efficiencies_of(chip)

@@ -278,15 +278,10 @@ def plan_calls(
     alone: Callable[[PyTree, PyTree], tuple[FlatState, PackedMetrics]],
     log: Any,
 ) -> Calls:
-    """The calls of a run.
+    """The calls of a run, with the arguments of `fit`, a compiled step, and a state that may be
+    abstract.
 
-    - `steps_per_call`: the argument of `fit`.
-    - `state`: the state, which may be abstract.
-    - `alone`: the compiled step.
-    - `log`: the loggers of the run.
-
-    Raises `ValueError` if the user asks for several steps in a call, and something needs each of
-    them.
+    Raises `ValueError` if the user asks for several steps in a call, and something needs each.
     """
     most = steps_per_call
     small = None

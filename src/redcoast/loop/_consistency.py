@@ -49,14 +49,9 @@ def check_agreement(
 
     The error names what differs, and the value in each process.
 
-    - `plan`: how the program is sharded.
-    - `model`, `key`: the initial model and key. If `model` is a function, its code is compared.
-    - `state`, `step`: the abstract state, and a function that returns the compiled step, whose
-        program is compared.
-    - `data`, `evaluation`: the number of their examples, the shapes of a batch, and some collated
-        examples are compared.
-    - `training`: its functions, whose code is compared, and its number of microbatches.
-    - `settings`: other arguments by name, of types that JSON supports.
+    The plan, the initial model and key, the code of all functions and the program of the step are
+    compared; of the data, the number of examples, the shapes of a batch and some collated examples.
+    `settings` are other arguments by name, of types that JSON supports.
     """
     if jax.process_count() == 1:
         return

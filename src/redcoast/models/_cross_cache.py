@@ -45,13 +45,8 @@ def read_memory(
 ]:
     """Computes the keys and values of a memory in all layers, and its mask.
 
-    - `layers`: the projections of the cross-attention layers.
-    - `rows`: the number of rows of tokens that attend to the memory.
-    - `memory`, `mask`: the hidden states to attend to, and 1 where they are not padding (everywhere
-        by default).
-
-    Raises `ValueError` if the memory has a different number of rows, or if the mask does not match
-    it.
+    The mask is 1 where the memory is not padding (everywhere by default). Raises `ValueError` if
+    the memory has another number of rows than `rows`, or if the mask does not match it.
     """
     if memory.shape[0] != rows:
         raise ValueError(

@@ -96,12 +96,9 @@ def product(
     """Computes `jnp.einsum(equation, x, weight) + bias`, also for quantised weights and weights
     with LoRA adapters.
 
-    - `equation`: an equation of `jnp.einsum`, such as `"bsd,dhk->bshk"`.
-    - `x`: the activations.
-    - `weight`: an array, a `QuantisedWeight` or a `LowRank`. In the latter, `a` has the contracted
-        dimensions and the rank, and `b` the rank and the remaining dimensions. Dimensions that the
-        weight shares with both `x` and the result (such as experts) come first in both.
-    - `bias`: added along the last dimensions of the result.
+    In a `LowRank`, `a` has the contracted dimensions and the rank, and `b` the rank and the
+    remaining dimensions. Dimensions that the weight shares with both `x` and the result (such as
+    experts) come first in both. The bias is added along the last dimensions of the result.
     """
     if isinstance(weight, LowRank):
         out = _low_rank(equation, x, weight)

@@ -39,12 +39,9 @@ def gated_delta_rule(
     Within a chunk, outputs are computed for all pairs of tokens, as in attention. States pass from
     chunk to chunk.
 
-    - `q`, `k`: queries and keys, of which each serves `heads / groups` heads. Keys have unit
-        length.
-    - `v`: values.
+    - `q`, `k`: each query and key serves `heads / groups` heads. Keys have unit length.
     - `decays`: the logarithms of the decays.
     - `strengths`: how far a value moves, from 0 to 1.
-    - `state`: the state before the first token; zero by default.
     - `chunk`: the number of tokens of a chunk, a power of two.
     """
     batch, length, groups, size = k.shape

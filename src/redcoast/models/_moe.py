@@ -35,8 +35,6 @@ def mix_experts(
 
     - `expert_fn`: applies each expert to its tokens; takes and returns an array of shape
         `"batch experts tokens width"`.
-    - `x`: the tokens.
-    - `scores`: the score of each expert for each token.
     - `real`: which tokens are not padding. Padding tokens are not routed to any expert.
     - `chosen`: the number of experts for each token.
     - `weights_sum_to_one`: whether the softmax is over the scores of these experts only.

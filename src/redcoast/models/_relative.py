@@ -79,10 +79,8 @@ def relative_bias(
 
     If there are many pairs, it is a `RelativeBias`, which computes parts of this array.
 
-    - `table`: the learned bias of each bucket and head.
-    - `queries`, `keys`: positions of the queries and keys.
-    - `far`: the distance from which on all distances share one bucket.
-    - `causal`: whether queries only see earlier keys, so that all buckets are for them.
+    From the distance `far` on, all distances share one bucket of the table. If `causal`, queries
+    only see earlier keys, so that all buckets are for them.
     """
     buckets = jnp.asarray(distance_buckets(table.shape[0], far, causal=causal))
     by_distance = jnp.take(table, buckets, axis=0)  # (distances, heads)

@@ -85,10 +85,8 @@ def scan_kinds(
     - `layer_fn`: `layer_fn(kind, x, cache, layer, inputs, index, key)` returns the residual stream
         and the cache after a layer. `layer` is one slice of the arrays of its kind, and `index` its
         number among the layers of its kind.
-    - `x`: the residual stream.
     - `stacks`: for each kind, a PyTree whose arrays are stacked over its layers along their first
         dimension, or are `ByLayer`s.
-    - `kinds`: the kind of each layer.
     - `inputs`: a PyTree whose arrays are stacked over all layers, or None.
     - `cache`, `key`, `remat`, `unroll`: as for `scan_layers`.
 

@@ -76,7 +76,6 @@ def scan_layers(
 
     - `layer_fn`: `layer_fn(x, cache, layer, index, key)` returns the residual stream and the cache
         after a layer. `layer` is one slice of `layers`, and `index` is its number.
-    - `x`: the residual stream.
     - `layers`: a PyTree whose arrays are stacked over layers along their first dimension, or are
         `ByLayer`s, for which there is no loop and no rematerialisation.
     - `cache`: a PyTree that is passed from layer to layer, such as a key-value cache, or None.

@@ -167,8 +167,7 @@ class Bert(eqx.Module):
 
         - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
         - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The outputs
-          for real tokens do not depend on padding; the outputs for padding tokens are
-          meaningless.
+          for real tokens do not depend on padding; the outputs for padding tokens are meaningless.
         - `types`: the token types, 0 by default. The second text of a pair has type 1.
         - `segments`: for rows with several packed sequences, the number of the sequence that each
           token belongs to. Tokens attend only to their own sequence.

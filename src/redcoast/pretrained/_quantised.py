@@ -49,7 +49,6 @@ _OF_ACTIVATIONS += (".k_scale", ".v_scale", ".q_scale", ".qscale_act")
 def dequantised(source: Source, dtype: np.dtype | None, where: object) -> Source:
     """Returns a source with dequantised tensors.
 
-    - `source`: a source, whose settings may describe a quantisation.
     - `dtype`: the dtype of these tensors; by default, the dtype of the tensors that are not
       quantised (of several, the one with the most bytes), or bfloat16 if there are none.
     - `where`: the path of the model, for messages.

@@ -45,12 +45,8 @@ def read_whisper_prompt(settings: Settings) -> tuple[tuple[int, ...], list[str]]
     """Returns the tokens of the language, of the task and of the absence of timestamps.
 
     They are specified by name (`language`, `task`) or by position (`forced_decoder_ids`). Names
-    take precedence, as in `transformers`.
-
-    - `settings`: the options that a file sets.
-
-    Returns the tokens, and descriptions of the options that are not implemented or invalid. If one
-    of the tokens is unknown, there are none.
+    take precedence, as in `transformers`. Returns the tokens, and descriptions of the options that
+    are not implemented or invalid. If one of the tokens is unknown, there are none.
     """
     languages, tasks = settings.get("lang_to_id", {}), settings.get("task_to_id", {})
     problems = []

@@ -10,11 +10,7 @@ class FlatState:
     """The arrays of a state that a compiled step returned.
 
     To make a tree of many modules takes longer than a small step. A loop that passes this to the
-    next step saves the time.
-
-    - `arrays`: the arrays, in the order of the leaves.
-    - `static`: everything else.
-    - `maker`: the compiled step.
+    next step saves the time. `maker` is the compiled step.
     """
 
     def __init__(self, arrays: list[jax.Array], static: Static, maker: object):

@@ -208,10 +208,6 @@ class StepsTaken(eqx.Module):
 def several_steps(step: PackedStep, shardings: PyTree, mesh: Mesh) -> Callable[..., PyTree]:
     """Converts a step on a batch to several steps on stacked batches.
 
-    - `step`: `step(state, batch) -> (state, metrics)`, with packed metrics.
-    - `shardings`: of the arrays of the state.
-    - `mesh`: the mesh of the run.
-
     Returns `several(state, batches, count) -> (state, StepsTaken)`: takes a step on each of the
     first `count` of the batches, which are stacked along a new first dimension. It raises
     `ValueError` if the step does not keep the types of the state.

@@ -93,21 +93,10 @@ def collectives(
     trip count. Of a conditional's branches, the one that sends the most bytes is counted. Transfers
     between a device and its host are not counted.
 
-    - `hlo_text`: the text that `jax.jit(fn).lower(...).compile().as_text()` returns, for CPU, GPU
-        or TPU.
-    - `mesh`: the mesh that the program was compiled for, or its axes and their sizes.
-
-    Returns a list of `Collective`, one for each instruction. Collectives in groups of one device
-    are included, and send nothing. Raises `ValueError` if the text is not compiled HLO, is cut off,
-    or is for another number of devices, or if `hlo_text` is `None` because the compiler does not
-    provide it.
-
-    !!! Example
-
-        ```python
-        compiled = jax.jit(step).lower(state, batch).compile()
-        sent = sent_bytes(collectives(compiled.as_text(), mesh))
-        ```
+    `hlo_text` is what `jax.jit(fn).lower(...).compile().as_text()` returns. Collectives in groups
+    of one device are included, and send nothing. Raises `ValueError` if the text is not compiled
+    HLO, is cut off, or is for another number of devices, or if `hlo_text` is `None` because the
+    compiler does not provide it.
     """
     program = read_program(hlo_text, mesh)
     if program.module.replicas * program.module.partitions == 1:

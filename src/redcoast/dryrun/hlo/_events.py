@@ -74,10 +74,7 @@ def read_schedule(
 ) -> tuple[Event, ...]:
     """The events of one run of a compiled program on a device, in the order of their start.
 
-    - `hlo_text`: the text that `jax.jit(fn).lower(...).compile().as_text()` returns.
-    - `mesh`: the mesh that the program was compiled for, or its axes and their sizes.
-
-    Returns kernels, transfers that the program waits for at once, starts and ends of asynchronous
+    They are kernels, transfers that the program waits for at once, starts and ends of asynchronous
     transfers, and loops of such events. Of a conditional's branches, the one with the most events
     is taken. Raises `ValueError` if the text is not compiled HLO, or is for another number of
     devices.

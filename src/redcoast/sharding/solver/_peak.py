@@ -145,10 +145,8 @@ def find_peak(
 ) -> Peak:
     """The peak of a program and, if it is a loss, of its derivative.
 
-    - `scope`: the values of the program.
     - `size_of`: the bytes of a value on each device.
     - `parameters`: the first inputs, the arrays of the model.
-    - `compiler`: the compiler, as in [`Hardware`][redcoast.Hardware].
     - `trains`: whether the first result is differentiated.
     - `gathered_size_of`: the bytes of a value on each device while a product reads or writes it;
         with sequence parallelism, more than `size_of`.

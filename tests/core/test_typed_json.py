@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from redcoast.core._typed_json import WrongEntries, from_json
+from redcoast.sharding._serialization import WrongEntries, from_json
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 
 import redcoast as rc
-from redcoast.dryrun.hlo import by_kind_and_axes, collectives, sent_bytes
+from redcoast.dryrun.hlo import collectives, sent_bytes
 
 AXES = ("data", "fsdp", "model")
 SIZES: dict[str, int] = dict.fromkeys(AXES, 2)
@@ -20,6 +20,20 @@ STORED = Path(__file__).parent / "hlo"
 
 def stored(platform, name):
     return collectives((STORED / f"{platform}_{name}.txt").read_text(), SIZES)
+
+
+def by_kind_and_axes(of_program):
+    """Sums the collectives of a program by kind and axes, those that send the most bytes first."""
+    rows = {}
+    for each in of_program:
+        key = each.kind, each.axes
+        if key not in rows:
+            rows[key] = row(each.kind, list(each.axes), 0, 0, 0)
+        rows[key]["count"] += each.count
+        rows[key]["operand_bytes"] += each.count * each.operand_bytes
+        rows[key]["sent_bytes"] += each.count * each.sent_bytes
+        rows[key]["exact"] &= each.exact
+    return sorted(rows.values(), key=lambda row: -row["sent_bytes"])
 
 
 def table(platform, name):

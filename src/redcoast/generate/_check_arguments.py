@@ -3,17 +3,21 @@
 import functools as ft
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import Field, fields
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from ..core._decoding import as_integer
 from ..core._dtypes import check_unmasked
+from ..core._program_lines import describe_array
 from ..core._train_state import refuse_state
+from ..distributed._agreement import Listing, agree
 from ..models._cache import has_slots_to_move
 from ..models._inputs import AnyArray
 from ._request import Request
@@ -336,4 +340,45 @@ def is_known(x: object) -> bool:
     """Whether this process can read the values of an array now."""
     if isinstance(x, Tracer):
         return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def check_same_prompts(
+    model: PyTree,
+    tokens: Array | np.ndarray,
+    mask: Array | np.ndarray | None,
+    request: Request,
+) -> None:
+    """Raises `ValueError` on all processes if their prompts, masks or options differ.
+
+    A process whose own devices have the entire model decodes independently, and is not compared.
+    """
+    arrays = jax.tree.leaves(eqx.filter(model, eqx.is_array))
+    if jax.process_count() == 1 or all(_is_addressable(x) for x in arrays):
+        return
+    options = {f"the option `{field.name}`": _describe(request, field) for field in fields(request)}
+    agree(
+        options,
+        {"`tokens`": _row_lines("tokens", tokens), "`mask`": _row_lines("mask", mask)},
+    )
+
+
+def _describe(request: Request, field: Field) -> str:
+    value = getattr(request, field.name)
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return describe_array(value)
+    if callable(value):
+        # The text of a function has its address, which differs.
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return repr(value)
+
+
+def _row_lines(name: str, x: Array | np.ndarray | None) -> Listing:
+    """One line for each row that this process has in full."""
+    if x is None or not _is_addressable(x):
+        return Listing([])
+    return Listing([f"{name}[{i}]: {describe_array(row)}" for i, row in enumerate(np.asarray(x))])
+
+
+def _is_addressable(x: Array | np.ndarray) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable

@@ -130,6 +130,7 @@ def generate(
         check_positions,
         check_prompt,
         check_rows,
+        check_same_prompts,
         check_scored,
         check_stream,
         check_stream_in_turn,
@@ -140,7 +141,6 @@ def generate(
     from ._prompt import is_encoder_decoder
     from ._request import choose_decoding, make_request
     from ._row_turns import decode_in_turn
-    from ._same_prompts import check_same_prompts
     from ._streaming import decode_streaming
 
     prompts: Any = as_prompts(tokens)

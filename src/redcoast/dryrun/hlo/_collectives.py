@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
-from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -151,26 +150,6 @@ def read_program(
 def sent_bytes(of_program: Sequence[Collective]) -> int:
     """The bytes that one device sends in one run of a program with these collectives."""
     return sum(each.count * each.sent_bytes for each in of_program)
-
-
-def by_kind_and_axes(of_program: Sequence[Collective]) -> list[dict[str, Any]]:
-    """Sums the collectives of a program by kind and axes, those that send the most bytes first.
-
-    Returns dicts with `kind`, `axes` (a list), `count`, `operand_bytes` and `sent_bytes` (per
-    device, over all executions), and `exact` (False if a loop of unknown length is included).
-    """
-    rows: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
-    for each in of_program:
-        key = each.kind, each.axes
-        if key not in rows:
-            zeros = {"count": 0, "operand_bytes": 0, "sent_bytes": 0}
-            rows[key] = {"kind": each.kind, "axes": list(each.axes), **zeros, "exact": True}
-        row = rows[key]
-        row["count"] += each.count
-        row["operand_bytes"] += each.count * each.operand_bytes
-        row["sent_bytes"] += each.count * each.sent_bytes
-        row["exact"] &= each.exact
-    return sorted(rows.values(), key=lambda row: -row["sent_bytes"])
 
 
 def collective_kind(instruction: Instruction) -> str | None:

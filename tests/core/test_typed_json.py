@@ -47,7 +47,3 @@ def test_the_fields_that_are_wrong_are_named(changed, names):
     with pytest.raises(WrongEntries) as raised:
         from_json(Outer, entries(**changed))
     assert raised.value.names == names
-
-
-def test_other_entries_are_left_out_if_that_is_asked_for():
-    assert from_json(Outer, entries(other=1), exact=False) == from_json(Outer, entries())

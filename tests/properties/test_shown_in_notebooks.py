@@ -164,7 +164,7 @@ def test_a_state_is_shown_in_a_few_lines():
     lines = repr(state).splitlines()
     assert lines[0] == "TrainState of MLP, step 0"
     assert "float32" in lines[1]
-    assert "ScaleByAdamState" in lines[2]
+    assert "ScaleByAdam" in lines[2]
     assert "model=8" in lines[3]
     assert len(lines) == 4
     # Trees of other things are shown as they are.

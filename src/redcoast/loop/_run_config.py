@@ -15,6 +15,7 @@ from ..core._tracing import abstract_key, trace_for
 from ..data._batches import Batches
 from ..sharding import Plan
 from ..tracking._loggers import RunInfo, code_version
+from ..train._show_state import optimizer_name
 from ..train._step import TrainState
 from ..train._training import Training
 from ._printing import precision_of
@@ -35,7 +36,7 @@ def run_of_fit(
     left.
     """
     settings = {
-        "optimizer": optimizer_name(state),
+        "optimizer": optimizer_name(state.opt_state),
         "precision": precision_of(state, training.compute_dtype),
         "accumulate": training.accumulate,
         "average": None if state.average is None else state.average.decay,
@@ -111,22 +112,6 @@ def run_info(
             for array in plan.report.arrays
         ),
     )
-
-
-def optimizer_name(state: TrainState) -> str:
-    """The transformations of an optimizer that have a state, such as `ScaleByAdam`."""
-    names: dict[str, None] = {}
-
-    def collect(node: Any) -> None:
-        if isinstance(node, tuple | list):
-            if hasattr(node, "_fields"):
-                names[type(node).__name__.removesuffix("State")] = None
-            # `optax.chain` nests states, of which those without arrays are named `EmptyState`.
-            for part in node:
-                collect(part)
-
-    collect(state.opt_state)
-    return ", ".join(name for name in names if name != "Empty")
 
 
 def seconds_at_peak(

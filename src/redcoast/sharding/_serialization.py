@@ -281,24 +281,21 @@ class WrongEntries(ValueError):
         self.names = frozenset(names)
 
 
-def from_json(kind: type[T], entries: object, *, exact: bool = True) -> T:
+def from_json(kind: type[T], entries: object) -> T:
     """A dataclass from a JSON object; fields with a default may be missing.
 
     Lists become tuples, and objects become dataclasses, where the type of a field says so. Raises
-    `WrongEntries` with the names of the fields that are wrong, and, if it is `exact`, of entries
-    that are no fields.
+    `WrongEntries` with the names of the fields that are wrong, and of entries that are no fields.
     """
     if not isinstance(entries, dict):
         raise WrongEntries
     types = get_type_hints(kind)
-    wrong: set[str] = set()
-    if exact:
-        wrong.update(entries.keys() - types.keys())
+    wrong = set(entries.keys() - types.keys())
     values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):  # pyright: ignore[reportArgumentType]
         if field.name in entries:
             try:
-                values[field.name] = _read_value(types[field.name], entries[field.name], exact)
+                values[field.name] = _read_value(types[field.name], entries[field.name])
             except WrongEntries as error:
                 wrong |= error.names or {field.name}
         elif field.default is field.default_factory is dataclasses.MISSING:
@@ -308,15 +305,15 @@ def from_json(kind: type[T], entries: object, *, exact: bool = True) -> T:
     return kind(**values)
 
 
-def _read_value(kind: Any, value: object, exact: bool) -> object:
+def _read_value(kind: Any, value: object) -> object:
     """A value as a type. Raises `WrongEntries` if it is of another type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind):
-        return from_json(kind, value, exact=exact)  # pyright: ignore[reportArgumentType]
+        return from_json(kind, value)  # pyright: ignore[reportArgumentType]
     if kind is Any:
         return value
     if origin in (Union, UnionType):
-        return _read_one_of(arguments, value, exact)
+        return _read_one_of(arguments, value)
     if origin is Literal and value in arguments:
         return value
     if origin is tuple and isinstance(value, list):
@@ -326,12 +323,12 @@ def _read_value(kind: Any, value: object, exact: bool) -> object:
         if len(types) == len(value):
             items = []
             for of, item in zip(types, value, strict=True):
-                items.append(_read_value(of, item, exact))
+                items.append(_read_value(of, item))
             return tuple(items)
     if origin in (dict, Mapping) and isinstance(value, dict):  # keys of JSON are text
         entries = {}
         for key, item in value.items():
-            entries[key] = _read_value(arguments[1], item, exact)
+            entries[key] = _read_value(arguments[1], item)
         return entries
     # A bool is not an integer here, and a whole number may be a float.
     if type(value) is kind or (kind is float and type(value) is int):
@@ -339,13 +336,13 @@ def _read_value(kind: Any, value: object, exact: bool) -> object:
     raise WrongEntries
 
 
-def _read_one_of(kinds: tuple[Any, ...], value: object, exact: bool) -> object:
+def _read_one_of(kinds: tuple[Any, ...], value: object) -> object:
     if value is None and type(None) in kinds:
         return None
     wrong: set[str] = set()
     for kind in kinds:
         try:
-            return _read_value(kind, value, exact)
+            return _read_value(kind, value)
         except WrongEntries as error:
             wrong |= error.names
     raise WrongEntries(*wrong)

@@ -13,8 +13,6 @@ from ..core._pytree import Arrays
 from ..core._train_state import AbstractTrainState
 from ..sharding.report._text import scaled
 
-_SHOWN = 3  # parts of an optimizer
-
 
 def show_state(state: AbstractTrainState, step: object) -> str | None:
     """Returns the step, and the sizes and shardings of the model and the optimizer state, as text.
@@ -34,7 +32,7 @@ def show_state(state: AbstractTrainState, step: object) -> str | None:
     lines = [
         f"TrainState of {type(state.model).__name__}, {_step(step)}",
         f"  model      {count:,} parameters, {sizes}",
-        f"  optimizer  {_optimizer(state.opt_state)}, {_size(opt_state)}",
+        f"  optimizer  {optimizer_name(state.opt_state) or 'no state'}, {_size(opt_state)}",
     ]
     return "\n".join([*lines, *_devices(model)])
 
@@ -45,12 +43,8 @@ def _arrays(tree: PyTree) -> Arrays:
     return [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)]
 
 
-def _bytes(arrays: Arrays) -> int:
-    return sum(x.size * x.dtype.itemsize for x in arrays)
-
-
 def _size(arrays: Arrays) -> str:
-    return scaled(_bytes(arrays))
+    return scaled(sum(x.size * x.dtype.itemsize for x in arrays))
 
 
 def _step(step: object) -> str:
@@ -65,19 +59,20 @@ def _step(step: object) -> str:
     return f"step {int(step.addressable_data(0)):,}"
 
 
-def _optimizer(opt_state: PyTree) -> str:
-    """The parts of an optimizer's state that have arrays, by the names of their types."""
+def optimizer_name(opt_state: PyTree) -> str:
+    """The transformations of an optimizer that have a state, such as `ScaleByAdam`."""
     names: dict[str, None] = {}
 
-    def visit(node: object) -> bool:
-        if isinstance(node, tuple) and hasattr(node, "_fields") and _arrays(node):
-            names.setdefault(type(node).__name__)
-            return True
-        return False
+    def collect(node: object) -> None:
+        if isinstance(node, tuple | list):
+            if hasattr(node, "_fields"):
+                names[type(node).__name__.removesuffix("State")] = None
+            # `optax.chain` nests states, of which those without arrays are named `EmptyState`.
+            for part in node:
+                collect(part)
 
-    jax.tree.leaves(opt_state, is_leaf=visit)
-    shown = [*names][:_SHOWN]
-    return ", ".join(shown + ["..."] * (len(names) > _SHOWN)) or "no state"
+    collect(opt_state)
+    return ", ".join(name for name in names if name != "Empty")
 
 
 def _devices(model: Arrays) -> list[str]:

@@ -15,24 +15,17 @@ from ._chips import Chip
 class Efficiencies:
     """How much of a chip's published rates kernels and transfers attain.
 
-    - `product`: The share of the peak rate that matrix products attain.
-    - `attention`: The share that kernels for attention attain.
-    - `memory`: The share of the memory bandwidth that all other kernels attain.
-    - `network`: The share of the bandwidth of links inside a host or slice.
-    - `between`: The share of the bandwidth between hosts or slices.
-    - `launch`: Seconds that each kernel takes at least.
-    - `latency`: Seconds that each transfer takes at least.
     - `per_doubling`: The part of a step that is lost with each doubling of the number of hosts or
       slices, because all of them wait for the slowest.
     """
 
-    product: float
-    attention: float
-    memory: float
-    network: float
-    between: float
-    launch: float
-    latency: float
+    product: float  # the share of the peak rate that matrix products attain
+    attention: float  # the share that kernels for attention attain
+    memory: float  # the share of the memory bandwidth that all other kernels attain
+    network: float  # the share of the bandwidth of links inside a host or slice
+    between: float  # the share of the bandwidth between hosts or slices
+    launch: float  # seconds that each kernel takes at least
+    latency: float  # seconds that each transfer takes at least
     per_doubling: float
     misaligned: float = 1.0
 

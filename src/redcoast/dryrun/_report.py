@@ -21,13 +21,11 @@ from ._training_cost import TrainingCost, cost_of
 class Change:
     """A change that makes a step fit, confirmed by compiling it.
 
-    - `what`: A description, such as `"accumulate=4"`.
-    - `peak`: Bytes of memory that a device needs with the change.
     - `mesh`, `remat`, `accumulate`, `compute_dtype`: The step's settings with the change.
     """
 
-    what: str
-    peak: int
+    what: str  # such as `"accumulate=4"`
+    peak: int  # bytes of memory that a device needs with the change
     mesh: dict[str, int]
     remat: bool
     accumulate: int

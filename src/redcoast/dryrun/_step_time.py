@@ -26,15 +26,8 @@ _MEMORY = "memory"
 class StepTime:
     """The estimated time of a training step, in seconds.
 
-    - `seconds`: The time of the step.
-    - `products`: The time of matrix products and convolutions.
-    - `attention`: The time of kernels for attention.
-    - `other`: The time of all other kernels.
     - `exposed`: By mesh axes, such as `"fsdp"`, the time that the step waits for communication.
         `"memory"` and `"host"` are copies between the memories of a device and its host.
-    - `hidden`: By mesh axes, the time of communication during which kernels run.
-    - `waiting`: The time that devices wait for the slowest host.
-    - `kernels`: The number of kernels that run.
     - `utilisation`: The arithmetic of the step, including what is rematerialised, divided by what
         the device could compute in this time at its peak rate.
     - `misaligned`: The part of `products` that is lost because rows of matrices are not aligned to
@@ -42,13 +35,13 @@ class StepTime:
     """
 
     seconds: float
-    products: float
-    attention: float
-    other: float
+    products: float  # the time of matrix products and convolutions
+    attention: float  # the time of kernels for attention
+    other: float  # the time of all other kernels
     exposed: dict[str, float]
-    hidden: dict[str, float]
-    waiting: float
-    kernels: int
+    hidden: dict[str, float]  # by mesh axes, the time of communication during which kernels run
+    waiting: float  # the time that devices wait for the slowest host
+    kernels: int  # the number of kernels that run
     utilisation: float
     misaligned: float = 0.0
 

@@ -23,20 +23,15 @@ _SIZES = re.compile(r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*")
 class TargetDevices:
     """Devices that a program is compiled for.
 
-    - `name`: The name, such as `"v4:4x4x4"`.
-    - `chip`: The kind of device.
-    - `count`: The number of devices, as JAX counts them.
-    - `hosts`: The number of hosts.
     - `shape`: Chips along each dimension of a slice (TPU), or hosts and cards (GPU, CPU).
-    - `slices`: The number of TPU slices, which are connected by the network of their hosts.
     """
 
-    name: str
+    name: str  # such as `"v4:4x4x4"`
     chip: Chip
-    count: int
+    count: int  # the number of devices, as JAX counts them
     hosts: int
     shape: tuple[int, ...]
-    slices: int = 1
+    slices: int = 1  # the number of TPU slices, which are connected by the network of their hosts
 
     @property
     def groups(self) -> int:

@@ -8,18 +8,12 @@ from ._step_time import StepTime
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What a training run takes.
-
-    - `steps`: The number of steps.
-    - `hours`: The time of the run.
-    - `device_hours`: The sum over all devices.
-    - `price`: The price of all device hours; `None` if the price of one is not known.
-    """
+    """What a training run takes."""
 
     steps: float
     hours: float
-    device_hours: float
-    price: float | None
+    device_hours: float  # the sum over all devices
+    price: float | None  # the price of all device hours; `None` if the price of one is not known
 
 
 def cost_of(

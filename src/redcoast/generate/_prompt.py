@@ -81,16 +81,11 @@ def blank(tokens: Integer[AnyArray, "batch seq"], mask: Mask) -> Integer[Array, 
 
 
 class ReadPrompt(eqx.Module):
-    """What a model has after its prompt.
+    """What a model has after its prompt."""
 
-    - `hidden`: the hidden state of the last token.
-    - `cache`: the cache, with room for all new tokens.
-    - `prompt`: the tokens of the decoder so far, with -1 at padding.
-    """
-
-    hidden: Float[Array, "batch 1 width"]
-    cache: PyTree
-    prompt: Int[AnyArray, "batch prompt"]
+    hidden: Float[Array, "batch 1 width"]  # the hidden state of the last token
+    cache: PyTree  # the cache, with room for all new tokens
+    prompt: Int[AnyArray, "batch prompt"]  # the tokens of the decoder so far, with -1 at padding
 
 
 def read_prompt(

@@ -35,14 +35,8 @@ _TRIED = "Raised in the evaluation of one batch after the first step."
 class TrainingLoop:
     """The parts of a run that is ready to train, and where it is.
 
-    - `calls`: what takes the steps.
-    - `evaluation`: the compiled evaluation; `None` if there is none.
-    - `best`: the best evaluation so far, with early stopping.
-    - `reader`: what reads the metrics of steps and passes them to the loggers.
-    - `stopping`: whether a signal or a logger asks the run to stop.
     - `is_due`: whether an evaluation of the last step is still to be made, since a run that a
         signal stops does not wait for it.
-    - `done`: the last step of this run; `None` before the first.
     """
 
     training: Training
@@ -50,13 +44,13 @@ class TrainingLoop:
     data: Batches
     calls: Calls
     evaluation: CompiledEvaluation | None
-    best: BestSoFar | None
+    best: BestSoFar | None  # the best evaluation so far, with early stopping
     checkpoints: Checkpoints | None
     checkpointer: Checkpointer
     reader: MetricsReader
-    stopping: StopRequest
+    stopping: StopRequest  # whether a signal or a logger asks the run to stop
     is_due: bool = False
-    done: StepTaken | None = None
+    done: StepTaken | None = None  # the last step of this run; `None` before the first
     _explains_nan: bool = True
 
     def run(self, state: TrainState) -> TrainState:

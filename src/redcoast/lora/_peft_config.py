@@ -44,27 +44,22 @@ class PeftConfig:
     """The settings that determine the scale of each adapter.
 
     - `alpha`, `alphas`: the default alpha, and alphas of modules that match a pattern.
-    - `by_root`: whether alpha is divided by the square root of the rank instead of the rank.
-    - `saved`: the modules that are saved entirely.
     - `stays_tied`: whether a head that shares the weights of an embedding follows one that is saved
         entirely.
     - `by_pattern`: whether a regular expression chooses the adapted modules. It is not evaluated,
         because that can take exponential time. Instead, the tensors of the file determine the
         modules.
-    - `targets`: the names that adapted modules end with, if the file has them.
-    - `excluded`: the names that modules without adapters end with.
-    - `layers`: the layers with adapters; all by default.
     """
 
     alpha: int | float
     alphas: dict[str, int | float]
-    by_root: bool
-    saved: tuple[str, ...]
+    by_root: bool  # whether alpha is divided by the square root of the rank instead of the rank
+    saved: tuple[str, ...]  # the modules that are saved entirely
     stays_tied: bool = False
     by_pattern: bool = False
-    targets: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = ()
-    layers: tuple[int, ...] | None = None
+    targets: tuple[str, ...] = ()  # the names that adapted modules end with, if the file has them
+    excluded: tuple[str, ...] = ()  # the names that modules without adapters end with
+    layers: tuple[int, ...] | None = None  # the layers with adapters; all by default
 
     def expects(self, modules: Sequence[str], *, used: bool) -> bool:
         """Returns whether a module, which may have several names, must have an adapter. `used` is

@@ -43,18 +43,13 @@ _PROBLEMS = ("missing", "unexpected", "misshapen")
 
 @dataclass(frozen=True)
 class Slot:
-    """A weight that may have an adapter.
-
-    - `tensors`: the published tensors of the two factors of the adapter.
-    - `filed`: the name of the weight in files, which may differ from the live module's name.
-    - `sides`: the shapes of the weight's stack, inputs and outputs.
-    """
+    """A weight that may have an adapter."""
 
     path: str
     weight: Leaf
-    tensors: tuple[Tensor, Tensor]
-    filed: Tensor
-    sides: tuple[tuple[int, ...], ...]
+    tensors: tuple[Tensor, Tensor]  # the published tensors of the two factors of the adapter
+    filed: Tensor  # the name of the weight in files, which may differ from the live module's name
+    sides: tuple[tuple[int, ...], ...]  # the shapes of the weight's stack, inputs and outputs
 
     @property
     def names(self) -> dict[Index, tuple[str, str]]:

@@ -202,16 +202,11 @@ def _modules(model: PyTree) -> dict[str, AdaptedModule]:
 
 @dataclass(frozen=True)
 class Others:
-    """The modules that are saved with the adapters.
+    """The modules that are saved with the adapters."""
 
-    - `modules`: the names that the modules end with.
-    - `arrays`: their tensors.
-    - `tied`: whether they are an embedding and a head with the same weights.
-    """
-
-    modules: list[str]
-    arrays: dict[str, np.ndarray]
-    tied: bool = False
+    modules: list[str]  # the names that the modules end with
+    arrays: dict[str, np.ndarray]  # their tensors
+    tied: bool = False  # whether they are an embedding and a head with the same weights
 
 
 def _others(model: PyTree, modules: list[str]) -> Others:

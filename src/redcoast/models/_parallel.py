@@ -25,9 +25,6 @@ from ._scan_layers import scan_layers
 class ParallelConfig(DecoderConfig, HeadSizes):
     """The sizes and options of a `ParallelDecoder`. Each family documents its own.
 
-    - `mlp_norm`: whether the feed-forward network has its own norm.
-    - `parallel`: whether it reads the residual stream before attention, not after it.
-    - `rope_pairs`: whether rotary embeddings rotate neighbouring features.
     - `attention_bias`, `head_bias`: whether attention, and the output head, have biases.
     """
 
@@ -39,9 +36,9 @@ class ParallelConfig(DecoderConfig, HeadSizes):
     _: KW_ONLY
     rotary_dim: int = 64
     rope_base: int | float = 10000.0
-    rope_pairs: bool = True
-    mlp_norm: bool = False
-    parallel: bool = True
+    rope_pairs: bool = True  # whether rotary embeddings rotate neighbouring features
+    mlp_norm: bool = False  # whether the feed-forward network has its own norm
+    parallel: bool = True  # whether it reads the residual stream before attention, not after it
     attention_bias: bool = False
     head_bias: bool = True
     activation: str = "gelu_new"

@@ -23,16 +23,11 @@ from ._scan_layers import (
 
 @dataclass(frozen=True)
 class RepeatedLayers:
-    """Consecutive layers whose kinds repeat.
+    """Consecutive layers whose kinds repeat."""
 
-    - `pattern`: the kinds of one period.
-    - `repeats`: the number of periods.
-    - `before`: the kinds of all layers before them.
-    """
-
-    pattern: tuple[str, ...]
-    repeats: int
-    before: tuple[str, ...]
+    pattern: tuple[str, ...]  # the kinds of one period
+    repeats: int  # the number of periods
+    before: tuple[str, ...]  # the kinds of all layers before them
 
     def fold(self, array: Array, first: int, each: int) -> Array:
         """Returns the layers from `first` on, `each` in a period: `"repeats each ..."`."""

@@ -43,17 +43,14 @@ class Stored:
 class Source:
     """A pretrained model in files.
 
-    - `settings`: the settings of its `config.json`, or the equivalent.
-    - `stored`: its tensors, by name.
     - `table`: the tensors that each array of the model consists of, if they differ from the
       family's `tensors(config)`.
-    - `generation`: the options of its `generation_config.json`, if it has one.
     """
 
-    settings: Settings
-    stored: dict[str, Stored]
+    settings: Settings  # the settings of its `config.json`, or the equivalent
+    stored: dict[str, Stored]  # its tensors, by name
     table: dict[str, Tensor] | None = None
-    generation: Settings | None = None
+    generation: Settings | None = None  # the options of its `generation_config.json`, if it has one
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

@@ -9,14 +9,12 @@ from ._tensors import Tensor
 class Matrix:
     """The roles of the dimensions of an array that is a matrix, or a stack of matrices.
 
-    - `stacked`: the number of leading dimensions of the stack (layers or experts).
     - `inputs`: the number of input dimensions. All others are outputs.
-    - `outputs_first`: whether the outputs come before the inputs.
     """
 
-    stacked: int
+    stacked: int  # the number of leading dimensions of the stack (layers or experts)
     inputs: int
-    outputs_first: bool = False
+    outputs_first: bool = False  # whether the outputs come before the inputs
 
     def last_input(self, shape: tuple[int, ...]) -> int:
         """The last dimension of the inputs, counted from the last one of the array, as -1."""

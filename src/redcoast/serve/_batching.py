@@ -98,19 +98,14 @@ class ServedJob:
 
 @dataclass(frozen=True)
 class Served:
-    """A model, its tokenizer, and its limits.
-
-    - `rows`: the maximum number of rows of a batch, `multiple` times a power of two.
-    - `context`: the maximum number of tokens of a prompt and its answer.
-    - `seed`: the seed of requests without a seed.
-    """
+    """A model, its tokenizer, and its limits."""
 
     model: PyTree
     tokenizer: Any
-    rows: int
+    rows: int  # the maximum number of rows of a batch, `multiple` times a power of two
     multiple: int
-    context: int
-    seed: int = 0
+    context: int  # the maximum number of tokens of a prompt and its answer
+    seed: int = 0  # the seed of requests without a seed
 
 
 class Queue:

@@ -27,17 +27,14 @@ from ._programs import compiled_once
 class Lookup(NamedTuple):
     """An axis that a loss indexes with integers of a batch.
 
-    - `where`: the line of the user's code, or `""`.
     - `shape`, `size`: the shape of the array, and the size of the axis.
-    - `paths`: the arrays of the batch that the indices are computed from.
-    - `silent`: whether an index beyond the end reads the last element, and not NaN.
     """
 
-    where: str
+    where: str  # the line of the user's code, or `""`
     shape: tuple[int, ...]
     size: int
-    paths: tuple[str, ...]
-    silent: bool
+    paths: tuple[str, ...]  # the arrays of the batch that the indices are computed from
+    silent: bool  # whether an index beyond the end reads the last element, and not NaN
 
 
 class Lookups(NamedTuple):

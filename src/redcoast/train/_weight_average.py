@@ -22,15 +22,11 @@ class WeightAverage(eqx.Module):
 
     After n steps it is the sum of `decay**(n - i) * weights_i`, divided by the sum of the factors,
     as in `optax.ema(decay, debias=True)`. The initial weights do not count.
-
-    - `weights`: the average, in float32 or wider, with `None` at leaves that are not trained.
-    - `steps`: the number of steps that were averaged; int32.
-    - `decay`: a number between 0 and 1.
     """
 
-    weights: PyTree
-    steps: Int[Array, "..."]
-    decay: float = eqx.field(static=True)
+    weights: PyTree  # the average, in float32 or wider, with `None` at leaves that are not trained
+    steps: Int[Array, "..."]  # the number of steps that were averaged; int32
+    decay: float = eqx.field(static=True)  # a number between 0 and 1
 
     def after(self, params: PyTree, finite: Bool[Array, ""]) -> "WeightAverage":
         """Returns the average after a step to `params`; unchanged if the step was not finite."""

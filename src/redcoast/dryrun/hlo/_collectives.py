@@ -53,23 +53,17 @@ class Collective:
     - `kind`: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
         `"collective-permute"`, `"ragged-all-to-all"` or `"collective-broadcast"`.
     - `axes`: the mesh axes along which the devices of a group differ, in the order of the mesh.
-    - `count`: the number of times that one run of the program executes it.
-    - `operand_bytes`: the bytes of its operands on one device.
-    - `sent_bytes`: the bytes that one device sends in one execution, in a ring.
-    - `group_size`: the number of devices in a group.
-    - `source`: the name of the operation in the traced program, if it is known.
     - `frames`: the files and numbers of the lines that it comes from, innermost first.
-    - `exact`: False in a loop whose trip count depends on data and is counted as one.
     """
 
     kind: str
     axes: tuple[str, ...]
-    count: int
-    operand_bytes: int
-    sent_bytes: int
-    group_size: int
-    source: str | None = None
-    exact: bool = True
+    count: int  # the number of times that one run of the program executes it
+    operand_bytes: int  # the bytes of its operands on one device
+    sent_bytes: int  # the bytes that one device sends in one execution, in a ring
+    group_size: int  # the number of devices in a group
+    source: str | None = None  # the name of the operation in the traced program, if it is known
+    exact: bool = True  # false in a loop whose trip count depends on data and is counted as one
     frames: tuple[Frame, ...] = ()
 
 

@@ -31,15 +31,12 @@ class Transfer:
 
     - `kind`: the kind of a collective, such as `"all-gather"`; `"memory"` for a copy between the
       memories of a device, and `"host"` for a copy to or from the memory of its host.
-    - `axes`: the mesh axes of a collective.
-    - `sent_bytes`: the bytes that the device sends, or that are copied.
-    - `devices`: the number of devices that exchange data.
     """
 
     kind: str
-    axes: tuple[str, ...]
-    sent_bytes: int
-    devices: int
+    axes: tuple[str, ...]  # the mesh axes of a collective
+    sent_bytes: int  # the bytes that the device sends, or that are copied
+    devices: int  # the number of devices that exchange data
 
 
 @dataclass(frozen=True)

@@ -43,17 +43,14 @@ HOST_SPACE = 5  # the memory space of the host, `kHostMemorySpace` of XLA's layo
 class KernelWork:
     """The work of one execution of an instruction on one device.
 
-    - `name`: the name of the instruction.
-    - `kind`: `"product"`, `"attention"` (a kernel of its own), or `"other"`.
     - `flops`: floating point operations of products, by the dtype of their operands.
-    - `memory_bytes`: bytes that are read and written in the device's main memory.
     - `is_misaligned`: whether the rows of a product's matrices are not aligned to 16 bytes.
     """
 
     name: str
-    kind: KernelKind
+    kind: KernelKind  # `"product"`, `"attention"` (a kernel of its own), or `"other"`
     flops: tuple[tuple[str, int], ...]
-    memory_bytes: int
+    memory_bytes: int  # bytes that are read and written in the device's main memory
     is_misaligned: bool = False
 
 

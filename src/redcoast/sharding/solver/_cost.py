@@ -28,18 +28,12 @@ NOT_HIDDEN = 0.1
 
 @dataclass(frozen=True)
 class Seconds:
-    """The time of a step in parts, of which `hideable` is communication beside arithmetic.
+    """The time of a step in parts, of which `hideable` is communication beside arithmetic."""
 
-    - `arithmetic`: Contractions.
-    - `memory`: What is read from and written to memory.
-    - `hideable`: All-gathers of weights, and sums of their gradients.
-    - `exposed`: Communication whose result the next operation waits for.
-    """
-
-    arithmetic: int | float
-    memory: int | float
-    hideable: int | float
-    exposed: int | float
+    arithmetic: int | float  # contractions
+    memory: int | float  # what is read from and written to memory
+    hideable: int | float  # all-gathers of weights, and sums of their gradients
+    exposed: int | float  # communication whose result the next operation waits for
 
     @property
     def communication(self) -> int | float:

@@ -32,27 +32,19 @@ class Memory:
 class Pipelining:
     """How the layers of a program run as a pipeline.
 
-    - `stages`: The number of stages.
-    - `layers`: For each scan over layers, the number of layers of a stage.
-    - `microbatches`: The number of microbatches of a batch.
     - `bubble`: The part of the time in which a stage waits for its first or after its last rows.
-    - `bytes`: The bytes that a device sends to the next stage in a step, and back.
     """
 
-    stages: int
-    layers: tuple[int, ...]
-    microbatches: int
+    stages: int  # the number of stages
+    layers: tuple[int, ...]  # for each scan over layers, the number of layers of a stage
+    microbatches: int  # the number of microbatches of a batch
     bubble: float
-    bytes: int
+    bytes: int  # the bytes that a device sends to the next stage in a step, and back
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The floating point operations of contractions in a step.
+    """The floating point operations of contractions in a step."""
 
-    - `flops`: Those of the function and its gradient.
-    - `per_device`: Those of one device.
-    """
-
-    flops: int | float
-    per_device: int | float
+    flops: int | float  # those of the function and its gradient
+    per_device: int | float  # those of one device

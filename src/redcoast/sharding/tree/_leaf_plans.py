@@ -26,13 +26,11 @@ class Reason:
         another dimension as well), `"fsdp"` (sharded in storage, all-gathered for use),
         `"replicated"`, `"follows"` (optimizer state, sharded like its parameter), `"pipeline"`
         (on its stage) or `"override"`.
-    - `text`: The reason in words, such as `"10 does not divide over model=4 (8 or 12 would)"`.
-    - `together`: The paths of the arrays that can only be tensor-parallel together, if any.
     """
 
     kind: Kind
-    text: str
-    together: str = ""
+    text: str  # the reason in words, such as `"10 does not divide over model=4 (8 or 12 would)"`
+    together: str = ""  # the paths of the arrays that can only be tensor-parallel together, if any
 
 
 HOST = "pinned_host"  # the memory of the host, in JAX
@@ -58,15 +56,13 @@ class Recompute:
     A program that is traced again, for other shapes too, is divided and decided anew in the same
     way.
 
-    - `parts`: How many times less a block may need than the whole program.
     - `share`: The memory within which values are kept, as a share of all bytes that derivatives
         need.
-    - `trained`: For each array of the model, whether it is trained.
     """
 
-    parts: int
+    parts: int  # how many times less a block may need than the whole program
     share: float
-    trained: tuple[bool, ...] = ()
+    trained: tuple[bool, ...] = ()  # for each array of the model, whether it is trained
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,7 @@ class Listing:
     varies: Callable[[], bool] = lambda: False
 
 
-def agree(
-    values: Mapping[str, object],
-    listings: Mapping[str, Listing] | None = None,
-) -> None:
+def agree(values: Mapping[str, object], listings: Mapping[str, Listing] | None = None) -> None:
     """Checks that all processes have the same values and the same lines of each listing.
 
     Raises `ValueError` in all processes if they disagree. It names the values and the first lines

@@ -142,11 +142,7 @@ def dry_run(
         return replace(run, changes=tuple(changes))
 
 
-def _compile(
-    job: Job,
-    place: Place,
-    sizes: Mapping[str, int],
-) -> tuple[Mesh, Plan, Compiled]:
+def _compile(job: Job, place: Place, sizes: Mapping[str, int]) -> tuple[Mesh, Plan, Compiled]:
     try:
         mesh = place.mesh(sizes)
     except ValueError as error:

@@ -344,10 +344,7 @@ def is_known(x: object) -> bool:
 
 
 def check_same_prompts(
-    model: PyTree,
-    tokens: Array | np.ndarray,
-    mask: Array | np.ndarray | None,
-    request: Request,
+    model: PyTree, tokens: Array | np.ndarray, mask: Array | np.ndarray | None, request: Request
 ) -> None:
     """Raises `ValueError` on all processes if their prompts, masks or options differ.
 
@@ -357,10 +354,7 @@ def check_same_prompts(
     if jax.process_count() == 1 or all(_is_addressable(x) for x in arrays):
         return
     options = {f"the option `{field.name}`": _describe(request, field) for field in fields(request)}
-    agree(
-        options,
-        {"`tokens`": _row_lines("tokens", tokens), "`mask`": _row_lines("mask", mask)},
-    )
+    agree(options, {"`tokens`": _row_lines("tokens", tokens), "`mask`": _row_lines("mask", mask)})
 
 
 def _describe(request: Request, field: Field) -> str:

@@ -118,9 +118,7 @@ def ordered_bits(x: Float[Array, "batch vocab"]) -> Int[Array, "batch vocab"]:
 
 
 def smallest_with_more(
-    order: Int[Array, "batch vocab"],
-    weights: Float[Array, "batch vocab"],
-    most: Number,
+    order: Int[Array, "batch vocab"], weights: Float[Array, "batch vocab"], most: Number
 ) -> Int[Array, "batch 1"]:
     """Finds the smallest `order` up to which the total weight exceeds `most`.
 

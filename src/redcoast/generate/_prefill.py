@@ -26,14 +26,7 @@ from ..models._inputs import AnyArray
 from ..models._rotary import RopeScaling
 from ..models._scan_layers import is_by_layer
 from ._check_arguments import are_known, is_known
-from ._prompt import (
-    ReadPrompt,
-    bucket,
-    is_encoder_decoder,
-    new_cache,
-    pad_columns,
-    read_prompt,
-)
+from ._prompt import ReadPrompt, bucket, is_encoder_decoder, new_cache, pad_columns, read_prompt
 from ._request import Request
 
 Arrays = list[Any]  # the leaves of a model: arrays of JAX or of NumPy

@@ -136,13 +136,7 @@ class _Decoding:
             self.everywhere = NamedSharding(on_mesh.mesh, P())
         numbers = np.arange(self.rows, dtype=np.int32)
         turns = _first_turns(
-            self.arrays,
-            self.static,
-            last,
-            chunks.prompt,
-            numbers,
-            self.request,
-            self.everywhere,
+            self.arrays, self.static, last, chunks.prompt, numbers, self.request, self.everywhere
         )
         return cache, turns
 

@@ -110,12 +110,7 @@ def _advance_all(
 
 @ft.partial(jax.jit, static_argnums=(2, 5), donate_argnums=0)
 def _advance(
-    cache: PyTree,
-    arrays: Arrays,
-    static: Static,
-    last: Last,
-    request: Request,
-    places: Places,
+    cache: PyTree, arrays: Arrays, static: Static, last: Last, request: Request, places: Places
 ) -> tuple[PyTree, Last]:
     # Keeps the shardings of the first step: if they changed, each step would be recompiled.
     return keep_places(advance(join(arrays, static), cache, last, request), places)

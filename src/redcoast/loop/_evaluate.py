@@ -317,9 +317,7 @@ def check_program(
 def compile_loss(loss_fn: LossFn, plan: Plan, compute_dtype: ComputeDtype) -> CompiledCall:
     """A compiled `(model, batch, key) -> (means, weight)`."""
     program = ft.partial(
-        _evaluation,
-        loss_fn=plan.constrain(loss_fn),
-        compute_dtype=as_compute_dtype(compute_dtype),
+        _evaluation, loss_fn=plan.constrain(loss_fn), compute_dtype=as_compute_dtype(compute_dtype)
     )
     return CompiledCall(program, _model_shardings(plan), plan.mesh, reuse_for=loss_fn)
 
@@ -412,10 +410,7 @@ def run_evaluation(
 
 
 def weighted_metrics(
-    evaluation: CompiledCall,
-    model: PyTree,
-    batches: Iterable[Loaded],
-    key: PRNGKeyArray | None,
+    evaluation: CompiledCall, model: PyTree, batches: Iterable[Loaded], key: PRNGKeyArray | None
 ) -> list[str]:
     """Returns the names of the metrics, after a check that a batch has a weight.
 

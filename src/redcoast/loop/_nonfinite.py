@@ -99,11 +99,7 @@ class Nonfinite(NamedTuple):
 
 
 def find_nonfinite(
-    state: TrainState,
-    batch: Batch,
-    plan: Plan,
-    batch_size: int,
-    training: Training,
+    state: TrainState, batch: Batch, plan: Plan, batch_size: int, training: Training
 ) -> Nonfinite:
     """Recomputes the gradient of a skipped step from the state after it, in the same parts."""
     # The same parts, since each has random numbers of its own.
@@ -221,11 +217,7 @@ def _in_rows(what: str, path: str, rows: Any, indices: list[int]) -> str:
 
 
 def find_first(
-    state: TrainState,
-    batch: Batch,
-    plan: Plan,
-    indices: list[int],
-    training: Training,
+    state: TrainState, batch: Batch, plan: Plan, indices: list[int], training: Training
 ) -> str | None:
     """A sentence about the first operation of the loss that computes NaN, divides by zero or reads
     beyond an array; `None` if none is found."""

@@ -28,9 +28,7 @@ class Step(NamedTuple):
 
 
 def training_steps(
-    state: PyTree,
-    batches: Iterable[Batch],
-    step: Callable[[PyTree, PyTree], tuple[PyTree, Any]],
+    state: PyTree, batches: Iterable[Batch], step: Callable[[PyTree, PyTree], tuple[PyTree, Any]]
 ) -> Iterator[Step]:
     """Takes a training step on each batch, and yields it before the device has finished.
 

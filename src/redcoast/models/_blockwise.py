@@ -102,10 +102,7 @@ def attend_with_sums(
     rate: float = 0.0,
     key: PRNGKeyArray | None = None,
     block: int | None = None,
-) -> tuple[
-    Float[Array, "batch queries heads value_dim"],
-    Float[Array, "batch heads queries"],
-]:
+) -> tuple[Float[Array, "batch queries heads value_dim"], Float[Array, "batch heads queries"]]:
     """Returns the results of `attend_in_blocks` without sinks, and the logarithm of the sum of the
     exponentials of each query's scores."""
     queries, keys = q.shape[1], k.shape[1]

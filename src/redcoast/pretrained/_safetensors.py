@@ -105,9 +105,7 @@ def _read_rows(read: Callable[[Box], np.ndarray], box: Box, out: np.ndarray) -> 
 
 
 def write_safetensors(
-    path: Path,
-    shapes: dict[str, tuple[tuple[int, ...], np.dtype]],
-    arrays: Iterator[np.ndarray],
+    path: Path, shapes: dict[str, tuple[tuple[int, ...], np.dtype]], arrays: Iterator[np.ndarray]
 ) -> None:
     """Writes a file.
 

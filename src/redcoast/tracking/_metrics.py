@@ -19,15 +19,7 @@ from ..core._frames import hide_frames
 from ..core._user_functions import calling
 from ..distributed._kv_store import is_main
 from ._kept_arrays import KeptArrays
-from ._loggers import (
-    STOP,
-    RunInfo,
-    all_loggers,
-    is_silent,
-    may_stop,
-    start_loggers,
-    takes_state,
-)
+from ._loggers import STOP, RunInfo, all_loggers, is_silent, may_stop, start_loggers, takes_state
 from ._rates import Rates
 
 logger = logging.getLogger("redcoast")

@@ -32,19 +32,8 @@ from ..distributed._agreement import agree_on_program
 from ..distributed._arrays import abstract_batch, place_array, put, stays_on_host
 from ..distributed._emulation import overdue_on
 from ..tracking._metrics import PackedMetrics
-from ._compiler_options import (
-    Option,
-    Options,
-    check_compiler_options,
-    compiler_options_for,
-)
-from ._flat_function import (
-    call_watched,
-    flatten_step,
-    is_jit_disabled,
-    type_of,
-    unwrap_constants,
-)
+from ._compiler_options import Option, Options, check_compiler_options, compiler_options_for
+from ._flat_function import call_watched, flatten_step, is_jit_disabled, type_of, unwrap_constants
 from ._flat_state import FlatState, as_tree
 from ._last_state import LastState, Outline
 from ._programs import compiled_once, jit_donating
@@ -357,12 +346,7 @@ class CompiledStep:
         return arrays, self._kinds[static], False
 
     def _program(
-        self,
-        kind: _StateKind,
-        constants: Static,
-        arrays: Arrays,
-        given: Arrays,
-        others: Arrays,
+        self, kind: _StateKind, constants: Static, arrays: Arrays, given: Arrays, others: Arrays
     ) -> tuple[_Program, bool]:
         """Returns the program for these arguments, and whether this call is the first of it.
 

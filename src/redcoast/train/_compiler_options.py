@@ -22,7 +22,7 @@ Options: TypeAlias = tuple[tuple[str, Option], ...]
 # collective of a step, behind which nothing runs, have the arrays of more than one layer.
 _GPU: dict[str, Option] = {
     # Without it, no collective is asynchronous.
-    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_latency_hiding_scheduler": True
 }
 # None for TPUs: without options, the compiler for v5e makes most all-gathers a part of products.
 _DEFAULTS: dict[str, dict[str, Option]] = {"gpu": _GPU, "cuda": _GPU}

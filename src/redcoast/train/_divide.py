@@ -17,15 +17,7 @@ from jaxtyping import Array, PyTree
 
 from ..core._stored_specs import spec_of
 from ..core._tracing import traced_mesh
-from ._exchange import (
-    Axes,
-    MatrixLayout,
-    MatrixPlace,
-    find_places,
-    from_owners,
-    size_of,
-    to_owners,
-)
+from ._exchange import Axes, MatrixLayout, MatrixPlace, find_places, from_owners, size_of, to_owners
 
 # From what all devices have, and stacks of matrices, to stacks of as many matrices.
 OnStacks = Callable[..., Sequence[Array]]

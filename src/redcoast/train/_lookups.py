@@ -81,11 +81,7 @@ def _places(batch: PyTree) -> list[str]:
 
 
 def _read(
-    jaxpr: AnyJaxpr,
-    before: int,
-    rows: Sequence[PyTree],
-    places: Sequence[str],
-    loss: TracedLoss,
+    jaxpr: AnyJaxpr, before: int, rows: Sequence[PyTree], places: Sequence[str], loss: TracedLoss
 ) -> Lookups:
     """The lookups of a traced loss, whose inputs from `before` on are the arrays of the batch."""
     axes: list[Lookup] = []

@@ -168,10 +168,7 @@ def _orthogonalize(
 def _newton_schulz(stack: Matrices, iterations: int) -> Matrices:
     # Without momentum, this is the orthogonalisation alone.
     transformation = optax.contrib.scale_by_muon(
-        ns_steps=iterations,
-        beta=0.0,
-        nesterov=False,
-        weight_dimension_numbers=[Numbers(1, 2)],
+        ns_steps=iterations, beta=0.0, nesterov=False, weight_dimension_numbers=[Numbers(1, 2)]
     )
     orthogonal, _ = transformation.update([stack], transformation.init([stack]))
     return jax.tree.leaves(orthogonal)[0]

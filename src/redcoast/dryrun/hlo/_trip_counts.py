@@ -82,9 +82,7 @@ _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
 
 
 def solve(
-    compared: tuple[Value, str, Value],
-    start: Callable[[Any], Value],
-    after: Callable[[Any], Value],
+    compared: tuple[Value, str, Value], start: Callable[[Any], Value], after: Callable[[Any], Value]
 ) -> int | None:
     """Computes a trip count; None if it depends on data.
 

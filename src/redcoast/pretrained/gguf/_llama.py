@@ -74,11 +74,7 @@ def _settings(path: Path, file: GGUF) -> Settings:
         )
     head_dim = metadata.get("attention.key_length") or metadata.get("embedding_length", 0) // heads
     # Of these, only the values that say nothing new are implemented.
-    only = {
-        "rope.dimension_count": head_dim,
-        "attention.value_length": head_dim,
-        "expert_count": 0,
-    }
+    only = {"rope.dimension_count": head_dim, "attention.value_length": head_dim, "expert_count": 0}
     if scaling := _scaling(path, file, metadata, head_dim):
         settings["rope_scaling"] = scaling
     odd = []

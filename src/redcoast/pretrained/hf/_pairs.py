@@ -18,10 +18,7 @@ OF_TEXTS = {"bos": ("bos_token_id", 49406), "pad": ("pad_token_id", 1)}
 
 
 def read_encoder(
-    settings: Settings | None,
-    fields: FieldNames,
-    only: Implemented,
-    ignored: str = "",
+    settings: Settings | None, fields: FieldNames, only: Implemented, ignored: str = ""
 ) -> Fields:
     """Reads the settings of one encoder, which are often only those that differ from the base
     size."""

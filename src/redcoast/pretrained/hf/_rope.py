@@ -119,11 +119,7 @@ def write_rope(scaling: RopeScaling | Yarn | LongRope | None, context: int) -> S
 
 
 def read_yarn(
-    c: Settings,
-    default: Settings,
-    scales: tuple[str, ...] = (),
-    *,
-    scores: bool = True,
+    c: Settings, default: Settings, scales: tuple[str, ...] = (), *, scores: bool = True
 ) -> Fields:
     """Reads the base and the scaling of a model whose rotary embeddings may be scaled by YaRN.
 

@@ -4,15 +4,7 @@ from ...models.clip import ClipConfig, ClipImageConfig, ClipTextConfig
 from .._settings import FieldNames, Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import read_architecture
-from ._pairs import (
-    BUFFERS,
-    IMAGE,
-    OF_IMAGES,
-    OF_TEXTS,
-    example_inputs,
-    pair_tensors,
-    read_encoder,
-)
+from ._pairs import BUFFERS, IMAGE, OF_IMAGES, OF_TEXTS, example_inputs, pair_tensors, read_encoder
 from ._tables import KERNEL, TURNED, VECTOR, norm
 
 __all__ = ["BUFFERS", "example_inputs", "read", "tensors", "write"]

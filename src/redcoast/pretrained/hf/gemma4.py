@@ -35,10 +35,7 @@ _FIELDS = {
     "pad": ("pad_token_id", 0),
 }
 # Settings of the embeddings of each layer, and of experts, which only some models have.
-_INPUTS = {
-    "layer_size": "hidden_size_per_layer_input",
-    "layer_vocab": "vocab_size_per_layer_input",
-}
+_INPUTS = {"layer_size": "hidden_size_per_layer_input", "layer_vocab": "vocab_size_per_layer_input"}
 _EXPERTS = {
     "experts": "num_experts",
     "chosen": "top_k_experts",

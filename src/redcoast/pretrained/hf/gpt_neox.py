@@ -28,12 +28,7 @@ _PART = "partial_rotary_factor"
 
 
 def read(settings: Settings) -> Fields:
-    defaults = {
-        "eos_token_id": 2,
-        "rotary_pct": 0.25,
-        "rotary_emb_base": 10000.0,
-        **ROPE,
-    }
+    defaults = {"eos_token_id": 2, "rotary_pct": 0.25, "rotary_emb_base": 10000.0, **ROPE}
     options = {"only": {"model_type": ("gpt_neox",)}, "ignored": "is_decoder classifier_dropout"}
     c, fields = read_settings(settings, _FIELDS, defaults, **options)
     rope = rope_of(c)

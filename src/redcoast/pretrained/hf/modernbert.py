@@ -59,11 +59,7 @@ def read(settings: Settings) -> Fields:
         "global_attn_every_n_layers": 3,
         **dict.fromkeys(("layer_types", "rope_parameters")),
     }
-    only = {
-        "model_type": ("modernbert",),
-        "rope_scaling": (None,),
-        "tie_word_embeddings": (True,),
-    }
+    only = {"model_type": ("modernbert",), "rope_scaling": (None,), "tie_word_embeddings": (True,)}
     # `norm_eps` has precedence. The others select the training loss, or its implementation.
     ignored = """
         layer_norm_eps position_embedding_type initializer_cutoff_factor cls_token_id

@@ -27,11 +27,7 @@ _BOTH: FieldNames = {
     "norm_eps": ("layer_norm_eps", 1e-6),
     "attention_dropout": ("attention_dropout", 0.0),
 }
-_IMAGE = {
-    **_BOTH,
-    **OF_IMAGES,
-    "patch": ("patch_size", 16),
-}
+_IMAGE = {**_BOTH, **OF_IMAGES, "patch": ("patch_size", 16)}
 _TEXT = {
     **_BOTH,
     "vocab": ("vocab_size", 32000),

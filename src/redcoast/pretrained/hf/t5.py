@@ -57,11 +57,7 @@ def read(settings: Settings) -> Fields:
         "tie_word_embeddings": None,
         "scale_decoder_outputs": None,
     }
-    only = {
-        "model_type": ("t5", "mt5"),
-        "is_encoder_decoder": (True,),
-        "is_decoder": (False,),
-    }
+    only = {"model_type": ("t5", "mt5"), "is_encoder_decoder": (True,), "is_decoder": (False,)}
     options = {"only": only, "ignored": _IGNORED, "renamed": _OTHER_NAMES}
     c, fields = read_settings(settings, _FIELDS, defaults, **options)
     fields["tied"] = not mt5 and _is_scaled(c)

@@ -33,11 +33,7 @@ _MODELS: dict[str, None] = {"WhisperForConditionalGeneration": None, "WhisperMod
 def read(settings: Settings) -> Fields:
     settings = rename(settings, OTHER_STACK_NAMES)
     defaults = {"max_source_positions": 1500, "eos_token_id": 50256}
-    only = {
-        "model_type": ("whisper",),
-        **only_stacks(settings),
-        "apply_spec_augment": (False,),
-    }
+    only = {"model_type": ("whisper",), **only_stacks(settings), "apply_spec_augment": (False,)}
     c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored=_IGNORED)
     read_architecture(settings, _MODELS, "WhisperForConditionalGeneration")
     # The second convolution has a stride of 2.

@@ -60,12 +60,7 @@ def sizes_of(chip: Chip) -> list[TargetDevices]:
 
 
 def dry_run_to_fit(
-    workload: Workload,
-    rows: int,
-    target: str,
-    *,
-    usable: int | None = None,
-    **options: Any,
+    workload: Workload, rows: int, target: str, *, usable: int | None = None, **options: Any
 ) -> rc.DryRun:
     """A dry run on the mesh with the lowest estimated cost; if it does not fit, on another mesh.
 

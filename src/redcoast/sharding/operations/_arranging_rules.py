@@ -184,10 +184,7 @@ Change = Literal["moved", "whole", "shuffled", "blocked", "indexed"]
 
 
 def along(
-    acted: Acted,
-    *changes: Change,
-    linear: Linear = (),
-    has_windows: bool = False,
+    acted: Acted, *changes: Change, linear: Linear = (), has_windows: bool = False
 ) -> Callable[[JaxprEqn], Rule]:
     """The rule of operations along dimensions of arrays that all have the first operand's shape.
 

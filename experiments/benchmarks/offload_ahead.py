@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from redcoast.core._target import compiling_for
-from redcoast.dryrun._place import target_place
+from redcoast.dryrun._devices import target_place
 
 LAYERS, WIDTH, ROWS = 8, 4096, 8192
 TARGETS = "h100:1", "a100-80gb:1", "v5e:1x1"

@@ -36,7 +36,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from redcoast.core._target import compiling_for
 from redcoast.core._tracing import without_ambient_mesh
-from redcoast.dryrun._place import target_place
+from redcoast.dryrun._devices import target_place
 
 FSDP = {"target": "h100:8", "mesh": {"data": 1, "fsdp": 8}, "depths": (2, 4)}
 CASES = {

@@ -28,7 +28,7 @@ import redcoast as rc
 from redcoast import models
 from redcoast.dryrun._job import make_job
 from redcoast.dryrun._mesh_search import likely
-from redcoast.dryrun._place import target_place
+from redcoast.dryrun._devices import target_place
 
 DEPTHS = (24, 80, 128)
 REPEATS = 3

@@ -61,7 +61,6 @@ from .tracking._progress import progress_logger as progress_logger
 from .tracking._tensorboard import tensorboard_logger as tensorboard_logger
 from .tracking._trackio import trackio_logger as trackio_logger
 from .tracking._wandb import wandb_logger as wandb_logger
-from .train._average import moving_average as moving_average
 from .train._compile import compile_step as compile_step
 from .train._gradients import stop_gradient as stop_gradient
 from .train._gradients import with_gradient as with_gradient
@@ -79,6 +78,7 @@ from .train._step import TrainState as TrainState
 from .train._step import init_state as init_state
 from .train._step import train_step as train_step
 from .train._step import train_steps as train_steps
+from .train._weight_average import moving_average as moving_average
 
 _provide_threads()  # if devices are emulated, before JAX makes them
 _keep_freed_memory(on_cpu=False)  # if JAX is told to use the CPU, before it starts its threads

@@ -15,8 +15,8 @@ import redcoast as rc
 from redcoast.dryrun._chips import CHIPS, Chip
 from redcoast.dryrun._compare_targets import price_of
 from redcoast.dryrun._devices import missing_compiler
+from redcoast.dryrun._step_time import TrainingCost
 from redcoast.dryrun._target_name import TargetDevices, parse_target
-from redcoast.dryrun._training_cost import TrainingCost
 from redcoast.sharding.report._text import paragraph
 
 from ._options import DryRunCommand

@@ -5,9 +5,9 @@ from math import prod
 
 import redcoast as rc
 from redcoast.dryrun._compile_job import show_sizes
+from redcoast.dryrun._devices import target_place
 from redcoast.dryrun._job import make_job, plan_job
 from redcoast.dryrun._phases import enter_phase
-from redcoast.dryrun._place import target_place
 
 from ._options import PlanCommand
 from ._phase_display import show_phases

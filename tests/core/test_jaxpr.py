@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redcoast.core._jaxpr import bind_again, evaluate_jaxpr, iter_equations
-from redcoast.core._multiply_adds import multiply_adds
+from redcoast.core._jaxpr import bind_again, evaluate_jaxpr, iter_equations, multiply_adds
 
 X = jnp.arange(3.0)
 

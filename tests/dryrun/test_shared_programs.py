@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from redcoast.core._tracing import size_of_axis
 from redcoast.dryrun import _mesh_search
+from redcoast.dryrun._devices import target_place
 from redcoast.dryrun._job import make_job
 from redcoast.dryrun._mesh_search import _estimate_all
-from redcoast.dryrun._place import target_place
 
 MESHES = 6  # of four devices, without stages
 

@@ -13,16 +13,16 @@ from processes import run_processes
 
 import redcoast as rc
 from redcoast import CHIPS
-from redcoast.dryrun._devices import Place
-from redcoast.dryrun._job import make_job, plan_job
-from redcoast.dryrun._mesh_search import cheapest, choose_mesh, estimate_mesh, suggest
-from redcoast.dryrun._mesh_table import Candidate
-from redcoast.dryrun._place import (
+from redcoast.dryrun._devices import (
+    Place,
     attached_place,
     planner_hardware,
     target_hardware,
     target_place,
 )
+from redcoast.dryrun._job import make_job, plan_job
+from redcoast.dryrun._mesh_search import cheapest, choose_mesh, estimate_mesh, suggest
+from redcoast.dryrun._mesh_table import Candidate
 from redcoast.dryrun._target_name import parse_target
 
 OPTIMIZER = optax.sgd(1e-3)

@@ -17,8 +17,7 @@ from redcoast.serve._application import make_app, read_body, timed
 from redcoast.serve._batching import Piece, Queue, Scored, Served
 from redcoast.serve._load_served import Server
 from redcoast.serve._openai import read_request
-from redcoast.serve._openai_fields import Refused
-from redcoast.serve._openai_limits import Limits
+from redcoast.serve._openai_fields import Limits, Refused
 from redcoast.serve._replies import Choice, Reply, Speller
 
 LIMITS = Limits("tiny", 256, 64, 4, 16, Decoding(temperature=1.0), characters=1000, eos=(3, 4))

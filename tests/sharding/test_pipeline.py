@@ -15,9 +15,9 @@ from jax.sharding import AbstractMesh
 from processes import run_processes
 
 import redcoast as rc
+from redcoast.dryrun._devices import target_place
 from redcoast.dryrun._job import make_job
 from redcoast.dryrun._mesh_search import likely
-from redcoast.dryrun._place import target_place
 from redcoast.dryrun.hlo import collectives, sent_bytes
 from redcoast.losses import cross_entropy
 from redcoast.models import (

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
-from redcoast.dryrun._place import planner_hardware, target_place
+from redcoast.dryrun._devices import planner_hardware, target_place
 from redcoast.dryrun.hlo import collectives
 from redcoast.sharding.solver._hardware import hardware_of
 

@@ -17,7 +17,7 @@ from problem import arrays
 
 import redcoast as rc
 from redcoast.core._pytree import join
-from redcoast.train import _flat_state
+from redcoast.train import _last_state
 from redcoast.train._compile import compile_reusable_step
 
 OPTIMIZER = optax.adamw(1e-2)
@@ -154,7 +154,7 @@ class PartlyFrozen(eqx.Module):
 def test_a_flat_state_is_made_a_tree_when_it_is_needed(monkeypatch):
     # A loop of short steps passes arrays from step to step; making modules takes longer than that.
     made = []
-    monkeypatch.setattr(_flat_state, "join", lambda *parts: made.append(parts) or join(*parts))
+    monkeypatch.setattr(_last_state, "join", lambda *parts: made.append(parts) or join(*parts))
 
     def add(state, x):
         return eqx.tree_at(lambda s: s.weight, state, state.weight + x), {"x": x}

@@ -45,7 +45,7 @@ _LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib
 # Code in no file, such as a dataclass's `__init__`, has a name such as `<string>`.
 _FOREIGN = (*_HIDDEN, "<", *_LIBRARIES)
 _MODELS = f"{Path(__file__).parents[1] / 'models'}{os.sep}"
-_SHARED = tuple(f"{_MODELS}{name}.py" for name in ("_basic", "_dropout", "_einsum", "_scan_layers"))
+_SHARED = tuple(f"{_MODELS}{name}.py" for name in ("_basic", "_einsum", "_scan_layers"))
 # Raised by a line of redcoast itself, these are mistakes in redcoast, and its frames are needed.
 _DEFECTS = (AssertionError, AttributeError, LookupError, NameError)
 _LONGEST = 10_000  # letters of a message

@@ -1,4 +1,9 @@
-"""The device that a program is compiled for, which may be absent from this machine."""
+"""What a program is traced for: a device, which may be absent from this machine, and the number of
+parts into which it divides its sequences.
+
+A plan may split the sequence of a batch that has fewer rows than there are devices. Attention and
+losses in chunks then have a dimension for the parts, which is split over the devices.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,4 +43,20 @@ def target_of(device: Any) -> Target:
 def compiling_for(device: Target) -> Iterator[None]:
     """Programs that are traced inside are for this device."""
     with _given(_given.value or device):
+        yield
+
+
+# JAX's caches depend on it, so that a function that was traced with parts is traced again without.
+_parts = jax.make_user_context()
+
+
+def sequence_parts() -> int:
+    """The number of parts of a sequence; 1 if it is not split."""
+    return _parts.value or 1
+
+
+@contextmanager
+def divided_into(parts: int) -> Iterator[None]:
+    """Programs that are traced inside divide their sequences into parts."""
+    with _parts(parts):
         yield

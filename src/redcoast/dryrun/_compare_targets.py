@@ -13,8 +13,8 @@ from ..core._frames import hide_frames
 from ..train._loss import LossFn
 from ._dry_run import dry_run
 from ._report import DryRun
+from ._step_time import TrainingCost, check_positive
 from ._target_name import TargetDevices, parse_target
-from ._training_cost import TrainingCost, check_positive
 
 
 @dataclass(frozen=True)

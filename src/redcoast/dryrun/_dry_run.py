@@ -25,12 +25,11 @@ from ..train._compiler_options import Option, show_options
 from ..train._loss import LossFn
 from ._changes import find_changes
 from ._compile_job import Compiled, Traffic, compile_job, show_sizes
-from ._devices import Place
+from ._devices import Place, planner_hardware, target_place
 from ._job import Job, as_init_fn, make_job, plan_job, split_batch
 from ._links import axis_bandwidths, slow_axes
 from ._mesh_search import cheapest, likely
 from ._phases import enter_phase
-from ._place import planner_hardware, target_place
 from ._report import DryRun
 from ._roofline import time_bounds
 from ._step_time import estimate_step_time

@@ -26,8 +26,7 @@ from ..core._control_flow import (
     control_flow,
     open_jaxpr,
 )
-from ..core._jaxpr import evaluate_jaxpr
-from ..core._multiply_adds import multiply_adds
+from ..core._jaxpr import evaluate_jaxpr, multiply_adds
 from ..sharding.operations._rule_table import VIEWS
 from .hlo._trip_counts import Carried, Value, added, solve
 

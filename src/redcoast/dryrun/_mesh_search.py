@@ -31,12 +31,11 @@ from ..sharding.solver._memory_estimate import FILLED
 from ..sharding.tree._overrides import Override
 from ..train._loss import LossFn
 from ._compile_job import compile_job, show_sizes
-from ._devices import Place
+from ._devices import Place, attached_place, planner_hardware, target_hardware, target_place
 from ._job import Job, as_init_fn, factorisations, make_job, plan_job, scanned_layers
 from ._links import axis_bandwidths
 from ._mesh_table import Candidate, MeshSuggestion
 from ._phases import enter_phase
-from ._place import attached_place, planner_hardware, target_hardware, target_place
 from ._roofline import bandwidth, peak
 
 logger = logging.getLogger("redcoast")

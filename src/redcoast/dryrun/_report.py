@@ -12,9 +12,8 @@ from ..sharding.report._data import LineCost
 from ..sharding.report._source_page import draw_source_page
 from ..sharding.report._text import hanging, megabytes, paragraph
 from ._roofline import Bounds
-from ._step_time import StepTime, show_step_time
+from ._step_time import StepTime, TrainingCost, cost_of, show_step_time
 from ._target_name import parse_target
-from ._training_cost import TrainingCost, cost_of
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from ._devices import missing_extra
-from ._place import target_place
+from ._devices import missing_extra, target_place
 
 
 def target_devices(target: str) -> tuple[Any, ...]:

@@ -21,8 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
 from ..core._pytree import Static, join, split
-from ..core._sequence_parts import divided_into
-from ..core._target import target
+from ..core._target import divided_into, target
 from ..core._tracing import on_one_device, traced_mesh
 from ..models._inputs import AnyArray, Mask
 from ..models._rotary import LongRope, RopeScaling

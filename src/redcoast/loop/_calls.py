@@ -35,7 +35,7 @@ from ..sharding import Plan
 from ..tracking._loggers import all_loggers, takes_state
 from ..tracking._metrics import PackedMetrics, StackedMetrics
 from ..train._compile import CompiledStep
-from ..train._flat_state import FlatState, as_tree
+from ..train._last_state import FlatState, as_tree
 from ..train._step import TrainState
 from ..train._training import Training
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..models._untie import can_untie, untie
+from ..models._heads import can_untie, untie
 from ..pretrained._lazy_tensor import Stored
 from ..pretrained._match import layout_of
 from ..pretrained._registry import hf_names

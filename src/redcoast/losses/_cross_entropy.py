@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Bool, Float, Integer
 
 from ..core._control_flow import close_jaxpr, consts_of, open_jaxpr
-from ..core._sequence_parts import sequence_parts
+from ..core._target import sequence_parts
 from ..core._token_losses import token_losses
 from ..core._tracing import size_of_axis
-from ._float32 import at_least_float32
 
 # Up to this many bytes of logits in float32, a device computes them whole.
 MOST_WHOLE = 2**31
@@ -343,3 +343,9 @@ def _mean(losses: Float[Array, "*batch"], mask: Weights | None) -> Float[Array, 
     summed = jnp.sum(jnp.where(weights == 0, 0, losses) * weights)
     # If nothing counts, the loss is 0 and has gradients of 0.
     return summed / jnp.where(total == 0, 1, total)
+
+
+def at_least_float32(x: Array) -> Array:
+    """Converts to float32, unless the dtype is that or wider."""
+    # float64 stays, for users who enable it.
+    return x.astype(np.promote_types(x.dtype, np.float32))

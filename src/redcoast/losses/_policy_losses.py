@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
-from ._float32 import at_least_float32
+from ._cross_entropy import at_least_float32
 
 Mask = Bool[Array, "batch seq"] | Integer[Array, "batch seq"] | Float[Array, "batch seq"]
 Advantages = Float[Array, " batch"] | Float[Array, "batch seq"]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from ._float32 import at_least_float32
+from ._cross_entropy import at_least_float32
 
 
 def dpo(

@@ -10,11 +10,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
 from ..core._markers import gather_sequence
-from ..core._sequence_parts import sequence_parts
-from ..core._target import target, target_of
+from ..core._target import sequence_parts, target, target_of
 from ..core._tracing import size_of_axis
+from ._basic import dropout
 from ._blockwise import attend_in_blocks
-from ._dropout import dropout
 from ._inputs import AnyArray, Mask
 from ._parts import Bias, in_parts
 from ._relative import RelativeBias

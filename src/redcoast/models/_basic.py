@@ -1,4 +1,4 @@
-"""Norms, activation functions and the initialisation of weights."""
+"""Norms, activation functions, dropout and the initialisation of weights."""
 
 import math
 from collections.abc import Callable
@@ -213,3 +213,17 @@ def initial_stacks(layers: int, key: PRNGKeyArray, most: int) -> Callable[..., F
 def look_up(table: Any, ids: Integer[AnyArray, "#batch seq"]) -> Float[Array, "batch seq width"]:
     """Returns rows of an array, and NaN for ids outside it, which indexing would clamp."""
     return jnp.take(table, ids, axis=0)
+
+
+def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Float[Array, "..."]:
+    """Dropout (Srivastava et al., 2014): zeroes elements with probability `rate` and divides the
+    others by `1 - rate`. Returns `x` unchanged if `key` is None."""
+    if key is None or rate == 0:
+        return x
+    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
+
+
+def split_key(key: PRNGKeyArray | None, count: int) -> list[PRNGKeyArray | None]:
+    """Splits a key into a list of `count` keys; None gives a list of None."""
+    return [None] * count if key is None else list(jax.random.split(key, count))

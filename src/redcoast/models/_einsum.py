@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._low_rank import AbstractLowRank
-from ..core._sequence_parts import sequence_parts
-from ..core._target import target
+from ..core._target import sequence_parts, target
 from ._attention import wide
 from ._basic import ACTIVATIONS, activate_gated, normal, zeros
 from ._quantised_weight import QuantisedWeight, unquantised

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import Visible, attend
-from ._basic import ACTIVATIONS, layer_norm, ones, small_normal, zeros
+from ._basic import ACTIVATIONS, dropout, layer_norm, ones, small_normal, split_key, zeros
 from ._by_layer import StackedLayers
-from ._dropout import dropout, split_key
 from ._einsum import Projections, feed_forward, keys_values, outputs, product, queries
 from ._scan_layers import scan_layers
 

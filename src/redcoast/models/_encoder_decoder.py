@@ -10,10 +10,10 @@ from equinox import AbstractVar
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import causal_view, count_positions, full_view, real_tokens
+from ._basic import split_key
 from ._cache import admit, cached_view, empty_cache
 from ._check_config import check_length
 from ._cross_cache import CrossCache, DecoderMask, Memory, cross_view, read_memory
-from ._dropout import split_key
 from ._inputs import AnyArray, Mask
 
 # An encoder attends to nothing but its own tokens.

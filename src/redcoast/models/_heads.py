@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from ..core._tracing import abstract_key
 from ._basic import small_normal
 from ._einsum import product
 from ._inputs import Mask
@@ -143,3 +144,16 @@ def _like(new: PyTree, old: PyTree) -> PyTree:
     if isinstance(leaf, Tracer) or not isinstance(leaf.sharding, NamedSharding):
         return new
     return jax.device_put(new, NamedSharding(leaf.sharding.mesh, P()))
+
+
+def can_untie(model: Any) -> bool:
+    """Whether the head of a model is its embedding, and can be a separate array."""
+    scaled = getattr(model.config, "scaled", False)  # which only tied heads of T5 are
+    return getattr(model.config, "tied", False) and not scaled
+
+
+def untie(model: Any) -> Any:
+    """Returns the same model with `config.tied=False`, and a copy of the embedding as its head."""
+    config = dataclasses.replace(model.config, tied=False)
+    skeleton = eqx.filter_eval_shape(type(model), config, key=abstract_key())
+    return with_fields(skeleton, vars(model) | {"head": jnp.transpose(model.embed)})

@@ -11,9 +11,8 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import AllReal, Real, Visible, full_view, real_tokens, wide
 from ._base_config import HeadSizes, LayersConfig, TextConfig, check_config, check_heads
-from ._basic import look_up, small_normal
+from ._basic import look_up, small_normal, split_key
 from ._check_config import check_length
-from ._dropout import split_key
 from ._encoder import EncoderLayers, pre_norm_layers
 from ._inputs import AnyArray, Mask
 from ._patches import embed_patches

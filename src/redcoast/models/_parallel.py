@@ -11,11 +11,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend, wide
 from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
-from ._basic import layer_norm, look_up, ones, output_scale, zeros
+from ._basic import dropout, layer_norm, look_up, ones, output_scale, split_key, zeros
 from ._by_layer import StackedLayers
 from ._cache import extend
 from ._decoder import Decoder, tied_or_own_head
-from ._dropout import dropout, split_key
 from ._einsum import feed_forward, outputs, product, queries
 from ._rotary import rotary_angles, rotary_frequencies, rotate, rotate_pairs
 from ._scan_layers import scan_layers

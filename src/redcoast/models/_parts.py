@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..core._markers import gather_sequence
-from ..core._sequence_parts import sequence_parts
+from ..core._target import sequence_parts
 from ..core._tracing import size_of_axis
 from ._blockwise import KEPT
 from ._relative import RelativeBias

@@ -13,9 +13,8 @@ from equinox import AbstractVar
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ._attention import AllReal, attend, full_view, wide
-from ._basic import activate_gated, layer_norm, small_normal, zeros
+from ._basic import activate_gated, dropout, layer_norm, small_normal, split_key, zeros
 from ._by_layer import StackedLayers
-from ._dropout import dropout, split_key
 from ._einsum import LowRank, feed_forward, keys_values, outputs, product, queries
 from ._inputs import AnyArray
 from ._rotary import rotate

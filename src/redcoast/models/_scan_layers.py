@@ -10,11 +10,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from ..core._sequence_parts import sequence_parts
-from ..core._target import target
+from ..core._target import sequence_parts, target
+from ._basic import split_key
 from ._blockwise import KEPT
 from ._by_layer import ByLayer
-from ._dropout import split_key
 
 Remat = Literal["auto", "none", "dots", "full"]
 

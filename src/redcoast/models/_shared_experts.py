@@ -17,11 +17,10 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ._attention import Visible, as_array, real_tokens, wide
 from ._base_config import DecoderConfig, check_config
-from ._basic import activate_gated, initial_tables, look_up, output_scale, rms_norm
+from ._basic import activate_gated, initial_tables, look_up, output_scale, rms_norm, split_key
 from ._by_layer import StackedLayers
 from ._cache import Cache, LayerIndex
 from ._decoder import Decoder, TableHead
-from ._dropout import split_key
 from ._einsum import gated_feed_forward, product
 from ._moe import dispatch, gated_experts
 from ._rotary import RopeScaling, Yarn, scaled_angles

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from ._attention import as_array, attend, attend_near, real_tokens, wide
 from ._base_config import GroupedConfig, RotarySizes, check_config, check_heads, check_rotary_dim
 from ._basic import (
+    dropout,
     initial_attention,
     initial_mlp,
     initial_tables,
@@ -23,13 +24,13 @@ from ._basic import (
     normal,
     ones,
     rms_norm,
+    split_key,
     zeros,
 )
 from ._by_layer import StackedLayers
 from ._cache import Cache, extend
 from ._check_config import check_chosen, check_local
 from ._decoder import Decoder, tied_or_own_head
-from ._dropout import dropout, split_key
 from ._einsum import gated_feed_forward, keys_values, product, queries
 from ._moe import add_use, gated_experts, mix_experts, no_use
 from ._rotary import (

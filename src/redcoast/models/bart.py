@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
-from ._basic import layer_norm, look_up, small_normal
+from ._basic import dropout, layer_norm, look_up, small_normal, split_key
 from ._cache import extend
-from ._dropout import dropout, split_key
 from ._einsum import keys_values, product, queries
 from ._encoder import CrossLayers, attention_output, mlp_output
 from ._encoder_decoder import EncoderDecoder

@@ -13,9 +13,8 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import count_positions, full_view, real_tokens
 from ._base_config import HeadSizes, TextConfig, check_config, check_heads
-from ._basic import ACTIVATIONS, layer_norm, look_up, small_normal
+from ._basic import ACTIVATIONS, dropout, layer_norm, look_up, small_normal, split_key
 from ._check_config import check_labels, check_length
-from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, product, queries
 from ._encoder import EncoderLayers, attention_output
 from ._heads import Linear, MaskedHead, first_token

@@ -7,10 +7,10 @@ import jax
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
+from ._basic import split_key
 from ._cache import Cache
 from ._check_config import check_fields
 from ._cross_cache import CrossCache
-from ._dropout import split_key
 from ._heads import Linear
 from ._inputs import AnyArray, Mask
 from .gpt2 import GPT2, GPT2Config

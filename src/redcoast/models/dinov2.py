@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._base_config import HeadSizes, LayersConfig, check_config, check_heads
-from ._basic import small_normal, zeros
+from ._basic import dropout, small_normal, split_key, zeros
 from ._check_config import check_labels, check_patches
-from ._dropout import dropout, split_key
 from ._heads import Linear
 from ._patches import PatchEncoder, ScaledLayers, resample
 

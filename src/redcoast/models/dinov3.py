@@ -10,9 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._base_config import HeadSizes, LayersConfig, check_config, check_heads
-from ._basic import small_normal
+from ._basic import small_normal, split_key
 from ._check_config import check_patches
-from ._dropout import split_key
 from ._patches import PatchEncoder, ScaledLayers
 
 

@@ -9,13 +9,12 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import attend, causal_view, count_positions, full_view, real_tokens
 from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
-from ._basic import layer_norm, look_up, output_scale, small_normal
+from ._basic import dropout, layer_norm, look_up, output_scale, small_normal, split_key
 from ._by_layer import StackedLayers
 from ._cache import Cache, admit, cached_view, empty_cache, extend
 from ._check_config import check_length
 from ._cross_cache import CrossCache, Memory, MemoryMask, read_memory
 from ._decoder import TableHead
-from ._dropout import dropout, split_key
 from ._einsum import Projections, feed_forward, keys_values, outputs, queries
 from ._inputs import AnyArray, Mask
 from ._scan_layers import scan_layers

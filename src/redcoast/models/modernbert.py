@@ -14,16 +14,17 @@ from ._base_config import HeadSizes, TextConfig, check_config, check_heads
 from ._basic import (
     ACTIVATIONS,
     activate_gated,
+    dropout,
     layer_norm,
     look_up,
     ones,
     output_scale,
     small_normal,
+    split_key,
     zeros,
 )
 from ._by_layer import StackedLayers
 from ._check_config import check_labels, check_local
-from ._dropout import dropout, split_key
 from ._einsum import keys_values, outputs, product, queries
 from ._heads import Linear, first_token
 from ._inputs import AnyArray, Mask

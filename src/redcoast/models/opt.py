@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
-from ._basic import layer_norm, look_up, ones, output_scale, zeros
+from ._basic import dropout, layer_norm, look_up, ones, output_scale, split_key, zeros
 from ._cache import extend
 from ._decoder import Decoder, tied_or_own_head
-from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, product, queries
 from ._encoder import EncoderLayers, attention_output
 from ._scan_layers import scan_layers

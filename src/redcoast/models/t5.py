@@ -13,11 +13,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend, count_positions
 from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
-from ._basic import ACTIVATIONS, activate_gated, look_up, normal, rms_norm
+from ._basic import ACTIVATIONS, activate_gated, dropout, look_up, normal, rms_norm, split_key
 from ._by_layer import StackedLayers
 from ._cache import extend
 from ._decoder import tied_or_own_head
-from ._dropout import dropout, split_key
 from ._einsum import Projections, keys_values, outputs, product, queries
 from ._encoder_decoder import EncoderDecoder
 from ._relative import check_buckets, relative_bias

@@ -10,9 +10,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import full_view
 from ._base_config import HeadSizes, LayersConfig, check_config, check_heads
-from ._basic import small_normal
+from ._basic import dropout, small_normal, split_key
 from ._check_config import check_labels, check_patches
-from ._dropout import dropout, split_key
 from ._encoder import EncoderLayers, pre_norm_layers
 from ._heads import Linear
 from ._patches import embed_patches

@@ -12,10 +12,9 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import causal_view, count_positions, full_view, real_tokens
 from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
-from ._basic import ACTIVATIONS, layer_norm, look_up, small_normal
+from ._basic import ACTIVATIONS, dropout, layer_norm, look_up, small_normal, split_key
 from ._cache import extend
 from ._check_config import check_length
-from ._dropout import dropout, split_key
 from ._einsum import keys_values, product, queries
 from ._encoder import CrossLayers, attention_output, mlp_output
 from ._encoder_decoder import NO_MEMORY, CrossDecoder

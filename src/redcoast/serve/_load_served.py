@@ -17,7 +17,7 @@ from ..pretrained.text import load_chat_template, load_tokenizer
 from ..pretrained.text._tokenizer_files import naming_file
 from ._batching import Queue, Served, shared_request
 from ._grammar import grammars_of
-from ._openai_limits import Limits
+from ._openai_fields import Limits
 from ._replies import Speller
 
 # The maximum number of characters of a prompt for each token of the context. Vocabularies have runs

@@ -12,8 +12,7 @@ from typing import Any
 from ..core._decoding import Decoding
 from ._batching import Extras
 from ._grammar import Grammar
-from ._openai_fields import Body, Refused, boolean, integer, is_integer, is_number, number
-from ._openai_limits import Limits
+from ._openai_fields import Body, Limits, Refused, boolean, integer, is_integer, is_number, number
 from ._openai_prompts import (
     Encode,
     Render,

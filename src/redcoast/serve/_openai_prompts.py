@@ -3,8 +3,7 @@
 import json
 from collections.abc import Callable
 
-from ._openai_fields import Body, Refused, is_integer
-from ._openai_limits import Limits
+from ._openai_fields import Body, Limits, Refused, is_integer
 
 Encode = Callable[..., list[int]]
 Render = Callable[..., str]

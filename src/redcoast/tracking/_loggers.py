@@ -24,9 +24,8 @@ from ..core._errors import check_integer
 from ..core._output import say
 from ..core._user_functions import takes_keyword
 from ._jsonl import JsonlLogger, jsonl_logger
-from ._log_steps import is_logged
 from ._progress import ProgressLogger, progress_logger
-from ._terminal import BOLD, DIM, columns, styled
+from ._terminal import BOLD, DIM, columns, is_logged, styled
 
 logger = logging.getLogger("redcoast")
 Metrics = Mapping[str, SupportsFloat]

@@ -10,9 +10,8 @@ from time import perf_counter
 from typing import Any, NamedTuple, SupportsFloat
 
 from ..core._output import forgiving
-from ._log_steps import is_logged
 from ._notebook import NotebookBar, NotebookEvaluation, notebook_display
-from ._terminal import Stream, has_colours, is_terminal
+from ._terminal import Stream, has_colours, is_logged, is_terminal
 
 logger = logging.getLogger("redcoast")
 

@@ -34,8 +34,7 @@ from ..distributed._emulation import overdue_on
 from ..tracking._metrics import PackedMetrics
 from ._compiler_options import Option, Options, check_compiler_options, compiler_options_for
 from ._flat_function import call_watched, flatten_step, is_jit_disabled, type_of, unwrap_constants
-from ._flat_state import FlatState, as_tree
-from ._last_state import LastState, Outline
+from ._last_state import FlatState, LastState, Outline, as_tree
 from ._programs import compiled_once, jit_donating
 from ._step_messages import (
     check_hashable,

@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from ..tracking._metrics import PackedMetrics
 from ._compile import CompiledStep
-from ._flat_state import FlatState
+from ._last_state import FlatState
 
 
 def by_microbatches(

@@ -21,8 +21,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from ..core._control_flow import AnyJaxpr, open_jaxpr
 from ..core._jaxpr import as_traced
 from ..core._pytree import Arrays, Static, abstract_array, join, split
-from ..core._sequence_parts import sequence_parts
-from ..core._target import target
+from ..core._target import sequence_parts, target
 from ..core._tracing import abstract_key, traced_mesh
 from ..distributed._mesh import batch_sharding
 from ..sharding import Plan

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ...core._auto_axes import call_on_auto_axes, has_explicit_axes
+from ...core._axis_types import call_on_auto_axes, has_explicit_axes
 from ...core._control_flow import open_jaxpr
 from ...core._frames import hide_frames, warn
 from ...core._jaxpr import iter_equations

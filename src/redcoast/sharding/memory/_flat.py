@@ -11,8 +11,7 @@ from math import prod
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from ...core._control_flow import Call, CallKind, ControlFlow, Scan, control_flow, primitive_name
-from ...core._jaxpr import variables
-from ...core._multiply_adds import multiply_adds
+from ...core._jaxpr import multiply_adds, variables
 from ..operations import fixed_operands, is_linear
 from ..operations._rule_table import (
     COSTLY,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from ...core._multiply_adds import multiply_adds
+from ...core._jaxpr import multiply_adds
 from ..operations import Dimension, Dimensions, Factor, Rule, all_factors, shape_of
 from ._graph import Dims, Graph, Value, have_grad
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from ...core._jaxpr import iter_equations
-from ...core._sequence_parts import sequence_parts
+from ...core._target import sequence_parts
 from ...core._tracing import axes_asked_for
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from itertools import chain, combinations
 
 from jax.sharding import PartitionSpec as P
 
-from ...core._sequence_parts import divided_into
+from ...core._target import divided_into
 from ...distributed._mesh import BATCH_AXES
 from .._mesh_axes import parts, used_axes
 from ..program._batch import BatchNodes, Split, SplitSet

@@ -19,6 +19,7 @@ from ..distributed._kv_store import exchange, is_main
 from ..distributed._mesh import ambient_or_default
 from ._by_host import SplitByHost, read_part
 from ._collate import CollateFn, Rngs, check_batching, collate, collate_own, count_rows
+from ._fingerprint import fingerprint, warn_of_other_examples
 from ._loading import (
     USUAL_THREADS,
     Collating,
@@ -34,12 +35,7 @@ from ._per_batch import has_per_batch, is_per_batch, without_marks
 from ._permutation import data_seed, example_generators, shuffled
 from ._sources import fetch, is_endless, read_source
 from ._stack import Examples
-from ._stream_state import (
-    decode_stream_state,
-    encode_stream_state,
-    fingerprint,
-    warn_of_other_examples,
-)
+from ._stream_state import decode_stream_state, encode_stream_state
 from ._streams import is_iterator
 
 logger = logging.getLogger("redcoast")

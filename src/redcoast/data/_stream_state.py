@@ -4,7 +4,6 @@ import base64
 import copy
 import itertools
 import json
-import logging
 import sys
 import zlib
 from collections.abc import Mapping
@@ -13,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
-
-from ._sources import Indexed, fetch
 
 
 def encode_stream_state(state: PyTree) -> dict[str, PyTree]:
@@ -120,39 +117,3 @@ def _bytes_of(x: PyTree) -> list[bytes]:
         if array.dtype != object:
             return [str((array.dtype, array.shape)).encode(), array.tobytes()]
     return [type(x).__name__.encode()]  # such as an image, whose contents are not compared
-
-
-logger = logging.getLogger("redcoast")
-_MOST = 8  # examples that are compared
-_SHARE = 0.75  # of them differ, where all are in another order
-
-
-def fingerprint(dataset: Indexed, length: int) -> list[int] | None:
-    """Checksums of examples at places all over the dataset; `None` if one cannot be read now."""
-    # Without duplicates, which a short dataset has.
-    places = dict.fromkeys(i * length // _MOST for i in range(_MOST))
-    try:
-        return [example_checksum(example) for example in fetch(dataset, list(places))]
-    except Exception:  # it is raised again when a batch needs this example
-        return None
-
-
-def warn_of_other_examples(
-    before: list[int] | None, now: list[int] | None, again: list[int] | None
-) -> None:
-    """Warns if most examples are not those that a run was started with.
-
-    `again` are the checksums of a second reading: an example that is augmented differs in each.
-    """
-    if not before or not now or len(before) != len(now) or now != again:
-        return
-    differ = sum(old != new for old, new in zip(before, now, strict=True))
-    if differ < _SHARE * len(now):
-        return
-    logger.warning(
-        "`examples` have another order than when the run was started, or are others: of %d that "
-        "were compared, %d differ. The run goes on with them, so some may be seen twice in this "
-        "epoch and others not at all. Shuffle them with a seed, or leave that to `fit`, which "
-        "shuffles in each epoch; for other data, choose another directory.",
-        *(len(now), differ),
-    )

@@ -368,25 +368,32 @@ def _with_halo(x: jax.Array, window: _Window, outside: float = 0) -> jax.Array:
 
     Devices at the edges get the number `outside`, which is the padding of the operation.
     """
-    d, own = window.dim, x.shape[window.dim]
+    d, own, count = window.dim, x.shape[window.dim], window.count
     start, stop = max(0, -window.left), own - max(0, -window.right)
-    pieces = [jax.lax.slice_in_dim(x, start, stop, axis=d)]
-    count = window.count
+    last_rows, first_rows = own - max(0, window.left), max(0, window.right)
+    # The transpose of a split is a concatenation, where slices are padded to the whole part each.
+    cuts = sorted({0, start, last_rows, first_rows, stop, own})
+    sizes = [end - begin for begin, end in pairwise(cuts)]
+    pieces = dict(zip(cuts, jax.lax.split(x, sizes, axis=d), strict=False))
     at = jax.lax.axis_index(window.axes)
 
-    def received(edge: jax.Array, pairs: list[tuple[int, int]], last: int) -> jax.Array:
-        edge = jax.lax.ppermute(edge, window.axes, pairs)
-        if outside:
-            edge = jnp.where(at == last, jnp.asarray(outside, edge.dtype), edge)
-        return edge
+    def between(begin: int, end: int) -> list[jax.Array]:
+        return [piece for cut, piece in pieces.items() if begin <= cut < end]
 
+    def received(edge: list[jax.Array], pairs: list[tuple[int, int]], last: int) -> jax.Array:
+        rows = jax.lax.ppermute(jnp.concatenate(edge, axis=d), window.axes, pairs)
+        if outside:
+            rows = jnp.where(at == last, jnp.asarray(outside, rows.dtype), rows)
+        return rows
+
+    with_halo = between(start, stop)
     if window.left > 0:
-        edge = jax.lax.slice_in_dim(x, own - window.left, own, axis=d)
-        pieces.insert(0, received(edge, list(pairwise(range(count))), 0))
+        from_left = received(between(last_rows, own), list(pairwise(range(count))), 0)
+        with_halo.insert(0, from_left)
     if window.right > 0:
-        edge = jax.lax.slice_in_dim(x, 0, window.right, axis=d)
-        pieces.append(received(edge, [(i + 1, i) for i in range(count - 1)], count - 1))
-    y = jnp.concatenate(pieces, axis=d)
+        pairs = [(i + 1, i) for i in range(count - 1)]
+        with_halo.append(received(between(0, first_rows), pairs, count - 1))
+    y = jnp.concatenate(with_halo, axis=d)
     if not window.step:
         return y
     begin = at * window.step - min(0, window.step * (count - 1))

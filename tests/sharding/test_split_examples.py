@@ -181,6 +181,29 @@ def test_halos_are_priced_as_they_are_sent():
     assert priced["halos of convolutions and windows"] == pytest.approx(permuted, rel=0.25)
 
 
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.few("False")
+def test_windows_reach_over_several_parts(pooled):
+    """Of two rows, by three before and three after. The image is not gathered for them."""
+
+    def loss(params, x, key):
+        x = jax.lax.with_sharding_constraint(x, P(None, None, ("data",)))
+        h = jnp.tanh(convolve(x, params["a"]))
+        if pooled:
+            h = jax.lax.reduce_window(h, -np.inf, jax.lax.max, (1, 1, 7, 1), (1, 1, 1, 1), "SAME")
+        return jnp.mean(jnp.tanh(convolve(h, params["b"])) ** 2)
+
+    params, batch = {"a": normal(4, 2, 7, 3), "b": normal(2, 4, 7, 1)}, normal(1, 2, 16, 64)
+    mesh = mesh_of((8, 1, 1))
+    plan, program = compiled(loss, params, batch, mesh)
+    priced = {one.cause: one.bytes for one in plan.report.program.traffic}
+    sent = collectives(program.as_text(), mesh)
+    assert not [one for one in sent if one.kind == "all-gather"]
+    permuted = sum(one.sent_bytes for one in sent if one.kind == "collective-permute")
+    assert priced["halos of convolutions and windows"] == pytest.approx(permuted, rel=0.25)
+    assert max(plan.verify(loss, params, batch).values()) < 1e-5
+
+
 def test_spectra_are_split_along_another_dimension_until_the_inverse_transform():
     """Two layers are four transforms, with one all-to-all each, forward and backward."""
     mesh = mesh_of((8, 1, 1))

@@ -1,7 +1,7 @@
 """Runs convolutions and pooling of split examples in `jax.shard_map`.
 
 Every device gets the rows that its windows need from its neighbours, and computes its part of the
-result. A dimension whose parts need more than their neighbours is gathered.
+result. A dimension whose parts need as much as the whole dimension is gathered.
 
 XLA's own partitioner gathers the operands of grouped and of transposed convolutions. It ends the
 process at some strides, paddings and sizes that do not divide, and gives wrong gradients at others:
@@ -45,8 +45,8 @@ class _Window:
 
     The image has `size` elements, the result `of_result`, and a device a part of each. The last
     parts have fewer elements, if these do not divide. A device has elements before and after its
-    own, `left` and `right` (fewer than its own, if they are negative). It reads `length` of these,
-    `step` further on in each part, and pads them with `padding`.
+    own, `left` and `right` (fewer than its own, if they are negative), of one or more neighbours. It
+    reads `length` of these, `step` further on in each part, and pads them with `padding`.
     """
 
     dim: int
@@ -179,8 +179,7 @@ def _kernel_gradient(bound: BoundEquation) -> Arrays | None:
     """The gradient of a kernel in a program that has one, as a sum over the parts of the space.
 
     It is a convolution of the image with a field as large as that. XLA's own partitioning of it can
-    end the process. A dimension whose parts need more than their neighbours is gathered.
-    None if no space is split.
+    end the process. None if no space is split.
     """
     shardings, params = bound.shardings, bound.equation.params
     numbers, sizes = params["dimension_numbers"], shardings.mesh.shape
@@ -331,7 +330,7 @@ def _window(
     axes: tuple[str, ...],
     sizes: Mapping[str, int],
 ) -> _Window | None:
-    """The window of the spatial dimension `at`; None if a part needs more than its neighbours.
+    """The window of the spatial dimension `at`; None if the dimension is gathered.
 
     `lengths` are those of the image, the kernel and the result, and `sizes` the mesh's. Positions
     are those of the image with zeros between its elements (`lhs_dilation`).
@@ -354,8 +353,10 @@ def _window(
     # Those of the others begin further on, or further back.
     moved = step * (count - 1)
     left, right = first - min(0, moved), after + max(0, moved)
-    if max(left, right, -left, -right) > own or length < 1:
+    if max(-left, -right) > own or length < 1:
         return None
+    if max(0, left) + max(0, right) > (count - 1) * own:
+        return None  # gathering sends less
     # Where they begin or end between two elements, the part is padded.
     first_pad = low - spread * first
     last_pad = last + low + 1 - ((length - 1) * spread + 1) - first_pad
@@ -370,9 +371,11 @@ def _with_halo(x: jax.Array, window: _Window, outside: float = 0) -> jax.Array:
     """
     d, own, count = window.dim, x.shape[window.dim], window.count
     start, stop = max(0, -window.left), own - max(0, -window.right)
-    last_rows, first_rows = own - max(0, window.left), max(0, window.right)
+    # Whole parts of the next neighbours, and some rows of the one after these.
+    left_parts, left_rows = divmod(max(0, window.left), own)
+    right_parts, right_rows = divmod(max(0, window.right), own)
     # The transpose of a split is a concatenation, where slices are padded to the whole part each.
-    cuts = sorted({0, start, last_rows, first_rows, stop, own})
+    cuts = sorted({0, start, own - left_rows, right_rows, stop, own})
     sizes = [end - begin for begin, end in pairwise(cuts)]
     pieces = dict(zip(cuts, jax.lax.split(x, sizes, axis=d), strict=False))
     at = jax.lax.axis_index(window.axes)
@@ -380,19 +383,24 @@ def _with_halo(x: jax.Array, window: _Window, outside: float = 0) -> jax.Array:
     def between(begin: int, end: int) -> list[jax.Array]:
         return [piece for cut, piece in pieces.items() if begin <= cut < end]
 
-    def received(edge: list[jax.Array], pairs: list[tuple[int, int]], last: int) -> jax.Array:
-        rows = jax.lax.ppermute(jnp.concatenate(edge, axis=d), window.axes, pairs)
+    def received(rows: list[jax.Array], distance: int) -> jax.Array:
+        pairs = [(i, i + distance) for i in range(count) if 0 <= i + distance < count]
+        edge = jax.lax.ppermute(jnp.concatenate(rows, axis=d), window.axes, pairs)
         if outside:
-            rows = jnp.where(at == last, jnp.asarray(outside, rows.dtype), rows)
-        return rows
+            sender = at - distance
+            is_outside = (sender < 0) | (sender >= count)
+            edge = jnp.where(is_outside, jnp.asarray(outside, edge.dtype), edge)
+        return edge
 
     with_halo = between(start, stop)
-    if window.left > 0:
-        from_left = received(between(last_rows, own), list(pairwise(range(count))), 0)
-        with_halo.insert(0, from_left)
-    if window.right > 0:
-        pairs = [(i + 1, i) for i in range(count - 1)]
-        with_halo.append(received(between(0, first_rows), pairs, count - 1))
+    for distance in range(1, left_parts + 1):
+        with_halo.insert(0, received(between(0, own), distance))
+    if left_rows:
+        with_halo.insert(0, received(between(own - left_rows, own), left_parts + 1))
+    for distance in range(1, right_parts + 1):
+        with_halo.append(received(between(0, own), -distance))
+    if right_rows:
+        with_halo.append(received(between(0, right_rows), -right_parts - 1))
     y = jnp.concatenate(with_halo, axis=d)
     if not window.step:
         return y

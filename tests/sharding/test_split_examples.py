@@ -486,6 +486,32 @@ def test_a_step_of_gradient_descent_inside_of_a_loss(spec, options):
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
+@pytest.mark.few("rows and height-1")
+def test_gradients_of_each_example_inside_of_a_loss(spec, groups):
+    """Each example has kernels of its own, which JAX convolves as groups of one image."""
+
+    def inner(params, x):
+        h = jnp.tanh(convolve(jnp.tanh(convolve(x[None], params["a"])), params["b"], **options))
+        return jnp.mean((h - 0.1) ** 2)
+
+    def after_a_step(params, x):
+        gradients = jax.grad(inner)(params, x)
+        return inner(jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients), x)
+
+    def loss(params, x, key):
+        x = jax.lax.with_sharding_constraint(x, spec)
+        return jnp.mean(jax.vmap(after_a_step, in_axes=(None, 0))(params, x))
+
+    options = {"feature_group_count": groups}
+    params = {"a": normal(4, 2, 3, 3) / 4, "b": normal(2, 4 // groups, 3, 3) / 6}
+    batch = normal(2, 2, 32, 16)
+    plan = plan_of(loss, params, batch, mesh_of((2, 2, 2)), rc.Hardware(memory=1e4))
+    assert plan.compute.splits_examples
+    assert max(plan.verify(loss, params, batch).values()) < 1e-5
+
+
 TRANSFORMS = {
     "fft": lambda x: jnp.abs(jnp.fft.fft(x)),
     "rfft2": lambda x: jnp.abs(jnp.fft.rfft2(x)),

@@ -191,20 +191,22 @@ def _kernel_gradient(bound: BoundEquation) -> Arrays | None:
     summed: list[str] = []
     # Rows of the batch are summed over too.
     rows, field_rows = numbers.lhs_spec[1], numbers.rhs_spec[1]
-    if image[rows] == field[field_rows] and values[0].dims[rows] not in shardings.uneven:
-        of_image[rows] = of_field[field_rows] = image[rows]
-        summed += image[rows]
+    static = {name: params[name] for name in (*_PARAMS, "batch_group_count")}
+    one_kernel = params["feature_group_count"] == 1
+    if one_kernel and image[rows] == field[field_rows]:
+        if values[0].dims[rows] not in shardings.uneven:
+            of_image[rows] = of_field[field_rows] = image[rows]
+            summed += image[rows]
     windows: list[_Window] = []
     padding = list(params["padding"])
-    # Channels of the image are its batch. Rows of a batch may be groups, under `jax.vmap`.
-    static = {name: params[name] for name in (*_PARAMS, "batch_group_count")}
-    channels, outputs = numbers.lhs_spec[0], numbers.rhs_spec[0]
-    groups = _local_groups(bound, channels, outputs, params["batch_group_count"])
+    # Channels of the image are its batch. Under `jax.vmap`, rows may be groups of either.
+    outputs = numbers.rhs_spec[0]
     of_result = [()] * len(image)
-    if groups is not None:
-        static["batch_group_count"] = groups
-        of_image[channels] = of_field[outputs] = image[channels]
-        of_result[numbers.out_spec[1]] = image[channels]
+    for dim, grouped in ((numbers.lhs_spec[0], "batch_group_count"), (rows, "feature_group_count")):
+        groups = _local_groups(bound, dim, outputs, params[grouped])
+        if groups is not None:
+            static[grouped] = groups
+            of_image[dim] = of_field[outputs] = of_result[numbers.out_spec[1]] = image[dim]
     # The field moves over the image like a kernel, element by element.
     turned = {
         **params,

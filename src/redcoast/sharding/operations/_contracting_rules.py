@@ -85,12 +85,10 @@ def fused_attention_rule(equation: JaxprEqn) -> Rule:
 def makes_kernel(equation: JaxprEqn) -> bool:
     """Whether a convolution is the gradient of a kernel, as `jax.grad` makes it.
 
-    It reads the channels of the image as a batch, and sums over the rows and the space.
+    It reads the channels of the image as a batch, and sums over the rows and the space. With a
+    kernel for each row, under `jax.vmap`, rows are groups of features.
     """
-    params = equation.params
-    if params["feature_group_count"] > 1:
-        return False
-    numbers = params["dimension_numbers"]
+    numbers = equation.params["dimension_numbers"]
     window = at_places(shape_of(equation.invars[1]), numbers.rhs_spec[2:])
     result = at_places(shape_of(equation.outvars[0]), numbers.out_spec[2:])
     return numbers.lhs_spec[0] > numbers.lhs_spec[1] and prod(window) > prod(result)

@@ -45,7 +45,7 @@ class _Window:
 
     The image has `size` elements, the result `of_result`, and a device a part of each. The last
     parts have fewer elements, if these do not divide. A device has elements before and after its
-    own, `left` and `right` (fewer than its own, if they are negative), of one or more neighbours. It
+    own, of one or more neighbours: `left` and `right`, fewer than its own if they are negative. It
     reads `length` of these, `step` further on in each part, and pads them with `padding`.
     """
 
@@ -192,11 +192,10 @@ def _kernel_gradient(bound: BoundEquation) -> Arrays | None:
     # Rows of the batch are summed over too.
     rows, field_rows = numbers.lhs_spec[1], numbers.rhs_spec[1]
     static = {name: params[name] for name in (*_PARAMS, "batch_group_count")}
-    one_kernel = params["feature_group_count"] == 1
-    if one_kernel and image[rows] == field[field_rows]:
-        if values[0].dims[rows] not in shardings.uneven:
-            of_image[rows] = of_field[field_rows] = image[rows]
-            summed += image[rows]
+    divides = params["feature_group_count"] == 1 and values[0].dims[rows] not in shardings.uneven
+    if divides and image[rows] == field[field_rows]:
+        of_image[rows] = of_field[field_rows] = image[rows]
+        summed += image[rows]
     windows: list[_Window] = []
     padding = list(params["padding"])
     # Channels of the image are its batch. Under `jax.vmap`, rows may be groups of either.

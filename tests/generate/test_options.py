@@ -177,3 +177,18 @@ def test_a_function_of_the_users_changes_logits():
     assert (np.asarray(found) % 2 == 1).all()
     with pytest.raises(ValueError, match="`logits_fn` returned .*4.* It must return logits"):
         rc.generate(MODEL, LEFT, max_new_tokens=2, logits_fn=lambda x: x[:, 0])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"beams": 2}, {"stream": lambda tokens: None}, {"exact": True}],
+    ids=["once", "beams", "stream", "exact"],
+)
+@pytest.mark.few("once", "beams")
+def test_a_row_for_which_no_token_is_left_is_an_error(how):
+    """A token that the options forbid must not be the answer, not even token 0."""
+    with pytest.raises(ValueError, match="excluded for row 0 at new token 0"):
+        rc.generate(MODEL, np.array([[5]]), 2, suppress=range(11), **how)
+    prompt = np.array([list(range(10))])  # no token may repeat, and there is one more
+    with pytest.raises(ValueError, match=r"excluded for row 0 at new token [01]"):
+        rc.generate(MODEL, prompt, 2, no_repeat_ngram_size=1, **how)

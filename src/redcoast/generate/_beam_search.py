@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ._cache_rows import cache_batch_dims, reorder_rows, repeat_rows
-from ._logits import INVALID
+from ._logits import ALL_EXCLUDED, INVALID
 from ._processors import least_new, process
 from ._prompt import ReadPrompt, append_tokens, first_logits
 from ._request import Request
@@ -83,6 +83,8 @@ def search_beams(
 
     cache, search = jax.lax.while_loop(keep_going, step, (cache, search))
     best = search.finished.tokens[:, : request.copies]  # (batch, copies, room)
+    found = search.finished.filled & (search.finished.scores > -jnp.inf)
+    best = jnp.where(found[:, : request.copies, None], best, ALL_EXCLUDED)
     return jnp.where(search.valid[:, None, None], best, INVALID).reshape(-1, request.room), cache
 
 

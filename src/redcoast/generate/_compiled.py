@@ -15,7 +15,7 @@ from ..distributed._arrays import put, whole
 from ..models._inputs import AnyArray, Mask
 from ._beam_search import search_beams
 from ._generated import Generated
-from ._logits import INVALID
+from ._logits import ALL_EXCLUDED, INVALID
 from ._prefill import Arrays, by_layer_with, read_compiled
 from ._prompt import ReadPrompt, read_prompt
 from ._request import Request
@@ -125,8 +125,14 @@ def _put_as(host: np.ndarray, x: Array) -> Array:
 
 
 def check_generated(new: np.ndarray, *, first: int = 0) -> None:
-    """Raises if a token is invalid, because its logits were NaN. `first` is the number of the first
-    token."""
+    """Raises if there was no token to choose. `first` is the number of the first token."""
+    rows, steps = np.nonzero(new == ALL_EXCLUDED)
+    if rows.size:
+        raise ValueError(
+            f"All tokens are excluded for row {rows[0]} at new token {first + steps[0]}: the "
+            "options of decoding, such as `suppress` or `no_repeat_ngram_size`, or logits of -inf "
+            "leave none. Exclude fewer tokens, or pass a smaller `max_new_tokens`."
+        )
     rows, steps = np.nonzero(new == INVALID)
     if rows.size:
         raise ValueError(

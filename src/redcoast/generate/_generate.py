@@ -101,13 +101,14 @@ def generate(
     The new tokens without the prompts, int32 of shape (results, `max_new_tokens`), where results is
     batch times `num_return_sequences`, and the results of a row are adjacent. After the token that
     ends it, a row is padded with `pad`. With `log_probabilities`, a [`redcoast.Generated`][] of
-    them. While tracing, NaN logits cannot raise an error: the token is then -1, and the row ends.
+    them. While tracing, NaN logits, and options that exclude all tokens, cannot raise an error:
+    the token is then -1 or -2, and the row ends.
 
     **Raises:**
 
     `ValueError` or `TypeError` if an option is unknown, if an argument is out of range or conflicts
-    with another, if a row has no real token, if the model has too few positions, or if logits are
-    NaN.
+    with another, if a row has no real token, if the model has too few positions, if logits are NaN,
+    or if all tokens are excluded.
 
     !!! Example
 

@@ -7,8 +7,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from ._processors import History, process
 from ._request import Count, Request, Scalar
 
-# Marks tokens whose logits were NaN.
+# In place of tokens: if logits were NaN, and if all tokens were excluded.
 INVALID = -1
+ALL_EXCLUDED = -2
+NO_TOKENS = (INVALID, ALL_EXCLUDED)
 
 # An option for all rows, or one for each row.
 Number = Scalar | Float[Array, "batch 1"]
@@ -24,8 +26,8 @@ def choose_tokens(
     *,
     rows: Int[Array, " batch"] | None = None,
 ) -> Int[Array, " batch"]:
-    """Returns the next token of each row; `INVALID` if a logit is NaN. `rows` are the numbers of
-    the results, by default 0, 1, 2, ...."""
+    """Returns the next token of each row, or one of `NO_TOKENS`. `rows` are the numbers of the
+    results, by default 0, 1, 2, ...."""
     scores = process(logits.astype(jnp.float32), history, step, least, request)  # (batch, vocab)
     if request.key is not None and request.temperature is not None:
         scores = filter_logits(
@@ -39,15 +41,17 @@ def choose_tokens(
 
 
 def first_greatest(scores: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
-    """Returns the first index of each row's maximum; `INVALID` for rows with NaN.
+    """Returns the first index of each row's maximum; `INVALID` for rows with NaN, and
+    `ALL_EXCLUDED` for rows of -inf.
 
     Two plain reductions take a tenth of the time of `jnp.argmax` on CPU.
     """
     vocab = scores.shape[1]
-    # The maximum of a row with NaN is NaN, which is not equal to anything.
-    greatest = scores == jnp.max(scores, axis=1, keepdims=True)
+    most = jnp.max(scores, axis=1)  # NaN for a row with NaN
+    greatest = scores == most[:, None]
     first = jnp.min(jnp.where(greatest, jnp.arange(vocab, dtype=jnp.int32)[None], vocab), axis=1)
-    return jnp.where(first == vocab, INVALID, first)
+    first = jnp.where(most == -jnp.inf, ALL_EXCLUDED, first)
+    return jnp.where(jnp.isnan(most), INVALID, first)
 
 
 def gumbel_noise(

@@ -24,7 +24,7 @@ from ..models._inputs import AnyArray
 from ._cache_rows import Dims, cache_batch_dims
 from ._compiled import Result, check_generated
 from ._generated import Generated
-from ._logits import INVALID, choose_tokens
+from ._logits import NO_TOKENS, choose_tokens
 from ._prefill import (
     Arrays,
     Places,
@@ -333,5 +333,5 @@ def choose_next(logits: Float[Array, "rows vocab"], turns: Turns, request: Reque
         column = jnp.where(turns.ended, history.shape[1], history.shape[1] - request.room + counts)
         history = history.at[rows, column].set(tokens, mode="drop")
     counts = counts + (~turns.ended).astype(jnp.int32)
-    ended = turns.ended | is_any(tokens, (*request.eos, INVALID)) | (counts >= request.limit)
+    ended = turns.ended | is_any(tokens, (*request.eos, *NO_TOKENS)) | (counts >= request.limit)
     return Turns(turns.numbers, tokens, counts, ended, new, scores, history, turns.least)

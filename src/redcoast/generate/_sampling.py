@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..core._token_losses import token_losses
 from ._cache_rows import cache_batch_dims, repeat_rows
-from ._logits import INVALID, choose_tokens
+from ._logits import NO_TOKENS, choose_tokens
 from ._processors import History, least_new
 from ._prompt import ReadPrompt, append_tokens, first_logits
 from ._request import Request
@@ -100,7 +100,7 @@ def _next(logits: Float[Array, "batch vocab"], last: Last, request: Request) -> 
     if history is not None:
         place = history.shape[1] - request.room + count  # new tokens follow the prompt
         history = jax.lax.dynamic_update_slice_in_dim(history, tokens[:, None], place, 1)
-    ended = last.ended | is_any(tokens, (*request.eos, INVALID))
+    ended = last.ended | is_any(tokens, (*request.eos, *NO_TOKENS))
     lengths = last.lengths + (~last.ended).astype(jnp.int32)  # the token that ends a row counts
     return Last(tokens, scores, ended, lengths, count + 1, history, last.least)
 

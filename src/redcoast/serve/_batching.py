@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from ..core._decoding import Decoding
 from ..core._iterate import with_last
-from ..generate._logits import INVALID
+from ..generate._logits import ALL_EXCLUDED, INVALID
 from ..generate._prefill import slots_for
 from ..generate._request import Request, make_request
 from ._decode_rows import Scores, decode_rows
@@ -314,6 +314,11 @@ class AnswerRow:
             raise ValueError(
                 f"The logits of choice {self.index} hold NaN at new token {self.count}. The "
                 "parameters may hold NaN, or activations may overflow in their dtype."
+            )
+        if token == ALL_EXCLUDED:
+            raise ValueError(
+                f"All tokens are excluded for choice {self.index} at new token {self.count}. Pass "
+                "options of decoding that leave some."
             )
         self.count += 1
         if scored is not None:

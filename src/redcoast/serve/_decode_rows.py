@@ -33,8 +33,8 @@ class Scores(eqx.Module):
 
 
 class RowProgress(eqx.Module):
-    """The state of the rows: their newest tokens (-1 if the logits were NaN), the number of steps,
-    all tokens if a choice depends on their order, whether each token of the vocabulary is in the
+    """The state of the rows: their newest tokens, or one of `NO_TOKENS`, the number of steps, all
+    tokens if a choice depends on their order, whether each token of the vocabulary is in the
     prompt, and how many times it is among the new tokens."""
 
     tokens: Int[Array, " rows"]

@@ -99,3 +99,10 @@ def test_a_directory_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"), lock_run(Path(tmp_path / "file")):
         pass
+
+
+def test_a_directory_that_cannot_be_written_to(tmp_path):
+    (tmp_path / "run.lock").mkdir()
+    words = r"The directory of the run, .* cannot be written to: .*\. Choose one that can"
+    with pytest.raises(IsADirectoryError, match=words), lock_run(tmp_path):
+        pass

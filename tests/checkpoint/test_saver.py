@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -325,3 +326,16 @@ def test_an_unwritable_directory_raises_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         Saver(rc.Checkpoints(tmp_path / "file"))
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(OSError, match="checkpoints, is a file, or inside one"):
+        Saver(rc.Checkpoints(tmp_path))
+
+
+def test_a_directory_that_was_removed_is_created_again(tmp_path, caplog, no_waiting):
+    """So that the final state is not lost with what was removed."""
+    checkpoints = rc.Checkpoints(tmp_path / "run")
+    with Saver(checkpoints) as saver:
+        shutil.rmtree(tmp_path / "run")
+        saver.save(1, tree(1), {"metrics": {}})
+    assert saved_steps(checkpoints) == [1]
+    assert "is gone, and is created again" in caplog.text

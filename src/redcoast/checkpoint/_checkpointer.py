@@ -21,7 +21,7 @@ from ..core._frames import hide_frames
 from ..distributed._kv_store import is_main
 from ._policy import Checkpoints, as_checkpoints, restore_newest
 from ._saver import Saver
-from ._shared_directory import check_shared
+from ._shared_directory import check_shared, make_directory
 from ._tree import arrays_to_save
 
 
@@ -207,20 +207,22 @@ def lock_run(directory: Path | None) -> Iterator[None]:
     The operating system holds the lock (`flock`), and releases it when the process ends for any
     reason. The file only records which process holds it.
 
-    Raises `ValueError` that names the host and the process of the run that holds the lock;
-    `FileExistsError` or `NotADirectoryError` if the path is a file, or inside one.
+    Raises `ValueError` that names the host and the process of the run that holds the lock; an
+    `OSError` of a class that says why, if the directory cannot be created or written to.
     """
     if directory is None or not is_main():
         yield
         return
+    make_directory(directory)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
+        # Opened without being emptied, since it may say which process has the lock.
+        file = (directory / FILE).open("ab+", buffering=0)
+    except OSError as error:
         raise type(error)(
-            f"The directory of the run, {directory}, is a file, or inside one. Choose a directory."
+            f"The directory of the run, {directory}, cannot be written to: {error}. Choose one "
+            "that can be written to."
         ) from None
-    # Opened without being emptied, since it may say which process has the lock.
-    with (directory / FILE).open("ab+", buffering=0) as file:
+    with file:
         if _try_lock(file, directory):
             with contextlib.suppress(OSError):  # the lock also holds on a full disk
                 file.truncate(0)

@@ -30,6 +30,7 @@ from ._policy import (
     saved_steps,
     steps_to_delete,
 )
+from ._shared_directory import make_directory
 from ._tree import arrays_and_document
 
 # The saves of this process. All processes save together, so they count alike.
@@ -114,7 +115,7 @@ class Saver:
         self._checkpoints = checkpoints
         self._values = best_metrics(checkpoints)
         if is_main():
-            checkpoints.path.mkdir(parents=True, exist_ok=True)
+            make_directory(checkpoints.path)
             remove_unfinished(checkpoints.path)
         self._together = Together()
         self._checkpointer = self._make()
@@ -327,7 +328,9 @@ def _unwritable(path: Path) -> str | None:
     # A name that `remove_unfinished` would remove.
     probe = path.with_name(path.name + DELETING)
     try:
-        probe.mkdir()
+        if not path.parent.is_dir():
+            logger.warning("%s is gone, and is created again.", path.parent)
+        probe.mkdir(parents=True)
         (probe / "probe").write_bytes(bytes(PROBE_BYTES))
     except OSError as error:
         return str(error)
@@ -341,4 +344,4 @@ def _reason(error: Exception) -> str:
     # The operation is named at the beginning of the message, and the reason at its end.
     if len(text) >= 500:
         text = f"{text[:250]} ... {text[-250:]}"
-    return f"{type(error).__name__}: {text}."
+    return f"{type(error).__name__}: {text.removesuffix('.')}."

@@ -1,4 +1,4 @@
-"""Checks that all processes of a run see the same directory."""
+"""Creates the directory of a run, and checks that all processes see the same one."""
 
 import contextlib
 import secrets
@@ -13,6 +13,21 @@ from ..distributed._kv_store import decide, exchange, is_main
 from ..distributed._rendezvous import name_processes
 
 _PATIENCE = 15.0  # seconds until a network file system shows a new file to other machines
+
+
+def make_directory(directory: Path) -> None:
+    """Creates a directory of a run, unless it exists."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise type(error)(
+            f"The directory of the run, {directory}, is a file, or inside one. Choose a directory."
+        ) from None
+    except OSError as error:
+        raise type(error)(
+            f"The directory of the run, {directory}, cannot be created: {error}. Choose one that "
+            "can be written to."
+        ) from None
 
 
 def check_shared(directory: Path | None) -> None:

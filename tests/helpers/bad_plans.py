@@ -33,6 +33,8 @@ ROWS = {
         (lambda d: rc.make_mesh(pipe=3), ValueError, "pipe=3.*multiple of 3 devices.*8"),
         (lambda d: rc.make_mesh(pipe=0), ValueError, "`pipe` .* but is 0"),
         (lambda d: rc.make_mesh(pipe=1.0), TypeError, r"`pipe` .* but is 1\.0"),
+        (lambda d: rc.make_mesh(pipe=True), TypeError, "`pipe` .* but is True"),
+        (lambda d: rc.make_mesh(data=True), TypeError, "`data` .* but is True"),
     ],
     "emulate_devices": [
         (lambda d: rc.emulate_devices(0), ValueError, "`count` is 0"),
@@ -122,6 +124,13 @@ ROWS = {
             "`hardware` needs a function",
         ),
         (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), budget=-1), ValueError, "budget"),
+        (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), budget="1"), TypeError, "budget"),
+        (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), sequence=3), TypeError, "sequence"),
+        (
+            lambda d: rc.plan_shardings(INIT(0), rc.make_mesh(), fn=LOSS, args=("text", None)),
+            TypeError,
+            r"text at args\[0\]",
+        ),
         (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), fn=lambda m: m["v"]), KeyError, "v"),
         (
             lambda d: rc.plan_shardings(INIT(0), rc.make_mesh(), microbatches=0),
@@ -182,5 +191,6 @@ ROWS = {
     ],
     "Hardware": [
         (lambda d: rc.Hardware(flops=-1.0), (TypeError, ValueError), "flops"),
+        (lambda d: rc.Hardware(flops=True), TypeError, "`flops` is True"),
     ],
 }

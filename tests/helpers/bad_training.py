@@ -141,6 +141,11 @@ ROWS = {
     ],
     "predict": [
         (
+            lambda d: rc.predict(make_model(), "text", predict_fn=lambda m, b, k: b),
+            TypeError,
+            "text at the batch",
+        ),
+        (
             lambda d: rc.predict(
                 make_model(), batch_of(4), predict_fn=lambda m, b, k: jnp.zeros(3)
             ),
@@ -193,6 +198,11 @@ ROWS = {
             "`accumulate` is 0",
         ),
         (lambda d: rc.plan_step(state(), None, batch_of(8)), TypeError, "`loss_fn`"),
+        (
+            lambda d: rc.plan_step(state(), loss_fn, {"a": "text"}),
+            TypeError,
+            "text at a",
+        ),
         (
             lambda d: rc.plan_step(state(), loss_fn, batch_of(8), microbatches=2),
             ValueError,
@@ -251,6 +261,7 @@ ROWS = {
     ],
     "moving_average": [
         (lambda d: rc.moving_average({}, {}, 1.5), ValueError, "`decay` is 1.5"),
+        (lambda d: rc.moving_average({}, {}, True), TypeError, "`decay` is True"),
     ],
     "stop_on_signal": [
         (lambda d: rc.stop_on_signal(0).__enter__(), ValueError, "`max_seconds` is 0"),
@@ -294,6 +305,8 @@ ROWS = {
         (lambda d: fit(batch_size=0), ValueError, "`batch_size` is 0"),
         (lambda d: fit(batch_size=8.0), TypeError, r"`batch_size` is 8\.0"),
         (lambda d: fit(steps=0), ValueError, "`steps` is 0"),
+        (lambda d: fit(steps=True), TypeError, "`steps` is True"),
+        (lambda d: fit(batch_size=10**10), MemoryError, "batch of 10,000,000,000 examples"),
         (lambda d: fit(steps_per_call=0), ValueError, "`steps_per_call` is 0"),
         (lambda d: fit(steps_per_call="4"), TypeError, "`steps_per_call` is '4'"),
         (lambda d: fit(steps=2.5), TypeError, r"`steps` is 2\.5"),

@@ -14,7 +14,7 @@ from typing import Literal
 import jax
 from jaxtyping import PyTree
 
-from ..core._errors import check_integer, check_kind, local_path
+from ..core._errors import check_flag, check_integer, check_kind, local_path
 from ..core._frames import hide_frames_of_init
 from ..distributed._kv_store import decide, exchange, is_main
 from ._orbax import CheckpointDamaged
@@ -72,6 +72,7 @@ class Checkpoints:
         check_integer("Checkpoints.keep", self.keep)
         if self.every is not None:
             check_integer("Checkpoints.every", self.every)
+        check_flag("Checkpoints.resume", self.resume)
         if not isinstance(self.best, str | None):
             raise TypeError(f"`Checkpoints(best={self.best!r})` must be the name of a metric.")
         if self.mode not in ("min", "max", None):

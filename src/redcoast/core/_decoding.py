@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from jaxtyping import Array, Float
 
+from ._errors import check_number
 from ._frames import hide_frames_of_init
 
 _SAMPLING = ("top_k", "top_p", "min_p")
@@ -125,10 +126,14 @@ def as_tuple(tokens: int | Sequence[int], name: str = "eos") -> tuple[int, ...]:
 
 
 def as_integer(name: str, value: Any) -> int:
+    message = f"`{name}` is {value!r}. It must be a concrete integer."
+    # A bool is an int in Python.
+    if isinstance(value, bool):
+        raise TypeError(message)
     try:
         return operator.index(value)
     except TypeError as error:
-        raise TypeError(f"`{name}` is {value!r}. It must be a concrete integer.") from error
+        raise TypeError(message) from error
 
 
 def _check_counts(d: Decoding) -> None:
@@ -148,11 +153,8 @@ def _check_counts(d: Decoding) -> None:
 def _check_numbers(d: Decoding) -> None:
     for name in ("temperature", "top_p", "min_p", "length_penalty", "repetition_penalty"):
         value = getattr(d, name)
-        try:
-            # Called only for the error that it raises for what is no number.
-            math.isfinite(0.0 if value is None else value)
-        except TypeError:
-            raise TypeError(f"`{name}` is {value!r}. It must be a number.") from None
+        if value is not None or name not in _SAMPLING:
+            check_number(name, value)
     if not (math.isfinite(d.temperature) and d.temperature >= 0):
         raise ValueError(
             f"`temperature` is {d.temperature}. It must be positive, or 0 for greedy decoding."

@@ -88,12 +88,18 @@ def tree_to_jax_dtypes(tree: PyTree, root: str, *, of: str = "") -> PyTree:
     """Converts the NumPy arrays of a tree, which is called `root` in messages.
 
     `of` is the name of the tree in the places of its arrays, if it is data: `batch` in `batch[0]`.
+    Data must not have text.
     """
 
     def convert(path: KeyPath, x: PyTree) -> PyTree:
+        where = show_place(path, of) if of else show_path(path)
+        if of and isinstance(x, str | bytes):
+            raise TypeError(
+                f"There is text at {where or root}, and {root} must have arrays alone. Encode text "
+                "with the tokenizer of the model."
+            )
         if not isinstance(x, np.ndarray | np.generic):
             return x
-        where = show_place(path, of) if of else show_path(path)
         what = f"The array at {where} of {root}" if where else root
         check_unmasked(x, what)
         return to_jax_dtype(np.asarray(x), what)
@@ -115,6 +121,8 @@ def check_unmasked(x: Any, what: str) -> None:
 
 
 def _is_jax_leaf(x: object) -> bool:
-    if not isinstance(x, np.ndarray | np.generic):
+    if not isinstance(x, str | bytes | np.ndarray | np.generic):
         return True
+    if isinstance(x, str | bytes):
+        return False
     return is_jax_dtype(x.dtype) and not isinstance(x, np.ma.MaskedArray)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 _LONGEST = 200  # letters of a name or a value in a message
@@ -27,16 +28,24 @@ def check_integer(name: str, value: Any, *, least: int = 1) -> None:
         number = operator.index(value)
     except TypeError:
         raise _wrong_type(name, value, "an integer") from None
+    # A bool is an int in Python.
+    if isinstance(value, bool):
+        raise _wrong_type(name, value, "an integer")
     if number < least:
         raise ValueError(f"`{name}` is {value}. It must be at least {least}.")
 
 
 def check_number(name: str, value: object, *, above: int | float | None = None) -> None:
-    # A bool is an int in Python.
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    # NumPy's numbers are real numbers too, and so is a bool.
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise _wrong_type(name, value, "a number")
     if above is not None and not value > above:
         raise ValueError(f"`{name}` is {value}. It must be more than {above}.")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` is {value!r}. It must be True or False.")
 
 
 def check_optimizer(optimizer: object, *, name: str = "optimizer") -> None:

@@ -121,11 +121,17 @@ class Collating:
         """The batch that `collate_fn` makes of this many rows, with its marks, and whether it has
         the form of one before."""
         assert self._collate_fn is not None
-        own = list(range(rows)) if self._whole else own_rows(self._mesh, rows)
-        examples, indices, rngs = read(own)
-        batch, is_alike = collate_alike(
-            self._collate_fn, examples, indices, rngs, self._in_turn, self._form
-        )
+        try:
+            own = list(range(rows)) if self._whole else own_rows(self._mesh, rows)
+            examples, indices, rngs = read(own)
+            batch, is_alike = collate_alike(
+                self._collate_fn, examples, indices, rngs, self._in_turn, self._form
+            )
+        except MemoryError as error:
+            raise MemoryError(
+                f"This host has too little memory to make a batch of {rows:,} examples. Pass a "
+                "smaller `batch_size`."
+            ) from error
         # The first marked batch says that each process must collate all rows.
         if len(own) < rows and has_per_batch(batch):
             self._whole = True

@@ -75,7 +75,7 @@ def make_mesh(
     watch_freed_memory()
     sizes = {"data": data, "fsdp": fsdp, "model": model}
     # Meshes without stages do not have the axis.
-    if not isinstance(pipe, int | np.integer) or pipe != 1:
+    if not _is_integer(pipe) or pipe != 1:
         sizes = {PIPE: pipe, **sizes}
     shape = _resolve(sizes, len(devices))
     return Mesh(_arrange(devices, shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
@@ -86,7 +86,7 @@ def _resolve(sizes: dict[str, int], count: int) -> tuple[int, ...]:
     if count == 0:
         raise ValueError("A mesh needs at least one device, but `devices` is empty.")
     for axis, size in sizes.items():
-        if not isinstance(size, int | np.integer):
+        if not _is_integer(size):
             raise TypeError(f"`{axis}` must be an integer, but is {size!r}.")
         if size < 1 and size != -1:
             raise ValueError(
@@ -104,6 +104,11 @@ def _resolve(sizes: dict[str, int], count: int) -> tuple[int, ...]:
     if free:
         sizes = {**sizes, free[0]: count // fixed}
     return tuple(sizes.values())
+
+
+def _is_integer(size: object) -> bool:
+    # A bool is an int in Python.
+    return isinstance(size, int | np.integer) and not isinstance(size, bool)
 
 
 def _does_not_fit(sizes: dict[str, int], fixed: int, count: int, free: list[str]) -> str:

@@ -15,6 +15,7 @@ from jaxtyping import Array, PyTree
 
 from ..core._decoding import as_integer
 from ..core._dtypes import check_unmasked
+from ..core._errors import check_flag
 from ..core._program_lines import describe_array
 from ..core._train_state import refuse_state
 from ..distributed._agreement import Listing, agree
@@ -78,11 +79,6 @@ def check_rows(
             f"`rows` needs a cache of `redcoast.models`, but a {type(model).__name__} has a "
             f"{type(long).__name__}, whose slots cannot be moved. Pass no `rows`."
         )
-
-
-def check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"`{name}` is {value!r}. It must be True or False.")
 
 
 def check_no_encoder(model: PyTree, option: str) -> None:

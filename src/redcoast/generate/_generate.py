@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree, Shaped
 
 from ..core._axis_types import auto_ambient_mesh, explicit_mesh_of, on_auto_axes, on_mesh
 from ..core._decoding import Decoding
+from ..core._errors import check_flag
 from ..core._frames import hide_frames
 from ._generated import Generated
 
@@ -126,7 +127,6 @@ def generate(
         as_prompts,
         check_count,
         check_exact_options,
-        check_flag,
         check_model,
         check_positions,
         check_prompt,

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, PyTree, Shaped
 
+from ..core._errors import check_flag
 from ..core._frames import hide_frames
 from ..losses import token_log_probabilities
 
@@ -58,7 +59,7 @@ def log_probabilities(
             return loss, {"weight": jnp.sum(answered)}
         ```
     """
-    from ._check_arguments import check_flag, check_rows_to_score
+    from ._check_arguments import check_rows_to_score
     from ._exact import check_exact, is_traced, score_exactly
     from ._prompt import align_left, at_own_columns
 

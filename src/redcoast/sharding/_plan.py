@@ -6,12 +6,20 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, is_explicit, on_auto_axes, with_auto_axes
-from ..core._errors import check_functions, check_integer, check_mesh
+from ..core._dtypes import tree_to_jax_dtypes
+from ..core._errors import (
+    check_flag,
+    check_functions,
+    check_integer,
+    check_mesh,
+    check_number,
+)
 from ..core._frames import hide_frames
 from ..core._target import target
 from ..core._tracing import collection_paused
@@ -403,6 +411,9 @@ def plan_shardings(
                 f"`microbatches={microbatches}` needs a pipeline, and the mesh has none. Use "
                 "`make_mesh(pipe=...)`, or `accumulate` for microbatches one after the other."
             )
+    check_flag("sequence", sequence)
+    if budget is not None:
+        check_number("budget", budget, above=0)
     check_memory(memory)
     if fn is None:
         about_program = {
@@ -426,7 +437,8 @@ def plan_shardings(
     from ._memory_plan import MemoryTask, plan_within
 
     # The planned function gets constraints, which JAX takes on Auto axes alone.
-    model, args = on_auto_axes((model_of(tree), tuple(args)))
+    data = tree_to_jax_dtypes(tuple(args[:1]), "`args`", of="args")
+    model, args = on_auto_axes((model_of(tree), (*data, *args[1:])))
     hardware, auto_mesh = hardware or hardware_of(mesh), with_auto_axes(mesh)
     like_parameters = _arrays_of_state(tree, "opt_state", "average")
     # A plan within memory is made several times: of the function, and with values recomputed.
@@ -462,8 +474,8 @@ def check_memory(memory: object) -> None:
     """Raises an error unless `memory` is a positive number of bytes, `"auto"` or `None`."""
     if memory is None or memory == "auto":
         return
-    # For Python, `True` is an integer.
-    if isinstance(memory, bool) or not isinstance(memory, int | float):
+    # For Python, `True` is an integer. NumPy's numbers are real numbers too.
+    if isinstance(memory, bool) or not isinstance(memory, int | float | np.integer | np.floating):
         raise TypeError(
             f"`memory` is {memory!r}. It must be the bytes of each device that a step may take, "
             'such as 16e9, or "auto", or None to recompute nothing.'

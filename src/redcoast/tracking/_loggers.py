@@ -20,7 +20,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, SupportsFloat
 
-from ..core._errors import check_integer
+from ..core._errors import check_integer, check_number
 from ..core._output import say
 from ..core._user_functions import takes_keyword
 from ._jsonl import JsonlLogger, jsonl_logger
@@ -208,8 +208,8 @@ def console_logger(*, every: int | float | None = None, steps: int | None = None
         # step     100  loss 2.5         grad_norm 1.25
         ```
     """
-    if not isinstance(every, int | float | None):
-        raise TypeError(f"`every` must be a number of seconds, but is {every!r}.")
+    if every is not None:
+        check_number("every", every)
     if every is not None and not every >= 0:
         raise ValueError(f"`every` must be at least 0 seconds, but is {every}.")
     if steps is not None:

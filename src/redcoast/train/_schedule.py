@@ -1,6 +1,7 @@
 """Learning-rate schedules whose length is derived from the data."""
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.typing import ArrayLike
+
+from ..core._errors import check_integer, check_number
 
 # An optax schedule with a narrower result type.
 Schedule = Callable[[ArrayLike], Array]
@@ -69,8 +72,8 @@ def learning_rate_schedule(
         optimizer = optax.adamw(schedule)
         ```
     """
-    if not isinstance(peak, int | float):
-        raise TypeError(f"`peak` must be a number, but is {peak!r}.")
+    for name, number in (("peak", peak), ("warmup", warmup), ("end", end)):
+        check_number(name, number)
     total = _total_steps(examples, batch_size, epochs, steps)
     warmup_steps = _warmup_steps(warmup, total)
     if not (math.isfinite(peak) and peak > 0):
@@ -104,8 +107,8 @@ def _total_steps(examples: int, batch_size: int, epochs: int | None, steps: int 
         raise ValueError(f"Pass exactly one of `epochs` and `steps`; {passed} given.")
     sizes = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "steps": steps}
     for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise ValueError(f"`{name}` must be at least 1, but is {size}.")
+        if size is not None:
+            check_integer(name, size)
     if epochs is None:
         assert steps is not None
         return steps
@@ -114,7 +117,7 @@ def _total_steps(examples: int, batch_size: int, epochs: int | None, steps: int 
 
 
 def _warmup_steps(warmup: int | float, total: int) -> int:
-    if isinstance(warmup, float):
+    if not isinstance(warmup, numbers.Integral):
         if not 0 <= warmup < 1:
             raise ValueError(
                 f"A float `warmup` is a fraction of all steps and must be in [0, 1), but is "
@@ -126,4 +129,4 @@ def _warmup_steps(warmup: int | float, total: int) -> int:
             f"`warmup` must be between 0 and {total}, the number of steps of the run, but is "
             f"{warmup}. For a fraction of the run, pass a float in [0, 1)."
         )
-    return warmup
+    return int(warmup)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..core._errors import check_number
@@ -106,8 +107,11 @@ def moving_average(old: PyTree, new: PyTree, decay: float | Float[Array, ""]) ->
         target = rc.moving_average(target, state.model, 0.995)
         ```
     """
-    if isinstance(decay, int | float) and not 0 <= decay <= 1:
-        raise ValueError(f"`decay` is {decay}. It must be between 0 and 1.")
+    # It may also be an array, whose value is not known while tracing.
+    if not isinstance(decay, jax.Array | np.ndarray):
+        check_number("decay", decay)
+        if not 0 <= decay <= 1:
+            raise ValueError(f"`decay` is {decay}. It must be between 0 and 1.")
     if jax.tree.structure(old) != jax.tree.structure(new):
         raise ValueError("`old` and `new` have different structures; average trees of one kind.")
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from ...core._errors import check_number
+
 DEFAULT_MEMORY = 80e9  # of an A100, for devices that do not report their memory
 _COMPILERS = "cpu", "gpu", "tpu"
 
@@ -64,8 +66,8 @@ class Hardware:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[:5]:  # the speeds and the memory
             value = getattr(self, field.name)
-            if value is not None and not value > 0:
-                raise ValueError(f"`{field.name}` is {value}. It must be positive.")
+            if value is not None:
+                check_number(field.name, value, above=0)
         if self.compiler not in _COMPILERS:
             raise ValueError(f'`compiler` is {self.compiler!r}. It must be "cpu", "gpu" or "tpu".')
 

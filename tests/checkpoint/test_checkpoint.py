@@ -34,6 +34,7 @@ def assert_same(a, b):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.few("sizes3")
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -43,7 +44,6 @@ def assert_same(a, b):
         {"devices": jax.devices()[:1]},
     ],
 )
-@pytest.mark.few("sizes0", "sizes3")
 def test_a_checkpoint_of_one_mesh_restores_on_any_other(tmp_path_factory, sizes):
     state = split_state(make_state(), data=2, model=4)
     path = tmp_path_factory.mktemp("checkpoints") / "2x4"

@@ -186,6 +186,7 @@ def array_file(path):
     return max((path / "state").glob("ocdbt.process_0/d/*"), key=lambda p: p.stat().st_size)
 
 
+@pytest.mark.few("flipped", "missing", "format")
 @pytest.mark.parametrize(
     "harm",
     [
@@ -240,6 +241,7 @@ def test_a_missing_permission_is_not_damage(tmp_path, monkeypatch):
     assert saved_steps(checkpoints) == [1, 2, 3]
 
 
+@pytest.mark.thorough
 def test_fit_warns_and_repeats_the_lost_steps(tmp_path, caplog):
     def train(directory, steps):
         return rc.fit(

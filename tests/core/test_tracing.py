@@ -82,6 +82,7 @@ def test_a_library_keeps_nothing_of_a_mesh(loss_fn):
         times_kept(batch)
 
 
+@pytest.mark.thorough
 def test_equinox_rotary_embeddings_on_meshes_of_two_sizes():
     rope = eqx.nn.RotaryPositionalEmbedding(6, theta=123.0)  # arguments of no other test
 

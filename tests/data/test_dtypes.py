@@ -195,6 +195,7 @@ def test_a_batch_may_hold_a_key_for_each_example():
         np.testing.assert_allclose(step(state, batch)[1]["loss"], want, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_keys_in_the_batches_of_fit():
     given = {"collate_fn": with_keys, "batch_size": 8, "steps": 3, "log": False}
     evaluation = rc.Evaluation(X)
@@ -205,6 +206,7 @@ def test_keys_in_the_batches_of_fit():
     np.testing.assert_allclose(*(state.model["w"] for state in states), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_keys_in_the_batch_of_a_dry_run():
     run = rc.dry_run(init_fn, masked_loss, with_keys(X), SGD, target="cpu:8")
     assert run.fits

@@ -321,6 +321,7 @@ def test_threads_are_an_argument(workers, monkeypatch):
     assert names == own if workers == 0 else names != own
 
 
+@pytest.mark.thorough
 def test_evaluation_and_prediction_of_streams():
     model, examples = make_model(), make_examples(21)
     options = {"collate_fn": collate_fn, "batch_size": 8}

@@ -82,6 +82,7 @@ def test_tuples_of_arrays_that_may_be_examples_are_refused():
         by_epoch((np.zeros(3), np.zeros(3)))
 
 
+@pytest.mark.thorough
 def test_arrays_train_evaluate_and_predict_without_a_collate_fn():
     x = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
     y = x.sum(1)

@@ -214,6 +214,7 @@ def test_mesh_is_chosen_by_estimated_cost():
     assert alone.arithmetic == {"float32": 5 * 2 * 8 * 2**14 * 2**15}
 
 
+@pytest.mark.thorough
 def test_a_step_that_is_too_large():
     mesh = rc.make_mesh(data=8)
     run = rc.dry_run(init_wide, wide_loss, WIDE, OPTIMIZER, target="cpu:8", mesh=mesh)

@@ -57,6 +57,7 @@ def test_tables_and_plots_are_between_the_marks(docs, tmp_path):
         assert (tmp_path / "images" / name).stat().st_size > 1000
 
 
+@pytest.mark.thorough
 def test_a_second_run_changes_nothing(docs, tmp_path):
     write_results(tmp_path)
     once = run(docs, tmp_path, PAGE)

@@ -142,6 +142,7 @@ def test_transitions_stay_on_their_device(experiment, config, collectives):
     assert collectives(experiment, config(on_device=True)) == ["all-reduce"]
 
 
+@pytest.mark.thorough
 def test_actions_are_random_at_first_and_noisy_later(experiment, config):
     c = config(warmup=5, noise_std=0.1)
     model = experiment.init_fn(c, 3, 1, jax.random.key(0))

@@ -39,6 +39,7 @@ def test_states_rewards_and_ends_are_gymnasiums(environments, name):
     assert ends > 1 or name == "Pendulum-v1"
 
 
+@pytest.mark.thorough
 def test_episodes_start_from_gymnasiums_distribution(environments):
     for name, environment in environments.ENVIRONMENTS.items():
         spec = gymnasium.spec(name)
@@ -76,6 +77,7 @@ def test_an_episode_that_ends_is_followed_by_the_next(environments):
     assert np.isfinite(envs["last_return"][:2]).all()
 
 
+@pytest.mark.thorough
 def test_a_time_limit_truncates(environments):
     environment = environments.ENVIRONMENTS["Pendulum-v1"]
     envs = environments.reset_envs(environment, jax.random.key(0), 2)

@@ -142,6 +142,7 @@ def test_rounds_are_those_of_the_paper(start, method):
             np.testing.assert_allclose(state.model["controls"], flat, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", few_of(METHODS, "scaffold"))
 def test_a_round_has_one_all_reduce(start, method):
     found = start(method)

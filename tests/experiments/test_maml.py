@@ -120,6 +120,7 @@ def test_a_sinusoid_is_the_same_for_examples_and_queries(fit):
             assert b <= 1e-4  # a phase of 0 to pi
 
 
+@pytest.mark.thorough
 def test_characters_of_tests_are_of_other_scripts_and_upright(experiment, fit):
     found = fit(glyphs=True, ways=4)
     turns = {"greek": range(4), "armenian": range(1)}

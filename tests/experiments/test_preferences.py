@@ -63,8 +63,8 @@ def own_log_prob(model, policy, prompt, answer, mean):
     return np.mean(each) if mean else np.sum(each)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", ["dpo", "kto", "simpo"])
-@pytest.mark.few("simpo")
 def test_answers_have_their_own_log_probabilities(script, experiment, config, loss):
     """Padding and the prompt are not counted; KTO compares with an answer to another prompt."""
     c, policy = config(loss=loss), policy_of(script)

@@ -88,6 +88,7 @@ def test_a_row_that_ended_is_filled_with_padding():
         np.testing.assert_array_equal(found, expected(eos=several, pad=several[0]))
 
 
+@pytest.mark.thorough
 def test_the_model_says_what_ends_a_row_and_what_fills_it():
     eos = ending(MODEL)
     for pad, filled in ((7, 7), (None, eos), (-1, eos)):
@@ -98,6 +99,7 @@ def test_the_model_says_what_ends_a_row_and_what_fills_it():
     np.testing.assert_array_equal(never, expected())
 
 
+@pytest.mark.thorough
 def test_the_loop_stops_when_all_rows_have_ended():
     calls = []
 
@@ -139,6 +141,7 @@ def test_an_encoder_may_read_images():
         generate(model, images, max_new_tokens=6, mask=np.ones((3, 2)))
 
 
+@pytest.mark.thorough
 def test_an_encoder_gets_no_more_padding_than_it_has_positions_for():
     class Strict(TinySeq2Seq):
         def encode(self, tokens, *, mask=None):
@@ -157,6 +160,7 @@ def test_buckets_waste_at_most_a_quarter():
     assert len(set(sizes)) < 35
 
 
+@pytest.mark.thorough
 def test_prompts_limits_and_temperatures_of_a_bucket_share_one_program():
     model = tiny(8, width=4)
     rng = np.random.default_rng(0)
@@ -181,8 +185,8 @@ def test_prompts_limits_and_temperatures_of_a_bucket_share_one_program():
     assert TRACED["decode"] > once
 
 
+@pytest.mark.few("how2")
 @pytest.mark.parametrize("how", [{}, {"beams": 2}, {"stream": id}, {"repetition_penalty": 1.2}])
-@pytest.mark.few("how0", "how2")
 def test_a_prompt_of_another_length_compiles_nothing(how):
     model = tiny(8, width=5)
 
@@ -196,8 +200,8 @@ def test_a_prompt_of_another_length_compiles_nothing(how):
         assert compiled_programs(ft.partial(decode, 2, *others)) == 0
 
 
+@pytest.mark.few("70")
 @pytest.mark.parametrize("length", [17, 70, 130, 200])
-@pytest.mark.few("70", "200")
 def test_a_prompt_that_is_read_in_chunks_gives_the_same_tokens(length):
     tokens = np.random.default_rng(length).integers(0, 11, (2, length))
     mask = np.ones((2, length), int)
@@ -232,6 +236,7 @@ def test_a_stream_gets_each_step_and_stops_with_the_last_row():
     np.testing.assert_array_equal(np.stack(steps, axis=1), want[:, : len(steps)])
 
 
+@pytest.mark.thorough
 def test_a_stream_compiles_no_more_for_more_steps():
     model = tiny(1, width=6)
     stream = lambda new: generate(model, LEFT, mask=LEFT_MASK, max_new_tokens=new, stream=id)
@@ -239,6 +244,7 @@ def test_a_stream_compiles_no_more_for_more_steps():
     assert compiled_programs(lambda: [stream(n) for n in (1, 2, 9, 16)]) == 0
 
 
+@pytest.mark.thorough
 def test_a_streams_token_is_read_when_the_next_step_is_under_way():
     order = []
 
@@ -368,6 +374,7 @@ class Broken(Tiny):
         return jnp.where(broken[:, None, None], jnp.nan, hidden), cache
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "how", few_of([{}, {"beams": 2}, {"temperature": 1.0, "top_k": 3, "top_p": 0.9}], {})
 )

@@ -74,6 +74,7 @@ def test_beams_do_not_depend_on_padding_or_on_other_rows():
         np.testing.assert_array_equal(alone[0], found[i])
 
 
+@pytest.mark.thorough
 def test_beams_of_an_encoder_decoder_each_keep_their_memory():
     model = tiny(5, TinySeq2Seq, decoder_start=4, spread=1.0)
     options: dict[str, Any] = {"beams": 4, "eos": (2,), "length_penalty": 0.5}

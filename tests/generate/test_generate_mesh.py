@@ -128,8 +128,8 @@ def test_as_a_predict_fn():
     np.testing.assert_array_equal(found, one_device("beams")[[0, 1, 2, 3, 0, 1]])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["greedy", "beams"])
-@pytest.mark.few("greedy")
 def test_no_step_gathers_the_cache(how):
     model = planned("2x4")[1]
     request = request_of(eos=(), **HOW[how])

@@ -83,7 +83,6 @@ FILTERS: Any = [
     few_of(
         [*((10_000, 1, one) for one in FILTERS), (250, 40, FILTERS[0]), (250, 40, FILTERS[-2])],
         (10_000, 1, FILTERS[0]),
-        (250, 40, FILTERS[-2]),
         several=True,
     ),
 )

@@ -70,6 +70,7 @@ DECODINGS = [
 ]
 
 
+@pytest.mark.few("decoding0", "decoding4")
 @pytest.mark.parametrize("decoding", DECODINGS)
 def test_greedy_tokens_are_those_of_the_definitions(decoding):
     found = rc.generate(MODEL, LEFT, mask=MASK, max_new_tokens=COUNT, decoding=decoding)
@@ -79,10 +80,10 @@ def test_greedy_tokens_are_those_of_the_definitions(decoding):
     assert (np.asarray(found) != np.asarray(plain)).any()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "how", [{"beams": 2}, {"stream": lambda tokens: None}], ids=["beams", "stream"]
 )
-@pytest.mark.few("stream")
 def test_the_least_length_with_beams_and_streams_does_not_depend_on_other_rows(how):
     options: Any = {"max_new_tokens": 6, "min_length": 6, "eos": range(9), "pad": 8, **how}
     found = rc.generate(MODEL, LEFT, mask=MASK, **options)
@@ -90,6 +91,7 @@ def test_the_least_length_with_beams_and_streams_does_not_depend_on_other_rows(h
     np.testing.assert_array_equal(found[:2], np.stack(alone))
 
 
+@pytest.mark.thorough
 def test_a_stream_sees_the_history_too_and_stop_ends_a_row():
     options: Any = {"mask": MASK, "max_new_tokens": COUNT, "decoding": DECODINGS[2]}
     shown, expected = [], np.asarray(rc.generate(MODEL, LEFT, **options))
@@ -122,6 +124,7 @@ def test_several_results_of_a_row_are_the_best_hypotheses_or_different_samples()
     np.testing.assert_array_equal(chosen, np.repeat(first, 3))
 
 
+@pytest.mark.thorough
 def test_a_models_own_options_apply_unless_others_are_given():
     own = rc.Decoding(temperature=0.7, top_k=4, repetition_penalty=1.7, eos=())
     config = _With(**vars(MODEL.config), decoding=own)

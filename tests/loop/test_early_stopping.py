@@ -53,6 +53,7 @@ def assert_same(a, b):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.few("max-losses1")
 @pytest.mark.parametrize(
     ("mode", "losses"),
     [("min", [3.0, 1.0, 2.0, 1.0, 0.5]), ("max", [3.0, 5.0, 5.0, 4.0, 9.0])],
@@ -80,6 +81,7 @@ def test_best_state_is_returned_from_a_checkpoint_and_a_run_that_is_over_stays_s
     assert int(more.step) == 10
 
 
+@pytest.mark.thorough
 def test_counters_are_those_of_the_checkpoint_after_a_kill(tmp_path):
     """A run that died between evaluations stops where it would have."""
 
@@ -159,6 +161,7 @@ def test_logger_with_a_parameter_state_gets_that_of_its_step():
     assert metrics == {k: v for m in logged for k, v in m.items() if k.startswith("eval/")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("takes_state", [False, pytest.param(True, marks=pytest.mark.integration)])
 def test_logger_stops_the_run_with_its_state_saved(tmp_path, takes_state, capsys):
     def plain_logger(metrics, step):

@@ -174,8 +174,8 @@ def raising_on_the_device(when):
     return loss
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["predict_fn", "output_fn", "metric_fn"])
-@pytest.mark.few("metric_fn")
 def test_in_the_evaluation_after_a_hundred_steps(tmp_path, name):
     # Before that one there were the trial on one batch, and 50 steps before, two batches.
     when = {"output_fn": 5, "metric_fn": 3}
@@ -198,6 +198,7 @@ def test_in_the_evaluation_after_a_hundred_steps(tmp_path, name):
     assert saved(tmp_path) == [100]
 
 
+@pytest.mark.few("False-3")
 @pytest.mark.parametrize(
     ("augmented", "when"), [(True, 1), (True, 9), (False, 1), (False, 3), (False, 4)]
 )
@@ -386,6 +387,7 @@ def test_the_bar_ends_its_line(monkeypatch):
     assert terminal.getvalue().endswith("\n")
 
 
+@pytest.mark.thorough
 def test_output_that_nobody_reads_does_not_end_a_run(monkeypatch, caplog):
     """Neither what is printed here nor what functions of the user print."""
     reader, writer = os.pipe()
@@ -445,6 +447,7 @@ def test_errors_of_evaluate_and_predict_examples_are_noted_too():
     assert "indices 16 to 23" in notes(error.value)
 
 
+@pytest.mark.few("axis0")
 @pytest.mark.parametrize("axis", [{}, {"axis_name": "devices"}])
 def test_pmap_in_a_loss_gives_the_same_loss(axis):
     def loss_of(each_device):

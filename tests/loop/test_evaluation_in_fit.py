@@ -62,6 +62,7 @@ def test_no_weight_at_all_is_found_before_the_first_step(mesh):
     assert steps == []
 
 
+@pytest.mark.thorough
 def test_the_rehearsal_goes_on_to_the_first_batch_with_weight():
     """And no further, so that not everything is evaluated twice."""
     seen, log = [], {}
@@ -121,9 +122,9 @@ def test_an_evaluation_that_loses_its_weight_later_does_not_end_the_run(caplog):
     assert "have a total `weight` of 0" in caplog.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("best", [None, "loss"])
 @pytest.mark.parametrize("error", few_of([FloatingPointError, MemoryError, KeyError], MemoryError))
-@pytest.mark.few("MemoryError-None")
 def test_whatever_an_evaluation_raises_the_state_is_saved(tmp_path, error, best):
     """It cannot have harmed the state, whatever it is."""
     calls = []

@@ -21,6 +21,7 @@ from redcoast.train._precision import as_compute_dtype
 OPTIONS: Any = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 8, "log": False}
 
 
+@pytest.mark.few("given1-steps=4")
 @pytest.mark.parametrize(
     ("given", "remedy"), [({"epochs": 1}, "epochs=2"), ({"steps": 2}, "steps=4")]
 )
@@ -54,6 +55,7 @@ class Augmented:
         return example | {"x": example["x"] + self.rng.normal(size=example["x"].shape)}
 
 
+@pytest.mark.few("in another order")
 @pytest.mark.parametrize("data", ["same", "in another order", "augmented"])
 def test_examples_in_another_order_than_before_are_said(data, tmp_path, caplog):
     """As of a list that is shuffled without a seed at each start of a script."""
@@ -75,6 +77,7 @@ def test_examples_in_another_order_than_before_are_said(data, tmp_path, caplog):
     assert "another order" not in caplog.text, "nothing is left to train"
 
 
+@pytest.mark.thorough
 def test_a_finished_run_that_prints_nothing_warns(tmp_path, caplog):
     """As of a sweep of learning rates, all in one directory."""
     options = one_device() | {"steps": 2, "checkpoints": tmp_path}
@@ -101,8 +104,8 @@ def test_injected_values_of_a_checkpoint_are_said(tmp_path, caplog):
     assert "goes on with momentum=0.5, from its checkpoint, and not with 0.75" in caplog.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("keeps", ["all", "leaves", "copies", "the last"])
-@pytest.mark.few("the last")
 def test_states_that_a_logger_keeps_are_said_to_be_deleted(keeps):
     kept: list[Any] = []
 

@@ -73,6 +73,7 @@ def test_learns_and_reports():
     assert int(state.step) == 50
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sizes",
     few_of(
@@ -120,6 +121,7 @@ def test_equals_a_loop_by_hand():
     np.testing.assert_allclose(losses(lines), by_hand, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_one_compilation_for_each_shape():
     traces = []
 
@@ -132,6 +134,7 @@ def test_one_compilation_for_each_shape():
     assert sorted(traces) == [(8, 16), (16, 16)]
 
 
+@pytest.mark.thorough
 def test_every_example_is_trained_on_once_in_each_epoch():
     seen = []
 
@@ -248,6 +251,7 @@ def test_overrides_reach_the_state():
     assert state.opt_state[0].mu.layers[1].weight.is_fully_replicated
 
 
+@pytest.mark.thorough
 def test_streams_end_and_resume(tmp_path):
     train = ft.partial(
         rc.fit,
@@ -272,11 +276,13 @@ def test_streams_end_and_resume(tmp_path):
         train(Stream([]), steps=3)
 
 
+@pytest.mark.thorough
 def test_a_stream_that_ends_early_says_so(caplog):
     assert int(fit(examples=Stream(EXAMPLES[:40]), steps=9).step) == 3
     assert "ended after 3 of 9 steps" in caplog.text
 
 
+@pytest.mark.thorough
 def test_checkpoints_by_policy(tmp_path):
     fit(steps=7, checkpoints=rc.Checkpoints(tmp_path / "a", every=3, keep=5))
     assert steps_in(tmp_path / "a") == [3, 6, 7]
@@ -290,8 +296,8 @@ def steps_in(directory):
     return sorted(int(p.name) for p in (directory / "checkpoints").iterdir())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("removed", [False, True])
-@pytest.mark.few("True")
 def test_files_stay_together_if_the_working_directory_changes(tmp_path, monkeypatch, removed):
     start, other = tmp_path / "start", tmp_path / "other"
     start.mkdir()
@@ -316,6 +322,7 @@ def test_files_stay_together_if_the_working_directory_changes(tmp_path, monkeypa
     assert removed or not list(other.iterdir())
 
 
+@pytest.mark.thorough
 def test_the_best_is_kept(tmp_path):
     checkpoints = rc.Checkpoints(tmp_path, every=2, keep=1, best="target", mode="max")
     targets = iter([0.0, 1.0, 5.0, 3.0, 2.0])  # the first is the rehearsal's
@@ -410,6 +417,7 @@ def exploding(after):
     return {"collate_fn": collate, "loss_fn": loss}
 
 
+@pytest.mark.thorough
 def test_steps_without_a_finite_loss_are_skipped_and_counted(tmp_path):
     _, lines = logged(epochs=1, **exploding(198))
     skipped = [line["skipped"] for line in lines.values()]
@@ -517,11 +525,13 @@ def test_nothing_says_how_long():
         )
 
 
+@pytest.mark.thorough
 def test_a_key_belongs_to_the_state():
     with pytest.raises(ValueError, match="leave `key` out"):
         fit(model=fit(), steps=8, key=jax.random.key(0))
 
 
+@pytest.mark.thorough
 def test_loggers_are_told_of_the_run_and_closed(tmp_path):
     class Log:
         runs, closed, steps = [], 0, []

@@ -62,6 +62,7 @@ def spoiled_from(step):
     return {"loss_fn": loss, "collate_fn": collate, "model": Branches()}
 
 
+@pytest.mark.thorough
 def test_gradients_and_examples_are_named(tmp_path):
     lines = []
     with pytest.raises(FloatingPointError) as error, stops_after_skipping(3):
@@ -110,6 +111,7 @@ def test_examples_with_nan_are_named():
     assert sorted(named) == bad
 
 
+@pytest.mark.thorough
 def test_positions_of_a_stream_are_named():
     examples = [dict(e) for e in EXAMPLES]
     for i in range(16, 32):
@@ -169,6 +171,7 @@ def test_a_gradient_too_large_for_its_norm_is_named():
         fit(loss_fn=loss)
 
 
+@pytest.mark.thorough
 def test_a_finite_step_in_between_starts_the_count_anew():
     def collate(examples):
         odd = next(count) % 3 < 2

@@ -332,6 +332,7 @@ def test_a_target_and_an_average_are_sharded_saved_and_restored_as_their_model(t
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
 def test_an_enclosing_time_limit_stops_the_loops_inside(caplog):
     options: dict[str, Any] = {**OPTIONS, "loss_fn": loss_fn, "mesh": MESH, "log": False}
     with rc.stop_on_signal(1e-9) as outer:

@@ -29,8 +29,8 @@ def mesh_of(devices):
     return rc.make_mesh(devices=jax.devices()[:devices])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", MESHES.values(), ids=MESHES)
-@pytest.mark.few("8 devices")
 def test_graphs_are_evaluated_and_predicted_as_one_by_one(devices):
     model = init_fn(KEY)
     want = np.array([by_hand(model, graph) for graph in GRAPHS])
@@ -87,6 +87,7 @@ def test_marked_batches_in_own_loops():
     assert rc.dry_run(init_fn, loss_fn, batch, SGD, target="cpu:8").fits
 
 
+@pytest.mark.thorough
 def test_predictions_of_nodes_need_an_output_fn():
     model = init_fn(KEY)
     given = {"collate_fn": collate_fn, "batch_size": 8, "mesh": mesh_of(8)}

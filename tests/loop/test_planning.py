@@ -69,6 +69,7 @@ def test_losses_are_one_devices():
         np.testing.assert_allclose(losses(mesh), one, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_evaluate_and_predict_plan_as_well():
     options = {"collate_fn": collate_fn, "batch_size": 24}
     one, many = rc.make_mesh(devices=jax.devices()[:1]), rc.make_mesh(model=4)
@@ -102,6 +103,7 @@ def test_accumulated_microbatches_are_planned_and_constrained():
     np.testing.assert_allclose(losses(4, rc.make_mesh(model=4)), one, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_planning_leaves_a_stream_where_it_was():
     class Stream:
         position = 0

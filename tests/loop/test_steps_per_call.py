@@ -88,6 +88,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", few_of(CASES, "planned"))
 def test_state_and_metrics_are_those_of_single_steps(case):
     options = dict(CASES[case])
@@ -191,6 +192,7 @@ def test_skipped_steps_end_the_run_after_the_same_step_with_the_same_words(caplo
     assert single == together
 
 
+@pytest.mark.thorough
 def test_an_error_of_the_data_comes_after_the_steps_before_it(tmp_path):
     def collate(examples):
         if any(e["index"] == 40 for e in examples):
@@ -283,6 +285,7 @@ def waiting_loss(model, batch, key):
     return loss_fn(model, batch | {"x": jax.lax.stop_gradient(far)}, key)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -294,7 +297,6 @@ def waiting_loss(model, batch, key):
     ],
     ids=["forbidden", "state", "effects", "open loop", "large"],
 )
-@pytest.mark.few("forbidden", "effects")
 def test_other_steps_are_taken_alone(options, monkeypatch):
     assert not numbers_of_calls(monkeypatch, **{"steps_per_call": None, "steps": 3, **options})
 

@@ -237,6 +237,7 @@ def test_outside_the_main_thread_there_is_the_time(monkeypatch):
     assert found == [False, True]
 
 
+@pytest.mark.thorough
 def test_a_notice_of_jax_is_heard(monkeypatch, caplog, received):
     from jax.experimental import multihost_utils
 
@@ -300,8 +301,8 @@ def predict():
     return rc.predict_examples(make_model(), make_examples(16), **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-@pytest.mark.few("15")
 def test_nothing_begins_after_a_signal_cut_a_run_short(received, caplog, number):
     """A script that goes on would take the model for a trained one."""
     with handled(number):
@@ -317,6 +318,7 @@ def test_nothing_begins_after_a_signal_cut_a_run_short(received, caplog, number)
         evaluate()
 
 
+@pytest.mark.thorough
 def test_a_caller_who_handles_signals_goes_on(received):
     with handled(signal.SIGTERM), rc.stop_on_signal() as stopping:
         state = fit(steps=9, log=signal_at(3, signal.SIGTERM))
@@ -342,6 +344,7 @@ def test_processes_agree_on_the_level_one_call_later(level):
     assert request.level == level
 
 
+@pytest.mark.few("3")
 @pytest.mark.parametrize("at", [3, 9])
 def test_an_interrupt_saves_and_is_raised(received, tmp_path, at):
     with handled(signal.SIGINT), pytest.raises(KeyboardInterrupt, match="after step") as error:

@@ -29,8 +29,8 @@ def counting(fn):
     return counted, calls
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [{"data": 1}, {"data": 2, "model": 2}])
-@pytest.mark.few("sizes1")
 def test_the_plan_and_the_step_of_fit_share_a_trace(sizes):
     loss, traces = counting(plain_loss)
     create, created = counting(lambda key: make_model())

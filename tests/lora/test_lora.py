@@ -223,6 +223,7 @@ def test_other_adapters_take_the_place_of_all():
     np.testing.assert_array_equal(model.layers.wk, MODEL.layers.wk)
 
 
+@pytest.mark.few("True-2")
 @pytest.mark.parametrize("model", [2, 4])
 @pytest.mark.parametrize("dataflow", [False, True])
 def test_adapters_are_split_as_their_matrix(model, dataflow):
@@ -378,8 +379,8 @@ def test_adapters_of_a_dinov3_have_the_names_of_both_versions(tmp_path):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("targets", ["w[qkv]", "wv", "."])
-@pytest.mark.few("wv")
 def test_adapters_of_a_fused_matrix_are_one_block_and_read_as_parts(targets, tmp_path):
     base = random_model(GPT2, GPT2_CONFIG)
     model = adapted(base, targets)
@@ -400,6 +401,7 @@ def test_adapters_of_a_fused_matrix_are_one_block_and_read_as_parts(targets, tmp
         np.testing.assert_allclose(whole(x), whole(stored[name]), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_adapters_of_several_ranks_and_scales(tmp_path):
     model = lora.add_adapters(MODEL, 2, targets="wq", alpha=1, key=KEY)
     model = lora.add_adapters(model, 4, targets="up", alpha=3, key=KEY)

@@ -83,6 +83,7 @@ def test_nf4_codes_are_the_nearest_values_and_pairs_share_a_byte():
     np.testing.assert_array_equal(found.dequantised(), NF4[codes] * largest)
 
 
+@pytest.mark.thorough
 def test_no_dequantised_matrix_is_kept_for_the_backward_pass():
     model = lora.quantise(base(), targets="gate")
 
@@ -195,6 +196,7 @@ class Stranger(eqx.Module):
         return self.second(jax.nn.relu(self.first(x)))
 
 
+@pytest.mark.thorough
 def test_linear_layers_of_other_models_are_quantised():
     model = Stranger(eqx.nn.Linear(8, 64, key=KEY), eqx.nn.Linear(64, 2, key=KEY))
     found = lora.quantise(model, targets="second")

@@ -108,6 +108,7 @@ def test_log_probabilities_of_tokens_equal_numpys_and_have_gradients():
     np.testing.assert_allclose(of_chunks(HIDDEN), of_loss(HIDDEN), atol=1e-6)
 
 
+@pytest.mark.few("full")
 @pytest.mark.parametrize("fn", [full, ft.partial(chunked, chunk=4)], ids=["full", "chunked"])
 def test_a_mask_of_zeros_gives_zero(fn):
     nothing = jnp.zeros_like(RAGGED)
@@ -148,6 +149,7 @@ def test_float64_stays_float64():
         np.testing.assert_allclose(cross_entropy(logits, TARGETS), expected, rtol=1e-14)
 
 
+@pytest.mark.thorough
 def test_microbatches_have_the_loss_of_the_batch():
     def loss_fn(head, batch, key):
         fn = ft.partial(chunked_cross_entropy, mask=batch["mask"], chunk=5)
@@ -165,6 +167,7 @@ def test_microbatches_have_the_loss_of_the_batch():
         np.testing.assert_allclose(got, right, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_memory_of_the_chunked_loss():
     batch, seq, width, vocab = 2, 2048, 16, 50_000
     logits = 4 * batch * seq * vocab
@@ -214,6 +217,7 @@ def trace_context(mesh):
     return traced_over(rc.make_mesh(**mesh))
 
 
+@pytest.mark.thorough
 def test_chunks_by_size_have_the_loss_and_gradients_of_whole_logits(monkeypatch):
     monkeypatch.setattr(_cross_entropy, "MOST_WHOLE", 64)
     monkeypatch.setattr(_cross_entropy, "_BYTES_OF_CHUNK", 4 * BATCH * VOCAB * 3)

@@ -86,6 +86,7 @@ def test_on_policy_the_gradient_is_that_of_the_policy_gradient():
     np.testing.assert_allclose(jax.jit(jax.grad(of))(new), expected, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_tokens_may_have_advantages_of_their_own():
     each = jnp.broadcast_to(jnp.asarray(ADVANTAGES)[:, None], (BATCH, SEQ))
     loss = ft.partial(losses.grpo, to_device(NEW), to_device(OLD), mask=jnp.asarray(MASK))

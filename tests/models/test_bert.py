@@ -63,9 +63,9 @@ def slow_results(model, tokens, types):
     return x @ w.embed.T + w.head.vocab_bias
 
 
+@pytest.mark.few("masked-roberta")
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 @pytest.mark.parametrize("head", [None, "masked", "classification"])
-@pytest.mark.few("masked-roberta", "classification-bert")
 def test_matches_numpy(kind, head):
     # RoBERTa's head for tokens has one activation function, whatever the layers'.
     model = make(kind=kind, head=head, activation="relu", pad=2, labels=3)
@@ -101,8 +101,8 @@ def test_parts_that_are_not_there_are_refused():
         MODEL.unembed(jnp.zeros((1, 3, 16)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
-@pytest.mark.few("roberta")
 def test_padding_changes_nothing(kind):
     helpers.check_padding(make(kind=kind, positions=7))
 

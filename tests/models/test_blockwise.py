@@ -52,12 +52,9 @@ CASES = {
 }
 
 
+@pytest.mark.few("padding, segments-16")
 @pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.few(
-    "causal, soft cap-16",
-    "padding, segments-16",
-)
 def test_values_and_gradients_are_those_of_all_pairs(case, size):
     view, bias, softcap = CASES[case]
     visible = jnp.broadcast_to(view.visible(SEQ, SEQ), (BATCH, SEQ, SEQ))
@@ -234,6 +231,7 @@ def test_no_array_of_all_pairs_is_made(many, remat):
     assert max(aval.size for aval in avals) <= seq * 64 * 3 < seq * seq
 
 
+@pytest.mark.thorough
 def test_forward_mode_says_why_not(many):
     many(1)
     model, tokens = llama(), batch()["tokens"]

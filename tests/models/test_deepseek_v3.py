@@ -220,6 +220,7 @@ def test_values_that_do_not_fit_are_refused(change, message):
         dataclasses.replace(CONFIG, **change)
 
 
+@pytest.mark.thorough
 def test_adapters_of_some_layers_are_named_one_by_one(tmp_path):
     """In the patterns of an adapter's ranks, because other layers have modules of the same name."""
     model = lora.add_adapters(make(), 2, targets="dense/wo", key=jax.random.key(0))

@@ -15,8 +15,8 @@ import redcoast as rc
 FEW = ["bert labels", "gemma2 capped low", "qwen3 moe", "t5", "mamba2", "whisper", "dinov3 gated"]
 
 
+@pytest.mark.few("bert labels", "t5", "qwen3 moe")
 @pytest.mark.parametrize("name", STORED_OUTPUTS)
-@pytest.mark.few(*FEW)
 def test_outputs_are_those_of_transformers(name, tmp_path):
     case = STORED_OUTPUTS[name]
     (tmp_path / "config.json").write_text(json.dumps(case["settings"]))
@@ -46,8 +46,8 @@ MASKED += [
 ]
 
 
+@pytest.mark.few("llama")
 @pytest.mark.parametrize("name", MASKED)
-@pytest.mark.few("gpt2", "llama", "t5")
 def test_masks_of_numpy_count_where_a_program_has_them_as_constants(name, tmp_path):
     """Tokenizers return NumPy arrays. Those that are arguments of a program are traced, and so are
     not NumPy's there; a program that closes over them sees them as they are."""

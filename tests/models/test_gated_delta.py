@@ -36,11 +36,11 @@ def make_inputs(length, *, alike):
     return q, k, v, decays, strengths, state
 
 
+@pytest.mark.few("7-4-False")
 @pytest.mark.parametrize(
     ("length", "chunk", "alike"),
     [(7, 4, False), (1, 64, False), (5, 64, False), (8, 8, False), (70, 64, True)],
 )
-@pytest.mark.few("7-4-False", "70-64-True")
 def test_chunks_are_as_one_token_after_the_other(length, chunk, alike):
     """Whatever the chunks, from a state that is given, and for keys that are all alike."""
     inputs = make_inputs(length, alike=alike)

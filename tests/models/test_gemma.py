@@ -219,6 +219,7 @@ def test_dropout_needs_a_key():
     assert jnp.max(jnp.abs(dropped - alone)) > 1e-3
 
 
+@pytest.mark.thorough
 def test_norms_begin_as_one():
     model = eqx.filter_jit(Gemma)(THIRD, key=jax.random.key(0))
     norms = [model.norm, *(x for name, x in vars(model.layers).items() if name.endswith("norm"))]

@@ -71,6 +71,7 @@ def test_attention_to_a_memory_matches_numpy():
         helpers.close(logits[row], numpy_logits(READER, TOKENS[row], memory), 1e-4)
 
 
+@pytest.mark.thorough
 def test_padding_changes_nothing():
     helpers.check_padding(MODEL)
     helpers.check_padding(READER, **READ)
@@ -138,6 +139,7 @@ def test_positions_end():
     assert jnp.all(jnp.isnan(beyond[:, 6]))
 
 
+@pytest.mark.thorough
 def test_tied_head_is_the_embedding():
     untied = make(GPT2, CONFIG, tied=False)
     untied = eqx.tree_at(lambda m: m.head, untied, MODEL.embed.T)

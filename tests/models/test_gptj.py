@@ -59,10 +59,12 @@ def test_rotation_keeps_what_is_beyond_the_angles():
     np.testing.assert_array_equal(turned[..., 6:], x[..., 6:])
 
 
+@pytest.mark.thorough
 def test_padding_changes_nothing():
     helpers.check_padding(MODEL)
 
 
+@pytest.mark.thorough
 def test_packed_texts_are_as_apart():
     helpers.check_segments(MODEL)
 

@@ -45,6 +45,7 @@ def test_only_the_head_of_a_bert_is_fresh(kind, head):
     assert jax.tree.structure(fresh) == jax.tree.structure(found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("head", "pooler"), [(None, True), ("pretraining", False)])
 def test_a_pooler_is_kept(head, pooler):
     model = make(Bert, BERT, head=head, pooler=pooler)
@@ -96,6 +97,7 @@ def test_a_fresh_head_is_of_the_models_dtype():
     assert {x.dtype for x in jax.tree.leaves(found)} == {np.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.thorough
 def test_a_fresh_head_is_on_the_models_devices():
     mesh = rc.make_mesh(model=4)
     model = make(Bert, BERT)

@@ -85,6 +85,7 @@ def test_matches_numpy(kv_heads, tied):
         np.testing.assert_allclose(got, numpy_logits(model, sequence), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_float64_matches_numpy():
     with jax.enable_x64(True):
         model = cast(MODEL, jnp.float64)
@@ -140,6 +141,7 @@ def test_padding_changes_nothing(side, dtype):
     assert jnp.all(jnp.isfinite(logits))
 
 
+@pytest.mark.thorough
 def test_ragged_batch_equals_each_sequence_alone():
     mask = jnp.arange(7)[None] >= jnp.array([[0], [3], [3]])
     logits = logits_of(MODEL, TOKENS, mask)
@@ -182,6 +184,7 @@ def test_remat_saves_less_and_changes_no_gradient(remat):
     assert saved(model) < 0.7 * saved(MODEL)
 
 
+@pytest.mark.thorough
 def test_tied_head_is_the_embedding():
     tied = make(tied=True)
     assert tied.head is None
@@ -195,6 +198,7 @@ def test_token_outside_the_vocabulary_gives_nan():
     assert jnp.all(jnp.isfinite(logits[jnp.array([0, 2])]))
 
 
+@pytest.mark.thorough
 def test_bytes_are_tokens():
     model = make(vocab=256)
     tokens = jnp.array([[0, 127, 128, 255]])

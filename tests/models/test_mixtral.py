@@ -78,6 +78,7 @@ def by_hand(weights, x, scores, chosen):
     return out, count, probability
 
 
+@pytest.mark.few("0.0-2")
 @pytest.mark.parametrize("chosen", [1, 2, 5])
 @pytest.mark.parametrize("favourite", [0.0, 2.0, 30.0])
 def test_experts_equal_each_token_by_itself(chosen, favourite):
@@ -196,6 +197,7 @@ def test_a_router_is_whole_where_experts_are_split():
     }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_token_outside_the_vocabulary_gives_nan():
     tokens = make_tokens(CONFIG)
     logits = logits_of(MODEL, tokens.at[1, 3].set(CONFIG.vocab))
@@ -203,6 +205,7 @@ def test_token_outside_the_vocabulary_gives_nan():
     assert jnp.all(jnp.isfinite(logits[jnp.array([0, 2])]))
 
 
+@pytest.mark.thorough
 def test_dropout_needs_a_key():
     model, tokens = make(attention_dropout=0.5), make_tokens(CONFIG)
     assert_close(logits_of(model, tokens), logits_of(MODEL, tokens))

@@ -19,9 +19,9 @@ INPUTS = {
 }
 
 
+@pytest.mark.few("llama-packed")
 @pytest.mark.parametrize("what", INPUTS)
 @pytest.mark.parametrize("model", [LLAMA, BERT], ids=["llama", "bert"])
-@pytest.mark.few("bert-right padding", "llama-packed", "bert-positions")
 def test_numpy_inputs_count_outside_of_a_compiled_program(model, what):
     given = INPUTS[what]
     of_jax = model(jnp.asarray(TOKENS), **jax.tree.map(jnp.asarray, given))
@@ -30,6 +30,7 @@ def test_numpy_inputs_count_outside_of_a_compiled_program(model, what):
     assert np.abs(np.asarray(of_jax - without)).max() > 1e-3
 
 
+@pytest.mark.thorough
 def test_a_cache_takes_numpy_masks():
     mask = np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
     hidden, _ = LLAMA.decode(TOKENS, LLAMA.init_cache(2, 5), mask=mask)

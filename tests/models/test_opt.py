@@ -50,10 +50,10 @@ def numpy_logits(model, tokens):
     return x @ (model.embed.T if model.head is None else model.head)
 
 
+@pytest.mark.few("changes3")
 @pytest.mark.parametrize(
     "changes", [{}, SMALLEST, BARE, {"final_norm": False, "embed_width": 20, "tied": False}]
 )
-@pytest.mark.few("changes0", "changes3")
 def test_matches_numpy(changes):
     model = make(OPT, CONFIG, **changes)
     logits = logits_of(model, TOKENS)
@@ -99,6 +99,7 @@ def test_is_split_over_a_mesh(changes):
     helpers.check_plan(make(OPT, CONFIG, **changes, width=32, hidden=128))
 
 
+@pytest.mark.thorough
 def test_positions_end():
     tokens = jnp.pad(TOKENS, ((0, 0), (0, 5)))
     with pytest.raises(ValueError, match="12 tokens in a row, but the model has 11 positions"):

@@ -15,6 +15,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.few("1-bsd,dhk->bshk")
 @pytest.mark.parametrize("equation", SHAPES)
 @pytest.mark.parametrize("devices", [1, 8])
 def test_rows_are_merged_only_if_the_process_has_one_device(equation, devices, monkeypatch):

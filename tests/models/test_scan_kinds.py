@@ -49,6 +49,7 @@ def test_kinds_that_repeat_are_found(kinds, expected):
     assert "".join("".join(part.pattern) * part.repeats for part in parts) == kinds
 
 
+@pytest.mark.thorough
 def test_each_layer_has_its_arrays_its_inputs_and_its_number():
     stacks, x, inputs = make_arguments()
     expected, seen = x, 0.0

@@ -44,8 +44,8 @@ CASES = {
 TPU = Target("tpu", 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.few("padding, segments")
 def test_values_and_gradients_are_those_of_scores_of_all_pairs(case):
     view, softcap = CASES[case]
     visible = jnp.broadcast_to(view.visible(SEQ, SEQ), (BATCH, SEQ, SEQ))

@@ -48,6 +48,7 @@ def slow_hidden(model, image):
     return slow_norm(x, w.norm, w.norm_shift, c.norm_eps)
 
 
+@pytest.mark.few("changes0")
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": False, "patch": (4, 2)}])
 def test_matches_numpy(changes):
     model = make(ViT, CONFIG, **changes)

@@ -82,6 +82,7 @@ FILE = {
 }
 
 
+@pytest.mark.few("1")
 @pytest.mark.parametrize("stride", [1, 2])
 def test_convolutions_see_a_frame_on_either_side(stride):
     rng = np.random.default_rng(0)
@@ -303,6 +304,7 @@ def test_tables_name_every_array():
     assert paths == hf_whisper.tensors(CONFIG).keys()
 
 
+@pytest.mark.thorough
 def test_the_planner_splits_the_published_sizes():
     model = eqx.filter_eval_shape(sizes.whisper_tiny, key=jax.random.key(0))
     args = hf_whisper.example_inputs(model.config, 8)

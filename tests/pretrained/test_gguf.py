@@ -171,9 +171,9 @@ def written(tied):
     return found, tensors
 
 
+@pytest.mark.few("False-mesh2")
 @pytest.mark.parametrize("mesh", [None, {"model": 4}, {"fsdp": 8}])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.few("False-None", "True-None", "True-mesh1", "False-mesh2")
 def test_a_llama_is_what_it_was_before_it_was_converted(tmp_path, tied, mesh):
     path = write_llama(tmp_path / "model.gguf", tied=tied)
     mesh = None if mesh is None else rc.make_mesh(**mesh)

@@ -106,6 +106,7 @@ def check(model, dtype=np.float32):
     assert leaves.keys() == expected().keys()
 
 
+@pytest.mark.thorough
 def test_a_directory_on_one_device(directory):
     model = rc.load_pretrained(directory)
     check(model)
@@ -115,6 +116,7 @@ def test_a_directory_on_one_device(directory):
     assert model(jnp.zeros((2, 3), jnp.int32)).shape == (2, 3, 96)
 
 
+@pytest.mark.few("sizes0")
 @pytest.mark.parametrize("sizes", [{"model": 4}, {"fsdp": 8}, {"fsdp": 2, "model": 2}])
 def test_a_mesh_gets_the_plan_of_the_forward_pass(directory, sizes):
     mesh = rc.make_mesh(**sizes)
@@ -183,9 +185,9 @@ def cast(directory, dtype, **others):
     rewrite(directory, **{name: x.astype(kinds[name]) for name, x in tensors.items()})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", few_of([jnp.bfloat16, jnp.float16], jnp.bfloat16))
 @pytest.mark.parametrize("fill", [fill_host, fill_device])
-@pytest.mark.few("fill_device-bfloat16")
 def test_half_precision_stays_what_it_is(directory, monkeypatch, dtype, fill):
     monkeypatch.setattr(loading, "fill_host", fill)
     monkeypatch.setattr(loading, "_piece_elements", lambda *_: 2000)

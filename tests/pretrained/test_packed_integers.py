@@ -138,8 +138,8 @@ def save(place, form):
     return values
 
 
+@pytest.mark.few("gptq")
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.few("nf4 nested", "gptq")
 def test_every_number_is_read_also_in_parts(form, tmp_path):
     values = save(tmp_path / "quantised", form)
     plain = {name: x.astype(jnp.bfloat16) for name, x in values.items()}

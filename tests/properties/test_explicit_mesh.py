@@ -93,6 +93,7 @@ def given_or_ambient(how, mesh):
         yield None if how == "ambient" else mesh
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", few_of([(2, 1, 4), (1, 8, 1), (1, 1, 1)], (2, 1, 4)))
 @pytest.mark.parametrize("how", few_of(["given", "ambient"], "ambient"))
 @pytest.mark.parametrize("run", few_of(STATES, by_hand))

@@ -45,6 +45,7 @@ def move_out(file):
     file.symlink_to(outside)
 
 
+@pytest.mark.thorough
 def test_all_are_read_as_they_are(files):
     for name, read in READERS.items():
         assert read(files[name]) is not None

@@ -52,6 +52,7 @@ def test_import_touches_no_device(imported):
     assert imported["devices"] is False
 
 
+@pytest.mark.thorough
 def test_import_costs_little_more_than_its_libraries():
     # In one process, so that both are measured under the same circumstances; and several times, as
     # a busy machine may take either of them away for a while.

@@ -72,6 +72,7 @@ def test_a_notebook_has_one_live_bar(shown, capsys):
     assert "step 4" not in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_no_bar_where_none_is_asked_for(shown):
     train(log=False)
     train(log=rc.progress_logger(False))

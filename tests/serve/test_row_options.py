@@ -93,6 +93,7 @@ def test_no_value_of_an_option_compiles_a_program(loaded, monkeypatch):
     assert [program._cache_size() for program in programs] == before
 
 
+@pytest.mark.thorough
 def test_penalties_and_biases_change_the_row_that_asks_for_them(loaded):
     plain, banned, wanted, penalised = answer(
         loaded,

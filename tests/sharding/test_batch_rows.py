@@ -157,6 +157,7 @@ def gan(p, real, key):
     return jnp.mean(judge(real)) - jnp.mean(judge(fake))
 
 
+@pytest.mark.thorough
 def test_noise_through_two_networks_is_divided():
     """The program that a compiler makes of a GAN computes what the plan says."""
     plan = rc.plan_shardings(WEIGHTS, real_mesh(8, 1, 1), fn=gan, args=(BATCH, KEY))
@@ -205,6 +206,7 @@ def test_a_constraint_of_the_program_is_kept():
     assert compiled_flops(plan.constrain(fn), plan, key) < 1.2 * found.per_device
 
 
+@pytest.mark.thorough
 def test_a_constraint_of_the_program_over_model_is_kept():
     """Products are not replicated where the program splits what comes of them."""
     mesh = real_mesh(2, 1, 4)
@@ -301,6 +303,7 @@ def with_averages(p, batch, key):
     return size(out) + jnp.mean(batch["y"]), mean
 
 
+@pytest.mark.thorough
 def test_running_averages_in_the_batch_are_no_rows():
     """Channels that were taken as rows were split over the batch's axes, and the batch was not."""
     state = {"mean": array(HIDDEN), "scale": array(HIDDEN)}

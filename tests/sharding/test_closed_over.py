@@ -73,8 +73,8 @@ def test_small_ones_are_counted_only():
     assert plan.report.program.memory.closed_over == mask.nbytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fn", [closing, closing_inside])
-@pytest.mark.few("closing")
 def test_they_are_computed_split(fn):
     """By each device its part, in the plan and in the program, with the gradients of one device."""
     plan = planned(fn)

@@ -90,6 +90,7 @@ def cheapest(problem):
     return np.min(costs_of(problem, sets))
 
 
+@pytest.mark.thorough
 def test_as_cheap_as_the_best_of_all_sets_of_classes():
     excess, counts = [], []
     for seed in range(40):

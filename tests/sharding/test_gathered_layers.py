@@ -74,8 +74,8 @@ CASES = {
 }
 
 
+@pytest.mark.few("scaled")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.few("layer", "cast", "scaled")
 def test_gathered_weights_are_not_kept_for_the_backward_pass(name):
     loss_fn, atol, most = CASES[name]
     mesh, model = rc.make_mesh(fsdp=8), weights()

@@ -55,6 +55,7 @@ def test_gradients_are_right(sizes, channels):
     assert set(errors) == {"loss", "into", "kernel", "out"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [MESHES[0], MESHES[2]])
 def test_and_wrong_without_the_protection(sizes, monkeypatch):
     # Fails when the compiler is mended, and the protection can go.
@@ -67,6 +68,7 @@ def test_and_wrong_without_the_protection(sizes, monkeypatch):
         plan.verify(loss_fn, params, batch)
 
 
+@pytest.mark.few("6")
 @pytest.mark.parametrize("count", [8, 6, 3])
 def test_batches_that_do_not_divide(count):
     params, batch = make(6)
@@ -88,6 +90,7 @@ def test_compiled_steps_of_constrained_losses_are_not_refused():
     np.testing.assert_allclose(grad_norm(rc.make_mesh(model=4)), one, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_gradients_inside_the_loss_and_under_scan():
     def loss(params, batch, key):
         def layer(x, kernel):
@@ -105,6 +108,7 @@ def test_gradients_inside_the_loss_and_under_scan():
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+@pytest.mark.thorough
 def test_fit_trains_them_as_one_device_does():
     _, data = make(6)
     examples = [np.asarray(row) for row in data] * 4

@@ -57,7 +57,7 @@ CELLS = {
 }
 
 
-@pytest.mark.parametrize("name", few_of(CELLS, *list(CELLS)[::3]))
+@pytest.mark.parametrize("name", few_of(CELLS, "weights to the right"))
 @pytest.mark.parametrize("sizes", few_of([{}, {"fsdp": 2, "model": 2}], {"fsdp": 2, "model": 2}))
 def test_gradients_are_one_devices(name, sizes):
     loss_fn, mesh = recurrent(CELLS[name]), rc.make_mesh(**sizes)
@@ -80,11 +80,11 @@ def step_collectives(loss_fn, plan, params, batch):
     return collectives(step.lower(*given).compile().as_text(), plan.mesh)
 
 
+@pytest.mark.few("used twice")
 @pytest.mark.parametrize(
     "name",
     ["weights to the right", "weights to the left", "transposed", "under vmap", "used twice"],
 )
-@pytest.mark.few("weights to the left", "used twice")
 def test_one_reduction_after_the_loop(name):
     loss_fn, mesh = recurrent(CELLS[name]), rc.make_mesh()
     plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
@@ -127,11 +127,11 @@ LOCAL = {
 TENSOR_PARALLEL = {"data": 2, "model": 4}  # where hosts are called outside of `jax.shard_map`
 
 
+@pytest.mark.few("rematerialised-sizes0")
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [*((name, {}) for name in LOCAL), *((name, TENSOR_PARALLEL) for name in list(LOCAL)[:3])],
 )
-@pytest.mark.few("rematerialised-sizes0", "checked-sizes3")
 def test_scans_of_independent_rows_sum_gradients_after_the_loop(name, sizes):
     loss_fn, mesh = recurrent(LOCAL[name]), rc.make_mesh(**sizes)
     plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
@@ -154,6 +154,7 @@ def test_the_plan_says_where_checks_of_all_rows_wait():
     assert "wait for each other in every iteration, because it calls a function" in sentence
 
 
+@pytest.mark.thorough
 def test_a_loss_that_a_scan_adds_up_is_summed_over_devices_once():
     def loss_fn(params, batch, key):
         def step(total, x):
@@ -181,6 +182,7 @@ def test_a_single_row_is_not_divided():
     plan.verify(loss_fn, PARAMS, batch, tolerance=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_condition_of_all_rows_is_that_of_all_devices():
     """It may be used otherwise than to raise an error."""
 
@@ -193,6 +195,7 @@ def test_a_condition_of_all_rows_is_that_of_all_devices():
     plan.verify(loss_fn, PARAMS, BATCH, tolerance=1e-5)
 
 
+@pytest.mark.thorough
 def test_stock_equinox_cells():
     class Network(eqx.Module):
         cell: eqx.nn.LSTMCell

@@ -82,6 +82,7 @@ def test_a_convolution_sums_over_its_window_unless_it_is_depthwise():
     assert matrices(model, squared, IMAGES, None) == {"layers/0/weight": ((1, 2, 3), (0,))}
 
 
+@pytest.mark.thorough
 def test_an_ensemble_has_a_matrix_for_each_member():
     make = eqx.filter_vmap(lambda key: eqx.nn.MLP(8, 2, 16, 2, key=key))
     model = make(jax.random.split(jax.random.key(0), 3))

@@ -80,6 +80,7 @@ def compiled(loss, model, batch):
     return jax.jit(jax.grad(loss)).lower(model, batch, None).compile(compiler_options=OPTIONS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", [pytest.param(in_a_loop, marks=pytest.mark.thorough), in_a_scan])
 def test_half_of_the_activations(loss):
     """Models that say nothing of rematerialisation: half of the temporaries, the same gradients."""
@@ -115,6 +116,7 @@ def test_over_a_mesh():
         np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5 * np.abs(x).max())
 
 
+@pytest.mark.thorough
 def test_iterations_of_a_loop_keep_different_values():
     """Where it is too much to keep the same of all layers, and too little, layers take turns."""
     model, batch = stacked(make_model()), array((ROWS, WIDTH))
@@ -154,6 +156,7 @@ def test_layers_that_take_turns_are_gathered_one_at_a_time():
         np.testing.assert_array_equal(y, x)
 
 
+@pytest.mark.thorough
 def test_a_plan_counts_the_weights_of_a_layer_and_their_gradients():
     """Beside a few rows, a layer is all that a step needs, whatever is recomputed."""
     model, batch = stacked(make_model()), array((8, WIDTH))
@@ -330,6 +333,7 @@ def test_frozen_arrays_need_less():
     assert plan.compute.recompute.trained == (True, *[False] * (2 * LAYERS - 1))
 
 
+@pytest.mark.thorough
 def test_a_saved_plan_recomputes_the_same(tmp_path):
     model, batch = make_model(), array((ROWS, WIDTH))
     mesh = rc.make_mesh(devices=jax.devices()[:1])
@@ -438,6 +442,7 @@ def test_a_model_of_one_array_has_no_state_to_keep_on_the_host(monkeypatch):
         assert plan.report.program.offloaded == 0
 
 
+@pytest.mark.thorough
 def test_values_are_kept_as_the_step_is_divided_in_the_end():
     """Where what recomputes is divided in another way, it is decided once more what it keeps."""
     model, batch = stacked(make_model()), array((ROWS, WIDTH))

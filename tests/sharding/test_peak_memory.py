@@ -79,6 +79,7 @@ CASES = {
 }
 
 
+@pytest.mark.few("attention", "a loop")
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_is_that_of_the_compiled_program(name):
     """Within 25 %, for values that a block, a loop and a gather need beside what is kept."""
@@ -119,6 +120,7 @@ LAYER = dict.fromkeys("qkv", array(256, 8, 16)) | {"o": array(8, 16, 256)}
 DECODER = [LAYER | {"up": array(256, 512), "down": array(512, 256)}] * 2
 
 
+@pytest.mark.thorough
 def test_sequence_parallelism_needs_less_memory():
     """Within 25 % of the compiled program. The estimate was the same as without it, 1.4 times as
     much, so that the plan split sequences in other ways for want of memory. What is gathered along
@@ -196,6 +198,7 @@ def activations(fn, model, batch, **hardware):
     return plan.report.program.memory.activations
 
 
+@pytest.mark.few("tpu")
 @pytest.mark.parametrize("compiler", ["gpu", "tpu"])
 def test_a_further_rematerialised_block_keeps_its_operand_alone(compiler):
     """The cotangent of a residual connection does not keep what later blocks compute."""

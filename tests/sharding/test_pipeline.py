@@ -371,6 +371,7 @@ def test_what_cannot_be_a_pipeline_is_refused_with_the_reason(name):
     assert "A mesh without `pipe` has no such requirement" in str(error.value)
 
 
+@pytest.mark.thorough
 def test_a_prediction_needs_no_pipeline():
     """On such a mesh it is computed by all devices, and layers stay where they are."""
     mesh = rc.make_mesh(pipe=4, data=2)
@@ -380,6 +381,7 @@ def test_a_prediction_needs_no_pipeline():
     np.testing.assert_allclose(found, predict(SMALL, tokens()), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_batch_that_cannot_be_a_pipeline_is_computed_with_a_warning():
     """Such as the last one of an evaluation."""
     plan = plan_small(rc.make_mesh(pipe=4, data=2), microbatches=4)
@@ -389,6 +391,7 @@ def test_a_batch_that_cannot_be_a_pipeline_is_computed_with_a_warning():
     np.testing.assert_allclose(found, small(SMALL, few, KEY), rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [8, 32])
 def test_rows_draw_the_numbers_of_one_device(width):
     draw = RandomBits(1, (3, 8, 5))

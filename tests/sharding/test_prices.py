@@ -60,6 +60,7 @@ def of_itself(model, batch, key):
     return jnp.mean(jnp.tanh(a @ a.T)) + jnp.sum(model["b"])
 
 
+@pytest.mark.few("sizes1-contrastive", "sizes0-of_itself")
 @pytest.mark.parametrize("fn", [contrastive, distances, of_itself])
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 4, 1), (2, 1, 4)])
 def test_a_batch_against_itself_is_gathered_and_its_gradient_summed(fn, sizes):
@@ -83,6 +84,7 @@ def written(model, batch, key):
     return jnp.mean(jax.nn.logsumexp(logits.at[rows, batch["y"]].add(1.0), axis=-1))
 
 
+@pytest.mark.few("sizes0-labelled", "sizes1-written")
 @pytest.mark.parametrize("fn", [labelled, written])
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 1, 4)])
 def test_rows_that_look_up_in_themselves_send_nothing(fn, sizes):
@@ -105,6 +107,7 @@ def differentiated(model, batch, key):
     return jnp.mean(jnp.tanh(model["rows"].at[batch["client"]].set(new)) ** 2)
 
 
+@pytest.mark.few("sizes1-kept", "sizes0-differentiated")
 @pytest.mark.parametrize("fn", [kept, differentiated])
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
 def test_rows_that_are_written_over_are_gathered(fn, sizes):
@@ -170,6 +173,7 @@ def unused(model, batch, key):
     return regression(model, x, y)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fn", [averaged, observed, unused])
 def test_what_nobody_uses_costs_nothing(fn):
     """The results of `(loss, aux, model)` that are trained are not used, by any step."""
@@ -238,6 +242,7 @@ def images(model, batch, key):
     return jnp.mean(jax.vmap(row)(batch.reshape(len(batch), 4, 4, -1)))
 
 
+@pytest.mark.few("spectral-sizes0", "images-sizes1")
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 1, 4)])
 @pytest.mark.parametrize("fn", [spectral, images])
 def test_fourier_transforms_gather_nothing(fn, sizes):

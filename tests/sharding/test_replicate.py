@@ -110,6 +110,7 @@ def test_less_is_sent_and_the_result_is_the_same():
             np.testing.assert_allclose(split[1][name], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_smallest_come_first_and_a_quarter_of_what_is_left_is_taken():
     optimizer = optax.adam(1e-3)
     state = rc.init_state(lambda key: make_params(), optimizer, key=jax.random.key(0))

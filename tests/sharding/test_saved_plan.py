@@ -71,6 +71,7 @@ def test_plans_without_a_function_and_of_one_array_read_back_equal(tmp_path):
         check_equal(rc.load_plan(tmp_path / f"{i}.json", tree, mesh_of(2, 2, 2)), plan)
 
 
+@pytest.mark.thorough
 def test_a_plan_of_shapes_holds_for_arrays_on_devices(tmp_path):
     rc.save_plan(plan_model(mesh_of(2, 1, 4)), tmp_path / "plan.json")
     key = jax.random.key(0)

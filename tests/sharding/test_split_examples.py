@@ -151,6 +151,7 @@ def temporaries(program):
     return program.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.thorough
 def test_a_field_is_split_along_its_height():
     mesh, batch = mesh_of((8, 1, 1)), normal(1, 2, 128, 32)
     plan, program = compiled(unet, UNET, batch, mesh)
@@ -256,6 +257,7 @@ def sums_of(plan):
     return sum(one.bytes for one in traffic if one.cause.startswith("sums over"))
 
 
+@pytest.mark.thorough
 def test_operands_that_are_transposed_later_are_not_gathered():
     """Attention along columns is one along rows between two transposes, each an all-to-all."""
 
@@ -272,6 +274,7 @@ def test_operands_that_are_transposed_later_are_not_gathered():
     assert sum(one.count for one in sent if one.kind == "all-gather") == 2
 
 
+@pytest.mark.thorough
 def test_rolls_are_priced_in_layers_that_share_a_program():
     """As in shifted windows: every second layer rolls by no element."""
 
@@ -356,9 +359,9 @@ SPLIT_SPACE = {
 }
 
 
+@pytest.mark.few("SAME-rows and height")
 @pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
 @pytest.mark.parametrize("padding", ["SAME", "circular"])
-@pytest.mark.few("SAME-rows and height", "circular-height and width")
 def test_convolutions_are_right_where_devices_have_the_same_part(spec, padding):
     """Left alone, XLA adds what these devices have once for each of them."""
     params = {"a": normal(8, 2, 3, 3) / 4, "b": normal(8, 8, 3, 3) / 8}
@@ -380,6 +383,7 @@ def test_convolutions_are_right_where_devices_have_the_same_part(spec, padding):
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+@pytest.mark.thorough
 def test_a_field_may_divide_where_its_spectrum_does_not():
     """16 columns have 9 frequencies, along which the second of two transforms cannot be split."""
 
@@ -436,9 +440,9 @@ POOLING: dict[str, Any] = {
 }
 
 
+@pytest.mark.few("rows and height-3 by 3")
 @pytest.mark.parametrize("options", POOLING.values(), ids=POOLING)
 @pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
-@pytest.mark.few("rows and height-3 by 3", "height and width-of minima")
 def test_gradients_of_pooling_whose_windows_overlap(spec, options):
     """XLA loses parts of them."""
     window, strides, padding, chosen, outside = options
@@ -464,9 +468,9 @@ INNER_CONVOLUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", INNER_CONVOLUTIONS.values(), ids=INNER_CONVOLUTIONS)
 @pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
-@pytest.mark.few("rows and height-stride and dilated")
 def test_a_step_of_gradient_descent_inside_of_a_loss(spec, options):
     """As in meta-learning: the gradients of kernels are sums over the parts of the space."""
 
@@ -522,10 +526,10 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.few("rows and height-False-rfft2")
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
-@pytest.mark.few("rows and height-False-rfft2", "height and width-True-irfft")
 def test_transforms_beside_convolutions(spec, remat, transform):
     """XLA for CPUs would give some of them operands in a layout that it refuses to run."""
 
@@ -551,6 +555,7 @@ def test_pairs_are_split_only_where_memory_is_short():
     assert plan.compute.split == ((("fsdp",), ((0, 1),)),)
 
 
+@pytest.mark.thorough
 def test_rows_and_a_dimension_of_examples_share_the_devices():
     mesh = AbstractMesh((2, 4, 1), ("data", "fsdp", "model"))
     plan = plan_of(unet, UNET, normal(2, 2, 64, 24), mesh)
@@ -560,6 +565,7 @@ def test_rows_and_a_dimension_of_examples_share_the_devices():
     assert arithmetic.per_device == pytest.approx(arithmetic.flops / 8)
 
 
+@pytest.mark.thorough
 def test_two_dimensions_are_split_where_one_does_not_divide():
     mesh = AbstractMesh((8, 8, 1), ("data", "fsdp", "model"))
     plan = plan_of(unet, UNET, normal(1, 2, 32, 32), mesh, rc.Hardware(memory=1e4))

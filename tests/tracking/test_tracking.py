@@ -214,6 +214,7 @@ def test_code_version_without_git(tmp_path, monkeypatch):
     assert "git_commit" not in code_version()
 
 
+@pytest.mark.thorough
 def test_importing_does_not_import_wandb_or_tqdm():
     code = """
 import sys

@@ -351,8 +351,8 @@ def texts(wandb):
     return [entry["plan"] for entry in wandb.logged if "plan" in entry]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["itself", "in a list", "called by a function"])
-@pytest.mark.few("in a list")
 def test_the_logger_joins_the_run_however_it_is_passed(fake, tmp_path, how):
     """The logger receives plan, mesh and id, and a resumed run is the same W&B run."""
     checkpoints = rc.Checkpoints(tmp_path)
@@ -397,6 +397,7 @@ def test_a_logger_called_by_a_function_is_marked_as_failed(fake):
     assert wandb.exit_code == 1
 
 
+@pytest.mark.thorough
 def test_metrics_logged_before_the_run_are_in_the_same_wandb_run(fake, tmp_path, caplog):
     wandb = fake()
     logger = wandb_logger(project="lm")
@@ -413,8 +414,8 @@ def test_metrics_logged_before_the_run_are_in_the_same_wandb_run(fake, tmp_path,
     assert "called before the run was resumed" in caplog.text
 
 
+@pytest.mark.few("raises")
 @pytest.mark.parametrize("fault", ["fine", "raises", "slow", "hangs", "never starts", "cannot end"])
-@pytest.mark.few("hangs", "raises")
 def test_no_step_waits_for_wandb_and_none_is_lost(fake, hang, tmp_path, fault):
     """Training ends although W&B fails or hangs, and the file contains every step."""
     logged, waited_in_vain = [], []

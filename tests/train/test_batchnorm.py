@@ -67,6 +67,7 @@ def test_running_averages_are_updated_without_optimizer_state():
     assert len(jax.tree.leaves(state.opt_state)) == 1 + 2 * len(trained)
 
 
+@pytest.mark.thorough
 def test_microbatches_update_the_averages_in_turn():
     state = rc.init_state(init_fn, OPTIMIZER, key=jax.random.key(0))
     batch = batch_of(32)
@@ -77,6 +78,7 @@ def test_microbatches_update_the_averages_in_turn():
     np.testing.assert_allclose(running(after.model)[1], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", few_of([None, jnp.bfloat16], None))
 def test_trains_evaluates_and_resumes(tmp_path, dtype):
     examples = make_examples(256)
@@ -133,6 +135,7 @@ def frozen(key):
     return eqx.nn.inference_mode(net), state
 
 
+@pytest.mark.few("returned")
 @pytest.mark.parametrize(
     ("init", "loss", "warns"),
     [
@@ -143,7 +146,6 @@ def frozen(key):
     ],
     ids=["dropped", "returned", "inference mode", "left as it is"],
 )
-@pytest.mark.few("dropped", "returned")
 def test_a_state_that_the_loss_drops_is_a_warning(init, loss, warns):
     """Only here: the averages keep their first values, so an evaluation would be wrong."""
     state, messages = trained(init, loss)

@@ -60,6 +60,7 @@ def test_equals_the_step_itself_and_keeps_the_shardings():
     assert len(traces) == 2
 
 
+@pytest.mark.thorough
 def test_state_is_donated():
     state, shardings = start(rc.make_mesh())
     step = rc.compile_step(STEP, shardings)
@@ -154,6 +155,7 @@ def test_an_array_twice_in_the_state_is_donated_once():
     assert jax.random.key_data(state["again"]).shape == (2,)
 
 
+@pytest.mark.thorough
 def test_arrays_of_the_closure_stay_valid_for_each_new_state():
     """Several runs with one compiled step start from the arrays that it closes over."""
     teacher = make_model()
@@ -349,6 +351,7 @@ def test_lower_takes_abstract_arguments():
     assert memory.alias_size_in_bytes > 0
 
 
+@pytest.mark.thorough
 def test_arguments_may_be_models_keys_and_numbers():
     mesh = rc.make_mesh()
     state = {"total": jnp.zeros(())}
@@ -490,12 +493,14 @@ def grouped_gradient(mesh):
     return float(step(state, batch)[1]["grad_norm"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 4}, {"data": 1, "model": 8}])
 def test_gradients_of_grouped_convolutions(sizes):
     expected = grouped_gradient(rc.make_mesh(devices=jax.devices()[:1]))
     np.testing.assert_allclose(grouped_gradient(rc.make_mesh(**sizes)), expected, rtol=1e-5)
 
 
+@pytest.mark.few("sizes1")
 @pytest.mark.parametrize("sizes", [{"model": 4}, {"fsdp": 2, "model": 2}])
 def test_wrong_gradients_of_grouped_convolutions_raise(sizes, monkeypatch):
     with pytest.raises(ValueError, match="8 groups would be wrong on a mesh of data="):

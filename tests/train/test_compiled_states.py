@@ -75,8 +75,8 @@ def calls(step, state):
     return count_calls(lambda: step(state, BATCH))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["dict", "tuple", "fields"])
-@pytest.mark.few("dict")
 def test_other_states_cost_as_little_python_as_a_train_state(name):
     whole = calls(rc.compile_step(train, WHERE), start())
     assert len(jax.tree.leaves(eqx.filter(start(), eqx.is_array))) == 57

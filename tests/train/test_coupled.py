@@ -313,6 +313,7 @@ def test_own_steps_warn_if_microbatches_have_parts_of_what_is_compared(mesh):
         prepared(of_bank, accumulate=2)
 
 
+@pytest.mark.few("1")
 @pytest.mark.parametrize("mesh", MESHES, ids=["8", "1"])
 def test_evaluation_in_several_batches_warns_if_examples_depend_on_each_other(mesh):
     """The results depend on the batch size, as the warning states."""
@@ -335,8 +336,8 @@ def test_batch_statistics_warn_only_in_training():
     rc.evaluate(state.model, ROWS, collate_fn=np.stack, loss_fn=normed_loss, batch_size=16)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", MESHES, ids=["8", "1"])
-@pytest.mark.few("8")
 def test_a_mean_over_examples_does_not_warn(mesh):
     with warnings.catch_warnings(action="error"):
         options = {"accumulate": 2, "evaluation": rc.Evaluation(make_examples(40))}

@@ -121,6 +121,7 @@ def test_updating_a_model_without_a_gradient_warns(caplog):
     assert WORDS in caplog.text
 
 
+@pytest.mark.thorough
 def test_evaluation_and_outer_gradients_do_not_raise():
     """The check applies only to the gradient of the step itself."""
     found = rc.evaluate(

@@ -83,9 +83,9 @@ def assert_same(results, expected):
         np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.few("sizes1-rows")
 @pytest.mark.parametrize("specs", list(SPECS))
 @pytest.mark.parametrize("sizes", MESHES)
-@pytest.mark.few("sizes0-replicated", "sizes1-rows", "sizes3-mixed")
 def test_every_layout_has_the_results_of_one_device(sizes, specs):
     arrays, expected = arrays_and_results()
     mesh = rc.make_mesh(**sizes)
@@ -99,8 +99,8 @@ def test_every_layout_has_the_results_of_one_device(sizes, specs):
     assert_same(results, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.few("AxisType.Auto")
 def test_a_jitted_function_of_the_user_has_the_results_of_one_device(types):
     """On Auto axes it is not known how the arrays are stored; on Explicit ones, types say it."""
     arrays, expected = arrays_and_results()

@@ -142,6 +142,7 @@ def test_the_scale_halves_down_to_one():
         assert float(scale.value) == expected
 
 
+@pytest.mark.thorough
 def test_fit_survives_overflows(caplog):
     logged = []
     with stops_after_skipping(1):

@@ -54,6 +54,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+@pytest.mark.few("branch-int8", "scan-float8", "einsum-int8", "first-float8")
 @pytest.mark.parametrize("numbers", ["float8", "int8"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_products_and_gradients_are_those_of_rounded_numbers(name, numbers):
@@ -105,6 +106,7 @@ def in_8_bits(fn, *args):
     return shapes
 
 
+@pytest.mark.thorough
 def test_all_matrices_but_the_head_are_in_8_bits_by_default():
     model = eqx.filter_eval_shape(Llama, CONFIG, key=jax.random.key(0))
     count = lambda **options: len(
@@ -159,6 +161,7 @@ def test_an_ensemble_has_scales_for_each_member():
         np.testing.assert_allclose(member, jax.grad(low)(w, X), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_what_is_not_finite_stays_so_and_zeros_are_zeros():
     low = rc.low_precision(lambda w, x: x @ w, "float8", exclude=())
     assert not np.isfinite(low(WEIGHT, X * np.float32(np.inf))).any()
@@ -174,6 +177,7 @@ def test_a_frozen_matrix_has_no_gradient_product():
     assert len(in_8_bits(jax.grad(low, argnums=(0, 1)), WEIGHT, X)) == 3
 
 
+@pytest.mark.few("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_results_and_gradients_keep_their_dtype(dtype):
     w, x = jnp.asarray(WEIGHT, dtype), jnp.asarray(X, dtype)

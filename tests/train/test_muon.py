@@ -70,6 +70,7 @@ def test_updates_are_those_of_the_published_algorithm():
         np.testing.assert_allclose(updates["norms"], -0.5 * grads["norms"], rtol=1e-6)
 
 
+@pytest.mark.thorough
 @jax.numpy_dtype_promotion("standard")
 def test_the_first_update_is_that_of_optax():
     params, numbers = make(jax.random.key(0)), dimensions()
@@ -88,8 +89,8 @@ def prepared(optimizer, **sizes):
     return rc.prepare(make, optimizer, loss_fn, ROWS[:16], key=jax.random.key(0), mesh=mesh)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2, "model": 2}])
-@pytest.mark.few("sizes1")
 def test_meshes_change_no_result(sizes):
     """6 layers of two arrays are 12 matrices of one shape, which do not divide over 8 devices."""
     optimizer = rc.muon(0.05, dimensions(), others=optax.adam(1e-2))

@@ -52,8 +52,8 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.few("few results")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.few("adamw", "few results")
 def test_results_are_those_of_the_step_as_it_is(name):
     program, args = traced_step(OPTIMIZERS[name])
     # For each of six arrays its two moments and its value.
@@ -83,6 +83,7 @@ def test_large_models_and_several_devices_keep_their_threads(monkeypatch):
     assert compiled_calls(program, args) == []
 
 
+@pytest.mark.thorough
 def test_effects_and_unused_results_stay_outside():
     def printing(model, batch, key):
         loss, aux = loss_fn(model, batch, key)
@@ -99,6 +100,7 @@ def test_effects_and_unused_results_stay_outside():
     assert compiled_calls(program, args) == [6, 6, 6]
 
 
+@pytest.mark.thorough
 def test_state_of_float16_is_updated_in_calls():
     program, args = traced_step(optax.adamw(1e-2), compute_dtype=jnp.float16)
     assert compiled_calls(program, args) == [6, 6, 6]

@@ -31,6 +31,7 @@ def test_the_key_is_passed_to_predict_fn():
     assert np.isfinite(rc.predict(None, batch, predict_fn=draw)).all()
 
 
+@pytest.mark.thorough
 def test_in_half_precision():
     apply = lambda m, b, k: jax.vmap(m)(b["x"])
     batch = batch_of(4)

@@ -61,11 +61,9 @@ def fit(model, **options):
     return rc.fit(model, optax.sgd(0.1), make_examples(16), steps=1, **given, **options)
 
 
+@pytest.mark.few("inside-model", "array-init_fn")
 @pytest.mark.parametrize("how", ["model", "init_fn", "prepare", "state"])
 @pytest.mark.parametrize(("make", "words"), CASES.values(), ids=CASES)
-@pytest.mark.few(
-    *(f"{name}-model" for name in CASES), "array-init_fn", "array-prepare", "inside-state"
-)
 def test_the_places_are_named(make, words, how):
     optimizer, key = optax.sgd(0.1), jax.random.key(0)
     init = lambda key: make()

@@ -84,9 +84,9 @@ def messages_of(apply, mesh):
     return [str(warning.message) for warning in caught]
 
 
+@pytest.mark.few("one key-one device")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", SHARED)
-@pytest.mark.few("layers-8 devices", "products-8 devices", "one key-one device")
 def test_one_mask_for_all_examples_is_said_once(name, mesh):
     """Only here: the model trains, with less regularisation than was asked for."""
     (text,) = messages_of(SHARED[name], mesh)
@@ -94,8 +94,8 @@ def test_one_mask_for_all_examples_is_said_once(name, mesh):
     assert "jax.random.split(key, len(x))" in text
 
 
+@pytest.mark.few("noise-8 devices")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", APART)
-@pytest.mark.few("noise-8 devices", "whole batch-8 devices", "keys-one device")
 def test_other_draws_are_none(name, mesh):
     assert not messages_of(APART[name], mesh)

@@ -51,6 +51,7 @@ def run(guard, optimizer, finite):
     return params, opt_state
 
 
+@pytest.mark.few("adamw", "injected")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equals_a_selection_afterwards(name):
     flags = (True, False, True, True)

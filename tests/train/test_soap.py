@@ -86,6 +86,7 @@ class Published:
 OPTIONS = {"b1": 0.9, "b2": 0.8, "statistics": 0.7, "frequency": 2}
 
 
+@pytest.mark.few("6")
 @pytest.mark.parametrize("hidden", [WIDTH, HIDDEN])
 @jax.numpy_dtype_promotion("standard")  # optax needs it
 def test_updates_are_those_of_the_published_algorithm(monkeypatch, hidden):

@@ -31,6 +31,7 @@ def model():
     return Callable(jnp.arange(16.0).reshape(4, 4))
 
 
+@pytest.mark.few("mesh0")
 @pytest.mark.parametrize("mesh", [rc.make_mesh(), rc.make_mesh(devices=jax.devices()[:1])])
 def test_a_loop_begins_with_a_function_a_model_or_a_state(mesh):
     begin = lambda first, **options: rc.prepare(
@@ -60,6 +61,7 @@ def test_a_state_of_a_model_is_created_sharded():
         rc.init_state(3, OPTIMIZER, key=KEY)
 
 
+@pytest.mark.thorough
 def test_a_model_or_its_shapes_are_tried_without_the_hardware():
     run = lambda model: rc.dry_run(model, loss_fn, BATCH, OPTIMIZER, target="cpu:2")
     shapes = jax.eval_shape(model)

@@ -152,8 +152,8 @@ CALLS = {
 }
 
 
+@pytest.mark.few("a metric of microbatches")
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.few("a metric of microbatches", "evaluate", "fit and evaluate", "one batch")
 def test_each_sum_is_said_once(name):
     call, expected = CALLS[name]
     messages = messages_of(call)

@@ -153,6 +153,7 @@ def test_frozen_leaves_take_no_optimizer_state():
     assert (after.model.layers[-1].weight != state.model.layers[-1].weight).any()
 
 
+@pytest.mark.thorough
 def test_frozen_leaves_take_no_gradient_memory():
     model = make_model(width=512)
     frozen = eqx.tree_at(lambda m: m.layers[-1], jax.tree.map(lambda _: False, model), True)
@@ -168,6 +169,7 @@ def test_frozen_leaves_take_no_gradient_memory():
     assert temporaries(frozen) < temporaries(eqx.is_inexact_array) - 4 * 512 * 512 // 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "spec",
     [
@@ -176,7 +178,6 @@ def test_frozen_leaves_take_no_gradient_memory():
         {"teacher": lambda _: False, "student": True},
     ],
 )
-@pytest.mark.few("spec0")
 def test_trainable_may_be_a_prefix_of_the_model(spec):
     """A boolean or a function for a subtree, in the state, the step and the plan."""
     model = {"teacher": make_model(1), "student": make_model(2)}
@@ -219,6 +220,7 @@ def test_nothing_to_train():
         start(trainable=lambda _: False)
 
 
+@pytest.mark.few("nan")
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_a_step_with_a_nonfinite_loss_is_skipped(bad):
     def loss(model, batch, key):
@@ -252,6 +254,7 @@ def noisy_loss(model, batch, key):
     return loss_fn(model, {**batch, "x": batch["x"] + noise}, key)[0]
 
 
+@pytest.mark.thorough
 def test_keys_differ_by_step_and_microbatch_and_are_deterministic():
     losses = []
 
@@ -351,6 +354,7 @@ def test_shared_weights_stay_one_parameter():
     assert not np.allclose(embedding.weight, model.shared()[0].weight)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The model has the same arrays at several places")
 def test_the_same_array_twice_trains_as_two_parameters():
     # As in all of Equinox, PyTrees do not represent shared leaves. Donation must support them.
@@ -385,6 +389,7 @@ def test_the_same_array_twice_trains_as_two_parameters():
     assert np.isfinite(model[0].weight).all()  # the caller's model is not donated
 
 
+@pytest.mark.thorough
 def test_learning_rate_of_the_optimizer_state_is_reported():
     schedule = optax.linear_schedule(1e-2, 0.0, 10)
     optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)
@@ -522,6 +527,7 @@ def test_optimizers_of_per_example_gradients_raise(wrap):
             )
 
 
+@pytest.mark.thorough
 def test_optimizers_of_per_example_gradients_work_in_a_custom_step():
     """The advice in the error gives the mean of clipped gradients."""
     model = eqx.nn.Linear(16, 1, key=KEY)
@@ -582,6 +588,7 @@ def test_an_optimizer_state_in_the_model_raises(model):
         )
 
 
+@pytest.mark.thorough
 def test_a_train_state_whose_optimizer_state_is_frozen():
     """`trainable` may be a prefix of the tree."""
     inner = start()
@@ -626,6 +633,7 @@ def test_what_loss_fn_must_not_return(out, error, words):
         stepper(loss=lambda m, b, k: out(loss_fn(m, b, k)[0]))(start(), BATCH)
 
 
+@pytest.mark.thorough
 def test_a_custom_loop_gets_arrays_of_the_loss():
     """Such as the errors of the examples, for prioritised replay."""
 

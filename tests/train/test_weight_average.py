@@ -64,6 +64,7 @@ def test_average_does_not_change_the_training():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
 def test_average_of_frozen_leaves_is_not_kept():
     first = lambda model: eqx.tree_at(
         lambda m: m.layers[0], jax.tree.map(lambda _: False, model), True
@@ -140,6 +141,7 @@ def test_fit_evaluates_saves_and_resumes_the_average_on_a_mesh(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
 def test_fit_evaluates_the_averaged_model():
     seen, validation = [], make_examples(8, seed=5)
     note = lambda metrics, step: seen.append(metrics)

@@ -136,6 +136,7 @@ def test_arrays_without_elements(tmp_path):
         rc.save_checkpoint(tmp_path / "other", tree["none"])
 
 
+@pytest.mark.thorough
 def test_orbax_alone_reads_it(tmp_path):
     state = split_state(make_state(), data=2, model=4)
     rc.save_checkpoint(tmp_path / "a", state)
@@ -192,6 +193,7 @@ def test_checkpoints_are_never_overwritten(tmp_path):
     np.testing.assert_array_equal(rc.load_checkpoint(tmp_path / "a")["x"], np.ones(3))
 
 
+@pytest.mark.few("tree0", "tree3", "tree6")
 @pytest.mark.parametrize(
     "tree",
     [
@@ -273,6 +275,7 @@ STORABLE = [
 OTHERS = ["uint2", "uint4", "float8_e4m3"]
 
 
+@pytest.mark.few("int4", "float8_e4m3fn", "bfloat16", "bool")
 @pytest.mark.parametrize("name", STORABLE)
 def test_narrow_dtypes_are_saved(tmp_path, name):
     tree = {"w": jnp.ones(4), "layer": {"q": jnp.ones((8, 16), getattr(jnp, name))}}

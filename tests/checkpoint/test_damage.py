@@ -60,6 +60,7 @@ def assert_damaged(path, file):
     assert str(file) in str(error.value)
 
 
+@pytest.mark.few("first", "shorter", "longer", "missing")
 @pytest.mark.parametrize(
     "harm",
     [

@@ -29,6 +29,7 @@ def save(checkpoints, values):
             saver.save(step, tree(step), {"step": step, "metrics": metrics})
 
 
+@pytest.mark.few("options0-kept0", "options2-kept2", "options5-kept5")
 @pytest.mark.parametrize(
     ("options", "kept"),
     [

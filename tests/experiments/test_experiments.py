@@ -81,6 +81,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.few("contrastive", "grpo", "language_modeling", "score", "text_to_image")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_explains_every_option(name, script, capsys):
     config = script(name).Config
@@ -442,6 +443,7 @@ def test_the_page_on_hosts_contains_the_job_script():
     assert f"```bash\n{job}```" in (FOLDER.parent / "docs" / "hosts.md").read_text("utf-8")
 
 
+@pytest.mark.thorough
 @pytest.mark.seconds(5)  # six plots
 def test_a_run_is_plotted_and_published(script, tmp_path, monkeypatch):
     """All that was logged is in one picture, with a log axis for a loss that falls tenfold."""

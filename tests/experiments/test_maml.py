@@ -143,6 +143,7 @@ def test_characters_of_tests_are_of_other_scripts_and_upright(experiment, fit):
         assert {turn for _, turn, _ in seen} == {*turns[script]}
 
 
+@pytest.mark.thorough
 def test_the_baseline_takes_the_nearest_example(experiment, config):
     *_, baseline = experiment.glyphs(config(glyphs=True, shots=1))
     rng = np.random.default_rng(0)

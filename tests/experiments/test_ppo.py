@@ -105,6 +105,7 @@ def test_the_loss_is_clipped_where_the_paper_clips_it(experiment, config):
     assert float(loss) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_each_epoch_has_every_transition_once_and_in_its_environment(experiment, config):
     c = config()
     data = {"x": jnp.arange(8 * 16).reshape(8, 16), "y": jnp.ones((8, 16, 3))}

@@ -150,6 +150,7 @@ def test_draws_do_not_depend_on_how_they_are_made():
     np.testing.assert_array_equal(np.stack(streamed, axis=1), drawn)
 
 
+@pytest.mark.thorough
 def test_rows_steps_and_keys_draw_differently():
     model = Constant(jnp.zeros(11))
     draw = ft.partial(generate, model, np.zeros((8, 2), int), max_new_tokens=16, temperature=1.0)

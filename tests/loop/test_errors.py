@@ -104,6 +104,12 @@ def log(metrics, step):
 # Before the first step, the loss is traced for the plan and the step, for sums and for its
 # evaluation, a batch is made for its shapes, and evaluation is tried on one batch of eight. The
 # metrics of a step are logged when the next is under way.
+@pytest.mark.few(
+    "loss_fn-1-`loss_fn`.*before the first step-None",
+    "predict_fn-1-`predict_fn`.*before the first step-None",
+    "metric_fn-1-`metric_fn`.*before the first step-None",
+    "log-11-`log` \\\\(call\\\\) for the metrics of step 11-12",
+)
 @pytest.mark.parametrize(
     ("name", "when", "words", "last"),
     [
@@ -363,6 +369,7 @@ def test_a_worker_that_dies_is_not_waited_for(fatal, costly_batches):
     assert not data_threads()
 
 
+@pytest.mark.thorough
 def test_threads_end_whoever_raises(costly_batches):
     def slow(examples):
         costly_batches()

@@ -441,6 +441,13 @@ def test_too_many_in_a_row_end_the_run(tmp_path):
         )
 
 
+@pytest.mark.few(
+    "options0-ValueError-`examples` is empty",
+    "options1-ValueError-batch_size",
+    "options4-ValueError-shape \\\\(16,\\\\)",
+    "options9-TypeError-8.0",
+    "options11-ValueError-accumulate=3",
+)
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -470,6 +477,12 @@ def test_mistakes_are_named_before_or_at_the_first_step(options, error, words):
     assert steps in ([], [1])
 
 
+@pytest.mark.few(
+    "parts0-`every` is 0",
+    "parts3-pass `metric_fn`",
+    "parts5-`Evaluation.examples` is empty",
+    "parts7-'loss'",
+)
 @pytest.mark.parametrize(
     ("parts", "words"),
     [

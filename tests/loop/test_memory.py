@@ -33,8 +33,8 @@ def out_of_memory(monkeypatch, at):
         monkeypatch.setattr(CompiledStep, name, failing(getattr(CompiledStep, name)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [ONE, {"fsdp": 2, "model": 2}])
-@pytest.mark.few("sizes0")
 def test_out_of_memory_says_what_is_where_and_what_to_try(monkeypatch, tmp_path, sizes):
     out_of_memory(monkeypatch, 3)
     with pytest.raises(jax.errors.JaxRuntimeError) as error:

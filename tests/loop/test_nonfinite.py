@@ -122,8 +122,8 @@ def test_positions_of_a_stream_are_named():
     assert "The batch held the examples 24 to 31 of the stream." in str(error.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.few("True")
 def test_parameters_with_nan_are_named_before_any_step(frozen):
     model = make_model()
     model = eqx.tree_at(

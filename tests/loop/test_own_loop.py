@@ -261,6 +261,7 @@ def test_a_plan_for_other_shapes_is_refused():
         )
 
 
+@pytest.mark.thorough
 def test_an_evaluation_of_its_own():
     """It is made of the functions that it is given, and changes no step."""
     lines = {}

@@ -83,6 +83,7 @@ def test_evaluate_and_predict_plan_as_well():
     np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_verify_passes_and_stops_a_run_that_computes_something_else(monkeypatch):
     fit(plan="verify", mesh=rc.make_mesh(fsdp=2, model=2))
     wrong = lambda plan, fn: lambda model, *args: fn({**model, "z": 2 * model["z"]}, *args)

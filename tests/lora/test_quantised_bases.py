@@ -59,6 +59,7 @@ def test_gradients_of_adapters_are_those_of_the_dequantised_model(numbers):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.few("int8-8.5-0.008")
 @pytest.mark.parametrize(("numbers", "bits", "error"), [("nf4", 4.5, 0.1), ("int8", 8.5, 0.008)])
 def test_arrays_have_the_bytes_of_their_bits(numbers, bits, error):
     matrix = jax.random.normal(KEY, (2, 128, 4, 32))
@@ -72,6 +73,7 @@ def test_arrays_have_the_bytes_of_their_bits(numbers, bits, error):
     np.testing.assert_allclose(again.dequantised(), found.dequantised(), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_nf4_codes_are_the_nearest_values_and_pairs_share_a_byte():
     rng = np.random.default_rng(0)
     matrix = rng.normal(size=(64, 3)).astype(np.float32)

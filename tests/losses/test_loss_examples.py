@@ -15,7 +15,7 @@ OF_MODELS |= {"token_log_probabilities"}
 NAMES = {name for name, x in vars(losses).items() if inspect.isfunction(x)} - OF_MODELS
 
 
-@pytest.mark.few("kto", "reverse_kl")
+@pytest.mark.few("kto")
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_example_of_a_loss_runs(name):
     text = inspect.cleandoc(getattr(losses, name).__doc__)

@@ -117,6 +117,7 @@ def test_more_tokens_than_positions_are_refused():
     assert jnp.all(jnp.isnan(logits_of(model, tokens, tokens, **one)))
 
 
+@pytest.mark.thorough
 def test_initial_parameters():
     config = dataclasses.replace(CONFIG, vocab=64, width=32)
     make_embed = quick_jit(lambda key: Bart(config, key=key).embed)

@@ -162,6 +162,7 @@ def test_settings_that_would_change_results_are_refused(change, message):
         read_config(CaptionerConfig, settings | change | parts)
 
 
+@pytest.mark.thorough
 def test_is_saved_under_published_names_and_read_back(tmp_path):
     model = make(Captioner, CONFIG, encoder=dataclasses.replace(ENCODER, pooler=True))
     rc.save_pretrained(model, tmp_path)

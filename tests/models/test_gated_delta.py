@@ -63,6 +63,7 @@ def test_gradients_are_those_of_the_recurrence():
         assert_close(found, expected, 1e-5)
 
 
+@pytest.mark.thorough
 def test_triangular_matrices_are_inverted_without_their_powers():
     """Powers of a matrix of ones have entries of 1e17, and sums of them no digit of the inverse."""
     x = jnp.ones((1, 64, 64))

@@ -77,6 +77,7 @@ def test_padding_changes_nothing():
     helpers.check_padding(READER, **READ)
 
 
+@pytest.mark.thorough
 def test_packed_texts_are_as_apart():
     helpers.check_segments(MODEL)
 

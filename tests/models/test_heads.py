@@ -77,6 +77,7 @@ def test_labels_of_tokens(kind):
     assert write_config(found.config)["id2label"] == {"0": "O", "1": "B", "2": "I"}
 
 
+@pytest.mark.thorough
 def test_labels_may_have_names():
     found = with_head(make(Bert, BERT), labels=["bad", "good"], key=KEY)
     assert logits_of(found, TOKENS).shape == (2, 2)

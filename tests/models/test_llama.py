@@ -75,9 +75,9 @@ def numpy_logits(model, tokens):
     return np.stack([norm(x, model.norm) @ head for x in stream])
 
 
+@pytest.mark.few("False-2")
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.few("True-4", "False-2")
 def test_matches_numpy(kv_heads, tied):
     model = make(kv_heads=kv_heads, tied=tied, rope_base=100.0)
     logits = logits_of(model, TOKENS)
@@ -121,6 +121,7 @@ def test_bfloat16_keeps_far_positions_apart():
     assert jnp.max(error[256:]) < 2 * jnp.max(error[:256])
 
 
+@pytest.mark.few("3")
 @pytest.mark.parametrize("position", [0, 3, 6])
 def test_later_tokens_do_not_change_earlier_logits(position):
     changed = TOKENS.at[:, position].set((TOKENS[:, position] + 1) % CONFIG.vocab)
@@ -129,6 +130,7 @@ def test_later_tokens_do_not_change_earlier_logits(position):
     assert jnp.all(jnp.any(before[:, position:] != after[:, position:], axis=-1))
 
 
+@pytest.mark.few("bool-left")
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("dtype", [bool, jnp.int32])
 def test_padding_changes_nothing(side, dtype):

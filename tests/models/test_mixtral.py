@@ -97,8 +97,8 @@ def test_experts_equal_each_token_by_itself(chosen, favourite):
         np.testing.assert_allclose(found, right, rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("favourite", [0.0, 30.0])
-@pytest.mark.few("30.0")
 def test_gradients_equal_those_of_all_experts(favourite):
     rng = np.random.default_rng(1)
     random = lambda *shape: to_device(rng.normal(size=shape), np.float32)

@@ -39,6 +39,7 @@ def test_the_published_sizes():
     assert math.prod(buckets.shape) == 257
 
 
+@pytest.mark.thorough
 def test_bias_is_of_the_distance_between_positions():
     table = jnp.arange(8 * 3.0).reshape(8, 3)
     queries, keys = jnp.array([[0, 4], [7, 90]]), jnp.array([[0, 1, 5], [80, 6, 7]])

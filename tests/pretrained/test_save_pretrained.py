@@ -312,6 +312,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", few_of(FAMILIES, "llama"))
 def test_every_family_goes_to_files_and_back_onto_a_mesh(tmp_path, family):
     model_class, config = FAMILIES[family]

@@ -149,6 +149,7 @@ def test_options_of_decoding_of_a_wrong_kind_name_the_file(files, options):
         rc.load_pretrained(files["model"])
 
 
+@pytest.mark.few("activation", "type", "size", "many names")
 @pytest.mark.parametrize(
     "change",
     [

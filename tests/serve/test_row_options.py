@@ -110,6 +110,7 @@ def test_penalties_and_biases_change_the_row_that_asks_for_them(loaded):
     assert penalised.tokens()[:8] == [65] * 8
 
 
+@pytest.mark.thorough
 def test_log_probabilities_are_those_of_the_model_by_teacher_forcing(loaded):
     (answers,) = answer(loaded, job(rc.Decoding(temperature=1.0), echo=("Hi!Hi",), logprobs=3))
     tokens = answers.tokens()

@@ -77,6 +77,7 @@ def test_gathers_and_gradients_are_counted_as_often_as_they_are_sent(name):
     assert planned == pytest.approx(sent, rel=0.1), plan.table()
 
 
+@pytest.mark.thorough
 def test_gradients_of_kernels_are_summed_over_parts_of_an_example():
     """Each device has the gradient of its part of the space alone."""
     make = lambda key: eqx.nn.Conv2d(16, 16, 3, padding=1, key=key)

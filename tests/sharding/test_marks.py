@@ -46,6 +46,7 @@ def most_of_rows_of_mine():
     return jax.jit(most_of_rows)
 
 
+@pytest.mark.few("most_of_rows")
 @pytest.mark.parametrize("fn", [gather_sequence_of_mine(), most_of_rows_of_mine()])
 def test_functions_with_the_names_of_marks_are_run(fn):
     assert gathered_dimension(equation_of(fn, X)) is None

@@ -225,6 +225,7 @@ def test_loops_that_run_backwards_take_turns_in_order():
         np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6 * np.abs(x).max())
 
 
+@pytest.mark.thorough
 def test_more_memory_costs_less_time():
     """Between the best choices of a price there are others, which use the memory."""
     model, batch = make_model(), array((ROWS, WIDTH))

@@ -79,7 +79,7 @@ CASES = {
 }
 
 
-@pytest.mark.few("attention", "a loop")
+@pytest.mark.few("attention")
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_is_that_of_the_compiled_program(name):
     """Within 25 %, for values that a block, a loop and a gather need beside what is kept."""

@@ -131,6 +131,7 @@ def solved(model, batch, key):
     return jnp.mean(repeated(step)(batch) ** 2)
 
 
+@pytest.mark.thorough
 def test_weights_that_a_loop_closes_over_are_gathered_once():
     """Each is stored split, since the batch is over all devices, and whole inside of the loop."""
     model = {"up": array(16, 512), "down": array(512, 64), "last": array(64, 16)}
@@ -215,6 +216,7 @@ def table(model, batch, key):
     return jnp.mean((batch["x"] @ model["out"] * rows) ** 2)
 
 
+@pytest.mark.few("sizes1")
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 4, 1), (2, 2, 2)])
 def test_a_batch_that_is_not_split_over_fsdp_is_gathered(sizes):
     """It is given split over data and fsdp, since that does not depend on the plan."""

@@ -73,6 +73,7 @@ def over_model(compiled, mesh):
     return sum(one.count * one.sent_bytes for one in found if "model" in one.axes)
 
 
+@pytest.mark.thorough
 def test_what_costs_and_saves_memory_alone_is_whole():
     unknown, known = plan(), plan(PLENTY)
     assert specs(unknown)["embed"] == P(None, "model")

@@ -205,6 +205,7 @@ def test_windows_reach_over_several_parts(pooled):
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+@pytest.mark.thorough
 def test_spectra_are_split_along_another_dimension_until_the_inverse_transform():
     """Two layers are four transforms, with one all-to-all each, forward and backward."""
     mesh = mesh_of((8, 1, 1))
@@ -336,8 +337,8 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few("transposed, shifted")
 @pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
-@pytest.mark.few("depthwise, wide", "transposed, shifted")
 def test_convolutions_on_parts_with_halos(options):
     params = {"k": normal(4, 4 // options.get("feature_group_count", 1), 3, 3)}
     batch = normal(1, 4, 32, 6)

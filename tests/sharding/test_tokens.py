@@ -127,6 +127,7 @@ def test_keys_and_values_of_some_heads_are_gathered_at_a_time(blocks, monkeypatc
     assert "all-to-all" not in str(compiled.as_text())
 
 
+@pytest.mark.thorough
 def test_the_plan_says_so():
     mesh = AbstractMesh((1, 8, 1), ("data", "fsdp", "model"))
     plan = planned(whole, mesh, 1)

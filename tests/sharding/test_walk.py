@@ -224,7 +224,7 @@ TWICE = {
 }
 
 
-@pytest.mark.few("relu", "carried", "in a region inside")
+@pytest.mark.few("relu", "carried")
 @pytest.mark.parametrize("name", TWICE)
 def test_only_what_derivatives_need_is_computed_again(name):
     """As often as a program that JAX differentiates multiplies, when it is compiled."""

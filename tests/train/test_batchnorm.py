@@ -175,6 +175,7 @@ def test_a_state_that_is_used_up_without_vmap_is_a_warning():
     assert "return loss, {}, (net, state)" in messages[0]
 
 
+@pytest.mark.few("in aux", "state as model")
 @pytest.mark.parametrize(
     "result",
     [
@@ -187,7 +188,6 @@ def test_a_state_that_is_used_up_without_vmap_is_a_warning():
     ],
     ids=["state", "model", "aux and state", "in aux", "dict in aux", "state as model"],
 )
-@pytest.mark.few("model", "in aux", "state as model")
 def test_a_state_in_another_place_is_told_where_to_go(result):
     def loss(model, batch, key):
         loss, _, (net, state) = loss_fn(model, batch, key)

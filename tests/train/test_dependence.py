@@ -52,6 +52,7 @@ def test_a_step_raises_when_it_is_traced(loss, accumulate):
         eqx.filter_eval_shape(step, state, batch_of(4))
 
 
+@pytest.mark.few("{'model': 2}")
 @pytest.mark.parametrize("sizes", [ONE, {"model": 2}, {"fsdp": 8, "data": 1}], ids=str)
 def test_a_run_raises_before_its_first_step(sizes):
     steps = []

@@ -44,8 +44,8 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.few("a mask like the model")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.few("a mask like the model", "a function of labels", "in a chain")
 def test_optimizer_trains_groups_at_their_rates(name):
     make, rate = OPTIMIZERS[name]
     optimizer = make()

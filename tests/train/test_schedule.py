@@ -76,6 +76,7 @@ def test_a_run_of_one_step_has_the_peak():
         assert float(schedule(0)) == 2.0
 
 
+@pytest.mark.few("sgd-True-cosine", "sgd-False-linear", "adamw-True-constant", "adamw-False-cosine")
 @pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize("inject", [True, False])
 @pytest.mark.parametrize("make", [optax.sgd, optax.adamw])

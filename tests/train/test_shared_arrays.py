@@ -61,7 +61,7 @@ def fit(model, **options):
     return rc.fit(model, optax.sgd(0.1), make_examples(16), steps=1, **given, **options)
 
 
-@pytest.mark.few("inside-model", "array-init_fn")
+@pytest.mark.few("inside-model")
 @pytest.mark.parametrize("how", ["model", "init_fn", "prepare", "state"])
 @pytest.mark.parametrize(("make", "words"), CASES.values(), ids=CASES)
 def test_the_places_are_named(make, words, how):

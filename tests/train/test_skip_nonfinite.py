@@ -51,7 +51,7 @@ def run(guard, optimizer, finite):
     return params, opt_state
 
 
-@pytest.mark.few("adamw", "injected")
+@pytest.mark.few("adamw")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equals_a_selection_afterwards(name):
     flags = (True, False, True, True)
@@ -65,6 +65,7 @@ def test_equals_a_selection_afterwards(name):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_the_state_is_overwritten_in_place():
     optimizer = OPTIMIZERS["adamw"]
 

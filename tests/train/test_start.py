@@ -31,7 +31,7 @@ def model():
     return Callable(jnp.arange(16.0).reshape(4, 4))
 
 
-@pytest.mark.few("mesh0")
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [rc.make_mesh(), rc.make_mesh(devices=jax.devices()[:1])])
 def test_a_loop_begins_with_a_function_a_model_or_a_state(mesh):
     begin = lambda first, **options: rc.prepare(

@@ -1,7 +1,7 @@
 """Mistakes that newcomers make, each with the error and the words that they should see.
 
-`python natural_mistakes.py DIRECTORY` makes them as a user does, without the type checker of the
-tests, and prints what each of them prints. `tests/helpers/bad_*.py` have single bad arguments.
+`python natural_mistakes.py DIRECTORY NAME...` makes them as a user does, without the type checker of
+the tests, and prints what each of them prints. `tests/helpers/bad_*.py` have single bad arguments.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -892,4 +892,5 @@ def made(call, directory):
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     logging.getLogger("redcoast").propagate = False
-    print(json.dumps({name: made(row[0], Path(sys.argv[1])) for name, row in ROWS.items()}))
+    directory, *names = sys.argv[1:]
+    print(json.dumps({name: made(ROWS[name][0], Path(directory)) for name in names}))

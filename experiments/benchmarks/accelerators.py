@@ -30,9 +30,9 @@ import redcoast as rc
 from redcoast import models
 from redcoast.core._target import compiling_for
 from redcoast.core._tracing import without_ambient_mesh
+from redcoast.dryrun._devices import planner_hardware, target_place
 from redcoast.dryrun._job import make_job, plan_job, trace_job
 from redcoast.dryrun._links import axis_bandwidths, slow_axes
-from redcoast.dryrun._devices import planner_hardware, target_place
 from redcoast.dryrun._step_time import estimate_step_time
 from redcoast.dryrun._target_name import parse_target
 from redcoast.dryrun.hlo._events import Event, Loop, Start, Transfer, read_schedule

@@ -26,9 +26,9 @@ from traffic.columns import abstract, abstract_key, plan_by_dataflow
 
 import redcoast as rc
 from redcoast import models
+from redcoast.dryrun._devices import target_place
 from redcoast.dryrun._job import make_job
 from redcoast.dryrun._mesh_search import likely
-from redcoast.dryrun._devices import target_place
 
 DEPTHS = (24, 80, 128)
 REPEATS = 3

@@ -48,11 +48,10 @@ from redcoast import models
 from redcoast.core._target import compiling_for
 from redcoast.core._tracing import without_ambient_mesh
 from redcoast.dryrun._chips import Chip
-from redcoast.dryrun._devices import missing_compiler
+from redcoast.dryrun._devices import missing_compiler, planner_hardware, target_place
 from redcoast.dryrun._efficiencies import Efficiencies, efficiencies_of
 from redcoast.dryrun._job import make_job, trace_job
 from redcoast.dryrun._links import axis_bandwidths, slow_axes
-from redcoast.dryrun._devices import planner_hardware, target_place
 from redcoast.dryrun._step_time import StepTime, estimate_step_time
 from redcoast.dryrun._target_name import TargetDevices, parse_target
 from redcoast.dryrun.hlo._events import Done, Event, Loop, Start, Transfer, read_schedule

@@ -12,8 +12,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ..core._errors import check_integer
 from ..core._frames import hide_frames
 from ..core._pytree import show_path
-from ..models._attention import wide
-from ..models._basic import normal
+from ..models._basic import normal, wide
 from ..models._einsum import LowRank, merged
 from ._targets import find_adapted, find_matrices, is_adapted, is_weight, match_targets
 

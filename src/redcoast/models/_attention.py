@@ -6,13 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
 from ..core._markers import gather_sequence
 from ..core._target import sequence_parts, target, target_of
 from ..core._tracing import size_of_axis
-from ._basic import dropout
+from ._basic import dropout, wide
 from ._blockwise import attend_in_blocks
 from ._inputs import AnyArray, Mask
 from ._parts import Bias, in_parts
@@ -368,8 +367,3 @@ def _has_kernel(q: Array, k: Array, v: Array) -> bool:
         most = 256
     sizes = q.shape[-1] % 8 == 0 and q.shape[-1] <= most and min(q.shape[1], k.shape[1]) > 1
     return half and sizes and target().capability >= _OLDEST_WITH_KERNEL
-
-
-def wide(dtype: np.dtype) -> np.dtype:
-    """Promotes to at least float32, for computations that need more precision than bfloat16."""
-    return np.promote_types(dtype, np.float32)

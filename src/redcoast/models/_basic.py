@@ -7,12 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ..core._errors import short_repr
 from ..core._target import target
-from ._attention import wide
 from ._inputs import AnyArray
+
+
+def wide(dtype: np.dtype) -> np.dtype:
+    """Promotes to at least float32, for computations that need more precision than bfloat16."""
+    return np.promote_types(dtype, np.float32)
 
 
 def recomputed(fn: Callable[..., Array]) -> Callable[..., Array]:

@@ -12,8 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._low_rank import AbstractLowRank
 from ..core._target import sequence_parts, target
-from ._attention import wide
-from ._basic import ACTIVATIONS, activate_gated, normal, zeros
+from ._basic import ACTIVATIONS, activate_gated, normal, wide, zeros
 from ._quantised_weight import QuantisedWeight, unquantised
 
 # What a model may have in place of a weight.

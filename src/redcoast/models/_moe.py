@@ -11,8 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..core._markers import most_of_rows
-from ._attention import wide
-from ._basic import activate_gated
+from ._basic import activate_gated, wide
 from ._einsum import product
 
 # Capacity of an expert in one pass, as a multiple of an equal share of a row's tokens.

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from equinox import AbstractVar
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._attention import AllReal, Real, Visible, full_view, real_tokens, wide
+from ._attention import AllReal, Real, Visible, full_view, real_tokens
 from ._base_config import HeadSizes, LayersConfig, TextConfig, check_config, check_heads
-from ._basic import look_up, small_normal, split_key
+from ._basic import look_up, small_normal, split_key, wide
 from ._check_config import check_length
 from ._encoder import EncoderLayers, pre_norm_layers
 from ._inputs import AnyArray, Mask

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from equinox import AbstractVar
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._attention import attend, wide
+from ._attention import attend
 from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
-from ._basic import dropout, layer_norm, look_up, ones, output_scale, split_key, zeros
+from ._basic import dropout, layer_norm, look_up, ones, output_scale, split_key, wide, zeros
 from ._by_layer import StackedLayers
 from ._cache import extend
 from ._decoder import Decoder, tied_or_own_head

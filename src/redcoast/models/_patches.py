@@ -12,8 +12,8 @@ import numpy as np
 from equinox import AbstractVar
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from ._attention import AllReal, attend, full_view, wide
-from ._basic import activate_gated, dropout, layer_norm, small_normal, split_key, zeros
+from ._attention import AllReal, attend, full_view
+from ._basic import activate_gated, dropout, layer_norm, small_normal, split_key, wide, zeros
 from ._by_layer import StackedLayers
 from ._einsum import LowRank, feed_forward, keys_values, outputs, product, queries
 from ._inputs import AnyArray

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from equinox import AbstractVar
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from ._attention import Visible, as_array, real_tokens, wide
+from ._attention import Visible, as_array, real_tokens
 from ._base_config import DecoderConfig, check_config
-from ._basic import activate_gated, initial_tables, look_up, output_scale, rms_norm, split_key
+from ._basic import activate_gated, initial_tables, look_up, output_scale, rms_norm, split_key, wide
 from ._by_layer import StackedLayers
 from ._cache import Cache, LayerIndex
 from ._decoder import Decoder, TableHead

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from equinox import AbstractVar
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from ._attention import as_array, attend, attend_near, real_tokens, wide
+from ._attention import as_array, attend, attend_near, real_tokens
 from ._base_config import GroupedConfig, RotarySizes, check_config, check_heads, check_rotary_dim
 from ._basic import (
     dropout,
@@ -25,6 +25,7 @@ from ._basic import (
     ones,
     rms_norm,
     split_key,
+    wide,
     zeros,
 )
 from ._by_layer import StackedLayers

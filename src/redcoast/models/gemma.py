@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._attention import attend, attend_near, wide
+from ._attention import attend, attend_near
 from ._base_config import GroupedConfig, check_config
 from ._basic import (
     initial_attention,
@@ -21,6 +21,7 @@ from ._basic import (
     initial_tables,
     look_up,
     softcap,
+    wide,
     wide_rms_norm,
     zeros,
 )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-from ._attention import as_array, attend, real_tokens, wide
+from ._attention import as_array, attend, real_tokens
 from ._base_config import GroupedConfig, check_config
 from ._basic import (
     activate_gated,
@@ -27,6 +27,7 @@ from ._basic import (
     ones,
     output_scale,
     softcap,
+    wide,
     wide_rms_norm,
 )
 from ._by_layer import StackedLayers

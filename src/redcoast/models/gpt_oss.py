@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._attention import as_array, attend, attend_near, real_tokens, wide
+from ._attention import as_array, attend, attend_near, real_tokens
 from ._base_config import GroupedConfig, HeadSizes, check_config, check_heads
 from ._basic import (
     initial_attention,
@@ -19,6 +19,7 @@ from ._basic import (
     normal,
     recomputed,
     rms_norm,
+    wide,
 )
 from ._by_layer import StackedLayers
 from ._cache import extend

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-from ._attention import as_array, real_tokens, wide
+from ._attention import as_array, real_tokens
 from ._base_config import DecoderConfig, check_config
-from ._basic import initial_tables, look_up, normal, output_scale, rms_norm
+from ._basic import initial_tables, look_up, normal, output_scale, rms_norm, wide
 from ._by_layer import StackedLayers
 from ._decoder import Decoder, TableHead
 from ._einsum import product

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._attention import attend_near, count_positions, full_view, real_tokens, wide
+from ._attention import attend_near, count_positions, full_view, real_tokens
 from ._base_config import HeadSizes, TextConfig, check_config, check_heads
 from ._basic import (
     ACTIVATIONS,
@@ -21,6 +21,7 @@ from ._basic import (
     output_scale,
     small_normal,
     split_key,
+    wide,
     zeros,
 )
 from ._by_layer import StackedLayers

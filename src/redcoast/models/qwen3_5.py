@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-from ._attention import as_array, attend, real_tokens, wide
+from ._attention import as_array, attend, real_tokens
 from ._base_config import GroupedConfig, RotarySizes, check_config, check_heads, check_rotary_dim
 from ._basic import (
     activate_gated,
@@ -21,6 +21,7 @@ from ._basic import (
     look_up,
     output_scale,
     rms_norm,
+    wide,
     wide_rms_norm,
 )
 from ._by_layer import StackedLayers

@@ -20,12 +20,11 @@ _given = jax.make_user_context()
 class Target:
     """The properties of a device that models choose their operations by.
 
-    - `platform`: `"cpu"`, `"gpu"` or `"tpu"`.
     - `capability`: the compute capability of an NVIDIA GPU, without the digits after the point; 0
         for other devices.
     """
 
-    platform: str
+    platform: str  # `"cpu"`, `"gpu"` or `"tpu"`
     capability: int
 
 

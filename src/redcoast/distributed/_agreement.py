@@ -26,13 +26,12 @@ _MOST = 200_000  # lines that are compared one by one: their checksums have to f
 class Listing:
     """A text that is compared by its checksum, and line by line if that differs.
 
-    - `lines`: what is compared.
     - `where`: where line `i` comes from, such as `train.py:12`; it is not compared.
     - `varies`: returns whether the lines are random, and therefore need not be equal. It is only
         called if the lines of processes differ.
     """
 
-    lines: list[str]
+    lines: list[str]  # what is compared
     where: Callable[[int], str] = lambda _: ""
     varies: Callable[[], bool] = lambda: False
 

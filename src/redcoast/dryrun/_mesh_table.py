@@ -13,10 +13,8 @@ from ..sharding.report._text import paragraph
 class Candidate:
     """One factorisation of the devices into the axes of a mesh; figures are per device and step.
 
-    - `mesh`: The sizes of the axes.
     - `priced_seconds`: The planner's estimate of the time: arithmetic at the peak rate plus
         communication at the full bandwidth of the links.
-    - `estimated_memory`: The planner's estimate of the memory, in bytes.
     - `usual`: Whether the plan uses the axes for their purpose, and not `model` for FSDP or `fsdp`
         for tensor parallelism. Among meshes of equal cost, such a mesh is preferred.
     - `repeated`: Whether every device computes the whole step, which is too small to be divided.
@@ -26,19 +24,18 @@ class Candidate:
     - `fits`: Whether the compiled program fits in memory; `None` if it was not compiled.
     - `recomputed`: The arithmetic that the backward pass recomputes because of `memory`, as a share
         of the step's.
-    - `error`: Why the step cannot be run on this mesh, or `None`.
     """
 
-    mesh: dict[str, int]
+    mesh: dict[str, int]  # the sizes of the axes
     priced_seconds: int | float | None = None
-    estimated_memory: int | None = None
+    estimated_memory: int | None = None  # the planner's estimate of the memory, in bytes
     usual: bool = True
     repeated: bool = False
     sent_bytes: int | None = None
     seconds: int | float | None = None
     peak_memory: int | None = None
     fits: bool | None = None
-    error: str | None = None
+    error: str | None = None  # why the step cannot be run on this mesh, or `None`
     recomputed: float = 0.0
 
 

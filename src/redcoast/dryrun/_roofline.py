@@ -10,8 +10,6 @@ from ._chips import Chip
 class Bounds:
     """Lower bounds on the seconds that a step takes on each device.
 
-    - `arithmetic`: The time of the contractions at the chip's peak rate.
-    - `memory`: The time to access each byte of the step's arguments and results once.
     - `network`: For each set of mesh axes, such as `"model"` or `"data+fsdp"`, the time of the
         communication over them, without overlap.
     - `binding`: The name of the largest bound: `"arithmetic"`, `"memory"`, or `"network (model)"`.
@@ -19,8 +17,8 @@ class Bounds:
         an upper bound on the utilisation of the peak rate.
     """
 
-    arithmetic: float
-    memory: float
+    arithmetic: float  # the time of the contractions at the chip's peak rate
+    memory: float  # the time to access each byte of the step's arguments and results once
     network: dict[str, float]
     binding: str
     utilisation: float

@@ -95,11 +95,10 @@ _enclosing: contextvars.ContextVar[StopRequest | None] = contextvars.ContextVar(
 class Received:
     """A signal that a run of this process received, after which the process continued.
 
-    - `reason`: which signal, as a sentence.
     - `step`, `steps`: the step after which the run ended, and the number of its steps.
     """
 
-    reason: str
+    reason: str  # which signal, as a sentence
     step: int
     steps: int | None
     cut_short: bool

@@ -42,11 +42,10 @@ def distance_buckets(count: int, far: int, *, causal: bool) -> Int[np.ndarray, "
 class RelativeBias(eqx.Module):
     """The bias of the attention scores for queries and keys at these positions.
 
-    - `by_distance`: the bias of each distance from `-far` to `far`.
     - `queries`, `keys`: positions of the queries and keys.
     """
 
-    by_distance: Float[Array, "distances heads"]
+    by_distance: Float[Array, "distances heads"]  # the bias of each distance from `-far` to `far`
     queries: Int[Array, "#batch queries"]
     keys: Int[Array, "#batch keys"]
 

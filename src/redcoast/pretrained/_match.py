@@ -27,21 +27,18 @@ _DIFFERENT = "different from the tensor they should duplicate"
 class Layout:
     """The names of a model's tensors in files.
 
-    - `table`: the tensors that each array of the model consists of.
     - `base_prefix`: the prefix of the base model's tensors, which files of the base model without a
       head omit.
-    - `buffers`: regular expressions for the names of tensors that are ignored.
     - `duplicates`: alternative names under which a file may hold a tensor (again, or instead), and
       the tensor's own names.
-    - `zeros`: tensors that are zero if a file lacks them.
     - `tied`: whether the head shares the weights of the embedding, and may also be separate.
     """
 
-    table: Mapping[str, Tensor]
+    table: Mapping[str, Tensor]  # the tensors that each array of the model consists of
     base_prefix: str = ""
-    buffers: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()  # regular expressions for the names of tensors that are ignored
     duplicates: Mapping[str, str] = field(default_factory=dict)
-    zeros: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()  # tensors that are zero if a file lacks them
     tied: bool = False
 
 

@@ -48,13 +48,12 @@ class Family:
       `write(config)`, which returns the settings; and `tensors(config)`, which maps each array to
       its tensors. Some modules also have `duplicates`, `settle`, `example_inputs`, `module_name`,
       `split_modules`, `computed`, `unused`, `BASE_PREFIX`, `BUFFERS` or `ZEROS`.
-    - `types`: the values of `model_type` in a `config.json`.
     """
 
     model: Any
     config: Any
     hf: ModuleType
-    types: tuple[str, ...]
+    types: tuple[str, ...]  # the values of `model_type` in a `config.json`
 
 
 # The values of `model_type` are Hugging Face's. Each belongs to one family.

@@ -83,24 +83,21 @@ def _check_bounds(name: str, value: int | float, least: int, most: int | None) -
 class Limits:
     """The limits of requests.
 
-    - `name`: the name of its model; `vocab`: the size of the model's vocabulary.
     - `context`: the maximum number of tokens of a prompt and its answer; `characters`: the maximum
         number of characters of a prompt.
-    - `rows`: the maximum number of rows of a request.
     - `new_tokens`: the default number of tokens of an answer in a chat; `decoding`: the default
         decoding.
-    - `eos`: the tokens that end an answer.
     - `grammars`: creates the grammar of a `response_format`; None if not supported.
     """
 
-    name: str
-    vocab: int
+    name: str  # of its model
+    vocab: int  # the size of the model's vocabulary
     context: int
-    rows: int
+    rows: int  # the maximum number of rows of a request
     new_tokens: int
     decoding: Decoding
     characters: int = 2**18
-    eos: tuple[int, ...] = ()
+    eos: tuple[int, ...] = ()  # the tokens that end an answer
     grammars: Callable[[Mapping[str, object]], Callable[[], Grammar] | None] | None = None
 
     @property

@@ -25,21 +25,19 @@ class RowRequest:
 
     - `decoding`: its sampling, repetition penalty, minimum lengths and ends. All other options are
         set by the server.
-    - `limit`: the maximum number of new tokens.
     - `seed`, `number`: samples depend only on these and on the step.
     - `presence`, `frequency`: penalties of tokens that occur in the row, once and per occurrence.
     - `bias`: values that are added to the logits of tokens.
-    - `logprobs`: whether to return log-probabilities of tokens.
     """
 
     decoding: Decoding
-    limit: int = 1
+    limit: int = 1  # the maximum number of new tokens
     seed: int = 0
     number: int = 0
     presence: int | float = 0.0
     frequency: int | float = 0.0
     bias: Mapping[int, int | float] = field(default_factory=dict)
-    logprobs: bool = False
+    logprobs: bool = False  # whether to return log-probabilities of tokens
 
 
 class RowOptions(eqx.Module):

@@ -188,19 +188,15 @@ class Cursor:
 
     - `regions`: for the jaxpr of the equation, what is used of it, what the loss depends on, and
       what each rematerialised region around it recomputes.
-    - `source`: the equation, after those around it.
-    - `times`: how often it runs in the forward pass of a step.
-    - `forwards`: one, and one more for each rematerialisation that runs it again.
-    - `is_saved`: whether its results may be saved for the backward pass.
     - `needed`: what each of `regions` needs of the jaxprs that the equation calls.
     - `rows`: the nodes that scans around the equation go along, one element in each iteration.
     """
 
     regions: tuple[Region, ...] = ()
-    source: Source = ()
-    times: int | float = 1.0
-    forwards: int | float = 1.0
-    is_saved: bool = True
+    source: Source = ()  # the equation, after those around it
+    times: int | float = 1.0  # how often it runs in the forward pass of a step
+    forwards: int | float = 1.0  # one, and one more for each rematerialisation that runs it again
+    is_saved: bool = True  # whether its results may be saved for the backward pass
     needed: tuple[dict[Jaxpr, Region], ...] = ()
     rows: Dims = ()
 

@@ -7,21 +7,18 @@ from dataclasses import dataclass
 class Memory:
     """An estimate of the bytes in use on each device.
 
-    - `arrays`: The arrays of the model.
     - `gradients`, `optimizer_state`: Those of the arrays that are trained.
     - `activations`: Intermediate values when most memory is in use: what is kept for the backward
         pass, and what the operations that run then need.
-    - `closed_over`: Arrays that the function closes over, replicated on every device.
-    - `batch`: The batch and other arguments.
     - `total`: The sum.
     """
 
-    arrays: int
+    arrays: int  # the arrays of the model
     gradients: int
     optimizer_state: int
     activations: int
-    closed_over: int
-    batch: int
+    closed_over: int  # arrays that the function closes over, replicated on every device
+    batch: int  # the batch and other arguments
 
     @property
     def total(self) -> int:

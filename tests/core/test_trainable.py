@@ -72,6 +72,7 @@ def test_part_with_an_array_that_is_at_several_places_is_the_part_that_is_named(
     assert selected["b"] is shared
 
 
+@pytest.mark.thorough
 def test_adapters_are_selected_by_their_function():
     config = LlamaConfig(vocab=16, width=16, layers=1, heads=2, kv_heads=1, hidden=16)
     model = lora.add_adapters(

@@ -203,6 +203,7 @@ def test_table_says_where_the_plan_has_less_communication(run):
     assert ("on lines where it has none" in text) == any(line["bytes"] for line in unplanned)
 
 
+@pytest.mark.thorough
 def test_mesh_is_chosen_by_estimated_cost():
     given = (init_wide, wide_loss, WIDE, OPTIMIZER)
     # Copies of the model do not fit, and there are few examples for its size.

@@ -89,6 +89,7 @@ def test_gradients_are_clipped_one_by_one(experiment):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_noise_has_the_given_deviation(experiment):
     model = eqx.nn.Linear(100, 100, key=jax.random.key(0))
     batch = (jnp.ones((2, 100)), jnp.ones((2, 100)), jnp.array([True, True]))

@@ -119,6 +119,7 @@ def test_each_epoch_has_every_transition_once_and_in_its_environment(experiment,
     assert (epochs[0] % 16 != epochs[0][0] % 16).any()  # each environment has an order of its own
 
 
+@pytest.mark.thorough
 def test_the_running_moments_are_those_of_all_rows_so_far(experiment):
     rows = np.random.default_rng(0).normal(3, 5, (4, 6, 10, 2)).astype(np.float32)
     moments = {"mean": jnp.zeros(2), "variance": jnp.zeros(2), "count": jnp.zeros(())}

@@ -58,6 +58,7 @@ def test_sampler_agrees_with_ddim_on_gaussian_data(script, guidance):
         np.testing.assert_allclose(images, 2 + spread * start, atol=0.1)
 
 
+@pytest.mark.thorough
 def test_captions_name_style_and_character(script):
     drawn = script("text_to_image").draw("cyrillic capital letter zhe", (3, 8, 8), "symbol")
     captions = [caption for _, caption in drawn]

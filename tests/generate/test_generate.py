@@ -200,7 +200,7 @@ def test_a_prompt_of_another_length_compiles_nothing(how):
         assert compiled_programs(ft.partial(decode, 2, *others)) == 0
 
 
-@pytest.mark.few("70")
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [17, 70, 130, 200])
 def test_a_prompt_that_is_read_in_chunks_gives_the_same_tokens(length):
     tokens = np.random.default_rng(length).integers(0, 11, (2, length))

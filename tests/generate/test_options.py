@@ -165,6 +165,7 @@ class _With(type(MODEL.config)):
         object.__setattr__(self, "decoding", decoding)
 
 
+@pytest.mark.thorough
 def test_an_encoder_decoder_begins_with_the_forced_token():
     model = tiny(0, TinySeq2Seq, decoder_start=1)
     options: Any = {"max_new_tokens": 3, "forced_bos": 6, "min_length": 3, "eos": range(11)}

@@ -1,7 +1,8 @@
 """Mistakes that newcomers make, each with the error and the words that they should see.
 
-`python natural_mistakes.py DIRECTORY NAME...` makes them as a user does, without the type checker of
-the tests, and prints what each of them prints. `tests/helpers/bad_*.py` have single bad arguments.
+`python natural_mistakes.py DIRECTORY NAME...` makes those with these names as a user does, without
+the type checker of the tests, and prints what each of them prints. `tests/helpers/bad_*.py` have
+single bad arguments.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false

@@ -98,6 +98,7 @@ def test_counters_are_those_of_the_checkpoint_after_a_kill(tmp_path):
     assert int(state.step) == 4
 
 
+@pytest.mark.thorough
 def test_best_of_a_run_that_is_not_stopped_is_returned_and_nan_is_never_best():
     state = train([float("nan"), 2.0, 3.0], patience=5, epochs=3)
     assert int(state.step) == 4

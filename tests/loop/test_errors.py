@@ -148,8 +148,8 @@ def test_errors_of_the_users_functions_say_whose_and_where(tmp_path, name, when,
     assert not data_threads()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["collate_fn", "log"])
-@pytest.mark.few("collate_fn")
 def test_after_a_hundred_steps(tmp_path, name):
     functions = {"collate_fn": collate_fn, "log": log}
     with pytest.raises(Broken) as error:

@@ -389,8 +389,8 @@ def test_a_run_that_is_done_is_not_trained_again(tmp_path, capsys):
     assert "compiling" not in printed.err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.few("15")
 def test_a_signal_saves_and_returns(tmp_path, monkeypatch, number):
     monkeypatch.setattr(_stop, "_received", [])  # so that other tests of this process may train
 

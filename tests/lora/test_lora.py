@@ -66,6 +66,7 @@ def test_nothing_changes_at_first():
     assert_close(logits_of(model, TOKENS), logits_of(MODEL, TOKENS), 1e-6)
 
 
+@pytest.mark.thorough
 def test_the_matched_matrices_are_adapted():
     found = paths(lora.adapters(lora.add_adapters(MODEL, 3, targets=["wq", "wo"], key=KEY)))
     assert {path: x.shape for path, x in found.items()} == {

@@ -161,6 +161,7 @@ def test_training_is_sharded_saved_and_resumed(tmp_path):
     assert (gate.codes.dtype, gate.scales.dtype) == (jnp.uint8, jnp.uint32)
 
 
+@pytest.mark.thorough
 def test_structural_rules_shard_numbers_like_the_weight():
     mesh = rc.make_mesh(model=2, fsdp=4)
     of_weights = rc.infer_shardings(base(), mesh).layers

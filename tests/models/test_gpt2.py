@@ -64,6 +64,7 @@ def test_matches_numpy(changes):
         helpers.close(got, numpy_logits(model, row), 1e-4)
 
 
+@pytest.mark.thorough
 def test_attention_to_a_memory_matches_numpy():
     logits = logits_of(READER, TOKENS, **READ)
     for row in range(2):

@@ -159,6 +159,7 @@ def test_gradient_at_all_padding_is_finite():
     assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.thorough
 def test_grouped_heads_equal_repeated_heads():
     repeats = CONFIG.heads // CONFIG.kv_heads
     full = eqx.tree_at(

@@ -226,6 +226,7 @@ def test_what_is_open_or_unknown_is_warned_of_by_name(given, words):
 OF_TRANSFORMERS = {"alignment_heads": [[1, 0], [1, 1]], "is_multilingual": True, "max_length": 448}
 
 
+@pytest.mark.thorough
 def test_what_transformers_needs_of_a_file_is_saved_with_the_model(tmp_path):
     """Without `lang_to_id`, it refuses `language=`; without `max_length`, it stops at 20 tokens."""
     rc.save_pretrained(random_model(Whisper, CONFIG), tmp_path / "model")

@@ -42,7 +42,7 @@ def model():
     return Llama(CONFIG, key=jax.random.key(0))
 
 
-@pytest.mark.few("older")
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_layout_gives_the_model_by_itself(model, layout, tmp_path):
     save_wrapped(model, tmp_path, LAYOUTS[layout])

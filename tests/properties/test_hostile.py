@@ -168,6 +168,7 @@ def test_messages_do_not_grow_with_the_file(files, change):
     assert len(str(error.value)) < 20_000
 
 
+@pytest.mark.thorough
 def test_an_index_of_many_missing_files_has_a_short_message(files):
     index = files["sharded"] / "model.safetensors.index.json"
     edit(index, weight_map={f"w{i}": f"missing{i}.safetensors" for i in range(10**4)})

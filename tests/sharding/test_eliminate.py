@@ -155,6 +155,7 @@ def chain(layers):
     return program(layers, sizes)
 
 
+@pytest.mark.thorough
 def test_the_same_every_time_and_whatever_the_order_of_leaves():
     fn, model, batch = chain(["attention", "gated", "experts", "layers", "depthwise"])
     plan = lambda fn, model: rc.plan_shardings(model, mesh_of(2, 2, 4), fn=fn, args=(batch, None))

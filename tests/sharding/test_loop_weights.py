@@ -127,7 +127,7 @@ LOCAL = {
 TENSOR_PARALLEL = {"data": 2, "model": 4}  # where hosts are called outside of `jax.shard_map`
 
 
-@pytest.mark.few("rematerialised-sizes0")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [*((name, {}) for name in LOCAL), *((name, TENSOR_PARALLEL) for name in list(LOCAL)[:3])],

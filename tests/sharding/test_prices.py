@@ -84,7 +84,7 @@ def written(model, batch, key):
     return jnp.mean(jax.nn.logsumexp(logits.at[rows, batch["y"]].add(1.0), axis=-1))
 
 
-@pytest.mark.few("sizes0-labelled", "sizes1-written")
+@pytest.mark.few("sizes0-labelled")
 @pytest.mark.parametrize("fn", [labelled, written])
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 1, 4)])
 def test_rows_that_look_up_in_themselves_send_nothing(fn, sizes):
@@ -107,7 +107,7 @@ def differentiated(model, batch, key):
     return jnp.mean(jnp.tanh(model["rows"].at[batch["client"]].set(new)) ** 2)
 
 
-@pytest.mark.few("sizes1-kept", "sizes0-differentiated")
+@pytest.mark.few("sizes1-kept")
 @pytest.mark.parametrize("fn", [kept, differentiated])
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
 def test_rows_that_are_written_over_are_gathered(fn, sizes):
@@ -244,7 +244,7 @@ def images(model, batch, key):
     return jnp.mean(jax.vmap(row)(batch.reshape(len(batch), 4, 4, -1)))
 
 
-@pytest.mark.few("spectral-sizes0", "images-sizes1")
+@pytest.mark.few("images-sizes1")
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 1, 4)])
 @pytest.mark.parametrize("fn", [spectral, images])
 def test_fourier_transforms_gather_nothing(fn, sizes):

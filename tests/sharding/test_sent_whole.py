@@ -96,6 +96,7 @@ def test_error_if_of_rows_is_free():
     assert not program.gathered_whole
 
 
+@pytest.mark.thorough
 def test_a_sharding_that_the_compiler_cannot_reach_is_said_beforehand():
     """XLA calls it an involuntary full rematerialization, and only when it compiles."""
     mesh = real_mesh(2, 2, 2)

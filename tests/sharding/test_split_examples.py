@@ -574,6 +574,7 @@ def test_two_dimensions_are_split_where_one_does_not_divide():
     assert {places for _, places in plan.compute.split} == {((0, 2),), ((0, 3),)}
 
 
+@pytest.mark.thorough
 def test_a_batch_that_divides_and_does_not_fit_uses_model_too():
     mesh = AbstractMesh((2, 1, 4), ("data", "fsdp", "model"))
     batch = normal(2, 2, 64, 24)

@@ -173,6 +173,7 @@ def test_arrays_of_the_closure_stay_valid_for_each_new_state():
     assert len(set(losses)) == 1
 
 
+@pytest.mark.thorough
 def test_donated_arrays_are_named():
     """Donated arguments and states; JAX's own error reports only their shape."""
     state, shardings = start(rc.make_mesh())
@@ -342,6 +343,7 @@ def test_an_unhashable_argument_is_named():
         step(state, {"names": {"a"}})
 
 
+@pytest.mark.thorough
 def test_lower_takes_abstract_arguments():
     mesh = rc.make_mesh()
     abstract = eqx.filter_eval_shape(rc.init_state, lambda key: make_model(), OPTIMIZER, key=KEY)

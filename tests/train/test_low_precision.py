@@ -177,7 +177,7 @@ def test_a_frozen_matrix_has_no_gradient_product():
     assert len(in_8_bits(jax.grad(low, argnums=(0, 1)), WEIGHT, X)) == 3
 
 
-@pytest.mark.few("bfloat16")
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_results_and_gradients_keep_their_dtype(dtype):
     w, x = jnp.asarray(WEIGHT, dtype), jnp.asarray(X, dtype)

@@ -237,6 +237,7 @@ def test_a_step_with_a_nonfinite_loss_is_skipped(bad):
     assert int(after.step) == 2
 
 
+@pytest.mark.thorough
 def test_a_step_with_an_infinite_gradient_is_skipped():
     def loss(model, batch, key):
         x = model.layers[0].bias[0] * 0.0

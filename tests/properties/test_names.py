@@ -24,7 +24,7 @@ OF_EACH_COMMAND = {"main"}
 OF_INTERNALS = {
     "accelerators.py": "kernels and the schedule of a step that is compiled for absent devices",
     "memory_plan.py": "the arithmetic of a gradient, which the compiler counts without loops",
-    "gpu_attention.py": "masks and attention with and without a kernel, without a model around them",
+    "gpu_attention.py": "masks, and attention with and without a kernel, without a model",
     "attention.py": "the two implementations of attention, without a model around them",
     "data_parallel.py": "weights as an array for each layer, which only programs on CPUs get",
     "expert_parallel.py": "a mixture of experts whose tokens are sent to the devices of experts",

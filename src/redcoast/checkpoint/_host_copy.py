@@ -20,7 +20,8 @@ def can_copy(arrays: Mapping[K, np.ndarray | jax.Array]) -> bool:
             continue
         if not isinstance(x.sharding, NamedSharding | SingleDeviceSharding):
             return False
-        if not x.is_fully_addressable or _kind(x) not in _kinds(x):
+        kinds = [memory.kind for memory in _device(x).addressable_memories()]
+        if not x.is_fully_addressable or _kind(x) not in kinds:
             return False
         count += x.nbytes
     return count <= MOST_BYTES
@@ -52,10 +53,6 @@ def _kind(x: jax.Array) -> str:
     if _device(x).platform != "cpu":
         return "pinned_host"
     return "unpinned_host"
-
-
-def _kinds(x: jax.Array) -> set[str]:
-    return {memory.kind for memory in _device(x).addressable_memories()}
 
 
 def _device(x: jax.Array) -> Any:

@@ -33,7 +33,9 @@ def independent_dims(equation: JaxprEqn) -> list[list[int | None]] | None:
     for dim in _candidates(equation):
         is_independent = True
         for mapping in grid.block_mappings:
-            if _is_computed_with(mapping, dim):
+            # The place of its block must not be computed from the place in the grid.
+            jaxpr = open_jaxpr(mapping.index_map_jaxpr)
+            if any(jaxpr.invars[dim] in variables(inner.invars) for inner in jaxpr.eqns):
                 is_independent = False
         for mapping in results:
             # A result that has other blocks is written several times.
@@ -60,12 +62,6 @@ def _candidates(equation: JaxprEqn) -> list[int]:
         if inner.primitive.name in _PLACES:
             known.add(counted[inner.params["axis"]])
     return [dim for dim, size in enumerate(grid.grid) if dim not in known and isinstance(size, int)]
-
-
-def _is_computed_with(mapping: Any, dim: int) -> bool:
-    """Whether a block's place is computed from the place along a dimension of the grid."""
-    jaxpr = open_jaxpr(mapping.index_map_jaxpr)
-    return any(jaxpr.invars[dim] in variables(inner.invars) for inner in jaxpr.eqns)
 
 
 def of_fewer(equation: JaxprEqn, parts: Mapping[int, int]) -> dict[str, object]:

@@ -131,7 +131,8 @@ def _run(events: Sequence[Event], rates: AttainedRates) -> _Totals:
                 time = kernel_seconds(event, rates)
                 totals.now += time
                 totals.busy[event.kind] += time
-                totals.misaligned += time - kernel_seconds(_aligned(event), rates)
+                aligned = replace(event, is_misaligned=False)
+                totals.misaligned += time - kernel_seconds(aligned, rates)
                 totals.kernels += 1
             case Start(key, transfer):
                 ends[key] = _queue(transfer, rates, totals, free)
@@ -199,11 +200,6 @@ def kernel_seconds(kernel: KernelWork, rates: AttainedRates) -> float:
         arithmetic += time
     memory = kernel.memory_bytes / (attained.memory * chip.memory_bandwidth)
     return attained.launch + max(arithmetic, memory)
-
-
-def _aligned(kernel: KernelWork) -> KernelWork:
-    """The same kernel for matrices whose rows are multiples of 16 bytes."""
-    return replace(kernel, is_misaligned=False)
 
 
 # HLO's names of the dtypes whose rates differ.

@@ -330,7 +330,7 @@ def _attend_in_kernel(
         visible = visible.visible(q.shape[1], k.shape[1])
     # In a pipeline, which maps attention over stages, JAX reshapes a mask of rows to all heads.
     heads = 1
-    if visible.shape[0] > 1 and _has_stages():
+    if visible.shape[0] > 1 and size_of_axis("pipe") > 1:
         heads = q.shape[2]
     shape = (visible.shape[0], heads, q.shape[1], k.shape[1])
     mask = jnp.broadcast_to(visible[:, None], shape)  # (batch, heads, queries, keys)
@@ -351,10 +351,6 @@ def _attend_with_even_lengths(
         visible = jnp.pad(visible, [(0, 0), (0, queries % 2), (0, keys % 2)])
     out = _attend_in_kernel(more(q), more(k), more(v), visible, None, scale)
     return out[:, :queries]
-
-
-def _has_stages() -> bool:
-    return size_of_axis("pipe") > 1
 
 
 def _has_kernel(q: Array, k: Array, v: Array) -> bool:

@@ -44,7 +44,8 @@ def make_card(facts: Mapping[str, Any], settings: Settings, name: str, parameter
     rows = []
     for key, value in facts.items():
         if key not in FRONT:
-            rows.append(_row(key, value))
+            text = f"{value:.6g}" if isinstance(value, float) else str(value)
+            rows.append(f"| {_cell(key.replace('_', ' '))} | {_cell(text)} |")
     if rows:  # a table without headings
         lines += ["## Training", "", "| | |", "| --- | --- |", *rows, ""]
     lines += ["## Intended uses and limitations", "", "Not described yet.", ""]
@@ -65,11 +66,6 @@ def check_card(card: Any) -> None:
         if not (is_text or is_list):
             kind = "a list of strings" if key == "tags" else "a string, or a list of strings"
             raise TypeError(f"`card` has {key!r}: {value!r}. It must be {kind}.")
-
-
-def _row(key: str, value: object) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return f"| {_cell(key.replace('_', ' '))} | {_cell(text)} |"
 
 
 def _cell(text: str) -> str:

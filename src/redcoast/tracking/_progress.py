@@ -115,8 +115,8 @@ class ProgressLogger:
         self._step, self._metrics = step, metrics
         self._done += float(metrics.get("weight", amount))
         now = perf_counter()
-        is_line = self._bar is None and self._is_logged(step)
-        if now < self._next and not is_line:
+        is_line = self._bar is None and is_logged(step, self._total, lines=_LINES)
+        if now < self._next and not (is_line and self._next < math.inf):
             return
         first = not self._samples
         if first:
@@ -168,9 +168,6 @@ class ProgressLogger:
         if self._bar is not None:
             logger.removeFilter(self._make_room)
             self._bar.close()
-
-    def _is_logged(self, step: int) -> bool:
-        return self._next < math.inf and is_logged(step, self._total, lines=_LINES)
 
     def _make_room(self, record: logging.LogRecord) -> bool:
         """Removes the bars before a message is logged, so that the message has its own line."""

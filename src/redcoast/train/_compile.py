@@ -26,7 +26,7 @@ from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions
 from ..core._frames import hide_frames
 from ..core._pytree import Arrays, Static, abstract_array, join, split
-from ..core._stored_specs import StoredSpecs, stored_as, stored_specs
+from ..core._stored_specs import stored_as, stored_specs
 from ..core._tracing import missing_mesh
 from ..distributed._agreement import agree_on_program
 from ..distributed._arrays import abstract_batch, place_array, put, stays_on_host
@@ -433,7 +433,9 @@ class CompiledStep:
 
     def _jit(self, kind: _StateKind, constants: Static, *, ambient: bool) -> Jitted:
         def step(arrays: Arrays, others: Arrays) -> tuple[Arrays, PyTree]:
-            with stored_as(_specs_of(kind, arrays)):
+            # For optimizers that send parts of the arrays.
+            specs = stored_specs(join(kind.shardings, kind.static), join(arrays, kind.static))
+            with stored_as(specs):
                 return self._step(arrays, kind.static, others, constants, ambient)
 
         # Static arguments of a jitted function would be hashed and compared at each call.
@@ -446,11 +448,6 @@ class CompiledStep:
             donate_argnums=0,
             compiler_options=self.compiler_options or None,
         )
-
-
-def _specs_of(kind: _StateKind, arrays: Arrays) -> StoredSpecs:
-    """How the arrays of a state are stored, for optimizers that send parts of them."""
-    return stored_specs(join(kind.shardings, kind.static), join(arrays, kind.static))
 
 
 def _put(x: PyTree, sharding: NamedSharding) -> PyTree:

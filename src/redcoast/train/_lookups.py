@@ -72,12 +72,9 @@ def find_lookups(loss: TracedLoss, *, training: bool) -> Lookups:
     # The loss alone, without its gradient, has all lookups.
     make = jax.make_jaxpr(compute)
     jaxpr = trace_for(loss.mesh, lambda: make(arrays, rows, abstract_key()))
-    return _read(jaxpr, len(arrays), rows, _places(batch), loss)
-
-
-def _places(batch: PyTree) -> list[str]:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return [show_place(path, "batch") for path, x in leaves if isinstance(x, ARRAYS)]
+    places = [show_place(path, "batch") for path, x in leaves if isinstance(x, ARRAYS)]
+    return _read(jaxpr, len(arrays), rows, places, loss)
 
 
 def _read(

@@ -175,20 +175,15 @@ def _check_aux(aux: object, model: PyTree) -> None:
             )
         if not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float)):
             hint = ""
-            if _is_carried(value):
+            has_arrays = any(map(eqx.is_array, jax.tree.leaves(value)))
+            # A dict of arrays may be a state too, such as Flax's `mutable` collections.
+            if returns_state(value) or (isinstance(value, dict) and has_arrays):
                 hint = f" {how_to_return(value)}"
             raise TypeError(
                 f"`loss_fn` returned aux[{name!r}] of type {type(value).__name__}. Metrics must be "
                 "scalars: numbers, or arrays of shape (). A custom training loop may also use "
                 f"other arrays.{hint}"
             )
-
-
-def _is_carried(value: PyTree) -> bool:
-    """Whether a value may be a state, including a dict of arrays such as Flax's `mutable`
-    collections."""
-    arrays = [x for x in jax.tree.leaves(value) if eqx.is_array(x)]
-    return returns_state(value) or (isinstance(value, dict) and bool(arrays))
 
 
 def _stored_dtypes(new_model: PyTree, model: PyTree) -> PyTree:

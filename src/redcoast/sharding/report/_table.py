@@ -59,8 +59,9 @@ def draw_table(report: data.PlanReport) -> str:
     """All arrays below the reason for their sharding, similar ones in one line, and the sums."""
     program = report.program_or_none
     lines = [f"Plan over the mesh {mesh_text(report.mesh)}", ""]
-    # The reasons would all be the same.
-    if _is_all_replicated(report):
+    others = prod(report.mesh.values()) // report.mesh["data"]
+    # Without devices on other axes, the reasons would all be the same.
+    if others == 1 and len(report.replicated) == len(report.arrays):
         groups = groups_of(report, by_reason=False)
         lines += [*_body([("", groups)]), ""]
         lines += ["All arrays are replicated: fsdp and model have one device each.", ""]
@@ -73,12 +74,6 @@ def draw_table(report: data.PlanReport) -> str:
     if program is not None:
         lines += _program(program)
     return "\n".join(lines)
-
-
-def _is_all_replicated(report: data.PlanReport) -> bool:
-    """Whether all arrays are replicated since no axis but `data` has more than one device."""
-    others = prod(report.mesh.values()) // report.mesh["data"]
-    return others == 1 and len(report.replicated) == len(report.arrays)
 
 
 def _is_fsdp_sharded_as_well(report: data.PlanReport) -> bool:

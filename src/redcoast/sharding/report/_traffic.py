@@ -235,11 +235,13 @@ def gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
     for work in works:
         for side, dims in enumerate(work.of):
             # Products of one array with several matrices gather it once.
-            array = _array(work, side)
-            if array in gathered or not is_divided(decision, dims):
+            identity = _identity(work, side)
+            if identity in gathered or not is_divided(decision, dims):
                 continue
-            gathered.add(array)
-            size = _bytes_of(decision, work, side) * work.times * work.forwards
+            gathered.add(identity)
+            array = struct_of(work.source[-1].invars[side])
+            size = array.size * array.dtype.itemsize / decision.batch.parts((*work.rows, *dims))
+            size = size * work.times * work.forwards
             cause = "all-gathers of the sequence, forward"
             yield Sent(over, "activations", cause, all_gather(decision.n, size), work.source)
     by_path = {path_of(work.source): work for work in works}
@@ -252,7 +254,7 @@ def gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
             yield Sent(over, "activations", cause, sent, summed.source)
 
 
-def _array(work: Work, side: int) -> tuple[int, ...]:
+def _identity(work: Work, side: int) -> tuple[int, ...]:
     """Identifies an operand of a product: the calls around it, and the variable.
 
     What is an argument of a call, as of `jnp.einsum`, is the variable outside of it.
@@ -265,12 +267,6 @@ def _array(work: Work, side: int) -> tuple[int, ...]:
             break
         atom = around.pop().invars[open_jaxpr(call.jaxpr).invars.index(atom)]
     return (*path_of(around), id(atom))
-
-
-def _bytes_of(decision: Decision, work: Work, side: int) -> int | float:
-    """The bytes of an operand of a product, for the rows of a device."""
-    array = struct_of(work.source[-1].invars[side])
-    return array.size * array.dtype.itemsize / decision.batch.parts((*work.rows, *work.of[side]))
 
 
 def _cotangent_bytes(

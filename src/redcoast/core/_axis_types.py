@@ -151,7 +151,10 @@ def call_on_auto_axes(fn: Callable[..., PyTree], out_spec: OutSpec, *args: PyTre
     """
     arrays, static = split(args)
     if not any(isinstance(x, Tracer) for x in arrays):
-        return _eager(fn, args)
+        mesh = explicit_mesh_of(args)
+        with auto_ambient_mesh():
+            results = fn(*on_auto_axes(args))
+        return on_mesh(results, mesh)
     outputs: list[Static] = []
 
     def flat(arrays: list[PyTree]) -> list[PyTree]:
@@ -170,13 +173,6 @@ def call_on_auto_axes(fn: Callable[..., PyTree], out_spec: OutSpec, *args: PyTre
     out_shardings = [NamedSharding(mesh, out_spec(shape)) for shape in shapes]
     results: PyTree = auto_axes(flat, out_sharding=out_shardings)(arrays)
     return join(results, outputs[0])
-
-
-def _eager(fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> PyTree:
-    mesh = explicit_mesh_of(args)
-    with auto_ambient_mesh():
-        results = fn(*on_auto_axes(args))
-    return on_mesh(results, mesh)
 
 
 def _is_on_explicit_axes(x: ArrayLike) -> bool:

@@ -153,8 +153,11 @@ def _part(model: PyTree, select: Callable[[PyTree], PyTree], chosen: PyTree) -> 
         ids = set(map(id, leaves_of_part))
         if ids and ids <= set(map(id, leaves_of_model)):
             return structure.unflatten([id(x) in ids for x in leaves_of_model])
+    kind = "nothing"
+    if jax.tree.leaves(chosen):
+        kind = f"a value of type {type(chosen).__name__}"
     raise ValueError(
-        f"The function `trainable` returned {_kind_of(chosen)} for the model, which is not a part "
+        f"The function `trainable` returned {kind} for the model, which is not a part "
         f"of it. {_FORMS}"
     )
 
@@ -165,12 +168,6 @@ def _stand_in(x: PyTree) -> PyTree:
         return x
     # A view of one element, with strides of 0.
     return np.broadcast_to(np.zeros((), x.dtype), x.shape)
-
-
-def _kind_of(x: PyTree) -> str:
-    if not jax.tree.leaves(x):
-        return "nothing"
-    return f"a value of type {type(x).__name__}"
 
 
 def _matching(model: PyTree, patterns: Sequence[str | re.Pattern[str]]) -> PyTree:

@@ -1,5 +1,6 @@
 """Streams: sources whose examples are read in sequence, with states that can be saved."""
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -322,7 +323,8 @@ class RepeatedStream(Stream):
             )
         self._has_length = hasattr(source, "__len__")
         if state_methods(source) is not None and not is_iterator(source):
-            source = _shallow_copy(source)  # it keeps the restored state
+            with contextlib.suppress(Exception):  # some objects refuse to be copied
+                source = copy.copy(source)  # it keeps the restored state
         set_epoch = getattr(source, "set_epoch", None)
         if self._sets_epoch and set_epoch is not None:
             set_epoch(self._reading)  # such as a dataset that shuffles with a buffer
@@ -380,10 +382,3 @@ class RepeatedStream(Stream):
         self._iterator, self._anchor, self._since, self._moved = None, None, [], True
         if self._finished():
             raise StopIteration
-
-
-def _shallow_copy(source: T) -> T:
-    try:
-        return copy.copy(source)
-    except Exception:
-        return source  # some objects refuse to be copied

@@ -83,7 +83,14 @@ def _steps(
         yield last
     arrays, static, cache = by_layer_with(model, cache)
     places = places_of((cache, last))
-    steps = _advance_all(cache, arrays, static, last, request, places, count)
+
+    def advance_all(cache: PyTree, last: Last) -> Iterator[Last]:
+        yield last
+        for _ in range(count - 1):
+            cache, last = _advance(cache, arrays, static, last, request, places)
+            yield last
+
+    steps = advance_all(cache, last)
     if is_new:
         next(steps)  # was yielded
         compile_all()
@@ -91,21 +98,6 @@ def _steps(
     # The next step is started before a token is handed out.
     for step, _ in with_last(steps):
         yield step
-
-
-def _advance_all(
-    cache: PyTree,
-    arrays: Arrays,
-    static: Static,
-    last: Last,
-    request: Request,
-    places: Places,
-    count: int,
-) -> Iterator[Last]:
-    yield last
-    for _ in range(count - 1):
-        cache, last = _advance(cache, arrays, static, last, request, places)
-        yield last
 
 
 @ft.partial(jax.jit, static_argnums=(2, 5), donate_argnums=0)

@@ -185,7 +185,9 @@ class Transformer(Decoder):
 
         def layer_fn(x, carry, inputs, index, key):
             (cache, use), (layer, rotated, local) = carry, inputs
-            key, attention_key, mlp_key = _keys(key, c)
+            attention_key = mlp_key = None
+            if c.residual_dropout is not None:
+                key, attention_key, mlp_key = split_key(key, 3)
             turns = _angles_of_layer(angles, rotated, local)
             y = _norm_before(x, layer.attention_norm, c)
             q = queries(layer, y)  # (batch, seq, heads, head_dim)
@@ -270,13 +272,6 @@ def _angles_of_all(positions, c, cache, dtype):
     if cache is not None:
         lengths = cache.lengths
     return long_angles(positions, frequencies, c.rope_scaling, dtype, lengths)
-
-
-def _keys(key, c):
-    """The keys of attention and of the two outputs that are added to the residual stream."""
-    if c.residual_dropout is None:
-        return key, None, None
-    return split_key(key, 3)
 
 
 def _feed_forward(layer, x, use, real, c):

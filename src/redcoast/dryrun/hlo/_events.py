@@ -122,7 +122,10 @@ def _plain(
     """The events of an instruction that is no control flow."""
     if collective_kind(instruction) is not None:
         for each in collectives_of(program, scope, instruction, None):
-            yield _begun(instruction, _transfer(each))
+            event: Event = _transfer(each)
+            if instruction.opcode.endswith("-start"):
+                event = Start(instruction.name, event)
+            yield event
         return
     inner = [name for name in callees_of(instruction) if program.carries(name)]
     if inner:
@@ -133,12 +136,6 @@ def _plain(
         kernel = read_kernel(scope.module, scope.computation, instruction)
         if kernel is not None:
             yield kernel
-
-
-def _begun(instruction: Instruction, transfer: Transfer) -> Event:
-    if instruction.opcode.endswith("-start"):
-        return Start(instruction.name, transfer)
-    return transfer
 
 
 def _wrapped(

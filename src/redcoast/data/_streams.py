@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeGuard, TypeVar
+from typing import NamedTuple, TypeGuard
 
 from jaxtyping import PyTree
 
@@ -18,7 +18,6 @@ from ._stream_state import (
     example_checksum,
 )
 
-T = TypeVar("T")
 logger = logging.getLogger("redcoast")
 _REPORT = 100_000  # examples that are skipped without a message
 _LONG = 1_000_000  # examples of an epoch that are read without a message

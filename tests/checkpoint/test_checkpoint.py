@@ -18,9 +18,10 @@ import redcoast as rc
 OPTIMIZER = optax.adamw(1e-3)
 
 
-def make_state(key=0, width=64):
-    init_fn = lambda key: eqx.nn.MLP(16, 8, width, depth=2, key=key)
-    return rc.init_state(init_fn, OPTIMIZER, key=jax.random.key(key))
+@eqx.filter_jit
+def make_state():
+    init_fn = lambda key: eqx.nn.MLP(16, 8, 64, depth=2, key=key)
+    return rc.init_state(init_fn, OPTIMIZER, key=jax.random.key(0))
 
 
 def split_state(state, **sizes):

@@ -7,6 +7,7 @@ import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
+from random_models import random_model
 
 import redcoast as rc
 from redcoast import lora
@@ -19,7 +20,7 @@ MESH = rc.make_mesh(devices=jax.devices()[:1])
 
 
 def model() -> Llama:
-    return Llama(CONFIG, key=jax.random.key(0))
+    return random_model(Llama, CONFIG)
 
 
 def make(directory: Path) -> dict[str, Path]:

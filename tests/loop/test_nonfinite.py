@@ -189,6 +189,7 @@ def test_a_finite_step_in_between_starts_the_count_anew():
     assert sum(lines) >= 5
 
 
+@pytest.mark.thorough
 def test_values_that_are_out_of_sight_do_not_hide_the_error(monkeypatch):
     """Where there is no memory to look for the reason, the message goes without."""
     from redcoast.loop import _nonfinite as _not_finite

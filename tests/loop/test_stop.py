@@ -344,7 +344,7 @@ def test_processes_agree_on_the_level_one_call_later(level):
     assert request.level == level
 
 
-@pytest.mark.few("3")
+@pytest.mark.thorough
 @pytest.mark.parametrize("at", [3, 9])
 def test_an_interrupt_saves_and_is_raised(received, tmp_path, at):
     with handled(signal.SIGINT), pytest.raises(KeyboardInterrupt, match="after step") as error:

@@ -26,10 +26,10 @@ VIT = ViTConfig(width=16, layers=2, heads=4, hidden=24, image=(4, 4), patch=(2, 
 KEY, OTHER = (jax.random.key(seed, impl="unsafe_rbg") for seed in (0, 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "head"), [("bert", None), ("bert", "masked"), ("roberta", "classification")]
 )
-@pytest.mark.few("roberta-classification")
 def test_only_the_head_of_a_bert_is_fresh(kind, head):
     model = make(Bert, BERT, kind=kind, head=head, labels=3)
     found = with_head(model, labels=5, key=KEY)

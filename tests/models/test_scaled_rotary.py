@@ -11,6 +11,7 @@ POSITIONS = np.stack([np.arange(20), np.minimum(np.arange(20), 7)])
 BASE, HEAD, FACTOR, ORIGINAL = 100.0, 8, 3.0, 8
 
 
+@pytest.mark.thorough
 def test_the_base_grows_with_the_length_of_each_row():
     """A row that is not longer than the original context is not scaled."""
     scaling = RopeScaling("dynamic", FACTOR, original=ORIGINAL)

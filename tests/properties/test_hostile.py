@@ -8,10 +8,10 @@ import shutil
 import struct
 import tracemalloc
 
-import jax
 import numpy as np
 import pytest
 from hostile_helpers import READERS, make
+from random_models import random_model
 
 import redcoast as rc
 from redcoast.models import Whisper, WhisperConfig
@@ -118,7 +118,7 @@ def test_sizes_are_compared_before_anything_is_allocated(settings, tmp_path):
         vocab=64, width=8, layers=1, decoder_layers=1, heads=2, hidden=16, mels=4, frames=12,
         positions=10, decoder_start=1,
     )  # fmt: skip
-    rc.save_pretrained(Whisper(config, key=jax.random.key(0)), tmp_path / "whisper")
+    rc.save_pretrained(random_model(Whisper, config), tmp_path / "whisper")
     edit(tmp_path / "whisper" / "config.json", **settings)
     tracemalloc.start()
     try:

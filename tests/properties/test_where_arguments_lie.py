@@ -194,6 +194,7 @@ def test_a_loss_may_name_its_mesh_itself_and_be_verified():
     plan.verify(loss_fn, MODEL, BATCH, KEY, tolerance=1e-5)
 
 
+@pytest.mark.thorough
 def test_under_an_ambient_mesh():
     with jax.set_mesh(MESH):
         fit(bare, mesh=None, plan="verify")

@@ -165,8 +165,8 @@ def test_noise_through_two_networks_is_divided():
     assert found < 1.2 * plan.report.program.arithmetic.flops / 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
-@pytest.mark.few("sizes0")
 def test_random_bits_are_those_of_one_device(sizes):
     mesh = real_mesh(*sizes)
     plan = rc.plan_shardings(WEIGHTS, mesh, fn=gan, args=(BATCH, KEY))

@@ -179,6 +179,7 @@ def test_the_same_every_time_and_whatever_the_order_of_leaves():
             assert found[str(place + 1)] == expected["/".join(names[i])]
 
 
+@pytest.mark.thorough
 def test_layers_of_the_same_shape_decide_alike():
     names = ["norm", "attention", "norm", "gated"] * 8
     fn, model, batch = chain(names)

@@ -68,7 +68,7 @@ def test_and_wrong_without_the_protection(sizes, monkeypatch):
         plan.verify(loss_fn, params, batch)
 
 
-@pytest.mark.few("6")
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [8, 6, 3])
 def test_batches_that_do_not_divide(count):
     params, batch = make(6)

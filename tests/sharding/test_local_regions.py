@@ -276,6 +276,7 @@ def assert_waits_for_no_rows(fn, sizes):
     assert_like_one_device(step, loss_fn)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", few_of(MESHES, *REPLICATED))
 @pytest.mark.parametrize("name", few_of(LOOPS, "while_loop"))
 def test_no_device_waits_for_the_rows_of_another(name, sizes):
@@ -698,7 +699,7 @@ def test_forward_mode():
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-@pytest.mark.few("False")
+@pytest.mark.thorough
 @pytest.mark.parametrize("explicit", [False, True])
 def test_prediction(explicit):
     mesh = rc.make_mesh()

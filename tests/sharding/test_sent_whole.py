@@ -53,6 +53,7 @@ MOVES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", few_of(MOVES, "halves"))
 def test_rows_that_other_devices_need_are_priced_as_compiled(name):
     """No other test has an operation that moves rows of the batch without comparing them."""

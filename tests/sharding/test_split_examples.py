@@ -413,11 +413,9 @@ UNEVEN_CONVOLUTIONS = {
 }
 
 
+@pytest.mark.few("rows and height-seventeen rows")
 @pytest.mark.parametrize("case", UNEVEN_CONVOLUTIONS.values(), ids=UNEVEN_CONVOLUTIONS)
 @pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
-@pytest.mark.few(
-    "rows and height-seventeen rows", "height and width-padding larger than the kernel"
-)
 def test_convolutions_whose_results_do_not_divide(spec, case):
     kernel, options = case
 

@@ -502,7 +502,7 @@ def test_gradients_of_grouped_convolutions(sizes):
     np.testing.assert_allclose(grouped_gradient(rc.make_mesh(**sizes)), expected, rtol=1e-5)
 
 
-@pytest.mark.few("sizes1")
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [{"model": 4}, {"fsdp": 2, "model": 2}])
 def test_wrong_gradients_of_grouped_convolutions_raise(sizes, monkeypatch):
     with pytest.raises(ValueError, match="8 groups would be wrong on a mesh of data="):

@@ -84,8 +84,8 @@ def test_other_states_cost_as_little_python_as_a_train_state(name):
     assert calls(step, pack(start())) < 1.1 * whole
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.few("state")
 def test_all_states_have_the_same_numbers(name):
     step, pack = step_of(name)
     state, expected = pack(start()), start()

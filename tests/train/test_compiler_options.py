@@ -37,6 +37,7 @@ def compiled_with(monkeypatch):
     return given
 
 
+@pytest.mark.few("1")
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_options_reach_the_compiler_of_a_prepared_step(steps_per_call, compiled_with):
     model, batch = training()

@@ -104,6 +104,7 @@ def test_scanned_steps_are_the_steps():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_averages_keep_dtypes_and_other_leaves():
     old = {"w": jnp.ones(2, jnp.bfloat16), "n": jnp.int32(1), "f": jnp.tanh}
     new = {"w": jnp.full(2, 3.0), "n": jnp.int32(5), "f": jnp.tanh}

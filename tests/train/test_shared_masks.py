@@ -94,7 +94,7 @@ def test_one_mask_for_all_examples_is_said_once(name, mesh):
     assert "jax.random.split(key, len(x))" in text
 
 
-@pytest.mark.few("noise-8 devices")
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", APART)
 def test_other_draws_are_none(name, mesh):

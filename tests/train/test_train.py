@@ -337,6 +337,7 @@ def token_loss(model, batch, key):
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
 
 
+@pytest.mark.thorough
 def test_shared_weights_stay_one_parameter():
     model = Tied(jax.random.key(1))
     state = rc.fit(

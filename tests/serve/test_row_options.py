@@ -174,3 +174,11 @@ def test_what_fails_in_a_batch_is_tried_alone(loaded):
     assert [str(error) for error in bad.errors] == ["No such grammar."]
     assert not good.errors
     assert outside.errors or len(outside.tokens()) == 6
+
+
+def test_a_request_that_excludes_all_tokens_gets_an_error(loaded):
+    (bad,) = answer(loaded, job(rc.Decoding(suppress=range(256))))
+    assert [str(error) for error in bad.errors] == [
+        "All tokens are excluded for choice 0 at new token 0. Pass options of decoding that leave "
+        "some."
+    ]

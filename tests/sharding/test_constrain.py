@@ -312,7 +312,7 @@ def test_nothing_is_said_where_only_the_batch_is_split():
 def test_what_is_not_constrained_says_which_mesh_and_method_would_be(primitive, monkeypatch):
     """Derivatives of a library's own, as diffrax's, can be exchanged for those of JAX."""
 
-    def fail(*args):
+    def fail(*args, **specs):
         raise CannotRebind(primitive)
 
     monkeypatch.setattr("redcoast.sharding.constrain._function.run_constrained", fail)
@@ -377,6 +377,33 @@ def test_constraints_add_no_operations():
     plain = operations(attended)
     assert plain["dot"] > 0
     assert operations(plan.constrain(attended)) == plain
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_are_scattered_before_anything_reads_them(dtype):
+    """A step reads their norm, for which each device would sum whole gradients otherwise. Arrays
+    that the program casts are cast before they are gathered."""
+    mesh = rc.make_mesh(fsdp=8)
+    model = {"up": array(64, 256), "down": array(256, 64)}
+
+    def loss_fn(model, x, key):
+        up, down = model["up"].astype(dtype), model["down"].astype(dtype)
+        y = jax.nn.relu(x.astype(dtype) @ up) @ down
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    batch = array(16, 64)
+    plan = rc.plan_shardings(model, mesh, fn=loss_fn, args=(batch, None))
+    jaxpr = jax.make_jaxpr(jax.grad(plan.constrain(loss_fn)))(model, batch, None)
+    asked = [x for x in iter_equations(jaxpr) if x.primitive.name == "sharding_constraint"]
+    stored = [x.outvars[0] for x in asked if "fsdp" in str(x.params["sharding"].spec)]
+    assert set(jaxpr.jaxpr.outvars) <= set(stored)
+    of_weights = [
+        x for x in asked if x.outvars[0].aval.size == 64 * 256 and x.outvars[0] not in stored
+    ]
+    # Two weights and their gradients.
+    assert [x.outvars[0].aval.dtype for x in of_weights] == [dtype] * 4
+    if dtype == jnp.float32:
+        check(loss_fn, model, batch, plan)
 
 
 def test_constraints_are_in_the_same_order_in_every_trace():

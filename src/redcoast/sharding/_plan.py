@@ -216,7 +216,8 @@ class Plan:
         # Imported where a function is traced, so that importing redcoast stays cheap.
         from .constrain._function import Constrained
 
-        return Constrained(fn, with_auto_axes(self.mesh), self.compute)
+        specs = tuple(sharding.spec for sharding in jax.tree.leaves(model_of(self.shardings)))
+        return Constrained(fn, with_auto_axes(self.mesh), self.compute, specs)
 
     @hide_frames
     def verify(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Var
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
@@ -31,6 +32,7 @@ from ..solver._split_examples import (
     trace_in_parts,
 )
 from ..tree._leaf_plans import Compute
+from ..tree._overrides import axes_of_spec
 from ._grouped_conv import is_grouped
 from ._interpreter import CannotRebind, run_constrained
 from ._recompute import Recomputed
@@ -45,12 +47,14 @@ class Unconstrained(UserWarning):
 class Constrained:
     """`fn(tree, *args)` with its activations sharded to match the arrays of the tree.
 
-    Instances with equal functions and plans are equal, so that compiled programs are reused.
+    `specs` are those of the arrays of the tree. Instances with equal functions and plans are equal,
+    so that compiled programs are reused.
     """
 
     fn: Callable[..., PyTree]
     mesh: Mesh | AbstractMesh
     compute: Compute
+    specs: tuple[PartitionSpec, ...] = ()
 
     @hide_frames
     def __call__(self, tree: PyTree, *args: PyTree) -> PyTree:
@@ -107,10 +111,16 @@ class Constrained:
         shardings = self._shardings_of(program, tree, args)
         # Arrays of the model are constrained where they are used, and the batch at once.
         first = slice(traced.arrays, traced.arrays + traced.batch)
-        values = [program.scope.values[var] for var in open_jaxpr(traced.jaxpr).invars]
+        inputs = open_jaxpr(traced.jaxpr).invars
+        values = [program.scope.values[var] for var in inputs]
         arrays[first] = map(shardings.constrain, arrays[first], values[first])
+        specs: dict[Var, PartitionSpec] = {}
+        for var, spec in zip(inputs, self.specs, strict=False):
+            if not set(axes_of_spec(spec)).isdisjoint(shardings.batch_axes):
+                specs[var] = spec
+        stored = [True] * traced.arrays
         try:
-            results = run_constrained(program.scope, shardings, arrays, [True] * traced.arrays)
+            results = run_constrained(program.scope, shardings, arrays, stored, specs=specs)
         except CannotRebind as error:
             self._check_right_without_constraints(error, traced, shardings)
             self._warn(f"its `{error}` cannot be re-evaluated", custom="custom_" in str(error))

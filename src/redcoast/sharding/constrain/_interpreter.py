@@ -73,18 +73,25 @@ def run_constrained(
     inputs: Sequence[object],
     stored: Sequence[bool] = (),
     copies: Mapping[Atom, jax.Array] | None = None,
+    *,
+    specs: Mapping[Var, P] | None = None,
 ) -> Arrays:
     """Evaluates a jaxpr with its activations constrained.
 
     `stored` selects the inputs that are arrays of the model. They are constrained where they are
     used, inside loops and calls, and so FSDP-sharded ones are gathered there. `copies` has one copy
-    of a weight for each shard of the batch.
+    of a weight for each shard of the batch. `specs` are those by which inputs are FSDP-sharded.
     """
     jaxpr = scope.jaxpr
     arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*scope.consts, *inputs), strict=True)
     env: dict[Var, Any] = dict(arguments)
     waiting = _stored_variables(scope, shardings, stored)  # until they are used
     copies = dict(copies or {})  # with those that equations rearrange
+    specs = dict(specs or {})  # with those of casts
+    # As they are stored, until they are gathered: gradients are reduce-scattered before anything
+    # reads them, such as the norm of the gradient.
+    for var, spec in specs.items():
+        env[var] = shardings.with_spec(env[var], spec)
     tables: Tables = {}
 
     def gather(atom: Atom, x: Any) -> Any:
@@ -106,6 +113,12 @@ def run_constrained(
         is_stored = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
         if _is_one_array(equation.invars, is_stored) and _keeps_layers(equation, scope, shardings):
             waiting.update(equation.outvars)
+        elif any(is_stored) and _narrows(equation, scope) and equation.invars[0] in specs:
+            # What is gathered and reduce-scattered is the cast array.
+            spec = specs[equation.invars[0]]
+            waiting.update(equation.outvars)
+            specs.update(dict.fromkeys(equation.outvars, spec))
+            return [shardings.with_spec(bind_again(equation, operands)[0], spec)]
         elif not inner:
             operands = list(map(gather, equation.invars, operands))
         if name in ("dot_general", "conv_general_dilated"):
@@ -182,6 +195,14 @@ def _keeps_layers(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> boo
         case name:
             divides = name in ELEMENTWISE and result.shape == operand.shape
     return divides and operand.dims[0] in shardings.stacks
+
+
+def _narrows(equation: JaxprEqn, scope: Scope) -> bool:
+    """Whether an equation casts an array to a dtype of at most as many bytes."""
+    if primitive_name(equation) != "convert_element_type":
+        return False
+    (before,), (after,) = values_of(scope, equation.invars), values_of(scope, equation.outvars)
+    return after.bytes <= before.bytes
 
 
 def _keep_whole(equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Arrays) -> Arrays:

@@ -77,10 +77,11 @@ def test_many_updates_are_calls_of_calls():
 def test_large_models_and_several_devices_keep_their_threads(monkeypatch):
     program, args = traced_step(OPTIMIZERS["adamw"])
     assert "_one_thread" not in in_one_thread(program, rc.make_mesh()).__module__
-    assert compiled_calls(*traced_step(OPTIMIZERS["few results"])) == []
+    norm = 1
+    assert compiled_calls(*traced_step(OPTIMIZERS["few results"])) == [norm]
     assert len(jax.tree.leaves(eqx.filter(make_model(), eqx.is_array))) <= READY
     monkeypatch.setattr(_one_thread, "MOST_BYTES", 1000)
-    assert compiled_calls(program, args) == []
+    assert compiled_calls(program, args) == [norm]
 
 
 @pytest.mark.thorough

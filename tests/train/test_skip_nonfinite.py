@@ -1,11 +1,14 @@
+import functools as ft
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import redcoast as rc
 from redcoast.train._skip_nonfinite import guarded_update
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64), "b": jnp.ones(64)}
@@ -90,3 +93,21 @@ def test_the_state_is_overwritten_in_place():
 def test_an_optimizer_state_that_changes_its_structure():
     with pytest.raises(ValueError, match="a state with the structure of its argument"):
         guarded_update(lambda g, s: (g, {"a": s, "b": s}), GRADS, jnp.ones(3), jnp.asarray(True))
+
+
+def test_gradients_of_unrolled_layers_are_stacked_once():
+    """XLA would fuse their stack with the norm, and again with the update."""
+
+    def layer(x, weight):
+        return jnp.tanh(x @ weight) @ weight.T, None
+
+    def loss_fn(model, batch, key):
+        return jnp.mean(jax.lax.scan(layer, batch, model["layers"], unroll=3)[0] ** 2)
+
+    optimizer = optax.adamw(1e-2)
+    model = {"layers": jnp.linspace(-0.1, 0.1, 3 * 64 * 96).reshape(3, 64, 96)}
+    state = rc.init_state(model, optimizer, key=jax.random.key(0))
+    options = {"loss_fn": loss_fn, "optimizer": optimizer}
+    step = eqx.filter_jit(ft.partial(rc.train_step, **options))
+    text = step.lower(state, jnp.ones((8, 64))).compile().compiled.as_text()
+    assert text.count(" concatenate(") == 1

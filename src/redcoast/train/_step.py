@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
@@ -25,6 +26,7 @@ from ..core._errors import (
 )
 from ..core._frames import hide_frames, warn
 from ..core._pytree import ARRAYS, Arrays, Static, join, show_place, split
+from ..core._target import target
 from ..core._train_state import AbstractTrainState
 from ..core._trainable import partition_trainable
 from ..core._user_functions import calling
@@ -419,6 +421,15 @@ def train_steps(
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:
     """Computes the Euclidean norm over all arrays of a tree, in float32 or wider."""
+    if target().platform != "cpu":
+        return _norm(tree)
+    # XLA for CPUs would compute arrays twice, with their squares and for the update: it fuses both
+    # with the stacks and transposes of gradients. It does not fuse them with a call.
+    with set_xla_metadata(inlineable="false"):
+        return jax.jit(_norm)(tree)
+
+
+def _norm(tree: PyTree) -> Float[Array, ""]:
     # Raveling a sharded leaf would gather it.
     return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(widen(x)))) for x in jax.tree.leaves(tree)))
 

@@ -108,6 +108,6 @@ def test_gradients_of_unrolled_layers_are_stacked_once():
     model = {"layers": jnp.linspace(-0.1, 0.1, 3 * 64 * 96).reshape(3, 64, 96)}
     state = rc.init_state(model, optimizer, key=jax.random.key(0))
     options = {"loss_fn": loss_fn, "optimizer": optimizer}
-    step = eqx.filter_jit(ft.partial(rc.train_step, **options))
+    step: Any = eqx.filter_jit(ft.partial(rc.train_step, **options))
     text = step.lower(state, jnp.ones((8, 64))).compile().compiled.as_text()
     assert text.count(" concatenate(") == 1

@@ -100,6 +100,7 @@ def test_no_dequantised_matrix_is_kept_for_the_backward_pass():
     assert any(one.primitive.name in ("remat2", "checkpoint", "remat") for one in text)
 
 
+@pytest.mark.thorough
 def test_adapters_are_saved_and_loaded_into_a_quantised_model(tmp_path):
     model = adapted("int8")
     lora.save_adapters(model, tmp_path / "adapters", modules_to_save=["norm"])

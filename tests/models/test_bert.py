@@ -144,6 +144,7 @@ def test_positions_count_from_0_and_end(kind):
         model(jnp.zeros((1, 12), jnp.int32))
 
 
+@pytest.mark.thorough
 def test_token_outside_the_vocabulary_gives_nan():
     results = logits_of(MODEL, TOKENS.at[1, 3].set(VOCAB))
     assert jnp.all(jnp.isnan(results[1]))

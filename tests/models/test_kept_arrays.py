@@ -42,7 +42,7 @@ def test_norms_keep_their_inputs_only():
     )
 
 
-@pytest.mark.few("gpu-False")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("platform", "has_barrier"), [("cpu", True), ("gpu", False)])
 def test_only_programs_for_a_cpu_have_barriers(platform, has_barrier):
     """The compilers for GPUs and TPUs access fewer bytes without them."""

@@ -157,3 +157,15 @@ def test_losses_are_the_same_on_a_mesh():
     placed = jax.device_put(arrays, rc.batch_shardings(arrays, mesh))
     found = jax.jit(lambda x: losses.dapo(**x))(placed)
     np.testing.assert_allclose(found, AVERAGES["dapo"](token_losses((0.2, 0.28), 0)), rtol=1e-5)
+
+
+def test_a_ratio_that_overflows_has_a_gradient_of_zero_where_it_is_clipped():
+    """A token that the old policy, as another engine computes it, could hardly write."""
+    old = jnp.full((1, 2), -200.0)
+    for advantage in (1.0, 0.0):
+        loss = ft.partial(losses.grpo, mask=jnp.ones((1, 2)))
+        value, gradient = jax.value_and_grad(loss)(
+            jnp.full((1, 2), -1.0), old, jnp.array([advantage])
+        )
+        assert value == jnp.float32(-1.2 * advantage)
+        np.testing.assert_array_equal(gradient, 0)

@@ -374,11 +374,16 @@ def _token_losses(
     # Masked before the exponential: what is masked may be infinite or NaN.
     new = jnp.where(counts, at_least_float32(log_probs), 0)
     old = jnp.where(counts, at_least_float32(old_log_probs), 0)
-    ratios = jnp.exp(new - jax.lax.stop_gradient(old))  # (batch, seq)
+    log_ratios = new - jax.lax.stop_gradient(old)  # (batch, seq)
+    ratios = jnp.exp(log_ratios)
     gains = jax.lax.stop_gradient(at_least_float32(advantages))
     gains = jnp.broadcast_to(gains if gains.ndim == 2 else gains[:, None], ratios.shape)
-    # The minimum keeps the gradient where clipping would hide that the policy got worse.
-    losses = -jnp.minimum(ratios * gains, jnp.clip(ratios, 1 - below, 1 + above) * gains)
+    # Clipped where the policy got better only: otherwise the gradient would be lost.
+    is_clipped = jnp.where(gains >= 0, ratios > 1.0 + above, ratios < 1.0 - below)
+    limits = jnp.where(gains >= 0, 1.0 + above, 1.0 - below).astype(ratios.dtype)
+    # The exponential of a clipped ratio may be infinite, and its derivative would be 0 * inf.
+    within = jnp.exp(jnp.where(is_clipped, 0, log_ratios))
+    losses = -jnp.where(is_clipped, limits, within) * gains
     if reference_log_probs is not None:
         reference = jax.lax.stop_gradient(
             jnp.where(counts, at_least_float32(reference_log_probs), 0)

@@ -57,6 +57,8 @@ def check(c: ServeCommand) -> None:
     for name in ("rows", "waiting", "context", "new_tokens"):
         if getattr(c, name) < 1:
             refuse(f"--{name.replace('_', '-')} must be at least 1, but is {getattr(c, name)}.")
+    if not 0 <= c.port < 2**16:
+        refuse(f"--port must be at least 0 and at most 65535, but is {c.port}.")
     if not c.timeout > 0:
         refuse(f"--timeout must be positive, but is {c.timeout}.")
     for name, key in (("--api-key", c.api_key), (KEY, os.environ.get(KEY))):

@@ -30,6 +30,14 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def check_size(name: str, size: int | None) -> None:
+    """Refuses a number of rows or tokens that no array can have."""
+    if size is not None and size < 1:
+        refuse(f"--{name} must be at least 1, but is {size}.")
+    if size is not None and size >= 2**31:
+        refuse(f"--{name} must be less than 2**31, but is {size}.")
+
+
 def wrap_help(text: str) -> str:
     """Wraps the prose of a help text to 79 columns, as one paragraph; examples stay as they are."""
     prose, title, examples = inspect.cleandoc(text).partition("Examples:")
@@ -52,7 +60,9 @@ def mesh_sizes(text: str) -> dict[str, Any]:
             pairs = [*zip(orders[len(sizes)], sizes, strict=True)]
         mesh: dict[str, Any] = {axis.strip(): int(size) for axis, size in pairs}
     except (ValueError, KeyError):
-        mesh = {}
+        mesh, pairs = {}, []
+    if len(mesh) < len(pairs):
+        refuse(f"--mesh must name each axis once, but is {text}.")
     if not mesh or not mesh.keys() <= {*orders[3], "pipe"}:
         refuse(f"--mesh must have the form data=1,fsdp=4,model=2, or 8, or 2x4, but is {text}.")
     return mesh

@@ -104,6 +104,8 @@ def test_plan_as_json(model, capsys):
         (["--mesh", "data=-1"], "--mesh needs the number of devices of each axis"),
         (["--mesh", "stage=2"], "--mesh must have the form"),
         (["--batch", "0"], "--batch must be at least 1"),
+        (["--batch", "99999999999999999999"], "--batch must be less than 2**31"),
+        (["--mesh", "data=2,data=4"], "--mesh must name each axis once"),
     ],
 )
 def test_invalid_options_of_plan_exit_with_2(options, words, capsys):
@@ -118,6 +120,7 @@ def test_invalid_options_of_plan_exit_with_2(options, words, capsys):
     [
         (["--rows", "0"], "--rows must be at least 1"),
         (["--timeout", "0"], "--timeout must be positive"),
+        (["--port", "65536"], "--port must be at least 0 and at most 65535"),
         (["--api-key", " a"], "--api-key must have letters"),
         ([], "There is nothing at "),
     ],

@@ -22,7 +22,7 @@ from redcoast.sharding.report._text import paragraph
 from ._options import DryRunCommand
 from ._phase_display import show_phases
 from ._reach import dry_run_to_fit, longest_sequence, sizes_of
-from ._usage import check_size, mesh_sizes, refuse
+from ._usage import mesh_sizes, refuse, refuse_impossible_size
 from ._workload import Workload, make_workload, state_bytes
 
 
@@ -295,7 +295,7 @@ def rows_of(c: DryRunCommand, target: TargetDevices) -> int:
         refuse(f"--accumulate must be at least 1, but is {c.accumulate}.")
     if c.batch is None:
         return target.count * c.accumulate
-    check_size("batch", c.batch)
+    refuse_impossible_size("batch", c.batch)
     return c.batch
 
 

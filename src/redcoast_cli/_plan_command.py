@@ -11,7 +11,7 @@ from redcoast.dryrun._phases import enter_phase
 
 from ._options import PlanCommand
 from ._phase_display import show_phases
-from ._usage import check_size, mesh_sizes, refuse
+from ._usage import mesh_sizes, refuse, refuse_impossible_size
 from ._workload import make_workload
 
 
@@ -20,7 +20,7 @@ def main(c: PlanCommand) -> None:
     count = prod(sizes.values())
     if min(sizes.values()) < 1:
         refuse(f"--mesh needs the number of devices of each axis, from 1 on, but is {c.mesh}.")
-    check_size("batch", c.batch)
+    refuse_impossible_size("batch", c.batch)
     try:
         workload = make_workload(c.model, c.seq)
         with show_phases():

@@ -30,7 +30,7 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def check_size(name: str, size: int | None) -> None:
+def refuse_impossible_size(name: str, size: int | None) -> None:
     """Refuses a number of rows or tokens that no array can have."""
     if size is not None and size < 1:
         refuse(f"--{name} must be at least 1, but is {size}.")

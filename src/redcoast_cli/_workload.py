@@ -19,7 +19,7 @@ from redcoast.losses import chunked_cross_entropy, cross_entropy
 from redcoast.models import sizes
 from redcoast.pretrained._registry import find_family
 
-from ._usage import check_size, refuse
+from ._usage import refuse, refuse_impossible_size
 
 LONGEST = 1024  # the default sequence length, in tokens
 
@@ -108,7 +108,7 @@ def _is_model(name: str, make: Any) -> bool:
 def _length(model: str, model_class: Any, config: Any, seq: int | None) -> int | None:
     if model_class is models.ViT and seq is not None:
         refuse(f"{model} reads images of {config.image} pixels: leave out --seq.")
-    check_size("seq", seq)
+    refuse_impossible_size("seq", seq)
     if model_class is models.ViT or seq is not None:
         return seq
     # The maximum length of the weights, if the configuration states one.

@@ -146,6 +146,25 @@ def test_scans_of_independent_rows_sum_gradients_after_the_loop(name, sizes):
         np.testing.assert_allclose(priced, sent_bytes(found), rtol=0.1)
 
 
+def test_the_gradient_of_each_example_begins_with_a_scaled_weight():
+    """In Langevin dynamics, whose noise of one key keeps the loop from running on each device."""
+
+    def loss_fn(params, batch, key):
+        energy = lambda h: jnp.log(jnp.cosh(h @ params["hidden"])) @ params["bias"]
+
+        def step(h, key):
+            noise = jax.random.normal(key, h.shape)
+            return h - 0.1 * jax.vmap(jax.grad(energy))(h) + 0.1 * noise, None
+
+        h, _ = jax.lax.scan(step, batch[:, 0], jax.random.split(KEYS[0], STEPS))
+        return jnp.mean(h**2)
+
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    plan.verify(loss_fn, PARAMS, BATCH, tolerance=1e-5)
+    found = step_collectives(plan.constrain(loss_fn), plan, PARAMS, BATCH)
+    assert all(one.count == 1 and one.exact for one in found)
+
+
 def test_the_plan_says_where_checks_of_all_rows_wait():
     """The host is called in a loop with tensor-parallel weights, which JAX cannot lower locally."""
     loss_fn, mesh = recurrent(checked), rc.make_mesh(data=2, model=4)

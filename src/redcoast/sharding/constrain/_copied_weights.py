@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from ...core._jaxpr import bind_again, is_inexact, variables
+from ...core._jaxpr import bind_again, is_inexact, struct_of, variables
 from ..operations import Atom
 from ..program._graph import Value
 from ..program._loop_weights import can_hoist_gradient_sum, rearranges, uses
@@ -61,9 +61,12 @@ def apply_copies(bound: BoundEquation, copies: dict[Atom, jax.Array]) -> jax.Arr
         elif equation.primitive.name == "broadcast_in_dim":
             # It adds dimensions of size one.
             copies[out] = jax.lax.reshape(x, (x.shape[0], *equation.params["shape"]))
-        else:
+        elif equation.primitive.name == "transpose":
             permutation = _after_copies(equation.params["permutation"])
             copies[out] = jax.lax.transpose(x, (0, *permutation))
+        else:
+            scaled = x * bound.operands[1 - index]
+            copies[out] = scaled.astype(struct_of(out).dtype)
         return None
     # Where the copies do not fit, the weight itself is used, as without them.
     if not uses(equation, weight):

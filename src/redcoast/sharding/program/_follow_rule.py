@@ -165,6 +165,8 @@ def _add_results(
             grad = False
         elif name in ("broadcast_in_dim", "transpose"):
             grad, reduced = inputs[0].grad, inputs[0].reduced
+        elif name == "dot_general" and () in (inputs[0].shape, inputs[1].shape):
+            reduced = inputs[0].reduced or inputs[1].reduced  # of a weight that is scaled
         elif rule.is_pairwise:
             grad = inputs[place].grad
         results.append(graph.value(var.aval, tuple(dims), grad=grad, reduced=reduced))

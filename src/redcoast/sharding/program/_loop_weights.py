@@ -24,10 +24,13 @@ def can_hoist_gradient_sum(jaxpr: Jaxpr, var: Var) -> bool:
 
 
 def rearranges(equation: JaxprEqn) -> bool:
-    """Whether an equation transposes or casts a weight, or adds dimensions of size one."""
-    if equation.primitive.name != "broadcast_in_dim":
-        return equation.primitive.name in ("transpose", "convert_element_type")
-    return prod(shape_of(equation.invars[0])) == prod(shape_of(equation.outvars[0]))
+    """Whether an equation transposes, casts or scales a weight, or adds dimensions of size one."""
+    name, operands = equation.primitive.name, list(map(shape_of, equation.invars))
+    if name == "broadcast_in_dim":
+        return prod(operands[0]) == prod(shape_of(equation.outvars[0]))
+    if name == "dot_general":
+        return () in operands
+    return name in ("transpose", "convert_element_type")
 
 
 def uses(equation: JaxprEqn, var: Atom) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ...core._control_flow import Call, CallKind, Scan, While, control_flow
+from ...core._control_flow import Call, CallKind, Scan, While, control_flow, primitive_name
 from ...core._jaxpr import struct_of
 from ..operations import Atom, Dimension, rule_of
 from ..program._batch_dims import BatchDims, SplitNodes
@@ -168,11 +168,17 @@ def gathered_bytes(graph: Graph, value: Value, devices: int, *, once: bool = Fal
     """Bytes that each device sends in a step to all-gather an array that is stored in parts.
 
     Layers of a scan and rematerialised ones are gathered in the backward pass too, unless all are
-    gathered `once`. What a loop closes over is gathered before it.
+    gathered `once`. What a loop closes over is gathered before it, and what the program casts is
+    gathered after that.
     """
+    size = value.bytes
+    source = graph.first_use.get(value.dims, ())
+    if len(source) == 1 and primitive_name(source[0]) == "convert_element_type":
+        cast = struct_of(source[0].outvars[0])
+        size = min(size, cast.size * cast.dtype.itemsize)
     if once or not _is_gathered_again(graph, value):
-        return all_gather(devices, value.bytes)
-    return all_gather(devices, 2 * value.bytes)
+        return all_gather(devices, size)
+    return all_gather(devices, 2 * size)
 
 
 def _is_gathered_again(graph: Graph, value: Value) -> bool:

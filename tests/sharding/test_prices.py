@@ -513,3 +513,22 @@ def test_a_loop_over_examples_moves_what_is_on_a_device(name):
     by_vmap, by_map = moved
     assert by_vmap
     assert by_map == by_vmap
+
+
+def test_what_is_cast_is_gathered_in_the_dtype_of_the_cast():
+    """As the constrained program gathers it."""
+    mesh = rc.make_mesh(data=1, fsdp=8)
+    model = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for _ in range(2)]
+    batch = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+
+    def gathered(dtype):
+        def loss_fn(model, x, key):
+            for w in model:
+                x = jax.nn.relu(x.astype(dtype) @ w.astype(dtype))
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        plan = rc.plan_shardings(model, mesh, fn=loss_fn, args=(batch, None))
+        traffic = plan.report.program.traffic
+        return sum(t.bytes for t in traffic if t.cause.startswith("all-gathers of parameters"))
+
+    assert gathered(jnp.float32) == 2 * gathered(jnp.bfloat16) > 0

@@ -4,6 +4,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from jax.extend.core import JaxprEqn
+
 from ...core._control_flow import Call, CallKind, Scan, While, control_flow, primitive_name
 from ...core._jaxpr import struct_of
 from ..operations import Atom, Dimension, rule_of
@@ -183,9 +185,11 @@ def gathered_bytes(graph: Graph, value: Value, devices: int, *, once: bool = Fal
 
 def _is_gathered_again(graph: Graph, value: Value) -> bool:
     """Whether the backward pass gathers an array again."""
-    # The compiler gathers the layers of a scan without a loop once.
-    if not value.grad or not graph.unrolled.isdisjoint(value.dims):
+    if not value.grad:
         return False
+    if not graph.unrolled.isdisjoint(value.dims):
+        # The compiler gathers the layers of a scan without a loop once, if it keeps them.
+        return any(map(_rematerialises, graph.first_use.get(value.dims[1:], ())))
     if not graph.stacks.isdisjoint(value.dims):
         return True
     for equation in graph.first_use.get(value.dims, ()):
@@ -195,6 +199,11 @@ def _is_gathered_again(graph: Graph, value: Value) -> bool:
             case Call(kind=CallKind.REMAT):
                 return True
     return False
+
+
+def _rematerialises(equation: JaxprEqn) -> bool:
+    flow = control_flow(equation)
+    return isinstance(flow, Call) and flow.kind is CallKind.REMAT
 
 
 @dataclass(frozen=True)

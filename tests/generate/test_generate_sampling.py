@@ -123,9 +123,9 @@ def test_a_top_k_above_the_vocabulary_and_a_top_p_of_one_keep_everything():
     np.testing.assert_array_equal(draw(top_k=500, top_p=1.0), draw())
 
 
-def test_the_first_of_the_greatest_is_chosen_and_nan_is_marked():
+def test_the_first_of_the_greatest_is_chosen_and_nan_and_no_choice_are_marked():
     scores = np.array([[0, 2, 2], [np.nan, 1, 5], [-np.inf, -np.inf, -np.inf], [9, -1, 0]])
-    np.testing.assert_array_equal(first_greatest(to_device(scores)), [1, -1, 0, 0])
+    np.testing.assert_array_equal(first_greatest(to_device(scores)), [1, -1, -2, 0])
 
 
 @pytest.mark.thorough

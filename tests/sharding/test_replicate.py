@@ -174,5 +174,5 @@ def test_emulated_devices_say_nothing_of_their_memory():
 
 @pytest.mark.parametrize("memory", [0, -1.0])
 def test_memory_must_be_positive(memory):
-    with pytest.raises(ValueError, match=f"`memory` is {memory}. It must be positive"):
+    with pytest.raises(ValueError, match=f"`memory` is {memory}. It must be more than 0"):
         rc.Hardware(memory=memory)

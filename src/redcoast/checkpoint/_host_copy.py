@@ -20,8 +20,7 @@ def can_copy(arrays: Mapping[K, np.ndarray | jax.Array]) -> bool:
             continue
         if not isinstance(x.sharding, NamedSharding | SingleDeviceSharding):
             return False
-        kinds = [memory.kind for memory in _device(x).addressable_memories()]
-        if not x.is_fully_addressable or _kind(x) not in kinds:
+        if not x.is_fully_addressable or _kind(x) not in _kinds(x):
             return False
         count += x.nbytes
     return count <= MOST_BYTES
@@ -53,6 +52,10 @@ def _kind(x: jax.Array) -> str:
     if _device(x).platform != "cpu":
         return "pinned_host"
     return "unpinned_host"
+
+
+def _kinds(x: jax.Array) -> set[str]:
+    return {memory.kind for memory in _device(x).addressable_memories()}
 
 
 def _device(x: jax.Array) -> Any:

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, is_explicit, on_auto_axes, with_auto_axes
-from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import (
     check_flag,
     check_functions,
@@ -438,8 +437,11 @@ def plan_shardings(
     from ._memory_plan import MemoryTask, plan_within
 
     # The planned function gets constraints, which JAX takes on Auto axes alone.
-    data = tree_to_jax_dtypes(tuple(args[:1]), "`args`", of="args")
-    model, args = on_auto_axes((model_of(tree), (*data, *args[1:])))
+    if args and isinstance(args[0], str | bytes):
+        raise TypeError(
+            "There is text at args[0], where the batch is. Encode text with the model's tokenizer."
+        )
+    model, args = on_auto_axes((model_of(tree), tuple(args)))
     hardware, auto_mesh = hardware or hardware_of(mesh), with_auto_axes(mesh)
     like_parameters = _arrays_of_state(tree, "opt_state", "average")
     # A plan within memory is made several times: of the function, and with values recomputed.

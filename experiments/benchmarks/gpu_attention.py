@@ -89,7 +89,7 @@ def compare(shape: Any, visible: Callable[[], Visible], has_bias: bool) -> tuple
         exact = gradients(*[x.astype(jnp.float32) for x in arrays])
     pairs = zip(jax.tree.leaves(ours[::-1]), jax.tree.leaves(exact[::-1]), strict=True)
     errors = [np.abs(np.float32(x) - y).max() / np.abs(y).max() for x, y in pairs]
-    return "fmha" in compiled.as_text(), [float(x) for x in errors]
+    return "fmha" in str(compiled.as_text()), [float(x) for x in errors]
 
 
 if __name__ == "__main__":

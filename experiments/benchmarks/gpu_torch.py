@@ -14,9 +14,9 @@ import statistics
 import time
 
 import numpy as np
-import torch
-from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch  # pyright: ignore[reportMissingImports]
+from torch.nn.functional import cross_entropy  # pyright: ignore[reportMissingImports]
+from transformers import LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 
 VOCAB, SEQ, WARM_UP = 32000, 2048, 5
 
@@ -48,7 +48,7 @@ def main(batch: int, steps: int, compiled: bool) -> None:
         loss_of = torch.compile(loss_of)
     shape = (steps + WARM_UP, batch, SEQ + 1)
     batches = np.random.default_rng(0).integers(0, VOCAB, shape, np.int64)
-    times = []
+    times, loss = [], None
     first = time.perf_counter()
     for tokens in batches:
         loss = loss_of(torch.from_numpy(tokens).to("cuda", non_blocking=True))
@@ -67,7 +67,7 @@ def main(batch: int, steps: int, compiled: bool) -> None:
         "median step, ms": 1e3 * statistics.median(seconds.tolist()),
         "first step, s": times[0] - first,
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
-        "loss": float(loss),
+        "loss": loss and float(loss),
     }
     print(json.dumps(report))
 

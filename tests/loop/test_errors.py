@@ -156,6 +156,7 @@ def test_after_a_hundred_steps(tmp_path, name):
         fit(
             **{**functions, name: failing(functions[name], 101 if name == "collate_fn" else 100)},
             steps=110,
+            steps_per_call=1,
             checkpoints=rc.Checkpoints(tmp_path, every=1000),
         )
     assert re.search("batch of step 100|metrics of step 100", notes(error.value))

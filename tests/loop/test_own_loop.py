@@ -238,7 +238,7 @@ def test_a_saved_plan_trains(tmp_path):
         **options,
     )
     saved = rc.load_plan(tmp_path / "plan.json", state, MESH)
-    with mock.patch.object(_setup, "plan_step", side_effect=AssertionError):
+    with mock.patch.object(_setup, "plan_training", side_effect=AssertionError):
         found = rc.fit(make_model(), OPTIMIZER, EXAMPLES, plan=saved, **options)
     assert found.model.layers[1].weight.is_fully_replicated
     for a, b in zip(*map(arrays, (found, expected)), strict=True):

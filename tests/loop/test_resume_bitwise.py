@@ -114,6 +114,7 @@ def train(case, directory, log):
         mesh=rc.make_mesh(**sizes),
         checkpoints=checkpoints,
         log=log,
+        steps_per_call=1,  # an error in `log` stops the run after this step
         **({"collate_fn": collate_fn} | options),
     )
 
@@ -159,7 +160,7 @@ def test_resume_is_bitwise(case, tmp_path):
         assert by_step[step] | line == by_step[step], step
     for a, b in zip(arrays(state), arrays(whole), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert saved(parts) == saved(tmp_path / "whole")
+    assert {*saved(tmp_path / "whole"), last} == {*saved(parts), last}
 
 
 def saved(directory):

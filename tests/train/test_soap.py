@@ -121,12 +121,13 @@ def test_updates_are_those_of_the_published_algorithm(monkeypatch, hidden):
 @pytest.mark.thorough
 @pytest.mark.parametrize("layers", [8, 3])
 def test_a_run_on_a_mesh_is_that_on_one_device(layers):
-    """Eight layers are divided as they are stored; three are stacked with others, and padded."""
+    """Matrices of one shape are decomposed together, as many on each device, with padding."""
     params = make(layers, hidden=WIDTH)
     optimizer = rc.soap(0.02, dimensions(), others=optax.sgd(0.02), frequency=2)
     assert_mesh_changes_no_result(optimizer, params, steps=4)
-    # No device decomposes the matrices of others.
-    assert decomposed(optimizer, params, rc.make_mesh(data=2, fsdp=4)) == {1}
+    # No device decomposes the matrices of others: `up` and `down` have two for each layer.
+    on_each = -(-2 * layers // 8)
+    assert decomposed(optimizer, params, rc.make_mesh(data=2, fsdp=4)) == {on_each}
 
 
 def test_statistics_are_stored_on_the_devices_that_compute_with_them(tmp_path):

@@ -128,10 +128,11 @@ class Collating:
                 self._collate_fn, examples, indices, rngs, self._in_turn, self._form
             )
         except MemoryError as error:
-            raise MemoryError(
+            error.args = (
                 f"This host has too little memory to make a batch of {rows:,} examples. Pass a "
-                "smaller `batch_size`."
-            ) from error
+                f"smaller `batch_size`. The error was: {error}",
+            )
+            raise
         # The first marked batch says that each process must collate all rows.
         if len(own) < rows and has_per_batch(batch):
             self._whole = True

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -216,7 +217,13 @@ def merge(model: PyTree) -> PyTree:
     The model with plain arrays, of the same shapes and dtypes as before adapters were added. Its
     results are the same up to rounding. Weights that are quantised and have no adapter stay so.
     """
-    return jax.tree.map(merged, model, is_leaf=is_adapted)
+
+    def merge_leaf(x: Any) -> Any:
+        if is_adapted(x):
+            return merged(x)
+        return x
+
+    return jax.tree.map(merge_leaf, model, is_leaf=is_adapted)
 
 
 def without_adapters(model: PyTree) -> PyTree:

@@ -90,7 +90,7 @@ class ImageTextPair(eqx.Module):
 
     @abstractmethod
     def _embed_images(
-        self, pixels: Float[Array, "images channels height width"]
+        self, pixels: Float[AnyArray, "images channels height width"]
     ) -> Float[Array, "images positions features"]:
         """Returns the inputs of the layers of the image encoder."""
 
@@ -112,7 +112,7 @@ class ImageTextPair(eqx.Module):
 
     def encode_images(
         self,
-        pixels: Float[Array, "images channels height width"],
+        pixels: Float[AnyArray, "images channels height width"],
         *,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "images outputs"]:
@@ -131,7 +131,7 @@ class ImageTextPair(eqx.Module):
 
     def hidden_of_images(
         self,
-        pixels: Float[Array, "images channels height width"],
+        pixels: Float[AnyArray, "images channels height width"],
         *,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "images positions features"]:
@@ -164,7 +164,7 @@ class ImageTextPair(eqx.Module):
 
 def embed_square(
     config: PairImageConfig,
-    pixels: Float[Array, "images channels height width"],
+    pixels: Float[AnyArray, "images channels height width"],
     kernel: Float[Array, "channels rows columns features"],
     bias: Float[Array, " features"] | None,
 ) -> Float[Array, "images patches features"]:

@@ -22,7 +22,7 @@ from ._scan_layers import scan_layers
 
 
 def embed_patches(
-    pixels: Float[Array, "batch channels height width"],
+    pixels: Float[AnyArray, "batch channels height width"],
     kernel: Array | LowRank,
     bias: Float[Array, " features"] | None,
 ) -> Float[Array, "batch patches features"]:
@@ -31,7 +31,7 @@ def embed_patches(
     channels, height, width, size = kernel.shape
     rows, columns = pixels.shape[2] // height, pixels.shape[3] // width
     # A product over patches, not a convolution, so that every dimension can be sharded.
-    x = pixels.astype(kernel.dtype).reshape(-1, channels, rows, height, columns, width)
+    x = jnp.asarray(pixels, kernel.dtype).reshape(-1, channels, rows, height, columns, width)
     x = product("bcrpsq,cpqd->brsd", x, kernel, bias)  # (batch, rows, columns, features)
     return x.reshape(-1, rows * columns, size)
 
@@ -103,7 +103,7 @@ class PatchEncoder(eqx.Module):
     @abstractmethod
     def _run(
         self,
-        pixels: Float[Array, "batch channels height width"],
+        pixels: Float[AnyArray, "batch channels height width"],
         masked: Bool[AnyArray, "batch patches"] | None,
         after: tuple[int, ...],
         key: PRNGKeyArray | None,
@@ -117,7 +117,7 @@ class PatchEncoder(eqx.Module):
 
     def __call__(
         self,
-        pixels: Float[Array, "batch channels height width"],
+        pixels: Float[AnyArray, "batch channels height width"],
         *,
         mask: None = None,
         masked: Bool[AnyArray, "batch patches"] | None = None,
@@ -145,7 +145,7 @@ class PatchEncoder(eqx.Module):
 
     def hidden(
         self,
-        pixels: Float[Array, "batch channels height width"],
+        pixels: Float[AnyArray, "batch channels height width"],
         *,
         mask: None = None,
         masked: Bool[AnyArray, "batch patches"] | None = None,
@@ -159,7 +159,7 @@ class PatchEncoder(eqx.Module):
 
     def features(
         self,
-        pixels: Float[Array, "batch channels height width"],
+        pixels: Float[AnyArray, "batch channels height width"],
         layers: Sequence[int],
         *,
         normalise: bool = True,
@@ -194,7 +194,7 @@ class PatchEncoder(eqx.Module):
         return tuple(x[:, 1 + c.registers :].reshape(-1, *grid, c.width) for x in maps)
 
     def _embed(
-        self, pixels: Float[Array, "batch channels height width"]
+        self, pixels: Float[AnyArray, "batch channels height width"]
     ) -> Float[Array, "batch patches features"]:
         c = self.config
         if pixels.shape[1] != c.channels or any(size % c.patch for size in pixels.shape[2:]):

@@ -98,7 +98,7 @@ class Captioner(eqx.Module):
 
     def __call__(
         self,
-        pixels: Float[Array, "batch channels height width"],
+        pixels: Float[AnyArray, "batch channels height width"],
         decoder_tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: None = None,
@@ -125,7 +125,7 @@ class Captioner(eqx.Module):
 
     def hidden(
         self,
-        pixels: Float[Array, "batch channels height width"],
+        pixels: Float[AnyArray, "batch channels height width"],
         decoder_tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: None = None,
@@ -142,7 +142,7 @@ class Captioner(eqx.Module):
 
     def encode(
         self,
-        pixels: Float[Array, "batch channels height width"],
+        pixels: Float[AnyArray, "batch channels height width"],
         *,
         mask: None = None,
         key: PRNGKeyArray | None = None,

@@ -144,7 +144,7 @@ class Clip(ImageTextPair):
 
     def __call__(
         self,
-        pixels: Float[Array, "images channels height width"],
+        pixels: Float[AnyArray, "images channels height width"],
         tokens: Integer[AnyArray, "texts seq"],
         *,
         mask: Mask | None = None,

@@ -189,7 +189,7 @@ class Siglip(ImageTextPair):
 
     def __call__(
         self,
-        pixels: Float[Array, "images channels height width"],
+        pixels: Float[AnyArray, "images channels height width"],
         tokens: Integer[AnyArray, "texts seq"],
         *,
         mask: Mask | None = None,

@@ -14,6 +14,7 @@ from ._basic import dropout, small_normal, split_key
 from ._check_config import check_labels, check_patches
 from ._encoder import EncoderLayers, pre_norm_layers
 from ._heads import Linear
+from ._inputs import AnyArray
 from ._patches import embed_patches
 
 
@@ -113,7 +114,7 @@ class ViT(eqx.Module):
 
     def __call__(
         self,
-        pixels: Float[Array, "batch channels height width"],
+        pixels: Float[AnyArray, "batch channels height width"],
         *,
         mask: None = None,
         key: PRNGKeyArray | None = None,
@@ -139,7 +140,7 @@ class ViT(eqx.Module):
 
     def hidden(
         self,
-        pixels: Float[Array, "batch channels height width"],
+        pixels: Float[AnyArray, "batch channels height width"],
         *,
         mask: None = None,
         key: PRNGKeyArray | None = None,

@@ -155,7 +155,7 @@ class Whisper(CrossDecoder):
 
     def __call__(
         self,
-        features: Float[Array, "batch mels frames"],
+        features: Float[AnyArray, "batch mels frames"],
         decoder_tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: None = None,
@@ -184,7 +184,7 @@ class Whisper(CrossDecoder):
 
     def hidden(
         self,
-        features: Float[Array, "batch mels frames"],
+        features: Float[AnyArray, "batch mels frames"],
         decoder_tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: None = None,
@@ -205,7 +205,7 @@ class Whisper(CrossDecoder):
 
     def encode(
         self,
-        features: Float[Array, "batch mels frames"],
+        features: Float[AnyArray, "batch mels frames"],
         *,
         mask: None = None,
         key: PRNGKeyArray | None = None,

@@ -1,5 +1,6 @@
 """Which arrays of a model are matrices, by the tensors that they are published as."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ._tensors import Tensor
@@ -37,7 +38,8 @@ def matrix_of(tensor: Tensor) -> Matrix | None:
     if len(left) == 3 and left[0] == right[0]:  # the matrices of all experts in one tensor
         left, right, stacked = left[1:], right[1:], stacked + 1
     # Embedding tables are not stacked, and have the same layout as their published tensor.
-    if len(left) != 2 or (not stacked and left == right):
+    is_table = not stacked and _in_order(left) == _in_order(right)
+    if len(left) != 2 or is_table:
         return None
     if tensor.name.endswith("bias"):  # of several experts
         return None
@@ -47,3 +49,7 @@ def matrix_of(tensor: Tensor) -> Matrix | None:
     count = sum(set(group) <= set(inputs) for group in right)
     # Without output dimensions it is a vector that is published as a matrix with one row.
     return None if count == len(right) else Matrix(stacked, count)
+
+
+def _in_order(groups: Sequence[Sequence[str]]) -> list[str]:
+    return [factor for group in groups for factor in group]

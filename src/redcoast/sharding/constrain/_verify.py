@@ -81,13 +81,17 @@ def _on_one_device(
     """Computes the loss and gradients with all arrays and constants on one device."""
     device = SingleDeviceSharding(jax.local_devices()[0])
 
-    def loss_on_device(model: PyTree, batch: PyTree, key: PRNGKeyArray | None) -> Any:
-        traced, arrays = trace_over(mesh, loss_fn, model, (batch, key))
-        run = jaxpr_as_fun(_on_device(traced.jaxpr, device))
-        return join(run(*arrays), traced.output)
+    def on_device(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        # The whole derivative: shardings in a `custom_vjp` are seen only when it is differentiated.
+        def run(params: PyTree, batch: PyTree, key: PRNGKeyArray | None) -> PyTree:
+            traced, arrays = trace_over(mesh, fn, params, (batch, key))
+            results = jaxpr_as_fun(_on_device(traced.jaxpr, device))(*arrays)
+            return join(results, traced.output)
+
+        return run
 
     model, batch, key = _put((model, batch, key), lambda x: device)
-    return _loss_and_grads(loss_on_device, model, batch, key, mesh)
+    return _loss_and_grads(loss_fn, model, batch, key, mesh, on_device)
 
 
 def _on_device(closed: AnyJaxpr, device: Sharding) -> AnyJaxpr:
@@ -125,8 +129,14 @@ def _replace_shardings(jaxpr: Jaxpr, device: Sharding) -> Jaxpr:
 
 
 def _loss_and_grads(
-    loss_fn: Loss, model: PyTree, batch: PyTree, key: PRNGKeyArray | None, mesh: Mesh
+    loss_fn: Loss,
+    model: PyTree,
+    batch: PyTree,
+    key: PRNGKeyArray | None,
+    mesh: Mesh,
+    place: Callable[[Callable[..., PyTree]], Callable[..., PyTree]] = lambda fn: fn,
 ) -> dict[str, np.ndarray]:
+    """The loss and its gradients, by the function that `place` makes of theirs."""
     params, rest = eqx.partition(model, eqx.is_inexact_array)  # gradients are of these
 
     def loss_of(params: PyTree, batch: PyTree, key: PRNGKeyArray | None) -> Array:
@@ -135,7 +145,7 @@ def _loss_and_grads(
             return result[0]
         return result
 
-    compute = eqx.filter_jit(jax.value_and_grad(loss_of))
+    compute = eqx.filter_jit(place(jax.value_and_grad(loss_of)))
     loss, grads = trace_for(mesh, lambda: compute(params, batch, key))
     arrays = {"loss": loss, **leaf_paths(grads, jax.Array)}
     return {path: np.asarray(x) for path, x in arrays.items()}

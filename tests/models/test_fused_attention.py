@@ -178,6 +178,6 @@ def test_the_key_that_makes_a_length_even_is_masked(monkeypatch):
     for view in (View(causal=True), View()):
         plain = _attention.attend(q, k, v, visible=view)
         with monkeypatch.context() as patch:
-            patch.setattr(_attention.jax.nn, "dot_product_attention", products)
+            patch.setattr(jax.nn, "dot_product_attention", products)
             even = _attention._attend_in_kernel(q, k, v, view, None, 8**-0.5)
         np.testing.assert_allclose(even, plain, atol=1e-6)

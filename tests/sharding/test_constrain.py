@@ -397,11 +397,9 @@ def test_gradients_are_scattered_before_anything_reads_them(dtype):
     asked = [x for x in iter_equations(jaxpr) if x.primitive.name == "sharding_constraint"]
     stored = [x.outvars[0] for x in asked if "fsdp" in str(x.params["sharding"].spec)]
     assert set(jaxpr.jaxpr.outvars) <= set(stored)
-    of_weights = [
-        x for x in asked if x.outvars[0].aval.size == 64 * 256 and x.outvars[0] not in stored
-    ]
+    gathered: list[Any] = [x.outvars[0].aval for x in asked if x.outvars[0] not in stored]
     # Two weights and their gradients.
-    assert [x.outvars[0].aval.dtype for x in of_weights] == [dtype] * 4
+    assert [aval.dtype for aval in gathered if aval.size == 64 * 256] == [dtype] * 4
     if dtype == jnp.float32:
         check(loss_fn, model, batch, plan)
 

@@ -340,7 +340,10 @@ def _attend_in_kernel(
 def _attend_with_even_lengths(
     q: Array, k: Array, v: Array, visible: Visible, scale: float
 ) -> Array:
-    """Attention with a query or a key more, as JAX refuses gradients of odd lengths."""
+    """Attention with a query or a key more, as JAX refuses gradients of odd lengths.
+
+    There is no bias: `_takes_mask` refuses one for odd lengths.
+    """
     queries, keys = q.shape[1], k.shape[1]
     more = lambda x: jnp.pad(x, [(0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)])
     # The last key of causal attention is seen by the last query alone, which is left out.

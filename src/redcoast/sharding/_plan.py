@@ -436,11 +436,11 @@ def plan_shardings(
     from ._from_program import plan_flow
     from ._memory_plan import MemoryTask, plan_within
 
-    # The planned function gets constraints, which JAX takes on Auto axes alone.
     if args and isinstance(args[0], str | bytes):
         raise TypeError(
             "There is text at args[0], where the batch is. Encode text with the model's tokenizer."
         )
+    # The planned function gets constraints, which JAX takes on Auto axes alone.
     model, args = on_auto_axes((model_of(tree), tuple(args)))
     hardware, auto_mesh = hardware or hardware_of(mesh), with_auto_axes(mesh)
     like_parameters = _arrays_of_state(tree, "opt_state", "average")

@@ -305,8 +305,11 @@ def _on_rows(bound: BoundEquation) -> Arrays | None:
 
 
 def _has_nothing_to_constrain(bound: BoundEquation, call: Call) -> bool:
-    """Whether a call has a derivative of its own and no contraction: most are activations."""
-    if not call.has_derivative:
+    """Whether a call has a forward derivative of its own and no contraction, as activations have.
+
+    A backward rule is traced after this function has returned: it must be traced over the mesh.
+    """
+    if call.kind is not CallKind.CUSTOM_JVP:
         return False
     for equation in iter_equations(bound.inner[0].jaxpr):
         if primitive_name(equation) in LARGE_OPERATIONS | KERNELS:

@@ -62,9 +62,7 @@ def decode_exactly(
     arrays, static = split(model)
     if is_traced((arrays, tokens, mask, request.key)):
         return _decode(arrays, static, tokens, mask, request, slots, traced_mesh())
-    real = np.ones(tokens.shape, bool)
-    if mask is not None:
-        real = np.asarray(mask).astype(bool)
+    real = np.asarray(mask).astype(bool) if mask is not None else np.ones(tokens.shape, bool)
     length = bucket(tokens.shape[1])  # so that few lengths are compiled
     tokens, real = (pad_columns(x, length, left=False) for x in (np.asarray(tokens), real))
     tokens = tokens.astype(np.int32)
@@ -147,9 +145,7 @@ def _in_blocks(
 
     Rows are padded with zeros to whole blocks.
     """
-    devices = 1
-    if mesh is not None:
-        devices = math.prod(mesh.shape.values())
+    devices = math.prod(mesh.shape.values()) if mesh is not None else 1
     size = ROWS.get(target().platform, ROWS_OF_ACCELERATORS)
     batch = jax.tree.leaves(rows)[0].shape[0]
     padding = -batch % (devices * size)  # the same blocks on each device

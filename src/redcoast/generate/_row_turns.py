@@ -71,9 +71,7 @@ def decode_in_turn(
 ) -> Result:
     """Generates results in `rows` rows, each the same as if all were generated at once."""
     tokens = np.asarray(tokens)
-    real = np.ones(tokens.shape, bool)
-    if mask is not None:
-        real = np.asarray(mask).astype(bool)
+    real = np.asarray(mask).astype(bool) if mask is not None else np.ones(tokens.shape, bool)
     return _Decoding(model, tokens, real, request, rows).run()
 
 
@@ -131,9 +129,7 @@ class _Decoding:
         self.dims = cache_batch_dims(cache, self.rows)
         self.places = places_of(cache)
         on_mesh = next(filter(None, self.places), None)
-        self.everywhere = None
-        if on_mesh is not None:
-            self.everywhere = NamedSharding(on_mesh.mesh, P())
+        self.everywhere = None if on_mesh is None else NamedSharding(on_mesh.mesh, P())
         numbers = np.arange(self.rows, dtype=np.int32)
         turns = _first_turns(
             self.arrays, self.static, last, chunks.prompt, numbers, self.request, self.everywhere
@@ -298,9 +294,7 @@ def blank_turns(
 ) -> Turns:
     """The rows before their first tokens. `prompt` has -1 at padding, which is on the left."""
     rows, room = prompt.shape[0], ((0, 0), (0, request.room))
-    history = None
-    if request.needs_history:
-        history = jnp.pad(prompt, room, constant_values=-1)
+    history = jnp.pad(prompt, room, constant_values=-1) if request.needs_history else None
     least = least_new(prompt, request)
     if least is not None:
         least = jnp.broadcast_to(least, (rows,))

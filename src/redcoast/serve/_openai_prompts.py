@@ -96,9 +96,7 @@ def read_calls(calls: object, where: str) -> list[Body]:
         raise Refused(400, error, where)
     checked: list[Body] = []
     for call in calls:
-        function = None
-        if isinstance(call, dict):
-            function = call.get("function")
+        function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise Refused(400, error, where)
         # {"function": {"name": "...", "arguments": "{...}"}}

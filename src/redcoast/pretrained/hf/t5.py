@@ -43,13 +43,9 @@ _IGNORED = "feed_forward_proj classifier_dropout n_positions output_past"
 
 def read(settings: Settings) -> Fields:
     mt5 = settings.get("model_type") == "mt5"
-    default_proj = "relu"
-    if mt5:
-        default_proj = "gated-gelu"
+    default_proj = "gated-gelu" if mt5 else "relu"
     proj = settings.get("feed_forward_proj", default_proj)
-    activation = proj.removeprefix("gated-")
-    if proj == "gated-gelu":
-        activation = "gelu_new"
+    activation = "gelu_new" if proj == "gated-gelu" else proj.removeprefix("gated-")
     defaults = {
         "dense_act_fn": activation,
         "is_gated_act": proj.startswith("gated-"),
@@ -126,9 +122,7 @@ def _stack(config: T5Config, stack: str) -> dict[str, Tensor]:
     mlp = f"{block}{1 + decoder}."
     dense = mlp + "DenseReluDense."
     # `wi` is called `wi_1` where there is a gate, `wi_0`.
-    up = "wi"
-    if config.gated:
-        up = "wi_1"
+    up = "wi_1" if config.gated else "wi"
     into, out = "hidden width -> width hidden", "width hidden -> hidden width"
     # Only the first block has the table, which all blocks use.
     biases = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"

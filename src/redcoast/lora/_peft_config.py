@@ -12,11 +12,10 @@ from ..pretrained._neutral import is_neutral
 from ..pretrained._settings import Implemented, Settings
 from ._peft_names import CONFIG, is_in
 
-# Settings that do not matter for loading: provenance, initialisation and training.
+# Settings that do not matter for loading, in addition to those that `_neutral.py` describes.
 _HARMLESS = frozenset(
     """
-    auto_mapping base_model_name_or_path revision task_type inference_mode peft_version
-    fan_in_fan_out lora_dropout megatron_core loftq_config eva_config qalora_group_size
+    auto_mapping inference_mode fan_in_fan_out loftq_config eva_config qalora_group_size
     runtime_config
     """.split()  # noqa: SIM905
 )

@@ -64,17 +64,15 @@ _OFF: Implemented = {
     "token_healing": (False,),
     "max_time": (),
 }
-# Other settings in files. Lengths are not options, because they are defaults of `transformers`, and
+# Other settings in files, in addition to those that `_neutral.py` describes, such as lengths, since
 # `generate` has the argument `max_new_tokens`. Faster methods do not change the tokens.
 _OTHERS = frozenset(
     """
-    max_length max_new_tokens do_sample num_beams remove_invalid_values low_memory
-    prefill_chunk_size prompt_lookup_num_tokens max_matching_ngram_size assistant_lookbehind
-    target_lookbehind num_assistant_tokens num_assistant_tokens_schedule is_assistant use_mtp
+    do_sample num_beams remove_invalid_values low_memory prefill_chunk_size max_matching_ngram_size
+    assistant_lookbehind target_lookbehind num_assistant_tokens_schedule is_assistant use_mtp
     assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight speculation_type
-    continuous_batching_config forced_decoder_ids lang_to_id task_to_id language task
-    is_multilingual no_timestamps_token_id max_initial_timestamp_index alignment_heads
-    prev_sot_token_id median_filter_width
+    continuous_batching_config forced_decoder_ids lang_to_id is_multilingual alignment_heads
+    median_filter_width
     """.split()  # noqa: SIM905
 )
 

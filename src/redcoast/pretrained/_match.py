@@ -1,5 +1,6 @@
 """Matches the tensors in files with the tensors that a model needs."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ def layout_of(config: Any) -> Layout:
     """Returns the layout of a model of `redcoast.models`."""
     names = hf_names(config)
     unused = getattr(names, "unused", lambda config: ())
-    duplicates = getattr(names, "duplicates", lambda config: {})
+    duplicates = getattr(names, "duplicates", _tied_head)
     return Layout(
         names.tensors(config),
         getattr(names, "BASE_PREFIX", ""),
@@ -55,6 +56,15 @@ def layout_of(config: Any) -> Layout:
         tuple(getattr(names, "ZEROS", ())),
         getattr(config, "tied", False),
     )
+
+
+def _tied_head(config: Any) -> dict[str, str]:
+    """If the head is tied, a file may contain the embedding again as the head."""
+    if not getattr(config, "tied", False):
+        return {}
+    # The head has a name only in the table of the same model with separate weights.
+    table = hf_names(config).tensors(dataclasses.replace(config, tied=False))
+    return {table["head"].name: table["embed"].name}
 
 
 def needed_shapes(layout: Layout, leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -46,8 +46,19 @@ class Family:
     - `model`, `config`: the classes of the model and of its configuration.
     - `hf`: a module with `read(settings)`, which returns the fields of the configuration;
       `write(config)`, which returns the settings; and `tensors(config)`, which maps each array to
-      its tensors. Some modules also have `duplicates`, `settle`, `example_inputs`, `module_name`,
-      `split_modules`, `computed`, `unused`, `BASE_PREFIX`, `BUFFERS` or `ZEROS`.
+      its published tensors.
+
+    The module may also have the constants `BASE_PREFIX`, `BUFFERS` and `ZEROS`, and the functions
+
+    - `duplicates(config)`: maps other names under which a file may contain a tensor to the
+      tensor's own name; by default, the head is such a name if it is tied.
+    - `settle(config, names)`: completes a configuration from the names of the tensors in files.
+    - `computed(config)`: the shapes of tensors that are computed when a model is created.
+    - `unused(config)`: patterns of tensors that files have and the model has not.
+    - `example_inputs(config, rows)`: abstract inputs for planning.
+    - `module_name(name)`: the name that a tensor of the files has in a model of `transformers` 5.
+    - `split_modules(config)`: the tensors of such a model, for arrays whose tensor in the files is
+      of several modules.
     """
 
     model: Any

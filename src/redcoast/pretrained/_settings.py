@@ -24,18 +24,11 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 # defaults for text generation, and choices between equivalent implementations.
 _HARMLESS = frozenset(
     """
-    architectures model_type transformers_version _name_or_path name_or_path auto_map dtype
-    torch_dtype tokenizer_class task_specific_params finetuning_task prefix id2label label2id
-    num_labels problem_type initializer_range initializer_factor init_std use_cache
-    gradient_checkpointing pretraining_tp chunk_size_feed_forward return_dict
-    return_dict_in_generate output_attentions output_hidden_states output_scores torchscript
-    use_bfloat16 tf_legacy_loss attn_implementation _attn_implementation
-    _attn_implementation_autoset transformers.js_config is_llama_config cache_implementation
-    sep_token_id forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens
-    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
-    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
-    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
-    remove_invalid_values exponential_decay_length_penalty
+    architectures model_type auto_map prefix id2label label2id num_labels pretraining_tp
+    chunk_size_feed_forward transformers.js_config is_llama_config do_sample early_stopping
+    num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
+    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+    bad_words_ids num_return_sequences remove_invalid_values exponential_decay_length_penalty
     """.split()  # noqa: SIM905
 )
 # Features of any architecture that no model here implements, with the values that disable them.

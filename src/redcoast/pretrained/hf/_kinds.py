@@ -127,7 +127,6 @@ def _listed(options: Mapping[str, object]) -> str:
 
 
 def transformer_tensors(config: TransformerConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     layer = LLAMA_LAYER + "self_attn."
     tables = llama_attention("qkv" if config.qkv_bias else "") | llama_mlp()
     if config.qk_norm:

@@ -20,11 +20,8 @@ MIXTURE_FIELDS: FieldNames = {
     "rope_base": ("rope_theta", 10000.0),
 }
 DENSE_LAYERS = "first_k_dense_replace"
-# Settings of the training loss, of the layers that predict further tokens, and of how experts are
-# distributed.
-OF_TRAINING = """
-    aux_loss_alpha seq_aux num_nextn_predict_layers num_mtp_layers ep_size output_router_logits
-"""
+# Settings of the training loss, and of the layers that predict further tokens.
+OF_TRAINING = "seq_aux num_nextn_predict_layers num_mtp_layers "
 
 
 def mixture_tensors(

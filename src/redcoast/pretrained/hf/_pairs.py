@@ -59,6 +59,5 @@ def _encoder_layers(leaf: str, part: str, heads: int) -> dict[str, Tensor]:
 def example_inputs(
     config: ClipConfig | SiglipConfig, rows: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns abstract inputs for planning."""
     tokens = jax.ShapeDtypeStruct((rows, config.text.positions), jnp.int32)
     return (*image_inputs(config.image, rows), tokens)

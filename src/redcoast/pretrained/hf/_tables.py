@@ -1,6 +1,6 @@
 """Names of settings, and patterns and tables of tensors, that several families share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._tensors import Tensor, tensor_names
@@ -164,9 +164,3 @@ def own_head(config: Any, pattern: str = TURNED) -> dict[str, Tensor]:
     if config.tied:
         return {}
     return {"head": Tensor("lm_head.weight", pattern)}
-
-
-def tied_head(embed: str) -> Callable[[Any], dict[str, str]]:
-    """Returns the function `duplicates` of a family: if the head is tied, a file may contain the
-    embedding again as the head."""
-    return lambda config: {"lm_head.weight": embed} if config.tied else {}

@@ -20,11 +20,10 @@ _FIELDS = {
     "bos": ("bos_token_id", 0),
     "pad": ("pad_token_id", 1),
 }
-# Settings of heads that are not implemented, of generation, of distillation, and of old versions of
-# `transformers`.
+# Settings of generation and of distillation.
 _IGNORED = """
-    classifier_dropout classif_dropout _num_labels output_past save_step replacing_rate
-    eos_token_ids force_bos_token_to_be_generated student_encoder_layers student_decoder_layers
+    save_step replacing_rate force_bos_token_to_be_generated student_encoder_layers
+    student_decoder_layers
 """
 # Settings of other families that once shared the implementation of BART.
 _NEVER = """
@@ -52,7 +51,6 @@ def write(config: BartConfig) -> Settings:
 
 
 def tensors(config: BartConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     table = {
         "embed": Tensor("model.shared.weight", EMBED),
         "logits_bias": Tensor("final_logits_bias", "1 vocab -> vocab"),
@@ -64,6 +62,5 @@ def tensors(config: BartConfig) -> dict[str, Tensor]:
 
 
 def duplicates(config: BartConfig) -> dict[str, str]:
-    """Maps the names under which a file may contain a tensor again to the tensor's own name."""
     names = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
     return dict.fromkeys((*names, "lm_head.weight"), "model.shared.weight")

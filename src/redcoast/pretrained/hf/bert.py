@@ -58,10 +58,10 @@ def read(settings: Settings) -> Fields:
         "position_embedding_type": ("absolute",),
         "tie_word_embeddings": (True,),
     }
-    # Settings of poolers that were never implemented, and of old versions of `transformers`.
+    # Settings of poolers that were never implemented.
     ignored = """
         directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
-        pooler_size_per_head pooler_type output_past _num_labels
+        pooler_size_per_head pooler_type
     """
     c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored=ignored)
     known = {_name(kind, x): x for x in _HEADS if (kind, x) != ("roberta", "pretraining")}
@@ -91,9 +91,7 @@ def write(config: BertConfig) -> Settings:
 
 
 def settle(config: BertConfig, names: Collection[str]) -> BertConfig:
-    """Completes a configuration from the names of the tensors in the files.
-
-    The settings do not state whether there is a pooler, and describe files with BERT's
+    """The settings do not state whether there is a pooler, and describe files with BERT's
     next-sentence head as a masked language model.
     """
     if config.kind == "distilbert":
@@ -107,7 +105,6 @@ def settle(config: BertConfig, names: Collection[str]) -> BertConfig:
 
 
 def tensors(config: BertConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     if config.kind == "distilbert":
         return distilbert_tensors(config)
     base = f"{config.kind}." if config.head else ""
@@ -150,7 +147,6 @@ def _heads(config: BertConfig, base: str) -> dict[str, Tensor]:
 
 
 def duplicates(config: BertConfig) -> dict[str, str]:
-    """Maps other names under which a file may contain a tensor to the tensor's own name."""
     names, base = {}, f"{config.kind}."
     # Files of the base model may have the prefix of models with a head.
     prefix = "" if config.head else base
@@ -213,7 +209,6 @@ def write_distilbert(config: BertConfig) -> Settings:
 
 
 def distilbert_tensors(config: BertConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     base = "distilbert." if config.head else ""
     layer = base + "transformer.layer.{layer}."
     kept, heads = "rows width -> rows width", config.heads

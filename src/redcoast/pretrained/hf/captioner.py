@@ -62,16 +62,12 @@ def write(config: CaptionerConfig) -> Settings:
 
 
 def settle(config: CaptionerConfig, names: Collection[str]) -> CaptionerConfig:
-    """Completes a configuration from the names of the tensors in the files.
-
-    The settings do not say whether the encoder has a pooler (which is not used).
-    """
+    """The settings do not say whether the encoder has a pooler (which is not used)."""
     encoder = vit.settle(config.encoder, [n for n in names if n.startswith("encoder.")])
     return dataclasses.replace(config, encoder=encoder)
 
 
 def tensors(config: CaptionerConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     parts = {"encoder": vit.tensors(config.encoder), "decoder": gpt2.tensors(config.decoder)}
     tensors_by_leaf = {}
     for part, table in parts.items():
@@ -85,18 +81,16 @@ def tensors(config: CaptionerConfig) -> dict[str, Tensor]:
 
 
 def module_name(name: str) -> str:
-    """Returns the name that a tensor of the files has in a model of `transformers` 5."""
     of_encoder = name.removeprefix("base_model.model.").startswith("encoder.")
     return vit.module_name(name) if of_encoder else name
 
 
 def duplicates(config: CaptionerConfig) -> dict[str, str]:
-    """Maps the names under which a file may contain a tensor again to the tensor's own name."""
-    copies = gpt2.duplicates(config.decoder)
-    return {f"decoder.{copy}": f"decoder.{name}" for copy, name in copies.items()}
+    if not config.decoder.tied:
+        return {}
+    return {"decoder.lm_head.weight": "decoder.transformer.wte.weight"}
 
 
 def example_inputs(config: CaptionerConfig, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns abstract inputs for planning."""
     tokens = jax.ShapeDtypeStruct((rows, min(128, config.positions)), jnp.int32)
     return (*vit.example_inputs(config.encoder, rows), tokens)

@@ -69,7 +69,6 @@ def write(config: ClipConfig) -> Settings:
 
 
 def tensors(config: ClipConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     return {
         **pair_tensors(config),
         "image/patch_embed": Tensor(IMAGE + "embeddings.patch_embedding.weight", KERNEL),

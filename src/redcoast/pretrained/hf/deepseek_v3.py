@@ -7,7 +7,7 @@ from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._mixtures import DENSE_LAYERS, MIXTURE_FIELDS, OF_TRAINING, mixture_tensors
 from ._rope import ROPE, read_yarn, write_yarn
-from ._tables import OUT_OF_HEADS, TURNED, VECTOR, tied_head, under
+from ._tables import OUT_OF_HEADS, TURNED, VECTOR, under
 
 BASE_PREFIX = "model."
 KINDS = ("deepseek_v3", "kimi_k2")
@@ -58,7 +58,6 @@ def write(config: DeepseekV3Config) -> Settings:
 
 
 def tensors(config: DeepseekV3Config) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     return mixture_tensors(config, ft.partial(_attention, config))
 
 
@@ -85,6 +84,3 @@ def _attention(c: DeepseekV3Config, leaf: str, attention: str) -> dict[str, Tens
     table["wk"] = Tensor(both, pattern, part=(0, out))
     table["wv"] = Tensor(both, pattern, part=(c.plain_size, out))
     return under(leaf, table)
-
-
-duplicates = tied_head("model.embed_tokens.weight")

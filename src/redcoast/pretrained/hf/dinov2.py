@@ -85,7 +85,7 @@ def _base(config: Dinov2Config) -> str:
 
 
 def tensors(config: Dinov2Config) -> dict[str, Tensor]:
-    """Maps each array to its published tensors. The two inputs of gated layers are in one."""
+    """The two inputs of gated layers are in one tensor."""
     c = config
     base = _base(c)
     embeddings, layer = base + "embeddings.", base + "encoder.layer.{layer}."
@@ -121,8 +121,6 @@ module_name = partial(rename_modules, {**VIT_MODULES, "mlp.weights_out": "mlp.do
 
 
 def split_modules(config: Dinov2Config) -> dict[str, Tensor]:
-    """Maps arrays to their tensors in a model of `transformers` 5, where one tensor of the files is
-    of several modules."""
     if not config.gated:
         return {}
     mlp = _base(config) + "encoder.layer.{layer}.mlp."
@@ -130,7 +128,6 @@ def split_modules(config: Dinov2Config) -> dict[str, Tensor]:
 
 
 def duplicates(config: Dinov2Config) -> dict[str, str]:
-    """Maps other names under which a file may contain a tensor to the tensor's own name."""
     if config.head:
         return {}
     return with_prefix(f"{_kind(config)}.", tensors(config), config.layers)

@@ -46,7 +46,6 @@ def write(config: Dinov3Config) -> Settings:
 
 
 def tensors(config: Dinov3Config) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     c, layer = config, "layer.{layer}."
     embeddings, tokens = "embeddings.", "1 tokens width -> tokens width"
     biases = "".join(letter for letter in "qkvo" if getattr(c, f"{letter}_bias"))
@@ -71,14 +70,12 @@ def tensors(config: Dinov3Config) -> dict[str, Tensor]:
 
 
 def module_name(name: str) -> str:
-    """Returns the name that a tensor of the files has in a model of `transformers` 5."""
     before, table, after = name.rpartition("layer.")
     inside = before.removeprefix("base_model.model.")  # PEFT's own prefix
     return f"{before}model.layer.{after}" if table and not inside.endswith("model.") else name
 
 
 def duplicates(config: Dinov3Config) -> dict[str, str]:
-    """Maps other names under which a file may contain a tensor to the tensor's own name."""
     names = all_names(tensors(config), config.layers)
     return {module_name(name): name for name in names if module_name(name) != name}
 

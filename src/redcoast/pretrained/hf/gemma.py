@@ -11,7 +11,6 @@ from ._tables import (
     llama_attention,
     llama_ends,
     llama_mlp,
-    tied_head,
 )
 from ._windows import GLOBAL, LOCAL, all_but_last_of, read_windows, write_windows
 
@@ -139,7 +138,6 @@ def _kind(c: GemmaConfig) -> str:
 
 
 def tensors(config: GemmaConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     norms = {}
     if config.post_norms:
         norms["mlp_norm"] = "pre_feedforward_layernorm"
@@ -151,6 +149,3 @@ def tensors(config: GemmaConfig) -> dict[str, Tensor]:
     for leaf, name in norms.items():
         table[f"layers/{leaf}"] = Tensor(f"{LLAMA_LAYER}{name}.weight", VECTOR)
     return table | llama_ends(config)
-
-
-duplicates = tied_head("model.embed_tokens.weight")

@@ -12,7 +12,6 @@ from ._tables import (
     attention,
     layers_with,
     llama_ends,
-    tied_head,
     under,
     weights,
 )
@@ -161,7 +160,6 @@ def write(config: Gemma4Config) -> Settings:
 
 
 def tensors(config: Gemma4Config) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     c, table = config, llama_ends(config)
     if c.layer_size is not None:
         table |= {
@@ -234,6 +232,3 @@ def unused(config: Gemma4Config) -> tuple[str, ...]:
         return ()
     numbers = "|".join(map(str, range(config.layers - config.shared_layers, config.layers)))
     return (rf"^model\.layers\.({numbers})\.self_attn\.([kv]_proj|[kv]_norm)\.",)
-
-
-duplicates = tied_head("model.embed_tokens.weight")

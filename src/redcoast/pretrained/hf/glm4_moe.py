@@ -5,7 +5,7 @@ from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._mixtures import DENSE_LAYERS, MIXTURE_FIELDS, OF_TRAINING, mixture_tensors
 from ._rope import ROPE, read_rope_settings, rope_of, rotated_part, write_rope
-from ._tables import PROJ, attention, tied_head
+from ._tables import PROJ, attention
 
 BASE_PREFIX = "model."
 # The layer that predicts a further token, in the files of GLM-4.5 and 4.6, and of GLM-4.5-Air.
@@ -53,7 +53,6 @@ def write(config: Glm4MoeConfig) -> Settings:
 
 
 def tensors(config: Glm4MoeConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     return mixture_tensors(config, lambda leaf, name: _attention(config, leaf, name))
 
 
@@ -63,6 +62,3 @@ def _attention(c: Glm4MoeConfig, leaf: str, name: str) -> dict[str, Tensor]:
         norm = Tensor(f"{name}{letter}_norm.weight", "head_dim -> head_dim")
         table[f"{leaf}{letter}_norm"] = norm
     return table
-
-
-duplicates = tied_head("model.embed_tokens.weight")

@@ -5,7 +5,7 @@ from typing import Any
 from ...models.gpt2 import GPT2Config
 from .._settings import FieldNames, Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._tables import EMBED, VECTOR, dense, norm, own_head, tied_head, under
+from ._tables import EMBED, VECTOR, dense, norm, own_head, under
 
 BASE_PREFIX = "transformer."
 # Causal masks, and the score of masked tokens.
@@ -40,13 +40,8 @@ OTHER_NAMES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-# Settings of heads that are not implemented, of the precision of scores, and of old versions of
-# `transformers`.
-_IGNORED = """
-    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
-    reorder_and_upcast_attn n_ctx n_special predict_special_tokens output_past _num_labels
-    is_decoder decoder_start_token_id
-"""
+# Settings of the precision of scores, and of old versions of `transformers`.
+_IGNORED = "reorder_and_upcast_attn n_special is_decoder"
 
 
 def read(settings: Settings) -> Fields:
@@ -69,7 +64,6 @@ def write(config: GPT2Config) -> Settings:
 
 
 def tensors(config: GPT2Config) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     layer = "transformer.h.{layer}."
     table = {
         "embed": Tensor("transformer.wte.weight", EMBED),
@@ -103,6 +97,3 @@ def _attention(prefix: str, norm_name: str, leaf: str, *, cross: bool = False) -
         table[f"w{letter}"] = Tensor(f"{prefix}{name}.weight", weight, part=part)
         table[f"b{letter}"] = Tensor(f"{prefix}{name}.bias", bias, part=part)
     return under(leaf, table)
-
-
-duplicates = tied_head("transformer.wte.weight")

@@ -29,7 +29,7 @@ _PART = "partial_rotary_factor"
 
 def read(settings: Settings) -> Fields:
     defaults = {"eos_token_id": 2, "rotary_pct": 0.25, "rotary_emb_base": 10000.0, **ROPE}
-    options = {"only": {"model_type": ("gpt_neox",)}, "ignored": "is_decoder classifier_dropout"}
+    options = {"only": {"model_type": ("gpt_neox",)}, "ignored": "is_decoder"}
     c, fields = read_settings(settings, _FIELDS, defaults, **options)
     rope = rope_of(c)
     part, base = rope.pop(_PART, c["rotary_pct"]), rope.get("rope_theta", c["rotary_emb_base"])
@@ -56,7 +56,7 @@ def write(config: GPTNeoXConfig) -> Settings:
 
 
 def tensors(config: GPTNeoXConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors: Q, K and V of a head are side by side in one."""
+    """Q, K and V of a head are side by side in one tensor."""
     layer = "gpt_neox.layers.{layer}."
     attention = layer + "attention."
     tables = {
@@ -82,10 +82,5 @@ def tensors(config: GPTNeoXConfig) -> dict[str, Tensor]:
     return tables
 
 
-def duplicates(config: GPTNeoXConfig) -> dict[str, str]:
-    return {"embed_out.weight": "gpt_neox.embed_in.weight"} if config.tied else {}
-
-
 def module_name(name: str) -> str:
-    """Returns the name of a tensor in the modules of `transformers`."""
     return name.replace("embed_out.", "lm_head.")

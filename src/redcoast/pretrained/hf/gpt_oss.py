@@ -4,7 +4,7 @@ from ...models.gpt_oss import GptOssConfig
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._rope import ROPE, read_yarn, write_yarn
-from ._tables import LLAMA_FIELDS, LLAMA_LAYER, dense, llama_attention, llama_ends, tied_head
+from ._tables import LLAMA_FIELDS, LLAMA_LAYER, dense, llama_attention, llama_ends
 from ._windows import all_but_last_of, read_windows, write_windows
 
 BASE_PREFIX = "model."
@@ -35,11 +35,7 @@ def read(settings: Settings) -> Fields:
         "swiglu_alpha": (1.702,),
     }
     renamed = {"experts_per_token": "num_experts_per_tok"}
-    # `output_router_logits` only selects the training loss. The initial context is also in the
-    # settings of YaRN.
-    ignored = "output_router_logits initial_context_length"
-    options = {"only": only, "ignored": ignored, "renamed": renamed}
-    c, fields = read_settings(settings, _FIELDS, defaults, **options)
+    c, fields = read_settings(settings, _FIELDS, defaults, only=only, renamed=renamed)
     local = all_but_last_of(2, c["num_hidden_layers"])
     if c["layer_types"]:
         local = read_windows(c["layer_types"])
@@ -59,8 +55,7 @@ def write(config: GptOssConfig) -> Settings:
 
 
 def tensors(config: GptOssConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors, in which gates and other features of the experts
-    alternate."""
+    """Gates and other features of the experts alternate in the tensors."""
     mlp, hidden = LLAMA_LAYER + "mlp.", "experts hidden"
     experts = mlp + "experts."
     table = llama_attention("qkvo") | {
@@ -77,6 +72,3 @@ def tensors(config: GptOssConfig) -> dict[str, Tensor]:
         bias = "experts (hidden part) -> experts hidden"
         table[f"layers/{leaf}_bias"] = Tensor(both + "_bias", bias, part=(i, 2))
     return table | llama_ends(config)
-
-
-duplicates = tied_head("model.embed_tokens.weight")

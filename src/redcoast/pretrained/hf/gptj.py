@@ -3,7 +3,7 @@
 from ...models.gptj import GPTJConfig
 from .._settings import Fields, Settings, write_fields
 from .._tensors import Tensor
-from ._tables import EMBED, OUT_PROJ, attention, dense, norm, own_head, tied_head
+from ._tables import EMBED, OUT_PROJ, attention, dense, norm, own_head
 from .gpt2 import GPT2_FIELDS, read_gpt2
 
 BASE_PREFIX = "transformer."
@@ -19,11 +19,6 @@ _FIELDS = {
     "residual_dropout": ("resid_pdrop", 0.0),
     "attention_dropout": ("attn_pdrop", 0.0),
 }
-# Settings of heads that are not implemented, and of old versions of `transformers`.
-_IGNORED = """
-    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
-    n_ctx is_decoder decoder_start_token_id
-"""
 
 
 def read(settings: Settings) -> Fields:
@@ -33,7 +28,7 @@ def read(settings: Settings) -> Fields:
         "scale_attn_weights": (True,),
         "add_cross_attention": (False,),
     }
-    fields = read_gpt2(settings, _FIELDS, only=only, ignored=_IGNORED)
+    fields = read_gpt2(settings, _FIELDS, only=only, ignored="is_decoder")
     if fields["rotary_dim"] is None:
         raise ValueError("`rotary_dim` must be a number of features, but is None.")
     return fields
@@ -45,7 +40,6 @@ def write(config: GPTJConfig) -> Settings:
 
 
 def tensors(config: GPTJConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     layer = "transformer.h.{layer}."
     return {
         "embed": Tensor("transformer.wte.weight", EMBED),
@@ -57,6 +51,3 @@ def tensors(config: GPTJConfig) -> dict[str, Tensor]:
         "head_bias": Tensor("lm_head.bias", "vocab -> vocab"),
         **own_head(config),
     }
-
-
-duplicates = tied_head("transformer.wte.weight")

@@ -12,7 +12,7 @@ from ._kinds import (
     write_kind,
 )
 from ._rope import kind_of_rope, read_rope_settings, rope_of, write_rope
-from ._tables import LLAMA_LAYER, TURNED, gate_and_up, tied_head
+from ._tables import LLAMA_LAYER, TURNED, gate_and_up
 from ._windows import GLOBAL, LOCAL, all_but_last_of, read_windows, write_windows
 
 BASE_PREFIX = "model."
@@ -129,7 +129,7 @@ _GRANITE_FREE = ("head_size", "embed_scale", "residual_scale", "score_factor", "
 _OF_STATES = """
     mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand
     mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit intermediate_size
-    num_experts_per_tok output_router_logits router_aux_loss_coef
+    num_experts_per_tok
 """
 _NO_WINDOW = "sliding_window use_sliding_window max_window_layers layer_types"
 
@@ -265,13 +265,9 @@ def write(config: LlamaConfig) -> Settings:
 
 
 def tensors(config: LlamaConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     tables = transformer_tensors(config)
     if config.kind != "granitemoehybrid":
         return tables
     mlp = LLAMA_LAYER + "shared_mlp."
     down = Tensor(mlp + "output_linear.weight", TURNED)
     return tables | gate_and_up(mlp + "input_linear") | {"layers/down": down}
-
-
-duplicates = tied_head("model.embed_tokens.weight")

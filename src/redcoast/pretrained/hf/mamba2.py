@@ -5,7 +5,7 @@ import math
 from ...models.mamba2 import Mamba2Config
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._tables import EMBED, TURNED, VECTOR, own_head, tied_head
+from ._tables import EMBED, TURNED, VECTOR, own_head
 
 BASE_PREFIX = "backbone."
 
@@ -29,8 +29,7 @@ _FIELDS = {
 # have and `transformers` does not read.
 _IGNORED = """
     time_step_rank time_step_min time_step_max time_step_floor time_step_scale
-    time_step_init_scheme rescale_prenorm_residual
-    intermediate_size rms_norm norm_before_gate use_mambapy layer_types
+    rescale_prenorm_residual intermediate_size rms_norm norm_before_gate use_mambapy layer_types
 """
 
 
@@ -60,7 +59,7 @@ def write(config: Mamba2Config) -> Settings:
 
 
 def tensors(config: Mamba2Config) -> dict[str, Tensor]:
-    """Maps each array to its published tensors, which several arrays share."""
+    """Several arrays share a tensor."""
     c, layer = config, "backbone.layers.{layer}."
     mixer, small = layer + "mixer.", c.groups * c.state
     table = {
@@ -86,6 +85,3 @@ def tensors(config: Mamba2Config) -> dict[str, Tensor]:
             table[f"layers/conv_{leaf}_bias"] = bias
         start += size
     return table | own_head(c)
-
-
-duplicates = tied_head("backbone.embeddings.weight")

@@ -4,7 +4,7 @@ from ...models.mixtral import MixtralConfig
 from .._settings import Fields, Settings
 from .._tensors import Tensor
 from ._kinds import WINDOW_FIELDS, Kind, read_kind, transformer_tensors, write_kind
-from ._tables import LLAMA_LAYER, TURNED, tied_head
+from ._tables import LLAMA_LAYER, TURNED
 
 BASE_PREFIX = "model."
 
@@ -29,8 +29,7 @@ KINDS = {
             "eos_token_id": 2,
         },
         only={"router_jitter_noise": (0.0,)},
-        # It only selects the training loss, which users define themselves.
-        ignored="output_router_logits max_window_layers",
+        ignored="max_window_layers",
     ),
     "qwen3_moe": Kind(
         architecture="Qwen3Moe",
@@ -50,8 +49,8 @@ KINDS = {
             "use_sliding_window": False,
         },
         only={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
-        # The second is the size of dense layers, and there are none.
-        ignored="output_router_logits intermediate_size max_window_layers",
+        # The first is the size of dense layers, and there are none.
+        ignored="intermediate_size max_window_layers",
         renamed={"num_local_experts": "num_experts"},
         more=lambda c: {} if c["use_sliding_window"] else {"window": None},
         written=lambda c: {
@@ -72,7 +71,6 @@ def write(config: MixtralConfig) -> Settings:
 
 
 def tensors(config: MixtralConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     moe = LLAMA_LAYER + ("mlp." if config.qk_norm else "block_sparse_moe.")
     names = {"gate": "w1", "up": "w3", "down": "w2"}
     if config.qk_norm:
@@ -82,6 +80,3 @@ def tensors(config: MixtralConfig) -> dict[str, Tensor]:
     for leaf, name in names.items():
         tables[f"layers/{leaf}"] = Tensor(f"{moe}experts.{{expert}}.{name}.weight", TURNED)
     return tables
-
-
-duplicates = tied_head("model.embed_tokens.weight")

@@ -62,8 +62,7 @@ def read(settings: Settings) -> Fields:
     only = {"model_type": ("modernbert",), "rope_scaling": (None,), "tie_word_embeddings": (True,)}
     # `norm_eps` has precedence. The others select the training loss, or its implementation.
     ignored = """
-        layer_norm_eps position_embedding_type initializer_cutoff_factor cls_token_id
-        deterministic_flash_attn sparse_prediction sparse_pred_ignore_index reference_compile
+        layer_norm_eps position_embedding_type sparse_prediction sparse_pred_ignore_index
         repad_logits_with_grad
     """
     c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored=ignored)
@@ -120,7 +119,7 @@ def write(config: ModernBertConfig) -> Settings:
 
 
 def tensors(config: ModernBertConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors: Q, K and V are in one, and so are gate and up."""
+    """Q, K and V are in one tensor, and so are gate and up."""
     c = config
     base = BASE_PREFIX if c.head else ""
     layer = base + "layers.{layer}."
@@ -171,7 +170,6 @@ def _norm(c: ModernBertConfig, leaf: str, name: str) -> dict[str, Tensor]:
 
 
 def duplicates(config: ModernBertConfig) -> dict[str, str]:
-    """Maps other names under which a file may contain a tensor to the tensor's own name."""
     if config.head:
         tied = {"decoder.weight": "model.embeddings.tok_embeddings.weight"}
         return tied if config.head == "masked" else {}

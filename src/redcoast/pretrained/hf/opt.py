@@ -3,7 +3,7 @@
 from ...models.opt import OPTConfig
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._tables import EMBED, OUT_PROJ, TURNED, attention, dense, norm, own_head, tied_head
+from ._tables import EMBED, OUT_PROJ, TURNED, attention, dense, norm, own_head
 
 BASE_PREFIX = "model."
 
@@ -35,8 +35,7 @@ def read(settings: Settings) -> Fields:
         "scale_embeddings": (False,),
         "add_cross_attention": (False,),
     }
-    ignored = "is_decoder decoder_start_token_id"
-    c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored=ignored)
+    c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored="is_decoder")
     before = c["do_layer_norm_before"]
     return fields | {
         "post_norm": not before,
@@ -53,7 +52,6 @@ def write(config: OPTConfig) -> Settings:
 
 
 def tensors(config: OPTConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     base = "model.decoder."
     positions, layer = base + "embed_positions.weight", base + "layers.{layer}."
     biases = "qkvo" if config.bias else ""
@@ -74,6 +72,3 @@ def tensors(config: OPTConfig) -> dict[str, Tensor]:
         table["project_in"] = Tensor(base + "project_in.weight", TURNED)
         table["project_out"] = Tensor(base + "project_out.weight", TURNED)
     return table | own_head(config)
-
-
-duplicates = tied_head("model.decoder.embed_tokens.weight")

@@ -8,7 +8,7 @@ from .._settings import Fields, Settings, write_fields
 from .._tensors import Tensor
 from ._kinds import Kind, kind_of, read_kind, transformer_tensors
 from ._rope import rope_of, rotated_part, unread
-from ._tables import INTO_HEADS, LLAMA_FIELDS, LLAMA_LAYER, gate_and_up, tied_head
+from ._tables import INTO_HEADS, LLAMA_FIELDS, LLAMA_LAYER, gate_and_up
 
 BASE_PREFIX = "model."
 
@@ -106,7 +106,7 @@ def write(config: Phi3Config) -> Settings:
 
 
 def tensors(config: Phi3Config) -> dict[str, Tensor]:
-    """Maps each array to its published tensors: Q, K and V are in one, and so are gate and up."""
+    """Q, K and V are in one tensor, and so are gate and up."""
     tables = transformer_tensors(config)
     # The rows are the heads of the queries, then those of the keys, then those of the values.
     all_heads = config.heads + 2 * config.kv_heads
@@ -115,6 +115,3 @@ def tensors(config: Phi3Config) -> dict[str, Tensor]:
         name = LLAMA_LAYER + "self_attn.qkv_proj.weight"
         tables[f"layers/w{letter}"] = Tensor(name, INTO_HEADS, heads=(start, all_heads))
     return tables | gate_and_up(LLAMA_LAYER + "mlp.gate_up_proj")
-
-
-duplicates = tied_head("model.embed_tokens.weight")

@@ -12,7 +12,6 @@ from ._tables import (
     attention,
     layers_with,
     llama_ends,
-    tied_head,
     under,
     weights,
 )
@@ -45,9 +44,8 @@ _EXPERTS = {
 }
 _OF_EXPERTS = [name for name, _ in _EXPERTS.values()]
 _ROUTED = _FIELDS | {"hidden": ("moe_intermediate_size", 512)} | _EXPERTS
-# Settings of the training loss, of the layers that predict further tokens, and of the precision of
-# the states, which is float32 here, too.
-_IGNORED = "output_router_logits mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype"
+# Settings of the layers that predict further tokens.
+_IGNORED = "mtp_num_hidden_layers mtp_use_dedicated_embeddings"
 
 
 def read(settings: Settings) -> Fields:
@@ -104,7 +102,6 @@ def write(config: Qwen3_5Config) -> Settings:
 
 
 def tensors(config: Qwen3_5Config) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     kinds = ["linear" if linear else "attention" for linear in config.linear]
     table = llama_ends(config)
     if "linear" in kinds:
@@ -161,6 +158,3 @@ def _delta_net(c: Qwen3_5Config, layer: str) -> dict[str, Tensor]:
         table[f"conv_{letter}"] = Tensor(name + "conv1d.weight", kernel, outputs=at)
         start += size
     return table
-
-
-duplicates = tied_head("model.embed_tokens.weight")

@@ -63,7 +63,7 @@ def write(config: SiglipConfig) -> Settings:
 
 
 def tensors(config: SiglipConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors. Q, K and V of the pooler are in one."""
+    """Q, K and V of the pooler are in one tensor."""
     return {
         **pair_tensors(config),
         **patches("image/", IMAGE + "embeddings.patch_embedding"),

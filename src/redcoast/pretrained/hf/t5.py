@@ -37,8 +37,6 @@ _OTHER_NAMES = {
     "num_hidden_layers": "num_layers",
     "head_dim": "d_kv",
 }
-# Settings of heads that are not implemented, and of old versions of `transformers`.
-_IGNORED = "feed_forward_proj classifier_dropout n_positions output_past"
 
 
 def read(settings: Settings) -> Fields:
@@ -54,7 +52,7 @@ def read(settings: Settings) -> Fields:
         "scale_decoder_outputs": None,
     }
     only = {"model_type": ("t5", "mt5"), "is_encoder_decoder": (True,), "is_decoder": (False,)}
-    options = {"only": only, "ignored": _IGNORED, "renamed": _OTHER_NAMES}
+    options = {"only": only, "ignored": "feed_forward_proj", "renamed": _OTHER_NAMES}
     c, fields = read_settings(settings, _FIELDS, defaults, **options)
     fields["tied"] = not mt5 and _is_scaled(c)
     if fields["decoder_layers"] is None:
@@ -73,10 +71,7 @@ def _is_scaled(c: Settings) -> bool:
 
 
 def settle(config: T5Config, names: Collection[str]) -> T5Config:
-    """Completes a configuration from the names of the tensors in the files.
-
-    A head that is not scaled is tied if the files do not contain it; see `_is_scaled`.
-    """
+    """A head that is not scaled is tied if the files do not contain it; see `_is_scaled`."""
     if config.tied or _HEAD in names:
         return config
     return dataclasses.replace(config, tied=True, scale_head=False)
@@ -106,7 +101,6 @@ def write(config: T5Config) -> Settings:
 
 
 def tensors(config: T5Config) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     table = {"embed": Tensor("shared.weight", EMBED)}
     table |= _stack(config, "encoder")
     table |= _stack(config, "decoder")
@@ -147,6 +141,5 @@ def _attention(layer: str, name: str, leaf: str) -> dict[str, Tensor]:
 
 
 def duplicates(config: T5Config) -> dict[str, str]:
-    """Maps the names under which a file may contain a tensor again to the tensor's own name."""
     names = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
     return dict.fromkeys(names + [_HEAD] * config.tied, "shared.weight")

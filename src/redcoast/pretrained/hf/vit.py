@@ -34,10 +34,7 @@ def read(settings: Settings) -> Fields:
         "add_cross_attention": (False,),
     }
     # Settings of masked image modelling, and of text models.
-    ignored = """
-        encoder_stride bos_token_id eos_token_id pad_token_id decoder_start_token_id
-        tie_word_embeddings
-    """
+    ignored = "encoder_stride tie_word_embeddings"
     c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored=ignored)
     head = read_architecture(settings, _HEADS, "ViTModel")
     fields |= {"head": head, "pooler": head is None}
@@ -72,16 +69,12 @@ def write(config: ViTConfig) -> Settings:
 
 
 def settle(config: ViTConfig, names: Collection[str]) -> ViTConfig:
-    """Completes a configuration from the names of the tensors in the files.
-
-    The settings do not say whether there is a pooler.
-    """
+    """The settings do not say whether there is a pooler."""
     pooler = config.head is None and any(name.endswith("pooler.dense.weight") for name in names)
     return dataclasses.replace(config, pooler=pooler)
 
 
 def tensors(config: ViTConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors."""
     base = "vit." if config.head else ""
     embeddings, layer = base + "embeddings.", base + "encoder.layer.{layer}."
     positions, biases = embeddings + "position_embeddings", "qkvo" if config.qkv_bias else "o"
@@ -131,7 +124,6 @@ module_name = partial(rename_modules, _MODULES)
 
 
 def duplicates(config: ViTConfig) -> dict[str, str]:
-    """Maps other names under which a file may contain a tensor to the tensor's own name."""
     if config.head:
         return {}
     return with_prefix("vit.", tensors(config), config.layers)

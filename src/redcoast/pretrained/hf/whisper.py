@@ -51,7 +51,7 @@ def write(config: WhisperConfig) -> Settings:
 
 
 def tensors(config: WhisperConfig) -> dict[str, Tensor]:
-    """Maps each array to its published tensors. Keys have no bias."""
+    """Keys have no bias."""
     kernel = "outputs inputs taps -> taps inputs outputs"
     table = {
         "embed": Tensor("model.decoder.embed_tokens.weight", EMBED),
@@ -65,16 +65,13 @@ def tensors(config: WhisperConfig) -> dict[str, Tensor]:
 
 
 def computed(config: WhisperConfig) -> dict[str, tuple[int, ...]]:
-    """Maps the tensors that are computed when the model is created to their shapes."""
     return {"encoder.embed_positions.weight": (config.frames // 2, config.width)}
 
 
 def duplicates(config: WhisperConfig) -> dict[str, str]:
-    """Maps the names under which a file may contain a tensor again to the tensor's own name."""
     return {"proj_out.weight": "model.decoder.embed_tokens.weight"}
 
 
 def example_inputs(config: WhisperConfig, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns abstract inputs for planning."""
     features = jax.ShapeDtypeStruct((rows, config.mels, config.frames), jnp.float32)
     return features, jax.ShapeDtypeStruct((rows, min(128, config.positions)), jnp.int32)

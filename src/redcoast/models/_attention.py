@@ -180,7 +180,8 @@ def attend(
     is_plain = sinks is None and (key is None or rate == 0)
     # Over a sequence that is split, a kernel would need all queries on one device.
     if is_plain and not _is_split(q):
-        if bias is None and view is not None and _has_splash(q, k, v, view):
+        on_tpu = target().platform == "tpu"
+        if bias is None and view is not None and on_tpu and fits_splash(q, k, v, view):
             return attend_in_splash(q, k, v, view, scale=scale, softcap=softcap)
         if softcap is None and _has_kernel(q, k, v) and _takes_mask(view, bias, q, k):
             if view is not None:
@@ -277,11 +278,6 @@ def _as_view(visible: Visible, queries: int, keys: int) -> View | None:
     if has_many_pairs(queries, keys) and visible.shape[1] == 1:
         return View(visible[:, 0])
     return None
-
-
-def _has_splash(q: Array, k: Array, v: Array, view: View) -> bool:
-    """Whether splash attention, the kernel for TPUs, supports these arrays and this view."""
-    return target().platform == "tpu" and fits_splash(q, k, v, view)
 
 
 def _takes_mask(view: View | None, bias: Bias, q: Array, k: Array) -> bool:

@@ -26,6 +26,39 @@ class HeadSizes(LayerSizes):
         return getattr(self, "head_size", None) or self.width // self.heads
 
 
+@dataclass(frozen=True)
+class TokenSizes(HeadSizes):
+    """The sizes of a decoder or an encoder of tokens."""
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+
+
+@dataclass(frozen=True)
+class StackSizes(HeadSizes):
+    """The sizes of an encoder of `layers` layers, and of a decoder that attends to it."""
+
+    vocab: int
+    width: int
+    layers: int
+    decoder_layers: int
+    heads: int
+    hidden: int
+
+
+@dataclass(frozen=True)
+class ImageSizes(HeadSizes):
+    """The sizes of an encoder of images."""
+
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+
+
 class RotarySizes(HeadSizes):
     """Configurations in which rotary embeddings rotate some features of each head, or all."""
 

@@ -1,5 +1,6 @@
 """The key-value cache of a decoder."""
 
+import dataclasses
 import functools as ft
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +34,7 @@ class Cache(eqx.Module):
 
     def take(self, rows: Int[Array, " rows"]) -> "Cache":
         """Gathers rows of the batch; a row may be repeated."""
-        k, v = (jnp.take(x, rows, axis=1) for x in (self.k, self.v))
+        k, v = jnp.take(self.k, rows, axis=1), jnp.take(self.v, rows, axis=1)
         lengths = None if self.lengths is None else jnp.take(self.lengths, rows, axis=0)
         return Cache(k, v, jnp.take(self.mask, rows, axis=0), self.filled, lengths)
 
@@ -64,59 +65,60 @@ class CacheByLayer(Cache):
 LayerIndex = Int[Array, ""] | np.ndarray | np.integer | int
 
 
+def _is_cache(x: object) -> bool:
+    return isinstance(x, Cache)
+
+
+def _map_caches(fn: Callable[[Any], Cache], tree: Any) -> Any:
+    """Applies a function to each `Cache` in a tree."""
+    return jax.tree.map(lambda x: fn(x) if _is_cache(x) else x, tree, is_leaf=_is_cache)
+
+
 def split_layers(cache: Any) -> Any:
     """Replaces each `Cache` in a tree by a `CacheByLayer`."""
 
-    def split(x: Any) -> Any:
-        if type(x) is not Cache:
+    def split(x: Any) -> CacheByLayer:
+        if isinstance(x, CacheByLayer):
             return x
         # An array as an index, so that all layers share one compiled program.
         layers = [_layer_of(x.k, x.v, np.int32(i)) for i in range(x.k.shape[0])]
-        k, v = tuple(k for k, _ in layers), tuple(v for _, v in layers)
+        k, v = zip(*layers, strict=True)
         return CacheByLayer(k, v, x.mask, x.filled, x.lengths)
 
-    return jax.tree.map(split, cache, is_leaf=lambda x: isinstance(x, Cache))
+    return _map_caches(split, cache)
 
 
 @jax.jit  # one program for all layers, which compiles in less time than a program of all
 def _layer_of(k: Array, v: Array, index: Int[Array, ""]) -> tuple[Array, Array]:
-    k, v = (jax.lax.dynamic_index_in_dim(x, index, 0, False) for x in (k, v))
+    k = jax.lax.dynamic_index_in_dim(k, index, 0, False)
+    v = jax.lax.dynamic_index_in_dim(v, index, 0, False)
     # (batch, kv_heads, head_dim, slots), and (batch, kv_heads, slots, value_dim)
     return jnp.transpose(k, (0, 2, 3, 1)), jnp.transpose(v, (0, 2, 1, 3))
 
 
 def at_slot(cache: Any, slot: Int[AnyArray, ""]) -> Any:
     """Sets the slot that the next token fills, of each `Cache` in a tree."""
-
-    def move(x: Any) -> Any:
-        if not isinstance(x, Cache):
-            return x
-        return type(x)(x.k, x.v, x.mask, jnp.asarray(slot), x.lengths)
-
-    return jax.tree.map(move, cache, is_leaf=lambda x: isinstance(x, Cache))
+    return _map_caches(lambda x: dataclasses.replace(x, filled=jnp.asarray(slot)), cache)
 
 
 def move_slots(cache: Any, by: Int[AnyArray, ""]) -> Any:
     """Moves the contents of all slots to the front by `by` slots, of each `Cache` in a tree."""
 
-    def move(x: Any) -> Any:
-        if not isinstance(x, Cache):
-            return x
+    def move(x: Any) -> Cache:
         of_k, of_v = (3, 2) if isinstance(x, CacheByLayer) else (2, 2)  # the dimensions of slots
         k = jax.tree.map(lambda k: jnp.roll(k, -by, axis=of_k), x.k)
         v = jax.tree.map(lambda v: jnp.roll(v, -by, axis=of_v), x.v)
         # The slots that come around from the front are not filled.
         mask = jnp.roll(x.mask, -by, axis=1)
         mask = mask & (jnp.arange(mask.shape[1]) < mask.shape[1] - by)[None]
-        return type(x)(k, v, mask, x.filled - by, x.lengths)
+        return dataclasses.replace(x, k=k, v=v, mask=mask, filled=x.filled - by)
 
-    return jax.tree.map(move, cache, is_leaf=lambda x: isinstance(x, Cache))
+    return _map_caches(move, cache)
 
 
 def has_slots_to_move(cache: Any) -> bool:
     """Whether a tree has a `Cache`, so that its slots can be moved."""
-    nodes = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, Cache))
-    return any(isinstance(x, Cache) for x in nodes)
+    return any(map(_is_cache, jax.tree.leaves(cache, is_leaf=_is_cache)))
 
 
 def empty_cache(
@@ -132,7 +134,7 @@ def admit(cache: Any, shape: tuple[int, ...], mask: Mask | None) -> Any:
     """Marks the slots of new tokens of `shape` as filled. `extend` writes their keys and values."""
     real = jnp.ones(shape, bool) if mask is None else mask.astype(bool)
     real = jax.lax.dynamic_update_slice(cache.mask, real, (0, cache.filled))  # (batch, length)
-    return type(cache)(cache.k, cache.v, real, cache.filled + shape[1], cache.lengths)
+    return dataclasses.replace(cache, mask=real, filled=cache.filled + shape[1])
 
 
 def cached_view(
@@ -165,9 +167,9 @@ def extend(
     # Only the new slots are written: copying a layer would triple the memory traffic of decoding.
     ks = jax.lax.dynamic_update_slice(cache.k, k[None].astype(cache.k.dtype), at)
     vs = jax.lax.dynamic_update_slice(cache.v, v[None].astype(cache.v.dtype), at)
-    cache = Cache(ks, vs, cache.mask, cache.filled, cache.lengths)
-    layer_k, layer_v = (jax.lax.dynamic_index_in_dim(x, layer, 0, False) for x in (ks, vs))
-    return cache, layer_k, layer_v
+    layer_k = jax.lax.dynamic_index_in_dim(ks, layer, 0, False)
+    layer_v = jax.lax.dynamic_index_in_dim(vs, layer, 0, False)
+    return dataclasses.replace(cache, k=ks, v=vs), layer_k, layer_v
 
 
 def _extend_layer(
@@ -184,5 +186,5 @@ def _extend_layer(
     layer_v = jax.lax.dynamic_update_slice(old_v, new_v, (0, 0, start, 0))
     ks = (*cache.k[:layer], layer_k, *cache.k[layer + 1 :])
     vs = (*cache.v[:layer], layer_v, *cache.v[layer + 1 :])
-    cache = CacheByLayer(ks, vs, cache.mask, cache.filled, cache.lengths)
+    cache = dataclasses.replace(cache, k=ks, v=vs)
     return cache, *cache.layer(layer)

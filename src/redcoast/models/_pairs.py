@@ -10,7 +10,14 @@ from equinox import AbstractVar
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import AllReal, Real, Visible, full_view, real_tokens
-from ._base_config import HeadSizes, LayersConfig, TextConfig, check_config, check_heads
+from ._base_config import (
+    ImageSizes,
+    LayersConfig,
+    TextConfig,
+    TokenSizes,
+    check_config,
+    check_heads,
+)
 from ._basic import look_up, small_normal, split_key, wide
 from ._check_config import check_length
 from ._encoder import EncoderLayers, pre_norm_layers
@@ -19,13 +26,9 @@ from ._patches import embed_patches
 
 
 @dataclass(frozen=True)
-class PairImageConfig(LayersConfig, HeadSizes):
+class PairImageConfig(ImageSizes, LayersConfig):
     """The configuration of an image encoder, whose fields `SiglipImageConfig` describes."""
 
-    width: int
-    layers: int
-    heads: int
-    hidden: int
     image: int = 224
     patch: int = 16
     channels: int = 3
@@ -45,14 +48,9 @@ class PairImageConfig(LayersConfig, HeadSizes):
 
 
 @dataclass(frozen=True)
-class PairTextConfig(TextConfig, HeadSizes):
+class PairTextConfig(TokenSizes, TextConfig):
     """The configuration of a text encoder, whose fields `SiglipTextConfig` describes."""
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    hidden: int
     positions: int = 64
     activation: str = "gelu_pytorch_tanh"
     norm_eps: int | float = 1e-6

@@ -10,7 +10,7 @@ from equinox import AbstractVar
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend
-from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
+from ._base_config import DecoderConfig, TokenSizes, check_config, check_heads
 from ._basic import dropout, layer_norm, look_up, ones, output_scale, split_key, wide, zeros
 from ._by_layer import StackedLayers
 from ._cache import extend
@@ -21,17 +21,12 @@ from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class ParallelConfig(DecoderConfig, HeadSizes):
+class ParallelConfig(TokenSizes, DecoderConfig):
     """The sizes and options of a `ParallelDecoder`. Each family documents its own.
 
     - `attention_bias`, `head_bias`: whether attention, and the output head, have biases.
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    hidden: int
     _: KW_ONLY
     rotary_dim: int = 64
     rope_base: int | float = 10000.0

@@ -4,6 +4,7 @@ grouped-query attention, and a SwiGLU or experts that are SwiGLUs.
 The families differ in options. Each family documents its own.
 """
 
+import dataclasses
 import functools as ft
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -132,9 +133,8 @@ class TransformerLayers(StackedLayers):
         self.attention_norm, self.mlp_norm = (jnp.ones((c.layers, c.width)) for _ in range(2))
         self.wq, self.wk, self.wv, self.wo = initial_attention(c, *keys[:4])
         self.bq, self.bk, self.bv = (zeros(s, when=c.qkv_bias) for s in (q, kv, kv))
-        norms = ((c.layers, c.head_dim),) * 2
-        if c.output_norms:
-            norms = (q, kv)  # over all heads
+        # Norms of outputs are over all heads.
+        norms = (q, kv) if c.output_norms else ((c.layers, c.head_dim),) * 2
         self.q_norm, self.k_norm = (ones(s, when=c.qk_norm) for s in norms)
         if c.experts is None:
             self.router = None
@@ -171,7 +171,7 @@ class Transformer(Decoder):
         """Sets the maximum number of tokens of each row, which `LongRope` depends on."""
         if not isinstance(self.config.rope_scaling, LongRope):
             return cache
-        return Cache(cache.k, cache.v, cache.mask, cache.filled, lengths)
+        return dataclasses.replace(cache, lengths=lengths)
 
     def _run(self, tokens, mask, positions, see, cache, key):
         c = self.config

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
+from ._base_config import DecoderConfig, StackSizes, check_config, check_heads
 from ._basic import dropout, layer_norm, look_up, small_normal, split_key
 from ._cache import extend
 from ._einsum import keys_values, product, queries
@@ -18,7 +18,7 @@ from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class BartConfig(DecoderConfig, HeadSizes):
+class BartConfig(StackSizes, DecoderConfig):
     """The configuration of a `Bart`.
 
     **Arguments:**
@@ -38,12 +38,6 @@ class BartConfig(DecoderConfig, HeadSizes):
       [`LlamaConfig`][redcoast.models.LlamaConfig].
     """
 
-    vocab: int
-    width: int
-    layers: int
-    decoder_layers: int
-    heads: int
-    hidden: int
     positions: int = 1024
     activation: str = "gelu"
     scale_embedding: bool = False

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import count_positions, full_view, real_tokens
-from ._base_config import HeadSizes, TextConfig, check_config, check_heads
+from ._base_config import TextConfig, TokenSizes, check_config, check_heads
 from ._basic import ACTIVATIONS, dropout, layer_norm, look_up, small_normal, split_key
 from ._check_config import check_labels, check_length
 from ._einsum import feed_forward, keys_values, product, queries
@@ -25,7 +25,7 @@ Head = Literal["masked", "pretraining", "classification", "tokens"]
 
 
 @dataclass(frozen=True)
-class BertConfig(TextConfig, HeadSizes):
+class BertConfig(TokenSizes, TextConfig):
     """The configuration of a `Bert`.
 
     **Arguments:**
@@ -55,11 +55,6 @@ class BertConfig(TextConfig, HeadSizes):
     - `remat`, `unroll`, `eos`, `bos`, `pad`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    hidden: int
     kind: Literal["bert", "roberta", "distilbert"] = "bert"
     positions: int = 512
     types: int = 2

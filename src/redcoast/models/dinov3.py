@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._base_config import HeadSizes, LayersConfig, check_config, check_heads
+from ._base_config import ImageSizes, LayersConfig, check_config, check_heads
 from ._basic import small_normal, split_key
 from ._check_config import check_patches
 from ._patches import PatchEncoder, ScaledLayers
 
 
 @dataclass(frozen=True)
-class Dinov3Config(LayersConfig, HeadSizes):
+class Dinov3Config(ImageSizes, LayersConfig):
     """The configuration of a `Dinov3`.
 
     **Arguments:**
@@ -43,10 +43,6 @@ class Dinov3Config(LayersConfig, HeadSizes):
     - `remat`, `unroll`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
     """
 
-    width: int
-    layers: int
-    heads: int
-    hidden: int
     image: int = 224
     patch: int = 16
     channels: int = 3

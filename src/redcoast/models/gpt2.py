@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import attend, causal_view, count_positions, full_view, real_tokens
-from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
+from ._base_config import DecoderConfig, TokenSizes, check_config, check_heads
 from ._basic import dropout, layer_norm, look_up, output_scale, small_normal, split_key
 from ._by_layer import StackedLayers
 from ._cache import Cache, admit, cached_view, empty_cache, extend
@@ -21,7 +21,7 @@ from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class GPT2Config(DecoderConfig, HeadSizes):
+class GPT2Config(TokenSizes, DecoderConfig):
     """The configuration of a `GPT2`.
 
     **Arguments:**
@@ -48,11 +48,6 @@ class GPT2Config(DecoderConfig, HeadSizes):
     an integer.
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    hidden: int
     positions: int = 1024
     activation: str = "gelu_new"
     norm_eps: int | float = 1e-5

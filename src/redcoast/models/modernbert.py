@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import attend_near, count_positions, full_view, real_tokens
-from ._base_config import HeadSizes, TextConfig, check_config, check_heads
+from ._base_config import TextConfig, TokenSizes, check_config, check_heads
 from ._basic import (
     ACTIVATIONS,
     activate_gated,
@@ -34,7 +34,7 @@ from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class ModernBertConfig(TextConfig, HeadSizes):
+class ModernBertConfig(TokenSizes, TextConfig):
     """The configuration of a `ModernBert`.
 
     **Arguments:**
@@ -66,11 +66,6 @@ class ModernBertConfig(TextConfig, HeadSizes):
     - `remat`, `unroll`, `eos`, `bos`, `pad`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    hidden: int
     local: tuple[bool, ...] = ()
     window: int = 128
     rope_base: int | float = 160000.0

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
+from ._base_config import DecoderConfig, TokenSizes, check_config, check_heads
 from ._basic import dropout, layer_norm, look_up, ones, output_scale, split_key, zeros
 from ._cache import extend
 from ._decoder import Decoder, tied_or_own_head
@@ -17,7 +17,7 @@ from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class OPTConfig(DecoderConfig, HeadSizes):
+class OPTConfig(TokenSizes, DecoderConfig):
     """The configuration of an `OPT`.
 
     **Arguments:**
@@ -42,11 +42,6 @@ class OPTConfig(DecoderConfig, HeadSizes):
       [`LlamaConfig`][redcoast.models.LlamaConfig].
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    hidden: int
     embed_width: int | None = None
     positions: int = 2048
     activation: str = "relu"

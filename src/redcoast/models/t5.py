@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend, count_positions
-from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
+from ._base_config import DecoderConfig, StackSizes, check_config, check_heads
 from ._basic import ACTIVATIONS, activate_gated, dropout, look_up, normal, rms_norm, split_key
 from ._by_layer import StackedLayers
 from ._cache import extend
@@ -24,7 +24,7 @@ from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class T5Config(DecoderConfig, HeadSizes):
+class T5Config(StackSizes, DecoderConfig):
     """The configuration of a `T5`.
 
     **Arguments:**
@@ -51,12 +51,6 @@ class T5Config(DecoderConfig, HeadSizes):
       [`LlamaConfig`][redcoast.models.LlamaConfig].
     """
 
-    vocab: int
-    width: int
-    layers: int
-    decoder_layers: int
-    heads: int
-    hidden: int
     head_size: int | None = None
     buckets: int = 32
     distance: int = 128

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import full_view
-from ._base_config import HeadSizes, LayersConfig, check_config, check_heads
+from ._base_config import ImageSizes, LayersConfig, check_config, check_heads
 from ._basic import dropout, small_normal, split_key
 from ._check_config import check_labels, check_patches
 from ._encoder import EncoderLayers, pre_norm_layers
@@ -19,7 +19,7 @@ from ._patches import embed_patches
 
 
 @dataclass(frozen=True)
-class ViTConfig(LayersConfig, HeadSizes):
+class ViTConfig(ImageSizes, LayersConfig):
     """The configuration of a `ViT`.
 
     **Arguments:**
@@ -43,10 +43,6 @@ class ViTConfig(LayersConfig, HeadSizes):
     - `remat`, `unroll`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
     """
 
-    width: int
-    layers: int
-    heads: int
-    hidden: int
     image: tuple[int, int] = (224, 224)
     patch: tuple[int, int] = (16, 16)
     channels: int = 3

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import causal_view, count_positions, full_view, real_tokens
-from ._base_config import DecoderConfig, HeadSizes, check_config, check_heads
+from ._base_config import DecoderConfig, StackSizes, check_config, check_heads
 from ._basic import ACTIVATIONS, dropout, layer_norm, look_up, small_normal, split_key
 from ._cache import extend
 from ._check_config import check_length
@@ -23,7 +23,7 @@ from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class WhisperConfig(DecoderConfig, HeadSizes):
+class WhisperConfig(StackSizes, DecoderConfig):
     """The configuration of a `Whisper`.
 
     **Arguments:**
@@ -46,12 +46,6 @@ class WhisperConfig(DecoderConfig, HeadSizes):
       for `transformers`, such as the tokens of languages (`lang_to_id`): names, and values in JSON.
     """
 
-    vocab: int
-    width: int
-    layers: int
-    decoder_layers: int
-    heads: int
-    hidden: int
     mels: int = 80
     frames: int = 3000
     positions: int = 448

@@ -23,7 +23,7 @@ from typing import Any, SupportsFloat
 from ..core._errors import check_integer, check_number
 from ..core._output import say
 from ..core._user_functions import takes_keyword
-from ._jsonl import JsonlLogger, jsonl_logger
+from ._jsonl import jsonl_logger
 from ._progress import ProgressLogger, progress_logger
 from ._terminal import BOLD, DIM, columns, is_logged, styled
 
@@ -301,19 +301,18 @@ def _check_logger(name: str, log: object) -> None:
             f"`{name}` is of type {type(log).__name__}. It must be a callable `(metrics, step)`; "
             "to use several loggers, pass a list of them."
         )
-    # Not imported above, because these modules import this one.
-    from ._tensorboard import tensorboard_logger
-    from ._trackio import trackio_logger
-    from ._wandb import wandb_logger
+    factory = getattr(log, "__name__", "")
+    call = _CALLS.get(factory.removesuffix("_logger"))
+    if _is_own(log) and call is not None:
+        raise TypeError(
+            f"`{name}` is the function `{factory}`, which creates a logger. Pass what it returns, "
+            f"such as `redcoast.{call}`."
+        )
 
-    own = (console_logger, jsonl_logger, progress_logger)
-    for factory in (*own, tensorboard_logger, trackio_logger, wandb_logger):
-        if log is factory:
-            call = _CALLS[factory.__name__.removesuffix("_logger")]
-            raise TypeError(
-                f"`{name}` is the function `{factory.__name__}`, which creates a logger. Pass what "
-                f"it returns, such as `redcoast.{call}`."
-            )
+
+def _is_own(log: object) -> bool:
+    """Whether a function, or the class of a logger, is defined in this package."""
+    return str(getattr(log, "__module__", "")).startswith(f"{__package__}.")
 
 
 def _show_evaluation(metrics: Metrics, step: int) -> None:
@@ -338,14 +337,7 @@ def takes_state(log: Callable[..., object]) -> bool:
 
 def may_stop(log: Any) -> bool:
     """Returns whether a logger may return `STOP`. Those of this package do not."""
-    # Not imported above, because these modules import this one.
-    from ._tensorboard import TensorboardLogger
-    from ._trackio import TrackioLogger
-    from ._wandb import WandbLogger
-
-    own = (_ConsoleLogger, ProgressLogger, JsonlLogger)
-    others = (TensorboardLogger, TrackioLogger, WandbLogger)
-    return log is not _show_evaluation and type(log) not in (*own, *others)
+    return not _is_own(log)
 
 
 def start_loggers(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Union
 import tyro
 
 from ._options import DoctorCommand, DryRunCommand, PlanCommand, ServeCommand
-from ._usage import quiet_pipe, wrap_help
+from ._usage import quiet_pipe, refuse, wrap_help
 
 EXAMPLES = """Plans, compiles and diagnoses distributed training, and serves language models.
 
@@ -24,6 +24,8 @@ COMMANDS = {
     ServeCommand: "serve",
     DoctorCommand: "doctor",
 }
+# The option that a user may mean by a value without one.
+FIRST_OPTION = {"dry-run": "--model", "plan": "--model", "serve": "--weights"}
 STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
 
@@ -31,6 +33,10 @@ def main(args: list[str] | None = None) -> None:
     """Runs a command; by default, `args` are the arguments of the process."""
     if args is None:
         args = sys.argv[1:]
+    if len(args) > 1 and args[0] in FIRST_OPTION and not args[1].startswith("-"):
+        name, value, *_ = args
+        option = FIRST_OPTION[name]
+        refuse(f"{value} has no option: write `redcoast {name} {option} {value}`.")
     kind = commands(complete=bool(args) and args[0] in COMMANDS.values())
     with quiet_pipe():
         command = tyro.cli(kind, prog="redcoast", description=EXAMPLES, args=args, config=STYLE)

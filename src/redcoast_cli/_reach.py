@@ -10,10 +10,9 @@ import redcoast as rc
 from redcoast.dryrun._chips import Chip
 from redcoast.dryrun._target_name import TargetDevices, parse_target
 
-from ._workload import Workload, state_bytes
+from ._workload import MOST_TOKENS, Workload, state_bytes
 
 STEP = 128  # tokens; lengths are multiples of it
-MOST = 2**20  # tokens; the longest sequence to try
 SIDES = (1, 2, 4, 8, 16)  # the sides of slices
 CARDS = tuple(2**n for n in range(11))  # numbers of GPUs, over several hosts if need be
 COMPILED = 2  # meshes to compile if the first does not fit, and as many again if none of these does
@@ -24,10 +23,10 @@ def longest_sequence(fits: Callable[[int], bool], start: int) -> int:
 
     It is 0 if 128 tokens do not fit, and at most 2**20. `fits` is called once for each length.
     """
-    low, high, most = 0, min(-(-start // STEP), MOST // STEP), MOST // STEP
+    low, high, most = 0, min(-(-start // STEP), MOST_TOKENS // STEP), MOST_TOKENS // STEP
     while fits(high * STEP):
         if high == most:
-            return MOST
+            return MOST_TOKENS
         low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2

@@ -2,6 +2,7 @@
 
 import math
 import os
+import socket
 import sys
 
 import jax
@@ -59,6 +60,7 @@ def check(c: ServeCommand) -> None:
             refuse(f"--{name.replace('_', '-')} must be at least 1, but is {getattr(c, name)}.")
     if not 0 <= c.port < 2**16:
         refuse(f"--port must be at least 0 and at most 65535, but is {c.port}.")
+    check_address(c.host, c.port)
     if not c.timeout > 0:
         refuse(f"--timeout must be positive, but is {c.timeout}.")
     for name, key in (("--api-key", c.api_key), (KEY, os.environ.get(KEY))):
@@ -66,6 +68,19 @@ def check(c: ServeCommand) -> None:
             key and key.isascii() and key.isprintable() and key == key.strip()
         ):
             refuse(f"{name} must have letters, digits and signs of ASCII, without spaces around.")
+
+
+def check_address(host: str, port: int) -> None:
+    """Refuses an address at which this machine cannot listen, before a model is loaded."""
+    try:
+        family, *_, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address[:2], family=family).close()
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        refuse(
+            f"The server cannot listen at --host {host} and --port {port}: {reason}. The host is "
+            "a name or an address of this machine, such as 127.0.0.1, and the port is unused."
+        )
 
 
 def make_served_mesh(text: str) -> jax.sharding.Mesh:

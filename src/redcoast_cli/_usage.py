@@ -30,12 +30,12 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def refuse_impossible_size(name: str, size: int | None) -> None:
-    """Refuses a number of rows or tokens that no array can have."""
+def refuse_impossible_size(name: str, size: int | None, most: int = 2**31 - 1) -> None:
+    """Refuses a number of rows or tokens that is not from 1 to `most`."""
     if size is not None and size < 1:
         refuse(f"--{name} must be at least 1, but is {size}.")
-    if size is not None and size >= 2**31:
-        refuse(f"--{name} must be less than 2**31, but is {size}.")
+    if size is not None and size > most:
+        refuse(f"--{name} must be at most {most:,}, but is {size:,}.")
 
 
 def wrap_help(text: str) -> str:

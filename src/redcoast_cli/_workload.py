@@ -22,6 +22,8 @@ from redcoast.pretrained._registry import find_family
 from ._usage import refuse, refuse_impossible_size
 
 LONGEST = 1024  # the default sequence length, in tokens
+# Attention over longer sequences has more pairs of blocks than the memory of a host may hold.
+MOST_TOKENS = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,7 @@ def _is_model(name: str, make: Any) -> bool:
 def _length(model: str, model_class: Any, config: Any, seq: int | None) -> int | None:
     if model_class is models.ViT and seq is not None:
         refuse(f"{model} reads images of {config.image} pixels: leave out --seq.")
-    refuse_impossible_size("seq", seq)
+    refuse_impossible_size("seq", seq, MOST_TOKENS)
     if model_class is models.ViT or seq is not None:
         return seq
     # The maximum length of the weights, if the configuration states one.

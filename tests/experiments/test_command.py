@@ -104,7 +104,9 @@ def test_plan_as_json(model, capsys):
         (["--mesh", "data=-1"], "--mesh needs the number of devices of each axis"),
         (["--mesh", "stage=2"], "--mesh must have the form"),
         (["--batch", "0"], "--batch must be at least 1"),
-        (["--batch", "99999999999999999999"], "--batch must be less than 2**31"),
+        (["--batch", "99999999999999999999"], "--batch must be at most 2,147,483,647"),
+        (["--seq", "99999999"], "--seq must be at most 1,048,576"),
+        (["gpt2"], "gpt2 has no option: write `redcoast plan --model gpt2`."),
         (["--mesh", "data=2,data=4"], "--mesh must name each axis once"),
     ],
 )
@@ -121,6 +123,7 @@ def test_invalid_options_of_plan_exit_with_2(options, words, capsys):
         (["--rows", "0"], "--rows must be at least 1"),
         (["--timeout", "0"], "--timeout must be positive"),
         (["--port", "65536"], "--port must be at least 0 and at most 65535"),
+        (["--host", "300.1.1.1"], "The server cannot listen at --host 300.1.1.1"),
         (["--api-key", " a"], "--api-key must have letters"),
         ([], "There is nothing at "),
     ],

@@ -1,8 +1,11 @@
-"""The memory plan: which values a program keeps for its backward pass, and which it recomputes.
+"""Recomputation: which values a program keeps for its backward pass, and which it computes again.
+
+Memory is estimated in `solver`. If a step takes more than it may, `_memory_plan.py` plans again,
+with what is decided here.
 
 `_flat.py` reads a program as a list of steps, with what each needs for its derivative. `_blocks.py`
 divides the steps into blocks. `_choices.py` lists what a block can keep, by `_min_cut.py`, and
-`_decide.py` chooses for all blocks together. `_rebuild.py` runs the program again with each block
-in `jax.checkpoint`. `_search.py` finds the division into blocks that costs least, and
-`_summarise.py` says what is computed again by the lines of the user's code.
+`_decide.py` chooses for all blocks together. `_search.py` finds the division into blocks that costs
+least. `_rebuild.py` runs the program with each block in `jax.checkpoint`, and `_summarise.py` says
+what is computed again by the lines of the user's code.
 """

@@ -46,10 +46,10 @@ def have_grad(values: Iterable[Value]) -> bool:
 class PartialSum:
     """Partial sums: sharding `node` needs an all-reduce of `value`, or `backward` of its cotangent.
 
-    In the backward pass, `uses` is the number of uses of the value whose cotangents are added.
-    `before` are the dimensions that precede `node` in the summed array. If `node` and one of them
-    are both dimensions of the batch, `node` is not sharded, and there are no partial sums. `rows`
-    are those that scans around the sum go along.
+    They are summed `times` times in a step. In the backward pass, `uses` is the number of uses of
+    the value whose cotangents are added. `before` are the dimensions that precede `node` in the
+    summed array. If `node` and one of them are both dimensions of the batch, `node` is not sharded,
+    and there are no partial sums. `rows` are as in `Cursor`.
     """
 
     node: int
@@ -141,9 +141,9 @@ class BatchGather:
 class Halo:
     """Elements of `operand` at the edges of a part along `node`, which its neighbour needs.
 
-    `target` is the dimension of the result. `bytes` are those at one edge in a step, gradients
-    included. If the operand is needed as a `whole` along `node`, it is split along another
-    dimension, and back again.
+    `target` is the dimension of the result. `bytes` are those at one edge for each of the `times`
+    that the operation runs forward, with its rematerialisation and its derivative. If the operand
+    is needed as a `whole` along `node`, it is split along another dimension, and back again.
     """
 
     operand: Value
@@ -160,10 +160,10 @@ class Halo:
 class Work:
     """Floating point operations that are divided among devices if one of `dims` is sharded.
 
-    `forward` are the operations of the forward pass, in which the operation runs `times` times. It
-    runs `forwards` times as often with rematerialisation. `rows`, the first of `dims`, are those
-    that scans around the operation go along. `of` are the dimensions of each operand, and `grads`
-    is the number of operands that a gradient flows into.
+    `flops` are those of a step, and `forward` those of its forward pass, in which the operation
+    runs `times` times. With rematerialisation, it runs `forwards` times as often. `rows`, the first
+    of `dims`, are as in `Cursor`. `of` are the dimensions of each operand, and `grads` is the
+    number of operands that a gradient flows into.
     """
 
     dims: Dims
@@ -189,7 +189,8 @@ class Cursor:
     - `regions`: for the jaxpr of the equation, what is used of it, what the loss depends on, and
       what each rematerialised region around it recomputes.
     - `needed`: what each of `regions` needs of the jaxprs that the equation calls.
-    - `rows`: the nodes that scans around the equation go along, one element in each iteration.
+    - `rows`: the nodes that scans around the equation go along, if their iterations are independent
+        as those of `lax.map`. The values of an iteration lack these dimensions.
     """
 
     regions: tuple[Region, ...] = ()
@@ -392,12 +393,12 @@ class Graph:
         self.link_softly(node, target)
         before = max(1, self.sizes[node])
         whole = count == ALL
-        rows = before if whole else min(count, before)
-        size = operand.bytes / before * rows * self.cursor.forwards
+        width = before if whole else min(count, before)
+        size = operand.bytes / before * width * self.cursor.forwards
         if whole:  # the cotangent of a transform is that of its result
             size += operand.grad * result.bytes
         else:
-            size += operand.grad * operand.bytes / before * rows
+            size += operand.grad * operand.bytes / before * width
         times, source, rows = self.cursor.times, self.cursor.source, self.cursor.rows
         self.halos.append(Halo(operand, node, target, size, times, source, whole, rows))
 

@@ -68,8 +68,8 @@ class _Step:
     def indexed(self) -> Dims:
         """The dimensions of the first operand that are addressed by number.
 
-        Rows that are indexed by themselves, as in `x[jnp.arange(len(x)), labels]`, stay on their
-        device.
+        Where these are the batch too, nothing is summed: rows that are indexed by themselves, as in
+        `x[jnp.arange(len(x)), labels]`, stay on their device.
         """
         return tuple(dim.node for dim in self.operand(0) if dim.slowest in self.rule.indexed)
 
@@ -83,13 +83,13 @@ def follow_rule(
 ) -> list[Value]:
     """Returns the results of an operation, and records in the graph what sharding it costs.
 
-    A dimension of a result is the operands' node if its factors are carried, and a new node
-    otherwise.
+    A dimension of a result is the operands' node if its factors are carried, or if it is of an
+    array that is written into. Otherwise it is a new node.
     """
     before = _dims_of(inputs, rule.operands)
-    # What is moved, and what is needed as a whole and stands on both sides, as in a concatenation.
-    # A batch is sharded again there. What is whole on one side alone ends or begins, and sorted
-    # elements may come from any place. An array that is written into keeps its dimensions.
+    # A dimension ends in an operand and begins anew in a result, where a batch is sharded again, if
+    # it is moved, or is needed as a whole on both sides, as in a concatenation. Sorted elements may
+    # come from any place. An array that is written into keeps its dimensions.
     resharded = frozenset[Factor]()
     if rule.writes is None:
         common = all_factors(chain(*rule.operands)) & all_factors(chain(*rule.results))
@@ -248,12 +248,12 @@ def _sum_forward(step: _Step) -> None:
         if dim.slowest not in rule.reduced - rule.blocked or dim.slowest in summed:
             continue
         summed.add(dim.slowest)
-        before = step.indexed
+        preceding = step.indexed
         if operands_with[dim.slowest] == 1:
             # An array that is sharded along an earlier dimension is not sharded along this one.
-            before = dim.value.dims[: dim.d]
+            preceding = dim.value.dims[: dim.d]
         for result in step.results:
-            step.graph.add_partial_sum(dim.node, result, before=before)
+            step.graph.add_partial_sum(dim.node, result, before=preceding)
 
 
 def _sum_backward(step: _Step) -> None:
@@ -273,8 +273,8 @@ def _sum_backward(step: _Step) -> None:
                 # In a table of all pairs of examples, the first dimension takes the devices.
                 step.graph.add_batch_gather(value, dim.node, before=tuple(lacking))
             elif own.isdisjoint(dim.dimension) and dim.slowest not in skipped:
-                before = (*result.dims[: dim.d], *step.indexed)
-                step.graph.add_partial_sum(dim.node, value, backward=True, before=before)
+                preceding = (*result.dims[: dim.d], *step.indexed)
+                step.graph.add_partial_sum(dim.node, value, backward=True, before=preceding)
                 lacking.append(dim.node)
 
 

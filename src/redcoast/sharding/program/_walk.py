@@ -269,7 +269,8 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
     body, length = open_jaxpr(scan.body), scan.length
     consts, carry, xs = scan.split(inputs)
     const_vars, _, x_vars = scan.split(body.invars)
-    # Devices run such a loop alone, and sum gradients after it.
+    # Each device runs a loop that asks whether any row needs something, as `eqx.error_if` does, on
+    # its own rows, and sums gradients after it.
     is_local = not OF_ANY_ROW.isdisjoint(map(primitive_name, iter_equations(body)))
     copied_consts: list[Value] = []
     for value, var in zip(consts, const_vars, strict=True):

@@ -45,11 +45,13 @@ class BatchNodes:
     """The dimensions that are sharded with the batch, as nodes.
 
     `of_inputs` and `of_created` are as in `SplitSet`. `not_rows` are the places of the batch's
-    arrays that are not rows. With `splits_examples`, examples are split along other dimensions, and
-    `of_inputs` are those: rows do not divide, a step does not fit into memory, or the program asks
-    for it. `why_whole` is the reason if they cannot be split either. `sets` has the axes of each
-    dimension, where they are not those that a strategy splits the batch over, and `split` the same
-    by the places of dimensions in the batch's arrays.
+    arrays that are not rows.
+
+    With `splits_examples`, examples are split, and `of_inputs` are the dimensions that they are
+    split along, perhaps beside rows. This is so if rows do not divide, if a step does not fit into
+    memory, or if the program asks for it. `why_whole` is the reason why they are not. `sets` has
+    the axes of each dimension; without it, they are the batch's axes of a strategy. `split` is the
+    same as `sets`, by the places of dimensions in the batch's arrays.
     """
 
     of_inputs: tuple[int, ...]

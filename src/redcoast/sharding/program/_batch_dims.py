@@ -15,7 +15,10 @@ Entries = list[tuple[str, ...] | None]  # of a spec
 
 @dataclass(frozen=True)
 class SplitNodes:
-    """The nodes that are sharded over `count` devices, which are those along `axes` of a mesh."""
+    """The nodes that are sharded over `count` devices, which are those along `axes` of a mesh.
+
+    These are all nodes whose class is one of `roots`: those of a `SplitSet`, and what is linked.
+    """
 
     classes: Classes
     roots: frozenset[int]
@@ -52,7 +55,10 @@ class BatchDims:
         return tuple(filter(used.__contains__, axes))
 
     def __getitem__(self, node: int) -> int:
-        # Gradients of all rows are summed together, whether the rows are linked or not.
+        """The class of a node, as in `Classes`, where all dimensions of the batch are one class.
+
+        Gradients of all rows are summed together, whether the rows are linked or not.
+        """
         if self.has(node):
             return _ALL_ROWS
         return self.sets[0].classes[node]
@@ -93,7 +99,8 @@ class BatchDims:
         return entries
 
     def around(self, node: int | None, dims: Iterable[int]) -> tuple[int, int]:
-        """The number of devices that `node` is over, and of those that share an array beside it."""
+        """How many devices `node` is split over, and how many others share an array with these
+        dimensions. A node that is not of the batch is split over one."""
         own = self.set_of(node)
         if own is None:
             return 1, self.parts(dims)

@@ -1,5 +1,7 @@
-"""Finds the cheapest set of classes to shard by bucket elimination, which is exact unless a class
-shares costs with more than `MAX_NEIGHBOURS` others."""
+"""Finds the cheapest set of classes to shard by bucket elimination.
+
+It is exact unless each class that is left shares costs with more than `MAX_NEIGHBOURS` others.
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +9,8 @@ import numpy as np
 
 from ._cost import Choice, Problem
 
-# A class that shares costs with more others is never chosen: tables double with each neighbour.
+# If all classes that are left have more neighbours, the one with the most is not chosen: tables
+# double with each neighbour.
 MAX_NEIGHBOURS = 14
 # Costs that differ by less are equal up to floating point rounding.
 _TOLERANCE = 1e-9

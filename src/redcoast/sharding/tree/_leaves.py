@@ -14,7 +14,8 @@ from jaxtyping import PyTree
 
 ArrayLike = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
-# Arrays with fewer elements per layer are not sharded: communication would cost more than it saves.
+# Arrays with fewer elements per layer are not FSDP-sharded: communication would cost more than it
+# saves.
 LARGE = 4096
 
 

@@ -1,4 +1,5 @@
-"""Which equations of a jaxpr its results depend on, and which rematerialisation recomputes."""
+"""Which equations of a jaxpr are needed: for its results, for the gradient of the first one, and by
+rematerialisation, which runs some of them again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,8 @@
-"""What each device has of the arrays of a program that runs on the rows of one device.
+"""Whether a device can run a part of a program with its own rows alone, and what it then has.
 
 The rows of a batch are divided over devices in blocks. `LocalStates` follows them through a jaxpr
-by the table of operations, and refuses one in which the rows of a device depend on other rows.
+by the table of operations. For each array it says what a device has: rows along one dimension, the
+whole array, or a `DevicePart`. It refuses a jaxpr in which rows depend on those of other devices.
 """
 
 import functools as ft

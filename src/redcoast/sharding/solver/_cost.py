@@ -92,10 +92,12 @@ def price(
     fsdp: int,
     stored: int,
 ) -> Problem:
-    """The problem of choosing among the classes of `against`, for the sizes of axes of a mesh.
+    """The problem of choosing among the classes of `against`.
 
-    The batch is split over devices that have `stored` different shards of a gradient. The arrays
-    `gathered` are sharded in storage over `fsdp` devices, and over those of `model` too.
+    - `gathered`: the arrays that are sharded in storage: over `fsdp`, and over `model` if they are
+        not tensor-parallel.
+    - `model`, `fsdp`: the numbers of devices along these axes.
+    - `stored`: how many different shards of a gradient the devices that share the batch store.
     """
     problem = Problem(against)
 

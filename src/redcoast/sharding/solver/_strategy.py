@@ -145,7 +145,8 @@ def best_strategy(
     the dimension of each array that must be tensor-parallel, or None. `excess` are the bytes by
     which a step of a decision does not fit into memory. `splits_sequence` is sequence parallelism.
     """
-    # Overrides decide dimensions over `model`, which only the usual strategy shards so.
+    # Overrides shard dimensions over `model` alone, as only the default does. If the program's
+    # examples are split, `_applies` finds the strategy with the same axes.
     strategies = [_DEFAULT]
     if program.batch.sets or set(forced) <= {None}:
         strategies += _OTHERS

@@ -57,7 +57,8 @@ def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Pla
                 "stages already recompute their layers. Use more microbatches or a larger `pipe`."
             )
         return planned
-    # The planner may divide the program that recomputes in another way, in which it keeps more.
+    # The cheapest plan of the program that recomputes may have other shardings, with which it keeps
+    # more. Then what is recomputed is decided again, for these.
     result = planned
     for _ in range(_TRIES):
         fixed = _fixed_bytes(result[2])
@@ -79,6 +80,7 @@ def _fixed_bytes(report: ProgramReport) -> int:
 
 
 def _divides_alike(a: Compute, b: Compute) -> bool:
+    """Whether two programs are sharded alike."""
     return (a.dims, a.batch_axes, a.split) == (b.dims, b.batch_axes, b.split)
 
 
@@ -91,7 +93,7 @@ def _recompute_within(
     *,
     must_fit: bool,
 ) -> Planned:
-    """The plan of a function that recomputes, as is decided where it is divided as in `compute`.
+    """The plan of a function that recomputes what is decided for the shardings of `compute`.
 
     `planned` is the plan of a function that recomputes nothing. There is `room` for activations
     beside the `fixed` bytes.

@@ -85,9 +85,9 @@ _WITH_SIZES = frozenset(["broadcast_in_dim", "reshape", "slice", "dynamic_slice"
 class LocalRegion:
     """The devices that the rows of a batch are divided over: those along `axes` of the mesh.
 
-    Operands may be sharded over the axes `sharded` too. A loop (`is_loop`) is one that has no
-    reverse-mode derivative, a `while` or calls of the host. With `of_row`, this is inside of a scan
-    over rows, whose body each device runs for one of its rows.
+    Operands may be sharded over the axes `sharded` too. `is_loop` is whether what runs has no
+    reverse-mode derivative: a `while`, or calls of the host, in a loop or not. With `of_row`, this
+    is inside of a scan over rows, whose body each device runs for one of its rows.
     """
 
     mesh: Mesh | AbstractMesh

@@ -20,8 +20,8 @@ Tables = dict[tuple[Var, tuple[str, ...]], jax.Array]
 class BoundEquation:
     """An equation with its operands, in the scope of its jaxpr, with the scopes of those it calls.
 
-    `stored` selects the operands that are still sharded in storage. `tables` are those of all
-    lookups in the jaxpr.
+    `stored` selects the operands that are arrays of the model, or large constants, as they are
+    stored: they are not gathered yet. `tables` are those of all lookups in the jaxpr.
     """
 
     # By `id`, pipelines know equations: it is the one of the traced program.

@@ -45,7 +45,7 @@ class Shardings:
     # The order in which the dimensions of some values take axes, if it is not their own.
     orders: Mapping[Value, tuple[int, ...]] = field(default_factory=dict)
     pipeline: Pipeline | None = None
-    # In the layers of a pipeline: the random numbers for rows, and the numbers of the rows.
+    # In the layers of a pipeline alone: the random numbers for rows, and the numbers of the rows.
     draws: Mapping[int, RandomBits] = field(default_factory=dict)
     rows: jax.Array | None = None
 

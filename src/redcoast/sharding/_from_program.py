@@ -174,10 +174,10 @@ def _by_rows_or_within(
     count = parts(BATCH_AXES, axes)
 
     @ft.lru_cache(None)  # a trace takes longer than the search
-    def in_parts(parts: int) -> Program:
-        if parts == 1:
+    def in_parts(number: int) -> Program:
+        if number == 1:
             return program
-        return trace_in_parts(parts, trace_program)
+        return trace_in_parts(number, trace_program)
 
     # A constraint of the program's own on its batch is obeyed.
     if split := asked_split(program, axes):
@@ -196,11 +196,11 @@ def _by_rows_or_within(
         if best.excess:
             return by_rows
         return best
-    # Rows do not divide: they are replicated, or examples are split.
+    # Rows do not divide: they are split over fewer axes, if any, or examples are split.
     by_tokens = split_tokens(program, count, lambda: in_parts(count))
     why_whole = by_tokens.batch.why_whole or "it would cost more"
-    by_rows = replace(program, batch=replace(program.batch, why_whole=why_whole))
-    tasks = [replace(task, program=by_rows)]
+    unsplit = replace(program, batch=replace(program.batch, why_whole=why_whole))
+    tasks = [replace(task, program=unsplit)]
     if is_sequence(by_tokens, count):
         # Tokens and rows are compared by their costs.
         tasks.append(replace(task, program=by_tokens))
@@ -303,8 +303,8 @@ def _report(
 ) -> ProgramReport:
     """The figures of a layout.
 
-    `not_rows` are the arrays of the batch that are not rows. What the program does with its rows is
-    that of `by_rows`, whether rows are split or not.
+    `not_rows` are the arrays of the batch that are not rows. `by_rows` is the program whose batch
+    dimensions are rows, from which the report says what a loss does with its examples.
     """
     decision = layout.decision
     sent = all_sent(layout, reasons)

@@ -47,7 +47,7 @@ class Run:
 
     mesh: Mesh = "data=-1"  # such as 8, 2x4 (data x model), pipe=2,fsdp=4, or auto
     directory: Maybe[Path] = None  # directory with one directory per run; by default runs/SCRIPT
-    resume: bool = False  # resume the newest run with its options; those that are given win
+    resume: bool = False  # resume the newest run with its options, unless you pass others
     wandb: bool = False  # log to Weights & Biases (to a local file without an account)
     tensorboard: bool = False  # write event files for TensorBoard to the run's directory
     seed: int = 0  # random seed for the parameters, the data order and all else that is random

@@ -1,8 +1,8 @@
 """Distils a teacher into a student on the student's own answers: the teacher grades each of their
 tokens by the reverse divergence (Agarwal et al., 2023, arXiv:2306.13649).
 
-By default, the student is a small model that has learnt sums by imitation of someone who forgets to
-carry, and the teacher is a larger one that has learnt right ones.
+By default, the student is a small model that imitates someone who adds and forgets to carry, and
+the teacher is a larger model that was trained on right sums.
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ class Config:
     teacher_width: int = 128  # width of the small teacher, a multiple of 32 (without weights)
     imitation_steps: int = 1000  # number of steps in which the small student imitates answers
     teacher_steps: int = 1500  # number of steps in which the small teacher imitates answers
-    estimate: Literal["full", "sampled"] = "full"  # over all tokens, or from the sampled one alone
+    estimate: Literal["full", "sampled"] = "full"  # divergence over all tokens, or the sampled
     batch_size: int = 128  # number of answers in a step, each to another prompt
     max_tokens: int = 4  # maximum number of tokens in an answer
-    new_tokens: Maybe[int] = None  # tokens in a step, which the next continues; all by default
+    new_tokens: Maybe[int] = None  # tokens of an answer per step; by default all
     steps: int = 300  # number of steps: answers, then a gradient step on them
     learning_rate: float = 1e-3  # peak learning rate after the warmup
     run: _options.RunOptions = field(default_factory=_options.Run)

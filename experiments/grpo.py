@@ -1,7 +1,8 @@
 """Trains a language model on rewards that a program computes, by GRPO (Shao et al., 2024,
 arXiv:2402.03300), Dr. GRPO, DAPO or RLOO.
 
-By default, a small model that has imitated someone who forgets to carry learns to write right sums.
+By default, a small model first imitates someone who adds and forgets to carry. The reward is 1 for
+the right sum.
 """
 
 import functools as ft
@@ -36,15 +37,15 @@ class Config:
     test_problems: int = 512  # number of held-out problems
     rank: int = 0  # rank of LoRA adapters to train instead of the weights; 0 trains all weights
     loss: Literal["grpo", "dr_grpo", "dapo"] = "grpo"  # how the losses of tokens are averaged
-    advantages: Literal["grpo", "centred", "rloo"] = "grpo"  # centred is not scaled (Dr. GRPO)
-    exact: bool = False  # the loss has the probabilities of sampling to the last bit; slower
-    clip_low: float = 0.2  # the ratio of probabilities is clipped below at 1 - this
-    clip_high: float = 0.28  # the ratio of probabilities is clipped above at 1 + this
+    advantages: Literal["grpo", "centred", "rloo"] = "grpo"  # centred: unscaled (Dr. GRPO)
+    exact: bool = False  # make the loss's probabilities bitwise those of sampling; slower
+    clip_low: float = 0.2  # the ratio of probabilities is clipped to at least 1 - this
+    clip_high: float = 0.28  # the ratio of probabilities is clipped to at most 1 + this
     kl_weight: float = 0.0  # weight of the divergence from the model at the start
     prompts: int = 32  # number of prompts in a rollout
     samples: int = 16  # number of answers to each prompt
     max_tokens: int = 4  # maximum number of tokens in an answer
-    new_tokens: Maybe[int] = None  # tokens in an iteration; the next one goes on. By default all
+    new_tokens: Maybe[int] = None  # tokens of an answer per iteration; by default all
     difficulty: float = 1.0  # how strongly problems that are half solved are preferred; 0 for none
     epochs: int = 1  # passes over the answers of a rollout
     minibatches: int = 2  # number of minibatches in a pass

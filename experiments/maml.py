@@ -29,10 +29,10 @@ class Config:
     glyphs: bool = False  # few-shot classification of characters instead of sinusoids
     ways: int = 5  # number of classes of a task of glyphs
     shots: Maybe[int] = None  # examples to learn from: by default 10, or 1 of each class of glyphs
-    queries: int = 5  # other examples of a task (class) to be judged by; sinusoids' tests have 100
+    queries: int = 5  # test examples of a task, or of each class of glyphs
     first_order: bool = False  # leave out second derivatives, which is cheaper
     inner_steps: int = 1  # gradient steps on a task in training; tests report 0 to 5 of them
-    inner_rate: Maybe[float] = None  # learning rate of these: by default 0.02, or 1 for glyphs
+    inner_rate: Maybe[float] = None  # learning rate on a task: by default 0.02, or 1 for glyphs
     batch_size: int = 32  # global batch size in tasks
     steps: Maybe[int] = None  # number of training steps: by default 3000, or 300 for glyphs
     learning_rate: float = 3e-3  # peak learning rate after the warmup

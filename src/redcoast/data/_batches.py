@@ -243,7 +243,7 @@ class Batches:
     def recognise_examples(self, saved: Mapping[str, PyTree]) -> None:
         """Warns if the examples differ from a saved state's, for instance in their order.
 
-        States that `gather_state` returns have what they are recognised by. It reads a few
+        States that `gather_state` returns contain checksums of examples. This method reads a few
         examples, and must be called before the first batch.
         """
         if self.length is None:

@@ -77,8 +77,9 @@ class LayersConfig(LayerSizes):
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights, except in
       experts) or `"full"`; `"auto"`: the least that fits, which the plan decides by `memory` of
       [`redcoast.fit`][]. Of layers without rematerialisation, the plan decides too.
-    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
-      them if they are few: four on a CPU, 32 on a GPU, none on a TPU; otherwise one.
+    - `unroll`: the number of layers in one iteration of the loop over layers. By default, up to 12
+      layers on a CPU, and up to 32 of at most 1 GiB each on a GPU, are unrolled, which is one
+      iteration; otherwise an iteration is one layer.
     """
 
     remat: Remat = "none"

@@ -55,10 +55,10 @@ class Gemma4Config(GroupedConfig):
     - `heads`, `kv_heads`, `head_dim`: in layers with a window, the number of query heads; the
       number of key and value heads, which must divide it; and the size of each head, an even
       number.
-    - `global_kv_heads`, `global_head_dim`: the same of the layers without a window. The first is
-      by default, as of the others.
-    - `local`: for each layer, whether it has a sliding attention window; by default all have but
-      each sixth and the last, which never has.
+    - `global_kv_heads`, `global_head_dim`: the number of key and value heads, `kv_heads` by
+      default, and the size of each head in layers without a window.
+    - `local`: for each layer, whether it has a sliding attention window; by default, all
+      except every sixth. The last layer never has one.
     - `window`: the size of that window in tokens, including the token itself.
     - `rope_base`, `rotary_dim`: in layers without a window, the base of the rotary embeddings'
       wavelengths, and the number of features of each head that they rotate, which is even; all by

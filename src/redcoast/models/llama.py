@@ -55,8 +55,9 @@ class LlamaConfig(TransformerConfig):
     - `kind`: the `model_type` of its files, if several published types have the same options.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`;
       `"auto"`: the least that fits, by `memory` of [`redcoast.fit`][].
-    - `unroll`: the number of layers in one iteration of the loop over layers; by default, all of
-      them if they are few: four on a CPU, 32 on a GPU, none on a TPU; otherwise one.
+    - `unroll`: the number of layers in one iteration of the loop over layers. By default, up to 12
+      layers on a CPU, and up to 32 of at most 1 GiB each on a GPU, are unrolled, which is one
+      iteration; otherwise an iteration is one layer.
     - `eos`, `bos`, `pad`: the token ids of the end of a sequence (one or several), of its start,
       and of padding.
     - `decoding`: the defaults of [`redcoast.generate`][] for this model.

@@ -362,8 +362,9 @@ def plan_shardings(
     - `budget`: Bytes for each device. If given, arrays are FSDP-sharded only as far as needed to
         stay within it, by an estimate of arrays, gradients, optimizer state and activations.
     - `trainable`: As for [`redcoast.train_step`][]: frozen arrays have no gradient to communicate.
-    - `hardware`: A [`redcoast.Hardware`][]: the constants that weigh arithmetic against
-        communication; by default of an A100, and for CPU devices of their compiler.
+    - `hardware`: A [`redcoast.Hardware`][]: the speeds that weigh arithmetic against
+        communication, and properties of the compiler. By default, the speeds of an A100, and the
+        compiler of the mesh's devices.
     - `sequence`: Whether activations between tensor-parallel parts are sharded along the sequence
         (arXiv:2205.05198): less memory for the same communication on GPU and TPU.
     - `microbatches`: With `pipe` in the mesh, the number of microbatches that go through the

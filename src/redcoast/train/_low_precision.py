@@ -51,8 +51,8 @@ def low_precision(
 
     No line of the function or of the model changes. Its program is traced, and each product of an
     array of the model with other values is computed in 8 bits, forward and backward. Parameters,
-    their gradients and the optimizer's state keep their dtypes. Scales are of the arrays at hand
-    (current scaling), so that there is no state to train or to save.
+    their gradients and the optimizer's state keep their dtypes. Scales are computed from the
+    arrays of each step (current scaling), so no state is added.
 
     - `"float8"`, for GPUs from Hopper and Ada on: arrays are `float8_e4m3fn` and cotangents
         `float8_e5m2`, with one scale each. All three products of a layer are in 8 bits, and its
@@ -65,8 +65,9 @@ def low_precision(
     derivative only, as needed for training, and composes with `jax.vmap`, `jax.lax.scan`,
     `jax.checkpoint` and plans.
 
-    These products are not changed: of two activations, as in attention; convolutions; with a
-    dimension of the matrix below 32; and inside of functions with their own derivative.
+    These operations are not changed: products of two activations, as in attention; convolutions;
+    products with a matrix that has a dimension below 32; and products in functions with a custom
+    derivative.
 
     **Arguments:**
 
@@ -78,8 +79,8 @@ def low_precision(
 
     **Returns:**
 
-    A function with the arguments and results of `fn`. Two are equal if their arguments are, so that
-    compiled programs are used again.
+    A function with the arguments and results of `fn`. Two such functions are equal if they were
+    made with equal arguments, so that `jax.jit` compiles them once.
 
     **Raises:**
 

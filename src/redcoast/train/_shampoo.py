@@ -45,8 +45,8 @@ def shampoo(
 
     The update of each matrix has the direction of Shampoo's and, by grafting, the norm of
     RMSProp's, so that learning rates of Adam suit it. In a step of redcoast on a mesh, the matrices
-    are divided over all devices, and no product or root is computed twice. The statistics of
-    stacked layers are stored so.
+    are divided over all devices, and no product or root is computed twice. Each device
+    stores the statistics of its own matrices, if the layers are stacked.
 
     **Arguments:**
 
@@ -58,7 +58,7 @@ def shampoo(
     - `b2`: How much of the mean of the gradients' squares is kept in each step, in [0, 1).
     - `statistics`: How much of the statistics of each side is kept in each step, in [0, 1).
     - `eps`: Added to the eigenvalues of the statistics, times the largest of them.
-    - `frequency`: The roots are computed every so many steps.
+    - `frequency`: The number of steps between computations of the roots.
     - `weight_decay`: The matrices decay by `learning_rate * weight_decay` in each step.
 
     **Returns:**

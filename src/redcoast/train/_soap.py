@@ -41,7 +41,8 @@ def soap(
     """SOAP for the matrices of a model, and another optimizer for its other arrays.
 
     In a step of redcoast on a mesh, the matrices are divided over all devices, and no product or
-    decomposition is computed twice. The statistics of stacked layers are stored so.
+    decomposition is computed twice. Each device stores the statistics of its own matrices, if the
+    layers are stacked.
 
     **Arguments:**
 
@@ -53,13 +54,13 @@ def soap(
         in [0, 1).
     - `statistics`: How much of the statistics of each side is kept in each step, in [0, 1).
     - `eps`: Added to the root of the squares.
-    - `frequency`: The eigenvectors are computed every so many steps.
+    - `frequency`: The number of steps between computations of the eigenvectors.
     - `weight_decay`: The matrices decay by `learning_rate * weight_decay` in each step.
 
     **Returns:**
 
-    An optimizer. Its first update of the matrices is zero: it begins the statistics. A side with
-    more than 10,000 elements has no statistics.
+    An optimizer. Its first update of the matrices is zero, and initialises the statistics. A side
+    with more than 10,000 elements has no statistics.
 
     **Raises:**
 

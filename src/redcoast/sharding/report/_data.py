@@ -315,7 +315,8 @@ class PlanReport:
 
     @property
     def not_done(self) -> tuple[NotDone, ...]:
-        """What the mesh asks for and the plan does not do, with the reason."""
+        """Kinds of parallelism that the plan does not use although the mesh has an axis for them,
+        with the reason."""
         # Imported where it is called, since it reads reports itself.
         from ._not_done import find_not_done
 

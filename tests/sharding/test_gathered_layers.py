@@ -30,6 +30,17 @@ def cast(x, weights):
     return x + (hidden @ down).astype(jnp.float32), None
 
 
+def normed(x, weights):
+    """A norm is computed again by itself, as those of redcoast's models are."""
+
+    @jax.checkpoint
+    def norm(x):
+        return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+
+    hidden = jnp.tanh(norm(x) @ weights["up"])
+    return x + hidden @ weights["down"], None
+
+
 def by_einsum(x, weights):
     hidden = jnp.tanh(jnp.einsum("bw,wh->bh", x, weights["up"]))
     return x + jnp.einsum("bh,hw->bw", hidden, weights["down"]), None
@@ -66,6 +77,7 @@ CASES = {
     "layer": (loss_of(layer), 1e-6, 0.5),
     "einsum": (loss_of(by_einsum), 1e-6, 0.5),
     "cast": (loss_of(cast), 4e-3, 0.5),
+    "normed": (loss_of(normed), 1e-6, 0.5),
     "groups": (in_groups, 1e-6, 0.5),
     "print": (loss_of(printing), 1e-6, 0.5),
     "scaled": (scaled, 1e-6, 0.5),

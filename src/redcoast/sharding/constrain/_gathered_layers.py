@@ -7,10 +7,20 @@ gathered weights, so that each device would keep all layers as they are gathered
 import itertools
 from collections.abc import Sequence
 
-from jax.extend.core import JaxprEqn, Literal, Var
+import jax
+from jax.extend.core import Literal, Var, jaxpr_as_fun
 
-from ...core._control_flow import Call, CallKind, Scan, control_flow
-from ...core._jaxpr import iter_equations, variables
+from ...core._control_flow import (
+    Call,
+    CallKind,
+    Scan,
+    close_jaxpr,
+    consts_of,
+    control_flow,
+    open_jaxpr,
+    saves,
+)
+from ...core._jaxpr import iter_equations, struct_of, variables
 from ..operations._rule import shape_of
 from ..operations._rule_table import LARGE_OPERATIONS
 from ..program._remat import Computation, KeepAllBut, gather_of
@@ -29,19 +39,42 @@ def gather_again(scope: Scope, stored: Sequence[bool], shards: int) -> KeepAllBu
     # JAX refuses other effects in a `jax.checkpoint`.
     if not _PRINTS.issuperset(map(str, scope.jaxpr.effects)):
         return None
-    # This policy would keep what a `jax.checkpoint` in the body recomputes.
-    if any(map(_is_rematerialised, iter_equations(scope.jaxpr))):
-        return None
     operations: set[Computation] = set()
     _add_operations_on_weights(scope, stored, shards, operations)
     if not operations:
         return None
+    # This policy would keep what a `jax.checkpoint` in the body recomputes.
+    for equation in iter_equations(scope.jaxpr):
+        flow = control_flow(equation)
+        if isinstance(flow, Call) and flow.kind is CallKind.REMAT:
+            recomputed = _cheap_operations(flow)
+            if recomputed is None:
+                return None
+            operations |= recomputed
     return KeepAllBut(frozenset(operations))
 
 
-def _is_rematerialised(equation: JaxprEqn) -> bool:
-    flow = control_flow(equation)
-    return isinstance(flow, Call) and flow.kind is CallKind.REMAT
+def _cheap_operations(region: Call) -> set[Computation] | None:
+    """The operations of a rematerialised region, and those that its derivative adds.
+
+    None if it has products or loops, or if its own policy keeps any.
+    """
+    jaxpr = open_jaxpr(region.jaxpr)
+    for equation in iter_equations(jaxpr):
+        flow = control_flow(equation)
+        is_call = isinstance(flow, Call) and flow.kind in (CallKind.PLAIN, CallKind.CUSTOM_JVP)
+        if equation.primitive.name in LARGE_OPERATIONS or not (flow is None or is_call):
+            return None
+        if region.policy is not None and saves(region.policy, equation):
+            return None
+    run = jaxpr_as_fun(close_jaxpr(jaxpr, consts_of(region.jaxpr)))
+    traced = jax.make_jaxpr(lambda *inputs: jax.linearize(run, *inputs)[0])(
+        *map(struct_of, jaxpr.invars)
+    )
+    operations: set[Computation] = set()
+    for equation in iter_equations(open_jaxpr(traced)):
+        operations.add((equation.primitive.name, tuple(map(shape_of, equation.invars))))
+    return operations
 
 
 def _add_operations_on_weights(

@@ -101,8 +101,8 @@ def fit_budget(
     for bound in (float("inf"), *sorted(set(sizes) - {0}, reverse=True)):
         layout = make([size >= bound for size in sizes])
         memory = estimate_memory(layout, state_bytes)
-        # Arrays that are sharded in storage are gathered where they are used. The budget leaves that
-        # out: activations count as in the layout in which they take least.
+        # Arrays that are sharded in storage are gathered where they are used. The budget leaves
+        # this out: activations count as in the layout in which they take least.
         activations = min(activations, memory.activations)
         least = memory.total - memory.activations + activations
         if least <= budget:

@@ -70,7 +70,8 @@ class Buffer:
         return tuple((size / 2, source) for size, source in self.parts)
 
 
-# The buffers that a value is computed from; one of its own if it is in memory.
+# The buffers that a value is computed from; one of its own if it is in memory. The tuple itself, by
+# its `id`, stands for the value.
 Roots = tuple[Buffer, ...]
 
 
@@ -123,9 +124,9 @@ class Timeline:
     buffers: list[Buffer] = field(default_factory=list)
     spikes: dict[int, Peak] = field(default_factory=dict)
     summed: set[ModelArray] = field(default_factory=set)
-    # By the `id` of the buffers that a fused value is computed from, these and its own buffer.
+    # Of values that were fused at first and are written later: their roots, and their own buffer.
     fused: dict[int, tuple[Roots, Roots]] = field(default_factory=dict)
-    # By their `id`, what is computed from one buffer and is as large, but is another value.
+    # The roots of values that are computed from one buffer, and are not what it contains.
     others: dict[int, Roots] = field(default_factory=dict)
     # Gradients whose sum over devices is still to come.
     waiting: list[tuple[Buffer, ModelArray]] = field(default_factory=list)
@@ -162,7 +163,7 @@ class Timeline:
         return own
 
     def computed(self, roots: Roots) -> Roots:
-        """What is computed from some buffers."""
+        """The roots of a new value that is computed from some buffers."""
         if len(roots) != 1 or is_stored(roots):
             return roots
         (root,) = roots
@@ -171,7 +172,10 @@ class Timeline:
         return other
 
     def saved(self, roots: Roots, value: Value, source: Source, begin: int) -> Roots:
-        """What a rematerialised region that began then keeps of a value, if it is read."""
+        """What a rematerialised region that began at the time `begin` keeps of a value.
+
+        It takes memory if it is read later.
+        """
         size = self.size_of(value)
         if len(roots) == 1 and id(roots) not in self.others:
             (root,) = roots

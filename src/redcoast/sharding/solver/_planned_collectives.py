@@ -83,7 +83,13 @@ def of_model(
 def of_batch(
     graph: Graph, batch: BatchDims, stored: int, hardware: Hardware
 ) -> Iterator[PlannedCollective]:
-    """What is sent if the batch is sharded. A gradient is stored as `stored` different shards."""
+    """What is sent if the batch is sharded. A gradient is stored as `stored` different shards.
+
+    - Partial sums along a dimension of the batch are gradients, lookups in rows, additions to rows
+        (`"by index"`), or other sums.
+    - Products of split examples with each other gather an operand, or sum parts.
+    - Batch gathers, halos and moves of the graph are sent as they are recorded there.
+    """
     over_batch = [summed for summed in graph.partial_sums.values() if batch.has(summed.node)]
     for summed in over_batch:
         # Rows of the batch are added to others, as messages at the nodes of a graph.

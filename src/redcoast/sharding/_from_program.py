@@ -131,7 +131,7 @@ def plan_flow(
     program = trace_program()
     is_pipeline = axes.get(PIPE, 1) > 1 and program.traced.trains
     if is_pipeline:
-        # The solver compares what the stages of a pipeline keep in memory.
+        # Memory is estimated for what one stage runs.
         program = as_pipeline(program, BATCH_AXES)
     task = _Task(leaves, program, axes, specs, hardware, state_bytes, sequence)
     if is_pipeline:

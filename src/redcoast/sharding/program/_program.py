@@ -120,7 +120,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Staged:
-    """How the layers of a program run as a pipeline.
+    """How the layers of a program run as a pipeline, for estimates; a `Pipeline` has what runs.
 
     `scans` are those over layers, by the `id` of their equation, and `of_stage` is the program that
     one stage runs. `layered` are the places of the arrays of layers, and `layers` the number of

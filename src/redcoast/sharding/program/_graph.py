@@ -212,8 +212,9 @@ class Graph:
     """The nodes of a program, with what links them and what sharding them costs."""
 
     sizes: list[int] = field(default_factory=list)
-    blocked: set[int] = field(default_factory=set)  # no sharding is propagated along these
-    # Blocked nodes along which elements depend on few others: an example can be split along them.
+    blocked: set[int] = field(default_factory=set)  # never tensor-parallel
+    # Blocked nodes along which an example can be split: elements depend on few others, or the array
+    # is split along another dimension during the operation.
     near: set[int] = field(default_factory=set)
     stacks: set[int] = field(default_factory=set)  # blocked nodes that count a scan's layers
     unrolled: set[int] = field(default_factory=set)  # those of a scan that does not loop
@@ -260,7 +261,10 @@ class Graph:
         return node
 
     def block(self, node: int, *, near: bool = False) -> None:
-        """Records that no sharding is propagated along a node, or, if `near`, only of examples."""
+        """Records that a node is never tensor-parallel.
+
+        If `near`, an example can still be split along it, unless another operation blocks it.
+        """
         if not near:
             self.near.discard(node)
         elif node not in self.blocked:

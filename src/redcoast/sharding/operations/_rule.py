@@ -39,7 +39,7 @@ class Rule:
     - `whole`: the arrays are needed as a whole along these: a sharding ends here. Where a result
         has the factor too, as in a concatenation, a batch is sharded again.
     - `shuffled`: the part of `whole` along which any element may come from any place, as in a sort.
-    - `blocked`: no sharding is propagated along these, as along the space of a convolution.
+    - `blocked`: dimensions of these are never tensor-parallel, such as the space of a convolution.
     - `near`: the part of `blocked` along which an example can be split, and how many elements of
         the next part are needed, the halo. With `ALL`, the array is split along another dimension
         during the operation.

@@ -153,15 +153,16 @@ def plan_flow(
     if is_pipeline and decision.batch_axes != BATCH_AXES:
         # Other axes divide the batch into another number of microbatches.
         task = replace(task, program=as_pipeline(program, decision.batch_axes))
-        layout = replace(layout, decision=replace(decision, program=task.program))
-    reasons = _reasons.find_reasons(leaves, layout.decision)
-    not_rows = _reasons.not_rows(args[:1], layout.decision)
+        decision = replace(decision, program=task.program)
+        layout = replace(layout, decision=decision)
+    reasons = _reasons.find_reasons(leaves, decision)
+    not_rows = _reasons.not_rows(args[:1], decision)
     by_rows = task.program
     # Whether examples are coupled is asked of rows, also where tokens are split.
     if decision.program.batch.splits_examples:
         by_rows = program
     report = _report(task, layout, reasons, not_rows, by_rows)
-    report = replace(report, waiting=waiting(layout.decision.program, mesh, compute))
+    report = replace(report, waiting=waiting(decision.program, mesh, compute))
     return _leaf_plans(layout, reasons), compute, report
 
 

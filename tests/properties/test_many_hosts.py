@@ -1,6 +1,7 @@
 """A run of several processes is the run of one, and all of them hear of what goes wrong in one."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -190,7 +191,8 @@ def test_a_process_that_dies_is_named_and_all_resume(processes, who, tmp_path):
     for left in finished[:who] + finished[who + 1 :]:
         assert left.returncode in (1, 70)  # by itself, or from a wait that nothing else would end
         assert f"Process {who} on " in left.output.strip().splitlines()[-1]
-        assert "has died: no heartbeat for 20 s." in left.output
+        # On a busy machine the process that watches comes a few seconds late.
+        assert re.search(r"has died: no heartbeat for 2\d s\.", left.output)
     resumed = results(run(processes, 1, **shared))[0]
     began = resumed["metrics"][0][0]
     assert began > 1

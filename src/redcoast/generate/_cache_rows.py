@@ -27,7 +27,6 @@ def _first_difference(shape: tuple[int, ...], other: tuple[int, ...]) -> int | N
 
 
 def repeat_rows(cache: PyTree, dims: Dims, times: int) -> PyTree:
-    """Repeats each row of a cache `times` times."""
     leaves, structure = jax.tree.flatten(cache)
     for i, d in enumerate(dims):
         if d is not None:

@@ -130,7 +130,6 @@ def new_cache(model: PyTree, count: Int[Array, " batch"], length: int, request: 
 
 
 def first_logits(model: PyTree, read: ReadPrompt, request: Request) -> Float[Array, "batch vocab"]:
-    """Returns the logits of the first new token."""
     logits = model.unembed(read.hidden)[:, 0]
     check_token_options(request, logits.shape[-1])
     return logits

@@ -110,7 +110,6 @@ def score_tokens(
 
 
 def is_any(tokens: Int[Array, "..."], some: tuple[int, ...]) -> Bool[Array, "..."]:
-    """Whether each token is one of `some`."""
     is_some = jnp.zeros(tokens.shape, bool)
     for token in some:
         is_some |= tokens == token

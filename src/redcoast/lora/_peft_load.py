@@ -59,7 +59,6 @@ class Slot:
         return {index: (a, names[index]) for index, a in tensor_names(of_a, self.sides[0]).items()}
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the shapes of `a` and `b` for this rank."""
         stack, inputs, outputs = self.sides
         return (*stack, *inputs, rank), (*stack, rank, *outputs)
 

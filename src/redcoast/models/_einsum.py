@@ -196,14 +196,12 @@ class Projections(eqx.Module):
 
 
 def queries(layer: Any, x: Float[Array, "batch seq width"]) -> Float[Array, "batch seq heads k"]:
-    """Computes the queries of one layer."""
     return product("bsd,dhk->bshk", x, layer.wq, layer.bq)
 
 
 def keys_values(
     layer: Any, x: Float[Array, "batch seq in_width"]
 ) -> tuple[Float[Array, "batch seq heads k"], Float[Array, "batch seq heads k"]]:
-    """Computes the keys and values of one layer."""
     k = product("bsd,dhk->bshk", x, layer.wk, layer.bk)
     return k, product("bsd,dhk->bshk", x, layer.wv, layer.bv)
 

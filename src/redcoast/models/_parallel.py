@@ -123,7 +123,6 @@ class ParallelDecoder(Decoder):
         self.config = config
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of hidden states."""
         return tied_or_own_head(hidden, self.embed, self.head, self.head_bias)
 
     def _run(self, tokens, mask, positions, see, cache, key):

@@ -151,5 +151,4 @@ def is_quantised(x: object) -> bool:
 
 
 def unquantised(weight: Array | QuantisedWeight) -> Float[Array, "..."]:
-    """Returns a weight as an array."""
     return weight.dequantised() if isinstance(weight, QuantisedWeight) else weight

@@ -163,7 +163,6 @@ class Transformer(Decoder):
         self.config = config
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of hidden states."""
         logits = tied_or_own_head(hidden, self.embed, self.head)
         return logits if self.config.logit_divisor == 1 else logits / self.config.logit_divisor
 

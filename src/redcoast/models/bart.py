@@ -99,7 +99,6 @@ class Bart(EncoderDecoder):
         self.config = config
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of hidden states."""
         # The bias is not trained: users set it to keep tokens from being generated.
         bias = jax.lax.stop_gradient(self.logits_bias)
         return product("bsd,vd->bsv", hidden, self.embed, bias)

@@ -135,7 +135,6 @@ class DeepseekV3(SharedExpertsDecoder):
         super().__init__(config, key=key)
 
     def init_cache(self, batch: int, length: int) -> Cache:
-        """Returns an empty cache for `batch` rows of up to `length` tokens."""
         c, dtype = self.config, self.embed.dtype
         slots = (c.layers, batch, length, 1)  # one head for all
         latent, common = (

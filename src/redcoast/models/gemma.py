@@ -130,7 +130,6 @@ class Gemma(Decoder):
         self.config = config
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of hidden states."""
         return softcap(tied_or_own_head(hidden, self.embed, self.head), self.config.logit_cap)
 
     def _run(self, tokens, mask, positions, see, cache, key):

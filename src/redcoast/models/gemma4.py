@@ -305,11 +305,9 @@ class Gemma4(RoutedDecoder):
         self.config = config
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of hidden states."""
         return softcap(tied_or_own_head(hidden, self.embed, self.head), self.config.logit_cap)
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """Returns an empty cache for `batch` rows of up to `length` tokens."""
         c, dtype = self.config, self.embed.dtype
         near, far = c.kinds.count("near"), c.kinds.count("far")
         return Gemma4Cache(
@@ -320,7 +318,6 @@ class Gemma4(RoutedDecoder):
     def decode(
         self, tokens: Integer[AnyArray, "batch new"], cache: Any, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], Any]:
-        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         near = admit(cache.near, tokens.shape, mask)
         far = admit(cache.far, tokens.shape, mask)
         view = cached_view(near, tokens.shape[1])

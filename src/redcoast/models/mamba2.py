@@ -179,7 +179,6 @@ class Mamba2(TableHead, Decoder):
     def decode(
         self, tokens: Integer[AnyArray, "batch new"], cache: Any, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], Any]:
-        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         return self._run(tokens, mask, _NOTHING, _NOTHING, cache, None)[:2]
 
     def _run_from_start(self, tokens, mask, segments, positions, key):

@@ -112,7 +112,6 @@ class OPT(Decoder):
         self.config = config
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of hidden states."""
         if self.project_out is not None:
             hidden = product("bsd,de->bse", hidden, self.project_out)  # (batch, seq, embed_width)
         return tied_or_own_head(hidden, self.embed, self.head)

@@ -277,7 +277,6 @@ class Qwen3_5(TableHead, RoutedDecoder):
         self.config = config
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """Returns an empty cache for `batch` rows of up to `length` tokens."""
         c, dtype = self.config, self.embed.dtype
         linear = sum(c.linear)
         attention = empty_cache(c.layers - linear, batch, length, c.kv_heads, c.head_dim, dtype)
@@ -293,7 +292,6 @@ class Qwen3_5(TableHead, RoutedDecoder):
     def decode(
         self, tokens: Integer[AnyArray, "batch new"], cache: Any, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], Any]:
-        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         attention = admit(cache.attention, tokens.shape, mask)
         view = cached_view(attention, tokens.shape[1])
         cache = Qwen3_5Cache(attention, cache.states)

@@ -151,7 +151,6 @@ class T5(EncoderDecoder):
         self.config = config
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of hidden states."""
         if self.config.scaled:
             hidden = hidden * self.config.width**-0.5
         return tied_or_own_head(hidden, self.embed, self.head)

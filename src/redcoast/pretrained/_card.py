@@ -22,13 +22,8 @@ _TASKS = {
 
 
 def make_card(facts: Mapping[str, Any], settings: Settings, name: str, parameters: int) -> str:
-    """Returns a model card with facts about a model and its training.
-
-    - `facts`: the facts; see `save_pretrained`.
-    - `settings`: the model's `config.json`.
-    - `name`: the name of its directory.
-    - `parameters`: the number of its parameters.
-    """
+    """Returns a model card with `facts` about a model (see `save_pretrained`), the settings of its
+    `config.json`, the name of its directory and the number of its parameters."""
     architecture = (settings.get("architectures") or ["model"])[0]
     front: dict[str, object] = {"library_name": "transformers"}
     for ending, task in _TASKS.items():

@@ -68,7 +68,6 @@ class ArrayToRead:
         return self.sharding.shard_shape(self.shape)
 
     def assemble(self, boxes: Mapping[Any, jax.Array]) -> jax.Array:
-        """Assembles the array from the box on each device."""
         shards = [boxes[device] for device in self.starts]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 

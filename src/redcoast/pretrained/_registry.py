@@ -119,7 +119,6 @@ def read_config(config_class: Any, settings: Settings) -> Any:
 
 
 def write_config(config: Any) -> Settings:
-    """Returns the settings of a `config.json` for a configuration."""
     return hf_names(config).write(config)
 
 

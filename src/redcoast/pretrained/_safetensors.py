@@ -107,12 +107,8 @@ def _read_rows(read: Callable[[Box], np.ndarray], box: Box, out: np.ndarray) -> 
 def write_safetensors(
     path: Path, shapes: dict[str, tuple[tuple[int, ...], np.dtype]], arrays: Iterator[np.ndarray]
 ) -> None:
-    """Writes a file.
-
-    - `path`: the path of a file that does not exist yet.
-    - `shapes`: the shape and dtype of each array, by its name.
-    - `arrays`: the arrays, in the same order.
-    """
+    """Writes a new file, with the shape and dtype of each array, by its name, and the arrays in the
+    same order."""
     # NumPy makes a contiguous array of a single number one-dimensional.
     contiguous = {}
     for (name, (shape, _)), x in zip(shapes.items(), arrays, strict=True):

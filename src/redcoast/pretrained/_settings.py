@@ -163,7 +163,6 @@ def _with_default(setting: str | tuple[str, object]) -> tuple[str, object]:
 
 
 def names_of(fields: FieldNames) -> dict[str, str]:
-    """Returns the names of the settings of fields."""
     names = {}
     for field, setting in fields.items():
         names[field], _ = _with_default(setting)

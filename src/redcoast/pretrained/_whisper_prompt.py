@@ -29,7 +29,7 @@ for _entry in _LANGUAGES.split():
     _code, _names = _entry.split("=")
     _CODES |= dict.fromkeys(_names.replace("_", " ").split(","), _code)
 # Settings that `transformers` reads and `redcoast.generate` does not use, or uses as `prefix`.
-_KEPT = """
+_SPEECH_SETTINGS = """
     alignment_heads compression_ratio_threshold condition_on_prev_tokens is_multilingual lang_to_id
     language logprob_threshold max_initial_timestamp_index max_length max_new_tokens
     median_filter_width no_speech_threshold no_timestamps_token_id prev_sot_token_id
@@ -79,20 +79,16 @@ def read_whisper_prompt(settings: Settings) -> tuple[tuple[int, ...], list[str]]
 
 def speech_settings_of(settings: Settings) -> tuple[tuple[str, str], ...]:
     """Returns the settings of a file that `write_whisper_prompt` writes again."""
-    names = [name for name in _KEPT if settings.get(name) is not None]
+    names = [name for name in _SPEECH_SETTINGS if settings.get(name) is not None]
     return tuple((name, json.dumps(settings[name], sort_keys=True)) for name in names)
 
 
 def write_whisper_prompt(
-    kept: Sequence[tuple[str, str]], prefix: Sequence[int], forced: Settings
+    published: Sequence[tuple[str, str]], prefix: Sequence[int], forced: Settings
 ) -> Settings:
-    """Returns the settings of a file, from which `read_whisper_prompt` reads the prefix.
-
-    - `kept`: the settings of the file that the model was loaded from.
-    - `prefix`: the tokens between the first one and the text.
-    - `forced`: `forced_decoder_ids` with these tokens, if there are any.
-    """
-    settings = {name: json.loads(text) for name, text in kept}
+    """Returns the settings of a file, from which `read_whisper_prompt` reads the prefix: those of
+    the file that the model was loaded from (`published`), beside `forced_decoder_ids`."""
+    settings = {name: json.loads(text) for name, text in published}
     if read_whisper_prompt(settings | forced)[0] != tuple(prefix):
         # The prefix was changed after the model was loaded.
         settings = {name: value for name, value in settings.items() if name not in _OF_PREFIX}

@@ -130,7 +130,6 @@ def make_app(
 
 
 async def answer(request: Request, server: Server, ask: Ask, *, chat: bool) -> Response:
-    """Answers a request, as a whole or streamed."""
     pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -306,5 +305,4 @@ class TimedConnection(H11Protocol):
 
 
 def timed(seconds: float) -> type[TimedConnection]:
-    """Returns the protocol with a time limit."""
     return type("TimedConnection", (TimedConnection,), {"seconds": seconds})

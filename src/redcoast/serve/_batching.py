@@ -21,7 +21,7 @@ from ..generate._request import Request, make_request
 from ._decode_rows import Scores, decode_rows
 from ._detokenize import Text
 from ._grammar import Grammar, allowed_bits
-from ._row_options import RowRequest, ends_of, shared_decoding, stack_options
+from ._row_options import ALL_TOKENS, RowOptions, ends_of, greedy_rows, shared_decoding
 
 LOWEST = -9999.0  # of log-probabilities, as in OpenAI's API
 LEAST = 32  # the minimum room for prompts and for answers, in tokens; larger ones are powers of two
@@ -262,20 +262,25 @@ class AnswerRow:
     def ended(self) -> bool:
         return self.finish is not None or self.failed or self.job.cancelled.is_set()
 
-    @property
-    def request(self) -> RowRequest:
-        """The options of the row for the program."""
-        job, extras = self.job, self.job.extras
-        return RowRequest(
-            decoding=job.decoding,
-            limit=max(job.new_tokens, 1),
-            seed=self.seed,
-            number=self.number,
-            presence=extras.presence,
-            frequency=extras.frequency,
-            bias=extras.bias,
-            logprobs=extras.logprobs is not None,
-        )
+    def write_options(self, options: RowOptions, row: int) -> None:
+        """Writes the options of a client into those of the batch. All others are the server's."""
+        decoding, extras = self.job.decoding, self.job.extras
+        # Samples depend only on the seed, the number and the step. Seeds of the API have 64 bits and
+        # a sign, and those of the program 32.
+        options.seeds[row] = self.seed % 2**32
+        options.numbers[row] = self.number
+        options.temperature[row] = decoding.temperature
+        options.top_k[row] = min(decoding.top_k or ALL_TOKENS, ALL_TOKENS)
+        options.tail[row] = 1 - (decoding.top_p or 1)
+        options.min_p[row] = decoding.min_p or 0
+        options.repetition[row] = decoding.repetition_penalty
+        options.presence[row] = extras.presence
+        options.frequency[row] = extras.frequency
+        options.bias_tokens[row, : len(extras.bias)] = [*extras.bias.keys()]
+        options.bias[row, : len(extras.bias)] = [*extras.bias.values()]
+        options.least[row] = max(decoding.min_new_tokens, decoding.min_length - len(self.prompt))
+        options.ends[row, : len(self.ends)] = self.ends
+        options.logprobs[row] = extras.logprobs is not None
 
     def echo(self, scored: Sequence[Scored]) -> None:
         """Sends the prompt, and ends if no new tokens are requested."""
@@ -343,20 +348,18 @@ class AnswerRow:
 
 
 def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
-    """Generates one batch."""
     config = served.model.config
     prompts = [row.prompt for row in rows]
     tokens, mask = pad_prompts(prompts, served)  # (count, length)
     count = len(tokens)
-    requests = [row.request for row in rows]
+    options = greedy_rows(count)
     limits = np.ones(count, np.int32)  # of rows of padding, too
-    for i, row_request in enumerate(requests):
-        limits[i] = row_request.limit
-    lengths = list(map(len, prompts))
+    for i, row in enumerate(rows):
+        row.write_options(options, i)
+        limits[i] = max(row.job.new_tokens, 1)
     # Rounded up, so that few programs are compiled: rows end by themselves.
     longest = next_power(int(limits.max()), LEAST)
-    steps_at_most = max(min(longest, served.context - max(lengths)), 1)
-    options = stack_options(requests, lengths, [row.ends for row in rows], count)
+    steps_at_most = max(min(longest, served.context - max(map(len, prompts))), 1)
     room = slots_for(served.model, tokens.shape[1], steps_at_most)
     request = shared_request(config, rows[0].job.decoding)
     request = replace(request, limit=limits, room=room)
@@ -372,7 +375,7 @@ def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
         request,
         options,
         steps_at_most,
-        score_prompt=any(row.request.logprobs for row in echoes),
+        score_prompt=any(row.job.extras.logprobs is not None for row in echoes),
         allow=allow,
     )
     if allow is None:

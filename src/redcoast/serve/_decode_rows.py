@@ -189,7 +189,6 @@ def _choose(
 def _where_any(
     some: Bool[Array, "..."], change: Callable[[Logits], Logits], scores: Logits
 ) -> Logits:
-    """Changes the scores, if any row requests it."""
     return jax.lax.cond(jnp.any(some), change, lambda scores: scores, scores)
 
 

@@ -4,8 +4,7 @@ Every option that a client can choose is an array with a value for each row, so 
 requires a new compilation.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import equinox as eqx
 import numpy as np
@@ -17,27 +16,6 @@ ALL_TOKENS = 2**30  # more than any vocabulary has
 MOST_BIASES = 300  # tokens of a `logit_bias`, as in OpenAI's API
 MOST_ENDS = 64  # tokens that end a row
 MOST_TOP = 20  # most likely tokens of a step, as in OpenAI's API
-
-
-@dataclass(frozen=True)
-class RowRequest:
-    """The options of a client for the decoding of a row.
-
-    - `decoding`: its sampling, repetition penalty, minimum lengths and ends. All other options are
-        set by the server.
-    - `seed`, `number`: samples depend only on these and on the step.
-    - `presence`, `frequency`: penalties of tokens that occur in the row, once and per occurrence.
-    - `bias`: values that are added to the logits of tokens.
-    """
-
-    decoding: Decoding
-    limit: int = 1  # the maximum number of new tokens
-    seed: int = 0
-    number: int = 0
-    presence: int | float = 0.0
-    frequency: int | float = 0.0
-    bias: Mapping[int, int | float] = field(default_factory=dict)
-    logprobs: bool = False  # whether to return log-probabilities of tokens
 
 
 class RowOptions(eqx.Module):
@@ -61,33 +39,7 @@ class RowOptions(eqx.Module):
     logprobs: Bool[Array | np.ndarray, " rows"]
 
 
-def stack_options(
-    rows: Sequence[RowRequest], lengths: Sequence[int], ends: Sequence[tuple[int, ...]], count: int
-) -> RowOptions:
-    """Creates the options of `count` rows: `rows`, and then padding. `lengths` are the lengths of
-    the prompts, and `ends` the tokens that end each row."""
-    options = _greedy_rows(count)
-    for i, (row, length, ends_of_row) in enumerate(zip(rows, lengths, ends, strict=True)):
-        decoding = row.decoding
-        # Seeds of the API have 64 bits and a sign, and those of the program 32.
-        options.seeds[i] = row.seed % 2**32
-        options.numbers[i] = row.number
-        options.temperature[i] = decoding.temperature
-        options.top_k[i] = min(decoding.top_k or ALL_TOKENS, ALL_TOKENS)
-        options.tail[i] = 1 - (decoding.top_p or 1)
-        options.min_p[i] = decoding.min_p or 0
-        options.repetition[i] = decoding.repetition_penalty
-        options.presence[i] = row.presence
-        options.frequency[i] = row.frequency
-        options.bias_tokens[i, : len(row.bias)] = [*row.bias.keys()]
-        options.bias[i, : len(row.bias)] = [*row.bias.values()]
-        options.least[i] = max(decoding.min_new_tokens, decoding.min_length - length)
-        options.ends[i, : len(ends_of_row)] = ends_of_row
-        options.logprobs[i] = row.logprobs
-    return options
-
-
-def _greedy_rows(count: int) -> RowOptions:
+def greedy_rows(count: int) -> RowOptions:
     """The options of rows of padding, in arrays that other rows are written into."""
     none = Decoding()
     return RowOptions(
@@ -115,5 +67,4 @@ def shared_decoding(decoding: Decoding) -> Decoding:
 
 
 def ends_of(decoding: Decoding, config: object) -> tuple[int, ...]:
-    """The tokens that end a row."""
     return as_tuple(getattr(config, "eos", ()) if decoding.eos is None else decoding.eos)

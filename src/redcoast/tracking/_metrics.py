@@ -59,13 +59,8 @@ DeviceMetrics = PackedMetrics | Mapping[str, ArrayLike]
 
 
 def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a training step so that its metrics are packed into one array, which is read faster.
-
-    - `step`: `step(state, *args) -> (state, metrics)`, such as [`redcoast.train_step`][] with its
-        keyword arguments bound. Its metrics are a dict of scalars.
-
-    Returns a step with the same arguments, whose metrics are a `PackedMetrics`.
-    """
+    """Wraps `step(state, *args) -> (state, metrics)`, whose metrics are a dict of scalars, so that
+    they are packed into one array, a `PackedMetrics`, which is read faster."""
 
     def packed(state: PyTree, *args: PyTree) -> tuple[PyTree, PackedMetrics]:
         state, metrics = step(state, *args)

@@ -76,7 +76,6 @@ def read_sides(c: Settings) -> Fields:
 
 
 def image_inputs(config: Any, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns abstract images for planning."""
     sides = config.image
     if isinstance(sides, int):
         sides = (sides, sides)

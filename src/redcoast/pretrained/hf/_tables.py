@@ -130,7 +130,6 @@ def with_prefix(prefix: str, table: Mapping[str, Tensor], layers: int) -> dict[s
 
 
 def all_names(table: Mapping[str, Tensor], layers: int) -> list[str]:
-    """Returns the names of all tensors of a table."""
     return [name for t in table.values() for name in tensor_names(t, (layers,)).values()]
 
 

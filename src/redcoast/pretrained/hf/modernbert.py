@@ -74,7 +74,6 @@ def read(settings: Settings) -> Fields:
 
 
 def _read_local(c: Settings) -> tuple[bool, ...]:
-    """Reads which layers have a window."""
     if c["layer_types"] is None:
         if c["global_attn_every_n_layers"] < 1:
             raise ValueError(

@@ -188,7 +188,6 @@ def _converted(weights: Path) -> Any:
 
 
 def gguf_special(read: Callable[[str], Any]) -> dict[str, str]:
-    """The special tokens of a .gguf file."""
     words = read("tokenizer.ggml.tokens") or []
     special = {}
     for name in ("bos", "eos"):

@@ -83,8 +83,8 @@ def search_beams(
 
     cache, search = jax.lax.while_loop(keep_going, step, (cache, search))
     best = search.finished.tokens[:, : request.copies]  # (batch, copies, room)
-    found = search.finished.filled & (search.finished.scores > -jnp.inf)
-    best = jnp.where(found[:, : request.copies, None], best, ALL_EXCLUDED)
+    exists = search.finished.filled & (search.finished.scores > -jnp.inf)
+    best = jnp.where(exists[:, : request.copies, None], best, ALL_EXCLUDED)
     return jnp.where(search.valid[:, None, None], best, INVALID).reshape(-1, request.room), cache
 
 

@@ -17,6 +17,7 @@ from ..models._quantised_weight import is_quantised
 from ..pretrained._files import file_inside
 from ..pretrained._lazy_tensor import Stored
 from ..pretrained._matrix_roles import matrix_of
+from ..pretrained._read_plan import read_at, read_whole
 from ..pretrained._registry import family_of, hf_names
 from ..pretrained._safetensors import read_safetensors
 from ..pretrained._tensors import Tensor, tensor_name, tensor_names, tensor_shape
@@ -32,7 +33,6 @@ from ._peft_names import (
     renamed,
 )
 from ._peft_tied import tied_heads, with_own_head
-from ._read_whole import read_at, read_whole
 from ._targets import find_adapted, with_paths
 
 Index = tuple[int, ...]

@@ -10,11 +10,11 @@ from jaxtyping import PyTree
 from ..models._heads import can_untie, untie
 from ..pretrained._lazy_tensor import Stored
 from ..pretrained._match import layout_of
+from ..pretrained._read_plan import read_whole
 from ..pretrained._registry import hf_names
 from ..pretrained._tensors import Tensor
 from ._peft_config import PeftConfig
 from ._peft_names import PREFIX, is_saved, live_table, module_of
-from ._read_whole import read_whole
 
 
 def tied_heads(model: PyTree) -> dict[str, str]:

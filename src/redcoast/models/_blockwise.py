@@ -42,7 +42,7 @@ class _Options:
     rate: float
 
 
-class _Given(eqx.Module):
+class _ScoreInputs(eqx.Module):
     """The inputs of the scores other than queries and keys, padded to whole blocks."""
 
     view: View
@@ -114,7 +114,7 @@ def attend_with_sums(
     key = key if rate else None
     options = _Options(rows, columns, pairs, scale, softcap, rate)
     slots = pad_to_blocks(jnp.arange(queries) if view.slots is None else view.slots, rows, 0)
-    given = _Given(
+    inputs = _ScoreInputs(
         _padded(view, slots, rows, columns, keys),
         jnp.arange(-(-keys // columns) * columns),
         None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, slots),
@@ -123,14 +123,14 @@ def attend_with_sums(
     # (batch, queries, kv_heads, groups, head_dim)
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     # Only a bias has a gradient. Masks, slots and PRNG keys do not.
-    own, fixed = eqx.partition(given, eqx.is_inexact_array)
+    own, fixed = eqx.partition(inputs, eqx.is_inexact_array)
     arrays = (
         pad_to_blocks(grouped, rows, 1),
         pad_to_blocks(k, columns, 1),
         pad_to_blocks(v, columns, 1),
     )
-    found: Any = _attention(options, *arrays, own, fixed)
-    out, log_sum = found
+    results: Any = _attention(options, *arrays, own, fixed)
+    out, log_sum = results
     out = out[:, :queries].reshape(*q.shape[:3], v.shape[-1])  # without padding
     return out, log_sum.reshape(q.shape[0], q.shape[2], -1)[..., :queries]
 
@@ -181,7 +181,7 @@ def _visible_blocks(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    options: _Options, q: Array, k: Array, v: Array, own: _Given, fixed: _Given
+    options: _Options, q: Array, k: Array, v: Array, own: _ScoreInputs, fixed: _ScoreInputs
 ) -> tuple[
     Float[Array, "batch queries kv_heads groups value_dim"],
     Float[Array, "batch kv_heads groups queries"],
@@ -191,7 +191,7 @@ def _attention(
 
 
 def _forward(
-    options: _Options, q: Array, k: Array, v: Array, own: _Given, fixed: _Given
+    options: _Options, q: Array, k: Array, v: Array, own: _ScoreInputs, fixed: _ScoreInputs
 ) -> tuple[tuple[Array, Array], Any]:
     k, fixed = _tied(k, fixed)
     dtype = np.promote_types(q.dtype, np.float32)
@@ -205,16 +205,16 @@ def _forward(
 
     def body(carry: Any, at: Any) -> tuple[Any, None]:
         i, j = at[0], at[1]
-        # What the blocks of keys before this one have given for these queries.
+        # What the blocks of keys before this one have added for these queries.
         largest, total, out = (_take(x, i, options.rows, 3) for x in carry)
-        scores, seen, kept = _block(options, q, k, own, fixed, i, j)[:3]
+        scores, seen, factors, _ = _block(options, q, k, own, fixed, i, j)
         scores = jnp.where(seen, scores, empty)
         new = jnp.maximum(largest, jnp.max(scores, axis=-1))  # (batch, kv_heads, groups, rows)
         weights = jnp.where(seen, jnp.exp(scores - new[..., None]), 0)
         shrink = jnp.exp(largest - new)  # of what was summed with a smaller maximum
         total = total * shrink + jnp.sum(weights, axis=-1)
         # Dropout is of the weights after the softmax, so the total is without it.
-        part = _product("bngst,btnd->bngsd", weights * kept, _take(v, j, options.columns, 1))
+        part = _product("bngst,btnd->bngsd", weights * factors, _take(v, j, options.columns, 1))
         out = out * shrink[..., None] + part
         return tuple(map(partial(_put, i=i, axis=3), carry, (new, total, out))), None
 
@@ -226,9 +226,9 @@ def _forward(
     return (out, log_sum), (q, k, v, own, fixed, out, log_sum)
 
 
-def _backward(options: _Options, kept: Any, grads: tuple[Array, Array]) -> tuple[Any, ...]:
+def _backward(options: _Options, residuals: Any, grads: tuple[Array, Array]) -> tuple[Any, ...]:
     out_grad, sum_grad = grads
-    q, k, v, own, fixed, out, log_sum = kept
+    q, k, v, own, fixed, out, log_sum = residuals
     k, fixed = _tied(k, fixed)
     dtype = log_sum.dtype
     # The derivative of the softmax subtracts the mean of the weights' gradients, which is the
@@ -245,12 +245,12 @@ def _backward(options: _Options, kept: Any, grads: tuple[Array, Array]) -> tuple
         q_grad, k_grad, v_grad, own_grad, *sums = carry
         of_rows = lambda x, axis=1: _take(x, i, options.rows, axis)
         of_columns = lambda x: _take(x, j, options.columns, 1)
-        scores, seen, keep, pull = _block(options, q, k, own, fixed, i, j)
+        scores, seen, factors, pull = _block(options, q, k, own, fixed, i, j)
         # The weights of the forward pass, which were not saved.
         weights = jnp.where(seen, jnp.exp(scores - of_rows(log_sum, 3)[..., None]), 0)
         grad = of_rows(out_grad)
-        v_part = _product("bngst,bsngd->btnd", weights * keep, grad)
-        change = _product("bsngd,btnd->bngst", grad, of_columns(v)) * keep
+        v_part = _product("bngst,bsngd->btnd", weights * factors, grad)
+        change = _product("bsngd,btnd->bngst", grad, of_columns(v)) * factors
         change = weights * (change - of_rows(slope, 3)[..., None])  # gradient of the scores
         change, own_part = pull(change)  # of products of queries and keys, and of the bias
         q_part = _product("bngst,btnd->bsngd", change, of_columns(k))
@@ -279,19 +279,19 @@ def _backward(options: _Options, kept: Any, grads: tuple[Array, Array]) -> tuple
 _attention.defvjp(_forward, _backward)
 
 
-def _tied(k: Array, fixed: _Given) -> tuple[Array, _Given]:
+def _tied(k: Array, fixed: _ScoreInputs) -> tuple[Array, _ScoreInputs]:
     """Makes masks depend on the keys. Otherwise JAX computes the masks of all blocks before a scan
     over layers, and keeps them."""
     k, (view, columns) = jax.lax.optimization_barrier((k, (fixed.view, fixed.columns)))
-    return k, _Given(view, columns, fixed.keys, fixed.bias)
+    return k, _ScoreInputs(view, columns, fixed.keys, fixed.bias)
 
 
 def _block(
     options: _Options,
     q: Array,
     k: Array,
-    own: _Given,
-    fixed: _Given,
+    own: _ScoreInputs,
+    fixed: _ScoreInputs,
     i: Int[Array, ""],
     j: Int[Array, ""],
 ) -> tuple[Array, Array, Array | float, Any]:
@@ -300,7 +300,7 @@ def _block(
     and of the bias."""
     of_rows = lambda x, axis=1: _take(x, i, options.rows, axis)
     of_columns = lambda x, axis=1: _take(x, j, options.columns, axis)
-    view, given = fixed.view, eqx.combine(own, fixed)
+    view, inputs = fixed.view, eqx.combine(own, fixed)
     slots, columns = of_rows(view.slots, 0), of_columns(fixed.columns, 0)
     real = None if view.real is None else of_columns(view.real)
     segments = view.segments
@@ -309,9 +309,9 @@ def _block(
     seen = see(view, slots, columns, real, segments)
     index = i * options.rows + jnp.arange(options.rows)  # of queries; slots may differ from it
 
-    def finish(scores: Array, own: _Given) -> Array:
+    def finish(scores: Array, own: _ScoreInputs) -> Array:
         scores = scores * options.scale
-        if given.bias is not None:
+        if inputs.bias is not None:
             bias = eqx.combine(own, fixed).bias.at(index, columns).astype(scores.dtype)
             scores += bias.reshape(bias.shape[0], *scores.shape[1:3], *bias.shape[2:])
         if options.softcap is not None:
@@ -321,13 +321,13 @@ def _block(
     products = _product("bsngd,btnd->bngst", of_rows(q), of_columns(k))
     # JAX has the derivative of the scale, the bias and the cap; the rest is above.
     scores, pull = jax.vjp(finish, products, own)
-    keep: Array | float = 1.0
+    factors: Array | float = 1.0
     if fixed.keys is not None:
-        keep = _kept(of_rows(fixed.keys, 0), j, options, scores)
-    return scores, seen[:, None, None], keep, pull
+        factors = _dropout_factors(of_rows(fixed.keys, 0), j, options, scores)
+    return scores, seen[:, None, None], factors, pull
 
 
-def _kept(keys: Array, j: Int[Array, ""], options: _Options, scores: Array) -> Array:
+def _dropout_factors(keys: Array, j: Int[Array, ""], options: _Options, scores: Array) -> Array:
     """The factors of dropout: 0, or 1 / (1 - rate)."""
     batch, heads, groups, _, columns = scores.shape
     # Each query and block of keys has numbers of its own, which both passes can draw.

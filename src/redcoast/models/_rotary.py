@@ -200,8 +200,10 @@ def rotary_frequencies(
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     turns = scaling.original * frequencies / (2 * math.pi)  # rotations in the original context
-    kept = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)  # 1 where not scaled
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    plain = np.clip(
+        (turns - scaling.low) / (scaling.high - scaling.low), 0, 1
+    )  # 1 where not scaled
+    return frequencies * (plain + (1 - plain) / scaling.factor)
 
 
 def rotary_angles(

@@ -126,8 +126,8 @@ def _forward(
     return out, (q, k, v, segments, out, log_sum)
 
 
-def _backward(options: SplashOptions, kept: Any, grad: Array) -> tuple[Any, ...]:
-    q, k, v, segments, out, log_sum = kept
+def _backward(options: SplashOptions, residuals: Any, grad: Array) -> tuple[Any, ...]:
+    q, k, v, segments, out, log_sum = residuals
     arrays = (q, k, v, out, grad, log_sum, *(segments or ()))
     return (*_backward_p.bind(*arrays, options=options), None)
 
@@ -195,9 +195,9 @@ def _run_backward(
     blocks = kernel.dq_mask_info, kernel.dkv_mask_info
 
     def of_row(q, k, v, out, grad, log_sum, segments):
-        kept = (q, k, v, segments, None, out, log_sum, *blocks)
+        residuals = (q, k, v, segments, None, out, log_sum, *blocks)
         # JAX has no public function for it.
-        grads = splash._splash_attention_bwd(**kernel.kwargs, res=kept, do=grad)
+        grads = splash._splash_attention_bwd(**kernel.kwargs, res=residuals, do=grad)
         return grads[3:6]  # of the queries, keys and values
 
     arrays = tuple(map(_swap, (q, k, v, out, grad)))

@@ -265,8 +265,8 @@ class AnswerRow:
     def write_options(self, options: RowOptions, row: int) -> None:
         """Writes the options of a client into those of the batch. All others are the server's."""
         decoding, extras = self.job.decoding, self.job.extras
-        # Samples depend only on the seed, the number and the step. Seeds of the API have 64 bits and
-        # a sign, and those of the program 32.
+        # Samples depend only on the seed, the number and the step. Seeds of the API have 64 bits
+        # and a sign, and those of the program 32.
         options.seeds[row] = self.seed % 2**32
         options.numbers[row] = self.number
         options.temperature[row] = decoding.temperature

@@ -8,7 +8,7 @@ from ...models import ClipConfig, SiglipConfig
 from .._settings import FieldNames, Fields, Implemented, Settings, read_settings
 from .._tensors import Tensor
 from ._labels import image_inputs, read_sides
-from ._tables import EMBED, OUT_PROJ, attention, dense, norm
+from ._tables import EMBED, OUT_PROJ, TABLE, attention, dense, norm
 
 BUFFERS = (r"\.embeddings\.position_ids$",)
 IMAGE, TEXT = "vision_model.", "text_model."
@@ -33,13 +33,13 @@ def read_encoder(
 def pair_tensors(config: ClipConfig | SiglipConfig) -> dict[str, Tensor]:
     """Returns the positions, the layers and the final norm of both encoders, and the embedding of
     tokens."""
-    positions, kept = "embeddings.position_embedding.weight", "rows width -> rows width"
+    positions = "embeddings.position_embedding.weight"
     return {
-        "image/position_embed": Tensor(IMAGE + positions, kept),
+        "image/position_embed": Tensor(IMAGE + positions, TABLE),
         **_encoder_layers("image/layers/", IMAGE, config.image.heads),
         **norm("image/norm", IMAGE + "post_layernorm"),
         "text/embed": Tensor(TEXT + "embeddings.token_embedding.weight", EMBED),
-        "text/position_embed": Tensor(TEXT + positions, kept),
+        "text/position_embed": Tensor(TEXT + positions, TABLE),
         **_encoder_layers("text/layers/", TEXT, config.text.heads),
         **norm("text/norm", TEXT + "final_layer_norm"),
     }

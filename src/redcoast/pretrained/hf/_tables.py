@@ -34,6 +34,7 @@ LLAMA_FIELDS = {
 # convolutions, (outputs, channels, rows, columns).
 VECTOR = "width -> width"
 EMBED = "vocab width -> vocab width"
+TABLE = "rows width -> rows width"
 KERNEL = "width channels rows columns -> channels rows columns width"
 TURNED = "outputs inputs -> inputs outputs"
 INTO_HEADS = "(heads head_dim) width -> width heads head_dim"

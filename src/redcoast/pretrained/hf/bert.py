@@ -8,7 +8,7 @@ from ...models.bert import BertConfig
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import LABELLED, architecture_of, read_architecture, read_labels, write_labels
-from ._tables import BERT_FIELDS, all_names, attention, dense, linear, norm
+from ._tables import BERT_FIELDS, TABLE, all_names, attention, dense, linear, norm
 
 BUFFERS = (r"(^|\.)embeddings\.(position_ids|token_type_ids)$",)
 
@@ -109,13 +109,12 @@ def tensors(config: BertConfig) -> dict[str, Tensor]:
         return distilbert_tensors(config)
     base = f"{config.kind}." if config.head else ""
     layer = base + "encoder.layer.{layer}."
-    kept, heads = "rows width -> rows width", config.heads
     return {
-        "embed": Tensor(base + "embeddings.word_embeddings.weight", kept),
-        "position_embed": Tensor(base + "embeddings.position_embeddings.weight", kept),
-        "type_embed": Tensor(base + "embeddings.token_type_embeddings.weight", kept),
+        "embed": Tensor(base + "embeddings.word_embeddings.weight", TABLE),
+        "position_embed": Tensor(base + "embeddings.position_embeddings.weight", TABLE),
+        "type_embed": Tensor(base + "embeddings.token_type_embeddings.weight", TABLE),
         **norm("norm", base + "embeddings.LayerNorm"),
-        **attention("layers/", layer + "attention.", _ATTENTION, biases="qkvo", heads=heads),
+        **attention("layers/", layer + "attention.", _ATTENTION, biases="qkvo", heads=config.heads),
         **norm("layers/attention_norm", layer + "attention.output.LayerNorm"),
         **dense("layers/up", layer + "intermediate.dense"),
         **dense("layers/down", layer + "output.dense"),
@@ -211,12 +210,11 @@ def write_distilbert(config: BertConfig) -> Settings:
 def distilbert_tensors(config: BertConfig) -> dict[str, Tensor]:
     base = "distilbert." if config.head else ""
     layer = base + "transformer.layer.{layer}."
-    kept, heads = "rows width -> rows width", config.heads
     tables = {
-        "embed": Tensor(base + "embeddings.word_embeddings.weight", kept),
-        "position_embed": Tensor(base + "embeddings.position_embeddings.weight", kept),
+        "embed": Tensor(base + "embeddings.word_embeddings.weight", TABLE),
+        "position_embed": Tensor(base + "embeddings.position_embeddings.weight", TABLE),
         **norm("norm", base + "embeddings.LayerNorm"),
-        **attention("layers/", layer + "attention.", _LETTERS, biases="qkvo", heads=heads),
+        **attention("layers/", layer + "attention.", _LETTERS, biases="qkvo", heads=config.heads),
         **norm("layers/attention_norm", layer + "sa_layer_norm"),
         **dense("layers/up", layer + "ffn.lin1"),
         **dense("layers/down", layer + "ffn.lin2"),

@@ -3,7 +3,7 @@
 from ...models.opt import OPTConfig
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._tables import EMBED, OUT_PROJ, TURNED, attention, dense, norm, own_head
+from ._tables import EMBED, OUT_PROJ, TABLE, TURNED, attention, dense, norm, own_head
 
 BASE_PREFIX = "model."
 
@@ -58,7 +58,7 @@ def tensors(config: OPTConfig) -> dict[str, Tensor]:
     table = {
         "embed": Tensor(base + "embed_tokens.weight", EMBED),
         # Two rows that are not used, and one for each position.
-        "position_embed": Tensor(positions, "rows width -> rows width"),
+        "position_embed": Tensor(positions, TABLE),
         **attention("layers/", layer + "self_attn.", OUT_PROJ, biases=biases),
     }
     mlp = dense("layers/up", layer + "fc1") | dense("layers/down", layer + "fc2")

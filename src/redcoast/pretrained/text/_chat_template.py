@@ -18,9 +18,8 @@ from typing import Any
 
 from ...core._packages import require_package
 from ...core._read_json import read_json
-from .._files import file_inside
+from .._files import file_inside, read_bounded
 from .._settings import Settings
-from ._read_bounded import read_bounded
 
 SECONDS = 5.0  # the limit for a rendering
 STARTING = 60.0  # seconds for the process to start

@@ -9,11 +9,10 @@ from typing import Any
 
 from ...core._errors import check_kind, local_path
 from ...core._packages import require_package
-from .._files import file_inside
+from .._files import file_inside, read_bounded
 from .._source import find_gguf
 from ..gguf._file import COUNT, check_header, files_of_model
 from ._chat_template import named_template, read_template, renderer
-from ._read_bounded import read_bounded
 
 MOST_BYTES = 2**27  # four times the size of the largest vocabularies, of 262 thousand tokens
 # A .gguf file names its pre-tokenizer but does not contain its rules.

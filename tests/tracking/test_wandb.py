@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import optax
 import pytest
 from problem import collate_fn, loss_fn, make_examples, make_model, quiet
@@ -20,7 +21,7 @@ class FakeWandb:
     """A fake of the module, whose functions behave as a test specifies."""
 
     def __init__(self, mode="online", **behaviour):
-        self.behaviour = behaviour
+        self.behaviour, self.run = behaviour, None
         self.arguments, self.logged, self.finished = {}, [], False
         self.settings = SimpleNamespace(mode=mode, base_url="https://api.wandb.ai")
 
@@ -45,6 +46,8 @@ class FakeWandb:
 
     def log(self, metrics):
         self.behaviour.get("log", lambda: None)()
+        if float("inf") in metrics.values():
+            raise TypeError("it is not JSON serializable")
         self.logged.append(metrics)
 
     def update(self, config, allow_val_change):
@@ -219,6 +222,41 @@ def started(fake, directory=None, resumed=False, **options):
     log.start(info(directory, resumed))
     log.close()
     return wandb.arguments
+
+
+def test_metrics_that_wandb_cannot_store_are_left_out(fake, caplog):
+    wandb = fake()
+    log = wandb_logger("lm")
+    for step, value in enumerate([1.0, float("inf"), float("inf"), 2.0]):
+        log({"loss": value}, step)
+    log.close()
+    assert wandb.finished
+    assert [metrics["step"] for metrics in wandb.logged] == [0, 3]
+    assert [record.message for record in caplog.records] == [
+        "W&B cannot store the metrics of step 1 (loss), which are left out: TypeError: it is not "
+        "JSON serializable. Later metrics that it cannot store are left out without a warning."
+    ]
+
+
+def test_arrays_are_logged_with_the_values_that_they_had(fake):
+    gate, total = Gate(), np.zeros(())
+    wandb = fake(init=gate)
+    log = wandb_logger("lm")
+    for step in range(3):
+        total += 1  # in place
+        log({"total": total}, step)
+    gate.open()
+    log.close()
+    assert [float(metrics["total"]) for metrics in wandb.logged] == [1, 2, 3]
+
+
+def test_a_run_that_is_active_is_not_taken_over(fake):
+    wandb = fake()
+    wandb.run = object()  # by another logger, or by the caller
+    log = wandb_logger("lm")
+    log({"loss": 1.0}, 1)
+    log.close()
+    assert wandb.arguments["reinit"] == "create_new"
 
 
 def test_run_of_the_caller_is_logged_to_and_not_finished(fake, tmp_path):

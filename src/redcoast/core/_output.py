@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, TextIO
+from typing import Any
 
 logger = logging.getLogger("redcoast")
 
@@ -74,7 +74,7 @@ class ForgivingStream:
         )
 
 
-def _discard_buffer(stream: TextIO, error: Exception) -> None:
+def _discard_buffer(stream: Any, error: Exception) -> None:
     """Empties the buffer of a stream that cannot be written to.
 
     Python would try to write it again at exit, and the process would end with exit code 120.

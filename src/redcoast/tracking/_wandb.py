@@ -18,6 +18,8 @@ from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from ..core._output import say
 from ._loggers import Metrics, RunInfo, code_version, join_run, plain_config, plain_data
 from ._terminal import show_directory
@@ -46,6 +48,7 @@ class WandbLogger:
         self._queue = SimpleQueue()
         self._dropped = 0
         self._inert = False
+        self._refused = False  # whether W&B could not store some metrics
         self._sync_hint = ""
         self._exit_code = 0
 
@@ -76,7 +79,9 @@ class WandbLogger:
             self.start(RunInfo())
         # The loop never waits for W&B: a full queue drops what comes.
         if self._queue.qsize() < self._queue_size:
-            self._queue.put({**metrics, "step": step})
+            # The caller may write into its arrays before W&B reads them.
+            held = {k: x.copy() if isinstance(x, np.ndarray) else x for k, x in metrics.items()}
+            self._queue.put({**held, "step": step})
         else:
             self._dropped += 1
 
@@ -122,13 +127,16 @@ class WandbLogger:
             # Whether the user has chosen a mode. If not, W&B would ask for an account, and wait.
             is_chosen = "mode" in self._options or "WANDB_MODE" in os.environ
             is_chosen = is_chosen or settings.mode != "online"
-            offline = {}
+            defaults = {}
             if not is_chosen and not has_account(settings):
-                offline["mode"] = "offline"
+                defaults["mode"] = "offline"
+            if wandb.run is not None:
+                # Otherwise W&B would return the run of somebody else, and finish it.
+                defaults["reinit"] = "create_new"
             session = self._session
             if session is None:
-                session = wandb.init(**_init_arguments(self._options, run, offline))
-                self._sync_hint = self._announce(session, offline)
+                session = wandb.init(**_init_arguments(self._options, run, defaults))
+                self._sync_hint = self._announce(session, has_account="mode" not in defaults)
                 _show_plan(wandb, session, run)
             else:
                 # The caller's own run may have values of the same names.
@@ -141,21 +149,35 @@ class WandbLogger:
                 if isinstance(entry, RunInfo):
                     _add_run(wandb, session, entry)
                 else:
-                    session.log(entry)
+                    self._send(session, entry)
             if self._session is None:
                 session.finish(exit_code=self._exit_code)
         except BaseException as error:
             if not self._inert:
                 self._give_up(f"W&B failed ({type(error).__name__}: {error})")
 
-    def _announce(self, session: Any, offline: dict[str, str]) -> str:
+    def _send(self, session: Any, entry: dict[str, Any]) -> None:
+        try:
+            session.log(entry)
+        except (TypeError, ValueError, RuntimeError) as error:
+            # Of a value that W&B cannot store, such as an array that has been deleted.
+            if not self._refused:
+                names = ", ".join(str(name) for name in entry if name != "step")
+                _log.warning(
+                    "W&B cannot store the metrics of step %s (%s), which are left out: %s: %s. "
+                    "Later metrics that it cannot store are left out without a warning.",
+                    *(entry["step"], names, type(error).__name__, error),
+                )
+            self._refused = True
+
+    def _announce(self, session: Any, *, has_account: bool) -> str:
         if session.disabled:
             return ""
         # All parts of the run: each resumed part has its own directory.
         folder = show_directory(Path(session.dir).parents[1])
         upload = f"wandb sync {shlex.quote(str(folder))}/*-{session.id}"
         if session.offline:
-            reason = "no account was found" if offline else "as requested"
+            reason = "as requested" if has_account else "no account was found"
             say(f"W&B is offline ({reason}). To upload the run later:\n{upload}")
         else:
             say(f"W&B: {session.url}")
@@ -273,17 +295,17 @@ def _keep_id(directory: Path, kept: dict[str, str]) -> None:
 
 
 def _init_arguments(
-    options: dict[str, Any], run: RunInfo, offline: dict[str, str]
+    options: dict[str, Any], run: RunInfo, defaults: dict[str, str]
 ) -> dict[str, Any]:
     """Returns the arguments of `wandb.init`: the user's options, and defaults for others."""
-    arguments: dict[str, Any] = {**offline, **options}
+    arguments: dict[str, Any] = {**defaults, **options}
     arguments["config"] = {**options["config"], "run": plain_data(run.config or code_version())}
     # The loop shows its progress itself, and capturing the terminal would slow down printing.
     quiet = {"silent": True, "console": "off"}
-    defaults = {k: v for k, v in quiet.items() if f"WANDB_{k.upper()}" not in os.environ}
+    unset = {k: v for k, v in quiet.items() if f"WANDB_{k.upper()}" not in os.environ}
     arguments["settings"] = settings = options.get("settings", {})
     if isinstance(settings, Mapping):
-        arguments["settings"] = {**defaults, **settings}
+        arguments["settings"] = {**unset, **settings}
     if run.directory is not None:
         # Otherwise W&B's files are where the user wants them.
         if "WANDB_DIR" not in os.environ:

@@ -764,3 +764,17 @@ def test_running_averages_in_half_precision_warn(caplog):
     step = stepper(optax.sgd(0.1), loss, compute_dtype=jnp.bfloat16)
     eqx.filter_eval_shape(step, state, BATCH)
     assert "Running averages" in caplog.text
+
+
+@pytest.mark.parametrize("count", [2**40, np.int64(2**40), np.array(2**40)])
+def test_large_counts_in_aux_do_not_wrap_around(count):
+    """JAX would convert them to int32, and report 0 or raise an error."""
+    loss = lambda model, batch, key: (loss_fn(model, batch, key)[0], {"seen": count})
+    _, metrics = eqx.filter_jit(stepper(loss=loss))(start(), BATCH)
+    assert float(metrics["seen"]) == 2**40
+
+
+def test_names_of_metrics_are_strings():
+    loss = lambda model, batch, key: (loss_fn(model, batch, key)[0], {1: 2.0})
+    with pytest.raises(TypeError, match="a metric named 1 in `aux`. Names are strings"):
+        stepper(loss=loss)(start(), BATCH)

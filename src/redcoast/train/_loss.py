@@ -167,6 +167,10 @@ def _check_aux(aux: object, model: PyTree) -> None:
             f"be a dict of scalar metrics.{hint}"
         )
     for name, value in aux.items():
+        if not isinstance(name, str):
+            raise TypeError(
+                f"`loss_fn` returned a metric named {name!r} in `aux`. Names are strings."
+            )
         if name in _RESERVED + _LOGGED:
             raise ValueError(
                 f"`loss_fn` returned a metric named {name!r} in `aux`. Use another name: "

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, PyTree
 
@@ -67,6 +68,11 @@ def is_floating(x: PyTree) -> bool:
 
 def widen(x: ArrayLike) -> Array:
     """Casts half precision and integers, which are too coarse for sums, to float32."""
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)
+        # JAX would cast large counts to int32, in which they are other numbers.
+        if x.dtype.kind in "iuO":
+            x = x.astype(np.float32)
     x = jnp.asarray(x)
     wide = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4
     if wide:

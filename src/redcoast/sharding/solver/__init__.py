@@ -8,9 +8,10 @@ speeds of devices and the bytes of collectives.
 
 The `StorageLayout` of `_layout.py` says where each array is stored, for a decision.
 `_memory_estimate.py` estimates its memory: arrays and gradients by their specs, and activations by
-`_peak.py`, which runs the program on buffers without contents (`_buffers.py`,
-`_memory_access.py`; `_residuals.py` for what loops stack). `_figures.py` has the estimates as data.
-`_replicate.py` replicates arrays where memory is left.
+running the program on buffers without contents. `_peak.py` runs jaxprs and loops, with the frames
+of `_peak_frames.py`, and `_operation_buffers.py` single operations on the `_buffers.py`, as
+`_memory_access.py` and, for what loops stack, `_residuals.py` say. `_figures.py` has the estimates
+as data. `_replicate.py` replicates arrays where memory is left.
 
 `_split_examples.py` lists programs whose examples are split, where rows do not divide or a step
 does not fit into memory, or where the program asks for it.

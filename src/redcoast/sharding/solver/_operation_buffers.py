@@ -1,0 +1,225 @@
+"""The buffers that single operations and their derivatives read and write."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+from jax.extend.core import JaxprEqn, Literal
+
+from ...core._control_flow import primitive_name
+from ..operations import Atom, fixed_operands, is_linear
+from ..operations._rule_table import COSTLY, FROM_RESULT, VIEWS
+from ..program._graph import Value
+from ._buffers import Buffer, Roots, Timeline, argument, is_stored, union
+from ._memory_access import WRITTEN, is_copied, is_product, reads_narrow, squares
+from ._peak_frames import Cotangent, PeakStep
+from ._residuals import Residuals, residuals_in
+
+
+@dataclass(frozen=True)
+class OperationBuffers:
+    """Runs operations and their derivatives on buffers.
+
+    With `stacks`, they are of an iteration of a loop, which stacks what JAX keeps for derivatives.
+    Values that only these `constant` buffers decide are the same in all iterations.
+    """
+
+    time: Timeline
+    stacks: bool = False
+    constant: frozenset[Buffer] = frozenset()
+
+    def in_memory(self, step: PeakStep, atom: Atom) -> Roots:
+        """Puts an operand into memory, where later operations find it."""
+        if isinstance(atom, Literal):
+            return ()
+        frame = step.frame
+        frame.roots[atom] = self.time.in_memory(frame.of(atom), step.value(atom), step.source)
+        return frame.roots[atom]
+
+    def write_results(self, step: PeakStep) -> None:
+        for var in step.equation.outvars:
+            size = self.time.size_of(step.value(var))
+            step.frame.roots[var] = (self.time.write(size, step.source),)
+
+    def run(self, step: PeakStep, uses: Counter[Atom]) -> None:
+        """Runs an operation, whose operands and results are used so often."""
+        if step.uses_memory:
+            self._run_large(step)
+        else:
+            self._run_fused(step, uses)
+
+    def _run_large(self, step: PeakStep) -> None:
+        frame, equation = step.frame, step.equation
+        operands = [self._operand(step, atom) for atom in equation.invars]
+        narrow = self._reads_narrow(equation)
+        self.time.read(union(operands), narrow=narrow)
+        for atom, roots in zip(equation.invars, operands, strict=True):
+            if is_copied(equation, atom):
+                frame.roots[atom] = (self.time.fuse(roots, step.value(atom), step.source),)
+                self.time.read(frame.roots[atom], narrow=narrow)
+        self.write_results(step)
+        if not is_product(equation):
+            return
+        # A product is written as a whole, before its sum over devices is divided among them.
+        size = self._whole_size(step.value(equation.outvars[0]))
+        if size is not None:
+            self.time.write(size, step.source)
+            if self.time.compiler == "cpu":
+                # Without a reduce-scatter, the sum is there as a whole too.
+                self.time.write(size, step.source)
+
+    def _run_fused(self, step: PeakStep, uses: Counter[Atom]) -> None:
+        """Runs an operation that is fused into those that use its results."""
+        frame, equation = step.frame, step.equation
+        name, compiler = primitive_name(equation), self.time.compiler
+        operands = union(map(self.time.written, map(frame.of, equation.invars)))
+        is_kept = name in COSTLY and compiler != "tpu"
+        if squares(equation):
+            # What is squared and summed, as by a norm, is kept for its other uses.
+            is_kept = len(operands) > 1 and compiler == "cpu"
+        if name in VIEWS:
+            # The same value, which is in memory once if both are.
+            operands = frame.of(equation.invars[0])
+            if is_stored(operands):
+                operands = self._slice(step, operands[0])
+        for var in equation.outvars:
+            value = step.value(var)
+            # A derivative is one more use.
+            is_shared = is_kept and uses[var] > 1 - value.grad
+            frame.roots[var] = operands
+            if name not in VIEWS:
+                frame.roots[var] = self.time.computed(operands)
+            if name in WRITTEN or is_shared:
+                frame.roots[var] = (self.time.fuse(operands, value, step.source),)
+
+    def _operand(self, step: PeakStep, atom: Atom) -> Roots:
+        """Puts an operand of a large operation into memory; that of a product is gathered there."""
+        roots = self.in_memory(step, atom)
+        if isinstance(atom, Literal) or not is_product(step.equation):
+            return roots
+        size = self._whole_size(step.value(atom))
+        if size is None:
+            return roots
+        gathered = step.frame.gathered
+        if atom not in gathered:
+            gathered[atom] = self._gather(step, roots, size)
+        return gathered[atom]
+
+    def _whole_size(self, value: Value) -> int | float | None:
+        """The bytes of a value that products read and write as a whole, and that has parts of the
+        sequence otherwise; None of another one."""
+        size = self.time.gathered_size_of(value)
+        if size == self.time.size_of(value):
+            return None
+        return size
+
+    def _gather(self, step: PeakStep, roots: Roots, size: int | float) -> Roots:
+        self.time.read(roots)
+        self.time.now += 1
+        return (self.time.write(size, step.source),)
+
+    def _reads_narrow(self, equation: JaxprEqn) -> bool:
+        return self.time.compiler == "tpu" and reads_narrow(equation)
+
+    def _slice(self, step: PeakStep, whole: Buffer) -> Roots:
+        """A slice of a stored array, which is gathered alone."""
+        size = self.time.size_of(step.value(step.equation.outvars[0]))
+        if size >= whole.given or whole.parameter is None:
+            return (whole,)
+        return argument(size, whole.parameter.part(size / whole.given))
+
+    def differentiate(self, step: PeakStep, results: Sequence[Cotangent]) -> list[Cotangent]:
+        """Runs the derivative of an operation; returns the cotangents of its operands."""
+        equation, scope = step.equation, step.frame.scope
+        operands = list(map(scope.value_of, equation.invars))
+        varied = [value is not None and value.grad for value in operands]
+        residuals = self._residuals(step, varied)
+        read: list[Roots] = []
+        for size in residuals.sizes(scope, self.time.size_of):
+            # Written while the loop's iteration runs, beside its operands and results.
+            buffer = self.time.write(size, step.source)
+            buffer.born = step.frame.begins[step.index]
+            read.append((buffer,))
+        for var, roots in zip(equation.outvars, results, strict=True):
+            if roots is None:
+                continue
+            if step.uses_memory:
+                roots = self.one_buffer(step, var, roots)
+            read.append(roots)
+            size = self._whole_size(step.value(var))
+            if size is not None and is_product(equation):
+                read.append(self._gather(step, roots, size))
+        for atom in residuals.atoms:
+            read.append(self._kept(step, atom))
+        # A broadcast array has a sum as its cotangent.
+        is_written = step.uses_memory or primitive_name(equation) == "broadcast_in_dim"
+        grads: list[Cotangent] = []
+        self.time.now += 1
+        for atom, varies in zip(equation.invars, varied, strict=True):
+            if not varies:
+                grads.append(None)
+            elif is_written:
+                self.time.read(union(read), narrow=self._reads_narrow(equation))
+                grads.append(self.write_gradient(step, atom))
+            else:
+                grads.append(union(read))
+        return grads
+
+    def _residuals(self, step: PeakStep, varied: Sequence[bool]) -> Residuals:
+        """What the derivative of an operation reads of its operands and results."""
+        scope, equation = step.frame.scope, step.equation
+        if self.stacks:
+            residuals = residuals_in(scope, step.index)
+            if residuals is not None:
+                return residuals
+        rule = scope.rules.get(step.index)
+        if rule is not None and is_linear(rule, varied):
+            return Residuals(list(compress(equation.invars, fixed_operands(rule, varied))))
+        if primitive_name(equation) in FROM_RESULT:
+            return Residuals(equation.outvars)
+        return Residuals([*equation.invars, *equation.outvars])
+
+    def _kept(self, step: PeakStep, atom: Atom) -> Roots:
+        """The buffers in which a derivative finds a value."""
+        frame = step.frame
+        if not isinstance(atom, Literal) and atom in frame.gathered:
+            return frame.gathered[atom]  # what was gathered is kept
+        if isinstance(atom, Literal) or not self.stacks:
+            return self.time.written(frame.of(atom))
+        if atom not in frame.stacked:
+            roots = self.time.written(frame.of(atom))
+            if not self.constant.issuperset(roots):
+                begin = frame.begins[step.index]
+                roots = self.time.saved(roots, step.value(atom), step.source, begin)
+            frame.stacked[atom] = roots
+        return frame.stacked[atom]
+
+    def write_gradient(self, step: PeakStep, atom: Atom) -> Roots:
+        """Writes the cotangent of an operand; that of an array of the model is a result.
+
+        That of an operand of a product has its full size until it is summed over devices,
+        together with those of other products.
+        """
+        roots = step.frame.of(atom)
+        if len(roots) == 1 and roots[0].parameter is not None:
+            self.time.add_gradient(roots[0].parameter, step.source)
+            return ()
+        size = self.time.size_of(step.value(atom))
+        if is_product(step.equation):
+            size = self.time.gathered_size_of(step.value(atom))
+        return (self.time.write(size, step.source),)
+
+    def one_buffer(self, step: PeakStep, var: Atom, roots: Roots) -> Roots:
+        """Writes a cotangent, unless it is one buffer already."""
+        if len(roots) == 1 and roots[0].bytes == self.time.size_of(step.value(var)):
+            return roots
+        return (self.time.fuse(roots, step.value(var), step.source),)
+
+    def add(self, step: PeakStep, atom: Atom, later: Roots, roots: Roots) -> Roots:
+        """Adds two cotangents of a value, of which one is that of all its later uses."""
+        both = union((later, roots))
+        if self.time.compiler != "cpu" and later and len(both) > 2:
+            # Otherwise each sum of a residual connection would read those of all later layers.
+            return (self.time.fuse(both, step.value(atom), step.source),)
+        return both

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import redcoast as rc
-from redcoast.sharding import batch_faults
+from redcoast.sharding._function_reports import batch_faults
 from redcoast.train._coupled import warn_of_promotions
 
 B = 8

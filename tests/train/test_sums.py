@@ -13,7 +13,7 @@ from problem import collate_fn, make_examples
 from test_coupled import APART, BATCH, COUPLED, MESHES, B, D, W, h
 
 import redcoast as rc
-from redcoast.sharding import batch_faults
+from redcoast.sharding._function_reports import batch_faults
 
 TABLE = jnp.ones((10, D))
 

@@ -20,7 +20,7 @@ from ..core._tracing import abstract_key, trace_for
 from ..data._per_batch import is_per_batch
 from ..distributed._mesh import AXES, batch_sharding, divisors
 from ..sharding import Hardware, Plan
-from ..sharding._plan import check_memory
+from ..sharding._plan_arguments import check_memory
 from ..sharding.tree._overrides import Override
 from ..tracking._metrics import pack_metrics
 from ..train._compile import compile_step

@@ -4,8 +4,6 @@ from ._matrix_dimensions import find_uses as find_uses
 from ._matrix_dimensions import matrix_dimensions as matrix_dimensions
 from ._matrix_dimensions import uses_in as uses_in
 from ._plan import Plan as Plan
-from ._plan import batch_faults as batch_faults
-from ._plan import examples_coupled as examples_coupled
 from ._plan import infer_shardings as infer_shardings
 from ._plan import plan_shardings as plan_shardings
 from ._plan import with_auto_plan as with_auto_plan

@@ -1,31 +1,28 @@
 """Plans: the shardings of a tree over a mesh."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, is_explicit, on_auto_axes, with_auto_axes
-from ..core._errors import (
-    check_flag,
-    check_functions,
-    check_integer,
-    check_mesh,
-    check_number,
-)
+from ..core._errors import check_flag, check_number
 from ..core._frames import hide_frames
-from ..core._target import target
 from ..core._tracing import collection_paused
-from ..distributed._mesh import AXES, PIPE
-from .report._data import Coupling, PlanReport, ProgramReport, make_report
+from ._plan_arguments import (
+    check_function,
+    check_memory,
+    check_microbatches,
+    has_own_memory,
+    memory_limit,
+    mesh_or_ambient,
+)
+from .report._data import PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
-from .solver._memory_estimate import FILLED
 from .tree._leaf_plans import HOST, Compute, LeafPlan, model_of, plan_leaves
 from .tree._leaves import Leaf, flat_leaves
 from .tree._overrides import Override, model_dim
@@ -403,44 +400,27 @@ def plan_shardings(
     """
     mesh = mesh_or_ambient(mesh)
     # Wrong arguments are refused before a trace, which may take seconds.
-    if fn is not None:
-        check_functions(fn=fn)
-    if microbatches is not None:
-        check_integer("microbatches", microbatches)
-        if mesh.shape.get(PIPE, 1) == 1:
-            raise ValueError(
-                f"`microbatches={microbatches}` needs a pipeline, and the mesh has none. Use "
-                "`make_mesh(pipe=...)`, or `accumulate` for microbatches one after the other."
-            )
     check_flag("sequence", sequence)
+    check_microbatches(microbatches, mesh)
     if budget is not None:
         check_number("budget", budget, above=0)
     check_memory(memory)
+    about_program = {
+        "args": bool(args),
+        "budget": budget is not None,
+        "microbatches": microbatches is not None,
+        "memory": memory is not None,
+        "sequence": sequence,
+        "hardware": hardware is not None,
+        "trainable": trainable is not eqx.is_inexact_array,
+    }
+    check_function(fn, args, about_program)
     if fn is None:
-        about_program = {
-            "args": bool(args),
-            "budget": budget is not None,
-            "microbatches": microbatches is not None,
-            "memory": memory is not None,
-            "sequence": sequence,
-            "hardware": hardware is not None,
-            "trainable": trainable is not eqx.is_inexact_array,
-        }
-        # Nothing is ignored silently: without a program, these have no meaning.
-        for name, is_given in about_program.items():
-            if is_given:
-                raise ValueError(
-                    f"`{name}` needs a function whose program is planned: pass `fn` too."
-                )
         return _plan_structure(tree, mesh, overrides)
     # Imported here, so that importing redcoast takes no longer for those who never plan.
     from ._from_program import plan_flow
     from ._memory_plan import MemoryTask, plan_within
 
-    if args and isinstance(args[0], str | bytes):
-        raise TypeError(
-            "There is text at args[0], where the batch is. Encode text with the model's tokenizer."
-        )
     # The planned function gets constraints, which JAX takes on Auto axes alone.
     model, args = on_auto_axes((model_of(tree), tuple(args)))
     hardware, auto_mesh = hardware or hardware_of(mesh), with_auto_axes(mesh)
@@ -474,34 +454,6 @@ def plan_shardings(
     return make_plan(tree, mesh, plan_leaves(tree, plans, dict(mesh.shape)), compute, report)
 
 
-def check_memory(memory: object) -> None:
-    """Raises an error unless `memory` is a positive number of bytes, `"auto"` or `None`."""
-    if memory is None or memory == "auto":
-        return
-    # For Python, `True` is an integer. NumPy's numbers are real numbers too.
-    if isinstance(memory, bool) or not isinstance(memory, int | float | np.integer | np.floating):
-        raise TypeError(
-            f"`memory` is {memory!r}. It must be the bytes of each device that a step may take, "
-            'such as 16e9, or "auto", or None to recompute nothing.'
-        )
-    if not 0 < memory < float("inf"):
-        raise ValueError(
-            f"`memory` is {memory}. It must be a positive number of bytes of each device, such as "
-            '16e9; None recomputes nothing, and "auto" uses what the devices report.'
-        )
-
-
-def memory_limit(
-    memory: int | float | Literal["auto"] | None, hardware: Hardware
-) -> int | float | None:
-    """The bytes of each device that a step may take; None if that is not limited."""
-    if memory != "auto":
-        return memory
-    if hardware.memory is None:
-        return None
-    return FILLED * hardware.memory
-
-
 def _plan_structure(tree: PyTree, mesh: Mesh | AbstractMesh, overrides: Sequence[Override]) -> Plan:
     """A plan without a function, by the structure of the tree."""
     from .heuristic._structural import structural_plans
@@ -510,15 +462,6 @@ def _plan_structure(tree: PyTree, mesh: Mesh | AbstractMesh, overrides: Sequence
     # What is sharded over `model` is computed with in parts, as its rules mean it.
     compute = Compute(tuple(model_dim(plan.spec) for plan in plans))
     return make_plan(tree, mesh, plan_leaves(tree, plans, dict(mesh.shape)), compute, None)
-
-
-def has_own_memory(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether the devices have memory other than the host's, as CPUs have not.
-
-    JAX knows no memories of devices that a program is only compiled for.
-    """
-    knows_memories = NamedSharding(mesh, P(), memory_kind=HOST).memory_kind is not None
-    return knows_memories and target().platform != "cpu"
 
 
 def _arrays_of_state(tree: PyTree, *parts: str) -> list[Leaf]:
@@ -552,67 +495,3 @@ def with_auto_plan(plan: Plan) -> Plan:
     if not is_explicit(plan.mesh):
         return plan
     return replace(plan, mesh=with_auto_axes(plan.mesh), shardings=on_auto_axes(plan.shardings))
-
-
-def examples_coupled(
-    fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree], mesh: Mesh | AbstractMesh
-) -> Coupling | None:
-    """The first operation by which the examples of a batch depend on each other, if any."""
-    from .report._coupling import find_coupling
-
-    return find_coupling(_trace_frozen(fn, tree, args, mesh))
-
-
-def batch_faults(
-    fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree], mesh: Mesh | AbstractMesh
-) -> tuple[Mapping[str, str], tuple[str, ...], tuple[str, ...]]:
-    """What a plan's report of a function has as `summed`, `shared_masks` and `promotions`."""
-    from .report._masks import find_shared_masks
-    from .report._promotion import find_promotions
-    from .report._sums import find_sums
-
-    program = _trace_frozen(fn, tree, args, mesh)
-    return find_sums(program), find_shared_masks(program), find_promotions(program)
-
-
-def layer_loops(
-    fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree], mesh: Mesh | AbstractMesh
-) -> list[tuple[int, int]]:
-    """The lengths of the scans of a function over arrays of the tree, which can be stages, and how
-    many layers an iteration of the compiled loop has."""
-    from .pipeline._stages import layer_scans
-
-    scans = layer_scans(_trace_frozen(fn, tree, args, mesh))
-    return [(scan.loop.length, scan.loop.unroll) for scan in scans]
-
-
-def _trace_frozen(
-    fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree], mesh: Mesh | AbstractMesh
-) -> Any:
-    """The `Program` of a function, whose class is not imported here, without gradients."""
-    from .program._program import follow_program
-    from .program._trace import trace_over
-
-    # What is asked of it, as which examples are related, does not depend on what is trained.
-    traced, _ = trace_over(mesh, fn, model_of(tree), args)
-    return follow_program(traced, [False] * traced.arrays)
-
-
-def mesh_or_ambient(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
-    if mesh is None:
-        mesh = jax.sharding.get_mesh()
-    else:
-        check_mesh(mesh)
-    # JAX returns an empty mesh where none is set.
-    if mesh is None or mesh.empty:
-        raise ValueError(
-            "The mesh is missing: pass mesh=rc.make_mesh(), or set the ambient mesh with "
-            "jax.set_mesh(rc.make_mesh())."
-        )
-    missing = [axis for axis in AXES if axis not in mesh.axis_names]
-    if missing:
-        raise ValueError(
-            f"The mesh has the axes {tuple(mesh.axis_names)} and lacks {', '.join(missing)}; one "
-            "from rc.make_mesh() always has 'data', 'fsdp' and 'model', of size 1 where not used."
-        )
-    return mesh

@@ -21,7 +21,8 @@ from ..core._durable_files import sync
 from ..core._errors import check_kind, local_path, several
 from ..core._frames import hide_frames
 from ..core._read_json import read_json
-from ._plan import Plan, make_plan, mesh_or_ambient
+from ._plan import Plan, make_plan
+from ._plan_arguments import mesh_or_ambient
 from .report._data import ProgramReport
 from .report._text import mesh_text
 from .tree._leaf_plans import OVERRIDE, Compute, LeafPlan, Reason, Role, model_of, plan_leaves

@@ -8,7 +8,7 @@ from ..core._errors import several
 from ..core._frames import warn
 from ..core._pytree import abstract_tree
 from ..core._tracing import abstract_key
-from ..sharding import Coupling, batch_faults, coupling_sentence, examples_coupled
+from ..sharding import Coupling, coupling_sentence
 from ..sharding.report._data import ProgramReport
 from ._loss import TracedLoss
 
@@ -38,6 +38,9 @@ def warn_if_not_mean(
 
 def find_coupled(loss: TracedLoss, *, training: bool) -> Coupling | None:
     """Finds the first operation that makes the examples of a batch depend on each other."""
+    # As below, what examines programs is not imported with redcoast.
+    from ..sharding._function_reports import examples_coupled
+
     evaluate = lambda *args: loss.evaluate(*args, training=training).loss
     model, batch = abstract_tree((loss.model, loss.batch))
     return examples_coupled(evaluate, model, (batch, abstract_key()), loss.mesh)
@@ -49,6 +52,7 @@ def find_faults(
     """Returns the results in `(loss, aux)` that are sums over the examples, by path, with their
     lines; the lines that use one random mask for all examples; and the lines where NumPy's rank
     promotion combines each example with every other."""
+    from ..sharding._function_reports import batch_faults
 
     def results(*args: PyTree) -> PyTree:
         result = loss.evaluate(*args, training=training)

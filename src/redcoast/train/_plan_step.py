@@ -25,7 +25,7 @@ from ..core._tracing import abstract_key, trace_for
 from ..core._trainable import partition_trainable, trainable_arrays
 from ..distributed._mesh import ambient_or_default, batch_shards
 from ..sharding import Hardware, Plan, coupling_sentence, plan_shardings
-from ..sharding._plan import check_memory, memory_limit
+from ..sharding._plan_arguments import check_memory, memory_limit
 from ..sharding.solver._hardware import hardware_of
 from ._coupled import (
     find_coupled,

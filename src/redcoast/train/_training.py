@@ -25,7 +25,6 @@ from ..core._target import sequence_parts, target
 from ..core._tracing import abstract_key, traced_mesh
 from ..distributed._mesh import batch_sharding
 from ..sharding import Plan
-from ..sharding._plan import layer_loops
 from ..tracking._metrics import PackedMetrics, pack_metrics
 from ._compile import CompiledStep, compile_reusable_step
 from ._compiler_options import Option, Options, compiler_options_for
@@ -147,6 +146,9 @@ class Training:
     ) -> list[tuple[int, int]]:
         """For each loop of the loss over arrays of the model: how many layers it runs, and how many
         of them in one iteration."""
+        # As for all that examines programs, importing redcoast stays cheap.
+        from ..sharding._function_reports import layer_loops
+
         return layer_loops(self.loss, model, (batch, abstract_key()), mesh)
 
     def step(

@@ -92,26 +92,20 @@ def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
     def why(work: Work) -> str:
         for node in work.dims:
             size = graph.sizes[node]
+            rows = f"the {size:,} rows that the program makes"
             reason = against.get(classes[node])
-            # Dimensions such as experts are not rows, unless they have the size of the batch.
-            is_rows = reason is not NotRows.OF_PARAMETERS or size in sizes
-            if reason is not None and is_rows:
-                return _sentence(size, reason, sizes, count)
+            if reason is NotRows.REPLICATED:
+                return f"the program constrains {rows} to be replicated"
+            if reason is NotRows.OTHER_SIZE:
+                return f"{rows} {_other_number(size, sizes, count)}"
         return "none of its dimensions is linked to the batch"
 
     return why
 
 
-def _sentence(size: int, against: NotRows, batch: Sequence[int], count: int) -> str:
-    rows = f"the {size:,} rows that the program makes"
-    if against is NotRows.OF_PARAMETERS:
-        return f"{rows} are also a dimension that cannot be split with the batch"
-    if against is NotRows.WITH_BATCH:
-        return f"most operations on {rows} are combined with rows of the batch"
-    if against is NotRows.REPLICATED:
-        return f"the program constrains {rows} to be replicated"
+def _other_number(size: int, batch: Sequence[int], count: int) -> str:
     sizes = ", ".join(map("{:,}".format, batch))
-    other_number = f"{rows} differ in number from the batch ({sizes})"
+    other_number = f"differ in number from the batch ({sizes})"
     if size % count:
         return f"{other_number}, and do not divide over {count} devices"
     return f"{other_number}; `jax.lax.with_sharding_constraint` on them splits them too"

@@ -1,12 +1,15 @@
 """Operations that make arrays, and those on keys and matrices."""
 
-import itertools
+from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
 from ...core._mapped_callbacks import independent_levels
 from ...core._pallas import independent_dims
 from ._rule import Dimension, Factors, Rule, shape_of, without
+
+# For each dimension of an array, the number of what it counts, or None.
+Numbers = list[int | None]
 
 DECOMPOSITIONS = frozenset(
     """
@@ -73,42 +76,26 @@ def random_gamma_rule(equation: JaxprEqn) -> Rule:
 
 def vmapped_rule(equation: JaxprEqn) -> Rule | None:
     """A primitive of Equinox under `vmap` acts on each element along one axis alone."""
-    # [i j], [k i] -> [i l], with all but `i` needed as a whole
     axes = equation.params.get("__batch_axes")
     if axes is None:
         return None
-    factors = Factors()
-    operands = factors.of_each(equation.invars)
-    results = factors.of_each(equation.outvars)
-    rows = factors.new(equation.params["__axis_size"])
-    for dimensions, axis in zip(operands, axes, strict=True):
+    dims: list[Numbers] = []
+    for atom, axis in zip(equation.invars, axes, strict=True):
+        numbers: Numbers = [None] * len(shape_of(atom))
         if axis is not None:
-            dimensions[axis] = rows
-    for dimensions in results:
-        dimensions[0] = rows
-    others = itertools.chain.from_iterable([*operands, *results])
-    whole = [dimension for dimension in others if dimension != rows]
-    return factors.rule(operands, results, whole=whole)
+            numbers[axis] = 0
+        dims.append(numbers)
+    for var in equation.outvars:
+        dims.append([0, *[None] * (len(shape_of(var)) - 1)])
+    return _independent_rule(equation, dims)
 
 
 def kernel_rule(equation: JaxprEqn) -> Rule | None:
     """A kernel of Pallas acts on each element alone along dimensions such as that of a `vmap`."""
-    # [i j], [k] -> [i l], with all but `i` needed as a whole
     dims = independent_dims(equation)
     if dims is None:
         return None
-    factors = Factors()
-    arrays = factors.of_each([*equation.invars, *equation.outvars])
-    of_grid: dict[int, Dimension] = {}
-    whole: list[Dimension] = []
-    for dimensions, of_array in zip(arrays, dims, strict=True):
-        for d, dim in enumerate(of_array):
-            if dim is None:
-                whole.append(dimensions[d])
-            else:
-                dimensions[d] = of_grid.setdefault(dim, dimensions[d])
-    count = len(equation.invars)
-    return factors.rule(arrays[:count], arrays[count:], whole=whole)
+    return _independent_rule(equation, dims)
 
 
 def callback_rule(equation: JaxprEqn) -> Rule | None:
@@ -116,25 +103,37 @@ def callback_rule(equation: JaxprEqn) -> Rule | None:
 
     None for one that gets entire arrays.
     """
-    # [i j], [1 k] -> [i l], with all but `i` needed as a whole
     levels = independent_levels(equation)
     if not levels or not equation.outvars:
         return None
-    factors = Factors()
-    operands = factors.of_each(equation.invars)
-    results = factors.of_each(equation.outvars)
-    leading = results[0][:levels]
-    whole: list[Dimension] = []
-    for dimensions in (*operands, *results):
-        whole += dimensions[levels:]
-    for dimensions in results:
-        dimensions[:levels] = leading
-    for atom, dimensions in zip(equation.invars, operands, strict=True):
+    leading = shape_of(equation.outvars[0])[:levels]
+    dims: list[Numbers] = []
+    for atom in (*equation.invars, *equation.outvars):
+        numbers: Numbers = [None] * len(shape_of(atom))
         for d, size in enumerate(shape_of(atom)[:levels]):
             # All elements share an operand of size one.
-            if size == shape_of(equation.outvars[0])[d]:
-                dimensions[d] = leading[d]
-    return factors.rule(operands, results, whole=whole)
+            if size == leading[d]:
+                numbers[d] = d
+        dims.append(numbers)
+    return _independent_rule(equation, dims)
+
+
+def _independent_rule(equation: JaxprEqn, dims: Sequence[Sequence[int | None]]) -> Rule:
+    """The rule of an operation on each element alone along the dimensions that have a number in
+    `dims`, the same one in all arrays. It needs the others as a whole."""
+    # [i j], [k] -> [i l], with all but `i` needed as a whole
+    factors = Factors()
+    arrays = factors.of_each([*equation.invars, *equation.outvars])
+    shared: dict[int, Dimension] = {}
+    whole: list[Dimension] = []
+    for dimensions, numbers in zip(arrays, dims, strict=True):
+        for d, number in enumerate(numbers):
+            if number is None:
+                whole.append(dimensions[d])
+            else:
+                dimensions[d] = shared.setdefault(number, dimensions[d])
+    count = len(equation.invars)
+    return factors.rule(arrays[:count], arrays[count:], whole=whole)
 
 
 def decomposition_rule(equation: JaxprEqn) -> Rule:

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from sharding_helpers import array, real_mesh
 
 import redcoast as rc
+from redcoast.core._jaxpr import iter_equations
 from redcoast.dryrun.hlo import collectives, sent_bytes
 from redcoast.sharding.program._batch_dims import batch_dims
 from redcoast.sharding.program._classes import Classes
@@ -515,19 +516,49 @@ def test_a_loop_over_examples_moves_what_is_on_a_device(name):
     assert by_map == by_vmap
 
 
-def test_what_is_cast_is_gathered_in_the_dtype_of_the_cast():
-    """As the constrained program gathers it."""
+def in_loop(layer):
+    def run(x, model):
+        return jax.lax.scan(lambda x, w: (layer(x, w), None), x, model)[0]
+
+    return run
+
+
+def one_by_one(layer):
+    return lambda x, model: ft.reduce(layer, model, x)
+
+
+CASTING = {
+    "layers": one_by_one,
+    "in jit": lambda layer: one_by_one(jax.jit(layer)),
+    "rematerialised": lambda layer: one_by_one(jax.checkpoint(layer)),
+    "in a loop": in_loop,
+    "rematerialised in a loop": lambda layer: in_loop(jax.checkpoint(layer)),
+}
+
+
+@pytest.mark.parametrize("name", CASTING)
+def test_what_is_cast_is_gathered_in_the_dtype_of_the_cast(name):
+    """As the constrained program gathers it, whose only whole weights are cast ones."""
     mesh = rc.make_mesh(data=1, fsdp=8)
-    model = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for _ in range(2)]
-    batch = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    model = [array(1024, 1024) for _ in range(2)]
+    if "loop" in name:
+        model = array(2, 1024, 1024)
 
     def gathered(dtype):
-        def loss_fn(model, x, key):
-            for w in model:
-                x = jax.nn.relu(x.astype(dtype) @ w.astype(dtype))
-            return jnp.mean(x.astype(jnp.float32) ** 2)
+        layer = lambda x, w: jax.nn.relu(x.astype(dtype) @ w.astype(dtype)).astype(x.dtype)
 
-        plan = rc.plan_shardings(model, mesh, fn=loss_fn, args=(batch, None))
+        def loss_fn(model, x, key):
+            return jnp.mean(CASTING[name](layer)(x, model) ** 2)
+
+        args = array(64, 1024), None
+        plan = rc.plan_shardings(model, mesh, fn=loss_fn, args=args)
+        whole = set()
+        for equation in iter_equations(jax.make_jaxpr(plan.constrain(loss_fn))(model, *args)):
+            if equation.primitive.name == "sharding_constraint":
+                result = equation.outvars[0].aval
+                if result.shape == (1024, 1024) and not any(equation.params["sharding"].spec):
+                    whole.add(result.dtype)
+        assert whole == {jnp.dtype(dtype)}
         traffic = plan.report.program.traffic
         return sum(t.bytes for t in traffic if t.cause.startswith("all-gathers of parameters"))
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import jax
 from jax.extend.core import JaxprEqn, Var
+from jax.sharding import PartitionSpec as P
 
 from ..operations import Atom
 from ..program._graph import Value
@@ -21,7 +22,8 @@ class BoundEquation:
     """An equation with its operands, in the scope of its jaxpr, with the scopes of those it calls.
 
     `stored` selects the operands that are arrays of the model, or large constants, as they are
-    stored: they are not gathered yet. `tables` are those of all lookups in the jaxpr.
+    stored: they are not gathered yet. `specs` are those by which operands are FSDP-sharded, if
+    known. `tables` are those of all lookups in the jaxpr.
     """
 
     # By `id`, pipelines know equations: it is the one of the traced program.
@@ -31,6 +33,7 @@ class BoundEquation:
     shardings: Shardings
     operands: Arrays
     stored: list[bool]
+    specs: list[P | None]
     tables: Tables
 
     @property

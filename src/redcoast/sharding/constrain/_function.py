@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
@@ -114,13 +113,16 @@ class Constrained:
         inputs = open_jaxpr(traced.jaxpr).invars
         values = [program.scope.values[var] for var in inputs]
         arrays[first] = map(shardings.constrain, arrays[first], values[first])
-        specs: dict[Var, PartitionSpec] = {}
-        for var, spec in zip(inputs, self.specs, strict=False):
+        specs: list[PartitionSpec | None] = [None] * traced.arrays
+        for place, spec in enumerate(self.specs):
             if not set(axes_of_spec(spec)).isdisjoint(shardings.batch_axes):
-                specs[var] = spec
+                specs[place] = spec
+                # As it is stored, until it is gathered: its gradient is reduce-scattered before
+                # anything reads it, such as the norm of the gradient.
+                arrays[place] = shardings.with_spec(arrays[place], spec)
         stored = [True] * traced.arrays
         try:
-            results = run_constrained(program.scope, shardings, arrays, stored, specs=specs)
+            results = run_constrained(program.scope, shardings, arrays, stored, specs)
         except CannotRebind as error:
             self._check_right_without_constraints(error, traced, shardings)
             self._warn(f"its `{error}` cannot be re-evaluated", custom="custom_" in str(error))

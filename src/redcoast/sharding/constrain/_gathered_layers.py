@@ -18,12 +18,11 @@ from ...core._control_flow import (
     consts_of,
     control_flow,
     open_jaxpr,
-    saves,
 )
 from ...core._jaxpr import iter_equations, struct_of, variables
 from ..operations._rule import shape_of
 from ..operations._rule_table import LARGE_OPERATIONS
-from ..program._remat import Computation, KeepAllBut, gather_of
+from ..program._remat import Computation, KeepAllBut, gather_of, recomputes_little
 from ..program._walk import Scope
 
 # As JAX shows the effects of `jax.debug.print`, which a policy can keep.
@@ -57,16 +56,11 @@ def gather_again(scope: Scope, stored: Sequence[bool], shards: int) -> KeepAllBu
 def _cheap_operations(region: Call) -> set[Computation] | None:
     """The operations of a rematerialised region, and those that its derivative adds.
 
-    None if it has products or loops, or if its own policy keeps any.
+    None if other operations of the loop, of the same shapes, would cost more to compute again.
     """
+    if not recomputes_little(region):
+        return None
     jaxpr = open_jaxpr(region.jaxpr)
-    for equation in iter_equations(jaxpr):
-        flow = control_flow(equation)
-        is_call = isinstance(flow, Call) and flow.kind in (CallKind.PLAIN, CallKind.CUSTOM_JVP)
-        if equation.primitive.name in LARGE_OPERATIONS or not (flow is None or is_call):
-            return None
-        if region.policy is not None and saves(region.policy, equation):
-            return None
     run = jaxpr_as_fun(close_jaxpr(jaxpr, consts_of(region.jaxpr)))
     traced = jax.make_jaxpr(lambda *inputs: jax.linearize(run, *inputs)[0])(
         *map(struct_of, jaxpr.invars)

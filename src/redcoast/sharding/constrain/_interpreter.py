@@ -72,26 +72,21 @@ def run_constrained(
     shardings: Shardings,
     inputs: Sequence[object],
     stored: Sequence[bool] = (),
+    specs: Sequence[P | None] = (),
     copies: Mapping[Atom, jax.Array] | None = None,
-    *,
-    specs: Mapping[Var, P] | None = None,
 ) -> Arrays:
     """Evaluates a jaxpr with its activations constrained.
 
     `stored` selects the inputs that are arrays of the model. They are constrained where they are
-    used, inside loops and calls, and so FSDP-sharded ones are gathered there. `copies` has one copy
-    of a weight for each shard of the batch. `specs` are those by which inputs are FSDP-sharded.
+    used, inside loops and calls, and so FSDP-sharded ones are gathered there. `specs` are those by
+    which inputs are FSDP-sharded. `copies` has one copy of a weight for each shard of the batch.
     """
     jaxpr = scope.jaxpr
     arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*scope.consts, *inputs), strict=True)
     env: dict[Var, Any] = dict(arguments)
     waiting = _stored_variables(scope, shardings, stored)  # until they are used
     copies = dict(copies or {})  # with those that equations rearrange
-    specs = dict(specs or {})  # with those of casts
-    # As they are stored, until they are gathered: gradients are reduce-scattered before anything
-    # reads them, such as the norm of the gradient.
-    for var, spec in specs.items():
-        env[var] = shardings.with_spec(env[var], spec)
+    spec_of = dict(zip(jaxpr.invars, specs, strict=False))  # with those of casts and of layers
     tables: Tables = {}
 
     def gather(atom: Atom, x: Any) -> Any:
@@ -113,12 +108,17 @@ def run_constrained(
         is_stored = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
         if _is_one_array(equation.invars, is_stored) and _keeps_layers(equation, scope, shardings):
             waiting.update(equation.outvars)
-        elif any(is_stored) and _narrows(equation, scope) and equation.invars[0] in specs:
+            (stack,) = itertools.compress(equation.invars, is_stored)
+            spec = _spec_of_layers(spec_of.get(stack), *map(_rank, (stack, *equation.outvars)))
+            spec_of[equation.outvars[0]] = spec
+        elif any(is_stored) and _narrows(equation, scope):
             # What is gathered and reduce-scattered is the cast array.
-            spec = specs[equation.invars[0]]
-            waiting.update(equation.outvars)
-            specs.update(dict.fromkeys(equation.outvars, spec))
-            return [shardings.with_spec(bind_again(equation, operands)[0], spec)]
+            spec = spec_of.get(equation.invars[0])
+            if spec is not None:
+                waiting.update(equation.outvars)
+                spec_of[equation.outvars[0]] = spec
+                return [shardings.with_spec(bind_again(equation, operands)[0], spec)]
+            operands = list(map(gather, equation.invars, operands))
         elif not inner:
             operands = list(map(gather, equation.invars, operands))
         if name in ("dot_general", "conv_general_dilated"):
@@ -131,7 +131,12 @@ def run_constrained(
         is_stored = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
         if isinstance(flow, Call) and inner:
             waiting.update(_passed_on(equation, inner[0], is_stored))
-        bound = BoundEquation(equation, scope, inner, shardings, operands, is_stored, tables)
+        passed: list[P | None] = []
+        for atom, waits in zip(equation.invars, is_stored, strict=True):
+            passed.append(spec_of.get(atom) if waits else None)
+        bound = BoundEquation(
+            equation, scope, inner, shardings, operands, is_stored, passed, tables
+        )
         try:
             results = _run(bound, flow, copies)
         except CannotRebind:
@@ -195,6 +200,18 @@ def _keeps_layers(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> boo
         case name:
             divides = name in ELEMENTWISE and result.shape == operand.shape
     return divides and operand.dims[0] in shardings.stacks
+
+
+def _rank(atom: Atom) -> int:
+    return len(shape_of(atom))
+
+
+def _spec_of_layers(spec: P | None, rank: int, new_rank: int) -> P | None:
+    """The spec of a layer, or of another stack, that is taken from a stack of layers."""
+    if spec is None or any(spec[:1]):
+        return None
+    layer = [*spec[1:], *[None] * (rank - max(1, len(spec)))]
+    return P(*[None] * (new_rank - len(layer)), *layer)
 
 
 def _narrows(equation: JaxprEqn, scope: Scope) -> bool:
@@ -321,7 +338,7 @@ def _has_nothing_to_constrain(bound: BoundEquation, call: Call) -> bool:
 
 def _call(bound: BoundEquation, call: Call) -> Arrays:
     equation, shardings, body = bound.equation, bound.shardings, bound.inner[0]
-    run = _function(body, shardings, bound.stored)
+    run = _function(body, shardings, bound.stored, bound.specs)
     if call.has_derivative:
         specs = list(map(shardings.spec, values_of(body, body.jaxpr.invars)))
         run_traced_rule = ft.partial(_run_traced_rule, shardings)
@@ -331,8 +348,10 @@ def _call(bound: BoundEquation, call: Call) -> Arrays:
     return list(run(*bound.operands))
 
 
-def _function(scope: Scope, shardings: Shardings, stored: Sequence[bool]) -> Fn:
-    return lambda *inputs: run_constrained(scope, shardings, inputs, stored)
+def _function(
+    scope: Scope, shardings: Shardings, stored: Sequence[bool], specs: Sequence[P | None]
+) -> Fn:
+    return lambda *inputs: run_constrained(scope, shardings, inputs, stored, specs)
 
 
 def _run_traced_rule(
@@ -402,11 +421,15 @@ def _scan(bound: BoundEquation, scan: Scan) -> Arrays:
     # (shards, ...), so that their gradients are summed over devices once, after the loop
     copies = copy_weights(scope, shardings, consts)
     stored = [*stored_consts, *[False] * len(init), *stored_xs]
+    # Constants are gathered before the loop, and layers in it.
+    specs: list[P | None] = [None] * (len(consts) + len(init))
+    for spec, var in zip(scan.split(bound.specs)[2], scan.split(equation.invars)[2], strict=True):
+        specs.append(_spec_of_layers(spec, _rank(var), _rank(var) - 1))
 
     def body(inputs: Arrays) -> Arrays:
         consts, carry, xs = scan.split(inputs)
         inputs = [*consts, *map(shardings.constrain, carry, values), *xs]
-        results = run_constrained(scope, shardings, inputs, stored, copies)
+        results = run_constrained(scope, shardings, inputs, stored, specs, copies)
         results[: scan.carry] = map(shardings.constrain, results[: scan.carry], values)
         return results
 
@@ -460,7 +483,10 @@ def _while(bound: BoundEquation, loop: While) -> Arrays:
 
 
 def _cond(bound: BoundEquation) -> Arrays:
-    branches = [_function(scope, bound.shardings, bound.stored[1:]) for scope in bound.inner]
+    branches = [
+        _function(scope, bound.shardings, bound.stored[1:], bound.specs[1:])
+        for scope in bound.inner
+    ]
     return list(jax.lax.switch(bound.operands[0], branches, *bound.operands[1:]))
 
 

@@ -21,8 +21,9 @@ from ...core._control_flow import (
     open_jaxpr,
     saves,
 )
-from ...core._jaxpr import is_inexact, variables
+from ...core._jaxpr import is_inexact, iter_equations, variables
 from ..operations import fixed_operands, is_linear, rule_of
+from ..operations._rule_table import LARGE_OPERATIONS
 
 # The name of a primitive, and the shapes of its operands.
 Computation = tuple[str, tuple[tuple[int, ...], ...]]
@@ -42,6 +43,18 @@ class KeepAllBut:
 def gather_of(shape: tuple[int, ...]) -> Computation:
     """The gather of an array with a constraint of its sharding."""
     return "sharding_constraint", (shape,)
+
+
+def recomputes_little(region: Call) -> bool:
+    """Whether a rematerialised region keeps nothing, and has neither products nor loops."""
+    for equation in iter_equations(open_jaxpr(region.jaxpr)):
+        flow = control_flow(equation)
+        is_call = isinstance(flow, Call) and flow.kind in (CallKind.PLAIN, CallKind.CUSTOM_JVP)
+        if equation.primitive.name in LARGE_OPERATIONS or not (flow is None or is_call):
+            return False
+        if region.policy is not None and saves(region.policy, equation):
+            return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from ..tree._overrides import spec_parts
 from ._buffers import ModelArray, WrittenBytes
 from ._memory_access import padding
 from ._peak import find_peak
+from ._planned_collectives import cast_share
 from ._strategy import Decision
 
 # The axes over which arrays can be sharded that the program computes with as a whole.
@@ -106,11 +107,15 @@ class StorageLayout:
             in_use = value.bytes / split  # of a device, while it is computed with
             gradient = value.grad * value.bytes / share
             gradients += gradient
+            local = in_use
+            if share > split and program.graph.stacks.isdisjoint(value.dims):
+                # What is gathered after a cast has its gradient summed before that of the cast.
+                local *= cast_share(program.graph, value)
             arrays.append(
                 ModelArray(
                     gathered=in_use * (share > split),  # 0 if it is stored as it is used
                     gradient=gradient,
-                    local=value.grad * in_use * (decision.batch.count > 1),  # before it is summed
+                    local=value.grad * local * (decision.batch.count > 1),  # before it is summed
                     first_use=program.graph.first_use.get(value.dims, ()),
                 )
             )

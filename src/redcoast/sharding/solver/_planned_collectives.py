@@ -4,14 +4,21 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jax.extend.core import JaxprEqn
-
-from ...core._control_flow import Call, CallKind, Scan, While, control_flow, primitive_name
-from ...core._jaxpr import struct_of
+from ...core._control_flow import (
+    Call,
+    CallKind,
+    Scan,
+    While,
+    control_flow,
+    open_jaxpr,
+    primitive_name,
+)
+from ...core._jaxpr import iter_equations, struct_of
 from ..operations import Atom, Dimension, rule_of
 from ..program._batch_dims import BatchDims, SplitNodes
 from ..program._classes import Classes
 from ..program._graph import Dims, Graph, Halo, PartialSum, Source, Value, Work
+from ..program._remat import recomputes_little
 from ._hardware import Hardware, all_gather, all_reduce
 from ._moved_rows import is_spectrum, moved_rows
 
@@ -179,25 +186,50 @@ def gathered_bytes(graph: Graph, value: Value, devices: int, *, once: bool = Fal
     gathered `once`. What a loop closes over is gathered before it, and what the program casts is
     gathered after that.
     """
-    size = value.bytes
-    source = graph.first_use.get(value.dims, ())
-    if len(source) == 1 and primitive_name(source[0]) == "convert_element_type":
-        cast = struct_of(source[0].outvars[0])
-        size = min(size, cast.size * cast.dtype.itemsize)
+    size = value.bytes * cast_share(graph, value)
     if once or not _is_gathered_again(graph, value):
         return all_gather(devices, size)
     return all_gather(devices, 2 * size)
+
+
+def cast_share(graph: Graph, value: Value) -> float:
+    """The part of an array's bytes that it has where it is gathered and its gradient is summed.
+
+    Less than one if the program casts it before its first use.
+    """
+    source = graph.first_use.get(value.dims, ())
+    if not source and _is_stacked(graph, value):
+        source = graph.first_use.get(value.dims[1:], ())
+    elif any(isinstance(control_flow(equation), Scan) for equation in source):
+        return 1.0  # the loop closes over it
+    for equation in source[:-1]:
+        flow = control_flow(equation)
+        if isinstance(flow, While) or (isinstance(flow, Call) and flow.has_derivative):
+            return 1.0
+    if not source or primitive_name(source[-1]) != "convert_element_type":
+        return 1.0
+    return min(1.0, struct_of(source[-1].outvars[0]).dtype.itemsize / value.itemsize)
+
+
+def _is_stacked(graph: Graph, value: Value) -> bool:
+    """Whether a scan gathers one layer of an array at a time."""
+    return not graph.stacks.isdisjoint(value.dims)
 
 
 def _is_gathered_again(graph: Graph, value: Value) -> bool:
     """Whether the backward pass gathers an array again."""
     if not value.grad:
         return False
-    if not graph.unrolled.isdisjoint(value.dims):
+    if _is_stacked(graph, value):
         # The compiler gathers the layers of a scan without a loop once, if it keeps them.
-        return any(map(_rematerialises, graph.first_use.get(value.dims[1:], ())))
-    if not graph.stacks.isdisjoint(value.dims):
-        return True
+        is_loop = is_again = graph.unrolled.isdisjoint(value.dims)
+        for equation in graph.first_use.get(value.dims[1:], ()):
+            match control_flow(equation):
+                case Call(kind=CallKind.REMAT) as call:
+                    return is_loop or bool(call.prevent_cse)
+                case Scan() as scan:
+                    is_again &= all(map(recomputes_little, _regions_in(scan)))
+        return is_again
     for equation in graph.first_use.get(value.dims, ()):
         match control_flow(equation):
             case Scan() | While():
@@ -207,9 +239,12 @@ def _is_gathered_again(graph: Graph, value: Value) -> bool:
     return False
 
 
-def _rematerialises(equation: JaxprEqn) -> bool:
-    flow = control_flow(equation)
-    return isinstance(flow, Call) and flow.kind is CallKind.REMAT
+def _regions_in(scan: Scan) -> Iterator[Call]:
+    """The rematerialised regions in the body of a loop."""
+    for equation in iter_equations(open_jaxpr(scan.body)):
+        flow = control_flow(equation)
+        if isinstance(flow, Call) and flow.kind is CallKind.REMAT:
+            yield flow
 
 
 @dataclass(frozen=True)

@@ -169,3 +169,37 @@ def test_a_ratio_that_overflows_has_a_gradient_of_zero_where_it_is_clipped():
         )
         assert value == jnp.float32(-1.2 * advantage)
         np.testing.assert_array_equal(gradient, 0)
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_gradients_are_finite_however_unlikely_tokens_have_become(unbiased):
+    """The norm of a gradient that is finite, but too large to be squared, is infinite too."""
+    far, near = jnp.full((1, 2), -200.0), jnp.full((1, 2), -1.0)
+    options = {"mask": jnp.ones((1, 2)), "kl_weight": 0.1, "unbiased_kl": unbiased}
+    # A reference that is e^199 times as likely, and an unclipped ratio of e^199.
+    for new, old, reference, sign in [(far, far, near, -1), (near, far, near, 1)]:
+        loss = lambda new, old=old, reference=reference: losses.grpo(
+            new, old, jnp.array([-1.0]), reference_log_probs=reference, **options
+        )
+        value, gradient = jax.value_and_grad(loss)(new)
+        assert jnp.isfinite(value)
+        assert jnp.isfinite(jnp.linalg.norm(gradient))
+        np.testing.assert_array_equal(jnp.sign(gradient), sign)
+
+
+def test_the_gradient_of_the_unbiased_divergence_is_exact():
+    """It is the ratio times the difference of the log-probabilities, however large that is."""
+    reference = jnp.array([[-0.001, -1.0, -3.0]])
+    for gap in (0.5, 2.0, 20.0, 100.0):
+        new = reference - gap
+        loss = lambda new, reference=reference: losses.grpo(
+            new,
+            jax.lax.stop_gradient(new) - 0.1,
+            jnp.zeros(1),
+            mask=jnp.ones((1, 3)),
+            reference_log_probs=reference,
+            kl_weight=1.0,
+            unbiased_kl=True,
+        )
+        expected = np.exp(0.1) * (np.float64(new) - np.float64(reference)) / 3
+        np.testing.assert_allclose(jax.grad(loss)(new), expected, rtol=1e-4)

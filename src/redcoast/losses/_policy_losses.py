@@ -16,6 +16,7 @@ from ._cross_entropy import at_least_float32
 Mask = Bool[Array, "batch seq"] | Integer[Array, "batch seq"] | Float[Array, "batch seq"]
 Advantages = Float[Array, " batch"] | Float[Array, "batch seq"]
 Rewards = Float[Array, "groups samples"] | Float[np.ndarray, "groups samples"]
+LARGEST_LOG_RATIO = 30.0  # 1e13
 Clip = int | float | tuple[int | float, int | float]
 
 
@@ -255,7 +256,8 @@ def kl_estimate(
 
     - `"k1"`: -log r. Without bias, but negative for about half of the tokens.
     - `"k2"`: (log r)^2 / 2. Never negative, with little variance and a small bias.
-    - `"k3"`: r - 1 - log r. Never negative, and without bias.
+    - `"k3"`: r - 1 - log r. Never negative, and without bias. From r = e^30 on it is a tangent, so
+        that its gradient is finite.
 
     **Arguments:**
 
@@ -289,9 +291,19 @@ def kl_estimate(
     if kind == "k2":
         return log_ratios**2 / 2
     if kind == "k3":
+        at_most, beyond = _split_log_ratios(log_ratios)
         # `exp(x) - 1` would lose the digits of small differences.
-        return jnp.expm1(log_ratios) - log_ratios
+        return jnp.expm1(at_most) + jnp.exp(at_most) * beyond - log_ratios
     raise ValueError(f"`kind` is {kind!r}, but must be 'k1', 'k2' or 'k3'.")
+
+
+def _split_log_ratios(log_ratios: Array) -> tuple[Array, Array]:
+    """Log-ratios up to a limit, and what exceeds it.
+
+    The exponential of larger ones, or the square of its gradient in a norm, would be infinite.
+    """
+    at_most = jnp.minimum(log_ratios, LARGEST_LOG_RATIO)
+    return at_most, log_ratios - at_most
 
 
 def reverse_kl(
@@ -375,23 +387,29 @@ def _token_losses(
     new = jnp.where(counts, at_least_float32(log_probs), 0)
     old = jnp.where(counts, at_least_float32(old_log_probs), 0)
     log_ratios = new - jax.lax.stop_gradient(old)  # (batch, seq)
-    ratios = jnp.exp(log_ratios)
+    at_most, beyond = _split_log_ratios(log_ratios)
+    ratios = jnp.exp(at_most) * (1 + beyond)  # a tangent beyond the limit
     gains = jax.lax.stop_gradient(at_least_float32(advantages))
     gains = jnp.broadcast_to(gains if gains.ndim == 2 else gains[:, None], ratios.shape)
     # Clipped where the policy got better only: otherwise the gradient would be lost.
     is_clipped = jnp.where(gains >= 0, ratios > 1.0 + above, ratios < 1.0 - below)
     limits = jnp.where(gains >= 0, 1.0 + above, 1.0 - below).astype(ratios.dtype)
-    # The exponential of a clipped ratio may be infinite, and its derivative would be 0 * inf.
-    within = jnp.exp(jnp.where(is_clipped, 0, log_ratios))
-    losses = -jnp.where(is_clipped, limits, within) * gains
+    losses = -jnp.where(is_clipped, limits, ratios) * gains
     if reference_log_probs is not None:
         reference = jax.lax.stop_gradient(
             jnp.where(counts, at_least_float32(reference_log_probs), 0)
         )
         # Of sampled tokens, so that no logits of the whole vocabulary are needed.
         estimates = kl_estimate(new, reference)
-        # Tokens were sampled by the old policy: the ratio makes the estimate one of the new policy.
-        losses = losses + kl_weight * (ratios * estimates if unbiased_kl else estimates)
+        if unbiased_kl:
+            # Tokens were sampled by the old policy: the ratio makes the estimate one of the new
+            # policy. If the reference is more likely, the product loses its gradient to rounding:
+            # there, the part that does not depend on the new policy is a constant.
+            at_most, beyond = _split_log_ratios(reference - old)
+            gaps = reference - new
+            of_likely = jnp.exp(at_most) * (1 + beyond) - ratios * (1 + gaps)
+            estimates = jnp.where(gaps > 1, of_likely, ratios * estimates)
+        losses = losses + kl_weight * estimates
     return jnp.where(counts, losses, 0)
 
 

@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import equinox as eqx
 import jax
@@ -315,3 +316,22 @@ def test_the_order_of_bytes_is_no_difference(tmp_path):
     tree = {"w": np.arange(4, dtype=">f4")}
     rc.save_checkpoint(tmp_path / "c", tree)
     np.testing.assert_array_equal(rc.load_checkpoint(tmp_path / "c", tree)["w"], tree["w"])
+
+
+def test_of_several_writers_to_one_path_one_succeeds(tmp_path):
+    """They would remove and mix each other's temporary files."""
+    trees = [{f"a{i}": jnp.full((100,), number) for i in range(3)} for number in (1.0, 2.0, 3.0)]
+
+    def save(tree):
+        try:
+            rc.save_checkpoint(tmp_path / "parent" / "one", tree)
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(trees)) as pool:
+        answers = list(pool.map(save, trees))
+    winner = answers.index(None)
+    for i, answer in enumerate(answers):
+        assert i == winner or "one exists already" in answer
+    saved = rc.load_checkpoint(tmp_path / "parent" / "one")
+    assert [*map(float, np.stack([*saved.values()]).ravel())] == [float(winner + 1)] * 300

@@ -5,7 +5,8 @@ import errno
 import functools as ft
 import importlib.metadata
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 
@@ -103,15 +104,35 @@ def save_checkpoint(
     """
     path = local_path("path", path).absolute()
     check_shared(path.parent)
-    if path.exists() or path.is_symlink():
-        raise ValueError(
-            f"{path} exists already, and a checkpoint never overwrites anything. Choose another "
-            "path, or remove it first."
-        )
-    with make_checkpointer(background=False) as checkpointer:
-        checkpointer.save(path, args=orbax_args(*arrays_and_document(tree, metadata or {})))
-    if is_main():
-        sync_name(path)
+    with _one_writer(path.parent):
+        if path.exists() or path.is_symlink():
+            raise ValueError(
+                f"{path} exists already, and a checkpoint never overwrites anything. Choose "
+                "another path, or remove it first."
+            )
+        with make_checkpointer(background=False) as checkpointer:
+            checkpointer.save(path, args=orbax_args(*arrays_and_document(tree, metadata or {})))
+        if is_main():
+            sync_name(path)
+
+
+@contextlib.contextmanager
+def _one_writer(directory: Path) -> Iterator[None]:
+    """Waits until nobody else saves in a directory, where it can be locked.
+
+    Two writers to one path would remove and mix each other's temporary files.
+    """
+    with contextlib.ExitStack() as stack:
+        # Windows has no such module, and some file systems have no locks of directories.
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            if is_main():
+                directory.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(directory, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def arrays_and_document(

@@ -28,7 +28,7 @@ from ..models._rotary import LongRope, RopeScaling
 from ._check_arguments import check_no_encoder, check_token_options
 from ._compiled import Padded, Result, trim
 from ._generated import Generated
-from ._prefill import LEAST_SLOTS, mesh_of
+from ._prefill import LEAST_SLOTS, as_real, mesh_of
 from ._prompt import align_left, append_tokens, at_own_columns, bucket, pad_columns
 from ._request import Request
 from ._row_turns import Turns, blank_turns, choose_next
@@ -62,10 +62,9 @@ def decode_exactly(
     arrays, static = split(model)
     if is_traced((arrays, tokens, mask, request.key)):
         return _decode(arrays, static, tokens, mask, request, slots, traced_mesh())
-    real = np.asarray(mask).astype(bool) if mask is not None else np.ones(tokens.shape, bool)
     length = bucket(tokens.shape[1])  # so that few lengths are compiled
-    tokens, real = (pad_columns(x, length, left=False) for x in (np.asarray(tokens), real))
-    tokens = tokens.astype(np.int32)
+    real = pad_columns(as_real(tokens, mask), length, left=False)
+    tokens = pad_columns(np.asarray(tokens), length, left=False).astype(np.int32)
     new = _decode_compiled(arrays, static, tokens, real, request, slots, mesh_of(arrays))
     return trim(new, int(request.limit))
 

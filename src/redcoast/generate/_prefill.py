@@ -201,7 +201,7 @@ def aligned(
     tokens: np.ndarray, mask: AnyArray | None, columns: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns tokens and their mask with all padding on the left, in `columns` columns."""
-    real = _as_real(tokens, mask)
+    real = as_real(tokens, mask)
     order = np.argsort(real, axis=1, kind="stable")  # padding between tokens goes to the left too
     tokens = np.take_along_axis(tokens, order, axis=1)
     real = np.take_along_axis(real, order, axis=1)
@@ -314,13 +314,13 @@ def prepare_prompt(
         length = max(tokens.shape[1], min(length, most))
     pad = ft.partial(pad_columns, length=length, left=left)
     padded = pad(_on_host(tokens)).astype(np.int32)
-    real = pad(_as_real(tokens, mask))
+    real = pad(as_real(tokens, mask))
     if mask is None:
         return place(padded, tokens), place(real, tokens)
     return place(padded, tokens), place(real, mask)
 
 
-def _as_real(tokens: AnyArray, mask: AnyArray | None) -> Any:
+def as_real(tokens: AnyArray, mask: AnyArray | None) -> Any:
     """Which tokens are not padding, as booleans; on the host if they are known."""
     if mask is None:
         return np.ones(tokens.shape, bool)

@@ -15,6 +15,13 @@ Scores = Float[Array, "rows vocab"]
 History = Int[Array, "rows length"]
 
 
+def new_history(prompt: Int[Array, "rows prompt"], request: Request) -> History | None:
+    """Returns the history before the first new token; None if no choice depends on it."""
+    if not request.needs_history:
+        return None
+    return jnp.pad(prompt, ((0, 0), (0, request.room)), constant_values=-1)
+
+
 def least_new(
     prompt: Int[Array, "rows prompt"], request: Request
 ) -> Int[Array, "rows_or_1"] | None:

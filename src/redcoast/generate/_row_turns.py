@@ -29,13 +29,14 @@ from ._prefill import (
     Arrays,
     Places,
     PromptChunks,
+    as_real,
     by_layer_with,
     chunks_for,
     keep_places,
     place_all,
     places_of,
 )
-from ._processors import least_new
+from ._processors import least_new, new_history
 from ._prompt import append_tokens
 from ._request import Request
 from ._sampling import is_any, score_tokens
@@ -71,8 +72,7 @@ def decode_in_turn(
 ) -> Result:
     """Generates results in `rows` rows, each the same as if all were generated at once."""
     tokens = np.asarray(tokens)
-    real = np.asarray(mask).astype(bool) if mask is not None else np.ones(tokens.shape, bool)
-    return _Decoding(model, tokens, real, request, rows).run()
+    return _Decoding(model, tokens, as_real(tokens, mask), request, rows).run()
 
 
 class _Decoding:
@@ -293,15 +293,14 @@ def blank_turns(
     prompt: Int[Array, "rows prompt"], numbers: Int[Array, " rows"], request: Request
 ) -> Turns:
     """The rows before their first tokens. `prompt` has -1 at padding, which is on the left."""
-    rows, room = prompt.shape[0], ((0, 0), (0, request.room))
-    history = jnp.pad(prompt, room, constant_values=-1) if request.needs_history else None
+    rows = prompt.shape[0]
     least = least_new(prompt, request)
     if least is not None:
         least = jnp.broadcast_to(least, (rows,))
     zeros, shape = jnp.zeros(rows, jnp.int32), (rows, request.room)
     new, scores = jnp.full(shape, request.pad, jnp.int32), jnp.zeros(shape, jnp.float32)
     ended = jnp.zeros(rows, bool)
-    return Turns(numbers, zeros, zeros, ended, new, scores, history, least)
+    return Turns(numbers, zeros, zeros, ended, new, scores, new_history(prompt, request), least)
 
 
 def choose_next(logits: Float[Array, "rows vocab"], turns: Turns, request: Request) -> Turns:

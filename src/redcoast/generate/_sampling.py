@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from ..core._token_losses import token_losses
 from ._cache_rows import cache_batch_dims, repeat_rows
 from ._logits import NO_TOKENS, choose_tokens
-from ._processors import History, least_new
+from ._processors import History, least_new, new_history
 from ._prompt import ReadPrompt, append_tokens, first_logits
 from ._request import Request
 
@@ -71,11 +71,8 @@ def begin(model: PyTree, read: ReadPrompt, request: Request) -> tuple[PyTree, La
         logits = jnp.repeat(logits, request.copies, axis=0)  # a prompt is read once for its results
         prompt = jnp.repeat(prompt, request.copies, axis=0)
     rows = jnp.zeros(logits.shape[0], jnp.int32)
-    history, scores = None, None
-    if request.needs_history:
-        history = jnp.pad(prompt, ((0, 0), (0, request.room)), constant_values=-1)
-    if request.scored:
-        scores = rows.astype(jnp.float32)
+    history = new_history(prompt, request)
+    scores = rows.astype(jnp.float32) if request.scored else None
     count = jnp.zeros((), jnp.int32)
     least = least_new(prompt, request)
     nothing = Last(rows, scores, rows.astype(bool), rows, count, history, least)

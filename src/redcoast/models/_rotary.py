@@ -11,6 +11,9 @@ from jaxtyping import Array, Float, Int, Integer
 from ._check_config import check_fields
 from ._inputs import AnyArray
 
+# The cosines and sines of the angles at each position.
+Angles = tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -72,29 +75,6 @@ class LongRope:
                 )
 
 
-def long_angles(
-    positions: Integer[AnyArray, "#batch seq"],
-    frequencies: Float[np.ndarray, " half"],
-    scaling: LongRope | None,
-    dtype: Any,
-    lengths: Int[Array, " batch"] | None = None,
-) -> tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]:
-    """Returns the cosines and sines of the angles at each position, which may be scaled. `lengths`
-    are the final lengths of rows; by default, their current lengths."""
-    if scaling is None:
-        return rotary_angles(positions, frequencies, dtype)
-    # Both are computed, because one batch may have short and long rows.
-    short = rotary_angles(positions, frequencies / np.asarray(scaling.short, float), dtype)
-    long = rotary_angles(positions, frequencies / np.asarray(scaling.long, float), dtype)
-    is_long = jnp.max(positions, axis=1) >= scaling.original  # (batch,)
-    if lengths is not None:
-        is_long = is_long | (lengths > scaling.original)
-    is_long = is_long[:, None, None, None]
-    cos = jnp.where(is_long, long[0], short[0]) * scaling.factor
-    sin = jnp.where(is_long, long[1], short[1]) * scaling.factor
-    return cos, sin
-
-
 @dataclass(frozen=True)
 class Yarn:
     """Scales the wavelengths of rotary embeddings, and their size (YaRN, Peng et al., 2023,
@@ -147,30 +127,21 @@ def _pair_with_turns(turns: float, head_dim: int, base: int | float, original: i
     return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 
-def yarn_angles(
-    positions: Integer[AnyArray, "#batch seq"],
-    head_dim: int,
-    base: int | float,
-    scaling: Yarn | None,
-    dtype: Any,
-) -> tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]:
-    """Returns the cosines and sines of the angles at each position, which may be scaled."""
-    if scaling is None:
-        return rotary_angles(positions, rotary_frequencies(head_dim, base), dtype)
-    cos, sin = rotary_angles(positions, yarn_frequencies(head_dim, base, scaling), dtype)
-    return cos * scaling.amplitude, sin * scaling.amplitude
-
-
 def scaled_angles(
     positions: Integer[AnyArray, "#batch seq"],
     head_dim: int,
     base: int | float,
-    scaling: RopeScaling | Yarn | None,
+    scaling: RopeScaling | Yarn | LongRope | None,
     dtype: Any,
-) -> tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]:
-    """Returns the cosines and sines of the angles at each position, which may be scaled."""
+    lengths: Int[Array, " batch"] | None = None,
+) -> Angles:
+    """Returns the cosines and sines of the angles at each position, which may be scaled. `lengths`
+    are the final lengths of rows, for `LongRope`; by default, their current lengths."""
     if isinstance(scaling, Yarn):
-        return yarn_angles(positions, head_dim, base, scaling, dtype)
+        cos, sin = rotary_angles(positions, yarn_frequencies(head_dim, base, scaling), dtype)
+        return cos * scaling.amplitude, sin * scaling.amplitude
+    if isinstance(scaling, LongRope):
+        return _long_angles(positions, rotary_frequencies(head_dim, base), scaling, dtype, lengths)
     if scaling is None or scaling.kind != "dynamic":
         return rotary_angles(positions, rotary_frequencies(head_dim, base, scaling), dtype)
     # The base grows with the length of a row: a factor for each pair of features.
@@ -182,6 +153,25 @@ def scaled_angles(
     frequencies = frequencies * growth[:, None] ** -powers[None]  # (batch, half)
     angles = positions[:, :, None, None].astype(dtype) * frequencies[:, None, None]
     return jnp.cos(angles), jnp.sin(angles)
+
+
+def _long_angles(
+    positions: Integer[AnyArray, "#batch seq"],
+    frequencies: Float[np.ndarray, " half"],
+    scaling: LongRope,
+    dtype: Any,
+    lengths: Int[Array, " batch"] | None,
+) -> Angles:
+    # Both are computed, because one batch may have short and long rows.
+    short = rotary_angles(positions, frequencies / np.asarray(scaling.short, float), dtype)
+    long = rotary_angles(positions, frequencies / np.asarray(scaling.long, float), dtype)
+    is_long = jnp.max(positions, axis=1) >= scaling.original  # (batch,)
+    if lengths is not None:
+        is_long = is_long | (lengths > scaling.original)
+    is_long = is_long[:, None, None, None]
+    cos = jnp.where(is_long, long[0], short[0]) * scaling.factor
+    sin = jnp.where(is_long, long[1], short[1]) * scaling.factor
+    return cos, sin
 
 
 def rotary_frequencies(
@@ -208,7 +198,7 @@ def rotary_frequencies(
 
 def rotary_angles(
     positions: Integer[AnyArray, "#batch seq"], frequencies: Float[np.ndarray, " half"], dtype: Any
-) -> tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]:
+) -> Angles:
     """Returns the cosines and sines of the angles at each position."""
     angles = positions[:, :, None, None].astype(dtype)  # (batch, seq, heads, half)
     angles = angles * jnp.asarray(frequencies, dtype)[None, None, None]
@@ -217,7 +207,7 @@ def rotary_angles(
 
 def rotate(
     x: Float[Array, "batch seq heads head_dim"],
-    angles: tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]],
+    angles: Angles,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotates feature i with feature i + half, the convention of LLaMA's weights. Features beyond
     the angles are unchanged."""
@@ -230,7 +220,7 @@ def rotate(
 
 def rotate_pairs(
     x: Float[Array, "batch seq heads head_dim"],
-    angles: tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]],
+    angles: Angles,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotates feature 2 i with feature 2 i + 1, the convention of GPT-J's weights. Features beyond
     the angles are unchanged."""

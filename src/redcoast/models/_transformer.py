@@ -39,7 +39,6 @@ from ._rotary import (
     LongRope,
     RopeScaling,
     Yarn,
-    long_angles,
     rotary_angles,
     rotary_frequencies,
     rotate,
@@ -247,30 +246,22 @@ def _growth(positions, c, dtype):
 
 def _angles(positions, c, cache, dtype):
     """The cosines and sines of all layers; and of the layers with a window, if they differ."""
-    all_ = _angles_of_all(positions, c, cache, dtype)
+    lengths = None if cache is None else cache.lengths
+    scaled = scaled_angles(positions, c.rotated, c.rope_base, c.rope_scaling, dtype, lengths)
     if not c.local or c.local_rope_base is None:
-        return all_, None
-    return all_, rotary_angles(positions, rotary_frequencies(c.rotated, c.local_rope_base), dtype)
+        return scaled, None
+    return scaled, rotary_angles(positions, rotary_frequencies(c.rotated, c.local_rope_base), dtype)
 
 
 def _angles_of_layer(angles, rotated, local):
-    all_, near = angles
+    scaled, near = angles
     if near is not None:
         # Layers of both kinds are in one scan, so each selects its angles.
-        all_ = jax.tree.map(ft.partial(jnp.where, local), near, all_)
+        scaled = jax.tree.map(ft.partial(jnp.where, local), near, scaled)
     if rotated is None:
-        return all_
-    cos, sin = all_
+        return scaled
+    cos, sin = scaled
     return jnp.where(rotated, cos, 1), jnp.where(rotated, sin, 0)  # a rotation by 0
-
-
-def _angles_of_all(positions, c, cache, dtype):
-    if not isinstance(c.rope_scaling, LongRope):
-        return scaled_angles(positions, c.rotated, c.rope_base, c.rope_scaling, dtype)
-    frequencies, lengths = rotary_frequencies(c.rotated, c.rope_base), None
-    if cache is not None:
-        lengths = cache.lengths
-    return long_angles(positions, frequencies, c.rope_scaling, dtype, lengths)
 
 
 def _feed_forward(layer, x, use, real, c):

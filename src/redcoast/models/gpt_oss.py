@@ -27,7 +27,7 @@ from ._check_config import check_chosen, check_local
 from ._decoder import RoutedDecoder, TableHead
 from ._einsum import keys_values, outputs, product, queries
 from ._moe import add_use, mix_experts, no_use
-from ._rotary import Yarn, rotate, yarn_angles
+from ._rotary import Yarn, rotate, scaled_angles
 from ._scan_layers import scan_layers
 
 # The gain of the sigmoid in the experts.
@@ -146,7 +146,7 @@ class GptOss(TableHead, RoutedDecoder):
         everywhere, near = see(window=None), see(window=c.window)
         real = as_array(real_tokens(tokens.shape, mask))
         x = look_up(self.embed, tokens)  # (batch, seq, width)
-        angles = yarn_angles(positions, c.head_dim, c.rope_base, c.rope_scaling, wide(x.dtype))
+        angles = scaled_angles(positions, c.head_dim, c.rope_base, c.rope_scaling, wide(x.dtype))
 
         def layer_fn(x, carry, inputs, index, key):
             (cache, use), (layer, local) = carry, inputs

@@ -1,9 +1,8 @@
 """Which arrays of a model are matrices, by the tensors that they are published as."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ._tensors import Tensor
+from ._tensors import Tensor, factors_in
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def matrix_of(tensor: Tensor) -> Matrix | None:
     if len(left) == 3 and left[0] == right[0]:  # the matrices of all experts in one tensor
         left, right, stacked = left[1:], right[1:], stacked + 1
     # Embedding tables are not stacked, and have the same layout as their published tensor.
-    is_table = not stacked and _in_order(left) == _in_order(right)
+    is_table = not stacked and factors_in(left) == factors_in(right)
     if len(left) != 2 or is_table:
         return None
     if tensor.name.endswith("bias"):  # of several experts
@@ -49,7 +48,3 @@ def matrix_of(tensor: Tensor) -> Matrix | None:
     count = sum(set(group) <= set(inputs) for group in right)
     # Without output dimensions it is a vector that is published as a matrix with one row.
     return None if count == len(right) else Matrix(stacked, count)
-
-
-def _in_order(groups: Sequence[Sequence[str]]) -> list[str]:
-    return [factor for group in groups for factor in group]

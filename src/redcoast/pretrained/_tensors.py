@@ -96,8 +96,14 @@ def _groups(side: str, tensor: Tensor) -> Groups:
     return tuple(groups)
 
 
+def factors_in(groups: Groups) -> list[str]:
+    """Returns the factors of all dimensions, in their order."""
+    return [*it.chain(*groups)]
+
+
 def _check(tensor: Tensor) -> None:
-    left, right = {*it.chain(*tensor.left)} - {"1"}, {*it.chain(*tensor.right)} - {"1"}
+    left = {*factors_in(tensor.left)} - {"1"}
+    right = {*factors_in(tensor.right)} - {"1"}
     fixed = dict(tensor.fixed)
     # Factors of which the leaf has one index, and thus no dimension.
     indexed = {factor for factor, size in fixed.items() if isinstance(size, tuple)} - right
@@ -146,8 +152,9 @@ def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
     Raises `ValueError` if the shape does not match the pattern.
     """
     shape = leaf_shape[len(tensor.fields) :]
-    factors = {*it.chain(*tensor.left, *tensor.right)}
-    sizes = {factor: _known_size(factor, tensor) for factor in factors}
+    sizes = {}
+    for factor in factors_in(tensor.left + tensor.right):
+        sizes[factor] = _known_size(factor, tensor)
     if len(leaf_shape) != len(tensor.fields) + len(tensor.right):
         raise ValueError(
             f"{tensor} has {len(tensor.fields) + len(tensor.right)} dimensions, but the array has "
@@ -182,7 +189,7 @@ def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
 
 def ranges(tensor: Tensor) -> dict[str, int]:
     """Returns the factors of which the leaf has a range, with its first index."""
-    right = {*it.chain(*tensor.right)}
+    right = factors_in(tensor.right)
     first: dict[str, int] = {}
     for factor, size in tensor.fixed:
         if isinstance(size, tuple) and factor in right:

@@ -40,23 +40,34 @@ def boolean(request: Body, name: str) -> bool:
 
 
 def integer(request: Body, name: str, least: int, most: int | None) -> int | None:
-    value = request.get(name)
-    if value is None:
-        return None
-    if not is_integer(value):
-        raise Refused(400, f"`{name}` must be an integer.", name, "invalid_type")
-    _check_bounds(name, value, least, most)
-    return value
+    return _bounded(request, name, least, most, is_integer, "an integer")
 
 
 def number(request: Body, name: str, least: int, most: int) -> int | float | None:
+    return _bounded(request, name, least, most, is_number, "a number")
+
+
+def _bounded(
+    request: Body,
+    name: str,
+    least: int,
+    most: int | None,
+    has_type: Callable[[object], bool],
+    type_name: str,
+) -> Any:
     value = request.get(name)
     if value is None:
         return None
-    if not is_number(value):
-        raise Refused(400, f"`{name}` must be a number.", name, "invalid_type")
-    _check_bounds(name, value, least, most)
-    return value
+    if not has_type(value):
+        raise Refused(400, f"`{name}` must be {type_name}.", name, "invalid_type")
+    # The comparisons are false for NaN.
+    if value >= least and (most is None or value <= most):
+        return value
+    bounds = f"at least {least}"
+    if most is not None:
+        bounds += f" and at most {most}"
+    text = f"`{name}` is {str(value)[:40]}. It must be {bounds}."
+    raise Refused(400, text, name, "invalid_value")
 
 
 def is_integer(value: object) -> bool:
@@ -66,17 +77,6 @@ def is_integer(value: object) -> bool:
 
 def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_bounds(name: str, value: int | float, least: int, most: int | None) -> None:
-    # The comparisons are false for NaN.
-    if value >= least and (most is None or value <= most):
-        return
-    bounds = f"at least {least}"
-    if most is not None:
-        bounds += f" and at most {most}"
-    text = f"`{name}` is {str(value)[:40]}. It must be {bounds}."
-    raise Refused(400, text, name, "invalid_value")
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,11 @@ ROWS = {
         (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), budget="1"), TypeError, "budget"),
         (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), sequence=3), TypeError, "sequence"),
         (
+            lambda d: rc.plan_shardings(INIT(0), rc.make_mesh(), fn=LOSS, args=jnp.ones((8, 8))),
+            TypeError,
+            "`args` is of type .* tuple of the arguments",
+        ),
+        (
             lambda d: rc.plan_shardings(INIT(0), rc.make_mesh(), fn=LOSS, args=("text", None)),
             TypeError,
             r"text at args\[0\]",

@@ -326,7 +326,7 @@ ROWS = {
     "a loss without a key": (
         lambda d: fit(lambda model, batch: good(model, batch, None)),
         TypeError,
-        rf"{BATCH}\nIt is called as `loss_fn\(model, batch, key\)`, and must accept",
+        rf"{BATCH}\nThe function is called as `loss_fn\(model, batch, key\)`, and must accept",
     ),
     "no return": (
         lambda d: fit(lambda m, b, k: None),
@@ -665,7 +665,7 @@ ROWS = {
     "columns for a batch": (
         lambda d: fit(collate_fn=lambda x, y: {"x": np.stack(x), "y": np.stack(y)}),
         TypeError,
-        r"It is called as `collate_fn\(examples\)`",
+        r"The function is called as `collate_fn\(examples\)`",
     ),
     "columns of different lengths": (
         lambda d: fit(examples=(X, Y[:-1])),
@@ -685,7 +685,7 @@ ROWS = {
     "names of files without a collate_fn": (
         lambda d: fit(examples=[{"name": "a"}] * 8, collate_fn=stack_examples),
         TypeError,
-        r"^(?!.*It is called as).*leaves out other values, such as names of files",
+        r"^(?!.*The function is called as).*leaves out other values, such as names of files",
     ),
     "a loss that keeps what it computes": (
         lambda d: fit_twice(keeping([])),
@@ -765,12 +765,12 @@ ROWS = {
     "a logger without the step": (
         lambda d: fit(log=[rc.progress_logger(False), lambda metrics: None]),
         TypeError,
-        r"for the metrics of step 1\.\nIt is called as `log\(metrics, step\)`",
+        r"for the metrics of step 1\.\nThe function is called as `log\(metrics, step\)`",
     ),
     "a function that makes a model without a key": (
         lambda d: fit(model=lambda: model()),
         TypeError,
-        r"It is called as `init_fn\(key\)`",
+        r"The function is called as `init_fn\(key\)`",
     ),
     "callbacks": (
         lambda d: fit(callbacks=[print]),
@@ -800,7 +800,7 @@ ROWS = {
     "a jitted loss of two arguments": (
         lambda d: fit(loss_fn=eqx.filter_jit(lambda model, batch: 0.0)),
         TypeError,
-        r"It is called as `loss_fn\(model, batch, key\)`",
+        r"The function is called as `loss_fn\(model, batch, key\)`",
     ),
     "a tuple for a batch": (
         lambda d: fit(

@@ -111,7 +111,7 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
         ]
     failed_to_bind = isinstance(error, TypeError) and "argument" in str(error)
     if failed_to_bind and all(is_hidden(x.f_code.co_filename) for x in frames):
-        return [f"It is called as `{_CALLS[name]}`, and must accept these arguments."]
+        return [f"The function is called as `{_CALLS[name]}`, and must accept these arguments."]
     if name == "init_fn":
         return [
             "A function in place of a model is called as `init_fn(key)` and returns the model. To "
@@ -227,7 +227,7 @@ def _known_words(text: str, name: str) -> str:
             "the memory of the state before it. Keep a copy, such as `jax.device_get(state.model)`."
         )
     if any(words in text for words in _OF_ANOTHER_ORDER):
-        return f"It is called as `{_CALLS[name]}`, with the arguments in this order."
+        return f"The function is called as `{_CALLS[name]}`, with the arguments in this order."
     if "numpy.integer" in text:
         return (
             "Labels that are integers have the type int32. For probabilities or one-hot labels, "

@@ -400,6 +400,11 @@ def plan_shardings(
     """
     mesh = mesh_or_ambient(mesh)
     # Wrong arguments are refused before a trace, which may take seconds.
+    if not isinstance(args, list | tuple):
+        raise TypeError(
+            f"`args` is of type {type(args).__name__}. It must be a tuple of the arguments of `fn` "
+            "after the model, such as `(batch, key)`."
+        )
     check_flag("sequence", sequence)
     check_microbatches(microbatches, mesh)
     if budget is not None:

@@ -290,8 +290,8 @@ class Batches:
         **Arguments:**
 
         - `state`: from `get_state` or [`redcoast.Batch`][]. `{"step": n}` is the state after `n`
-            full batches. With `epochs`, it is the end of an epoch if a whole number of epochs, in
-            one run or in one run each, can have `n` batches.
+            full batches. With `epochs`, it is the end of an epoch if `n` batches can be a whole
+            number of epochs, trained in one run or in one run for each epoch.
         - `key`: a JAX key that determines the order of the examples if the state does not; in
             `fit`, `state.key` of the [`redcoast.TrainState`][].
 

@@ -53,11 +53,10 @@ class DryRun:
         `"peak"`, and the `"usable"` memory.
     - `traffic`: The communication, by mesh `axis`, `kind` of collective and `cause`: the number of
         `times`, and the `bytes` communicated; the largest first. Empty if refused.
-    - `lines`: By the line of code that they come from, the `bytes` that are communicated, with
-        their `causes`, and the `memory_bytes` of temporaries when most memory is in use; the most
-        bytes first. The `file` is `""` for what comes from no line. `planned_bytes` are what the
-        plan says is communicated; if they are 0, the compiler has added what is. `by_line()` is a
-        table of it.
+    - `lines`: For each line of code, the `bytes` that it communicates, with their `causes`, and the
+        `memory_bytes` of its temporaries at the peak; the most bytes first. The `file` is `""` for
+        operations that come from no line. `planned_bytes` is the plan's estimate of `bytes`; it is
+        0 for communication that the compiler added. `by_line()` is a table of them.
     - `sent_bytes`: The total number of bytes communicated; `None` if refused.
     - `arithmetic`: Floating point operations of contractions, by dtype.
     - `bounds`: Lower bounds on the seconds for arithmetic, memory and each network, which of them

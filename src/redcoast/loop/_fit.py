@@ -144,11 +144,11 @@ def fit(
     - `steps_per_call`: the number of steps in one call of a compiled program. By default, each step
         of a model that is not small is a call, and several short steps are one: as many as take 5
         milliseconds, at most 32. The results are the same bit for bit, and each step is logged, but
-        a signal stops the run after the call. 1 makes each step a call. A larger number is for
-        steps that are short without being recognised as such; it needs memory for as many batches
-        and for two copies of the state.
+        a signal stops the run after the call. 1 makes each step a call. Pass a larger
+        number for other models with short steps; it needs memory for as many batches and for two
+        copies of the state.
     - `memory`: the bytes of each device that a step may take. If the plan takes more, the backward
-        pass recomputes values, and as little arithmetic as suffices by an estimate; see
+        pass recomputes values, with the least additional arithmetic by an estimate; see
         `plan.report.program.recomputed`. `"auto"` is 85 % of the memory that the devices report;
         CPUs report none. `None` recomputes nothing.
     - `compiler_options`: as for [`redcoast.compile_step`][], for the programs of training steps.

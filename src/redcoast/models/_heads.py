@@ -86,7 +86,7 @@ def with_head(
     - `model`: a `Bert`, `ModernBert`, `ViT` or `Dinov2`, with or without a head. Its head is
       dropped; its pooler is kept if the new head uses one.
     - `labels`: the number of labels, or their names, which are saved with the model.
-    - `of_tokens`: whether each token has a label, and not each row. Images have no tokens.
+    - `of_tokens`: whether to classify each token instead of each row; not for images.
     - `key`: PRNG key for the new parameters.
 
     **Returns:**

@@ -87,13 +87,12 @@ def matrix_dimensions(
 ) -> PyTree[optax.contrib.MuonDimensionNumbers | None]:
     """Finds the matrices of a model for Muon, from the program of its loss.
 
-    `optax.contrib.muon` takes the result as `muon_weight_dimension_numbers`; without it, every
-    array of rank 2 is a matrix for it, and none of another rank. An array is a matrix here if the
-    program multiplies activations by it. These are none, and left to Adam: tables that rows are
-    looked up in, also if they are multiplied by as well (tied embeddings), arrays of the last
-    product before the loss (language-model heads), norm scales and biases. Stacked layers, experts
-    and members of an ensemble are separate matrices. Heads are one matrix together. A convolution
-    sums over its window and its input channels.
+    Pass the result to `optax.contrib.muon` as `muon_weight_dimension_numbers`; without it, optax
+    treats exactly the arrays of rank 2 as matrices. Here, an array is a matrix if the program
+    multiplies activations by it, except embeddings, also tied ones, and the array of the last
+    product before the loss (a language-model head). Norm scales and biases are not matrices either.
+    Stacked layers, experts and members of an ensemble are separate matrices, and all heads are one.
+    The inputs of a convolution are its window and its input channels.
 
     **Arguments:**
 

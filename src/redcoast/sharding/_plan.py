@@ -368,8 +368,8 @@ def plan_shardings(
         pipeline in a step. By default, as many as keep the bubble under a tenth of the time, if the
         batch has enough rows.
     - `memory`: Bytes of each device that a step of a loss may take. If the plan takes more,
-        `plan.constrain` recomputes values in the backward pass, and as little arithmetic as
-        suffices by an estimate. If that is not enough, GPUs and TPUs keep the optimizer's state in
+        `plan.constrain` recomputes values in the backward pass, with the least additional
+        arithmetic by an estimate. If that is not enough, GPUs and TPUs keep the optimizer's state in
         the memory of the host. `"auto"` is 85 % of the memory that the devices report, or of
         `Hardware.memory`; without either, and by default, nothing is recomputed.
 

@@ -273,7 +273,7 @@ class MetricsReader:
             self._read_until(1)
 
     def forget_after(self, step: int) -> None:
-        """Drops the steps after one, which are not to be logged."""
+        """Drops the metrics of the steps after a step, which are then not logged."""
         self._pending = deque(pushed for pushed in self._pending if pushed.step <= step)
 
     @hide_frames

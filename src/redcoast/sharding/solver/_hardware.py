@@ -33,9 +33,9 @@ class Hardware:
     - `overlaps`: Whether the compiler gathers weights and sums gradients while it computes. XLA
         does so for GPU and TPU.
     - `compiler`: Whose compiler the estimate of memory is for: `"cpu"`, `"gpu"` or `"tpu"`. For GPU
-        and TPU, XLA computes squares again where they are read. For TPU, it also computes
-        exponentials and the like again, and keeps what only products of default precision read in
-        bfloat16.
+        and TPU, XLA recomputes squares where they are read. For TPU, it also recomputes
+        exponentials and similar functions, and stores arrays in bfloat16 if only products of
+        default precision read them.
 
     !!! example
 

@@ -369,9 +369,9 @@ def plan_shardings(
         batch has enough rows.
     - `memory`: Bytes of each device that a step of a loss may take. If the plan takes more,
         `plan.constrain` recomputes values in the backward pass, with the least additional
-        arithmetic by an estimate. If that is not enough, GPUs and TPUs keep the optimizer's state in
-        the memory of the host. `"auto"` is 85 % of the memory that the devices report, or of
-        `Hardware.memory`; without either, and by default, nothing is recomputed.
+        arithmetic by an estimate. If that is not enough, GPUs and TPUs keep the optimizer's
+        state in the memory of the host. `"auto"` is 85 % of the memory that the devices report, or
+        of `Hardware.memory`; without either, and by default, nothing is recomputed.
 
     **Returns:**
 

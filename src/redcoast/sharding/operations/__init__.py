@@ -16,6 +16,7 @@ from ._rule import Dimensions as Dimensions
 from ._rule import Factor as Factor
 from ._rule import Rule as Rule
 from ._rule import all_factors as all_factors
+from ._rule import atom_bytes as atom_bytes
 from ._rule import fixed_operands as fixed_operands
 from ._rule import is_linear as is_linear
 from ._rule import shape_of as shape_of

@@ -160,6 +160,12 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
+def atom_bytes(atom: Atom) -> int:
+    """The bytes of a variable or a literal; 0 for what has no elements of a size, as tokens."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return prod(shape_of(atom)) * getattr(dtype, "itemsize", 0)
+
+
 def shapes_before_and_after(equation: JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of the first operand and of the first result."""
     return shape_of(equation.invars[0]), shape_of(equation.outvars[0])

@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from ...core._control_flow import Call, CallKind, Scan, control_flow
-from ...core._jaxpr import is_inexact, struct_of
+from ...core._jaxpr import is_inexact
 from ...core._pytree import abstract_arrays, join, split
 from ...distributed._mesh import PIPE
 from .._mesh_axes import parts
-from ..operations import Atom, shape_of
+from ..operations import Atom, atom_bytes, shape_of
 from ..program._batch_dims import example_count
 from ..program._classes import Classes
 from ..program._graph import Value
@@ -97,10 +97,10 @@ def stage_program(program: Program, pipeline: Pipeline) -> Program:
     for scan in pipeline.scans.values():
         _, carry, _ = scan.loop.split(scan.equation.invars)
         _, dims, _ = scan.loop.split(scan.inputs)
-        for x, dim in zip(map(struct_of, carry), dims, strict=True):
-            size = x.size * x.dtype.itemsize * isinstance(dim, int)
+        for x, dim in zip(carry, dims, strict=True):
+            size = atom_bytes(x) * isinstance(dim, int)
             carried += size
-            returned += size * is_inexact(x)  # no gradient of integers, such as positions
+            returned += size * is_inexact(x.aval)  # no gradient of integers, such as positions
     # The arrays of the model whose first dimension counts layers of a scan.
     classes = Classes(program.graph, 1)
     of_layers: set[int] = set()

@@ -5,8 +5,8 @@
 - `_reasons.py`: why each array and the batch are sharded as they are; `_not_done.py`: what the mesh
   asks for in vain.
 - `_traffic.py`: what devices send, by cause, with `_sent.py` (functions on the host) and
-  `_asked.py` (shardings that the program asks for). `_lines.py` has it by the lines of the user's
-  code, and `_repeated.py` the arithmetic that every device does.
+  `_constraint_traffic.py` (shardings that the program asks for). `_lines.py` has it by the lines of
+  the user's code, and `_repeated.py` the arithmetic that every device does.
 - `_update_traffic.py`: what the optimizer's update sends.
 - `_waiting.py`: loops in which devices wait for each other.
 

@@ -13,7 +13,7 @@ from .._mesh_axes import parts, used_axes
 from ..program._graph import Source
 from ..solver._hardware import all_gather, all_reduce
 from ..solver._strategy import Decision
-from ._asked import Axes, changes_asked
+from ._constraint_traffic import Axes, constraint_reshards
 from ._data import TrafficKind
 from ._text import scaled
 
@@ -61,7 +61,7 @@ def find_gathered_whole(decision: Decision) -> tuple[str, ...]:
                 f"`eqx.error_if`. It runs for one device: each device sends {scaled(size)} in a "
                 "step, since operands are gathered there and results are sent to all devices."
             )
-    for asked, change, times in changes_asked(decision):
+    for asked, change, times in constraint_reshards(decision):
         if change.gathers_all and times:
             line = line_of_source(asked.source)
             texts.append(

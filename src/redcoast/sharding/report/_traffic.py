@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import chain
 
 from ...core._control_flow import Call, control_flow, open_jaxpr
-from ...core._jaxpr import struct_of
 from ...distributed._mesh import PIPE
 from .._mesh_axes import parts, used_axes
+from ..operations import atom_bytes
 from ..program._graph import Dims, PartialSum, Source, Work
 from ..program._program import Staged
 from ..solver._figures import Pipelining
@@ -18,7 +18,7 @@ from ..solver._memory_access import reads_narrow
 from ..solver._planned_collectives import gathered_bytes, of_batch, of_model
 from ..solver._strategy import Decision, bytes_of_given_batch, stored_shards
 from ..tree._overrides import axes_of_spec, spec_axes
-from ._asked import Axes, changes_asked, path_of, sent_for_products
+from ._constraint_traffic import Axes, constraint_reshards, path_of, product_traffic
 from ._data import Traffic, TrafficKind
 from ._reasons import Reasons
 from ._sent import Sent, sent_to_hosts
@@ -38,7 +38,7 @@ def all_sent(layout: StorageLayout, reasons: Reasons) -> list[Sent]:
         *_over_batch(of_stage, decision.program.staged),
         *_gathers(layout, reasons),
         *sent_to_hosts(decision),
-        *_as_asked(decision),
+        *_for_constraints(decision),
         *_between_stages(decision),
     ]
 
@@ -83,13 +83,13 @@ def pipelining(decision: Decision) -> Pipelining | None:
     return Pipelining(staged.stages, staged.layers, staged.microbatches, staged.bubble, sent)
 
 
-def _as_asked(decision: Decision) -> Iterator[Sent]:
+def _for_constraints(decision: Decision) -> Iterator[Sent]:
     """What is sent to reach the shardings that the program itself asks for."""
-    for asked, change, times in changes_asked(decision):
+    for asked, change, times in constraint_reshards(decision):
         over = used_axes(axes_of_spec(change.before), decision.sizes)
         cause = "shardings that the program asks for"
         yield Sent(over, "activations", cause, change.sent * times, asked.source)
-    for product in sent_for_products(decision):
+    for product in product_traffic(decision):
         cause = "products of arrays in shardings that the program asks for"
         yield Sent(product.axes, "activations", cause, product.bytes, product.work.source)
 
@@ -99,7 +99,7 @@ def _tensor_parallel(reasons: Reasons) -> Iterator[Sent]:
     decision = reasons.decision
     graph, classes = decision.program.graph, decision.classes
     sums_whole: set[tuple[int, ...]] = set()
-    for product in sent_for_products(decision):
+    for product in product_traffic(decision):
         if product.sums_whole:
             sums_whole.add(path_of(product.work.source))
     for collective in of_model(graph, classes, decision.batch, decision.n, decision.hardware):
@@ -239,9 +239,8 @@ def gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
             if identity in gathered or not is_divided(decision, dims):
                 continue
             gathered.add(identity)
-            array = struct_of(work.source[-1].invars[side])
-            size = array.size * array.dtype.itemsize / decision.batch.parts((*work.rows, *dims))
-            size = size * work.times * work.forwards
+            size = atom_bytes(work.source[-1].invars[side]) * work.times * work.forwards
+            size /= decision.batch.parts((*work.rows, *dims))
             cause = "all-gathers of the sequence, forward"
             yield Sent(over, "activations", cause, all_gather(decision.n, size), work.source)
     by_path = {path_of(work.source): work for work in works}

@@ -26,13 +26,12 @@ from ...core._control_flow import (
     control_flow,
     open_jaxpr,
 )
-from ...core._jaxpr import struct_of
 from .._mesh_axes import parts, used_axes
-from ..operations import Atom, Dimension, Factor, Rule, opaque_rule, rule_of
+from ..operations import Atom, Dimension, Factor, Rule, atom_bytes, opaque_rule, rule_of
 from ..program._walk import ASSUMED_TRIPS
 from ..solver._hardware import all_gather, all_reduce
 from ..tree._overrides import spec_axes
-from ._asked import Axes, change_of_sharding
+from ._constraint_traffic import Axes, find_reshard
 from ._data import Traffic
 from ._sent import Sent
 from ._traffic import traffic
@@ -115,7 +114,7 @@ class _Walk:
         """Adds what a change of sharding sends."""
         if before == after:
             return
-        sent = change_of_sharding(_bytes(atom), before, after, self.sizes).sent
+        sent = find_reshard(atom_bytes(atom), before, after, self.sizes).sent
         over = tuple(dict.fromkeys(chain(*before)))
         self._add(over, _RESHARDED, sent)
 
@@ -202,7 +201,7 @@ class _Walk:
         names = equation.params.get("axis_name", equation.params.get("axes", ()))
         # Others are axes of `jax.vmap`.
         axes = [axis for axis in spec_axes(names) if self.sizes.get(axis, 1) > 1]
-        size = sum(map(_bytes, equation.invars))
+        size = sum(map(atom_bytes, equation.invars))
         if axes:
             self._add(axes, cause, send(parts(axes, self.sizes), size))
         return list(map(_replicated, equation.outvars))
@@ -217,14 +216,14 @@ class _Walk:
         results = [_along(along, dimensions) for dimensions in rule.results]
         if reduced:
             for atom, spec in zip(equation.outvars, results, strict=True):
-                size = _bytes(atom) / parts(tuple(chain(*spec)), self.sizes)
+                size = atom_bytes(atom) / parts(tuple(chain(*spec)), self.sizes)
                 self._add(reduced, _REDUCED, all_reduce(parts(reduced, self.sizes), size))
         return results
 
     def _gather(self, atom: Atom, before: Spec, after: Spec) -> None:
         """Adds what an operand sends to be sharded as an operation computes with it."""
         if before != after:
-            size = change_of_sharding(_bytes(atom), before, after, self.sizes).sent
+            size = find_reshard(atom_bytes(atom), before, after, self.sizes).sent
             self._add(tuple(chain(*before)), _GATHERED, size)
 
     def _axes_of_factors(
@@ -236,7 +235,7 @@ class _Walk:
         """
         local = rule.whole | rule.moved | rule.blocked | rule.indexed
         along: dict[Factor, Axes] = {}
-        order = sorted(range(len(operands)), key=lambda i: -_bytes(equation.invars[i]))
+        order = sorted(range(len(operands)), key=lambda i: -atom_bytes(equation.invars[i]))
         for i in order:
             for axes, dimension in zip(operands[i], rule.operands[i], strict=True):
                 self._assign(axes, dimension, rule, local, along)
@@ -296,10 +295,3 @@ def _spec(spec: P, atom: Any, sizes: Mapping[str, int]) -> Spec:
 
 def _total(walk: _Walk) -> int | float:
     return sum(sent.bytes for sent in walk.sent)
-
-
-def _bytes(atom: Atom) -> int:
-    if not hasattr(atom.aval, "dtype") or not hasattr(atom.aval, "shape"):
-        return 0
-    array = struct_of(atom)
-    return array.size * array.dtype.itemsize

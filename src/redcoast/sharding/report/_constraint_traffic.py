@@ -14,9 +14,8 @@ from itertools import chain
 from math import prod
 
 from ...core._control_flow import Scan, While, control_flow
-from ...core._jaxpr import struct_of
 from .._mesh_axes import parts, used_axes
-from ..operations import Atom, rule_of
+from ..operations import atom_bytes, rule_of
 from ..program._facts import Facts, Operation, alike, follow_facts
 from ..program._graph import Asked, Source, Value, Work
 from ..solver._hardware import all_gather, all_reduce
@@ -29,7 +28,7 @@ Spec = Sequence[Axes]  # the axes of each dimension
 
 
 @dataclass(frozen=True)
-class ChangeOfSharding:
+class Reshard:
     """A change of sharding: bytes that each device sends, and whether it gathers the array."""
 
     before: Spec
@@ -37,68 +36,68 @@ class ChangeOfSharding:
     gathers_all: bool
 
 
-_AskedSpec = tuple[Axes, ...] | None  # None where the sharding is as planned
-_Operand = tuple[Value | None, _AskedSpec]  # of a product; a number has no value
 _Path = tuple[int, ...]  # the `id`s of an equation and of those around it, outermost first
+_ConstrainedSpec = tuple[Axes, ...] | None  # None where the sharding is as planned
 
 
 @dataclass(frozen=True)
-class AskedShardings:
+class _Constrained:
     """Where the program's own shardings hold.
 
-    - `changes`: the shardings before and after, for each one that is asked for.
-    - `operands`: the operands of products that read an array with such a sharding.
+    - `changes`: the shardings before and after each constraint of the program.
+    - `operands`: for products that read an array with such a sharding, all operands; a number has
+        no value.
     """
 
-    changes: list[tuple[Asked, Spec, Spec]] = field(default_factory=list)
-    operands: dict[_Path, list[_Operand]] = field(default_factory=dict)
+    changes: dict[_Path, tuple[Asked, Spec, Spec]] = field(default_factory=dict)
+    operands: dict[_Path, list[tuple[Value | None, _ConstrainedSpec]]] = field(default_factory=dict)
 
 
-def changes_asked(decision: Decision) -> Iterator[tuple[Asked, ChangeOfSharding, int | float]]:
+def constraint_reshards(decision: Decision) -> Iterator[tuple[Asked, Reshard, int | float]]:
     """The changes of sharding that the program asks for, and how often a step makes each."""
     sizes = decision.sizes
-    for asked, before, after in follow_asked(decision).changes:
+    for asked, before, after in _follow_constraints(decision).changes.values():
         size = asked.value.bytes
-        yield asked, change_of_sharding(size, before, after, sizes), asked.times
+        yield asked, find_reshard(size, before, after, sizes), asked.times
         # What follows computes the cotangent in the sharding that is asked for.
-        yield asked, change_of_sharding(size, after, before, sizes), asked.backward
+        yield asked, find_reshard(size, after, before, sizes), asked.backward
 
 
-def follow_asked(decision: Decision) -> AskedShardings:
+def _follow_constraints(decision: Decision) -> _Constrained:
     """Follows the shardings that the program asks for to where they are read."""
-    program, shardings = decision.program, AskedShardings()
-    all_asked = {path_of(asked.source): asked for asked in program.graph.asked}
-    if not all_asked:
-        return shardings
-    changes: dict[_Path, tuple[Asked, Spec, Spec]] = {}  # the last time that a loop is followed
+    program, constrained = decision.program, _Constrained()
+    by_path = {path_of(asked.source): asked for asked in program.graph.asked}
+    if not by_path:
+        return constrained
 
-    def of_results(operation: Operation, specs: Sequence[_AskedSpec]) -> _AskedSpec:
+    def of_results(operation: Operation, specs: Sequence[_ConstrainedSpec]) -> _ConstrainedSpec:
         path = _path(operation)
-        if path in all_asked:
-            asked = all_asked[path]
-            before = specs[0] or _planned(asked, decision)
-            after = _reached(asked, before, decision.sizes)
-            changes[path] = asked, before, after
+        if path in by_path:
+            asked = by_path[path]
+            before = specs[0] or _used_spec(decision, asked.value)
+            after = _spec_after(asked, before, decision.sizes)
+            # A loop is followed several times, and the last time counts.
+            constrained.changes[path] = asked, before, after
             return after
         if operation.name == "dot_general" and any(specs):
-            shardings.operands[path] = list(zip(operation.operands, specs, strict=True))
+            constrained.operands[path] = list(zip(operation.operands, specs, strict=True))
         for spec, value in zip(specs, operation.operands, strict=True):
             if spec is not None and value is not None and value.dims == operation.result.dims:
                 return spec
         return None
 
-    join = lambda specs: next((spec for spec in specs if spec is not None), None)
     # An iteration of a loop begins with what the one before ends with.
-    facts = Facts[_AskedSpec](
-        of_number=lambda number: None, of_results=alike(of_results), join=join
+    facts = Facts[_ConstrainedSpec](
+        of_number=lambda number: None,
+        of_results=alike(of_results),
+        join=lambda specs: next(filter(None, specs), None),
     )
     follow_facts(facts, program.scope, [None] * len(program.scope.jaxpr.invars))
-    shardings.changes.extend(changes.values())
-    return shardings
+    return constrained
 
 
 @dataclass(frozen=True)
-class SentForProduct:
+class ProductTraffic:
     """What devices send over some axes for a product that reads an array as the program asks for.
 
     With `sums_whole`, devices have all terms of a sum that the plan computes in parts.
@@ -110,21 +109,20 @@ class SentForProduct:
     sums_whole: bool = False
 
 
-def sent_for_products(decision: Decision) -> Iterator[SentForProduct]:
+def product_traffic(decision: Decision) -> Iterator[ProductTraffic]:
     """What products with operands in shardings that the program asks for need."""
-    operands = follow_asked(decision).operands
+    by_path = _follow_constraints(decision).operands
     for work in decision.program.graph.works:
-        of_product = operands.get(path_of(work.source))
-        if of_product is None or not work.forward:
+        if not work.forward:
             continue
-        for place, (value, spec) in enumerate(of_product):
+        for place, (value, spec) in enumerate(by_path.get(path_of(work.source), ())):
             if value is not None and spec is not None:
-                yield from _sent_for_operand(decision, work, place, value, spec)
+                yield from _operand_traffic(decision, work, place, value, spec)
 
 
-def _sent_for_operand(
+def _operand_traffic(
     decision: Decision, work: Work, place: int, value: Value, spec: Spec
-) -> Iterator[SentForProduct]:
+) -> Iterator[ProductTraffic]:
     """What a product needs to read `value`, its operand at a place, in a sharding."""
     equation, rule = work.source[-1], rule_of(work.source[-1])
     assert rule is not None
@@ -134,8 +132,8 @@ def _sent_for_operand(
     result_dims = work.own[: len(rule.results[0])]
     # Devices share the rows of the operands and the result, and those of scans around the product.
     row_parts = lambda dims: decision.batch.parts((*work.rows, *dims))
-    other_bytes = _bytes(equation.invars[1 - place]) / row_parts(work.of[1 - place])
-    result_bytes = _bytes(equation.outvars[0])
+    other_bytes = atom_bytes(equation.invars[1 - place]) / row_parts(work.of[1 - place])
+    result_bytes = atom_bytes(equation.outvars[0])
     is_summed = False
     for d, dimension in enumerate(rule.operands[place]):
         is_in_parts = decision.is_chosen(value.dims[d]) and d not in split
@@ -147,27 +145,26 @@ def _sent_for_operand(
     if gathers_other:
         is_again = work.grads > 0 and is_in_loop(work.source)
         sent = all_gather(n, other_bytes) * (1 + is_again) * times
-        yield SentForProduct(model, sent, work, True)
+        yield ProductTraffic(model, sent, work, True)
     if gathers_other and split and work.grads:
         # The gradient of the other operand is a sum over the parts of this one.
-        yield SentForProduct(model, all_reduce(n, other_bytes) * times, work)
+        yield ProductTraffic(model, all_reduce(n, other_bytes) * times, work)
     if split and not gathers_other:
         own = {rule.operands[place][d] for d in split}
         # Whether the plan splits the result along another dimension than the operand.
         others = zip(result_dims, rule.results[0], strict=True)
         if any(decision.is_chosen(node) and dimension not in own for node, dimension in others):
             size = value.bytes / row_parts(value.dims)
-            yield SentForProduct(model, all_gather(n, size) * times, work)
+            yield ProductTraffic(model, all_gather(n, size) * times, work)
     if not value.grad:
         return
     # The cotangent of the operand has to be in this sharding too.
-    planned: list[Axes] = []
-    for axes, of_spec in zip(decision.axes_of(value.dims), spec, strict=True):
-        axes = used_axes(axes or (), decision.sizes)
-        if gathers_other and set(model).issuperset(axes):
-            axes = of_spec  # computed as a whole, with the other operand
-        planned.append(axes)
-    sent = change_of_sharding(value.bytes, planned, spec, decision.sizes).sent
+    planned = _used_spec(decision, value)
+    if gathers_other:
+        for d, axes in enumerate(planned):
+            if set(model).issuperset(axes):
+                planned[d] = spec[d]  # computed as a whole, with the other operand
+    sent = find_reshard(value.bytes, planned, spec, decision.sizes).sent
     rows = used_axes(decision.batch_axes, decision.sizes)
     if set(rows).isdisjoint(chain.from_iterable(spec)):
         # The cotangent of the result may be gathered before the product, if it is smaller.
@@ -176,12 +173,7 @@ def _sent_for_operand(
             size /= n
         sent = min(sent, all_gather(decision.batch.parts(result_dims), size) or sent)
     over = used_axes(axes_of_spec(planned), decision.sizes)
-    yield SentForProduct(over, sent * times / decision.batch.parts(work.rows), work)
-
-
-def _bytes(atom: Atom) -> int:
-    array = struct_of(atom)
-    return array.size * array.dtype.itemsize
+    yield ProductTraffic(over, sent * times / decision.batch.parts(work.rows), work)
 
 
 def is_in_loop(source: Source) -> bool:
@@ -200,12 +192,13 @@ def _path(operation: Operation) -> _Path:
     return (*around, id(operation.equation))
 
 
-def _planned(asked: Asked, decision: Decision) -> Spec:
-    axes = decision.axes_of(asked.value.dims)
+def _used_spec(decision: Decision, value: Value) -> list[Axes]:
+    """The axes of more than one device that the plan shards each dimension of a value over."""
+    axes = decision.axes_of(value.dims)
     return [used_axes(of_dimension or (), decision.sizes) for of_dimension in axes]
 
 
-def _reached(asked: Asked, before: Spec, sizes: Sizes) -> tuple[Axes, ...]:
+def _spec_after(asked: Asked, before: Spec, sizes: Sizes) -> tuple[Axes, ...]:
     """The sharding that is asked for: where any will do, the one before, over other axes."""
     taken: set[str] = set()
     for axes in asked.axes:
@@ -218,7 +211,7 @@ def _reached(asked: Asked, before: Spec, sizes: Sizes) -> tuple[Axes, ...]:
     return tuple(after)
 
 
-def change_of_sharding(whole: int, before: Spec, after: Spec, axes: Sizes) -> ChangeOfSharding:
+def find_reshard(whole: int, before: Spec, after: Spec, axes: Sizes) -> Reshard:
     """What a change between two shardings of an array of `whole` bytes sends.
 
     `less` are the factors by which dimensions are split less than before, and `more` those by which
@@ -236,7 +229,7 @@ def change_of_sharding(whole: int, before: Spec, after: Spec, axes: Sizes) -> Ch
     count = spec_parts(before, axes)
     # No factor of one dimension fits into another, so that nothing can be exchanged.
     if less and more and not exchanged:
-        return ChangeOfSharding(before, all_gather(count, whole), True)
+        return Reshard(before, all_gather(count, whole), True)
     size = whole / count  # of the part that a device has
     size /= prod((more - exchanged).elements())  # what is split further sends nothing
     sent = sum(size * (1 - 1 / ratio) for ratio in exchanged.elements())
@@ -246,7 +239,7 @@ def change_of_sharding(whole: int, before: Spec, after: Spec, axes: Sizes) -> Ch
         size *= ratio
     if any(map(_is_permuted, before, after)):
         sent += size  # each device has the part of another one
-    return ChangeOfSharding(before, sent, False)
+    return Reshard(before, sent, False)
 
 
 def _is_permuted(before: Axes, after: Axes) -> bool:

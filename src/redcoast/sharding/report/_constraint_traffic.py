@@ -28,7 +28,7 @@ Spec = Sequence[Axes]  # the axes of each dimension
 
 
 @dataclass(frozen=True)
-class Reshard:
+class ReshardCost:
     """A change of sharding: bytes that each device sends, and whether it gathers the array."""
 
     before: Spec
@@ -53,7 +53,7 @@ class _Constrained:
     operands: dict[_Path, list[tuple[Value | None, _ConstrainedSpec]]] = field(default_factory=dict)
 
 
-def constraint_reshards(decision: Decision) -> Iterator[tuple[Asked, Reshard, int | float]]:
+def constraint_reshards(decision: Decision) -> Iterator[tuple[Asked, ReshardCost, int | float]]:
     """The changes of sharding that the program asks for, and how often a step makes each."""
     sizes = decision.sizes
     for asked, before, after in _follow_constraints(decision).changes.values():
@@ -211,7 +211,7 @@ def _spec_after(asked: Asked, before: Spec, sizes: Sizes) -> tuple[Axes, ...]:
     return tuple(after)
 
 
-def find_reshard(whole: int, before: Spec, after: Spec, axes: Sizes) -> Reshard:
+def find_reshard(whole: int, before: Spec, after: Spec, axes: Sizes) -> ReshardCost:
     """What a change between two shardings of an array of `whole` bytes sends.
 
     `less` are the factors by which dimensions are split less than before, and `more` those by which
@@ -229,7 +229,7 @@ def find_reshard(whole: int, before: Spec, after: Spec, axes: Sizes) -> Reshard:
     count = spec_parts(before, axes)
     # No factor of one dimension fits into another, so that nothing can be exchanged.
     if less and more and not exchanged:
-        return Reshard(before, all_gather(count, whole), True)
+        return ReshardCost(before, all_gather(count, whole), True)
     size = whole / count  # of the part that a device has
     size /= prod((more - exchanged).elements())  # what is split further sends nothing
     sent = sum(size * (1 - 1 / ratio) for ratio in exchanged.elements())
@@ -239,7 +239,7 @@ def find_reshard(whole: int, before: Spec, after: Spec, axes: Sizes) -> Reshard:
         size *= ratio
     if any(map(_is_permuted, before, after)):
         sent += size  # each device has the part of another one
-    return Reshard(before, sent, False)
+    return ReshardCost(before, sent, False)
 
 
 def _is_permuted(before: Axes, after: Axes) -> bool:

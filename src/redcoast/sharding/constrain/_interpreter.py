@@ -438,7 +438,8 @@ def _scan(bound: BoundEquation, scan: Scan) -> Arrays:
     policy = None
     # With FSDP, layers are sharded in storage over axes that divide the rows of the batch.
     axes = set(STORAGE_AXES).intersection(shardings.batch_axes)
-    if parts(tuple(axes), shardings.mesh.shape) > 1:
+    # Without a loop, the compiler finds that a layer is gathered twice.
+    if scan.unroll < scan.length and parts(tuple(axes), shardings.mesh.shape) > 1:
         policy = gather_again(scope, stored, shardings.batch.count)
     if policy is not None:
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)

@@ -62,6 +62,11 @@ def gelus(model, x, key):
     return jnp.mean(jax.lax.scan(layer, x, model)[0] ** 2)
 
 
+def unrolled(model, x, key):
+    layer = lambda x, p: (x + jnp.tanh(x @ p["up"]) @ p["down"], None)
+    return jnp.mean(jax.lax.scan(layer, x, model, unroll=8)[0] ** 2)
+
+
 SQUARE = dict.fromkeys(("left", "right", "gate", "out"), array(16, 16))
 PAIR = [SQUARE | {"up": array(16, 64), "down": array(64, 16)}] * 2
 HEADS = [dict.fromkeys("qkv", array(64, 4, 16)) | {"o": array(4, 16, 64)}] * 2
@@ -74,6 +79,12 @@ CASES = {
         {"up": array(4, 16, 64), "down": array(4, 64, 16)},
         array(1024, 16),
         {},
+    ),
+    "layers without a loop, FSDP": (
+        unrolled,
+        {"up": array(8, 128, 512), "down": array(8, 512, 128)},
+        array(1024, 128),
+        {"data": 1, "fsdp": 8},
     ),
     "a loop": (recurrence, {"in": array(32, 64), "h": array(64, 64)}, array(16, 64, 32), {}),
 }

@@ -131,11 +131,12 @@ class _Run:
                         grads = self.backward(inside, inside.cotangents_of(results))
                     grads = [None, *grads]  # the number of the branch has no derivative
                 case Scan() as scan:
-                    if scan.unroll < scan.length:
-                        # A loop sums the gradients of layers over devices one by one.
-                        for root in frame.of_all(scan.split(equation.invars)[2]):
-                            if root.parameter is not None:
-                                self.time.add_gradient(root.parameter, summed=True)
+                    # Gradients of layers are summed over devices one by one, in a loop or to be
+                    # stored in parts.
+                    is_loop = scan.unroll < scan.length
+                    for root in frame.of_all(scan.split(equation.invars)[2]):
+                        if root.parameter is not None and (is_loop or root.parameter.gathered):
+                            self.time.add_gradient(root.parameter, summed=True)
                     grads = self._loop_back(step, results)
                 case While():
                     grads = self._loop_back(step, results)

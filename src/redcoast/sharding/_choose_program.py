@@ -88,14 +88,14 @@ def by_rows_or_within(
         asked = apply_split(in_parts(example_parts(split, axes)), split, axes)
         if asked is None:
             raise ValueError(_cannot_split(program, split, axes))
-        return cheapest([replace(task, program=asked)], budget)
+        return cheapest_layout([replace(task, program=asked)], budget)
     others = (replace(task, program=within) for within in candidates(in_parts, axes))
     # Rows divide: split examples are tried only if activations do not fit.
     if not needs_split(program, count):
-        by_rows = cheapest([task], budget)
+        by_rows = cheapest_layout([task], budget)
         if not by_rows.excess:
             return by_rows
-        best = cheapest(others, budget, beside=[by_rows])
+        best = cheapest_layout(others, budget, beside=[by_rows])
         # Where nothing fits, the price of a usual plan decides.
         if best.excess:
             return by_rows
@@ -108,11 +108,11 @@ def by_rows_or_within(
     if is_sequence(by_tokens, count):
         # Tokens and rows are compared by their costs.
         tasks.append(replace(task, program=by_tokens))
-    best = cheapest([*tasks, *others], budget)
+    best = cheapest_layout([*tasks, *others], budget)
     if best.excess:
         # Two dimensions at once are many candidates, so they are tried last.
         pairs = (replace(task, program=within) for within in candidates_of_two(in_parts, axes))
-        best = cheapest(pairs, budget, beside=[best])
+        best = cheapest_layout(pairs, budget, beside=[best])
     return best
 
 
@@ -132,7 +132,7 @@ def _cannot_split(program: Program, split: Split, axes: Mapping[str, int]) -> st
     )
 
 
-def cheapest(
+def cheapest_layout(
     tasks: Iterable[PlanTask], budget: int | None, *, beside: Sequence[PlanCandidate] = ()
 ) -> PlanCandidate:
     """The cheapest plan of those that fit into memory, of tasks and of plans that were made."""

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from ..core._trainable import trainable_arrays
 from ..distributed._mesh import BATCH_AXES, PIPE
-from ._choose_program import PlanTask, by_rows_or_within, cheapest
+from ._choose_program import PlanTask, by_rows_or_within, cheapest_layout
 from .pipeline._stages import NoPipeline, pipeline_of, stage_program
 from .program._program import Program, follow_program
 from .program._shared_programs import once
@@ -79,7 +79,7 @@ def plan_flow(
     task = PlanTask(program, axes, specs, hardware, state_bytes, sequence)
     if is_pipeline:
         # A pipeline divides a batch by rows alone.
-        best = cheapest([task], budget)
+        best = cheapest_layout([task], budget)
     else:
         best = by_rows_or_within(task, budget, trace_program)
     task, layout, decision = best.task, best.layout, best.layout.decision

@@ -154,7 +154,6 @@ def _report(
         memory=estimate_memory(layout, task.state_bytes),
         device_memory=task.memory,
         device_memory_known=task.hardware.memory is not None,
-        sequences=decision.program.batch.splits_examples,
         split_examples=_reasons.split_examples(decision),
         gathered_whole=find_gathered_whole(decision),
         pipeline=pipelining(decision),

@@ -193,8 +193,8 @@ class ProgramReport:
     - `batch`: What happens to the batch, and why, as sentences; `""` without a batch.
     - `batch_sizes`: The sizes of the batch dimension.
     - `sequences`: Whether the batch is split along dimensions of its examples, such as a sequence.
-    - `split_examples`: Where not all of `batch_axes` are those of a sequence: each axis over which
-        examples are split, with `"context parallel"` for a sequence or `"domain parallel"`.
+    - `split_examples`: Each axis over which examples are split, and not only their number, with
+        `"context parallel"` for a sequence or `"domain parallel"`.
     - `not_rows`: The arrays of the batch that are not split with it, by path, with the size of
         their first dimension.
     - `hindrances`: Arrays that could not be sharded along another dimension.
@@ -243,7 +243,6 @@ class ProgramReport:
     device_memory: int | float
     device_memory_known: bool
     # Most programs have none of these.
-    sequences: bool = False
     pipeline: Pipelining | None = None
     summed: Mapping[str, str] = field(default_factory=dict)
     shared_masks: tuple[str, ...] = ()
@@ -255,6 +254,10 @@ class ProgramReport:
     waiting: tuple[str, ...] = ()
     recomputed: Recomputation | None = None
     offloaded: int = 0
+
+    @property
+    def sequences(self) -> bool:
+        return bool(self.split_examples)
 
 
 @dataclass(frozen=True)
@@ -422,6 +425,7 @@ def program_to_json(program: ProgramReport | None) -> dict[str, Any]:
     if not program.offloaded:
         del figures["offloaded"]
     figures["memory"]["total"] = program.memory.total
+    figures["sequences"] = program.sequences
     figures["coupled"] = []
     if program.coupled is not None:
         figures["coupled"] = [asdict(program.coupled)]

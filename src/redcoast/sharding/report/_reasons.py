@@ -87,8 +87,10 @@ def _sentence(decision: Decision) -> str:
 def split_examples(decision: Decision) -> dict[str, str]:
     """The axes that examples are split over along dimensions of their own, and what that is."""
     program = decision.program
-    if not program.batch.sets:
+    if not program.batch.splits_examples:
         return {}
+    if not program.batch.sets:
+        return dict.fromkeys(decision.used_batch_axes, "context parallel")
     along_sequence = is_sequence(program, example_parts(program.batch.split, decision.sizes))
     use = "domain parallel"
     if along_sequence:

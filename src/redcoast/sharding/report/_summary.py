@@ -1,6 +1,6 @@
 """A plan's report in at most ten lines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from operator import attrgetter
 
@@ -91,45 +91,29 @@ def _devices(report: PlanReport) -> list[str]:
 
 
 def _use(report: PlanReport, axis: str) -> str:
-    """What the devices along a mesh axis do."""
+    """What the devices along a mesh axis do; without a program, the axes are used as usual."""
     sharded = sharded_over(report.arrays, axis)
-    has_tensor_parallel = any(map(is_tensor_parallel, sharded))
     program = report.program_or_none
-    if program is None:
-        return _use_without_program(axis, sharded, has_tensor_parallel)
-    over_batch = axis in program.batch_axes
-    if axis == PIPE and program.pipeline is not None:
-        return "pipeline parallel"
-    if axis in program.model_axes and has_tensor_parallel:
+    is_model_axis, over_batch, has_batch = axis == "model", axis in BATCH_AXES, True
+    splits: Mapping[str, str] = {}
+    if program is not None:
+        is_model_axis, over_batch = axis in program.model_axes, axis in program.batch_axes
+        has_batch, splits = bool(program.batch), program.split_examples
+        if axis == PIPE and program.pipeline is not None:
+            return "pipeline parallel"
+    if is_model_axis and any(map(is_tensor_parallel, sharded)):
         return "tensor parallel"
     # Arrays in parts over the devices that share the batch.
-    if sharded and (over_batch or not program.batch):
+    if sharded and (over_batch or not has_batch):
         return "FSDP"
     # In parts, though all these devices compute with the same rows.
     if sharded:
         return "parameter sharding"
-    if axis in program.split_examples:
-        return program.split_examples[axis]
-    # `split_examples` is empty if a sequence is split over all axes of the batch.
-    if over_batch and program.sequences and not program.split_examples:
-        return "context parallel"
+    if axis in splits:
+        return splits[axis]
     if over_batch:
         return "data parallel"
     return "replication"
-
-
-def _use_without_program(
-    axis: str, sharded: Sequence[PlannedArray], has_tensor_parallel: bool
-) -> str:
-    """What the devices along a mesh axis do, if the axes are used as usual."""
-    if axis == "model" and has_tensor_parallel:
-        return "tensor parallel"
-    with_shards, without = "FSDP", "data parallel"
-    if axis not in BATCH_AXES:
-        with_shards, without = "parameter sharding", "replication"
-    if sharded:
-        return with_shards
-    return without
 
 
 def _parameters(report: PlanReport) -> str:
@@ -219,7 +203,7 @@ def _estimates(report: PlanReport, *, short: bool) -> list[str]:
         size = scaled(report.totals.all.bytes_per_device)
         return [_labelled("Memory", f"{size} of arrays on each device; pass `fn` for estimates")]
     lines: list[str] = []
-    if program.sequences:
+    if program.split_examples:
         lines += hanging(_labelled("Batch", ""), program.batch)
     if program.pipeline is not None:
         lines += _pipeline(program.pipeline, short=short)

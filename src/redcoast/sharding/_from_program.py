@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -33,6 +34,14 @@ from .tree._leaves import flat_leaves, is_inexact_leaf
 from .tree._overrides import Override, apply_overrides
 
 
+class PlannedProgram(NamedTuple):
+    """The plan of each array of a model, how a program computes with them, and the report."""
+
+    arrays: list[LeafPlan]
+    compute: Compute
+    report: ProgramReport
+
+
 def plan_flow(
     model: PyTree,
     mesh: Mesh | AbstractMesh,
@@ -46,7 +55,7 @@ def plan_flow(
     state_bytes: int,
     sequence: bool,
     microbatches: int | None = None,
-) -> tuple[list[LeafPlan], Compute, ProgramReport]:
+) -> PlannedProgram:
     """Plans the sharding of a model and of the computation in `fn(model, *args)`."""
     axes = dict(mesh.shape)
     leaves = flat_leaves(model)
@@ -106,7 +115,7 @@ def plan_flow(
         of_rows = program
     report = _report(task, layout, reasons, not_rows, of_rows)
     report = replace(report, waiting=waiting(decision.program, mesh, compute))
-    return _leaf_plans(layout, reasons), compute, report
+    return PlannedProgram(_leaf_plans(layout, reasons), compute, report)
 
 
 def _leaf_plans(layout: StorageLayout, reasons: _reasons.Reasons) -> list[LeafPlan]:

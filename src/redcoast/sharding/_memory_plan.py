@@ -8,18 +8,17 @@ from jaxtyping import PyTree
 
 from ..core._trainable import trainable_arrays
 from ..distributed._mesh import PIPE
+from ._from_program import PlannedProgram
 from .constrain._recompute import Recomputed
 from .memory._decide import Decider
 from .memory._search import RecomputeCandidate, bytes_kept, least_within
 from .program._shared_programs import of_another_function
 from .report._data import ProgramReport, Recomputation
 from .report._text import scaled
-from .tree._leaf_plans import Compute, LeafPlan, Recompute
+from .tree._leaf_plans import Compute, Recompute
 
 # Plans that are tried, and the part of the memory that is enough.
 _TRIES, _USED = 4, 0.97
-
-Planned = tuple[list[LeafPlan], Compute, ProgramReport]
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,11 @@ class MemoryTask:
     args: Sequence[PyTree]
     mesh: Mesh | AbstractMesh
     trainable: PyTree
-    plan: Callable[[Callable[..., PyTree]], Planned]
+    plan: Callable[[Callable[..., PyTree]], PlannedProgram]
     offloads: bool = False
 
 
-def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Planned:
+def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> PlannedProgram:
     """The plan with which a step takes at most `memory` bytes of each device.
 
     It recomputes the least in the backward pass. If that does not suffice, the optimizer's state is
@@ -46,7 +45,7 @@ def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Pla
     and otherwise recomputes what saves the most memory.
     """
     planned = task.plan(task.fn)
-    _, compute, report = planned
+    compute, report = planned.compute, planned.report
     if report.memory.total <= memory:
         return planned
     if task.mesh.shape.get(PIPE, 1) > 1:
@@ -61,12 +60,12 @@ def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Pla
     # more. Then what is recomputed is decided again, for these.
     result = planned
     for _ in range(_TRIES):
-        fixed = _fixed_bytes(result[2])
+        fixed = _fixed_bytes(result.report)
         room = memory - fixed  # what is left for activations
         result = _recompute_within(task, planned, compute, room, fixed, must_fit=must_fit)
-        if _divides_alike(result[1], compute):
+        if _divides_alike(result.compute, compute):
             break
-        compute = replace(result[1], recompute=None, offloaded=False)
+        compute = replace(result.compute, recompute=None, offloaded=False)
     return result
 
 
@@ -86,20 +85,20 @@ def _divides_alike(a: Compute, b: Compute) -> bool:
 
 def _recompute_within(
     task: MemoryTask,
-    planned: Planned,
+    planned: PlannedProgram,
     compute: Compute,
     room: int | float,
     fixed: int,
     *,
     must_fit: bool,
-) -> Planned:
+) -> PlannedProgram:
     """The plan of a function that recomputes what is decided for the shardings of `compute`.
 
     `planned` is the plan of a function that recomputes nothing. There is `room` for activations
     beside the `fixed` bytes.
     """
     memory = room + fixed
-    report = planned[2]
+    report = planned.report
     # Frozen arrays have no gradient, so that their products keep less.
     trained = tuple(trainable_arrays(task.model, task.trainable))
     read = lambda compute: Recomputed(task.fn, task.mesh, compute).read(
@@ -107,8 +106,8 @@ def _recompute_within(
     )
     traced, _, decider = read(compute)
     first = decider
-    if compute is not planned[1]:
-        _, _, first = read(planned[1])
+    if compute is not planned.compute:
+        _, _, first = read(planned.compute)
     if not traced.trains:
         if must_fit:
             raise ValueError(
@@ -120,7 +119,7 @@ def _recompute_within(
     now = bytes_kept(first)
     # The planner's peak of the program as it is, by the sum of what is kept.
     scale = max(1.0, activations / max(1.0, now))
-    search = _Search(decider, scale, task, (planned[0], compute, report), trained)
+    search = _Search(decider, scale, task, planned._replace(compute=compute), trained)
     best = search.within(room)
     # The optimizer's state is only needed when the activations are not.
     is_offloaded = task.offloads and best.activations > room >= 0
@@ -144,12 +143,12 @@ class _Attempt:
     """A plan, and what is computed again in it."""
 
     candidate: RecomputeCandidate
-    planned: Planned
+    planned: PlannedProgram
 
     @property
     def activations(self) -> int:
         """The planner's estimate for the program as it is rebuilt."""
-        return self.planned[2].memory.activations
+        return self.planned.report.memory.activations
 
 
 @dataclass(eq=False)
@@ -159,7 +158,7 @@ class _Search:
     decider: Decider
     scale: float  # what the planner estimates, relative to the bytes that are kept
     task: MemoryTask
-    before: Planned
+    before: PlannedProgram
     trained: tuple[bool, ...]
     # By the estimates of what is recomputed.
     known: dict[tuple[float, float], _Attempt] = field(default_factory=dict)
@@ -208,30 +207,31 @@ def _too_small(memory: int | float, fixed: int, needed: int) -> str:
     )
 
 
-def _offloaded(planned: Planned) -> Planned:
+def _offloaded(planned: PlannedProgram) -> PlannedProgram:
     """The plan with the optimizer's state in the memory of the host.
 
     It is on the device while it is updated, when the activations are no longer needed.
     """
-    plans, compute, report = planned
+    report = planned.report
     state = report.memory.optimizer_state
     beside = max(0, state - report.memory.activations)
     memory = replace(report.memory, optimizer_state=beside)
     report = replace(report, memory=memory, offloaded=state)
-    return plans, replace(compute, offloaded=True), report
+    compute = replace(planned.compute, offloaded=True)
+    return PlannedProgram(planned.arrays, compute, report)
 
 
 def _recomputing(
     task: MemoryTask,
-    before: Planned,
+    before: PlannedProgram,
     recompute: Recompute,
     best: RecomputeCandidate,
-) -> Planned:
+) -> PlannedProgram:
     """The plan of a function that recomputes values, with its estimates."""
-    _, compute, report = before
-    again = Recomputed(task.fn, task.mesh, replace(compute, recompute=recompute))
+    report = before.report
+    again = Recomputed(task.fn, task.mesh, replace(before.compute, recompute=recompute))
     with of_another_function():
-        plans, compute, after = task.plan(again)
+        arrays, compute, after = task.plan(again)
     activations = after.memory.activations
     figures = Recomputation(
         saved=report.memory.activations - activations,
@@ -247,4 +247,4 @@ def _recomputing(
         shared_masks=report.shared_masks,
         promotions=report.promotions,
     )
-    return plans, replace(compute, recompute=recompute), report
+    return PlannedProgram(arrays, replace(compute, recompute=recompute), report)

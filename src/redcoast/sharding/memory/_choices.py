@@ -19,27 +19,27 @@ _MOST_CHOICES = 48
 class BlockChoice:
     """What a block keeps.
 
-    - `is_again`: whether the block is computed again. Otherwise, the compiler keeps what it needs.
+    - `recomputes`: whether the block is computed again; if not, the compiler keeps what it needs.
     - `kept`: the values that are kept, of those that the block writes.
     - `inner`: for a loop, what so many iterations in turn keep: for each, its blocks and their
         choices.
     - `kept_bytes`: the bytes of what is kept, without what the block returns; for a loop, those of
         all iterations.
-    - `needs`: the bytes that the backward pass needs beside these.
+    - `backward_bytes`: the bytes that the backward pass needs beside these.
     - `seconds`, `flops`: what is computed again.
     """
 
-    is_again: bool
+    recomputes: bool
     kept: frozenset[int] = frozenset()
-    inner: "tuple[Decided, ...]" = ()
+    inner: "tuple[BlockChoices, ...]" = ()
     kept_bytes: float = 0.0
-    needs: float = 0.0
+    backward_bytes: float = 0.0
     seconds: float = 0.0
     flops: float = 0.0
 
     @property
     def most_bytes(self) -> float:
-        return self.kept_bytes + self.needs
+        return self.kept_bytes + self.backward_bytes
 
     def is_as_good_as(self, other: "BlockChoice") -> bool:
         return (
@@ -50,7 +50,7 @@ class BlockChoice:
 
 
 # The blocks of a program, and what each keeps.
-Decided = Sequence[tuple[StepBlock, BlockChoice]]
+BlockChoices = Sequence[tuple[StepBlock, BlockChoice]]
 
 
 def without_worse(choices: Iterable[BlockChoice], most: int = _MOST_CHOICES) -> list[BlockChoice]:

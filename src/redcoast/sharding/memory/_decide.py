@@ -10,7 +10,7 @@ import numpy as np
 
 from ..tree._leaf_plans import Recompute
 from ._blocks import StepBlock, bytes_for_derivatives, divide
-from ._choices import BlockChoice, Decided, choices_of_block, without_worse
+from ._choices import BlockChoice, BlockChoices, choices_of_block, without_worse
 from ._flat import Flat, FlatLoop
 
 _LEVELS = 1024  # of memory that a decision tells apart
@@ -44,18 +44,18 @@ class Decider:
             self.divided[parts] = divide(self.flat, self.total / parts)
         return self.divided[parts]
 
-    def keep_all(self) -> Decided:
+    def keep_all(self) -> BlockChoices:
         """What the compiler keeps by itself."""
         return [(block, choices[0]) for block, choices in self._options(1)]
 
-    def decide(self, recompute: Recompute) -> Decided:
+    def decide(self, recompute: Recompute) -> BlockChoices:
         """The blocks of the program, and what each keeps: with the least time within the limit.
 
         If nothing is within the limit, it is what takes the least memory.
         """
         options = self._options(recompute.parts)
         limit = recompute.share * self.total
-        best: Decided = []
+        best: BlockChoices = []
         # Bisection: what is within the limit may need more or less than its blocks by themselves.
         low, high, room = 0.5 * limit, 2 * limit, limit
         for _ in range(_LIMITS):
@@ -112,7 +112,7 @@ class Decider:
         length = loop.scan.length
         keep_all: list[tuple[StepBlock, BlockChoice]] = []
         # What the blocks of an iteration up to one can keep.
-        merged = [BlockChoice(is_again=False, inner=((),))]
+        merged = [BlockChoice(recomputes=False, inner=((),))]
         for block in divide(loop.body, self.total / parts):
             choices = self._of_block(loop.body, block, parts)
             keep_all.append((block, choices[0]))
@@ -134,7 +134,7 @@ class Decider:
         return [of_loop[0], *without_worse(of_loop[1:], _MOST_OF_LOOP)]
 
 
-def footprint(flat: Flat, decided: Decided) -> tuple[float, float]:
+def footprint(flat: Flat, decided: BlockChoices) -> tuple[float, float]:
     """The most bytes that are kept and needed at once, and the bytes that are kept in all."""
     known = {*flat.inputs, *flat.constants}
     most = total = 0.0
@@ -144,21 +144,21 @@ def footprint(flat: Flat, decided: Decided) -> tuple[float, float]:
         else:
             # What comes into a block that is computed again is kept too.
             inputs = set(block.inputs)
-            if not choice.is_again:
+            if not choice.recomputes:
                 inputs &= block.residuals or block.needs
             new = (choice.kept | inputs) - known
             total += flat.bytes_of(new)
             known |= new
-        most = max(most, total + choice.needs)
+        most = max(most, total + choice.backward_bytes)
     return most, total
 
 
-def seconds_of(decided: Decided) -> float:
+def seconds_of(decided: BlockChoices) -> float:
     """The time of all that is computed again."""
     return sum((choice.seconds for _, choice in decided), 0.0)
 
 
-def _least_time(flat: Flat, options: _Options, limit: float) -> Decided:
+def _least_time(flat: Flat, options: _Options, limit: float) -> BlockChoices:
     """A choice of each block, with the least time within a limit of memory; none if none is.
 
     For each level of memory, it is known in which time the blocks so far keep at most that.
@@ -184,7 +184,7 @@ def _least_time(flat: Flat, options: _Options, limit: float) -> Decided:
         for place, choice in enumerate(choices):
             move = round((incoming + choice.kept_bytes) / unit)
             moves[-1].append(move)
-            most = _LEVELS - math.ceil(choice.needs / unit)
+            most = _LEVELS - math.ceil(choice.backward_bytes / unit)
             if move > most:
                 continue
             candidate = np.full(_LEVELS + 1, np.inf)
@@ -214,10 +214,10 @@ def _merged(
     for earlier in before:
         for choice in choices:
             both = BlockChoice(
-                earlier.is_again or choice.is_again,
+                earlier.recomputes or choice.recomputes,
                 inner=((*earlier.inner[0], (block, choice)),),
                 kept_bytes=earlier.kept_bytes + choice.kept_bytes,
-                needs=max(earlier.needs, choice.needs),
+                backward_bytes=max(earlier.backward_bytes, choice.backward_bytes),
                 seconds=earlier.seconds + choice.seconds,
                 flops=earlier.flops + choice.flops,
             )
@@ -225,7 +225,7 @@ def _merged(
     return without_worse(merged, 2 * _MOST_OF_BODY)
 
 
-def _of_iteration(loop: FlatLoop, decided: Decided) -> BlockChoice:
+def _of_iteration(loop: FlatLoop, decided: BlockChoices) -> BlockChoice:
     """The choice of an iteration, with what it keeps counted once."""
     body = loop.body
     most, kept = footprint(body, decided)
@@ -236,33 +236,33 @@ def _of_iteration(loop: FlatLoop, decided: Decided) -> BlockChoice:
         if step.needs:
             read.update(step.reads)
     kept_bytes = kept + body.bytes_of(read.intersection(carry))
-    is_again, flops = False, 0.0
+    recomputes, flops = False, 0.0
     for _, choice in decided:
-        is_again |= choice.is_again
+        recomputes |= choice.recomputes
         flops += choice.flops
     seconds = seconds_of(decided)
-    return BlockChoice(is_again, frozenset(), (decided,), kept_bytes, most - kept, seconds, flops)
+    return BlockChoice(recomputes, frozenset(), (decided,), kept_bytes, most - kept, seconds, flops)
 
 
 def _in_turn(turns: Sequence[BlockChoice], length: int) -> BlockChoice:
     """What a loop keeps whose iterations choose in turn."""
-    is_again = False
+    recomputes = False
     kept = needs = seconds = flops = 0.0
-    inner: list[Decided] = []
+    inner: list[BlockChoices] = []
     for choice in turns:
-        is_again |= choice.is_again
+        recomputes |= choice.recomputes
         inner.append(choice.inner[0])
         kept += choice.kept_bytes
-        needs = max(needs, choice.needs)
+        needs = max(needs, choice.backward_bytes)
         seconds += choice.seconds
         flops += choice.flops
-    if not is_again:
+    if not recomputes:
         inner = []
     times = length / len(turns)
     # What an iteration keeps is copied to where all of them keep it, and back.
     needs += kept
     return BlockChoice(
-        is_again, frozenset(), tuple(inner), times * kept, needs, times * seconds, times * flops
+        recomputes, frozenset(), tuple(inner), times * kept, needs, times * seconds, times * flops
     )
 
 

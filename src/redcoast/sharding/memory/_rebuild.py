@@ -15,7 +15,7 @@ from ...core._jaxpr import as_traced, at_line_of, bind_again, evaluate_jaxpr
 from ..program._remat import KeepAllBut, gather_of
 from ..program._trace import Arrays
 from ._blocks import StepBlock
-from ._choices import BlockChoice, Decided
+from ._choices import BlockChoice, BlockChoices
 from ._flat import Flat, FlatLoop, FlatStep
 
 # The name by which `jax.checkpoint` knows what is kept.
@@ -45,7 +45,7 @@ class _OfGroup:
 
 def run_decided(
     flat: Flat,
-    decided: Decided,
+    decided: BlockChoices,
     inputs: Sequence[object],
     *,
     prevent_cse: bool = True,
@@ -64,7 +64,7 @@ def run_decided(
         if block.loop is not None and choice.inner:
             results = _run_loop(step, block.loop, choice.inner, values)
             values.update(zip(step.outputs, results, strict=True))
-        elif choice.is_again:
+        elif choice.recomputes:
             run.again(block, choice, values, _POLICY)
         elif policy is not None and any(step.needs for step in block.steps):
             # A loop would keep the gathered weights of all layers.
@@ -206,7 +206,9 @@ def _run_step(step: FlatStep, values: _Values) -> None:
     values.update(zip(step.outputs, results, strict=True))
 
 
-def _run_loop(step: FlatStep, loop: FlatLoop, turns: Sequence[Decided], values: _Values) -> Arrays:
+def _run_loop(
+    step: FlatStep, loop: FlatLoop, turns: Sequence[BlockChoices], values: _Values
+) -> Arrays:
     """Runs a loop whose iterations keep in turn what was decided."""
     scan, body, period = loop.scan, loop.body, len(turns)
     # An initial carry may be a number.

@@ -4,14 +4,14 @@ from collections import Counter
 
 from ...core._control_flow import primitive_name
 from ...core._frames import own_line
-from ._choices import Decided
+from ._choices import BlockChoices
 from ._flat import FlatStep
 
 _SHOWN, _NAMED = 5, 4  # lines, and operations of each
 _LIBRARIES = "code of libraries"
 
 
-def recomputed_lines(decided: Decided) -> tuple[str, ...]:
+def recomputed_lines(decided: BlockChoices) -> tuple[str, ...]:
     """The lines whose results are computed again, the costliest first, such as
     `model.py:12: dot_general, exp`."""
     seconds: Counter[str] = Counter()
@@ -30,7 +30,7 @@ def recomputed_lines(decided: Decided) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _steps_again(decided: Decided) -> list[tuple[FlatStep, int]]:
+def _steps_again(decided: BlockChoices) -> list[tuple[FlatStep, int]]:
     """The steps that are computed again, and how often."""
     again: list[tuple[FlatStep, int]] = []
     for block, choice in decided:
@@ -39,7 +39,7 @@ def _steps_again(decided: Decided) -> list[tuple[FlatStep, int]]:
                 times = block.loop.scan.length // len(choice.inner)
                 for step, many in _steps_again(decided_of_turn):
                     again.append((step, many * times))
-        elif choice.is_again:
+        elif choice.recomputes:
             # What is needed, and not kept, is computed, and what that is computed from.
             wanted = block.needs
             for step in reversed(block.steps):

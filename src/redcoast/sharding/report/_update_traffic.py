@@ -110,13 +110,11 @@ class _Walk:
             known.update(zip(equation.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def reshard(self, atom: Atom, before: Spec, after: Spec) -> None:
+    def reshard(self, atom: Atom, before: Spec, after: Spec, cause: str = _RESHARDED) -> None:
         """Adds what a change of sharding sends."""
-        if before == after:
-            return
-        sent = find_reshard(atom_bytes(atom), before, after, self.sizes).sent
-        over = tuple(dict.fromkeys(chain(*before)))
-        self._add(over, _RESHARDED, sent)
+        if before != after:
+            sent = find_reshard(atom_bytes(atom), before, after, self.sizes).sent
+            self._add(tuple(chain(*before)), cause, sent)
 
     def _add(self, axes: Sequence[str], cause: str, size: int | float) -> None:
         over = tuple(axis for axis in self.sizes if axis in axes)
@@ -211,7 +209,8 @@ class _Walk:
         of_arrays = zip(equation.invars, operands, rule.operands, strict=True)
         for atom, spec, dimensions in of_arrays:
             if not isinstance(atom, Literal):
-                self._gather(atom, spec, _along(along, dimensions))
+                # An operand is gathered to be sharded as the operation computes with it.
+                self.reshard(atom, spec, _along(along, dimensions), _GATHERED)
         reduced = tuple(axis for factor in rule.reduced for axis in along.get(factor, ()))
         results = [_along(along, dimensions) for dimensions in rule.results]
         if reduced:
@@ -219,12 +218,6 @@ class _Walk:
                 size = atom_bytes(atom) / parts(tuple(chain(*spec)), self.sizes)
                 self._add(reduced, _REDUCED, all_reduce(parts(reduced, self.sizes), size))
         return results
-
-    def _gather(self, atom: Atom, before: Spec, after: Spec) -> None:
-        """Adds what an operand sends to be sharded as an operation computes with it."""
-        if before != after:
-            size = find_reshard(atom_bytes(atom), before, after, self.sizes).sent
-            self._add(tuple(chain(*before)), _GATHERED, size)
 
     def _axes_of_factors(
         self, equation: JaxprEqn, rule: Rule, operands: Sequence[Spec]

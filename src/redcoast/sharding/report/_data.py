@@ -144,14 +144,6 @@ class Repeated:
 
 
 @dataclass(frozen=True)
-class Hindrance:
-    """Tensor-parallel arrays that cannot be sharded along another dimension, and why."""
-
-    arrays: str
-    why: str
-
-
-@dataclass(frozen=True)
 class NotDone:
     """Something that the mesh asks for and the plan does not do, and why.
 
@@ -197,7 +189,8 @@ class ProgramReport:
         `"context parallel"` for a sequence or `"domain parallel"`.
     - `not_rows`: The arrays of the batch that are not split with it, by path, with the size of
         their first dimension.
-    - `hindrances`: Arrays that could not be sharded along another dimension.
+    - `hindrances`: Tensor-parallel arrays that could not be sharded along another dimension, and
+        why, as text.
     - `traffic`: The estimated communication of each device in a step, the largest cause first.
     - `closed_over`: Arrays of a megabyte or more that the function closes over.
     - `coupled`: The first operation by which examples depend on each other, if there is one.
@@ -232,7 +225,7 @@ class ProgramReport:
     batch: str
     batch_sizes: tuple[int, ...]
     not_rows: Mapping[str, int]
-    hindrances: tuple[Hindrance, ...]
+    hindrances: tuple[str, ...]
     traffic: tuple[Traffic, ...]
     closed_over: tuple[ClosedOver, ...]
     coupled: Coupling | None

@@ -79,10 +79,15 @@ class _Lookup:
 
 def _lookup(rule: Rule, values: list[Value], shardings: Shardings) -> _Lookup | None:
     table, indices, result = map(shardings.spec, values)
+    looked_up: dict[int, tuple[str, ...]] = {}
     for d, entry in enumerate(table):
         axes = spec_axes(entry)
-        if not axes or rule.operands[0][d][0] not in rule.indexed:
-            continue
+        if axes and rule.operands[0][d][0] in rule.indexed:
+            looked_up[d] = axes
+    # XLA ends the process where one of several is manual and another is not.
+    if len(looked_up) > 1:
+        return None
+    for d, axes in looked_up.items():
         # A dimension of the indices that is split alike, and stays so in the result.
         for of_indices, over in enumerate(indices):
             dimension = rule.operands[1][of_indices]

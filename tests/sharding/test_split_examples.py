@@ -360,6 +360,70 @@ SPLIT_SPACE = {
 }
 
 
+NEIGHBOURS = np.clip(np.arange(64)[:, None] + np.arange(-1, 2), 0, 63)  # (height, 3)
+INTERPOLATIONS: dict[str, Any] = {
+    "nearest": lambda x: jax.image.resize(x, (*x.shape[:2], 128, 32), "nearest"),
+    "bilinear": lambda x: jax.image.resize(x, (*x.shape[:2], 96, 20), "bilinear"),
+    "bicubic, coarser": lambda x: jax.image.resize(x, (*x.shape[:2], 32, 8), "bicubic"),
+    "Lanczos, odd": lambda x: jax.image.resize(x, (*x.shape[:2], 64, 9), "lanczos3"),
+    "neighbours": lambda x: x[:, :, NEIGHBOURS].mean(3),
+    "mapped": jax.vmap(lambda x: jax.image.resize(x, (len(x), 128, 32), "bilinear")),
+}
+
+
+@pytest.mark.few("nearest")
+@pytest.mark.parametrize("name", INTERPOLATIONS)
+def test_interpolations_exchange_halos_alone(name):
+    """As large as the array would be a gather for a lookup, or a sum for a product."""
+
+    def loss(params, x, key):
+        x = jax.lax.with_sharding_constraint(x, P(None, None, ("data",)))
+        x = INTERPOLATIONS[name](jnp.tanh(convolve(x, params["a"])))
+        return jnp.mean(jnp.tanh(convolve(x, params["b"])) ** 2)
+
+    params, batch = {"a": normal(4, 2, 3, 3), "b": normal(2, 4, 3, 3)}, normal(1, 2, 64, 16)
+    mesh = mesh_of((8, 1, 1))
+    plan, program = compiled(loss, params, batch, mesh)
+    priced = {one.cause: one.bytes for one in plan.report.program.traffic}
+    sent = collectives(program.as_text(), mesh)
+    assert {one.kind for one in sent} <= {"all-reduce", "collective-permute"}
+    permuted = sum(one.sent_bytes for one in sent if one.kind == "collective-permute")
+    assert priced["halos of convolutions and windows"] == pytest.approx(permuted, rel=0.25)
+    assert max(plan.verify(loss, params, batch).values()) < 1e-5
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
+@pytest.mark.parametrize("name", INTERPOLATIONS)
+def test_interpolations_are_right_where_devices_have_the_same_part(name, spec):
+    def loss(params, x, key):
+        x = jnp.tanh(convolve(jax.lax.with_sharding_constraint(x, spec), params["a"]))
+        x = convolve(INTERPOLATIONS[name](x), params["b"], padding="VALID")
+        x = jax.image.resize(x, (*x.shape[:2], 32, 16), "linear")
+        return jnp.mean(x**2)
+
+    params, batch = {"a": normal(4, 2, 3, 3) / 4, "b": normal(4, 4, 3, 3) / 6}, normal(2, 2, 64, 16)
+    plan = plan_of(loss, params, batch, mesh_of((2, 2, 2)))
+    assert max(plan.verify(loss, params, batch).values()) < 1e-5
+
+
+def test_pixels_that_are_looked_up_along_two_split_dimensions():
+    """As those of a field that moves. XLA ended the process."""
+
+    def loss(params, x, key):
+        x = jax.lax.with_sharding_constraint(x, SPLIT_SPACE["height and width"])
+        x = jnp.tanh(convolve(x, params["a"]))
+        at = jnp.arange(32)[:, None], jnp.arange(16)[None]
+        rows = jnp.clip((8 * x).astype(int) + at[0][None, None], 0, 31)
+        columns = jnp.clip((4 * x).astype(int) + at[1][None, None], 0, 15)
+        move = lambda field, rows, columns: field[rows, columns]
+        return jnp.mean(jax.vmap(jax.vmap(move))(x, rows, columns) ** 2)
+
+    params, batch = {"a": normal(4, 2, 3, 3) / 4}, normal(2, 2, 32, 16)
+    plan = plan_of(loss, params, batch, mesh_of((2, 2, 2)))
+    assert max(plan.verify(loss, params, batch).values()) < 1e-5
+
+
 @pytest.mark.few("SAME-rows and height")
 @pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
 @pytest.mark.parametrize("padding", ["SAME", "circular"])

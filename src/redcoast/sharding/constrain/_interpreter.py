@@ -52,6 +52,7 @@ from ._local_vmapped import run_vmapped
 from ._shardings import Shardings, find_shardings, sharded_dim
 from ._split_conv import POOLING, run_split_conv, run_split_pool
 from ._split_fft import run_split_fft, writes_slice
+from ._split_interpolation import run_split_interpolation
 from ._split_lookup import run_split_lookup
 from ._split_product import run_split_product
 
@@ -495,9 +496,9 @@ def _cond(bound: BoundEquation) -> Arrays:
 # to the usual evaluation after all.
 _HANDLERS: dict[str, tuple[Handler, ...]] = {
     "conv_general_dilated": (run_split_conv, run_grouped),
-    "dot_general": (run_split_product,),
+    "dot_general": (run_split_interpolation, run_split_product),
     "fft": (run_split_fft,),
-    "gather": (run_split_lookup,),
+    "gather": (run_split_interpolation, run_split_lookup),
     "layout_constraint": (_with_layout,),
     "redcoast_mark": (_gathered_sequence,),
     "random_bits": (_bits_of_rows,),

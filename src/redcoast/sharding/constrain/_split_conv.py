@@ -10,13 +10,10 @@ gradient of pooling whose windows overlap (JAX 0.10.2 to 0.12).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from ...core._control_flow import primitive_name
 from .._mesh_axes import parts
@@ -24,6 +21,7 @@ from ..operations import makes_kernel
 from ..program._graph import Value
 from ..program._trace import Arrays
 from ._bound_equation import BoundEquation
+from ._halos import Window, in_equal_parts, of_results, spec_of, with_halo, without_rest
 
 _PARAMS = (
     "rhs_dilation",
@@ -37,32 +35,6 @@ _PARAMS = (
 
 # Max and min pooling, and their derivatives.
 POOLING = "reduce_window_max reduce_window_min select_and_gather_add select_and_scatter_add".split()  # noqa: SIM905
-
-
-@dataclass(frozen=True)
-class _Window:
-    """A convolution along one dimension of the image, divided over the devices of `axes`.
-
-    The image has `size` elements, the result `of_result`, and a device a part of each. The last
-    parts have fewer elements, if these do not divide. A device has elements before and after its
-    own, of one or more neighbours: `left` and `right`, fewer than its own if they are negative. It
-    reads `length` of these, `step` further on in each part, and pads them with `padding`.
-    """
-
-    dim: int
-    axes: tuple[str, ...]
-    size: int
-    of_result: int
-    count: int
-    left: int
-    right: int
-    length: int
-    step: int
-    padding: tuple[int, int]
-
-    @property
-    def own(self) -> int:
-        return -(-self.size // self.count)
 
 
 def run_split_conv(bound: BoundEquation) -> Arrays | None:
@@ -89,7 +61,7 @@ def run_split_conv(bound: BoundEquation) -> Arrays | None:
     outputs, inputs = numbers.rhs_spec[:2]
     if image[batch] == result[result_batch] and values[0].dims[batch] not in shardings.uneven:
         into[batch] = out[result_batch] = image[batch]
-    windows: list[_Window] = []
+    windows: list[Window] = []
     padding = list(params["padding"])
     for at, dims in enumerate(spatial):
         image_dim, _, result_dim = dims
@@ -117,17 +89,17 @@ def run_split_conv(bound: BoundEquation) -> Arrays | None:
 
     def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
         for window in windows:
-            x = _with_halo(x, window)
+            x = with_halo(x, window)
         y = jax.lax.conv_general_dilated(x, kernel, padding=padding, **static)
         if summed:
             y = jax.lax.psum(y, summed)
         return y
 
-    in_specs = _spec(into), _spec(of_kernel)
-    run = jax.shard_map(local, mesh=shardings.mesh, in_specs=in_specs, out_specs=_spec(out))
+    in_specs = spec_of(into), spec_of(of_kernel)
+    run = jax.shard_map(local, mesh=shardings.mesh, in_specs=in_specs, out_specs=spec_of(out))
     x, weights = bound.operands
-    y = run(_in_equal_parts(x, windows), weights)
-    return [_without_rest(y, _of_other(windows, numbers.lhs_spec[2:], numbers.out_spec[2:]))]
+    y = run(in_equal_parts(x, windows), weights)
+    return [without_rest(y, of_results(windows, numbers.lhs_spec[2:], numbers.out_spec[2:]))]
 
 
 def _local_groups(bound: BoundEquation, channel: int, outputs: int, groups: int) -> int | None:
@@ -138,41 +110,6 @@ def _local_groups(bound: BoundEquation, channel: int, outputs: int, groups: int)
     if shards == 1 or groups % shards or kernel[outputs] != axes:
         return None
     return groups // shards
-
-
-def _spec(axes: Sequence[tuple[str, ...]]) -> P:
-    return P(*[entry or None for entry in axes])
-
-
-def _in_equal_parts(x: jax.Array, windows: Sequence[_Window], outside: float = 0) -> jax.Array:
-    """An array with numbers `outside` at its end, so that its parts have the same size."""
-    added = [(0, 0, 0)] * x.ndim
-    for window in windows:
-        added[window.dim] = (0, window.own * window.count - window.size, 0)
-    if not any(map(any, added)):
-        return x
-    return jax.lax.pad(x, jnp.asarray(outside, x.dtype), added)
-
-
-def _without_rest(y: jax.Array, windows: Sequence[_Window]) -> jax.Array:
-    """A result without what `_in_equal_parts` adds at its end."""
-    sizes = list(y.shape)
-    for window in windows:
-        sizes[window.dim] = window.size
-    if tuple(sizes) == y.shape:
-        return y
-    return jax.lax.slice(y, [0] * y.ndim, sizes)
-
-
-def _of_other(
-    windows: Sequence[_Window], dims: Sequence[int], other_dims: Sequence[int]
-) -> list[_Window]:
-    """Windows with the size and the dimension of the result, or of a field, for the image's."""
-    others: list[_Window] = []
-    for window in windows:
-        dim = other_dims[dims.index(window.dim)]
-        others.append(replace(window, dim=dim, size=window.of_result))
-    return others
 
 
 def _kernel_gradient(bound: BoundEquation) -> Arrays | None:
@@ -196,7 +133,7 @@ def _kernel_gradient(bound: BoundEquation) -> Arrays | None:
     if divides and image[rows] == field[field_rows]:
         of_image[rows] = of_field[field_rows] = image[rows]
         summed += image[rows]
-    windows: list[_Window] = []
+    windows: list[Window] = []
     padding = list(params["padding"])
     # Channels of the image are its batch. Under `jax.vmap`, rows may be groups of either.
     outputs = numbers.rhs_spec[0]
@@ -229,17 +166,17 @@ def _kernel_gradient(bound: BoundEquation) -> Arrays | None:
 
     def local(x: jax.Array, field: jax.Array) -> jax.Array:
         for window in windows:
-            x = _with_halo(x, window)
+            x = with_halo(x, window)
         y = jax.lax.conv_general_dilated(x, field, padding=padding, **static)
         if summed:
             y = jax.lax.psum(y, tuple(summed))
         return y
 
-    in_specs = _spec(of_image), _spec(of_field)
-    run = jax.shard_map(local, mesh=shardings.mesh, in_specs=in_specs, out_specs=_spec(of_result))
+    in_specs = spec_of(of_image), spec_of(of_field)
+    run = jax.shard_map(local, mesh=shardings.mesh, in_specs=in_specs, out_specs=spec_of(of_result))
     x, y = bound.operands
-    x = _in_equal_parts(x, windows)
-    y = _in_equal_parts(y, _of_other(windows, numbers.lhs_spec[2:], numbers.rhs_spec[2:]))
+    x = in_equal_parts(x, windows)
+    y = in_equal_parts(y, of_results(windows, numbers.lhs_spec[2:], numbers.rhs_spec[2:]))
     return [run(x, y)]
 
 
@@ -286,7 +223,7 @@ def _split_pool(
     # Dimensions without windows stay split, if the result is split alike.
     split, of_result = shardings.split_axes(value), shardings.split_axes(result)
     entries: list[tuple[str, ...]] = [()] * len(split)
-    windows: list[_Window] = []
+    windows: list[Window] = []
     padding = list(moved["padding"])
     must_run = False
     for d, length in enumerate(params["window_dimensions"]):
@@ -313,14 +250,14 @@ def _split_pool(
 
     def local(x: jax.Array) -> jax.Array:
         for window in windows:
-            x = _with_halo(x, window, outside)
+            x = with_halo(x, window, outside)
         return primitive.bind(x, **params, padding=tuple(padding))
 
-    each = _spec(entries)
+    each = spec_of(entries)
     run = jax.shard_map(local, mesh=shardings.mesh, in_specs=each, out_specs=each)
     dims = range(len(split))
-    of_result = _of_other(windows, dims, dims)
-    return lambda x: _without_rest(run(_in_equal_parts(x, windows, outside)), of_result)
+    of_result = of_results(windows, dims, dims)
+    return lambda x: without_rest(run(in_equal_parts(x, windows, outside)), of_result)
 
 
 def _window(
@@ -330,7 +267,7 @@ def _window(
     lengths: Sequence[int],
     axes: tuple[str, ...],
     sizes: Mapping[str, int],
-) -> _Window | None:
+) -> Window | None:
     """The window of the spatial dimension `at`; None if the dimension is gathered.
 
     `lengths` are those of the image, the kernel and the result, and `sizes` the mesh's. Positions
@@ -362,48 +299,4 @@ def _window(
     first_pad = low - spread * first
     last_pad = last + low + 1 - ((length - 1) * spread + 1) - first_pad
     padding = first_pad, last_pad
-    return _Window(dim, axes, image, result, count, left, right, length, step, padding)
-
-
-def _with_halo(x: jax.Array, window: _Window, outside: float = 0) -> jax.Array:
-    """A part of an array, with elements of the neighbouring parts, or without some of its own.
-
-    Devices at the edges get the number `outside`, which is the padding of the operation.
-    """
-    d, own, count = window.dim, x.shape[window.dim], window.count
-    start, stop = max(0, -window.left), own - max(0, -window.right)
-    # Whole parts of the next neighbours, and some rows of the one after these.
-    left_parts, left_rows = divmod(max(0, window.left), own)
-    right_parts, right_rows = divmod(max(0, window.right), own)
-    # The transpose of a split is a concatenation, where slices are padded to the whole part each.
-    cuts = sorted({0, start, own - left_rows, right_rows, stop, own})
-    sizes = [end - begin for begin, end in pairwise(cuts)]
-    pieces = dict(zip(cuts, jax.lax.split(x, sizes, axis=d), strict=False))
-    at = jax.lax.axis_index(window.axes)
-
-    def between(begin: int, end: int) -> list[jax.Array]:
-        return [piece for cut, piece in pieces.items() if begin <= cut < end]
-
-    def received(rows: list[jax.Array], distance: int) -> jax.Array:
-        pairs = [(i, i + distance) for i in range(count) if 0 <= i + distance < count]
-        edge = jax.lax.ppermute(jnp.concatenate(rows, axis=d), window.axes, pairs)
-        if outside:
-            sender = at - distance
-            is_outside = (sender < 0) | (sender >= count)
-            edge = jnp.where(is_outside, jnp.asarray(outside, edge.dtype), edge)
-        return edge
-
-    with_halo = between(start, stop)
-    for distance in range(1, left_parts + 1):
-        with_halo.insert(0, received(between(0, own), distance))
-    if left_rows:
-        with_halo.insert(0, received(between(own - left_rows, own), left_parts + 1))
-    for distance in range(1, right_parts + 1):
-        with_halo.append(received(between(0, own), -distance))
-    if right_rows:
-        with_halo.append(received(between(0, right_rows), -right_parts - 1))
-    y = jnp.concatenate(with_halo, axis=d)
-    if not window.step:
-        return y
-    begin = at * window.step - min(0, window.step * (count - 1))
-    return jax.lax.dynamic_slice_in_dim(y, begin, window.length, axis=d)
+    return Window(dim, axes, image, result, count, left, right, length, step, padding)

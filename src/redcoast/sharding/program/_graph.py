@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from ...core._jaxpr import is_inexact
 from ..operations import ALL
+from ._interpolation import Constants, Interpolation
 from ._remat import Region
 
 Dims = tuple[int, ...]  # the nodes of an array's dimensions
@@ -244,6 +245,8 @@ class Graph:
     large_result_bytes: BytesByDims = field(default_factory=lambda: defaultdict(float))
     first_use: dict[Dims, Source] = field(default_factory=dict)  # by the dimensions of a value
     last_use: dict[Value, Source] = field(default_factory=dict)  # of those with a cotangent
+    # What is known of the constants that an equation reads, by its `id`.
+    constants: dict[int, Constants] = field(default_factory=dict)
     unknown: Counter[str] = field(default_factory=Counter)
     # By the `id` of a scan, how often it runs in the forward pass, and what its body closes over.
     scans: dict[int, tuple[int | float, Sequence[Value]]] = field(default_factory=dict)
@@ -329,6 +332,11 @@ class Graph:
             for value in filter(operator.attrgetter("grad"), consts):
                 partial = replace(removed[0], value=value, times=times, uses=1, before=())
                 self.partial_sums[value, partial.node, ()] = partial
+
+    def interpolation(self, equation: JaxprEqn) -> Interpolation | None:
+        """What an equation interpolates; None for others."""
+        constants = self.constants.get(id(equation))
+        return constants and constants.interpolation(equation)
 
     def link_softly(self, before: int, after: int) -> None:
         """Links a node to the one that rows go on in after a cut or a join.

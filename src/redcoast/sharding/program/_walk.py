@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
@@ -32,6 +33,7 @@ from ..operations._scan_over_rows import sums_over_iterations
 from ..tree._overrides import spec_axes
 from ._follow_rule import follow_rule
 from ._graph import Asked, Cursor, Dims, Graph, Value, have_grad
+from ._interpolation import INTERPOLATING, Constants
 from ._loop_weights import can_hoist_gradient_sum
 from ._remat import Region, find_needed
 
@@ -48,6 +50,10 @@ class Scope:
     values: dict[Atom, Value] = field(default_factory=dict)
     rules: dict[int, Rule | None] = field(default_factory=dict)
     inner: dict[int, list["Scope"]] = field(default_factory=dict)
+
+    @cached_property
+    def constants(self) -> Constants:
+        return Constants(self.jaxpr, self.consts)
 
     def value_of(self, atom: Atom) -> Value | None:
         """The value of a variable; None for a literal."""
@@ -80,6 +86,8 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
         if index not in differentiated.equations:
             values = _copies(values, grad=False)
         scope.rules[index] = rule_of(equation)
+        if primitive_name(equation) in INTERPOLATING:
+            graph.constants[id(equation)] = scope.constants
         graph.cursor = Cursor(
             cursor.regions,
             source=(*cursor.source, equation),

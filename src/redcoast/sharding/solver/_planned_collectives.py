@@ -129,6 +129,10 @@ def of_batch(
             # An operand that is split along another dimension is gathered, and not summed. Where
             # parts are summed, the cotangent of the sum is gathered for those of both operands.
             continue
+        halo = _interpolated(summed, graph, batch)
+        if halo is not None:
+            yield PlannedCollective("halos", halo, dims, source, summed.backward)
+            continue
         size = _sum_bytes(summed, apart)
         # Results without rows are gradients, which are summed after loops.
         if is_gradient:
@@ -275,7 +279,7 @@ def _products(graph: Graph, batch: BatchDims) -> dict[_Key, _Product]:
             continue
         for split in batch.sets:
             product = _product(work, split)
-            if product is not None:
+            if product is not None and not _is_interpolated(product, graph):
                 products[_key(work.source, split)] = product
     return products
 
@@ -375,6 +379,40 @@ def _lookup(
     if value.grad and (is_first or not batch.splits_examples):
         sent += _sum(devices, size, scatters)
     return PlannedCollective("by index", sent, value.dims, summed.source)
+
+
+def _interpolated(summed: PartialSum, graph: Graph, batch: BatchDims) -> int | float | None:
+    """Bytes of the halos in place of a sum, if elements depend on few others of a split example."""
+    dims, split, equation = summed.value.dims, batch.set_of(summed.node), summed.source[-1]
+    interpolation = graph.interpolation(equation)
+    if interpolation is None or split is None:
+        return None
+    other = interpolation.dim  # along which the example is split too
+    if not summed.backward:
+        other = interpolation.targets[other]
+    size = _interpolation_halo(equation, split, graph)
+    if size is None or not split.has(dims[other]):
+        return None
+    _, others = batch.around(summed.node, (*summed.rows, *dims))
+    return size * summed.times / others
+
+
+def _is_interpolated(product: _Product, graph: Graph) -> bool:
+    """Whether a product is one with a constant matrix that needs halos alone."""
+    equation, split = product.work.source[-1], product.split
+    interpolation = graph.interpolation(equation)
+    if interpolation is None or _interpolation_halo(equation, split, graph) is None:
+        return False
+    return split.has(product.work.own[interpolation.targets[interpolation.dim]])
+
+
+def _interpolation_halo(equation: JaxprEqn, split: SplitNodes, graph: Graph) -> int | float | None:
+    """Bytes of the halos of an interpolation along a split dimension; None of others."""
+    interpolation = graph.interpolation(equation)
+    halo = interpolation and interpolation.halo(split.count)
+    if interpolation is None or halo is None:
+        return None
+    return _bytes(equation.invars[interpolation.place]) / interpolation.size * sum(halo)
 
 
 def _halo(halo: Halo, batch: BatchDims) -> PlannedCollective:

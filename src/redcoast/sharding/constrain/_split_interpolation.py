@@ -1,0 +1,85 @@
+"""Runs interpolations of split examples, as by `jax.image.resize`, in `jax.shard_map` with halos.
+
+XLA would gather the array for a lookup, and add up products with a matrix as large as the result.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from .._mesh_axes import parts
+from ..program._trace import Arrays
+from ._bound_equation import BoundEquation
+from ._halos import Window, in_equal_parts, of_results, spec_of, with_halo, without_rest
+
+
+def run_split_interpolation(bound: BoundEquation) -> Arrays | None:
+    """The result of a lookup at constant indices, or of a product with a constant matrix, along a
+    split dimension; None of others, and of one whose parts depend on all of the array."""
+    equation, shardings = bound.equation, bound.shardings
+    if not shardings.splits_examples:
+        return None
+    found = bound.scope.constants.interpolation(equation)
+    if found is None:
+        return None
+    value, (result,) = bound.scope.value_of(equation.invars[found.place]), bound.results
+    assert value is not None
+    split, of_result = shardings.split_axes(value), shardings.split_axes(result)
+    axes = split[found.dim]
+    if not axes or axes != of_result[found.targets[found.dim]]:
+        return None
+    halo = found.halo(parts(axes, shardings.mesh.shape))
+    if halo is None:
+        return None
+    windows: list[Window] = []
+    out: list[tuple[str, ...]] = [()] * len(result.shape)
+    for d, over in enumerate(split):
+        if not over:
+            continue
+        target = found.targets[d]
+        out[target] = over
+        left, right = halo if d == found.dim else (0, 0)
+        size, count = value.shape[d], parts(over, shardings.mesh.shape)
+        sizes = size, result.shape[target], count, left, right
+        windows.append(Window(d, over, *sizes, left - -size // count + right, 0, (0, 0)))
+    (window,) = (window for window in windows if window.dim == found.dim)
+    own_results = -(-window.of_result // window.count)
+    rest = own_results * window.count - window.of_result
+
+    def look_up(x: jax.Array, places: jax.Array) -> jax.Array:
+        first = jax.lax.axis_index(axes) * window.own - window.left
+        local = jnp.squeeze(places, -1) - first
+        return jnp.take(with_halo(x, window), local, axis=found.dim, mode="clip")
+
+    def multiply(x: jax.Array, matrix: jax.Array) -> jax.Array:
+        at = jax.lax.axis_index(axes)
+        # (elements, results), or the other way round
+        part = jax.lax.dynamic_slice_in_dim(matrix, at * window.own, window.length, found.summed)
+        kept = 1 - found.summed
+        part = jax.lax.dynamic_slice_in_dim(part, at * own_results, own_results, kept)
+        operands = [part, part]
+        operands[found.place] = with_halo(x, window)
+        params = equation.params
+        return jax.lax.dot_general(
+            *operands,
+            dimension_numbers=params["dimension_numbers"],
+            precision=params["precision"],
+            preferred_element_type=params["preferred_element_type"],
+        )
+
+    x, other = bound.operands[found.place], bound.operands[1 - found.place]
+    added = [(0, 0, 0)] * other.ndim
+    if equation.primitive.name == "gather":
+        run, of_other = look_up, P(axes)
+        added[0] = (0, rest, 0)
+    else:
+        run, of_other = multiply, P()
+        added[1 - found.summed] = (0, rest, 0)
+        beyond = window.own * window.count - window.size
+        added[found.summed] = (window.left, beyond + window.right, 0)
+    other = jax.lax.pad(other, jnp.zeros((), other.dtype), added)
+    run = jax.shard_map(
+        run, mesh=shardings.mesh, in_specs=(spec_of(split), of_other), out_specs=spec_of(out)
+    )
+    y = run(in_equal_parts(x, windows), other)
+    return [without_rest(y, of_results(windows, range(len(split)), found.targets))]

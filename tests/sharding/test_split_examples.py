@@ -360,6 +360,22 @@ SPLIT_SPACE = {
 }
 
 
+@pytest.mark.few("rows and height")
+@pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
+def test_a_field_is_padded_at_its_end_before_a_convolution_with_a_stride(spec):
+    """XLA refused to compile it."""
+
+    def loss(params, x, key):
+        x = jax.lax.with_sharding_constraint(x, spec)
+        x = jnp.pad(jnp.tanh(convolve(x, params["a"])), ((0, 0), (0, 0), (0, 1), (0, 1)))
+        x = convolve(x, params["b"], window_strides=(2, 2), padding="VALID")
+        return jnp.mean(jnp.tanh(x) ** 2)
+
+    params, batch = {"a": normal(4, 2, 3, 3) / 4, "b": normal(4, 4, 3, 3) / 6}, normal(2, 2, 64, 16)
+    plan = plan_of(loss, params, batch, mesh_of((2, 2, 2)))
+    assert max(plan.verify(loss, params, batch).values()) < 1e-5
+
+
 NEIGHBOURS = np.clip(np.arange(64)[:, None] + np.arange(-1, 2), 0, 63)  # (height, 3)
 INTERPOLATIONS: dict[str, Any] = {
     "nearest": lambda x: jax.image.resize(x, (*x.shape[:2], 128, 32), "nearest"),

@@ -54,6 +54,7 @@ from ._split_conv import POOLING, run_split_conv, run_split_pool
 from ._split_fft import run_split_fft, writes_slice
 from ._split_interpolation import run_split_interpolation
 from ._split_lookup import run_split_lookup
+from ._split_pad import run_split_pad
 from ._split_product import run_split_product
 
 # Rows depend on each other; JAX has no rule for an operation inside of `jax.shard_map`, or refuses
@@ -500,6 +501,7 @@ _HANDLERS: dict[str, tuple[Handler, ...]] = {
     "fft": (run_split_fft,),
     "gather": (run_split_interpolation, run_split_lookup),
     "layout_constraint": (_with_layout,),
+    "pad": (run_split_pad,),
     "redcoast_mark": (_gathered_sequence,),
     "random_bits": (_bits_of_rows,),
     **dict.fromkeys(POOLING, (run_split_pool,)),

@@ -4,6 +4,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from jax.extend.core import JaxprEqn
+
 from ...core._control_flow import (
     Call,
     CallKind,

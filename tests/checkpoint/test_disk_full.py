@@ -1,6 +1,7 @@
 """A full disk: a small file system that the tests mount, as root."""
 
 import contextlib
+import gc
 import logging
 import subprocess
 import time
@@ -100,3 +101,11 @@ def test_a_disk_that_stays_full_raises_at_the_end(disk, caplog):
     step, saved = newest(disk)
     assert step == "2"
     assert saved.step == 2
+
+
+def test_a_checkpoint_that_does_not_fit_is_one_error_without_tracebacks(disk, caplog, capfd):
+    with pytest.raises(ValueError, match="No space left"):
+        rc.save_checkpoint(disk / "large", jax.random.normal(jax.random.key(0), (2**21,)))
+    gc.collect()  # reports tasks whose errors nobody has read
+    assert "Traceback" not in capfd.readouterr().err
+    assert not [record for record in caplog.records if record.exc_info]

@@ -215,8 +215,22 @@ def get(nested: PyTree, names: Names) -> PyTree:
     return ft.reduce(lambda inner, name: inner[name], names, nested)
 
 
-# `asyncio` reports failed tasks of Orbax whose results are never read.
-LOGGERS = ("absl", "asyncio")
+@ft.cache
+def _directory_of_orbax() -> str:
+    import orbax.checkpoint as ocp
+
+    return str(Path(ocp.__file__).parent)
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    """Whether a record has no error that files of Orbax logged or raised."""
+    # Messages without an error are not about a failed save.
+    if not record.exc_info:
+        return True
+    files = _directory_of_orbax()
+    frames = traceback.extract_tb(record.exc_info[2])
+    names = [record.pathname, *(frame.filename for frame in frames)]
+    return not any(name.startswith(files) for name in names)
 
 
 @contextlib.contextmanager
@@ -225,34 +239,23 @@ def quiet_orbax() -> Iterator[None]:
 
     On a full disk, each of their failed tasks and threads prints a traceback.
     """
-    import orbax.checkpoint as ocp
-
-    files = str(Path(ocp.__file__).parent)
-
-    def is_other(record: logging.LogRecord) -> bool:
-        # Messages without an error are not about a failed save.
-        if not record.exc_info:
-            return True
-        # An error that was logged by files of Orbax, or raised in them.
-        frames = traceback.extract_tb(record.exc_info[2])
-        names = [record.pathname, *(frame.filename for frame in frames)]
-        return not any(name.startswith(files) for name in names)
-
+    _directory_of_orbax()  # a late message may come when nothing can be imported any more
     before = sys.unraisablehook
 
     def hook(error: "sys.UnraisableHookArgs") -> None:
         if not _is_late_result(error.exc_value, error.exc_traceback):
             before(error)
 
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    for logger in loggers:
-        logger.addFilter(is_other)
+    # Failed tasks whose results are never read are reported when they are collected as garbage,
+    # which may be after the end of this context.
+    logging.getLogger("asyncio").addFilter(_is_not_of_orbax)
+    logger, own = logging.getLogger("absl"), lambda record: _is_not_of_orbax(record)
+    logger.addFilter(own)
     sys.unraisablehook = hook
     try:
         yield
     finally:
-        for logger in loggers:
-            logger.removeFilter(is_other)
+        logger.removeFilter(own)
         if sys.unraisablehook is hook:  # something else may have replaced it meanwhile
             sys.unraisablehook = before
 

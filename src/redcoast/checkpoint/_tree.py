@@ -40,6 +40,7 @@ from ._orbax import (
     make_checkpointer,
     nest,
     orbax_args,
+    quiet_orbax,
     read_arrays,
     reading,
     saved_arrays,
@@ -110,7 +111,7 @@ def save_checkpoint(
                 f"{path} exists already, and a checkpoint never overwrites anything. Choose "
                 "another path, or remove it first."
             )
-        with make_checkpointer(background=False) as checkpointer:
+        with quiet_orbax(), make_checkpointer(background=False) as checkpointer:
             checkpointer.save(path, args=orbax_args(*arrays_and_document(tree, metadata or {})))
         if is_main():
             sync_name(path)

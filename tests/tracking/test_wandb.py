@@ -315,6 +315,15 @@ def test_a_requested_mode_is_kept(fake, monkeypatch):
     assert "mode" not in started(fake)
 
 
+def test_on_a_terminal_wandb_asks_for_no_account(fake, monkeypatch, capsys):
+    """Its thread would still read the terminal when Python ends, which would end in an abort."""
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert started(fake, mode="online")["mode"] == "offline"
+    assert "no account was found" in capsys.readouterr().out
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    assert started(fake, mode="online")["mode"] == "online"
+
+
 def test_run_id_is_stored_for_resuming(fake, tmp_path):
     first = started(fake, tmp_path / "run")
     kept = {"id": first["id"], "project": "lm"}

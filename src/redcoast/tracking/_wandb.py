@@ -124,19 +124,21 @@ class WandbLogger:
             # Exit hooks run in reverse order, and this one has to run before W&B's.
             atexit.unregister(self.close)
             atexit.register(self.close)
-            # Whether the user has chosen a mode. If not, W&B would ask for an account, and wait.
-            is_chosen = "mode" in self._options or "WANDB_MODE" in os.environ
-            is_chosen = is_chosen or settings.mode != "online"
-            defaults = {}
-            if not is_chosen and not has_account(settings):
-                defaults["mode"] = "offline"
+            options, defaults = dict(self._options), {}
+            is_chosen = "mode" in options or "WANDB_MODE" in os.environ
+            mode = options.get("mode") or settings.mode
+            # W&B would ask for an account: without a terminal it fails, and on one it waits for
+            # an answer, with which Python ends in an abort.
+            lacks_account = mode == "online" and not has_account(settings)
+            if lacks_account and (not is_chosen or _has_terminal()):
+                options["mode"] = "offline"
             if wandb.run is not None:
                 # Otherwise W&B would return the run of somebody else, and finish it.
                 defaults["reinit"] = "create_new"
             session = self._session
             if session is None:
-                session = wandb.init(**_init_arguments(self._options, run, defaults))
-                self._sync_hint = self._announce(session, has_account="mode" not in defaults)
+                session = wandb.init(**_init_arguments(options, run, defaults))
+                self._sync_hint = self._announce(session, has_account=not lacks_account)
                 _show_plan(wandb, session, run)
             else:
                 # The caller's own run may have values of the same names.
@@ -320,6 +322,13 @@ def _init_arguments(
         arguments.setdefault("id", number)
         _keep_id(run.directory, {name: arguments[name] for name in ("id", "project")})
     return arguments
+
+
+def _has_terminal() -> bool:
+    try:
+        return sys.stdin.isatty()
+    except (AttributeError, ValueError):  # there is no input, or it is closed
+        return False
 
 
 def has_account(settings: Any) -> bool:

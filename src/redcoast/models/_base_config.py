@@ -6,7 +6,7 @@ from typing import Any
 
 from ..core._decoding import GREEDY, Decoding
 from ._basic import check_activation
-from ._check_config import check_fields, where
+from ._check_config import check_fields, check_labels, where
 from ._scan_layers import Remat, check_remat
 
 
@@ -128,10 +128,13 @@ class GroupedConfig(DecoderConfig):
 
 def check_config(config: LayersConfig, *sizes: str) -> None:
     """Raises if a field has a wrong type or is out of range, if a size or `unroll` is below 1, if
-    `kv_heads` does not divide `heads`, if a dropout rate is not in [0, 1), or if an activation
-    function or `remat` is unknown.
+    `kv_heads` does not divide `heads`, if a dropout rate is not in [0, 1), if an activation
+    function or `remat` is unknown, if heads of one size do not divide `width`, or if `label_names`
+    does not have a name for each of the `labels`.
 
-    Integers without a default value are sizes, and so are the fields named in `sizes`.
+    Integers without a default value are sizes, and so are the fields named in `sizes`. Sets
+    `head_size` to None if it is `width / heads`, so that configurations of the same model are
+    equal.
     """
     check_remat(config.remat)
     check_fields(config)
@@ -155,26 +158,28 @@ def check_config(config: LayersConfig, *sizes: str) -> None:
             raise ValueError(
                 f"`{name}` must be at least 0 and less than 1, but is {value}{where(config)}."
             )
+    if isinstance(config, HeadSizes):
+        _check_head_size(config)
+    if hasattr(config, "labels"):
+        check_labels(config)
 
 
-def check_heads(config: HeadSizes, *, even: bool = False) -> None:
-    """Raises if `heads` does not divide `width` and there is no `head_size`; or, with `even`, if
-    the head size is odd (rotary embeddings rotate pairs of features).
-
-    Sets `head_size` to None if it is `width / heads`, so that configurations of the same model are
-    equal.
-    """
+def _check_head_size(config: HeadSizes) -> None:
     size = getattr(config, "head_size", None)
     if size is None and config.width % config.heads:
         raise ValueError(
             f"`width` must be a multiple of `heads`, but {config.width} is not a multiple of "
             f"{config.heads}{where(config)}."
         )
-    if even and config.head_dim % 2:
-        raise ValueError(f"The head size must be even, but is {config.head_dim}{where(config)}.")
     # The field says nothing new then, and files may or may not have it.
     if size is not None and size * config.heads == config.width:
         object.__setattr__(config, "head_size", None)
+
+
+def check_even_heads(config: HeadSizes) -> None:
+    """Raises if the head size is odd, since rotary embeddings rotate pairs of features."""
+    if config.head_dim % 2:
+        raise ValueError(f"The head size must be even, but is {config.head_dim}{where(config)}.")
 
 
 def check_rotary_dim(config: RotarySizes) -> None:
@@ -183,11 +188,13 @@ def check_rotary_dim(config: RotarySizes) -> None:
     Sets `rotary_dim` to None if all features are rotated, so that configurations of the same model
     are equal.
     """
-    size = config.head_dim if config.rotary_dim is None else config.rotary_dim
-    if size % 2 or not 0 < size <= config.head_dim:
+    if config.rotary_dim is None:
+        check_even_heads(config)
+        return
+    if config.rotary_dim % 2 or not 0 < config.rotary_dim <= config.head_dim:
         raise ValueError(
             f"`rotary_dim` must be even, positive and at most the head size {config.head_dim}, but "
-            f"is {size}."
+            f"is {config.rotary_dim}."
         )
     if config.rotary_dim == config.head_dim:
         object.__setattr__(config, "rotary_dim", None)

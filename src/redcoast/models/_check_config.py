@@ -4,7 +4,7 @@ import dataclasses
 import math
 import types
 from collections.abc import Sequence
-from typing import Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 
@@ -108,14 +108,13 @@ def check_patches(image: int | tuple[int, int], patch: int | tuple[int, int]) ->
         )
 
 
-def check_labels(labels: int, label_names: Sequence[str] | None) -> None:
+def check_labels(config: Any) -> None:
     """Raises if there are fewer than one label, or if `label_names` has a different length."""
+    labels, names = config.labels, config.label_names
     if labels < 1:
         raise ValueError(f"`labels` must be at least 1, but is {labels}.")
-    if label_names is not None and len(label_names) != labels:
-        raise ValueError(
-            f"`label_names` has {len(label_names)} names, but there are {labels} `labels`."
-        )
+    if names is not None and len(names) != labels:
+        raise ValueError(f"`label_names` has {len(names)} names, but there are {labels} `labels`.")
 
 
 def check_length(config: object, length: int) -> None:

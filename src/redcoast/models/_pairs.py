@@ -10,14 +10,7 @@ from equinox import AbstractVar
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import AllReal, Real, Visible, full_view, real_tokens
-from ._base_config import (
-    ImageSizes,
-    LayersConfig,
-    TextConfig,
-    TokenSizes,
-    check_config,
-    check_heads,
-)
+from ._base_config import ImageSizes, LayersConfig, TextConfig, TokenSizes, check_config
 from ._basic import look_up, small_normal, split_key, wide
 from ._check_config import check_length
 from ._encoder import EncoderLayers, pre_norm_layers
@@ -40,7 +33,6 @@ class PairImageConfig(ImageSizes, LayersConfig):
 
     def __post_init__(self):
         check_config(self, "image", "patch", "channels")
-        check_heads(self)
         if self.image < self.patch:
             raise ValueError(
                 f"`image` must be at least `patch`, but {self.image} is less than {self.patch}."
@@ -60,7 +52,6 @@ class PairTextConfig(TokenSizes, TextConfig):
 
     def __post_init__(self):
         check_config(self, "positions")
-        check_heads(self)
 
 
 class PairEncoder(eqx.Module):

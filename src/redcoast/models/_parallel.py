@@ -10,7 +10,7 @@ from equinox import AbstractVar
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend
-from ._base_config import DecoderConfig, TokenSizes, check_config, check_heads
+from ._base_config import DecoderConfig, TokenSizes, check_config
 from ._basic import dropout, layer_norm, look_up, ones, output_scale, split_key, wide, zeros
 from ._by_layer import StackedLayers
 from ._cache import extend
@@ -45,7 +45,6 @@ class ParallelConfig(TokenSizes, DecoderConfig):
 
     def __post_init__(self):
         check_config(self, "rotary_dim")
-        check_heads(self)
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             raise ValueError(
                 f"`rotary_dim` must be even and at most the head size {self.head_dim}, but is "

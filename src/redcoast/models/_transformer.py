@@ -15,7 +15,7 @@ from equinox import AbstractVar
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._attention import as_array, attend, attend_near, real_tokens
-from ._base_config import GroupedConfig, RotarySizes, check_config, check_heads, check_rotary_dim
+from ._base_config import GroupedConfig, RotarySizes, check_config, check_rotary_dim
 from ._basic import (
     dropout,
     initial_attention,
@@ -82,7 +82,6 @@ class TransformerConfig(GroupedConfig, RotarySizes):
 
     def __post_init__(self):
         check_config(self, "chosen")
-        check_heads(self, even=self.rotary_dim is None)
         check_chosen(self.chosen, self.experts)
         # Configurations of the same model are equal.
         if all(self.rope_layers):

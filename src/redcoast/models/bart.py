@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._base_config import DecoderConfig, StackSizes, check_config, check_heads
+from ._base_config import DecoderConfig, StackSizes, check_config
 from ._basic import dropout, layer_norm, look_up, small_normal, split_key
 from ._cache import extend
 from ._einsum import keys_values, product, queries
@@ -48,7 +48,6 @@ class BartConfig(StackSizes, DecoderConfig):
 
     def __post_init__(self):
         check_config(self, "positions")
-        check_heads(self)
 
 
 # The first rows of BART's tables of positions are unused.

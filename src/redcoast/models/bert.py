@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import count_positions, full_view, real_tokens
-from ._base_config import TextConfig, TokenSizes, check_config, check_heads
+from ._base_config import TextConfig, TokenSizes, check_config
 from ._basic import ACTIVATIONS, dropout, layer_norm, look_up, small_normal, split_key
-from ._check_config import check_labels, check_length
+from ._check_config import check_length
 from ._einsum import feed_forward, keys_values, product, queries
 from ._encoder import EncoderLayers, attention_output
 from ._heads import Linear, MaskedHead, first_token
@@ -70,8 +70,6 @@ class BertConfig(TokenSizes, TextConfig):
 
     def __post_init__(self):
         check_config(self, "positions", "types")
-        check_heads(self)
-        check_labels(self.labels, self.label_names)
         if self.kind == "roberta" and self.pad is None:
             raise ValueError("RoBERTa needs `pad`: its first position is `pad + 1`.")
         if self.kind != "bert" and self.head == "pretraining":

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._base_config import HeadSizes, LayersConfig, check_config, check_heads
+from ._base_config import HeadSizes, LayersConfig, check_config
 from ._basic import dropout, small_normal, split_key, zeros
-from ._check_config import check_labels, check_patches
+from ._check_config import check_patches
 from ._heads import Linear
 from ._patches import PatchEncoder, ScaledLayers, resample
 
@@ -68,8 +68,6 @@ class Dinov2Config(LayersConfig, HeadSizes):
 
     def __post_init__(self):
         check_config(self, "mlp_ratio", "image", "patch", "channels")
-        check_heads(self)
-        check_labels(self.labels, self.label_names)
         check_patches(self.image, self.patch)
         if self.registers < 0 or (self.registers and not self.mask_token):
             raise ValueError(

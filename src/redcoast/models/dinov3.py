@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._base_config import ImageSizes, LayersConfig, check_config, check_heads
+from ._base_config import ImageSizes, LayersConfig, check_config
 from ._basic import small_normal, split_key
 from ._check_config import check_patches
 from ._patches import PatchEncoder, ScaledLayers
@@ -65,7 +65,6 @@ class Dinov3Config(ImageSizes, LayersConfig):
 
     def __post_init__(self):
         check_config(self, "image", "patch", "channels", "registers")
-        check_heads(self)
         check_patches(self.image, self.patch)
         if self.head_dim % 4:
             raise ValueError(

@@ -7,7 +7,7 @@ import equinox as eqx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend
-from ._base_config import RotarySizes, check_heads, check_rotary_dim
+from ._base_config import RotarySizes, check_rotary_dim
 from ._basic import initial_stacks, ones, output_scale, rms_norm, zeros
 from ._cache import extend
 from ._einsum import keys_values, product, queries
@@ -53,7 +53,6 @@ class Glm4MoeConfig(SharedExpertsConfig, RotarySizes):
 
     def __post_init__(self):
         super().__post_init__()
-        check_heads(self, even=self.rotary_dim is None)
         check_rotary_dim(self)
 
 

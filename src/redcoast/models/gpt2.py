@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import attend, causal_view, count_positions, full_view, real_tokens
-from ._base_config import DecoderConfig, TokenSizes, check_config, check_heads
+from ._base_config import DecoderConfig, TokenSizes, check_config
 from ._basic import dropout, layer_norm, look_up, output_scale, small_normal, split_key
 from ._by_layer import StackedLayers
 from ._cache import Cache, admit, cached_view, empty_cache, extend
@@ -61,7 +61,6 @@ class GPT2Config(TokenSizes, DecoderConfig):
 
     def __post_init__(self):
         check_config(self, "positions")
-        check_heads(self)
 
 
 class GPT2Layers(StackedLayers):

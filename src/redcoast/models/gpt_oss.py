@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import as_array, attend, attend_near, real_tokens
-from ._base_config import GroupedConfig, HeadSizes, check_config, check_heads
+from ._base_config import GroupedConfig, HeadSizes, check_config, check_even_heads
 from ._basic import (
     initial_attention,
     initial_mlp,
@@ -68,7 +68,7 @@ class GptOssConfig(GroupedConfig, HeadSizes):
 
     def __post_init__(self):
         check_config(self, "chosen")
-        check_heads(self, even=True)
+        check_even_heads(self)
         check_chosen(self.chosen, self.experts)
         check_local(self.local, self.window, self.layers)
         if self.limit <= 0:

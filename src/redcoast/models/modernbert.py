@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import attend_near, count_positions, full_view, real_tokens
-from ._base_config import TextConfig, TokenSizes, check_config, check_heads
+from ._base_config import TextConfig, TokenSizes, check_config, check_even_heads
 from ._basic import (
     ACTIVATIONS,
     activate_gated,
@@ -25,7 +25,7 @@ from ._basic import (
     zeros,
 )
 from ._by_layer import StackedLayers
-from ._check_config import check_labels, check_local
+from ._check_config import check_local
 from ._einsum import keys_values, outputs, product, queries
 from ._heads import Linear, first_token
 from ._inputs import AnyArray, Mask
@@ -90,8 +90,7 @@ class ModernBertConfig(TokenSizes, TextConfig):
 
     def __post_init__(self):
         check_config(self)
-        check_heads(self, even=True)
-        check_labels(self.labels, self.label_names)
+        check_even_heads(self)
         check_local(self.local, self.window, self.layers)
         if self.local == all_but_every(3, self.layers):
             object.__setattr__(self, "local", ())  # configurations of the same model are equal

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._base_config import DecoderConfig, TokenSizes, check_config, check_heads
+from ._base_config import DecoderConfig, TokenSizes, check_config
 from ._basic import dropout, layer_norm, look_up, ones, output_scale, split_key, zeros
 from ._cache import extend
 from ._decoder import Decoder, tied_or_own_head
@@ -57,7 +57,6 @@ class OPTConfig(TokenSizes, DecoderConfig):
         if self.embed_width is None:
             object.__setattr__(self, "embed_width", self.width)
         check_config(self, "embed_width", "positions")
-        check_heads(self)
         if self.post_norm and self.final_norm:
             raise ValueError(
                 "With `post_norm=True` each layer already ends with a norm: set `final_norm=False`."

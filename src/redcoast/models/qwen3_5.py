@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from ._attention import as_array, attend, real_tokens
-from ._base_config import GroupedConfig, RotarySizes, check_config, check_heads, check_rotary_dim
+from ._base_config import GroupedConfig, RotarySizes, check_config, check_rotary_dim
 from ._basic import (
     activate_gated,
     initial_stacks,
@@ -90,7 +90,6 @@ class Qwen3_5Config(GroupedConfig, RotarySizes):
     def __post_init__(self):
         sizes = "key_heads value_heads key_size value_size taps chunk chosen shared_hidden"
         check_config(self, *sizes.split())
-        check_heads(self, even=self.rotary_dim is None)
         check_rotary_dim(self)
         check_chosen(self.chosen, self.experts)
         if not self.linear:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend, count_positions
-from ._base_config import DecoderConfig, StackSizes, check_config, check_heads
+from ._base_config import DecoderConfig, StackSizes, check_config
 from ._basic import ACTIVATIONS, activate_gated, dropout, look_up, normal, rms_norm, split_key
 from ._by_layer import StackedLayers
 from ._cache import extend
@@ -65,7 +65,6 @@ class T5Config(StackSizes, DecoderConfig):
 
     def __post_init__(self):
         check_config(self)
-        check_heads(self)
         check_buckets(self.buckets, self.distance)
         if self.scale_head and not self.tied:
             raise ValueError("`scale_head=True` needs `tied=True`: only a tied head is scaled.")

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import full_view
-from ._base_config import ImageSizes, LayersConfig, check_config, check_heads
+from ._base_config import ImageSizes, LayersConfig, check_config
 from ._basic import dropout, small_normal, split_key
-from ._check_config import check_labels, check_patches
+from ._check_config import check_patches
 from ._encoder import EncoderLayers, pre_norm_layers
 from ._heads import Linear
 from ._inputs import AnyArray
@@ -59,8 +59,6 @@ class ViTConfig(ImageSizes, LayersConfig):
 
     def __post_init__(self):
         check_config(self, "channels")
-        check_heads(self)
-        check_labels(self.labels, self.label_names)
         check_patches(self.image, self.patch)
 
     @property

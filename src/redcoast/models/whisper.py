@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import causal_view, count_positions, full_view, real_tokens
-from ._base_config import DecoderConfig, StackSizes, check_config, check_heads
+from ._base_config import DecoderConfig, StackSizes, check_config
 from ._basic import ACTIVATIONS, dropout, layer_norm, look_up, small_normal, split_key
 from ._cache import extend
 from ._check_config import check_length
@@ -58,7 +58,6 @@ class WhisperConfig(StackSizes, DecoderConfig):
 
     def __post_init__(self):
         check_config(self, "mels", "frames", "positions")
-        check_heads(self)
         for name, least in (("width", 4), ("frames", 2)):
             value = getattr(self, name)
             if value < least or value % 2:

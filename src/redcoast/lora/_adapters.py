@@ -1,5 +1,6 @@
 """Functions that add, extract, replace and merge the adapters of a model."""
 
+import dataclasses
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -187,7 +188,7 @@ def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
         node = new.get(show_path(path))
         if node is None:
             return leaf
-        return LowRank(leaf, node.a, node.b, node.scale, node.outputs_first, saved_with)
+        return dataclasses.replace(node, weight=leaf, saved_with=saved_with)
 
     return jax.tree_util.tree_map_with_path(put, model, is_leaf=is_weight)
 

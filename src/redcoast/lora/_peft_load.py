@@ -1,7 +1,7 @@
 """Loading adapters in PEFT's format."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +171,7 @@ def load_adapters(model: PyTree, path: str | Path) -> PyTree:
         leaf, node = replaced.get(name, leaf), new.get(name)
         if node is None:
             return leaf
-        return LowRank(leaf, node.a, node.b, node.scale, False, saved_with)
+        return replace(node, weight=leaf, saved_with=saved_with)
 
     return jax.tree_util.tree_map_with_path(put, model, is_leaf=is_quantised)
 

@@ -1,5 +1,6 @@
 """Functions that quantise the matrices of a model, to train adapters of them in less memory."""
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
@@ -70,8 +71,7 @@ def quantise(
         if isinstance(leaf, LowRank):
             # The factors are trained, and keep their numbers.
             weight = _quantised(leaf.weight, numbers, matrices[name], name)
-            about = leaf.scale, leaf.outputs_first, leaf.saved_with
-            return LowRank(weight, leaf.a, leaf.b, *about)
+            return dataclasses.replace(leaf, weight=weight)
         return _quantised(leaf, numbers, matrices[name], name)
 
     return jax.tree_util.tree_map_with_path(replace, model, is_leaf=is_weight)

@@ -28,10 +28,6 @@ class CrossCache(eqx.Module):
         k, v = (jnp.take(x, rows, axis=1) for x in (self.k, self.v))
         return CrossCache(self.own.take(rows), k, v, jnp.take(self.mask, rows, axis=0))
 
-    def with_own(self, own: Cache) -> "CrossCache":
-        """Replaces the decoder's own cache and keeps the memory."""
-        return CrossCache(own, self.k, self.v, self.mask)
-
 
 def read_memory(
     layers: Projections,

@@ -1,6 +1,7 @@
 """The interface of encoder-decoders."""
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -55,7 +56,7 @@ class CrossDecoder(eqx.Module):
         # needed.
         cross = (None, (cache.k, cache.v), full_view(cache.mask))
         x, own = self._run(self.decoder, tokens, positions, see(), cross, own, None)
-        return x, cache.with_own(own)
+        return x, replace(cache, own=own)
 
 
 class EncoderDecoder(CrossDecoder):

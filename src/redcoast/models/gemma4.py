@@ -7,7 +7,7 @@ network (the mixture of experts).
 
 import functools as ft
 import math
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import equinox as eqx
@@ -420,7 +420,7 @@ def _extend(cache, side, index, k, v):
     if cache is None:
         return None, k, v
     part, k, v = extend(getattr(cache, side), index, k, v)
-    return eqx.tree_at(lambda both: getattr(both, side), cache, part), k, v
+    return replace(cache, **{side: part}), k, v
 
 
 def _keys_values_before(cache, shared, side):

@@ -1,6 +1,6 @@
 """The GPT-2 decoder: learned positions, pre-layer-norm, tied head, optional cross-attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import equinox as eqx
 import jax
@@ -210,7 +210,7 @@ class GPT2(TableHead):
         if isinstance(cache, CrossCache):
             cross = (cache.k, cache.v, cache.mask)
             x, own = self._decode(tokens, cache.own, mask, cross)
-            return x, cache.with_own(own)
+            return x, replace(cache, own=own)
         return self._decode(tokens, cache, mask, None)
 
     def _decode(self, tokens, cache, mask, cross):

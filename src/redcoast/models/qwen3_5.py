@@ -4,7 +4,7 @@ whose outputs are gated; with a feed-forward network or a mixture of experts."""
 import functools as ft
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import equinox as eqx
@@ -293,8 +293,7 @@ class Qwen3_5(TableHead, RoutedDecoder):
     ) -> tuple[Float[Array, "batch new width"], Any]:
         attention = admit(cache.attention, tokens.shape, mask)
         view = cached_view(attention, tokens.shape[1])
-        cache = Qwen3_5Cache(attention, cache.states)
-        return self._run(tokens, mask, *view, cache, None)[:2]
+        return self._run(tokens, mask, *view, replace(cache, attention=attention), None)[:2]
 
     def _run_from_start(self, tokens, mask, segments, positions, key):
         if segments is not None:
@@ -340,7 +339,7 @@ def _attention(layer, x, angles, visible, cache: Any, index, key, c):
     q, k = rotate(_norm(q, layer.q_norm, c), angles), rotate(_norm(k, layer.k_norm, c), angles)
     if cache is not None:
         of_attention, k, v = extend(cache.attention, index, k, v)
-        cache = eqx.tree_at(lambda both: both.attention, cache, of_attention)
+        cache = replace(cache, attention=of_attention)
     out = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=key)
     # Each feature of a head's output has a gate, which is computed from the layer's input.
     out = out * jax.nn.sigmoid(product("bsd,dhk->bshk", x, layer.wz))
@@ -377,7 +376,7 @@ def _delta_net(layer, x, real, cache, index, c):
     y = (y * gate).astype(x.dtype).reshape(*x.shape[:2], -1)  # (batch, seq, values)
     if cache is not None:
         after = DeltaStates(state[None], past_q[None], past_k[None], past_v[None])
-        cache = Qwen3_5Cache(cache.attention, with_layer(cache.states, after, index))
+        cache = replace(cache, states=with_layer(cache.states, after, index))
     return product("bse,ed->bsd", y, layer.wo), cache
 
 

@@ -33,6 +33,7 @@ def main(c: PlanCommand) -> None:
     if c.json:
         print(json.dumps(plan.report.to_json(), indent=1))
         return
-    print(plan)
     if c.table:
-        print(f"\n{plan.table()}")
+        print(f"{plan}\n\n{plan.table()}")
+    else:
+        print(str(plan).replace("plan.table(), plan.report", "--table"))

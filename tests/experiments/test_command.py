@@ -91,6 +91,11 @@ def test_plan_prints_the_summary_and_the_table(model, capsys):
     assert re.search(r"embed.* \(64, 64\) ", out)
 
 
+def test_the_summary_of_a_plan_names_the_option_for_details(model, capsys):
+    run("plan", "--model", model, "--mesh", "2x4", "--seq", "16")
+    assert capsys.readouterr().out.endswith("Details: --table\n")
+
+
 def test_plan_as_json(model, capsys):
     run("plan", "--model", model, "--mesh", "fsdp=8", "--json")
     report = json.loads(capsys.readouterr().out)

@@ -202,6 +202,7 @@ def test_prints_versions_devices_data_the_plan_and_progress(capsys):
         "Precision      float32\nPlanning ...\n8 devices = 2-way data parallel x 4-way tensor"
         in out
     )
+    assert "Details: rc.plan_step(...).table()\n" in out  # the caller has no `plan`
     assert out.endswith("Compiling ...\n")
     assert "step 4/4" in err
     fit()

@@ -84,7 +84,11 @@ class Printer:
         """Prints how the model is sharded and compiled, and what is next."""
         if self.quiet:
             return
-        say(str(plan))
+        # The caller of `fit` has no `plan`; the run's directory has it as text.
+        source = "rc.plan_step(...).table()"
+        if self._directory is not None:
+            source = "plan.txt in the run directory"
+        say(str(plan).replace("plan.table(), plan.report", source))
         # How layers run matters only on accelerators, and finding out takes a trace of the loss.
         on_cpu = data.mesh.devices.flat[0].platform == "cpu"
         if not on_cpu and (how := training.layers(state.model, data.spec, data.mesh)):

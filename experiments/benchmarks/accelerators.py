@@ -1,12 +1,12 @@
-"""What compilers for absent accelerators make of a training step: memory, kernels, time, overlap.
+"""Compiled training steps for absent accelerators: memory, kernels, time and overlap.
 
     pip install -e ".[experiments,cuda12,tpu]"
     python experiments/benchmarks/accelerators.py h100
     python experiments/benchmarks/accelerators.py goals-gpu --page docs/howto/accelerators.md
 
-The programs are compiled, and not run. The time of a step is the estimate of a dry run. Of models
-with many layers, programs with a few layers are compiled, and their figures continued in a straight
-line to the number that is named: all layers are alike.
+The programs are compiled, and not run. The time of a step is the estimate of a dry run. For models
+with many layers, programs with a few layers are compiled, and the figures are extrapolated linearly
+to all layers, which are alike.
 """
 
 import os

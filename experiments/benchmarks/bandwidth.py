@@ -1,4 +1,4 @@
-"""The bandwidth of the memory, and what decoding has to read of it for each token."""
+"""The bandwidth of the memory, and the bytes that decoding reads for each token."""
 
 import statistics
 import time

@@ -1,10 +1,10 @@
-"""Whether the bytes of a plan belong to lines of code, and whether a bad line comes first.
+"""Whether plans attribute their bytes to lines of code, and list an expensive line first.
 
     python experiments/benchmarks/blamed_lines.py
 
 The first table has, for programs of many kinds on data 2 x model 4, the share of the planned memory
-and communication that belongs to a line of code. In the second, one bad line is planted in each of
-twenty programs, and its place in the list of lines is shown, 1 if it comes first.
+and communication that belongs to a line of code. For the second, an expensive line is added to each
+of twenty programs; the table has its place in the list of lines, 1 if it comes first.
 """
 
 # pyright: reportIndexIssue=false

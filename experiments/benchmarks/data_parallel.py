@@ -1,4 +1,4 @@
-"""What the parts of a step of GPT-2 on eight emulated devices cost, each changed alone.
+"""The cost of the parts of a step of GPT-2 on eight emulated devices, each changed alone.
 
     nox -s bench_redco  # once, for its environment
     .nox/bench_redco/bin/python experiments/benchmarks/data_parallel.py

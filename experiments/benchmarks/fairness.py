@@ -1,9 +1,9 @@
-"""What small requests to `redcoast serve` wait for, while other clients ask for much.
+"""How long small requests to `redcoast serve` wait while other clients send large ones.
 
-A client streams small greedy answers, one after the other. Meanwhile others (a) ask for samples
-with eleven values of `top_k`, (b) send a prompt of 8 MiB, which is refused, (c) ask for samples at
-eight temperatures at once. The times are compared with those of the same run in which nobody else
-asks, so that they do not depend on the machine.
+A client streams small greedy answers, one after the other. Meanwhile other clients (a) request
+samples with eleven values of `top_k`, (b) send a prompt of 8 MiB, which is refused, (c) request
+samples at eight temperatures at once. The times are compared with those without other clients, so
+that they do not depend on the machine.
 
     python experiments/benchmarks/fairness.py
 """

@@ -8,10 +8,10 @@ its own compiler. `planned` is `plan.report.program.memory.total`, and `compiled
 results and temporaries of the compiled program, on each device. Under `sent`, they are the sum of
 `plan.report.program.traffic`, and the bytes that each device sends in a step. The CPU's compiler
 schedules for little memory, as in a dry run that stands in for an accelerator. The compiler for TPU
-v4 is told to leave the memory of 128 MiB on the chip alone: programs of this size would fit into
-it, copies of their weights included, and say nothing of the device's memory. What was compiled is
-kept in the file `--compiled`, so that another version of redcoast plans for the same programs in a
-minute; that is right as long as the plans are the same.
+v4 must not use the 128 MiB of memory on the chip: programs of this size would fit into it, with
+copies of their weights, and not show the device's memory. The compiled figures are kept in the file
+`--compiled`, so that another version of redcoast can be compared in a minute, as long as its plans
+are the same.
 """
 
 import json

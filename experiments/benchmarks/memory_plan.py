@@ -1,4 +1,4 @@
-"""Models that say nothing of rematerialisation, at half of the memory of their activations.
+"""Plans for half of the memory of the activations, of models without rematerialisation.
 
     python experiments/benchmarks/memory_plan.py
     python experiments/benchmarks/memory_plan.py --large
@@ -8,8 +8,8 @@ but products (`dots`), all but products with weights (`weights`), and all of eve
 `plan` is `plan_shardings(memory=...)` of the model as it is. Temporaries are those of the gradient
 as the CPU's compiler reports them, scheduled for little memory, and with the barriers of
 `jax.checkpoint`, which this compiler otherwise removes. Arithmetic is that of products and
-convolutions, relative to the program without recomputation. The plan is asked for less until the
-compiled temporaries are at most half. The last column is the estimate of the plan's activations,
+convolutions, relative to the program without recomputation. `memory` is lowered until the compiled
+temporaries are at most half. The last column is the estimate of the plan's activations,
 divided by the compiled temporaries.
 
 With `--large`, a step of OPT-66B with AdamW in float32, on 64 sequences of 512 tokens, is compiled

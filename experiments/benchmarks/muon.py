@@ -1,4 +1,4 @@
-"""What optimizers of matrices cost on each device, and what they send.
+"""The arithmetic and the communication of optimizers of matrices, on each device.
 
     python experiments/benchmarks/muon.py --page docs/measured/muon.md
 

@@ -1,4 +1,4 @@
-"""Activations in the memory of the host, by JAX's policies for it, as compilers make them.
+"""Compiled programs that keep activations in the memory of the host, by JAX's policies for it.
 
     pip install -e ".[experiments,cuda12,tpu]"
     python experiments/benchmarks/offload_ahead.py --page docs/measured/memory_plan.md

@@ -1,12 +1,11 @@
-"""Training steps of a LLaMA, ours and one by hand, as the same compiler makes them.
+"""Training steps of a LLaMA, planned and written by hand, compiled by the same compiler.
 
     pip install -e ".[experiments,cuda12]"
     python experiments/benchmarks/peers_ahead.py --page docs/measured/peers.md
 
-The other is a program for this model, mesh and batch alone, written by hand in JAX as an expert
-would. Both are for eight H100 with FSDP, in bfloat16, with AdamW in float32, and are read and timed
-as in a dry run. Nothing is run. The figures of programs with 2 and 4 layers are continued in a
-straight line to all layers.
+The hand-written program in JAX is only for this model, mesh and batch. Both are for eight H100 with
+FSDP, in bfloat16, with AdamW in float32, and are read and timed as in a dry run. Nothing is run.
+The figures of programs with 2 and 4 layers are extrapolated linearly to all layers.
 """
 
 import functools as ft

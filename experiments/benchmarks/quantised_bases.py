@@ -1,6 +1,6 @@
 """Memory of training adapters of LLaMA-7B: frozen weights in bfloat16, 8 bits and 4 bits.
 
-Compiled for a card that need not be there; with the package `redcoast[cuda12]`, by its compiler.
+Compiled for an absent card; with the package `redcoast[cuda12]`, by its compiler.
 
     python experiments/benchmarks/quantised_bases.py --target a100-40gb:1
 """

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from sharding_helpers import array, real_mesh
 
 import redcoast as rc
-from redcoast.core._jaxpr import iter_equations
+from redcoast.core._jaxpr import iter_equations, struct_of
 from redcoast.dryrun.hlo import collectives, sent_bytes
 from redcoast.sharding.program._batch_dims import batch_dims
 from redcoast.sharding.program._classes import Classes
@@ -555,7 +555,7 @@ def test_what_is_cast_is_gathered_in_the_dtype_of_the_cast(name):
         whole = set()
         for equation in iter_equations(jax.make_jaxpr(plan.constrain(loss_fn))(model, *args)):
             if equation.primitive.name == "sharding_constraint":
-                result = equation.outvars[0].aval
+                result = struct_of(equation.outvars[0])
                 if result.shape == (1024, 1024) and not any(equation.params["sharding"].spec):
                     whole.add(result.dtype)
         assert whole == {jnp.dtype(dtype)}

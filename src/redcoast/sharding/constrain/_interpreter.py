@@ -88,7 +88,8 @@ def run_constrained(
     env: dict[Var, Any] = dict(arguments)
     waiting = _stored_variables(scope, shardings, stored)  # until they are used
     copies = dict(copies or {})  # with those that equations rearrange
-    spec_of = dict(zip(jaxpr.invars, specs, strict=False))  # with those of casts and of layers
+    # With those of casts and of layers.
+    spec_of: dict[Atom, P | None] = dict(zip(jaxpr.invars, specs, strict=False))
     tables: Tables = {}
 
     def gather(atom: Atom, x: Any) -> Any:

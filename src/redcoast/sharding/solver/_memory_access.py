@@ -32,7 +32,26 @@ WRITTEN = REDUCTIONS | frozenset(
 def uses_memory(scope: Scope, index: int) -> bool:
     """Whether an operation reads from memory and writes to it."""
     is_known = scope.rules.get(index) is not None or index in scope.inner
-    return not is_known or primitive_name(scope.jaxpr.eqns[index]) in _LARGE
+    equation = scope.jaxpr.eqns[index]
+    return not is_known or (primitive_name(equation) in _LARGE and not is_outer(equation))
+
+
+def is_outer(equation: JaxprEqn) -> bool:
+    """Whether a product sums nothing, so that compilers multiply each pair of elements."""
+    if equation.primitive.name != "dot_general":
+        return False
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    return not contracted
+
+
+def has_outer_gradient(equation: JaxprEqn, place: int) -> bool:
+    """Whether the gradient of an operand of a product sums nothing."""
+    if equation.primitive.name != "dot_general":
+        return False
+    contracted, batch = equation.params["dimension_numbers"]
+    other = 1 - place
+    summed = struct_of(equation.invars[other]).ndim - len(contracted[other]) - len(batch[other])
+    return summed == 0
 
 
 def is_product(equation: JaxprEqn) -> bool:

@@ -12,7 +12,14 @@ from ..operations import Atom, fixed_operands, is_linear
 from ..operations._rule_table import COSTLY, FROM_RESULT, VIEWS
 from ..program._graph import Value
 from ._buffers import Buffer, Roots, Timeline, argument, is_stored, union
-from ._memory_access import WRITTEN, is_copied, is_product, reads_narrow, squares
+from ._memory_access import (
+    WRITTEN,
+    has_outer_gradient,
+    is_copied,
+    is_product,
+    reads_narrow,
+    squares,
+)
 from ._peak_frames import Cotangent, PeakStep
 from ._residuals import Residuals, residuals_in
 
@@ -78,6 +85,9 @@ class OperationBuffers:
         if squares(equation):
             # What is squared and summed, as by a norm, is kept for its other uses.
             is_kept = len(operands) > 1 and compiler == "cpu"
+            # Unless it is larger than what it is computed from, as gradients of single examples.
+            size = self.time.size_of(step.value(equation.invars[0]))
+            is_kept = is_kept and size <= sum(max(root.bytes, root.given) for root in operands)
         if name in VIEWS:
             # The same value, which is in memory once if both are.
             operands = frame.of(equation.invars[0])
@@ -156,10 +166,12 @@ class OperationBuffers:
         is_written = step.uses_memory or primitive_name(equation) == "broadcast_in_dim"
         grads: list[Cotangent] = []
         self.time.now += 1
-        for atom, varies in zip(equation.invars, varied, strict=True):
+        for place, (atom, varies) in enumerate(zip(equation.invars, varied, strict=True)):
+            roots = step.frame.of(atom)
+            is_parameter = len(roots) == 1 and roots[0].parameter is not None
             if not varies:
                 grads.append(None)
-            elif is_written:
+            elif is_written and (is_parameter or not has_outer_gradient(equation, place)):
                 self.time.read(union(read), narrow=self._reads_narrow(equation))
                 grads.append(self.write_gradient(step, atom))
             else:

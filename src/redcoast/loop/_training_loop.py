@@ -180,9 +180,10 @@ class TrainingLoop:
         """The step after which a logger stops the run, if more steps were dispatched since.
 
         A logger is called when the next step has been dispatched, and so the run ends after that
-        one, however many steps a call takes.
+        one, however many steps a call takes. Several processes, whose calls take one step each, go
+        on until they agree in `stopping`.
         """
-        if self.reader.stop_step is None:
+        if self.reader.stop_step is None or jax.process_count() > 1:
             return None
         number = self.reader.stop_step + 1
         if number >= call.numbers[-1]:

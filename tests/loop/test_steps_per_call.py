@@ -301,6 +301,13 @@ def test_other_steps_are_taken_alone(options, monkeypatch):
     assert not numbers_of_calls(monkeypatch, **{"steps_per_call": None, "steps": 3, **options})
 
 
+def test_keys_are_not_reported_as_reused():
+    """JAX's check takes a key that a loop hands on for one that the loop has used up."""
+    with jax.debug_key_reuse(True):
+        _, metrics = logged(steps_per_call=None, steps=3)
+    assert len(metrics) == 3
+
+
 @pytest.mark.thorough
 def test_a_state_that_changes_its_types_is_taken_alone():
     def update(updates: Any, state: Any, params: Any = None) -> Any:

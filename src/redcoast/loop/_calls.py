@@ -333,5 +333,5 @@ def _obstacle(data: Batches, log: Any) -> str:
 
 def _is_debugged() -> bool:
     """Whether a setting of JAX asks for errors at the operations that cause them."""
-    settings = ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")
+    settings = ("jax_debug_nans", "jax_debug_infs", "jax_debug_key_reuse", "jax_disable_jit")
     return any(getattr(jax.config, name) for name in settings)

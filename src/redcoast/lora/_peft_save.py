@@ -20,7 +20,7 @@ from ..core._train_state import refuse_state
 from ..distributed._arrays import whole
 from ..distributed._kv_store import decide
 from ..models._einsum import LowRank
-from ..models._quantised_weight import QuantisedWeight
+from ..models._quantised_weight import QuantisedWeight, unquantised
 from ..pretrained._registry import family_of
 from ..pretrained._safetensors import write_safetensors
 from ..pretrained._settings import Settings
@@ -155,19 +155,19 @@ def save_adapters(model: PyTree, path: str | Path, *, modules_to_save: Sequence[
     to_save = dict.fromkeys(modules_to_save)
     for node in find_adapted(model).values():
         to_save |= dict.fromkeys(node.saved_with)
-    others = _others(model, list(to_save))
+    saved = _saved_modules(model, list(to_save))
     if jax.process_index() == 0:
         path.mkdir(parents=True, exist_ok=True)
         arrays = {}
         for module in modules.values():
             arrays |= dict(module.arrays())
-        arrays |= others.arrays
+        arrays |= saved.arrays
         # A safetensors file begins with the names and shapes of all its tensors.
         shapes = {}
         for name, x in arrays.items():
             shapes[name] = x.shape, x.dtype
         write_safetensors(path / TENSORS, shapes, iter(arrays.values()))
-        text = json.dumps(_settings(modules, others), indent=2, sort_keys=True)
+        text = json.dumps(_settings(modules, saved), indent=2, sort_keys=True)
         (path / CONFIG).write_text(text + "\n")
         sync_name(path)
     multihost_utils.sync_global_devices("redcoast.save_adapters")
@@ -201,7 +201,7 @@ def _modules(model: PyTree) -> dict[str, AdaptedModule]:
 
 
 @dataclass(frozen=True)
-class Others:
+class SavedModules:
     """The modules that are saved with the adapters."""
 
     modules: list[str]  # the names that the modules end with
@@ -209,7 +209,7 @@ class Others:
     tied: bool = False  # whether they are an embedding and a head with the same weights
 
 
-def _others(model: PyTree, modules: list[str]) -> Others:
+def _saved_modules(model: PyTree, modules: list[str]) -> SavedModules:
     """Returns the tensors of modules that are saved entirely."""
     kinds = jax.Array, np.ndarray, LowRank, QuantisedWeight
     leaves, table = leaf_paths(model, kinds), live_table(model)
@@ -246,18 +246,12 @@ def _others(model: PyTree, modules: list[str]) -> Others:
         for module in (module_of(head), module_of(embed)):
             if not is_saved(f"{module}.weight", modules):
                 more.append(module)
-    return Others([*modules, *more], arrays, bool(pairs))
+    return SavedModules([*modules, *more], arrays, bool(pairs))
 
 
-def _without_adapter(
-    leaf: jax.Array | np.ndarray | LowRank | QuantisedWeight,
-) -> jax.Array | np.ndarray:
+def _without_adapter(leaf: PyTree) -> jax.Array | np.ndarray:
     # The weight of an adapter may be quantised too.
-    if isinstance(leaf, LowRank):
-        leaf = leaf.weight
-    if isinstance(leaf, QuantisedWeight):
-        return leaf.dequantised()
-    return leaf
+    return unquantised(leaf.weight if isinstance(leaf, LowRank) else leaf)
 
 
 def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:
@@ -268,7 +262,7 @@ def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:
     return out
 
 
-def _settings(modules: Mapping[str, AdaptedModule], others: Others) -> Settings:
+def _settings(modules: Mapping[str, AdaptedModule], saved: SavedModules) -> Settings:
     first = next(iter(modules.values()))
     targets, ranks, alphas, inputs_first = [], {}, {}, False
     for module in modules.values():
@@ -291,12 +285,12 @@ def _settings(modules: Mapping[str, AdaptedModule], others: Others) -> Settings:
         # Whether published weights are (inputs, outputs), as those of GPT-2.
         "fan_in_fan_out": inputs_first,
         "target_modules": targets,
-        "modules_to_save": others.modules or None,
+        "modules_to_save": saved.modules or None,
         "r": first.rank,
         "lora_alpha": first.alpha,
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
     }
-    if others.tied:
+    if saved.tied:
         settings["ensure_weight_tying"] = True
     return settings

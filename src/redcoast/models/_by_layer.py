@@ -61,6 +61,4 @@ def _view(x: Array, shards: list[tuple[Any, np.ndarray]], i: int) -> Array:
         return jax.make_array_from_single_device_arrays(x.shape[1:], sharding, parts)
     # An array that is not committed stays so, or it could not meet arrays of other devices.
     device, data = shards[0]
-    if x.committed:
-        return jax.device_put(data[i], device, may_alias=True)
-    return jax.device_put(data[i], may_alias=True)
+    return jax.device_put(data[i], device if x.committed else None, may_alias=True)

@@ -95,6 +95,7 @@ class PatchEncoder(eqx.Module):
 
     patch_embed: AbstractVar[Float[Array, "channels rows columns width"]]
     patch_bias: AbstractVar[Float[Array, " width"]]
+    mask_token: AbstractVar[Any]  # None if there is none
     layers: AbstractVar[ScaledLayers]
     norm: AbstractVar[Float[Array, " width"]]
     norm_shift: AbstractVar[Float[Array, " width"]]
@@ -194,7 +195,9 @@ class PatchEncoder(eqx.Module):
         return tuple(x[:, 1 + c.registers :].reshape(-1, *grid, c.width) for x in maps)
 
     def _embed(
-        self, pixels: Float[AnyArray, "batch channels height width"]
+        self,
+        pixels: Float[AnyArray, "batch channels height width"],
+        masked: Bool[AnyArray, "batch patches"] | None,
     ) -> Float[Array, "batch patches features"]:
         c = self.config
         if pixels.shape[1] != c.channels or any(size % c.patch for size in pixels.shape[2:]):
@@ -202,7 +205,14 @@ class PatchEncoder(eqx.Module):
                 f"The images have shape {pixels.shape[1:]}, but the model takes {c.channels} "
                 f"channels, and a height and a width that are multiples of {c.patch}. Resize them."
             )
-        return embed_patches(pixels, self.patch_embed, self.patch_bias)
+        x = embed_patches(pixels, self.patch_embed, self.patch_bias)
+        if masked is None:
+            return x
+        if self.mask_token is None:
+            raise ValueError(
+                "`masked` needs a mask token, but the configuration has `mask_token=False`."
+            )
+        return jnp.where(masked.astype(bool)[:, :, None], self.mask_token[None, None], x)
 
     def _apply_layers(
         self,

@@ -140,13 +140,7 @@ class Dinov2(PatchEncoder):
     def _run(self, pixels, masked, after, key):
         embed_key, key = split_key(key, 2)
         c = self.config
-        x = self._embed(pixels)  # (batch, patches, width)
-        if masked is not None:
-            if self.mask_token is None:
-                raise ValueError(
-                    "`masked` needs a mask token, but the configuration has `mask_token=False`."
-                )
-            x = jnp.where(masked.astype(bool)[:, :, None], self.mask_token[None, None], x)
+        x = self._embed(pixels, masked)  # (batch, patches, width)
         # The models with registers were trained with an antialiasing filter.
         table, filtered = self.position_embed, c.registers > 0
         grid = pixels.shape[2] // c.patch, pixels.shape[3] // c.patch

@@ -117,9 +117,7 @@ class Dinov3(PatchEncoder):
     def _run(self, pixels, masked, after, key):
         c = self.config
         position_key, key = split_key(key, 2)
-        x = self._embed(pixels)  # (batch, patches, width)
-        if masked is not None:
-            x = jnp.where(masked.astype(bool)[:, :, None], self.mask_token[None, None], x)
+        x = self._embed(pixels, masked)  # (batch, patches, width)
         first = jnp.concatenate([self.cls_token[None], self.register_tokens])
         first = jnp.broadcast_to(first[None], (x.shape[0], *first.shape))
         x = jnp.concatenate([first, x], axis=1)  # (batch, tokens, width)

@@ -75,7 +75,7 @@ def save(
             f"{path} exists already, and nothing is overwritten. Choose another path. `tokenizer` "
             "copies the files of a tokenizer; others can be added after the model is saved."
         )
-    others = _tokenizer_files(tokenizer)
+    tokenizer_files = _tokenizer_files(tokenizer)
     layout = layout_of(model.config)
     parts = parts_of(layout.table, leaves)
     needed = needed_shapes(layout, leaves)
@@ -96,7 +96,9 @@ def save(
             for name in names:  # each process takes part in gathering
                 jax.block_until_ready(take(parts[name], leaves))
     _barrier("written")
-    finish = ft.partial(_finish, settings, generation, others, card, shapes, files, work, path)
+    finish = ft.partial(
+        _finish, settings, generation, tokenizer_files, card, shapes, files, work, path
+    )
     _on_first(finish, "finished")
 
 
@@ -180,7 +182,7 @@ def _start_afresh(work: Path) -> None:
 def _finish(
     settings: Settings,
     generation: Settings | None,
-    others: Mapping[str, Path | str],
+    tokenizer_files: Mapping[str, Path | str],
     card: Mapping[str, object] | None,
     shapes: Shapes,
     files: Mapping[str, list[str]],
@@ -198,7 +200,7 @@ def _finish(
     if card is not None:
         count = sum(prod(shape) for shape, _ in shapes.values())
         (work / CARD).write_text(make_card(card, settings, path.name, count), "utf-8")
-    for name, file in others.items():
+    for name, file in tokenizer_files.items():
         if isinstance(file, Path):
             shutil.copyfile(file, work / name)
         else:

@@ -13,10 +13,10 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import check_integer
 from ..core._frames import hide_frames
-from ..core._pytree import show_path
+from ..core._pytree import leaf_paths, show_path
 from ..models._basic import normal, wide
 from ..models._einsum import LowRank, merged
-from ._targets import find_adapted, find_matrices, is_adapted, is_weight, match_targets
+from ._targets import find_matrices, is_adapted, is_weight, match_targets, with_paths
 
 
 @hide_frames
@@ -65,7 +65,7 @@ def add_adapters(
     check_integer("rank", rank)
     matrices = find_matrices(model)
     chosen = sorted(match_targets(targets, matrices))
-    if adapted := sorted(find_adapted(model).keys() & chosen):
+    if adapted := sorted(leaf_paths(model, LowRank).keys() & chosen):
         raise ValueError(
             f"{', '.join(adapted)} has an adapter already. Merge it (`lora.merge`) before adding "
             "another, or match other weights."
@@ -107,7 +107,7 @@ def trainable(model: PyTree) -> PyTree:
 
     `ValueError` if there are no adapters.
     """
-    if not find_adapted(model):
+    if not leaf_paths(model, LowRank):
         raise ValueError("The model has no adapters. Add them first, with `lora.add_adapters`.")
     nothing = jax.tree.map(lambda _: False, model)
     return eqx.tree_at(_factors, nothing, replace_fn=lambda _: True)
@@ -115,7 +115,7 @@ def trainable(model: PyTree) -> PyTree:
 
 def _factors(model: PyTree) -> list[PyTree]:
     factors = []
-    for node in find_adapted(model).values():
+    for node in leaf_paths(model, LowRank).values():
         factors += [node.a, node.b]
     return factors
 
@@ -166,10 +166,10 @@ def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
         model = lora.with_adapters(model, loaded)
         ```
     """
-    new, problems = find_adapted(adapters), []
+    new, problems = leaf_paths(adapters, LowRank), []
     shapes = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_weight):
-        shapes[show_path(path)] = getattr(leaf, "shape", None)
+    for path, leaf in with_paths(model, is_weight):
+        shapes[path] = getattr(leaf, "shape", None)
     for path, node in new.items():
         shape = shapes.get(path)
         if shape is None:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..core._frames import hide_frames
-from ..core._pytree import show_path
+from ..core._pytree import leaf_paths, show_path
 from ..models._einsum import LowRank
 from ..models._quantised_weight import is_quantised
 from ..pretrained._files import file_inside
@@ -33,7 +33,7 @@ from ._peft_names import (
     renamed,
 )
 from ._peft_tied import tied_heads, with_own_head
-from ._targets import find_adapted, with_paths
+from ._targets import with_paths
 
 Index = tuple[int, ...]
 Ranks = dict[Index, int]
@@ -246,7 +246,7 @@ def _check_model(model: PyTree) -> None:
             "`load_adapters` loads adapters for models of `redcoast.models`, but got a "
             f"{type(model).__name__}."
         )
-    if adapted := find_adapted(model):
+    if adapted := leaf_paths(model, LowRank):
         raise ValueError(
             f"{', '.join(adapted)} has an adapter already. Merge it (`lora.merge`) before loading "
             "another."

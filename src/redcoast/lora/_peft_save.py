@@ -28,7 +28,7 @@ from ..pretrained._slices import insert
 from ..pretrained._tensors import SOME_LAYERS, Tensor, tensor_names, tensor_shape
 from ._peft_names import CONFIG, PREFIX, TENSORS, factors_of, is_saved, live_table, module_of
 from ._peft_tied import tied_heads
-from ._targets import find_adapted, inputs_of
+from ._targets import inputs_of
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def save_adapters(model: PyTree, path: str | Path, *, modules_to_save: Sequence[
         )
     modules = _modules(model)
     to_save = dict.fromkeys(modules_to_save)
-    for node in find_adapted(model).values():
+    for node in leaf_paths(model, LowRank).values():
         to_save |= dict.fromkeys(node.saved_with)
     saved = _saved_modules(model, list(to_save))
     if jax.process_index() == 0:
@@ -181,7 +181,7 @@ def _modules(model: PyTree) -> dict[str, AdaptedModule]:
             f"{type(model).__name__}. `rc.save_checkpoint(path, lora.adapters(model))` saves the "
             "adapters of any model."
         )
-    adapted = find_adapted(model)
+    adapted = leaf_paths(model, LowRank)
     if not adapted:
         raise ValueError("The model has no adapters. Add them first, with `lora.add_adapters`.")
     table = live_table(model)

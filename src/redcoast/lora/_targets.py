@@ -74,11 +74,6 @@ def match_targets(targets: str | Sequence[str], matrices: Iterable[str]) -> set[
     return chosen
 
 
-def find_adapted(model: PyTree) -> dict[str, LowRank]:
-    """Finds the adapted weights of a PyTree, by their paths."""
-    return {path: node for path, node in with_paths(model, is_adapted) if is_adapted(node)}
-
-
 def is_adapted(node: object) -> bool:
     return isinstance(node, LowRank)
 

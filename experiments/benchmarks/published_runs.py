@@ -4,12 +4,12 @@
     python experiments/benchmarks/published_runs.py --fit
     python experiments/benchmarks/published_runs.py --page docs/measured/published_runs.md
 
-`published/runs.toml` has the runs and their sources. `--compile` compiles redcoast's program for the
-same model, batch, mesh and target, with the compilers of `redcoast[cuda12,tpu]`, which need no
-device, and keeps its schedule in `published/<program>.json`. That takes minutes for each program; programs
-that have a file are not compiled again. `--fit` prints the efficiencies that fit the runs that the
-file names for it. Without options, the script prints all runs, as predicted with the efficiencies
-of the library.
+`published/runs.toml` has the runs and their sources. `--compile` compiles redcoast's program for
+the same model, batch, mesh and target, with the compilers of `redcoast[cuda12,tpu]`, which need no
+device, and keeps its schedule in `published/<program>.json`. That takes minutes for each program;
+programs that have a file are not compiled again. `--fit` prints the efficiencies that fit the runs
+that the file names for it. Without options, the script prints all runs, as predicted with the
+efficiencies of the library.
 """
 
 import os

@@ -280,6 +280,17 @@ def test_a_tpu_copies_the_matrices_of_a_loop():
     assert on_tpu - on_gpu == pytest.approx(model.size * 4, rel=0.1)
 
 
+def test_numbers_keep_no_array_that_the_program_makes_in_memory():
+    """The square reads the number 2, which was taken for the array that is made of zeros."""
+    zeros = lambda: jnp.zeros((512, 512))  # 1 MB
+    loss = lambda w, x, key: jnp.mean((x @ w @ zeros()) ** 2)
+    args = (array(8, 64), None)
+    plan = rc.plan_shardings(array(64, 512), mesh_of(1, 1, 1), fn=loss, args=args)
+    memory = plan.report.program.memory
+    # The array is no longer in memory when the gradient is written.
+    assert memory.activations + memory.gradients < 1.05 * 512 * 512 * 4
+
+
 def test_an_unknown_compiler_is_named():
     with pytest.raises(ValueError, match="`compiler` is 'rocm'"):
         rc.Hardware(compiler="rocm")

@@ -188,7 +188,8 @@ class Timeline:
     def in_memory(self, roots: Roots, value: Value, source: Source) -> Roots:
         """The one buffer of a value, which is gathered or written first if need be."""
         own = self._in_memory(self.written(roots), value, source)
-        self.fused[id(roots)] = roots, own
+        if roots:  # all that is computed from no buffer has the same empty tuple
+            self.fused[id(roots)] = roots, own
         return own
 
     def _in_memory(self, roots: Roots, value: Value, source: Source) -> Roots:

@@ -33,13 +33,17 @@ def run_split_product(bound: BoundEquation) -> Arrays | None:
             split[place] = dimensions[d]
     sums_parts, sides = rule.split_product(split[:2], split[2])
 
+    # Rows are split over other axes than examples. XLA gives wrong gradients of weights where the
+    # operand is split along another dimension than the result, as a transposed pair matrix.
+    several = len(shardings.batch.sets) > 1
+
     def product(*operands: jax.Array) -> jax.Array:
         gathered: Arrays = []
         for side, (x, value) in enumerate(zip(operands, values, strict=False)):
             d = batch_dims[side]
             if side in sides and d is not None:
                 x = shardings.gather(x, value, d)
-            elif jnp.iscomplexobj(x):
+            elif jnp.iscomplexobj(x) or (several and any(shardings.spec(value))):
                 # A spectrum is split along another dimension than the field that it is of.
                 x = shardings.constrain(x, value)
             gathered.append(x)

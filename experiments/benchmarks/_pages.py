@@ -28,3 +28,14 @@ class Printed:
         if page is not None:
             text = between_marks(page.read_text("utf-8"), name, "\n".join(self.lines))
             page.write_text(text, "utf-8")
+
+    def update(self, page: Path | None, name: str) -> None:
+        """Replaces only those rows of the page's table whose first cell is one of these lines'."""
+        if page is None:
+            return
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before = page.read_text("utf-8").split(begin)[-1].split(end)[0].strip().splitlines()
+        first_cell = lambda line: line.split("|")[1].strip()
+        measured = {first_cell(line): line for line in self.lines}
+        self.lines = [measured.get(first_cell(line), line) for line in before]
+        self.write(page, name)

@@ -323,7 +323,7 @@ def main(
         fsdp: The size of the mesh's axis `fsdp`.
         model: The size of the mesh's axis `model`.
         platform: The devices to compile for. Only programs for the CPU run.
-        page: A page of `docs/measured/` to write the table into.
+        page: A page to write the table into. With `names`, its other rows are kept.
         show: Also prints what each plan says of the batch.
     """
     devices = target_devices(platform)
@@ -356,7 +356,8 @@ def main(
         if show:
             print(plan.report.program.batch)
             print([(round(t.bytes / 1e3), t.cause) for t in plan.report.program.traffic])
-    table.write(page, f"large_examples_{platform}")
+    write = table.update if names else table.write
+    write(page, f"large_examples_{platform}")
 
 
 def planned(example: Example, mesh: Any, memory: float, run: bool) -> tuple[rc.Plan, Step]:

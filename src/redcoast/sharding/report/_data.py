@@ -144,6 +144,14 @@ class Repeated:
 
 
 @dataclass(frozen=True)
+class Hindrance:
+    """Tensor-parallel arrays that cannot be sharded along another dimension, and why."""
+
+    arrays: str
+    why: str
+
+
+@dataclass(frozen=True)
 class NotDone:
     """Something that the mesh asks for and the plan does not do, and why.
 
@@ -189,8 +197,7 @@ class ProgramReport:
         `"context parallel"` for a sequence or `"domain parallel"`.
     - `not_rows`: The arrays of the batch that are not split with it, by path, with the size of
         their first dimension.
-    - `hindrances`: Tensor-parallel arrays that could not be sharded along another dimension, and
-        why, as text.
+    - `hindrances`: Arrays that could not be sharded along another dimension.
     - `traffic`: The estimated communication of each device in a step, the largest cause first.
     - `closed_over`: Arrays of a megabyte or more that the function closes over.
     - `coupled`: The first operation by which examples depend on each other, if there is one.
@@ -225,7 +232,7 @@ class ProgramReport:
     batch: str
     batch_sizes: tuple[int, ...]
     not_rows: Mapping[str, int]
-    hindrances: tuple[str, ...]
+    hindrances: tuple[Hindrance, ...]
     traffic: tuple[Traffic, ...]
     closed_over: tuple[ClosedOver, ...]
     coupled: Coupling | None

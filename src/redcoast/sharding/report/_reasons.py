@@ -16,7 +16,7 @@ from ..solver._strategy import Decision, is_fsdp_possible
 from ..tree._leaf_plans import ON_STAGES, OVERRIDE, STORED, Reason
 from ..tree._leaves import LARGE, Leaf, flat_leaves
 from ..tree._overrides import multiples_near
-from ._data import ClosedOver
+from ._data import ClosedOver, Hindrance
 from ._text import grouped, shortened
 
 
@@ -348,14 +348,14 @@ def find_reasons(leaves: Sequence[Leaf], decision: Decision) -> Reasons:
     return Reasons(leaves, decision, _find_sets(leaves, decision), links)
 
 
-def hindrances(reasons: Reasons) -> tuple[str, ...]:
+def hindrances(reasons: Reasons) -> tuple[Hindrance, ...]:
     """For tensor-parallel arrays, the sizes that rule out another dimension."""
     names: dict[str, list[str]] = {}  # by the reason
     for place, d in enumerate(reasons.decision.parallel_dims):
         why = reasons.indivisible(place, reasons.decision.n)
         if d is not None and why:
             names.setdefault(why, []).append(reasons.leaves[place].name)
-    return tuple(f"{shortened(paths)}: {why}" for why, paths in names.items())
+    return tuple(Hindrance(shortened(paths), why) for why, paths in names.items())
 
 
 def closed_over(reasons: Reasons) -> tuple[ClosedOver, ...]:

@@ -221,7 +221,7 @@ def _program(program: data.ProgramReport) -> list[str]:
     if program.hindrances:
         lines += ["", "Could not be sharded along another dimension:"]
     for hindrance in program.hindrances:
-        lines += paragraph(hindrance, "  ", "    ")
+        lines += paragraph(f"{hindrance.arrays}: {hindrance.why}", "  ", "    ")
     lines += ["", *_traffic(program.traffic)]
     for text in (*program.gathered_whole, *program.waiting):
         lines += ["", *paragraph(text)]

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 
 @dataclass(frozen=True)
-class Window:
+class SplitWindow:
     """A convolution along one dimension of the image, divided over the devices of `axes`.
 
     The image has `size` elements, the result `of_result`, and a device a part of each. The last
@@ -35,11 +35,11 @@ class Window:
         return -(-self.size // self.count)
 
 
-def spec_of(axes: Sequence[tuple[str, ...]]) -> P:
+def split_spec(axes: Sequence[tuple[str, ...]]) -> P:
     return P(*[entry or None for entry in axes])
 
 
-def in_equal_parts(x: jax.Array, windows: Sequence[Window], outside: float = 0) -> jax.Array:
+def in_equal_parts(x: jax.Array, windows: Sequence[SplitWindow], outside: float = 0) -> jax.Array:
     """An array with numbers `outside` at its end, so that its parts have the same size."""
     added = [(0, 0, 0)] * x.ndim
     for window in windows:
@@ -49,7 +49,7 @@ def in_equal_parts(x: jax.Array, windows: Sequence[Window], outside: float = 0) 
     return jax.lax.pad(x, jnp.asarray(outside, x.dtype), added)
 
 
-def without_rest(y: jax.Array, windows: Sequence[Window]) -> jax.Array:
+def without_rest(y: jax.Array, windows: Sequence[SplitWindow]) -> jax.Array:
     """A result without what `in_equal_parts` adds at its end."""
     sizes = list(y.shape)
     for window in windows:
@@ -60,17 +60,17 @@ def without_rest(y: jax.Array, windows: Sequence[Window]) -> jax.Array:
 
 
 def of_results(
-    windows: Sequence[Window], dims: Sequence[int], other_dims: Sequence[int]
-) -> list[Window]:
+    windows: Sequence[SplitWindow], dims: Sequence[int], other_dims: Sequence[int]
+) -> list[SplitWindow]:
     """Windows with the size and the dimension of the result, or of a field, for the image's."""
-    others: list[Window] = []
+    others: list[SplitWindow] = []
     for window in windows:
         dim = other_dims[dims.index(window.dim)]
         others.append(replace(window, dim=dim, size=window.of_result))
     return others
 
 
-def with_halo(x: jax.Array, window: Window, outside: float = 0) -> jax.Array:
+def with_halo(x: jax.Array, window: SplitWindow, outside: float = 0) -> jax.Array:
     """A part of an array, with elements of the neighbouring parts, or without some of its own.
 
     Devices at the edges get the number `outside`, which is the padding of the operation.

@@ -21,7 +21,7 @@ from ..operations import makes_kernel
 from ..program._graph import Value
 from ..program._trace import Arrays
 from ._bound_equation import BoundEquation
-from ._halos import Window, in_equal_parts, of_results, spec_of, with_halo, without_rest
+from ._halos import SplitWindow, in_equal_parts, of_results, split_spec, with_halo, without_rest
 
 _PARAMS = (
     "rhs_dilation",
@@ -61,7 +61,7 @@ def run_split_conv(bound: BoundEquation) -> Arrays | None:
     outputs, inputs = numbers.rhs_spec[:2]
     if image[batch] == result[result_batch] and values[0].dims[batch] not in shardings.uneven:
         into[batch] = out[result_batch] = image[batch]
-    windows: list[Window] = []
+    windows: list[SplitWindow] = []
     padding = list(params["padding"])
     for at, dims in enumerate(spatial):
         image_dim, _, result_dim = dims
@@ -95,8 +95,8 @@ def run_split_conv(bound: BoundEquation) -> Arrays | None:
             y = jax.lax.psum(y, summed)
         return y
 
-    in_specs = spec_of(into), spec_of(of_kernel)
-    run = jax.shard_map(local, mesh=shardings.mesh, in_specs=in_specs, out_specs=spec_of(out))
+    in_specs = split_spec(into), split_spec(of_kernel)
+    run = jax.shard_map(local, mesh=shardings.mesh, in_specs=in_specs, out_specs=split_spec(out))
     x, weights = bound.operands
     y = run(in_equal_parts(x, windows), weights)
     return [without_rest(y, of_results(windows, numbers.lhs_spec[2:], numbers.out_spec[2:]))]
@@ -133,7 +133,7 @@ def _kernel_gradient(bound: BoundEquation) -> Arrays | None:
     if divides and image[rows] == field[field_rows]:
         of_image[rows] = of_field[field_rows] = image[rows]
         summed += image[rows]
-    windows: list[Window] = []
+    windows: list[SplitWindow] = []
     padding = list(params["padding"])
     # Channels of the image are its batch. Under `jax.vmap`, rows may be groups of either.
     outputs = numbers.rhs_spec[0]
@@ -172,8 +172,10 @@ def _kernel_gradient(bound: BoundEquation) -> Arrays | None:
             y = jax.lax.psum(y, tuple(summed))
         return y
 
-    in_specs = spec_of(of_image), spec_of(of_field)
-    run = jax.shard_map(local, mesh=shardings.mesh, in_specs=in_specs, out_specs=spec_of(of_result))
+    in_specs = split_spec(of_image), split_spec(of_field)
+    run = jax.shard_map(
+        local, mesh=shardings.mesh, in_specs=in_specs, out_specs=split_spec(of_result)
+    )
     x, y = bound.operands
     x = in_equal_parts(x, windows)
     y = in_equal_parts(y, of_results(windows, numbers.lhs_spec[2:], numbers.rhs_spec[2:]))
@@ -223,7 +225,7 @@ def _split_pool(
     # Dimensions without windows stay split, if the result is split alike.
     split, of_result = shardings.split_axes(value), shardings.split_axes(result)
     entries: list[tuple[str, ...]] = [()] * len(split)
-    windows: list[Window] = []
+    windows: list[SplitWindow] = []
     padding = list(moved["padding"])
     must_run = False
     for d, length in enumerate(params["window_dimensions"]):
@@ -253,7 +255,7 @@ def _split_pool(
             x = with_halo(x, window, outside)
         return primitive.bind(x, **params, padding=tuple(padding))
 
-    each = spec_of(entries)
+    each = split_spec(entries)
     run = jax.shard_map(local, mesh=shardings.mesh, in_specs=each, out_specs=each)
     dims = range(len(split))
     of_result = of_results(windows, dims, dims)
@@ -267,7 +269,7 @@ def _window(
     lengths: Sequence[int],
     axes: tuple[str, ...],
     sizes: Mapping[str, int],
-) -> Window | None:
+) -> SplitWindow | None:
     """The window of the spatial dimension `at`; None if the dimension is gathered.
 
     `lengths` are those of the image, the kernel and the result, and `sizes` the mesh's. Positions
@@ -299,4 +301,4 @@ def _window(
     first_pad = low - spread * first
     last_pad = last + low + 1 - ((length - 1) * spread + 1) - first_pad
     padding = first_pad, last_pad
-    return Window(dim, axes, image, result, count, left, right, length, step, padding)
+    return SplitWindow(dim, axes, image, result, count, left, right, length, step, padding)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from .._mesh_axes import parts
 from ..program._trace import Arrays
 from ._bound_equation import BoundEquation
-from ._halos import Window, in_equal_parts, of_results, spec_of, with_halo, without_rest
+from ._halos import SplitWindow, in_equal_parts, of_results, split_spec, with_halo, without_rest
 
 
 def run_split_interpolation(bound: BoundEquation) -> Arrays | None:
@@ -31,7 +31,7 @@ def run_split_interpolation(bound: BoundEquation) -> Arrays | None:
     halo = found.halo(parts(axes, shardings.mesh.shape))
     if halo is None:
         return None
-    windows: list[Window] = []
+    windows: list[SplitWindow] = []
     out: list[tuple[str, ...]] = [()] * len(result.shape)
     for d, over in enumerate(split):
         if not over:
@@ -41,7 +41,7 @@ def run_split_interpolation(bound: BoundEquation) -> Arrays | None:
         left, right = halo if d == found.dim else (0, 0)
         size, count = value.shape[d], parts(over, shardings.mesh.shape)
         sizes = size, result.shape[target], count, left, right
-        windows.append(Window(d, over, *sizes, left - -size // count + right, 0, (0, 0)))
+        windows.append(SplitWindow(d, over, *sizes, left - -size // count + right, 0, (0, 0)))
     (window,) = (window for window in windows if window.dim == found.dim)
     own_results = -(-window.of_result // window.count)
     rest = own_results * window.count - window.of_result
@@ -79,7 +79,7 @@ def run_split_interpolation(bound: BoundEquation) -> Arrays | None:
         added[found.summed] = (window.left, beyond + window.right, 0)
     other = jax.lax.pad(other, jnp.zeros((), other.dtype), added)
     run = jax.shard_map(
-        run, mesh=shardings.mesh, in_specs=(spec_of(split), of_other), out_specs=spec_of(out)
+        run, mesh=shardings.mesh, in_specs=(split_spec(split), of_other), out_specs=split_spec(out)
     )
     y = run(in_equal_parts(x, windows), other)
     return [without_rest(y, of_results(windows, range(len(split)), found.targets))]

@@ -387,7 +387,7 @@ def _interpolated(summed: PartialSum, graph: Graph, batch: BatchDims) -> int | f
     """Bytes of the halos in place of a sum, if elements depend on few others of a split example."""
     dims, split, equation = summed.value.dims, batch.set_of(summed.node), summed.source[-1]
     interpolation = graph.interpolation(equation)
-    if interpolation is None or split is None:
+    if interpolation is None or split is None or not batch.splits_examples:
         return None
     other = interpolation.dim  # along which the example is split too
     if not summed.backward:

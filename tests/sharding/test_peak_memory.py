@@ -77,6 +77,18 @@ def clipped(model, x, key):
     return jnp.mean(errors) + sum(jnp.sum(mean**2) for mean in means)
 
 
+def branches(model, x, key):
+    """Rematerialised loops of branches, as of a bounded `while`; branches keep the weights too."""
+
+    def step(x, _):
+        run = lambda x: x + jnp.tanh(x @ model["up"]) @ model["down"]
+        return jax.lax.cond(x[0, 0] < 9, run, lambda x: x, x), None
+
+    several = lambda x: jax.lax.scan(step, x, None, length=8)[0]
+    outer = jax.checkpoint(lambda x, _: (jax.lax.cond(x[0, 0] < 9, several, lambda x: x, x), None))
+    return jnp.mean(jax.lax.scan(outer, x, None, length=8)[0] ** 2)
+
+
 def unrolled(model, x, key):
     layer = lambda x, p: (x + jnp.tanh(x @ p["up"]) @ p["down"], None)
     return jnp.mean(jax.lax.scan(layer, x, model, unroll=8)[0] ** 2)
@@ -96,6 +108,7 @@ CASES = {
         {},
     ),
     "clipped": (clipped, [array(64, 256), array(256, 256), array(256, 64)], array(64, 64), {}),
+    "branches": (branches, {"up": array(64, 256), "down": array(256, 64)}, array(256, 64), {}),
     "layers without a loop, FSDP": (
         unrolled,
         {"up": array(8, 128, 512), "down": array(8, 512, 128)},

@@ -11,6 +11,7 @@ from ...core._control_flow import primitive_name
 from ..operations import Atom, fixed_operands, is_linear
 from ..operations._rule_table import COSTLY, FROM_RESULT, VIEWS
 from ..program._graph import Value
+from ..program._remat import Region, find_needed
 from ._buffers import Buffer, Roots, Timeline, argument, is_stored, union
 from ._memory_access import (
     WRITTEN,
@@ -147,10 +148,7 @@ class OperationBuffers:
         residuals = self._residuals(step, varied)
         read: list[Roots] = []
         for size in residuals.sizes(scope, self.time.size_of):
-            # Written while the loop's iteration runs, beside its operands and results.
-            buffer = self.time.write(size, step.source)
-            buffer.born = step.frame.begins[step.index]
-            read.append((buffer,))
+            read.append((self._write_stacked(step, size),))
         for var, roots in zip(equation.outvars, results, strict=True):
             if roots is None:
                 continue
@@ -206,6 +204,26 @@ class OperationBuffers:
                 roots = self.time.saved(roots, step.value(atom), step.source, begin)
             frame.stacked[atom] = roots
         return frame.stacked[atom]
+
+    def stack_constants(self, step: PeakStep) -> None:
+        """Writes constants of a loop that a branch returns for its derivative, as other values."""
+        stacked: dict[Atom, int | float] = {}
+        for scope in step.inner:
+            jaxpr = scope.jaxpr
+            grads = [scope.values[var].grad for var in jaxpr.invars]
+            needed = find_needed(jaxpr, Region((False,) * len(jaxpr.outvars), True), grads)
+            for atom in compress(step.equation.invars[1:], needed.inputs):
+                roots = step.frame.of(atom)
+                if roots and self.constant.issuperset(roots):
+                    stacked[atom] = self.time.size_of(step.value(atom))
+        for size in stacked.values():
+            self.time.read((self._write_stacked(step, size),))
+
+    def _write_stacked(self, step: PeakStep, size: int | float) -> Buffer:
+        """Writes what an iteration of a loop keeps, while it runs."""
+        buffer = self.time.write(size, step.source)
+        buffer.born = step.frame.begins[step.index]
+        return buffer
 
     def write_gradient(self, step: PeakStep, atom: Atom) -> Roots:
         """Writes the cotangent of an operand; that of an array of the model is a result.

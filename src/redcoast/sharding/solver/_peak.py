@@ -126,6 +126,8 @@ class _Run:
                     grads = self._call_back(step, call, results)
                 case Cond():
                     # All branches keep what their derivatives need, whichever runs.
+                    if self.operations.stacks:
+                        self.operations.stack_constants(step)
                     grads: list[Cotangent] = []
                     for inside in frame.inner[index]:
                         grads = self.backward(inside, inside.cotangents_of(results))
@@ -170,9 +172,8 @@ class _Run:
                 # A barrier, which the compiler for CPUs removes, holds the cotangents back until
                 # the values are computed again.
                 results = self._written(step, results)
-            grads = [values[var].grad for var in jaxpr.invars]
             region = Region((False,) * len(jaxpr.outvars), True, call.policy)
-            again = find_needed(jaxpr, region, grads).equations
+            again = _computed_again(inside.scope, region)
             # What is saved, and what only that is computed from, is not computed again.
             kept: dict[Atom, Roots] = {}
             begin = step.frame.begins[step.index]
@@ -326,3 +327,16 @@ def _run_body(
         if buffer.last > middle:
             saved.append((time.size_of(values[var]), frame.source))
     return IterationPeaks(forward, time.peak(middle + 1), tuple(saved))
+
+
+def _computed_again(scope: Scope, region: Region) -> set[int]:
+    """The equations that a region needs results of, or values inside of."""
+    grads = [scope.values[var].grad for var in scope.jaxpr.invars]
+    needed = find_needed(scope.jaxpr, region, grads)
+    again = set(needed.equations)
+    for index, inner in scope.inner.items():
+        for called in inner:
+            inside = needed.inner[index].get(called.jaxpr)
+            if inside is not None and _computed_again(called, inside):
+                again.add(index)
+    return again

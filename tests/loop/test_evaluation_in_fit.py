@@ -147,3 +147,19 @@ def test_whatever_an_evaluation_raises_the_state_is_saved(tmp_path, error, best)
     fit(steps=4, evaluation=evaluation, checkpoints=checkpoints, log=log)
     assert "eval/loss" in lines[0]
     assert [step for step, *_ in lines] == [3, 4, 4]
+
+
+def test_metrics_may_be_scalars_of_any_dtype_and_have_names():
+    """A mean of predictions in bfloat16 is a number, too."""
+    seen = {}
+
+    def evaluated(metrics):
+        evaluation = rc.Evaluation(
+            EXAMPLES[:8], predict_fn=predict_fn, metric_fn=lambda examples, outputs: metrics
+        )
+        fit(steps=1, evaluation=evaluation, log=lambda metrics, step: seen.update(metrics))
+
+    evaluated({"half": jnp.ones((), jnp.bfloat16), "count": np.int64(3)})
+    assert (seen["eval/half"], seen["eval/count"]) == (1.0, 3.0)
+    with pytest.raises(TypeError, match="a metric named 1. Names are strings"):
+        evaluated({1: 2.0})

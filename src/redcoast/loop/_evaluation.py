@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes
+from ..core._dtypes import has_numbers
 from ..core._errors import check_functions, check_integer, check_kind
 from ..core._frames import hide_frames, hide_frames_of_init
 from ..core._train_state import refuse_state
@@ -334,12 +335,15 @@ def _check_metrics(metrics: Any, taken: dict[str, float]) -> dict[str, float]:
             f"`metric_fn` returned {type(metrics).__name__}. It must return a dict of numbers."
         )
     for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise TypeError(f"`metric_fn` returned a metric named {name!r}. Names are strings.")
         if name in taken:
             raise ValueError(
                 f"`metric_fn` returned a metric called {name!r}, which `loss_fn` reports already. "
                 "Give it another name."
             )
-        if np.ndim(value) or np.asarray(value).dtype.kind not in "buif":
+        dtype = np.asarray(value).dtype
+        if np.ndim(value) or dtype.kind == "c" or not has_numbers(dtype):
             raise ValueError(
                 f"`metric_fn` returned {value!r} for {name!r}. Each metric must be one number."
             )

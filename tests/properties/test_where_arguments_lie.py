@@ -179,8 +179,8 @@ def test_bare_specs_refer_to_the_mesh_wherever_a_loss_is_traced(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("fn", few_of([bare, bare_inside], bare))
 def test_bare_specs_in_a_constrained_function(fn):
-    """Differentiated before and after `jax.jit`, and called as it is, with the value and gradient
-    of one device."""
+    """Called as it is, and differentiated inside and outside of `jax.jit`, with the value and
+    gradient of one device."""
     plan = rc.plan_shardings(MODEL, MESH, fn=fn, args=(BATCH, KEY))
     plan.verify(fn, MODEL, BATCH, KEY, tolerance=1e-5)
     constrained, gradient = plan.constrain(fn), eqx.filter_value_and_grad

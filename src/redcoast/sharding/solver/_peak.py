@@ -334,6 +334,8 @@ def _computed_again(scope: Scope, region: Region) -> set[int]:
     grads = [scope.values[var].grad for var in scope.jaxpr.invars]
     needed = find_needed(scope.jaxpr, region, grads)
     again = set(needed.equations)
+    if region.policy is not None:
+        return again  # the policy may keep the values inside
     for index, inner in scope.inner.items():
         for called in inner:
             inside = needed.inner[index].get(called.jaxpr)

@@ -137,6 +137,18 @@ def test_tensor_parallelism_that_was_asked_for_and_is_not_done():
     assert forced.report.not_done == ()
 
 
+def test_tensor_parallelism_that_does_not_fit_into_memory():
+    """The reason was said to be its cost, which is lower."""
+    assert "4-way tensor parallel" in lines_of(plan_of((1, 1, 4)))[0]
+    plan = plan_of((1, 1, 4), hardware=rc.Hardware(memory=8e5))
+    assert "4-way FSDP" in lines_of(plan)[0]
+    (entry,) = plan.report.not_done
+    assert entry.why == (
+        "by estimate, a step fits into memory only with FSDP over the same devices"
+    )
+    assert plan.report.program.axes_for_memory
+
+
 def test_fsdp_that_was_asked_for_and_is_not_done():
     tight = rc.Hardware(memory=1e5)
     plan = plan_of((1, 4, 2), batch=8, hardware=tight)

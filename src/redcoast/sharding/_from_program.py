@@ -163,6 +163,7 @@ def _report(
         memory=estimate_memory(layout, task.state_bytes),
         device_memory=task.memory,
         device_memory_known=task.hardware.memory is not None,
+        axes_for_memory=decision.for_memory,
         split_examples=_reasons.split_examples(decision),
         gathered_whole=find_gathered_whole(decision),
         pipeline=pipelining(decision),

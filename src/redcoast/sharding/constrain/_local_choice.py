@@ -121,16 +121,16 @@ def _rows_of(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> Choice:
     axes = used_axes(shardings.batch_axes, shardings.mesh.shape)
     flow = control_flow(equation)
     # No derivative goes through a loop with any number of iterations, or through the host.
-    is_loop = isinstance(flow, While) or (isinstance(flow, Scan) and _is_of_calls(flow))
+    forward_only = isinstance(flow, While) or (isinstance(flow, Scan) and _is_of_calls(flow))
     is_call = is_callback(equation)  # of the host, with entire rows
-    is_loop = is_loop or is_call
+    forward_only = forward_only or is_call
     sharded = ()
     if not is_call and any(map(shardings.is_parallel, filter(None, values))):
         sharded = shardings.compute.model_axes
     states: list[State] = [None] * len(values)
     if axes:
         states = row_states(equation, scope, shardings.batch_dim)
-    return LocalRegion(shardings.mesh, axes, sharded, is_loop), states
+    return LocalRegion(shardings.mesh, axes, sharded, forward_only), states
 
 
 def _is_of_calls(scan: Scan) -> bool:

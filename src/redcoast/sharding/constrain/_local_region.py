@@ -85,7 +85,7 @@ _WITH_SIZES = frozenset(["broadcast_in_dim", "reshape", "slice", "dynamic_slice"
 class LocalRegion:
     """The devices that the rows of a batch are divided over: those along `axes` of the mesh.
 
-    Operands may be sharded over the axes `sharded` too. `is_loop` is whether what runs has no
+    Operands may be sharded over the axes `sharded` too. `forward_only` is whether what runs has no
     reverse-mode derivative: a `while`, or calls of the host, in a loop or not. With `of_row`, this
     is inside of a scan over rows, whose body each device runs for one of its rows.
     """
@@ -93,13 +93,13 @@ class LocalRegion:
     mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]
     sharded: tuple[str, ...] = ()
-    is_loop: bool = False
+    forward_only: bool = False
     of_row: bool = False
 
     @ft.cached_property
     def states(self) -> LocalStates:
         count = parts(self.axes, self.mesh.shape)
-        return LocalStates(count, expand=self.is_loop, of_row=self.of_row)
+        return LocalStates(count, expand=self.forward_only, of_row=self.of_row)
 
     def is_worth_it(self, equation: JaxprEqn, states: Sequence[State]) -> bool:
         """Whether the devices might communicate about rows otherwise. Raises `NotLocal`."""
@@ -163,7 +163,7 @@ class LocalRegion:
         flow = control_flow(equation)
         # In a scan over rows, a rule has one row, as it would have without a mesh.
         of_row = isinstance(flow, Scan) and is_over_rows(flow, states)
-        if has_reverse_rule(equation) and not self.is_loop and not of_row:
+        if has_reverse_rule(equation) and not self.forward_only and not of_row:
             raise NotLocal("it has a `custom_vjp`")
         self._manual_axes(equation)
         synchronised = isinstance(flow, While) and OWN in itertools.compress(results, used)
@@ -179,14 +179,14 @@ class LocalRegion:
         sizes = self.mesh.shape
         others = set(used_axes(tuple(sizes), sizes)).difference(self.axes)
         free: set[str] = set()
-        if self.is_loop:
+        if self.forward_only:
             # Without a reverse-mode derivative, further axes cost nothing, and XLA cannot use them.
             free = others - {*self.sharded}
         inside = set(map(primitive_name, equations_inside(equation)))
         if free and not inside.isdisjoint(_SEEN_OUTSIDE):
             raise NotLocal("devices that have the same rows would call a function on the host")
         needs_all = not inside.isdisjoint(_NEED_ALL_AXES)
-        if free == others and (self.is_loop or needs_all):
+        if free == others and (self.forward_only or needs_all):
             return frozenset(self.mesh.axis_names)
         if needs_all:
             raise NotLocal("it calls a function on the host, and weights in it are sharded")
@@ -368,7 +368,7 @@ class _Evaluation:
                 run = jax.checkpoint(run, prevent_cse=flow.prevent_cse, policy=flow.policy)
             case CallKind.CUSTOM_JVP:
                 run = self._with_jvp(equation, run, step)
-            case CallKind.CUSTOM_VJP if self.region.of_row and not self.region.is_loop:
+            case CallKind.CUSTOM_VJP if self.region.of_row and not self.region.forward_only:
                 run = self._with_vjp(equation, run)
             case CallKind.CUSTOM_VJP:
                 run = _without_derivative(run)

@@ -60,7 +60,7 @@ class _Rows:
     def run(self, *operands: jax.Array) -> Sequence[jax.Array]:
         """The results, of which each device computes its rows."""
         # A loop without a derivative: the rules of the primitive replace it.
-        region = LocalRegion(self.mesh, self.axes, is_loop=True, of_row=True)
+        region = LocalRegion(self.mesh, self.axes, forward_only=True, of_row=True)
         jaxpr = self.trace()
         specs: list[P] = []
         for axis in self.equation.params[_AXES]:

@@ -9,7 +9,7 @@ example. `tests/sharding/test_operations.py` compares the table with the rules o
 """
 
 from ._contracting_rules import makes_kernel as makes_kernel
-from ._rule import ALL as ALL
+from ._rule import RESHARDED as RESHARDED
 from ._rule import Atom as Atom
 from ._rule import Dimension as Dimension
 from ._rule import Dimensions as Dimensions

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jax.extend.core import JaxprEqn
 
 from ._rule import (
-    ALL,
+    RESHARDED,
     Dimension,
     Factors,
     Linear,
@@ -317,7 +317,7 @@ def fourier_rule(equation: JaxprEqn) -> Rule:
         whole=transformed,
         blocked=transformed,
         linear=each_alone(0),
-        near=[(dimension, ALL) for dimension in transformed],
+        near=[(dimension, RESHARDED) for dimension in transformed],
     )
 
 

@@ -9,7 +9,7 @@ from math import prod
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ...core._jaxpr import is_inexact
-from ..operations import ALL
+from ..operations import RESHARDED
 from ._interpolation import Constants, Interpolation
 from ._remat import Region
 
@@ -404,7 +404,7 @@ class Graph:
         """
         self.link_softly(node, target)
         before = max(1, self.sizes[node])
-        whole = count == ALL
+        whole = count == RESHARDED
         width = before if whole else min(count, before)
         size = operand.bytes / before * width * self.cursor.forwards
         if whole:  # the cotangent of a transform is that of its result

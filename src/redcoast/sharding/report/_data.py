@@ -225,6 +225,8 @@ class ProgramReport:
         because of `memory`.
     - `device_memory`, `device_memory_known`: The bytes of memory that a device has, and whether the
         devices, or `Hardware.memory`, specify it. Otherwise it is assumed.
+    - `axes_for_memory`: Whether mesh axes are used otherwise than they are named because a step
+        would not fit into memory.
     """
 
     batch_axes: tuple[str, ...]
@@ -254,6 +256,7 @@ class ProgramReport:
     waiting: tuple[str, ...] = ()
     recomputed: Recomputation | None = None
     offloaded: int = 0
+    axes_for_memory: bool = False
 
     @property
     def sequences(self) -> bool:

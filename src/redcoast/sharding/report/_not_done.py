@@ -75,6 +75,8 @@ def _tensor_parallelism(report: PlanReport) -> NotDone | None:
         if sharded:
             instead = "FSDP"
         why = f"{instead} over the same devices is estimated to cost less"
+        if program.axes_for_memory:
+            why = f"by estimate, a step fits into memory only with {instead} over the same devices"
     return _entry(f"tensor parallelism over model={count}", why, "model", report)
 
 

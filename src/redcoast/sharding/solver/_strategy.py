@@ -25,7 +25,8 @@ class Decision:
     The batch is split over `batch_axes`, as far as it divides, and the classes that are `chosen`
     over `model_axes`. `hardware` is what the choice is for, and `sizes` are those of all axes.
     `cost` is the time of a step in parts, before arrays are replicated where memory is left. With
-    `splits_sequence`, values between the tensor-parallel parts are sharded along the sequence.
+    `splits_sequence`, values between the tensor-parallel parts are sharded along the sequence. With
+    `for_memory`, axes are used otherwise than they are named so that a step fits into memory.
     """
 
     program: Program
@@ -37,6 +38,7 @@ class Decision:
     chosen: frozenset[int]
     cost: Seconds
     splits_sequence: bool = False
+    for_memory: bool = False
 
     @property
     def seconds(self) -> int | float:
@@ -159,7 +161,7 @@ def best_strategy(
         # What fits into memory is better than what does not, whatever it costs.
         if (too_large > 0) != (best_too_large > 0):
             if best_too_large:
-                best = other
+                best = replace(other, for_memory=True)
             continue
         # Equal costs, up to rounding, leave the mesh as its axes ask for.
         margin = 1e-6

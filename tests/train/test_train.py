@@ -88,6 +88,24 @@ def test_ragged_microbatches_equal_the_full_batch(count):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+def test_a_batch_of_padding_alone_is_the_same_with_microbatches():
+    """The mean over no tokens was 0 / 0, where a loss that guards against it returns 0."""
+
+    def guarded(model, batch, key):
+        losses = jnp.sum(jax.vmap(model)(batch["x"]) ** 2, axis=-1)
+        weight = jnp.sum(batch["mask"].astype(jnp.float32))
+        loss = jnp.sum(jnp.where(batch["mask"], losses, 0.0)) / jnp.maximum(weight, 1)
+        return loss, {"weight": weight}
+
+    batch = {"x": BATCH["x"], "mask": np.zeros(len(BATCH["x"]), bool)}
+    whole, metrics = eqx.filter_jit(stepper(loss=guarded))(start(), batch)
+    parts, of_parts = eqx.filter_jit(stepper(loss=guarded, accumulate=4))(start(), batch)
+    assert metrics["loss"] == of_parts["loss"] == 0
+    assert of_parts["skipped"] == of_parts["weight"] == 0
+    for ours, theirs in zip(arrays(parts.model), arrays(whole.model), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_accumulate_must_divide_the_batch():
     with pytest.raises(ValueError, match=r"accumulate=5.*\(24"):
         stepper(accumulate=5)(start(), BATCH)

@@ -489,7 +489,9 @@ def loss_and_grads(
     _, shapes = jax.eval_shape(weighted, arrays, *jax.tree.map(lambda x: x[0], inputs))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     (arrays, (sums, weight)), _ = jax.lax.scan(body, (arrays, zeros), inputs)
-    loss, aux, grads = jax.tree.map(lambda x: x / weight.astype(x.dtype), sums)
+    # Of a batch that contains only padding, all sums are zero.
+    divisor = jnp.where(weight > 0, weight, jnp.ones_like(weight))
+    loss, aux, grads = jax.tree.map(lambda x: x / divisor.astype(x.dtype), sums)
     if "weight" in aux:
         aux["weight"] = weight  # the sum over microbatches, not the mean
     # They were summed in float32.

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from redcoast.core._versions import installed_versions, untested
+from redcoast.core._versions import installed_versions, own_version, untested
 from redcoast.distributed._allocator import describe_allocator, keep_freed_memory
 from redcoast.tracking._wandb import has_account
 
@@ -53,6 +53,8 @@ def show(name: str, text: str | None) -> None:
 
 
 def version(package: str) -> str:
+    if package == "redcoast":
+        return own_version()  # it runs, whether it is installed or not
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 
 import jax
 import pytest
@@ -170,6 +171,17 @@ def test_doctor_says_which_versions_were_not_tested_together(capsys, monkeypatch
     run("doctor")
     wanted = f"Tested together   no: jax 99.0 (tested: {TESTED[-1]['jax']})"
     assert wanted in capsys.readouterr().out
+
+
+def test_doctor_does_not_miss_the_package_that_runs(monkeypatch):
+    """It may be on the path without an installation."""
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert _doctor_command.version("redcoast") == "(not installed)"
+    assert _doctor_command.version("jax") == 'missing: pip install "jax"'
 
 
 def test_doctor_says_how_wandb_runs(monkeypatch):

@@ -160,9 +160,9 @@ def test_a_field_is_split_along_its_height():
     assert "8-way domain parallel" in str(plan)
     alone = jax.jit(jax.grad(unet)).lower(UNET, batch, None).compile()
     assert temporaries(program) < temporaries(alone) / 4
-    # An activation of the first layer has 131 kB. Only halos and interpolated ones are sent.
+    # Convolutions and interpolations exchange halos, and no activation is gathered.
     sent = collectives(program.as_text(), mesh)
-    assert max(one.sent_bytes for one in sent if one.kind == "all-gather") < 20e3
+    assert not any(one.kind == "all-gather" for one in sent)
     np.testing.assert_allclose(
         program(UNET, batch, None)["up"], alone(UNET, batch, None)["up"], atol=1e-6
     )

@@ -98,16 +98,16 @@ def with_halo(x: jax.Array, window: SplitWindow, outside: float = 0) -> jax.Arra
             edge = jnp.where(is_outside, jnp.asarray(outside, edge.dtype), edge)
         return edge
 
-    with_halo = between(start, stop)
+    in_order = between(start, stop)
     for distance in range(1, left_parts + 1):
-        with_halo.insert(0, received(between(0, own), distance))
+        in_order.insert(0, received(between(0, own), distance))
     if left_rows:
-        with_halo.insert(0, received(between(own - left_rows, own), left_parts + 1))
+        in_order.insert(0, received(between(own - left_rows, own), left_parts + 1))
     for distance in range(1, right_parts + 1):
-        with_halo.append(received(between(0, own), -distance))
+        in_order.append(received(between(0, own), -distance))
     if right_rows:
-        with_halo.append(received(between(0, right_rows), -right_parts - 1))
-    y = jnp.concatenate(with_halo, axis=d)
+        in_order.append(received(between(0, right_rows), -right_parts - 1))
+    y = jnp.concatenate(in_order, axis=d)
     if not window.step:
         return y
     begin = at * window.step - min(0, window.step * (count - 1))

@@ -19,16 +19,16 @@ def run_split_interpolation(bound: BoundEquation) -> Arrays | None:
     equation, shardings = bound.equation, bound.shardings
     if not shardings.splits_examples:
         return None
-    found = bound.scope.constants.interpolation(equation)
-    if found is None:
+    interpolation = bound.scope.constants.interpolation(equation)
+    if interpolation is None:
         return None
-    value, (result,) = bound.scope.value_of(equation.invars[found.place]), bound.results
+    value, (result,) = bound.scope.value_of(equation.invars[interpolation.place]), bound.results
     assert value is not None
     split, of_result = shardings.split_axes(value), shardings.split_axes(result)
-    axes = split[found.dim]
-    if not axes or axes != of_result[found.targets[found.dim]]:
+    axes = split[interpolation.dim]
+    if not axes or axes != of_result[interpolation.targets[interpolation.dim]]:
         return None
-    halo = found.halo(parts(axes, shardings.mesh.shape))
+    halo = interpolation.halo(parts(axes, shardings.mesh.shape))
     if halo is None:
         return None
     windows: list[SplitWindow] = []
@@ -36,29 +36,46 @@ def run_split_interpolation(bound: BoundEquation) -> Arrays | None:
     for d, over in enumerate(split):
         if not over:
             continue
-        target = found.targets[d]
+        target = interpolation.targets[d]
         out[target] = over
-        left, right = halo if d == found.dim else (0, 0)
         size, count = value.shape[d], parts(over, shardings.mesh.shape)
-        sizes = size, result.shape[target], count, left, right
-        windows.append(SplitWindow(d, over, *sizes, left - -size // count + right, 0, (0, 0)))
-    (window,) = (window for window in windows if window.dim == found.dim)
+        left = right = 0
+        if d == interpolation.dim:
+            left, right = halo
+        own = -(-size // count)
+        windows.append(
+            SplitWindow(
+                dim=d,
+                axes=over,
+                size=size,
+                of_result=result.shape[target],
+                count=count,
+                left=left,
+                right=right,
+                length=left + own + right,
+                step=0,
+                padding=(0, 0),
+            )
+        )
+    (window,) = (window for window in windows if window.dim == interpolation.dim)
     own_results = -(-window.of_result // window.count)
     rest = own_results * window.count - window.of_result
 
     def look_up(x: jax.Array, places: jax.Array) -> jax.Array:
         first = jax.lax.axis_index(axes) * window.own - window.left
         local = jnp.squeeze(places, -1) - first
-        return jnp.take(with_halo(x, window), local, axis=found.dim, mode="clip")
+        return jnp.take(with_halo(x, window), local, axis=interpolation.dim, mode="clip")
 
     def multiply(x: jax.Array, matrix: jax.Array) -> jax.Array:
         at = jax.lax.axis_index(axes)
         # (elements, results), or the other way round
-        part = jax.lax.dynamic_slice_in_dim(matrix, at * window.own, window.length, found.summed)
-        kept = 1 - found.summed
+        part = jax.lax.dynamic_slice_in_dim(
+            matrix, at * window.own, window.length, interpolation.summed
+        )
+        kept = 1 - interpolation.summed
         part = jax.lax.dynamic_slice_in_dim(part, at * own_results, own_results, kept)
         operands = [part, part]
-        operands[found.place] = with_halo(x, window)
+        operands[interpolation.place] = with_halo(x, window)
         params = equation.params
         return jax.lax.dot_general(
             *operands,
@@ -67,19 +84,19 @@ def run_split_interpolation(bound: BoundEquation) -> Arrays | None:
             preferred_element_type=params["preferred_element_type"],
         )
 
-    x, other = bound.operands[found.place], bound.operands[1 - found.place]
+    x, other = bound.operands[interpolation.place], bound.operands[1 - interpolation.place]
     added = [(0, 0, 0)] * other.ndim
     if equation.primitive.name == "gather":
         run, of_other = look_up, P(axes)
         added[0] = (0, rest, 0)
     else:
         run, of_other = multiply, P()
-        added[1 - found.summed] = (0, rest, 0)
+        added[1 - interpolation.summed] = (0, rest, 0)
         beyond = window.own * window.count - window.size
-        added[found.summed] = (window.left, beyond + window.right, 0)
+        added[interpolation.summed] = (window.left, beyond + window.right, 0)
     other = jax.lax.pad(other, jnp.zeros((), other.dtype), added)
     run = jax.shard_map(
         run, mesh=shardings.mesh, in_specs=(split_spec(split), of_other), out_specs=split_spec(out)
     )
     y = run(in_equal_parts(x, windows), other)
-    return [without_rest(y, of_results(windows, range(len(split)), found.targets))]
+    return [without_rest(y, of_results(windows, range(len(split)), interpolation.targets))]

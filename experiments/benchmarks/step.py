@@ -5,10 +5,11 @@
     nox -s bench_levanter
 
 Both have the same sizes, AdamW, the loss of all tokens, float32 and no dropout, and take turns in
-one process on one CPU device. A ratio above 1 means that redcoast takes longer. `--against` names
-the other side: `flax` needs flax and transformers 4.57, the last version that has Flax models;
-`torch` and `torch-compile` need torch, transformers 5 and a compiler of C++, and compare GPT-2 and
-LLaMA; the three of Levanter need it, and compare LLaMA.
+one process on one CPU device. A ratio above 1 means that redcoast takes longer. With
+`JAX_PLATFORMS=cpu`, both sides have redcoast's settings of the allocator, and otherwise glibc's.
+`--against` names the other side: `flax` needs flax and transformers 4.57, the last version that has
+Flax models; `torch` and `torch-compile` need torch, transformers 5 and a compiler of C++, and
+compare GPT-2 and LLaMA; the three of Levanter need it, and compare LLaMA.
 """
 
 import dataclasses

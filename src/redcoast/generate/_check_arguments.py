@@ -209,7 +209,9 @@ def check_rows_to_score(model: PyTree, tokens: Any, mask: Any) -> None:
 def _check_array(name: str, x: object) -> None:
     if not isinstance(x, np.ndarray | jax.Array):
         kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
-        way = f" Convert it with `np.asarray({name})`." if hasattr(x, "__array__") else ""
+        way = ""
+        if hasattr(x, "__array__"):
+            way = f" Convert it with `np.asarray({name})`."
         if any(isinstance(part, str) for part in jax.tree.leaves(x)):
             way = " Encode text with the tokenizer of the model."
         raise TypeError(f"`{name}` is of type {kind}. It must be a NumPy or JAX array.{way}")
@@ -271,7 +273,9 @@ def check_positions(
     # The last new token is never fed back, so it needs no position.
     needed = length + max_new_tokens - 1
     if needed > positions:
-        remedy = "Pass a shorter prompt, or" if length > 1 else "Pass"
+        remedy = "Pass"
+        if length > 1:
+            remedy = "Pass a shorter prompt, or"
         raise ValueError(
             f"{what} and all but the last of `max_new_tokens={max_new_tokens}` need {needed} "
             f"positions, but the model has {positions}. {remedy} "
@@ -290,13 +294,17 @@ def _longest(
     if mask is None:
         return tokens.shape[1], f"The prompt of {tokens.shape[1]} tokens"
     # Positions are counted over real tokens. While tracing, at least one is assumed.
-    length = int(np.asarray(mask).astype(bool).sum(axis=1).max()) if is_known(mask) else 1
+    length = 1
+    if is_known(mask):
+        length = int(np.asarray(mask).astype(bool).sum(axis=1).max())
     return length, f"The longest prompt, of {length} tokens,"
 
 
 def check_token_options(request: Request, vocab: int) -> None:
     """Raises if an option names a token outside the vocabulary."""
-    forced_bos = (request.forced_bos,) if request.forced_bos is not None else ()
+    forced_bos = ()
+    if request.forced_bos is not None:
+        forced_bos = (request.forced_bos,)
     tokens_of_options: dict[str, Iterable[int]] = {
         "eos": request.eos,
         "forced_eos": request.forced_eos,

@@ -144,7 +144,9 @@ def _in_blocks(
 
     Rows are padded with zeros to whole blocks.
     """
-    devices = math.prod(mesh.shape.values()) if mesh is not None else 1
+    devices = 1
+    if mesh is not None:
+        devices = math.prod(mesh.shape.values())
     size = ROWS.get(target().platform, ROWS_OF_ACCELERATORS)
     batch = jax.tree.leaves(rows)[0].shape[0]
     padding = -batch % (devices * size)  # the same blocks on each device

@@ -71,7 +71,9 @@ def log_probabilities(
             return score_exactly(model, tokens, mask)
     # Without padding between tokens: the token before each one is then in the column before it.
     ids, lengths = align_left(tokens, mask)
-    context_mask = None if mask is None else jnp.arange(ids.shape[1] - 1)[None] < lengths[:, None]
+    context_mask = None
+    if mask is not None:
+        context_mask = jnp.arange(ids.shape[1] - 1)[None] < lengths[:, None]
     hidden = model.hidden(ids[:, :-1], mask=context_mask)  # (batch, seq - 1, width)
     fast = token_log_probabilities(hidden, model.unembed, ids[:, 1:], chunk=chunk)
     if mask is not None:

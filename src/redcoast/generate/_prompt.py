@@ -25,7 +25,9 @@ def bucket(length: int) -> int:
 def pad_columns(x: Any, length: int, *, left: bool) -> Any:
     """Pads a NumPy or JAX matrix to `length` columns with zeros."""
     free = length - x.shape[1]
-    widths = ((0, 0), (free, 0)) if left else ((0, 0), (0, free))
+    widths = ((0, 0), (0, free))
+    if left:
+        widths = ((0, 0), (free, 0))
     if isinstance(x, np.ndarray):
         return np.pad(x, widths)
     return jnp.pad(x, widths)

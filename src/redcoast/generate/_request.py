@@ -142,7 +142,9 @@ def _check_options(options: Mapping[str, object]) -> None:
     for name in replaced:
         message += f" {name}: {_ELSEWHERE[name]}."
     for name in unknown:
-        remedy = remedy_for(name, ("key", "max_new_tokens")) if name not in _ELSEWHERE else ""
+        remedy = ""
+        if name not in _ELSEWHERE:
+            remedy = remedy_for(name, ("key", "max_new_tokens"))
         if remedy:
             message += f" {remedy}"
     raise TypeError(message)

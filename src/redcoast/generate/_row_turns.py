@@ -129,7 +129,9 @@ class _Decoding:
         self.dims = cache_batch_dims(cache, self.rows)
         self.places = places_of(cache)
         on_mesh = next(filter(None, self.places), None)
-        self.everywhere = None if on_mesh is None else NamedSharding(on_mesh.mesh, P())
+        self.everywhere = None
+        if on_mesh is not None:
+            self.everywhere = NamedSharding(on_mesh.mesh, P())
         numbers = np.arange(self.rows, dtype=np.int32)
         turns = _first_turns(
             self.arrays, self.static, last, chunks.prompt, numbers, self.request, self.everywhere

@@ -39,7 +39,9 @@ def sample(model: PyTree, read: ReadPrompt, request: Request) -> tuple[New, PyTr
     """Generates tokens until all rows have ended. Returns also the cache."""
     cache, last = begin(model, read, request)
     shape = (last.tokens.shape[0], request.room)
-    scores = jnp.zeros(shape, jnp.float32) if request.scored else None
+    scores = None
+    if request.scored:
+        scores = jnp.zeros(shape, jnp.float32)
     new = New(jnp.full(shape, request.pad, jnp.int32), scores, last.lengths)
 
     def write(new, last):
@@ -89,7 +91,9 @@ def _next(logits: Float[Array, "batch vocab"], last: Last, request: Request) -> 
     history, count = last.history, last.count
     tokens = choose_tokens(logits, history, count, last.least, request)
     tokens = jnp.where(last.ended, request.pad, tokens)
-    scores = jnp.where(last.ended, 0, score_tokens(logits, tokens)) if request.scored else None
+    scores = None
+    if request.scored:
+        scores = jnp.where(last.ended, 0, score_tokens(logits, tokens))
     if history is not None:
         place = history.shape[1] - request.room + count  # new tokens follow the prompt
         history = jax.lax.dynamic_update_slice_in_dim(history, tokens[:, None], place, 1)

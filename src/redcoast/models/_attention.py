@@ -109,7 +109,9 @@ def full_view(
     """Returns a bidirectional mask: each query sees all real keys of its row or segment. With
     `window`, it sees this many slots in each direction, including its own."""
     length = real.shape[1]
-    both = None if segments is None else (segments, segments)
+    both = None
+    if segments is not None:
+        both = (segments, segments)
     view = View(_unless_known(real), segments=both, window=window)
     if segments is None and window is None and not _keeps_view(view, length, length):
         return as_array(real)[:, None]  # one row for all queries
@@ -200,7 +202,9 @@ def attend(
     # float32. Queries are scaled before the product so that float16 does not overflow. There is a
     # dimension for groups only if there are fewer key heads, since XLA copies arrays for it, or on
     # a TPU, where fewer bytes are accessed with it.
-    g = "" if q.shape[2] == k.shape[2] and target().platform != "tpu" else "g"
+    g = "g"
+    if q.shape[2] == k.shape[2] and target().platform != "tpu":
+        g = ""
     # (batch, queries, kv_heads, group, head_dim), or without the group
     grouped = (q * scale).reshape(*q.shape[:2], k.shape[2], *[-1] * len(g), q.shape[3])
     # One query has no dimension of queries: with it, XLA for CPUs would multiply keys by queries,
@@ -321,7 +325,9 @@ def _attend_in_kernel(
     if isinstance(visible, View):
         visible = visible.visible(q.shape[1], k.shape[1])
     # In a pipeline, which maps attention over stages, JAX reshapes a mask of rows to all heads.
-    heads = q.shape[2] if visible.shape[0] > 1 and size_of_axis("pipe") > 1 else 1
+    heads = 1
+    if visible.shape[0] > 1 and size_of_axis("pipe") > 1:
+        heads = q.shape[2]
     shape = (visible.shape[0], heads, q.shape[1], k.shape[1])
     mask = jnp.broadcast_to(visible[:, None], shape)  # (batch, heads, queries, keys)
     return jax.nn.dot_product_attention(q, k, v, mask=mask, **options)

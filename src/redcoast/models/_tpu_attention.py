@@ -214,7 +214,9 @@ def _forward_in_blocks(
     options: SplashOptions, q: Array, k: Array, v: Array, *segments: Array
 ) -> tuple[Array, Array]:
     """What the kernel computes, by operations that XLA partitions."""
-    window = None if options.window is None else options.window[0] + 1
+    window = None
+    if options.window is not None:
+        window = options.window[0] + 1
     pair = (segments[0], segments[1]) if segments else None
     view = View(segments=pair, causal=options.causal, window=window)
     return attend_with_sums(q, k, v, view, scale=1.0, softcap=options.softcap)

@@ -118,7 +118,9 @@ class GPT2(TableHead):
         self.position_embed = small_normal(positions, (config.positions, config.width))
         self.layers = GPT2Layers(config, key=layers)
         self.norm, self.norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
-        self.head = None if config.tied else small_normal(head, (config.width, config.vocab))
+        self.head = None
+        if not config.tied:
+            self.head = small_normal(head, (config.width, config.vocab))
         self.config = config
 
     def __call__(

@@ -200,7 +200,9 @@ class Groups:
 
     def _unpack(self, x: np.ndarray, axis: int) -> np.ndarray:
         """Integers from int32, along an axis."""
-        places = _AWQ_PLACES if self.awq else np.arange(32 // self.bits)
+        places = np.arange(32 // self.bits)
+        if self.awq:
+            places = _AWQ_PLACES
         shifts = (places * self.bits).astype(np.uint32)
         # The integers of an int32 get a dimension behind its own, which is then merged into it.
         parts = np.expand_dims(x.view(np.uint32), axis + 1)

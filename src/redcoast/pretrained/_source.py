@@ -179,7 +179,9 @@ def find_gguf(path: Path) -> Path | None:
     files = sorted(path.glob("*.gguf"))
     if not files or tensor_files(path):
         return None
-    file = first_part(files) if len(files) > 1 else files[0]
+    file = files[0]
+    if len(files) > 1:
+        file = first_part(files)
     if file is None:
         return None
     return file_inside(path, file.name)

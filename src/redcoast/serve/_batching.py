@@ -253,7 +253,9 @@ class AnswerRow:
             before = self.prompt
         self.decode = served.tokenizer.decode
         self.text = Text(self.decode, job.stops, before)
-        self.grammar = None if job.extras.grammar is None else job.extras.grammar()
+        self.grammar = None
+        if job.extras.grammar is not None:
+            self.grammar = job.extras.grammar()
         self.count, self.finish = 0, None
         self.began = self.failed = False
         self.scored: list[Scored] = []

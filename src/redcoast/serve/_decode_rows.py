@@ -66,7 +66,9 @@ def decode_rows(
     """
     arrays, static = split(model)
     mesh = next((p.mesh for p in places_of(arrays) if p is not None), None)
-    everywhere = None if mesh is None else NamedSharding(mesh, P())
+    everywhere = None
+    if mesh is not None:
+        everywhere = NamedSharding(mesh, P())
     chunks = PromptChunks(model, tokens, mask, request)
     real = chunks.prompt
     # The token after each one; behind the last, any.
@@ -88,14 +90,18 @@ def decode_rows(
     arrays, static, cache = by_layer_with(model, cache)
     places = places_of(cache)
     # The choice depends on the room only if it depends on earlier tokens.
-    room = request.room if request.needs_history else None
+    room = None
+    if request.needs_history:
+        room = request.room
     progress = _start(real, logits.shape[1], room, everywhere)
     request = dataclasses.replace(request, room=room or 0)
     for step in range(steps):
         if step:
             rest = arrays, static, progress.tokens, places, everywhere
             logits, cache = _advance(cache, *rest)
-        allowed = None if allow is None else allow()
+        allowed = None
+        if allow is not None:
+            allowed = allow()
         progress = _choose(logits, progress, request, options, allowed, everywhere)
         yield progress, None if step else scores
 
@@ -132,7 +138,9 @@ def _start(
 ) -> RowProgress:
     """The progress before the first step, with a history of the prompt and `room` new tokens."""
     rows = prompt.shape[0]
-    history = None if room is None else jnp.pad(prompt, ((0, 0), (0, room)), constant_values=-1)
+    history = None
+    if room is not None:
+        history = jnp.pad(prompt, ((0, 0), (0, room)), constant_values=-1)
     progress = RowProgress(
         tokens=jnp.zeros(rows, jnp.int32),
         count=jnp.zeros((), jnp.int32),

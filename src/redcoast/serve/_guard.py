@@ -33,7 +33,9 @@ def guard(app: Application, *, key: str | None, host: str | None) -> Application
                     check_api_key(headers, key)
             except Refused as error:
                 status, body = error_body(error)
-                more = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+                more = None
+                if status == 401:
+                    more = {"WWW-Authenticate": "Bearer"}
                 await JSONResponse(body, status, more)(scope, receive, send)
                 return
         await app(scope, receive, send)

@@ -78,7 +78,9 @@ def read_request(
     seed = integer(request, "seed", -(2**63), 2**63 - 1)
     stops = read_stops(request.get("stop"))
     count = integer(request, "n", 1, limits.rows) or 1
-    param = "messages" if chat else "prompt"
+    param = "prompt"
+    if chat:
+        param = "messages"
     texts = read_messages(request, limits, render) if chat else read_prompts(request, limits)
     if len(texts) * count > limits.rows:
         text = f"{len(texts)} prompts with n={count} are more than {limits.rows} at once."
@@ -134,7 +136,9 @@ def parse_body(body: bytes, limits: Limits) -> Body:
 
 
 def refuse_unknown(request: Body, *, chat: bool) -> None:
-    own = OF_CHATS if chat else OF_COMPLETIONS
+    own = OF_COMPLETIONS
+    if chat:
+        own = OF_CHATS
     known = {*READ, *own, *ONLY, *IGNORED}
     for name, value in request.items():
         if name not in known:
@@ -178,13 +182,17 @@ def choose_length(
     allows."""
     longest = max(map(len, prompts))
     room = limits.context - longest
-    least = limit if limit is not None else 1
+    least = 1
+    if limit is not None:
+        least = limit
     if room < least or room < 0:
         text = (
             f"This server's maximum context length is {limits.context} tokens. The prompt has "
             f"{longest}, and {least} were requested for the answer."
         )
-        param = "messages" if chat else "prompt"
+        param = "prompt"
+        if chat:
+            param = "messages"
         raise Refused(400, text, param, "context_length_exceeded")
     if limit is not None:
         return limit
@@ -232,7 +240,9 @@ def read_ends(request: Body, limits: Limits) -> tuple[int, ...]:
     if outside := outside_vocabulary(ids, limits):
         text = f"`stop_token_ids` has {outside[0]}. The tokens of this model are 0 to "
         raise Refused(400, f"{text}{limits.vocab - 1}.", "stop_token_ids", "invalid_value")
-    own = () if boolean(request, "ignore_eos") else ends_of(limits.decoding, limits)
+    own = ()
+    if not boolean(request, "ignore_eos"):
+        own = ends_of(limits.decoding, limits)
     ends = tuple(dict.fromkeys((*own, *ids)))  # each once
     if len(ends) > MOST_ENDS:
         text = f"`stop_token_ids` and the model's end tokens are more than {MOST_ENDS}."
@@ -308,7 +318,9 @@ def read_format(form: Any, limits: Limits) -> Callable[[], Grammar] | None:
 
 
 def read_stops(stop: object) -> tuple[str, ...]:
-    stops = [stop] if isinstance(stop, str) else stop or []
+    stops = stop or []
+    if isinstance(stop, str):
+        stops = [stop]
     if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(x, str) for x in stops):
         raise Refused(400, "`stop` must be a string or a list of at most 4 strings.", "stop")
     if any(len(x) > MOST_STOP for x in stops):

@@ -96,7 +96,9 @@ def read_calls(calls: object, where: str) -> list[Body]:
         raise Refused(400, error, where)
     checked: list[Body] = []
     for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
+        function = None
+        if isinstance(call, dict):
+            function = call.get("function")
         if not isinstance(function, dict):
             raise Refused(400, error, where)
         # {"function": {"name": "...", "arguments": "{...}"}}

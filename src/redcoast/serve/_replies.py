@@ -46,7 +46,9 @@ class Reply:
     @staticmethod
     def to(name: str, speller: "Speller", *, chat: bool, scored: bool = False) -> "Reply":
         """A new response of the model `name`."""
-        kind = "chatcmpl" if chat else "cmpl"
+        kind = "cmpl"
+        if chat:
+            kind = "chatcmpl"
         response_id = f"{kind}-{uuid.uuid4().hex}"
         return Reply(chat, name, response_id, int(time.time()), speller, scored)
 
@@ -121,7 +123,9 @@ class Reply:
         return entry(scored.token, scored.logprob) | {"top_logprobs": top}
 
     def _body(self, part: str, choices: list[Body]) -> Body:
-        kind = f"chat.completion{part}" if self.chat else "text_completion"
+        kind = "text_completion"
+        if self.chat:
+            kind = f"chat.completion{part}"
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return head | {"choices": choices}
 

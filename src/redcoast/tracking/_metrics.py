@@ -365,7 +365,9 @@ class MetricsReader:
         first = step == 1 and not math.isfinite(loss)
         if not first and self._skipped < self._max_skipped:
             return
-        why = f" {explain(self._trained)}" if explain is not None else ""
+        why = ""
+        if explain is not None:
+            why = f" {explain(self._trained)}"
         if first:
             why = why or f" {COMMON_CAUSES}"
             raise ValueError(f"`loss_fn` returned {loss} for the first batch.{why}")
@@ -405,7 +407,9 @@ class MetricsReader:
         self._read_steps += 1
         self._skipped_steps += skipped and not overflow
         self._trained |= not skipped
-        rates: Mapping[str, float] = self._rates(step, values, at, end) if self._wants_rates else {}
+        rates: Mapping[str, float] = {}
+        if self._wants_rates:
+            rates = self._rates(step, values, at, end)
         self._write(values, step, rates)
         if skipped:
             more = f" The loss scale {values['loss_scale']:g} is halved." if overflow else ""

@@ -124,7 +124,9 @@ class ProgressLogger:
             self._samples.append(self._sample(now))
         if not first or self._bar is not None:
             self._draw(now)
-        self._next = now + _BAR_INTERVAL if self._bar is not None else now + _LONGEST_SILENCE
+        self._next = now + _LONGEST_SILENCE
+        if self._bar is not None:
+            self._next = now + _BAR_INTERVAL
 
     def pause(self) -> None:
         """Stops the clock of the throughput, for example during an evaluation or a save."""

@@ -338,7 +338,9 @@ def has_account(settings: Any) -> bool:
         return True
     # `wandb login` stores the key there.
     host = urlsplit(settings.base_url).netloc
-    names = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
+    names = ["~/.netrc", "~/_netrc"]
+    if "NETRC" in os.environ:
+        names = [os.environ["NETRC"]]
     for name in names:
         with contextlib.suppress(OSError, netrc.NetrcParseError):
             if netrc.netrc(os.path.expanduser(name)).authenticators(host):

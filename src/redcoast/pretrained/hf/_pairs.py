@@ -23,7 +23,9 @@ def read_encoder(
     """Reads the settings of one encoder, which are often only those that differ from the base
     size."""
     of_images = "image" in fields
-    defaults = {} if of_images else {"eos_token_id": 49407}
+    defaults = {}
+    if not of_images:
+        defaults = {"eos_token_id": 49407}
     c, values = read_settings(settings or {}, fields, defaults, only=only, ignored=ignored)
     if of_images:
         values |= read_sides(c)

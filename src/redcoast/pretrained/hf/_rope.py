@@ -148,7 +148,9 @@ def read_yarn(
     # How YaRN scales the embeddings (<https://arxiv.org/abs/2309.00071>). DeepSeek divides by a
     # second such number, which scales the scores instead.
     size = lambda scale: 0.1 * scale * math.log(max(fields["factor"], 1)) + 1
-    amplitude = size(factors[0]) / size(factors[1]) if factors and all(factors) else size(1)
+    amplitude = size(1)
+    if factors and all(factors):
+        amplitude = size(factors[0]) / size(factors[1])
     fields.setdefault("amplitude", amplitude)
     settings: Settings = {"rope_base": base, "rope_scaling": Yarn(**fields)}
     if factors and scores:

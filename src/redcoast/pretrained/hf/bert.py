@@ -197,7 +197,9 @@ def read_distilbert(settings: Settings) -> Fields:
     fields |= {"kind": "distilbert", "types": 1, "head": head}
     if head in LABELLED:
         fields |= read_labels(settings)
-    fields["head_dropout"] = c[_RATE] if head == "classification" else None
+    fields["head_dropout"] = None
+    if head == "classification":
+        fields["head_dropout"] = c[_RATE]
     return fields
 
 

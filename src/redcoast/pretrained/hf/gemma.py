@@ -37,7 +37,9 @@ _GELU = "gelu_pytorch_tanh"
 def read(settings: Settings) -> Fields:
     kind = settings.get("model_type", "gemma")
     second, third = kind == "gemma2", kind == "gemma3_text"
-    table = _FIELDS | _LATER if second or third else _FIELDS
+    table = _FIELDS
+    if second or third:
+        table = _FIELDS | _LATER
     defaults = {"max_position_embeddings": 8192, "eos_token_id": 1, "rope_theta": 1e4, **ROPE}
     only: dict[str, tuple[object, ...]] = {
         "model_type": ("gemma", "gemma2", "gemma3_text"),

@@ -46,7 +46,9 @@ def read(settings: Settings) -> Fields:
 
 def write(config: GptOssConfig) -> Settings:
     c = config
-    rope = write_yarn(c.rope_scaling) if c.rope_scaling is not None else {"rope_type": "default"}
+    rope = {"rope_type": "default"}
+    if c.rope_scaling is not None:
+        rope = write_yarn(c.rope_scaling)
     settings = write_fields(c, _FIELDS)
     settings |= {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
     settings |= {"hidden_act": "silu", "head_dim": c.head_dim, "attention_bias": True}

@@ -60,7 +60,9 @@ def _long_rope(rope: Settings, c: Settings) -> LongRope:
     factor = rope.get("attention_factor")
     if factor is None:
         # As the scaling of longer texts is defined (<https://arxiv.org/abs/2402.13753>).
-        factor = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+        factor = 1.0
+        if ratio > 1:
+            factor = math.sqrt(1 + math.log(ratio) / math.log(original))
     lists = {field: tuple(rope[name]) for field, name in _FACTORS.items()}
     return LongRope(**lists, original=original, factor=factor)
 

@@ -41,9 +41,13 @@ _OTHER_NAMES = {
 
 def read(settings: Settings) -> Fields:
     mt5 = settings.get("model_type") == "mt5"
-    default_proj = "gated-gelu" if mt5 else "relu"
+    default_proj = "relu"
+    if mt5:
+        default_proj = "gated-gelu"
     proj = settings.get("feed_forward_proj", default_proj)
-    activation = "gelu_new" if proj == "gated-gelu" else proj.removeprefix("gated-")
+    activation = proj.removeprefix("gated-")
+    if proj == "gated-gelu":
+        activation = "gelu_new"
     defaults = {
         "dense_act_fn": activation,
         "is_gated_act": proj.startswith("gated-"),
@@ -116,7 +120,9 @@ def _stack(config: T5Config, stack: str) -> dict[str, Tensor]:
     mlp = f"{block}{1 + decoder}."
     dense = mlp + "DenseReluDense."
     # `wi` is called `wi_1` where there is a gate, `wi_0`.
-    up = "wi_1" if config.gated else "wi"
+    up = "wi"
+    if config.gated:
+        up = "wi_1"
     into, out = "hidden width -> width hidden", "width hidden -> hidden width"
     # Only the first block has the table, which all blocks use.
     biases = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"

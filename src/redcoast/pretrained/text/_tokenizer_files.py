@@ -249,7 +249,9 @@ def gguf_metadata(path: Path) -> Callable[[str], Any]:
     If a model has several files, the first one contains the metadata.
     """
     fields = _gguf_fields(path)
-    count = fields[COUNT].contents() if COUNT in fields else 1
+    count = 1
+    if COUNT in fields:
+        count = fields[COUNT].contents()
     if count > 1:
         fields = _gguf_fields(files_of_model(path, count)[0])
     return lambda name: fields[name].contents() if name in fields else None

@@ -36,7 +36,7 @@ def main(args: list[str] | None = None) -> None:
     if len(args) > 1 and args[0] in FIRST_OPTION and not args[1].startswith("-"):
         name, value, *_ = args
         option = FIRST_OPTION[name]
-        refuse(f"{value} has no option: write `redcoast {name} {option} {value}`.")
+        refuse(f"`{value}` follows no option. Write `redcoast {name} {option} {value}`.")
     kind = commands(complete=bool(args) and args[0] in COMMANDS.values())
     with quiet_pipe():
         command = tyro.cli(kind, prog="redcoast", description=EXAMPLES, args=args, config=STYLE)

@@ -112,7 +112,7 @@ def test_plan_as_json(model, capsys):
         (["--batch", "0"], "--batch must be at least 1"),
         (["--batch", "99999999999999999999"], "--batch must be at most 2,147,483,647"),
         (["--seq", "99999999"], "--seq must be at most 1,048,576"),
-        (["gpt2"], "gpt2 has no option: write `redcoast plan --model gpt2`."),
+        (["gpt2"], "`gpt2` follows no option. Write `redcoast plan --model gpt2`."),
         (["--mesh", "data=2,data=4"], "--mesh must name each axis once"),
     ],
 )

@@ -147,6 +147,13 @@ def compiled(loss, params, batch, mesh):
     return plan, lowered.compile()
 
 
+def planned_and_sent(loss, params, batch, mesh):
+    """The plan of a loss, its bytes by their cause, and the collectives of the compiled program."""
+    plan, program = compiled(loss, params, batch, mesh)
+    priced = {traffic.cause: traffic.bytes for traffic in plan.report.program.traffic}
+    return plan, priced, collectives(program.as_text(), mesh)
+
+
 def temporaries(program):
     return program.memory_analysis().temp_size_in_bytes
 
@@ -196,9 +203,7 @@ def test_windows_reach_over_several_parts(pooled):
 
     params, batch = {"a": normal(4, 2, 7, 3), "b": normal(2, 4, 7, 1)}, normal(1, 2, 16, 64)
     mesh = mesh_of((8, 1, 1))
-    plan, program = compiled(loss, params, batch, mesh)
-    priced = {one.cause: one.bytes for one in plan.report.program.traffic}
-    sent = collectives(program.as_text(), mesh)
+    plan, priced, sent = planned_and_sent(loss, params, batch, mesh)
     assert not [one for one in sent if one.kind == "all-gather"]
     permuted = sum(one.sent_bytes for one in sent if one.kind == "collective-permute")
     assert priced["halos of convolutions and windows"] == pytest.approx(permuted, rel=0.25)
@@ -418,9 +423,7 @@ def test_interpolations_exchange_halos_alone(name):
 
     params, batch = {"a": normal(4, 2, 3, 3), "b": normal(2, 4, 3, 3)}, normal(1, 2, 64, 16)
     mesh = mesh_of((8, 1, 1))
-    plan, program = compiled(loss, params, batch, mesh)
-    priced = {one.cause: one.bytes for one in plan.report.program.traffic}
-    sent = collectives(program.as_text(), mesh)
+    plan, priced, sent = planned_and_sent(loss, params, batch, mesh)
     assert {one.kind for one in sent} <= {"all-reduce", "collective-permute"}
     permuted = sum(one.sent_bytes for one in sent if one.kind == "collective-permute")
     assert priced["halos of convolutions and windows"] == pytest.approx(permuted, rel=0.25)

@@ -79,9 +79,12 @@ class WandbLogger:
             self.start(RunInfo())
         # The loop never waits for W&B: a full queue drops what comes.
         if self._queue.qsize() < self._queue_size:
-            # The caller may write into its arrays before W&B reads them.
-            held = {k: x.copy() if isinstance(x, np.ndarray) else x for k, x in metrics.items()}
-            self._queue.put({**held, "step": step})
+            entry: dict[str, Any] = {**metrics, "step": step}
+            for name, value in metrics.items():
+                if isinstance(value, np.ndarray):
+                    # The caller may write into it before W&B reads it.
+                    entry[name] = value.copy()
+            self._queue.put(entry)
         else:
             self._dropped += 1
 
@@ -179,7 +182,9 @@ class WandbLogger:
         folder = show_directory(Path(session.dir).parents[1])
         upload = f"wandb sync {shlex.quote(str(folder))}/*-{session.id}"
         if session.offline:
-            reason = "as requested" if has_account else "no account was found"
+            reason = "no account was found"
+            if has_account:
+                reason = "as requested"
             say(f"W&B is offline ({reason}). To upload the run later:\n{upload}")
         else:
             say(f"W&B: {session.url}")

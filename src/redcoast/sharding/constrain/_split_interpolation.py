@@ -3,6 +3,8 @@
 XLA would gather the array for a lookup, and add up products with a matrix as large as the result.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -32,39 +34,24 @@ def run_split_interpolation(bound: BoundEquation) -> Arrays | None:
     if halo is None:
         return None
     windows: list[SplitWindow] = []
-    out: list[tuple[str, ...]] = [()] * len(result.shape)
+    split_of_result: list[tuple[str, ...]] = [()] * len(result.shape)
     for d, over in enumerate(split):
-        if not over:
-            continue
-        target = interpolation.targets[d]
-        out[target] = over
-        size, count = value.shape[d], parts(over, shardings.mesh.shape)
-        left = right = 0
-        if d == interpolation.dim:
-            left, right = halo
-        own = -(-size // count)
-        windows.append(
-            SplitWindow(
-                dim=d,
-                axes=over,
-                size=size,
-                of_result=result.shape[target],
-                count=count,
-                left=left,
-                right=right,
-                length=left + own + right,
-                step=0,
-                padding=(0, 0),
-            )
-        )
-    (window,) = (window for window in windows if window.dim == interpolation.dim)
+        if over:
+            target = interpolation.targets[d]
+            split_of_result[target] = over
+            sizes = value.shape[d], result.shape[target], parts(over, shardings.mesh.shape)
+            windows.append(_without_halo(d, over, *sizes))
+    place = [window.dim for window in windows].index(interpolation.dim)
+    left, right = halo
+    length = left + windows[place].own + right
+    window = replace(windows[place], left=left, right=right, length=length)
     own_results = -(-window.of_result // window.count)
     rest = own_results * window.count - window.of_result
 
     def look_up(x: jax.Array, places: jax.Array) -> jax.Array:
         first = jax.lax.axis_index(axes) * window.own - window.left
-        local = jnp.squeeze(places, -1) - first
-        return jnp.take(with_halo(x, window), local, axis=interpolation.dim, mode="clip")
+        at = jnp.squeeze(places, -1) - first
+        return jnp.take(with_halo(x, window), at, axis=interpolation.dim, mode="clip")
 
     def multiply(x: jax.Array, matrix: jax.Array) -> jax.Array:
         at = jax.lax.axis_index(axes)
@@ -84,19 +71,41 @@ def run_split_interpolation(bound: BoundEquation) -> Arrays | None:
             preferred_element_type=params["preferred_element_type"],
         )
 
-    x, other = bound.operands[interpolation.place], bound.operands[1 - interpolation.place]
-    added = [(0, 0, 0)] * other.ndim
+    x = bound.operands[interpolation.place]
+    constant = bound.operands[1 - interpolation.place]  # the indices or the matrix
+    added = [(0, 0, 0)] * constant.ndim
     if equation.primitive.name == "gather":
-        run, of_other = look_up, P(axes)
+        local, spec_of_constant = look_up, P(axes)
         added[0] = (0, rest, 0)
     else:
-        run, of_other = multiply, P()
+        local, spec_of_constant = multiply, P()
         added[1 - interpolation.summed] = (0, rest, 0)
         beyond = window.own * window.count - window.size
         added[interpolation.summed] = (window.left, beyond + window.right, 0)
-    other = jax.lax.pad(other, jnp.zeros((), other.dtype), added)
+    constant = jax.lax.pad(constant, jnp.zeros((), constant.dtype), added)
     run = jax.shard_map(
-        run, mesh=shardings.mesh, in_specs=(split_spec(split), of_other), out_specs=split_spec(out)
+        local,
+        mesh=shardings.mesh,
+        in_specs=(split_spec(split), spec_of_constant),
+        out_specs=split_spec(split_of_result),
     )
-    y = run(in_equal_parts(x, windows), other)
+    y = run(in_equal_parts(x, windows), constant)
     return [without_rest(y, of_results(windows, range(len(split)), interpolation.targets))]
+
+
+def _without_halo(
+    d: int, axes: tuple[str, ...], size: int, of_result: int, count: int
+) -> SplitWindow:
+    """A window along a split dimension, of which each device reads its own elements alone."""
+    return SplitWindow(
+        dim=d,
+        axes=axes,
+        size=size,
+        of_result=of_result,
+        count=count,
+        left=0,
+        right=0,
+        length=-(-size // count),
+        step=0,
+        padding=(0, 0),
+    )

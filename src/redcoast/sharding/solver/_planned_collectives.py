@@ -100,20 +100,7 @@ def of_batch(
     - Batch gathers, halos and moves of the graph are sent as they are recorded there.
     """
     over_batch = [summed for summed in graph.partial_sums.values() if batch.has(summed.node)]
-    for summed in over_batch:
-        # Rows of the batch are added to others, as messages at the nodes of a graph.
-        adds = summed.operation in ("scatter-add", "scatter_add") and not summed.backward
-        rows = _rows(summed.before, graph, batch)
-        if adds and rows and graph.sizes[summed.node] not in rows:
-            # Each device adds its own rows to all others, and XLA all-reduces the result. The
-            # cotangent of the result is all-gathered.
-            value = summed.value
-            devices, others = batch.around(summed.node, (*summed.rows, *value.dims))
-            size = value.bytes * summed.times / others
-            is_divided = _is_split_as_well(batch, summed.node, value.dims)
-            sent = _sum(devices, size, hardware.scatters and is_divided)
-            sent += value.grad * all_gather(devices, size)
-            yield PlannedCollective("by index", sent, value.dims, summed.source)
+    yield from _additions_to_rows(over_batch, graph, batch, scatters=hardware.scatters)
     # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
     scatters = hardware.scatters and stored == batch.count
     split: list[PartialSum] = []
@@ -183,6 +170,26 @@ def of_batch(
     for move, sent in moved_rows(graph, batch):
         dims = (*move.rows, *move.operand.dims)
         yield PlannedCollective("moved", sent, dims, move.source)
+
+
+def _additions_to_rows(
+    over_batch: Iterable[PartialSum], graph: Graph, batch: BatchDims, *, scatters: bool
+) -> Iterator[PlannedCollective]:
+    """Sums in which rows of the batch are added to others, as messages at the nodes of a graph."""
+    for summed in over_batch:
+        adds = summed.operation in ("scatter-add", "scatter_add") and not summed.backward
+        rows = _rows(summed.before, graph, batch)
+        if not adds or not rows or graph.sizes[summed.node] in rows:
+            continue
+        # Each device adds its own rows to all others, and XLA all-reduces the result. The cotangent
+        # of the result is all-gathered.
+        value = summed.value
+        devices, others = batch.around(summed.node, (*summed.rows, *value.dims))
+        size = value.bytes * summed.times / others
+        is_divided = _is_split_as_well(batch, summed.node, value.dims)
+        sent = _sum(devices, size, scatters and is_divided)
+        sent += value.grad * all_gather(devices, size)
+        yield PlannedCollective("by index", sent, value.dims, summed.source)
 
 
 def gathered_bytes(graph: Graph, value: Value, devices: int, *, once: bool = False) -> int | float:

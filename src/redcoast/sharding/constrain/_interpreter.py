@@ -32,7 +32,7 @@ from ..operations._rule_table import LARGE_OPERATIONS
 from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
-from ..program._batch import BatchNodes, created_rows
+from ..program._batch import created_rows
 from ..program._local_states import NotLocal, is_vmapped
 from ..program._program import LARGE_CONSTANT, follow_program
 from ..program._trace import Arrays, trace_over
@@ -378,11 +378,12 @@ def _run_traced_rule(
         d = sharded_dim(spec, shardings.batch_axes)
         if d is not None:
             nodes.append(value.dims[d])
-    # Where rows are split, arrays of as many rows are split with them.
-    created = ()
-    if not shardings.splits_examples:
-        created = created_rows(program.graph, nodes, program.row_candidates)
-    batch = BatchNodes(tuple(nodes), created, splits_examples=shardings.splits_examples)
+    batch = replace(program.batch, of_inputs=tuple(nodes), of_created=())
+    if shardings.splits_examples:
+        batch = replace(batch, splits_examples=True)
+    else:
+        # Where rows are split, arrays of as many rows are split with them.
+        batch = replace(batch, of_created=created_rows(program.graph, batch))
     program = replace(program, batch=batch)
     compute = Compute(tuple(dims), shardings.batch_axes, model_axes)
     local = find_shardings(program, shardings.mesh, compute)

@@ -186,8 +186,8 @@ def _uneven(program: Program, batch: BatchDims) -> dict[int, tuple[str, ...]]:
     graph = program.graph
     uneven: dict[int, tuple[str, ...]] = {}
     anywhere = Classes(graph, 1, soft=True, least=2, apart=program.owned)
-    for split, nodes in zip(batch.sets, program.batch.sets, strict=True):
-        linked = anywhere.of(nodes.of_inputs)
+    for split in batch.sets:
+        linked = anywhere.of(split.of_inputs)
         for node, size in enumerate(graph.sizes):
             is_uneven = size >= split.count and not split.classes.divides(node)
             if is_uneven and anywhere[node] in linked:

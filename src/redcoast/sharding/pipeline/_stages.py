@@ -16,7 +16,6 @@ from ...core._pytree import abstract_arrays, join, split
 from ...distributed._mesh import PIPE
 from .._mesh_axes import parts
 from ..operations import Atom, atom_bytes, shape_of
-from ..program._batch_dims import example_count
 from ..program._classes import Classes
 from ..program._graph import Value
 from ..program._program import Program, Staged, follow_program
@@ -157,7 +156,7 @@ def pipeline_of(
     """The pipeline of `fn(tree, *args)`, whose program is given. Raises `NoPipeline`."""
     stages, shards = mesh.shape[PIPE], parts(batch_axes, mesh.shape)
     scans = _scans_in_stages(program, stages)
-    rows = example_count(program)
+    rows = program.batch_size
     count = count_microbatches(rows, shards, stages, microbatches)
     own_rows = rows // (shards * count)  # of one microbatch on one device
     # Rows are told from other dimensions by a trace with fewer of them, which are two or more.
@@ -224,7 +223,7 @@ def _with_rows(
     """The program of a batch with another number of rows."""
     batch, *others = args
     arrays, static = split(batch)
-    size = example_count(program)
+    size = program.batch_size
     shapes = abstract_arrays(arrays)
     for place, x in enumerate(shapes):
         if x.shape and x.shape[0] == size and place not in program.batch.not_rows:

@@ -7,7 +7,7 @@ as many rows as the batch, its rows are sharded like the batch, unless something
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ...distributed._mesh import BATCH_AXES
@@ -28,24 +28,32 @@ class NotRows(Enum):
 
 
 @dataclass(frozen=True)
-class SplitSet:
-    """Dimensions that are split over some axes of the mesh, as nodes.
+class SplitNodes:
+    """The nodes that are split over `count` devices, which are those along `axes` of a mesh.
 
-    `of_inputs` are dimensions of the batch's own arrays, and `of_created` of arrays that the
-    program creates.
+    These are all nodes whose class is one of `roots`: the dimensions `of_inputs` of the batch's own
+    arrays, and what is linked to them.
     """
 
-    axes: tuple[str, ...]
     of_inputs: tuple[int, ...]
-    of_created: tuple[int, ...] = ()
+    classes: Classes
+    roots: frozenset[int]
+    count: int
+    axes: tuple[str, ...] = ()
+
+    def has(self, node: int) -> bool:
+        return self.classes[node] in self.roots
 
 
 @dataclass(frozen=True)
 class BatchNodes:
-    """The dimensions that are sharded with the batch, as nodes.
+    """The dimensions of a program that count rows of its batch, as nodes.
 
-    `of_inputs` and `of_created` are as in `SplitSet`. `not_rows` are the places of the batch's
-    arrays that are not rows.
+    `of_inputs` are dimensions of the batch's own arrays, and `of_created` of arrays that the
+    program creates. `not_rows` are the places of the batch's arrays that are not rows. Beside
+    these, `candidates` may be rows too: dimensions of created arrays, and leading ones of other
+    arguments of the size of a batch. Those of parameters and constants, and others of arguments,
+    are `never` rows.
 
     With `splits_examples`, examples are split, and `of_inputs` are the dimensions that they are
     split along, perhaps beside rows. This is so if rows do not divide, if a step does not fit into
@@ -57,27 +65,17 @@ class BatchNodes:
     of_inputs: tuple[int, ...]
     of_created: tuple[int, ...] = ()
     not_rows: tuple[int, ...] = ()
+    candidates: frozenset[int] = frozenset()
+    never: frozenset[int] = frozenset()
     splits_examples: bool = False
     why_whole: str = ""
-    sets: tuple[SplitSet, ...] = ()
+    sets: tuple[SplitNodes, ...] = ()
     split: Split = ()
-
-
-@dataclass(frozen=True)
-class RowCandidates:
-    """Dimensions beside the rows of the batch's arrays: which may be rows too, and which never are.
-
-    `created` are those of arrays that the program creates, and the leading ones of other arguments
-    of the size of a batch. `never` are those of parameters, of constants and of arguments.
-    """
-
-    created: frozenset[int]
-    never: frozenset[int]
 
 
 def find_batch(
     graph: Graph, parameters: Sequence[Value], arrays: Sequence[Value], others: Sequence[Value]
-) -> tuple[BatchNodes, RowCandidates]:
+) -> BatchNodes:
     """Finds the batch dimensions of `arrays`, of the other arguments, and of created arrays."""
     never = set(graph.of_constants)
     for value in parameters:
@@ -93,8 +91,9 @@ def find_batch(
             leading.add(value.dims[0])
     for value in (*arrays, *others):
         never.update(set(value.dims) - leading - set(rows))
-    candidates = RowCandidates(frozenset(graph.created | leading), frozenset(never))
-    return BatchNodes(rows, created_rows(graph, rows, candidates), not_rows), candidates
+    candidates = frozenset(graph.created | leading)
+    batch = BatchNodes(rows, not_rows=not_rows, candidates=candidates, never=frozenset(never))
+    return replace(batch, of_created=created_rows(graph, batch))
 
 
 def _sizes(graph: Graph, nodes: Iterable[int]) -> set[int]:
@@ -163,13 +162,13 @@ def _free(
     return {place: node for place, node in leading.items() if classes[node] not in excluded}
 
 
-def created_rows(graph: Graph, rows: Collection[int], candidates: RowCandidates) -> tuple[int, ...]:
-    """The nodes of created arrays that are sharded like the `rows` of the batch."""
-    if not rows or not (candidates.created or graph.constrained):
+def created_rows(graph: Graph, batch: BatchNodes) -> tuple[int, ...]:
+    """The nodes of created arrays that are sharded like the rows of the batch's own arrays."""
+    if not batch.of_inputs or not (batch.candidates or graph.constrained):
         return ()
     classes = Classes(graph, 1, soft=True, least=2)
-    reasons = reasons_against(graph, classes, rows, candidates)
-    sizes = _sizes(graph, rows)
+    reasons = reasons_against(graph, classes, batch)
+    sizes = _sizes(graph, batch.of_inputs)
     created: list[int] = []
     for node, size in enumerate(graph.sizes):
         root, asked = classes[node], graph.constrained.get(node, ())
@@ -180,14 +179,12 @@ def created_rows(graph: Graph, rows: Collection[int], candidates: RowCandidates)
     return tuple(created)
 
 
-def reasons_against(
-    graph: Graph, classes: Classes, rows: Collection[int], candidates: RowCandidates
-) -> dict[int, NotRows | None]:
+def reasons_against(graph: Graph, classes: Classes, batch: BatchNodes) -> dict[int, NotRows | None]:
     """For each class of created dimensions, the reason not to shard it with the batch, if any.
 
     `classes` must include soft links. The classes of the batch itself are left out.
     """
-    main = classes.of(rows)
+    main = classes.of(batch.of_inputs)
     split: set[int] = set()
     replicated: set[int] = set()
     for node, axes in graph.constrained.items():
@@ -195,15 +192,15 @@ def reasons_against(
             replicated.add(classes[node])
         elif not set(BATCH_AXES).isdisjoint(axes):
             split.add(classes[node])
-    excluded = classes.of(candidates.never | graph.blocked)
-    sizes = _sizes(graph, rows) - {0, 1}
+    excluded = classes.of(batch.never | graph.blocked)
+    sizes = _sizes(graph, batch.of_inputs) - {0, 1}
     fits: set[int] = set()
     for node, size in enumerate(graph.sizes):
         if size in sizes:
             fits.add(classes[node])
     shares = _WorkShares(graph, classes, main)
     reasons: dict[int, NotRows | None] = {}
-    for root in sorted((classes.of(candidates.created) | split) - main):
+    for root in sorted((classes.of(batch.candidates) | split) - main):
         reasons[root] = None
         if root in excluded:
             reasons[root] = NotRows.OF_PARAMETERS

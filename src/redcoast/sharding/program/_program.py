@@ -8,7 +8,7 @@ import numpy as np
 
 from ...core._control_flow import open_jaxpr
 from ...core._jaxpr import is_inexact
-from ._batch import BatchNodes, RowCandidates, find_batch
+from ._batch import BatchNodes, find_batch
 from ._classes import Classes
 from ._graph import Cursor, Graph, Value
 from ._local_scans import find_local_scans
@@ -80,9 +80,14 @@ class Program:
     batch_arrays: tuple[Value, ...]
     examples: tuple[Value, ...]
     batch: BatchNodes
-    row_candidates: RowCandidates
     constants: tuple[Constant, ...] = ()  # arrays that the function closes over
     staged: "Staged | None" = None  # if it runs as a pipeline
+
+    @property
+    def batch_size(self) -> int:
+        """The size of the batch; 0 without one. Arrays with one row, which all examples share, do
+        not count."""
+        return max(map(self.graph.sizes.__getitem__, self.batch.of_inputs), default=0)
 
     @cached_property
     def owned(self) -> frozenset[int]:
@@ -178,7 +183,7 @@ def _follow(
             if groups in graph.unrolled:
                 graph.unrolled.add(node)
     arrays, others = rest[: traced.batch], rest[traced.batch :]
-    batch, row_candidates = find_batch(graph, parameters, arrays, others)
+    batch = find_batch(graph, parameters, arrays, others)
     is_rows = _rows_of(graph, batch)
     graph.sum_after(find_local_scans(scope, is_rows), is_rows)
     examples: list[Value] = []
@@ -193,7 +198,6 @@ def _follow(
         tuple(arrays),
         tuple(examples),
         batch,
-        row_candidates,
         find_constants(scope),
     )
 

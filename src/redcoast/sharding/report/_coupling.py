@@ -12,7 +12,7 @@ from functools import cached_property
 from ...core._jaxpr import is_inexact
 from ..operations import Factor, Rule
 from ..operations._rule_table import UNCOUPLED
-from ..program._batch_dims import Examples, find_examples
+from ..program._batch_dims import BatchDims, find_examples
 from ..program._facts import Facts, Operation, alike, follow_facts
 from ..program._program import Program
 from ._data import Coupling
@@ -80,7 +80,7 @@ def find_coupling(program: Program) -> Coupling | None:
 class _Search:
     """The search for the first operation that relates the examples of a batch."""
 
-    examples: Examples
+    examples: BatchDims
     coupling: Coupling | None = None
 
     def origin(self, operation: Operation, origins: Origins) -> _Origin:
@@ -109,7 +109,7 @@ class _Search:
 class _Use:
     """An operation on values of which some have rows, one for each example."""
 
-    examples: Examples
+    examples: BatchDims
     operation: Operation
     rule: Rule
     origins: Origins  # of the operands
@@ -222,7 +222,7 @@ class _Use:
         for d, node in enumerate(operand.dims):
             before, after = operand.shape[d], result.shape[d]
             is_changed = self.examples.has(node) and dimensions[d][0] in changed
-            if is_changed and before == self.examples.count >= after:
+            if is_changed and before == self.examples.size >= after:
                 return True
         return False
 

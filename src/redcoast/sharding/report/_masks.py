@@ -12,7 +12,7 @@ import numpy as np
 
 from ...core._control_flow import primitive_name
 from ...core._jaxpr import iter_equations
-from ..program._batch_dims import Examples, find_examples
+from ..program._batch_dims import BatchDims, find_examples
 from ..program._facts import Facts, Operation, alike, follow_facts
 from ..program._program import Program
 
@@ -48,7 +48,7 @@ def find_shared_masks(program: Program) -> tuple[str, ...]:
 
 
 def _origin(
-    examples: Examples, lines: dict[str, None], operation: Operation, operands: Sequence[_From]
+    examples: BatchDims, lines: dict[str, None], operation: Operation, operands: Sequence[_From]
 ) -> _From:
     """What the results of an operation are computed from; a shared mask's line is recorded."""
     if operation.name == "random_bits":

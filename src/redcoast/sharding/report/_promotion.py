@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from ...core._jaxpr import iter_equations
 from ..operations import shape_of
-from ..program._batch_dims import Examples, find_examples
+from ..program._batch_dims import BatchDims, find_examples
 from ..program._facts import Facts, Operation, alike, follow_facts
 from ..program._program import Program
 
@@ -47,8 +47,8 @@ def find_promotions(program: Program) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _has_pairs(examples: Examples, program: Program) -> bool:
-    pairs = (examples.count, examples.count)
+def _has_pairs(examples: BatchDims, program: Program) -> bool:
+    pairs = (examples.size, examples.size)
     for equation in iter_equations(program.scope.jaxpr):
         if pairs in map(shape_of, equation.outvars):
             return True
@@ -63,7 +63,7 @@ def _merged(origins: Sequence[_Origin]) -> _Origin:
 
 
 def _origin(
-    examples: Examples, lines: dict[str, None], operation: Operation, operands: Sequence[_Origin]
+    examples: BatchDims, lines: dict[str, None], operation: Operation, operands: Sequence[_Origin]
 ) -> _Origin:
     """The origin of an operation's results; the line of a mistake is recorded."""
     if _is_mistake(examples, operation, operands):
@@ -79,10 +79,10 @@ def _origin(
     return origin
 
 
-def _is_mistake(examples: Examples, operation: Operation, operands: Sequence[_Origin]) -> bool:
+def _is_mistake(examples: BatchDims, operation: Operation, operands: Sequence[_Origin]) -> bool:
     """Whether an operation combines a column of predictions with a flat array, or labels in a
     column with flat predictions."""
-    equation, size = operation.equation, examples.count
+    equation, size = operation.equation, examples.size
     if len(operands) != 2 or shape_of(equation.outvars[0]) != (size, size):
         return False
     if any(isinstance(atom, Literal) for atom in equation.invars):

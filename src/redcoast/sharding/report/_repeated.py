@@ -87,7 +87,7 @@ def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
         return lambda work: "none of its dimensions is linked to the sequence"
     sizes = sorted({graph.sizes[node] for node in program.batch.of_inputs})
     classes = Classes(graph, 1, soft=True, least=2)
-    against = reasons_against(graph, classes, program.batch.of_inputs, program.row_candidates)
+    against = reasons_against(graph, classes, program.batch)
 
     def why(work: Work) -> str:
         for node in work.dims:

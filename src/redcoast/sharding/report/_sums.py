@@ -17,7 +17,7 @@ import numpy as np
 
 from ...core._pytree import join, show_path
 from ..operations._rule_table import HOMOGENEOUS
-from ..program._batch_dims import Examples, find_examples
+from ..program._batch_dims import BatchDims, find_examples
 from ..program._facts import Facts, Operation, alike, follow_facts
 from ..program._program import Program
 
@@ -87,26 +87,26 @@ def _is_zero(operation: Operation) -> bool:
     return stop is not None and stop.primitive.name == "stop_gradient" and stop.invars[0] is x
 
 
-def _are_apart(examples: Examples, operation: Operation) -> bool:
+def _are_apart(examples: BatchDims, operation: Operation) -> bool:
     """Whether the examples of an operand are divided into several dimensions."""
     for value in operation.operands:
         if value is None:
             continue
         for node, size in zip(value.dims, value.shape, strict=True):
-            if examples.has(node) and 1 < size < examples.count:
+            if examples.has(node) and 1 < size < examples.size:
                 return True
     return False
 
 
-def _is_count(examples: Examples, x: float | None) -> bool:
+def _is_count(examples: BatchDims, x: float | None) -> bool:
     """Whether a number is the number of examples or a multiple, as the number of elements."""
-    if x is None or not math.isfinite(x) or abs(x) < examples.count:
+    if x is None or not math.isfinite(x) or abs(x) < examples.size:
         return False
-    multiple = x / examples.count
+    multiple = x / examples.size
     return math.isclose(multiple, round(multiple), rel_tol=1e-5)
 
 
-def _growth(examples: Examples, operation: Operation, operands: Growths) -> _Growth:
+def _growth(examples: BatchDims, operation: Operation, operands: Growths) -> _Growth:
     """How the results of an operation grow."""
     name, rule = operation.name, operation.rule
     if getattr(operation.equation.outvars[0].aval, "dtype", None) == np.bool_:
@@ -159,7 +159,7 @@ def _largest(operands: Growths) -> _Growth:
     return _Growth(most.degree, number, is_divided, most.line)
 
 
-def _quotient(examples: Examples, over: _Growth, under: _Growth) -> _Growth:
+def _quotient(examples: BatchDims, over: _Growth, under: _Growth) -> _Growth:
     """How the quotient of two values of known degree grows."""
     by_count = _is_count(examples, under.number)
     degree = (over.degree or 0) - (under.degree or 0)
@@ -174,7 +174,7 @@ def _quotient(examples: Examples, over: _Growth, under: _Growth) -> _Growth:
     return _Growth(max(degree, 0), number, divided, over.line)
 
 
-def _product(examples: Examples, a: _Growth, b: _Growth) -> _Growth:
+def _product(examples: BatchDims, a: _Growth, b: _Growth) -> _Growth:
     """How the product of two values of known degree grows."""
     # A product with 1 / n is a quotient.
     for factor, other in ((a, b), (b, a)):

@@ -1,6 +1,6 @@
 """What devices send to each other in a step, and why: one list for the solver and the report."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,8 @@ from ...core._control_flow import (
 )
 from ...core._jaxpr import iter_equations, struct_of
 from ..operations import Atom, Dimension, rule_of
-from ..program._batch_dims import BatchDims, SplitNodes
+from ..program._batch import SplitNodes
+from ..program._batch_dims import BatchDims
 from ..program._classes import Classes
 from ..program._graph import Dims, Graph, Halo, PartialSum, Source, Value, Work
 from ..program._remat import recomputes_little
@@ -65,7 +66,7 @@ def of_model(
     all-gathered.
     """
     apart = _summed_apart(graph, hardware)
-    for summed in _once(graph.partial_sums.values(), classes, apart):
+    for summed in _once(graph.partial_sums.values(), apart, classes.__getitem__):
         if classes.divides(summed.node):
             dims, root = summed.value.dims, classes[summed.node]
             size = _sum_bytes(summed, apart) / batch.parts((*summed.rows, *dims))
@@ -110,7 +111,9 @@ def of_batch(
     products = _products(graph, batch)
     gathered: set[int] = set()  # the tables of lookups, by the `id` of the variable
     apart = _summed_apart(graph, hardware)
-    for summed in _once(split, batch, apart):
+    # Gradients of all rows are summed together, whether the rows are linked or not.
+    all_rows = -1
+    for summed in _once(split, apart, lambda node: all_rows):
         dims, source = summed.value.dims, summed.source
         product = _product_of(summed.node, source, products, batch)
         is_gradient = summed.backward and batch.parts(dims) == 1
@@ -490,12 +493,15 @@ def _summed_apart(graph: Graph, hardware: Hardware) -> set[Value]:
 
 
 def _once(
-    sums: Iterable[PartialSum], classes: Classes | BatchDims, apart: Collection[Value]
+    sums: Iterable[PartialSum], apart: Collection[Value], class_of: Callable[[int], int]
 ) -> Iterator[PartialSum]:
-    """Partial sums, one for all uses of a value if the compiler adds their cotangents first."""
+    """Partial sums, one for all uses of a value if the compiler adds their cotangents first.
+
+    `class_of` gives the class of a node; sums along different classes remain apart.
+    """
     seen: set[tuple[Value, int]] = set()
     for summed in sums:
-        key = summed.value, classes[summed.node]
+        key = summed.value, class_of(summed.node)
         if not summed.backward or summed.value in apart or key not in seen:
             yield summed
         seen.add(key)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ...core._target import divided_into
 from ...distributed._mesh import BATCH_AXES
 from .._mesh_axes import parts, used_axes
-from ..program._batch import BatchNodes, Split, SplitSet
+from ..program._batch import BatchNodes, Split, SplitNodes
 from ..program._batch_dims import batch_dims
 from ..program._classes import Classes
 from ..program._graph import Graph
@@ -39,7 +39,7 @@ def split_tokens(program: Program, count: int, trace: Callable[[], Program]) -> 
     if not _why_indivisible(program, count):
         # Only a program whose sizes divide is traced again, which takes as long as the first trace.
         program = trace_in_parts(count, trace)
-    inner = Inner(program, count)
+    inner = ExampleDims(program, count)
     free = tuple(inner.free(inner.places))
     if free:
         return replace(program, batch=BatchNodes(free, splits_examples=True))
@@ -53,7 +53,7 @@ def split_tokens(program: Program, count: int, trace: Callable[[], Program]) -> 
 
 def is_sequence(program: Program, count: int) -> bool:
     """Whether a program with split examples has one dimension to split in each array, as tokens."""
-    places = Inner(program, count).places
+    places = ExampleDims(program, count).places
     return program.batch.splits_examples and len(dict(places)) == len(places)
 
 
@@ -65,7 +65,7 @@ def trace_in_parts(count: int, trace: Callable[[], Program]) -> Program:
 
 def _why_indivisible(program: Program, count: int) -> str:
     """The reason if `count` devices divide no dimension of an example, and `""` if they do."""
-    inner = Inner(program, count)
+    inner = ExampleDims(program, count)
     if inner.even(inner.places):
         return ""
     sequence = set(inner.reached(inner.places))
@@ -79,7 +79,7 @@ def _why_indivisible(program: Program, count: int) -> str:
     return f"{numbers} tokens do not divide either"
 
 
-class Inner:
+class ExampleDims:
     """The dimensions of the examples of a program, for splitting them over `count` devices.
 
     Those that belong to parameters are left out. `components` are dimensions of the batch's arrays
@@ -229,7 +229,7 @@ def _choices(
     in_parts: ProgramInParts, axes: tuple[str, ...], sizes: Mapping[str, int]
 ) -> list[tuple[_Place, ...]]:
     count = parts(axes, sizes)
-    return Inner(in_parts(count), count).choices()
+    return ExampleDims(in_parts(count), count).choices()
 
 
 def _split(in_parts: ProgramInParts, split: Split, sizes: Mapping[str, int]) -> Iterator[Program]:
@@ -263,11 +263,11 @@ def apply_split(program: Program, split: Split, sizes: Mapping[str, int]) -> Pro
     """The program with dimensions of its batch split over axes; None if a dimension does not
     divide, or the batch has other arrays."""
     arrays, rows = program.batch_arrays, set(program.batch.of_inputs)
-    sets: list[SplitSet] = []
+    sets: list[SplitNodes] = []
     of_inputs: list[int] = []
     not_rows = dict.fromkeys(program.batch.not_rows)
     for axes, places in split:
-        inner = Inner(program, parts(axes, sizes))
+        inner = ExampleDims(program, parts(axes, sizes))
         leading: list[int] = []
         other_places: list[_Place] = []
         for array, d in places:
@@ -285,20 +285,23 @@ def apply_split(program: Program, split: Split, sizes: Mapping[str, int]) -> Pro
         created = _followers(inner, nodes)
         if not rows.isdisjoint(leading):
             created = (*program.batch.of_created, *created)
-        sets.append(SplitSet(axes, tuple(nodes), created))
+        classes = inner.classes
+        roots = classes.of(filter(classes.divides, (*nodes, *created)))
+        sets.append(SplitNodes(tuple(nodes), classes, roots, parts(axes, sizes), axes))
         of_inputs += nodes
-    batch = BatchNodes(
-        tuple(of_inputs),
+    batch = replace(
+        program.batch,
+        of_inputs=tuple(of_inputs),
+        of_created=(),
         not_rows=tuple(not_rows),
         splits_examples=True,
-        why_whole=program.batch.why_whole,
         sets=tuple(sets),
         split=split,
     )
     return replace(program, batch=batch)
 
 
-def _followers(inner: Inner, nodes: Sequence[int]) -> tuple[int, ...]:
+def _followers(inner: ExampleDims, nodes: Sequence[int]) -> tuple[int, ...]:
     """Dimensions of created arrays, and of arrays closed over, that take the place of split ones.
 
     An interpolation is a product with a matrix that the program creates, whose other dimension is
@@ -309,8 +312,8 @@ def _followers(inner: Inner, nodes: Sequence[int]) -> tuple[int, ...]:
     of_arguments: set[int] = set()
     for value in (*program.batch_arrays, *program.parameters):
         of_arguments.update(value.dims)
-    others = program.row_candidates
-    created = classes.of(others.created | (others.never - of_arguments))
+    batch = program.batch
+    created = classes.of(batch.candidates | (batch.never - of_arguments))
     excluded = classes.of(of_arguments) | _rigid(graph, classes)
     followers: list[int] = []
     for partial_sum in graph.partial_sums.values():

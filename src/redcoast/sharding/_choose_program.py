@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..distributed._mesh import BATCH_AXES
 from ._mesh_axes import parts
+from .pipeline._stages import Pipeline
 from .program._batch import Split
 from .program._program import Program
 from .solver._hardware import DEFAULT_MEMORY, Hardware
@@ -35,7 +36,10 @@ from .tree._overrides import model_dim
 
 @dataclass(frozen=True)
 class PlanTask:
-    """What is planned; `overrides` are the specs that a user decided, by the place of an array."""
+    """What is planned; `overrides` are the specs that a user decided, by the place of an array.
+
+    Memory is estimated for what one stage of a `pipeline` runs.
+    """
 
     program: Program
     axes: dict[str, int]
@@ -43,6 +47,7 @@ class PlanTask:
     hardware: Hardware
     state_bytes: int
     splits_sequence: bool = False  # between the tensor-parallel parts
+    pipeline: Pipeline | None = None
 
     @property
     def memory(self) -> int | float:
@@ -160,6 +165,7 @@ def _lay_out(task: PlanTask, budget: int | None) -> PlanCandidate:
 
         @ft.cache  # with its activations
         def lay_out(decision: Decision) -> StorageLayout:
+            decision = replace(decision, pipeline=task.pipeline)
             return StorageLayout(decision, stored_in_parts, task.overrides)
 
         def excess(decision: Decision) -> int | float:

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from ..core._trainable import trainable_arrays
 from ..distributed._mesh import BATCH_AXES, PIPE
 from ._choose_program import PlanTask, by_rows_or_within, cheapest_layout
-from .pipeline._stages import NoPipeline, pipeline_of, stage_program
+from .pipeline._stages import NoPipeline, Pipeline, pipeline_of
 from .program._program import Program, follow_program
 from .program._shared_programs import once
 from .program._trace import trace_over
@@ -70,10 +70,9 @@ def plan_flow(
         traced, _ = trace_over(mesh, fn, model, args)
         return follow_program(traced, trainable_arrays(model, trainable))
 
-    def as_pipeline(program: Program, batch_axes: tuple[str, ...]) -> Program:
+    def find_pipeline(batch_axes: tuple[str, ...]) -> Pipeline:
         try:
-            pipeline = pipeline_of(program, mesh, fn, model, args, batch_axes, microbatches)
-            return stage_program(program, pipeline)
+            return pipeline_of(program, mesh, fn, model, args, batch_axes, microbatches)
         except NoPipeline as error:
             raise ValueError(
                 f"The program cannot be run as a pipeline on a mesh with pipe={mesh.shape[PIPE]}. "
@@ -81,17 +80,19 @@ def plan_flow(
             ) from error.__cause__
 
     program = trace_program()
-    is_pipeline = axes.get(PIPE, 1) > 1 and program.traced.trains
-    if is_pipeline:
-        # Memory is estimated for what one stage runs.
-        program = as_pipeline(program, BATCH_AXES)
     task = PlanTask(program, axes, specs, hardware, state_bytes, sequence)
-    if is_pipeline:
+    if axes.get(PIPE, 1) > 1 and program.traced.trains:
         # A pipeline divides a batch by rows alone.
-        best = cheapest_layout([task], budget)
+        task = replace(task, pipeline=find_pipeline(BATCH_AXES))
+        layout = cheapest_layout([task], budget).layout
+        if layout.decision.batch_axes != BATCH_AXES:
+            # Other axes divide the batch into another number of microbatches.
+            pipeline = find_pipeline(layout.decision.batch_axes)
+            layout = replace(layout, decision=replace(layout.decision, pipeline=pipeline))
     else:
         best = by_rows_or_within(task, budget, trace_program)
-    task, layout, decision = best.task, best.layout, best.layout.decision
+        task, layout = best.task, best.layout
+    decision = layout.decision
     compute = Compute(
         dims=decision.parallel_dims,
         batch_axes=decision.batch_axes,
@@ -102,11 +103,6 @@ def plan_flow(
         microbatches=microbatches,
         split=decision.program.batch.split,
     )
-    if is_pipeline and decision.batch_axes != BATCH_AXES:
-        # Other axes divide the batch into another number of microbatches.
-        task = replace(task, program=as_pipeline(program, decision.batch_axes))
-        decision = replace(decision, program=task.program)
-        layout = replace(layout, decision=decision)
     reasons = _reasons.find_reasons(leaves, decision)
     not_rows = _reasons.not_rows(args[:1], decision)
     # Whether examples are coupled is read off a program whose batch dimensions are rows.

@@ -1,8 +1,8 @@
 """Finds the scans over layers that a program can run as a pipeline."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Literal
 
 import jax
@@ -18,7 +18,7 @@ from .._mesh_axes import parts
 from ..operations import Atom, atom_bytes, shape_of
 from ..program._classes import Classes
 from ..program._graph import Value
-from ..program._program import Program, Staged, follow_program
+from ..program._program import Program, follow_program
 from ..program._trace import trace_over
 from ..program._walk import Scope
 from ._draws import RandomBits
@@ -72,54 +72,67 @@ class PipelinedScan:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The pipelined scans of a program, by the `id` of their equation.
+    """How the layers of a program run as a pipeline.
 
-    `microbatch` is the program for the rows of one microbatch on one device.
+    `scans` are those over layers, by the `id` of their equation. `microbatch` is the program for
+    the rows of one microbatch on one device. The batch has `rows`, in `shards` parts on different
+    devices.
     """
 
+    program: Program
     scans: dict[int, PipelinedScan]
     microbatch: Program
     stages: int
     microbatches: int
-    shards: int  # parts of the batch, each on other devices
+    shards: int
     rows: int
 
+    @property
+    def ticks(self) -> int:
+        return self.microbatches + self.stages - 1
 
-def stage_program(program: Program, pipeline: Pipeline) -> Program:
-    """The program with the figures of its pipeline."""
-    count, stages = pipeline.microbatches, pipeline.stages
-    # A stage has some of the layers, which also run in the bubble.
-    share = (count + stages - 1) / count / stages
-    shares = dict.fromkeys(pipeline.scans, share)
-    of_stage = follow_program(program.traced, _trainable(program), tuple(shares.items()))
-    carried = returned = 0  # bytes that go from stage to stage, and back
-    for scan in pipeline.scans.values():
-        _, carry, _ = scan.loop.split(scan.equation.invars)
-        _, dims, _ = scan.loop.split(scan.inputs)
-        for x, dim in zip(carry, dims, strict=True):
-            size = atom_bytes(x) * isinstance(dim, int)
-            carried += size
-            returned += size * is_inexact(x.aval)  # no gradient of integers, such as positions
-    # The arrays of the model whose first dimension counts layers of a scan.
-    classes = Classes(program.graph, 1)
-    of_layers: set[int] = set()
-    for scan in layer_scans(program):
-        of_layers |= _leading_classes(classes, scan.scanned)
-    layered: set[int] = set()
-    for place, value in enumerate(program.parameters):
-        if value.dims and classes[value.dims[0]] in of_layers:
-            layered.add(place)
-    staged = Staged(
-        scans=frozenset(pipeline.scans),
-        of_stage=of_stage,
-        stages=stages,
-        microbatches=count,
-        layered=frozenset(layered),
-        layers=tuple(scan.loop.length // stages for scan in pipeline.scans.values()),
-        carried=carried,
-        returned=returned,
-    )
-    return replace(program, staged=staged)
+    @property
+    def bubble(self) -> float:
+        """The part of the time in which a stage waits for its first or after its last rows."""
+        return 1 - self.microbatches / self.ticks
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The number of layers that a stage has of each scan."""
+        return tuple(scan.loop.length // self.stages for scan in self.scans.values())
+
+    @cached_property
+    def layered(self) -> frozenset[int]:
+        """The places of the arrays of the model whose first dimension counts layers of a scan."""
+        classes = Classes(self.program.graph, 1)
+        of_layers: set[int] = set()
+        for scan in layer_scans(self.program):
+            of_layers |= _leading_classes(classes, scan.scanned)
+        layered: set[int] = set()
+        for place, value in enumerate(self.program.parameters):
+            if value.dims and classes[value.dims[0]] in of_layers:
+                layered.add(place)
+        return frozenset(layered)
+
+    @cached_property
+    def stage_program(self) -> Program:
+        """The program with the layers of one stage, which also run in the bubble."""
+        share = self.ticks / self.microbatches / self.stages
+        shares = tuple((scan, share) for scan in self.scans)
+        return follow_program(self.program.traced, _trainable(self.program), shares)
+
+    @cached_property
+    def carried_bytes(self) -> tuple[int, int]:
+        """Bytes of the batch that go from stage to stage, and those that have a gradient."""
+        carried = returned = 0
+        for scan in self.scans.values():
+            _, carry, _ = scan.loop.split(scan.equation.invars)
+            _, dims, _ = scan.loop.split(scan.inputs)
+            for x, dim in zip(carry, dims, strict=True):
+                size = atom_bytes(x) * isinstance(dim, int)
+                carried += size
+                returned += size * is_inexact(x.aval)  # not of integers, such as positions
+        return carried, returned
 
 
 def count_microbatches(rows: int, shards: int, stages: int, wanted: int | None) -> int:
@@ -185,7 +198,7 @@ def pipeline_of(
         pipelined[id(scan.equation)] = PipelinedScan(
             scan.equation, scan.loop, of_microbatch.body, inputs, outputs, bits
         )
-    return Pipeline(pipelined, microbatch, stages, count, shards, rows)
+    return Pipeline(program, pipelined, microbatch, stages, count, shards, rows)
 
 
 def _scans_in_stages(program: Program, stages: int) -> list[LayerScan]:

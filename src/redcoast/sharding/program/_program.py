@@ -81,7 +81,6 @@ class Program:
     examples: tuple[Value, ...]
     batch: BatchNodes
     constants: tuple[Constant, ...] = ()  # arrays that the function closes over
-    staged: "Staged | None" = None  # if it runs as a pipeline
 
     @property
     def batch_size(self) -> int:
@@ -121,35 +120,6 @@ class Program:
             if classes[node] in by_class:
                 asked[node] = by_class[classes[node]]
         return asked
-
-
-@dataclass(frozen=True)
-class Staged:
-    """How the layers of a program run as a pipeline, for estimates; a `Pipeline` has what runs.
-
-    `scans` are those over layers, by the `id` of their equation, and `of_stage` is the program that
-    one stage runs. `layered` are the places of the arrays of layers, and `layers` the number of
-    them in each scan. `carried` are the bytes of the batch that go from stage to stage, and
-    `returned` those that have a gradient.
-    """
-
-    scans: frozenset[int]
-    of_stage: Program
-    stages: int
-    microbatches: int
-    layered: frozenset[int]
-    layers: tuple[int, ...]
-    carried: int
-    returned: int
-
-    @property
-    def bubble(self) -> float:
-        """The part of the time in which a stage waits for its first or after its last rows."""
-        return 1 - self.microbatches / self.ticks
-
-    @property
-    def ticks(self) -> int:
-        return self.microbatches + self.stages - 1
 
 
 def follow_program(

@@ -233,23 +233,22 @@ class Reasons:
         """Why an array is stored as it is."""
         if place in layout.overrides:
             return OVERRIDE
-        program, spec = self.decision.program, layout.specs[place]
-        value, d = program.parameters[place], self.decision.parallel_dims[place]
-        is_layered = program.staged is not None and place in program.staged.layered
+        spec, value = layout.specs[place], self.decision.program.parameters[place]
+        d = self.decision.parallel_dims[place]
         entries = tuple(spec)
-        if is_layered:
+        if place in self.decision.layered:
             entries = entries[1:]  # the first counts layers
         if d is not None:
             return self.sets[self.decision.classes[value.dims[d]]].reason
         if any(entries):
             return Reason("fsdp", self.not_computed(place) or STORED)
-        if is_layered:
+        if place in self.decision.layered:
             return ON_STAGES
         if place in layout.replicated:
             text = f"{self.not_computed(place)}, and the devices have room for it"
         elif parts(STORAGE_AXES, self.decision.sizes) == 1:
             text = "fsdp and model have one device each"
-        elif not is_large(program, value):
+        elif not is_large(self.decision.program, value):
             text = self.indivisible(place, self.decision.n)
             text = text or f"small, fewer than {LARGE:,} elements"
         elif not layout.stored_in_parts[place]:

@@ -9,8 +9,8 @@ from ...core._control_flow import Call, control_flow, open_jaxpr
 from ...distributed._mesh import PIPE
 from .._mesh_axes import parts, used_axes
 from ..operations import atom_bytes
+from ..pipeline._stages import Pipeline
 from ..program._graph import Dims, PartialSum, Source, Work
-from ..program._program import Staged
 from ..solver._figures import Pipelining
 from ..solver._hardware import all_gather, all_reduce
 from ..solver._layout import StorageLayout
@@ -35,7 +35,7 @@ def all_sent(layout: StorageLayout, reasons: Reasons) -> list[Sent]:
     return [
         *_tensor_parallel(of_stage),
         *gathers_of_sequence(of_stage.decision),
-        *_over_batch(of_stage, decision.program.staged),
+        *_over_batch(of_stage),
         *_gathers(layout, reasons),
         *sent_to_hosts(decision),
         *_for_constraints(decision),
@@ -53,34 +53,33 @@ def traffic(entries: Iterable[Sent]) -> tuple[Traffic, ...]:
 
 
 def _between_stages(decision: Decision) -> Iterator[Sent]:
-    staged = decision.program.staged
-    if staged is None:
+    pipeline = decision.pipeline
+    if pipeline is None:
         return
     cause = "from each stage of the pipeline to the next, and back"
-    yield Sent((PIPE,), "activations", cause, sent_between(decision))
+    yield Sent((PIPE,), "activations", cause, _sent_between(decision, pipeline))
     # The results of the last stage go to all stages, and the gradients of the first stage's.
-    shards = decision.batch.count
-    gradients = staged.returned * staged.ticks / staged.microbatches
-    size = all_reduce(staged.stages, (staged.carried + gradients) / shards)
+    carried, returned = pipeline.carried_bytes
+    gradients = returned * pipeline.ticks / pipeline.microbatches
+    size = all_reduce(pipeline.stages, (carried + gradients) / decision.batch.count)
     cause = "what enters and leaves the pipeline, on all stages"
     yield Sent((PIPE,), "activations", cause, size)
 
 
-def sent_between(decision: Decision) -> float:
+def _sent_between(decision: Decision, pipeline: Pipeline) -> float:
     """Bytes that a device sends to the next stage in a step, and back."""
-    staged = decision.program.staged
-    assert staged is not None
-    shards = decision.batch.count
-    return (staged.carried + staged.returned) / shards * staged.ticks / staged.microbatches
+    size = sum(pipeline.carried_bytes) / decision.batch.count
+    return size * pipeline.ticks / pipeline.microbatches
 
 
 def pipelining(decision: Decision) -> Pipelining | None:
     """How the program runs as a pipeline, if it does."""
-    staged = decision.program.staged
-    if staged is None:
+    pipeline = decision.pipeline
+    if pipeline is None:
         return None
-    sent = round(sent_between(decision))
-    return Pipelining(staged.stages, staged.layers, staged.microbatches, staged.bubble, sent)
+    sent = round(_sent_between(decision, pipeline))
+    stages, count = pipeline.stages, pipeline.microbatches
+    return Pipelining(stages, pipeline.layers, count, pipeline.bubble, sent)
 
 
 def _for_constraints(decision: Decision) -> Iterator[Sent]:
@@ -121,9 +120,9 @@ def _tensor_parallel(reasons: Reasons) -> Iterator[Sent]:
         yield Sent(reasons.over, "activations", cause, size, collective.source)
 
 
-def _over_batch(reasons: Reasons, staged: Staged | None) -> Iterator[Sent]:
+def _over_batch(reasons: Reasons) -> Iterator[Sent]:
     """Sums over the batch, and all-gathers of it."""
-    decision = reasons.decision
+    decision, pipeline = reasons.decision, reasons.decision.pipeline
     spread = used_axes(decision.batch_axes, decision.sizes)
     of_tokens = decision.program.batch.splits_examples
     what = "batch"
@@ -160,9 +159,10 @@ def _over_batch(reasons: Reasons, staged: Staged | None) -> Iterator[Sent]:
         kind: TrafficKind = "activations"
         if collective.cause == "gradients":
             kind = "gradients"
-            if staged is not None and not staged.scans.isdisjoint(map(id, collective.source)):
+            equations = map(id, collective.source)
+            if pipeline is not None and not pipeline.scans.keys().isdisjoint(equations):
                 # A stage sums the gradients of its microbatches first, and none in the bubble.
-                size = size * staged.microbatches / staged.ticks
+                size = size * pipeline.microbatches / pipeline.ticks
         yield Sent(spread, kind, cause, size, collective.source)
     cause = "all-gathers of the batch, which is given split over fsdp too"
     size = bytes_of_given_batch(decision.program, decision.batch_axes, decision.sizes)
@@ -179,9 +179,6 @@ def _gathers(layout: StorageLayout, reasons: Reasons) -> Iterator[Sent]:
     """FSDP-sharded arrays are all-gathered, over the axes of their storage alone."""
     decision = layout.decision
     program, axes = decision.program, decision.sizes
-    layered = frozenset[int]()
-    if program.staged is not None:
-        layered = program.staged.layered
     arrays: list[tuple[Axes, str, float, Source]] = []
     stored_as = zip(layout.specs, program.parameters, decision.parallel_dims, strict=True)
     for place, (spec, value, d) in enumerate(stored_as):
@@ -192,7 +189,7 @@ def _gathers(layout: StorageLayout, reasons: Reasons) -> Iterator[Sent]:
         # Specs have no trailing entries that are None.
         if d is not None and d < len(entries):
             kept.update(entries[d])
-        is_layered = place in layered
+        is_layered = place in decision.layered
         if is_layered:
             kept |= used & {PIPE}
         over = tuple(axis for axis in axes if axis in used - kept)

@@ -50,13 +50,12 @@ class StorageLayout:
     def specs(self) -> list[P]:
         """The spec of each array of the model."""
         specs: list[P] = []
-        staged = self.decision.program.staged
         for place in range(len(self.decision.program.parameters)):
             if place in self.overrides:
                 specs.append(self.overrides[place])  # as it is, without `fsdp` beside it
                 continue
             spec = self._spec(place)
-            if staged is not None and place in staged.layered:
+            if place in self.decision.layered:
                 spec = P(PIPE, *spec[1:])  # the first dimension counts layers
             specs.append(spec)
         return specs
@@ -66,22 +65,23 @@ class StorageLayout:
         """Bytes per device of intermediate values at the peak, and the operation of each."""
         decision = self.decision
         program, sizes, compiler = decision.program, decision.sizes, decision.hardware.compiler
-        if staged := program.staged:
+        if pipeline := decision.pipeline:
             # The microbatches of a pipeline are not followed one by one.
             on_device, saved, held = decision.of_stage, 0.0, 0.0
             for dims, size in on_device.program.graph.saved.items():
                 saved += size / on_device.devices_of(dims)
             # Layers are gathered while they run, over all axes but `model`, and so are gradients.
-            for place in staged.layered:
+            for place in pipeline.layered:
                 value = program.parameters[place]
-                gathered = value.bytes / staged.stages
+                gathered = value.bytes / pipeline.stages
                 if decision.parallel_dims[place] is not None:
                     gathered /= decision.n
                 own = value.bytes / spec_parts(self.specs[place], sizes)
                 held += (1 + value.grad) * (gathered - own)
             # The microbatches that enter and leave.
-            carried = staged.carried / decision.batch.count
-            held += 2 * carried * staged.ticks / staged.microbatches
+            carried, _ = pipeline.carried_bytes
+            carried /= decision.batch.count
+            held += 2 * carried * pipeline.ticks / pipeline.microbatches
             return (saved, ()), (held, ())
         shares: dict[tuple[Dims, bool], int | float] = {}  # of an array, that each device has
 

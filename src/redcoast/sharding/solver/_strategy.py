@@ -7,6 +7,7 @@ from itertools import compress
 
 from ...distributed._mesh import BATCH_AXES
 from .._mesh_axes import parts, used_axes
+from ..pipeline._stages import Pipeline
 from ..program._batch_dims import BatchDims, Entries, batch_dims, batch_over
 from ..program._classes import Classes, conflicts, splittable
 from ..program._graph import Value, have_grad
@@ -21,6 +22,8 @@ from ._hardware import Hardware, all_gather
 @dataclass(frozen=True, eq=False)
 class Decision:
     """Which dimensions of a program are sharded over which axes of a mesh.
+
+    Layers of a `pipeline` are divided over `pipe`.
 
     The batch is split over `batch_axes`, as far as it divides, and the classes that are `chosen`
     over `model_axes`. `hardware` is what the choice is for, and `sizes` are those of all axes.
@@ -39,6 +42,7 @@ class Decision:
     cost: Seconds
     splits_sequence: bool = False
     for_memory: bool = False
+    pipeline: Pipeline | None = None
 
     @property
     def seconds(self) -> int | float:
@@ -53,9 +57,16 @@ class Decision:
     @property
     def of_stage(self) -> "Decision":
         """The decision for what one device runs: in a pipeline, the layers of a stage."""
-        if self.program.staged is None:
+        if self.pipeline is None:
             return self
-        return replace(self, program=self.program.staged.of_stage)
+        return replace(self, program=self.pipeline.stage_program)
+
+    @property
+    def layered(self) -> frozenset[int]:
+        """The places of the arrays whose layers are divided over the stages of a pipeline."""
+        if self.pipeline is None:
+            return frozenset()
+        return self.pipeline.layered
 
     @cached_property
     def batch(self) -> BatchDims:

@@ -24,7 +24,7 @@ def run_kernel(bound: BoundEquation) -> Arrays | None:
     equation, shardings, mesh = bound.equation, bound.shardings, bound.shardings.mesh
     queries, keys = bound.values[:2]
     # The stages of a pipeline are mapped, and `jax.shard_map` would gather them.
-    if shardings.rows is not None or mesh.size == 1:
+    if shardings.in_pipeline or mesh.size == 1:
         return None
     of_queries, of_keys = shardings.spec(queries), shardings.spec(keys)
     rows, heads = of_queries[0], of_queries[2]

@@ -262,7 +262,7 @@ def _run(bound: BoundEquation, flow: ControlFlow | None, copies: dict[Atom, jax.
 
 def _bits_of_rows(bound: BoundEquation) -> Arrays | None:
     """The random bits that some rows have of those for all rows, in the layers of a pipeline."""
-    rows, bits = bound.shardings.rows, bound.shardings.draws.get(id(bound.equation))
+    rows, bits = bound.shardings.row_numbers, bound.shardings.draws.get(id(bound.equation))
     if rows is None or bits is None:
         return None
     return [draw_rows(bound.operands[0], bits, rows, bound.equation.params["bit_width"])]
@@ -302,7 +302,7 @@ def _on_rows(bound: BoundEquation) -> Arrays | None:
     equation, scope, shardings = bound.equation, bound.scope, bound.shardings
     # The stages of a pipeline are mapped over axes of the mesh, and `jax.shard_map` over other axes
     # cannot be.
-    if shardings.rows is not None:
+    if shardings.in_pipeline:
         return None
     results = run_operation(bound)
     if results is not None:
@@ -405,7 +405,7 @@ def _pipelined(bound: BoundEquation, pipeline: Pipeline) -> Arrays:
     specs = list(map(shardings.spec, values_of(scan.body, scan.body.jaxpr.invars)))
 
     def layer(inputs: Sequence[jax.Array], rows: jax.Array) -> Arrays:
-        drawn = replace(shardings, draws=scan.random_bits, rows=rows)
+        drawn = replace(shardings, draws=scan.random_bits, row_numbers=rows)
         return run_constrained(scan.body, drawn, inputs)
 
     operands = list(map(as_traced, bound.operands, bound.equation.invars))

@@ -34,9 +34,8 @@ def choose_region(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> Cho
     Raises `NotLocal` if the equation combines rows.
     """
     # The stages of a pipeline run one after the other, each for some rows.
-    in_pipeline = shardings.rows is not None
     devices = prod(shardings.mesh.shape.values())
-    if in_pipeline or shardings.splits_examples or devices == 1:
+    if shardings.in_pipeline or shardings.splits_examples or devices == 1:
         return None
     waits, sums = waits_for_rows(equation), False
     if isinstance(control_flow(equation), Scan):

@@ -55,7 +55,7 @@ def run_operation(bound: BoundEquation) -> Arrays | None:
     values = map(bound.scope.value_of, (*equation.invars, *equation.outvars))
     axes = _axes_of_factors(rule, values, shardings)
     # The stages of a pipeline are mapped, and `jax.shard_map` would gather them.
-    runs_whole = is_kernel and shardings.rows is None and prod(shardings.mesh.shape.values()) > 1
+    runs_whole = is_kernel and not shardings.in_pipeline and prod(shardings.mesh.shape.values()) > 1
     if not axes and not runs_whole:
         return None
     used = frozenset(itertools.chain.from_iterable(axes.values()))

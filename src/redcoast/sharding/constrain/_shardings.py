@@ -47,7 +47,11 @@ class Shardings:
     pipeline: Pipeline | None = None
     # In the layers of a pipeline alone: the random numbers for rows, and the numbers of the rows.
     draws: Mapping[int, RandomBits] = field(default_factory=dict)
-    rows: jax.Array | None = None
+    row_numbers: jax.Array | None = None
+
+    @property
+    def in_pipeline(self) -> bool:
+        return self.row_numbers is not None
 
     def spec(self, value: Value, chosen: frozenset[int] | None = None) -> P:
         """Returns a spec with the batch over its axes and a chosen class over the model's."""

@@ -21,8 +21,8 @@ from ._row_rules import (
     EquationPair,
     MixesRows,
     RowDim,
-    State,
-    States,
+    RowState,
+    RowStates,
     apply_rule,
     differing,
     join_rows,
@@ -36,8 +36,8 @@ Bits = dict[int, RandomBits | None]
 
 
 def follow_rows(
-    few: Scope, all_: Scope, microbatch: Scope, rows: int, inputs: Sequence[State]
-) -> tuple[States, Bits]:
+    few: Scope, all_: Scope, microbatch: Scope, rows: int, inputs: Sequence[RowState]
+) -> tuple[RowStates, Bits]:
     """Where the rows of a layer's outputs are, given where its inputs have them.
 
     The layer is traced for few rows, for all `rows`, and for those of one microbatch. Also returns
@@ -46,12 +46,12 @@ def follow_rows(
     walk = _RowWalk(rows)
     walk.pair(few, all_, microbatch)
 
-    def of_branch(state: State, conditions: Sequence[State]) -> State:
+    def of_branch(state: RowState, conditions: Sequence[RowState]) -> RowState:
         if any(condition is not None for condition in conditions):
             raise MixesRows("rows choose a branch, or end a loop")
         return state
 
-    facts: Facts[State] = Facts(
+    facts: Facts[RowState] = Facts(
         of_number=lambda _: None,  # all rows share a literal
         of_results=walk.rows_of_results,
         join=join_rows,
@@ -92,7 +92,7 @@ class _RowWalk:
             for scopes in zip(*inside, strict=True):
                 self.pair(*scopes)
 
-    def rows_of_results(self, operation: Operation, inputs: Sequence[State]) -> States:
+    def rows_of_results(self, operation: Operation, inputs: Sequence[RowState]) -> RowStates:
         """Where the results of an operation have rows."""
         all_, microbatch = self.others[operation.scope]
         pair = EquationPair(operation.equation, all_.jaxpr.eqns[operation.place])
@@ -103,7 +103,7 @@ class _RowWalk:
                 raise MixesRows("`scan` goes from row to row")
         dims = list(map(differing, pair.few.outvars, pair.all.outvars))
         if not any(inputs) and not any(dims):
-            results: States = [None] * len(dims)
+            results: RowStates = [None] * len(dims)
         else:
             results = apply_rule(pair, inputs)
         for state, var, row_dims in zip(results, pair.few.outvars, dims, strict=True):

@@ -38,16 +38,16 @@ class RowDim:
         return self.dim + len(shape_of(atom))
 
 
-class SumOfRows(Enum):
+class RowSum(Enum):
     """An array without rows that is the sum of what each row adds to it."""
 
     SUM = "sum"
 
 
-SUM: Literal[SumOfRows.SUM] = SumOfRows.SUM
+ROW_SUM: Literal[RowSum.SUM] = RowSum.SUM
 # `None` is the state of an array that all rows share.
-State = RowDim | Literal[SumOfRows.SUM] | None
-States = list[State]
+RowState = RowDim | Literal[RowSum.SUM] | None
+RowStates = list[RowState]
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ def differing(few: Atom, all_: Atom) -> list[int]:
     return [d for d, size in enumerate(few_shape) if size != shape[d]]
 
 
-def join_rows(states: Sequence[State]) -> State:
+def join_rows(states: Sequence[RowState]) -> RowState:
     """The rows of an array that is one of several, which have to have them in the same place."""
-    if SUM in states:
-        if any(state is not SUM for state in states):
+    if ROW_SUM in states:
+        if any(state is not ROW_SUM for state in states):
             raise MixesRows("a branch or a loop has a sum over rows or something else")
-        return SUM
+        return ROW_SUM
     joined: RowDim | None = None
     for state in states:
         if not isinstance(state, RowDim):
@@ -99,7 +99,7 @@ class _WithinFactor(NamedTuple):
     inner: int
 
 
-def apply_rule(pair: EquationPair, inputs: Sequence[State]) -> list[State]:
+def apply_rule(pair: EquationPair, inputs: Sequence[RowState]) -> list[RowState]:
     """Where the rows of the results of an operation on rows, or on sums over rows, are."""
     name, count = pair.name, len(pair.few.outvars)
     if name == "sharding_constraint":
@@ -109,7 +109,7 @@ def apply_rule(pair: EquationPair, inputs: Sequence[State]) -> list[State]:
     rule = rule_of(pair.few)
     if rule is None:
         raise MixesRows(f"`{name}` is applied to rows")
-    if SUM in inputs:
+    if ROW_SUM in inputs:
         return [_linear(name, rule, inputs)] * count
     by_operand: dict[int, _WithinFactor] = {}
     for operand, state in enumerate(inputs):
@@ -143,15 +143,15 @@ def apply_rule(pair: EquationPair, inputs: Sequence[State]) -> list[State]:
     return [_rows_of_result(rule, dimensions, rows) for dimensions in rule.results]
 
 
-def _linear(name: str, rule: Rule, inputs: Sequence[State]) -> State:
+def _linear(name: str, rule: Rule, inputs: Sequence[RowState]) -> RowState:
     """Sums of what parts of the batch add are only equal to the sum of all in a linear function."""
     if any(isinstance(state, RowDim) for state in inputs):
         raise MixesRows(f"`{name}` combines a sum over rows with rows")
     # As `a - b` of two sums is, and `a * b` is not.
-    sums = frozenset(operand for operand, state in enumerate(inputs) if state is SUM)
+    sums = frozenset(operand for operand, state in enumerate(inputs) if state is ROW_SUM)
     if sums not in rule.linear:
         raise MixesRows(f"`{name}` is applied to a sum over rows, and is not linear")
-    return SUM
+    return ROW_SUM
 
 
 def _within_factor(
@@ -178,7 +178,7 @@ def _within_factor(
     raise MixesRows(f"`{pair.name}` tears rows apart")
 
 
-def _sum_over_rows(name: str, rule: Rule, with_rows: Collection[int]) -> State:
+def _sum_over_rows(name: str, rule: Rule, with_rows: Collection[int]) -> RowState:
     """The state of a result that is reduced over rows, which are in the operands `with_rows`."""
     if not rule.sums:
         raise MixesRows(f"`{name}` reduces over rows")
@@ -190,10 +190,10 @@ def _sum_over_rows(name: str, rule: Rule, with_rows: Collection[int]) -> State:
     for operand, dimensions in enumerate(rule.operands):
         if operand not in with_rows and all_factors(dimensions) & rule.reduced:
             raise MixesRows(f"`{name}` sums over rows with an array of as many elements")
-    return SUM
+    return ROW_SUM
 
 
-def _rows_of_result(rule: Rule, dimensions: Dimensions, rows: _WithinFactor) -> State:
+def _rows_of_result(rule: Rule, dimensions: Dimensions, rows: _WithinFactor) -> RowState:
     """The rows of a result; None if it has no dimension with their factor."""
     for d, dimension in enumerate(dimensions):
         if rows.factor not in dimension:
@@ -215,7 +215,7 @@ def _dim_of_rows(pair: EquationPair) -> int:
     return dims[0] - len(shape_of(pair.few.outvars[0]))
 
 
-def _random_bits(pair: EquationPair) -> State:
+def _random_bits(pair: EquationPair) -> RowState:
     """Random bits that differ from row to row."""
     key = pair.few.invars[0].aval
     if str(getattr(key, "dtype", "")) != "key<fry>":

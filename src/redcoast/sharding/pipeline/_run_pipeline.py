@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 
 from ...core._jaxpr import is_inexact
 from ...distributed._mesh import PIPE
-from ._row_rules import SUM
+from ._row_rules import ROW_SUM
 from ._stages import LayerRows, Pipeline, PipelinedScan
 
 Arrays = list[Array]
@@ -77,7 +77,7 @@ class PipelineLayout:
     def carry(self, x: Array, rows: LayerRows) -> Array:
         """The microbatches of an array, as `(microbatches, shards, ...)`."""
         count, shards = self.pipeline.microbatches, self.pipeline.shards
-        if rows is SUM:  # the first microbatch of the first shard adds to what was there before
+        if rows is ROW_SUM:  # the first microbatch of the first shard adds to what was there before
             return jnp.zeros((count, shards, *x.shape), x.dtype).at[0, 0].set(x)
         if rows is None:
             return jnp.broadcast_to(x, (count, shards, *x.shape))
@@ -95,7 +95,7 @@ class PipelineLayout:
         else:
             x = jnp.sum(x, 1, dtype=x.dtype)
         # (microbatches, shards, ...)
-        if rows is SUM:
+        if rows is ROW_SUM:
             return jnp.sum(x, (0, 1), dtype=x.dtype)
         if rows is None:
             return x[-1, 0]
@@ -111,7 +111,7 @@ class PipelineLayout:
 
         of_stages = jax.vmap(ticks_of_stage, in_axes=(1, 0), spmd_axis_name=PIPE)
         x = of_stages(x, jnp.arange(stages))  # (stages, microbatches, shards, layers, ...)
-        if rows is SUM:
+        if rows is ROW_SUM:
             x = jnp.sum(x, (1, 2), dtype=x.dtype)
         elif rows is None:
             x = x[:, 0, 0]

@@ -23,10 +23,10 @@ from ..program._trace import trace_over
 from ..program._walk import Scope
 from ._draws import RandomBits
 from ._follow import Bits, follow_rows
-from ._row_rules import SUM, MixesRows, RowDim, State, SumOfRows, differing
+from ._row_rules import ROW_SUM, MixesRows, RowDim, RowState, RowSum, differing
 
 # The dimension of an array that counts rows, if any.
-LayerRows = int | Literal[SumOfRows.SUM] | None
+LayerRows = int | Literal[RowSum.SUM] | None
 
 # With so many microbatches for each stage but the first, a batch has less than a tenth of its time
 # in the bubble.
@@ -59,7 +59,7 @@ class PipelinedScan:
 
     `loop` is the scan of all rows. `body` is the layer, traced for the rows of one microbatch on
     one device. `inputs` and `outputs` are the dimensions of rows of the scan's operands and
-    results, or None, or `SUM`. `random_bits` are the random bits for rows.
+    results, or None, or `ROW_SUM`. `random_bits` are the random bits for rows.
     """
 
     equation: JaxprEqn
@@ -293,7 +293,7 @@ def _find_rows(
 ) -> tuple[tuple[LayerRows, ...], tuple[LayerRows, ...], Mapping[int, RandomBits]]:
     """The dimensions of rows of a scan's operands and results, and its random bits for rows."""
     operands, results = scan.equation.invars, scan.equation.outvars
-    states: list[State] = [None] * len(operands)
+    states: list[RowState] = [None] * len(operands)
     for i, operand in enumerate(operands):
         dims = differing(of_few.equation.invars[i], operand)
         if len(dims) > 1:
@@ -307,7 +307,7 @@ def _find_rows(
             "pass from stage to stage."
         )
 
-    def run(carry: Sequence[State]) -> tuple[list[State], Bits]:
+    def run(carry: Sequence[RowState]) -> tuple[list[RowState], Bits]:
         return follow_rows(of_few.body, scan.body, microbatch, rows, [*consts, *carry, *xs])
 
     try:
@@ -317,8 +317,8 @@ def _find_rows(
         sums = list(carry)
         for i, operand in enumerate(scan.loop.split(operands)[1]):
             if sums[i] is None and is_inexact(operand.aval):
-                sums[i] = SUM
-        if SUM not in sums:
+                sums[i] = ROW_SUM
+        if ROW_SUM not in sums:
             raise
         carry = sums
         states, bits = run(carry)
@@ -333,7 +333,7 @@ def _find_rows(
     return inputs, outputs, of_rows
 
 
-def _layer_rows(state: State, atom: Atom) -> LayerRows:
+def _layer_rows(state: RowState, atom: Atom) -> LayerRows:
     if not isinstance(state, RowDim):
         return state
     if state.outer not in (None, 1) or state.inner != 1:

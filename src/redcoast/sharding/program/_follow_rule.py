@@ -49,7 +49,7 @@ def _dims_of(values: Sequence[Value], arrays: Sequence[Dimensions]) -> list[_Dim
 
 
 @dataclass(frozen=True)
-class _Step:
+class _AppliedRule:
     """An operation whose results are in the graph.
 
     `before` are the dimensions of its operands, and `after` those of its results. Along `resharded`
@@ -96,7 +96,7 @@ def follow_rule(
         resharded = (rule.moved | (rule.whole & common)) - rule.shuffled
     results = _add_results(graph, equation, rule, inputs, before, resharded)
     after = _dims_of(results, rule.results)
-    step = _Step(graph, rule, inputs, results, before, after, resharded)
+    step = _AppliedRule(graph, rule, inputs, results, before, after, resharded)
     near = dict(rule.near)
     for dim in (*before, *after):
         if dim.slowest in rule.blocked:
@@ -173,7 +173,7 @@ def _add_results(
     return results
 
 
-def _gather_whole(step: _Step) -> None:
+def _gather_whole(step: _AppliedRule) -> None:
     """Records dimensions that are needed as a whole: nothing stays sharded along them."""
     graph, rule = step.graph, step.rule
     needed = rule.whole - rule.blocked - step.resharded
@@ -187,7 +187,7 @@ def _gather_whole(step: _Step) -> None:
             graph.add_reshard(dim.value, None, dim.value, dim.node)
 
 
-def _reshard_moved(step: _Step) -> None:
+def _reshard_moved(step: _AppliedRule) -> None:
     """Records dimensions that are cut, joined or regrouped, such as (8, 6) to (48,).
 
     Dimensions of operands and results that begin with the same factor are linked softly.
@@ -238,7 +238,7 @@ def _reshard_moved(step: _Step) -> None:
             graph.add_reshard(step.inputs[0], None, dim.value, dim.node)
 
 
-def _sum_forward(step: _Step) -> None:
+def _sum_forward(step: _AppliedRule) -> None:
     """Records partial sums: each device sums over its part of a reduced dimension."""
     rule = step.rule
     operands_with = Counter(dim.slowest for dim in step.before)
@@ -256,7 +256,7 @@ def _sum_forward(step: _Step) -> None:
             step.graph.add_partial_sum(dim.node, result, before=preceding)
 
 
-def _sum_backward(step: _Step) -> None:
+def _sum_backward(step: _AppliedRule) -> None:
     """Records the dimensions of the result that an operand does not have.
 
     The operand is used along all of them, so that its cotangent is summed over them. Where its own
@@ -278,7 +278,7 @@ def _sum_backward(step: _Step) -> None:
                 lacking.append(dim.node)
 
 
-def _write(step: _Step, updates: int) -> None:
+def _write(step: _AppliedRule, updates: int) -> None:
     """Records dimensions of which a part is written, and updates that overwrite.
 
     Updates that overwrite cannot be summed, so they are gathered, with their indices. If such a
@@ -303,7 +303,7 @@ def _write(step: _Step, updates: int) -> None:
             graph.add_partial_sum(node, step.inputs[updates], backward=True, before=rows)
 
 
-def _count_work(step: _Step, equation: JaxprEqn) -> None:
+def _count_work(step: _AppliedRule, equation: JaxprEqn) -> None:
     """Records the arithmetic of a contraction, forward and backward."""
     graph, rule, (result, *_) = step.graph, step.rule, step.results
     count = multiply_adds(equation)

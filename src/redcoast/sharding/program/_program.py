@@ -188,7 +188,7 @@ def _regions(traced: Traced, trainable: Sequence[bool]) -> tuple[Region, Region]
     if differentiated:
         differentiated[0] = True
     used = [True] * count
-    if traced.trains and traced.moved == traced.arrays:
+    if traced.trains and traced.model_outputs == traced.arrays:
         # The trained arrays of a returned model are not used.
-        used[count - traced.moved :] = [not is_trained for is_trained in trainable]
+        used[count - traced.model_outputs :] = [not is_trained for is_trained in trainable]
     return Region(tuple(used)), Region(tuple(differentiated), differentiated=True)

@@ -24,16 +24,16 @@ class Traced:
     """The jaxpr of `fn(tree, *args)`.
 
     Its inputs are the `arrays` arrays of the tree, then the `batch` arrays of the first argument
-    (the batch), then the arrays of the other arguments. The last `moved` outputs are the arrays of
-    the model that a loss returns as its third result. `over_a_mesh` is whether it depends on the
-    mesh that it was traced for.
+    (the batch), then the arrays of the other arguments. The last `model_outputs`
+    are the arrays of the model that a loss returns as its third result. `over_a_mesh` is whether it
+    depends on the mesh that it was traced for.
     """
 
     jaxpr: AnyJaxpr
     arrays: int
     batch: int
     output: Static
-    moved: int = 0
+    model_outputs: int = 0
     over_a_mesh: bool = False
 
     @property
@@ -55,10 +55,10 @@ def trace(fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree]) -> tu
     def flat(arrays: Arrays, batch: Arrays, others: Arrays) -> Arrays:
         result = fn(join(arrays, static), *join(batch, batch_static), *join(others, others_static))
         flat_result, output = split(result)
-        moved: Arrays = []
+        model_outputs: Arrays = []
         if type(result) is tuple and len(result) == 3:  # `(loss, aux, model)`
-            moved, _ = split(result[2])
-        outputs.append((output, len(moved)))
+            model_outputs, _ = split(result[2])
+        outputs.append((output, len(model_outputs)))
         return flat_result
 
     flat.__wrapped__ = fn  # JAX's messages name this function  # type: ignore[attr-defined]

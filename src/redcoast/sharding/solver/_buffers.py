@@ -129,8 +129,8 @@ class Timeline:
     # The roots of values that are computed from one buffer, and are not what it contains.
     others: dict[int, Roots] = field(default_factory=dict)
     # Gradients whose sum over devices is still to come.
-    waiting: list[tuple[Buffer, ModelArray]] = field(default_factory=list)
-    waiting_bytes: int | float = 0.0
+    unsummed: list[tuple[Buffer, ModelArray]] = field(default_factory=list)
+    unsummed_bytes: int | float = 0.0
 
     def empty(self) -> "Timeline":
         """The timeline of what runs inside of an operation."""
@@ -227,22 +227,22 @@ class Timeline:
             self.write(parameter.gradient, ()).is_gradient = True
             return
         buffer = self.write(parameter.local, source or parameter.first_use)
-        self.waiting.append((buffer, parameter))
-        self.waiting_bytes += buffer.bytes
-        if self.waiting_bytes > _COMBINED:
+        self.unsummed.append((buffer, parameter))
+        self.unsummed_bytes += buffer.bytes
+        if self.unsummed_bytes > _COMBINED:
             self.sum_gradients()
 
     def sum_gradients(self) -> None:
-        """Sums the gradients that wait over devices."""
+        """Sums over devices the gradients that are not yet."""
         self.now += 1
-        for buffer, parameter in self.waiting:
+        for buffer, parameter in self.unsummed:
             self.read((buffer,))
             is_slice = not parameter.gradient
             if self.compiler == "cpu" and (parameter.gathered or is_slice):
                 # Without a reduce-scatter, the sum is there as a whole too.
                 self.write(parameter.local, parameter.first_use)
             self.write(parameter.gradient, ()).is_gradient = True
-        self.waiting, self.waiting_bytes = [], 0.0
+        self.unsummed, self.unsummed_bytes = [], 0.0
 
     def finish(self, parameters: Sequence[ModelArray]) -> None:
         """Writes the gradients that are left; all are results."""

@@ -90,14 +90,14 @@ def price(
     *,
     model: int,
     fsdp: int,
-    stored: int,
+    gradient_shards: int,
 ) -> Problem:
     """The problem of choosing among the classes of `against`.
 
     - `gathered`: the arrays that are sharded in storage: over `fsdp`, and over `model` if they are
         not tensor-parallel.
     - `model`, `fsdp`: the numbers of devices along these axes.
-    - `stored`: how many different shards of a gradient the devices that share the batch store.
+    - `gradient_shards`: the number of devices that each store a different shard of a gradient.
     """
     problem = Problem(against)
 
@@ -111,7 +111,7 @@ def price(
         root = collective.root
         if root is not None and root in against:
             problem.add("exposed", frozenset([root]), collective.bytes / model_speed, 0.0)
-    for collective in of_batch(graph, batch, stored, hardware):
+    for collective in of_batch(graph, batch, gradient_shards, hardware):
         kind: TimeKind = "exposed"
         # Other layers need not wait for the gradients of one, but those of a table of lookups are
         # the last that a step computes.
@@ -123,8 +123,8 @@ def price(
     for work in graph.works:
         seconds = work.flops / batch.parts(work.dims) / hardware.flops
         add_shared("arithmetic", work.dims, seconds)
-    for dims, moved in graph.memory_traffic.items():
-        add_shared("memory", dims, moved / batch.parts(dims) / hardware.memory_bandwidth)
+    for dims, size in graph.memory_traffic.items():
+        add_shared("memory", dims, size / batch.parts(dims) / hardware.memory_bandwidth)
     # A table whose rows are looked up is gathered before a step computes anything, unless products
     # have its rows too: tied embeddings are gathered like other weights.
     linked = Classes(graph, 1)

@@ -315,7 +315,7 @@ def _run_body(
             cotangents[var] = outside
     grads = run.backward(frame, cotangents)
     # The sum of an FSDP-sharded layer takes the place of its gathered weights.
-    if stacks and not any(parameter.gathered for _, parameter in time.waiting):
+    if stacks and not any(parameter.gathered for _, parameter in time.unsummed):
         time.sum_gradients()
     time.now += 1
     time.read(union(filter(None, grads)))

@@ -91,9 +91,9 @@ def of_model(
 
 
 def of_batch(
-    graph: Graph, batch: BatchDims, stored: int, hardware: Hardware
+    graph: Graph, batch: BatchDims, gradient_shards: int, hardware: Hardware
 ) -> Iterator[PlannedCollective]:
-    """What is sent if the batch is sharded. A gradient is stored as `stored` different shards.
+    """What is sent if the batch is sharded. A gradient is stored in `gradient_shards`.
 
     - Partial sums along a dimension of the batch are gradients, lookups in rows, additions to rows
         (`"by index"`), or other sums.
@@ -103,7 +103,7 @@ def of_batch(
     over_batch = [summed for summed in graph.partial_sums.values() if batch.has(summed.node)]
     yield from _additions_to_rows(over_batch, graph, batch, scatters=hardware.scatters)
     # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
-    scatters = hardware.scatters and stored == batch.count
+    scatters = hardware.scatters and gradient_shards == batch.count
     split: list[PartialSum] = []
     for summed in over_batch:
         if not _is_split_as_well(batch, summed.node, summed.before):

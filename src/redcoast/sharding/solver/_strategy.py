@@ -256,7 +256,7 @@ def _solve(
         hardware,
         model=n,
         fsdp=fsdp,
-        stored=stored_shards(strategy.batch, sizes),
+        gradient_shards=stored_shards(strategy.batch, sizes),
     )
     picked = search_classes(problem)
     cost = problem.seconds(picked)

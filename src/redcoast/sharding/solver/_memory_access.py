@@ -17,7 +17,9 @@ from ..program._walk import Scope
 # Their operands and results are in memory; so are those of operations without a rule.
 _LARGE = LARGE_OPERATIONS | frozenset(
     """
-    cholesky eig eigh fft householder_product lu qr schur sort svd top_k triangular_solve
+    cholesky dot_product_attention_bwd_splash dot_product_attention_bwd_wrapper
+    dot_product_attention_fwd_splash dot_product_attention_fwd_wrapper eig eigh fft
+    householder_product lu pallas_call qr schur sort svd top_k triangular_solve
     """.split()  # noqa: SIM905
 )
 # Their results are in memory, and what they read is fused into them.

@@ -30,12 +30,15 @@ class OperationBuffers:
     """Runs operations and their derivatives on buffers.
 
     With `stacks`, they are of an iteration of a loop, which stacks what JAX keeps for derivatives.
-    Values that only these `constant` buffers decide are the same in all iterations.
+    Values that only these `constant` buffers decide are the same in all iterations. With
+    `gathers_again`, a policy gathers weights again for the derivative of an iteration, and computes
+    again what small rematerialised regions return.
     """
 
     time: Timeline
     stacks: bool = False
     constant: frozenset[Buffer] = frozenset()
+    gathers_again: bool = False
 
     def in_memory(self, step: PeakStep, atom: Atom) -> Roots:
         """Puts an operand into memory, where later operations find it."""
@@ -197,6 +200,9 @@ class OperationBuffers:
             return frame.gathered[atom]  # what was gathered is kept
         if isinstance(atom, Literal) or not self.stacks:
             return self.time.written(frame.of(atom))
+        if atom in frame.recomputed and atom not in frame.stacked:
+            again = self.time.fuse(frame.recomputed[atom], step.value(atom), step.source)
+            frame.stacked[atom] = (again,)
         if atom not in frame.stacked:
             roots = self.time.written(frame.of(atom))
             if not self.constant.issuperset(roots):

@@ -18,7 +18,7 @@ from ...core._control_flow import Call, CallKind, Cond, Scan, While
 from ...core._jaxpr import variables
 from ..operations import Atom
 from ..program._graph import Value
-from ..program._remat import KeepAllBut, Region, find_needed
+from ..program._remat import KeepAllBut, Region, find_needed, recomputes_little
 from ..program._walk import Scope
 from ._buffers import (
     Buffer,
@@ -161,6 +161,9 @@ class _Run:
         step.frame.inner[step.index] = [inside]
         for var, atom in zip(step.equation.outvars, scope.jaxpr.outvars, strict=True):
             step.frame.roots[var] = inside.of(atom)
+            if call.kind is CallKind.REMAT and self.operations.gathers_again:
+                if recomputes_little(call):
+                    step.frame.recomputed[var] = inside.of_all(scope.jaxpr.invars)
 
     def _call_back(
         self, step: PeakStep, call: Call, results: Sequence[Cotangent]
@@ -296,7 +299,8 @@ def _run_body(
     frame.add_arguments(consts, time.size_of)
     constant = frozenset(frame.of_all(consts))
     stacks = scan.unroll < scan.length
-    run = _Run(OperationBuffers(time, stacks, constant))
+    gathers_again = stacks and any(map(is_stored, slices))
+    run = _Run(OperationBuffers(time, stacks, constant, gathers_again))
     frame.roots.update(zip(xs, slices, strict=True))
     carried: list[Buffer] = []
     for var in carry:

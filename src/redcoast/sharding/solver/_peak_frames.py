@@ -33,7 +33,8 @@ class PeakFrame:
     `source` are the equations around it. By the index of an equation, `inner` has the frames of the
     jaxprs that it runs, `loops` what a loop keeps and when it began, `copies` what it copies of its
     operands, and `begins` when it first ran. `gathered` are operands of products, gathered from
-    parts of the sequence, and `stacked` what a loop keeps of a value for each iteration.
+    parts of the sequence, `stacked` what a loop keeps of a value for each iteration, and
+    `recomputed` what a value is computed from again that it does not keep.
     """
 
     scope: Scope
@@ -45,6 +46,7 @@ class PeakFrame:
     begins: dict[int, int] = field(default_factory=dict)
     gathered: dict[Atom, Roots] = field(default_factory=dict)
     stacked: dict[Atom, Roots] = field(default_factory=dict)
+    recomputed: dict[Atom, Roots] = field(default_factory=dict)
 
     def of(self, atom: Atom) -> Roots:
         """The buffers of a variable; a literal has none."""

@@ -228,12 +228,18 @@ class Timeline:
             return
         buffer = self.write(parameter.local, source or parameter.first_use)
         self.unsummed.append((buffer, parameter))
-        self.unsummed_bytes += buffer.bytes
+        self.unsummed_bytes += self._summed_bytes(parameter)
         if self.unsummed_bytes > _COMBINED:
             self.sum_gradients()
 
+    def _summed_bytes(self, parameter: ModelArray) -> int | float:
+        """The bytes of the result of the sum of a gradient over devices."""
+        if self.compiler == "cpu" or not (parameter.gathered and parameter.gradient):
+            return parameter.local
+        return parameter.local * parameter.gradient / parameter.gathered  # a reduce-scatter's
+
     def sum_gradients(self) -> None:
-        """Sums over devices the gradients that are not yet."""
+        """Sums the gradients that are not summed over devices yet."""
         self.now += 1
         for buffer, parameter in self.unsummed:
             self.read((buffer,))

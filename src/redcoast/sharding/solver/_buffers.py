@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from math import inf
 
 from ..program._graph import Source, Value
 
@@ -260,8 +261,8 @@ class Timeline:
             if buffer.is_gradient:
                 self.read((buffer,))
 
-    def peak(self, since: int = 0) -> Peak:
-        """What is in use when most bytes are, at any time from `since` on."""
+    def peak(self, since: int = 0, until: float = inf) -> Peak:
+        """What is in use when most bytes are, at any time from `since` to `until`."""
         change: Counter[int] = Counter()
         for buffer in self.buffers:
             if buffer.last >= since:
@@ -274,6 +275,8 @@ class Timeline:
         total = most = 0.0
         when = since
         for time in sorted(change):
+            if time > until:
+                break
             total += change[time]
             here = total
             if time in self.spikes:

@@ -252,7 +252,8 @@ class _Run:
         if scan.unroll >= scan.length:
             # Without a loop, the slices of all iterations are in memory at once.
             for atom in xs:
-                saved.append((size_of(step.value(atom)), step.source))
+                if not is_stored(frame.of(atom)):
+                    saved.append((size_of(step.value(atom)), step.source))
         frame.loops[step.index] = replace(body, saved=tuple(saved)), self.time.now
         self.operations.write_results(step)
 
@@ -324,9 +325,17 @@ def _run_body(
     time.now += 1
     time.read(union(filter(None, grads)))
     saved: list[WrittenBytes] = []
+    others: list[Buffer] = []
     for buffer in time.buffers:
-        if buffer.born <= middle < buffer.last and not buffer.reread:
+        is_gathered = buffer.parameter is not None and buffer.parameter.gathered > 0
+        if buffer.born <= middle < buffer.last and (not buffer.reread or not stacks and is_gathered):
             saved += buffer.kept
+        else:
+            others.append(buffer)
+    if not stacks:
+        # Without a loop, an iteration has no copies of what all iterations keep.
+        time.buffers = others
+        forward = time.peak(until=middle)
     for var, buffer in zip(carry, carried, strict=True):
         if buffer.last > middle:
             saved.append((time.size_of(values[var]), frame.source))

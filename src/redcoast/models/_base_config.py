@@ -6,7 +6,7 @@ from typing import Any
 
 from ..core._decoding import GREEDY, Decoding
 from ._basic import check_activation
-from ._check_config import check_fields, check_labels, where
+from ._check_config import check_fields, check_labels, check_multiple, where
 from ._scan_layers import Remat, check_remat
 
 
@@ -72,15 +72,8 @@ class RotarySizes(HeadSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class LayersConfig(LayerSizes):
-    """Options of a loop over layers, which do not change its results.
-
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights, except in
-      experts) or `"full"`; `"auto"`: the least that fits, which the plan decides by `memory` of
-      [`redcoast.fit`][]. Of layers without rematerialisation, the plan decides too.
-    - `unroll`: the number of layers in one iteration of the loop over layers. By default, up to 12
-      layers on a CPU, and up to 32 of at most 1 GiB each on a GPU, are unrolled, which is one
-      iteration; otherwise an iteration is one layer.
-    """
+    """Options of a loop over layers, which do not change its results. `LlamaConfig` describes
+    them."""
 
     remat: Remat = "none"
     unroll: int | None = None
@@ -144,13 +137,8 @@ def check_config(config: LayersConfig, *sizes: str) -> None:
         value = getattr(config, field.name)
         if (is_size or field.name == "unroll") and value is not None and value < 1:
             raise ValueError(f"`{field.name}` must be at least 1, but is {value}{where(config)}.")
-    # Families without grouped queries have no such field.
-    kv_heads = getattr(config, "kv_heads", config.heads)
-    if config.heads % kv_heads:
-        raise ValueError(
-            f"`heads` must be a multiple of `kv_heads`, but {config.heads} is not a multiple of "
-            f"{kv_heads}{where(config)}."
-        )
+    if hasattr(config, "kv_heads"):
+        check_multiple(config, "heads", "kv_heads")
     for name, value in vars(config).items():
         if name.endswith("activation"):
             check_activation(value)
@@ -158,22 +146,14 @@ def check_config(config: LayersConfig, *sizes: str) -> None:
             raise ValueError(
                 f"`{name}` must be at least 0 and less than 1, but is {value}{where(config)}."
             )
-    if isinstance(config, HeadSizes):
-        _check_head_size(config)
+    size = getattr(config, "head_size", None)
+    if isinstance(config, HeadSizes) and size is None:
+        check_multiple(config, "width", "heads")
+    elif isinstance(config, HeadSizes) and size * config.heads == config.width:
+        # The field says nothing new then, and files may or may not have it.
+        object.__setattr__(config, "head_size", None)
     if hasattr(config, "labels"):
         check_labels(config)
-
-
-def _check_head_size(config: HeadSizes) -> None:
-    size = getattr(config, "head_size", None)
-    if size is None and config.width % config.heads:
-        raise ValueError(
-            f"`width` must be a multiple of `heads`, but {config.width} is not a multiple of "
-            f"{config.heads}{where(config)}."
-        )
-    # The field says nothing new then, and files may or may not have it.
-    if size is not None and size * config.heads == config.width:
-        object.__setattr__(config, "head_size", None)
 
 
 def check_even_heads(config: HeadSizes) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import types
-from collections.abc import Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 import numpy as np
@@ -15,10 +14,10 @@ _POSITIVE = frozenset(
     """
     window context head_size experts pooler_size rope_base local_rope_base score_scale score_cap
     logit_cap layer_scale embed_scale residual_scale score_factor logit_divisor factor low high
-    original
+    original limit route_scale
     """.split()  # noqa: SIM905
 )
-_NOT_NEGATIVE = frozenset(("norm_eps", "router_loss_weight", "query_growth"))
+_NOT_NEGATIVE = frozenset(("norm_eps", "router_loss_weight", "query_growth", "shift"))
 _WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "text"}
 _WORDS |= {types.NoneType: "None"}
 
@@ -80,22 +79,44 @@ def _in_words(declared) -> str:
     return _WORDS.get(declared) or f"a {declared.__name__}"
 
 
-def check_local(local: Sequence[bool], window: int | None, layers: int) -> None:
-    """Raises if `local` does not have one entry for each layer, or if it needs a missing
-    `window`."""
-    if local and len(local) != layers:
+def check_multiple(config: Any, name: str, divisor: str) -> None:
+    """Raises if a field is not a multiple of another one, which may be None."""
+    size, part = getattr(config, name), getattr(config, divisor)
+    if part is not None and size % part:
         raise ValueError(
-            f"`local` must have one entry for each of the {layers} layers, but has {len(local)}."
+            f"`{name}` must be a multiple of `{divisor}`, but {size} is not a multiple of "
+            f"{part}{where(config)}."
         )
-    if any(local) and window is None:
+
+
+def check_even(config: Any, *names: str) -> None:
+    for name in names:
+        if (size := getattr(config, name)) % 2:
+            raise ValueError(f"`{name}` must be even, but is {size}{where(config)}.")
+
+
+def check_entries(config: Any, name: str) -> None:
+    """Raises if a field has entries, but not one for each layer."""
+    count, layers = len(getattr(config, name)), config.layers
+    if count and count != layers:
+        raise ValueError(
+            f"`{name}` must have one entry for each of the {layers} layers, but has {count}."
+        )
+
+
+def check_local(config: Any) -> None:
+    """Raises if `local` does not have one entry for each layer, or needs a missing `window`."""
+    check_entries(config, "local")
+    if any(config.local) and config.window is None:
         raise ValueError("`local` gives layers a window, so `window` must be its size.")
 
 
-def check_chosen(chosen: int, experts: int | None) -> None:
+def check_chosen(config: Any) -> None:
     """Raises if a token is routed to more experts than there are, if there are any."""
-    if experts is not None and chosen > experts:
+    if config.experts is not None and config.chosen > config.experts:
         raise ValueError(
-            f"`chosen` must be at most `experts`, but they are {chosen} and {experts}."
+            f"`chosen` must be at most `experts`, but they are {config.chosen} and "
+            f"{config.experts}."
         )
 
 

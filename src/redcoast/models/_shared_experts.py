@@ -55,8 +55,6 @@ class SharedExpertsConfig(DecoderConfig):
 
     def __post_init__(self):
         check_config(self, "experts", "chosen", "shared", "groups", "chosen_groups")
-        if not self.route_scale > 0:
-            raise ValueError(f"`route_scale` must be positive, but is {self.route_scale}.")
         if not 0 <= self.dense_layers < self.layers:
             raise ValueError(
                 f"`dense_layers` must be at least 0 and less than `layers`, but they are "

@@ -82,7 +82,7 @@ class TransformerConfig(GroupedConfig, RotarySizes):
 
     def __post_init__(self):
         check_config(self, "chosen")
-        check_chosen(self.chosen, self.experts)
+        check_chosen(self)
         # Configurations of the same model are equal.
         if all(self.rope_layers):
             object.__setattr__(self, "rope_layers", ())
@@ -93,7 +93,7 @@ class TransformerConfig(GroupedConfig, RotarySizes):
             )
         if all(self.local):
             object.__setattr__(self, "local", ())
-        check_local(self.local, self.window, self.layers)
+        check_local(self)
         check_rotary_dim(self)
         if self.query_growth and self.rope_scaling is None:
             raise ValueError(

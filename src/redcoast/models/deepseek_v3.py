@@ -12,6 +12,7 @@ from ._attention import attend
 from ._base_config import check_config
 from ._basic import initial_stacks, output_scale, rms_norm
 from ._cache import Cache, extend
+from ._check_config import check_even
 from ._einsum import merged, product
 from ._rotary import Yarn, rotate, rotate_pairs
 from ._shared_experts import SharedExpertsConfig, SharedExpertsDecoder, SharedExpertsLayers
@@ -70,8 +71,7 @@ class DeepseekV3Config(SharedExpertsConfig):
     def __post_init__(self):
         super().__post_init__()
         check_config(self, "q_rank", "kv_rank", "plain_size", "rope_size", "value_size")
-        if self.rope_size % 2:
-            raise ValueError(f"`rope_size` must be even, but is {self.rope_size}.")
+        check_even(self, "rope_size")
 
     @property
     def rotated(self) -> int:
@@ -128,11 +128,6 @@ class DeepseekV3(SharedExpertsDecoder):
     """
 
     config: DeepseekV3Config = eqx.field(static=True)
-
-    def __init__(self, config: DeepseekV3Config, *, key: PRNGKeyArray):
-        """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
-        deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
-        super().__init__(config, key=key)
 
     def init_cache(self, batch: int, length: int) -> Cache:
         c, dtype = self.config, self.embed.dtype

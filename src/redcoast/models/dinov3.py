@@ -71,8 +71,6 @@ class Dinov3Config(ImageSizes, LayersConfig):
                 "The head size must be a multiple of 4, a half of it for rows and the other for "
                 f"columns, but is {self.head_dim}."
             )
-        if self.shift is not None and self.shift < 0:
-            raise ValueError(f"`shift` must not be negative, but is {self.shift}.")
         for name in ("jitter", "rescale"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {value}.")

@@ -27,7 +27,7 @@ from ._basic import (
 )
 from ._by_layer import StackedLayers
 from ._cache import extend
-from ._check_config import check_local
+from ._check_config import check_even, check_local
 from ._decoder import Decoder, tied_or_own_head
 from ._einsum import gated_feed_forward, product
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
@@ -69,9 +69,8 @@ class GemmaConfig(GroupedConfig):
 
     def __post_init__(self):
         check_config(self, "head_dim")
-        if self.head_dim % 2:
-            raise ValueError(f"`head_dim` must be even, but is {self.head_dim}.")
-        check_local(self.local, self.window, self.layers)
+        check_even(self, "head_dim")
+        check_local(self)
 
 
 class GemmaLayers(StackedLayers):

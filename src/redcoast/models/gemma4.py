@@ -32,7 +32,7 @@ from ._basic import (
 )
 from ._by_layer import StackedLayers
 from ._cache import Cache, admit, cached_view, empty_cache, extend
-from ._check_config import check_chosen, check_local
+from ._check_config import check_chosen, check_even, check_local, check_multiple
 from ._decoder import RoutedDecoder, tied_or_own_head
 from ._einsum import gated_feed_forward, product
 from ._inputs import AnyArray, Mask
@@ -105,10 +105,10 @@ class Gemma4Config(GroupedConfig):
             last = self.layers - 1
             local = tuple((i + 1) % 6 != 0 and i != last for i in range(self.layers))
             object.__setattr__(self, "local", local)
-        check_local(self.local, self.window, self.layers)
+        check_local(self)
         if self.local[-1]:
             raise ValueError("`local` gives the last layer a window, which it never has.")
-        check_chosen(self.chosen, self.experts)
+        check_chosen(self)
         _check_heads(self)
         _check_shared(self)
 
@@ -138,9 +138,7 @@ class Gemma4Config(GroupedConfig):
 
 
 def _check_heads(c: Gemma4Config) -> None:
-    for name in ("head_dim", "global_head_dim"):
-        if getattr(c, name) % 2:
-            raise ValueError(f"`{name}` must be even, but is {getattr(c, name)}.")
+    check_even(c, "head_dim", "global_head_dim")
     if c.rotated % 2 or c.rotated > c.global_head_dim:
         raise ValueError(
             f"`rotary_dim` must be even and at most `global_head_dim`, which is "
@@ -152,11 +150,7 @@ def _check_heads(c: Gemma4Config) -> None:
         object.__setattr__(c, "global_kv_heads", None)
     if c.global_kv_heads is not None and not c.keys_are_values:
         raise ValueError("`global_kv_heads` needs `keys_are_values`, or to be `kv_heads`.")
-    if c.heads % c.far_kv_heads:
-        raise ValueError(
-            f"`heads` must be a multiple of `global_kv_heads`, but {c.heads} is not a multiple of "
-            f"{c.far_kv_heads}."
-        )
+    check_multiple(c, "heads", "global_kv_heads")
 
 
 def _check_shared(c: Gemma4Config) -> None:

@@ -69,10 +69,8 @@ class GptOssConfig(GroupedConfig, HeadSizes):
     def __post_init__(self):
         check_config(self, "chosen")
         check_even_heads(self)
-        check_chosen(self.chosen, self.experts)
-        check_local(self.local, self.window, self.layers)
-        if self.limit <= 0:
-            raise ValueError(f"`limit` must be positive, but is {self.limit}.")
+        check_chosen(self)
+        check_local(self)
 
 
 class GptOssLayers(StackedLayers):

@@ -14,6 +14,7 @@ from ._attention import as_array, real_tokens
 from ._base_config import DecoderConfig, check_config
 from ._basic import initial_tables, look_up, normal, output_scale, rms_norm, wide
 from ._by_layer import StackedLayers
+from ._check_config import check_multiple
 from ._decoder import Decoder, TableHead
 from ._einsum import product
 from ._inputs import AnyArray, Mask
@@ -66,11 +67,7 @@ class Mamba2Config(DecoderConfig):
                 f"`heads` times `head_size` must be a multiple of `width`, but {self.inner} is not "
                 f"a multiple of {self.width}."
             )
-        if self.heads % self.groups:
-            raise ValueError(
-                f"`heads` must be a multiple of `groups`, but {self.heads} is not a multiple of "
-                f"{self.groups}."
-            )
+        check_multiple(self, "heads", "groups")
 
     @property
     def inner(self) -> int:

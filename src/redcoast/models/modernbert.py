@@ -91,7 +91,7 @@ class ModernBertConfig(TokenSizes, TextConfig):
     def __post_init__(self):
         check_config(self)
         check_even_heads(self)
-        check_local(self.local, self.window, self.layers)
+        check_local(self)
         if self.local == all_but_every(3, self.layers):
             object.__setattr__(self, "local", ())  # configurations of the same model are equal
 

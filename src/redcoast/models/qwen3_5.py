@@ -26,7 +26,7 @@ from ._basic import (
 )
 from ._by_layer import StackedLayers
 from ._cache import Cache, admit, cached_view, empty_cache, extend
-from ._check_config import check_chosen
+from ._check_config import check_chosen, check_entries, check_multiple
 from ._decoder import RoutedDecoder, TableHead
 from ._einsum import gated_feed_forward, product
 from ._gated_delta import gated_delta_rule, unit_length
@@ -91,20 +91,12 @@ class Qwen3_5Config(GroupedConfig, RotarySizes):
         sizes = "key_heads value_heads key_size value_size taps chunk chosen shared_hidden"
         check_config(self, *sizes.split())
         check_rotary_dim(self)
-        check_chosen(self.chosen, self.experts)
+        check_chosen(self)
         if not self.linear:
             kinds = tuple((layer + 1) % 4 != 0 for layer in range(self.layers))
             object.__setattr__(self, "linear", kinds)
-        if len(self.linear) != self.layers:
-            raise ValueError(
-                f"`linear` must have one entry for each of the {self.layers} layers, but has "
-                f"{len(self.linear)}."
-            )
-        if self.value_heads % self.key_heads:
-            raise ValueError(
-                f"`value_heads` must be a multiple of `key_heads`, but {self.value_heads} is not a "
-                f"multiple of {self.key_heads}."
-            )
+        check_entries(self, "linear")
+        check_multiple(self, "value_heads", "key_heads")
         if self.chunk & (self.chunk - 1):
             raise ValueError(f"`chunk` must be a power of two, but is {self.chunk}.")
 

@@ -298,7 +298,7 @@ def _takes_mask(view: View | None, bias: Bias, q: Array, k: Array) -> bool:
 
 def _is_option(view: View, q: Array, k: Array) -> bool:
     """Whether the kernel has an option for it: causal attention, with or without a window."""
-    if not view.is_order_only:
+    if view.real is not None or view.slots is not None or view.segments is not None:
         return False
     if view.causal:
         return _is_even(q, k) or q.shape[1] == k.shape[1]

@@ -146,12 +146,13 @@ def check_config(config: LayersConfig, *sizes: str) -> None:
             raise ValueError(
                 f"`{name}` must be at least 0 and less than 1, but is {value}{where(config)}."
             )
-    size = getattr(config, "head_size", None)
-    if isinstance(config, HeadSizes) and size is None:
-        check_multiple(config, "width", "heads")
-    elif isinstance(config, HeadSizes) and size * config.heads == config.width:
-        # The field says nothing new then, and files may or may not have it.
-        object.__setattr__(config, "head_size", None)
+    if isinstance(config, HeadSizes):
+        size = getattr(config, "head_size", None)
+        if size is None:
+            check_multiple(config, "width", "heads")
+        elif size * config.heads == config.width:
+            # The field says nothing new then, and files may or may not have it.
+            object.__setattr__(config, "head_size", None)
     if hasattr(config, "labels"):
         check_labels(config)
 

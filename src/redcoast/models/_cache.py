@@ -3,13 +3,12 @@
 import dataclasses
 import functools as ft
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ._attention import Visible, causal_view, count_positions
 from ._inputs import AnyArray, Mask
@@ -69,15 +68,15 @@ def _is_cache(x: object) -> bool:
     return isinstance(x, Cache)
 
 
-def _map_caches(fn: Callable[[Any], Cache], tree: Any) -> Any:
+def _map_caches(fn: Callable[[Cache], Cache], tree: PyTree) -> PyTree:
     """Applies a function to each `Cache` in a tree."""
     return jax.tree.map(lambda x: fn(x) if _is_cache(x) else x, tree, is_leaf=_is_cache)
 
 
-def split_layers(cache: Any) -> Any:
+def split_layers(cache: PyTree) -> PyTree:
     """Replaces each `Cache` in a tree by a `CacheByLayer`."""
 
-    def split(x: Any) -> CacheByLayer:
+    def split(x: Cache) -> CacheByLayer:
         if isinstance(x, CacheByLayer):
             return x
         # An array as an index, so that all layers share one compiled program.
@@ -96,15 +95,15 @@ def _layer_of(k: Array, v: Array, index: Int[Array, ""]) -> tuple[Array, Array]:
     return jnp.transpose(k, (0, 2, 3, 1)), jnp.transpose(v, (0, 2, 1, 3))
 
 
-def at_slot(cache: Any, slot: Int[AnyArray, ""]) -> Any:
+def at_slot(cache: PyTree, slot: Int[AnyArray, ""]) -> PyTree:
     """Sets the slot that the next token fills, of each `Cache` in a tree."""
     return _map_caches(lambda x: dataclasses.replace(x, filled=jnp.asarray(slot)), cache)
 
 
-def move_slots(cache: Any, by: Int[AnyArray, ""]) -> Any:
+def move_slots(cache: PyTree, by: Int[AnyArray, ""]) -> PyTree:
     """Moves the contents of all slots to the front by `by` slots, of each `Cache` in a tree."""
 
-    def move(x: Any) -> Cache:
+    def move(x: Cache) -> Cache:
         of_k, of_v = (3, 2) if isinstance(x, CacheByLayer) else (2, 2)  # the dimensions of slots
         k = jax.tree.map(lambda k: jnp.roll(k, -by, axis=of_k), x.k)
         v = jax.tree.map(lambda v: jnp.roll(v, -by, axis=of_v), x.v)
@@ -116,13 +115,13 @@ def move_slots(cache: Any, by: Int[AnyArray, ""]) -> Any:
     return _map_caches(move, cache)
 
 
-def has_slots_to_move(cache: Any) -> bool:
+def has_slots_to_move(cache: PyTree) -> bool:
     """Whether a tree has a `Cache`, so that its slots can be moved."""
     return any(map(_is_cache, jax.tree.leaves(cache, is_leaf=_is_cache)))
 
 
 def empty_cache(
-    layers: int, batch: int, length: int, kv_heads: int, head_dim: int, dtype: Any
+    layers: int, batch: int, length: int, kv_heads: int, head_dim: int, dtype: np.dtype
 ) -> Cache:
     """Returns an empty cache for up to `length` tokens in each row."""
     shape = (layers, batch, length, kv_heads, head_dim)
@@ -130,7 +129,7 @@ def empty_cache(
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), mask, jnp.zeros((), jnp.int32))
 
 
-def admit(cache: Any, shape: tuple[int, ...], mask: Mask | None) -> Any:
+def admit(cache: Cache, shape: tuple[int, ...], mask: Mask | None) -> Cache:
     """Marks the slots of new tokens of `shape` as filled. `extend` writes their keys and values."""
     real = jnp.ones(shape, bool) if mask is None else mask.astype(bool)
     real = jax.lax.dynamic_update_slice(cache.mask, real, (0, cache.filled))  # (batch, length)
@@ -161,30 +160,21 @@ def extend(
     """
     if cache is None:
         return None, k, v
+    start = cache.filled - k.shape[1]  # `admit` has counted the new tokens
     if isinstance(cache, CacheByLayer):
-        return _extend_layer(cache, int(layer), k, v)
-    at = (layer, 0, cache.filled - k.shape[1], 0, 0)  # `admit` has counted the new tokens
+        i = int(layer)
+        of_k = jnp.transpose(k, (0, 2, 3, 1)).astype(cache.k[i].dtype)  # (batch, heads, dim, new)
+        of_v = jnp.transpose(v, (0, 2, 1, 3)).astype(cache.v[i].dtype)  # (batch, heads, new, dim)
+        layer_k = jax.lax.dynamic_update_slice(cache.k[i], of_k, (0, 0, 0, start))
+        layer_v = jax.lax.dynamic_update_slice(cache.v[i], of_v, (0, 0, start, 0))
+        ks = (*cache.k[:i], layer_k, *cache.k[i + 1 :])
+        vs = (*cache.v[:i], layer_v, *cache.v[i + 1 :])
+        cache = dataclasses.replace(cache, k=ks, v=vs)
+        return cache, *cache.layer(i)
+    at = (layer, 0, start, 0, 0)
     # Only the new slots are written: copying a layer would triple the memory traffic of decoding.
     ks = jax.lax.dynamic_update_slice(cache.k, k[None].astype(cache.k.dtype), at)
     vs = jax.lax.dynamic_update_slice(cache.v, v[None].astype(cache.v.dtype), at)
     layer_k = jax.lax.dynamic_index_in_dim(ks, layer, 0, False)
     layer_v = jax.lax.dynamic_index_in_dim(vs, layer, 0, False)
     return dataclasses.replace(cache, k=ks, v=vs), layer_k, layer_v
-
-
-def _extend_layer(
-    cache: CacheByLayer,
-    layer: int,
-    k: Float[Array, "batch new kv_heads head_dim"],
-    v: Float[Array, "batch new kv_heads value_dim"],
-) -> tuple[CacheByLayer, Float[Array, "batch keys kv_heads head_dim"], Float[Array, "..."]]:
-    start = cache.filled - k.shape[1]  # `admit` has counted the new tokens
-    old_k, old_v = cache.k[layer], cache.v[layer]
-    new_k = jnp.transpose(k, (0, 2, 3, 1)).astype(old_k.dtype)  # (batch, kv_heads, head_dim, new)
-    new_v = jnp.transpose(v, (0, 2, 1, 3)).astype(old_v.dtype)  # (batch, kv_heads, new, value_dim)
-    layer_k = jax.lax.dynamic_update_slice(old_k, new_k, (0, 0, 0, start))
-    layer_v = jax.lax.dynamic_update_slice(old_v, new_v, (0, 0, start, 0))
-    ks = (*cache.k[:layer], layer_k, *cache.k[layer + 1 :])
-    vs = (*cache.v[:layer], layer_v, *cache.v[layer + 1 :])
-    cache = dataclasses.replace(cache, k=ks, v=vs)
-    return cache, *cache.layer(layer)

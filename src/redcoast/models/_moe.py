@@ -110,8 +110,12 @@ def dispatch(
     length, experts = x.shape[1], weights.shape[1]
     room = min(length, math.ceil(_ROOM * length * chosen / experts))
     parts = -(-length // room)  # chunks, as many as hold all tokens
-    # (batch, experts, parts, room)
-    order = _routed_first(weights, parts * room).reshape(*weights.shape[:2], parts, room)
+    # All tokens for each expert, those that are routed to it first. The sort is stable, so that
+    # they stay in the order of the row. Padding has an index that is out of bounds.
+    order = jnp.argsort(weights == 0, axis=-1)  # (batch, experts, seq)
+    padding = ((0, 0), (0, 0), (0, parts * room - length))
+    order = jnp.pad(order, padding, constant_values=length)
+    order = order.reshape(*weights.shape[:2], parts, room)
     most = most_of_rows(jnp.sum(weights != 0, axis=-1))  # the tokens of the busiest expert of a row
 
     def run(y: Array, at: Int[Array, "batch experts room"]) -> Array:
@@ -131,14 +135,3 @@ def dispatch(
 
     inputs = (jnp.arange(parts), jnp.moveaxis(order, 2, 0))  # chunks first
     return jax.lax.scan(remat(run_if_any), jnp.zeros_like(x), inputs)[0]
-
-
-def _routed_first(
-    weights: Float[Array, "batch experts seq"], length: int
-) -> Int[Array, "batch experts length"]:
-    """Returns the indices of all tokens for each expert, beginning with the tokens that are routed
-    to it, and padded to `length` with an index that is out of bounds."""
-    # The sort is stable, so that tokens stay in the order of the row.
-    order = jnp.argsort(weights == 0, axis=-1)  # (batch, experts, seq)
-    padding = length - order.shape[-1]
-    return jnp.pad(order, ((0, 0), (0, 0), (0, padding)), constant_values=order.shape[-1])

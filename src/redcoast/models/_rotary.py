@@ -141,7 +141,16 @@ def scaled_angles(
         cos, sin = rotary_angles(positions, yarn_frequencies(head_dim, base, scaling), dtype)
         return cos * scaling.amplitude, sin * scaling.amplitude
     if isinstance(scaling, LongRope):
-        return _long_angles(positions, rotary_frequencies(head_dim, base), scaling, dtype, lengths)
+        frequencies = rotary_frequencies(head_dim, base)
+        # Both are computed, because one batch may have short and long rows.
+        short = rotary_angles(positions, frequencies / np.asarray(scaling.short, float), dtype)
+        long = rotary_angles(positions, frequencies / np.asarray(scaling.long, float), dtype)
+        is_long = jnp.max(positions, axis=1) >= scaling.original  # (batch,)
+        if lengths is not None:
+            is_long = is_long | (lengths > scaling.original)
+        is_long = is_long[:, None, None, None]
+        cos = jnp.where(is_long, long[0], short[0]) * scaling.factor
+        return cos, jnp.where(is_long, long[1], short[1]) * scaling.factor
     if scaling is None or scaling.kind != "dynamic":
         return rotary_angles(positions, rotary_frequencies(head_dim, base, scaling), dtype)
     # The base grows with the length of a row: a factor for each pair of features.
@@ -153,25 +162,6 @@ def scaled_angles(
     frequencies = frequencies * growth[:, None] ** -powers[None]  # (batch, half)
     angles = positions[:, :, None, None].astype(dtype) * frequencies[:, None, None]
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def _long_angles(
-    positions: Integer[AnyArray, "#batch seq"],
-    frequencies: Float[np.ndarray, " half"],
-    scaling: LongRope,
-    dtype: Any,
-    lengths: Int[Array, " batch"] | None,
-) -> Angles:
-    # Both are computed, because one batch may have short and long rows.
-    short = rotary_angles(positions, frequencies / np.asarray(scaling.short, float), dtype)
-    long = rotary_angles(positions, frequencies / np.asarray(scaling.long, float), dtype)
-    is_long = jnp.max(positions, axis=1) >= scaling.original  # (batch,)
-    if lengths is not None:
-        is_long = is_long | (lengths > scaling.original)
-    is_long = is_long[:, None, None, None]
-    cos = jnp.where(is_long, long[0], short[0]) * scaling.factor
-    sin = jnp.where(is_long, long[1], short[1]) * scaling.factor
-    return cos, sin
 
 
 def rotary_frequencies(

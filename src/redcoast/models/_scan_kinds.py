@@ -43,7 +43,9 @@ def repeated_layers(kinds: Sequence[str]) -> list[RepeatedLayers]:
     while start < len(kinds):
         period, repeats = 1, 1
         for size in range(1, (len(kinds) - start) // 2 + 1):
-            count = _count_repeats(kinds[start:], size)
+            pattern, count = kinds[start : start + size], 1
+            while kinds[start + count * size : start + (count + 1) * size] == pattern:
+                count += 1
             # The pattern that covers most layers; of several, the shortest.
             if count > 1 and size * count > period * repeats:
                 period, repeats = size, count
@@ -51,14 +53,6 @@ def repeated_layers(kinds: Sequence[str]) -> list[RepeatedLayers]:
         parts.append(RepeatedLayers(pattern, repeats, tuple(kinds[:start])))
         start += period * repeats
     return parts
-
-
-def _count_repeats(kinds: Sequence[str], size: int) -> int:
-    """How often the first `size` kinds follow each other."""
-    count = 1
-    while kinds[count * size : (count + 1) * size] == kinds[:size]:
-        count += 1
-    return count
 
 
 def scan_kinds(

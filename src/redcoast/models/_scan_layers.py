@@ -86,8 +86,13 @@ def scan_layers(
 
     Returns the residual stream and the cache after the last layer.
     """
-    if any(map(is_by_layer, jax.tree.leaves(layers, is_leaf=is_by_layer))):
-        return _run_layers(layer_fn, x, layers, cache, key)
+    stacks = jax.tree.leaves(layers, is_leaf=is_by_layer)
+    # Some stacks, such as flags of layers, are not split.
+    apart = next(filter(is_by_layer, stacks), None)
+    if apart is not None:
+        for i, own in enumerate(split_key(key, len(apart.arrays))):
+            x, cache = layer_fn(x, cache, layer_arrays(layers, i), np.int32(i), own)
+        return x, cache
     count = jax.tree.leaves(layers)[0].shape[0]
     keys = jax.random.split(key, count) if key is not None else None
     together = min(unroll or default_unroll(layers, count, has_cache=has_cache(cache)), count)
@@ -133,21 +138,6 @@ def default_unroll(layers: PyTree, count: int, *, has_cache: bool = False) -> in
     if count > most:
         return 1
     return count
-
-
-def _run_layers(
-    layer_fn: Callable[..., tuple[Array, PyTree]],
-    x: Float[Array, "..."],
-    layers: PyTree,
-    cache: PyTree,
-    key: PRNGKeyArray | None,
-) -> tuple[Float[Array, "..."], PyTree]:
-    stacks = jax.tree.leaves(layers, is_leaf=is_by_layer)
-    # Some stacks, such as flags of layers, are not split.
-    count = next(len(stack.arrays) for stack in stacks if is_by_layer(stack))
-    for i, own in enumerate(split_key(key, count)):
-        x, cache = layer_fn(x, cache, layer_arrays(layers, i), np.int32(i), own)
-    return x, cache
 
 
 def layer_arrays(layers: PyTree, i: int) -> PyTree:

@@ -32,11 +32,6 @@ class View(eqx.Module):
     causal: bool = eqx.field(static=True, default=False)
     window: int | None = eqx.field(static=True, default=None)
 
-    @property
-    def is_order_only(self) -> bool:
-        """Whether the keys that a query sees depend only on its slot, which is its index."""
-        return self.real is None and self.slots is None and self.segments is None
-
     def visible(self, queries: int, keys: int) -> Bool[Array, "#batch #queries #keys"]:
         """Returns the array of all pairs."""
         rows = jnp.arange(queries) if self.slots is None else self.slots

@@ -209,7 +209,12 @@ class Bert(eqx.Module):
             positions = count_positions(real, segments)
         x = look_up(self.embed, tokens)  # (batch, seq, width)
         x += look_up(self.position_embed, positions + c.first_position)
-        x = self._add_types(x, types)  # (batch, seq, width)
+        if self.type_embed is None and types is not None:
+            raise ValueError("This model has no token types, but `types` are given.")
+        if types is not None:
+            x = x + look_up(self.type_embed, types)
+        elif self.type_embed is not None:
+            x = x + self.type_embed[:1][None]  # all tokens have type 0
         embed_key, key = split_key(key, 2)
         x = dropout(layer_norm(x, self.norm, self.norm_shift, c.norm_eps), c.dropout, embed_key)
         visible = full_view(real, segments)
@@ -223,15 +228,6 @@ class Bert(eqx.Module):
             return layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps), cache
 
         return scan_layers(layer_fn, x, self.layers, key=key, **c.loop_options)[0]
-
-    def _add_types(self, x, types):
-        if self.type_embed is None:
-            if types is not None:
-                raise ValueError("This model has no token types, but `types` are given.")
-            return x
-        if types is None:
-            return x + self.type_embed[:1][None]  # all tokens have type 0
-        return x + look_up(self.type_embed, types)
 
     def pool(
         self,

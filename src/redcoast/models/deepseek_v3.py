@@ -132,12 +132,8 @@ class DeepseekV3(SharedExpertsDecoder):
     def init_cache(self, batch: int, length: int) -> Cache:
         c, dtype = self.config, self.embed.dtype
         slots = (c.layers, batch, length, 1)  # one head for all
-        latent, common = (
-            jnp.zeros((*slots, c.kv_rank), dtype),
-            jnp.zeros((*slots, c.rope_size), dtype),
-        )
-        mask = jnp.zeros((batch, length), bool)
-        return Cache(latent, common, mask, jnp.zeros((), jnp.int32))
+        latent, common = (jnp.zeros((*slots, n), dtype) for n in (c.kv_rank, c.rope_size))
+        return Cache(latent, common, jnp.zeros((batch, length), bool), jnp.zeros((), jnp.int32))
 
     @staticmethod
     def _make_layers(config, layers, *, routed, key):
@@ -158,8 +154,12 @@ class DeepseekV3(SharedExpertsDecoder):
         # (batch, seq, 1, rope_size): the rotated features of keys are the same for all heads.
         common = turn(product("bsd,dk->bsk", x, layer.k_rope)[:, :, None], angles)
         cache, latent, common = extend(cache, index, latent[:, :, None], common)
-        options = {"visible": visible, "scale": _score_scale(c)}
-        options |= {"rate": c.attention_dropout, "key": key}
+        growth = 1.0
+        if c.rope_scaling is not None and c.rope_scaling.factor > 1:
+            growth = 1 + 0.1 * c.score_scaling * math.log(c.rope_scaling.factor)
+        # Squared, as queries and keys would each be multiplied by it.
+        scale = growth**2 / math.sqrt(c.plain_size + c.rope_size)
+        options = {"visible": visible, "scale": scale, "rate": c.attention_dropout, "key": key}
         if cache is not None and x.shape[1] == 1:
             # For one query, the projections from latent features to keys and values are applied to
             # the query and the output instead, which takes less work than to all slots.
@@ -175,11 +175,3 @@ class DeepseekV3(SharedExpertsDecoder):
             k = jnp.concatenate([k, common], axis=-1)  # (batch, slots, heads, size)
             out = attend(jnp.concatenate([plain, turned], axis=-1), k, v, **options)
         return product("bshk,hkd->bsd", out, layer.wo), cache
-
-
-def _score_scale(c):
-    growth = 1.0
-    if c.rope_scaling is not None and c.rope_scaling.factor > 1:
-        growth = 1 + 0.1 * c.score_scaling * math.log(c.rope_scaling.factor)
-    # Squared, as queries and keys would each be multiplied by it.
-    return growth**2 / math.sqrt(c.plain_size + c.rope_size)

@@ -5,7 +5,6 @@ small models), or keys that serve as values (the large ones) and experts beside 
 network (the mixture of experts).
 """
 
-import functools as ft
 import math
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
@@ -228,10 +227,8 @@ class Gemma4Layers(StackedLayers):
             if side == "near" or not c.keys_are_values:
                 self.wv = make(width, width, kv_heads, size)
         self.wo = make(c.heads * size, c.heads, size, width, scale=out)
-        self.q_norm, self.k_norm = (
-            jnp.ones((layers, size)),
-            ones((layers, size), when=not is_shared),
-        )
+        self.q_norm = jnp.ones((layers, size))
+        self.k_norm = ones((layers, size), when=not is_shared)
         self.mlp_norm, self.mlp_post_norm = jnp.ones(stream), jnp.ones(stream)
         self.gate, self.up = make(width, width, hidden), make(width, width, hidden)
         self.down = make(hidden, hidden, width, scale=out)
@@ -293,8 +290,11 @@ class Gemma4(RoutedDecoder):
             self.layer_embed = normal(table, (rows, *shape), fan_in=c.layer_size)
             self.layer_project = normal(project, (c.width, *shape), fan_in=c.width)
             self.layer_norm = jnp.ones(c.layer_size)
-        stacks = map(ft.partial(_make_stack, c), _KINDS, keys)
-        self.near, self.far, self.near_shared, self.far_shared = stacks
+        stacks = dict.fromkeys(_KINDS)  # kinds of which there are no layers have no arrays
+        for kind, key in zip(_KINDS, keys, strict=True):
+            if kind in c.kinds:
+                stacks[kind] = Gemma4Layers(c, kind, c.kinds.count(kind), key=key)
+        self.near, self.far, self.near_shared, self.far_shared = stacks.values()
         self.norm = jnp.ones(c.width)
         self.config = config
 
@@ -333,13 +333,17 @@ class Gemma4(RoutedDecoder):
             y = _norm(x, layer.attention_norm, c)
             # (batch, seq, heads, head_dim)
             q = _norm(product("bsd,dhk->bshk", y, layer.wq), layer.q_norm, c)
-            if kind != side:
-                k, v = _keys_values_before(cache, shared, side)
-            else:
+            if kind == side:
                 k, v = _keys_values(layer, y, angles[side], c)
-                cache, k, v = _extend(cache, side, index, k, v)
+                if cache is not None:
+                    part, k, v = extend(getattr(cache, side), index, k, v)
+                    cache = replace(cache, **{side: part})
                 if shared is not None:
                     shared = {**shared, side: (k, v)}
+            elif shared is not None:  # those of the last layer that has some of its own
+                k, v = shared[side]
+            else:
+                k, v = getattr(cache, side).layer(-1)
             q = rotate(q, angles[side])  # (batch, seq, heads, head_dim)
             # The norms of queries and keys have learned the scale.
             options = {"scale": 1.0, "rate": c.attention_dropout, "key": key}
@@ -390,10 +394,6 @@ def _norm(x, scale, config):
     return wide_rms_norm(x, scale, config.norm_eps)
 
 
-def _make_stack(c: Gemma4Config, kind: str, key: PRNGKeyArray) -> Gemma4Layers | None:
-    return None if kind not in c.kinds else Gemma4Layers(c, kind, c.kinds.count(kind), key=key)
-
-
 def _angles(positions, c, dtype):
     near = rotary_frequencies(c.head_dim, c.local_rope_base)
     far = rotary_frequencies(c.global_head_dim, c.rope_base)
@@ -408,20 +408,6 @@ def _keys_values(layer, x, angles, c):
         v = product("bsd,dhk->bshk", x, layer.wv)
     # Without a projection of their own, values are the keys before their norm and rotation.
     return rotate(_norm(k, layer.k_norm, c), angles), _norm(v, None, c)
-
-
-def _extend(cache, side, index, k, v):
-    if cache is None:
-        return None, k, v
-    part, k, v = extend(getattr(cache, side), index, k, v)
-    return replace(cache, **{side: part}), k, v
-
-
-def _keys_values_before(cache, shared, side):
-    """The keys and values of the last layer of a kind that has some of its own."""
-    if shared is not None:
-        return shared[side]
-    return getattr(cache, side).layer(-1)
 
 
 def _nothing_shared(x, c):

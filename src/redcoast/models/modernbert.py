@@ -292,7 +292,9 @@ class ModernBert(eqx.Module):
             y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
             return x + _mlp(layer, y, mlp_key, c), cache
 
-        norms = map(_before_later_layers, (self.attention_norm, self.attention_norm_shift))
+        # With a row for the first layer, which does not use it.
+        add_row = lambda norm: jnp.concatenate([jnp.ones_like(norm[:1]), norm])
+        norms = jax.tree.map(add_row, (self.attention_norm, self.attention_norm_shift))
         layers = (self.layers, *norms, jnp.asarray(c.has_window))
         x, _ = scan_layers(layer_fn, x, layers, key=key, **c.loop_options)
         return layer_norm(x, self.norm, self.norm_shift, c.norm_eps)
@@ -323,11 +325,6 @@ class ModernBert(eqx.Module):
         x = product("bsd,de->bse", x, self.pooler.w, self.pooler.b)
         x = ACTIVATIONS[self.config.head_activation](x)
         return layer_norm(x, self.pooler.norm, self.pooler.norm_shift, self.config.norm_eps)
-
-
-def _before_later_layers(norm):
-    """Adds a row for the first layer, which does not use it."""
-    return None if norm is None else jnp.concatenate([jnp.ones_like(norm[:1]), norm])
 
 
 def _attention(layer, x, angles, views, local, key, config):

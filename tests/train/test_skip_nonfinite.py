@@ -91,8 +91,22 @@ def test_the_state_is_overwritten_in_place():
 
 
 def test_an_optimizer_state_that_changes_its_structure():
-    with pytest.raises(ValueError, match="a state with the structure of its argument"):
-        guarded_update(lambda g, s: (g, {"a": s, "b": s}), GRADS, jnp.ones(3), jnp.asarray(True))
+    update = lambda g, s: (g, {**s, "b": s["a"]})
+    with pytest.raises(ValueError, match="but the new state also has b. Create all"):
+        guarded_update(update, GRADS, {"a": jnp.ones(3)}, jnp.asarray(True))
+
+
+def test_an_optimizer_that_adds_to_its_state_is_refused_on_a_mesh():
+    """As `optax.monitor` does; the plan of the update failed with an error of `zip`."""
+    adds = lambda grads, state, params=None: (grads, {"n": jnp.ones(())})
+    optimizer = optax.GradientTransformation(lambda params: {}, adds)
+    loss_fn = lambda model, batch, key: jnp.mean((batch @ model["w"]) ** 2)
+    batch, mesh = np.ones((8, 8), np.float32), rc.make_mesh(data=8)
+    model = {"w": jnp.ones((8, 8))}
+    key = jax.random.key(0)
+    state, step, _ = rc.prepare(model, optimizer, loss_fn, batch, mesh=mesh, key=key)
+    with pytest.raises(ValueError, match="the new state also has n"):
+        step(state, batch)
 
 
 def test_gradients_of_unrolled_layers_are_stacked_once():

@@ -116,8 +116,9 @@ def _check_shapes(updates: PyTree, params: PyTree) -> None:
     """Raises an error for updates that `optax.apply_updates` would broadcast."""
     if jax.tree.structure(updates) != jax.tree.structure(params):
         return  # `optax.apply_updates` accepts it or raises an error
-    for (where, shape), (_, wanted) in zip(_shapes(updates), _shapes(params), strict=True):
-        if shape != wanted:
+    shapes = _shapes(updates)
+    for where, wanted in _shapes(params).items():
+        if (shape := shapes[where]) != wanted:
             raise ValueError(
                 f"`optimizer` returned an update of shape {shape} for the parameter at {where}, "
                 f"of shape {wanted}. They must have the same shape. Optimizers that need the "
@@ -132,10 +133,19 @@ def _check_opt_state(
     """Raises an error if the state differs from the one that the optimizer initialises."""
     # Only after an error, since it traces the optimizer again.
     expected = jax.eval_shape(optimizer.init, params)
-    wanted, shapes = dict(_shapes(expected)), dict(_shapes(opt_state))
     same = jax.tree.structure(expected) == jax.tree.structure(opt_state)
-    if same and wanted == shapes:
+    if same and _shapes(expected) == _shapes(opt_state):
         return
+    raise ValueError(
+        "`optimizer` is not the one that the state was created with, or `trainable` selects other "
+        f"leaves: the optimizer state {differences(expected, opt_state)}. Pass the same "
+        "`optimizer` and `trainable` as to `init_state`."
+    ) from error
+
+
+def differences(expected: PyTree, other: PyTree) -> str:
+    """A verb phrase that says what another state of an optimizer lacks, and has besides."""
+    wanted, shapes = _shapes(expected), _shapes(other)
     missing: list[str] = []
     differ: list[str] = []
     for where, shape in wanted.items():
@@ -145,16 +155,10 @@ def _check_opt_state(
             differ.append(where)
     more = [where for where in shapes if where not in wanted]
     parts = {"lacks": missing, "also has": more, "has other shapes at": differ}
-    differences = ", and ".join(
-        f"{words} {several(names)}" for words, names in parts.items() if names
-    )
-    raise ValueError(
-        "`optimizer` is not the one that the state was created with, or `trainable` selects other "
-        f"leaves: the optimizer state {differences or 'has another structure'}. Pass the same "
-        "`optimizer` and `trainable` as to `init_state`."
-    ) from error
+    listed = [f"{words} {several(names)}" for words, names in parts.items() if names]
+    return ", and ".join(listed) or "has another structure"
 
 
-def _shapes(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(show_path(path, "its root"), jnp.shape(x)) for path, x in leaves]
+    return {show_path(path, "its root"): jnp.shape(x) for path, x in leaves}

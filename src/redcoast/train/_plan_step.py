@@ -279,7 +279,10 @@ def with_update_traffic(
             updates, after = call_update(
                 optimizer, gradients, join(opt_state, of_opt_state), params, **extras
             )
-        return jax.tree.leaves(updates), split(after)[0]
+        arrays, of_after = split(after)
+        if of_after.structure != of_opt_state.structure:
+            raise ValueError("An update returns a state of another structure.")
+        return jax.tree.leaves(updates), arrays
 
     arrays = tuple(map(_abstract, (trained, opt_state, model)))
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, PyTree
 from ..core._control_flow import AnyJaxpr, consts_of, open_jaxpr
 from ..core._jaxpr import bind_again, evaluate_jaxpr, variables
 from ..core._pytree import Arrays
+from ._optimizer import differences
 
 
 def guarded_update(
@@ -29,12 +30,13 @@ def guarded_update(
     """
     closed, shapes = jax.make_jaxpr(update, return_shape=True)(grads, opt_state)
     old, structure = jax.tree.flatten(opt_state)
-    outputs = _evaluate(closed, [*jax.tree.leaves(grads), *old], old, finite)
     if jax.tree.structure(shapes[1]) != structure:
         raise ValueError(
-            "The optimizer must return a state with the structure of its argument, "
-            f"{structure}, but returned {jax.tree.structure(shapes[1])}."
+            "Each update of `optimizer` must return a state with the structure of the one before, "
+            f"but the new state {differences(opt_state, shapes[1])}. Create all of its arrays in "
+            "`optimizer.init`."
         )
+    outputs = _evaluate(closed, [*jax.tree.leaves(grads), *old], old, finite)
     count = len(outputs) - len(old)
     updates = jax.tree.structure(shapes[0]).unflatten(outputs[:count])
     return updates, structure.unflatten(outputs[count:])

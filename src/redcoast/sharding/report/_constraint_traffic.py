@@ -17,7 +17,7 @@ from ...core._control_flow import Scan, While, control_flow
 from .._mesh_axes import parts, used_axes
 from ..operations import atom_bytes, rule_of
 from ..program._facts import Facts, Operation, alike, follow_facts
-from ..program._graph import Asked, Source, Value, Work
+from ..program._graph import Asked, Value, Work
 from ..solver._hardware import all_gather, all_reduce
 from ..solver._strategy import Decision
 from ..tree._overrides import axes_of_spec, spec_parts
@@ -143,7 +143,8 @@ def _operand_traffic(
     of_sum = all_reduce(n, result_bytes / row_parts(result_dims))
     gathers_other = is_summed and all_gather(n, other_bytes) < of_sum
     if gathers_other:
-        is_again = work.grads > 0 and is_in_loop(work.source)
+        loops = [eqn for eqn in work.source[:-1] if isinstance(control_flow(eqn), Scan | While)]
+        is_again = work.grads > 0 and bool(loops)
         sent = all_gather(n, other_bytes) * (1 + is_again) * times
         yield ProductTraffic(model, sent, work, True)
     if gathers_other and split and work.grads:
@@ -174,10 +175,6 @@ def _operand_traffic(
         sent = min(sent, all_gather(decision.batch.parts(result_dims), size) or sent)
     over = used_axes(axes_of_spec(planned), decision.sizes)
     yield ProductTraffic(over, sent * times / decision.batch.parts(work.rows), work)
-
-
-def is_in_loop(source: Source) -> bool:
-    return any(isinstance(control_flow(equation), Scan | While) for equation in source[:-1])
 
 
 def path_of(source: Sequence[object]) -> _Path:

@@ -329,18 +329,47 @@ class PlanReport:
         return find_not_done(self)
 
     def to_json(self) -> dict[str, Any]:
-        """The same as dicts and lists of text and numbers, for `json.dumps`."""
-        return report_to_json(self)
+        """The same as dicts and lists of text and numbers, for `json.dumps`.
+
+        What was inferred from a program is beside the arrays.
+        """
+        rows = list(map(_array_to_json, self.arrays))
+        replicated: list[dict[str, Any]] = []
+        for row in rows:
+            if row["parts"] == 1:  # what a reader looks for first: it takes memory on every device
+                replicated.append({key: row[key] for key in _REPLICATED})
+        totals = asdict(self.totals).values()
+        without_program = {
+            "mesh": dict(self.mesh),
+            "rows": rows,
+            "totals": dict(zip(_ROLES, totals, strict=True)),
+            "replicated": replicated,
+            "not_done": list(map(asdict, self.not_done)),
+        }
+        return without_program | _program_to_json(self.program_or_none)
 
 
 def make_report(
     rows: Sequence[LeafPlan], axes: Mapping[str, int], program: ProgramReport | None = None
 ) -> PlanReport:
     """The report of a plan with these rows over a mesh with such axes."""
-    arrays = [_planned_array(row, axes) for row in rows]
+    arrays: list[PlannedArray] = []
     by_role: defaultdict[Role, list[PlannedArray]] = defaultdict(list)  # empty for other roles
-    for array in arrays:
-        by_role[array.role].append(array)
+    for row in rows:
+        leaf, parts = row.leaf, spec_parts(row.spec, axes)
+        array = PlannedArray(
+            path=leaf.name,
+            shape=leaf.shape,
+            dtype=str(leaf.dtype),
+            spec=row.spec,
+            reason=row.reason,
+            role=row.role,
+            parts=parts,
+            bytes=leaf.bytes,
+            bytes_per_device=leaf.bytes // parts,  # specs divide
+        )
+        arrays.append(array)
+        by_role[row.role].append(array)
     totals = Totals(
         all=_total(arrays),
         parameters=_total(by_role["parameter"]),
@@ -348,22 +377,6 @@ def make_report(
         other=_total(by_role["other"]),
     )
     return PlanReport(dict(axes), tuple(arrays), totals, program)
-
-
-def _planned_array(row: LeafPlan, axes: Mapping[str, int]) -> PlannedArray:
-    leaf = row.leaf
-    parts = spec_parts(row.spec, axes)
-    return PlannedArray(
-        path=leaf.name,
-        shape=leaf.shape,
-        dtype=str(leaf.dtype),
-        spec=row.spec,
-        reason=row.reason,
-        role=row.role,
-        parts=parts,
-        bytes=leaf.bytes,
-        bytes_per_device=leaf.bytes // parts,  # specs divide
-    )
 
 
 def total_bytes(items: Iterable[PlannedArray | Traffic | ClosedOver]) -> int:
@@ -381,25 +394,7 @@ _ROLES = ("all", "parameter", "optimizer state", "other")
 _REPLICATED = ("path", "shape", "bytes", "role", "reason")
 
 
-def report_to_json(report: PlanReport) -> dict[str, Any]:
-    """All of a report; what was inferred from a program is beside the arrays."""
-    rows = list(map(array_to_json, report.arrays))
-    replicated: list[dict[str, Any]] = []
-    for row in rows:
-        if row["parts"] == 1:  # what a reader looks for first: it takes memory on every device
-            replicated.append({key: row[key] for key in _REPLICATED})
-    totals = asdict(report.totals).values()
-    without_program = {
-        "mesh": dict(report.mesh),
-        "rows": rows,
-        "totals": dict(zip(_ROLES, totals, strict=True)),
-        "replicated": replicated,
-        "not_done": list(map(asdict, report.not_done)),
-    }
-    return without_program | program_to_json(report.program_or_none)
-
-
-def array_to_json(array: PlannedArray) -> dict[str, Any]:
+def _array_to_json(array: PlannedArray) -> dict[str, Any]:
     return {
         "path": array.path,
         "shape": list(array.shape),
@@ -415,7 +410,7 @@ def array_to_json(array: PlannedArray) -> dict[str, Any]:
     }
 
 
-def program_to_json(program: ProgramReport | None) -> dict[str, Any]:
+def _program_to_json(program: ProgramReport | None) -> dict[str, Any]:
     """The figures of a program; none for a plan made without a function."""
     if program is None:
         return {}
@@ -432,17 +427,12 @@ def program_to_json(program: ProgramReport | None) -> dict[str, Any]:
     figures["coupled"] = []
     if program.coupled is not None:
         figures["coupled"] = [asdict(program.coupled)]
-    figures["traffic"] = list(map(_traffic_to_json, program.traffic))
+    figures["traffic"] = []
+    for traffic in program.traffic:
+        entry = asdict(traffic)
+        del entry["axes"]
+        figures["traffic"].append({"axis": traffic.axis, **entry})
     return _lists(figures)
-
-
-def _traffic_to_json(traffic: Traffic) -> dict[str, str | int]:
-    return {
-        "axis": traffic.axis,
-        "kind": traffic.kind,
-        "cause": traffic.cause,
-        "bytes": traffic.bytes,
-    }
 
 
 def _lists(value: Any) -> Any:

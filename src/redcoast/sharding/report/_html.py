@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ..tree._overrides import spec_parts
 from ._data import PlannedArray, PlanReport
@@ -50,7 +50,9 @@ def draw_array(array: PlannedArray, mesh: Mapping[str, int]) -> str:
     parts += [1] * (len(array.shape) - len(parts))
     # What is missing of two dimensions is drawn as one of size 1.
     sizes, tiles = [1, 1], [1, 1]
-    for dim in _drawn_dims(parts):
+    # At most two dimensions: the last of the divided ones, or else the last.
+    divided_last = sorted(range(len(parts)), key=lambda dim: (parts[dim] > 1, dim))
+    for dim in sorted(divided_last[-2:]):
         sizes.append(array.shape[dim])
         tiles.append(min(parts[dim], _MOST_TILES))
     rows, columns = tiles[-2:]
@@ -62,18 +64,15 @@ def draw_array(array: PlannedArray, mesh: Mapping[str, int]) -> str:
         row, column = divmod(place, columns)
         # Multiplied first, so that the last tile ends where the picture does.
         x, y = column * width / columns, row * height / rows
+        colour = "#bbb"
+        if count > 1:
+            colour = f"hsl({360 * place // count}, 65%, 62%)"
         boxes.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" '
-            f'fill="{_colour(place, count)}" stroke="white" stroke-width="0.5"/>'
+            f'fill="{colour}" stroke="white" stroke-width="0.5"/>'
         )
     title = f"<title>{array.parts:,} parts</title>"
     return f'<svg width="{width}" height="{height}">{title}{"".join(boxes)}</svg>'
-
-
-def _drawn_dims(parts: Sequence[int]) -> list[int]:
-    """The dimensions of a picture, at most two: the last of the divided ones, then the last."""
-    order = sorted(range(len(parts)), key=lambda dim: (parts[dim] > 1, dim))  # divided ones last
-    return sorted(order[-2:])
 
 
 def _sides(rows: int, columns: int) -> tuple[int, int]:
@@ -82,9 +81,3 @@ def _sides(rows: int, columns: int) -> tuple[int, int]:
     # The longest side of an array of up to 4,096 elements is shorter than that of larger ones.
     scale = _LONGEST / max(height, width, 12)
     return max(_SHORTEST, round(height * scale)), max(_SHORTEST, round(width * scale))
-
-
-def _colour(place: int, count: int) -> str:
-    if count == 1:
-        return "#bbb"
-    return f"hsl({360 * place // count}, 65%, 62%)"

@@ -31,8 +31,13 @@ class _Origin(NamedTuple):
 def find_promotions(program: Program) -> tuple[str, ...]:
     """The lines of the user's code that combine every example with every other by mistake."""
     examples = find_examples(program)
+    if examples is None:
+        return ()
+    shapes: set[tuple[int, ...]] = set()
+    for equation in iter_equations(program.scope.jaxpr):
+        shapes.update(map(shape_of, equation.outvars))
     # Most programs combine no examples with all others, and need not be followed.
-    if examples is None or not _has_pairs(examples, program):
+    if (examples.size, examples.size) not in shapes:
         return ()
     lines: dict[str, None] = {}  # in the order of the program
     facts = Facts(
@@ -45,14 +50,6 @@ def find_promotions(program: Program) -> tuple[str, ...]:
     origins = [_Origin(model=True)] * arrays + [_Origin()] * others
     follow_facts(facts, program.scope, origins)
     return tuple(lines)
-
-
-def _has_pairs(examples: BatchDims, program: Program) -> bool:
-    pairs = (examples.size, examples.size)
-    for equation in iter_equations(program.scope.jaxpr):
-        if pairs in map(shape_of, equation.outvars):
-            return True
-    return False
 
 
 def _merged(origins: Sequence[_Origin]) -> _Origin:

@@ -181,8 +181,13 @@ def _find_sets(leaves: Sequence[Leaf], decision: Decision) -> dict[int, ArraysTo
             members.setdefault(root, []).append((leaf, d))
     over = " x ".join(used_axes(decision.model_axes, decision.sizes))
     sets: dict[int, ArraysTogether] = {}
+
+    def without_layers(root: int) -> tuple[object, ...]:
+        keys = [(_NUMBER.sub("*", leaf.name), leaf.shape, d) for leaf, d in members[root]]
+        return tuple(sorted(keys))
+
     # Layers alike are one line of the table: `layers/{0..11}/{up,down}`.
-    for roots in grouped(members, lambda root: _without_layers(members[root])).values():
+    for roots in grouped(members, without_layers).values():
         alike = _set([members[root] for root in roots], over)
         sets |= dict.fromkeys(roots, alike)
     return sets
@@ -203,12 +208,6 @@ def _set(alike: Sequence[Members], over: str) -> ArraysTogether:
     if len(alike) > 1:
         text += f" ({len(alike)} sets of {len(first)})"
     return ArraysTogether(names, Reason("tensor-parallel", text, names))
-
-
-def _without_layers(members: Members) -> tuple[object, ...]:
-    """A key that is the same for two sets that differ only in the indices of their layers."""
-    keys = [(_NUMBER.sub("*", leaf.name), leaf.shape, d) for leaf, d in members]
-    return tuple(sorted(keys))
 
 
 @dataclass(frozen=True)

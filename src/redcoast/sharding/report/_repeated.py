@@ -85,7 +85,8 @@ def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
     graph = program.graph
     if program.batch.splits_examples:
         return lambda work: "none of its dimensions is linked to the sequence"
-    sizes = sorted({graph.sizes[node] for node in program.batch.of_inputs})
+    sizes = map("{:,}".format, sorted({graph.sizes[node] for node in program.batch.of_inputs}))
+    batch = ", ".join(sizes)
     classes = Classes(graph, 1, soft=True, least=2)
     against = reasons_against(graph, classes, program.batch)
 
@@ -93,19 +94,15 @@ def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
         for node in work.dims:
             size = graph.sizes[node]
             rows = f"the {size:,} rows that the program makes"
-            reason = against.get(classes[node])
-            if reason is NotRows.REPLICATED:
-                return f"the program constrains {rows} to be replicated"
-            if reason is NotRows.OTHER_SIZE:
-                return f"{rows} {_other_number(size, sizes, count)}"
+            number = f"{rows} differ in number from the batch ({batch})"
+            match against.get(classes[node]):
+                case NotRows.REPLICATED:
+                    return f"the program constrains {rows} to be replicated"
+                case NotRows.OTHER_SIZE if size % count:
+                    return f"{number}, and do not divide over {count} devices"
+                case NotRows.OTHER_SIZE:
+                    asked = "`jax.lax.with_sharding_constraint` on them splits them too"
+                    return f"{number}; {asked}"
         return "none of its dimensions is linked to the batch"
 
     return why
-
-
-def _other_number(size: int, batch: Sequence[int], count: int) -> str:
-    sizes = ", ".join(map("{:,}".format, batch))
-    other_number = f"differ in number from the batch ({sizes})"
-    if size % count:
-        return f"{other_number}, and do not divide over {count} devices"
-    return f"{other_number}; `jax.lax.with_sharding_constraint` on them splits them too"

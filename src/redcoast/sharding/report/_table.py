@@ -68,20 +68,13 @@ def draw_table(report: data.PlanReport) -> str:
     else:
         lines += [*_body(_sections(groups_of(report))), ""]
         is_model_axis = program is not None and "fsdp" in program.model_axes
-        if _is_fsdp_sharded_as_well(report) and not is_model_axis:
+        parallel = (array for array in report.arrays if array.reason.kind == "tensor-parallel")
+        if any("fsdp" in array.axes for array in parallel) and not is_model_axis:
             lines += [*paragraph(_ALSO_FSDP), ""]
     lines += _totals(report.totals)
     if program is not None:
         lines += _program(program)
     return "\n".join(lines)
-
-
-def _is_fsdp_sharded_as_well(report: data.PlanReport) -> bool:
-    """Whether tensor-parallel arrays are sharded over `fsdp` too."""
-    for array in report.arrays:
-        if array.reason.kind == "tensor-parallel" and "fsdp" in array.axes:
-            return True
-    return False
 
 
 def groups_of(report: data.PlanReport, *, by_reason: bool = True) -> list[_Group]:
@@ -92,7 +85,9 @@ def groups_of(report: data.PlanReport, *, by_reason: bool = True) -> list[_Group
     places: dict[int, int] = {}  # in the tree, by the `id` of the array
     by_appearance: dict[tuple[object, ...], list[data.PlannedArray]] = {}
     for place, array in enumerate(report.arrays):
-        if _is_usual_state(array):
+        # It follows its parameter, or is small, as a count of steps is.
+        is_usual = array.reason.kind == "follows" or array.bytes <= 64
+        if array.role == "optimizer state" and is_usual:
             continue
         places[id(array)] = place
         # What the columns show, and the heading that the line is below.
@@ -105,13 +100,6 @@ def groups_of(report: data.PlanReport, *, by_reason: bool = True) -> list[_Group
             first = alike[members[0]]
             groups.append(_Group(pattern, first, len(members) * first.bytes_per_device))
     return sorted(groups, key=lambda group: places[id(group.first)])
-
-
-def _is_usual_state(array: data.PlannedArray) -> bool:
-    """Whether it is optimizer state that follows its parameter, or is small, as a count of steps
-    is."""
-    is_usual = array.reason.kind == "follows" or array.bytes <= 64
-    return array.role == "optimizer state" and is_usual
 
 
 def _sections(groups: Sequence[_Group]) -> list[tuple[str, list[_Group]]]:
@@ -145,7 +133,13 @@ def _body(sections: Sequence[tuple[str, list[_Group]]]) -> list[str]:
         rows = [_cells(group, heading) for group in groups]
         drawn.append((heading, rows))
         all_rows += rows
-    widths = _widths(all_rows)
+    widths = []
+    for i, column in enumerate(zip(*all_rows, strict=True)):
+        longest = max(map(len, column))
+        widths.append(min(longest, _LONGEST.get(i, longest)))
+    # Paths get what the others leave of the page. They can be broken at a slash.
+    gaps = 2 * (len(widths) - 1)
+    widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - gaps)
     lines = in_columns(_COLUMNS, widths)
     for heading, rows in drawn:
         if heading:
@@ -153,18 +147,6 @@ def _body(sections: Sequence[tuple[str, list[_Group]]]) -> list[str]:
         for row in rows:
             lines += in_columns(row, widths)
     return lines
-
-
-def _widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
-    """The widths of the columns; the first gets what the others leave of the page."""
-    widths = []
-    for i, column in enumerate(zip(*rows, strict=True)):
-        longest = max(map(len, column))
-        widths.append(min(longest, _LONGEST.get(i, longest)))
-    gaps = 2 * (len(widths) - 1)
-    # Paths are the longest, and can be broken at a slash.
-    widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - gaps)
-    return widths
 
 
 def _cells(group: _Group, heading: str) -> tuple[str, ...]:
@@ -237,7 +219,12 @@ def _closed_over(entries: Sequence[data.ClosedOver]) -> str:
     arrays = "an array"
     if len(entries) > 1:
         arrays = f"{len(entries)} arrays"
-    counts = Counter(map(_closed_over_array, entries))  # such as `12 x float32[512,512]`
+    counts: Counter[str] = Counter()  # such as `12 x float32[512,512]`
+    for array in entries:
+        about = f"{megabytes(array.bytes)} MB"
+        if array.axes:
+            about += f", tensor-parallel over {' x '.join(array.axes)}"
+        counts[f"{array.name} ({about})"] += 1
     texts = []
     for text, count in counts.most_common():
         if count > 1:
@@ -250,13 +237,6 @@ def _closed_over(entries: Sequence[data.ClosedOver]) -> str:
         '`trainable` leaves out, such as `trainable={"student": True, "teacher": False}`, or as a '
         "part of your own state, to shard them like its other arrays."
     )
-
-
-def _closed_over_array(array: data.ClosedOver) -> str:
-    about = f"{megabytes(array.bytes)} MB"
-    if array.axes:
-        about += f", tensor-parallel over {' x '.join(array.axes)}"
-    return f"{array.name} ({about})"
 
 
 def _memory(program: data.ProgramReport) -> list[str]:

@@ -30,8 +30,11 @@ def braced(paths: Sequence[str]) -> list[tuple[str, list[int]]]:
 
     Patterns are in the order of the first path that they match.
     """
-    # At first each path is its own pattern.
-    patterns = grouped(range(len(paths)), lambda place: _pattern(paths[place]))
+    # At first each path is its own pattern: that of `w/up` is `(("w",), ("/",), ("up",))`.
+    patterns: dict[Pattern, list[int]] = {}
+    for place, path in enumerate(paths):
+        pattern = tuple(zip(re.split(r"(\d+|/)", path), strict=True))
+        patterns.setdefault(pattern, []).append(place)
     longest = max(map(len, patterns), default=0)
     before = 0
     # Joining numbers may make names alike, and the other way round.
@@ -44,11 +47,6 @@ def braced(paths: Sequence[str]) -> list[tuple[str, list[int]]]:
     for pattern, places in sorted(patterns.items(), key=lambda item: min(item[1])):
         ordered.append(("".join(map(_pattern_text, pattern)), places))
     return ordered
-
-
-def _pattern(path: str) -> Pattern:
-    """The pattern of one path: that of `w/up` is `(("w",), ("/",), ("up",))`."""
-    return tuple(zip(re.split(r"(\d+|/)", path), strict=True))
 
 
 def shortened(paths: Sequence[str], limit: int = 3, width: int = 60) -> str:

@@ -1,7 +1,7 @@
 """The estimated communication of a plan, by mesh axis and by cause."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
@@ -10,7 +10,7 @@ from ...distributed._mesh import PIPE
 from .._mesh_axes import parts, used_axes
 from ..operations import atom_bytes
 from ..pipeline._stages import Pipeline
-from ..program._graph import Dims, PartialSum, Source, Work
+from ..program._graph import Dims, Source, Work
 from ..solver._figures import Pipelining
 from ..solver._hardware import all_gather, all_reduce
 from ..solver._layout import StorageLayout
@@ -244,10 +244,14 @@ def gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
     for summed in decision.program.graph.partial_sums.values():
         if summed.backward or not summed.value.grad or not decision.is_chosen(summed.node):
             continue
-        if is_divided(decision, summed.value.dims):
-            sent = all_gather(decision.n, _cotangent_bytes(decision, summed, by_path))
+        times, dims = summed.times, summed.value.dims
+        if is_divided(decision, dims):
+            work = by_path.get(path_of(summed.source))
+            if work is not None:
+                times, dims = work.times, (*work.rows, *dims)  # without rematerialisation
+            size = summed.value.bytes * times / decision.batch.parts(dims)
             cause = "all-gathers of the sequence, backward"
-            yield Sent(over, "activations", cause, sent, summed.source)
+            yield Sent(over, "activations", cause, all_gather(decision.n, size), summed.source)
 
 
 def _identity(work: Work, side: int) -> tuple[int, ...]:
@@ -263,13 +267,3 @@ def _identity(work: Work, side: int) -> tuple[int, ...]:
             break
         atom = around.pop().invars[open_jaxpr(call.jaxpr).invars.index(atom)]
     return (*path_of(around), id(atom))
-
-
-def _cotangent_bytes(
-    decision: Decision, summed: PartialSum, works: Mapping[tuple[int, ...], Work]
-) -> int | float:
-    """The bytes of the cotangents of a partial sum in a step, for the rows of a device."""
-    times, dims, work = summed.times, summed.value.dims, works.get(path_of(summed.source))
-    if work is not None:
-        times, dims = work.times, (*work.rows, *dims)  # without rematerialisation
-    return summed.value.bytes * times / decision.batch.parts(dims)

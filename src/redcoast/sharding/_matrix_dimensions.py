@@ -39,11 +39,6 @@ class _Weight:
     dims: tuple[Dims, ...]
     summed: Dims = frozenset()
 
-    def with_rank(self, rank: int) -> "_Weight":
-        """The part of a scanned array in one iteration, or what iterations stack."""
-        missing = rank - len(self.dims)  # negative inside a scan
-        return replace(self, dims=(frozenset(),) * missing + self.dims[max(0, -missing) :])
-
 
 @dataclass(frozen=True)
 class _Origin:
@@ -233,8 +228,12 @@ def _follow(uses: WeightUses, operation: Operation, origins: Sequence[_Origin]) 
             continue
         rank = len(shape_of(equation.invars[place]))
         # Inside a scan over layers, an operand lacks the dimension of layers.
-        weights = tuple(weight.with_rank(rank) for weight in origin.weights)
-        views[-1] = replace(origin, weights=weights)
+        weights: list[_Weight] = []
+        for weight in origin.weights:
+            missing = rank - len(weight.dims)  # more than 0 where iterations stack it
+            dims = (frozenset[int](),) * missing + weight.dims[max(0, -missing) :]
+            weights.append(replace(weight, dims=dims))
+        views[-1] = replace(origin, weights=tuple(weights))
         if place == 0 and _is_lookup(rule):
             uses.lookups.update(map(attrgetter("index"), weights))
     result = _joined(views)

@@ -189,26 +189,21 @@ def _read(path: Path) -> _SavedPlan:
         )
     try:
         saved = from_json(_SavedPlan, document)
-        _check_values(saved)
+        compute = saved.compute
+        # A file may have been edited, and its numbers are used without further checks.
+        if min(saved.mesh.values(), default=1) < 1:  # sizes divide dimensions of arrays
+            raise WrongEntries("mesh")
+        if compute.microbatches is not None and compute.microbatches < 1:
+            raise WrongEntries("microbatches")
+        recompute = compute.recompute
+        if recompute is not None and (recompute.parts < 1 or not recompute.share >= 0):
+            raise WrongEntries("recompute")
     except WrongEntries as error:
         raise ValueError(
             f"{path} is not a complete plan: {', '.join(sorted(error.names))} must be present and "
             "of the right type. Plan again, and save the new plan."
         ) from error
     return saved
-
-
-def _check_values(saved: _SavedPlan) -> None:
-    """Raises `WrongEntries` for numbers that no plan has."""
-    compute = saved.compute
-    # A file may have been edited, and its numbers are used without further checks.
-    if min(saved.mesh.values(), default=1) < 1:  # sizes divide dimensions of arrays
-        raise WrongEntries("mesh")
-    if compute.microbatches is not None and compute.microbatches < 1:
-        raise WrongEntries("microbatches")
-    recompute = compute.recompute
-    if recompute is not None and (recompute.parts < 1 or not recompute.share >= 0):
-        raise WrongEntries("recompute")
 
 
 def _cannot_read(path: Path, error: OSError) -> str:

@@ -3,7 +3,7 @@ few others: an interpolation, as by `jax.image.resize`, or the neighbours of eac
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -45,7 +45,7 @@ class Interpolation:
 
         None if that is not less than all.
         """
-        extents = self._extents
+        extents = self.extents()
         if extents is None:
             return None
         first, last = extents
@@ -59,10 +59,6 @@ class Interpolation:
         if before + after >= (count - 1) * own:
             return None
         return before, after
-
-    @cached_property
-    def _extents(self) -> Extents | None:
-        return self.extents()
 
 
 class Constants:
@@ -86,17 +82,15 @@ class Constants:
 
     def interpolation(self, equation: JaxprEqn) -> Interpolation | None:
         """What an equation interpolates; None for others."""
-        if id(equation) not in self._interpolations:
-            self._interpolations[id(equation)] = self._find(equation)
-        return self._interpolations[id(equation)]
-
-    def _find(self, equation: JaxprEqn) -> Interpolation | None:
-        match primitive_name(equation):
-            case "gather":
-                return self._lookup(equation)
-            case "dot_general":
-                return self._product(equation)
-        return None
+        known = self._interpolations
+        if id(equation) not in known:
+            known[id(equation)] = None
+            match primitive_name(equation):
+                case "gather":
+                    known[id(equation)] = self._lookup(equation)
+                case "dot_general":
+                    known[id(equation)] = self._product(equation)
+        return known[id(equation)]
 
     def _lookup(self, equation: JaxprEqn) -> Interpolation | None:
         dim = looked_up(equation)
@@ -107,6 +101,7 @@ class Constants:
         added = len(shape_of(indices)) - 2  # dimensions of the result
         targets = [d + added * (d > dim) for d in range(rank)]
 
+        @cache
         def extents() -> Extents | None:
             places = self._value(indices)  # (results, ..., 1)
             if places is None or places.min() < 0 or places.max() >= size:
@@ -131,6 +126,7 @@ class Constants:
         targets = [d - (d > dim) + (side == 0) for d in range(rank)]
         targets[dim] = 0 if side == 0 else rank - 1
 
+        @cache
         def extents() -> Extents | None:
             weights = self._value(matrix)
             if weights is None:

@@ -80,8 +80,9 @@ def sums_in_every_iteration(equation: JaxprEqn, scope: Scope, batch_dim: BatchDi
         if state is None and len(shape_of(atom)) > 1 and is_inexact(struct_of(atom)):
             return False
     # Each device would draw the random numbers of all rows from one key.
-    if any(map(_draws_from_one_key, equations_inside(equation))):
-        return False
+    for inner in equations_inside(equation):
+        if primitive_name(inner) == "random_bits" and not shape_of(inner.invars[0]):
+            return False
     (body,) = scope.inner[scope.jaxpr.eqns.index(equation)]
     for var, state in zip(body.jaxpr.invars[: scan.consts], states, strict=False):
         is_weight = state is None and is_inexact(struct_of(var))
@@ -109,10 +110,6 @@ def has_reverse_rule(equation: JaxprEqn) -> bool:
         if isinstance(flow, Call) and flow.kind is CallKind.CUSTOM_VJP:
             return True
     return False
-
-
-def _draws_from_one_key(equation: JaxprEqn) -> bool:
-    return primitive_name(equation) == "random_bits" and not shape_of(equation.invars[0])
 
 
 def _copies_suffice(scope: Scope, var: Var, batch_dim: BatchDim) -> bool:

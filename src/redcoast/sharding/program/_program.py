@@ -1,6 +1,6 @@
 """A traced function with its graph: the arrays of the model, the batch, and constants."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -154,7 +154,10 @@ def _follow(
                 graph.unrolled.add(node)
     arrays, others = rest[: traced.batch], rest[traced.batch :]
     batch = find_batch(graph, parameters, arrays, others)
-    is_rows = _rows_of(graph, batch)
+    classes = Classes(graph, 1, soft=True, least=2)
+    rows = classes.of((*batch.of_inputs, *batch.of_created))
+    # A single row is not divided over devices.
+    is_rows = lambda node: graph.sizes[node] > 1 and classes[node] in rows
     graph.sum_after(find_local_scans(scope, is_rows), is_rows)
     examples: list[Value] = []
     for place, value in enumerate(arrays):
@@ -170,14 +173,6 @@ def _follow(
         batch,
         find_constants(scope),
     )
-
-
-def _rows_of(graph: Graph, batch: BatchNodes) -> Callable[[int], bool]:
-    """Whether a node is rows of the batch, over any number of devices."""
-    classes = Classes(graph, 1, soft=True, least=2)
-    roots = classes.of((*batch.of_inputs, *batch.of_created))
-    # A single row is not divided over devices.
-    return lambda node: graph.sizes[node] > 1 and classes[node] in roots
 
 
 def _regions(traced: Traced, trainable: Sequence[bool]) -> tuple[Region, Region]:

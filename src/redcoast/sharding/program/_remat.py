@@ -76,10 +76,9 @@ class Region:
         """Whether the policy saves the results of an equation."""
         if self.policy is None:
             return False
-        return saves(self.policy, equation) or self._keeps_named(equation)
-
-    def _keeps_named(self, equation: JaxprEqn) -> bool:
-        """Whether all results of a function with a derivative rule have names that are saved."""
+        if saves(self.policy, equation):
+            return True
+        # It saves those of a function with a derivative rule by the names that all of them have.
         flow = control_flow(equation)
         if not isinstance(flow, Call) or flow.kind is not CallKind.CUSTOM_JVP:
             return False

@@ -145,7 +145,9 @@ def of_batch(
         else:
             cause = "sums over the batch"
             devices, others = batch.around(summed.node, (*summed.rows, *dims))
-            sent = _sum(devices, size / others, hardware.scatters and _is_divided(summed, batch))
+            # A sum over parts of examples may be split over the same devices.
+            is_divided = batch.splits_examples and _is_split_as_well(batch, summed.node, dims)
+            sent = _sum(devices, size / others, hardware.scatters and is_divided)
             yield PlannedCollective(cause, sent, dims, source, summed.backward)
     for product in products.values():
         yield from _for_product(product, batch)
@@ -244,7 +246,10 @@ def _is_gathered_again(graph: Graph, value: Value) -> bool:
                 case Call(kind=CallKind.REMAT) as call:
                     return is_loop or bool(call.prevent_cse)
                 case Scan() as scan:
-                    is_again &= all(map(recomputes_little, _regions_in(scan)))
+                    for inner in iter_equations(open_jaxpr(scan.body)):
+                        flow = control_flow(inner)
+                        if isinstance(flow, Call) and flow.kind is CallKind.REMAT:
+                            is_again &= recomputes_little(flow)
         return is_again
     for equation in graph.first_use.get(value.dims, ()):
         match control_flow(equation):
@@ -253,14 +258,6 @@ def _is_gathered_again(graph: Graph, value: Value) -> bool:
             case Call(kind=CallKind.REMAT):
                 return True
     return False
-
-
-def _regions_in(scan: Scan) -> Iterator[Call]:
-    """The rematerialised regions in the body of a loop."""
-    for equation in iter_equations(open_jaxpr(scan.body)):
-        flow = control_flow(equation)
-        if isinstance(flow, Call) and flow.kind is CallKind.REMAT:
-            yield flow
 
 
 @dataclass(frozen=True)
@@ -287,31 +284,31 @@ def _products(graph: Graph, batch: BatchDims) -> dict[_Key, _Product]:
     if not batch.splits_examples:
         return products
     for work in graph.works:
-        if work.source[-1].primitive.name != "dot_general" or not work.forward:
+        equation = work.source[-1]
+        if equation.primitive.name != "dot_general" or not work.forward:
             continue
+        rule, interpolation = rule_of(equation), graph.interpolation(equation)
+        assert rule is not None
         for split in batch.sets:
-            product = _product(work, split)
-            if product is not None and not _is_interpolated(product, graph):
-                products[_key(work.source, split)] = product
+            first, second = (_first_in(split, dims) for dims in work.of)
+            if first is None or second is None:
+                continue
+            halo = _interpolation_halo(equation, split, graph)
+            if interpolation is not None and halo is not None:
+                target = work.own[interpolation.targets[interpolation.dim]]
+                # With a constant matrix, of which an element depends on its neighbours.
+                if split.has(target):
+                    continue
+            kept: Dimension | None = None
+            of_result = _first_in(split, work.own[: len(rule.results[0])])
+            if of_result is not None:
+                kept = rule.results[0][of_result]
+            dimensions = rule.operands[0][first], rule.operands[1][second]
+            sums_parts, gathered = rule.split_product(dimensions, kept)
+            nodes = work.of[0][first], work.of[1][second]
+            product = _Product(work, split, nodes, sums_parts, tuple(gathered))
+            products[_key(work.source, split)] = product
     return products
-
-
-def _product(work: Work, split: SplitNodes) -> _Product | None:
-    """A product, if both of its operands are split over the same devices."""
-    rule = rule_of(work.source[-1])
-    assert rule is not None
-    rank = len(rule.results[0])
-    first, second = (_first_in(split, dims) for dims in work.of)
-    if first is None or second is None:
-        return None
-    kept: Dimension | None = None
-    of_result = _first_in(split, work.own[:rank])
-    if of_result is not None:
-        kept = rule.results[0][of_result]
-    dimensions = rule.operands[0][first], rule.operands[1][second]
-    sums_parts, gathered = rule.split_product(dimensions, kept)
-    nodes = work.of[0][first], work.of[1][second]
-    return _Product(work, split, nodes, sums_parts, tuple(gathered))
 
 
 def _first_in(split: SplitNodes, dims: Dims) -> int | None:
@@ -409,15 +406,6 @@ def _interpolated(summed: PartialSum, graph: Graph, batch: BatchDims) -> int | f
     return size * summed.times / others
 
 
-def _is_interpolated(product: _Product, graph: Graph) -> bool:
-    """Whether a product is one with a constant matrix that needs halos alone."""
-    equation, split = product.work.source[-1], product.split
-    interpolation = graph.interpolation(equation)
-    if interpolation is None or _interpolation_halo(equation, split, graph) is None:
-        return False
-    return split.has(product.work.own[interpolation.targets[interpolation.dim]])
-
-
 def _interpolation_halo(equation: JaxprEqn, split: SplitNodes, graph: Graph) -> int | float | None:
     """Bytes of the halos of an interpolation along a split dimension; None of others."""
     interpolation = graph.interpolation(equation)
@@ -461,11 +449,6 @@ def _turned_back(work: Work, graph: Graph, batch: BatchDims) -> int | float:
 def _bytes(atom: Atom) -> int:
     array = struct_of(atom)
     return array.size * array.dtype.itemsize
-
-
-def _is_divided(summed: PartialSum, batch: BatchDims) -> bool:
-    """Whether a sum over parts of examples is split over the same devices, and scattered."""
-    return batch.splits_examples and _is_split_as_well(batch, summed.node, summed.value.dims)
 
 
 def _is_split_as_well(batch: BatchDims, node: int, others: Iterable[int]) -> bool:

@@ -54,7 +54,9 @@ def choose(program, hardware, rng):
     graph, classes = program.graph, Classes(program.graph, MODEL)
     over = batch_dims(program, BATCH)
     against = conflicts(graph, classes, _candidates(program, classes, over))
-    problem = price(graph, classes, over, against, sharded, hardware, model=MODEL, fsdp=1, stored=1)
+    problem = price(
+        graph, classes, over, against, sharded, hardware, model=MODEL, fsdp=1, gradient_shards=1
+    )
     return problem, search_classes(problem)
 
 

@@ -303,7 +303,7 @@ def seconds_of(fn, model, batch, *, model_parallel):
         rc.Hardware(),
         model=sizes["model"],
         fsdp=sizes["fsdp"],
-        stored=sizes["fsdp"],
+        gradient_shards=sizes["fsdp"],
     )
     return problem.seconds(frozenset([hidden] * model_parallel))
 

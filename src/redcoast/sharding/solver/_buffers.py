@@ -207,7 +207,7 @@ class Timeline:
                 return (whole,)
         buffer = self.fuse(roots, value, source)
         # What is computed from arguments alone can be computed again.
-        buffer.reread = bool(roots) and all(root.given for root in roots)
+        buffer.reread = bool(roots) and all(root.reread for root in roots)
         if len(roots) == 1:
             buffer.parameter = roots[0].parameter
         return (buffer,)

@@ -256,6 +256,12 @@ class _Run:
                     saved.append((size_of(step.value(atom)), step.source))
         frame.loops[step.index] = replace(body, saved=tuple(saved)), self.time.now
         self.operations.write_results(step)
+        self.time.now += 1
+        for var, atom in zip(step.equation.outvars, carry, strict=False):
+            if not any(root.given for root in frame.of(atom)):
+                # The last iteration writes where the first one read.
+                (buffer,) = frame.of(var)
+                buffer.born = buffer.last = self.time.now
 
     def _loop(self, step: PeakStep) -> None:
         """A loop of unknown length, perhaps in an operation with its own derivative."""
@@ -277,7 +283,12 @@ class _Run:
     def _loop_back(self, step: PeakStep, results: Sequence[Cotangent]) -> list[Cotangent]:
         frame, equation = step.frame, step.equation
         body, begin = frame.loops[step.index]
-        self.time.read(frame.of_all((*equation.invars, *equation.outvars)))
+        read = [*equation.invars, *equation.outvars]
+        if isinstance(step.flow, Scan):
+            # Of what it carries, each iteration has kept what it needs.
+            consts, _, xs = step.flow.split(equation.invars)
+            read = [*consts, *xs]
+        self.time.read(frame.of_all(read))
         self.time.read(union((*filter(None, results), frame.copies.get(step.index, ()))))
         if body.saved:
             self.time.write_parts(body.saved).born = begin
@@ -305,7 +316,7 @@ def _run_body(
     frame.roots.update(zip(xs, slices, strict=True))
     carried: list[Buffer] = []
     for var in carry:
-        carried.append(Buffer((), 0, 0))
+        carried.append(Buffer((), 0, 0, given=time.size_of(values[var])))
         frame.roots[var] = (carried[-1],)
     run.forward(frame)
     time.now += 1

@@ -175,6 +175,12 @@ class OperationBuffers:
             elif is_written and (is_parameter or not has_outer_gradient(equation, place)):
                 self.time.read(union(read), narrow=self._reads_narrow(equation))
                 grads.append(self.write_gradient(step, atom))
+                groups = equation.params.get("feature_group_count", 1)
+                if groups > 1 and place == 1 and self.time.compiler == "cpu":
+                    # The compiler for CPUs computes the gradients for all groups of inputs with all
+                    # groups of results, and selects those that are asked for from a copy.
+                    size = groups * self.time.size_of(step.value(atom))
+                    self.time.write(2 * size, step.source)
             else:
                 grads.append(union(read))
         return grads

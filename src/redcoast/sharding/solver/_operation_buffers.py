@@ -8,6 +8,7 @@ from itertools import compress
 from jax.extend.core import JaxprEqn, Literal
 
 from ...core._control_flow import primitive_name
+from ...core._jaxpr import variables
 from ..operations import Atom, fixed_operands, is_linear
 from ..operations._rule_table import COSTLY, FROM_RESULT, VIEWS
 from ..program._graph import Value
@@ -84,6 +85,8 @@ class OperationBuffers:
         """Runs an operation that is fused into those that use its results."""
         frame, equation = step.frame, step.equation
         name, compiler = primitive_name(equation), self.time.compiler
+        if compiler == "cpu" and equation.params.get("strides") is not None:
+            self.in_memory(step, equation.invars[0])  # what is read row by row is written once
         operands = union(map(self.time.written, map(frame.of, equation.invars)))
         is_kept = name in COSTLY and compiler != "tpu"
         if squares(equation):
@@ -104,7 +107,10 @@ class OperationBuffers:
             frame.roots[var] = operands
             if name not in VIEWS:
                 frame.roots[var] = self.time.computed(operands)
-            if name in WRITTEN or is_shared:
+            # The sum of padded arrays is a concatenation, as in `jax.lax.associative_scan`.
+            terms = variables(equation.invars)
+            is_joined = name == "add" and len(terms) == 2 and frame.padded.issuperset(terms)
+            if name in WRITTEN or is_shared or is_joined:
                 frame.roots[var] = (self.time.fuse(operands, value, step.source),)
 
     def _operand(self, step: PeakStep, atom: Atom) -> Roots:

@@ -48,6 +48,15 @@ class PeakFrame:
     stacked: dict[Atom, Roots] = field(default_factory=dict)
     recomputed: dict[Atom, Roots] = field(default_factory=dict)
 
+    @cached_property
+    def padded(self) -> frozenset[Atom]:
+        """The results of `pad`."""
+        padded: set[Atom] = set()
+        for equation in self.scope.jaxpr.eqns:
+            if equation.primitive.name == "pad":
+                padded.update(equation.outvars)
+        return frozenset(padded)
+
     def of(self, atom: Atom) -> Roots:
         """The buffers of a variable; a literal has none."""
         if isinstance(atom, Literal):

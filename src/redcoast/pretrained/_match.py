@@ -170,16 +170,13 @@ def _way_out(
                 return f" To load {name} as a separate head, pass `tied=False`."
         return ""
     for name in settings.get("architectures") or ():
-        if _is_other_head(name) and problems["unexpected"]:
+        # Such as `LlamaForSequenceClassification`, and neither of the heads that generate text.
+        is_other = re.search(r"For(?!CausalLM|Conditional)\w+$", str(name))
+        if is_other and problems["unexpected"]:
             return (
                 f" The file is of a {name}, whose head is not implemented for this type of model."
             )
     return ""
-
-
-def _is_other_head(name: Any) -> bool:
-    # Such as `LlamaForSequenceClassification`, and neither of the two heads that generate text.
-    return isinstance(name, str) and bool(re.search(r"For(?!CausalLM|Conditional)\w+$", name))
 
 
 def _with_prefix(stored: dict[str, Stored], prefix: str, known: set[str]) -> dict[str, Stored]:

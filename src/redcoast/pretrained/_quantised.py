@@ -123,7 +123,9 @@ def _odd_settings(method: Any, quantisation: Settings) -> list[str]:
     groups = quantisation.get("config_groups")
     if isinstance(groups, dict):
         for name, group in groups.items():
-            numbers = _numbers_of(group)
+            numbers = "unknown"
+            if isinstance(group, dict) and isinstance(weights := group.get("weights"), dict):
+                numbers = f"{weights.get('type')} of {weights.get('num_bits')} bits"
             if numbers != "float of 8 bits":
                 odd.append(f"the weights of `{name}` are {numbers}")
     sparsity = quantisation.get("sparsity_config") or {}
@@ -134,19 +136,12 @@ def _odd_settings(method: Any, quantisation: Settings) -> list[str]:
     return odd
 
 
-def _numbers_of(group: object) -> str:
-    """Describes the numbers in which a group of modules has its weights."""
-    if isinstance(group, dict) and isinstance(weights := group.get("weights"), dict):
-        return f"{weights.get('type')} of {weights.get('num_bits')} bits"
-    return "unknown"
-
-
 def _block_size(quantisation: Settings) -> tuple[int, int] | None:
     size = quantisation.get("weight_block_size")
     if not isinstance(size, list) or len(size) != 2:
         return None
     rows, columns = size
-    if not all(isinstance(n, int) and n > 0 for n in (rows, columns)):
+    if not all(isinstance(n, int) and n > 0 for n in size):
         return None
     return rows, columns
 
@@ -229,14 +224,10 @@ def _of_fp8(
 
 
 def _name_of_scale(name: str, stored: Mapping[str, Stored]) -> str | None:
-    for pattern in _SCALES:
-        if (scale := pattern.format(name)) in stored:
-            return scale
-    module = name.removesuffix(".weight")
-    for pattern in _SCALES_OF_MODULES:
-        if module != name and (scale := pattern.format(module)) in stored:
-            return scale
-    return None
+    names = [pattern.format(name) for pattern in _SCALES]
+    if name.endswith(".weight"):
+        names += [pattern.format(name.removesuffix(".weight")) for pattern in _SCALES_OF_MODULES]
+    return next((scale for scale in names if scale in stored), None)
 
 
 def _as_grid(scale: Stored, shape: tuple[int, ...]) -> Stored:

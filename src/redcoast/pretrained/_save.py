@@ -32,7 +32,7 @@ from ._safetensors import write_safetensors
 from ._settings import Settings
 from ._slices import insert
 from ._source import GENERATION, INDEX, SETTINGS, SINGLE, find_gguf
-from ._tensors import Tensor, tensor_names
+from ._tensors import tensor_names
 from .text._tokenizer_files import gguf_tokenizer_files
 
 # The files of tokenizers and processors in Hugging Face's directories.
@@ -69,25 +69,52 @@ def save(
     if card is not None:
         check_card(card)
     leaves = _check_model(model)
-    settings, generation = _settings(model.config)
+    settings, generation = write_config(model.config), None
+    if hasattr(model.config, "decoding"):
+        generation = write_decoding(model.config)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(
             f"{path} exists already, and nothing is overwritten. Choose another path. `tokenizer` "
             "copies the files of a tokenizer; others can be added after the model is saved."
         )
-    tokenizer_files = _tokenizer_files(tokenizer)
+    others = _tokenizer_files(tokenizer)
     layout = layout_of(model.config)
-    parts = parts_of(layout.table, leaves)
+    # The parts of each tensor: paths of arrays, and indices in their leading dimensions.
+    parts: dict[str, list[Part]] = {}
+    for leaf, published in layout.table.items():
+        for index, name in tensor_names(published, leaves[leaf].shape).items():
+            parts.setdefault(name, []).append((leaf, index))
     needed = needed_shapes(layout, leaves)
     _check_dtypes(parts, leaves)
     shapes = {name: (needed[name], leaves[parts[name][0][0]].dtype) for name in parts}
     files = _files(shapes, max_file_bytes)
+    sizes = Counter()
+    for name, (_, dtype) in shapes.items():
+        sizes[dtype.name] += _nbytes(shapes, name)
+    # `transformers` loads the model in this dtype with `dtype="auto"`.
+    settings = {**settings, "torch_dtype": sizes.most_common(1)[0][0]}
+    others[SETTINGS] = _json(settings)
+    if generation is not None:
+        others[GENERATION] = _json(generation)
+    if card is not None:
+        count = sum(prod(shape) for shape, _ in shapes.values())
+        others[CARD] = make_card(card, settings, path.name, count)
+    if list(files) != [SINGLE]:
+        weight_map = {}
+        for file, names in files.items():
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": sizes.total()}, "weight_map": weight_map}
+        others[INDEX] = json.dumps(index, indent=2) + "\n"
     # Beside the directory, so that renaming it stays within the file system, and is atomic.
     work = path.with_name(f".{path.name}.unfinished")
     _on_first(ft.partial(_start_afresh, work), "begun")
 
     def tensor(name: str) -> np.ndarray:
-        return put_together(parts[name], take(parts[name], leaves), layout.table, needed[name])
+        out = np.empty(*shapes[name])
+        plain = np.dtype(f"u{out.itemsize}")  # NumPy copies its own types faster than bfloat16
+        for (path, _), part in zip(parts[name], take(parts[name], leaves), strict=True):
+            insert(layout.table[path], np.asarray(part).view(plain), out.view(plain))
+        return out
 
     for i, (file, names) in enumerate(files.items()):
         if i % jax.process_count() == jax.process_index():
@@ -96,18 +123,7 @@ def save(
             for name in names:  # each process takes part in gathering
                 jax.block_until_ready(take(parts[name], leaves))
     _barrier("written")
-    finish = ft.partial(
-        _finish, settings, generation, tokenizer_files, card, shapes, files, work, path
-    )
-    _on_first(finish, "finished")
-
-
-def _settings(config: object) -> tuple[Settings, Settings | None]:
-    """Returns the contents of the files of settings and of decoding."""
-    settings = write_config(config)
-    if not hasattr(config, "decoding"):
-        return settings, None
-    return settings, write_decoding(config)
+    _on_first(ft.partial(_finish, others, work, path), "finished")
 
 
 def _check_model(model: Any) -> dict[str, Any]:
@@ -179,38 +195,13 @@ def _start_afresh(work: Path) -> None:
     work.mkdir(parents=True)
 
 
-def _finish(
-    settings: Settings,
-    generation: Settings | None,
-    tokenizer_files: Mapping[str, Path | str],
-    card: Mapping[str, object] | None,
-    shapes: Shapes,
-    files: Mapping[str, list[str]],
-    work: Path,
-    path: Path,
-) -> None:
-    sizes = Counter()
-    for name, (_, dtype) in shapes.items():
-        sizes[dtype.name] += _nbytes(shapes, name)
-    # `transformers` loads the model in this dtype with `dtype="auto"`.
-    settings = {**settings, "torch_dtype": sizes.most_common(1)[0][0]}
-    (work / SETTINGS).write_text(_json(settings))
-    if generation is not None:
-        (work / GENERATION).write_text(_json(generation))
-    if card is not None:
-        count = sum(prod(shape) for shape, _ in shapes.values())
-        (work / CARD).write_text(make_card(card, settings, path.name, count), "utf-8")
-    for name, file in tokenizer_files.items():
+def _finish(others: Mapping[str, Path | str], work: Path, path: Path) -> None:
+    """Writes the other files, and names the directory."""
+    for name, file in others.items():
         if isinstance(file, Path):
             shutil.copyfile(file, work / name)
         else:
             (work / name).write_text(file, "utf-8")
-    if list(files) != [SINGLE]:
-        file_of_tensor = {}
-        for file, names in files.items():
-            file_of_tensor |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": sizes.total()}, "weight_map": file_of_tensor}
-        (work / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     # The files are on the disk before the directory has its name, and then the name is, too.
     sync_tree(work)
     os.rename(work, path)  # replaces an empty directory
@@ -231,7 +222,11 @@ def _tokenizer_files(source: Path | None) -> dict[str, Path | str]:
             f"There is no directory {source}, from which `tokenizer` says to copy the files of "
             "a tokenizer."
         )
-    files = _files_to_copy(source)
+    to_copy: set[Path] = set()
+    if source.is_dir():
+        for pattern in TOKENIZER:
+            to_copy |= set(filter(Path.is_file, source.glob(pattern)))
+    files = sorted(to_copy)
     if not files and (gguf := find_gguf(source)) is not None:
         return {**gguf_tokenizer_files(gguf)}
     if not files:
@@ -240,14 +235,6 @@ def _tokenizer_files(source: Path | None) -> dict[str, Path | str]:
             "or the .gguf file that the model was loaded from, or no `tokenizer`."
         )
     return {file.name: file_inside(source, file.name) for file in files}
-
-
-def _files_to_copy(directory: Path) -> list[Path]:
-    files = set()
-    if directory.is_dir():
-        for pattern in TOKENIZER:
-            files |= set(filter(Path.is_file, directory.glob(pattern)))
-    return sorted(files)
 
 
 def _on_first(action: Callable[[], None], name: str) -> None:
@@ -261,32 +248,12 @@ def _barrier(name: str) -> None:
     multihost_utils.sync_global_devices(f"redcoast.save_pretrained {name}")
 
 
-def parts_of(table: Mapping[str, Tensor], leaves: Mapping[str, Any]) -> dict[str, list[Part]]:
-    """Maps each tensor to its parts: paths of arrays, and indices in their leading dimensions."""
-    parts: dict[str, list[Part]] = {}
-    for path, tensor in table.items():
-        for index, name in tensor_names(tensor, leaves[path].shape).items():
-            parts.setdefault(name, []).append((path, index))
-    return parts
-
-
 def take(parts: list[Part], leaves: Mapping[str, Any]) -> list[Any]:
     """Returns the parts of one tensor as arrays that this process can read.
 
     All processes must call this.
     """
     return [_slice(leaves[path], index) for path, index in parts]
-
-
-def put_together(
-    parts: list[Part], taken: list[Any], table: Mapping[str, Tensor], shape: tuple[int, ...]
-) -> np.ndarray:
-    """Assembles a tensor on the host from its parts."""
-    out = np.empty(shape, taken[0].dtype)
-    plain = np.dtype(f"u{out.itemsize}")  # NumPy copies its own types faster than bfloat16
-    for (path, _), part in zip(parts, taken, strict=True):
-        insert(table[path], np.asarray(part).view(plain), out.view(plain))
-    return out
 
 
 def _slice(leaf: Any, index: tuple[int, ...]) -> jax.Array:

@@ -100,7 +100,7 @@ def _open_directory(path: Path) -> Source:
     if gguf := find_gguf(path):
         return _open_gguf(gguf)
     if not files:
-        raise ValueError(_without_tensors(path))
+        raise ValueError(f"{path} holds neither {SINGLE} nor {INDEX}{_instead(path)}.")
     if not (path / SETTINGS).is_file():
         raise ValueError(f"{path} contains tensors, but no {SETTINGS} that describes the model.")
     stored: dict[str, Stored] = {}
@@ -112,18 +112,12 @@ def _open_directory(path: Path) -> Source:
     return Source(read_json(file_inside(path, SETTINGS)), stored, generation=_generation(path))
 
 
-def _without_tensors(path: Path) -> str:
-    """Returns what is wrong with a directory without a model."""
-    neither = f"{path} holds neither {SINGLE} nor {INDEX}"
-    if any(path.glob("*.gguf")):
-        return f"{neither}, but several `.gguf` files: pass the path of one of them."
-    if pickles := [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]:
-        return _pickled(pickles)
-    return f"{neither}{_instead(path)}."
-
-
 def _instead(path: Path) -> str:
     """Returns what a directory without a model contains, and what to do with it."""
+    if any(path.glob("*.gguf")):
+        return ", but several `.gguf` files: pass the path of one of them"
+    if pickles := [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]:
+        raise ValueError(_pickled(pickles))
     if (path / "adapter_config.json").is_file():
         return (
             ", but adapters. Load the model that they were trained for, and then the adapters: "

@@ -130,7 +130,9 @@ def text_part(source: Source, where: object) -> Source:
     if settings is source.settings:
         return source
     names = _names(source.stored)
-    left_out = Counter(map(_module, source.stored.keys() - names.keys()))
+    left_out = Counter()
+    for name in source.stored.keys() - names.keys():
+        left_out[name.removeprefix("model.").split(".")[0]] += 1  # a module, as `vision_tower`
     if left_out:
         parts = " and ".join(f"{count} of {name}" for name, count in sorted(left_out.items()))
         warn(
@@ -157,8 +159,3 @@ def _names(stored: Mapping[str, Stored]) -> dict[str, str]:
                 renamed[name] = new + name.removeprefix(prefix)
                 break  # the longest prefixes come first
     return renamed
-
-
-def _module(name: str) -> str:
-    """The module that a tensor belongs to, such as `vision_tower`."""
-    return name.removeprefix("model.").split(".")[0]

@@ -102,7 +102,11 @@ def _named(settings: Settings, languages: Settings, tasks: Settings) -> tuple[li
     tokens, odd = [], []
     language = settings.get("language")
     if language is not None:
-        token = _token_of(language, languages)
+        # The text of its token, its code or its English name; a list has one for each row.
+        token = None
+        if isinstance(language, str):
+            word = language.lower()
+            token = languages.get(word, languages.get(f"<|{_CODES.get(word, word)}|>"))
         tokens.append(token)
         if token is None:
             odd.append(f"{_show(settings, 'language')} and not in `lang_to_id`")
@@ -115,16 +119,6 @@ def _named(settings: Settings, languages: Settings, tasks: Settings) -> tuple[li
         else:
             odd.append(f"`task`, which is {short_repr(task)} and not in `task_to_id`")
     return tokens, odd
-
-
-def _token_of(language: Any, languages: Settings) -> Any:
-    """Returns the token of a language, from the text of its token, its code or its English name."""
-    if not isinstance(language, str):  # one for each row
-        return None
-    word = language.lower()
-    if word in languages:
-        return languages[word]
-    return languages.get(f"<|{_CODES.get(word, word)}|>")
 
 
 def _forced(settings: Settings) -> tuple[list[Any], list[str]]:

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ...core._errors import several
+from ...core._packages import require_package
 from ...core._read_json import open_regular
 from .._files import file_inside
 from .._lazy_tensor import Box, Stored
@@ -196,10 +197,12 @@ def first_part(files: list[Path]) -> Path | None:
 
 
 def _read_file(path: Path) -> GGUF:
-    gguf = _import_gguf(path)
+    require_package("gguf", f"Reading {path}", "'redcoast[gguf]'")
+    from gguf import GGUFReader
+
     try:
         check_header(path)
-        reader = gguf.GGUFReader(path)
+        reader = GGUFReader(path)
         metadata = {}
         for name, field in reader.fields.items():
             if name not in _LONG:
@@ -209,19 +212,25 @@ def _read_file(path: Path) -> GGUF:
         )
     except (ValueError, LookupError, TypeError, OverflowError) as error:
         raise ValueError(f"{path} is damaged, or not a GGUF file: {error}.") from error
-    return GGUF(metadata, {tensor.name: _stored(gguf, tensor) for tensor in reader.tensors})
+    stored = {}
+    for tensor in reader.tensors:
+        # GGUF lists the fastest dimension first.
+        shape = tuple(map(int, tensor.shape[::-1]))
+        kind, read = np.dtype(np.float32), _read_blocks
+        if tensor.data.dtype.kind == "f":
+            kind, read = tensor.data.dtype, _read_plain
+        stored[tensor.name] = Stored(shape, kind, ft.partial(read, tensor))
+    return GGUF(metadata, stored)
 
 
-def _stored(gguf: Any, tensor: Any) -> Stored:
-    # GGUF lists the fastest dimension first.
-    shape = tuple(map(int, tensor.shape[::-1]))
-    if tensor.data.dtype.kind == "f":
-        return Stored(shape, tensor.data.dtype, lambda box, out: np.copyto(out, tensor.data[box]))
-    return Stored(shape, np.dtype(np.float32), ft.partial(_read_blocks, gguf, tensor))
+def _read_plain(tensor: Any, box: Box, out: np.ndarray) -> None:
+    out[...] = tensor.data[box]
 
 
-def _read_blocks(gguf: Any, tensor: Any, box: Box, out: np.ndarray) -> None:
+def _read_blocks(tensor: Any, box: Box, out: np.ndarray) -> None:
     """Reads a part of a tensor that is quantised in blocks along its last dimension."""
+    import gguf
+
     block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]  # numbers and bytes of a block
     *rows, columns = box
     low, high = columns.start // block, -(-columns.stop // block)
@@ -229,14 +238,3 @@ def _read_blocks(gguf: Any, tensor: Any, box: Box, out: np.ndarray) -> None:
     raw = np.ascontiguousarray(tensor.data[*rows, low * size : high * size])
     values = gguf.dequantize(raw, tensor.tensor_type)
     out[...] = values[..., columns.start - low * block : columns.stop - low * block]
-
-
-def _import_gguf(path: Path) -> Any:
-    """Imports `gguf`, or raises an error that explains how to install it."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise ImportError(
-            f"Reading {path} needs the package `gguf`: pip install 'redcoast[gguf]'."
-        ) from error
-    return gguf

@@ -16,6 +16,7 @@ from ._tables import (
     llama_attention,
     llama_ends,
     llama_mlp,
+    qk_norms,
 )
 
 TRANSFORMER_FIELDS = {
@@ -127,15 +128,15 @@ def _listed(options: Mapping[str, object]) -> str:
 
 
 def transformer_tensors(config: TransformerConfig) -> dict[str, Tensor]:
-    layer = LLAMA_LAYER + "self_attn."
     tables = llama_attention("qkv" if config.qkv_bias else "") | llama_mlp()
     if config.qk_norm:
         # OLMo normalises queries and keys over all heads together, and Qwen3 each head.
-        pattern = HEADS_BIAS if config.output_norms else "head_dim -> head_dim"
-        for letter in "qk":
-            tables[f"layers/{letter}_norm"] = Tensor(f"{layer}{letter}_norm.weight", pattern)
+        pattern = "head_dim -> head_dim"
+        if config.output_norms:
+            pattern = HEADS_BIAS
+        tables |= qk_norms("layers/", LLAMA_LAYER + "self_attn.", pattern=pattern)
     if config.output_norms:
-        names = {"attention": "post_attention", "mlp": "post_feedforward"}
-        for part, name in names.items():
-            tables[f"layers/{part}_norm"] = Tensor(f"{LLAMA_LAYER}{name}_layernorm.weight", VECTOR)
+        names = {"attention_norm": "post_attention", "mlp_norm": "post_feedforward"}
+        for leaf, name in names.items():
+            tables[f"layers/{leaf}"] = Tensor(f"{LLAMA_LAYER}{name}_layernorm.weight", VECTOR)
     return tables | llama_ends(config)

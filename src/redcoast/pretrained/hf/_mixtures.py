@@ -5,7 +5,7 @@ from collections.abc import Callable
 from ...models._shared_experts import SharedExpertsConfig
 from .._settings import FieldNames
 from .._tensors import Tensor
-from ._tables import LLAMA_FIELDS, TURNED, VECTOR, llama_ends, under, weights
+from ._tables import GATED, LLAMA_FIELDS, TURNED, VECTOR, llama_ends, under, weights
 
 MIXTURE_FIELDS: FieldNames = {
     **LLAMA_FIELDS,
@@ -39,16 +39,12 @@ def mixture_tensors(
     table["layers/router"] = Tensor(routed + "mlp.gate.weight", TURNED)
     correction = routed + "mlp.gate.e_score_correction_bias"
     table["layers/correction"] = Tensor(correction, "experts -> experts")
-    for part in ("gate", "up", "down"):
-        shared = f"{routed}mlp.shared_experts.{part}_proj.weight"
-        table[f"layers/shared_{part}"] = Tensor(shared, TURNED)
-        expert = f"{routed}mlp.experts.{{expert}}.{part}_proj.weight"
-        table[f"layers/{part}"] = Tensor(expert, TURNED)
+    table |= under("layers/shared_", weights(routed + "mlp.shared_experts.", GATED, TURNED))
+    table |= under("layers/", weights(routed + "mlp.experts.{expert}.", GATED, TURNED))
     if c.dense_layers:
         dense = "model.layers.{layer+0}."
         table |= _norms("dense/", dense) | attention("dense/", dense + "self_attn.")
-        for part in ("gate", "up", "down"):
-            table[f"dense/{part}"] = Tensor(f"{dense}mlp.{part}_proj.weight", TURNED)
+        table |= under("dense/", weights(dense + "mlp.", GATED, TURNED))
     return table | llama_ends(c)
 
 

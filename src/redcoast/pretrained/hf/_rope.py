@@ -8,6 +8,7 @@ from .._neutral import is_neutral
 from .._settings import Fields, Settings
 
 _ORIGINAL = "original_max_position_embeddings"
+PART = "partial_rotary_factor"  # of the features of a head
 _YARN = {
     "factor": "factor",
     "original": _ORIGINAL,
@@ -36,7 +37,7 @@ def rope_of(c: Settings) -> Settings:
     if not older:
         return dict(newer)
     # `rope_scaling` never has these.
-    shared = newer.keys() & {"rope_theta", "partial_rotary_factor"}
+    shared = newer.keys() & {"rope_theta", PART}
     return {name: newer[name] for name in shared} | older
 
 
@@ -96,6 +97,15 @@ def read_rope_settings(c: Settings) -> Fields:
     rope[_ORIGINAL] = rope.get(_ORIGINAL) or context
     rope["factor"] = rope.get("factor") or context / rope[_ORIGINAL]
     return read_yarn(c | {"rope_scaling": rope}, {}, ("mscale", "mscale_all_dim"), scores=False)
+
+
+def read_partial_rope(c: Settings, default: float) -> Fields:
+    """Reads the rotary embeddings of a model that rotates a part of each head's features."""
+    rope = rope_of(c)
+    part = rope.pop(PART, None) or c[PART] or default
+    size = c["head_dim"] or c["hidden_size"] // max(c["num_attention_heads"], 1)
+    fields = read_rope_settings(c | {"rope_parameters": rope, "rope_scaling": None})
+    return fields | {"rotary_dim": int(size * part)}
 
 
 def write_rope(scaling: RopeScaling | Yarn | LongRope | None, context: int) -> Settings:

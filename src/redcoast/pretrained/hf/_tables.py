@@ -40,7 +40,8 @@ TURNED = "outputs inputs -> inputs outputs"
 INTO_HEADS = "(heads head_dim) width -> width heads head_dim"
 OUT_OF_HEADS = "width (heads head_dim) -> heads head_dim width"
 HEADS_BIAS = "(heads head_dim) -> heads head_dim"
-# The modules of attention layers, by letter.
+# The modules of gated networks and of attention layers.
+GATED = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 PROJ = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
 OUT_PROJ = PROJ | {"o": "out_proj"}
 
@@ -149,8 +150,15 @@ def llama_attention(biases: str = "") -> dict[str, Tensor]:
 
 def llama_mlp() -> dict[str, Tensor]:
     """Returns the gated feed-forward network of LLaMA and Gemma."""
-    names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-    return under("layers/", weights(LLAMA_LAYER + "mlp.", names, TURNED))
+    return under("layers/", weights(LLAMA_LAYER + "mlp.", GATED, TURNED))
+
+
+def qk_norms(
+    leaf: str, attention: str, letters: str = "qk", pattern: str = "head_dim -> head_dim"
+) -> dict[str, Tensor]:
+    """Returns the norms of queries and keys."""
+    names = {f"{leaf}{letter}_norm": f"{letter}_norm" for letter in letters}
+    return weights(attention, names, pattern)
 
 
 def llama_ends(config: Any) -> dict[str, Tensor]:

@@ -11,6 +11,9 @@ from ._tables import (
     llama_attention,
     llama_ends,
     llama_mlp,
+    qk_norms,
+    under,
+    weights,
 )
 from ._windows import GLOBAL, LOCAL, all_but_last_of, read_windows, write_windows
 
@@ -140,14 +143,13 @@ def _kind(c: GemmaConfig) -> str:
 
 
 def tensors(config: GemmaConfig) -> dict[str, Tensor]:
-    norms = {}
-    if config.post_norms:
-        norms["mlp_norm"] = "pre_feedforward_layernorm"
-        norms["attention_post_norm"] = "post_attention_layernorm"
-        norms["mlp_post_norm"] = "post_feedforward_layernorm"
-    if config.qk_norm:
-        norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
     table = llama_attention() | llama_mlp()
-    for leaf, name in norms.items():
-        table[f"layers/{leaf}"] = Tensor(f"{LLAMA_LAYER}{name}.weight", VECTOR)
+    if config.post_norms:
+        norms = {
+            "mlp_norm": "pre_feedforward_layernorm",
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        }
+        table |= under("layers/", weights(LLAMA_LAYER, norms, VECTOR))
+    table |= qk_norms("layers/", LLAMA_LAYER + "self_attn.", "qk" * config.qk_norm)
     return table | llama_ends(config)

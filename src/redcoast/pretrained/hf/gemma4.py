@@ -3,7 +3,7 @@
 from ...models.gemma4 import Gemma4Config
 from .._settings import Fields, Settings, read_fields, read_settings, write_fields
 from .._tensors import Tensor
-from ._rope import kind_of_rope, rotated_part, unread
+from ._rope import PART, kind_of_rope, rotated_part, unread
 from ._tables import (
     LLAMA_FIELDS,
     PROJ,
@@ -12,6 +12,7 @@ from ._tables import (
     attention,
     layers_with,
     llama_ends,
+    qk_norms,
     under,
     weights,
 )
@@ -42,11 +43,10 @@ _EXPERTS = {
 }
 _FAR = {"global_head_dim": "head_dim", "global_kv_heads": "num_key_value_heads"}
 _GELU = "gelu_pytorch_tanh"
-_PART = "partial_rotary_factor"
 # Rotary embeddings if the file does not say.
 _ROPE = {
     LOCAL: {"rope_type": "default", "rope_theta": 1e4},
-    GLOBAL: {"rope_type": "proportional", "rope_theta": 1e6, _PART: 0.25},
+    GLOBAL: {"rope_type": "proportional", "rope_theta": 1e6, PART: 0.25},
 }
 
 
@@ -120,7 +120,7 @@ def _rope(c: Settings, head_dim: int) -> Fields:
     _check_rope(far, GLOBAL, ("default", "proportional"))
     part = 1.0
     if kind_of_rope(far) == "proportional":
-        part = far.get(_PART) or 1.0
+        part = far.get(PART) or 1.0
     return {
         "local_rope_base": near.get("rope_theta", 1e4),
         "rope_base": far.get("rope_theta", 1e4),
@@ -132,7 +132,7 @@ def _rope(c: Settings, head_dim: int) -> Fields:
 def _check_rope(rope: Settings, name: str, kinds: tuple[str, ...]) -> None:
     kind = kind_of_rope(rope)
     factor = rope.get("factor")
-    if kind not in kinds or factor not in (None, 1) or unread(rope, (_PART,)):
+    if kind not in kinds or factor not in (None, 1) or unread(rope, (PART,)):
         raise ValueError(
             f"`rope_parameters` of {name!r} are {dict(rope)}, but only the types "
             f"{' and '.join(map(repr, kinds))} without a factor are implemented."
@@ -155,7 +155,7 @@ def write(config: Gemma4Config) -> Settings:
         settings |= {"num_global_key_value_heads": c.far_kv_heads}
     near = {"rope_type": "default", "rope_theta": c.local_rope_base}
     part = rotated_part(c.rotated, c.global_head_dim)
-    far = {"rope_type": "proportional", "rope_theta": c.rope_base, _PART: part}
+    far = {"rope_type": "proportional", "rope_theta": c.rope_base, PART: part}
     return settings | {"rope_parameters": {LOCAL: near, GLOBAL: far}}
 
 
@@ -189,11 +189,7 @@ def _attention(c: Gemma4Config, kind: str, layer: str) -> dict[str, Tensor]:
     if kind == "near" or (kind == "far" and not c.keys_are_values):
         letters += "v"
     name = layer + "self_attn."
-    table = attention("", name, PROJ, letters=letters)
-    for letter in norms:
-        weight = f"{name}{letter}_norm.weight"
-        table[f"{letter}_norm"] = Tensor(weight, "head_dim -> head_dim")
-    return table
+    return attention("", name, PROJ, letters=letters) | qk_norms("", name, norms)
 
 
 def _rest(c: Gemma4Config, layer: str) -> dict[str, Tensor]:

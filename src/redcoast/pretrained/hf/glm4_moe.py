@@ -4,14 +4,13 @@ from ...models.glm4_moe import Glm4MoeConfig
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._mixtures import DENSE_LAYERS, MIXTURE_FIELDS, OF_TRAINING, mixture_tensors
-from ._rope import ROPE, read_rope_settings, rope_of, rotated_part, write_rope
-from ._tables import PROJ, attention
+from ._rope import PART, ROPE, read_partial_rope, rotated_part, write_rope
+from ._tables import PROJ, attention, qk_norms
 
 BASE_PREFIX = "model."
 # The layer that predicts a further token, in the files of GLM-4.5 and 4.6, and of GLM-4.5-Air.
 BUFFERS = (r"^model\.layers\.92\.", r"^model\.layers\.46\.")
 
-_PART = "partial_rotary_factor"
 _FIELDS = {
     **MIXTURE_FIELDS,
     "kv_heads": ("num_key_value_heads", 8),
@@ -31,16 +30,12 @@ _FIELDS = {
 
 def read(settings: Settings) -> Fields:
     names = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
-    defaults = {_PART: None, DENSE_LAYERS: 1, "eos_token_id": None, **ROPE}
+    defaults = {PART: None, DENSE_LAYERS: 1, "eos_token_id": None, **ROPE}
     only = {"model_type": ("glm4_moe",), "hidden_act": ("silu",)}
     options = {"only": only, "ignored": OF_TRAINING, "renamed": names}
     c, fields = read_settings(settings, _FIELDS, defaults, **options)
     fields["dense_layers"] = c[DENSE_LAYERS]
-    rope = rope_of(c)
-    part = rope.pop(_PART, None) or c[_PART] or 0.5
-    size = c["head_dim"] or c["hidden_size"] // max(c["num_attention_heads"], 1)
-    fields |= read_rope_settings(c | {"rope_parameters": rope, "rope_scaling": None})
-    return fields | {"rotary_dim": int(size * part)}
+    return fields | read_partial_rope(c, 0.5)
 
 
 def write(config: Glm4MoeConfig) -> Settings:
@@ -48,7 +43,7 @@ def write(config: Glm4MoeConfig) -> Settings:
     settings = write_fields(c, _FIELDS) | {"head_dim": c.head_dim}
     settings |= {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}
     settings |= {"hidden_act": "silu", DENSE_LAYERS: c.dense_layers}
-    settings |= {_PART: rotated_part(c.rotated, c.head_dim)}
+    settings |= {PART: rotated_part(c.rotated, c.head_dim)}
     return settings | write_rope(c.rope_scaling, c.context)
 
 
@@ -57,8 +52,5 @@ def tensors(config: Glm4MoeConfig) -> dict[str, Tensor]:
 
 
 def _attention(c: Glm4MoeConfig, leaf: str, name: str) -> dict[str, Tensor]:
-    table = attention(leaf, name, PROJ, biases="qkv" if c.qkv_bias else "")
-    for letter in "qk" * c.qk_norm:
-        norm = Tensor(f"{name}{letter}_norm.weight", "head_dim -> head_dim")
-        table[f"{leaf}{letter}_norm"] = norm
-    return table
+    table = attention(leaf, name, PROJ, biases="qkv" * c.qkv_bias)
+    return table | qk_norms(leaf, name, "qk" * c.qk_norm)

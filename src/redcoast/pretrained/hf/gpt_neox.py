@@ -3,7 +3,7 @@
 from ...models.gpt_neox import GPTNeoXConfig
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._rope import ROPE, read_rope, rope_of, rotated_part
+from ._rope import PART, ROPE, read_rope, rope_of, rotated_part
 from ._tables import EMBED, OUT_OF_HEADS, SIZES, TURNED, VECTOR, dense, norm
 
 BASE_PREFIX = "gpt_neox."
@@ -24,7 +24,6 @@ _FIELDS = {
     "bos": ("bos_token_id", 0),
     "pad": ("pad_token_id", None),
 }
-_PART = "partial_rotary_factor"
 
 
 def read(settings: Settings) -> Fields:
@@ -32,7 +31,7 @@ def read(settings: Settings) -> Fields:
     options = {"only": {"model_type": ("gpt_neox",)}, "ignored": "is_decoder"}
     c, fields = read_settings(settings, _FIELDS, defaults, **options)
     rope = rope_of(c)
-    part, base = rope.pop(_PART, c["rotary_pct"]), rope.get("rope_theta", c["rotary_emb_base"])
+    part, base = rope.pop(PART, c["rotary_pct"]), rope.get("rope_theta", c["rotary_emb_base"])
     if read_rope(rope) is not None:
         raise ValueError("`rope_scaling` is not implemented for this model.")
     rotary_dim = int(c["hidden_size"] // max(c["num_attention_heads"], 1) * part)

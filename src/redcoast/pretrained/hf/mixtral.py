@@ -4,7 +4,7 @@ from ...models.mixtral import MixtralConfig
 from .._settings import Fields, Settings
 from .._tensors import Tensor
 from ._kinds import WINDOW_FIELDS, Kind, read_kind, transformer_tensors, write_kind
-from ._tables import LLAMA_LAYER, TURNED
+from ._tables import GATED, LLAMA_LAYER, TURNED, under, weights
 
 BASE_PREFIX = "model."
 
@@ -74,9 +74,7 @@ def tensors(config: MixtralConfig) -> dict[str, Tensor]:
     moe = LLAMA_LAYER + ("mlp." if config.qk_norm else "block_sparse_moe.")
     names = {"gate": "w1", "up": "w3", "down": "w2"}
     if config.qk_norm:
-        names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+        names = GATED
     tables = transformer_tensors(config)
     tables["layers/router"] = Tensor(moe + "gate.weight", TURNED)
-    for leaf, name in names.items():
-        tables[f"layers/{leaf}"] = Tensor(f"{moe}experts.{{expert}}.{name}.weight", TURNED)
-    return tables
+    return tables | under("layers/", weights(moe + "experts.{expert}.", names, TURNED))

@@ -67,21 +67,17 @@ def read(settings: Settings) -> Fields:
     """
     c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored=ignored)
     head = read_architecture(settings, _HEADS, "ModernBertModel")
-    fields |= {"head": head, "local": _read_local(c)}
+    every = c["global_attn_every_n_layers"]
+    if c["layer_types"] is not None:
+        local = read_windows(c["layer_types"])
+    elif every < 1:
+        raise ValueError(f"`global_attn_every_n_layers` must be at least 1, but is {every}.")
+    else:
+        local = all_but_every(every, c["num_hidden_layers"])
+    fields |= {"head": head, "local": local}
     if head in LABELLED:
         fields |= read_labels(settings)
     return fields | _read_rope(c["rope_parameters"] or {})
-
-
-def _read_local(c: Settings) -> tuple[bool, ...]:
-    if c["layer_types"] is None:
-        if c["global_attn_every_n_layers"] < 1:
-            raise ValueError(
-                "`global_attn_every_n_layers` must be at least 1, but is "
-                f"{c['global_attn_every_n_layers']}."
-            )
-        return all_but_every(c["global_attn_every_n_layers"], c["num_hidden_layers"])
-    return read_windows(c["layer_types"])
 
 
 def _read_rope(rope: Settings) -> Fields:

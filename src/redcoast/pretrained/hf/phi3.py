@@ -7,7 +7,7 @@ from ...models.phi3 import Phi3Config
 from .._settings import Fields, Settings, write_fields
 from .._tensors import Tensor
 from ._kinds import Kind, kind_of, read_kind, transformer_tensors
-from ._rope import rope_of, rotated_part, unread
+from ._rope import PART, rope_of, rotated_part, unread
 from ._tables import INTO_HEADS, LLAMA_FIELDS, LLAMA_LAYER, gate_and_up
 
 BASE_PREFIX = "model."
@@ -31,7 +31,7 @@ def read(settings: Settings) -> Fields:
 
 def _read_rope(c: Settings) -> Fields:
     rope = rope_of(c)
-    part = rope.pop("partial_rotary_factor", c["partial_rotary_factor"])
+    part = rope.pop(PART, c[PART])
     base = {"rope_base": rope.pop("rope_theta", c["rope_theta"])}
     if part != 1:
         base["rotary_dim"] = int(c["hidden_size"] // c["num_attention_heads"] * part)
@@ -76,7 +76,7 @@ _KINDS = {
             "original_max_position_embeddings": 4096,
             "eos_token_id": 32000,
             "rope_theta": 1e4,
-            "partial_rotary_factor": 1.0,
+            PART: 1.0,
         },
         only={"full_attn_mod": (1,), "lm_head_bias": (False,), "interpolate_factor": (1,)},
         # It is in the files, but no published implementation applies it.
@@ -96,7 +96,7 @@ def write(config: Phi3Config) -> Settings:
         rope |= {"rope_type": "longrope", "attention_factor": s.factor}
         rope |= {name: list(getattr(s, field)) for field, name in _FACTORS.items()}
         rope["original_max_position_embeddings"] = s.original
-    rope["partial_rotary_factor"] = rotated_part(c.rotated, c.head_dim)
+    rope[PART] = rotated_part(c.rotated, c.head_dim)
     settings = write_fields(c, _FIELDS)
     return settings | {
         "architectures": ["Phi3ForCausalLM"],

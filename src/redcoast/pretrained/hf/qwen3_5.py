@@ -3,8 +3,9 @@
 from ...models.qwen3_5 import Qwen3_5Config
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._rope import ROPE, read_rope_settings, rope_of, rotated_part, write_rope
+from ._rope import PART, ROPE, read_partial_rope, rotated_part, write_rope
 from ._tables import (
+    GATED,
     LLAMA_FIELDS,
     PROJ,
     TURNED,
@@ -12,6 +13,7 @@ from ._tables import (
     attention,
     layers_with,
     llama_ends,
+    qk_norms,
     under,
     weights,
 )
@@ -23,7 +25,6 @@ BUFFERS = (r"^mtp\.",)
 KINDS = ("qwen3_5_text", "qwen3_5_moe_text")
 
 _LINEAR = "linear_attention"
-_PART = "partial_rotary_factor"
 _FIELDS = {
     **LLAMA_FIELDS,
     "kv_heads": "num_key_value_heads",
@@ -54,7 +55,7 @@ def read(settings: Settings) -> Fields:
     if settings.get("model_type") == KINDS[1]:
         table, ignored = _ROUTED, [_IGNORED, "intermediate_size"]
     defaults = {
-        _PART: None,
+        PART: None,
         "layer_types": None,
         "full_attention_interval": 4,
         "eos_token_id": None,
@@ -69,20 +70,11 @@ def read(settings: Settings) -> Fields:
         "mlp_only_layers": ([], None),
     }
     c, fields = read_settings(settings, table, defaults, only=only, ignored=" ".join(ignored))
-    rope = rope_of(c)
-    part = rope.pop(_PART, None) or c[_PART] or 0.25
-    size = c["head_dim"] or c["hidden_size"] // max(c["num_attention_heads"], 1)
-    scaled = read_rope_settings(c | {"rope_parameters": rope, "rope_scaling": None})
-    linear = {"linear": _linear(c), "rotary_dim": int(size * part)}
-    return fields | scaled | linear
-
-
-def _linear(c: Settings) -> tuple[bool, ...]:
-    """Reads which layers have Gated DeltaNet."""
-    kinds = c["layer_types"]
-    if kinds is None:
-        return all_but_last_of(c["full_attention_interval"], c["num_hidden_layers"])
-    return read_windows(kinds, _LINEAR)
+    # Which layers have Gated DeltaNet.
+    linear = all_but_last_of(c["full_attention_interval"], c["num_hidden_layers"])
+    if c["layer_types"] is not None:
+        linear = read_windows(c["layer_types"], _LINEAR)
+    return fields | read_partial_rope(c, 0.25) | {"linear": linear}
 
 
 def write(config: Qwen3_5Config) -> Settings:
@@ -97,7 +89,7 @@ def write(config: Qwen3_5Config) -> Settings:
     settings |= {"hidden_act": "silu", "head_dim": c.head_dim}
     settings |= {"layer_types": write_windows(c.linear, _LINEAR)}
     rope = write_rope(c.rope_scaling, c.context).get("rope_scaling", {"rope_type": "default"})
-    rope |= {"rope_theta": c.rope_base, _PART: rotated_part(c.rotated, c.head_dim)}
+    rope |= {"rope_theta": c.rope_base, PART: rotated_part(c.rotated, c.head_dim)}
     return settings | {"rope_parameters": rope}
 
 
@@ -115,15 +107,14 @@ def tensors(config: Qwen3_5Config) -> dict[str, Tensor]:
 
 def _rest(c: Qwen3_5Config, layer: str) -> dict[str, Tensor]:
     """The norms of a layer, and its network or experts."""
-    parts = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     norms = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     table, mlp = weights(layer, norms, VECTOR), layer + "mlp."
     if c.experts is None:
-        return table | weights(mlp, parts, TURNED)
+        return table | weights(mlp, GATED, TURNED)
     table["router"] = Tensor(mlp + "gate.weight", TURNED)
     table["shared_router"] = Tensor(mlp + "shared_expert_gate.weight", "1 width -> width")
-    table |= weights(mlp + "experts.{expert}.", parts, TURNED)
-    return table | under("shared_", weights(mlp + "shared_expert.", parts, TURNED))
+    table |= weights(mlp + "experts.{expert}.", GATED, TURNED)
+    return table | under("shared_", weights(mlp + "shared_expert.", GATED, TURNED))
 
 
 def _attention(layer: str) -> dict[str, Tensor]:
@@ -132,10 +123,7 @@ def _attention(layer: str) -> dict[str, Tensor]:
     both = "(heads part head_dim) width -> width heads head_dim"
     for index, leaf in enumerate(("wq", "wz")):  # a head's queries, and the gate of its outputs
         table[leaf] = Tensor(name + "q_proj.weight", both, part=(index, 2))
-    for letter in "qk":
-        weight = f"{name}{letter}_norm.weight"
-        table[f"{letter}_norm"] = Tensor(weight, "head_dim -> head_dim")
-    return table
+    return table | qk_norms("", name)
 
 
 def _delta_net(c: Qwen3_5Config, layer: str) -> dict[str, Tensor]:

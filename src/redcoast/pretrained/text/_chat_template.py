@@ -6,7 +6,6 @@ with limited memory, which is terminated if it takes too long.
 
 import contextlib
 import json
-import select
 import subprocess
 import sys
 import threading
@@ -150,40 +149,25 @@ class TemplateProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         deadline = time.monotonic() + seconds
-        data = json.dumps(variables).encode()
+        # Ends the process, and thus the line that is read.
+        timer = threading.Timer(seconds, process.kill)
+        timer.start()
         try:
-            # The process reads a whole message before it does anything else.
-            process.stdin.write(b"%d\n%b" % (len(data), data))
+            # The process reads a whole line before it does anything else.
+            process.stdin.write(json.dumps(variables).encode() + b"\n")
             process.stdin.flush()
-            answer = json.loads(_read_message(process.stdout, deadline))
-        except TimeoutError:
+            answer = json.loads(process.stdout.readline())
+        except (OSError, ValueError):
+            reason = "its process ended, perhaps because it takes too much memory"
+            if time.monotonic() >= deadline:
+                reason = f"it takes more than {seconds:g} seconds"
             self.end()
-            raise ValueError(f"it takes more than {seconds:g} seconds") from None
-        except (OSError, EOFError, ValueError):
-            self.end()
-            raise ValueError(
-                "its process ended, perhaps because it takes too much memory"
-            ) from None
+            raise ValueError(reason) from None
+        finally:
+            timer.cancel()
         if "error" in answer:
             raise ValueError(answer["error"].rstrip("."))
         return answer["text"]
-
-
-def _read_message(pipe: Any, deadline: float) -> bytes:
-    """Reads a message that is preceded by its length."""
-    data = b""
-    while True:
-        length, end, rest = data.partition(b"\n")
-        if end and len(rest) >= int(length):
-            return rest
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([pipe], [], [], left)[0]:
-            raise TimeoutError
-        # What is there, without waiting for more, so that the deadline holds.
-        part = pipe.read1(2**20)
-        if not part:
-            raise EOFError("the process ended")
-        data += part
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

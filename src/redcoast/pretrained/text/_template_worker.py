@@ -1,7 +1,7 @@
 """Renders a chat template in a separate process with limited memory.
 
 It is started by `_chat_template.py` as a script, and imports only Jinja and the standard library.
-Messages are JSON, each preceded by its length.
+Messages are lines of JSON.
 """
 
 import contextlib
@@ -75,9 +75,8 @@ def serve_template(memory: int, characters: int) -> None:
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
     compiled = None
     while line := incoming.readline():
-        request = incoming.read(int(line))
         try:
-            variables = json.loads(request)
+            variables = json.loads(line)
             if compiled is None:
                 compiled, text = compile_template(variables["template"]), ""
             else:
@@ -92,8 +91,7 @@ def serve_template(memory: int, characters: int) -> None:
             answer = {"error": "it is nested too deeply"}
         except Exception as error:
             answer = {"error": f"{error or type(error).__name__}"[:500]}
-        data = json.dumps(answer).encode()
-        outgoing.write(b"%d\n%b" % (len(data), data))
+        outgoing.write(json.dumps(answer).encode() + b"\n")
         outgoing.flush()
 
 

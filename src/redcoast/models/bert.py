@@ -30,13 +30,11 @@ class BertConfig(TokenSizes, TextConfig):
 
     **Arguments:**
 
-    - `vocab`, `width`, `layers`, `heads`: the vocabulary size, the size of the residual stream, the
-      number of layers and the number of heads.
-    - `hidden`: the hidden size of the feed-forward network, usually `4 * width`.
+    - `vocab`, `width`, `layers`, `heads`, `hidden`, `positions`, `activation`, `norm_eps`: as in
+      [`GPT2Config`][redcoast.models.GPT2Config].
     - `kind`: `"bert"`, `"roberta"` or `"distilbert"`. RoBERTa's first position is row `pad + 1` of
       the table. DistilBERT has no token types, and only has a pooler with the head
       `"classification"`, with a ReLU in place of tanh.
-    - `positions`: the maximum length in tokens (position embeddings are learned).
     - `types`: the number of token types.
     - `head`: determines what a call returns. `None`: the hidden states. `"masked"`: the logits of
       each token. `"pretraining"`: the same, with an additional next-sentence head, whose logits are
@@ -46,9 +44,6 @@ class BertConfig(TokenSizes, TextConfig):
     - `labels`, `label_names`: the number of labels of a classification head, and their names.
     - `pooler`: whether to include a pooler if the head does not need one. The heads `"pretraining"`
       and `"classification"` always have one.
-    - `activation`: the activation function of the feed-forward network, by its name in
-      `config.json` files.
-    - `norm_eps`: added to the variance in layer norms.
     - `dropout`, `attention_dropout`, `head_dropout`: the dropout rates of the embeddings and the
       outputs that are added to the residual stream; of the attention weights; and of the input of a
       classification head (by default the same as `dropout`).

@@ -43,19 +43,14 @@ class DeepseekV3Config(SharedExpertsConfig):
     - `plain_size`, `rope_size`, `value_size`: for each head, the number of features of queries and
       keys that are not rotated and that are rotated (an even number), and the number of features
       of values.
-    - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they are
-      scaled for long contexts.
     - `rope_pairs`: whether rotary embeddings rotate neighbouring features, instead of features that
       are half of the head size apart.
     - `score_scaling`: with `rope_scaling`, the scores of attention are multiplied by the square of
       `1 + 0.1 * score_scaling * log(factor)`.
     - `norm_eps`: added to the mean square in RMSNorm, except for the compressed features, where it
       is 1e-6 as published.
-    - `tied`: whether the output head shares the weights of the embedding.
-    - `attention_dropout`: the dropout rate of the attention weights.
-    - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
-      [`LlamaConfig`][redcoast.models.LlamaConfig].
+    - `rope_base`, `rope_scaling`, `tied`, `attention_dropout`, `context`, `remat`, `unroll`, `eos`,
+      `bos`, `pad`, `decoding`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
     """
 
     q_rank: int | None = 1536

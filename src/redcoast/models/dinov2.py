@@ -22,23 +22,15 @@ class Dinov2Config(LayersConfig, HeadSizes):
 
     **Arguments:**
 
-    - `width`, `layers`, `heads`: the size of the residual stream, the number of layers and the
-      number of heads.
+    - `width`, `layers`, `heads`, `channels`, `head`, `labels`, `label_names`, `activation`,
+      `norm_eps`, `qkv_bias`: as in [`ViTConfig`][redcoast.models.ViTConfig].
     - `mlp_ratio`: the hidden size of the feed-forward network, as a multiple of `width`. With
       `gated`, two thirds of that, rounded up to a multiple of 8.
     - `image`, `patch`: the height and width of images for the table of positions, and of patches,
       in pixels.
-    - `channels`: the number of channels of an image.
     - `registers`: the number of register tokens.
     - `mask_token`: whether there is a token for masked patches. It is required with registers.
     - `gated`: whether the feed-forward network is a SwiGLU; then `activation` is not used.
-    - `head`: determines what a call returns. `None`: the hidden states. `"classification"`: the
-      logits of the labels of each image; with one label, the prediction of a regression.
-    - `labels`, `label_names`: the number of labels of a classification head, and their names.
-    - `activation`: the activation function of the feed-forward network, by its name in
-      `config.json` files.
-    - `norm_eps`: added to the variance in layer norms.
-    - `qkv_bias`: whether Q, K and V have biases.
     - `layer_scale`: the initial scale of the outputs of sublayers.
     - `dropout`, `attention_dropout`, `path_dropout`: the dropout rates of the embeddings, of the
       attention weights, and of the entire output of a sublayer for an image (stochastic depth).

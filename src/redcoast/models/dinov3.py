@@ -21,11 +21,10 @@ class Dinov3Config(ImageSizes, LayersConfig):
 
     **Arguments:**
 
-    - `width`, `layers`, `heads`, `hidden`: the size of the residual stream, the number of layers,
-      the number of heads and the hidden size of the feed-forward network.
+    - `width`, `layers`, `heads`, `hidden`, `channels`, `norm_eps`: as in
+      [`ViTConfig`][redcoast.models.ViTConfig].
     - `image`, `patch`: the height and width of the images of pretraining and of patches, in pixels.
       Images of any other size can be encoded too.
-    - `channels`: the number of channels of an image.
     - `registers`: the number of register tokens.
     - `gated`: whether the feed-forward network has a gate.
     - `activation`: the activation function of the feed-forward network, or of its gate, by its name
@@ -34,12 +33,10 @@ class Dinov3Config(ImageSizes, LayersConfig):
     - `shift`, `jitter`, `rescale`: in training, the coordinates of the patches, which are between
       -1 and 1, are shifted by at most `shift`, and multiplied by at most `jitter`, both separately
       for rows and columns; and by at most `rescale`. None disables it.
-    - `norm_eps`: added to the variance in layer norms.
     - `q_bias`, `k_bias`, `v_bias`, `o_bias`, `mlp_bias`: whether Q, K, V, the output of attention
       and the feed-forward network have biases.
-    - `layer_scale`: the initial scale of the outputs of sublayers.
-    - `attention_dropout`, `path_dropout`: the dropout rates of the attention weights, and of the
-      entire output of a sublayer for an image (stochastic depth).
+    - `layer_scale`, `attention_dropout`, `path_dropout`: as in
+      [`Dinov2Config`][redcoast.models.Dinov2Config].
     - `remat`, `unroll`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
     """
 

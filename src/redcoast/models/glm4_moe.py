@@ -24,17 +24,9 @@ class Glm4MoeConfig(SharedExpertsConfig, RotarySizes):
     - `vocab`, `width`, `layers`, `hidden`, `expert_hidden`, `dense_layers`, `experts`, `chosen`,
       `shared`, `groups`, `chosen_groups`, `weights_sum_to_one`, `route_scale`: as in
       [`DeepseekV3Config`][redcoast.models.DeepseekV3Config].
-    - `heads`, `kv_heads`: the number of query heads, and the number of key and value heads, which
-      must divide it.
-    - `head_size`: the size of each head; `width / heads` by default.
-    - `rotary_dim`: the number of features of each head that rotary embeddings rotate, an even
-      number; all by default.
-    - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they are
-      scaled for long contexts.
-    - `qkv_bias`, `qk_norm`: whether Q, K and V have biases, and whether Q and K are normalised in
-      each head.
-    - `norm_eps`, `tied`, `attention_dropout`, `context`, `remat`, `unroll`, `eos`, `bos`, `pad`,
-      `decoding`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
+    - `heads`, `kv_heads`, `head_size`, `rotary_dim`, `rope_base`, `rope_scaling`, `qkv_bias`,
+      `qk_norm`, `norm_eps`, `tied`, `attention_dropout`, `context`, `remat`, `unroll`, `eos`,
+      `bos`, `pad`, `decoding`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
     """
 
     dense_layers: int = 1

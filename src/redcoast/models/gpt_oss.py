@@ -44,13 +44,11 @@ class GptOssConfig(GroupedConfig, HeadSizes):
       `norm_eps`, `tied`, `attention_dropout`, `context`, `remat`, `unroll`, `eos`, `bos`, `pad`,
       `decoding`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
     - `hidden`: the hidden size of each expert.
-    - `experts`, `chosen`: the number of experts in each layer, and the number of experts that each
-      token is routed to (top-k).
+    - `experts`, `chosen`, `router_loss_weight`: as in
+      [`MixtralConfig`][redcoast.models.MixtralConfig].
     - `local`: for each layer, whether it has a sliding attention window; by default, no layer has.
     - `window`: the size of that window in tokens, including the token itself.
     - `limit`: the hidden features of the experts are clamped to it.
-    - `router_loss_weight`: the weight of the router loss of `hidden_and_router_loss` in a training
-      loss. The model itself does not use it.
     """
 
     experts: int = 32

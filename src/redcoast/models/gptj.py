@@ -14,19 +14,12 @@ class GPTJConfig(ParallelConfig):
 
     **Arguments:**
 
-    - `vocab`, `width`, `layers`, `heads`: the vocabulary size, the size of the residual stream, the
-      number of layers and the number of heads.
-    - `hidden`: the hidden size of the feed-forward network, usually `4 * width`.
+    - `vocab`, `width`, `layers`, `heads`, `hidden`, `activation`, `norm_eps`, `embed_dropout`,
+      `residual_dropout`, `attention_dropout`: as in [`GPT2Config`][redcoast.models.GPT2Config].
     - `rotary_dim`: the number of features of each head that rotary embeddings rotate, an even
       number.
-    - `activation`: the activation function of the feed-forward network, by its name in
-      `config.json` files.
-    - `norm_eps`: added to the variance in layer norms.
     - `tied`: whether the output head shares the weights of the embedding. It has a bias either way.
-    - `embed_dropout`, `residual_dropout`, `attention_dropout`: the dropout rates of the embeddings,
-      of the outputs that are added to the residual stream, and of the attention weights.
-    - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
+    - `context`, `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
       [`LlamaConfig`][redcoast.models.LlamaConfig].
     """
 

@@ -39,11 +39,9 @@ class Mamba2Config(DecoderConfig):
     - `groups`: the number of groups of heads with common inputs and outputs of the state.
     - `taps`: the number of tokens that the convolutions see, including the token itself.
     - `chunk`: the number of tokens whose pairs are computed at once.
-    - `norm_eps`: added to the mean square in RMSNorm.
     - `wide_residual`: whether the residual stream is at least float32, whatever the parameters'
       dtype.
-    - `tied`: whether the output head shares the weights of the embedding.
-    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
+    - `norm_eps`, `tied`, `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
       [`LlamaConfig`][redcoast.models.LlamaConfig].
     """
 

@@ -39,8 +39,8 @@ class ModernBertConfig(TokenSizes, TextConfig):
 
     **Arguments:**
 
-    - `vocab`, `width`, `layers`, `heads`: the vocabulary size, the size of the residual stream, the
-      number of layers and the number of heads.
+    - `vocab`, `width`, `layers`, `heads`, `norm_eps`: as in
+      [`GPT2Config`][redcoast.models.GPT2Config].
     - `hidden`: the hidden size of the gated feed-forward network.
     - `local`: for each layer, whether it has a sliding attention window; by default, all except the
       first and every third after it.
@@ -58,12 +58,11 @@ class ModernBertConfig(TokenSizes, TextConfig):
     - `attention_bias`, `mlp_bias`, `norm_bias`, `head_bias`, `vocab_bias`: whether there are biases
       in attention, the feed-forward network, all norms, the dense layer before a head, and the
       logits of tokens.
-    - `norm_eps`: added to the variance in layer norms.
     - `dropout`, `attention_dropout`, `mlp_dropout`, `head_dropout`: the dropout rates of the
       embeddings; of the attention weights and the output of attention; of the hidden features of
       the feed-forward network; and of the input of a classification head.
-    - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`, `unroll`, `eos`, `bos`, `pad`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
+    - `context`, `remat`, `unroll`, `eos`, `bos`, `pad`: as in
+      [`LlamaConfig`][redcoast.models.LlamaConfig].
     """
 
     local: tuple[bool, ...] = ()

@@ -22,20 +22,15 @@ class OPTConfig(TokenSizes, DecoderConfig):
 
     **Arguments:**
 
-    - `vocab`, `width`, `layers`, `heads`: the vocabulary size, the size of the residual stream, the
-      number of layers and the number of heads.
-    - `hidden`: the hidden size of the feed-forward network, usually `4 * width`.
+    - `vocab`, `width`, `layers`, `heads`, `hidden`, `positions`, `activation`, `tied`: as in
+      [`GPT2Config`][redcoast.models.GPT2Config].
     - `embed_width`: the size of the embeddings, `width` by default. If it differs from `width`,
       embeddings are projected to `width` and back.
-    - `positions`: the maximum length in tokens (position embeddings are learned).
-    - `activation`: the activation function of the feed-forward network, by its name in
-      `config.json` files.
     - `post_norm`: whether the norms come after attention and the feed-forward network instead of
       before them.
     - `final_norm`: whether there is a norm after the last layer. Must be False with `post_norm`.
     - `bias`, `affine`: whether projections have biases, and whether norms have learned scales and
       shifts.
-    - `tied`: whether the output head shares the weights of the embedding.
     - `dropout`, `attention_dropout`: the dropout rates of the outputs that are added to the
       residual stream, and of the attention weights.
     - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in

@@ -15,8 +15,6 @@ class Phi3Config(TransformerConfig):
 
     It has the arguments of [`LlamaConfig`][redcoast.models.LlamaConfig], with other defaults, and:
 
-    - `rotary_dim`: the number of features of each head that rotary embeddings rotate; all by
-      default.
     - `residual_dropout`: the dropout rate of the outputs of attention and feed-forward network.
     """
 

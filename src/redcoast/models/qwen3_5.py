@@ -62,11 +62,9 @@ class Qwen3_5Config(GroupedConfig, RotarySizes):
     - `key_size`, `value_size`: the sizes of these heads.
     - `taps`: the number of tokens that their convolutions see, including the token itself.
     - `chunk`: the number of tokens whose pairs are computed at once, a power of two.
-    - `experts`, `chosen`: the number of experts in each layer, and the number of experts that each
-      token is routed to (top-k); no experts by default.
+    - `experts`, `chosen`, `router_loss_weight`: as in
+      [`MixtralConfig`][redcoast.models.MixtralConfig]; no experts by default.
     - `shared_hidden`: the hidden size of the expert that every token passes.
-    - `router_loss_weight`: the weight of the router loss of `hidden_and_router_loss` in a training
-      loss. The model itself does not use it.
     """
 
     _: KW_ONLY

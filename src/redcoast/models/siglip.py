@@ -21,16 +21,10 @@ class SiglipImageConfig(PairImageConfig):
 
     **Arguments:**
 
-    - `width`, `layers`, `heads`: the size of the residual stream, the number of layers and the
-      number of heads.
-    - `hidden`: the hidden size of the feed-forward network.
+    - `width`, `layers`, `heads`, `hidden`, `channels`, `activation`, `norm_eps`,
+      `attention_dropout`: as in [`ViTConfig`][redcoast.models.ViTConfig].
     - `image`, `patch`: the height and width of images and of patches, in pixels. Pixels beyond the
       last whole patch are not read.
-    - `channels`: the number of channels of an image.
-    - `activation`: the activation function of the feed-forward network, by its name in
-      `config.json` files.
-    - `norm_eps`: added to the variance in layer norms.
-    - `attention_dropout`: the dropout rate of the attention weights.
     - `remat`, `unroll`: as in [`LlamaConfig`][redcoast.models.LlamaConfig].
     """
 

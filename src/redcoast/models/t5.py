@@ -29,9 +29,8 @@ class T5Config(StackSizes, DecoderConfig):
 
     **Arguments:**
 
-    - `vocab`, `width`: the vocabulary size and the size of the residual stream.
-    - `layers`, `decoder_layers`: the number of layers of the encoder and of the decoder.
-    - `heads`, `hidden`: the number of heads and the hidden size of the feed-forward network.
+    - `vocab`, `width`, `layers`, `decoder_layers`, `heads`, `hidden`, `decoder_start`: as in
+      [`BartConfig`][redcoast.models.BartConfig].
     - `head_size`: the size of each head; `width / heads` by default.
     - `buckets`, `distance`: the number of relative position buckets, at least 4; and the distance
       from which on all distances share one bucket, more than `buckets / 2`.
@@ -46,7 +45,6 @@ class T5Config(StackSizes, DecoderConfig):
       hidden states.
     - `kind`: the `model_type` under which `save_pretrained` saves the model. It does not change the
       results.
-    - `decoder_start`: the token id that the decoder starts with.
     - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
       [`LlamaConfig`][redcoast.models.LlamaConfig].
     """

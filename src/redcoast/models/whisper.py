@@ -28,18 +28,12 @@ class WhisperConfig(StackSizes, DecoderConfig):
 
     **Arguments:**
 
-    - `vocab`, `width`: the vocabulary size and the size of the residual stream.
-    - `layers`, `decoder_layers`: the number of layers of the encoder and of the decoder.
-    - `heads`, `hidden`: the number of heads and the hidden size of the feed-forward network.
+    - `vocab`, `width`, `layers`, `decoder_layers`, `heads`, `hidden`, `activation`, `dropout`,
+      `attention_dropout`, `activation_dropout`, `decoder_start`: as in
+      [`BartConfig`][redcoast.models.BartConfig].
     - `mels`, `frames`: the number of features of a frame of sound, and of frames. The encoder
       halves the number of frames.
     - `positions`: the maximum length of the text in tokens.
-    - `activation`: the activation function of the feed-forward network, by its name in
-      `config.json` files.
-    - `dropout`, `attention_dropout`, `activation_dropout`: the dropout rates of the embeddings and
-      the outputs that are added to the residual stream; of the attention weights; and of the hidden
-      features of the feed-forward network.
-    - `decoder_start`: the token id that the decoder starts with.
     - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
       [`LlamaConfig`][redcoast.models.LlamaConfig].
     - `speech_settings`: settings of `generation_config.json` that `save_pretrained` writes again

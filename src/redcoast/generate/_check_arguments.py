@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -346,8 +345,7 @@ def check_same_prompts(
 
     A process whose own devices have the entire model decodes independently, and is not compared.
     """
-    arrays = jax.tree.leaves(eqx.filter(model, eqx.is_array))
-    if jax.process_count() == 1 or all(_is_addressable(x) for x in arrays):
+    if jax.process_count() == 1 or all(map(is_known, jax.tree.leaves(model))):
         return
     options = {f"the option `{field.name}`": _describe(request, field) for field in fields(request)}
     agree(options, {"`tokens`": _row_lines("tokens", tokens), "`mask`": _row_lines("mask", mask)})
@@ -365,10 +363,6 @@ def _describe(request: Request, field: Field) -> str:
 
 def _row_lines(name: str, x: Array | np.ndarray | None) -> Listing:
     """One line for each row that this process has in full."""
-    if x is None or not _is_addressable(x):
+    if x is None or not is_known(x):
         return Listing([])
     return Listing([f"{name}[{i}]: {describe_array(row)}" for i, row in enumerate(np.asarray(x))])
-
-
-def _is_addressable(x: Array | np.ndarray) -> bool:
-    return not isinstance(x, jax.Array) or x.is_fully_addressable

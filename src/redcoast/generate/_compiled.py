@@ -41,7 +41,9 @@ def decode_compiled(model: PyTree, tokens: AnyArray, mask: Mask | None, request:
     if limit == 1 and request.beams == 1:  # without the program for the tokens after the first
         arrays, static = split(model)
         _, last = begin_after(read.cache, arrays, static, read.hidden, read.prompt, request)
-        new = first_of(last, request)
+        new = last.tokens[:, None]
+        if last.scores is not None:
+            new = Generated(new, last.scores[:, None], (last.lengths > 0)[:, None])
     else:
         arrays, static, cache = by_layer_with(model, read.cache)
         run = _run
@@ -77,13 +79,6 @@ def _begin_after(
 
 begin_after = jax.jit(_begin_after, static_argnums=2)
 begin_in_place = jax.jit(_begin_after, static_argnums=2, donate_argnums=0)
-
-
-def first_of(last: Last, request: Request) -> Padded:
-    """The result of `generate` if there is one new token."""
-    if last.scores is None:
-        return last.tokens[:, None]
-    return Generated(last.tokens[:, None], last.scores[:, None], (last.lengths > 0)[:, None])
 
 
 # The cache is not copied, unless its rows are repeated.

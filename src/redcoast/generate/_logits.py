@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from ._processors import History, process
 from ._request import Count, Request, Scalar
@@ -36,7 +36,10 @@ def choose_tokens(
         # The argmax of logits plus Gumbel noise is a sample of the softmax (Gumbel, 1954).
         if rows is None:
             rows = jnp.arange(scores.shape[0])
-        scores = scores + gumbel_noise(request.key, step, rows, scores.shape[1])
+        # The noise depends only on the key, the step and the number of the row.
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(request.key, step), rows)
+        of_row = lambda key: jax.random.gumbel(key, scores.shape[1:], jnp.float32)
+        scores = scores + jax.vmap(of_row)(keys)
     return first_greatest(scores)
 
 
@@ -52,14 +55,6 @@ def first_greatest(scores: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
     first = jnp.min(jnp.where(greatest, jnp.arange(vocab, dtype=jnp.int32)[None], vocab), axis=1)
     first = jnp.where(most == -jnp.inf, ALL_EXCLUDED, first)
     return jnp.where(jnp.isnan(most), INVALID, first)
-
-
-def gumbel_noise(
-    key: PRNGKeyArray, step: Int[Array, ""], rows: Int[Array, " batch"], vocab: int
-) -> Float[Array, "batch vocab"]:
-    """Samples Gumbel noise that depends only on the key, the step and the number of the row."""
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.fold_in(key, step), rows)
-    return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(keys)
 
 
 def filter_logits(

@@ -92,14 +92,6 @@ def read_prompt(
     model: PyTree, tokens: Shaped[AnyArray, "batch ..."], mask: Mask | None, request: Request
 ) -> ReadPrompt:
     """Processes a prompt in one forward pass."""
-    hidden, cache, prompt = read_whole_prompt(model, tokens, mask, request)
-    return ReadPrompt(hidden[:, -1:], cache, prompt)
-
-
-def read_whole_prompt(
-    model: PyTree, tokens: Shaped[AnyArray, "batch ..."], mask: Mask | None, request: Request
-) -> tuple[Float[Array, "batch prompt width"], PyTree, Int[Array, "batch prompt"]]:
-    """Like `read_prompt`, with the hidden states of the whole prompt."""
     if is_encoder_decoder(model):
         if mask is not None:  # inputs without a mask, such as images or sounds, are not changed
             tokens = blank(tokens, mask)
@@ -110,7 +102,7 @@ def read_whole_prompt(
         cache = model.init_cache(tokens.shape[0], length, memory=memory, memory_mask=mask)
         prompt = jnp.broadcast_to(first, (tokens.shape[0], first.shape[1]))
         hidden, cache = model.decode(prompt, cache, mask=None)
-        return hidden, cache, prompt
+        return ReadPrompt(hidden[:, -1:], cache, prompt)
     prompt, real = align_right(tokens, mask)
     count = jnp.full(prompt.shape[0], prompt.shape[1], jnp.int32)
     if real is not None:
@@ -119,7 +111,7 @@ def read_whole_prompt(
     hidden, cache = model.decode(prompt, cache, mask=real)
     if real is not None:
         prompt = jnp.where(real, prompt, -1)
-    return hidden, cache, prompt
+    return ReadPrompt(hidden[:, -1:], cache, prompt)
 
 
 def new_cache(model: PyTree, count: Int[Array, " batch"], length: int, request: Request) -> PyTree:

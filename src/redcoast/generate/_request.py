@@ -136,16 +136,11 @@ def _check_options(options: Mapping[str, object]) -> None:
         f"`generate` has no option {', '.join(unknown)}. The options of decoding are "
         f"{', '.join(names)}."
     )
-    replaced = [name for name in unknown if name in _ELSEWHERE]
+    replaced = [f"{name}: {_ELSEWHERE[name]}." for name in unknown if name in _ELSEWHERE]
     if replaced:
-        message += " In place of"
-    for name in replaced:
-        message += f" {name}: {_ELSEWHERE[name]}."
+        message += f" In place of {' '.join(replaced)}"
     for name in unknown:
-        remedy = ""
-        if name not in _ELSEWHERE:
-            remedy = remedy_for(name, ("key", "max_new_tokens"))
-        if remedy:
+        if name not in _ELSEWHERE and (remedy := remedy_for(name, ("key", "max_new_tokens"))):
             message += f" {remedy}"
     raise TypeError(message)
 

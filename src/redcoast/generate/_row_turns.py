@@ -61,12 +61,6 @@ class Turns(eqx.Module):
     least: Int[Array, " rows"] | None
 
 
-def slots_in_turn(model: PyTree, length: int, new: int) -> int:
-    """Returns the size of the cache. With room for twice as many new tokens as a row has, rows are
-    moved at most once in `new` steps."""
-    return 1 << (sum(chunks_for(model, length)) + 2 * new - 1).bit_length()
-
-
 def decode_in_turn(
     model: PyTree, tokens: AnyArray, mask: AnyArray | None, request: Request, rows: int
 ) -> Result:
@@ -81,7 +75,10 @@ class _Decoding:
     ):
         self.model, self.request, self.tokens, self.real = model, request, tokens, real
         self.limit, self.rows = int(request.limit), rows
-        self.slots = slots_in_turn(model, tokens.shape[1], self.limit)
+        columns = sum(chunks_for(model, tokens.shape[1]))
+        # With room for twice as many new tokens as a row has, rows are moved at most once in as
+        # many steps as a row has new tokens.
+        self.slots = 1 << (columns + 2 * self.limit - 1).bit_length()
         self.reading = dataclasses.replace(request, room=self.slots, copies=1)
         results = len(tokens) * request.copies
         self.new = np.full((results, self.limit), request.pad, np.int32)
@@ -90,8 +87,8 @@ class _Decoding:
         self.waiting = deque(range(rows, results))
         # The result of each row, or None; and the number of slots of its prompt.
         self.results: list[int | None] = list(range(rows))
-        self.columns = [sum(chunks_for(model, tokens.shape[1]))] * rows
-        self.least_filled = self.filled = self.columns[0]
+        self.columns = [columns] * rows
+        self.least_filled = self.filled = columns
 
     def run(self) -> Result:
         cache, turns = self._start()

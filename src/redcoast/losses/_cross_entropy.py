@@ -192,9 +192,8 @@ def _chunked_losses(
     # Inside a scan the compiler cannot undo rematerialisation by CSE.
     body = jax.checkpoint(body, prevent_cse=False)
     # (chunks, batch, chunk): a scan stacks what its steps return.
-    _, losses = jax.lax.scan(body, None, (_in_chunks(hidden, chunk), _in_chunks(targets, chunk)))
-    losses = jnp.moveaxis(losses, 0, 1).reshape(hidden.shape[0], -1)  # (batch, chunks * chunk)
-    return losses[:, : hidden.shape[1]]  # without the padding of the last chunk
+    _, losses = jax.lax.scan(body, None, (in_chunks(hidden, chunk), in_chunks(targets, chunk)))
+    return join_chunks(losses, hidden.shape[1])
 
 
 def _chunk_by_size(
@@ -323,7 +322,7 @@ def _check_targets(
         )
 
 
-def _in_chunks(x: Array, chunk: int) -> Array:
+def in_chunks(x: Array, chunk: int) -> Array:
     """Pads and splits the sequence into chunks of equal length, along a new first dimension."""
     batch, seq, *rest = x.shape
     count = -(-seq // chunk)
@@ -331,7 +330,13 @@ def _in_chunks(x: Array, chunk: int) -> Array:
     # Chunks of equal length, of which the last has less than one position of padding for each
     # chunk.
     x = jnp.pad(x, [(0, 0), (0, count * size - seq)] + [(0, 0)] * len(rest))
-    return jnp.moveaxis(x.reshape(batch, count, size, *rest), 1, 0)
+    return jnp.moveaxis(x.reshape(batch, count, size, *rest), 1, 0)  # (chunks, batch, chunk, ...)
+
+
+def join_chunks(chunks: Array, seq: int) -> Array:
+    """The inverse of `in_chunks`, for a sequence of `seq` positions."""
+    rows = jnp.moveaxis(chunks, 0, 1)  # (batch, chunks, chunk, ...)
+    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])[:, :seq]
 
 
 def _mean(losses: Float[Array, "*batch"], mask: Weights | None) -> Float[Array, ""]:

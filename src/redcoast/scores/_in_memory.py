@@ -139,13 +139,7 @@ class InMemory(TemplateLM):
                 key = jax.random.fold_in(jax.random.key(0), start // self.batch_size)
             answers = generate(self.model, tokens, new, mask=mask, key=key, stop=stop, **options)
             for i, row in zip(batch, np.asarray(answers), strict=True):
-                texts[i] = cut_at(decode(_before_end(row, self.model.config)), until)
+                # The rest of a row that has ended is padding.
+                ends = np.flatnonzero(np.isin(row, self.model.config.eos))
+                texts[i] = cut_at(decode(row[: min(ends, default=len(row))]), until)
         return texts
-
-
-def _before_end(row: Int[np.ndarray, " new"], config: Any) -> Int[np.ndarray, " kept"]:
-    ends = np.flatnonzero(np.isin(row, config.eos))
-    if len(ends) == 0:
-        return row
-    # The rest of a row that has ended is padding.
-    return row[: ends[0]]

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..loop._evaluate import predict_examples
+from ..losses._cross_entropy import in_chunks, join_chunks
 
 CHUNK, SHORTEST = 128, 32  # tokens whose logits are in memory at once, and of the shortest row
 
@@ -23,7 +24,9 @@ def score_pairs(
     rows = [(context + continuation)[-(length + 1) :] for context, continuation in pairs]
     by_size: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
-        by_size.setdefault(_padded_size(len(row) - 1, length), []).append(index)
+        # Padded to a power of two, of which there are few, or to the most.
+        size = min(max(SHORTEST, 1 << (len(row) - 2).bit_length()), length)
+        by_size.setdefault(size, []).append(index)
     results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
     for size, indices in by_size.items():
         examples = [(rows[i], len(pairs[i][1])) for i in indices]
@@ -56,27 +59,12 @@ def _scores(model: PyTree, batch: dict[str, Array], key: object) -> dict[str, Ar
         log_probs = chosen - jax.nn.logsumexp(logits, axis=-1)
         return log_probs, jnp.argmax(logits, axis=-1) == targets
 
-    log_probs, greedy = jax.lax.map(of_chunk, (_in_chunks(hidden), _in_chunks(targets)))
-    log_probs = _of_rows(log_probs, targets.shape[1])  # (batch, seq)
-    greedy = _of_rows(greedy, targets.shape[1])
+    chunks = in_chunks(hidden, CHUNK), in_chunks(targets, CHUNK)
+    log_probs, greedy = jax.lax.map(of_chunk, chunks)
+    log_probs = join_chunks(log_probs, targets.shape[1])  # (batch, seq)
+    greedy = join_chunks(greedy, targets.shape[1])
     total = jnp.sum(jnp.where(scored, log_probs, 0), axis=1)
     return {"log_prob": total, "greedy": jnp.all(greedy | ~scored, axis=1)}
-
-
-def _in_chunks(x: Array) -> Array:
-    """Pads and splits the sequence into chunks of equal length, along a new first dimension."""
-    batch, seq, *rest = x.shape
-    count = -(-seq // CHUNK)
-    size = -(-seq // count)
-    # Fewer positions than there are chunks.
-    x = jnp.pad(x, [(0, 0), (0, count * size - seq)] + [(0, 0)] * len(rest))
-    return jnp.moveaxis(x.reshape(batch, count, size, *rest), 1, 0)  # (chunks, batch, chunk, ...)
-
-
-def _of_rows(chunks: Array, seq: int) -> Array:
-    """The inverse of `_in_chunks`."""
-    rows = jnp.moveaxis(chunks, 0, 1)  # (batch, chunks, chunk)
-    return rows.reshape(len(rows), -1)[:, :seq]
 
 
 def _collate(
@@ -89,11 +77,6 @@ def _collate(
     columns = np.arange(length)
     scored = (columns >= starts[:, None]) & (columns < ends[:, None])
     return {"tokens": tokens, "real": real, "scored": scored}
-
-
-def _padded_size(size: int, most: int) -> int:
-    """The size that a text is padded to: a power of two, of which there are few, or the most."""
-    return min(max(SHORTEST, 1 << (size - 1).bit_length()), most)
 
 
 def pad_tokens(

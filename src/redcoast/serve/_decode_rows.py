@@ -18,6 +18,7 @@ from ..generate._prefill import PromptChunks, by_layer_with, keep_places, place_
 from ..generate._processors import process
 from ..generate._prompt import append_tokens
 from ..generate._request import Request
+from ..losses._cross_entropy import in_chunks, join_chunks
 from ._row_options import MOST_TOP, RowOptions
 
 Logits = Float[Array, "rows vocab"]
@@ -298,9 +299,6 @@ def _score_chunk(
     """The scores of the tokens that follow those of a chunk of the prompt."""
     model = join(arrays, static)
     rows, length = following.shape
-    count = length // CHUNK
-    # (chunks, rows, CHUNK, ...): `lax.map` has the logits of one chunk in memory at a time.
-    apart = lambda x: jnp.moveaxis(x.reshape(rows, count, CHUNK, *x.shape[2:]), 1, 0)
 
     def score(part: tuple[Array, Array]) -> Scores:
         hidden, tokens = part
@@ -308,6 +306,7 @@ def _score_chunk(
         scores = _scores(logits.reshape(rows * CHUNK, -1), tokens.reshape(-1))
         return jax.tree.map(lambda x: x.reshape(rows, CHUNK, *x.shape[1:]), scores)
 
-    scores = jax.lax.map(score, (apart(hidden), apart(jnp.asarray(following))))
-    join_chunks = lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:])
-    return place_all(jax.tree.map(join_chunks, scores), everywhere)
+    # The logits of one chunk are in memory at a time.
+    parts = in_chunks(hidden, CHUNK), in_chunks(jnp.asarray(following), CHUNK)
+    scores = jax.lax.map(score, parts)
+    return place_all(jax.tree.map(ft.partial(join_chunks, seq=length), scores), everywhere)

@@ -4,7 +4,8 @@ import importlib.util
 
 
 def require_package(name: str, purpose: str, installed: str | None = None) -> None:
-    """Raises an `ImportError` with the command that installs a package, if it is missing.
+    """Raises a `ModuleNotFoundError` with the command that installs a package, if it is missing.
     `installed` is what the command installs, by default the package."""
     if importlib.util.find_spec(name) is None:
-        raise ImportError(f"{purpose} needs the package `{name}`: pip install {installed or name}.")
+        command = f"pip install {installed or name}"
+        raise ModuleNotFoundError(f"{purpose} needs the package `{name}`: {command}.")

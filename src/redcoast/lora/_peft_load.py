@@ -223,21 +223,15 @@ def _saved_with(
     for path, array in replaced.items():
         tensors = tensor_names(published[path], array.shape).values()
         own = [name.removeprefix(PREFIX) for name in tensors if name in stored]
-        named = _saved_modules(own, config.saved)
+        named = []
+        for module in config.saved:
+            if any(is_saved(tensor, [module]) for tensor in own):
+                named.append(module)
         # The settings do not list it, but training has changed it.
         if not named and not jnp.array_equal(array, leaves[path]):
             named = map(module_of, own)
         names |= dict.fromkeys(named)
     return tuple(names)
-
-
-def _saved_modules(tensors: Sequence[str], modules: Sequence[str]) -> list[str]:
-    """The modules that some of the tensors belong to."""
-    named = []
-    for module in modules:
-        if any(is_saved(tensor, [module]) for tensor in tensors):
-            named.append(module)
-    return named
 
 
 def _check_model(model: PyTree) -> None:
@@ -281,8 +275,10 @@ def _stored(model: PyTree, path: Path) -> dict[str, Stored]:
         stored[name] = tensor
     base = PREFIX + getattr(hf, "BASE_PREFIX", "")
     starts = [base]
-    for name in _outside_of_base(model):
-        starts.append(f"{PREFIX}{module_of(name)}.")
+    for name in (*tied_heads(model), *_shapes(model)):
+        name = PREFIX + name.removeprefix(PREFIX)
+        if not name.startswith(base):  # the base model lacks it, such as a head
+            starts.append(f"{module_of(name)}.")
     if any(name.startswith(tuple(starts)) for name in stored):
         return stored
     # The adapters were trained for the base model, without its head.
@@ -290,17 +286,6 @@ def _stored(model: PyTree, path: Path) -> dict[str, Stored]:
     for name, tensor in stored.items():
         renamed_tensors[base + name.removeprefix(PREFIX)] = tensor
     return renamed_tensors
-
-
-def _outside_of_base(model: PyTree) -> list[str]:
-    """Returns the names of tensors that the base model lacks, such as heads."""
-    base = getattr(hf_names(model.config), "BASE_PREFIX", "")
-    outside = []
-    for name in (*tied_heads(model), *_shapes(model)):
-        name = name.removeprefix(PREFIX)
-        if not name.startswith(base):
-            outside.append(name)
-    return outside
 
 
 def _check_vocabulary(model: PyTree, stored: Mapping[str, Stored], path: Path) -> None:

@@ -237,9 +237,9 @@ def _saved_modules(model: PyTree, modules: list[str]) -> SavedModules:
     arrays, tied = {}, dict.fromkeys(pairs.values())
     for name, (path, index) in names.items():
         if is_saved(name, modules) or name in tied:
-            arrays[PREFIX + name] = _published(
-                table[path], whole(_without_adapter(leaves[path]))[index]
-            )
+            # The weight of an adapter may be quantised too.
+            weight = unquantised(getattr(leaves[path], "weight", leaves[path]))
+            arrays[PREFIX + name] = _published(table[path], whole(weight)[index])
     more = []
     for head, embed in pairs.items():
         arrays[PREFIX + head] = arrays[PREFIX + embed]
@@ -247,11 +247,6 @@ def _saved_modules(model: PyTree, modules: list[str]) -> SavedModules:
             if not is_saved(f"{module}.weight", modules):
                 more.append(module)
     return SavedModules([*modules, *more], arrays, bool(pairs))
-
-
-def _without_adapter(leaf: PyTree) -> jax.Array | np.ndarray:
-    # The weight of an adapter may be quantised too.
-    return unquantised(leaf.weight if isinstance(leaf, LowRank) else leaf)
 
 
 def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:

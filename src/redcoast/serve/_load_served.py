@@ -69,7 +69,10 @@ def load_served(
     tokenizer, render = load_tokenizer(weights), load_chat_template(weights)
     served = Served(model, tokenizer, rows, multiple, context, seed)
     eos = as_tuple(getattr(model.config, "eos", ()))
-    decoding = default_decoding(model)
+    # The decoding of the model's files, or else the default of the API: sampling at temperature 1.
+    own = decoding_of(model.config) or Decoding()
+    alone = {"beams": 1, "length_penalty": 1.0, "early_stopping": False, "num_return_sequences": 1}
+    decoding = replace(own, temperature=own.temperature or 1.0, **alone)
     check_token_options(shared_request(model.config, decoding), model.config.vocab)
     limits = Limits(
         name=name or weights.resolve().name,
@@ -84,11 +87,3 @@ def load_served(
     )
     queue = Queue(max(waiting, rows), rows, context)
     return served, Server(limits, queue, tokenizer, render, int(time.time()), Speller(tokenizer))
-
-
-def default_decoding(model: PyTree) -> Decoding:
-    """The decoding of the model's files, or else the default of the API: sampling at temperature
-    1."""
-    own = decoding_of(model.config) or Decoding()
-    alone = {"beams": 1, "length_penalty": 1.0, "early_stopping": False, "num_return_sequences": 1}
-    return replace(own, temperature=own.temperature or 1.0, **alone)

@@ -88,7 +88,10 @@ def read_request(
     echo = not chat and boolean(request, "echo")
     extras = read_extras(request, limits, chat=chat)
     # With `echo`, a client may want the scores of its prompt alone.
-    length = read_asked_length(request, chat=chat, least=0 if echo else 1)
+    least = 1 - echo
+    length = integer(request, "max_tokens", least, None)
+    if chat and (newer := integer(request, "max_completion_tokens", least, None)) is not None:
+        length = newer
     prompts: list[list[int]] = []
     shown: list[str | None] = []  # with `echo`, before the answers; tokens are not shown
     for prompt in texts:
@@ -143,17 +146,11 @@ def refuse_unknown(request: Body, *, chat: bool) -> None:
     for name, value in request.items():
         if name not in known:
             raise Refused(400, f"Unknown parameter: '{name}'.", name, "unknown_parameter")
-        if name in ONLY and not _is_served(value, ONLY[name]):
+        # In Python, `True == 1`.
+        served = [(isinstance(other, bool), other) for other in ONLY.get(name, (value,))]
+        if (isinstance(value, bool), value) not in served:
             text = f"Unsupported value: '{name}' is not implemented by this server; leave it out."
             raise Refused(400, text, name, "unsupported_value")
-
-
-def _is_served(value: object, served: tuple[object, ...]) -> bool:
-    for other in served:
-        # In Python, `True == 1`.
-        if value == other and isinstance(value, bool) == isinstance(other, bool):
-            return True
-    return False
 
 
 def check_model_name(model: object, name: str) -> None:
@@ -162,17 +159,6 @@ def check_model_name(model: object, name: str) -> None:
     if model != name:
         text = f"The model '{model[:200]}' does not exist. This server has '{name}'."
         raise Refused(404, text, "model", "model_not_found")
-
-
-def read_asked_length(request: Body, *, chat: bool, least: int) -> int | None:
-    """Returns the maximum number of new tokens, if the request specifies it."""
-    longest = integer(request, "max_tokens", least, None)
-    if chat:
-        newer = integer(request, "max_completion_tokens", least, None)
-        if newer is None:
-            return longest
-        return newer
-    return longest
 
 
 def choose_length(
@@ -252,25 +238,22 @@ def read_ends(request: Body, limits: Limits) -> tuple[int, ...]:
 
 def read_extras(request: Body, limits: Limits, *, chat: bool) -> Extras:
     """Reads the penalties, biases and options for log-probabilities."""
-    logprobs = _read_logprobs_of_chat(request) if chat else _read_logprobs(request)
     return Extras(
         presence=number(request, "presence_penalty", -2, 2) or 0,
         frequency=number(request, "frequency_penalty", -2, 2) or 0,
         bias=read_bias(request.get("logit_bias"), limits),
-        logprobs=logprobs,
+        logprobs=_read_logprobs(request, chat=chat),
         grammar=read_format(request.get("response_format"), limits),
     )
 
 
-def _read_logprobs(request: Body) -> int | None:
+def _read_logprobs(request: Body, *, chat: bool) -> int | None:
     """The number of alternatives to each token; None without log-probabilities."""
-    if request.get("logprobs") is False:
-        return None
-    return integer(request, "logprobs", 0, MOST_TOP)
-
-
-def _read_logprobs_of_chat(request: Body) -> int | None:
-    """The same for chats, in which two parameters say it."""
+    if not chat:
+        if request.get("logprobs") is False:
+            return None
+        return integer(request, "logprobs", 0, MOST_TOP)
+    # In chats, two parameters say it.
     is_wanted = boolean(request, "logprobs")
     count = integer(request, "top_logprobs", 0, MOST_TOP) or 0
     if is_wanted:

@@ -1,5 +1,6 @@
 """The prompts of a request: messages of a chat, or texts and tokens to complete."""
 
+import contextlib
 import json
 from collections.abc import Callable
 
@@ -102,25 +103,14 @@ def read_calls(calls: object, where: str) -> list[Body]:
         if not isinstance(function, dict):
             raise Refused(400, error, where)
         # {"function": {"name": "...", "arguments": "{...}"}}
-        arguments = read_arguments(function)
-        if arguments is None or not isinstance(function.get("name"), str):
+        arguments = function.get("arguments") or "{}"
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):  # remains text, and is refused
+                arguments = json.loads(arguments)
+        if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
             raise Refused(400, error, where)
         checked.append(call | {"function": function | {"arguments": arguments}})
     return checked
-
-
-def read_arguments(function: Body) -> Body | None:
-    """Returns the arguments of a call, which are text in the API; None if they are not an
-    object."""
-    arguments = function.get("arguments") or "{}"
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
-    if not isinstance(arguments, dict):
-        return None
-    return arguments
 
 
 def read_content(content: object, where: str) -> str:

@@ -231,7 +231,11 @@ def _line(metrics: Metrics, step: int) -> str:
     for name, metric in metrics.items():
         if name in _HIDDEN or (name in _HIDDEN_IF_ZERO and float(metric) == 0):
             continue
-        value = f"{_number(float(metric)):<10}"
+        number = float(metric)
+        value = f"{number:<10.4g}"
+        # Counts are shown with all digits: 131,072 tokens instead of 1.311e+05.
+        if number.is_integer() and abs(number) < 1e9:
+            value = f"{number:<10,.0f}"
         length = len(f"  {name} {value.rstrip()}")
         # At least one metric stands in each line, however narrow the terminal is.
         if room is not None and used + length > room and len(lines[-1]) > 1:
@@ -240,13 +244,6 @@ def _line(metrics: Metrics, step: int) -> str:
         lines[-1].append(f"{styled(name, DIM)} {value}")
         used += len(f"  {name} {value}")
     return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-def _number(value: float) -> str:
-    # Counts are shown with all digits: 131,072 tokens instead of 1.311e+05.
-    if value.is_integer() and abs(value) < 1e9:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
 
 
 def all_loggers(log: object) -> list[Any]:

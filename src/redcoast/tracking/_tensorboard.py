@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from ..core._frames import hide_frames
+from ..core._packages import require_package
 from ._loggers import RunInfo, join_run
 
 
@@ -74,11 +75,6 @@ def tensorboard_logger(path: str | PathLike[str]) -> TensorboardLogger:
         log.close()  # `fit` does so at the end of a run
         ```
     """
-    try:
-        writer = importlib.import_module("tensorboardX").SummaryWriter
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "`tensorboard_logger` needs the package tensorboardX, which is not installed: "
-            'pip install "redcoast[tensorboard]"'
-        ) from error
+    require_package("tensorboardX", "`tensorboard_logger`", '"redcoast[tensorboard]"')
+    writer = importlib.import_module("tensorboardX").SummaryWriter
     return TensorboardLogger(Path(path).expanduser().absolute(), writer)

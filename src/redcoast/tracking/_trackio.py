@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
 from ..core._frames import hide_frames
+from ..core._packages import require_package
 from ._loggers import RunInfo, code_version, join_run, plain_config, plain_data
 
 
@@ -94,13 +95,6 @@ def trackio_logger(
     if not isinstance(project, str):
         raise TypeError(f"`project` must be the name of a trackio project, but is {project!r}.")
     plain = plain_config(config)
-    try:
-        trackio = importlib.import_module("trackio")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "`trackio_logger` needs the package trackio, which is not installed: "
-            'pip install "redcoast[trackio]"'
-        ) from error
-    return TrackioLogger(
-        trackio, {"project": project, "name": name, "config": plain, **init_options}
-    )
+    require_package("trackio", "`trackio_logger`", '"redcoast[trackio]"')
+    options = {"project": project, "name": name, "config": plain, **init_options}
+    return TrackioLogger(importlib.import_module("trackio"), options)

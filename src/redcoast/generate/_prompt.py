@@ -5,7 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer, PyTree, Shaped
+from jaxtyping import Array, Float, Int, Integer, PyTree, Shaped
 
 from ..models._inputs import AnyArray, Mask
 from ._check_arguments import check_token_options
@@ -31,22 +31,6 @@ def pad_columns(x: Any, length: int, *, left: bool) -> Any:
     if isinstance(x, np.ndarray):
         return np.pad(x, widths)
     return jnp.pad(x, widths)
-
-
-def align_right(
-    tokens: Integer[AnyArray, "batch seq"], mask: Mask | None
-) -> tuple[Int[Array, "batch seq"], Bool[Array, "batch seq"] | None]:
-    """Moves the real tokens of each row to its last columns, so that no padding is between them.
-
-    New tokens are appended after that column. Returns the tokens and their mask.
-    """
-    tokens = jnp.asarray(tokens, jnp.int32)
-    if mask is None:
-        return tokens, None
-    real = jnp.asarray(mask, bool)
-    columns = jnp.argsort(real, axis=1, stable=True)  # padding first, then the tokens in order
-    real = jnp.take_along_axis(real, columns, axis=1)
-    return blank(jnp.take_along_axis(tokens, columns, axis=1), real), real
 
 
 def align_left(
@@ -103,9 +87,14 @@ def read_prompt(
         prompt = jnp.broadcast_to(first, (tokens.shape[0], first.shape[1]))
         hidden, cache = model.decode(prompt, cache, mask=None)
         return ReadPrompt(hidden[:, -1:], cache, prompt)
-    prompt, real = align_right(tokens, mask)
+    prompt, real = jnp.asarray(tokens, jnp.int32), None
     count = jnp.full(prompt.shape[0], prompt.shape[1], jnp.int32)
-    if real is not None:
+    if mask is not None:
+        # Padding first, and then the tokens in their order: new tokens are appended to the last.
+        real = jnp.asarray(mask, bool)
+        columns = jnp.argsort(real, axis=1, stable=True)
+        real = jnp.take_along_axis(real, columns, axis=1)
+        prompt = blank(jnp.take_along_axis(prompt, columns, axis=1), real)
         count = jnp.sum(real, axis=1, dtype=jnp.int32)
     cache = new_cache(model, count, prompt.shape[1] + request.room, request)
     hidden, cache = model.decode(prompt, cache, mask=real)

@@ -225,18 +225,14 @@ def _replace_row(
         own = split_layers(own)  # on CPUs, the rows' cache has arrays for each layer
     leaves, structure = jax.tree.flatten(cache)
     for i, (x, own_row, d) in enumerate(zip(leaves, jax.tree.leaves(own), dims, strict=True)):
-        if d is not None:
-            leaves[i] = _put_row(x, own_row, d, row, sharded=everywhere is not None)
+        if d is not None and everywhere is None:
+            leaves[i] = jax.lax.dynamic_update_slice_in_dim(x, own_row, row, d)
+        elif d is not None:
+            # A slice of a dimension that is sharded would be gathered.
+            shape = [1] * x.ndim
+            shape[d] = -1
+            leaves[i] = jnp.where((jnp.arange(x.shape[d]) == row).reshape(shape), own_row, x)
     return keep_places(structure.unflatten(leaves), places), place_all(turns, everywhere)
-
-
-def _put_row(x: Array, own: Array, d: int, row: Int[Array, ""], *, sharded: bool) -> Array:
-    if not sharded:
-        return jax.lax.dynamic_update_slice_in_dim(x, own, row, d)
-    # A slice of a dimension that is sharded would be gathered.
-    shape = [1] * x.ndim
-    shape[d] = x.shape[d]
-    return jnp.where((jnp.arange(x.shape[d]) == row).reshape(shape), own, x)
 
 
 @ft.partial(jax.jit, static_argnums=(3, 6, 7), donate_argnums=(0, 1))

@@ -107,10 +107,8 @@ class Decoder(eqx.Module):
         positions: Integer[AnyArray, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
-        """Returns the final hidden states, from which `unembed` computes the logits.
-
-        The arguments are the same as for `__call__`.
-        """
+        """Returns the final hidden states, from which `unembed` computes the logits. The arguments
+        are those of `__call__`."""
         return self._run_from_start(tokens, mask, segments, positions, key)[0]
 
     def decode(

@@ -114,10 +114,8 @@ class EncoderDecoder(CrossDecoder):
         decoder_segments: Integer[AnyArray, "batch decoder_seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch decoder_seq width"]:
-        """Returns the final hidden states, from which `unembed` computes the logits.
-
-        The arguments are the same as for `__call__`.
-        """
+        """Returns the final hidden states, from which `unembed` computes the logits. The arguments
+        are those of `__call__`."""
         encoder_key, key = split_key(key, 2)
         seen = cross_view(tokens.shape, decoder_tokens.shape, mask, segments, decoder_segments)
         memory = self.encode(tokens, mask=mask, segments=segments, key=encoder_key)
@@ -135,10 +133,8 @@ class EncoderDecoder(CrossDecoder):
         segments: Integer[AnyArray, "batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
-        """Returns the encoder's hidden states, which the decoder attends to.
-
-        The arguments are the same as for `__call__`.
-        """
+        """Returns the encoder's hidden states, which the decoder attends to. The arguments are
+        those of `__call__`."""
         real = _real(self, tokens, mask, segments)
         visible, positions = full_view(real, segments), count_positions(real, segments)
         return self._run(self.encoder, tokens, positions, visible, NO_MEMORY, None, key)[0]

@@ -152,10 +152,8 @@ class PatchEncoder(eqx.Module):
         masked: Bool[AnyArray, "batch patches"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch tokens features"]:
-        """Returns the hidden states after the final norm, for any head.
-
-        The arguments are the same as for `__call__`.
-        """
+        """Returns the hidden states after the final norm, for any head. The arguments are those of
+        `__call__`."""
         return self._norm(self._run(pixels, masked, (), key)[0])
 
     def features(

@@ -152,15 +152,9 @@ class Bert(eqx.Module):
 
         **Arguments:**
 
-        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
-        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The outputs
-          for real tokens do not depend on padding; the outputs for padding tokens are meaningless.
+        - `tokens`, `mask`, `segments`, `positions`, `key`: as for a
+          [`Llama`][redcoast.models.Llama].
         - `types`: the token types, 0 by default. The second text of a pair has type 1.
-        - `segments`: for rows with several packed sequences, the number of the sequence that each
-          token belongs to. Tokens attend only to their own sequence.
-        - `positions`: the position of each token, counted from 0; by default counted over the real
-          tokens of the row or segment. A position of `config.positions` or more gives NaN.
-        - `key`: PRNG key for dropout. Without it, dropout is disabled.
 
         **Raises:**
 

@@ -132,10 +132,8 @@ class Captioner(eqx.Module):
         decoder_mask: Mask | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq features"]:
-        """Returns the final hidden states, from which `unembed` computes the logits.
-
-        The arguments are as for `__call__`.
-        """
+        """Returns the final hidden states, from which `unembed` computes the logits. The arguments
+        are those of `__call__`."""
         encoder_key, key = split_key(key, 2)
         memory = self.encode(pixels, mask=mask, key=encoder_key)  # (batch, patches, width)
         return self.decoder.hidden(decoder_tokens, mask=decoder_mask, memory=memory, key=key)
@@ -160,10 +158,8 @@ class Captioner(eqx.Module):
         memory: Float[Array, "batch patches width"],
         memory_mask: Mask | None = None,
     ) -> Cache | CrossCache:
-        """Returns an empty cache for `batch` captions of up to `length` tokens.
-
-        `memory` is the output of `encode`.
-        """
+        """Returns an empty cache for `batch` captions of up to `length` tokens. `memory` is the
+        output of `encode`."""
         return self.decoder.init_cache(batch, length, memory=memory, memory_mask=memory_mask)
 
     def decode(

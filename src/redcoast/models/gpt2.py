@@ -138,16 +138,10 @@ class GPT2(TableHead):
 
         **Arguments:**
 
-        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
-        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
-          of real tokens do not depend on padding; the logits of padding tokens are meaningless.
-        - `segments`: for rows with several packed sequences, the number of the sequence that each
-          token belongs to. Tokens attend only to their own sequence.
-        - `positions`: the position of each token, by default counted over the real tokens of the
-          row or segment. A position of `config.positions` or more gives NaN.
+        - `tokens`, `mask`, `segments`, `positions`, `key`: as for a
+          [`Llama`][redcoast.models.Llama].
         - `memory`, `memory_mask`: with `cross_attention`, the hidden states that all tokens of a
           row attend to, and 1 at those that are not padding.
-        - `key`: PRNG key for dropout. Without it, dropout is disabled.
 
         **Raises:**
 
@@ -169,10 +163,8 @@ class GPT2(TableHead):
         memory_mask: MemoryMask | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
-        """Returns the final hidden states, from which `unembed` computes the logits.
-
-        The arguments are the same as for `__call__`.
-        """
+        """Returns the final hidden states, from which `unembed` computes the logits. The arguments
+        are those of `__call__`."""
         real = real_tokens(tokens.shape, mask)
         if positions is None:
             if segments is None:

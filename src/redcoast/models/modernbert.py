@@ -222,14 +222,8 @@ class ModernBert(eqx.Module):
 
         **Arguments:**
 
-        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
-        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The outputs
-          for real tokens do not depend on padding; the outputs for padding tokens are meaningless.
-        - `segments`: for rows with several packed sequences, the number of the sequence that each
-          token belongs to. Tokens attend only to their own sequence.
-        - `positions`: the position of each token, counted from 0; by default counted over the real
-          tokens of the row or segment. Windows count the tokens of the row.
-        - `key`: PRNG key for dropout. Without it, dropout is disabled.
+        - `tokens`, `mask`, `segments`, `positions`, `key`: as for a
+          [`Llama`][redcoast.models.Llama]. Windows count the tokens of the row.
 
         **Raises:**
 

@@ -139,10 +139,8 @@ class ViT(eqx.Module):
         mask: None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch tokens features"]:
-        """Returns the hidden states after the final norm, for any head.
-
-        The arguments are the same as for `__call__`.
-        """
+        """Returns the hidden states after the final norm, for any head. The arguments are those of
+        `__call__`."""
         c = self.config
         if pixels.shape[1:] != (c.channels, *c.image):
             raise ValueError(

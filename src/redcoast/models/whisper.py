@@ -178,10 +178,8 @@ class Whisper(CrossDecoder):
         decoder_mask: Mask | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
-        """Returns the final hidden states, from which `unembed` computes the logits.
-
-        The arguments are the same as for `__call__`.
-        """
+        """Returns the final hidden states, from which `unembed` computes the logits. The arguments
+        are those of `__call__`."""
         check_length(self.config, decoder_tokens.shape[1])
         encoder_key, key = split_key(key, 2)
         memory = self.encode(features, mask=mask, key=encoder_key)
@@ -197,10 +195,8 @@ class Whisper(CrossDecoder):
         mask: None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch memory width"]:
-        """Returns the encoder's hidden states, which the decoder attends to.
-
-        The arguments are the same as for `__call__`.
-        """
+        """Returns the encoder's hidden states, which the decoder attends to. The arguments are
+        those of `__call__`."""
         c, encoder = self.config, self.encoder
         if features.shape[1:] != (c.mels, c.frames):
             raise ValueError(

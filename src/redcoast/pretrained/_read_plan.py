@@ -36,13 +36,6 @@ class ArrayToRead:
     first: int = 0
     layers: int | None = None
 
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the array of the tensors."""
-        if self.layers is None:
-            return self.shape
-        return (self.layers, *self.shape[1:])
-
     def layers_from(self, first: int, count: int) -> "ArrayToRead":
         """A part of the array along its first dimension, which is not sharded."""
         shape = (count, *self.shape[1:])
@@ -88,12 +81,15 @@ def steps_of(path: str, target: ArrayToRead, most: int) -> Iterator[ReadStep]:
     """Yields the steps of an array, in the order of storage. Each step reads at most `most`
     elements of a box."""
     parts = split_box(target.box_shape, reading_order(target.tensor), most)
+    shape = target.shape
+    if target.layers is not None:  # that of the array of the tensors
+        shape = (target.layers, *shape[1:])
     for i, part in enumerate(parts, 1):
         windows = []
         for start in target.distinct_starts:
             # The same part of each box, as a box of the array.
             box = tuple(slice(a + p.start, a + p.stop) for a, p in zip(start, part, strict=True))
-            windows.append(locate(target.tensor, target.whole_shape, box))
+            windows.append(locate(target.tensor, shape, box))
         yield ReadStep(path, part, tuple(windows), i == len(parts))
 
 

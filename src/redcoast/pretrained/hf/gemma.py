@@ -65,16 +65,14 @@ def read(settings: Settings) -> Fields:
         only["attn_logit_softcapping"] = (None,)
     c, fields = read_settings(settings, table, defaults, only=only, renamed=renamed)
     fields |= {"post_norms": second or third, "qk_norm": third}
-    return fields | _local(c) | _rope(c)
-
-
-def _local(c: Settings) -> Fields:
-    """Reads which layers have a sliding window."""
+    # Which layers have a sliding window.
     if "layer_types" not in c or not c["sliding_window"]:
-        return {"window": None}
-    if c["layer_types"]:
-        return {"local": read_windows(c["layer_types"])}
-    return {"local": all_but_last_of(c["sliding_window_pattern"], c["num_hidden_layers"])}
+        fields["window"] = None
+    elif c["layer_types"]:
+        fields["local"] = read_windows(c["layer_types"])
+    else:
+        fields["local"] = all_but_last_of(c["sliding_window_pattern"], c["num_hidden_layers"])
+    return fields | _rope(c)
 
 
 def _rope(c: Settings) -> Fields:

@@ -51,10 +51,6 @@ def _read_rope(c: Settings) -> Fields:
         raise ValueError(f"The setting of rotary embeddings has unknown settings: {unknown}.")
     if missing:
         raise ValueError(f"The setting of rotary embeddings has no {sorted(missing)}.")
-    return base | {"rope_scaling": _long_rope(rope, c)}
-
-
-def _long_rope(rope: Settings, c: Settings) -> LongRope:
     original = c["original_max_position_embeddings"]
     ratio = rope.get("factor") or c["max_position_embeddings"] / original
     factor = rope.get("attention_factor")
@@ -64,7 +60,7 @@ def _long_rope(rope: Settings, c: Settings) -> LongRope:
         if ratio > 1:
             factor = math.sqrt(1 + math.log(ratio) / math.log(original))
     lists = {field: tuple(rope[name]) for field, name in _FACTORS.items()}
-    return LongRope(**lists, original=original, factor=factor)
+    return base | {"rope_scaling": LongRope(**lists, original=original, factor=factor)}
 
 
 _KINDS = {

@@ -104,26 +104,17 @@ def plan_flow(
         split=decision.program.batch.split,
     )
     reasons = _reasons.find_reasons(leaves, decision)
-    not_rows = _reasons.not_rows(args[:1], decision)
-    # Whether examples are coupled is read off a program whose batch dimensions are rows.
-    of_rows = task.program
-    if decision.program.batch.splits_examples:
-        of_rows = program
-    report = _report(task, layout, reasons, not_rows, of_rows)
-    report = replace(report, waiting=waiting(decision.program, mesh, compute))
-    return PlannedProgram(_leaf_plans(layout, reasons), compute, report)
-
-
-def _leaf_plans(layout: StorageLayout, reasons: _reasons.Reasons) -> list[LeafPlan]:
-    """The plan of each array of a model."""
-    plans: list[LeafPlan] = []
-    for place, leaf in enumerate(reasons.leaves):
+    arrays: list[LeafPlan] = []
+    for place, leaf in enumerate(leaves):
         role: Role = "other"
         if is_inexact_leaf(leaf):
             role = "parameter"
         reason = reasons.of_array(layout, place)
-        plans.append(LeafPlan(leaf, layout.specs[place], reason, role))
-    return plans
+        arrays.append(LeafPlan(leaf, layout.specs[place], reason, role))
+    not_rows = _reasons.not_rows(args[:1], decision)
+    report = _report(task, layout, reasons, not_rows, program)
+    report = replace(report, waiting=waiting(decision.program, mesh, compute))
+    return PlannedProgram(arrays, compute, report)
 
 
 def _report(
@@ -135,8 +126,8 @@ def _report(
 ) -> ProgramReport:
     """The figures of a layout.
 
-    `not_rows` are the arrays of the batch that are not rows. `of_rows` is the program with the
-    batch's rows as its dimensions, also where the layout splits examples.
+    `not_rows` are the arrays of the batch that are not rows. `of_rows` is the program before its
+    examples are split, which says how they are coupled, summed and masked.
     """
     decision = layout.decision
     sent = all_sent(layout, reasons)

@@ -87,30 +87,20 @@ def _is_mistake(examples: BatchDims, operation: Operation, operands: Sequence[_O
     # Either operand may be the column: `predictions - labels`, or `labels - predictions`.
     for row, column in ((0, 1), (1, 0)):
         broadcast = operation.producer(equation.invars[row])
-        if broadcast is None or not _is_row(broadcast, size):
+        if broadcast is None or broadcast.primitive.name != "broadcast_in_dim":
             continue
-        # (1, n) and (n, 1) make (n, n).
-        if shape_of(equation.invars[column]) != (size, 1):
+        # (n,) is broadcast to (1, n), which makes (n, n) with (n, 1).
+        shapes = map(shape_of, (broadcast.invars[0], broadcast.outvars[0], equation.invars[column]))
+        if tuple(shapes) != ((size,), (1, size), (size, 1)):
             continue
         differ = operands[0].model != operands[1].model and not operands[column].widened
         of_batch = all(map(examples.has, operation.result.dims))
-        return differ and of_batch and _is_implicit(broadcast, equation)
+        # The operation itself did the broadcast, which then has the same frames.
+        frames = _frames(broadcast)
+        added = any(file.endswith(_BATCHING) for file, *_ in frames)
+        is_implicit = bool(frames) and not added and frames == _frames(equation)
+        return differ and of_batch and is_implicit
     return False
-
-
-def _is_row(equation: JaxprEqn, size: int) -> bool:
-    """Whether an equation broadcasts a flat array of all examples to a single row."""
-    if equation.primitive.name != "broadcast_in_dim":
-        return False
-    shapes = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
-    return shapes == ((size,), (1, size))
-
-
-def _is_implicit(broadcast: JaxprEqn, equation: JaxprEqn) -> bool:
-    """Whether an operation itself did the broadcast, which then has the same frames."""
-    frames = _frames(broadcast)
-    added = any(file.endswith(_BATCHING) for file, *_ in frames)
-    return bool(frames) and not added and frames == _frames(equation)
 
 
 def _frames(equation: JaxprEqn) -> list[tuple[str, str, int]]:

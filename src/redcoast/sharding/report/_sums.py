@@ -78,15 +78,6 @@ def _widened(before: _Growth, after: _Growth) -> _Growth:
     return replace(before, number=None)
 
 
-def _is_zero(operation: Operation) -> bool:
-    """Whether this is `x - stop_gradient(x)`, which carries a gradient of the user's own."""
-    if operation.name != "sub":
-        return False
-    x, other = operation.equation.invars
-    stop = operation.producer(other)
-    return stop is not None and stop.primitive.name == "stop_gradient" and stop.invars[0] is x
-
-
 def _are_apart(examples: BatchDims, operation: Operation) -> bool:
     """Whether the examples of an operand are divided into several dimensions."""
     for value in operation.operands:
@@ -114,8 +105,12 @@ def _growth(examples: BatchDims, operation: Operation, operands: Growths) -> _Gr
     # What nothing is known of is not reported: a false warning is worse than none.
     if not _are_known(operands):
         return _UNKNOWN
-    if _is_zero(operation):
-        return _Growth(number=0.0)
+    if name == "sub":
+        x, other = operation.equation.invars
+        stop = operation.producer(other)
+        # `x - stop_gradient(x)` is zero, and carries a gradient of the user's own.
+        if stop is not None and stop.primitive.name == "stop_gradient" and stop.invars[0] is x:
+            return _Growth(number=0.0)
     if name == "div":
         return _quotient(examples, *operands)
     if name == "mul":

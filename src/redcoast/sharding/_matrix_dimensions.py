@@ -71,7 +71,9 @@ class WeightUses:
         leaves = jax.tree.leaves(model)
         last: set[int] = set()
         for place in self.last:
-            if not _is_stacked(leaves[place].shape, *self.products[place]):
+            summed, of_result = self.products[place]
+            # A stack has a matrix for each element along another dimension.
+            if len(summed | of_result) == len(leaves[place].shape):
                 last.add(place)
         return last
 
@@ -132,9 +134,17 @@ def matrix_dimensions(
         )
     leaves, treedef = jax.tree.flatten(model)
     numbers: list[optax.contrib.MuonDimensionNumbers | None] = [None] * len(leaves)
-    for place in uses.products.keys() - uses.lookups:
-        is_last = place in uses.last
-        numbers[place] = _dimension_numbers(leaves[place].shape, *uses.products[place], is_last)
+    for place in uses.products.keys() - uses.lookups - uses.last_matrices(model):
+        shape = leaves[place].shape
+        summed, of_result = uses.products[place]
+        # A dimension that is summed over is not a side of the result as well.
+        free = of_result - summed
+        rows = prod(map(shape.__getitem__, summed))
+        columns = prod(map(shape.__getitem__, free))
+        # A product with one row or column is one with a vector.
+        if rows != 1 and columns != 1:
+            sides = tuple(sorted(summed)), tuple(sorted(free))
+            numbers[place] = optax.contrib.MuonDimensionNumbers(*sides)
     return jax.tree.unflatten(treedef, numbers)
 
 
@@ -174,28 +184,6 @@ def uses_in(traced: Traced, model: PyTree) -> WeightUses:
     results = follow_facts(facts, scope, inputs)
     # The first result is the loss, whose last product is that of a head.
     return replace(uses, last=results[0].last)
-
-
-def _dimension_numbers(
-    shape: tuple[int, ...], summed: Dims, free: Dims, is_last: bool
-) -> optax.contrib.MuonDimensionNumbers | None:
-    """The dimension numbers of one array, or None if it is not a hidden matrix."""
-    # A dimension that is summed over is not a side of the result as well.
-    free = free - summed
-    rows = prod(map(shape.__getitem__, summed))
-    columns = prod(map(shape.__getitem__, free))
-    # A product with one row or column is one with a vector.
-    if rows == 1 or columns == 1:
-        return None
-    # The last layer may be one of a scan over all of them.
-    if is_last and not _is_stacked(shape, summed, free):
-        return None
-    return optax.contrib.MuonDimensionNumbers(tuple(sorted(summed)), tuple(sorted(free)))
-
-
-def _is_stacked(shape: tuple[int, ...], summed: Dims, free: Dims) -> bool:
-    """Whether an array has a matrix for each element along one of its dimensions."""
-    return len(summed | free) < len(shape)
 
 
 def _joined(origins: Sequence[_Origin]) -> _Origin:

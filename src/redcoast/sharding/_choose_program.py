@@ -5,7 +5,7 @@ programs whose examples are split are compared too, by memory and then by time.
 """
 
 import functools as ft
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec as P
@@ -22,12 +22,12 @@ from .solver._replicate import replicate
 from .solver._split_examples import (
     apply_split,
     asked_split,
-    candidates,
-    candidates_of_two,
     example_parts,
     is_sequence,
     needs_split,
     split_tokens,
+    splits_of_one,
+    splits_of_two,
     trace_in_parts,
 )
 from .solver._strategy import Decision, best_strategy
@@ -88,13 +88,19 @@ def by_rows_or_within(
             return program
         return trace_in_parts(number, trace_program)
 
+    def within_examples(splits: Iterable[Split]) -> Iterator[PlanTask]:
+        for split in splits:
+            within = apply_split(in_parts(example_parts(split, axes)), split, axes)
+            if within is not None:
+                yield replace(task, program=within)
+
     # A constraint of the program's own on its batch is obeyed.
     if split := asked_split(program, axes):
-        asked = apply_split(in_parts(example_parts(split, axes)), split, axes)
-        if asked is None:
+        asked = list(within_examples([split]))
+        if not asked:
             raise ValueError(_cannot_split(program, split, axes))
-        return cheapest_layout([replace(task, program=asked)], budget)
-    others = (replace(task, program=within) for within in candidates(in_parts, axes))
+        return cheapest_layout(asked, budget)
+    others = within_examples(splits_of_one(in_parts, axes))
     # Rows divide: split examples are tried only if activations do not fit.
     if not needs_split(program, count):
         by_rows = cheapest_layout([task], budget)
@@ -116,7 +122,7 @@ def by_rows_or_within(
     best = cheapest_layout([*tasks, *others], budget)
     if best.excess:
         # Two dimensions at once are many candidates, so they are tried last.
-        pairs = (replace(task, program=within) for within in candidates_of_two(in_parts, axes))
+        pairs = within_examples(splits_of_two(in_parts, axes))
         best = cheapest_layout(pairs, budget, beside=[best])
     return best
 

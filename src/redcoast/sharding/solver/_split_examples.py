@@ -177,11 +177,11 @@ def asked_split(program: Program, sizes: Mapping[str, int]) -> Split:
 ProgramInParts = Callable[[int], Program]
 
 
-def candidates(in_parts: ProgramInParts, sizes: Mapping[str, int]) -> Iterator[Program]:
-    """Programs with one dimension of the examples split, over the batch's axes or all axes."""
+def splits_of_one(in_parts: ProgramInParts, sizes: Mapping[str, int]) -> Iterator[Split]:
+    """Ways to split one dimension of the examples, over the batch's axes or all axes."""
     for axes in _axes(sizes):
         for places in _choices(in_parts, axes, sizes):
-            yield from _split(in_parts, ((axes, places),), sizes)
+            yield ((axes, places),)
         # Rows are split over some of the axes, and a dimension over the others.
         for first, rest in _halves(axes):
             if not batch_dims(in_parts(1), parts(first, sizes)).is_split:
@@ -191,7 +191,7 @@ def candidates(in_parts: ProgramInParts, sizes: Mapping[str, int]) -> Iterator[P
                 if value.dims and value.dims[0] in in_parts(1).batch.of_inputs:
                     rows.append((array, 0))
             for places in _choices(in_parts, rest, sizes):
-                yield from _split(in_parts, ((first, tuple(rows)), (rest, places)), sizes)
+                yield (first, tuple(rows)), (rest, places)
         program = in_parts(1)
         if not program.batch.not_rows:
             continue
@@ -206,17 +206,17 @@ def candidates(in_parts: ProgramInParts, sizes: Mapping[str, int]) -> Iterator[P
             if any(map(classes.divides, first)) and rigid.isdisjoint(classes.of(first)):
                 leading.append((array, 0))
         if leading:
-            yield from _split(in_parts, ((axes, tuple(leading)),), sizes)
+            yield ((axes, tuple(leading)),)
 
 
-def candidates_of_two(in_parts: ProgramInParts, sizes: Mapping[str, int]) -> Iterator[Program]:
-    """Programs with two dimensions of the examples split, each over some of the axes."""
+def splits_of_two(in_parts: ProgramInParts, sizes: Mapping[str, int]) -> Iterator[Split]:
+    """Ways to split two dimensions of the examples, each over some of the axes."""
     for axes in _axes(sizes):
         for first, rest in _halves(axes):
             for places in _choices(in_parts, first, sizes):
                 for other in _choices(in_parts, rest, sizes):
                     if set(places).isdisjoint(other):
-                        yield from _split(in_parts, ((first, places), (rest, other)), sizes)
+                        yield (first, places), (rest, other)
 
 
 def _axes(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
@@ -230,12 +230,6 @@ def _choices(
 ) -> list[tuple[_Place, ...]]:
     count = parts(axes, sizes)
     return ExampleDims(in_parts(count), count).choices()
-
-
-def _split(in_parts: ProgramInParts, split: Split, sizes: Mapping[str, int]) -> Iterator[Program]:
-    program = apply_split(in_parts(example_parts(split, sizes)), split, sizes)
-    if program is not None:
-        yield program
 
 
 def example_parts(split: Split, sizes: Mapping[str, int]) -> int:

@@ -15,7 +15,7 @@ from .memory._search import RecomputeCandidate, bytes_kept, least_within
 from .program._shared_programs import of_another_function
 from .report._data import ProgramReport, Recomputation
 from .report._text import scaled
-from .tree._leaf_plans import Compute, Recompute
+from .tree._leaf_plans import Compute
 
 # Plans that are tried, and the part of the memory that is enough.
 _TRIES, _USED = 4, 0.97
@@ -128,7 +128,12 @@ def _recompute_within(
         best = search.within(room)
     if best.activations > room and must_fit:
         needed = round(memory - room) + best.activations
-        raise ValueError(_too_small(memory, fixed, needed))
+        raise ValueError(
+            f"`memory={memory:,.0f}` is too small: with all that can be recomputed in the backward "
+            f"pass, the step takes about {scaled(needed)} of each device, of which {scaled(fixed)} "
+            "are arrays, gradients, optimizer state and the batch. Use more devices on `fsdp` or "
+            "`model`, or a smaller batch."
+        )
     if best.activations >= activations and not is_offloaded:
         return planned
     if best.activations < activations:
@@ -189,22 +194,33 @@ class _Search:
         return min(self.known.values(), key=lambda attempt: attempt.activations)
 
     def _attempt(self, limit: int | float) -> _Attempt:
+        """The plan of a function that recomputes values, with its estimates."""
         candidate = least_within(self.decider, limit)
         key = candidate.bytes, candidate.seconds
-        if key not in self.known:
-            recompute = replace(candidate.recompute, trained=self.trained)
-            planned = _recomputing(self.task, self.before, recompute, candidate)
-            self.known[key] = _Attempt(candidate, planned)
+        if key in self.known:
+            return self.known[key]
+        recompute = replace(candidate.recompute, trained=self.trained)
+        task, before = self.task, self.before.report
+        again = Recomputed(task.fn, task.mesh, replace(self.before.compute, recompute=recompute))
+        with of_another_function():
+            arrays, compute, after = task.plan(again)
+        figures = Recomputation(
+            saved=before.memory.activations - after.memory.activations,
+            flops=candidate.flops,
+            share=candidate.flops / max(1.0, before.arithmetic.per_device),
+            what=again.describe(task.model, task.args),
+        )
+        report = replace(
+            after,
+            recomputed=figures,
+            coupled=before.coupled,
+            summed=before.summed,
+            shared_masks=before.shared_masks,
+            promotions=before.promotions,
+        )
+        planned = PlannedProgram(arrays, replace(compute, recompute=recompute), report)
+        self.known[key] = _Attempt(candidate, planned)
         return self.known[key]
-
-
-def _too_small(memory: int | float, fixed: int, needed: int) -> str:
-    return (
-        f"`memory={memory:,.0f}` is too small: with all that can be recomputed in the backward "
-        f"pass, the step takes about {scaled(needed)} of each device, of which {scaled(fixed)} are "
-        "arrays, gradients, optimizer state and the batch. Use more devices on `fsdp` or `model`, "
-        "or a smaller batch."
-    )
 
 
 def _offloaded(planned: PlannedProgram) -> PlannedProgram:
@@ -219,32 +235,3 @@ def _offloaded(planned: PlannedProgram) -> PlannedProgram:
     report = replace(report, memory=memory, offloaded=state)
     compute = replace(planned.compute, offloaded=True)
     return PlannedProgram(planned.arrays, compute, report)
-
-
-def _recomputing(
-    task: MemoryTask,
-    before: PlannedProgram,
-    recompute: Recompute,
-    best: RecomputeCandidate,
-) -> PlannedProgram:
-    """The plan of a function that recomputes values, with its estimates."""
-    report = before.report
-    again = Recomputed(task.fn, task.mesh, replace(before.compute, recompute=recompute))
-    with of_another_function():
-        arrays, compute, after = task.plan(again)
-    activations = after.memory.activations
-    figures = Recomputation(
-        saved=report.memory.activations - activations,
-        flops=best.flops,
-        share=best.flops / max(1.0, report.arithmetic.per_device),
-        what=again.describe(task.model, task.args),
-    )
-    report = replace(
-        after,
-        recomputed=figures,
-        coupled=report.coupled,
-        summed=report.summed,
-        shared_masks=report.shared_masks,
-        promotions=report.promotions,
-    )
-    return PlannedProgram(arrays, replace(compute, recompute=recompute), report)

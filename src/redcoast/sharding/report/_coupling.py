@@ -57,33 +57,9 @@ def find_coupling(program: Program) -> Coupling | None:
     examples = find_examples(program)
     if examples is None:
         return None
-    traced, jaxpr = program.traced, program.scope.jaxpr
-    search = _Search(examples)
-    facts = Facts(
-        of_number=lambda value: _Origin(),
-        of_results=alike(search.origin),
-        join=_merged,
-        control=lambda result, condition: _merged([result, *condition]),
-    )
-    # Metrics may relate examples: microbatches add up the gradients of the loss alone.
-    needed = jaxpr.outvars
-    if traced.trains:
-        needed = jaxpr.outvars[:1]  # the loss
-    # The model's arrays are the first arguments.
-    others = len(jaxpr.invars) - traced.arrays
-    origins = [_Origin(model=True)] * traced.arrays + [_Origin()] * others
-    follow_facts(facts, program.scope, origins, needed=needed)
-    return search.coupling
+    couplings: list[Coupling] = []
 
-
-@dataclass
-class _Search:
-    """The search for the first operation that relates the examples of a batch."""
-
-    examples: BatchDims
-    coupling: Coupling | None = None
-
-    def origin(self, operation: Operation, origins: Origins) -> _Origin:
+    def origin_of(operation: Operation, origins: Origins) -> _Origin:
         """The origin of an operation's results; what relates examples is recorded."""
         rule = operation.rule
         if operation.name in UNCOUPLED:
@@ -98,11 +74,28 @@ class _Search:
             # rows of each group are.
             groups = [_Origin(origin.model, origin.counts) for origin in origins[2:]]
             origins = [*origins[:2], *groups]
-        use = _Use(self.examples, operation, rule, origins)
+        use = _Use(examples, operation, rule, origins)
         # The first in the order of the program is reported: later ones often follow from it.
-        if self.coupling is None:
-            self.coupling = use.coupling()
+        if not couplings:
+            couplings.extend(filter(None, [use.coupling()]))
         return use.origin()
+
+    traced, jaxpr = program.traced, program.scope.jaxpr
+    facts = Facts(
+        of_number=lambda value: _Origin(),
+        of_results=alike(origin_of),
+        join=_merged,
+        control=lambda result, condition: _merged([result, *condition]),
+    )
+    # Metrics may relate examples: microbatches add up the gradients of the loss alone.
+    needed = jaxpr.outvars
+    if traced.trains:
+        needed = jaxpr.outvars[:1]  # the loss
+    # The model's arrays are the first arguments.
+    others = len(jaxpr.invars) - traced.arrays
+    origins = [_Origin(model=True)] * traced.arrays + [_Origin()] * others
+    follow_facts(facts, program.scope, origins, needed=needed)
+    return next(iter(couplings), None)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,6 @@ of `_peak_frames.py`, and `_operation_buffers.py` single operations on the `_buf
 `_memory_access.py` and, for what loops stack, `_residuals.py` say. `_figures.py` has the estimates
 as data. `_replicate.py` replicates arrays where memory is left.
 
-`_split_examples.py` lists ways to split the examples of a program, where rows do not divide or a step
-does not fit into memory, or where the program asks for it.
+`_split_examples.py` lists ways to split the examples of a program, where rows do not divide or a
+step does not fit into memory, or where the program asks for it.
 """

@@ -8,12 +8,13 @@ entire scan on its own rows, and the sum follows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from jax.extend.core import JaxprEqn, Var
 
 from ...core._control_flow import Call, CallKind, Scan, control_flow, primitive_name
-from ...core._jaxpr import is_inexact, struct_of, variables
-from ..operations import Atom, shape_of
+from ...core._jaxpr import is_inexact, struct_of
+from ..operations import shape_of
 from ._graph import Value
 from ._local_states import (
     OWN,
@@ -25,7 +26,7 @@ from ._local_states import (
     have_rows,
     is_over_rows,
 )
-from ._loop_weights import is_supported, rearranges
+from ._loop_weights import can_hoist_gradient_sum, rearranges
 from ._walk import Scope
 
 BatchDim = Callable[[Value], int | None]  # the dimension of a value that is rows of the batch
@@ -84,9 +85,11 @@ def sums_in_every_iteration(equation: JaxprEqn, scope: Scope, batch_dim: BatchDi
         if primitive_name(inner) == "random_bits" and not shape_of(inner.invars[0]):
             return False
     (body,) = scope.inner[scope.jaxpr.eqns.index(equation)]
+    # A weight has a copy for each shard of the batch, if it is only combined with rows.
+    has_shards = partial(_has_shards, body, batch_dim)
     for var, state in zip(body.jaxpr.invars[: scan.consts], states, strict=False):
         is_weight = state is None and is_inexact(struct_of(var))
-        if is_weight and not _copies_suffice(body, var, batch_dim):
+        if is_weight and not can_hoist_gradient_sum(body.jaxpr, var, has_shards):
             return True
     return SUM in _results(equation, states)
 
@@ -112,21 +115,7 @@ def has_reverse_rule(equation: JaxprEqn) -> bool:
     return False
 
 
-def _copies_suffice(scope: Scope, var: Var, batch_dim: BatchDim) -> bool:
-    """Whether each use of a weight can have one of its copies for the shards of the batch."""
-    if var in variables(scope.jaxpr.outvars):
-        return False
-    for equation in scope.jaxpr.eqns:
-        if var not in variables(equation.invars):
-            continue
-        if not is_supported(equation, var) or not _has_shards(equation, scope, var, batch_dim):
-            return False
-        if rearranges(equation) and not _copies_suffice(scope, equation.outvars[0], batch_dim):
-            return False
-    return True
-
-
-def _has_shards(equation: JaxprEqn, scope: Scope, var: Atom, batch_dim: BatchDim) -> bool:
+def _has_shards(scope: Scope, batch_dim: BatchDim, equation: JaxprEqn, var: Var) -> bool:
     """Whether what a weight is combined with is divided over the shards of the batch."""
     if rearranges(equation):
         return True

@@ -1,5 +1,6 @@
 """Loop-invariant weights whose gradient can be summed over the batch once, after the loop."""
 
+from collections.abc import Callable
 from math import prod
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -9,16 +10,19 @@ from ..operations import Atom, shape_of
 from ..operations._elementwise_rules import ELEMENTWISE
 
 
-def can_hoist_gradient_sum(jaxpr: Jaxpr, var: Var) -> bool:
-    """Whether a jaxpr only multiplies by one of its inputs, or adds it."""
+def can_hoist_gradient_sum(
+    jaxpr: Jaxpr, var: Var, suits: Callable[[JaxprEqn, Var], bool] = lambda equation, var: True
+) -> bool:
+    """Whether a jaxpr only multiplies by one of its inputs, or adds it, in equations that `suits`
+    selects."""
     if var in variables(jaxpr.outvars):
         return False
     for equation in jaxpr.eqns:
         if var not in variables(equation.invars):
             continue
-        if not is_supported(equation, var):
+        if not is_supported(equation, var) or not suits(equation, var):
             return False
-        if rearranges(equation) and not can_hoist_gradient_sum(jaxpr, equation.outvars[0]):
+        if rearranges(equation) and not can_hoist_gradient_sum(jaxpr, equation.outvars[0], suits):
             return False
     return True
 

@@ -94,6 +94,24 @@ def unrolled(model, x, key):
     return jnp.mean(jax.lax.scan(layer, x, model, unroll=8)[0] ** 2)
 
 
+def local_steps(model, x, key):
+    """Weights that a loop carries and updates, of a copy for each example."""
+
+    def train(x):
+        error = lambda w: jnp.mean((x @ w) ** 2)
+        return jax.lax.scan(lambda w, _: (w - 0.1 * jax.grad(error)(w), None), model, None, 4)[0]
+
+    return jnp.mean((jnp.mean(jax.vmap(train)(x), 0) - jax.lax.stop_gradient(model)) ** 2)
+
+
+def depthwise(model, x, key):
+    """The compiler computes the gradient of all channels with all others."""
+    spaces = ("NHWC", "HWIO", "NHWC")
+    convolve = jax.lax.conv_general_dilated
+    x = convolve(x, model, (1, 1), "SAME", dimension_numbers=spaces, feature_group_count=64)
+    return jnp.mean(jnp.tanh(x) ** 2)
+
+
 SQUARE = dict.fromkeys(("left", "right", "gate", "out"), array(16, 16))
 PAIR = [SQUARE | {"up": array(16, 64), "down": array(64, 16)}] * 2
 HEADS = [dict.fromkeys("qkv", array(64, 4, 16)) | {"o": array(4, 16, 64)}] * 2
@@ -115,6 +133,8 @@ CASES = {
         array(1024, 128),
         {"data": 1, "fsdp": 8},
     ),
+    "local steps": (local_steps, array(64, 512), array(8, 32, 64), {}),
+    "depthwise": (depthwise, array(7, 7, 1, 64), array(16, 8, 8, 64), {}),
     "a loop": (recurrence, {"in": array(32, 64), "h": array(64, 64)}, array(16, 64, 32), {}),
 }
 
@@ -318,3 +338,24 @@ def test_the_activations_of_a_layout_are_followed_once(monkeypatch):
     fn, model, batch, _ = CASES["a loop"]
     rc.plan_shardings(model, mesh_of(2, 2, 2), fn=fn, args=(batch, None))
     assert 1 <= len(followed) <= 3  # the ways to use a mesh
+
+
+def test_a_loop_that_gathers_weights_again_computes_activations_again():
+    """Its policy keeps nothing of small rematerialised regions, such as what they return."""
+
+    def loss(model, x, key):
+        def layer(x, p):
+            up = jax.checkpoint(jax.nn.silu, prevent_cse=False)(x @ p["up"])
+            return x + up @ p["down"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, model)[0] ** 2)
+
+    mesh, batch = rc.make_mesh(data=1, fsdp=8), array(2048, 256)
+    planned: dict[int, int] = {}
+    for layers in (4, 8):
+        model = {"up": array(layers, 256, 1024), "down": array(layers, 1024, 256)}
+        plan = rc.plan_shardings(model, mesh, fn=loss, args=(batch, None), hardware=rc.Hardware())
+        planned[layers] = plan.report.program.memory.activations
+    # A further layer keeps its input and what `silu` is applied to.
+    rows = 2048 // 8
+    assert planned[8] - planned[4] == pytest.approx(4 * 4 * rows * (256 + 1024), rel=0.1)

@@ -261,7 +261,7 @@ class Timeline:
             if buffer.is_gradient:
                 self.read((buffer,))
 
-    def peak(self, since: int = 0, until: float = inf) -> Peak:
+    def peak(self, since: int = 0, until: int | float = inf) -> Peak:
         """What is in use when most bytes are, at any time from `since` to `until`."""
         change: Counter[int] = Counter()
         for buffer in self.buffers:

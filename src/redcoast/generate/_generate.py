@@ -3,10 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree, Shaped
 
 from ..core._axis_types import auto_ambient_mesh, explicit_mesh_of, on_auto_axes, on_mesh
@@ -137,7 +134,7 @@ def generate(
         check_stream_in_turn,
     )
     from ._compiled import decode, decode_compiled
-    from ._exact import check_exact, decode_exactly
+    from ._exact import check_exact, decode_exactly, is_traced
     from ._prefill import room_for
     from ._prompt import is_encoder_decoder
     from ._request import choose_decoding, make_request
@@ -158,9 +155,7 @@ def generate(
             check_exact_options(chosen.beams, rows, stream, stop)
         check_prompt(model, prompts, mask)
         check_positions(model, prompts, mask, chosen.prefix, max_new_tokens)
-        # The call may be inside a traced function even if no argument is traced.
-        inputs = jax.tree.leaves((model, prompts, mask, key, jnp.zeros(())))
-        traced = any(isinstance(x, Tracer) for x in inputs)
+        traced = is_traced((model, prompts, mask, key))
         results = prompts.shape[0] * chosen.num_return_sequences
         if rows is not None:
             check_rows(model, prompts, mask, rows, chosen.beams, traced=traced)

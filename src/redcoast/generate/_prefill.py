@@ -272,6 +272,14 @@ def _named_sharding(x: object) -> NamedSharding | None:
     return None
 
 
+def replicated(places: Places) -> NamedSharding | None:
+    """Returns the sharding of arrays that every device of a mesh has, if some are on one."""
+    first = next(filter(None, places), None)
+    if first is None:
+        return None
+    return NamedSharding(first.mesh, P())
+
+
 def keep_places(tree: PyTree, places: Places) -> PyTree:
     """Constrains the arrays of a tree to shardings, if there are any."""
     if not places:

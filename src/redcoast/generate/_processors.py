@@ -95,11 +95,16 @@ def _force(scores: Scores, now: Bool[Array, "rows_or_1 1"], tokens: tuple[int, .
 def penalise(scores: Scores, history: History | None, penalty: Scalar) -> Scores:
     """Makes the tokens of the history less likely, if the penalty is above 1."""
     assert history is not None
-    rows, vocab = scores.shape
-    place = jnp.where(history < 0, vocab, history)  # padding is written to an extra entry
-    seen = jnp.zeros((rows, vocab + 1), bool).at[jnp.arange(rows)[:, None], place].set(True)
     lower = jnp.where(scores < 0, scores * penalty, scores / penalty)
-    return jnp.where(seen[:, :vocab], lower, scores)
+    return jnp.where(tokens_in(history, scores.shape[1]), lower, scores)
+
+
+def tokens_in(tokens: Int[Array, "rows some"], vocab: int) -> Bool[Array, "rows vocab"]:
+    """Whether each token of the vocabulary is in a row, in which -1 is ignored."""
+    rows = tokens.shape[0]
+    place = jnp.where(tokens < 0, vocab, tokens)  # -1 is written to an extra entry
+    is_there = jnp.zeros((rows, vocab + 1), bool)
+    return is_there.at[jnp.arange(rows)[:, None], place].set(True)[:, :vocab]
 
 
 def repeats_ngram(
@@ -116,9 +121,7 @@ def repeats_ngram(
         token = last[:, i, None]
         same &= (history[:, i : i + starts] == token) & (token >= 0)
     after = history[:, size:]  # what followed each of these beginnings
-    place = jnp.where(same & (after >= 0), after, vocab)
-    is_listed = jnp.zeros((rows, vocab + 1), bool)
-    return is_listed.at[jnp.arange(rows)[:, None], place].set(True)[:, :vocab]
+    return tokens_in(jnp.where(same, after, -1), vocab)
 
 
 def follows(

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..core._pytree import Static, join
@@ -35,6 +34,7 @@ from ._prefill import (
     keep_places,
     place_all,
     places_of,
+    replicated,
 )
 from ._processors import least_new, new_history
 from ._prompt import append_tokens
@@ -125,10 +125,7 @@ class _Decoding:
         self.arrays, self.static, cache = by_layer_with(self.model, cache)
         self.dims = cache_batch_dims(cache, self.rows)
         self.places = places_of(cache)
-        on_mesh = next(filter(None, self.places), None)
-        self.everywhere = None
-        if on_mesh is not None:
-            self.everywhere = NamedSharding(on_mesh.mesh, P())
+        self.everywhere = replicated(self.places)
         numbers = np.arange(self.rows, dtype=np.int32)
         turns = _first_turns(
             self.arrays, self.static, last, chunks.prompt, numbers, self.request, self.everywhere

@@ -202,15 +202,15 @@ class GPT2(TableHead):
         if mask is None:
             check_length(self.config, tokens.shape[1])
         if isinstance(cache, CrossCache):
-            cross = (cache.k, cache.v, cache.mask)
-            x, own = self._decode(tokens, cache.own, mask, cross)
+            own, cross = cache.own, (cache.k, cache.v, cache.mask)
+        else:
+            own, cross = cache, None
+        own = admit(own, tokens.shape, mask)
+        positions, see = cached_view(own, tokens.shape[1])
+        x, own = self._run(tokens, positions, see(), cross, cache=own)
+        if isinstance(cache, CrossCache):
             return x, replace(cache, own=own)
-        return self._decode(tokens, cache, mask, None)
-
-    def _decode(self, tokens, cache, mask, cross):
-        cache = admit(cache, tokens.shape, mask)
-        positions, see = cached_view(cache, tokens.shape[1])
-        return self._run(tokens, positions, see(), cross, cache=cache)
+        return x, own
 
     def _read(self, rows, memory, mask):
         if (memory is not None) != self.config.cross_attention:

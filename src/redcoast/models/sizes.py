@@ -35,40 +35,17 @@ from .t5 import T5
 from .vit import ViT
 from .whisper import Whisper
 
-# fmt: off
-__all__ = [
-    "bart_base", "bart_large", "bert_base", "bert_large", "clip_base_16", "clip_base_32",
-    "clip_large_14", "deepseek_v3_671b", "dinov2_base", "dinov2_giant", "dinov2_large",
-    "dinov2_small", "dinov3_7b", "dinov3_base", "dinov3_huge_plus", "dinov3_large",
-    "dinov3_small", "dinov3_small_plus", "gemma2_2b", "gemma2_9b", "gemma2_27b", "gemma3_1b",
-    "gemma3_4b", "gemma3_12b", "gemma3_27b", "gemma_2b", "gemma_7b", "glm4_5", "glm4_5_air",
-    "gpt2_large", "gpt2_medium", "gpt2_small", "gpt2_xl", "gpt_oss_20b", "gpt_oss_120b",
-    "gptj_6b", "kimi_k2", "llama2_70b", "llama3_2_1b", "llama3_8b", "llama3_70b", "llama_7b",
-    "llama_13b", "llama_30b", "llama_65b", "mamba2_1_3b", "mamba2_2_7b", "mamba2_130m",
-    "mamba2_370m", "mamba2_780m", "mistral_7b", "mixtral_8x7b", "mixtral_8x22b",
-    "modernbert_base", "modernbert_large", "mt5_base", "mt5_large", "mt5_small", "olmo2_7b",
-    "olmo3_7b", "opt_1_3b", "opt_2_7b", "opt_6_7b", "opt_13b", "opt_30b", "opt_66b", "opt_125m",
-    "opt_350m", "phi3_mini", "phi4", "phi4_mini", "pythia_1_4b", "pythia_1b", "pythia_2_8b",
-    "pythia_6_9b", "pythia_12b", "pythia_70m", "pythia_160m", "pythia_410m", "qwen2_7b",
-    "qwen3_5_9b", "qwen3_5_35b_a3b", "qwen3_8b", "qwen3_30b_a3b", "roberta_base",
-    "roberta_large", "siglip_base", "siglip_large", "siglip_so400m", "smollm2_135m",
-    "smollm3_3b", "t5_3b", "t5_11b", "t5_base", "t5_large", "t5_small", "t5_v1_1_base",
-    "t5_v1_1_large", "t5_v1_1_small", "t5_xl", "t5_xxl", "vit_base", "vit_huge", "vit_large",
-    "whisper_base", "whisper_large_v3", "whisper_large_v3_turbo", "whisper_medium",
-    "whisper_small", "whisper_tiny",
-]
-# fmt: on
-Model = TypeVar("Model", covariant=True)
+_Model = TypeVar("_Model", covariant=True)
 
 
 @runtime_checkable
-class Named(Protocol[Model]):
+class _Named(Protocol[_Model]):
     """Creates a randomly initialised model of a published size."""
 
-    def __call__(self, *, key: PRNGKeyArray, **changes: Any) -> Model: ...
+    def __call__(self, *, key: PRNGKeyArray, **changes: Any) -> _Model: ...
 
 
-def _named(model: type[Model], *sizes: Any, **more: Any) -> Named[Model]:
+def _named(model: type[_Model], *sizes: Any, **more: Any) -> _Named[_Model]:
     make: Any = model
     kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(make)}
     config = kinds["config"](*sizes, **more)
@@ -338,3 +315,7 @@ siglip_so400m = _named(
     SiglipTextConfig(32000, 1152, 27, 16, 4304, **_SIGLIP),
 )
 # fmt: on
+
+# For `import *`: the sizes, which are the functions of this module.
+_public = [name for name, value in vars().items() if getattr(value, "__module__", "") == __name__]
+__all__ = [name for name in _public if not name.startswith("_")]  # pyright: ignore

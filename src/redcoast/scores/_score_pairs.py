@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from ..generate._prefill import mesh_of
 from ..loop._evaluate import predict_examples
 from ..losses._cross_entropy import in_chunks, join_chunks
 
@@ -36,7 +36,7 @@ def score_pairs(
             collate_fn=lambda examples, size=size: _collate(examples, size + 1),
             predict_fn=_scores,
             batch_size=batch_size,
-            mesh=_mesh_of(model),
+            mesh=mesh_of(jax.tree.leaves(model)),
         )
         for i, score in zip(indices, scores, strict=True):
             results[i] = float(score["log_prob"]), bool(score["greedy"])
@@ -90,15 +90,6 @@ def pad_tokens(
         tokens[index, start : start + len(row)] = row
         real[index, start : start + len(row)] = True
     return tokens, real
-
-
-def _mesh_of(model: PyTree) -> Mesh | None:
-    """The mesh that a model is on; None if it is on one device."""
-    for leaf in jax.tree.leaves(model):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return sharding.mesh
-    return None
 
 
 def cut_at(text: str, ends: Iterable[str]) -> str:

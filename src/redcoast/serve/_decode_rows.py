@@ -9,13 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..core._pytree import Arrays, Static, join, split
 from ..generate._logits import filter_logits, first_greatest
-from ..generate._prefill import PromptChunks, by_layer_with, keep_places, place_all, places_of
-from ..generate._processors import process
+from ..generate._prefill import (
+    PromptChunks,
+    by_layer_with,
+    keep_places,
+    place_all,
+    places_of,
+    replicated,
+)
+from ..generate._processors import process, tokens_in
 from ..generate._prompt import append_tokens
 from ..generate._request import Request
 from ..losses._cross_entropy import in_chunks, join_chunks
@@ -66,10 +72,7 @@ def decode_rows(
     this one are known.
     """
     arrays, static = split(model)
-    mesh = next((p.mesh for p in places_of(arrays) if p is not None), None)
-    everywhere = None
-    if mesh is not None:
-        everywhere = NamedSharding(mesh, P())
+    everywhere = replicated(places_of(arrays))
     chunks = PromptChunks(model, tokens, mask, request)
     real = chunks.prompt
     # The token after each one; behind the last, any.
@@ -146,7 +149,7 @@ def _start(
         tokens=jnp.zeros(rows, jnp.int32),
         count=jnp.zeros((), jnp.int32),
         history=history,
-        in_prompt=_tokens_in(prompt, vocab),
+        in_prompt=tokens_in(prompt, vocab),
         times=jnp.zeros((rows, vocab), jnp.int32),
         scores=_no_scores(rows, vocab),
     )
@@ -168,7 +171,7 @@ def _choose(
     scores = process(scores, before.history, before.count, None, request)
     # Rows that are too short to end, (rows, 1).
     early = (before.count < jnp.asarray(options.least))[:, None]
-    ends = lambda: early & _tokens_in(options.ends, scores.shape[1])
+    ends = lambda: early & tokens_in(jnp.asarray(options.ends), scores.shape[1])
     scores = _where_any(early, lambda s: jnp.where(ends(), -jnp.inf, s), scores)
     if allowed is not None:
         scores = jnp.where(_as_bools(allowed, scores.shape[1]), scores, -jnp.inf)
@@ -258,15 +261,6 @@ def _noise(count: Int[Array, ""], options: RowOptions, vocab: int) -> Logits:
         return jax.random.gumbel(jax.random.fold_in(key, number), (vocab,), jnp.float32)
 
     return jax.vmap(of_row)(jnp.asarray(options.seeds), jnp.asarray(options.numbers))
-
-
-def _tokens_in(tokens: Array | np.ndarray, vocab: int) -> Bool[Array, "rows vocab"]:
-    """Whether each token of the vocabulary is in a row, in which -1 is ignored."""
-    tokens = jnp.asarray(tokens)
-    rows = jnp.arange(tokens.shape[0])[:, None]
-    place = jnp.where(tokens < 0, vocab, tokens)
-    nothing = jnp.zeros((tokens.shape[0], vocab), bool)
-    return nothing.at[rows, place].set(True, mode="drop")
 
 
 def _as_bools(bits: Array | np.ndarray, vocab: int) -> Bool[Array, "rows vocab"]:

@@ -16,7 +16,7 @@ from ._cache_rows import cache_batch_dims, reorder_rows, repeat_rows
 from ._logits import ALL_EXCLUDED, INVALID
 from ._processors import least_new, process
 from ._prompt import ReadPrompt, append_tokens, first_logits
-from ._request import Request
+from ._request import Logits, Prompt, Request
 from ._sampling import is_any
 
 # Added to the scores of hypotheses that must not be selected. It is finite, so they stay ranked.
@@ -105,12 +105,7 @@ def _begin(batch: int, request: Request) -> Search:
     )
 
 
-def _select(
-    logits: Float[Array, "rows vocab"],
-    last: Search,
-    prompt: Int[Array, "batch seq"],
-    request: Request,
-) -> Search:
+def _select(logits: Logits, last: Search, prompt: Prompt, request: Request) -> Search:
     """Advances the search by one token."""
     candidates = _candidates(logits, last, prompt, request)
     scores = candidates.scores + jnp.where(candidates.ends, _EXCLUDED, 0.0)  # ends cannot run on
@@ -144,12 +139,7 @@ def _may_improve(
     return jnp.any(bound > worst, axis=1)
 
 
-def _candidates(
-    logits: Float[Array, "rows vocab"],
-    last: Search,
-    prompt: Int[Array, "batch seq"],
-    request: Request,
-) -> Candidates:
+def _candidates(logits: Logits, last: Search, prompt: Prompt, request: Request) -> Candidates:
     batch, beams, vocab = *last.running.scores.shape, logits.shape[-1]
     history = None
     if request.needs_history:  # the prompt and the tokens of each beam, with -1 at padding

@@ -30,7 +30,7 @@ from ._compiled import Padded, Result, trim
 from ._generated import Generated
 from ._prefill import LEAST_SLOTS, as_real, mesh_of
 from ._prompt import align_left, append_tokens, at_own_columns, bucket, pad_columns
-from ._request import Request
+from ._request import Logits, Prompt, Request, Rows
 from ._row_turns import Turns, blank_turns, choose_next
 from ._sampling import score_tokens
 
@@ -116,12 +116,8 @@ _decode_compiled = jax.jit(_decode, static_argnums=(1, 5, 6))
 
 
 def _score(
-    arrays: list[Array],
-    static: Static,
-    tokens: Integer[AnyArray, "batch seq"],
-    mask: Mask | None,
-    mesh: AnyMesh,
-) -> Float[Array, "batch seq-1"]:
+    arrays: list[Array], static: Static, tokens: AnyArray, mask: Mask | None, mesh: AnyMesh
+) -> Float[Array, "batch seq"]:
     aligned, lengths = align_left(tokens, mask)
     slots = slots_of(tokens.shape[1])
 
@@ -170,13 +166,8 @@ def _in_blocks(
 
 
 def _decode_block(
-    model: PyTree,
-    request: Request,
-    slots: int,
-    tokens: Int[Array, "rows prompt"],
-    lengths: Int[Array, " rows"],
-    numbers: Int[Array, " rows"],
-) -> tuple[Int[Array, "rows room"], Float[Array, "rows room"], Int[Array, " rows"]]:
+    model: PyTree, request: Request, slots: int, tokens: Prompt, lengths: Rows, numbers: Rows
+) -> tuple[Int[Array, "rows room"], Float[Array, "rows room"], Rows]:
     """Generates tokens for a block. Rows without a prompt are padding."""
     last = jnp.maximum(lengths - 1, 0)  # the column of the last token of each prompt
     # The history of a row has its prompt on the right, next to its new tokens.
@@ -212,7 +203,7 @@ def _decode_block(
 
 
 def _score_block(
-    model: PyTree, slots: int, tokens: Int[Array, "rows seq"], lengths: Int[Array, " rows"]
+    model: PyTree, slots: int, tokens: Int[Array, "rows seq"], lengths: Rows
 ) -> Float[Array, "rows seq"]:
     """Returns the log-probability of the token after each one; 0 after the last one."""
     steps = jnp.max(lengths) - 1  # the last token has no successor to score
@@ -231,20 +222,16 @@ def _score_block(
     return jax.lax.while_loop(keep_going, step, carry)[2]
 
 
-def _column(x: Int[Array, "rows columns"], i: Int[Array, ""]) -> Int[Array, " rows"]:
+def _column(x: Int[Array, "rows columns"], i: Int[Array, ""]) -> Rows:
     return jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
 
 
-def _read_token(
-    model: PyTree, tokens: Int[Array, " rows"], cache: PyTree
-) -> tuple[Float[Array, "rows vocab"], PyTree]:
+def _read_token(model: PyTree, tokens: Rows, cache: PyTree) -> tuple[Logits, PyTree]:
     """Reads a token of each row. The compiler fuses nothing into it that differs elsewhere."""
     logits, cache = append_tokens(model, jax.lax.optimization_barrier(tokens), cache)
     return jax.lax.optimization_barrier(logits), cache
 
 
-def _score_token(
-    logits: Float[Array, "rows vocab"], tokens: Int[Array, " rows"]
-) -> Float[Array, " rows"]:
+def _score_token(logits: Logits, tokens: Rows) -> Float[Array, " rows"]:
     logits, tokens = jax.lax.optimization_barrier((logits, tokens))
     return jax.lax.optimization_barrier(score_tokens(logits, tokens))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ._processors import History, process
-from ._request import Count, Request, Scalar
+from ._request import Count, Logits, Request, Rows, Scalar
 
 # In place of tokens: if logits were NaN, and if all tokens were excluded.
 INVALID = -1
@@ -13,19 +13,19 @@ ALL_EXCLUDED = -2
 NO_TOKENS = (INVALID, ALL_EXCLUDED)
 
 # An option for all rows, or one for each row.
-Number = Scalar | Float[Array, "batch 1"]
-Whole = int | Count | Int[Array, "batch 1"]
+Number = Scalar | Float[Array, "rows 1"]
+Whole = int | Count | Int[Array, "rows 1"]
 
 
 def choose_tokens(
-    logits: Float[Array, "batch vocab"],
+    logits: Logits,
     history: History | None,
     step: Int[Array, ""],
-    least: Int[Array, "batch_or_1"] | None,
+    least: Int[Array, "rows_or_1"] | None,
     request: Request,
     *,
-    rows: Int[Array, " batch"] | None = None,
-) -> Int[Array, " batch"]:
+    rows: Rows | None = None,
+) -> Rows:
     """Returns the next token of each row, or one of `NO_TOKENS`. `rows` are the numbers of the
     results, by default 0, 1, 2, ...."""
     scores = process(logits.astype(jnp.float32), history, step, least, request)  # (batch, vocab)
@@ -43,7 +43,7 @@ def choose_tokens(
     return first_greatest(scores)
 
 
-def first_greatest(scores: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
+def first_greatest(scores: Logits) -> Rows:
     """Returns the first index of each row's maximum; `INVALID` for rows with NaN, and
     `ALL_EXCLUDED` for rows of -inf.
 
@@ -58,12 +58,12 @@ def first_greatest(scores: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
 
 
 def filter_logits(
-    logits: Float[Array, "batch vocab"],
+    logits: Logits,
     temperature: Number,
     top_k: Whole | None = None,
     tail: Number | None = None,
     min_p: Number | None = None,
-) -> Float[Array, "batch vocab"]:
+) -> Logits:
     """Divides logits by the temperature, and sets those that `top_k`, then `top_p` and then `min_p`
     exclude to -inf."""
     scores = logits / temperature
@@ -79,7 +79,7 @@ def filter_logits(
     return jnp.where(jnp.isnan(logits), logits, scores)
 
 
-def keep_top_k(scores: Float[Array, "batch vocab"], k: Whole) -> Float[Array, "batch vocab"]:
+def keep_top_k(scores: Logits, k: Whole) -> Logits:
     """Excludes scores below the `k`-th highest. Ties with it are all kept, and all scores if there
     are no more than `k`.
 
@@ -92,7 +92,7 @@ def keep_top_k(scores: Float[Array, "batch vocab"], k: Whole) -> Float[Array, "b
     return jnp.where(order < least, -jnp.inf, scores)
 
 
-def keep_top_p(scores: Float[Array, "batch vocab"], tail: Number) -> Float[Array, "batch vocab"]:
+def keep_top_p(scores: Logits, tail: Number) -> Logits:
     """Excludes the least likely tokens with a total probability of at most `tail`
     (nucleus sampling, Holtzman et al., 2019, <https://arxiv.org/abs/1904.09751>).
 
@@ -110,15 +110,15 @@ def keep_top_p(scores: Float[Array, "batch vocab"], tail: Number) -> Float[Array
     return jnp.where((order < cut) | out, -jnp.inf, scores)
 
 
-def ordered_bits(x: Float[Array, "batch vocab"]) -> Int[Array, "batch vocab"]:
+def ordered_bits(x: Logits) -> Int[Array, "rows vocab"]:
     """Maps floats to integers of the same order, by flipping the bits of negative numbers."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0.0 is 0.0
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 
 
 def smallest_with_more(
-    order: Int[Array, "batch vocab"], weights: Float[Array, "batch vocab"], most: Number
-) -> Int[Array, "batch 1"]:
+    order: Int[Array, "rows vocab"], weights: Logits, most: Number
+) -> Int[Array, "rows 1"]:
     """Finds the smallest `order` up to which the total weight exceeds `most`.
 
     By bisection, because sorting a vocabulary takes longer than the rest of a step.

@@ -27,7 +27,7 @@ from ..models._rotary import RopeScaling
 from ..models._scan_layers import is_by_layer
 from ._check_arguments import are_known, is_known
 from ._prompt import ReadPrompt, bucket, is_encoder_decoder, new_cache, pad_columns, read_prompt
-from ._request import Request
+from ._request import Request, Rows
 
 Arrays = list[Any]  # the leaves of a model: arrays of JAX or of NumPy
 Places = tuple[NamedSharding | None, ...]
@@ -212,11 +212,7 @@ def aligned(
 
 @ft.partial(jax.jit, static_argnums=1)
 def _empty(
-    arrays: Arrays,
-    static: Static,
-    count: Int[Array, " rows"],
-    slot: Int[Array, ""],
-    request: Request,
+    arrays: Arrays, static: Static, count: Rows, slot: Int[Array, ""], request: Request
 ) -> PyTree:
     cache = new_cache(join(arrays, static), count, request.room, request)
     return at_slot(cache, slot)
@@ -228,7 +224,7 @@ def _open(
     static: Static,
     tokens: Int[Array, "rows chunk"],
     real: Bool[Array, "rows chunk"],
-    count: Int[Array, " rows"],
+    count: Rows,
     slot: Int[Array, ""],
     request: Request,
 ) -> Read:

@@ -13,6 +13,7 @@ from ._request import Request, Scalar
 
 Scores = Float[Array, "rows vocab"]
 History = Int[Array, "rows length"]
+Least = Int[Array, "rows_or_1"] | None
 
 
 def new_history(prompt: Int[Array, "rows prompt"], request: Request) -> History | None:
@@ -22,9 +23,7 @@ def new_history(prompt: Int[Array, "rows prompt"], request: Request) -> History 
     return jnp.pad(prompt, ((0, 0), (0, request.room)), constant_values=-1)
 
 
-def least_new(
-    prompt: Int[Array, "rows prompt"], request: Request
-) -> Int[Array, "rows_or_1"] | None:
+def least_new(prompt: Int[Array, "rows prompt"], request: Request) -> Least:
     """Returns the number of new tokens before which a row must not end; None if there is none.
 
     `prompt` holds -1 at padding, which is not part of the prompt: the length of a row does not
@@ -42,11 +41,7 @@ def least_new(
 
 
 def process(
-    scores: Scores,
-    history: History | None,
-    count: Int[Array, ""],
-    least: Int[Array, "rows_or_1"] | None,
-    request: Request,
+    scores: Scores, history: History | None, count: Int[Array, ""], least: Least, request: Request
 ) -> Scores:
     """Applies the options to logits, or to log-probabilities in beam search. `count` is the number
     of new tokens so far, and `least` is what `least_new` returned."""

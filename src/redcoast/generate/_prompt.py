@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Integer, PyTree, Shaped
 
 from ..models._inputs import AnyArray, Mask
 from ._check_arguments import check_token_options
-from ._request import Request
+from ._request import Logits, Request, Rows
 
 
 def bucket(length: int) -> int:
@@ -112,15 +112,13 @@ def new_cache(model: PyTree, count: Int[Array, " batch"], length: int, request: 
     return cache
 
 
-def first_logits(model: PyTree, read: ReadPrompt, request: Request) -> Float[Array, "batch vocab"]:
+def first_logits(model: PyTree, read: ReadPrompt, request: Request) -> Logits:
     logits = model.unembed(read.hidden)[:, 0]
     check_token_options(request, logits.shape[-1])
     return logits
 
 
-def append_tokens(
-    model: PyTree, tokens: Int[Array, " rows"], cache: PyTree
-) -> tuple[Float[Array, "rows vocab"], PyTree]:
+def append_tokens(model: PyTree, tokens: Rows, cache: PyTree) -> tuple[Logits, PyTree]:
     """Appends one token to each row. Returns the logits of the next token, and the cache."""
     hidden, cache = model.decode(tokens[:, None], cache)
     return model.unembed(hidden)[:, 0], cache

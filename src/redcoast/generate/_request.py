@@ -15,6 +15,10 @@ from ..core._keywords import remedy_for
 # A NumPy scalar outside `jax.jit`.
 Scalar = Float[np.ndarray, ""] | Float[Array, ""]
 Count = Int[np.ndarray, ""] | Int[Array, ""]
+Rows = Int[Array, " rows"]
+Prompt = Int[Array, "batch prompt"]  # tokens, with -1 at padding
+Hidden = Float[Array, "rows 1 width"]  # of the last token of each row
+Logits = Float[Array, "rows vocab"]
 
 
 # Replacements for arguments of `transformers`.

@@ -38,7 +38,7 @@ from ._prefill import (
 )
 from ._processors import least_new, new_history
 from ._prompt import append_tokens
-from ._request import Request
+from ._request import Hidden, Logits, Prompt, Request, Rows
 from ._sampling import is_any, score_tokens
 
 
@@ -189,9 +189,9 @@ class _Decoding:
 def _first_turns(
     arrays: Arrays,
     static: Static,
-    last: Float[Array, "rows 1 width"],
-    prompt: Int[Array, "rows length"],
-    numbers: Int[Array, " rows"],
+    last: Hidden,
+    prompt: Prompt,
+    numbers: Rows,
     request: Request,
     everywhere: NamedSharding | None,
 ) -> Turns:
@@ -206,8 +206,8 @@ def _replace_row(
     arrays: Arrays,
     static: Static,
     own: PyTree,
-    last: Float[Array, "1 1 width"],
-    prompt: Int[Array, "1 length"],
+    last: Hidden,
+    prompt: Prompt,
     place: Int[Array, "2"],
     request: Request,
     dims: Dims,
@@ -270,20 +270,14 @@ def _move_slots(cache: PyTree, by: Int[Array, ""], places: Places) -> PyTree:
 
 
 def _choose_first(
-    model: PyTree,
-    last: Float[Array, "rows 1 width"],
-    prompt: Int[Array, "rows length"],
-    numbers: Int[Array, " rows"],
-    request: Request,
+    model: PyTree, last: Hidden, prompt: Prompt, numbers: Rows, request: Request
 ) -> Turns:
     """The rows with their first tokens."""
     turns = blank_turns(prompt, numbers, request)
     return choose_next(model.unembed(last)[:, 0], turns, request)
 
 
-def blank_turns(
-    prompt: Int[Array, "rows prompt"], numbers: Int[Array, " rows"], request: Request
-) -> Turns:
+def blank_turns(prompt: Prompt, numbers: Rows, request: Request) -> Turns:
     """The rows before their first tokens. `prompt` has -1 at padding, which is on the left."""
     rows = prompt.shape[0]
     least = least_new(prompt, request)
@@ -295,7 +289,7 @@ def blank_turns(
     return Turns(numbers, zeros, zeros, ended, new, scores, new_history(prompt, request), least)
 
 
-def choose_next(logits: Float[Array, "rows vocab"], turns: Turns, request: Request) -> Turns:
+def choose_next(logits: Logits, turns: Turns, request: Request) -> Turns:
     """The rows with one more token each, unless they have ended."""
     rows, counts = jnp.arange(logits.shape[0]), turns.counts
 

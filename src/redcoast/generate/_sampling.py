@@ -10,7 +10,7 @@ from ._cache_rows import cache_batch_dims, repeat_rows
 from ._logits import NO_TOKENS, choose_tokens
 from ._processors import History, least_new, new_history
 from ._prompt import ReadPrompt, append_tokens, first_logits
-from ._request import Request
+from ._request import Logits, Request, Rows
 
 
 class Last(eqx.Module):
@@ -87,7 +87,7 @@ def advance(model: PyTree, cache: PyTree, last: Last, request: Request) -> tuple
     return cache, _next(logits, last, request)
 
 
-def _next(logits: Float[Array, "batch vocab"], last: Last, request: Request) -> Last:
+def _next(logits: Logits, last: Last, request: Request) -> Last:
     history, count = last.history, last.count
     tokens = choose_tokens(logits, history, count, last.least, request)
     tokens = jnp.where(last.ended, request.pad, tokens)
@@ -102,9 +102,7 @@ def _next(logits: Float[Array, "batch vocab"], last: Last, request: Request) -> 
     return Last(tokens, scores, ended, lengths, count + 1, history, last.least)
 
 
-def score_tokens(
-    logits: Float[Array, "batch vocab"], tokens: Int[Array, " batch"]
-) -> Float[Array, " batch"]:
+def score_tokens(logits: Logits, tokens: Rows) -> Float[Array, " rows"]:
     """Returns the log-probabilities of tokens, of float32 logits as those that they were chosen
     from."""
     return -token_losses(logits.astype(jnp.float32), jnp.maximum(tokens, 0))

@@ -7,8 +7,10 @@ import sys
 TRAIN = """
 import pathlib
 import sys
+import time
 
 import ray
+from ray._private import services
 from ray.train import RunConfig, ScalingConfig
 from ray.train.v2.jax import JaxTrainer
 from ray.train.v2.jax.config import JaxConfig
@@ -39,6 +41,19 @@ def train(config):
     pathlib.Path(config["folder"], f"{jax.process_index()}.txt").write_text(str(found))
 
 
+get_node = services.get_node
+
+
+def get_started_node(address, node_id):
+    while True:
+        try:
+            return get_node(address, node_id)
+        except RuntimeError:  # as long as the node has not started
+            time.sleep(1)
+
+
+# Ray itself gives up after 30 seconds.
+services.get_node = get_started_node
 devices = "--xla_force_host_platform_device_count=2"
 variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices, "NPROC": "8"}
 ray.init(num_cpus=2, include_dashboard=False)
@@ -56,6 +71,8 @@ JaxTrainer(
 OPTIONS = {
     "JAX_PLATFORMS": "cpu",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",
+    "RAY_gcs_server_port_wait_time_s": "600",
+    "RAY_gcs_server_request_timeout_seconds": "600",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
     "RAY_enable_metrics_collection": "0",

@@ -12,6 +12,7 @@ import base64
 import contextlib
 import io
 import json
+import linecache
 import subprocess
 import sys
 import time
@@ -51,9 +52,9 @@ def run(file: Path) -> None:
     notebook = json.loads(file.read_text("utf-8"))
     namespace: dict[str, Any] = {"__name__": "__main__"}
     with contextlib.chdir(file.parent):  # as in Jupyter
-        for cell in notebook["cells"]:
+        for number, cell in enumerate(notebook["cells"]):
             if cell["cell_type"] == "code":
-                cell["outputs"] = outputs("".join(cell["source"]), namespace)
+                cell["outputs"] = outputs("".join(cell["source"]), namespace, number)
     file.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", "utf-8")
     text, pictures = page(notebook, file.stem)
     file.with_suffix(".md").write_text(text, "utf-8")
@@ -61,7 +62,7 @@ def run(file: Path) -> None:
         (file.parent / name).write_bytes(png)
 
 
-def outputs(source: str, namespace: dict[str, Any]) -> list[Cell]:
+def outputs(source: str, namespace: dict[str, Any], number: int = 0) -> list[Cell]:
     """Runs a cell, and returns what it printed, its value and its figures, as in a notebook."""
     import matplotlib
 
@@ -70,13 +71,16 @@ def outputs(source: str, namespace: dict[str, Any]) -> list[Cell]:
 
     plt.close("all")  # those of other code
     *statements, last = ast.parse(source).body
+    # As in Jupyter, a cell is a file of its own, whose lines reports and tracebacks name.
+    file = f"cell_{number}.py"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         if not isinstance(last, ast.Expr):
-            exec(compile(source, "<cell>", "exec"), namespace)
+            exec(compile(source, file, "exec"), namespace)
         else:
-            exec(compile(ast.Module(statements, []), "<cell>", "exec"), namespace)
-            value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), namespace)
+            exec(compile(ast.Module(statements, []), file, "exec"), namespace)
+            value = eval(compile(ast.Expression(last.value), file, "eval"), namespace)
             if value is not None and not source.rstrip().endswith(";"):
                 print(repr(value))
     found = []

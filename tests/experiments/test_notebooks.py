@@ -3,8 +3,11 @@
 import importlib
 import json
 
+import numpy as np
 import pytest
 from paths import EXPERIMENTS, ROOT
+
+import redcoast as rc
 
 FILES = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
 
@@ -34,3 +37,12 @@ def test_outputs_of_a_cell_are_those_of_a_notebook(notebooks):
     assert list(figure["data"]) == ["image/png"]
     with pytest.raises(ZeroDivisionError):
         notebooks.outputs("x / 0", namespace)
+
+
+def test_lines_of_a_cell_are_code_of_the_user(notebooks):
+    """Reports by line leave out code in no file, such as `<cell>`."""
+    namespace = {}
+    notebooks.outputs("def loss_fn(w, batch):\n    return (batch @ w).sum()", namespace, 3)
+    w, batch = np.ones((8, 8), np.float32), np.ones((8, 8), np.float32)
+    plan = rc.plan_shardings(w, rc.make_mesh(), fn=namespace["loss_fn"], args=(batch,))
+    assert "cell_3.py:2  return (batch @ w).sum()" in plan.table(by="line")

@@ -4,6 +4,7 @@ import traceback
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import redcoast as rc
@@ -70,3 +71,10 @@ def test_the_last_notes_come_last_and_an_error_may_be_its_own_context(filtered):
     error.__context__, other.__context__ = other, error
     tidy(error)
     assert error.__notes__ == ["a", "b", "c"]
+
+
+def test_keys_of_a_dict_that_cannot_be_sorted_are_explained():
+    """JAX says "Comparator raised exception", of a model as of a batch."""
+    with pytest.raises(ValueError, match="Comparator") as found:
+        rc.infer_shardings({"a": jnp.ones(3), 0: jnp.ones(3)}, rc.make_mesh())
+    assert "the keys of each dict must be of one type" in found.value.__notes__[-1]

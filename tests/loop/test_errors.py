@@ -363,11 +363,44 @@ def test_a_worker_that_dies_is_not_waited_for(fatal, costly_batches):
         return collate_fn(examples)
 
     seen = []
-    with pytest.raises(RuntimeError if fatal is SystemExit else fatal, match="gone") as error:
+    with pytest.raises(fatal, match="gone") as error:
         fit(collate_fn=collate, steps=1000)
     assert any(name.startswith("redcoast-data") for name in workers)
     assert "Raised by `collate_fn` for the examples with indices" in notes(error.value)
     assert not data_threads()
+
+
+@pytest.mark.parametrize("name", ["collate_fn", "output_fn", "log", "examples"])
+@pytest.mark.few("log")
+def test_an_exit_with_the_status_of_success_is_an_error(name):
+    """It ended the process as if the run were finished; other statuses end it as they say."""
+
+    def leave(*_):
+        sys.exit(status)
+
+    def examples():
+        yield EXAMPLES[0]
+        leave()
+
+    changes = {name: examples if name == "examples" else leave}
+    if name == "output_fn":
+        changes = {"evaluation": dataclasses.replace(EVALUATION, output_fn=leave)}
+    status = 0
+    with pytest.raises(RuntimeError, match=r"`sys.exit` was called inside `fit`"):
+        fit(**changes)
+    status = 3
+    with pytest.raises(SystemExit, match="3"):
+        fit(**changes)
+
+
+def test_an_exit_of_a_logger_saves_the_last_step(tmp_path):
+    def log(metrics, step):
+        if step == 3:
+            sys.exit()
+
+    with pytest.raises(RuntimeError, match="The last good checkpoint|`sys.exit`"):
+        fit(log=log, checkpoints=tmp_path, steps=100)
+    assert (tmp_path / "checkpoints" / "4").is_dir()
 
 
 @pytest.mark.thorough

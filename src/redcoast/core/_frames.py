@@ -55,6 +55,13 @@ _LEAKED = (
     "later call reads it. Return it: `loss_fn` may return numbers to log, "
     '`(loss, {"name": value})`, and the model with changed state, `(loss, aux, model)`.'
 )
+_UNSORTED = (
+    "JAX sorts the entries of a dict, so the keys of each dict must be of one type, such as `str`."
+)
+_EXITED = (
+    "`sys.exit` was called inside `{}` with the status 0, as if the program were finished. Raise "
+    "an error, or pass `sys.exit` another status."
+)
 source_info_util.register_exclusion(_HIDDEN[0])  # in the frames that JAX lists in its messages
 
 
@@ -72,13 +79,24 @@ def hide_frames(fn: Fn) -> Fn:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
+        except SystemExit as error:
+            # Another status says that the program is not finished.
+            if error.code:
+                raise
+            exit_error = RuntimeError(_EXITED.format(fn.__name__))
+            tidy(error)
+            raise exit_error from error
         except Exception as error:
             if isinstance(error, TypeError):
                 _suggest(fn, error, kwargs)
             leaked = isinstance(error, jax.errors.UnexpectedTracerError)
             # Public functions may call each other, and one note is enough.
-            if leaked and _LEAKED not in getattr(error, "__notes__", []):
+            notes = getattr(error, "__notes__", [])
+            if leaked and _LEAKED not in notes:
                 error.add_note(LastNote(_LEAKED))
+            unsorted = isinstance(error, ValueError) and "pytree dictionary keys" in str(error)
+            if unsorted and _UNSORTED not in notes:
+                error.add_note(LastNote(_UNSORTED))
             explained = None
             if isinstance(error, TypeError | ValueError):
                 explained = explain_static_arrays(fn, error, args, kwargs)

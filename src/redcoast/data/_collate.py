@@ -125,7 +125,7 @@ def _call(collate_fn: CollateFn, examples: Examples, indices: list[int], rngs: R
         options = {"rngs": rngs()}
     try:
         with doing("`collate_fn`"):
-            batch = _without_exit(collate_fn, examples, **options)
+            batch = collate_fn(examples, **options)
     except BaseException as error:  # a context that adds the notes would take longer
         where = f" for the examples with indices {listed(indices, MOST)}"
         calling("collate_fn", {"examples": examples}, where=where).add_to(error)
@@ -158,21 +158,13 @@ def _call_with_batch(collate_fn: CollateFn | None, batch: PyTree, number: int) -
     else:
         where = f" for batch {number} of `examples`"
         with calling("collate_fn", {"batch": batch}, where=where), doing("`collate_fn`"):
-            arrays = _without_exit(collate_fn, batch)
+            arrays = collate_fn(batch)
         arrays = foreign_to_numpy(arrays)
     what = "What `collate_fn` returned"
     if collate_fn is None:
         what = "An item of `examples`"
     _check_batch(arrays, what)
     return arrays
-
-
-def _without_exit(collate_fn: CollateFn, *args: object, **options: object) -> PyTree:
-    try:
-        return collate_fn(*args, **options)
-    except SystemExit as error:
-        # It would end the entire run, possibly with exit code 0.
-        raise RuntimeError(f"`collate_fn` called `sys.exit`: {error!r}.") from error
 
 
 def foreign_to_numpy(tree: PyTree) -> PyTree:

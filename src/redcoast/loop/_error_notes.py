@@ -85,7 +85,7 @@ def rescued(
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Processes save together, and the others may be in the middle of the next step.
         alone = jax.process_count() == 1
         # None before the first step, which has nothing to save.

@@ -100,3 +100,14 @@ def test_output_that_was_replaced_meanwhile_stays(monkeypatch, tmp_path):
             sys.stdout = other
         assert sys.stdout is other
         sys.stdout = before
+
+
+def test_a_stream_that_a_logger_keeps_after_a_run_may_be_closed(monkeypatch, tmp_path, caplog):
+    """A handler that was created in the run has it, and writes when the process ends."""
+    with (tmp_path / "file").open("w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with forgiving_output():
+            kept = sys.stderr
+        monkeypatch.undo()
+    kept.write("a line")
+    assert not caplog.messages

@@ -63,8 +63,9 @@ class ForgivingStream:
     def _drop(self, error: Exception) -> None:
         with contextlib.suppress(OSError, ValueError):
             _discard_buffer(self._wrapped, error)
-        # One warning for each stream, since every later line would fail too.
-        if self._wrapped in _failed:
+        # One warning for each stream, since every later line would fail too; none for a stream that
+        # a logger keeps after the run, when it may have been closed.
+        if self._wrapped in _failed or self not in (sys.stdout, sys.stderr):
             return
         _failed.add(self._wrapped)
         name = getattr(self._wrapped, "name", type(self._wrapped).__name__)

@@ -125,3 +125,13 @@ def test_a_new_run_needs_an_empty_directory(tmp_path):
 def test_bad_policies(options, words):
     with pytest.raises((ValueError, TypeError), match=words):
         rc.Checkpoints("x", **options)
+
+
+def test_directories_that_nothing_can_be_saved_in_are_refused_before_the_run(tmp_path):
+    """An empty name was the working directory, and in the other one the last save failed."""
+    with pytest.raises(ValueError, match="`directory` is empty"):
+        rc.Checkpoints("")
+    with pytest.raises(ValueError, match="not encoded as UTF-8"):
+        rc.Checkpoints(tmp_path / "r\udcff")
+    with pytest.raises(ValueError, match="not encoded as UTF-8"):
+        rc.save_checkpoint(tmp_path / "r\udcff", tree(0))

@@ -14,11 +14,17 @@ from typing import Literal
 import jax
 from jaxtyping import PyTree
 
-from ..core._errors import check_flag, check_integer, check_kind, local_path
+from ..core._errors import check_flag, check_integer, check_kind
 from ..core._frames import hide_frames_of_init
 from ..distributed._kv_store import decide, exchange, is_main
 from ._orbax import CheckpointDamaged
-from ._tree import CheckpointMismatch, check_whole, load_arrays, read_metadata
+from ._tree import (
+    CheckpointMismatch,
+    check_whole,
+    load_arrays,
+    read_metadata,
+    storable_path,
+)
 
 logger = logging.getLogger("redcoast")
 NO_CHECKPOINT = "There is no checkpoint."
@@ -67,7 +73,11 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         check_kind("directory", self.directory, (str, Path), "a path")
-        path = local_path("directory", self.directory).absolute() / "checkpoints"
+        if self.directory == "":
+            raise ValueError(
+                "`directory` is empty. Pass the path of a directory, such as `runs/first`."
+            )
+        path = storable_path("directory", self.directory) / "checkpoints"
         object.__setattr__(self, "_path", path)
         check_integer("Checkpoints.keep", self.keep)
         if self.every is not None:

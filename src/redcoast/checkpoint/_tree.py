@@ -103,7 +103,7 @@ def save_checkpoint(
         rc.save_checkpoint("models/final", model, metadata={"perplexity": 12.5})
         ```
     """
-    path = local_path("path", path).absolute()
+    path = storable_path("path", path)
     check_shared(path.parent)
     with _one_writer(path.parent):
         if path.exists() or path.is_symlink():
@@ -115,6 +115,22 @@ def save_checkpoint(
             checkpointer.save(path, args=orbax_args(*arrays_and_document(tree, metadata or {})))
         if is_main():
             sync_name(path)
+
+
+def storable_path(name: str, path: str | Path) -> Path:
+    """The absolute path of a directory that Orbax can write to.
+
+    Raises `ValueError` for a path whose bytes are not UTF-8, where a save would fail.
+    """
+    absolute = local_path(name, path).absolute()
+    try:
+        str(absolute).encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"`{name}` is {str(absolute)!r}, whose letters are not encoded as UTF-8, and Orbax "
+            "saves nothing there. Choose another path."
+        ) from None
+    return absolute
 
 
 @contextlib.contextmanager

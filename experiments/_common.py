@@ -45,7 +45,6 @@ def start(c: Any, name: str, *, split: Mapping[str, int] | None = None) -> Start
     refuse_uneven(mesh, split or {})
     root = c.run.directory or Path("runs") / name
     directory = run_directory(root, resume=c.run.resume, config=c)
-    print_once(f"Run: {directory}")
     log: list[Any] = [rc.console_logger()]
     if c.run.wandb:
         log.append(rc.wandb_logger(project=name, config=c))

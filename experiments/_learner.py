@@ -40,6 +40,7 @@ def prepare(
 ) -> tuple[rc.TrainState, rc.Plan, Callable[..., Any]]:
     """Creates the state of a network, or of what a function of a key returns, on the mesh of the
     run; also returns its plan, and the loss with the plan's constraints."""
+    print_once(f"Run directory: {run.directory}")
     mesh = run.mesh
     if isinstance(mesh, str):  # "auto"
         mesh = rc.make_mesh(**rc.suggest_mesh(init_fn, loss_fn, batch, optimizer, **options))

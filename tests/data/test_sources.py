@@ -437,7 +437,7 @@ def test_a_table_and_a_name_are_no_examples():
     for kind, method in rows.items():
         with pytest.raises(TypeError, match=rf"a {kind.__name__}, .*rows, `examples\.{method}`"):
             read(kind())
-        with pytest.raises(TypeError, match=rf"There is a table, .*rows, `table\.{method}`"):
+        with pytest.raises(TypeError, match=rf"have a table, .*rows, `table\.{method}`"):
             read([kind()], collate=None)
     with pytest.raises(TypeError, match="An item of `examples` is of type Table"):
         read([Table()], collate=None, batch_size=None)
@@ -449,3 +449,7 @@ def test_a_table_and_a_name_are_no_examples():
         read(Path("train.csv"))
     with pytest.raises(TypeError, match="`examples` is a string, 'wikitext'"):
         read("wikitext")
+    with pytest.raises(TypeError, match=r"a set, whose order may differ.*`sorted\(examples\)`"):
+        read({1, 2})
+    with pytest.raises(TypeError, match="an array of one number"):
+        read(np.zeros(()))

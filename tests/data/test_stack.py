@@ -50,10 +50,11 @@ BAD = {
     "missing": ([{"x": 1, "y": None}, {"x": 1, "y": 2}], ValueError, "different structures"),
     "shapes": ([(1, np.zeros(2)), (1, np.zeros(3))], ValueError, r"at example\[1\] have .*\(2,\)"),
     "ragged": ([{"x": [1, 2]}, {"x": [1]}], ValueError, "at x have different shapes.*padding"),
-    "nested ragged": ([[[1, 2], [1]]], ValueError, "The list at the example is not an array"),
+    "nested ragged": ([[[1, 2], [1]]], ValueError, "list at their root that is not an array"),
     "text": ([({"a": "b"},)], TypeError, r'have str at example\[0\]\["a"\].*Pass a `collate_fn`'),
+    "fields": ([np.zeros(3, [("x", "f4")])[0]], TypeError, r"fields one by one, such as `tuple\("),
     "objects": ([{"x": object()}], TypeError, "have object at x"),
-    "dates": ([np.array(["2020-01-01"], "M8[D]")], TypeError, r"datetime64\[D\] at the example"),
+    "dates": ([np.array(["2020-01-01"], "M8[D]")], TypeError, r"datetime64\[D\] at their root"),
 }
 
 

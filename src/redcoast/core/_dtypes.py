@@ -79,6 +79,8 @@ def dtype_advice(dtype: Any) -> str:
     """A sentence on how to convert an array of a dtype that JAX does not have."""
     if dtype.kind in "mM":
         return " Convert it to numbers, such as `(x - start) / np.timedelta64(1, 's')`."
+    if dtype.names:
+        return " Pass its fields one by one, such as `tuple(x[name] for name in x.dtype.names)`."
     if dtype.kind in "OSUT":
         return " Convert it to numbers; labels become indices into a list."
     return " Convert it to numbers of at most 64 bits."

@@ -228,7 +228,7 @@ def _index_works(examples: PyTree) -> bool:
 
 
 def _refuse_columns(examples: object, name: str) -> None:
-    """Raises `TypeError` if the items of examples are columns, or letters."""
+    """Raises `TypeError` if the items of examples are columns or letters, or have no order."""
     what = "path" if isinstance(examples, os.PathLike) else "string"
     if isinstance(examples, str | bytes | os.PathLike):
         raise TypeError(
@@ -236,6 +236,11 @@ def _refuse_columns(examples: object, name: str) -> None:
             "dataset that was read from it."
         )
     kind = type(examples).__name__
+    if isinstance(examples, set | frozenset):
+        raise TypeError(
+            f"`{name}` is a {kind}, whose order may differ in each process. Pass a list, such as "
+            f"`sorted({name})`."
+        )
     if is_table(examples):
         raise TypeError(
             f"`{name}` is a {kind}, whose items are columns. Pass its rows, "
@@ -277,6 +282,11 @@ def count_examples(examples: object, name: str = "examples") -> int | None:
 
 
 def _length(examples: Indexed, name: str, epochs: int | None = None) -> int:
+    if getattr(examples, "shape", None) == ():
+        raise TypeError(
+            f"`{name}` is an array of one number, without dimensions. Pass examples, such as an "
+            "array whose first dimension counts them."
+        )
     count = len(examples)
     if count == 0:
         raise ValueError(f"`{name}` is empty. Pass at least one example.")

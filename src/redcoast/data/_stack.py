@@ -63,7 +63,7 @@ def _of_batches(flat: list[tuple[list[PyTree], object]]) -> str:
 
 
 def _stack(path: KeyPath, column: tuple[object, ...], advice: Callable[[], str]) -> np.ndarray:
-    where = show_place(path, "example", "the example")
+    where = show_place(path, "example", "their root")
     arrays = [_as_array(x, where) for x in column]
     for position, x in enumerate(arrays):
         if x.shape != arrays[0].shape:
@@ -77,15 +77,18 @@ def _stack(path: KeyPath, column: tuple[object, ...], advice: Callable[[], str])
 def _as_array(x: object, where: str) -> np.ndarray:
     if is_table(x):
         raise TypeError(
-            f"There is a table, of type {type(x).__name__}, at {where}. Make examples of its rows, "
-            f"`{rows_of_table(x, 'table')}`, or pass `batch_size=None` and a `collate_fn` that "
-            "makes arrays of each table."
+            f"The examples have a table, of type {type(x).__name__}, at {where}. Make examples of "
+            f"its rows, `{rows_of_table(x, 'table')}`, or pass `batch_size=None` and a "
+            "`collate_fn` that makes arrays of each table."
         )
-    check_unmasked(x, f"The array in {where}")
+    check_unmasked(x, f"The array of the examples at {where}")
     try:
         array = np.asarray(x)
     except ValueError as error:
-        raise ValueError(f"The list at {where} is not an array: {error}. {_OWN}.") from error
+        reason = str(error).rstrip(".")
+        raise ValueError(
+            f"The examples have a list at {where} that is not an array: {reason}. {_OWN}."
+        ) from error
     if not has_numbers(array.dtype):
         what = array.dtype
         if not isinstance(x, np.ndarray):

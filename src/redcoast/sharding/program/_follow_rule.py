@@ -253,7 +253,7 @@ def _sum_forward(step: _AppliedRule) -> None:
             # An array that is sharded along an earlier dimension is not sharded along this one.
             preceding = dim.value.dims[: dim.d]
         for result in step.results:
-            step.graph.add_partial_sum(dim.node, result, before=preceding)
+            step.graph.add_partial_sum(dim.node, result, preceding=preceding)
 
 
 def _sum_backward(step: _AppliedRule) -> None:
@@ -271,10 +271,10 @@ def _sum_backward(step: _AppliedRule) -> None:
         for dim in _dims_of([result], rule.results[:1]):
             if dim.dimension in of_value and lacking:
                 # In a table of all pairs of examples, the first dimension takes the devices.
-                step.graph.add_batch_gather(value, dim.node, before=tuple(lacking))
+                step.graph.add_batch_gather(value, dim.node, preceding=tuple(lacking))
             elif own.isdisjoint(dim.dimension) and dim.slowest not in skipped:
                 preceding = (*result.dims[: dim.d], *step.indexed)
-                step.graph.add_partial_sum(dim.node, value, backward=True, before=preceding)
+                step.graph.add_partial_sum(dim.node, value, backward=True, preceding=preceding)
                 lacking.append(dim.node)
 
 
@@ -295,12 +295,12 @@ def _write(step: _AppliedRule, updates: int) -> None:
         for value in step.inputs[1:]:
             graph.add_batch_gather(value, dim.node, along=step.indexed)
         if result.grad:
-            graph.add_partial_sum(dim.node, result, before=step.indexed)
+            graph.add_partial_sum(dim.node, result, preceding=step.indexed)
     if rule.sums:
         # The cotangent of updates is looked up in that of the result.
         rows = tuple(dim.node for dim in step.operand(1))
         for node in step.indexed:
-            graph.add_partial_sum(node, step.inputs[updates], backward=True, before=rows)
+            graph.add_partial_sum(node, step.inputs[updates], backward=True, preceding=rows)
 
 
 def _count_work(step: _AppliedRule, equation: JaxprEqn) -> None:

@@ -48,7 +48,7 @@ class PartialSum:
     """Partial sums: sharding `node` needs an all-reduce of `value`, or `backward` of its cotangent.
 
     They are summed `times` times in a step. In the backward pass, `uses` is the number of uses of
-    the value whose cotangents are added. `before` are the dimensions that precede `node` in the
+    the value whose cotangents are added. `preceding` are the dimensions that precede `node` in the
     summed array. If `node` and one of them are both dimensions of the batch, `node` is not sharded,
     and there are no partial sums. `rows` are as in `Cursor`.
     """
@@ -58,7 +58,7 @@ class PartialSum:
     times: int | float
     backward: bool
     uses: int = 1
-    before: Dims = ()
+    preceding: Dims = ()
     source: Source = ()
     rows: Dims = ()
 
@@ -124,14 +124,14 @@ class Asked:
 class BatchGather:
     """An operand that is gathered `times` times if `node` is a dimension of the batch.
 
-    With `before`, these precede `node` in the result, such as in a table of all pairs of examples,
-    and the operand is only gathered if one of them is a dimension of the batch too. It is not
-    gathered if one of `along` is one.
+    With `preceding`, these precede `node` in the result, such as in a table of all pairs of
+    examples, and the operand is only gathered if one of them is a dimension of the batch too. It is
+    not gathered if one of `along` is one.
     """
 
     operand: Value
     node: int
-    before: Dims
+    preceding: Dims
     along: Dims
     times: int | float
     source: Source = ()
@@ -296,14 +296,14 @@ class Graph:
             self.links.append((a, b))
 
     def add_partial_sum(
-        self, node: int, value: Value, *, backward: bool = False, before: Dims = ()
+        self, node: int, value: Value, *, backward: bool = False, preceding: Dims = ()
     ) -> None:
         """Records that sharding `node` makes partial sums of `value`, or of its cotangent."""
         if (backward and not value.grad) or not self.cursor.times:
             return
         times, uses = self.cursor.times, 1
         rows = self.cursor.rows
-        key: object = (value, node, before)
+        key: object = (value, node, preceding)
         if not backward:
             times *= self.cursor.forwards
             key = len(self.partial_sums)  # each is summed by itself
@@ -313,7 +313,7 @@ class Graph:
         elif key in self.partial_sums:
             uses += self.partial_sums[key].uses
         self.partial_sums[key] = PartialSum(
-            node, value, times, backward, uses, before, self.cursor.source, rows
+            node, value, times, backward, uses, preceding, self.cursor.source, rows
         )
 
     def sum_after(self, scans: Iterable[JaxprEqn], is_rows: Callable[[int], bool]) -> None:
@@ -330,7 +330,7 @@ class Graph:
                 continue
             removed = list(map(self.partial_sums.pop, inside))
             for value in filter(operator.attrgetter("grad"), consts):
-                partial = replace(removed[0], value=value, times=times, uses=1, before=())
+                partial = replace(removed[0], value=value, times=times, uses=1, preceding=())
                 self.partial_sums[value, partial.node, ()] = partial
 
     def interpolation(self, equation: JaxprEqn) -> Interpolation | None:
@@ -347,12 +347,12 @@ class Graph:
         self.soft_links.append((before, after))
 
     def add_batch_gather(
-        self, operand: Value, node: int, *, before: Dims = (), along: Dims = ()
+        self, operand: Value, node: int, *, preceding: Dims = (), along: Dims = ()
     ) -> None:
         """Records that an operand is needed as a whole along `node`, if that counts rows."""
         cursor = self.cursor
         self.batch_gathers.append(
-            BatchGather(operand, node, before, along, cursor.runs, cursor.source, cursor.rows)
+            BatchGather(operand, node, preceding, along, cursor.runs, cursor.source, cursor.rows)
         )
 
     def add_reshard(
@@ -403,14 +403,14 @@ class Graph:
         derivative those of its cotangent.
         """
         self.link_softly(node, target)
-        before = max(1, self.sizes[node])
+        elements = max(1, self.sizes[node])
         whole = count == RESHARDED
-        width = before if whole else min(count, before)
-        size = operand.bytes / before * width * self.cursor.forwards
-        if whole:  # the cotangent of a transform is that of its result
-            size += operand.grad * result.bytes
-        else:
-            size += operand.grad * operand.bytes / before * width
+        width = elements if whole else min(count, elements)
+        at_edge = operand.bytes / elements * width
+        of_cotangent = at_edge
+        if whole:
+            of_cotangent = result.bytes  # the cotangent of a transform is that of its result
+        size = at_edge * self.cursor.forwards + operand.grad * of_cotangent
         times, source, rows = self.cursor.times, self.cursor.source, self.cursor.rows
         self.halos.append(Halo(operand, node, target, size, times, source, whole, rows))
 

@@ -106,7 +106,7 @@ def of_batch(
     scatters = hardware.scatters and gradient_shards == batch.count
     split: list[PartialSum] = []
     for summed in over_batch:
-        if not _is_split_as_well(batch, summed.node, summed.before):
+        if not _is_split_as_well(batch, summed.node, summed.preceding):
             split.append(summed)
     products = _products(graph, batch)
     gathered: set[int] = set()  # the tables of lookups, by the `id` of the variable
@@ -157,10 +157,10 @@ def of_batch(
         if not batch.has(gather.node) or _is_split_as_well(batch, gather.node, gather.along):
             continue
         cause: Cause = "written"
-        if gather.before:
+        if gather.preceding:
             # As in a table of all pairs of examples.
             cause = "compared"
-            if not _is_split_as_well(batch, gather.node, gather.before):
+            if not _is_split_as_well(batch, gather.node, gather.preceding):
                 continue
         dims = (*gather.rows, *gather.operand.dims)
         devices, others = batch.around(gather.node, dims)
@@ -183,7 +183,7 @@ def _additions_to_rows(
     """Sums in which rows of the batch are added to others, as messages at the nodes of a graph."""
     for summed in over_batch:
         adds = summed.operation in ("scatter-add", "scatter_add") and not summed.backward
-        rows = _rows(summed.before, graph, batch)
+        rows = _rows(summed.preceding, graph, batch)
         if not adds or not rows or graph.sizes[summed.node] in rows:
             continue
         # Each device adds its own rows to all others, and XLA all-reduces the result. The cotangent

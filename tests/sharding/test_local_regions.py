@@ -266,10 +266,10 @@ def assert_like_one_device(step, loss_fn, tolerance=1e-6):
         np.testing.assert_allclose(np.asarray(one) / largest, other / largest, atol=tolerance)
 
 
-def assert_waits_for_no_rows(fn, sizes):
+def assert_waits_for_no_rows(fn, sizes, overrides=()):
     """A step with a function of each row has no collective over rows in a loop, and one result."""
     loss_fn, mesh = mean_over_rows(fn), rc.make_mesh(**sizes)
-    plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
+    plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None), overrides=overrides)
     step, sent = compiled_step(loss_fn, plan)
     over_rows = [x for x in in_loops(sent) if {"data", "fsdp"}.intersection(x.axes)]
     assert over_rows == []
@@ -373,6 +373,10 @@ def test_what_mixes_rows_gives_the_results_of_one_device(name):
     assert_like_one_device(step, loss_fn)
 
 
+def checked(x):
+    return eqx.error_if(x, jnp.isnan(x).any(), "NaN")
+
+
 def linear_solve(matrix, vector):
     """Equinox's kind of primitive, as `lineax.linear_solve` is: a loop that it hides under `vmap`,
     with derivative rules of its own, and an error that it raises."""
@@ -384,7 +388,7 @@ def solve_impl(matrix, vector):
     step = lambda state: (state[0] + (vector - matrix @ state[0]) / scale, state[1] + 1)
     going = lambda state: (state[1] < 60) & (jnp.max(jnp.abs(vector)) > state[1] / 15)
     result, _ = jax.lax.while_loop(going, step, (jnp.zeros_like(vector), 0))
-    return [eqx.error_if(result, jnp.isnan(result).any(), "NaN")]
+    return [checked(result)]
 
 
 def solve_jvp(primals, tangents):
@@ -411,6 +415,12 @@ HIDDEN = {
     )[0],
     "of a shared matrix": lambda params, x, key: linear_solve(positive(params, BATCH[0]), x),
     "remat": lambda params, x, key: jax.checkpoint(linear_solve)(positive(params, x), x),
+    "in a checked scan": lambda params, x, key: jax.lax.scan(
+        lambda h, _: (checked(linear_solve(positive(params, h), x)), None), x, None, length=2
+    )[0],
+    "one by one": lambda params, x, key: jax.lax.map(
+        lambda v: linear_solve(positive(params, v), x), x[None]
+    )[0],
 }
 
 
@@ -418,6 +428,33 @@ HIDDEN = {
 @pytest.mark.parametrize("name", few_of(HIDDEN, "solve"))
 def test_loops_that_are_hidden_until_lowered_wait_for_no_rows(name, sizes):
     assert_waits_for_no_rows(HIDDEN[name], sizes)
+
+
+def scan_with_errors(params, x, key):
+    layer = lambda z, _: (checked(jnp.tanh(params["inside"] @ z + x)), None)
+    return jax.lax.scan(layer, x, None, length=4)[0] @ params["outside"]
+
+
+def loop_on_host(params, x, key):
+    call = lambda z: jax.pure_callback(np.tanh, z, z, vmap_method="sequential")
+    return iterate(lambda z: call(params["inside"] @ z + x), x)
+
+
+WITH_SHARDED_WEIGHTS = {
+    "error_if in a loop": with_error,
+    "error_if in a scan": scan_with_errors,
+    "callback": lambda params, x, key: (
+        loop_on_host(*jax.lax.stop_gradient((params, x)), key) @ params["outside"]
+    ),
+    "hidden": HIDDEN["in a checked scan"],
+}
+
+
+@pytest.mark.parametrize("sizes", few_of(MESHES[1::2], {"data": 2, "model": 4}))
+@pytest.mark.parametrize("name", few_of(WITH_SHARDED_WEIGHTS, "error_if in a scan"))
+def test_loops_with_sharded_weights_and_calls_of_the_host_wait_for_no_rows(name, sizes):
+    overrides = [("inside", jax.P("model", None))]
+    assert_waits_for_no_rows(WITH_SHARDED_WEIGHTS[name], sizes, overrides)
 
 
 @pytest.mark.thorough

@@ -33,7 +33,7 @@ from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
 from ..program._batch import created_rows
-from ..program._local_states import NotLocal, is_vmapped
+from ..program._local_states import NotLocal
 from ..program._program import LARGE_CONSTANT, follow_program
 from ..program._trace import Arrays, trace_over
 from ..program._walk import Scope, outputs_of
@@ -48,7 +48,6 @@ from ._grouped_conv import run_grouped
 from ._local_choice import choose_region, used_results
 from ._local_operation import acts_on_parts, run_operation
 from ._local_region import keep_ended, waits_for_rows
-from ._local_vmapped import run_vmapped
 from ._shardings import Shardings, find_shardings, sharded_dim
 from ._split_conv import POOLING, run_split_conv, run_split_pool
 from ._split_fft import run_split_fft, writes_slice
@@ -317,8 +316,6 @@ def _on_rows(bound: BoundEquation) -> Arrays | None:
             if bound.stored[place]:
                 operands[place] = shardings.constrain(operands[place], scope.values[atom])
         operands = list(map(as_traced, operands, equation.invars))
-        if is_vmapped(equation):
-            return run_vmapped(equation, operands, states, region)
         return region.run(equation, operands, states, used_results(equation, scope.jaxpr))
     except _REFUSALS:
         return None

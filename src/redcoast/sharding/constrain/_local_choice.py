@@ -22,7 +22,6 @@ from ..program._local_scans import row_states, sums_in_every_iteration
 from ..program._local_states import NotLocal, State, have_rows, is_over_rows, is_vmapped
 from ..program._walk import Scope
 from ._local_region import LocalRegion, asks_any_row, waits_for_rows
-from ._local_vmapped import check_vmapped
 from ._shardings import Shardings
 
 Choice = tuple[LocalRegion, Sequence[State]]  # the region, and the states of the operands
@@ -69,10 +68,7 @@ def find_waiting(
             choice = choose_region(equation, scope, shardings)
             if choice is not None:
                 region, states = choice
-                if is_vmapped(equation):
-                    check_vmapped(equation, states, region)
-                else:
-                    region.results(equation, states, used_results(equation, scope.jaxpr))
+                region.results(equation, states, used_results(equation, scope.jaxpr))
                 continue
         except NotLocal as error:
             _, states = _rows_of(equation, scope, shardings)

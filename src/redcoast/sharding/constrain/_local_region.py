@@ -63,6 +63,7 @@ from ..program._local_states import (
     carried_over_rows,
     check_becomes,
     equations_inside,
+    has_own_rules,
     have_rows,
     is_identity,
     is_over_rows,
@@ -73,9 +74,10 @@ from ..program._local_states import (
 from ..program._trace import Arrays
 from ._custom_rules import partial_vjp, replace_chosen, zero_tangent
 from ._local_operation import KERNEL, acts_on_parts
+from ._own_rules import bind_replaced, with_all_axes
 
 # JAX can only lower these if all axes of the mesh are manual.
-_NEED_ALL_AXES = frozenset(["io_callback", "pallas_call", "pure_callback"])
+_NEED_ALL_AXES = frozenset(["io_callback", "pallas_call"])
 # What these do is seen outside of the program, as often as it is done.
 _SEEN_OUTSIDE = frozenset(["debug_callback", "debug_print", "io_callback"])
 _WITH_SIZES = frozenset(["broadcast_in_dim", "reshape", "slice", "dynamic_slice", "gather"])
@@ -189,7 +191,9 @@ class LocalRegion:
         if free == others and (self.forward_only or needs_all):
             return frozenset(self.mesh.axis_names)
         if needs_all:
-            raise NotLocal("it calls a function on the host, and weights in it are sharded")
+            raise NotLocal(
+                "its weights are sharded, and a kernel or a call of the host in it are not"
+            )
         return frozenset(self.axes) | free
 
     def _spec(self, atom: Atom, state: State) -> P:
@@ -197,6 +201,12 @@ class LocalRegion:
         if isinstance(state, int):
             entries[state] = self.axes
         return P(*entries)
+
+    def evaluate(self, jaxpr: AnyJaxpr, inputs: Sequence[Any]) -> Arrays:
+        """Evaluates a jaxpr of what a device has, inside of the region."""
+        opened = open_jaxpr(jaxpr)
+        of_inputs, of_outputs = [OWN] * len(opened.invars), [OWN] * len(opened.outvars)
+        return _Evaluation(self).as_function(jaxpr, of_inputs, of_outputs)(*inputs)
 
     def convert(self, x: Any, state: State, wanted: State) -> Any:
         """What a device needs of an array, from what it has of it."""
@@ -317,6 +327,11 @@ class _Evaluation:
                 params |= of_fewer(equation, counts)
         if is_vmapped(equation) and 0 in results:
             params[VMAPPED_SIZE] = equation.params[VMAPPED_SIZE] // count
+        if has_own_rules(equation):
+            # Its derivative rules are traced with what a device has.
+            return bind_replaced(
+                equation, inputs, params, replace(self.region, of_row=True).evaluate
+            )
         return bind_local(equation, inputs, params)
 
     def _while(self, equation: JaxprEqn, flow: While, inputs: Arrays, step: LocalStep) -> Arrays:
@@ -434,24 +449,20 @@ class _Evaluation:
             forward_jaxpr, (_, pull) = jax.make_jaxpr(forward, return_shape=True)(*avals)
             cotangents = list(itertools.compress(results, moved))
             backward_jaxpr = jax.make_jaxpr(backward)(pull, cotangents)
-        run_forward, run_backward = self._of_row(forward_jaxpr), self._of_row(backward_jaxpr)
+        evaluate = self.region.evaluate
 
         def forward_rule(*primals: object) -> tuple[Arrays, Arrays]:
-            arrays = run_forward(*primals)
+            arrays = evaluate(forward_jaxpr, primals)
             return arrays[: len(results)], arrays[len(results) :]
 
         def backward_rule(residuals: Arrays, cotangents: Arrays) -> tuple[object, ...]:
-            pulled = run_backward(*residuals, *itertools.compress(cotangents, moved))
+            used = itertools.compress(cotangents, moved)
+            pulled = evaluate(backward_jaxpr, [*residuals, *used])
             return tuple(replace_chosen(list(map(zero_tangent, avals)), moving, pulled))
 
         custom = jax.custom_vjp(run)
         custom.defvjp(forward_rule, backward_rule)
         return custom
-
-    def _of_row(self, jaxpr: AnyJaxpr) -> Callable[..., Arrays]:
-        """A function of one row."""
-        opened = open_jaxpr(jaxpr)
-        return self.as_function(jaxpr, [OWN] * len(opened.invars), [OWN] * len(opened.outvars))
 
     def _solve(self, flow: LinearSolve, inputs: Arrays, step: LocalStep) -> Arrays:
         states, results = step.operands, step.results
@@ -506,14 +517,10 @@ def _call_host(equation: JaxprEqn, inputs: Arrays, results: Sequence[tuple[int, 
         return list(map(np.reshape, call(*arrays), shapes))
 
     avals = tuple(aval.update(shape=shape) for aval, shape in zip(avals, shapes, strict=True))
-    reshaped = bind_local(equation, inputs, {"callback": of_one_rank, "result_avals": avals})
-    return list(map(jnp.reshape, reshaped, results))
-
-
-def evaluate_row(region: LocalRegion, jaxpr: AnyJaxpr, inputs: Sequence[object]) -> list[jax.Array]:
-    """Evaluates a jaxpr as it is, inside of a region."""
-    results = _Evaluation(region).jaxpr(jaxpr, [(x, OWN) for x in inputs])
-    return [x for x, _ in results]
+    changes = {"callback": of_one_rank, "result_avals": avals}
+    # JAX can only lower it with all axes.
+    run = with_all_axes(lambda *xs: tuple(bind_local(equation, xs, changes)))
+    return list(map(jnp.reshape, run(*inputs), results))
 
 
 def waits_for_rows(equation: JaxprEqn) -> bool:

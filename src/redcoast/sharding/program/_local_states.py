@@ -140,7 +140,7 @@ class LocalStates:
             raise NotLocal(f"`{name}` is applied")
         if any(str(effect).startswith("Ordered") for effect in equation.effects):
             raise NotLocal(f"`{name}` is called in the order of the rows")
-        if not _can_be_lowered(equation):
+        if has_own_rules(equation) and expansion(equation) is None:
             raise NotLocal(f"`{name}` has derivative rules of its own")
         if self.of_row:
             # Whatever it does, only what it does with the row differs from device to device.
@@ -265,7 +265,8 @@ class LocalStates:
     def _operation(self, equation: JaxprEqn, states: Sequence[State]) -> LocalStep:
         name, count = primitive_name(equation), len(equation.outvars)
         rule = rule_of(equation)
-        if rule is None and name != CALLBACK and not is_identity(equation):
+        is_known = name == CALLBACK or is_identity(equation) or has_own_rules(equation)
+        if rule is None and not is_known:
             raise NotLocal(f"`{name}` is not known to keep rows apart")
         # Without rows, every device computes the same.
         if set(states) <= {None}:
@@ -355,14 +356,15 @@ def is_vmapped(equation: JaxprEqn) -> bool:
     return primitive_name(equation) == "vprim" and VMAPPED_SIZE in equation.params
 
 
-def _can_be_lowered(equation: JaxprEqn) -> bool:
-    """Whether an equation can be lowered inside of `jax.shard_map`, which changes types of arrays.
+def has_own_rules(equation: JaxprEqn) -> bool:
+    """Whether this is a primitive of Equinox with derivative rules that run something else.
 
-    The parameters of Equinox's primitives may have the types that arrays have outside.
+    It cannot be lowered inside of `jax.shard_map`, which changes types of arrays: its parameters
+    may have the types that arrays have outside.
     """
     if is_vmapped(equation):
-        return equation.params["prim"].name in _DIFFERENTIABLE
-    return not _FILTERED.issubset(equation.params)
+        return equation.params["prim"].name not in _DIFFERENTIABLE
+    return _FILTERED.issubset(equation.params)
 
 
 # Programs are followed several times, and what an equation runs is traced once.

@@ -152,18 +152,19 @@ class _Run:
     def _call(self, step: PeakStep, call: Call) -> None:
         scope = step.inner[0]
         inside = PeakFrame(scope, step.source)
+        is_remat = call.kind is CallKind.REMAT
         for var, atom in zip(scope.jaxpr.invars, step.equation.invars, strict=True):
             inside.roots[var] = step.frame.of(atom)
             # A stored array is gathered where the region uses it.
-            if call.kind is CallKind.REMAT and not is_stored(inside.roots[var]):
+            if is_remat and not is_stored(inside.roots[var]):
                 inside.roots[var] = self.operations.in_memory(step, atom)
         self.forward(inside)
         step.frame.inner[step.index] = [inside]
+        is_recomputed = is_remat and self.operations.gathers_again and recomputes_little(call)
         for var, atom in zip(step.equation.outvars, scope.jaxpr.outvars, strict=True):
             step.frame.roots[var] = inside.of(atom)
-            if call.kind is CallKind.REMAT and self.operations.gathers_again:
-                if recomputes_little(call):
-                    step.frame.recomputed[var] = inside.of_all(scope.jaxpr.invars)
+            if is_recomputed:
+                step.frame.recomputed[var] = inside.of_all(scope.jaxpr.invars)
 
     def _call_back(
         self, step: PeakStep, call: Call, results: Sequence[Cotangent]
@@ -321,7 +322,7 @@ def _run_body(
     run.forward(frame)
     time.now += 1
     time.read(frame.of_all(jaxpr.outvars))
-    forward, middle = time.peak(), time.now
+    middle = time.now
     time.now += 1
     # The cotangents of all results come from outside.
     outside = (Buffer((), time.now, time.now),)
@@ -336,21 +337,17 @@ def _run_body(
     time.now += 1
     time.read(union(filter(None, grads)))
     saved: list[WrittenBytes] = []
-    others: list[Buffer] = []
     for buffer in time.buffers:
         is_gathered = buffer.parameter is not None and buffer.parameter.gathered > 0
-        if buffer.born <= middle < buffer.last and (not buffer.reread or not stacks and is_gathered):
+        is_kept = not buffer.reread or (is_gathered and not stacks)
+        if buffer.born <= middle < buffer.last and is_kept:
             saved += buffer.kept
-        else:
-            others.append(buffer)
-    if not stacks:
-        # Without a loop, an iteration has no copies of what all iterations keep.
-        time.buffers = others
-        forward = time.peak(until=middle)
+            if not stacks:
+                buffer.parts = ()  # without a loop, an iteration has no copy of what all keep
     for var, buffer in zip(carry, carried, strict=True):
         if buffer.last > middle:
             saved.append((time.size_of(values[var]), frame.source))
-    return IterationPeaks(forward, time.peak(middle + 1), tuple(saved))
+    return IterationPeaks(time.peak(until=middle), time.peak(middle + 1), tuple(saved))
 
 
 def _computed_again(scope: Scope, region: Region) -> set[int]:

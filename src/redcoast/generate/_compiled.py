@@ -18,7 +18,7 @@ from ._generated import Generated
 from ._logits import ALL_EXCLUDED, INVALID
 from ._prefill import Arrays, by_layer_with, read_compiled
 from ._prompt import ReadPrompt, read_prompt
-from ._request import Hidden, Prompt, Request
+from ._request import LastHidden, Prompt, Request
 from ._sampling import Last, begin, sample
 
 Result = Int[Array, "results new"] | Generated
@@ -55,13 +55,23 @@ def decode_compiled(model: PyTree, tokens: AnyArray, mask: Mask | None, request:
 
 
 def _decode_after(
-    cache: PyTree, arrays: Arrays, static: Static, hidden: Hidden, prompt: Prompt, request: Request
+    cache: PyTree,
+    arrays: Arrays,
+    static: Static,
+    hidden: LastHidden,
+    prompt: Prompt,
+    request: Request,
 ) -> tuple[Padded, PyTree]:
     return _decode(join(arrays, static), ReadPrompt(hidden, cache, prompt), request)
 
 
 def _begin_after(
-    cache: PyTree, arrays: Arrays, static: Static, hidden: Hidden, prompt: Prompt, request: Request
+    cache: PyTree,
+    arrays: Arrays,
+    static: Static,
+    hidden: LastHidden,
+    prompt: Prompt,
+    request: Request,
 ) -> tuple[PyTree, Last]:
     """The cache after the prompt, with its rows repeated, and the first new token."""
     return begin(join(arrays, static), ReadPrompt(hidden, cache, prompt), request)

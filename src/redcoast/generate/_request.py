@@ -17,7 +17,7 @@ Scalar = Float[np.ndarray, ""] | Float[Array, ""]
 Count = Int[np.ndarray, ""] | Int[Array, ""]
 Rows = Int[Array, " rows"]
 Prompt = Int[Array, "batch prompt"]  # tokens, with -1 at padding
-Hidden = Float[Array, "rows 1 width"]  # of the last token of each row
+LastHidden = Float[Array, "rows 1 width"]  # of the last token of each row
 Logits = Float[Array, "rows vocab"]
 
 

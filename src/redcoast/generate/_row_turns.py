@@ -38,7 +38,7 @@ from ._prefill import (
 )
 from ._processors import least_new, new_history
 from ._prompt import append_tokens
-from ._request import Hidden, Logits, Prompt, Request, Rows
+from ._request import LastHidden, Logits, Prompt, Request, Rows
 from ._sampling import is_any, score_tokens
 
 
@@ -189,7 +189,7 @@ class _Decoding:
 def _first_turns(
     arrays: Arrays,
     static: Static,
-    last: Hidden,
+    last: LastHidden,
     prompt: Prompt,
     numbers: Rows,
     request: Request,
@@ -206,7 +206,7 @@ def _replace_row(
     arrays: Arrays,
     static: Static,
     own: PyTree,
-    last: Hidden,
+    last: LastHidden,
     prompt: Prompt,
     place: Int[Array, "2"],
     request: Request,
@@ -270,7 +270,7 @@ def _move_slots(cache: PyTree, by: Int[Array, ""], places: Places) -> PyTree:
 
 
 def _choose_first(
-    model: PyTree, last: Hidden, prompt: Prompt, numbers: Rows, request: Request
+    model: PyTree, last: LastHidden, prompt: Prompt, numbers: Rows, request: Request
 ) -> Turns:
     """The rows with their first tokens."""
     turns = blank_turns(prompt, numbers, request)

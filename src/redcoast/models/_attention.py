@@ -6,14 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from ..core._markers import gather_sequence
 from ..core._target import sequence_parts, target, target_of
 from ..core._tracing import size_of_axis
 from ._basic import dropout, wide
 from ._blockwise import attend_in_blocks
-from ._inputs import AnyArray, Mask
+from ._inputs import AnyArray, Key, Mask, Segments
 from ._parts import Bias, in_parts
 from ._relative import RelativeBias
 from ._tpu_attention import FEWEST, attend_in_splash, fits_splash
@@ -47,9 +47,7 @@ def real_tokens(shape: tuple[int, ...], mask: Mask | None) -> Real:
     return jnp.asarray(mask, bool)
 
 
-def count_positions(
-    real: Real, segments: Integer[AnyArray, "batch seq"] | None = None
-) -> Int[Array, "#batch seq"]:
+def count_positions(real: Real, segments: Segments | None = None) -> Int[Array, "#batch seq"]:
     """Counts positions over the real tokens of each row or segment, from 0."""
     real = as_array(real)
     counts = jnp.cumsum(real, axis=1)  # (batch, seq), from 1
@@ -155,7 +153,7 @@ def attend(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     rate: float = 0.0,
-    key: PRNGKeyArray | None = None,
+    key: Key = None,
 ) -> Float[Array, "batch queries heads value_dim"]:
     """Scaled dot-product attention (Vaswani et al., 2017, equation 1) with grouped queries
     (Ainslie et al., 2023).

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ..core._errors import short_repr
 from ..core._target import target
-from ._inputs import AnyArray
+from ._inputs import AnyArray, HiddenStates, Key
 
 
 def wide(dtype: np.dtype) -> np.dtype:
@@ -215,12 +215,12 @@ def initial_stacks(layers: int, key: PRNGKeyArray, most: int) -> Callable[..., F
     return make
 
 
-def look_up(table: Any, ids: Integer[AnyArray, "#batch seq"]) -> Float[Array, "batch seq width"]:
+def look_up(table: Any, ids: Integer[AnyArray, "#batch seq"]) -> HiddenStates:
     """Returns rows of an array, and NaN for ids outside it, which indexing would clamp."""
     return jnp.take(table, ids, axis=0)
 
 
-def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Float[Array, "..."]:
+def dropout(x: Float[Array, "..."], rate: float, key: Key) -> Float[Array, "..."]:
     """Dropout (Srivastava et al., 2014): zeroes elements with probability `rate` and divides the
     others by `1 - rate`. Returns `x` unchanged if `key` is None."""
     if key is None or rate == 0:
@@ -229,6 +229,6 @@ def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Fl
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
-def split_key(key: PRNGKeyArray | None, count: int) -> list[PRNGKeyArray | None]:
+def split_key(key: Key, count: int) -> list[Key]:
     """Splits a key into a list of `count` keys; None gives a list of None."""
     return [None] * count if key is None else list(jax.random.split(key, count))

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from ..core._target import target
-from ._inputs import AnyArray
+from ._inputs import AnyArray, Key
 from ._relative import RelativeBias
 from ._view import View, see
 
@@ -71,7 +71,7 @@ def attend_in_blocks(
     scale: float,
     softcap: float | None = None,
     rate: float = 0.0,
-    key: PRNGKeyArray | None = None,
+    key: Key = None,
     sinks: Float[Array, " heads"] | None = None,
     block: int | None = None,
 ) -> Float[Array, "batch queries heads value_dim"]:
@@ -100,7 +100,7 @@ def attend_with_sums(
     scale: float,
     softcap: float | None = None,
     rate: float = 0.0,
-    key: PRNGKeyArray | None = None,
+    key: Key = None,
     block: int | None = None,
 ) -> tuple[Float[Array, "batch queries heads value_dim"], Float[Array, "batch heads queries"]]:
     """Returns the results of `attend_in_blocks` without sinks, and the logarithm of the sum of the

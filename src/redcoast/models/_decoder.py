@@ -7,13 +7,13 @@ from typing import Any
 
 import equinox as eqx
 from equinox import AbstractVar
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, Integer
 
 from ._attention import Visible, causal_view, count_positions, real_tokens
 from ._cache import Cache, admit, cached_view, empty_cache
 from ._check_config import check_length
 from ._einsum import LowRank, product
-from ._inputs import AnyArray, Mask
+from ._inputs import AnyArray, HiddenStates, Key, Mask, Positions, Segments, Tokens
 from ._moe import router_loss
 
 
@@ -23,13 +23,13 @@ class TableHead(eqx.Module):
     embed: AbstractVar[Float[Array, "vocab width"]]
     head: AbstractVar[Float[Array, "width vocab"] | None]
 
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+    def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
         return tied_or_own_head(hidden, self.embed, self.head)
 
 
 def tied_or_own_head(
-    hidden: Float[Array, "batch seq width"],
+    hidden: HiddenStates,
     embed: Array | LowRank,
     head: Array | LowRank | None,
     bias: Array | None = None,
@@ -51,31 +51,31 @@ class Decoder(eqx.Module):
     config: AbstractVar[Any]
 
     @abstractmethod
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+    def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
 
     @abstractmethod
     def _run(
         self,
-        tokens: Integer[AnyArray, "batch seq"],
+        tokens: Tokens,
         mask: Mask | None,
-        positions: Integer[AnyArray, "#batch seq"],
+        positions: Positions,
         see: Callable[..., Visible],
         cache: Cache | None,
-        key: PRNGKeyArray | None,
-    ) -> tuple[Float[Array, "batch seq width"], Any, Any]:
+        key: Key,
+    ) -> tuple[HiddenStates, Any, Any]:
         """Returns the final hidden states; the cache, if there is one; and, if there are experts,
         the number of tokens routed to each expert and the sum of its probabilities.
         `see(window=...)` returns which keys each token sees."""
 
     def __call__(
         self,
-        tokens: Integer[AnyArray, "batch seq"],
+        tokens: Tokens,
         *,
         mask: Mask | None = None,
-        segments: Integer[AnyArray, "batch seq"] | None = None,
-        positions: Integer[AnyArray, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
+        segments: Segments | None = None,
+        positions: Positions | None = None,
+        key: Key = None,
     ) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of the next token at each position.
 
@@ -100,13 +100,13 @@ class Decoder(eqx.Module):
 
     def hidden(
         self,
-        tokens: Integer[AnyArray, "batch seq"],
+        tokens: Tokens,
         *,
         mask: Mask | None = None,
-        segments: Integer[AnyArray, "batch seq"] | None = None,
-        positions: Integer[AnyArray, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq width"]:
+        segments: Segments | None = None,
+        positions: Positions | None = None,
+        key: Key = None,
+    ) -> HiddenStates:
         """Returns the final hidden states, from which `unembed` computes the logits. The arguments
         are those of `__call__`."""
         return self._run_from_start(tokens, mask, segments, positions, key)[0]
@@ -141,13 +141,13 @@ class RoutedDecoder(Decoder):
 
     def hidden_and_router_loss(
         self,
-        tokens: Integer[AnyArray, "batch seq"],
+        tokens: Tokens,
         *,
         mask: Mask | None = None,
-        segments: Integer[AnyArray, "batch seq"] | None = None,
-        positions: Integer[AnyArray, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "batch seq width"], Float[Array, ""]]:
+        segments: Segments | None = None,
+        positions: Positions | None = None,
+        key: Key = None,
+    ) -> tuple[HiddenStates, Float[Array, ""]]:
         """Returns the final hidden states, and the load-balancing loss of the routers for training
         (Fedus et al., 2021, equations 4 to 6, <https://arxiv.org/abs/2101.03961>).
 

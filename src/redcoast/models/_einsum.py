@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ..core._low_rank import AbstractLowRank
 from ..core._target import sequence_parts, target
 from ._basic import ACTIVATIONS, activate_gated, normal, wide, zeros
+from ._inputs import HiddenStates
 from ._quantised_weight import QuantisedWeight, unquantised
 
 # What a model may have in place of a weight.
@@ -195,7 +196,7 @@ class Projections(eqx.Module):
         self.bo = zeros(stream, when=biased)
 
 
-def queries(layer: Any, x: Float[Array, "batch seq width"]) -> Float[Array, "batch seq heads k"]:
+def queries(layer: Any, x: HiddenStates) -> Float[Array, "batch seq heads k"]:
     return product("bsd,dhk->bshk", x, layer.wq, layer.bq)
 
 
@@ -206,23 +207,19 @@ def keys_values(
     return k, product("bsd,dhk->bshk", x, layer.wv, layer.bv)
 
 
-def outputs(layer: Any, x: Float[Array, "batch seq heads k"]) -> Float[Array, "batch seq width"]:
+def outputs(layer: Any, x: Float[Array, "batch seq heads k"]) -> HiddenStates:
     """Projects the outputs of all heads to the residual stream."""
     return product("bshk,hkd->bsd", x, layer.wo, layer.bo)
 
 
-def feed_forward(
-    layer: Any, x: Float[Array, "batch seq width"], activation: str
-) -> Float[Array, "batch seq width"]:
+def feed_forward(layer: Any, x: HiddenStates, activation: str) -> HiddenStates:
     """Computes the feed-forward network of one layer."""
     # (batch, seq, hidden)
     x = ACTIVATIONS[activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
     return product("bsh,hd->bsd", x, layer.down, layer.down_bias)
 
 
-def gated_feed_forward(
-    layer: Any, x: Float[Array, "batch seq width"], activation: str
-) -> Float[Array, "batch seq width"]:
+def gated_feed_forward(layer: Any, x: HiddenStates, activation: str) -> HiddenStates:
     """Computes the gated feed-forward network of one layer (Shazeer, 2020,
     <https://arxiv.org/abs/2002.05202>)."""
     gate = product("bsd,dh->bsh", x, layer.gate)  # (batch, seq, hidden)

@@ -13,6 +13,7 @@ from ._attention import Visible, attend
 from ._basic import ACTIVATIONS, dropout, layer_norm, ones, small_normal, split_key, zeros
 from ._by_layer import StackedLayers
 from ._einsum import Projections, feed_forward, keys_values, outputs, product, queries
+from ._inputs import HiddenStates, Key
 from ._scan_layers import scan_layers
 
 
@@ -73,7 +74,7 @@ def attention_output(
     kv: Sequence[Float[Array, "batch keys heads k"]],
     visible: Visible,
     config: Any,
-    key: PRNGKeyArray | None,
+    key: Key,
 ) -> Float[Array, "batch queries width"]:
     """Computes the output of one layer's attention, given its queries, keys and values, to be added
     to the residual stream."""
@@ -84,12 +85,8 @@ def attention_output(
 
 
 def pre_norm_layers(
-    part: Any,
-    x: Float[Array, "batch seq width"],
-    visible: Visible,
-    config: Any,
-    key: PRNGKeyArray | None,
-) -> Float[Array, "batch seq width"]:
+    part: Any, x: HiddenStates, visible: Visible, config: Any, key: Key
+) -> HiddenStates:
     """Applies the layers of an encoder with norms before attention and the feed-forward network,
     and the last norm."""
     c = config
@@ -133,9 +130,7 @@ class CrossLayers(StackedLayers):
         self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
 
 
-def mlp_output(
-    layer: Any, x: Float[Array, "batch seq width"], config: Any, key: PRNGKeyArray | None
-) -> Float[Array, "batch seq width"]:
+def mlp_output(layer: Any, x: HiddenStates, config: Any, key: Key) -> HiddenStates:
     """Computes the output of one layer's feed-forward network, with dropout of its hidden features,
     to be added to the residual stream."""
     hidden_key, key = split_key(key, 2)

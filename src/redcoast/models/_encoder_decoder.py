@@ -8,14 +8,14 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from equinox import AbstractVar
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, Integer
 
 from ._attention import causal_view, count_positions, full_view, real_tokens
 from ._basic import split_key
 from ._cache import admit, cached_view, empty_cache
 from ._check_config import check_length
 from ._cross_cache import CrossCache, DecoderMask, Memory, cross_view, read_memory
-from ._inputs import AnyArray, Mask
+from ._inputs import AnyArray, HiddenStates, Key, Mask, Segments, Tokens
 
 # An encoder attends to nothing but its own tokens.
 NO_MEMORY = (None, None, None)
@@ -65,19 +65,19 @@ class EncoderDecoder(CrossDecoder):
     encoder: AbstractVar[Any]
 
     @abstractmethod
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+    def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
 
     def __call__(
         self,
-        tokens: Integer[AnyArray, "batch seq"],
+        tokens: Tokens,
         decoder_tokens: Integer[AnyArray, "batch decoder_seq"],
         *,
         mask: Mask | None = None,
         decoder_mask: DecoderMask | None = None,
-        segments: Integer[AnyArray, "batch seq"] | None = None,
+        segments: Segments | None = None,
         decoder_segments: Integer[AnyArray, "batch decoder_seq"] | None = None,
-        key: PRNGKeyArray | None = None,
+        key: Key = None,
     ) -> Float[Array, "batch decoder_seq vocab"]:
         """Returns the logits of the next token at each position of the decoder.
 
@@ -105,14 +105,14 @@ class EncoderDecoder(CrossDecoder):
 
     def hidden(
         self,
-        tokens: Integer[AnyArray, "batch seq"],
+        tokens: Tokens,
         decoder_tokens: Integer[AnyArray, "batch decoder_seq"],
         *,
         mask: Mask | None = None,
         decoder_mask: DecoderMask | None = None,
-        segments: Integer[AnyArray, "batch seq"] | None = None,
+        segments: Segments | None = None,
         decoder_segments: Integer[AnyArray, "batch decoder_seq"] | None = None,
-        key: PRNGKeyArray | None = None,
+        key: Key = None,
     ) -> Float[Array, "batch decoder_seq width"]:
         """Returns the final hidden states, from which `unembed` computes the logits. The arguments
         are those of `__call__`."""
@@ -127,12 +127,12 @@ class EncoderDecoder(CrossDecoder):
 
     def encode(
         self,
-        tokens: Integer[AnyArray, "batch seq"],
+        tokens: Tokens,
         *,
         mask: Mask | None = None,
-        segments: Integer[AnyArray, "batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq width"]:
+        segments: Segments | None = None,
+        key: Key = None,
+    ) -> HiddenStates:
         """Returns the encoder's hidden states, which the decoder attends to. The arguments are
         those of `__call__`."""
         real = _real(self, tokens, mask, segments)

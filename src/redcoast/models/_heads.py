@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from ..core._tracing import abstract_key
 from ._basic import small_normal
 from ._einsum import product
-from ._inputs import Mask
+from ._inputs import HiddenStates, Mask
 
 Model = TypeVar("Model", bound=eqx.Module)
 
@@ -60,9 +60,7 @@ class MaskedHead(eqx.Module):
             self.follows = Linear(width, 2, key=other)
 
 
-def first_token(
-    hidden: Float[Array, "batch seq width"], mask: Mask | None
-) -> Float[Array, "batch width"]:
+def first_token(hidden: HiddenStates, mask: Mask | None) -> Float[Array, "batch width"]:
     """Returns the hidden state of the first real token of each row."""
     if mask is None:
         return hidden[:, 0]

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..core._markers import most_of_rows
 from ._basic import activate_gated, wide
 from ._einsum import product
+from ._inputs import HiddenStates
 
 # Capacity of an expert in one pass, as a multiple of an equal share of a row's tokens.
 _ROOM = 2
@@ -22,13 +23,13 @@ Use = tuple[Float[Array, " experts"], Float[Array, " experts"]]
 
 def mix_experts(
     expert_fn: Callable[[Array], Array],
-    x: Float[Array, "batch seq width"],
+    x: HiddenStates,
     scores: Float[Array, "batch seq experts"],
     real: Bool[Array, "#batch seq"],
     *,
     chosen: int,
     weights_sum_to_one: bool = True,
-) -> tuple[Float[Array, "batch seq width"], Use]:
+) -> tuple[HiddenStates, Use]:
     """Routes each token to the experts with the highest scores, and sums their outputs weighted by
     a softmax of the scores (Jiang et al., 2024, section 2.1).
 
@@ -93,10 +94,10 @@ def router_loss(
 
 def dispatch(
     expert_fn: Callable[[Array], Array],
-    x: Float[Array, "batch seq width"],
+    x: HiddenStates,
     weights: Float[Array, "batch experts seq"],
     chosen: int,
-) -> Float[Array, "batch seq width"]:
+) -> HiddenStates:
     """Sums the outputs of the experts of each token with these weights, which are 0 for experts
     that a token is not routed to. `chosen` is the number of experts of a token."""
     # Applying all experts to all tokens, with most weights 0, gives the same result but takes

@@ -14,7 +14,7 @@ from ._base_config import ImageSizes, LayersConfig, TextConfig, TokenSizes, chec
 from ._basic import look_up, small_normal, split_key, wide
 from ._check_config import check_length
 from ._encoder import EncoderLayers, pre_norm_layers
-from ._inputs import AnyArray, Mask
+from ._inputs import AnyArray, Key, Mask
 from ._patches import embed_patches
 
 
@@ -100,29 +100,19 @@ class ImageTextPair(eqx.Module):
         """Returns the outputs of texts, of which these are the hidden states."""
 
     def encode_images(
-        self,
-        pixels: Float[AnyArray, "images channels height width"],
-        *,
-        key: PRNGKeyArray | None = None,
+        self, pixels: Float[AnyArray, "images channels height width"], *, key: Key = None
     ) -> Float[Array, "images outputs"]:
         """Returns the outputs for images, before they are normalised."""
         return self._image_outputs(self.hidden_of_images(pixels, key=key))
 
     def encode_texts(
-        self,
-        tokens: Integer[AnyArray, "texts seq"],
-        *,
-        mask: Mask | None = None,
-        key: PRNGKeyArray | None = None,
+        self, tokens: Integer[AnyArray, "texts seq"], *, mask: Mask | None = None, key: Key = None
     ) -> Float[Array, "texts outputs"]:
         """Returns the outputs for texts, before they are normalised."""
         return self._text_outputs(self.hidden_of_texts(tokens, mask=mask, key=key), tokens)
 
     def hidden_of_images(
-        self,
-        pixels: Float[AnyArray, "images channels height width"],
-        *,
-        key: PRNGKeyArray | None = None,
+        self, pixels: Float[AnyArray, "images channels height width"], *, key: Key = None
     ) -> Float[Array, "images positions features"]:
         """Returns the hidden states of the class token, if there is one, and of the patches, row by
         row, after the final norm."""
@@ -131,11 +121,7 @@ class ImageTextPair(eqx.Module):
         return pre_norm_layers(self.image, x, visible, self.config.image, key)
 
     def hidden_of_texts(
-        self,
-        tokens: Integer[AnyArray, "texts seq"],
-        *,
-        mask: Mask | None = None,
-        key: PRNGKeyArray | None = None,
+        self, tokens: Integer[AnyArray, "texts seq"], *, mask: Mask | None = None, key: Key = None
     ) -> Float[Array, "texts seq width"]:
         """Returns the hidden states of tokens after the final norm."""
         c, part = self.config.text, self.text

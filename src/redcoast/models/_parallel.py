@@ -16,6 +16,7 @@ from ._by_layer import StackedLayers
 from ._cache import extend
 from ._decoder import Decoder, tied_or_own_head
 from ._einsum import feed_forward, outputs, product, queries
+from ._inputs import HiddenStates
 from ._rotary import rotary_angles, rotary_frequencies, rotate, rotate_pairs
 from ._scan_layers import scan_layers
 
@@ -121,7 +122,7 @@ class ParallelDecoder(Decoder):
             self.head = _normal(head, (config.width, config.vocab))
         self.config = config
 
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+    def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         return tied_or_own_head(hidden, self.embed, self.head, self.head_bias)
 
     def _run(self, tokens, mask, positions, see, cache, key):

@@ -16,15 +16,13 @@ from ._attention import AllReal, attend, full_view
 from ._basic import activate_gated, dropout, layer_norm, small_normal, split_key, wide, zeros
 from ._by_layer import StackedLayers
 from ._einsum import LowRank, feed_forward, keys_values, outputs, product, queries
-from ._inputs import AnyArray
+from ._inputs import AnyArray, Key, Pixels
 from ._rotary import rotate
 from ._scan_layers import scan_layers
 
 
 def embed_patches(
-    pixels: Float[AnyArray, "batch channels height width"],
-    kernel: Array | LowRank,
-    bias: Float[Array, " features"] | None,
+    pixels: Pixels, kernel: Array | LowRank, bias: Float[Array, " features"] | None
 ) -> Float[Array, "batch patches features"]:
     """Returns the embeddings of all patches, row by row. `kernel` has the shape
     `"channels rows columns features"`."""
@@ -104,10 +102,10 @@ class PatchEncoder(eqx.Module):
     @abstractmethod
     def _run(
         self,
-        pixels: Float[AnyArray, "batch channels height width"],
+        pixels: Pixels,
         masked: Bool[AnyArray, "batch patches"] | None,
         after: tuple[int, ...],
-        key: PRNGKeyArray | None,
+        key: Key,
     ) -> tuple[Float[Array, "batch tokens features"], Maps]:
         """Returns the hidden states after all layers, and after each number of layers in
         `after`."""
@@ -118,11 +116,11 @@ class PatchEncoder(eqx.Module):
 
     def __call__(
         self,
-        pixels: Float[AnyArray, "batch channels height width"],
+        pixels: Pixels,
         *,
         mask: None = None,
         masked: Bool[AnyArray, "batch patches"] | None = None,
-        key: PRNGKeyArray | None = None,
+        key: Key = None,
     ) -> Float[Array, "batch ..."]:
         """Returns the hidden states of images after the final norm, of shape (batch, tokens,
         width): of the class token, of the registers, and of the patches, row by row. With a head,
@@ -146,23 +144,18 @@ class PatchEncoder(eqx.Module):
 
     def hidden(
         self,
-        pixels: Float[AnyArray, "batch channels height width"],
+        pixels: Pixels,
         *,
         mask: None = None,
         masked: Bool[AnyArray, "batch patches"] | None = None,
-        key: PRNGKeyArray | None = None,
+        key: Key = None,
     ) -> Float[Array, "batch tokens features"]:
         """Returns the hidden states after the final norm, for any head. The arguments are those of
         `__call__`."""
         return self._norm(self._run(pixels, masked, (), key)[0])
 
     def features(
-        self,
-        pixels: Float[AnyArray, "batch channels height width"],
-        layers: Sequence[int],
-        *,
-        normalise: bool = True,
-        key: PRNGKeyArray | None = None,
+        self, pixels: Pixels, layers: Sequence[int], *, normalise: bool = True, key: Key = None
     ) -> tuple[Float[Array, "batch rows columns features"], ...]:
         """Returns maps of the patches' hidden states after some layers, for tasks such as
         segmentation.
@@ -193,9 +186,7 @@ class PatchEncoder(eqx.Module):
         return tuple(x[:, 1 + c.registers :].reshape(-1, *grid, c.width) for x in maps)
 
     def _embed(
-        self,
-        pixels: Float[AnyArray, "batch channels height width"],
-        masked: Bool[AnyArray, "batch patches"] | None,
+        self, pixels: Pixels, masked: Bool[AnyArray, "batch patches"] | None
     ) -> Float[Array, "batch patches features"]:
         c = self.config
         if pixels.shape[1] != c.channels or any(size % c.patch for size in pixels.shape[2:]):
@@ -216,7 +207,7 @@ class PatchEncoder(eqx.Module):
         self,
         x: Float[Array, "batch tokens width"],
         after: Sequence[int],
-        key: PRNGKeyArray | None,
+        key: Key,
         *,
         gate: str,
         angles: tuple[Array, Array] | None = None,

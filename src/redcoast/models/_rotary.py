@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Int
 
 from ._check_config import check_fields
-from ._inputs import AnyArray
+from ._inputs import Positions
 
 # The cosines and sines of the angles at each position.
 Angles = tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]
@@ -128,7 +128,7 @@ def _pair_with_turns(turns: float, head_dim: int, base: int | float, original: i
 
 
 def scaled_angles(
-    positions: Integer[AnyArray, "#batch seq"],
+    positions: Positions,
     head_dim: int,
     base: int | float,
     scaling: RopeScaling | Yarn | LongRope | None,
@@ -187,7 +187,7 @@ def rotary_frequencies(
 
 
 def rotary_angles(
-    positions: Integer[AnyArray, "#batch seq"], frequencies: Float[np.ndarray, " half"], dtype: Any
+    positions: Positions, frequencies: Float[np.ndarray, " half"], dtype: Any
 ) -> Angles:
     """Returns the cosines and sines of the angles at each position."""
     angles = positions[:, :, None, None].astype(dtype)  # (batch, seq, heads, half)
@@ -196,8 +196,7 @@ def rotary_angles(
 
 
 def rotate(
-    x: Float[Array, "batch seq heads head_dim"],
-    angles: Angles,
+    x: Float[Array, "batch seq heads head_dim"], angles: Angles
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotates feature i with feature i + half, the convention of LLaMA's weights. Features beyond
     the angles are unchanged."""
@@ -209,8 +208,7 @@ def rotate(
 
 
 def rotate_pairs(
-    x: Float[Array, "batch seq heads head_dim"],
-    angles: Angles,
+    x: Float[Array, "batch seq heads head_dim"], angles: Angles
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotates feature 2 i with feature 2 i + 1, the convention of GPT-J's weights. Features beyond
     the angles are unchanged."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PyTree
 
+from ._inputs import Key
 from ._scan_layers import (
     Remat,
     default_unroll,
@@ -63,7 +64,7 @@ def scan_kinds(
     *,
     inputs: PyTree = None,
     cache: PyTree = None,
-    key: PRNGKeyArray | None = None,
+    key: Key = None,
     remat: Remat = "none",
     unroll: int | None = None,
 ) -> tuple[Float[Array, "..."], PyTree]:

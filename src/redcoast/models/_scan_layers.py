@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from ..core._target import sequence_parts, target
 from ._basic import split_key
 from ._blockwise import KEPT
 from ._by_layer import ByLayer
+from ._inputs import Key
 
 Remat = Literal["auto", "none", "dots", "full"]
 
@@ -67,7 +68,7 @@ def scan_layers(
     layers: PyTree,
     *,
     cache: PyTree = None,
-    key: PRNGKeyArray | None = None,
+    key: Key = None,
     remat: Remat = "none",
     unroll: int | None = None,
 ) -> tuple[Float[Array, "..."], PyTree]:

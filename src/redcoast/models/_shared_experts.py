@@ -22,6 +22,7 @@ from ._by_layer import StackedLayers
 from ._cache import Cache, LayerIndex
 from ._decoder import Decoder, TableHead
 from ._einsum import gated_feed_forward, product
+from ._inputs import HiddenStates, Key
 from ._moe import dispatch, gated_experts
 from ._rotary import RopeScaling, Yarn, scaled_angles
 from ._scan_layers import scan_layers
@@ -157,14 +158,14 @@ class SharedExpertsDecoder(TableHead, Decoder):
     @abstractmethod
     def _attention(
         layer: Any,
-        x: Float[Array, "batch seq width"],
+        x: HiddenStates,
         angles: tuple[Array, Array],
         visible: Visible,
         cache: Cache | None,
         index: LayerIndex,
-        key: PRNGKeyArray | None,
+        key: Key,
         config: Any,
-    ) -> tuple[Float[Array, "batch seq width"], Cache | None]:
+    ) -> tuple[HiddenStates, Cache | None]:
         """Returns the outputs of the attention of a layer, and the cache."""
 
     def _run(self, tokens, mask, positions, see, cache, key):

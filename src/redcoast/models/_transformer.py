@@ -34,6 +34,7 @@ from ._cache import Cache, extend
 from ._check_config import check_chosen, check_local
 from ._decoder import Decoder, tied_or_own_head
 from ._einsum import gated_feed_forward, keys_values, product, queries
+from ._inputs import HiddenStates
 from ._moe import add_use, gated_experts, mix_experts, no_use
 from ._rotary import (
     LongRope,
@@ -160,7 +161,7 @@ class Transformer(Decoder):
         self.norm = jnp.ones(config.width)
         self.config = config
 
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+    def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         logits = tied_or_own_head(hidden, self.embed, self.head)
         return logits if self.config.logit_divisor == 1 else logits / self.config.logit_divisor
 

@@ -14,6 +14,7 @@ from ._cache import extend
 from ._einsum import keys_values, product, queries
 from ._encoder import CrossLayers, attention_output, mlp_output
 from ._encoder_decoder import EncoderDecoder
+from ._inputs import HiddenStates
 from ._scan_layers import scan_layers
 
 
@@ -97,7 +98,7 @@ class Bart(EncoderDecoder):
         self.logits_bias = jnp.zeros(config.vocab)
         self.config = config
 
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+    def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         # The bias is not trained: users set it to keep tokens from being generated.
         bias = jax.lax.stop_gradient(self.logits_bias)
         return product("bsd,vd->bsv", hidden, self.embed, bias)

@@ -18,7 +18,7 @@ from ._check_config import check_length
 from ._einsum import feed_forward, keys_values, product, queries
 from ._encoder import EncoderLayers, attention_output
 from ._heads import Linear, MaskedHead, first_token
-from ._inputs import AnyArray, Mask
+from ._inputs import AnyArray, HiddenStates, Key, Mask, Positions, Segments, Tokens
 from ._scan_layers import scan_layers
 
 Head = Literal["masked", "pretraining", "classification", "tokens"]
@@ -136,13 +136,13 @@ class Bert(eqx.Module):
 
     def __call__(
         self,
-        tokens: Integer[AnyArray, "batch seq"],
+        tokens: Tokens,
         *,
         mask: Mask | None = None,
         types: Integer[AnyArray, "batch seq"] | None = None,
-        segments: Integer[AnyArray, "batch seq"] | None = None,
-        positions: Integer[AnyArray, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
+        segments: Segments | None = None,
+        positions: Positions | None = None,
+        key: Key = None,
     ) -> Float[Array, "batch ..."]:
         """Returns the output of the head.
 
@@ -180,14 +180,14 @@ class Bert(eqx.Module):
 
     def hidden(
         self,
-        tokens: Integer[AnyArray, "batch seq"],
+        tokens: Tokens,
         *,
         mask: Mask | None = None,
         types: Integer[AnyArray, "batch seq"] | None = None,
-        segments: Integer[AnyArray, "batch seq"] | None = None,
-        positions: Integer[AnyArray, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq width"]:
+        segments: Segments | None = None,
+        positions: Positions | None = None,
+        key: Key = None,
+    ) -> HiddenStates:
         """Returns the final hidden states, for any head. The arguments are the same as for
         `__call__`."""
         c = self.config
@@ -219,11 +219,7 @@ class Bert(eqx.Module):
         return scan_layers(layer_fn, x, self.layers, key=key, **c.loop_options)[0]
 
     def pool(
-        self,
-        hidden: Float[Array, "batch seq width"],
-        *,
-        mask: Mask | None = None,
-        key: PRNGKeyArray | None = None,
+        self, hidden: HiddenStates, *, mask: Mask | None = None, key: Key = None
     ) -> Float[Array, "batch width"]:
         """Applies the pooler to the hidden state of the first real token of each row."""
         if self.pooler is None:
@@ -235,7 +231,7 @@ class Bert(eqx.Module):
         x = self.pooler(x)
         return jax.nn.relu(x) if self.config.kind == "distilbert" else jnp.tanh(x)
 
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+    def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of each token, with the head `"masked"` or `"pretraining"`."""
         head, c = self.head, self.config
         if not isinstance(head, MaskedHead):

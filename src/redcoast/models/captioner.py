@@ -12,7 +12,7 @@ from ._cache import Cache
 from ._check_config import check_fields
 from ._cross_cache import CrossCache
 from ._heads import Linear
-from ._inputs import AnyArray, Mask
+from ._inputs import AnyArray, HiddenStates, Key, Mask, Pixels, Tokens
 from .gpt2 import GPT2, GPT2Config
 from .vit import ViT, ViTConfig
 
@@ -98,12 +98,12 @@ class Captioner(eqx.Module):
 
     def __call__(
         self,
-        pixels: Float[AnyArray, "batch channels height width"],
-        decoder_tokens: Integer[AnyArray, "batch seq"],
+        pixels: Pixels,
+        decoder_tokens: Tokens,
         *,
         mask: None = None,
         decoder_mask: Mask | None = None,
-        key: PRNGKeyArray | None = None,
+        key: Key = None,
     ) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of the next token at each position of the captions.
 
@@ -125,12 +125,12 @@ class Captioner(eqx.Module):
 
     def hidden(
         self,
-        pixels: Float[AnyArray, "batch channels height width"],
-        decoder_tokens: Integer[AnyArray, "batch seq"],
+        pixels: Pixels,
+        decoder_tokens: Tokens,
         *,
         mask: None = None,
         decoder_mask: Mask | None = None,
-        key: PRNGKeyArray | None = None,
+        key: Key = None,
     ) -> Float[Array, "batch seq features"]:
         """Returns the final hidden states, from which `unembed` computes the logits. The arguments
         are those of `__call__`."""
@@ -139,11 +139,7 @@ class Captioner(eqx.Module):
         return self.decoder.hidden(decoder_tokens, mask=decoder_mask, memory=memory, key=key)
 
     def encode(
-        self,
-        pixels: Float[AnyArray, "batch channels height width"],
-        *,
-        mask: None = None,
-        key: PRNGKeyArray | None = None,
+        self, pixels: Pixels, *, mask: None = None, key: Key = None
     ) -> Float[Array, "batch patches features"]:
         """Returns the encoder's hidden states, which the decoder attends to."""
         memory = self.encoder.hidden(pixels, mask=mask, key=key)
@@ -172,6 +168,6 @@ class Captioner(eqx.Module):
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         return self.decoder.decode(tokens, cache, mask=mask)
 
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+    def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
         return self.decoder.unembed(hidden)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 from ._attention import causal_view
 from ._basic import layer_norm, small_normal
 from ._einsum import product
-from ._inputs import AnyArray, Mask
+from ._inputs import AnyArray, Key, Mask
 from ._pairs import ImageTextPair, PairEncoder, PairImageConfig, PairTextConfig, embed_square
 
 # The oldest files have this id in place of `eos`. The output of a text is then the output of the
@@ -148,7 +148,7 @@ class Clip(ImageTextPair):
         tokens: Integer[AnyArray, "texts seq"],
         *,
         mask: Mask | None = None,
-        key: PRNGKeyArray | None = None,
+        key: Key = None,
     ) -> Float[Array, "images texts"]:
         """Returns the logits of each image and each text. The softmax over texts is the probability
         that a text belongs to an image.

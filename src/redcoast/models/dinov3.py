@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ._base_config import ImageSizes, LayersConfig, check_config
 from ._basic import small_normal, split_key
 from ._check_config import check_patches
+from ._inputs import Key
 from ._patches import PatchEncoder, ScaledLayers
 
 
@@ -140,7 +141,7 @@ def _angles(config, grid, dtype, key):
 
 
 def _changed(
-    points: Float[Array, "patches 2"], c: Dinov3Config, key: PRNGKeyArray | None
+    points: Float[Array, "patches 2"], c: Dinov3Config, key: Key
 ) -> Float[Array, "patches 2"]:
     """The coordinates in a training step."""
     if key is None:

@@ -30,6 +30,7 @@ from ._cache import extend
 from ._check_config import check_even, check_local
 from ._decoder import Decoder, tied_or_own_head
 from ._einsum import gated_feed_forward, product
+from ._inputs import HiddenStates
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
 from ._scan_layers import scan_layers
 
@@ -128,7 +129,7 @@ class Gemma(Decoder):
         self.norm = jnp.zeros(config.width)
         self.config = config
 
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+    def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         return softcap(tied_or_own_head(hidden, self.embed, self.head), self.config.logit_cap)
 
     def _run(self, tokens, mask, positions, see, cache, key):

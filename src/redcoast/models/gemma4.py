@@ -34,7 +34,7 @@ from ._cache import Cache, admit, cached_view, empty_cache, extend
 from ._check_config import check_chosen, check_even, check_local, check_multiple
 from ._decoder import RoutedDecoder, tied_or_own_head
 from ._einsum import gated_feed_forward, product
-from ._inputs import AnyArray, Mask
+from ._inputs import AnyArray, HiddenStates, Mask, Tokens
 from ._moe import add_use, mix_experts, no_use
 from ._rotary import rotary_angles, rotary_frequencies, rotate
 from ._scan_kinds import scan_kinds
@@ -298,7 +298,7 @@ class Gemma4(RoutedDecoder):
         self.norm = jnp.ones(c.width)
         self.config = config
 
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+    def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         return softcap(tied_or_own_head(hidden, self.embed, self.head), self.config.logit_cap)
 
     def init_cache(self, batch: int, length: int) -> Any:
@@ -370,7 +370,7 @@ class Gemma4(RoutedDecoder):
         return _norm(x, self.norm, c), cache, use
 
     def _layer_inputs(
-        self, tokens: Integer[AnyArray, "batch seq"], x: Float[Array, "batch seq width"]
+        self, tokens: Tokens, x: HiddenStates
     ) -> Float[Array, "layers batch seq layer_size"] | None:
         """Returns what each layer has of the tokens: an embedding of its own, and a projection of
         the common one."""

@@ -16,7 +16,7 @@ from ._check_config import check_length
 from ._cross_cache import CrossCache, Memory, MemoryMask, read_memory
 from ._decoder import TableHead
 from ._einsum import Projections, feed_forward, keys_values, outputs, queries
-from ._inputs import AnyArray, Mask
+from ._inputs import AnyArray, HiddenStates, Key, Mask, Positions, Segments, Tokens
 from ._scan_layers import scan_layers
 
 
@@ -125,14 +125,14 @@ class GPT2(TableHead):
 
     def __call__(
         self,
-        tokens: Integer[AnyArray, "batch seq"],
+        tokens: Tokens,
         *,
         mask: Mask | None = None,
-        segments: Integer[AnyArray, "batch seq"] | None = None,
-        positions: Integer[AnyArray, "#batch seq"] | None = None,
+        segments: Segments | None = None,
+        positions: Positions | None = None,
         memory: Memory | None = None,
         memory_mask: MemoryMask | None = None,
-        key: PRNGKeyArray | None = None,
+        key: Key = None,
     ) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of the next token at each position.
 
@@ -154,15 +154,15 @@ class GPT2(TableHead):
 
     def hidden(
         self,
-        tokens: Integer[AnyArray, "batch seq"],
+        tokens: Tokens,
         *,
         mask: Mask | None = None,
-        segments: Integer[AnyArray, "batch seq"] | None = None,
-        positions: Integer[AnyArray, "#batch seq"] | None = None,
+        segments: Segments | None = None,
+        positions: Positions | None = None,
         memory: Memory | None = None,
         memory_mask: MemoryMask | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq width"]:
+        key: Key = None,
+    ) -> HiddenStates:
         """Returns the final hidden states, from which `unembed` computes the logits. The arguments
         are those of `__call__`."""
         real = real_tokens(tokens.shape, mask)

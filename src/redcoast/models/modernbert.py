@@ -7,7 +7,7 @@ from typing import Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend_near, count_positions, full_view, real_tokens
 from ._base_config import TextConfig, TokenSizes, check_config, check_even_heads
@@ -28,7 +28,7 @@ from ._by_layer import StackedLayers
 from ._check_config import check_local
 from ._einsum import keys_values, outputs, product, queries
 from ._heads import Linear, first_token
-from ._inputs import AnyArray, Mask
+from ._inputs import HiddenStates, Key, Mask, Positions, Segments, Tokens
 from ._rotary import rotary_angles, rotary_frequencies, rotate
 from ._scan_layers import scan_layers
 
@@ -207,12 +207,12 @@ class ModernBert(eqx.Module):
 
     def __call__(
         self,
-        tokens: Integer[AnyArray, "batch seq"],
+        tokens: Tokens,
         *,
         mask: Mask | None = None,
-        segments: Integer[AnyArray, "batch seq"] | None = None,
-        positions: Integer[AnyArray, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
+        segments: Segments | None = None,
+        positions: Positions | None = None,
+        key: Key = None,
     ) -> Float[Array, "batch ..."]:
         """Returns the output of the head.
 
@@ -249,13 +249,13 @@ class ModernBert(eqx.Module):
 
     def hidden(
         self,
-        tokens: Integer[AnyArray, "batch seq"],
+        tokens: Tokens,
         *,
         mask: Mask | None = None,
-        segments: Integer[AnyArray, "batch seq"] | None = None,
-        positions: Integer[AnyArray, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq width"]:
+        segments: Segments | None = None,
+        positions: Positions | None = None,
+        key: Key = None,
+    ) -> HiddenStates:
         """Returns the final hidden states, for any head. The arguments are the same as for
         `__call__`."""
         c = self.config
@@ -293,7 +293,7 @@ class ModernBert(eqx.Module):
         return layer_norm(x, self.norm, self.norm_shift, c.norm_eps)
 
     def pool(
-        self, hidden: Float[Array, "batch seq width"], *, mask: Mask | None = None
+        self, hidden: HiddenStates, *, mask: Mask | None = None
     ) -> Float[Array, "batch width"]:
         """Returns what a classification head reads: the first real token of each row or the mean of
         all, after the dense layer and the norm."""
@@ -303,7 +303,7 @@ class ModernBert(eqx.Module):
         # The mean of hidden states, not of logits, as in the published classifiers.
         return self._project(jnp.mean(hidden, axis=1, keepdims=True, where=where))[:, 0]
 
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+    def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of each token, with the head `"masked"`."""
         if self.config.head != "masked" or isinstance(self.head, Linear):
             raise ValueError(
@@ -312,7 +312,7 @@ class ModernBert(eqx.Module):
         # The head shares the weights of the embedding, and may have a bias.
         return product("bsd,vd->bsv", self._project(hidden), self.embed, self.head)
 
-    def _project(self, x: Float[Array, "batch seq width"]) -> Float[Array, "batch seq width"]:
+    def _project(self, x: HiddenStates) -> HiddenStates:
         if self.pooler is None:
             raise ValueError("This model has no pooler, because its configuration has no `head`.")
         x = product("bsd,de->bse", x, self.pooler.w, self.pooler.b)

@@ -13,6 +13,7 @@ from ._cache import extend
 from ._decoder import Decoder, tied_or_own_head
 from ._einsum import feed_forward, keys_values, product, queries
 from ._encoder import EncoderLayers, attention_output
+from ._inputs import HiddenStates
 from ._scan_layers import scan_layers
 
 
@@ -105,7 +106,7 @@ class OPT(Decoder):
             self.head = _normal(head, (c.embed_width, c.vocab))
         self.config = config
 
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+    def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         if self.project_out is not None:
             hidden = product("bsd,de->bse", hidden, self.project_out)  # (batch, seq, embed_width)
         return tied_or_own_head(hidden, self.embed, self.head)

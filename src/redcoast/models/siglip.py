@@ -11,7 +11,7 @@ from ._attention import attend, full_view
 from ._basic import layer_norm, small_normal
 from ._einsum import feed_forward, product
 from ._heads import Linear
-from ._inputs import AnyArray, Mask
+from ._inputs import AnyArray, Key, Mask
 from ._pairs import ImageTextPair, PairEncoder, PairImageConfig, PairTextConfig, embed_square
 
 
@@ -187,7 +187,7 @@ class Siglip(ImageTextPair):
         tokens: Integer[AnyArray, "texts seq"],
         *,
         mask: Mask | None = None,
-        key: PRNGKeyArray | None = None,
+        key: Key = None,
     ) -> Float[Array, "images texts"]:
         """Returns the logits of each image and each text: the probability that they belong together
         is the sigmoid.

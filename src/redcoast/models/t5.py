@@ -19,6 +19,7 @@ from ._cache import extend
 from ._decoder import tied_or_own_head
 from ._einsum import Projections, keys_values, outputs, product, queries
 from ._encoder_decoder import EncoderDecoder
+from ._inputs import HiddenStates
 from ._relative import check_buckets, relative_bias
 from ._scan_layers import scan_layers
 
@@ -147,7 +148,7 @@ class T5(EncoderDecoder):
             self.head = normal(head, (config.width, config.vocab), fan_in=config.width)
         self.config = config
 
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+    def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         if self.config.scaled:
             hidden = hidden * self.config.width**-0.5
         return tied_or_own_head(hidden, self.embed, self.head)

@@ -14,7 +14,7 @@ from ._basic import dropout, small_normal, split_key
 from ._check_config import check_patches
 from ._encoder import EncoderLayers, pre_norm_layers
 from ._heads import Linear
-from ._inputs import AnyArray
+from ._inputs import Key, Pixels
 from ._patches import embed_patches
 
 
@@ -107,11 +107,7 @@ class ViT(eqx.Module):
         self.config = config
 
     def __call__(
-        self,
-        pixels: Float[AnyArray, "batch channels height width"],
-        *,
-        mask: None = None,
-        key: PRNGKeyArray | None = None,
+        self, pixels: Pixels, *, mask: None = None, key: Key = None
     ) -> Float[Array, "batch ..."]:
         """Returns the logits of images, of shape (batch, labels).
 
@@ -133,11 +129,7 @@ class ViT(eqx.Module):
         return hidden if self.head is None else self.head(hidden[:, 0])
 
     def hidden(
-        self,
-        pixels: Float[AnyArray, "batch channels height width"],
-        *,
-        mask: None = None,
-        key: PRNGKeyArray | None = None,
+        self, pixels: Pixels, *, mask: None = None, key: Key = None
     ) -> Float[Array, "batch tokens features"]:
         """Returns the hidden states after the final norm, for any head. The arguments are those of
         `__call__`."""

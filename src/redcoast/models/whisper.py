@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import causal_view, count_positions, full_view, real_tokens
 from ._base_config import DecoderConfig, StackSizes, check_config
@@ -18,7 +18,7 @@ from ._check_config import check_length
 from ._einsum import keys_values, product, queries
 from ._encoder import CrossLayers, attention_output, mlp_output
 from ._encoder_decoder import NO_MEMORY, CrossDecoder
-from ._inputs import AnyArray, Mask
+from ._inputs import AnyArray, HiddenStates, Key, Mask, Tokens
 from ._scan_layers import scan_layers
 
 
@@ -143,11 +143,11 @@ class Whisper(CrossDecoder):
     def __call__(
         self,
         features: Float[AnyArray, "batch mels frames"],
-        decoder_tokens: Integer[AnyArray, "batch seq"],
+        decoder_tokens: Tokens,
         *,
         mask: None = None,
         decoder_mask: Mask | None = None,
-        key: PRNGKeyArray | None = None,
+        key: Key = None,
     ) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of the next token at each position of the text.
 
@@ -172,12 +172,12 @@ class Whisper(CrossDecoder):
     def hidden(
         self,
         features: Float[AnyArray, "batch mels frames"],
-        decoder_tokens: Integer[AnyArray, "batch seq"],
+        decoder_tokens: Tokens,
         *,
         mask: None = None,
         decoder_mask: Mask | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq width"]:
+        key: Key = None,
+    ) -> HiddenStates:
         """Returns the final hidden states, from which `unembed` computes the logits. The arguments
         are those of `__call__`."""
         check_length(self.config, decoder_tokens.shape[1])
@@ -189,11 +189,7 @@ class Whisper(CrossDecoder):
         return self._run(self.decoder, decoder_tokens, *view, (memory, None, seen), None, key)[0]
 
     def encode(
-        self,
-        features: Float[AnyArray, "batch mels frames"],
-        *,
-        mask: None = None,
-        key: PRNGKeyArray | None = None,
+        self, features: Float[AnyArray, "batch mels frames"], *, mask: None = None, key: Key = None
     ) -> Float[Array, "batch memory width"]:
         """Returns the encoder's hidden states, which the decoder attends to. The arguments are
         those of `__call__`."""
@@ -213,7 +209,7 @@ class Whisper(CrossDecoder):
         visible = full_view(real_tokens(x.shape, None))
         return self._layers(encoder, x, visible, NO_MEMORY, None, key)[0]
 
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+    def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
         return product("bsd,vd->bsv", hidden, self.embed)
 

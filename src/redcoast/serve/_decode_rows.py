@@ -23,11 +23,10 @@ from ..generate._prefill import (
 )
 from ..generate._processors import process, tokens_in
 from ..generate._prompt import append_tokens
-from ..generate._request import Request
+from ..generate._request import Logits, Request
 from ..losses._cross_entropy import in_chunks, join_chunks
 from ._row_options import MOST_TOP, RowOptions
 
-Logits = Float[Array, "rows vocab"]
 CHUNK = 16  # positions of a prompt whose logits are in memory at a time
 
 

@@ -13,7 +13,7 @@ from ..core._target import sequence_parts, target, target_of
 from ..core._tracing import size_of_axis
 from ._basic import dropout, wide
 from ._blockwise import attend_in_blocks
-from ._inputs import AnyArray, Key, Mask, Segments
+from ._inputs import AnyArray, Attended, Key, Keys, Mask, Queries, Segments, Values
 from ._parts import Bias, in_parts
 from ._relative import RelativeBias
 from ._tpu_attention import FEWEST, attend_in_splash, fits_splash
@@ -143,9 +143,9 @@ def _keeps_view(view: View, queries: int, keys: int) -> bool:
 
 
 def attend(
-    q: Float[Array, "batch queries heads head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
     visible: Visible,
     bias: Float[Array, "#batch heads queries keys"] | RelativeBias | None = None,
@@ -154,7 +154,7 @@ def attend(
     sinks: Float[Array, " heads"] | None = None,
     rate: float = 0.0,
     key: Key = None,
-) -> Float[Array, "batch queries heads value_dim"]:
+) -> Attended:
     """Scaled dot-product attention (Vaswani et al., 2017, equation 1) with grouped queries
     (Ainslie et al., 2023).
 
@@ -247,14 +247,14 @@ def _softmax_with(sinks: Array, scores: Array) -> Array:
 
 
 def attend_near(
-    q: Float[Array, "batch queries heads head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
     local: Bool[Array, ""],
     visible: Sequence[Visible],
     **options: Any,
-) -> Float[Array, "batch queries heads value_dim"]:
+) -> Attended:
     """Attention of a layer with a window if it is `local`, in a scan over both kinds of layers.
 
     `visible` is what queries see without and with the window. The other arguments are as for

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from ..core._target import target
-from ._inputs import AnyArray, Key
+from ._inputs import AnyArray, Attended, Key, Keys, Queries, Values
 from ._relative import RelativeBias
 from ._view import View, see
 
@@ -62,9 +62,9 @@ class _Dense(eqx.Module):
 
 
 def attend_in_blocks(
-    q: Float[Array, "batch queries heads head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     view: View,
     *,
     bias: RelativeBias | Float[Array, "#batch heads queries keys"] | None = None,
@@ -74,7 +74,7 @@ def attend_in_blocks(
     key: Key = None,
     sinks: Float[Array, " heads"] | None = None,
     block: int | None = None,
-) -> Float[Array, "batch queries heads value_dim"]:
+) -> Attended:
     """Scaled dot-product attention with the memory of one block of scores.
 
     The arguments are as for `attend`. Dropout uses other random numbers, which depend on the slot
@@ -91,9 +91,9 @@ def attend_in_blocks(
 
 
 def attend_with_sums(
-    q: Float[Array, "batch queries heads head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     view: View,
     *,
     bias: RelativeBias | Float[Array, "#batch heads queries keys"] | None = None,
@@ -102,7 +102,7 @@ def attend_with_sums(
     rate: float = 0.0,
     key: Key = None,
     block: int | None = None,
-) -> tuple[Float[Array, "batch queries heads value_dim"], Float[Array, "batch heads queries"]]:
+) -> tuple[Attended, Float[Array, "batch heads queries"]]:
     """Returns the results of `attend_in_blocks` without sinks, and the logarithm of the sum of the
     exponentials of each query's scores."""
     queries, keys = q.shape[1], k.shape[1]

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ._attention import Visible, causal_view, count_positions
-from ._inputs import AnyArray, Mask
+from ._inputs import AnyArray, Keys, Mask
 
 
 class Cache(eqx.Module):
@@ -152,7 +152,7 @@ def extend(
     layer: LayerIndex,
     k: Float[Array, "batch new kv_heads head_dim"],
     v: Float[Array, "batch new kv_heads value_dim"],
-) -> tuple[Cache | None, Float[Array, "batch keys kv_heads head_dim"], Float[Array, "..."]]:
+) -> tuple[Cache | None, Keys, Float[Array, "..."]]:
     """Writes the keys and values of the newest tokens in one layer.
 
     Returns the cache, and the keys and values of the layer in all slots; without a cache, only the

@@ -7,13 +7,13 @@ from typing import Any
 
 import equinox as eqx
 from equinox import AbstractVar
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from ._attention import Visible, causal_view, count_positions, real_tokens
 from ._cache import Cache, admit, cached_view, empty_cache
 from ._check_config import check_length
 from ._einsum import LowRank, product
-from ._inputs import AnyArray, HiddenStates, Key, Mask, Positions, Segments, Tokens
+from ._inputs import HiddenStates, Key, Mask, Positions, Segments, Tokens
 from ._moe import router_loss
 
 
@@ -112,8 +112,8 @@ class Decoder(eqx.Module):
         return self._run_from_start(tokens, mask, segments, positions, key)[0]
 
     def decode(
-        self, tokens: Integer[AnyArray, "batch new"], cache: Cache, *, mask: Mask | None = None
-    ) -> tuple[Float[Array, "batch new width"], Cache]:
+        self, tokens: Tokens, cache: Cache, *, mask: Mask | None = None
+    ) -> tuple[HiddenStates, Cache]:
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         if mask is None:
             check_length(self.config, tokens.shape[1])

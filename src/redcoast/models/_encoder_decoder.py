@@ -47,8 +47,8 @@ class CrossDecoder(eqx.Module):
         return CrossCache(own, *read_memory(self.decoder.layers.cross, batch, memory, memory_mask))
 
     def decode(
-        self, tokens: Integer[AnyArray, "batch new"], cache: CrossCache, *, mask: Mask | None = None
-    ) -> tuple[Float[Array, "batch new width"], CrossCache]:
+        self, tokens: Tokens, cache: CrossCache, *, mask: Mask | None = None
+    ) -> tuple[HiddenStates, CrossCache]:
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         own = admit(cache.own, tokens.shape, mask)
         positions, see = cached_view(own, tokens.shape[1])

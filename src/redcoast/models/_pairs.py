@@ -7,14 +7,14 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 from equinox import AbstractVar
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import AllReal, Real, Visible, full_view, real_tokens
 from ._base_config import ImageSizes, LayersConfig, TextConfig, TokenSizes, check_config
 from ._basic import look_up, small_normal, split_key, wide
 from ._check_config import check_length
 from ._encoder import EncoderLayers, pre_norm_layers
-from ._inputs import AnyArray, Key, Mask
+from ._inputs import Images, Key, Mask, Texts
 from ._patches import embed_patches
 
 
@@ -78,9 +78,7 @@ class ImageTextPair(eqx.Module):
     config: AbstractVar[Any]
 
     @abstractmethod
-    def _embed_images(
-        self, pixels: Float[AnyArray, "images channels height width"]
-    ) -> Float[Array, "images positions features"]:
+    def _embed_images(self, pixels: Images) -> Float[Array, "images positions features"]:
         """Returns the inputs of the layers of the image encoder."""
 
     @abstractmethod
@@ -95,24 +93,22 @@ class ImageTextPair(eqx.Module):
 
     @abstractmethod
     def _text_outputs(
-        self, hidden: Float[Array, "texts seq width"], tokens: Integer[AnyArray, "texts seq"]
+        self, hidden: Float[Array, "texts seq width"], tokens: Texts
     ) -> Float[Array, "texts outputs"]:
         """Returns the outputs of texts, of which these are the hidden states."""
 
-    def encode_images(
-        self, pixels: Float[AnyArray, "images channels height width"], *, key: Key = None
-    ) -> Float[Array, "images outputs"]:
+    def encode_images(self, pixels: Images, *, key: Key = None) -> Float[Array, "images outputs"]:
         """Returns the outputs for images, before they are normalised."""
         return self._image_outputs(self.hidden_of_images(pixels, key=key))
 
     def encode_texts(
-        self, tokens: Integer[AnyArray, "texts seq"], *, mask: Mask | None = None, key: Key = None
+        self, tokens: Texts, *, mask: Mask | None = None, key: Key = None
     ) -> Float[Array, "texts outputs"]:
         """Returns the outputs for texts, before they are normalised."""
         return self._text_outputs(self.hidden_of_texts(tokens, mask=mask, key=key), tokens)
 
     def hidden_of_images(
-        self, pixels: Float[AnyArray, "images channels height width"], *, key: Key = None
+        self, pixels: Images, *, key: Key = None
     ) -> Float[Array, "images positions features"]:
         """Returns the hidden states of the class token, if there is one, and of the patches, row by
         row, after the final norm."""
@@ -121,7 +117,7 @@ class ImageTextPair(eqx.Module):
         return pre_norm_layers(self.image, x, visible, self.config.image, key)
 
     def hidden_of_texts(
-        self, tokens: Integer[AnyArray, "texts seq"], *, mask: Mask | None = None, key: Key = None
+        self, tokens: Texts, *, mask: Mask | None = None, key: Key = None
     ) -> Float[Array, "texts seq width"]:
         """Returns the hidden states of tokens after the final norm."""
         c, part = self.config.text, self.text
@@ -139,7 +135,7 @@ class ImageTextPair(eqx.Module):
 
 def embed_square(
     config: PairImageConfig,
-    pixels: Float[AnyArray, "images channels height width"],
+    pixels: Images,
     kernel: Float[Array, "channels rows columns features"],
     bias: Float[Array, " features"] | None,
 ) -> Float[Array, "images patches features"]:

@@ -18,6 +18,7 @@ from ..core._markers import gather_sequence
 from ..core._target import sequence_parts
 from ..core._tracing import size_of_axis
 from ._blockwise import KEPT
+from ._inputs import Attended, Keys, Queries, Values
 from ._relative import RelativeBias
 from ._view import View
 
@@ -28,15 +29,8 @@ MOST_GATHERED, MOST_OF_GROUP = 2**31, 2**30
 
 
 def in_parts(
-    attention: Attention,
-    q: Float[Array, "batch queries heads head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
-    view: View,
-    bias: Bias,
-    *,
-    alike: bool,
-) -> Float[Array, "batch queries heads value_dim"]:
+    attention: Attention, q: Queries, k: Keys, v: Values, view: View, bias: Bias, *, alike: bool
+) -> Attended:
     """Computes `attention(q, k, v, view, bias)` for each part of the queries.
 
     If the number of queries is not divisible by the parts, they are computed together. `alike` is
@@ -89,7 +83,7 @@ def _by_heads(
 
 def _in_parts(
     attention: Attention, q: Array, k: Array, v: Array, view: View, bias: Bias
-) -> Float[Array, "batch queries heads value_dim"]:
+) -> Attended:
     parts = sequence_parts()
     k, v = (jnp.broadcast_to(gather_sequence(x)[None], (parts, *x.shape)) for x in (k, v))
     real, slots, queries, keys = view.real, view.slots, None, None

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from equinox import AbstractVar
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import AllReal, attend, full_view
 from ._basic import activate_gated, dropout, layer_norm, small_normal, split_key, wide, zeros
 from ._by_layer import StackedLayers
 from ._einsum import LowRank, feed_forward, keys_values, outputs, product, queries
-from ._inputs import AnyArray, Key, Pixels
+from ._inputs import Key, Pixels, Replaced
 from ._rotary import rotate
 from ._scan_layers import scan_layers
 
@@ -101,11 +101,7 @@ class PatchEncoder(eqx.Module):
 
     @abstractmethod
     def _run(
-        self,
-        pixels: Pixels,
-        masked: Bool[AnyArray, "batch patches"] | None,
-        after: tuple[int, ...],
-        key: Key,
+        self, pixels: Pixels, masked: Replaced, after: tuple[int, ...], key: Key
     ) -> tuple[Float[Array, "batch tokens features"], Maps]:
         """Returns the hidden states after all layers, and after each number of layers in
         `after`."""
@@ -115,12 +111,7 @@ class PatchEncoder(eqx.Module):
         return hidden
 
     def __call__(
-        self,
-        pixels: Pixels,
-        *,
-        mask: None = None,
-        masked: Bool[AnyArray, "batch patches"] | None = None,
-        key: Key = None,
+        self, pixels: Pixels, *, mask: None = None, masked: Replaced = None, key: Key = None
     ) -> Float[Array, "batch ..."]:
         """Returns the hidden states of images after the final norm, of shape (batch, tokens,
         width): of the class token, of the registers, and of the patches, row by row. With a head,
@@ -143,12 +134,7 @@ class PatchEncoder(eqx.Module):
         return self._outputs(self.hidden(pixels, mask=mask, masked=masked, key=key))
 
     def hidden(
-        self,
-        pixels: Pixels,
-        *,
-        mask: None = None,
-        masked: Bool[AnyArray, "batch patches"] | None = None,
-        key: Key = None,
+        self, pixels: Pixels, *, mask: None = None, masked: Replaced = None, key: Key = None
     ) -> Float[Array, "batch tokens features"]:
         """Returns the hidden states after the final norm, for any head. The arguments are those of
         `__call__`."""
@@ -185,9 +171,7 @@ class PatchEncoder(eqx.Module):
         # Without the class token and the registers.
         return tuple(x[:, 1 + c.registers :].reshape(-1, *grid, c.width) for x in maps)
 
-    def _embed(
-        self, pixels: Pixels, masked: Bool[AnyArray, "batch patches"] | None
-    ) -> Float[Array, "batch patches features"]:
+    def _embed(self, pixels: Pixels, masked: Replaced) -> Float[Array, "batch patches features"]:
         c = self.config
         if pixels.shape[1] != c.channels or any(size % c.patch for size in pixels.shape[2:]):
             raise ValueError(

@@ -23,9 +23,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from ._blockwise import KEPT, attend_with_sums, pad_to_blocks
+from ._inputs import Keys, Queries
 from ._view import View
 
 # The number of queries and keys in a block, largest first.
@@ -65,14 +66,8 @@ def fits_splash(q: Array, k: Array, v: Array, view: View) -> bool:
 
 
 def attend_in_splash(
-    q: Float[Array, "batch queries heads head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads head_dim"],
-    view: View,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> Float[Array, "batch queries heads head_dim"]:
+    q: Queries, k: Keys, v: Keys, view: View, *, scale: float, softcap: float | None = None
+) -> Queries:
     """Scaled dot-product attention by the kernel. The arguments are as for `attend`."""
     queries, keys = q.shape[1], k.shape[1]
     rows, columns = _block_size(queries), _block_size(keys)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._basic import split_key
@@ -12,7 +12,7 @@ from ._cache import Cache
 from ._check_config import check_fields
 from ._cross_cache import CrossCache
 from ._heads import Linear
-from ._inputs import AnyArray, HiddenStates, Key, Mask, Pixels, Tokens
+from ._inputs import HiddenStates, Key, Mask, Pixels, Tokens
 from .gpt2 import GPT2, GPT2Config
 from .vit import ViT, ViTConfig
 
@@ -159,12 +159,8 @@ class Captioner(eqx.Module):
         return self.decoder.init_cache(batch, length, memory=memory, memory_mask=memory_mask)
 
     def decode(
-        self,
-        tokens: Integer[AnyArray, "batch new"],
-        cache: Cache | CrossCache,
-        *,
-        mask: Mask | None = None,
-    ) -> tuple[Float[Array, "batch new width"], Cache | CrossCache]:
+        self, tokens: Tokens, cache: Cache | CrossCache, *, mask: Mask | None = None
+    ) -> tuple[HiddenStates, Cache | CrossCache]:
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         return self.decoder.decode(tokens, cache, mask=mask)
 

@@ -5,12 +5,12 @@ from dataclasses import KW_ONLY, dataclass
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import causal_view
 from ._basic import layer_norm, small_normal
 from ._einsum import product
-from ._inputs import AnyArray, Key, Mask
+from ._inputs import Images, Key, Mask, Texts
 from ._pairs import ImageTextPair, PairEncoder, PairImageConfig, PairTextConfig, embed_square
 
 # The oldest files have this id in place of `eos`. The output of a text is then the output of the
@@ -143,12 +143,7 @@ class Clip(ImageTextPair):
         self.config = config
 
     def __call__(
-        self,
-        pixels: Float[AnyArray, "images channels height width"],
-        tokens: Integer[AnyArray, "texts seq"],
-        *,
-        mask: Mask | None = None,
-        key: Key = None,
+        self, pixels: Images, tokens: Texts, *, mask: Mask | None = None, key: Key = None
     ) -> Float[Array, "images texts"]:
         """Returns the logits of each image and each text. The softmax over texts is the probability
         that a text belongs to an image.

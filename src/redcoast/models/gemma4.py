@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ._attention import as_array, attend, real_tokens
 from ._base_config import GroupedConfig, check_config
@@ -34,7 +34,7 @@ from ._cache import Cache, admit, cached_view, empty_cache, extend
 from ._check_config import check_chosen, check_even, check_local, check_multiple
 from ._decoder import RoutedDecoder, tied_or_own_head
 from ._einsum import gated_feed_forward, product
-from ._inputs import AnyArray, HiddenStates, Mask, Tokens
+from ._inputs import HiddenStates, Mask, Tokens
 from ._moe import add_use, mix_experts, no_use
 from ._rotary import rotary_angles, rotary_frequencies, rotate
 from ._scan_kinds import scan_kinds
@@ -310,8 +310,8 @@ class Gemma4(RoutedDecoder):
         )
 
     def decode(
-        self, tokens: Integer[AnyArray, "batch new"], cache: Any, *, mask: Mask | None = None
-    ) -> tuple[Float[Array, "batch new width"], Any]:
+        self, tokens: Tokens, cache: Any, *, mask: Mask | None = None
+    ) -> tuple[HiddenStates, Any]:
         near = admit(cache.near, tokens.shape, mask)
         far = admit(cache.far, tokens.shape, mask)
         view = cached_view(near, tokens.shape[1])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend, causal_view, count_positions, full_view, real_tokens
 from ._base_config import DecoderConfig, TokenSizes, check_config
@@ -16,7 +16,7 @@ from ._check_config import check_length
 from ._cross_cache import CrossCache, Memory, MemoryMask, read_memory
 from ._decoder import TableHead
 from ._einsum import Projections, feed_forward, keys_values, outputs, queries
-from ._inputs import AnyArray, HiddenStates, Key, Mask, Positions, Segments, Tokens
+from ._inputs import HiddenStates, Key, Mask, Positions, Segments, Tokens
 from ._scan_layers import scan_layers
 
 
@@ -192,12 +192,8 @@ class GPT2(TableHead):
         return own if cross is None else CrossCache(own, *cross)
 
     def decode(
-        self,
-        tokens: Integer[AnyArray, "batch new"],
-        cache: Cache | CrossCache,
-        *,
-        mask: Mask | None = None,
-    ) -> tuple[Float[Array, "batch new width"], Cache | CrossCache]:
+        self, tokens: Tokens, cache: Cache | CrossCache, *, mask: Mask | None = None
+    ) -> tuple[HiddenStates, Cache | CrossCache]:
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         if mask is None:
             check_length(self.config, tokens.shape[1])

@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ._attention import as_array, real_tokens
 from ._base_config import DecoderConfig, check_config
@@ -17,7 +17,7 @@ from ._by_layer import StackedLayers
 from ._check_config import check_multiple
 from ._decoder import Decoder, TableHead
 from ._einsum import product
-from ._inputs import AnyArray, Mask
+from ._inputs import HiddenStates, Mask, Tokens
 from ._recurrent import convolve, decays_between, states_of_layer, to_chunks, with_layer
 from ._scan_layers import scan_layers
 
@@ -172,8 +172,8 @@ class Mamba2(TableHead, Decoder):
         return Mamba2Cache(state, jnp.zeros((c.layers, batch, c.taps - 1, channels), dtype))
 
     def decode(
-        self, tokens: Integer[AnyArray, "batch new"], cache: Any, *, mask: Mask | None = None
-    ) -> tuple[Float[Array, "batch new width"], Any]:
+        self, tokens: Tokens, cache: Any, *, mask: Mask | None = None
+    ) -> tuple[HiddenStates, Any]:
         return self._run(tokens, mask, _NOTHING, _NOTHING, cache, None)[:2]
 
     def _run_from_start(self, tokens, mask, segments, positions, key):

@@ -10,7 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ._attention import as_array, attend, real_tokens
 from ._base_config import GroupedConfig, RotarySizes, check_config, check_rotary_dim
@@ -30,7 +30,7 @@ from ._check_config import check_chosen, check_entries, check_multiple
 from ._decoder import RoutedDecoder, TableHead
 from ._einsum import gated_feed_forward, product
 from ._gated_delta import gated_delta_rule, unit_length
-from ._inputs import AnyArray, Mask
+from ._inputs import HiddenStates, Mask, Tokens
 from ._moe import add_use, gated_experts, mix_experts, no_use
 from ._recurrent import convolve, states_of_layer, with_layer
 from ._rotary import RopeScaling, Yarn, rotate, scaled_angles
@@ -279,8 +279,8 @@ class Qwen3_5(TableHead, RoutedDecoder):
         return Qwen3_5Cache(attention, states)
 
     def decode(
-        self, tokens: Integer[AnyArray, "batch new"], cache: Any, *, mask: Mask | None = None
-    ) -> tuple[Float[Array, "batch new width"], Any]:
+        self, tokens: Tokens, cache: Any, *, mask: Mask | None = None
+    ) -> tuple[HiddenStates, Any]:
         attention = admit(cache.attention, tokens.shape, mask)
         view = cached_view(attention, tokens.shape[1])
         return self._run(tokens, mask, *view, replace(cache, attention=attention), None)[:2]

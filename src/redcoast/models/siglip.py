@@ -5,13 +5,13 @@ from dataclasses import KW_ONLY, dataclass
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend, full_view
 from ._basic import layer_norm, small_normal
 from ._einsum import feed_forward, product
 from ._heads import Linear
-from ._inputs import AnyArray, Key, Mask
+from ._inputs import Images, Key, Mask, Texts
 from ._pairs import ImageTextPair, PairEncoder, PairImageConfig, PairTextConfig, embed_square
 
 
@@ -182,12 +182,7 @@ class Siglip(ImageTextPair):
         self.config = config
 
     def __call__(
-        self,
-        pixels: Float[AnyArray, "images channels height width"],
-        tokens: Integer[AnyArray, "texts seq"],
-        *,
-        mask: Mask | None = None,
-        key: Key = None,
+        self, pixels: Images, tokens: Texts, *, mask: Mask | None = None, key: Key = None
     ) -> Float[Array, "images texts"]:
         """Returns the logits of each image and each text: the probability that they belong together
         is the sigmoid.

@@ -57,6 +57,24 @@ class PlannedCollective:
     root: int | None = None
 
 
+@dataclass(frozen=True)
+class _Product:
+    """A product of two arrays that are both split over the devices of `split`.
+
+    `nodes` are the dimensions that the operands are split along. With `sums_parts`, it sums over
+    that dimension; otherwise, the operands at the places `gathered` are needed as a whole.
+    """
+
+    work: Work
+    split: SplitNodes
+    nodes: tuple[int, int]
+    sums_parts: bool
+    gathered: tuple[int, ...]
+
+
+_Key = tuple[int, ...]
+
+
 def of_model(
     graph: Graph, classes: Classes, batch: BatchDims, n: int, hardware: Hardware
 ) -> Iterator[PlannedCollective]:
@@ -95,20 +113,41 @@ def of_batch(
 ) -> Iterator[PlannedCollective]:
     """What is sent if the batch is sharded. A gradient is stored in `gradient_shards`.
 
-    - Partial sums along a dimension of the batch are gradients, lookups in rows, additions to rows
-        (`"by index"`), or other sums.
-    - Products of split examples with each other gather an operand, or sum parts.
-    - Batch gathers, halos and moves of the graph are sent as they are recorded there.
+    Products of split examples with each other gather an operand, or sum parts.
     """
     over_batch = [summed for summed in graph.partial_sums.values() if batch.has(summed.node)]
+    products = _products(graph, batch)
     yield from _additions_to_rows(over_batch, graph, batch, scatters=hardware.scatters)
+    yield from _sums_over_batch(over_batch, products, graph, batch, gradient_shards, hardware)
+    for product in products.values():
+        yield from _for_product(product, batch)
+    yield from _gathers_of_batch(products, graph, batch)
+    for halo in graph.halos:
+        if batch.has(halo.node):
+            yield _halo(halo, batch)
+    for work in graph.works:
+        sent = _turned_back(work, graph, batch)
+        yield PlannedCollective("turned", sent, work.dims, work.source)
+    for move, sent in moved_rows(graph, batch):
+        dims = (*move.rows, *move.operand.dims)
+        yield PlannedCollective("moved", sent, dims, move.source)
+
+
+def _sums_over_batch(
+    over_batch: Iterable[PartialSum],
+    products: Mapping[_Key, _Product],
+    graph: Graph,
+    batch: BatchDims,
+    gradient_shards: int,
+    hardware: Hardware,
+) -> Iterator[PlannedCollective]:
+    """Partial sums along a dimension of the batch: gradients, lookups in rows, and other sums."""
     # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
     scatters = hardware.scatters and gradient_shards == batch.count
     split: list[PartialSum] = []
     for summed in over_batch:
         if not _is_split_as_well(batch, summed.node, summed.preceding):
             split.append(summed)
-    products = _products(graph, batch)
     gathered: set[int] = set()  # the tables of lookups, by the `id` of the variable
     apart = _summed_apart(graph, hardware)
     # Gradients of all rows are summed together, whether the rows are linked or not.
@@ -149,8 +188,12 @@ def of_batch(
             is_divided = batch.splits_examples and _is_split_as_well(batch, summed.node, dims)
             sent = _sum(devices, size / others, hardware.scatters and is_divided)
             yield PlannedCollective(cause, sent, dims, source, summed.backward)
-    for product in products.values():
-        yield from _for_product(product, batch)
+
+
+def _gathers_of_batch(
+    products: Mapping[_Key, _Product], graph: Graph, batch: BatchDims
+) -> Iterator[PlannedCollective]:
+    """Operands that are needed as a whole along a dimension of the batch."""
     for gather in graph.batch_gathers:
         if _product_of(gather.node, gather.source, products, batch) is not None:
             continue
@@ -166,15 +209,6 @@ def of_batch(
         devices, others = batch.around(gather.node, dims)
         sent = all_gather(devices, gather.operand.bytes / others) * gather.times
         yield PlannedCollective(cause, sent, dims, gather.source)
-    for halo in graph.halos:
-        if batch.has(halo.node):
-            yield _halo(halo, batch)
-    for work in graph.works:
-        sent = _turned_back(work, graph, batch)
-        yield PlannedCollective("turned", sent, work.dims, work.source)
-    for move, sent in moved_rows(graph, batch):
-        dims = (*move.rows, *move.operand.dims)
-        yield PlannedCollective("moved", sent, dims, move.source)
 
 
 def _additions_to_rows(
@@ -258,24 +292,6 @@ def _is_gathered_again(graph: Graph, value: Value) -> bool:
             case Call(kind=CallKind.REMAT):
                 return True
     return False
-
-
-@dataclass(frozen=True)
-class _Product:
-    """A product of two arrays that are both split over the devices of `split`.
-
-    `nodes` are the dimensions that the operands are split along. With `sums_parts`, it sums over
-    that dimension; otherwise, the operands at the places `gathered` are needed as a whole.
-    """
-
-    work: Work
-    split: SplitNodes
-    nodes: tuple[int, int]
-    sums_parts: bool
-    gathered: tuple[int, ...]
-
-
-_Key = tuple[int, ...]
 
 
 def _products(graph: Graph, batch: BatchDims) -> dict[_Key, _Product]:

@@ -20,7 +20,7 @@ def can_hoist_gradient_sum(
     for equation in jaxpr.eqns:
         if var not in variables(equation.invars):
             continue
-        if not is_supported(equation, var) or not suits(equation, var):
+        if not _is_supported(equation, var) or not suits(equation, var):
             return False
         if rearranges(equation) and not can_hoist_gradient_sum(jaxpr, equation.outvars[0], suits):
             return False
@@ -45,7 +45,7 @@ def uses(equation: JaxprEqn, var: Atom) -> bool:
     return broadcasts or equation.primitive.name == "dot_general"
 
 
-def is_supported(equation: JaxprEqn, var: Var) -> bool:
+def _is_supported(equation: JaxprEqn, var: Var) -> bool:
     """Whether an equation can have copies of a weight in place of the weight."""
     if equation.primitive.name == "dot_general":
         _, (batch, _) = equation.params["dimension_numbers"]

@@ -16,7 +16,7 @@ from ..solver._hardware import all_gather, all_reduce
 from ..solver._layout import StorageLayout
 from ..solver._memory_access import reads_narrow
 from ..solver._planned_collectives import gathered_bytes, of_batch, of_model
-from ..solver._strategy import Decision, bytes_of_given_batch, stored_shards
+from ..solver._strategy import Decision, bytes_of_given_batch, gradient_shards
 from ..tree._overrides import axes_of_spec, spec_axes
 from ._constraint_traffic import Axes, constraint_reshards, path_of, product_traffic
 from ._data import Traffic, TrafficKind
@@ -147,9 +147,9 @@ def _over_batch(reasons: Reasons) -> Iterator[Sent]:
     elif of_tokens:
         causes |= dict.fromkeys(("written", "compared"), "all-gathers of keys and values")
     # XLA reduce-scatters a gradient to the shards that its array is stored in.
-    stored_over = stored_shards(decision.batch_axes, decision.sizes)
+    shards = gradient_shards(decision.batch_axes, decision.sizes)
     graph = decision.program.graph
-    for collective in of_batch(graph, decision.batch, stored_over, decision.hardware):
+    for collective in of_batch(graph, decision.batch, shards, decision.hardware):
         size = collective.bytes
         # Devices of one `model` group send different parts of it.
         if decision.is_parallel(collective.dims):

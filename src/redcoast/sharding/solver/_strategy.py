@@ -212,7 +212,7 @@ def _applies(strategy: _Strategy, program: Program, sizes: Mapping[str, int]) ->
     return strategy == _DEFAULT or sizes["fsdp"] > 1
 
 
-def stored_shards(batch_axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+def gradient_shards(batch_axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     """The number of devices that share the batch and each store a different shard."""
     return parts([axis for axis in batch_axes if axis != "data"], sizes)
 
@@ -256,7 +256,7 @@ def _solve(
         hardware,
         model=n,
         fsdp=fsdp,
-        gradient_shards=stored_shards(strategy.batch, sizes),
+        gradient_shards=gradient_shards(strategy.batch, sizes),
     )
     picked = search_classes(problem)
     cost = problem.seconds(picked)

@@ -85,7 +85,8 @@ class OperationBuffers:
         """Runs an operation that is fused into those that use its results."""
         frame, equation = step.frame, step.equation
         name, compiler = primitive_name(equation), self.time.compiler
-        if compiler == "cpu" and equation.params.get("strides") is not None:
+        is_strided = compiler == "cpu" and equation.params.get("strides") is not None
+        if is_strided and not any(root.given for root in frame.of(equation.invars[0])):
             self.in_memory(step, equation.invars[0])  # what is read row by row is written once
         operands = union(map(self.time.written, map(frame.of, equation.invars)))
         is_kept = name in COSTLY and compiler != "tpu"

@@ -289,6 +289,17 @@ def test_estimates_use_the_figures_of_the_target():
     assert found.model_bandwidth > 4 * found.batch_bandwidth > 0  # between hosts
 
 
+def test_gradients_over_a_whole_slice_of_v4_are_priced_as_all_reduces():
+    # As its compiler sums them: `scatter_ahead.py`.
+    place = replace(target_place("cpu:8"), target=parse_target("v4:2x2x2"))
+    whole = rc.make_mesh(data=1, fsdp=8, devices=place.devices)
+    part = rc.make_mesh(data=2, fsdp=4, devices=place.devices)
+    assert not planner_hardware(place, whole).scatters
+    assert planner_hardware(place, part).scatters
+    flat = replace(place, target=parse_target("v5e:2x4"))
+    assert planner_hardware(flat, whole).scatters
+
+
 def test_attached_devices_are_the_default():
     found = rc.suggest_mesh(*SMALL, compiled=1)
     assert found.target == "8 x cpu"

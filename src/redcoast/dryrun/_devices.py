@@ -20,7 +20,7 @@ from ..core._target import target_of
 from ..distributed._kv_store import exchange
 from ..distributed._mesh import BATCH_AXES, make_mesh
 from ..sharding import Hardware
-from ..sharding.solver._hardware import hardware_for, hardware_of
+from ..sharding.solver._hardware import hardware_for, hardware_of, scatters_over_fsdp
 from ._chips import SHARE, Chip
 from ._links import axis_bandwidths
 from ._roofline import peak
@@ -305,14 +305,18 @@ def attached_place() -> Place:
 def planner_hardware(place: Place, mesh: Mesh) -> Hardware:
     """The hardware constants that `fit` would use if it ran on these devices.
 
-    `fit` reads only their memory. The other constants depend on the compiler alone.
+    `fit` reads only their memory. The other constants depend on the compiler and the mesh.
     """
     if place.target is None:
         return hardware_of(mesh)
     chip = place.target.chip
     # Emulated devices do not report their memory.
     usable = None if chip.kind == "cpu" else chip.usable
-    return hardware_for(chip.kind, usable)
+    hardware = hardware_for(chip.kind, usable)
+    if chip.kind != "tpu":
+        return hardware
+    scatters = scatters_over_fsdp(chip.device_kind, place.target.shape, mesh.shape.get("fsdp", 1))
+    return replace(hardware, scatters=scatters)
 
 
 def target_hardware(place: Place, mesh: Mesh, dtype: str = "float32") -> Hardware:

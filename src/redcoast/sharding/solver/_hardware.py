@@ -1,6 +1,8 @@
 """Speeds of devices, behaviour of their compiler, and bytes of ring collectives."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -10,6 +12,8 @@ from ...core._errors import check_number
 
 DEFAULT_MEMORY = 80e9  # of an A100, for devices that do not report their memory
 _COMPILERS = "cpu", "gpu", "tpu"
+# Their compiler all-reduces over all chips of a three-dimensional slice what it should scatter.
+_ALL_REDUCED = "TPU v4", "TPU v5"  # the second is v5p
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class Hardware:
     - `adds_first`: Whether the compiler adds the gradients of several uses of one value before the
         all-reduce, so that they cost only one. XLA does so for GPU and TPU.
     - `scatters`: Whether the compiler uses a reduce-scatter for a gradient that is sharded over the
-        devices that it is summed over. XLA does so for GPU and TPU.
+        devices that it is summed over. XLA does so for GPU and TPU, but on TPU v4 and v5p not over
+        all chips of a three-dimensional slice.
     - `overlaps`: Whether the compiler gathers weights and sums gradients while it computes. XLA
         does so for GPU and TPU.
     - `compiler`: Whose compiler the estimate of memory is for: `"cpu"`, `"gpu"` or `"tpu"`. For GPU
@@ -85,7 +90,22 @@ def hardware_of(mesh: Mesh | AbstractMesh) -> Hardware:
     except (IndexError, NotImplementedError, jax.errors.JaxRuntimeError):  # not local devices
         stats = {}
     memory = stats.get("bytes_limit")  # CPUs report none
-    return hardware_for(platform, memory)
+    hardware = hardware_for(platform, memory)
+    if platform != "tpu":
+        return hardware
+    coordinates = zip(*(device.coords for device in mesh.devices.flat), strict=True)
+    shape = [len(set(along)) for along in coordinates]
+    kind = mesh.devices.flat[0].device_kind
+    scatters = scatters_over_fsdp(kind, shape, mesh.shape.get("fsdp", 1))
+    return dataclasses.replace(hardware, scatters=scatters)
+
+
+def scatters_over_fsdp(device_kind: str, shape: Sequence[int], fsdp: int) -> bool:
+    """Whether gradients are reduce-scattered over `fsdp` in TPU slices of so many chips along each
+    dimension."""
+    is_whole = math.prod(shape) == fsdp
+    has_three_dims = sum(size > 1 for size in shape) == 3
+    return not (device_kind in _ALL_REDUCED and is_whole and has_three_dims)
 
 
 def hardware_for(platform: str, memory: int | float | None) -> Hardware:

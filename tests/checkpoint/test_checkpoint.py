@@ -222,6 +222,10 @@ def test_paths_that_collide(tmp_path):
         rc.save_checkpoint(tmp_path / "a", {"a/b": jnp.ones(2), "a%2Fb": jnp.ones(3)})
     with pytest.raises(ValueError, match=r"saved as a\.b"):
         rc.save_checkpoint(tmp_path / "a", {"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}})
+    # The first was saved and could not be loaded; the second failed with the first save of a run.
+    for name in ("a\0b", "a\udcff"):
+        with pytest.raises(ValueError, match="cannot have these letters. Rename the dict key"):
+            rc.save_checkpoint(tmp_path / "a", {name: jnp.ones(2)})
     with pytest.raises(ValueError, match="no array"):
         rc.save_checkpoint(tmp_path / "a", {"x": 1.0})
 

@@ -74,7 +74,9 @@ def test_outputs_and_trees_of_predictions():
     assert len(words) == 53
     assert words[0].startswith("class ")
     wrong: Any
-    for wrong in (lambda p: ["one"], lambda p: 3):
+    # Its keys, and the letters of a text, were taken for the outputs.
+    by_index = lambda p: dict(enumerate(p))
+    for wrong in (lambda p: ["one"], lambda p: 3, by_index, lambda p: "x" * len(p)):
         with pytest.raises(ValueError, match="one entry for each example"):
             predict(EXAMPLES, batch_size=16, output_fn=wrong)
 

@@ -123,14 +123,20 @@ def storable_path(name: str, path: str | Path) -> Path:
     Raises `ValueError` for a path whose bytes are not UTF-8, where a save would fail.
     """
     absolute = local_path(name, path).absolute()
-    try:
-        str(absolute).encode()
-    except UnicodeEncodeError:
+    if not _is_utf8(str(absolute)):
         raise ValueError(
             f"`{name}` is {str(absolute)!r}, whose letters are not encoded as UTF-8, and Orbax "
             "saves nothing there. Choose another path."
-        ) from None
+        )
     return absolute
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes of another encoding are single surrogates
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -465,7 +471,8 @@ def read_metadata(path: Path) -> dict[str, PyTree]:
 def flatten_arrays(tree: PyTree, kinds: type | UnionType = ArrayLike) -> dict[Names, PyTree]:
     """The arrays of a tree, by the names along their paths.
 
-    Raises `ValueError` if two arrays would be saved under the same name.
+    Raises `ValueError` if two arrays would be saved under the same name, or if a name is one that
+    Orbax cannot read again.
     """
     flat: dict[Names, PyTree] = {}
     joined_before: set[str] = set()
@@ -478,6 +485,11 @@ def flatten_arrays(tree: PyTree, kinds: type | UnionType = ArrayLike) -> dict[Na
             raise ValueError(
                 f"Two arrays would be saved as {joined}, because dict keys on their paths differ "
                 "only in '.', '/' or '%2F'. Rename one of them."
+            )
+        if "\0" in joined or not _is_utf8(joined):
+            raise ValueError(
+                f"An array would be saved as {joined!r}, and the name of a file cannot have these "
+                "letters. Rename the dict key."
             )
         joined_before.add(joined)
         flat[names] = leaf

@@ -3,7 +3,7 @@
 import contextlib
 import functools as ft
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -498,8 +498,13 @@ def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list
     if any(held_elsewhere(returned, known=jax.tree.leaves(predictions))):
         returned = copied(returned)  # `output_fn` may write into it for the next batch
     outputs = returned[0]
-    if not hasattr(outputs, "__len__") or len(outputs) != rows:
-        what = len(outputs) if hasattr(outputs, "__len__") else type(outputs).__name__
+    # A dict would be read as its keys, and a text as its letters.
+    is_other = isinstance(outputs, Mapping | Set | str | bytes)
+    has_entries = hasattr(outputs, "__len__") and not is_other
+    if not has_entries or len(outputs) != rows:
+        what = type(outputs).__name__
+        if has_entries:
+            what = len(outputs)
         raise ValueError(
             f"`output_fn` was given the predictions of {rows} examples and returned {what}. It "
             "must return a list with one entry for each example."

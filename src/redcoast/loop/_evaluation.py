@@ -14,7 +14,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes
 from ..core._dtypes import has_numbers
-from ..core._errors import check_functions, check_integer, check_kind
+from ..core._errors import check_functions, check_integer, check_kind, short_repr
 from ..core._frames import hide_frames, hide_frames_of_init
 from ..core._train_state import refuse_state
 from ..core._user_functions import calling
@@ -345,7 +345,7 @@ def _check_metrics(metrics: Any, taken: dict[str, float]) -> dict[str, float]:
         dtype = np.asarray(value).dtype
         if np.ndim(value) or dtype.kind == "c" or not has_numbers(dtype):
             raise ValueError(
-                f"`metric_fn` returned {value!r} for {name!r}. Each metric must be one number."
+                f"`metric_fn` returned {short_repr(value)} for {name!r}. Each metric must be one number."
             )
     # JSON has no numbers of NumPy.
     return {name: float(value) for name, value in metrics.items()}

@@ -38,20 +38,21 @@ class StoredSpecs:
     def of(self, path: KeyPath, shape: Shape) -> PartitionSpec | None:
         """The spec of the array of this shape whose path ends so; None if there is no such array.
 
-        Of several, it is the one with the shortest path: that of a parameter is shorter than those
-        of the optimizer's state.
+        Of several, it is the one with the most parts, since an optimizer's state may have more than
+        its parameter, or else the one with the shortest path, which is the parameter's.
         """
         self.were_asked_for = True
-        matching: list[tuple[int, int, PartitionSpec]] = []
+        matching: list[tuple[int, int, int, PartitionSpec]] = []
         candidates = list(self._arrays)
         if path:
             candidates = self._by_last.get(path[-1:], [])
         for number, (whole, of_shape, spec) in enumerate(candidates):
             if of_shape == shape and whole[len(whole) - len(path) :] == path:
-                matching.append((len(whole), number, spec))
+                replicated = list(spec).count(None) - len(spec)
+                matching.append((replicated, len(whole), number, spec))
         if not matching:
             return None
-        return min(matching)[2]
+        return min(matching)[3]
 
 
 def stored_specs(shardings: PyTree, arrays: PyTree) -> StoredSpecs:

@@ -46,6 +46,7 @@ class PlanTask:
     overrides: Mapping[int, P]
     hardware: Hardware
     state_bytes: int
+    updated: Mapping[int, int]  # as in a `StorageLayout`
     splits_sequence: bool = False  # between the tensor-parallel parts
     pipeline: Pipeline | None = None
 
@@ -172,7 +173,7 @@ def _lay_out(task: PlanTask, budget: int | None) -> PlanCandidate:
         @ft.cache  # with its activations
         def lay_out(decision: Decision) -> StorageLayout:
             decision = replace(decision, pipeline=task.pipeline)
-            return StorageLayout(decision, stored_in_parts, task.overrides)
+            return StorageLayout(decision, stored_in_parts, task.overrides, task.updated)
 
         def excess(decision: Decision) -> int | float:
             return excess_bytes(lay_out(decision), task.memory, state_bytes)

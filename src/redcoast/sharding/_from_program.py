@@ -53,10 +53,15 @@ def plan_flow(
     hardware: Hardware,
     budget: int | None,
     state_bytes: int,
+    updated: Mapping[int, int],
     sequence: bool,
     microbatches: int | None = None,
 ) -> PlannedProgram:
-    """Plans the sharding of a model and of the computation in `fn(model, *args)`."""
+    """Plans the sharding of a model and of the computation in `fn(model, *args)`.
+
+    `state_bytes` are those of the optimizer's state, and `updated` those that it updates element by
+    element, by the place of the parameter.
+    """
     axes = dict(mesh.shape)
     leaves = flat_leaves(model)
     overridden = apply_overrides(leaves, overrides, axes)
@@ -80,7 +85,7 @@ def plan_flow(
             ) from error.__cause__
 
     program = trace_program()
-    task = PlanTask(program, axes, specs, hardware, state_bytes, sequence)
+    task = PlanTask(program, axes, specs, hardware, state_bytes, updated, sequence)
     if axes.get(PIPE, 1) > 1 and program.traced.trains:
         # A pipeline divides a batch by rows alone.
         task = replace(task, pipeline=find_pipeline(BATCH_AXES))
@@ -110,7 +115,8 @@ def plan_flow(
         if is_inexact_leaf(leaf):
             role = "parameter"
         reason = reasons.of_array(layout, place)
-        arrays.append(LeafPlan(leaf, layout.specs[place], reason, role))
+        update_spec = layout.update_specs.get(place)
+        arrays.append(LeafPlan(leaf, layout.specs[place], reason, role, update_spec))
     not_rows = _reasons.not_rows(args[:1], decision)
     report = _report(task, layout, reasons, not_rows, program)
     report = replace(report, waiting=waiting(decision.program, mesh, compute))

@@ -1,5 +1,6 @@
 """Plans: the shardings of a tree over a mesh."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -23,7 +24,14 @@ from ._plan_arguments import (
 )
 from .report._data import PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
-from .tree._leaf_plans import HOST, Compute, LeafPlan, model_of, plan_leaves
+from .tree._leaf_plans import (
+    HOST,
+    Compute,
+    LeafPlan,
+    elementwise_states,
+    model_of,
+    plan_leaves,
+)
 from .tree._leaves import Leaf, flat_leaves
 from .tree._overrides import Override, model_dim
 
@@ -430,6 +438,12 @@ def plan_shardings(
     model, args = on_auto_axes((model_of(tree), tuple(args)))
     hardware, auto_mesh = hardware or hardware_of(mesh), with_auto_axes(mesh)
     like_parameters = _arrays_of_state(tree, "opt_state", "average")
+    places = {leaf.path: place for place, leaf in enumerate(flat_leaves(model))}
+    parameters = elementwise_states(tree)
+    updated: Counter[int] = Counter()  # bytes of the optimizer's state
+    for leaf in like_parameters:
+        if leaf.path in parameters:
+            updated[places[parameters[leaf.path].path]] += leaf.bytes
     # A plan within memory is made several times: of the function, and with values recomputed.
     plan = lambda planned: plan_flow(
         model,
@@ -441,6 +455,7 @@ def plan_shardings(
         hardware=hardware,
         budget=budget,
         state_bytes=sum(leaf.bytes for leaf in like_parameters),
+        updated=updated,
         sequence=sequence,
         microbatches=microbatches,
     )

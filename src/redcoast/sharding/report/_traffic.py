@@ -35,7 +35,7 @@ def all_sent(layout: StorageLayout, reasons: Reasons) -> list[Sent]:
     return [
         *_tensor_parallel(of_stage),
         *gathers_of_sequence(of_stage.decision),
-        *_over_batch(of_stage),
+        *_over_batch(of_stage, bool(layout.update_specs)),
         *_gathers(layout, reasons),
         *sent_to_hosts(decision),
         *_for_constraints(decision),
@@ -120,8 +120,8 @@ def _tensor_parallel(reasons: Reasons) -> Iterator[Sent]:
         yield Sent(reasons.over, "activations", cause, size, collective.source)
 
 
-def _over_batch(reasons: Reasons) -> Iterator[Sent]:
-    """Sums over the batch, and all-gathers of it."""
+def _over_batch(reasons: Reasons, in_parts: bool) -> Iterator[Sent]:
+    """Sums over the batch, and all-gathers of it. With `in_parts`, each device updates a part."""
     decision, pipeline = reasons.decision, reasons.decision.pipeline
     spread = used_axes(decision.batch_axes, decision.sizes)
     of_tokens = decision.program.batch.splits_examples
@@ -146,8 +146,10 @@ def _over_batch(reasons: Reasons) -> Iterator[Sent]:
         causes["moved"] = "parts of examples, which other devices need"
     elif of_tokens:
         causes |= dict.fromkeys(("written", "compared"), "all-gathers of keys and values")
-    # XLA reduce-scatters a gradient to the shards that its array is stored in.
+    # XLA reduce-scatters a gradient to the shards that its array is stored or updated in.
     shards = gradient_shards(decision.batch_axes, decision.sizes)
+    if in_parts:
+        shards = decision.batch.count
     graph = decision.program.graph
     for collective in of_batch(graph, decision.batch, shards, decision.hardware):
         size = collective.bytes

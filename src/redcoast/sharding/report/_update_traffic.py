@@ -43,6 +43,7 @@ _FEW, _SMALL = 1000, 1e-4
 _REDUCED = "all-reduces in the optimizer"
 _GATHERED = "all-gathers in the optimizer"
 _EXCHANGED = "all-to-alls in the optimizer"
+_UPDATED = "all-gathers of updated parameters"
 _RESHARDED = "changes of sharding in the optimizer"
 
 
@@ -86,7 +87,7 @@ def update_traffic(
     before = [_spec(spec, var, sizes) for spec, var in zip(inputs, jaxpr.invars, strict=True)]
     results = walk.follow(jaxpr, before)
     for atom, spec, stored in zip(jaxpr.outvars, results, outputs, strict=True):
-        walk.reshard(atom, spec, _spec(stored, atom, sizes))
+        walk.reshard(atom, spec, _spec(stored, atom, sizes), _UPDATED)
     lines = traffic(walk.sent)
     total = beside + sum(line.bytes for line in lines)
     return tuple(line for line in lines if line.bytes > max(_FEW, _SMALL * total))

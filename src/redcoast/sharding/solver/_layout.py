@@ -1,7 +1,7 @@
 """Where the arrays of a model are stored: the spec of each one, for a decision."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from jax.sharding import PartitionSpec as P
@@ -13,7 +13,7 @@ from ..program._graph import Dims, Value
 from ..program._program import Program
 from ..tree._leaf_plans import trim_spec
 from ..tree._leaves import LARGE
-from ..tree._overrides import spec_parts
+from ..tree._overrides import axes_of_spec, spec_axes, spec_parts
 from ._buffers import ModelArray, WrittenBytes
 from ._memory_access import padding
 from ._peak import find_peak
@@ -38,12 +38,14 @@ class StorageLayout:
     """A decision, and how arrays are stored, by their places in the model.
 
     Arrays that are `stored_in_parts` are sharded whatever that costs, but over `fsdp` alone if they
-    are `replicated` over `model`. `overrides` are the specs that a user has decided.
+    are `replicated` over `model`. `overrides` are the specs that a user has decided. `updated` are
+    the arrays that an optimizer updates element by element, with the bytes of its state for each.
     """
 
     decision: Decision
     stored_in_parts: Sequence[bool]
     overrides: Mapping[int, P]
+    updated: Mapping[int, int] = field(default_factory=dict)
     replicated: frozenset[int] = frozenset()
 
     @cached_property
@@ -58,6 +60,32 @@ class StorageLayout:
             if place in self.decision.layered:
                 spec = P(PIPE, *spec[1:])  # the first dimension counts layers
             specs.append(spec)
+        return specs
+
+    @cached_property
+    def update_specs(self) -> dict[int, P]:
+        """How arrays are divided over the devices of the batch, which all have copies of them, to
+        be updated.
+
+        Gradients are reduce-scattered then, each device updates a part, and the parts are
+        all-gathered, which together sends as much as an all-reduce (arXiv:2004.13336).
+        """
+        decision, specs = self.decision, dict[int, P]()
+        over = decision.used_batch_axes
+        if decision.pipeline is not None or not over:
+            return specs
+        for place in self.updated:
+            value, spec = decision.program.parameters[place], self.specs[place]
+            has_copies = set(over).isdisjoint(axes_of_spec(spec)) and place not in self.overrides
+            if not has_copies or not is_large(decision.program, value):
+                continue
+            entries: Entries = [None] * len(value.dims)
+            for d, entry in enumerate(spec):
+                entries[d] = spec_axes(entry) or None
+            self._shard(value, entries, over)
+            divided = trim_spec(entries)
+            if divided != trim_spec([*spec]):
+                specs[place] = divided
         return specs
 
     @cached_property

@@ -54,7 +54,8 @@ def estimate_memory(layout: StorageLayout, state_bytes: int) -> Memory:
     """Bytes per device of arrays, gradients, optimizer state, activations and constants.
 
     `state_bytes` is the size of the entire optimizer state, which is sharded like the trained
-    parameters. Arrays that the function closes over are replicated.
+    parameters, but for what is updated in parts. Arrays that the function closes over are
+    replicated.
     """
     decision, program = layout.decision, layout.decision.program
     arrays = gradients = trained = batch = 0.0
@@ -64,6 +65,10 @@ def estimate_memory(layout: StorageLayout, state_bytes: int) -> Memory:
         arrays += value.bytes / share
         gradients += value.grad * value.bytes / share
         trained += value.grad * value.bytes
+    in_parts = sum(map(layout.updated.__getitem__, layout.update_specs))
+    states = (state_bytes - in_parts) * gradients / max(1, trained)
+    for place, spec in layout.update_specs.items():
+        states += layout.updated[place] / spec_parts(spec, decision.sizes)
     # The other arguments of the function.
     for var in program.scope.jaxpr.invars[program.traced.arrays :]:
         value = program.scope.values[var]
@@ -71,7 +76,7 @@ def estimate_memory(layout: StorageLayout, state_bytes: int) -> Memory:
     return Memory(
         arrays=round(arrays),
         gradients=round(gradients),
-        optimizer_state=round(state_bytes * gradients / max(1, trained)),
+        optimizer_state=round(states),
         activations=round(bytes_of_parts(layout.activation_parts)),
         closed_over=sum(constant.bytes for constant in program.constants),  # on every device
         batch=round(batch),

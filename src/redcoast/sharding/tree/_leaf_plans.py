@@ -5,13 +5,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
+import jax
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ...core._train_state import AbstractTrainState
 from ...distributed._mesh import BATCH_AXES
-from ._leaves import Leaf, flat_leaves
+from ._leaves import Leaf, flat_leaves, key_name
 
 Path = tuple[str, ...]
 Kind = Literal["tensor-parallel", "fsdp", "replicated", "follows", "override", "pipeline"]
@@ -47,6 +49,8 @@ class LeafPlan:
     spec: P
     reason: Reason
     role: Role
+    # Of a parameter, how its elements are updated; `None` if as it is stored.
+    update_spec: P | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ def plan_leaves(tree: PyTree, model: list[LeafPlan], sizes: Mapping[str, int]) -
     if model_of(tree) is tree:
         return model
     by_path = {plan.leaf.path: plan for plan in model}
+    updated = elementwise_states(tree)
     of_model = iter(model)  # in the order of the leaves, which the state keeps
     plans: list[LeafPlan] = []
     for leaf in flat_leaves(tree):
@@ -116,6 +121,8 @@ def plan_leaves(tree: PyTree, model: list[LeafPlan], sizes: Mapping[str, int]) -
             plans.append(replace(plan, leaf=replace(plan.leaf, index=leaf.index)))
         elif field_name == "opt_state":
             plan = _like_parameter(leaf, by_path, sizes)
+            if leaf.path in updated:
+                plan = _in_parts(by_path[updated[leaf.path].path]) or plan
             plans.append(LeafPlan(leaf, *plan, "optimizer state"))
         elif field_name == "average":
             plans.append(LeafPlan(leaf, *_like_parameter(leaf, by_path, sizes), "other"))
@@ -158,6 +165,52 @@ def _like_parameter(
             return spec, Reason("follows", f"statistics of {name}, divided over all devices")
         return P(), Reason("replicated", f"its sharding cannot be inferred from that of {name}")
     return P(), _not_sharded(state, "belongs to no parameter")
+
+
+# States of optax whose arrays are updated element by element. What other parts of an optimizer
+# compute, such as the norm of a gradient, is a sum over parts.
+_ELEMENTWISE = (
+    optax.EmaState,
+    optax.ScaleByAdamState,
+    optax.ScaleByAmsgradState,
+    optax.ScaleByBeliefState,
+    optax.ScaleByLionState,
+    optax.ScaleByRmsState,
+    optax.ScaleByRssState,
+    optax.ScaleByRStdDevState,
+    optax.TraceState,
+)
+
+
+def elementwise_states(tree: PyTree) -> dict[Path, Leaf]:
+    """The arrays of a training state's optimizer that it updates element by element, by path, each
+    with its parameter."""
+    if model_of(tree) is tree:
+        return {}
+    is_elementwise = lambda x: isinstance(x, _ELEMENTWISE)
+    nodes = jax.tree_util.tree_leaves_with_path(tree.opt_state, is_leaf=is_elementwise)
+    parameters = {leaf.path: leaf for leaf in flat_leaves(tree.model)}
+    found: dict[Path, Leaf] = {}
+    for path, node in nodes:
+        if not is_elementwise(node):
+            continue
+        above = ("opt_state", *map(key_name, path))
+        for leaf in flat_leaves(node):
+            ends = [leaf.path[start:] for start in range(len(leaf.path) + 1)]
+            parameter = next(filter(None, map(parameters.get, ends)), None)
+            if parameter is not None and parameter.shape == leaf.shape:
+                found[*above, *leaf.path] = parameter
+    return found
+
+
+def _in_parts(parameter: LeafPlan) -> tuple[P, Reason] | None:
+    """The spec of an array that is updated as the elements of a parameter are, and the reason;
+    None if it is divided as the parameter is."""
+    spec = parameter.update_spec
+    if spec is None or spec == parameter.spec:
+        return None
+    name = parameter.leaf.name or "the model"
+    return spec, Reason("follows", f"each device updates its part of {name}")
 
 
 def _candidates(state: Leaf, by_path: Mapping[Path, LeafPlan]) -> Iterator[tuple[LeafPlan, Path]]:

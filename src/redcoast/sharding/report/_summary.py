@@ -92,7 +92,9 @@ def _devices(report: PlanReport) -> list[str]:
 
 def _use(report: PlanReport, axis: str) -> str:
     """What the devices along a mesh axis do; without a program, the axes are used as usual."""
-    sharded = sharded_over(report.arrays, axis)
+    # An optimizer's state may have more parts than the parameters, which each device has whole.
+    others = [array for array in report.arrays if array.role != "optimizer state"]
+    sharded = sharded_over(others, axis)
     program = report.program_or_none
     is_model_axis, over_batch, has_batch = axis == "model", axis in BATCH_AXES, True
     splits: Mapping[str, str] = {}

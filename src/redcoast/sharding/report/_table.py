@@ -166,8 +166,11 @@ def _totals(totals: data.Totals) -> list[str]:
         shown = f"{times:.2g}"
         if times > 0.05:
             shown = f"{times:.1f}"
+        how = "sharded like the parameters"
+        if states.factor > 1.1 * parameters.factor:
+            how = "each device updates a part of the parameters"
         lines.append(_total("optimizer state", states))
-        lines.append(f"{'':<17}(sharded like the parameters; {shown}x their size)")
+        lines.append(f"{'':<17}({how}; {shown}x their size)")
     # Counts of steps and keys are not worth a line.
     if totals.other.bytes > 1e6:
         lines.append(_total("other", totals.other))

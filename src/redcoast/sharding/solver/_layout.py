@@ -68,7 +68,8 @@ class StorageLayout:
         be updated.
 
         Gradients are reduce-scattered then, each device updates a part, and the parts are
-        all-gathered, which together sends as much as an all-reduce (arXiv:2004.13336).
+        all-gathered, which together sends as much as an all-reduce (arXiv:2004.13336). Gradients
+        of what the program casts are summed in the narrower dtype, and gathers would send more.
         """
         decision, specs = self.decision, dict[int, P]()
         over = decision.used_batch_axes
@@ -77,7 +78,8 @@ class StorageLayout:
         for place in self.updated:
             value, spec = decision.program.parameters[place], self.specs[place]
             has_copies = set(over).isdisjoint(axes_of_spec(spec)) and place not in self.overrides
-            if not has_copies or not is_large(decision.program, value):
+            is_cast = cast_share(decision.program.graph, value) < 1
+            if not has_copies or is_cast or not is_large(decision.program, value):
                 continue
             entries: Entries = [None] * len(value.dims)
             for d, entry in enumerate(spec):

@@ -69,6 +69,7 @@ def main(
         "redcoast, by hand, an array for each layer": by_hand(apart, ours, *data),
         "redcoast, by hand, layers scanned": by_hand(scanned, ours, *data),
         "redcoast, `train_step`, which skips NaN": with_step(model, *data),
+        "redcoast, `train_step`, updated in parts": with_step(model, *data, in_parts=True),
         "Redco's trainer": (with_redco("gpt2", layers, 1, *data), "", None),
         "redcoast, `fit`": (with_fit("gpt2", layers, "data=8", *data), "", None),
     }
@@ -108,10 +109,16 @@ def by_hand(model: Any, logits_of: Any, rows: list[Any], size: int) -> tuple[Any
     return compiled(step, (params, OPTIMIZER.init(params)), rows, size)
 
 
-def with_step(model: Any, rows: list[Any], size: int) -> tuple[Any, str, int]:
-    """`redcoast.train_step`, compiled in the same way."""
+def with_step(
+    model: Any, rows: list[Any], size: int, *, in_parts: bool = False
+) -> tuple[Any, str, int]:
+    """`redcoast.train_step`, compiled in the same way, or with the shardings of its plan."""
     key = jax.random.key(0)
     state = rc.init_state(lambda _: model, OPTIMIZER, key=key)
+    shardings: Any = NamedSharding(rc.make_mesh(data=8), P())
+    if in_parts:
+        batch = np.stack(rows[:size])
+        shardings = rc.plan_step(state, loss_fn, batch, shardings.mesh).shardings
     arrays, static = eqx.partition(state, eqx.is_array)
 
     def step(arrays: Any, tokens: Any) -> Any:
@@ -119,17 +126,25 @@ def with_step(model: Any, rows: list[Any], size: int) -> tuple[Any, str, int]:
         state, metrics = rc.train_step(state, tokens, loss_fn=loss_fn, optimizer=OPTIMIZER)
         return eqx.filter(state, eqx.is_array), metrics
 
-    return compiled(step, arrays, rows, size)
+    return compiled(step, arrays, rows, size, shardings)
 
 
-def compiled(step: Any, state: Any, rows: list[Any], size: int) -> tuple[Any, str, int]:
+def compiled(
+    step: Any, state: Any, rows: list[Any], size: int, shardings: Any = None
+) -> tuple[Any, str, int]:
+    """The processor time of a turn, the text of the program, and its bytes of temporaries.
+
+    With `shardings`, the new state has those of the state; by default, all devices hold it.
+    """
     mesh = rc.make_mesh(data=8)
-    state = jax.device_put(jax.tree.map(jnp.copy, state), NamedSharding(mesh, P()))
+    shardings = shardings or NamedSharding(mesh, P())
+    state = jax.device_put(jax.tree.map(jnp.copy, state), shardings)
     place = lambda i: jax.device_put(
         np.stack(rows[i * size : (i + 1) * size]), NamedSharding(mesh, P("data"))
     )
     batches = [place(i) for i in range(len(rows) // size)]
-    program = jax.jit(step, donate_argnums=0).lower(state, batches[0]).compile()
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    program = jitted.lower(state, batches[0]).compile()
 
     def turn() -> float:
         nonlocal state

@@ -359,7 +359,10 @@ def plan_shardings(
 
     Over `fsdp`, every large array is FSDP-sharded along its largest remaining dimension. No array
     is sharded along a dimension that does not divide, that counts stacked layers, or that is the
-    window of a convolution. An optimizer's state is sharded like its parameters.
+    window of a convolution. An optimizer's state is sharded like its parameters. With a function,
+    devices of the batch that have copies of a parameter each update a part of it (ZeRO-1,
+    arXiv:2004.13336) and store that part of the state, if the optimizer computes element by element
+    and the function does not cast the parameter.
 
     **Arguments:**
 

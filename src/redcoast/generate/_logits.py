@@ -21,7 +21,7 @@ def choose_tokens(
     logits: Logits,
     history: History | None,
     step: Int[Array, ""],
-    least: Int[Array, "rows_or_1"] | None,
+    least: Int[Array, " rows_or_1"] | None,
     request: Request,
     *,
     rows: Rows | None = None,

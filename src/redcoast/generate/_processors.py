@@ -13,7 +13,7 @@ from ._request import Request, Scalar
 
 Scores = Float[Array, "rows vocab"]
 History = Int[Array, "rows length"]
-Least = Int[Array, "rows_or_1"] | None
+Least = Int[Array, " rows_or_1"] | None
 
 
 def new_history(prompt: Int[Array, "rows prompt"], request: Request) -> History | None:
@@ -121,7 +121,7 @@ def repeats_ngram(
 
 def follows(
     history: History | None, count: Int[Array, ""], request: Request, tokens: tuple[int, ...]
-) -> Bool[Array, "rows_or_1"]:
+) -> Bool[Array, " rows_or_1"]:
     """Whether the latest tokens of a row are these."""
     if not tokens:
         return jnp.ones(1, bool)

@@ -24,7 +24,7 @@ class Last(eqx.Module):
     lengths: Int[Array, " batch"]
     count: Int[Array, ""]
     history: History | None
-    least: Int[Array, "rows_or_1"] | None
+    least: Int[Array, " rows_or_1"] | None
 
 
 class New(eqx.Module):

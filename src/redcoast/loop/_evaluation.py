@@ -345,7 +345,8 @@ def _check_metrics(metrics: Any, taken: dict[str, float]) -> dict[str, float]:
         dtype = np.asarray(value).dtype
         if np.ndim(value) or dtype.kind == "c" or not has_numbers(dtype):
             raise ValueError(
-                f"`metric_fn` returned {short_repr(value)} for {name!r}. Each metric must be one number."
+                f"`metric_fn` returned {short_repr(value)} for {name!r}. Each metric must be one "
+                "number."
             )
     # JSON has no numbers of NumPy.
     return {name: float(value) for name, value in metrics.items()}

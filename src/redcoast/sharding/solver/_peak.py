@@ -192,7 +192,8 @@ class _Run:
             inside = replace(inside, roots={}, gathered={})
             for var, atom in zip(jaxpr.invars, step.equation.invars, strict=True):
                 inside.roots[var] = step.frame.of(atom)
-                self.time.read(inside.roots[var])
+                for root in inside.roots[var]:
+                    root.last = self.time.now  # kept until then, in whatever dtype it is read
             self.forward(inside, kept)
         run = self
         is_plain = call.kind is CallKind.PLAIN or isinstance(call.policy, KeepAllBut)
@@ -239,12 +240,11 @@ class _Run:
         self.time.read(union(operands))
         body = _run_body(PeakFrame(scope, step.source), scan, slices, self.time.empty())
         if self.time.compiler == "tpu" and scan.unroll < scan.length:
-            # XLA for TPU copies stacked matrices before a loop, in bfloat16. There is one copy for
-            # the loop, and one in another layout for its derivative.
+            # XLA for TPU copies stacked matrices before a loop, in bfloat16, for its derivative too.
             copies: list[Buffer] = []
             for atom, roots in zip(xs, slices, strict=True):
                 if all(root.read_narrow and not root.read_wide for root in roots):
-                    copies.append(self.time.write(size_of(step.value(atom)), step.source))
+                    copies.append(self.time.write(size_of(step.value(atom)) / 2, step.source))
             frame.copies[step.index] = tuple(copies)
         self.time.spike(body.forward)
         saved: list[WrittenBytes] = []

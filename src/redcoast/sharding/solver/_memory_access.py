@@ -92,13 +92,15 @@ _TILE = 8, 128
 
 
 def padding(shape: Sequence[int]) -> float:
-    """How much larger an array is in the memory of a TPU, which has tiles of 8 x 128 elements.
+    """How much larger an array is in the memory of a TPU, which has tiles of 8 x 128 elements, or
+    of 1, 2 or 4 x 128 for so few rows.
 
     The compiler chooses the two dimensions of tiles; those that need least are assumed.
     """
     least = 1.0 if len(shape) < 2 else float("inf")
     for row, column in permutations(range(len(shape)), 2):
-        rows = ceil(shape[row] / _TILE[0]) * _TILE[0]
+        tile = min(_TILE[0], 1 << (shape[row] - 1).bit_length())
+        rows = ceil(shape[row] / tile) * tile
         columns = ceil(shape[column] / _TILE[1]) * _TILE[1]
         least = min(least, rows * columns / (shape[row] * shape[column]))
     return least

@@ -240,7 +240,8 @@ class _Run:
         self.time.read(union(operands))
         body = _run_body(PeakFrame(scope, step.source), scan, slices, self.time.empty())
         if self.time.compiler == "tpu" and scan.unroll < scan.length:
-            # XLA for TPU copies stacked matrices before a loop, in bfloat16, for its derivative too.
+            # XLA for TPU copies stacked matrices before a loop, in bfloat16. Its derivative reads
+            # the same copies.
             copies: list[Buffer] = []
             for atom, roots in zip(xs, slices, strict=True):
                 if all(root.read_narrow and not root.read_wide for root in roots):

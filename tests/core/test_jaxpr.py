@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import redcoast as rc
+from redcoast.core._frames import own_line
 from redcoast.core._jaxpr import bind_again, evaluate_jaxpr, iter_equations, multiply_adds
 
 X = jnp.arange(3.0)
@@ -51,3 +53,19 @@ def test_multiply_adds(fn, shapes, count):
     jaxpr = jax.make_jaxpr(fn)(*map(jnp.ones, shapes)).jaxpr
     found = [multiply_adds(one) for one in iter_equations(jaxpr)]
     assert next((one for one in found if one is not None), None) == count
+
+
+def test_equations_of_a_compiled_function_have_the_line_of_its_call():
+    """As `jnp.take`, whose own equations have frames of JAX alone."""
+
+    def look_up(table, rows):
+        return jnp.take(table, rows, axis=0)
+
+    table, rows = np.ones((64, 8), np.float32), np.zeros(8, np.int32)
+    plan = rc.plan_shardings(table, rc.make_mesh(), fn=look_up, args=(rows,))
+    (call,) = jax.make_jaxpr(look_up)(table, rows).eqns
+    constrained = jax.make_jaxpr(plan.constrain(look_up))(table, rows)
+    (gather,) = [x for x in iter_equations(constrained) if x.primitive.name == "gather"]
+    line = own_line(call.source_info.traceback)
+    assert line.startswith("test_jaxpr.py:")
+    assert own_line(gather.source_info.traceback) == line

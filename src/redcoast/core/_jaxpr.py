@@ -17,6 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jaxtyping import PyTree
 
 from ._control_flow import AnyJaxpr, Atom, inner_jaxprs, open_jaxpr
+from ._frames import own_or_model_frame
 
 T = TypeVar("T")
 
@@ -138,10 +139,18 @@ def evaluate_equations(
 
 
 def at_line_of(equation: JaxprEqn) -> AbstractContextManager[None]:
-    """A context in which operations have the line of the user's code that an equation has."""
+    """A context in which operations have the line of the user's code that an equation has.
+
+    An equation of a compiled function, such as `jnp.take`, has no such line, and stays at that of
+    the call.
+    """
     info = equation.source_info
+    trace = info.traceback
+    frames = ((frame.file_name, frame.line_num) for frame in getattr(trace, "frames", ()))
+    if own_or_model_frame(frames) is None:
+        trace = source_info_util.current().traceback
     names = source_info_util.current_name_stack() + info.name_stack
-    return source_info_util.user_context(info.traceback, name_stack=names)
+    return source_info_util.user_context(trace, name_stack=names)
 
 
 def multiply_adds(equation: JaxprEqn) -> int | None:

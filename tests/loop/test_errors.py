@@ -4,6 +4,7 @@ import dataclasses
 import io
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -391,6 +392,20 @@ def test_an_exit_with_the_status_of_success_is_an_error(name):
     status = 3
     with pytest.raises(SystemExit, match="3"):
         fit(**changes)
+
+
+def test_a_handler_of_signals_may_end_the_program():
+    """As services do on SIGTERM, or scripts after a time."""
+
+    def log(metrics, step):
+        signal.raise_signal(signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, lambda *_: sys.exit(0))
+    try:
+        with pytest.raises(SystemExit, match="0"):
+            fit(log=log)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_an_exit_of_a_logger_saves_the_last_step(tmp_path):

@@ -8,6 +8,7 @@ import functools as ft
 import inspect
 import os
 import re
+import signal
 import sys
 import sysconfig
 import traceback
@@ -80,8 +81,9 @@ def hide_frames(fn: Fn) -> Fn:
         try:
             return fn(*args, **kwargs)
         except SystemExit as error:
-            # Another status says that the program is not finished.
-            if error.code:
+            # Another status says that the program is not finished, and a handler of signals ends it
+            # on purpose.
+            if error.code or _comes_from_signal(error):
                 raise
             exit_error = RuntimeError(_EXITED.format(fn.__name__))
             tidy(error)
@@ -106,6 +108,13 @@ def hide_frames(fn: Fn) -> Fn:
             raise  # without arguments, which adds no frame
 
     return call  # pyright: ignore[reportReturnType]
+
+
+def _comes_from_signal(error: BaseException) -> bool:
+    """Whether a handler of signals raised an error."""
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {getattr(handler, "__code__", None) for handler in handlers}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def hide_frames_of_init(cls: type[Class]) -> type[Class]:

@@ -87,8 +87,8 @@ def ode() -> Program:
     return loss, (field, readout), spread(4)
 
 
-def diffrax_field(adjoint: str) -> Program:
-    """A neural ODE: Tsit5 with adaptive steps."""
+def diffrax_field(adjoint: str, solver: str = "Tsit5") -> Program:
+    """A neural ODE with adaptive steps."""
     import diffrax
 
     field, readout = eqx.nn.MLP(4, 4, 64, 2, key=KEY), eqx.nn.Linear(4, 2, key=KEY)
@@ -98,7 +98,7 @@ def diffrax_field(adjoint: str) -> Program:
         field, readout = model
         solution = diffrax.diffeqsolve(
             term,
-            diffrax.Tsit5(),
+            getattr(diffrax, solver)(),
             0.0,
             1.0,
             0.1,
@@ -320,6 +320,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "diffrax, `RecursiveCheckpointAdjoint`": lambda: diffrax_field("RecursiveCheckpointAdjoint"),
     "diffrax, `BacksolveAdjoint`": lambda: diffrax_field("BacksolveAdjoint"),
     "diffrax, `DirectAdjoint`": lambda: diffrax_field("DirectAdjoint"),
+    "diffrax, `DirectAdjoint`, implicit": lambda: diffrax_field("DirectAdjoint", "Kvaerno3"),
     "diffrax, neural SDE": neural_sde,
     "optimistix, `root_find`": optimistix_root,
     "HMC by hand": hmc,

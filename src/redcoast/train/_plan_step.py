@@ -27,6 +27,8 @@ from ..distributed._mesh import ambient_or_default, batch_shards
 from ..sharding import Hardware, Plan, coupling_sentence, plan_shardings
 from ..sharding._plan_arguments import check_memory, memory_limit
 from ..sharding.solver._hardware import hardware_of
+from ..sharding.tree._leaf_plans import elementwise_states
+from ..sharding.tree._leaves import flat_leaves
 from ._coupled import (
     find_coupled,
     find_faults,
@@ -299,11 +301,20 @@ def with_update_traffic(
     specs_of_model = _specs(plan.shardings.model)
     of_trained = list(compress(specs_of_model, is_trained))
     of_state = _specs(plan.shardings.opt_state)
+    # The plan has the gathers of what each device updates a part of.
+    specs = {array.path: array.spec for array in plan.report.arrays}
+    in_parts: set[str] = set()
+    for path, parameter in elementwise_states(state).items():
+        if specs["/".join(path)] != specs[parameter.name]:
+            in_parts.add(parameter.name)
+    updated: list[P | None] = []
+    for leaf, spec in zip(compress(flat_leaves(state.model), is_trained), of_trained, strict=True):
+        updated.append(None if leaf.name in in_parts else spec)
     sizes = dict(plan.mesh.shape)
     lines = update_traffic(
         traced.jaxpr,
         [*of_trained, *of_state, *specs_of_model],
-        [*of_trained, *of_state],
+        [*updated, *of_state],
         sizes,
         beside=sum(line.bytes for line in program.traffic),
     )

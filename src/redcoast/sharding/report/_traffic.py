@@ -37,6 +37,7 @@ def all_sent(layout: StorageLayout, reasons: Reasons) -> list[Sent]:
         *gathers_of_sequence(of_stage.decision),
         *_over_batch(of_stage, bool(layout.update_specs)),
         *_gathers(layout, reasons),
+        *_updated_gathers(layout),
         *sent_to_hosts(decision),
         *_for_constraints(decision),
         *_between_stages(decision),
@@ -175,6 +176,17 @@ def _way(backward: bool) -> str:
     if backward:
         return "backward"
     return "forward"
+
+
+def _updated_gathers(layout: StorageLayout) -> Iterator[Sent]:
+    """All-gathers of what each device has updated a part of."""
+    sizes = layout.decision.sizes
+    for place, spec in layout.update_specs.items():
+        own, stored = axes_of_spec(spec), axes_of_spec(layout.specs[place])
+        over = tuple(axis for axis in sizes if axis in own and axis not in stored)
+        size = layout.decision.program.parameters[place].bytes / parts(stored, sizes)
+        sent = all_gather(parts(over, sizes), size)
+        yield Sent(over, "parameters", "all-gathers of updated parameters", sent)
 
 
 def _gathers(layout: StorageLayout, reasons: Reasons) -> Iterator[Sent]:

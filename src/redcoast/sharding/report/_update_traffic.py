@@ -43,7 +43,6 @@ _FEW, _SMALL = 1000, 1e-4
 _REDUCED = "all-reduces in the optimizer"
 _GATHERED = "all-gathers in the optimizer"
 _EXCHANGED = "all-to-alls in the optimizer"
-_UPDATED = "all-gathers of updated parameters"
 _RESHARDED = "changes of sharding in the optimizer"
 
 
@@ -70,7 +69,7 @@ _SENT: dict[str, tuple[str, Callable[[int, int | float], int | float]]] = {
 def update_traffic(
     program: AnyJaxpr,
     inputs: Sequence[P],
-    outputs: Sequence[P],
+    outputs: Sequence[P | None],
     sizes: Mapping[str, int],
     *,
     beside: int,
@@ -78,7 +77,8 @@ def update_traffic(
     """What each device sends in an update, by cause.
 
     - `program`: the traced update.
-    - `inputs`, `outputs`: how its arguments and its results are stored.
+    - `inputs`, `outputs`: how its arguments and its results are stored; `None` for what the plan
+        of the model counts already.
     - `sizes`: those of the mesh's axes.
     - `beside`: the bytes that a device sends in the rest of the step.
     """
@@ -87,7 +87,8 @@ def update_traffic(
     before = [_spec(spec, var, sizes) for spec, var in zip(inputs, jaxpr.invars, strict=True)]
     results = walk.follow(jaxpr, before)
     for atom, spec, stored in zip(jaxpr.outvars, results, outputs, strict=True):
-        walk.reshard(atom, spec, _spec(stored, atom, sizes), _UPDATED)
+        if stored is not None:
+            walk.reshard(atom, spec, _spec(stored, atom, sizes))
     lines = traffic(walk.sent)
     total = beside + sum(line.bytes for line in lines)
     return tuple(line for line in lines if line.bytes > max(_FEW, _SMALL * total))

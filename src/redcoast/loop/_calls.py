@@ -290,6 +290,9 @@ def plan_calls(
         if data.mesh.devices.flat[0].platform == "cpu":
             small = ON_CPU
         most = _most(small, state, data)
+    elif data.steps is not None:
+        # There is memory for as many batches as a call may take.
+        most = min(steps_per_call, data.steps)
     obstacle = _obstacle(data, log)
     if steps_per_call is not None and steps_per_call > 1 and obstacle:
         raise ValueError(

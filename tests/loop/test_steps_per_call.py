@@ -306,6 +306,13 @@ def test_a_call_needs_no_more_memory_than_the_batches_of_the_run():
     assert_same(logged(steps_per_call=10**12, steps=3), logged(steps_per_call=3, steps=3))
 
 
+def test_steps_are_taken_alone_where_implicit_transfers_are_forbidden():
+    """Several steps take their batches from the host, which ended the run in an error of JAX."""
+    model, key = make_model(), jax.random.key(0)
+    with jax.transfer_guard("disallow"):
+        logged(steps_per_call=None, steps=3, model=model, key=key)
+
+
 def test_keys_are_not_reported_as_reused():
     """JAX's check takes a key that a loop hands on for one that the loop has used up."""
     with jax.debug_key_reuse(True):

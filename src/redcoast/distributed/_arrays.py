@@ -167,7 +167,14 @@ def _batch_place(x: PyTree, mesh: Mesh, kinds: tuple[type, ...], axis: int) -> S
 
 def stays_on_host(mesh: Mesh) -> bool:
     """Whether arrays of NumPy are not moved: a single CPU device takes them without a copy."""
-    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+    is_one_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+    return is_one_cpu and not forbids_implicit_transfers()
+
+
+def forbids_implicit_transfers() -> bool:
+    """Whether a setting of JAX refuses arrays of NumPy as arguments of compiled functions."""
+    # Pyright does not know it.
+    return getattr(jax.config, "jax_transfer_guard_host_to_device") == "disallow"  # noqa: B009
 
 
 def _is_split_over(x: jax.Array, mesh: Mesh) -> bool:

@@ -30,7 +30,7 @@ from ..core._iterate import until_error
 from ..core._jaxpr import iter_equations
 from ..core._pytree import ARRAYS, join
 from ..data._batches import Batch, Batches
-from ..distributed._arrays import copy_tree, place_batch
+from ..distributed._arrays import copy_tree, forbids_implicit_transfers, place_batch
 from ..sharding import Plan
 from ..tracking._loggers import all_loggers, takes_state
 from ..tracking._metrics import PackedMetrics, StackedMetrics
@@ -299,8 +299,7 @@ def plan_calls(
             f"`steps_per_call={steps_per_call}` does not work here, because {obstacle}. Leave it "
             "out."
         )
-    # Errors of debugged operations must name the step that they are in.
-    if most is None or most < 2 or obstacle or _is_debugged():
+    if most is None or most < 2 or obstacle or _needs_single_steps():
         return Calls(alone, data, None, Pace(1, fixed=True), None)
     # Stacking needs the batches before they are on the devices.
     data.on_host = True
@@ -334,7 +333,8 @@ def _obstacle(data: Batches, log: Any) -> str:
     return ""
 
 
-def _is_debugged() -> bool:
-    """Whether a setting of JAX asks for errors at the operations that cause them."""
+def _needs_single_steps() -> bool:
+    """Whether a setting of JAX asks for errors at the operations that cause them, which must name
+    their step, or forbids to pass batches to a program that are not on the devices."""
     settings = ("jax_debug_nans", "jax_debug_infs", "jax_debug_key_reuse", "jax_disable_jit")
-    return any(getattr(jax.config, name) for name in settings)
+    return forbids_implicit_transfers() or any(getattr(jax.config, name) for name in settings)

@@ -323,7 +323,7 @@ ROWS = {
             "`examples`.*iterator without a state.*generator function",
         ),
         (lambda d: fit(examples=iter([])), ValueError, "no example"),
-        (lambda d: fit(examples=set()), ValueError, "no example"),
+        (lambda d: fit(examples=set()), TypeError, "is a set"),
         (lambda d: fit(examples=iter(EXAMPLES), steps=None, epochs=1), ValueError, "no epochs"),
         (lambda d: fit(examples=lambda: 7), TypeError, r"`examples\(\)` is of type int"),
         (lambda d: fit(examples="data/train"), TypeError, "`examples` is a string, 'data/train'"),

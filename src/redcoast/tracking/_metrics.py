@@ -75,13 +75,10 @@ def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
 def check_scalars(metrics: Mapping[str, ArrayLike]) -> None:
     """Raises `ValueError` if the loss returned metrics that are not real scalars."""
     for name, value in metrics.items():
-        dtype, advice = jnp.result_type(value), ""
         if jnp.iscomplexobj(value):
-            advice = ": return `jnp.abs` of it, or its real and imaginary parts"
-        if advice or jnp.issubdtype(dtype, jax.dtypes.extended):
             raise ValueError(
-                f"`loss_fn` returned aux[{name!r}] of dtype {dtype}. Metrics are real numbers"
-                f"{advice}."
+                f"`loss_fn` returned aux[{name!r}] of dtype {jnp.result_type(value)}. Metrics are "
+                "real numbers: return `jnp.abs` of it, or its real and imaginary parts."
             )
         if jnp.ndim(value):
             raise ValueError(

@@ -35,9 +35,7 @@ def sent_to_hosts(decision: Decision) -> Iterator[Sent]:
     rows = used_axes(decision.batch_axes, sizes)
     everyone = used_axes(tuple(sizes), sizes)
     for call in decision.program.graph.host_calls:
-        values = (*call.operands, *call.results)
-        sharded = any(decision.is_parallel(value.dims) for value in values)
-        if any(map(decision.batch.has, call.along)) or (call.is_inside and not sharded):
+        if any(map(decision.batch.has, call.along)) or call.is_inside:
             continue  # each device calls it for its own rows
         cause = "functions on the host: what they receive and return"
         for value in call.operands:

@@ -457,7 +457,7 @@ def test_values_are_kept_as_the_step_is_divided_in_the_end():
             seen.append(fn.compute)
         return plan_flow(
             model, mesh, fn, (batch, None), overrides=overrides, trainable=eqx.is_inexact_array,
-            hardware=rc.Hardware(), budget=None, state_bytes=0, sequence=False,
+            hardware=rc.Hardware(), budget=None, state_bytes=0, updated={}, sequence=False,
         )  # fmt: skip
 
     memory = plan(in_a_scan)[2].memory

@@ -190,17 +190,21 @@ def elementwise_states(tree: PyTree) -> dict[Path, Leaf]:
     is_elementwise = lambda x: isinstance(x, _ELEMENTWISE)
     nodes = jax.tree_util.tree_leaves_with_path(tree.opt_state, is_leaf=is_elementwise)
     parameters = {leaf.path: leaf for leaf in flat_leaves(tree.model)}
-    found: dict[Path, Leaf] = {}
+    updated: dict[Path, Leaf] = {}
     for path, node in nodes:
         if not is_elementwise(node):
             continue
         above = ("opt_state", *map(key_name, path))
         for leaf in flat_leaves(node):
-            ends = [leaf.path[start:] for start in range(len(leaf.path) + 1)]
-            parameter = next(filter(None, map(parameters.get, ends)), None)
-            if parameter is not None and parameter.shape == leaf.shape:
-                found[*above, *leaf.path] = parameter
-    return found
+            # The longest end of the path that is a parameter's.
+            starts = range(len(leaf.path) + 1)
+            start = next((i for i in starts if leaf.path[i:] in parameters), None)
+            if start is None:
+                continue
+            parameter = parameters[leaf.path[start:]]
+            if parameter.shape == leaf.shape:
+                updated[*above, *leaf.path] = parameter
+    return updated
 
 
 def _in_parts(parameter: LeafPlan) -> tuple[P, Reason] | None:

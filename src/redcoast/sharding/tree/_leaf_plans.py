@@ -26,8 +26,8 @@ class Reason:
 
     - `kind`: `"tensor-parallel"` (computed with in parts; large arrays may be FSDP-sharded along
         another dimension as well), `"fsdp"` (sharded in storage, all-gathered for use),
-        `"replicated"`, `"follows"` (optimizer state, sharded like its parameter), `"pipeline"`
-        (on its stage) or `"override"`.
+        `"replicated"`, `"follows"` (optimizer state, sharded like its parameter or like the
+        parts of it that devices update), `"pipeline"` (on its stage) or `"override"`.
     """
 
     kind: Kind

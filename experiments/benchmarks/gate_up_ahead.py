@@ -41,10 +41,10 @@ def main(targets: tuple[str, ...] = ("h100:1", "a100-40gb:1"), page: Path | None
     forms: tuple[Form, ...] = ("two products", "one product")
     for target in targets:
         for form in forms:
-            found = measure(target, form)
-            sizes = f"{found.temporaries / 1e6:,.0f} | {found.other_bytes / 1e6:,.0f}"
+            figures = measure(target, form)
+            sizes = f"{figures.temporaries / 1e6:,.0f} | {figures.other_bytes / 1e6:,.0f}"
             milliseconds = f"{1e3 * found.seconds:.2f}"
-            table.add(f"| {target} | {form} | {found.kernels:.0f} | {sizes} | {milliseconds} |")
+            table.add(f"| {target} | {form} | {figures.kernels:.0f} | {sizes} | {milliseconds} |")
     table.write(page, "gate_up")
 
 

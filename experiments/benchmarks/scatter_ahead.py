@@ -10,13 +10,7 @@ one product, the gradient of a matrix by rows that are split over `data` and `fs
 import os
 
 # JAX reads these when it is first imported; no accelerator is looked for.
-os.environ |= {
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
+os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu"}
 
 from pathlib import Path
 from typing import Any

@@ -38,8 +38,9 @@ class StoredSpecs:
     def of(self, path: KeyPath, shape: Shape) -> PartitionSpec | None:
         """The spec of the array of this shape whose path ends so; None if there is no such array.
 
-        Of several, it is the one with the most parts, since an optimizer's state may have more than
-        its parameter, or else the one with the shortest path, which is the parameter's.
+        Of several, it is the one with the most sharded dimensions, since an optimizer's state may
+        have more than its parameter. Of those with as many, it is the one with the shortest path,
+        which is the parameter's.
         """
         self.were_asked_for = True
         matching: list[tuple[int, int, int, PartitionSpec]] = []
@@ -48,8 +49,8 @@ class StoredSpecs:
             candidates = self._by_last.get(path[-1:], [])
         for number, (whole, of_shape, spec) in enumerate(candidates):
             if of_shape == shape and whole[len(whole) - len(path) :] == path:
-                replicated = list(spec).count(None) - len(spec)
-                matching.append((replicated, len(whole), number, spec))
+                sharded = len(spec) - list(spec).count(None)  # dimensions
+                matching.append((-sharded, len(whole), number, spec))
         if not matching:
             return None
         return min(matching)[3]

@@ -499,8 +499,8 @@ def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list
         returned = copied(returned)  # `output_fn` may write into it for the next batch
     outputs = returned[0]
     # A dict would be read as its keys, and a text as its letters.
-    is_other = isinstance(outputs, Mapping | Set | str | bytes)
-    has_entries = hasattr(outputs, "__len__") and not is_other
+    has_keys_or_letters = isinstance(outputs, Mapping | Set | str | bytes)
+    has_entries = hasattr(outputs, "__len__") and not has_keys_or_letters
     if not has_entries or len(outputs) != rows:
         what = type(outputs).__name__
         if has_entries:

@@ -46,21 +46,22 @@ def run_split_interpolation(bound: BoundEquation) -> Arrays | None:
     length = left + windows[place].own + right
     window = replace(windows[place], left=left, right=right, length=length)
     own_results = -(-window.of_result // window.count)
-    rest = own_results * window.count - window.of_result
+    missing_results = own_results * window.count - window.of_result
 
     def look_up(x: jax.Array, places: jax.Array) -> jax.Array:
         first = jax.lax.axis_index(axes) * window.own - window.left
-        at = jnp.squeeze(places, -1) - first
-        return jnp.take(with_halo(x, window), at, axis=interpolation.dim, mode="clip")
+        local_places = jnp.squeeze(places, -1) - first
+        return jnp.take(with_halo(x, window), local_places, axis=interpolation.dim, mode="clip")
+
+    results_dim = 1 - interpolation.summed  # of the matrix
 
     def multiply(x: jax.Array, matrix: jax.Array) -> jax.Array:
-        at = jax.lax.axis_index(axes)
+        device = jax.lax.axis_index(axes)
         # (elements, results), or the other way round
         part = jax.lax.dynamic_slice_in_dim(
-            matrix, at * window.own, window.length, interpolation.summed
+            matrix, device * window.own, window.length, interpolation.summed
         )
-        kept = 1 - interpolation.summed
-        part = jax.lax.dynamic_slice_in_dim(part, at * own_results, own_results, kept)
+        part = jax.lax.dynamic_slice_in_dim(part, device * own_results, own_results, results_dim)
         operands = [part, part]
         operands[interpolation.place] = with_halo(x, window)
         params = equation.params
@@ -73,16 +74,16 @@ def run_split_interpolation(bound: BoundEquation) -> Arrays | None:
 
     x = bound.operands[interpolation.place]
     constant = bound.operands[1 - interpolation.place]  # the indices or the matrix
-    added = [(0, 0, 0)] * constant.ndim
+    padding = [(0, 0, 0)] * constant.ndim
     if equation.primitive.name == "gather":
         local, spec_of_constant = look_up, P(axes)
-        added[0] = (0, rest, 0)
+        padding[0] = (0, missing_results, 0)
     else:
         local, spec_of_constant = multiply, P()
-        added[1 - interpolation.summed] = (0, rest, 0)
-        beyond = window.own * window.count - window.size
-        added[interpolation.summed] = (window.left, beyond + window.right, 0)
-    constant = jax.lax.pad(constant, jnp.zeros((), constant.dtype), added)
+        padding[results_dim] = (0, missing_results, 0)
+        missing = window.own * window.count - window.size
+        padding[interpolation.summed] = (window.left, missing + window.right, 0)
+    constant = jax.lax.pad(constant, jnp.zeros((), constant.dtype), padding)
     run = jax.shard_map(
         local,
         mesh=shardings.mesh,

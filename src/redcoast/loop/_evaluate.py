@@ -502,9 +502,9 @@ def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list
     has_keys_or_letters = isinstance(outputs, Mapping | Set | str | bytes)
     has_entries = hasattr(outputs, "__len__") and not has_keys_or_letters
     if not has_entries or len(outputs) != rows:
-        what = type(outputs).__name__
+        what = f"an object of type {type(outputs).__name__}"
         if has_entries:
-            what = len(outputs)
+            what = f"{len(outputs)} entries"
         raise ValueError(
             f"`output_fn` was given the predictions of {rows} examples and returned {what}. It "
             "must return a list with one entry for each example."

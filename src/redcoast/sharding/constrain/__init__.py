@@ -15,8 +15,8 @@ other files for the results:
   `_split_lookup.py`; for split examples, `_split_conv.py` and `_split_product.py`, whose dimensions
   take axes in the order of `_product_order.py`.
 - Rows that each device runs alone: `_local_choice.py` says which equations, `_local_region.py` runs
-  them. `_local_operation.py` does so for single operations, and
-  `_own_rules.py` for primitives of Equinox.
+  them. `_local_operation.py` does so for single operations, and `_own_rules.py` for primitives of
+  Equinox.
 - Loops: `_copied_weights.py` and `_gathered_layers.py`.
 - Custom derivatives: `_custom_rules.py`.
 """

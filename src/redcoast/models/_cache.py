@@ -104,7 +104,9 @@ def move_slots(cache: PyTree, by: Int[AnyArray, ""]) -> PyTree:
     """Moves the contents of all slots to the front by `by` slots, of each `Cache` in a tree."""
 
     def move(x: Cache) -> Cache:
-        of_k, of_v = (3, 2) if isinstance(x, CacheByLayer) else (2, 2)  # the dimensions of slots
+        of_k, of_v = 2, 2  # the dimensions of slots
+        if isinstance(x, CacheByLayer):
+            of_k = 3
         k = jax.tree.map(lambda k: jnp.roll(k, -by, axis=of_k), x.k)
         v = jax.tree.map(lambda v: jnp.roll(v, -by, axis=of_v), x.v)
         # The slots that come around from the front are not filled.
@@ -131,7 +133,9 @@ def empty_cache(
 
 def admit(cache: Cache, shape: tuple[int, ...], mask: Mask | None) -> Cache:
     """Marks the slots of new tokens of `shape` as filled. `extend` writes their keys and values."""
-    real = jnp.ones(shape, bool) if mask is None else mask.astype(bool)
+    real = jnp.ones(shape, bool)
+    if mask is not None:
+        real = mask.astype(bool)
     real = jax.lax.dynamic_update_slice(cache.mask, real, (0, cache.filled))  # (batch, length)
     return dataclasses.replace(cache, mask=real, filled=cache.filled + shape[1])
 

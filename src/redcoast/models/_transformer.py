@@ -132,8 +132,9 @@ class TransformerLayers(StackedLayers):
         self.attention_norm, self.mlp_norm = (jnp.ones((c.layers, c.width)) for _ in range(2))
         self.wq, self.wk, self.wv, self.wo = initial_attention(c, *keys[:4])
         self.bq, self.bk, self.bv = (zeros(s, when=c.qkv_bias) for s in (q, kv, kv))
-        # Norms of outputs are over all heads.
-        norms = (q, kv) if c.output_norms else ((c.layers, c.head_dim),) * 2
+        norms = ((c.layers, c.head_dim),) * 2
+        if c.output_norms:
+            norms = q, kv  # over all heads
         self.q_norm, self.k_norm = (ones(s, when=c.qk_norm) for s in norms)
         if c.experts is None:
             self.router = None
@@ -163,7 +164,9 @@ class Transformer(Decoder):
 
     def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         logits = tied_or_own_head(hidden, self.embed, self.head)
-        return logits if self.config.logit_divisor == 1 else logits / self.config.logit_divisor
+        if self.config.logit_divisor == 1:
+            return logits
+        return logits / self.config.logit_divisor
 
     def expect(self, cache: Cache, lengths: Int[Array, " batch"]) -> Cache:
         """Sets the maximum number of tokens of each row, which `LongRope` depends on."""
@@ -220,7 +223,9 @@ def _flags(of_layers: tuple[bool, ...]) -> Bool[Array, " layers"] | None:
 
 def _norm_before(x, scale, c):
     """The input of attention or of the network, with a norm unless the norms are of outputs."""
-    return x if c.output_norms else rms_norm(x, scale, c.norm_eps)
+    if c.output_norms:
+        return x
+    return rms_norm(x, scale, c.norm_eps)
 
 
 def _add(x, y, scale, key, c):
@@ -231,8 +236,10 @@ def _add(x, y, scale, key, c):
 
 
 def _times(x, factor):
+    if factor == 1:
+        return x
     # The factor is rounded to the dtype first, as in `transformers`.
-    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+    return x * jnp.asarray(factor, x.dtype)
 
 
 def _growth(positions, c, dtype):

@@ -71,9 +71,10 @@ def write(config: MixtralConfig) -> Settings:
 
 
 def tensors(config: MixtralConfig) -> dict[str, Tensor]:
-    moe = LLAMA_LAYER + ("mlp." if config.qk_norm else "block_sparse_moe.")
+    moe = LLAMA_LAYER + "block_sparse_moe."
     names = {"gate": "w1", "up": "w3", "down": "w2"}
     if config.qk_norm:
+        moe = LLAMA_LAYER + "mlp."
         names = GATED
     tables = transformer_tensors(config)
     tables["layers/router"] = Tensor(moe + "gate.weight", TURNED)

@@ -23,7 +23,9 @@ def run_split_pad(bound: BoundEquation) -> Arrays | None:
     if not shardings.splits_examples or not ends:
         return None
     x, number = bound.operands
-    others = [(0, 0, 0) if d in ends else entry for d, entry in enumerate(padding)]
+    others = list(padding)
+    for d in ends:
+        others[d] = (0, 0, 0)
     x = jax.lax.pad(x, number, others)
     for d in ends:
         shape = [*x.shape]

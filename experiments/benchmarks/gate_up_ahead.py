@@ -43,7 +43,7 @@ def main(targets: tuple[str, ...] = ("h100:1", "a100-40gb:1"), page: Path | None
         for form in forms:
             figures = measure(target, form)
             sizes = f"{figures.temporaries / 1e6:,.0f} | {figures.other_bytes / 1e6:,.0f}"
-            milliseconds = f"{1e3 * found.seconds:.2f}"
+            milliseconds = f"{1e3 * figures.seconds:.2f}"
             table.add(f"| {target} | {form} | {figures.kernels:.0f} | {sizes} | {milliseconds} |")
     table.write(page, "gate_up")
 

@@ -105,6 +105,7 @@ class Config:
     steps: int = 20  # measured training steps
     target: str | None = None  # the card as a dry run calls it, such as h100:1; by default its name
     seconds: int = 400  # no part begins later than this
+    only: tuple[str, ...] = ()  # the names of the parts to measure; by default all
     peaks: Path | None = None  # the output of --foretell, if the dry runs have been done already
     out: Path = Path("runs/gpu")
     foretell: bool = False  # only print the foretold memory as JSON; for the child process
@@ -125,6 +126,8 @@ def main(c: Config) -> list[Row]:
     chip, begin = rc.CHIPS[target.partition(":")[0]], time.perf_counter()
 
     def part(name: str, measure: Callable[[], list[Row]]) -> None:
+        if c.only and name not in c.only:
+            return
         if time.perf_counter() - begin > c.seconds:
             found["failed"][name] = f"not begun within {c.seconds} s"
             return
@@ -153,6 +156,7 @@ def main(c: Config) -> list[Row]:
             part("the loop", lambda: loop_rows(size))
             part("kernels", ft.partial(kernel_rows, size, chip, kernel, remat))
             part("generation", lambda: generation_rows(size))
+            part("the same bits", bits_rows)
             if kernel:
                 float8 = ft.partial(train_rows, size, c.steps, chip, kernel, remat, "float8")
                 part("training in float8", ft.partial(float8, low_precision="float8"))
@@ -454,6 +458,52 @@ def loop_rows(size: Size) -> list[Row]:
         by_hand = hand_written(model, examples, case, time.perf_counter)
         fit = with_fit(model, examples, case, time.perf_counter)
     return [row("fit, 32-64-10 MLP", 1e3 * fit, "ms/step", 1e3 * by_hand, "bare jit")]
+
+
+# Two runs of one program
+
+DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True}
+
+
+def bits_rows() -> list[Row]:
+    """The arrays with equal bits after two runs, by XLA's defaults, and without nondeterministic
+    operations."""
+    rows = []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        for what, options in (
+            ("defaults", None),
+            ("without such operations", DETERMINISTIC),
+        ):
+            name = f"equal arrays after two runs in {dtype.__name__}, {what}"
+            try:
+                first, second = (trained_arrays(dtype, options) for _ in range(2))
+            except Exception as error:
+                rows.append(row(f"{name}: {type(error).__name__}", 0.0, "arrays"))
+                continue
+            equal = sum(np.array_equal(x, y) for x, y in zip(first, second, strict=True))
+            rows.append(row(name, float(equal), "arrays", float(len(first)), "all"))
+    return rows
+
+
+def trained_arrays(dtype: Any, options: dict[str, bool] | None) -> list[np.ndarray]:
+    """The parameters of a small LLaMA after four steps."""
+    config = LlamaConfig(vocab=1024, width=256, layers=2, heads=4, kv_heads=2, hidden=512)
+    tokens = np.random.default_rng(0).integers(0, config.vocab, (32, 129), np.int32)
+    state = rc.fit(
+        init_fn(config, "none"),
+        OPTIMIZER,
+        tokens,
+        collate_fn=np.stack,
+        loss_fn=make_loss(),
+        batch_size=8,
+        steps=4,
+        mesh=rc.make_mesh(devices=jax.devices()[:1]),
+        compute_dtype=dtype,
+        compiler_options=options,
+        log=rc.progress_logger(False),
+    )
+    complete(state, 4)
+    return [np.asarray(x) for x in jax.tree.leaves(state.model)]
 
 
 # Results

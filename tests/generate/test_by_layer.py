@@ -1,4 +1,4 @@
-"""On CPUs, decoding reads each layer's weights where they are, without copying them."""
+"""Decoding reads each layer's weights where they are, on CPUs, or from copies of the layers."""
 
 from typing import Any
 
@@ -31,8 +31,26 @@ def test_layers_are_the_memory_of_the_stack():
     begin, size = model.layers.up.unsafe_buffer_pointer(), model.layers.up.nbytes // 3
     pointers = [x.unsafe_buffer_pointer() for x in found.layers.up.arrays]
     assert pointers == [begin, begin + size, begin + 2 * size]
-    with compiling_for(Target("gpu", 9)):
+    with compiling_for(Target("tpu", 0)):
         assert by_layer(model) is model
+
+
+def test_layers_are_copied_for_a_gpu_if_they_take_little_of_its_memory(monkeypatch):
+    mesh = rc.make_mesh(data=2, fsdp=2, model=2)
+    model = jax.device_put(make(), rc.infer_shardings(make(), mesh))
+    arrays = jax.tree.leaves(model.layers)
+    of_device = sum(x.addressable_shards[0].data.nbytes for x in arrays)
+    monkeypatch.setattr("redcoast.models._by_layer._memory", lambda _: 4 * of_device)
+    with compiling_for(Target("gpu", 9)):
+        copied: Any = by_layer(model)
+        monkeypatch.setattr("redcoast.models._by_layer._memory", lambda _: 4 * of_device - 1)
+        assert by_layer(model) is model
+    assert copied.embed is model.embed
+    layers = jax.tree.leaves(copied.layers, is_leaf=lambda x: isinstance(x, ByLayer))
+    for stack, copies in zip(arrays, layers, strict=True):
+        for i, layer in enumerate(copies.arrays):
+            assert layer.sharding.is_equivalent_to(stack[i].sharding, layer.ndim)
+            np.testing.assert_array_equal(layer, stack[i])
 
 
 @pytest.mark.thorough

@@ -171,8 +171,8 @@ class PromptChunks:
 
 
 def by_layer_with(model: PyTree, cache: PyTree) -> tuple[Arrays, Static, PyTree]:
-    """Returns the model and the cache for the steps after the prompt: on CPUs, with arrays for each
-    layer."""
+    """Returns the model and the cache for the steps after the prompt: on CPUs and GPUs, with arrays
+    for each layer."""
     apart = by_layer(model)
     if any(map(is_by_layer, jax.tree.leaves(apart, is_leaf=is_by_layer))):
         cache = split_layers(cache)

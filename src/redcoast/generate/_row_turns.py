@@ -219,7 +219,7 @@ def _replace_row(
     first = _choose_first(join(arrays, static), last, prompt, number[None], request)
     turns = jax.tree.map(lambda x, y: x.at[row].set(y[0]), turns, first)  # all that a row has
     if jax.tree.structure(own) != jax.tree.structure(cache):
-        own = split_layers(own)  # on CPUs, the rows' cache has arrays for each layer
+        own = split_layers(own)  # the rows' cache has arrays for each layer
     leaves, structure = jax.tree.flatten(cache)
     for i, (x, own_row, d) in enumerate(zip(leaves, jax.tree.leaves(own), dims, strict=True)):
         if d is not None and everywhere is None:

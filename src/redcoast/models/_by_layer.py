@@ -1,5 +1,7 @@
 """Models with separate layers, for programs that read all weights many times."""
 
+import functools as ft
+from math import prod
 from typing import Any
 
 import equinox as eqx
@@ -24,17 +26,72 @@ class ByLayer(eqx.Module):
     arrays: tuple[Array, ...]
 
 
-def by_layer(model: PyTree) -> PyTree:
-    """On CPUs, replaces the stacked arrays of redcoast's models by views of each layer.
+# The share of a GPU's memory that copies of the layers' weights may take.
+MOST_COPIED = 0.25
 
-    The views share the memory of the stacked arrays. Only layers that are not aligned as XLA
-    requires are copied. A program on stacked arrays would copy the weights of each layer. On other
-    devices, and in a trace, the model is returned unchanged.
+
+def by_layer(model: PyTree) -> PyTree:
+    """On CPUs and GPUs, replaces the stacked arrays of redcoast's models by arrays of each layer.
+
+    A program on stacked arrays would copy the weights of each layer each time that it reads them.
+    On CPUs, the arrays are views, which share the memory of the stacked arrays. Only layers that
+    are not aligned as XLA requires are copied. On GPUs, all layers are copied once, unless the
+    copies take too much memory. On other devices, and in a trace, the model is returned unchanged.
     """
     tracing = isinstance(jnp.zeros(()), Tracer)  # then there is no memory to view
-    if tracing or target().platform != "cpu":
+    platform = target().platform
+    if tracing or platform not in ("cpu", "gpu"):
         return model
-    return jax.tree.map(_split, model, is_leaf=_is_stack)
+    if platform == "cpu":
+        return jax.tree.map(_split, model, is_leaf=_is_stack)
+    is_copied = jax.tree.map(_are_stacks, model, is_leaf=_is_stack)
+    stacks, rest = eqx.partition(model, is_copied)
+    arrays = jax.tree.leaves(stacks)
+    if not arrays or _bytes_on_device(arrays) > MOST_COPIED * _memory(arrays[0]):
+        return model
+    layers = _copy_layers(stacks, tuple(_layer_sharding(x) for x in arrays))
+    return eqx.combine(rest, layers)
+
+
+def _are_stacks(x: PyTree) -> PyTree:
+    """Which arrays of a model have whole layers on each device."""
+    if not _is_stack(x):
+        return False
+    return jax.tree.map(_has_whole_layers, x)
+
+
+def _has_whole_layers(x: object) -> bool:
+    # Layers that are themselves split over devices cannot be taken apart.
+    return isinstance(x, jax.Array) and x.sharding.shard_shape(x.shape)[0] == x.shape[0]
+
+
+def _bytes_on_device(arrays: list[Array]) -> int:
+    return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
+
+
+def _memory(x: Array) -> int:
+    """The bytes of memory of a device that has a part of the array; 0 if it does not say."""
+    stats = x.addressable_shards[0].device.memory_stats() or {}
+    return stats.get("bytes_limit", 0)
+
+
+def _layer_sharding(x: Array) -> NamedSharding | None:
+    """The sharding of a layer: each device has the same part of it as of the stack."""
+    if isinstance(x.sharding, NamedSharding):
+        return NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:]))
+    return None
+
+
+@ft.partial(jax.jit, static_argnums=1)
+def _copy_layers(stacks: PyTree, shardings: tuple[NamedSharding | None, ...]) -> PyTree:
+    arrays, structure = jax.tree.flatten(stacks)
+    copies: list[ByLayer] = []
+    for stack, sharding in zip(arrays, shardings, strict=True):
+        layers = [stack[i] for i in range(stack.shape[0])]
+        if sharding is not None:
+            layers = [jax.lax.with_sharding_constraint(x, sharding) for x in layers]
+        copies.append(ByLayer(tuple(layers)))
+    return structure.unflatten(copies)
 
 
 def _is_stack(x: object) -> bool:
@@ -46,17 +103,15 @@ def _split(x: PyTree) -> PyTree:
 
 
 def _views(x: PyTree) -> PyTree:
-    # Layers that are themselves split over devices cannot be viewed.
-    if not isinstance(x, jax.Array) or x.sharding.shard_shape(x.shape)[0] != x.shape[0]:
+    if not isinstance(x, jax.Array) or not _has_whole_layers(x):
         return x
     shards = [(s.device, np.asarray(s.data)) for s in x.addressable_shards]  # without a copy
     return ByLayer(tuple(_view(x, shards, i) for i in range(x.shape[0])))
 
 
 def _view(x: Array, shards: list[tuple[Any, np.ndarray]], i: int) -> Array:
-    if isinstance(x.sharding, NamedSharding):
-        sharding = NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:]))
-        # The rest of a layer may be split: each device has the same part of it as of the stack.
+    sharding = _layer_sharding(x)
+    if sharding is not None:
         parts = [jax.device_put(data[i], device, may_alias=True) for device, data in shards]
         return jax.make_array_from_single_device_arrays(x.shape[1:], sharding, parts)
     # An array that is not committed stays so, or it could not meet arrays of other devices.

@@ -49,6 +49,11 @@ class BatchDims:
                 return nodes
         return None
 
+    def splits_alike(self, node: int, others: Iterable[int]) -> bool:
+        """Whether one of other dimensions is sharded over the same devices as a node."""
+        own = self.set_of(node)
+        return own is not None and any(map(own.has, others))
+
     def parts(self, dims: Iterable[int]) -> int:
         """The number of devices that share an array with these dimensions."""
         dims = tuple(dims)

@@ -16,6 +16,7 @@ from ._remat import Region
 Dims = tuple[int, ...]  # the nodes of an array's dimensions
 # An equation, after the loops, branches and calls around it, outermost first.
 Source = tuple[JaxprEqn, ...]
+SourcePath = tuple[int, ...]  # the `id`s of a source's equations: layers may have the same jaxpr
 BytesByDims = defaultdict[Dims, float]
 
 
@@ -36,6 +37,10 @@ class Value:
     @property
     def bytes(self) -> int:
         return prod(self.shape) * self.itemsize
+
+
+def path_of(source: Sequence[object]) -> SourcePath:
+    return tuple(map(id, source))
 
 
 def have_grad(values: Iterable[Value]) -> bool:

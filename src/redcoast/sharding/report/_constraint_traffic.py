@@ -17,7 +17,7 @@ from ...core._control_flow import Scan, While, control_flow
 from .._mesh_axes import parts, used_axes
 from ..operations import atom_bytes, rule_of
 from ..program._facts import Facts, Operation, alike, follow_facts
-from ..program._graph import Asked, Value, Work
+from ..program._graph import Asked, SourcePath, Value, Work, path_of
 from ..solver._hardware import all_gather, all_reduce
 from ..solver._strategy import Decision
 from ..tree._overrides import axes_of_spec, spec_parts
@@ -36,7 +36,6 @@ class ReshardCost:
     gathers_all: bool
 
 
-_Path = tuple[int, ...]  # the `id`s of an equation and of those around it, outermost first
 _ConstrainedSpec = tuple[Axes, ...] | None  # None where the sharding is as planned
 
 
@@ -49,8 +48,10 @@ class _Constrained:
         no value.
     """
 
-    changes: dict[_Path, tuple[Asked, Spec, Spec]] = field(default_factory=dict)
-    operands: dict[_Path, list[tuple[Value | None, _ConstrainedSpec]]] = field(default_factory=dict)
+    changes: dict[SourcePath, tuple[Asked, Spec, Spec]] = field(default_factory=dict)
+    operands: dict[SourcePath, list[tuple[Value | None, _ConstrainedSpec]]] = field(
+        default_factory=dict
+    )
 
 
 def constraint_reshards(decision: Decision) -> Iterator[tuple[Asked, ReshardCost, int | float]]:
@@ -177,13 +178,8 @@ def _operand_traffic(
     yield ProductTraffic(over, sent * times / decision.batch.parts(work.rows), work)
 
 
-def path_of(source: Sequence[object]) -> _Path:
-    """The path of an equation, from itself and those around it."""
-    return tuple(map(id, source))
-
-
-def _path(operation: Operation) -> _Path:
-    around: _Path = ()
+def _path(operation: Operation) -> SourcePath:
+    around: SourcePath = ()
     if operation.outer is not None:
         around = _path(operation.outer)
     return (*around, id(operation.equation))

@@ -10,7 +10,7 @@ from ...distributed._mesh import PIPE
 from .._mesh_axes import parts, used_axes
 from ..operations import atom_bytes
 from ..pipeline._stages import Pipeline
-from ..program._graph import Dims, Source, Work
+from ..program._graph import Dims, Source, SourcePath, Work, path_of
 from ..solver._figures import Pipelining
 from ..solver._hardware import all_gather, all_reduce
 from ..solver._layout import StorageLayout
@@ -18,7 +18,7 @@ from ..solver._memory_access import reads_narrow
 from ..solver._planned_collectives import gathered_bytes, of_batch, of_model
 from ..solver._strategy import Decision, bytes_of_given_batch, gradient_shards
 from ..tree._overrides import axes_of_spec, spec_axes
-from ._constraint_traffic import Axes, constraint_reshards, path_of, product_traffic
+from ._constraint_traffic import Axes, constraint_reshards, product_traffic
 from ._data import Traffic, TrafficKind
 from ._reasons import Reasons
 from ._sent import Sent, sent_to_hosts
@@ -98,7 +98,7 @@ def _tensor_parallel(reasons: Reasons) -> Iterator[Sent]:
     """All-reduces of sums over tensor-parallel dimensions, and all-gathers after them."""
     decision = reasons.decision
     graph, classes = decision.program.graph, decision.classes
-    sums_whole: set[tuple[int, ...]] = set()
+    sums_whole: set[SourcePath] = set()
     for product in product_traffic(decision):
         if product.sums_whole:
             sums_whole.add(path_of(product.work.source))
@@ -242,7 +242,7 @@ def gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
     for work in decision.program.graph.works:
         if work.forward and work.source[-1].primitive.name == "dot_general":
             works.append(work)
-    gathered: set[tuple[int, ...]] = set()
+    gathered: set[SourcePath] = set()
     for work in works:
         for side, dims in enumerate(work.of):
             # Products of one array with several matrices gather it once.
@@ -268,7 +268,7 @@ def gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
             yield Sent(over, "activations", cause, all_gather(decision.n, size), summed.source)
 
 
-def _identity(work: Work, side: int) -> tuple[int, ...]:
+def _identity(work: Work, side: int) -> SourcePath:
     """Identifies an operand of a product: the calls around it, and the variable.
 
     What is an argument of a call, as of `jnp.einsum`, is the variable outside of it.
@@ -280,4 +280,4 @@ def _identity(work: Work, side: int) -> tuple[int, ...]:
         if not isinstance(call, Call) or atom not in open_jaxpr(call.jaxpr).invars:
             break
         atom = around.pop().invars[open_jaxpr(call.jaxpr).invars.index(atom)]
-    return (*path_of(around), id(atom))
+    return path_of((*around, atom))

@@ -6,10 +6,10 @@ operands are sharded differently, or an operation needs a dimension whole, one i
 collectives of `jax.shard_map` are those that the program has.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from operator import attrgetter
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec as P
@@ -27,12 +27,12 @@ from ...core._control_flow import (
     open_jaxpr,
 )
 from .._mesh_axes import parts, used_axes
-from ..operations import Atom, Dimension, Factor, Rule, atom_bytes, opaque_rule, rule_of
+from ..operations import Atom, Dimension, Factor, Rule, atom_bytes, opaque_rule, rule_of, shape_of
 from ..program._walk import ASSUMED_TRIPS
 from ..solver._hardware import all_gather, all_reduce
 from ..tree._overrides import spec_axes
 from ._constraint_traffic import Axes, find_reshard
-from ._data import Traffic
+from ._data import Traffic, total_bytes
 from ._sent import Sent
 from ._traffic import traffic
 
@@ -84,14 +84,13 @@ def update_traffic(
     """
     walk = _Walk(sizes)
     jaxpr = open_jaxpr(program)
-    before = [_spec(spec, var, sizes) for spec, var in zip(inputs, jaxpr.invars, strict=True)]
-    results = walk.follow(jaxpr, before)
+    results = walk.follow(jaxpr, list(map(walk.spec_of, inputs, jaxpr.invars)))
     for atom, spec, stored in zip(jaxpr.outvars, results, outputs, strict=True):
         if stored is not None:
-            walk.reshard(atom, spec, _spec(stored, atom, sizes))
+            walk.reshard(atom, spec, walk.spec_of(stored, atom))
     lines = traffic(walk.sent)
-    total = beside + sum(line.bytes for line in lines)
-    return tuple(line for line in lines if line.bytes > max(_FEW, _SMALL * total))
+    least = max(_FEW, _SMALL * (beside + total_bytes(lines)))
+    return tuple(line for line in lines if line.bytes > least)
 
 
 @dataclass
@@ -105,7 +104,13 @@ class _Walk:
     def follow(self, jaxpr: Jaxpr, inputs: Sequence[Spec]) -> list[Spec]:
         """The specs of the results."""
         known: dict[Var, Spec] = dict(zip(jaxpr.invars, inputs, strict=True))
-        read = lambda atom: _read(known, atom)
+
+        def read(atom: Atom) -> Spec:
+            # Literals, and what the program closes over, are on all devices.
+            if isinstance(atom, Literal) or atom not in known:
+                return _replicated(atom)
+            return known[atom]
+
         for equation in jaxpr.eqns:
             operands = list(map(read, equation.invars))
             results = self._of_equation(equation, operands)
@@ -118,6 +123,19 @@ class _Walk:
             sent = find_reshard(atom_bytes(atom), before, after, self.sizes).sent
             self._add(tuple(chain(*before)), cause, sent)
 
+    def _reshard_all(
+        self, atoms: Iterable[Atom], before: Iterable[Spec], after: Iterable[Spec]
+    ) -> None:
+        for change in zip(atoms, before, after, strict=True):
+            self.reshard(*change)
+
+    def spec_of(self, spec: P, atom: Atom) -> Spec:
+        """The axes of each dimension, but those of one device."""
+        entries: list[Axes] = []
+        for entry in spec:
+            entries.append(used_axes(spec_axes(entry), self.sizes))
+        return (*entries, *_replicated(atom)[len(entries) :])
+
     def _add(self, axes: Sequence[str], cause: str, size: int | float) -> None:
         over = tuple(axis for axis in self.sizes if axis in axes)
         if size:
@@ -128,7 +146,8 @@ class _Walk:
             case Scan() as scan:
                 return self._scan(scan, equation, operands)
             case While() as loop:
-                return self._while(loop, operands)
+                _, consts, carry = loop.split(operands)
+                return self._loop(loop.body, ASSUMED_TRIPS, consts, carry, [])
             case Cond() as cond:
                 return self._cond(cond, operands[1:])
             case Call() as call:
@@ -139,7 +158,7 @@ class _Walk:
                 return self._by_rule(equation, opaque_rule(equation), operands)
         if equation.primitive.name == "sharding_constraint":
             constraint = getattr(equation.params["sharding"], "spec", P())
-            spec = _spec(constraint, equation.invars[0], self.sizes)
+            spec = self.spec_of(constraint, equation.invars[0])
             self.reshard(equation.invars[0], operands[0], spec)
             return [spec]
         if equation.primitive.name in _SENT:
@@ -149,24 +168,26 @@ class _Walk:
     def _scan(self, scan: Scan, equation: JaxprEqn, operands: list[Spec]) -> list[Spec]:
         consts, carry, scanned = scan.split(operands)
         _, _, arrays = scan.split(list(equation.invars))
+        slices: list[Spec] = []
         for atom, spec in zip(arrays, scanned, strict=True):
             # An iteration takes one element of the first dimension.
             self.reshard(atom, spec, ((), *spec[1:]))
-        body = open_jaxpr(scan.body)
-        inner = replace(self, times=self.times * scan.length)
-        results = inner.follow(body, [*consts, *carry, *(spec[1:] for spec in scanned)])
-        for atom, after, before in zip(body.outvars, results, carry, strict=False):
-            inner.reshard(atom, after, before)
-        return [*carry, *(((), *spec) for spec in results[len(carry) :])]
+            slices.append(spec[1:])
+        results = self._loop(scan.body, scan.length, consts, carry, slices)
+        for place in range(len(carry), len(results)):
+            results[place] = ((), *results[place])  # (length, ...)
+        return results
 
-    def _while(self, loop: While, operands: list[Spec]) -> list[Spec]:
-        _, consts, carry = loop.split(operands)
-        body = open_jaxpr(loop.body)
-        inner = replace(self, times=self.times * ASSUMED_TRIPS)
-        results = inner.follow(body, [*consts, *carry])
-        for atom, after, before in zip(body.outvars, results, carry, strict=True):
-            inner.reshard(atom, after, before)
-        return list(carry)
+    def _loop(
+        self, body: AnyJaxpr, trips: int, consts: list[Spec], carry: list[Spec], slices: list[Spec]
+    ) -> list[Spec]:
+        """The specs of the results of the last of so many iterations."""
+        jaxpr, count = open_jaxpr(body), len(carry)
+        inner = replace(self, times=self.times * trips)
+        results = inner.follow(jaxpr, [*consts, *carry, *slices])
+        # The next iteration begins with the carry as it was before.
+        inner._reshard_all(jaxpr.outvars[:count], results[:count], carry)
+        return [*carry, *results[count:]]
 
     def _cond(self, cond: Cond, operands: list[Spec]) -> list[Spec]:
         """The branch that sends the most counts."""
@@ -177,23 +198,20 @@ class _Walk:
             of_branch = inner.follow(open_jaxpr(branch), operands)
             if not branches:
                 results = of_branch
-            for atom, spec, wanted in zip(
-                open_jaxpr(branch).outvars, of_branch, results, strict=True
-            ):
-                inner.reshard(atom, spec, wanted)
+            inner._reshard_all(open_jaxpr(branch).outvars, of_branch, results)
             branches.append(inner)
-        self.sent += max(branches, key=_total).sent
+        size_of = attrgetter("bytes")
+        self.sent += max(branches, key=lambda walk: sum(map(size_of, walk.sent))).sent
         return results
 
     def _manual(self, manual: Manual, equation: JaxprEqn, operands: list[Spec]) -> list[Spec]:
         params = equation.params
-        for atom, spec, inside in zip(equation.invars, operands, params["in_specs"], strict=True):
-            self.reshard(atom, spec, _spec(inside, atom, self.sizes))
+        inside = map(self.spec_of, params["in_specs"], equation.invars)
+        self._reshard_all(equation.invars, operands, inside)
         # Each device runs it on its own parts, and sends what its collectives say.
         body = open_jaxpr(manual.body)
         self.follow(body, list(map(_replicated, body.invars)))
-        pairs = zip(params["out_specs"], equation.outvars, strict=True)
-        return [_spec(spec, atom, self.sizes) for spec, atom in pairs]
+        return list(map(self.spec_of, params["out_specs"], equation.outvars))
 
     def _collective(self, equation: JaxprEqn) -> list[Spec]:
         """A collective of a program for one device, whose arrays are parts already."""
@@ -213,7 +231,7 @@ class _Walk:
             if not isinstance(atom, Literal):
                 # An operand is gathered to be sharded as the operation computes with it.
                 self.reshard(atom, spec, _along(along, dimensions), _GATHERED)
-        reduced = tuple(axis for factor in rule.reduced for axis in along.get(factor, ()))
+        reduced = _axes_along(along, rule.reduced)
         results = [_along(along, dimensions) for dimensions in rule.results]
         if reduced:
             for atom, spec in zip(equation.outvars, results, strict=True):
@@ -233,60 +251,33 @@ class _Walk:
         order = sorted(range(len(operands)), key=lambda i: -atom_bytes(equation.invars[i]))
         for i in order:
             for axes, dimension in zip(operands[i], rule.operands[i], strict=True):
-                self._assign(axes, dimension, rule, local, along)
+                taken = set(chain(*along.values()))
+                if not taken.isdisjoint(axes):
+                    continue
+                rest = list(axes)
+                for factor in dimension:  # the slowest first
+                    if not rest or factor in local or factor in along:
+                        break
+                    size = rule.sizes[factor]
+                    own: list[str] = []
+                    while rest and size % self.sizes[rest[0]] == 0:
+                        size //= self.sizes[rest[0]]
+                        own.append(rest.pop(0))
+                    if own:
+                        along[factor] = tuple(own)
+                    if size > 1:
+                        break
         return along
-
-    def _assign(
-        self,
-        axes: Axes,
-        dimension: Dimension,
-        rule: Rule,
-        local: frozenset[Factor],
-        along: dict[Factor, Axes],
-    ) -> None:
-        """Divides the factors of a dimension over its axes, the slowest first."""
-        rest = list(axes)
-        taken = set(chain(*along.values()))
-        if taken.intersection(rest):
-            return
-        for factor in dimension:
-            if not rest or factor in local or factor in along:
-                return
-            own: list[str] = []
-            size = rule.sizes[factor]
-            while rest and size % self.sizes[rest[0]] == 0:
-                size //= self.sizes[rest[0]]
-                own.append(rest.pop(0))
-            if own:
-                along[factor] = tuple(own)
-            if size > 1:
-                return
 
 
 def _along(along: Mapping[Factor, Axes], dimensions: Sequence[Dimension]) -> Spec:
     """The spec of an array from the axes of the factors of its dimensions."""
-    spec: list[Axes] = []
-    for dimension in dimensions:
-        spec.append(tuple(chain.from_iterable(along.get(factor, ()) for factor in dimension)))
-    return tuple(spec)
+    return tuple(_axes_along(along, dimension) for dimension in dimensions)
 
 
-def _read(known: Mapping[Var, Spec], atom: Atom) -> Spec:
-    if isinstance(atom, Literal):
-        return _replicated(atom)
-    # What the program closes over is on all devices.
-    return known.get(atom, _replicated(atom))
+def _axes_along(along: Mapping[Factor, Axes], factors: Iterable[Factor]) -> Axes:
+    return tuple(chain(*(along.get(factor, ()) for factor in factors)))
 
 
 def _replicated(atom: Atom) -> Spec:
-    return ((),) * len(getattr(atom.aval, "shape", ()))
-
-
-def _spec(spec: P, atom: Any, sizes: Mapping[str, int]) -> Spec:
-    """The axes of each dimension, but those of one device."""
-    entries = [used_axes(spec_axes(entry), sizes) for entry in spec]
-    return (*entries, *_replicated(atom)[len(entries) :])
-
-
-def _total(walk: _Walk) -> int | float:
-    return sum(sent.bytes for sent in walk.sent)
+    return ((),) * len(shape_of(atom))

@@ -12,7 +12,7 @@ from ...core._jaxpr import struct_of
 from ..operations import Atom
 from ..operations._rule_table import CUMULATIVE
 from ..program._batch_dims import BatchDims
-from ..program._graph import Dims, Graph, Reshard
+from ..program._graph import Dims, Graph, Reshard, SourcePath, path_of
 from ._hardware import all_gather, all_reduce
 
 # The parts of its operand that a device sends for a slice that is split again, and of each operand
@@ -20,9 +20,7 @@ from ._hardware import all_gather, all_reduce
 _SLICED = 1.25
 _CONCATENATED, _CONCATENATED_BACK = 1.75, 2.5
 
-# A variable in the calls around it: layers may have the same jaxpr.
-_Place = tuple[int, ...]
-_Slices = dict[_Place, Reshard]
+_Slices = dict[SourcePath, Reshard]  # by the path of the result, in the calls around it
 
 
 def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Reshard, int | float]]:
@@ -31,7 +29,7 @@ def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Reshard, int | 
     for move in graph.moves:
         equation = move.source[-1]
         if equation.primitive.name == "slice":
-            slices[_place(move, equation.outvars[0])] = move
+            slices[path_of((*move.source[:-1], equation.outvars[0]))] = move
     # A roll is two slices and a concatenation, of which XLA sends the smaller slice only.
     shifted: set[Reshard] = set()  # the parts of rolled arrays that go to another device
     free: set[Reshard] = set()
@@ -69,17 +67,16 @@ def is_spectrum(atom: Atom, dims: Dims, graph: Graph, batch: BatchDims) -> bool:
     return False
 
 
-def _place(move: Reshard, atom: Atom) -> _Place:
-    return (*map(id, move.source[:-1]), id(atom))
-
-
 def _rolled_parts(move: Reshard, slices: _Slices) -> list[Reshard]:
     """The slices of an array that a concatenation puts in another order, the smallest first."""
     equation = move.source[-1]
     if equation.primitive.name != "concatenate":
         return []
-    places = [_place(move, atom) for atom in equation.invars]
-    parts = [slices[place] for place in places if place in slices]
+    parts: list[Reshard] = []
+    for atom in equation.invars:
+        path = path_of((*move.source[:-1], atom))
+        if path in slices:
+            parts.append(slices[path])
     arrays = {part.source[-1].invars[0] for part in parts}
     if len(parts) < len(equation.invars) or len(arrays) != 1:
         return []

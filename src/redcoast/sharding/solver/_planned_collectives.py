@@ -1,7 +1,8 @@
 """What devices send to each other in a step, and why: one list for the solver and the report."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from jax.extend.core import JaxprEqn
@@ -16,11 +17,22 @@ from ...core._control_flow import (
     primitive_name,
 )
 from ...core._jaxpr import iter_equations, struct_of
-from ..operations import Atom, Dimension, rule_of
+from ..operations import Dimension, atom_bytes, rule_of
 from ..program._batch import SplitNodes
 from ..program._batch_dims import BatchDims
 from ..program._classes import Classes
-from ..program._graph import Dims, Graph, Halo, PartialSum, Source, Value, Work
+from ..program._graph import (
+    BatchGather,
+    Dims,
+    Graph,
+    Halo,
+    PartialSum,
+    Source,
+    SourcePath,
+    Value,
+    Work,
+    path_of,
+)
 from ..program._remat import recomputes_little
 from ._hardware import Hardware, all_gather, all_reduce
 from ._moved_rows import is_spectrum, moved_rows
@@ -72,9 +84,6 @@ class _Product:
     gathered: tuple[int, ...]
 
 
-_Key = tuple[int, ...]
-
-
 def of_model(
     graph: Graph, classes: Classes, batch: BatchDims, n: int, hardware: Hardware
 ) -> Iterator[PlannedCollective]:
@@ -111,124 +120,265 @@ def of_model(
 def of_batch(
     graph: Graph, batch: BatchDims, gradient_shards: int, hardware: Hardware
 ) -> Iterator[PlannedCollective]:
-    """What is sent if the batch is sharded. A gradient is stored in `gradient_shards`.
-
-    Products of split examples with each other gather an operand, or sum parts.
-    """
-    over_batch = [summed for summed in graph.partial_sums.values() if batch.has(summed.node)]
-    products = _products(graph, batch)
-    yield from _additions_to_rows(over_batch, graph, batch, scatters=hardware.scatters)
-    yield from _sums_over_batch(over_batch, products, graph, batch, gradient_shards, hardware)
-    for product in products.values():
-        yield from _for_product(product, batch)
-    yield from _gathers_of_batch(products, graph, batch)
-    for halo in graph.halos:
-        if batch.has(halo.node):
-            yield _halo(halo, batch)
-    for work in graph.works:
-        sent = _turned_back(work, graph, batch)
-        yield PlannedCollective("turned", sent, work.dims, work.source)
-    for move, sent in moved_rows(graph, batch):
-        dims = (*move.rows, *move.operand.dims)
-        yield PlannedCollective("moved", sent, dims, move.source)
+    """What is sent if the batch is sharded. A gradient is stored in `gradient_shards`."""
+    return _OverBatch(graph, batch, gradient_shards, hardware).collectives()
 
 
-def _sums_over_batch(
-    over_batch: Iterable[PartialSum],
-    products: Mapping[_Key, _Product],
-    graph: Graph,
-    batch: BatchDims,
-    gradient_shards: int,
-    hardware: Hardware,
-) -> Iterator[PlannedCollective]:
-    """Partial sums along a dimension of the batch: gradients, lookups in rows, and other sums."""
-    # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
-    scatters = hardware.scatters and gradient_shards == batch.count
-    split: list[PartialSum] = []
-    for summed in over_batch:
-        if not _is_split_as_well(batch, summed.node, summed.preceding):
-            split.append(summed)
-    gathered: set[int] = set()  # the tables of lookups, by the `id` of the variable
-    apart = _summed_apart(graph, hardware)
-    # Gradients of all rows are summed together, whether the rows are linked or not.
-    all_rows = -1
-    for summed in _once(split, apart, lambda node: all_rows):
-        dims, source = summed.value.dims, summed.source
-        product = _product_of(summed.node, source, products, batch)
-        is_gradient = summed.backward and batch.parts(dims) == 1
-        if product is not None and not is_gradient and product.sums_parts == summed.backward:
-            # An operand that is split along another dimension is gathered, and not summed. Where
-            # parts are summed, the cotangent of the sum is gathered for those of both operands.
-            continue
-        halo = _interpolated(summed, graph, batch)
-        if halo is not None:
-            yield PlannedCollective("halos", halo, dims, source, summed.backward)
-            continue
-        size = _sum_bytes(summed, apart)
-        # Results without rows are gradients, which are summed after loops.
-        if is_gradient:
-            devices, others = batch.around(summed.node, dims)
-            size /= others
-            # Where each use is summed alone, so is each dimension of the batch.
-            if hardware.adds_first:
-                devices = batch.count
-            sent = all_reduce(devices, size)
-            if scatters:
-                sent = all_gather(batch.count, size)
-            yield PlannedCollective("gradients", sent, dims, source, backward=True)
-        elif not summed.backward and _is_lookup(summed, graph, batch):
-            table = id(source[-1].invars[0])  # XLA gathers it once for all lookups
-            is_first = table not in gathered
-            yield _lookup(summed, batch, is_first=is_first, scatters=hardware.scatters)
-            gathered.add(table)
-        else:
-            cause = "sums over the batch"
-            devices, others = batch.around(summed.node, (*summed.rows, *dims))
-            # A sum over parts of examples may be split over the same devices.
-            is_divided = batch.splits_examples and _is_split_as_well(batch, summed.node, dims)
-            sent = _sum(devices, size / others, hardware.scatters and is_divided)
-            yield PlannedCollective(cause, sent, dims, source, summed.backward)
+@dataclass(frozen=True)
+class _OverBatch:
+    """What is sent for the operations of a program whose batch is sharded."""
 
+    graph: Graph
+    batch: BatchDims
+    gradient_shards: int
+    hardware: Hardware
 
-def _gathers_of_batch(
-    products: Mapping[_Key, _Product], graph: Graph, batch: BatchDims
-) -> Iterator[PlannedCollective]:
-    """Operands that are needed as a whole along a dimension of the batch."""
-    for gather in graph.batch_gathers:
-        if _product_of(gather.node, gather.source, products, batch) is not None:
-            continue
-        if not batch.has(gather.node) or _is_split_as_well(batch, gather.node, gather.along):
-            continue
+    def collectives(self) -> Iterator[PlannedCollective]:
+        graph, batch = self.graph, self.batch
+        sums = [summed for summed in graph.partial_sums.values() if batch.has(summed.node)]
+        for summed in sums:
+            yield from self._addition_to_rows(summed)
+        yield from self._sums(sums)
+        for product in self._products.values():
+            yield from self._of_product(product)
+        for gather in graph.batch_gathers:
+            yield from self._gather(gather)
+        for halo in graph.halos:
+            if batch.has(halo.node):
+                yield self._halo(halo)
+        for work in graph.works:
+            yield from self._turned_back(work)
+        for move, sent in moved_rows(graph, batch):
+            dims = (*move.rows, *move.operand.dims)
+            yield PlannedCollective("moved", sent, dims, move.source)
+
+    def _addition_to_rows(self, summed: PartialSum) -> Iterator[PlannedCollective]:
+        """A sum that adds rows of the batch to others, as messages at the nodes of a graph."""
+        adds = summed.operation in ("scatter-add", "scatter_add") and not summed.backward
+        rows = self._rows(summed.preceding)
+        if not adds or not rows or self.graph.sizes[summed.node] in rows:
+            return
+        # Each device adds its own rows to all others, and XLA all-reduces the result. The cotangent
+        # of the result is all-gathered.
+        value = summed.value
+        devices, others = self.batch.around(summed.node, (*summed.rows, *value.dims))
+        size = value.bytes * summed.times / others
+        sent = self._sum(devices, size, self.batch.splits_alike(summed.node, value.dims))
+        sent += value.grad * all_gather(devices, size)
+        yield PlannedCollective("by index", sent, value.dims, summed.source)
+
+    def _sums(self, sums: Iterable[PartialSum]) -> Iterator[PlannedCollective]:
+        """Sums along a dimension of the batch: gradients, lookups in rows, and other sums."""
+        batch, hardware = self.batch, self.hardware
+        split: list[PartialSum] = []
+        for summed in sums:
+            if not batch.splits_alike(summed.node, summed.preceding):
+                split.append(summed)
+        gathered: set[int] = set()  # the tables of lookups, by the `id` of the variable
+        apart = _summed_apart(self.graph, hardware)
+        # Gradients of all rows are summed together, whether the rows are linked or not.
+        all_rows = -1
+        for summed in _once(split, apart, lambda node: all_rows):
+            dims, source = summed.value.dims, summed.source
+            product = self._product_of(summed.node, source)
+            is_gradient = summed.backward and batch.parts(dims) == 1
+            if product is not None and not is_gradient and product.sums_parts == summed.backward:
+                # An operand that is split along another dimension is gathered, and not summed.
+                # Where parts are summed, the cotangent of the sum is gathered for those of both
+                # operands.
+                continue
+            halo = self._interpolated(summed)
+            if halo is not None:
+                yield PlannedCollective("halos", halo, dims, source, summed.backward)
+                continue
+            size = _sum_bytes(summed, apart)
+            # Results without rows are gradients, which are summed after loops.
+            if is_gradient:
+                devices, others = batch.around(summed.node, dims)
+                # Where each use is summed alone, so is each dimension of the batch.
+                if hardware.adds_first:
+                    devices = batch.count
+                sent = all_reduce(devices, size / others)
+                # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
+                if hardware.scatters and self.gradient_shards == batch.count:
+                    sent = all_gather(batch.count, size / others)
+                yield PlannedCollective("gradients", sent, dims, source, backward=True)
+            elif not summed.backward and self._is_lookup(summed):
+                table = id(source[-1].invars[0])  # XLA gathers it once for all lookups
+                yield self._lookup(summed, is_first=table not in gathered)
+                gathered.add(table)
+            else:
+                devices, others = batch.around(summed.node, (*summed.rows, *dims))
+                # A sum over parts of examples may be split over the same devices.
+                is_divided = batch.splits_examples and batch.splits_alike(summed.node, dims)
+                sent = self._sum(devices, size / others, is_divided)
+                yield PlannedCollective("sums over the batch", sent, dims, source, summed.backward)
+
+    def _sum(self, devices: int, size: int | float, is_divided: bool) -> int | float:
+        """Bytes that each device sends for a sum; if the result is divided, it needs a part."""
+        if is_divided and self.hardware.scatters:
+            return all_gather(devices, size)
+        return all_reduce(devices, size)
+
+    def _interpolated(self, summed: PartialSum) -> int | float | None:
+        """Bytes of the halos in place of a sum, if elements depend on few others of an example."""
+        dims, split, equation = summed.value.dims, self.batch.set_of(summed.node), summed.source[-1]
+        interpolation = self.graph.interpolation(equation)
+        if interpolation is None or split is None or not self.batch.splits_examples:
+            return None
+        other = interpolation.dim  # along which the example is split too
+        if not summed.backward:
+            other = interpolation.targets[other]
+        size = self._interpolation_halo(equation, split)
+        if size is None or not split.has(dims[other]):
+            return None
+        _, others = self.batch.around(summed.node, (*summed.rows, *dims))
+        return size * summed.times / others
+
+    def _interpolation_halo(self, equation: JaxprEqn, split: SplitNodes) -> int | float | None:
+        """Bytes of the halos of an interpolation along a split dimension; None of others."""
+        interpolation = self.graph.interpolation(equation)
+        halo = interpolation and interpolation.halo(split.count)
+        if interpolation is None or halo is None:
+            return None
+        return atom_bytes(equation.invars[interpolation.place]) / interpolation.size * sum(halo)
+
+    def _is_lookup(self, summed: PartialSum) -> bool:
+        """Whether devices look up other rows of the batch, as those of nodes at edges of a graph.
+
+        Rows that look up an element of as many rows, as of their label, look up in themselves.
+        """
+        rows = self._rows(summed.value.dims)
+        if not rows or summed.operation != "gather":
+            return False
+        table = summed.source[-1].invars[0]
+        return self.graph.sizes[summed.node] not in rows or summed.value.bytes == atom_bytes(table)
+
+    def _lookup(self, summed: PartialSum, *, is_first: bool) -> PlannedCollective:
+        """An array is all-gathered for all lookups in it, and its cotangent is summed.
+
+        XLA alone, for rows of a batch, sums the cotangent of each lookup over devices.
+        """
+        value = summed.value
+        devices, others = self.batch.around(summed.node, (*summed.rows, *value.dims))
+        size, sent = atom_bytes(summed.source[-1].invars[0]) * summed.times / others, 0.0
+        if is_first:
+            sent += all_gather(devices, size)
+        if value.grad and (is_first or not self.batch.splits_examples):
+            sent += self._sum(devices, size, True)
+        return PlannedCollective("by index", sent, value.dims, summed.source)
+
+    def _rows(self, dims: Iterable[int]) -> list[int]:
+        """The sizes of those dimensions that are of the batch."""
+        return [self.graph.sizes[node] for node in dims if self.batch.has(node)]
+
+    @cached_property
+    def _products(self) -> dict[SourcePath, _Product]:
+        """The products of split examples with each other."""
+        products: dict[SourcePath, _Product] = {}
+        if not self.batch.splits_examples:
+            return products
+        for work in self.graph.works:
+            equation = work.source[-1]
+            if equation.primitive.name != "dot_general" or not work.forward:
+                continue
+            rule, interpolation = rule_of(equation), self.graph.interpolation(equation)
+            assert rule is not None
+            for split in self.batch.sets:
+                first, second = (_first_in(split, dims) for dims in work.of)
+                if first is None or second is None:
+                    continue
+                halo = self._interpolation_halo(equation, split)
+                if interpolation is not None and halo is not None:
+                    target = work.own[interpolation.targets[interpolation.dim]]
+                    # With a constant matrix, of which an element depends on its neighbours.
+                    if split.has(target):
+                        continue
+                kept: Dimension | None = None
+                of_result = _first_in(split, work.own[: len(rule.results[0])])
+                if of_result is not None:
+                    kept = rule.results[0][of_result]
+                dimensions = rule.operands[0][first], rule.operands[1][second]
+                sums_parts, gathered = rule.split_product(dimensions, kept)
+                nodes = work.of[0][first], work.of[1][second]
+                product = _Product(work, split, nodes, sums_parts, tuple(gathered))
+                products[id(split), *path_of(work.source)] = product
+        return products
+
+    def _product_of(self, node: int, source: Source) -> _Product | None:
+        """The product that an operation is, split along a node."""
+        return self._products.get((id(self.batch.set_of(node)), *path_of(source)))
+
+    def _of_product(self, product: _Product) -> Iterator[PlannedCollective]:
+        """What is gathered for a product: an operand, or the cotangent of a sum of parts.
+
+        An operand is gathered again for the derivative.
+        """
+        work, count = product.work, product.split.count
+        equation = work.source[-1]
+        if product.sums_parts and work.grads:
+            _, others = self.batch.around(product.nodes[0], work.dims)
+            sent = all_gather(count, atom_bytes(equation.outvars[0]) / others) * work.times
+            yield PlannedCollective("compared", sent, work.dims, work.source, backward=True)
+        for side in product.gathered:
+            dims = work.of[side]
+            _, others = self.batch.around(product.nodes[side], (*work.rows, *dims))
+            sent = all_gather(count, atom_bytes(equation.invars[side]) / others)
+            times = work.times * (work.forwards + (work.grads > 0))
+            yield PlannedCollective("written", sent * times, dims, work.source)
+
+    def _gather(self, gather: BatchGather) -> Iterator[PlannedCollective]:
+        """An operand that is needed as a whole along a dimension of the batch."""
+        batch, node = self.batch, gather.node
+        if not batch.has(node) or self._product_of(node, gather.source) is not None:
+            return
+        if batch.splits_alike(node, gather.along):
+            return
         cause: Cause = "written"
         if gather.preceding:
             # As in a table of all pairs of examples.
             cause = "compared"
-            if not _is_split_as_well(batch, gather.node, gather.preceding):
-                continue
+            if not batch.splits_alike(node, gather.preceding):
+                return
         dims = (*gather.rows, *gather.operand.dims)
-        devices, others = batch.around(gather.node, dims)
+        devices, others = batch.around(node, dims)
         sent = all_gather(devices, gather.operand.bytes / others) * gather.times
         yield PlannedCollective(cause, sent, dims, gather.source)
 
+    def _halo(self, halo: Halo) -> PlannedCollective:
+        cause, sent, dims = "halos", halo.bytes, (*halo.rows, *halo.operand.dims)
+        devices, others = self.batch.around(halo.node, dims)
+        if not self.batch.splits_alike(halo.node, [halo.target]):
+            # Its size does not divide. The compiler may gather the array.
+            cause, sent = "uneven", all_gather(devices, 2 * halo.operand.bytes)
+        elif halo.whole:
+            # An all-to-all sends what a device has, but for its own part. The spectrum of an
+            # example stays as it is, so that the inverse transform has the second one.
+            cause, sent = "turned", all_gather(devices, halo.bytes) / devices
+            if not self.batch.splits_examples:
+                sent *= 2
+        return PlannedCollective(cause, sent / others * halo.times, dims, halo.source)
 
-def _additions_to_rows(
-    over_batch: Iterable[PartialSum], graph: Graph, batch: BatchDims, *, scatters: bool
-) -> Iterator[PlannedCollective]:
-    """Sums in which rows of the batch are added to others, as messages at the nodes of a graph."""
-    for summed in over_batch:
-        adds = summed.operation in ("scatter-add", "scatter_add") and not summed.backward
-        rows = _rows(summed.preceding, graph, batch)
-        if not adds or not rows or graph.sizes[summed.node] in rows:
-            continue
-        # Each device adds its own rows to all others, and XLA all-reduces the result. The cotangent
-        # of the result is all-gathered.
-        value = summed.value
-        devices, others = batch.around(summed.node, (*summed.rows, *value.dims))
-        size = value.bytes * summed.times / others
-        is_divided = _is_split_as_well(batch, summed.node, value.dims)
-        sent = _sum(devices, size, scatters and is_divided)
-        sent += value.grad * all_gather(devices, size)
-        yield PlannedCollective("by index", sent, value.dims, summed.source)
+    def _turned_back(self, work: Work) -> Iterator[PlannedCollective]:
+        """A product of a spectrum, which is split like the field.
+
+        The spectrum and the result are exchanged once each, and their cotangents too.
+        """
+        equation = work.source[-1]
+        for atom, dims in zip(equation.invars, work.of, strict=False):
+            node = next(filter(self.batch.has, dims), None)
+            if node is None or not is_spectrum(atom, dims, self.graph, self.batch):
+                continue
+            devices, others = self.batch.around(node, (*work.rows, *dims))
+            size = sum(map(atom_bytes, (atom, *equation.outvars))) / others
+            sent = 2 * work.times * all_gather(devices, size) / devices
+            yield PlannedCollective("turned", sent, work.dims, work.source)
+            return
+
+
+def _first_in(split: SplitNodes, dims: Dims) -> int | None:
+    """The place of the first dimension that is split."""
+    return next((place for place, node in enumerate(dims) if split.has(node)), None)
 
 
 def gathered_bytes(graph: Graph, value: Value, devices: int, *, once: bool = False) -> int | float:
@@ -292,185 +442,6 @@ def _is_gathered_again(graph: Graph, value: Value) -> bool:
             case Call(kind=CallKind.REMAT):
                 return True
     return False
-
-
-def _products(graph: Graph, batch: BatchDims) -> dict[_Key, _Product]:
-    """The products of split examples with each other."""
-    products: dict[_Key, _Product] = {}
-    if not batch.splits_examples:
-        return products
-    for work in graph.works:
-        equation = work.source[-1]
-        if equation.primitive.name != "dot_general" or not work.forward:
-            continue
-        rule, interpolation = rule_of(equation), graph.interpolation(equation)
-        assert rule is not None
-        for split in batch.sets:
-            first, second = (_first_in(split, dims) for dims in work.of)
-            if first is None or second is None:
-                continue
-            halo = _interpolation_halo(equation, split, graph)
-            if interpolation is not None and halo is not None:
-                target = work.own[interpolation.targets[interpolation.dim]]
-                # With a constant matrix, of which an element depends on its neighbours.
-                if split.has(target):
-                    continue
-            kept: Dimension | None = None
-            of_result = _first_in(split, work.own[: len(rule.results[0])])
-            if of_result is not None:
-                kept = rule.results[0][of_result]
-            dimensions = rule.operands[0][first], rule.operands[1][second]
-            sums_parts, gathered = rule.split_product(dimensions, kept)
-            nodes = work.of[0][first], work.of[1][second]
-            product = _Product(work, split, nodes, sums_parts, tuple(gathered))
-            products[_key(work.source, split)] = product
-    return products
-
-
-def _first_in(split: SplitNodes, dims: Dims) -> int | None:
-    """The place of the first dimension that is split."""
-    return next((place for place, node in enumerate(dims) if split.has(node)), None)
-
-
-def _product_of(
-    node: int | None, source: Source, products: Mapping[_Key, _Product], batch: BatchDims
-) -> _Product | None:
-    split = batch.set_of(node)
-    if split is None:
-        return None
-    return products.get(_key(source, split))
-
-
-def _key(source: Source, split: SplitNodes) -> _Key:
-    """A key of an operation; layers with the same jaxpr differ in the calls around it."""
-    return (id(split), *map(id, source))
-
-
-def _for_product(product: _Product, batch: BatchDims) -> Iterator[PlannedCollective]:
-    """What is gathered for a product: an operand, or the cotangent of a sum of parts.
-
-    An operand is gathered again for the derivative.
-    """
-    work, count = product.work, product.split.count
-    equation = work.source[-1]
-    if product.sums_parts and work.grads:
-        _, others = batch.around(product.nodes[0], work.dims)
-        sent = all_gather(count, _bytes(equation.outvars[0]) / others) * work.times
-        yield PlannedCollective("compared", sent, work.dims, work.source, backward=True)
-    for side in product.gathered:
-        dims = work.of[side]
-        _, others = batch.around(product.nodes[side], (*work.rows, *dims))
-        sent = all_gather(count, _bytes(equation.invars[side]) / others)
-        times = work.times * (work.forwards + (work.grads > 0))
-        yield PlannedCollective("written", sent * times, dims, work.source)
-
-
-def _rows(dims: Iterable[int], graph: Graph, batch: BatchDims) -> list[int]:
-    """The sizes of those dimensions that are of the batch."""
-    return [graph.sizes[node] for node in dims if batch.has(node)]
-
-
-def _is_lookup(summed: PartialSum, graph: Graph, batch: BatchDims) -> bool:
-    """Whether devices look up other rows of the batch, as those of nodes at the edges of a graph.
-
-    Rows that look up an element of as many rows, as of their label, look up in themselves.
-    """
-    rows = _rows(summed.value.dims, graph, batch)
-    if not rows or summed.operation != "gather":
-        return False
-    table = summed.source[-1].invars[0]
-    return graph.sizes[summed.node] not in rows or summed.value.bytes == _bytes(table)
-
-
-def _sum(devices: int, size: int | float, scatters: bool) -> int | float:
-    """Bytes that each device sends for a sum, of which it may need its own part alone."""
-    if scatters:
-        return all_gather(devices, size)
-    return all_reduce(devices, size)
-
-
-def _lookup(
-    summed: PartialSum, batch: BatchDims, *, is_first: bool, scatters: bool
-) -> PlannedCollective:
-    """An array is all-gathered for all lookups in it, and its cotangent is summed.
-
-    XLA alone, for rows of a batch, sums the cotangent of each lookup over devices.
-    """
-    value = summed.value
-    devices, others = batch.around(summed.node, (*summed.rows, *value.dims))
-    size, sent = _bytes(summed.source[-1].invars[0]) * summed.times / others, 0.0
-    if is_first:
-        sent += all_gather(devices, size)
-    if value.grad and (is_first or not batch.splits_examples):
-        sent += _sum(devices, size, scatters)
-    return PlannedCollective("by index", sent, value.dims, summed.source)
-
-
-def _interpolated(summed: PartialSum, graph: Graph, batch: BatchDims) -> int | float | None:
-    """Bytes of the halos in place of a sum, if elements depend on few others of a split example."""
-    dims, split, equation = summed.value.dims, batch.set_of(summed.node), summed.source[-1]
-    interpolation = graph.interpolation(equation)
-    if interpolation is None or split is None or not batch.splits_examples:
-        return None
-    other = interpolation.dim  # along which the example is split too
-    if not summed.backward:
-        other = interpolation.targets[other]
-    size = _interpolation_halo(equation, split, graph)
-    if size is None or not split.has(dims[other]):
-        return None
-    _, others = batch.around(summed.node, (*summed.rows, *dims))
-    return size * summed.times / others
-
-
-def _interpolation_halo(equation: JaxprEqn, split: SplitNodes, graph: Graph) -> int | float | None:
-    """Bytes of the halos of an interpolation along a split dimension; None of others."""
-    interpolation = graph.interpolation(equation)
-    halo = interpolation and interpolation.halo(split.count)
-    if interpolation is None or halo is None:
-        return None
-    return _bytes(equation.invars[interpolation.place]) / interpolation.size * sum(halo)
-
-
-def _halo(halo: Halo, batch: BatchDims) -> PlannedCollective:
-    cause, sent, dims = "halos", halo.bytes, (*halo.rows, *halo.operand.dims)
-    devices, others = batch.around(halo.node, dims)
-    if not _is_split_as_well(batch, halo.node, [halo.target]):
-        # Its size does not divide. The compiler may gather the array.
-        cause, sent = "uneven", all_gather(devices, 2 * halo.operand.bytes)
-    elif halo.whole:
-        # An all-to-all sends what a device has, but for its own part. The spectrum of an example
-        # stays as it is, so that the inverse transform has the second one.
-        cause, sent = "turned", all_gather(devices, halo.bytes) / devices
-        if not batch.splits_examples:
-            sent *= 2
-    return PlannedCollective(cause, sent / others * halo.times, dims, halo.source)
-
-
-def _turned_back(work: Work, graph: Graph, batch: BatchDims) -> int | float:
-    """Bytes that each device sends for a product of a spectrum, which is split like the field.
-
-    The spectrum and the result are exchanged once each, and their cotangents too.
-    """
-    equation = work.source[-1]
-    for atom, dims in zip(equation.invars, work.of, strict=False):
-        node = next(filter(batch.has, dims), None)
-        if node is None or not is_spectrum(atom, dims, graph, batch):
-            continue
-        devices, others = batch.around(node, (*work.rows, *dims))
-        size = sum(map(_bytes, (atom, *equation.outvars))) / others
-        return 2 * work.times * all_gather(devices, size) / devices
-    return 0
-
-
-def _bytes(atom: Atom) -> int:
-    array = struct_of(atom)
-    return array.size * array.dtype.itemsize
-
-
-def _is_split_as_well(batch: BatchDims, node: int, others: Iterable[int]) -> bool:
-    """Whether one of other dimensions is sharded over the same devices as a node."""
-    own = batch.set_of(node)
-    return own is not None and any(map(own.has, others))
 
 
 def _summed_apart(graph: Graph, hardware: Hardware) -> set[Value]:

@@ -21,7 +21,7 @@ from .solver._memory_estimate import excess_bytes, fit_budget
 from .solver._replicate import replicate
 from .solver._split_examples import (
     apply_split,
-    asked_split,
+    constrained_split,
     example_parts,
     is_sequence,
     needs_split,
@@ -96,11 +96,11 @@ def by_rows_or_within(
                 yield replace(task, program=within)
 
     # A constraint of the program's own on its batch is obeyed.
-    if split := asked_split(program, axes):
-        asked = list(within_examples([split]))
-        if not asked:
+    if split := constrained_split(program, axes):
+        constrained = list(within_examples([split]))
+        if not constrained:
             raise ValueError(_cannot_split(program, split, axes))
-        return cheapest_layout(asked, budget)
+        return cheapest_layout(constrained, budget)
     others = within_examples(splits_of_one(in_parts, axes))
     # Rows divide: split examples are tried only if activations do not fit.
     if not needs_split(program, count):

@@ -71,20 +71,20 @@ def plan_flow(
         if leaf.index in overridden:
             specs[place] = overridden[leaf.index]
 
-    def trace_program() -> Program:
+    def trace_for(args: Sequence[PyTree]) -> Program:
         traced, _ = trace_over(mesh, fn, model, args)
         return follow_program(traced, trainable_arrays(model, trainable))
 
     def find_pipeline(batch_axes: tuple[str, ...]) -> Pipeline:
         try:
-            return pipeline_of(program, mesh, fn, model, args, batch_axes, microbatches)
+            return pipeline_of(program, trace_for, args, axes, batch_axes, microbatches)
         except NoPipeline as error:
             raise ValueError(
                 f"The program cannot be run as a pipeline on a mesh with pipe={mesh.shape[PIPE]}. "
                 f"{error} A mesh without `pipe` has no such requirement."
             ) from error.__cause__
 
-    program = trace_program()
+    program = trace_for(args)
     task = PlanTask(program, axes, specs, hardware, state_bytes, updated, sequence)
     if axes.get(PIPE, 1) > 1 and program.traced.trains:
         # A pipeline divides a batch by rows alone.
@@ -95,7 +95,7 @@ def plan_flow(
             pipeline = find_pipeline(layout.decision.batch_axes)
             layout = replace(layout, decision=replace(layout.decision, pipeline=pipeline))
     else:
-        best = by_rows_or_within(task, budget, trace_program)
+        best = by_rows_or_within(task, budget, lambda: trace_for(args))
         task, layout = best.task, best.layout
     decision = layout.decision
     compute = Compute(

@@ -21,7 +21,8 @@ from ..core._frames import hide_frames
 from .operations import Dimension, Factor, Rule, all_factors
 from .operations._rule import shape_of
 from .program._facts import Facts, Operation, alike, follow_facts
-from .program._trace import Traced
+from .program._program import follow_program
+from .program._trace import Traced, trace_over
 from .tree._leaves import flat_leaves
 
 Dims = frozenset[int]
@@ -155,8 +156,6 @@ def find_uses(
     mesh: Mesh | AbstractMesh | None = None,
 ) -> WeightUses:
     """How `fn(model, *args)` uses the arrays of the model. A mesh is that of its constraints."""
-    from .program._trace import trace_over
-
     if mesh is None:
         mesh = AbstractMesh((), ())
     traced, _ = trace_over(mesh, fn, model, args)
@@ -165,8 +164,6 @@ def find_uses(
 
 def uses_in(traced: Traced, model: PyTree) -> WeightUses:
     """How a traced function uses the arrays of the model that it was traced for."""
-    from .program._program import follow_program
-
     program = follow_program(traced, [False] * traced.arrays)
     scope = program.scope
     uses = WeightUses()

@@ -61,8 +61,7 @@ def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Pla
     result = planned
     for _ in range(_TRIES):
         fixed = _fixed_bytes(result.report)
-        room = memory - fixed  # what is left for activations
-        result = _recompute_within(task, planned, compute, room, fixed, must_fit=must_fit)
+        result = _recompute_within(task, planned, compute, memory, fixed, must_fit=must_fit)
         if _divides_alike(result.compute, compute):
             break
         compute = replace(result.compute, recompute=None, offloaded=False)
@@ -87,18 +86,17 @@ def _recompute_within(
     task: MemoryTask,
     planned: PlannedProgram,
     compute: Compute,
-    room: int | float,
+    memory: int | float,
     fixed: int,
     *,
     must_fit: bool,
 ) -> PlannedProgram:
     """The plan of a function that recomputes what is decided for the shardings of `compute`.
 
-    `planned` is the plan of a function that recomputes nothing. There is `room` for activations
-    beside the `fixed` bytes.
+    `planned` is the plan of a function that recomputes nothing. Of the `memory`, `fixed` bytes are
+    not activations.
     """
-    memory = room + fixed
-    report = planned.report
+    report, room = planned.report, memory - fixed
     # Frozen arrays have no gradient, so that their products keep less.
     trained = tuple(trainable_arrays(task.model, task.trainable))
     read = lambda compute: Recomputed(task.fn, task.mesh, compute).read(

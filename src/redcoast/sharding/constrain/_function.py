@@ -23,7 +23,7 @@ from ..program._program import Program, follow_program
 from ..program._trace import Traced, trace_over
 from ..solver._split_examples import (
     apply_split,
-    asked_split,
+    constrained_split,
     example_parts,
     is_inside,
     needs_split,
@@ -168,7 +168,7 @@ class Constrained:
         # program asks for it. The batch of the plan may have had fewer rows than this one.
         for_few_rows = is_inside(places) or not compute.split
         rows_suffice = for_few_rows and not needs_split(program, count)
-        if rows_suffice and not asked_split(program, sizes):
+        if rows_suffice and not constrained_split(program, sizes):
             return program
         trace = lambda: follow_program(trace_over(self.mesh, self.fn, tree, args)[0], frozen)
         if compute.split:
@@ -187,8 +187,9 @@ class Constrained:
         # A prediction is computed by all devices, which gather one layer after the other.
         if self.mesh.shape.get(PIPE, 1) == 1 or not program.traced.trains:
             return shardings
-        called = (self.mesh, self.fn, tree, args, shardings.batch_axes)
-        why = ""
+        frozen, why = [False] * len(program.parameters), ""
+        trace = lambda args: follow_program(trace_over(self.mesh, self.fn, tree, args)[0], frozen)
+        called = (trace, args, self.mesh.shape, shardings.batch_axes)
         # Another batch, as in evaluation, may need another number of microbatches.
         for count in dict.fromkeys((self.compute.microbatches, None)):
             try:

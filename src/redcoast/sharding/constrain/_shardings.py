@@ -172,7 +172,7 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
         batch_axes=batch.over(compute.batch_axes),
         compute=compute,
         sequence=sequence,
-        asked=frozenset(program.asked_axes),
+        asked=frozenset(program.constraint_axes),
         stacks=frozenset(program.graph.stacks),
         uneven=_uneven(program, batch),
         splits_examples=program.batch.splits_examples,

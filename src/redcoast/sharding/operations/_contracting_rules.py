@@ -4,6 +4,7 @@ from math import prod
 
 from jax.extend.core import JaxprEqn
 
+from ._made_rules import Numbers, independent_rule
 from ._rule import Dimension, Factors, Rule, at_places, each_alone, neighbours, shape_of, without
 
 
@@ -57,29 +58,21 @@ def fused_attention_rule(equation: JaxprEqn) -> Rule:
     Queries, keys, values and results are (batch, sequence, heads, head_dim). A key head serves
     several adjacent query heads.
     """
-    factors = Factors()
     batch_size, _, head_count, head_dim = shape_of(equation.invars[0])
-    batch, heads = factors.new(batch_size), factors.new(head_count)
-    whole: list[Dimension] = []
-
-    def dimensions(shape: tuple[int, ...]) -> list[Dimension]:
-        array = factors.of(shape)
+    dims: list[Numbers] = []
+    for atom in (*equation.invars, *equation.outvars):
+        shape = shape_of(atom)
+        numbers: Numbers = [None] * len(shape)
         if len(shape) == 4 and (shape[0], shape[3]) == (batch_size, head_dim):
-            array[0], array[2] = batch, heads
+            numbers[0], numbers[2] = 0, 1
         else:
             # Biases are (batch, heads, queries, keys), softmax statistics (batch, heads, queries).
             if shape[:1] == (batch_size,):
-                array[0] = batch
+                numbers[0] = 0
             if shape[1:2] == (head_count,):
-                array[1] = heads
-        for dimension in array:
-            if dimension not in (batch, heads):
-                whole.append(dimension)
-        return array
-
-    operands = [dimensions(shape_of(atom)) for atom in equation.invars]
-    results = [dimensions(shape_of(var)) for var in equation.outvars]
-    return factors.rule(operands, results, whole=whole)
+                numbers[1] = 1
+        dims.append(numbers)
+    return independent_rule(equation, dims)
 
 
 def makes_kernel(equation: JaxprEqn) -> bool:

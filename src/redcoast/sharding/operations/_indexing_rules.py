@@ -19,6 +19,8 @@ from ._rule import (
     without,
 )
 
+ADDING = frozenset(["scatter-add", "scatter_add"])
+
 
 def gather_rule(equation: JaxprEqn) -> Rule:
     """An indexed dimension is reduced: each part contributes the elements that it has."""
@@ -89,7 +91,7 @@ def scatter_rule(equation: JaxprEqn) -> Rule:
     if name == "scatter":
         reduced, whole = [], whole + counted
     linear: Linear = ()
-    if name in ("scatter", "scatter-add", "scatter_add"):
+    if name == "scatter" or name in ADDING:
         linear = (frozenset([0, 2]),)
     return factors.rule(
         [operand, indices, updates],
@@ -98,7 +100,7 @@ def scatter_rule(equation: JaxprEqn) -> Rule:
         moved=partial,
         whole=whole,
         indexed=partial + at_places(operand, inserted),
-        sums=name in ("scatter-add", "scatter_add"),
+        sums=name in ADDING,
         linear=linear,
         writes=2,
     )

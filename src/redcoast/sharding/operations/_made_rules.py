@@ -1,6 +1,7 @@
 """Operations that make arrays, and those on keys and matrices."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jax.extend.core import JaxprEqn
 
@@ -87,7 +88,7 @@ def vmapped_rule(equation: JaxprEqn) -> Rule | None:
         dims.append(numbers)
     for var in equation.outvars:
         dims.append([0, *[None] * (len(shape_of(var)) - 1)])
-    return _independent_rule(equation, dims)
+    return independent_rule(equation, dims)
 
 
 def kernel_rule(equation: JaxprEqn) -> Rule | None:
@@ -95,7 +96,7 @@ def kernel_rule(equation: JaxprEqn) -> Rule | None:
     dims = independent_dims(equation)
     if dims is None:
         return None
-    return _independent_rule(equation, dims)
+    return independent_rule(equation, dims)
 
 
 def callback_rule(equation: JaxprEqn) -> Rule | None:
@@ -115,10 +116,10 @@ def callback_rule(equation: JaxprEqn) -> Rule | None:
             if size == leading[d]:
                 numbers[d] = d
         dims.append(numbers)
-    return _independent_rule(equation, dims)
+    return independent_rule(equation, dims)
 
 
-def _independent_rule(equation: JaxprEqn, dims: Sequence[Sequence[int | None]]) -> Rule:
+def independent_rule(equation: JaxprEqn, dims: Sequence[Sequence[int | None]]) -> Rule:
     """The rule of an operation on each element alone along the dimensions that have a number in
     `dims`, the same one in all arrays. It needs the others as a whole."""
     # [i j], [k] -> [i l], with all but `i` needed as a whole
@@ -143,28 +144,20 @@ def decomposition_rule(equation: JaxprEqn) -> Rule:
     """
     # [i r c] -> [i r], [i r c], with `r` and `c` needed as a whole
     # [i r r], [i r c] -> [i r c], with `r` needed as a whole
-    factors = Factors()
     first = shape_of(equation.invars[0])
     own_rank = 2
     if equation.primitive.name in OF_VECTORS:
         own_rank = 1
     count = len(first) - own_rank
-    leading = factors.of(first[:count])
-    whole: list[Dimension] = []
-
-    def dimensions(shape: tuple[int, ...]) -> list[Dimension]:
-        carried: list[Dimension] = []
-        if shape[:count] == first[:count]:
-            carried = leading
-        own = factors.of(shape[len(carried) :])
-        whole.extend(own)
-        return carried + own
-
-    operands = [dimensions(shape_of(atom)) for atom in equation.invars]
-    results = [dimensions(shape_of(var)) for var in equation.outvars]
+    dims: list[Numbers] = []
+    for atom in (*equation.invars, *equation.outvars):
+        numbers: Numbers = [None] * len(shape_of(atom))
+        if shape_of(atom)[:count] == first[:count]:
+            numbers[:count] = range(count)
+        dims.append(numbers)
     if equation.primitive.name in SOLVES:
         place = -1 if equation.params.get("left_side", True) else -2
-        vectors = operands[-1][place]
-        whole = [dim for dim in whole if dim not in (vectors, results[0][place])]
-        results[0][place] = vectors
-    return factors.rule(operands, results, whole=whole, blocked=whole)
+        operands = len(equation.invars)
+        dims[operands - 1][place] = dims[operands][place] = count  # of the last operand and result
+    rule = independent_rule(equation, dims)
+    return replace(rule, blocked=rule.whole)

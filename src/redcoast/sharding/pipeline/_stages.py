@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 import jax
 from jax.extend.core import JaxprEqn
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from ...core._control_flow import Call, CallKind, Scan, control_flow
@@ -19,7 +18,6 @@ from ..operations import Atom, atom_bytes, shape_of
 from ..program._classes import Classes
 from ..program._graph import Value
 from ..program._program import Program, follow_program
-from ..program._trace import trace_over
 from ..program._walk import Scope
 from ._draws import RandomBits
 from ._follow import Bits, follow_rows
@@ -119,7 +117,8 @@ class Pipeline:
         """The program with the layers of one stage, which also run in the bubble."""
         share = self.ticks / self.microbatches / self.stages
         shares = tuple((scan, share) for scan in self.scans)
-        return follow_program(self.program.traced, _trainable(self.program), shares)
+        trainable = [value.grad for value in self.program.parameters]
+        return follow_program(self.program.traced, trainable, shares)
 
     @cached_property
     def carried_bytes(self) -> tuple[int, int]:
@@ -159,15 +158,22 @@ def count_microbatches(rows: int, shards: int, stages: int, wanted: int | None) 
 
 def pipeline_of(
     program: Program,
-    mesh: Mesh | AbstractMesh,
-    fn: Callable[..., PyTree],
-    tree: PyTree,
+    trace: Callable[[Sequence[PyTree]], Program],
     args: Sequence[PyTree],
+    sizes: Mapping[str, int],
     batch_axes: tuple[str, ...],
     microbatches: int | None,
 ) -> Pipeline:
-    """The pipeline of `fn(tree, *args)`, whose program is given. Raises `NoPipeline`."""
-    stages, shards = mesh.shape[PIPE], parts(batch_axes, mesh.shape)
+    """The pipeline of a program, which `trace` gives for `args`. Raises `NoPipeline`."""
+    stages, shards = sizes[PIPE], parts(batch_axes, sizes)
+
+    def trace_rows(count: int) -> Program:
+        try:
+            return trace(_with_rows(args, program, count))
+        except Exception as error:
+            why = f"batch of {count} rows ({type(error).__name__})"
+            raise NoPipeline(f"The function cannot be traced with a {why}.") from error
+
     scans = _scans_in_stages(program, stages)
     rows = program.batch_size
     count = count_microbatches(rows, shards, stages, microbatches)
@@ -175,7 +181,6 @@ def pipeline_of(
     # Rows are told from other dimensions by a trace with fewer of them, which are two or more.
     if rows < 4:
         raise NoPipeline(f"The batch has {rows} rows; a pipeline needs four or more.")
-    trace_rows = partial(_with_rows, program, mesh, fn, tree, args)
     # Rows are followed by comparing a trace with fewer rows. A trace with one row has other
     # operations, because JAX broadcasts nothing along it.
     few_rows = max(own_rows, 2)
@@ -225,15 +230,8 @@ def _scans_in_stages(program: Program, stages: int) -> list[LayerScan]:
     return scans
 
 
-def _with_rows(
-    program: Program,
-    mesh: Mesh | AbstractMesh,
-    fn: Callable[..., PyTree],
-    tree: PyTree,
-    args: Sequence[PyTree],
-    rows: int,
-) -> Program:
-    """The program of a batch with another number of rows."""
+def _with_rows(args: Sequence[PyTree], program: Program, rows: int) -> Sequence[PyTree]:
+    """The arguments of a program with another number of rows in the batch, as shapes."""
     batch, *others = args
     arrays, static = split(batch)
     size = program.batch_size
@@ -242,17 +240,7 @@ def _with_rows(
         if x.shape and x.shape[0] == size and place not in program.batch.not_rows:
             shape = (rows, *x.shape[1:])
             shapes[place] = jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
-    try:
-        traced, _ = trace_over(mesh, fn, tree, (join(shapes, static), *others))
-    except Exception as error:
-        raise NoPipeline(
-            f"The function cannot be traced with a batch of {rows} rows ({type(error).__name__})."
-        ) from error
-    return follow_program(traced, _trainable(program))
-
-
-def _trainable(program: Program) -> list[bool]:
-    return [value.grad for value in program.parameters]
+    return (join(shapes, static), *others)
 
 
 def _same_scans(scans: Sequence[LayerScan], program: Program) -> list[LayerScan]:

@@ -171,9 +171,9 @@ def created_rows(graph: Graph, batch: BatchNodes) -> tuple[int, ...]:
     sizes = _sizes(graph, batch.of_inputs)
     created: list[int] = []
     for node, size in enumerate(graph.sizes):
-        root, asked = classes[node], graph.constrained.get(node, ())
+        root, axes = classes[node], graph.constrained.get(node, ())
         # By its size, or because the program says so.
-        is_like_batch = size in sizes or not set(BATCH_AXES).isdisjoint(asked)
+        is_like_batch = size in sizes or not set(BATCH_AXES).isdisjoint(axes)
         if is_like_batch and root in reasons and reasons[root] is None:
             created.append(node)
     return tuple(created)

@@ -14,7 +14,7 @@ from ...core._control_flow import Cond, Scan, While, control_flow
 from ...core._jaxpr import variables
 from ...core._program_lines import line_of
 from ..operations import Atom, Factor, Rule
-from ._graph import Value
+from ._graph import Source, Value
 from ._walk import Scope
 
 Fact = TypeVar("Fact")
@@ -31,6 +31,12 @@ class Operation:
     @property
     def equation(self) -> JaxprEqn:
         return self.scope.jaxpr.eqns[self.place]
+
+    @property
+    def source(self) -> Source:
+        if self.outer is None:
+            return (self.equation,)
+        return (*self.outer.source, self.equation)
 
     @property
     def name(self) -> str:

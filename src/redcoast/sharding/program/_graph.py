@@ -111,8 +111,8 @@ class HostCall:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A sharding that the program itself asks for: for each dimension the axes, or None if any.
+class ProgramConstraint:
+    """A sharding constraint of the program's own: for each dimension the axes, or None if any.
 
     The array becomes so sharded `times` times in a step, forward and in each rematerialisation.
     Its cotangent has this sharding, and becomes sharded as the array was before `backward` times.
@@ -237,7 +237,7 @@ class Graph:
     reshards: list[Reshard] = field(default_factory=list)  # of arrays sharded over `model`
     moves: list[Reshard] = field(default_factory=list)  # of rows, which stay sharded
     host_calls: list[HostCall] = field(default_factory=list)
-    asked: list[Asked] = field(default_factory=list)
+    constraints: list[ProgramConstraint] = field(default_factory=list)
     batch_gathers: list[BatchGather] = field(default_factory=list)
     halos: list[Halo] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)

@@ -10,7 +10,7 @@ entire scan on its own rows, and the sum follows.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn
 
 from ...core._control_flow import Call, CallKind, Scan, control_flow, primitive_name
 from ...core._jaxpr import is_inexact, struct_of
@@ -115,16 +115,6 @@ def has_reverse_rule(equation: JaxprEqn) -> bool:
     return False
 
 
-def _has_shards(scope: Scope, batch_dim: BatchDim, equation: JaxprEqn, var: Var) -> bool:
-    """Whether what a weight is combined with is divided over the shards of the batch."""
-    if rearranges(equation):
-        return True
-    if equation.primitive.name != "dot_general":
-        return batch_dim(scope.values[equation.outvars[0]]) is not None
-    place = 1 - list(equation.invars).index(var)
-    other = scope.value_of(equation.invars[place])
-    if other is None:
-        return False
-    sums, _ = equation.params["dimension_numbers"]
-    rows = batch_dim(other)
-    return rows is not None and rows not in sums[place]
+def _has_shards(scope: Scope, batch_dim: BatchDim, equation: JaxprEqn) -> bool:
+    """Whether a weight is combined with rows that its result has, or only rearranged."""
+    return rearranges(equation) or batch_dim(scope.values[equation.outvars[0]]) is not None

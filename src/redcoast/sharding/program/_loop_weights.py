@@ -11,7 +11,7 @@ from ..operations._elementwise_rules import ELEMENTWISE
 
 
 def can_hoist_gradient_sum(
-    jaxpr: Jaxpr, var: Var, suits: Callable[[JaxprEqn, Var], bool] = lambda equation, var: True
+    jaxpr: Jaxpr, var: Var, suits: Callable[[JaxprEqn], bool] = lambda equation: True
 ) -> bool:
     """Whether a jaxpr only multiplies by one of its inputs, or adds it, in equations that `suits`
     selects."""
@@ -20,7 +20,7 @@ def can_hoist_gradient_sum(
     for equation in jaxpr.eqns:
         if var not in variables(equation.invars):
             continue
-        if not _is_supported(equation, var) or not suits(equation, var):
+        if not _is_supported(equation, var) or not suits(equation):
             return False
         if rearranges(equation) and not can_hoist_gradient_sum(jaxpr, equation.outvars[0], suits):
             return False

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from ._shared_programs import once
 from ._trace import Traced
 from ._walk import Scope, walk
 
+T = TypeVar("T")
 # Smaller constants, such as masks and position tables, stay replicated and are not reported.
 LARGE_CONSTANT = 1_000_000  # bytes
 
@@ -88,6 +90,12 @@ class Program:
         not count."""
         return max(map(self.graph.sizes.__getitem__, self.batch.of_inputs), default=0)
 
+    def of_inputs(self, model: T, batch: T, other: T) -> list[T]:
+        """For each input what is said of the model's arrays, of the batch's, or of others'."""
+        arrays, of_batch = self.traced.arrays, self.traced.batch
+        others = len(self.scope.jaxpr.invars) - arrays - of_batch
+        return [model] * arrays + [batch] * of_batch + [other] * others
+
     @cached_property
     def owned(self) -> frozenset[int]:
         """The dimensions of parameters and of large constants, along which no example is split."""
@@ -104,7 +112,7 @@ class Program:
         return large
 
     @cached_property
-    def asked_axes(self) -> dict[int, tuple[str, ...]]:
+    def constraint_axes(self) -> dict[int, tuple[str, ...]]:
         """The axes of the program's own constraints, for each node that is linked to one."""
         constrained = self.graph.constrained
         if not any(constrained.values()):
@@ -115,11 +123,11 @@ class Program:
         for node, axes in constrained.items():
             if axes:
                 by_class[classes[node]] = axes
-        asked: dict[int, tuple[str, ...]] = {}
+        linked: dict[int, tuple[str, ...]] = {}
         for node in range(len(self.graph.sizes)):
             if classes[node] in by_class:
-                asked[node] = by_class[classes[node]]
-        return asked
+                linked[node] = by_class[classes[node]]
+        return linked
 
 
 def follow_program(

@@ -32,7 +32,7 @@ from ..operations._rule_table import KEPT, LARGE_OPERATIONS, REDUCTIONS
 from ..operations._scan_over_rows import sums_over_iterations
 from ..tree._overrides import spec_axes
 from ._follow_rule import follow_rule
-from ._graph import Asked, Cursor, Dims, Graph, Value, have_grad
+from ._graph import Cursor, Dims, Graph, ProgramConstraint, Value, have_grad
 from ._interpolation import INTERPOLATING, Constants
 from ._loop_weights import can_hoist_gradient_sum
 from ._remat import Region, find_needed
@@ -194,17 +194,19 @@ def _record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None
     if spec is None:
         return
     entries = (*spec, *[None] * (len(operand.dims) - len(spec)))
-    asked: list[tuple[str, ...] | None] = []
+    axes_by_dim: list[tuple[str, ...] | None] = []
     for d, (node, entry) in enumerate(zip(operand.dims, entries, strict=True)):
         if entry is P.UNCONSTRAINED or d in params["unconstrained_dims"]:
-            asked.append(None)
+            axes_by_dim.append(None)
             continue
-        asked.append(spec_axes(entry))
+        axes_by_dim.append(spec_axes(entry))
         axes = (*graph.constrained.get(node, ()), *spec_axes(entry))
         graph.constrained[node] = tuple(dict.fromkeys(axes))  # each once
     cursor = graph.cursor
     backward = cursor.times * operand.grad
-    graph.asked.append(Asked(operand, tuple(asked), cursor.runs, backward, cursor.source))
+    graph.constraints.append(
+        ProgramConstraint(operand, tuple(axes_by_dim), cursor.runs, backward, cursor.source)
+    )
 
 
 def _call_host(

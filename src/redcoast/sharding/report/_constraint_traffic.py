@@ -10,14 +10,14 @@ whose result is sharded as planned.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from math import prod
 
 from ...core._control_flow import Scan, While, control_flow
 from .._mesh_axes import parts, used_axes
 from ..operations import atom_bytes, rule_of
 from ..program._facts import Facts, Operation, alike, follow_facts
-from ..program._graph import Asked, SourcePath, Value, Work, path_of
+from ..program._graph import ProgramConstraint, SourcePath, Value, Work, path_of
 from ..solver._hardware import all_gather, all_reduce
 from ..solver._strategy import Decision
 from ..tree._overrides import axes_of_spec, spec_parts
@@ -48,37 +48,39 @@ class _Constrained:
         no value.
     """
 
-    changes: dict[SourcePath, tuple[Asked, Spec, Spec]] = field(default_factory=dict)
+    changes: dict[SourcePath, tuple[ProgramConstraint, Spec, Spec]] = field(default_factory=dict)
     operands: dict[SourcePath, list[tuple[Value | None, _ConstrainedSpec]]] = field(
         default_factory=dict
     )
 
 
-def constraint_reshards(decision: Decision) -> Iterator[tuple[Asked, ReshardCost, int | float]]:
+def constraint_reshards(
+    decision: Decision,
+) -> Iterator[tuple[ProgramConstraint, ReshardCost, int | float]]:
     """The changes of sharding that the program asks for, and how often a step makes each."""
     sizes = decision.sizes
-    for asked, before, after in _follow_constraints(decision).changes.values():
-        size = asked.value.bytes
-        yield asked, find_reshard(size, before, after, sizes), asked.times
+    for constraint, before, after in _follow_constraints(decision).changes.values():
+        size = constraint.value.bytes
+        yield constraint, find_reshard(size, before, after, sizes), constraint.times
         # What follows computes the cotangent in the sharding that is asked for.
-        yield asked, find_reshard(size, after, before, sizes), asked.backward
+        yield constraint, find_reshard(size, after, before, sizes), constraint.backward
 
 
 def _follow_constraints(decision: Decision) -> _Constrained:
     """Follows the shardings that the program asks for to where they are read."""
     program, constrained = decision.program, _Constrained()
-    by_path = {path_of(asked.source): asked for asked in program.graph.asked}
+    by_path = {path_of(constraint.source): constraint for constraint in program.graph.constraints}
     if not by_path:
         return constrained
 
     def of_results(operation: Operation, specs: Sequence[_ConstrainedSpec]) -> _ConstrainedSpec:
-        path = _path(operation)
+        path = path_of(operation.source)
         if path in by_path:
-            asked = by_path[path]
-            before = specs[0] or _used_spec(decision, asked.value)
-            after = _spec_after(asked, before, decision.sizes)
+            constraint = by_path[path]
+            before = specs[0] or _used_spec(decision, constraint.value)
+            after = _spec_after(constraint, before, decision.sizes)
             # A loop is followed several times, and the last time counts.
-            constrained.changes[path] = asked, before, after
+            constrained.changes[path] = constraint, before, after
             return after
         if operation.name == "dot_general" and any(specs):
             constrained.operands[path] = list(zip(operation.operands, specs, strict=True))
@@ -129,7 +131,7 @@ def _operand_traffic(
     assert rule is not None
     n, times = decision.n, work.times
     model = used_axes(decision.model_axes, decision.sizes)
-    split = [d for d, axes in enumerate(spec) if not set(model).isdisjoint(axes)]
+    is_split = [not set(model).isdisjoint(axes) for axes in spec]  # by dimension of the operand
     result_dims = work.own[: len(rule.results[0])]
     # Devices share the rows of the operands and the result, and those of scans around the product.
     row_parts = lambda dims: decision.batch.parts((*work.rows, *dims))
@@ -137,22 +139,22 @@ def _operand_traffic(
     result_bytes = atom_bytes(equation.outvars[0])
     is_summed = False
     for d, dimension in enumerate(rule.operands[place]):
-        is_in_parts = decision.is_chosen(value.dims[d]) and d not in split
+        is_in_parts = decision.is_chosen(value.dims[d]) and not is_split[d]
         is_summed = is_summed or (is_in_parts and dimension[0] in rule.reduced)
     # A device has all terms of a sum that the plan computes in parts. It takes its part of them and
     # sums the results over devices, or gathers the other operand.
     of_sum = all_reduce(n, result_bytes / row_parts(result_dims))
     gathers_other = is_summed and all_gather(n, other_bytes) < of_sum
     if gathers_other:
-        loops = [eqn for eqn in work.source[:-1] if isinstance(control_flow(eqn), Scan | While)]
-        is_again = work.grads > 0 and bool(loops)
-        sent = all_gather(n, other_bytes) * (1 + is_again) * times
+        # A loop gathers it again for the derivative.
+        in_loop = any(isinstance(flow, Scan | While) for flow in map(control_flow, work.source))
+        sent = all_gather(n, other_bytes) * (1 + (in_loop and work.grads > 0)) * times
         yield ProductTraffic(model, sent, work, True)
-    if gathers_other and split and work.grads:
+    if gathers_other and any(is_split) and work.grads:
         # The gradient of the other operand is a sum over the parts of this one.
         yield ProductTraffic(model, all_reduce(n, other_bytes) * times, work)
-    if split and not gathers_other:
-        own = {rule.operands[place][d] for d in split}
+    if any(is_split) and not gathers_other:
+        own = set(compress(rule.operands[place], is_split))
         # Whether the plan splits the result along another dimension than the operand.
         others = zip(result_dims, rule.results[0], strict=True)
         if any(decision.is_chosen(node) and dimension not in own for node, dimension in others):
@@ -178,29 +180,24 @@ def _operand_traffic(
     yield ProductTraffic(over, sent * times / decision.batch.parts(work.rows), work)
 
 
-def _path(operation: Operation) -> SourcePath:
-    around: SourcePath = ()
-    if operation.outer is not None:
-        around = _path(operation.outer)
-    return (*around, id(operation.equation))
-
-
 def _used_spec(decision: Decision, value: Value) -> list[Axes]:
     """The axes of more than one device that the plan shards each dimension of a value over."""
-    axes = decision.axes_of(value.dims)
-    return [used_axes(of_dimension or (), decision.sizes) for of_dimension in axes]
+    spec: list[Axes] = []
+    for axes in decision.axes_of(value.dims):
+        spec.append(used_axes(axes or (), decision.sizes))
+    return spec
 
 
-def _spec_after(asked: Asked, before: Spec, sizes: Sizes) -> tuple[Axes, ...]:
+def _spec_after(constraint: ProgramConstraint, before: Spec, sizes: Sizes) -> tuple[Axes, ...]:
     """The sharding that is asked for: where any will do, the one before, over other axes."""
     taken: set[str] = set()
-    for axes in asked.axes:
+    for axes in constraint.axes:
         taken.update(axes or ())
     after: list[Axes] = []
-    for axes_before, axes_asked in zip(before, asked.axes, strict=True):
-        if axes_asked is None:
-            axes_asked = tuple(axis for axis in axes_before if axis not in taken)
-        after.append(used_axes(axes_asked, sizes))
+    for axes_before, axes in zip(before, constraint.axes, strict=True):
+        if axes is None:
+            axes = tuple(axis for axis in axes_before if axis not in taken)
+        after.append(used_axes(axes, sizes))
     return tuple(after)
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from ...core._jaxpr import is_inexact
 from ..operations import Factor, Rule
-from ..operations._rule_table import UNCOUPLED
+from ..operations._rule_table import CUMULATIVE, UNCOUPLED
 from ..program._batch_dims import BatchDims, find_examples
 from ..program._facts import Facts, Operation, alike, follow_facts
 from ..program._program import Program
@@ -80,7 +80,6 @@ def find_coupling(program: Program) -> Coupling | None:
             couplings.extend(filter(None, [use.coupling()]))
         return use.origin()
 
-    traced, jaxpr = program.traced, program.scope.jaxpr
     facts = Facts(
         of_number=lambda value: _Origin(),
         of_results=alike(origin_of),
@@ -88,13 +87,11 @@ def find_coupling(program: Program) -> Coupling | None:
         control=lambda result, condition: _merged([result, *condition]),
     )
     # Metrics may relate examples: microbatches add up the gradients of the loss alone.
-    needed = jaxpr.outvars
-    if traced.trains:
-        needed = jaxpr.outvars[:1]  # the loss
-    # The model's arrays are the first arguments.
-    others = len(jaxpr.invars) - traced.arrays
-    origins = [_Origin(model=True)] * traced.arrays + [_Origin()] * others
-    follow_facts(facts, program.scope, origins, needed=needed)
+    needed = program.scope.jaxpr.outvars
+    if program.traced.trains:
+        needed = needed[:1]  # the loss
+    inputs = program.of_inputs(model=_Origin(model=True), batch=_Origin(), other=_Origin())
+    follow_facts(facts, program.scope, inputs, needed=needed)
     return next(iter(couplings), None)
 
 
@@ -183,7 +180,7 @@ class _Use:
     def _is_along_batch(self) -> bool:
         """Whether it sorts the examples, or adds up all before each."""
         cumulative = frozenset[Factor]()
-        if self.operation.name.startswith("cum"):
+        if self.operation.name in CUMULATIVE:
             cumulative = self.rule.moved
         first = self.operation.equation.invars[0]
         return is_inexact(first.aval) and self.along(self.rule.shuffled | cumulative)
@@ -203,7 +200,7 @@ class _Use:
         is not.
         """
         # What chooses by platform has no operands.
-        if self.operation.name.startswith("cum") or not self.operation.operands:
+        if self.operation.name in CUMULATIVE or not self.operation.operands:
             return False
         operand, result = self.operation.operands[0], self.operation.result
         changed = self.rule.moved | (self.rule.whole & self.rule.indexed)

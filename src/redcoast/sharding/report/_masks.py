@@ -39,11 +39,8 @@ def find_shared_masks(program: Program) -> tuple[str, ...]:
         of_results=alike(partial(_origin, examples, lines)),
         join=max,
     )
-    # The first arguments are the arrays of the model, and then those of the batch.
-    arrays = program.traced.arrays + program.traced.batch
-    others = len(program.scope.jaxpr.invars) - arrays
-    origins = [_From.ARRAYS] * arrays + [_From.NUMBERS] * others
-    follow_facts(facts, program.scope, origins)
+    inputs = program.of_inputs(model=_From.ARRAYS, batch=_From.ARRAYS, other=_From.NUMBERS)
+    follow_facts(facts, program.scope, inputs)
     return tuple(lines)
 
 

@@ -45,10 +45,8 @@ def find_promotions(program: Program) -> tuple[str, ...]:
         of_results=alike(partial(_origin, examples, lines)),
         join=_merged,
     )
-    arrays = program.traced.arrays  # of the model, which are the first arguments
-    others = len(program.scope.jaxpr.invars) - arrays
-    origins = [_Origin(model=True)] * arrays + [_Origin()] * others
-    follow_facts(facts, program.scope, origins)
+    inputs = program.of_inputs(model=_Origin(model=True), batch=_Origin(), other=_Origin())
+    follow_facts(facts, program.scope, inputs)
     return tuple(lines)
 
 

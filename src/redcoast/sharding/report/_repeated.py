@@ -101,8 +101,8 @@ def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
                 case NotRows.OTHER_SIZE if size % count:
                     return f"{number}, and do not divide over {count} devices"
                 case NotRows.OTHER_SIZE:
-                    asked = "`jax.lax.with_sharding_constraint` on them splits them too"
-                    return f"{number}; {asked}"
+                    remedy = "`jax.lax.with_sharding_constraint` on them splits them too"
+                    return f"{number}; {remedy}"
         return "none of its dimensions is linked to the batch"
 
     return why

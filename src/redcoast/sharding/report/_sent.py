@@ -59,12 +59,12 @@ def find_gathered_whole(decision: Decision) -> tuple[str, ...]:
                 f"`eqx.error_if`. It runs for one device: each device sends {scaled(size)} in a "
                 "step, since operands are gathered there and results are sent to all devices."
             )
-    for asked, change, times in constraint_reshards(decision):
+    for constraint, change, times in constraint_reshards(decision):
         if change.gathers_all and times:
-            line = line_of_source(asked.source)
+            line = line_of_source(constraint.source)
             texts.append(
                 f"{line} asks for a sharding that the compiler cannot reach step by step: it "
-                f"gathers the entire array, {scaled(asked.value.bytes)}, on every device. "
+                f"gathers the entire array, {scaled(constraint.value.bytes)}, on every device. "
                 "A constraint in between, which moves one axis at a time, avoids that."
             )
     return tuple(dict.fromkeys(texts))

@@ -47,14 +47,11 @@ def find_sums(program: Program) -> dict[str, str]:
     examples = find_examples(program)
     if examples is None:
         return {}
-    inputs: list[_Growth] = []
+    # An array of the batch without rows may be anything, such as the number of tokens.
+    inputs = program.of_inputs(model=_Growth(), batch=_UNKNOWN, other=_Growth())
     for place, var in enumerate(scope.jaxpr.invars):
-        in_batch = traced.arrays <= place < traced.arrays + traced.batch
-        has_rows = any(map(examples.has, scope.values[var].dims))
-        growth = _Growth()
-        if in_batch and not has_rows:
-            growth = _UNKNOWN  # it may be anything, such as the number of tokens
-        inputs.append(growth)
+        if any(map(examples.has, scope.values[var].dims)):
+            inputs[place] = _Growth()
     facts = Facts(
         of_number=lambda value: _Growth(number=_number(value)),
         of_results=alike(partial(_growth, examples)),

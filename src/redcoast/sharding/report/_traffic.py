@@ -85,10 +85,10 @@ def pipelining(decision: Decision) -> Pipelining | None:
 
 def _for_constraints(decision: Decision) -> Iterator[Sent]:
     """What is sent to reach the shardings that the program itself asks for."""
-    for asked, change, times in constraint_reshards(decision):
+    for constraint, change, times in constraint_reshards(decision):
         over = used_axes(axes_of_spec(change.before), decision.sizes)
         cause = "shardings that the program asks for"
-        yield Sent(over, "activations", cause, change.sent * times, asked.source)
+        yield Sent(over, "activations", cause, change.sent * times, constraint.source)
     for product in product_traffic(decision):
         cause = "products of arrays in shardings that the program asks for"
         yield Sent(product.axes, "activations", cause, product.bytes, product.work.source)

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...distributed._mesh import PIPE
 from .._mesh_axes import parts, used_axes
+from ..pipeline._stages import Pipeline
 from ..program._batch_dims import Entries
 from ..program._graph import Dims, Value
 from ..program._program import Program
@@ -94,25 +95,9 @@ class StorageLayout:
     def activation_parts(self) -> tuple[WrittenBytes, ...]:
         """Bytes per device of intermediate values at the peak, and the operation of each."""
         decision = self.decision
+        if decision.pipeline is not None:
+            return self._of_pipeline(decision.pipeline)
         program, sizes, compiler = decision.program, decision.sizes, decision.hardware.compiler
-        if pipeline := decision.pipeline:
-            # The microbatches of a pipeline are not followed one by one.
-            on_device, saved, held = decision.of_stage, 0.0, 0.0
-            for dims, size in on_device.program.graph.saved.items():
-                saved += size / on_device.devices_of(dims)
-            # Layers are gathered while they run, over all axes but `model`, and so are gradients.
-            for place in pipeline.layered:
-                value = program.parameters[place]
-                gathered = value.bytes / pipeline.stages
-                if decision.parallel_dims[place] is not None:
-                    gathered /= decision.n
-                own = value.bytes / spec_parts(self.specs[place], sizes)
-                held += (1 + value.grad) * (gathered - own)
-            # The microbatches that enter and leave.
-            carried, _ = pipeline.carried_bytes
-            carried /= decision.batch.count
-            held += 2 * carried * pipeline.ticks / pipeline.microbatches
-            return (saved, ()), (held, ())
         shares: dict[tuple[Dims, bool], int | float] = {}  # of an array, that each device has
 
         def size_of(value: Value, *, of_product: bool = False) -> int | float:
@@ -160,6 +145,26 @@ class StorageLayout:
         # Gradients are counted by themselves. Those that come later leave their memory until then.
         scale = max(0.0, peak.bytes - gradients) / max(1.0, peak.temporaries)
         return tuple((size * scale, source) for size, source in peak.parts)
+
+    def _of_pipeline(self, pipeline: Pipeline) -> tuple[WrittenBytes, ...]:
+        """The same for a pipeline, whose microbatches are not followed one by one."""
+        decision = self.decision
+        of_stage, saved, in_use = decision.of_stage, 0.0, 0.0
+        for dims, size in of_stage.program.graph.saved.items():
+            saved += size / of_stage.devices_of(dims)
+        # Layers are gathered while they run, over all axes but `model`, and so are gradients.
+        for place in pipeline.layered:
+            value = decision.program.parameters[place]
+            gathered = value.bytes / pipeline.stages
+            if decision.parallel_dims[place] is not None:
+                gathered /= decision.n
+            own = value.bytes / spec_parts(self.specs[place], decision.sizes)
+            in_use += (1 + value.grad) * (gathered - own)
+        # The microbatches that enter and leave.
+        carried, _ = pipeline.carried_bytes
+        carried /= decision.batch.count
+        in_use += 2 * carried * pipeline.ticks / pipeline.microbatches
+        return (saved, ()), (in_use, ())
 
     def _spec(self, place: int) -> P:
         decision = self.decision

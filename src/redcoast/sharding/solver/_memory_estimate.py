@@ -31,7 +31,7 @@ def arithmetic(decision: Decision) -> Arithmetic:
 def sharing(decision: Decision) -> Callable[[Sequence[int]], int]:
     """Returns a function that gives the number of devices that share the work over dimensions."""
     batch, sizes = decision.batch, decision.sizes
-    asked = decision.program.asked_axes
+    constrained = decision.program.constraint_axes
 
     def shared(dims: Sequence[int]) -> int:
         count, taken = batch.parts(dims), set[str]()
@@ -44,7 +44,7 @@ def sharing(decision: Decision) -> Callable[[Sequence[int]], int]:
         own: set[str] = set()
         for node in dims:
             if not batch.has(node) and not decision.is_chosen(node):
-                own.update(asked.get(node, ()))
+                own.update(constrained.get(node, ()))
         return count * prod(sizes.get(axis, 1) for axis in own - taken)
 
     return shared

@@ -18,6 +18,7 @@ from ...core._control_flow import (
 )
 from ...core._jaxpr import iter_equations, struct_of
 from ..operations import Dimension, atom_bytes, rule_of
+from ..operations._indexing_rules import ADDING
 from ..program._batch import SplitNodes
 from ..program._batch_dims import BatchDims
 from ..program._classes import Classes
@@ -154,7 +155,7 @@ class _OverBatch:
 
     def _addition_to_rows(self, summed: PartialSum) -> Iterator[PlannedCollective]:
         """A sum that adds rows of the batch to others, as messages at the nodes of a graph."""
-        adds = summed.operation in ("scatter-add", "scatter_add") and not summed.backward
+        adds = summed.operation in ADDING and not summed.backward
         rows = self._rows(summed.preceding)
         if not adds or not rows or self.graph.sizes[summed.node] in rows:
             return

@@ -145,7 +145,7 @@ def _rigid(graph: Graph, classes: Classes) -> frozenset[int]:
     return classes.of(graph.blocked - graph.near)
 
 
-def asked_split(program: Program, sizes: Mapping[str, int]) -> Split:
+def constrained_split(program: Program, sizes: Mapping[str, int]) -> Split:
     """What the program itself asks for, by constraints on arrays of its batch; empty if it does
     not split examples."""
     jaxpr = program.scope.jaxpr

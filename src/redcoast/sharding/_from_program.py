@@ -139,7 +139,7 @@ def _report(
     sent = all_sent(layout, reasons)
     return ProgramReport(
         batch_axes=decision.used_batch_axes,
-        model_axes=reasons.over,
+        model_axes=decision.used_model_axes,
         batch=_reasons.batch_sentences(decision, not_rows),
         batch_sizes=_reasons.batch_sizes(decision),
         not_rows=not_rows,

@@ -3,10 +3,9 @@
 from jax.extend.core import JaxprEqn
 
 from ...core._jaxpr import is_inexact
-from ._rule import Dimension, Factors, Linear, Rule, each_alone, shape_of, together
+from ._rule import Dimension, Factors, Linear, Rule, each_alone, names, shape_of, together
 
-ELEMENTWISE = frozenset(
-    """
+ELEMENTWISE = names("""
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
     clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
     erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
@@ -16,28 +15,23 @@ ELEMENTWISE = frozenset(
     regularized_incomplete_beta rem round rsqrt select_if_vmap select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
     tanh threefry2x32 xor zeta
-    """.split()  # noqa: SIM905
-)
+""")
 # Each result is the operand at the same place. The operands are independent of each other.
-PAIRWISE = frozenset(
-    """
+PAIRWISE = names("""
     optimization_barrier device_put pvary pcast relayout reshard layout_constraint annotate
     nonbatchable nondifferentiable_backward nontraceable
-    """.split()  # noqa: SIM905
-)
+""")
 # Division and conversion to integers round. The others are linear for all types.
 ROUNDING = frozenset(["convert_element_type", "div"])
 _COPIES = frozenset(["convert_element_type", "copy", "copy_p"])
 # The results of these are their operands.
-IDENTITIES = frozenset(
-    """
-    copy copy_p nonbatchable nondifferentiable_backward nontraceable optimization_barrier
-    """.split()  # noqa: SIM905
+IDENTITIES = names(
+    "copy copy_p nonbatchable nondifferentiable_backward nontraceable optimization_barrier"
 )
-_LINEAR_IN_FIRST = """
+_LINEAR_IN_FIRST = names("""
     conj convert_element_type copy copy_p div imag name neg real redcoast_mark reduce_precision
     stop_gradient
-""".split()  # noqa: SIM905
+""")
 _LINEAR: dict[str, Linear] = {
     **dict.fromkeys(["add", "add_any", "complex", "sub"], together(2)),
     **dict.fromkeys(_LINEAR_IN_FIRST, each_alone(0)),

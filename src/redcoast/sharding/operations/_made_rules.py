@@ -7,18 +7,16 @@ from jax.extend.core import JaxprEqn
 
 from ...core._mapped_callbacks import independent_levels
 from ...core._pallas import independent_dims
-from ._rule import Dimension, Factors, Rule, shape_of, without
+from ._rule import Dimension, Factors, Rule, names, shape_of, without
 
 # For each dimension of an array, the number of what it counts, or None.
 Numbers = list[int | None]
 
-DECOMPOSITIONS = frozenset(
-    """
+DECOMPOSITIONS = names("""
     cholesky cholesky_update eig eigh hessenberg householder_product lu
     lu_pivots_to_permutation qr geqrf geqp3 ormqr schur svd triangular_solve tridiagonal
     tridiagonal_solve
-    """.split()  # noqa: SIM905
-)
+""")
 # These solve for each vector of the last operand alone. Its vectors are columns, or rows.
 SOLVES = frozenset(["triangular_solve", "tridiagonal_solve"])
 # The first operand of these is a vector for each matrix.
@@ -27,18 +25,12 @@ OF_VECTORS = frozenset(["lu_pivots_to_permutation", "tridiagonal_solve"])
 # and rows do not depend on the answer of other rows.
 OF_ANY_ROW = frozenset(["unvmap_all", "unvmap_any", "unvmap_max"])
 # These have no dimensions to shard, or no results.
-FRESH = frozenset(
-    """
+FRESH = names("""
     iota rng_uniform rng_bit_generator debug_callback debug_print axis_index empty empty2
     create_token partition_id platform_index inspect_sharding unvmap_all unvmap_any unvmap_max
-    """.split()  # noqa: SIM905
-)
+""")
 # Each key is independent: the results have the leading dimensions of the keys.
-KEYED = frozenset(
-    """
-    random_bits random_clone random_seed random_split random_unwrap random_wrap
-    """.split()  # noqa: SIM905
-)
+KEYED = names("random_bits random_clone random_seed random_split random_unwrap random_wrap")
 
 
 def fresh_rule(equation: JaxprEqn) -> Rule:

@@ -140,6 +140,11 @@ class Factors:
         )
 
 
+def names(text: str) -> frozenset[str]:
+    """The names of primitives in a text."""
+    return frozenset(text.split())
+
+
 def all_factors(dimensions: Iterable[Dimension]) -> frozenset[Factor]:
     """All factors of some dimensions."""
     return frozenset[Factor]().union(*dimensions)

@@ -134,20 +134,20 @@ class Pipeline:
         return carried, returned
 
 
-def count_microbatches(rows: int, shards: int, stages: int, wanted: int | None) -> int:
+def count_microbatches(rows: int, shards: int, stages: int, microbatches: int | None) -> int:
     """The number of microbatches of a batch whose rows are split into `shards`."""
     if rows % shards or rows == 0:
         raise NoPipeline(
             f"The batch has {rows} rows, which do not divide over {shards} parts of the mesh."
         )
     of_shard = rows // shards
-    if wanted is not None:
-        if of_shard % wanted:
+    if microbatches is not None:
+        if of_shard % microbatches:
             raise NoPipeline(
-                f"`microbatches={wanted}` does not divide the {of_shard} rows that each of the "
-                f"{shards} parts of the mesh has of a batch of {rows}."
+                f"`microbatches={microbatches}` does not divide the {of_shard} rows that each of "
+                f"the {shards} parts of the mesh has of a batch of {rows}."
             )
-        return wanted
+        return microbatches
     # The bubble is (stages - 1) / (microbatches + stages - 1) of the time.
     enough = max(1, _MICROBATCHES_PER_STAGE * (stages - 1))
     for count in range(enough, of_shard):

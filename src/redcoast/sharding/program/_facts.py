@@ -162,12 +162,12 @@ def follow_facts(
 
 def _used(jaxpr: Jaxpr, needed: Sequence[Atom]) -> list[int]:
     """The places of the equations that the needed results depend on."""
-    wanted, used = set(variables(needed)), []
-    # Backwards, since an equation is wanted by later ones.
+    read, used = set(variables(needed)), []
+    # Backwards, since later equations read what an equation results in.
     for place, equation in reversed(list(enumerate(jaxpr.eqns))):
-        if not wanted.isdisjoint(equation.outvars):
+        if not read.isdisjoint(equation.outvars):
             used.append(place)
-            wanted.update(variables(equation.invars))
+            read.update(variables(equation.invars))
     return used[::-1]
 
 

@@ -239,12 +239,12 @@ def _call(graph: Graph, equation: JaxprEqn, call: Call, inputs: Sequence[Value])
     # computes what happens inside it again.
     has_loop = any(_any_is(jaxpr.eqns, Scan, While) for jaxpr in inner_jaxprs(equation))
     recomputes = call.kind is CallKind.CUSTOM_VJP and has_loop
-    wanted = (False,) * len(equation.outvars)
+    no_results = (False,) * len(equation.outvars)
     regions: list[Region] = []
     if recomputes:
-        regions = [Region(wanted)]
+        regions = [Region(no_results)]
     elif call.kind is CallKind.REMAT:
-        regions = [Region(wanted, True, call.policy)]  # nothing but what derivatives need
+        regions = [Region(no_results, True, call.policy)]  # nothing but what derivatives need
     before = len(graph.works)
     results, scope = _walk_called(graph, call.jaxpr, inputs, *regions)
     if recomputes:

@@ -130,7 +130,7 @@ def _operand_traffic(
     equation, rule = work.source[-1], rule_of(work.source[-1])
     assert rule is not None
     n, times = decision.n, work.times
-    model = used_axes(decision.model_axes, decision.sizes)
+    model = decision.used_model_axes
     is_split = [not set(model).isdisjoint(axes) for axes in spec]  # by dimension of the operand
     result_dims = work.own[: len(rule.results[0])]
     # Devices share the rows of the operands and the result, and those of scans around the product.

@@ -52,9 +52,9 @@ def _sentence(decision: Decision) -> str:
         return ""
     if batch.sets:
         return _split_sentence(decision)
-    wanted = used_axes(decision.batch_axes, decision.sizes)
+    batch_axes = used_axes(decision.batch_axes, decision.sizes)
     used = decision.used_batch_axes
-    over = f"{' x '.join(wanted)} = {parts(wanted, decision.sizes)}"
+    over = f"{' x '.join(batch_axes)} = {parts(batch_axes, decision.sizes)}"
     split = "replicated"
     if used:
         split = f"split over {_listed(used)}"
@@ -77,9 +77,9 @@ def _sentence(decision: Decision) -> str:
         if is_fsdp_possible(decision.program, decision.sizes):
             why = "FSDP would need more memory than the devices have"
         return f"{why}, so fsdp is used for tensor parallelism as well, and {alone}.{unsplit}"
-    if not wanted:
+    if not batch_axes:
         return f"The batch is {split}: data and fsdp have one device each."
-    if used == wanted:
+    if used == batch_axes:
         return f"The batch is {split}."
     return f"A batch of {_sizes(decision)} does not divide over {over}, so it is {split}.{unsplit}"
 
@@ -179,7 +179,7 @@ def _find_sets(leaves: Sequence[Leaf], decision: Decision) -> dict[int, ArraysTo
         if d is not None:
             root = decision.classes[value.dims[d]]
             members.setdefault(root, []).append((leaf, d))
-    over = " x ".join(used_axes(decision.model_axes, decision.sizes))
+    over = " x ".join(decision.used_model_axes)
     sets: dict[int, ArraysTogether] = {}
 
     def without_layers(root: int) -> tuple[object, ...]:
@@ -222,11 +222,6 @@ class Reasons:
     decision: Decision
     sets: Mapping[int, ArraysTogether]
     indivisible_links: Mapping[int, int]
-
-    @property
-    def over(self) -> tuple[str, ...]:
-        """The axes of tensor parallelism with more than one device."""
-        return used_axes(self.decision.model_axes, self.decision.sizes)
 
     def of_array(self, layout: StorageLayout, place: int) -> Reason:
         """Why an array is stored as it is."""
@@ -286,7 +281,7 @@ class Reasons:
             is_small = inner == size < least
             if inner == 0 or is_small:
                 continue
-            why = self._does_not_divide(inner, self.over)
+            why = self._does_not_divide(inner, self.decision.used_model_axes)
             if inner != size and size % inner == 0:
                 why = f"{size} is {inner} x {size // inner}, and {why}"
             reasons.append((size, why))
@@ -369,7 +364,7 @@ def closed_over(reasons: Reasons) -> tuple[ClosedOver, ...]:
             continue
         axes = ()
         if constant in split:
-            axes = reasons.over
+            axes = reasons.decision.used_model_axes
         sizes, dtype = tuple(constant.shape), str(constant.dtype)
         arrays.append(ClosedOver(constant.name, sizes, dtype, constant.bytes, axes))
     return tuple(arrays)

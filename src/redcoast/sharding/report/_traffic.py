@@ -118,7 +118,7 @@ def _tensor_parallel(reasons: Reasons) -> Iterator[Sent]:
         cause = f"{what} of activations, {_way(collective.backward)}: {names}"
         if collective.cause == "gathered":
             cause = f"all-gathers after tensor-parallel arrays: {names}"
-        yield Sent(reasons.over, "activations", cause, size, collective.source)
+        yield Sent(decision.used_model_axes, "activations", cause, size, collective.source)
 
 
 def _over_batch(reasons: Reasons, in_parts: bool) -> Iterator[Sent]:
@@ -238,7 +238,7 @@ def gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
     """
     if not decision.splits_sequence:
         return
-    over, works = used_axes(decision.model_axes, decision.sizes), list[Work]()
+    over, works = decision.used_model_axes, list[Work]()
     for work in decision.program.graph.works:
         if work.forward and work.source[-1].primitive.name == "dot_general":
             works.append(work)

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, combinations
 
-from jax.sharding import PartitionSpec as P
-
 from ...core._target import divided_into
 from ...distributed._mesh import BATCH_AXES
 from .._mesh_axes import parts, used_axes
@@ -19,7 +17,6 @@ from ..program._batch_dims import batch_dims
 from ..program._classes import Classes
 from ..program._graph import Graph
 from ..program._program import Program
-from ..tree._overrides import spec_axes
 
 # A dimension of one of the batch's arrays: the place of the array, and the dimension.
 _Place = tuple[int, int]
@@ -148,25 +145,19 @@ def _rigid(graph: Graph, classes: Classes) -> frozenset[int]:
 def constrained_split(program: Program, sizes: Mapping[str, int]) -> Split:
     """What the program itself asks for, by constraints on arrays of its batch; empty if it does
     not split examples."""
-    jaxpr = program.scope.jaxpr
     first = program.traced.arrays
-    inputs = jaxpr.invars[first : first + program.traced.batch]
+    inputs = program.scope.jaxpr.invars[first : first + program.traced.batch]
     places_by_axes: dict[tuple[str, ...], list[_Place]] = {}
     splits_examples = False
-    for equation in jaxpr.eqns:
-        if equation.primitive.name != "sharding_constraint":
-            continue
-        (operand,) = equation.invars
+    for constraint in program.graph.constraints:
+        (operand,) = constraint.source[-1].invars
         if operand not in inputs:
             continue
         array = inputs.index(operand)
-        spec = getattr(equation.params["sharding"], "spec", None)
-        for d, entry in enumerate(spec or ()):
-            if entry is P.UNCONSTRAINED:
-                continue
-            axes = used_axes(spec_axes(entry), sizes)
-            if axes:
-                places_by_axes.setdefault(axes, []).append((array, d))
+        for d, axes in enumerate(constraint.axes):
+            over = used_axes(axes or (), sizes)
+            if over:
+                places_by_axes.setdefault(over, []).append((array, d))
                 splits_examples |= d > 0
     if not splits_examples:
         return ()

@@ -55,6 +55,11 @@ class Decision:
         return parts(self.model_axes, self.sizes)
 
     @property
+    def used_model_axes(self) -> tuple[str, ...]:
+        """Those of `model_axes` with more than one device."""
+        return used_axes(self.model_axes, self.sizes)
+
+    @property
     def of_stage(self) -> "Decision":
         """The decision for what one device runs: in a pipeline, the layers of a stage."""
         if self.pipeline is None:

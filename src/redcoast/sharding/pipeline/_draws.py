@@ -47,13 +47,12 @@ def _counters(bits: RandomBits, rows: Integer[Array, " rows"]) -> Halves:
     for d, size in enumerate(bits.shape):
         # Of all indices, (size,), since NumPy has numbers of 64 bits.
         offsets = np.arange(size, dtype=np.uint64) * np.uint64(prod(bits.shape[d + 1 :]))
-        halves: list[Array] = []
-        for half in (offsets >> np.uint64(32), offsets):
-            of_dim = jnp.asarray(half.astype(np.uint32))
-            if d == bits.dim:
-                of_dim = of_dim[rows]
-            halves.append(jax.lax.broadcast_in_dim(of_dim, shape, (d,)))
-        offset_high, offset_low = halves
+        halves = [
+            jnp.asarray(half.astype(np.uint32)) for half in (offsets >> np.uint64(32), offsets)
+        ]
+        if d == bits.dim:
+            halves = [half[rows] for half in halves]
+        offset_high, offset_low = (jax.lax.broadcast_in_dim(half, shape, (d,)) for half in halves)
         low = low + offset_low  # modulo 2**32
         high = high + offset_high + (low < offset_low).astype(jnp.uint32)
     return high, low

@@ -8,14 +8,10 @@ import functools as ft
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jax.sharding import PartitionSpec as P
-
 from ..distributed._mesh import BATCH_AXES
 from ._mesh_axes import parts
-from .pipeline._stages import Pipeline
 from .program._batch import Split
 from .program._program import Program
-from .solver._hardware import DEFAULT_MEMORY, Hardware
 from .solver._layout import StorageLayout, is_large
 from .solver._memory_estimate import excess_bytes, fit_budget
 from .solver._replicate import replicate
@@ -30,31 +26,7 @@ from .solver._split_examples import (
     splits_of_two,
     trace_in_parts,
 )
-from .solver._strategy import Decision, best_strategy
-from .tree._overrides import model_dim
-
-
-@dataclass(frozen=True)
-class PlanTask:
-    """What is planned; `overrides` are the specs that a user decided, by the place of an array.
-
-    Memory is estimated for what one stage of a `pipeline` runs.
-    """
-
-    program: Program
-    axes: dict[str, int]
-    overrides: Mapping[int, P]
-    hardware: Hardware
-    state_bytes: int
-    updated: Mapping[int, int]  # as in a `StorageLayout`
-    splits_sequence: bool = False  # between the tensor-parallel parts
-    pipeline: Pipeline | None = None
-
-    @property
-    def memory(self) -> int | float:
-        if self.hardware.memory is None:
-            return DEFAULT_MEMORY
-        return self.hardware.memory
+from .solver._strategy import Decision, PlanTask, best_strategy
 
 
 @dataclass(frozen=True)
@@ -164,8 +136,6 @@ def _lay_out(task: PlanTask, budget: int | None) -> PlanCandidate:
     """The layout within the budget; if memory is known, arrays are replicated where it suffices."""
     program, axes, state_bytes = task.program, task.axes, task.state_bytes
     large = [is_large(program, value) for value in program.parameters]
-    # Overrides over `model` are computed with in parts, like chosen dimensions.
-    forced = [model_dim(task.overrides.get(place, ())) for place in range(len(large))]
 
     def make(stored_in_parts: Sequence[bool]) -> StorageLayout:
         """The layout if some arrays are FSDP-sharded whatever that costs."""
@@ -178,16 +148,7 @@ def _lay_out(task: PlanTask, budget: int | None) -> PlanCandidate:
         def excess(decision: Decision) -> int | float:
             return excess_bytes(lay_out(decision), task.memory, state_bytes)
 
-        decision = best_strategy(
-            program,
-            axes,
-            stored_in_parts,
-            task.hardware,
-            forced,
-            excess,
-            splits_sequence=task.splits_sequence,
-        )
-        return lay_out(decision)
+        return lay_out(best_strategy(task, stored_in_parts, excess))
 
     if budget is not None:
         layout = fit_budget(make, large, program, axes, budget, state_bytes)

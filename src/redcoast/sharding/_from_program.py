@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from ..core._trainable import trainable_arrays
 from ..distributed._mesh import BATCH_AXES, PIPE
-from ._choose_program import PlanTask, by_rows_or_within, cheapest_layout
+from ._choose_program import by_rows_or_within, cheapest_layout
 from .pipeline._stages import NoPipeline, Pipeline, pipeline_of
 from .program._program import Program, follow_program
 from .program._shared_programs import once
@@ -29,6 +29,7 @@ from .report._waiting import waiting
 from .solver._hardware import Hardware
 from .solver._layout import StorageLayout
 from .solver._memory_estimate import arithmetic, estimate_memory
+from .solver._strategy import PlanTask
 from .tree._leaf_plans import Compute, LeafPlan, Role
 from .tree._leaves import flat_leaves, is_inexact_leaf
 from .tree._overrides import Override, apply_overrides

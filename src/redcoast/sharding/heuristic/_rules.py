@@ -50,6 +50,7 @@ class ModelSharding:
 
 
 Side = Literal["column", "row"]
+Matrices = list[WeightMatrix]
 
 
 def indivisible(what: str, size: int, n: int) -> str:
@@ -72,18 +73,17 @@ class Rules:
     def shard_tree(self) -> None:
         """Shards all matrices of the tree, and their biases."""
         matrices = self.tree.blocks[-1].below
-        by_path = {block.node.path: block for block in self.tree.blocks}
         outside: list[Block] = []
         # Layers show the width of the residual stream, by which the ends of a model are known.
         for block in self.tree.blocks:
             if any(map(_is_in_layer, filter(None, block.near))):
-                self._shard_block(block, by_path[block.node.path[:-1]], self.widths(block.below))
+                self._shard_block(block, self.widths(block.below))
             else:
                 outside.append(block)
         if self.splits:
             self._shard_ends(matrices)
         for block in outside:
-            self._shard_block(block, by_path[block.node.path[:-1]], self.widths(matrices))
+            self._shard_block(block, self.widths(matrices))
         self._shard_ends(matrices)
         # A matrix without a partner is sharded on its output, if it is divisible and large.
         for matrix in self._undecided(matrices):
@@ -105,16 +105,16 @@ class Rules:
                 widths.add(split.outer)
         return widths
 
-    def _undecided(self, matrices: Iterable[WeightMatrix | None]) -> list[WeightMatrix]:
+    def _undecided(self, matrices: Iterable[WeightMatrix | None]) -> Matrices:
         """The matrices without a split. One that has a split keeps it."""
         present = filter(None, matrices)
         return [matrix for matrix in present if matrix.leaf.index not in self.splits]
 
-    def _linear(self, block: Block) -> list[WeightMatrix]:
+    def _linear(self, block: Block) -> Matrices:
         """The matrices near a block without a split, but for tables and kernels."""
         return [matrix for matrix in self._undecided(block.near) if matrix.kind == "linear"]
 
-    def _shard_block(self, block: Block, parent: Block, widths: set[int]) -> None:
+    def _shard_block(self, block: Block, widths: set[int]) -> None:
         """Shards the matrices near a block. `widths` are known ones of the residual stream."""
         # Layers in a list are a chain, which may be sharded on any size.
         if block.node.ordered:
@@ -130,7 +130,7 @@ class Rules:
         if isinstance(block.node.owner, eqx.nn.MultiheadAttention) and len(linear) == 4:
             self._shard_together(block, linear[:3], linear[3:])
         elif linear:
-            self._shard_residual(block, parent, widths)
+            self._shard_residual(block, widths)
         self._shard_chains(block, widths | self.widths(block.below))
         # A dict is sorted by name, which may be the other way round.
         if isinstance(block.node.owner, dict):
@@ -182,7 +182,7 @@ class Rules:
         if matrix.bias is not None:
             self.splits[matrix.bias.index] = ModelSharding(None, "like its matrix")
 
-    def _shard_residual(self, block: Block, parent: Block, widths: set[int]) -> None:
+    def _shard_residual(self, block: Block, widths: set[int]) -> None:
         """Shards pairs of matrices, from the residual stream and back, on the size between them."""
         linear = self._linear(block)
         # The size that most of them have on one side; ties go by the other matrices of the layer,
@@ -193,9 +193,9 @@ class Rules:
             sizes.update({matrix.in_size, matrix.out_size})
         in_layer = self.tree.sides[layer_of(linear[0].leaf)]
         width = max(sizes, key=lambda size: (sizes[size], size in widths, in_layer[size], -size))
-        squares: list[WeightMatrix] = []
-        reading: list[WeightMatrix] = []
-        writing: list[WeightMatrix] = []
+        squares: Matrices = []
+        reading: Matrices = []
+        writing: Matrices = []
         for matrix in linear:
             if matrix.in_size == matrix.out_size == width:
                 squares.append(matrix)
@@ -204,8 +204,8 @@ class Rules:
             # Neither another width nor the window of a convolution is the size between two.
             elif matrix.out_size == width and matrix.in_size not in {*widths, *WINDOWS}:
                 writing.append(matrix)
-        outputs = self._outputs(block, parent, squares, reading, writing)
-        columns: list[WeightMatrix] = []
+        outputs = self._outputs(block, squares, reading, writing)
+        columns: Matrices = []
         rows = list(outputs)
         for matrix in squares:
             if outputs and matrix not in outputs:
@@ -224,18 +224,13 @@ class Rules:
             self._shard_together(block, columns, rows)
 
     def _outputs(
-        self,
-        block: Block,
-        parent: Block,
-        squares: list[WeightMatrix],
-        reading: list[WeightMatrix],
-        writing: list[WeightMatrix],
-    ) -> list[WeightMatrix]:
+        self, block: Block, squares: Matrices, reading: Matrices, writing: Matrices
+    ) -> Matrices:
         """The output matrices of attention, which shapes do not tell where they are square.
 
         It is the one with such a name, or else the last of the square ones.
         """
-        named: list[WeightMatrix] = []
+        named: Matrices = []
         for matrix in (*squares, *writing):
             names = matrix.leaf.path[len(block.node.path) :]
             if any(map(_OUTPUT.fullmatch, names)):
@@ -243,6 +238,7 @@ class Rules:
         if named and len(squares) + len(reading) > 1:
             return named
         # Query, key and value may be in a block of their own, beside their output.
+        parent = next(x for x in self.tree.blocks if x.node.path == block.node.path[:-1])
         above = list(filter(attrgetter("is_square"), self._linear(parent)))
         if len(squares) == 3 and len(above) == 1:
             return above
@@ -252,9 +248,7 @@ class Rules:
             return squares[-1:]
         return []
 
-    def _shard_together(
-        self, block: Block, columns: list[WeightMatrix], rows: list[WeightMatrix]
-    ) -> None:
+    def _shard_together(self, block: Block, columns: Matrices, rows: Matrices) -> None:
         """Shards matrices on their outputs, and others, which read these, on their inputs."""
         heads = _int_field(block.node.owner, _HEADS)
         kv_heads = _int_field(block.node.owner, _KV_HEADS) or heads
@@ -302,7 +296,7 @@ class Rules:
             else:
                 self._shard(matrix, "column", "output")
 
-    def _shard_ends(self, matrices: list[WeightMatrix]) -> None:
+    def _shard_ends(self, matrices: Matrices) -> None:
         """Shards tables and heads, which are outside of layers and have no bias, on the vocabulary.
 
         Tables of positions or types have fewer rows, and are replicated.

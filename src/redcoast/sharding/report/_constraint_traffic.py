@@ -15,7 +15,7 @@ from math import prod
 
 from ...core._control_flow import Scan, While, control_flow
 from .._mesh_axes import parts, used_axes
-from ..operations import atom_bytes, rule_of
+from ..operations import atom_bytes, rule_of, shape_of
 from ..program._facts import Facts, Operation, alike, follow_facts
 from ..program._graph import ProgramConstraint, SourcePath, Value, Work, path_of
 from ..solver._hardware import all_gather, all_reduce
@@ -141,8 +141,8 @@ def _operand_traffic(
     for d, dimension in enumerate(rule.operands[place]):
         is_in_parts = decision.is_chosen(value.dims[d]) and not is_split[d]
         is_summed = is_summed or (is_in_parts and dimension[0] in rule.reduced)
-    # A device has all terms of a sum that the plan computes in parts. It takes its part of them and
-    # sums the results over devices, or gathers the other operand.
+    # Where a device has all terms of a sum that the plan computes in parts, it takes its part of
+    # them and sums the results over devices, or gathers the other operand.
     of_sum = all_reduce(n, result_bytes / row_parts(result_dims))
     gathers_other = is_summed and all_gather(n, other_bytes) < of_sum
     if gathers_other:
@@ -160,24 +160,30 @@ def _operand_traffic(
         if any(decision.is_chosen(node) and dimension not in own for node, dimension in others):
             size = value.bytes / row_parts(value.dims)
             yield ProductTraffic(model, all_gather(n, size) * times, work)
-    if not value.grad:
-        return
-    # The cotangent of the operand has to be in this sharding too.
-    planned = _used_spec(decision, value)
-    if gathers_other:
+    if value.grad:
+        planned = _used_spec(decision, value)
         for d, axes in enumerate(planned):
-            if set(model).issuperset(axes):
+            if gathers_other and set(model).issuperset(axes):
                 planned[d] = spec[d]  # computed as a whole, with the other operand
+        sent = _cotangent_bytes(decision, work, value, planned, spec)
+        over = used_axes(axes_of_spec(planned), decision.sizes)
+        yield ProductTraffic(over, sent * times / decision.batch.parts(work.rows), work)
+
+
+def _cotangent_bytes(
+    decision: Decision, work: Work, value: Value, planned: Spec, spec: Spec
+) -> int | float:
+    """What a device sends to have the cotangent of an operand in a sharding, and not as planned."""
     sent = find_reshard(value.bytes, planned, spec, decision.sizes).sent
     rows = used_axes(decision.batch_axes, decision.sizes)
-    if set(rows).isdisjoint(chain.from_iterable(spec)):
-        # The cotangent of the result may be gathered before the product, if it is smaller.
-        size = result_bytes
-        if decision.is_parallel(result_dims):
-            size /= n
-        sent = min(sent, all_gather(decision.batch.parts(result_dims), size) or sent)
-    over = used_axes(axes_of_spec(planned), decision.sizes)
-    yield ProductTraffic(over, sent * times / decision.batch.parts(work.rows), work)
+    if not set(rows).isdisjoint(chain.from_iterable(spec)):
+        return sent
+    # The cotangent of the result may be gathered before the product, if it is smaller.
+    (result,) = work.source[-1].outvars
+    result_dims, size = work.own[: len(shape_of(result))], atom_bytes(result)
+    if decision.is_parallel(result_dims):
+        size /= decision.n
+    return min(sent, all_gather(decision.batch.parts(result_dims), size) or sent)
 
 
 def _used_spec(decision: Decision, value: Value) -> list[Axes]:

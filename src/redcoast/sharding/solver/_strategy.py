@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import compress
+
+from jax.sharding import PartitionSpec as P
 
 from ...distributed._mesh import BATCH_AXES
 from .._mesh_axes import parts, used_axes
@@ -13,10 +15,33 @@ from ..program._classes import Classes, conflicts, splittable
 from ..program._graph import Value, have_grad
 from ..program._program import Constant, Program
 from ..program._tensor_sequence import find_sequence
-from ..tree._overrides import spec_parts
+from ..tree._overrides import model_dim, spec_parts
 from ._cost import Seconds, price
 from ._eliminate import search_classes
-from ._hardware import Hardware, all_gather
+from ._hardware import DEFAULT_MEMORY, Hardware, all_gather
+
+
+@dataclass(frozen=True)
+class PlanTask:
+    """What is planned; `overrides` are the specs that a user decided, by the place of an array.
+
+    Memory is estimated for what one stage of a `pipeline` runs.
+    """
+
+    program: Program
+    axes: dict[str, int]
+    overrides: Mapping[int, P]
+    hardware: Hardware
+    state_bytes: int
+    updated: Mapping[int, int]  # as in a `StorageLayout`
+    splits_sequence: bool = False  # between the tensor-parallel parts
+    pipeline: Pipeline | None = None
+
+    @property
+    def memory(self) -> int | float:
+        if self.hardware.memory is None:
+            return DEFAULT_MEMORY
+        return self.hardware.memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,31 +173,29 @@ _OTHERS = _Strategy((*BATCH_AXES, "model"), ("model",)), _Strategy(("data",), ("
 
 
 def best_strategy(
-    program: Program,
-    sizes: Mapping[str, int],
-    stored_in_parts: Sequence[bool],
-    hardware: Hardware,
-    forced: Sequence[int | None],
-    excess: Callable[[Decision], int | float],
-    *,
-    splits_sequence: bool = False,
+    task: PlanTask, stored_in_parts: Sequence[bool], excess: Callable[[Decision], int | float]
 ) -> Decision:
     """Returns the cheapest strategy for the mesh, with its cheapest set of tensor-parallel classes.
 
-    `stored_in_parts` is whether each array is sharded in storage whatever that costs. `forced` has
-    the dimension of each array that must be tensor-parallel, or None. `excess` are the bytes by
-    which a step of a decision does not fit into memory. `splits_sequence` is sequence parallelism.
+    `stored_in_parts` is whether each array is sharded in storage whatever that costs. `excess` are
+    the bytes by which a step of a decision does not fit into memory.
     """
-    # Overrides shard dimensions over `model` alone, as only the default does. If the program's
-    # examples are split, `_applies` finds the strategy with the same axes.
+    program, sizes = task.program, task.axes
+    # Overrides over `model` are computed with in parts, like chosen dimensions.
+    forced: dict[int, int] = {}
+    for place, spec in task.overrides.items():
+        d = model_dim(spec)
+        if d is not None:
+            forced[place] = d
+    # They shard dimensions over `model` alone, as only the default does. If the program's examples
+    # are split, `_applies` finds the strategy with the same axes.
     strategies = [_DEFAULT]
-    if program.batch.sets or set(forced) <= {None}:
+    if program.batch.sets or not forced:
         strategies += _OTHERS
     applicable = (strategy for strategy in strategies if _applies(strategy, program, sizes))
-    solve = partial(_solve, program, sizes, stored_in_parts, hardware, splits_sequence)
-    best = solve(next(applicable), forced)
+    best = _solve(task, stored_in_parts, next(applicable), forced)
     for strategy in applicable:
-        other = solve(strategy, ())
+        other = _solve(task, stored_in_parts, strategy, {})
         too_large, best_too_large = excess(other), excess(best)
         # What fits into memory is better than what does not, whatever it costs.
         if (too_large > 0) != (best_too_large > 0):
@@ -223,14 +246,10 @@ def gradient_shards(batch_axes: Sequence[str], sizes: Mapping[str, int]) -> int:
 
 
 def _solve(
-    program: Program,
-    sizes: Mapping[str, int],
-    stored_in_parts: Sequence[bool],
-    hardware: Hardware,
-    splits_sequence: bool,
-    strategy: _Strategy,
-    forced: Sequence[int | None],
+    task: PlanTask, stored_in_parts: Sequence[bool], strategy: _Strategy, forced: Mapping[int, int]
 ) -> Decision:
+    """The cheapest decision of a strategy. `forced` are dimensions of arrays, by their places."""
+    program, sizes, hardware = task.program, task.axes, task.hardware
     graph, n = program.graph, parts(strategy.model, sizes)
     classes, batch = Classes(graph, n), batch_over(program, strategy.batch, sizes)
     # Without candidates, every array is computed with as a whole.
@@ -239,10 +258,7 @@ def _solve(
         candidates = _candidates(program, classes, batch)
     against = conflicts(graph, classes, candidates)
     # Overrides are chosen whatever they cost, and rule out what an array has beside them.
-    nodes: list[int] = []
-    for value, d in zip(program.parameters, forced, strict=False):
-        if d is not None:
-            nodes.append(value.dims[d])
+    nodes = [program.parameters[place].dims[d] for place, d in forced.items()]
     fixed = classes.of(nodes).intersection(candidates)
     decided = fixed.union(*map(against.__getitem__, fixed))
     free: dict[int, set[int]] = {}
@@ -276,7 +292,7 @@ def _solve(
         classes=classes,
         chosen=fixed | picked,
         cost=replace(cost, exposed=cost.exposed + received / hardware.batch_bandwidth),
-        splits_sequence=splits_sequence,
+        splits_sequence=task.splits_sequence,
     )
 
 

@@ -596,6 +596,8 @@ ONE_BY_ONE = {
     "with a loop": mapped(lambda params, x: forward_loop(params, x, None)),
     "a decomposition": mapped(lambda params, x: gaussian_process(params, x, None)),
     "a rule": mapped(lambda params, x: implicit(params, x, None)),
+    "in few batches": mapped(lambda params, x: x @ params["outside"], batch_size=8),
+    "a loop, in few batches": mapped(lambda params, x: forward_loop(params, x, None), batch_size=8),
     "a rule, in batches": mapped(lambda params, x: implicit(params, x, None), batch_size=2),
     "sum": summed,
     "sum of several terms": added_and_subtracted,
@@ -619,6 +621,18 @@ def test_rows_that_are_computed_one_by_one_are_those_of_each_device(name, sizes)
         batch_axes = {"data", "fsdp"}
         assert not [one for one in in_loops(found) if batch_axes.intersection(one.axes)]
     CALLED.clear()
+    assert_like_one_device(step, loss_fn)
+
+
+def test_each_device_has_rows_of_each_batch_of_few():
+    """`jax.lax.map` in fewer batches than devices: no device computes all rows."""
+    loss_fn = ONE_BY_ONE["in few batches"]
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    assert not plan.report.program.repeated
+    step, found = compiled_step(loss_fn, plan)
+    assert not in_loops(found)
+    planned = sum(traffic.bytes for traffic in plan.report.program.traffic)
+    assert planned == pytest.approx(sum(one.sent_bytes * one.count for one in found), rel=0.1)
     assert_like_one_device(step, loss_fn)
 
 

@@ -29,6 +29,7 @@ from .._mesh_axes import parts
 from ..operations import Atom, shape_of
 from ..operations._elementwise_rules import ELEMENTWISE
 from ..operations._rule_table import LARGE_OPERATIONS
+from ..operations._scan_over_rows import sums_over_iterations
 from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
@@ -419,6 +420,12 @@ def _scan(bound: BoundEquation, scan: Scan) -> Arrays:
     _, carry_vars, _ = scan.split(scope.jaxpr.invars)
     values = values_of(scope, carry_vars)
     consts, stored_consts = _gather(scope, shardings, consts, stored_consts)
+    if sums_over_iterations(scan) is not None:
+        # Batches of rows, of which each device has some of each batch.
+        for place, atom in enumerate(scan.split(equation.invars)[2]):
+            value = bound.scope.value_of(atom)
+            if value is not None and shardings.batch_dim(value) == 1:
+                xs[place] = shardings.constrain(xs[place], value)
     # (shards, ...), so that their gradients are summed over devices once, after the loop
     copies = copy_weights(scope, shardings, consts)
     stored = [*stored_consts, *[False] * len(init), *stored_xs]

@@ -11,6 +11,9 @@ class Classes:
     A link holds if both sizes are divisible by `n`: a dimension of 12 heads of 64 can be sharded
     over 8 devices, but not together with the 12 heads. Sizes below `least` have no links. The
     classes of the nodes `apart` have no soft links.
+
+    Rows that are computed in batches, one after the other, are sharded as the batches are, or
+    softly as the rows of each batch, if the batches are not divisible.
     """
 
     def __init__(
@@ -33,6 +36,10 @@ class Classes:
         for a, b in graph.soft_links:
             if self[a] not in alone and self[b] not in alone:
                 self._join(a, b)
+        for rows, (batches, *of_batch) in graph.divided:
+            if batches in graph.mapped and not self._divides[batches]:
+                for node in of_batch[:1]:
+                    self._join(rows, node)
 
     def _join(self, a: int, b: int) -> None:
         if self._divides[a] and self._divides[b]:

@@ -224,7 +224,9 @@ class Graph:
     near: set[int] = field(default_factory=set)
     stacks: set[int] = field(default_factory=set)  # blocked nodes that count a scan's layers
     unrolled: set[int] = field(default_factory=set)  # those of a scan that does not loop
-    # First dimensions that are divided, as 12 layers into 6 groups of 2: the one, and its parts.
+    mapped: set[int] = field(default_factory=set)  # those of a scan of independent iterations
+    # First dimensions that are divided, as 12 layers into 6 groups of 2, or joined from parts: the
+    # one, and its parts.
     divided: list[tuple[int, Dims]] = field(default_factory=list)
     singled: set[int] = field(default_factory=set)  # those of which single elements are taken
     created: set[int] = field(default_factory=set)  # created by the program: noise, zeros, copies

@@ -174,17 +174,19 @@ def _apply_rule(
 def _note_divided(
     graph: Graph, name: str, inputs: Sequence[Value], results: Sequence[Value]
 ) -> None:
-    """Records that the first dimension alone is divided, as that of layers into groups."""
+    """Records that the first dimension alone is divided, as that of layers into groups, or joined
+    again."""
     if (
         name == "slice"
         and results[0].shape[:1] == (1,)
         and inputs[0].shape[1:] == results[0].shape[1:]
     ):
         graph.singled.add(inputs[0].dims[0])
-    if name == "reshape" and inputs[0].shape:
-        parts = 1 + len(results[0].shape) - len(inputs[0].shape)
-        if parts > 1 and results[0].shape[parts:] == inputs[0].shape[1:]:
-            graph.divided.append((inputs[0].dims[0], results[0].dims[:parts]))
+    if name == "reshape":
+        one, other = sorted((inputs[0], results[0]), key=lambda value: len(value.shape))
+        parts = 1 + len(other.shape) - len(one.shape)
+        if one.shape and parts > 1 and other.shape[parts:] == one.shape[1:]:
+            graph.divided.append((one.dims[0], other.dims[:parts]))
 
 
 def _record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None:
@@ -304,7 +306,10 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
         # One layer has the dimensions of the stack, without the first.
         slices.append(graph.value(var.aval, tuple(dims), grad=value.grad))
         if is_map:
+            graph.mapped.add(layers)
             graph.link(xs[0].dims[0], layers)
+            for node in dims[:1]:
+                graph.add_move(value, node, slices[-1], node)
         else:
             # A scan over rows, and not over layers, needs one row after the other.
             graph.add_move(value, layers, slices[-1], None)

@@ -89,6 +89,8 @@ def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
     name = move.source[-1].primitive.name
     if name == "concatenate" and move.operand.bytes == move.result.bytes:
         return 0  # the other operands are empty, as in a roll by no element
+    if name == "scan" and move.after is not None:
+        return _sent_for_batches(move, graph, batch)
     stays_split = batch.has(move.after)
     if not batch.has(move.before):
         if not stays_split:
@@ -125,3 +127,14 @@ def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
         forward = min(gathered, _SLICED * part)
         return forward * move.times + min(gathered, part) * move.backward
     return part * (move.times + move.backward)
+
+
+def _sent_for_batches(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
+    """What devices send so that each has rows of each batch that a scan goes over."""
+    batches, of_batch, *_ = move.operand.dims
+    rows = [node for node, parts in graph.divided if parts == (batches, of_batch)]
+    if batch.has(batches) or not (batch.has(of_batch) and any(map(batch.has, rows))):
+        return 0
+    devices, others = batch.around(of_batch, (*move.rows, *move.operand.dims))
+    part = move.operand.bytes / devices / others
+    return (graph.sizes[batches] - 1) * part * move.times

@@ -3,6 +3,8 @@ computed by hand."""
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
@@ -11,6 +13,8 @@ from redcoast.dryrun._efficiencies import Efficiencies
 from redcoast.dryrun._step_time import estimate_step_time, show_step_time
 from redcoast.dryrun.hlo._events import Done, Event, Loop, Start, Transfer, read_schedule
 from redcoast.dryrun.hlo._kernels import KernelWork
+from redcoast.models._tpu_attention import attend_in_splash
+from redcoast.models._view import View
 
 MESH = AbstractMesh((1, 4, 1), ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3)
 # Everything at its full rate: 1000 operations and 1000 bytes of memory a second.
@@ -358,3 +362,45 @@ def test_misaligned_products_take_longer_on_tensor_cores():
     assert "5,120 ms are lost because rows of matrices" in "\n".join(show_step_time(step))
     step = times(program(body.replace("bf16", "f32")), efficiencies=slow)
     assert step.misaligned == 0
+
+
+def test_attention_that_a_cpu_interprets_is_one_kernel():
+    """Each block of it would be a kernel otherwise, and most of the estimated time of a step."""
+    q = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float32)
+    attend = lambda q: attend_in_splash(q, q, q, View(causal=True), scale=1.0)
+    text = jax.jit(attend).lower(q).compile().as_text()
+    mesh = AbstractMesh((1, 1, 1), ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3)
+    events = read_schedule(text, mesh)
+    assert not any(isinstance(event, Loop) for event in events)
+    (kernel,) = [event for event in events if getattr(event, "kind", "") == "attention"]
+    assert isinstance(kernel, KernelWork)
+    assert kernel.flops == (("f32", 2 * 2 * 2 * 1024 * 1024 * 64),)
+    # Queries, keys, values and results, and tables of positions and sums.
+    assert 4 * q.size * 4 < kernel.memory_bytes < 10 * q.size * 4
+
+
+UPDATED = """
+%update (layers: bf16[4,8,16], new: f32[1,8,16], place: s32[]) -> bf16[4,8,16] {
+  %layers = bf16[4,8,16]{2,1,0} parameter(0)
+  %new = f32[1,8,16]{2,1,0} parameter(1)
+  %place = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %wide = f32[4,8,16]{2,1,0} convert(%layers)
+  %updated = f32[4,8,16]{2,1,0} dynamic-update-slice(%wide, %new, %place, %zero, %zero)
+  ROOT %narrow = bf16[4,8,16]{2,1,0} convert(%updated)
+}
+"""
+
+
+def test_an_update_in_a_wider_dtype_writes_the_update_alone():
+    """The compiler for CPUs, which may stand in for another, has no updates in bfloat16."""
+    body = """
+  %layers = bf16[4,8,16]{2,1,0} broadcast(%x), dimensions={}
+  %new = f32[1,8,16]{2,1,0} bitcast(%x)
+  %place = s32[] constant(1)
+  %stored = bf16[4,8,16]{2,1,0} fusion(%layers, %new, %place), kind=kLoop, calls=%update
+  ROOT %out = f32[8,16]{1,0} bitcast(%x)"""
+    _, stored = read_schedule(program(body, UPDATED), MESH)
+    update = 4 * 8 * 16
+    assert isinstance(stored, KernelWork)
+    assert stored.memory_bytes == 4 + 2 * update

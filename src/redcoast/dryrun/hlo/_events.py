@@ -4,7 +4,8 @@ Compilers write the instructions of a program in the order in which a device sta
 stands between the start and the end of an asynchronous transfer runs while it is under way.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh, Mesh
@@ -19,8 +20,16 @@ from ._collectives import (
     is_later_part,
     read_program,
 )
-from ._kernels import HOST_SPACE, KernelWork, read_kernel
-from ._parse import Instruction, bytes_in_space, called, callee, lookup, operands
+from ._kernels import HOST_SPACE, KernelWork, main_bytes, read_kernel
+from ._parse import (
+    Instruction,
+    bytes_in_space,
+    called,
+    callee,
+    lookup,
+    operands,
+    operation_name,
+)
 from ._products import call_target
 from ._trip_counts import CallScope, inner_scope, loop_scope, trip_count
 
@@ -87,6 +96,8 @@ def read_schedule(
 def _events(program: PartitionedProgram, scope: CallScope) -> Iterator[Event]:
     for instruction in scope.computation.instructions.values():
         match instruction.opcode:
+            case "while" if _is_interpreted(instruction):
+                yield _interpreted_kernel(program, scope, instruction)
             case "while":
                 yield _loop(program, scope, instruction)
             case "conditional":
@@ -114,6 +125,30 @@ def _loop(program: PartitionedProgram, scope: CallScope, instruction: Instructio
     if trips is None:
         return Loop(1, events, exact=False)
     return Loop(trips, events)
+
+
+def _is_interpreted(instruction: Instruction) -> bool:
+    """Whether a loop over blocks stands for JAX's splash attention, which CPUs interpret."""
+    return "/splash_mha_" in (operation_name(instruction.rest) or "")
+
+
+def _interpreted_kernel(
+    program: PartitionedProgram, scope: CallScope, instruction: Instruction
+) -> KernelWork:
+    """The kernel that a loop stands for: it reads and writes each array once."""
+    flops: Counter[str] = Counter()
+    _count_flops([_loop(program, scope, instruction)], 1, flops)
+    counts = tuple(sorted(flops.items()))
+    return KernelWork(instruction.name, "attention", counts, main_bytes(instruction.shape))
+
+
+def _count_flops(events: Iterable[Event], times: int, flops: Counter[str]) -> None:
+    for event in events:
+        if isinstance(event, Loop):
+            _count_flops(event.events, times * event.times, flops)
+        elif isinstance(event, KernelWork):
+            for dtype, count in event.flops:
+                flops[dtype] += times * count
 
 
 def _plain(

@@ -14,6 +14,7 @@ from ._parse import (
     Instruction,
     Module,
     array_layout,
+    array_shapes,
     bytes_in_space,
     called,
     computation,
@@ -161,7 +162,23 @@ def _bytes_written(module: Module, inner: Computation, name: str) -> int:
             return _bytes_written(module, nested, nested.root)
         case "bitcast" | "reshape":
             return _bytes_written(module, inner, operands(value)[0])
+        case "convert" if _is_converted_back(inner, value):
+            return _bytes_written(module, inner, operands(value)[0])
     return _unplaced_bytes(value.shape)
+
+
+def _is_converted_back(inner: Computation, value: Instruction) -> bool:
+    """Whether an array is updated in a wider dtype, and returned in its own.
+
+    The compiler for CPUs does so in 16 bits. Accelerators update such an array in place.
+    """
+    update = lookup(inner, operands(value)[0])
+    if update.opcode != "dynamic-update-slice":
+        return False
+    before = lookup(inner, operands(update)[0])
+    if before.opcode != "convert":
+        return False
+    return array_shapes(lookup(inner, operands(before)[0]).shape) == array_shapes(value.shape)
 
 
 def _unplaced_bytes(shape: str) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ._chips import Chip
 from ._efficiencies import Efficiencies, efficiencies_of
 from ._roofline import bandwidth, peak
-from .hlo._events import Done, Event, Loop, Start, Transfer
+from .hlo._events import Done, Event, Loop, Start, Transfer, count_flops
 from .hlo._kernels import KernelWork
 
 # Bytes per second between a device and the memory of its host: PCIe 4.0 x16, as attained.
@@ -101,7 +101,10 @@ def estimate_step_time(
     hidden = {axes: time - totals.exposed[axes] for axes, time in totals.transfers.items()}
     utilisation = 0.0
     if seconds:
-        utilisation = _seconds_at_peak(events, chip) / seconds
+        at_peak = 0.0
+        for dtype, count in count_flops(events).items():
+            at_peak += count / peak(chip, _name(dtype))
+        utilisation = at_peak / seconds
     return StepTime(
         seconds=float(seconds),
         products=float(totals.busy["product"]),
@@ -192,10 +195,11 @@ def kernel_seconds(kernel: KernelWork, rates: AttainedRates) -> float:
     if kernel.kind == "attention":
         share = attained.attention
     arithmetic = 0.0
-    for dtype, count in _named(kernel):
-        time = count / (share * peak(chip, dtype))
+    for dtype, count in kernel.flops:
+        rate = peak(chip, _name(dtype))
+        time = count / (share * rate)
         # Tensor cores are for dtypes that are faster than float32.
-        if kernel.is_misaligned and peak(chip, dtype) > peak(chip, "float32"):
+        if kernel.is_misaligned and rate > peak(chip, "float32"):
             time *= attained.misaligned
         arithmetic += time
     memory = kernel.memory_bytes / (attained.memory * chip.memory_bandwidth)
@@ -206,17 +210,13 @@ def kernel_seconds(kernel: KernelWork, rates: AttainedRates) -> float:
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 
 
-def _named(kernel: KernelWork) -> list[tuple[str, int]]:
-    """The operations of a kernel by the names that dtypes have in JAX."""
-    flops = []
-    for dtype, count in kernel.flops:
-        name = _DTYPES.get(dtype, dtype)
-        if dtype.startswith("f8"):  # f8e4m3fn, f8e5m2
-            name = f"float8_{dtype}"
-        elif dtype[0] in "su" and dtype[1:].isdecimal():  # s8, u4
-            name = f"int{dtype[1:]}"
-        flops.append((name, count))
-    return flops
+def _name(dtype: str) -> str:
+    """The name in JAX of one of HLO's dtypes."""
+    if dtype.startswith("f8"):  # f8e4m3fn, f8e5m2
+        return f"float8_{dtype}"
+    if dtype[0] in "su" and dtype[1:].isdecimal():  # s8, u4
+        return f"int{dtype[1:]}"
+    return _DTYPES.get(dtype, dtype)
 
 
 def transfer_seconds(transfer: Transfer, rates: AttainedRates) -> float:
@@ -233,17 +233,6 @@ def transfer_seconds(transfer: Transfer, rates: AttainedRates) -> float:
         share = attained.between
     rate = bandwidth("+".join(transfer.axes), rates.bandwidths)
     return attained.latency + size / (share * rate)
-
-
-def _seconds_at_peak(events: Sequence[Event], chip: Chip) -> float:
-    total = 0.0
-    for event in events:
-        match event:
-            case KernelWork():
-                total += sum(count / peak(chip, dtype) for dtype, count in _named(event))
-            case Loop(times, inner):
-                total += times * _seconds_at_peak(inner, chip)
-    return total
 
 
 def show_step_time(step: StepTime) -> list[str]:

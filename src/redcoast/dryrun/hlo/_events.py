@@ -93,6 +93,19 @@ def read_schedule(
         raise ValueError(INCONSISTENT) from error
 
 
+def count_flops(events: Iterable[Event]) -> Counter[str]:
+    """The floating point operations of the products of events, by dtype."""
+    total: Counter[str] = Counter()
+    for event in events:
+        match event:
+            case KernelWork():
+                total.update(dict(event.flops))
+            case Loop(times, inner):
+                for dtype, count in count_flops(inner).items():
+                    total[dtype] += times * count
+    return total
+
+
 def _events(program: PartitionedProgram, scope: CallScope) -> Iterator[Event]:
     for instruction in scope.computation.instructions.values():
         match instruction.opcode:
@@ -136,19 +149,9 @@ def _interpreted_kernel(
     program: PartitionedProgram, scope: CallScope, instruction: Instruction
 ) -> KernelWork:
     """The kernel that a loop stands for: it reads and writes each array once."""
-    flops: Counter[str] = Counter()
-    _count_flops([_loop(program, scope, instruction)], 1, flops)
+    flops = count_flops([_loop(program, scope, instruction)])
     counts = tuple(sorted(flops.items()))
     return KernelWork(instruction.name, "attention", counts, main_bytes(instruction.shape))
-
-
-def _count_flops(events: Iterable[Event], times: int, flops: Counter[str]) -> None:
-    for event in events:
-        if isinstance(event, Loop):
-            _count_flops(event.events, times * event.times, flops)
-        elif isinstance(event, KernelWork):
-            for dtype, count in event.flops:
-                flops[dtype] += times * count
 
 
 def _plain(

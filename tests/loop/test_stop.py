@@ -11,6 +11,8 @@ import time
 import jax
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from paths import HELPERS
 from problem import collate_fn, fit_quietly, loss_fn, make_examples, make_model, predict_fn
 
@@ -339,9 +341,20 @@ def test_a_signal_in_the_last_step_lets_that_run_end_and_no_other_begin(received
 def test_processes_agree_on_the_level_one_call_later(level):
     """As several processes do; here one process fills all parts."""
     levels = iter([GO_ON, level, GO_ON])
-    request = agreed(rc.make_mesh(), StopRequest(lambda: next(levels), []))
+    request = agreed(rc.make_mesh(), StopRequest(lambda _: next(levels), []))
     assert [request(), request(), request()] == [False, False, True]
     assert request.level == level
+
+
+def test_processes_agree_only_after_the_step():
+    """After a step that failed, an all-reduce would meet the step's in the other processes."""
+    mesh = rc.make_mesh()
+    request = agreed(mesh, StopRequest(lambda _: GO_ON, []))
+    of_step = jax.device_put(1.0, NamedSharding(mesh, P()))
+    assert not request(of_step)
+    of_step.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        request(of_step)
 
 
 @pytest.mark.thorough

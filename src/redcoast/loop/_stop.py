@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from ..core._axis_types import with_auto_axes
 from ..core._errors import check_number
@@ -50,7 +51,7 @@ class StopRequest:
 
     def __init__(
         self,
-        ask: Callable[[], int],
+        ask: Callable[[PyTree], int],
         reasons: list[StopReason],
         *,
         of_caller: bool = False,
@@ -61,12 +62,14 @@ class StopRequest:
         self._asked: str | None = None
         self.level = GO_ON
 
-    def __call__(self) -> bool:
+    def __call__(self, after: PyTree = None) -> bool:
+        """Whether to stop. The processes agree on it after the arrays `after`, such as metrics of
+        the step, are computed, and not if they could not be computed."""
         own = ASKED
         if self._asked is None or self._of_process:
             own = GO_ON
         # A level never falls: what was asked for once counts until the loop ends.
-        self.level = max(self.level, self._ask(), own)
+        self.level = max(self.level, self._ask(after), own)
         return self.level > GO_ON
 
     def ask(self, reason: str) -> None:
@@ -208,7 +211,7 @@ def stop_request(
             yield agreed(with_auto_axes(mesh), request)
 
 
-def _refuse() -> int:
+def _refuse(_: PyTree) -> int:
     raise ValueError("Several processes stop at the same step over a mesh: pass `mesh`.")
 
 
@@ -225,14 +228,21 @@ def agreed(mesh: Mesh, request: StopRequest) -> StopRequest:
     )
     # On the devices before the loop, since a transfer in each step would wait.
     levels = [of_all(level) for level in (GO_ON, ASKED, STOP, INTERRUPT)]
-    highest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
+    # If a process has died, the step fails in some processes before others. Those must not go on to
+    # another all-reduce: Gloo would pair it with the step's of the others, or end them by SIGABRT.
+    # An argument that is not used is waited for all the same.
+    highest = jax.jit(
+        lambda levels, after: jnp.max(levels),
+        keep_unused=True,
+        out_shardings=NamedSharding(mesh, P()),
+    )
     computed: Any = None
 
-    def level() -> int:
+    def level(after: PyTree) -> int:
         nonlocal computed
         request()
         # The answer of the step before: reading this one's would wait for the devices.
-        before, computed = computed, highest(levels[request.level])
+        before, computed = computed, highest(levels[request.level], after)
         if before is None:
             return GO_ON
         return int(before)
@@ -249,7 +259,7 @@ def stop_signals(max_seconds: int | float | None = None) -> Iterator[StopRequest
     """
     outer = _enclosing.get()
     if outer is not None and max_seconds is None:
-        yield StopRequest(lambda: _level_of(outer), outer.reasons, of_caller=True)
+        yield StopRequest(lambda _: _level_of(outer), outer.reasons, of_caller=True)
         return
     reasons: list[StopReason] = []
     begin = time.monotonic()
@@ -257,7 +267,7 @@ def stop_signals(max_seconds: int | float | None = None) -> Iterator[StopRequest
     noticed = _preemption_notice() if outer is None else (lambda: False)
     warned = False
 
-    def level() -> int:
+    def level(_: PyTree) -> int:
         nonlocal warned
         if noticed():
             reasons.append(StopReason("JAX received a preemption notice", STOP))

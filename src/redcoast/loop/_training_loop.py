@@ -92,7 +92,7 @@ class TrainingLoop:
         """Evaluates and saves after a step, if it is time; returns whether to stop."""
         is_last = done.batch.last
         self._is_asked_to_stop()  # with several processes, all of them agree on it in the next line
-        stops = self.stopping() and not is_last
+        stops = self.stopping(done.metrics.values) and not is_last
         # After a signal, a run does not wait for an evaluation; it follows on resumption.
         is_signal = stops and self.stopping.level > ASKED
         postpones = is_signal and not self.checkpointer.keeps_best
@@ -100,7 +100,7 @@ class TrainingLoop:
         if self.evaluation is not None and self.is_due and not postpones:
             metrics = self._evaluate(self.evaluation, done.number, done.state)
         if (self._is_asked_to_stop() or self._is_over) and not is_last:
-            stops = stops or self._is_over or self.stopping()
+            stops = stops or self._is_over or self.stopping(done.metrics.values)
         if self.evaluation is not None and is_first and not (self.is_due or stops):
             with noting(_TRIED), self._rescued(doubtful=()):
                 self.evaluation.try_loss(evaluated_model(done.state), done.state.key)

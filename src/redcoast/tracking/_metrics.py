@@ -92,11 +92,11 @@ class StackedMetrics:
     """The metrics of steps that were dispatched together, which the host reads in one transfer."""
 
     def __init__(self, names: tuple[str, ...], values: Float[Array, "steps metrics"]):
-        self.names, self._values = names, values
+        self.names, self.values = names, values
 
     @ft.cached_property
     def rows(self) -> list[list[float]]:
-        return np.asarray(self._values).tolist()
+        return np.asarray(self.values).tolist()
 
 
 class MetricsInCall(NamedTuple):

@@ -1,5 +1,6 @@
 """Estimates of shares, of solved problems and of won games, with confidence intervals."""
 
+import math
 from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -107,11 +108,13 @@ def win_rate(wins: int, losses: int, ties: int = 0, *, level: float = 0.95) -> E
 
 def _each_pass_at_k(right: Bool[np.ndarray, "problems samples"], k: int) -> Float[np.ndarray, "*"]:
     """Of each problem: the probability that k of its answers, all different, have a right one."""
-    from scipy.stats import hypergeom  # a second, which `import redcoast` need not take
-
     samples = right.shape[1]
-    # The probability of more than 0 right ones among k that are drawn without replacement.
-    return hypergeom.sf(0, samples, np.sum(right, axis=1), k)  # (problems,)
+    # Python's integers are exact, however many choices of k answers there are.
+    choices = math.comb(samples, k)
+    estimates = []
+    for wrong in np.sum(~right, axis=1).tolist():
+        estimates.append((choices - math.comb(wrong, k)) / choices)
+    return np.array(estimates)  # (problems,)
 
 
 def _interval(mean: float, count: int, level: float) -> Estimate:

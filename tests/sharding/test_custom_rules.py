@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.custom_derivatives import SymbolicZero
 
 import redcoast as rc
@@ -47,3 +48,33 @@ def test_rules_learn_what_is_differentiated_and_which_results_are_used():
     expected = jax.value_and_grad(loss_fn)(WEIGHT, BATCH, None)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-6)
+
+
+@jax.custom_jvp
+def activation(x):
+    return jnp.tanh(x)
+
+
+@activation.defjvp
+def activation_rule(primals, tangents):
+    y = activation(*primals)
+    slope = jax.lax.with_sharding_constraint(1 - y**2, jax.P(("data", "fsdp")))
+    return y, slope * tangents[0]
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_rules_that_are_traced_later_may_name_axes_of_the_mesh(scanned):
+    """`jax.grad` of a compiled function traces them after the plan's function has returned."""
+
+    def loss_fn(params, batch, key):
+        layer = lambda x, _: (activation(x @ params["weight"]), None)
+        if scanned:
+            return jnp.mean(jax.lax.scan(layer, batch, length=3)[0] ** 2)
+        return jnp.mean(layer(batch, None)[0] ** 2)
+
+    mesh = rc.make_mesh(fsdp=2, model=2)
+    plan = rc.plan_shardings(WEIGHT, mesh, fn=loss_fn, args=(BATCH, None))
+    found = jax.grad(jax.jit(plan.constrain(loss_fn)))(WEIGHT, BATCH, None)
+    with jax.set_mesh(mesh):
+        expected = jax.grad(loss_fn)(WEIGHT, BATCH, None)
+    np.testing.assert_allclose(found["weight"], expected["weight"], rtol=1e-5, atol=1e-7)

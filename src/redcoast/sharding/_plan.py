@@ -13,7 +13,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ..core._axis_types import auto_ambient_mesh, is_explicit, on_auto_axes, with_auto_axes
 from ..core._errors import check_flag, check_number
 from ..core._frames import hide_frames
-from ..core._tracing import collection_paused
+from ..core._tracing import collection_paused, traced_over
 from ._plan_arguments import (
     check_function,
     check_memory,
@@ -463,8 +463,9 @@ def plan_shardings(
         microbatches=microbatches,
     )
     limit = memory_limit(memory, hardware)
-    # The function may refer to axes of the ambient mesh, which are Explicit outside.
-    with auto_ambient_mesh(), collection_paused():
+    # The function may refer to axes of the ambient mesh, which are Explicit outside. Its derivative
+    # rules, which are traced where memory is estimated, refer to those of this mesh.
+    with auto_ambient_mesh(), collection_paused(), traced_over(auto_mesh):
         if limit is None:
             plans, compute, report = plan(fn)
         else:

@@ -15,10 +15,12 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 from jax.interpreters import ad
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ...core._control_flow import CallKind
 from ...core._jaxpr import bind_again
+from ...core._tracing import traced_over
 from ..program._trace import Arrays
 
 Fn = Callable[..., Any]
@@ -77,6 +79,21 @@ def _jvp_rule(original: Fn, specs: Sequence[P], run_local: RunLocal) -> Fn:
         return out, out_tangents
 
     return rule
+
+
+def with_mesh_in_rule(equation: JaxprEqn, mesh: Mesh | AbstractMesh, inputs: Arrays) -> Arrays:
+    """Runs a `custom_jvp` as it is. Its rule, which may be traced later, refers to a mesh."""
+    run = jax.custom_jvp(lambda *xs: bind_again(equation, xs))
+
+    def rule(primals: Sequence[object], tangents: Sequence[object]) -> tuple[Arrays, Arrays]:
+        moving = [not isinstance(tangent, SymbolicZero) for tangent in tangents]
+        of_moving = lambda *xs: bind_again(equation, replace_chosen(primals, moving, xs))
+        chosen = tuple(itertools.compress(primals, moving))
+        with traced_over(mesh):
+            return jax.jvp(of_moving, chosen, tuple(itertools.compress(tangents, moving)))
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return list(run(*inputs))
 
 
 def replace_chosen(items: Sequence[object], chosen: Sequence[bool], by: Iterable[object]) -> Arrays:

@@ -43,7 +43,7 @@ from ..tree._leaf_plans import Compute
 from ._attention_kernel import KERNELS, run_kernel
 from ._bound_equation import BoundEquation, Tables, values_of
 from ._copied_weights import apply_copies, copy_weights
-from ._custom_rules import Fn, is_float0, replace_chosen, run_custom
+from ._custom_rules import Fn, is_float0, replace_chosen, run_custom, with_mesh_in_rule
 from ._gathered_layers import gather_again
 from ._grouped_conv import run_grouped
 from ._local_choice import choose_region, used_results
@@ -255,7 +255,9 @@ def _run(bound: BoundEquation, flow: ControlFlow | None, copies: dict[Atom, jax.
             return _while(bound, loop)
         case Cond() if bound.inner:
             return _cond(bound)
-        case Call() as call if bound.inner and not _has_nothing_to_constrain(bound, call):
+        case Call() as call if bound.inner and _has_nothing_to_constrain(bound, call):
+            return with_mesh_in_rule(equation, bound.shardings.mesh, bound.operands)
+        case Call() as call if bound.inner:
             return _call(bound, call)
     return bind_again(equation, bound.operands)  # as it was
 

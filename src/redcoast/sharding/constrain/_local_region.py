@@ -45,6 +45,7 @@ from ...core._jaxpr import (
 )
 from ...core._mapped_callbacks import independent_levels
 from ...core._pallas import independent_dims, of_fewer
+from ...core._tracing import traced_over
 from .._mesh_axes import parts, used_axes
 from ..operations import Atom
 from ..operations._made_rules import OF_ANY_ROW
@@ -408,7 +409,10 @@ class _Evaluation:
         custom = jax.custom_jvp(run)
         try:
             # For all rows, and so without the axes of the region.
-            with use_abstract_mesh(equation.ctx.cur_abstract_mesh):
+            with (
+                traced_over(self.region.mesh),
+                use_abstract_mesh(equation.ctx.cur_abstract_mesh),
+            ):
                 closed = jax.make_jaxpr(push)(avals, list(itertools.compress(avals, moving)))
         except Exception as error:
             custom.defjvp(ft.partial(_raise, error))  # the function refuses to be differentiated
@@ -445,7 +449,10 @@ class _Evaluation:
             return list(itertools.compress(pull(all_cotangents), moving))
 
         # Without the axes of the region, as the rules expect.
-        with use_abstract_mesh(equation.ctx.cur_abstract_mesh):
+        with (
+            traced_over(self.region.mesh),
+            use_abstract_mesh(equation.ctx.cur_abstract_mesh),
+        ):
             forward_jaxpr, (_, pull) = jax.make_jaxpr(forward, return_shape=True)(*avals)
             cotangents = list(itertools.compress(results, moved))
             backward_jaxpr = jax.make_jaxpr(backward)(pull, cotangents)

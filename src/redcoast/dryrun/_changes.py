@@ -72,7 +72,7 @@ def find_changes(
     kinds = _kinds(now, job, others)
     # Of each kind, the smallest change that is enough alone.
     single: list[Change] = []
-    for options in kinds:
+    for options in kinds.values():
         for settings in options:
             change = compile_with(settings)
             if change is not None:
@@ -86,19 +86,22 @@ def find_changes(
         yield combination
 
 
-def _kinds(now: Settings, job: Job, others: Sequence[dict[str, int]]) -> list[list[Settings]]:
-    """The changes of each kind, smaller ones first."""
-    change = dataclasses.replace
-    kinds = [[change(now, mesh=sizes) for sizes in others[:MESHES]]]
+def _kinds(now: Settings, job: Job, others: Sequence[dict[str, int]]) -> dict[str, list[Settings]]:
+    """By the setting that changes, the possible changes, smaller ones first."""
+    values: dict[str, Sequence[Any]] = {"mesh": others[:MESHES]}
     if can_rematerialise(job.state.model):
-        kinds.append([change(now, remat=True)])
+        values["remat"] = [True]
     # Such an array belongs to the batch as a whole, which is then not divided.
     if not has_per_batch(job.batch):
-        kinds.append([change(now, accumulate=count) for count in _microbatches(now, job)])
+        values["accumulate"] = _microbatches(now, job)
     # `None` computes in the model's own dtype, which is float32 by default.
     if now.compute_dtype is None or jnp.dtype(now.compute_dtype).itemsize > 2:
-        kinds.append([change(now, compute_dtype=jnp.bfloat16)])
-    return list(filter(None, kinds))
+        values["compute_dtype"] = [jnp.bfloat16]
+    kinds: dict[str, list[Settings]] = {}
+    for name, several in values.items():
+        if several:
+            kinds[name] = [dataclasses.replace(now, **{name: value}) for value in several]
+    return kinds
 
 
 def _microbatches(now: Settings, job: Job) -> list[int]:
@@ -114,46 +117,40 @@ def _microbatches(now: Settings, job: Job) -> list[int]:
 
 
 def _together(
-    now: Settings, kinds: list[list[Settings]], compile_with: Callable[[Settings], Change | None]
+    now: Settings,
+    kinds: dict[str, list[Settings]],
+    compile_with: Callable[[Settings], Change | None],
 ) -> Change | None:
     """Adds one kind of change after another until the step fits, then drops unnecessary changes."""
     settings, sufficient = now, None
-    steps: list[tuple[str, list[Settings]]] = []  # the field that changes, and its options
-    for options in kinds:
-        name = _changed_field(now, options[0])
+    changed: list[str] = []
+    for name, options in kinds.items():
         # The last number of microbatches saves the most; the first mesh is the most promising.
         most = options[-1]
         if name == "mesh":
             most = options[0]
         settings = _with(settings, most, name)
-        steps.append((name, options))
-        if len(steps) == 1:
+        changed.append(name)
+        if len(changed) == 1:
             continue  # single changes have been tried
         sufficient = compile_with(settings)
         if sufficient is not None:
             break
     if sufficient is None:
         return None
-    for name, options in steps:
+    for name in changed:
         smaller: list[Settings] = []
         # The last change cannot be dropped: without it the step did not fit.
-        if name != steps[-1][0]:
+        if name != changed[-1]:
             smaller.append(now)
         if name != "mesh":
-            smaller += options[:-1]
+            smaller += kinds[name][:-1]
         for less in smaller:
             change = compile_with(_with(settings, less, name))
             if change is not None:
                 settings, sufficient = _with(settings, less, name), change
                 break
     return sufficient
-
-
-def _changed_field(now: Settings, settings: Settings) -> str:
-    for field in dataclasses.fields(Settings):
-        if getattr(settings, field.name) != getattr(now, field.name):
-            return field.name
-    raise AssertionError("the settings are the same")
 
 
 def _with(settings: Settings, other: Settings, name: str) -> Settings:

@@ -4,9 +4,7 @@ They are fitted to published runs by `experiments/benchmarks/published_runs.py`,
 the runs that they are fitted to, and the errors for all other runs.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from ._chips import Chip
 
@@ -55,18 +53,6 @@ _AMPERE = Efficiencies(
     misaligned=_MISALIGNED,
 )
 _HOPPER = replace(_AMPERE, product=0.491, attention=0.20, memory=0.95, network=0.85)
-# Nothing is published for these: their figures are those of the nearest family.
-_FAMILIES: Mapping[str, Efficiencies] = MappingProxyType(
-    {
-        "a100-40gb": _AMPERE,
-        "a100-80gb": _AMPERE,
-        "h100": _HOPPER,
-        "h200": _HOPPER,
-        "l4": _AMPERE,
-        "rtx-4090": _AMPERE,
-        "1080ti": _AMPERE,
-    }
-)
 _NOMINAL = Efficiencies(
     product=0.5,
     attention=0.5,
@@ -83,4 +69,8 @@ def efficiencies_of(chip: Chip) -> Efficiencies:
     """The efficiencies of a chip."""
     if chip.kind == "tpu":
         return _TPU
-    return _FAMILIES.get(chip.name, _NOMINAL)
+    if chip.name in ("h100", "h200"):
+        return _HOPPER
+    if chip.kind == "gpu":
+        return _AMPERE  # of others than the A100, nothing is published
+    return _NOMINAL

@@ -268,14 +268,13 @@ def likely(job: Job, place: Place) -> list[dict[str, int]]:
     usable = inf
     if place.usable is not None:
         usable = FILLED * place.usable
-    fitting: list[Candidate] = []
-    too_large: list[Candidate] = []
-    for candidate in _without_error(_estimate_all(job, place)):
+
+    def rank(candidate: Candidate) -> tuple[int, int | float, bool]:
         if _memory_of(candidate) <= usable:
-            fitting.append(candidate)
-        else:
-            too_large.append(candidate)
-    ordered = [*sorted(fitting, key=_cost_of), *sorted(too_large, key=_need_of)]
+            return 0, *_cost_of(candidate)
+        return 1, *_need_of(candidate)
+
+    ordered = sorted(_without_error(_estimate_all(job, place)), key=rank)
     return [candidate.mesh for candidate in ordered]
 
 

@@ -173,22 +173,6 @@ def initial_tables(
     return table, normal(head, (config.width, config.vocab), fan_in=config.width)
 
 
-def initial_attention(
-    config: Any, q: PRNGKeyArray, k: PRNGKeyArray, v: PRNGKeyArray, o: PRNGKeyArray
-) -> tuple[Float[Array, "..."], ...]:
-    """Returns the initial projections of all layers to queries, keys and values, and of outputs."""
-    c = config
-    of_queries = (c.layers, c.width, c.heads, c.head_dim)
-    of_keys = (c.layers, c.width, c.kv_heads, c.head_dim)
-    of_outputs = (c.layers, c.heads, c.head_dim, c.width)
-    return (
-        normal(q, of_queries, fan_in=c.width),
-        normal(k, of_keys, fan_in=c.width),
-        normal(v, of_keys, fan_in=c.width),
-        normal(o, of_outputs, fan_in=c.heads * c.head_dim, scale=output_scale(c.layers)),
-    )
-
-
 def initial_mlp(
     config: Any, gate: PRNGKeyArray, up: PRNGKeyArray, down: PRNGKeyArray, *experts: int
 ) -> tuple[Float[Array, "..."], ...]:

@@ -1,5 +1,5 @@
-"""The layers of encoders, and of BART and Whisper: attention and a feed-forward network, with
-biases."""
+"""The layers of encoders, and of GPT-2, BART and Whisper: attention and a feed-forward network,
+with biases."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import Visible, attend
+from ._attention_layers import AttentionLayers, sample_attention
 from ._basic import ACTIVATIONS, dropout, layer_norm, ones, small_normal, split_key, zeros
 from ._by_layer import StackedLayers
 from ._einsum import Projections, feed_forward, keys_values, outputs, product, queries
@@ -17,20 +18,10 @@ from ._inputs import HiddenStates, Key
 from ._scan_layers import scan_layers
 
 
-class EncoderLayers(StackedLayers):
+class EncoderLayers(AttentionLayers):
     """The parameters of all layers of an encoder, or of an OPT, stacked along their first
     dimension."""
 
-    attention_norm: Float[Array, "layers width"] | None
-    attention_norm_shift: Float[Array, "layers width"] | None
-    wq: Float[Array, "layers width heads head_dim"]
-    wk: Float[Array, "layers width heads head_dim"]
-    wv: Float[Array, "layers width heads head_dim"]
-    wo: Float[Array, "layers heads head_dim width"]
-    bq: Float[Array, "layers heads head_dim"] | None
-    bk: Float[Array, "layers heads head_dim"] | None
-    bv: Float[Array, "layers heads head_dim"] | None
-    bo: Float[Array, "layers width"] | None
     mlp_norm: Float[Array, "layers width"] | None
     mlp_norm_shift: Float[Array, "layers width"] | None
     up: Float[Array, "layers width hidden"]
@@ -52,18 +43,14 @@ class EncoderLayers(StackedLayers):
         """`sample(key, shape, scale)` returns initial weights; the scale of those that add to the
         residual stream is `out_scale`. Norms have a learned scale and shift if `affine`."""
         c = config
-        wq, wk, wv, wo, up, down = jax.random.split(key, 6)
-        stream, inside = (c.layers, c.width), (c.layers, c.hidden)
-        of_heads, into = (c.layers, c.heads, c.head_dim), (*stream, c.heads, c.head_dim)
-        self.attention_norm = ones(stream, when=affine)
-        self.attention_norm_shift = zeros(stream, when=affine)
-        self.wq, self.wk, self.wv = (sample(k, into, 1.0) for k in (wq, wk, wv))
-        self.wo = sample(wo, (*of_heads, c.width), out_scale)
+        *of_attention, up, down = jax.random.split(key, 6)
+        weights = sample_attention(c, of_attention, sample, out_scale)
         # ViT and its relatives may have biases in all but Q, K and V.
-        self.bq, self.bk, self.bv = (zeros(of_heads, when=bias and qkv_bias) for _ in range(3))
-        self.bo = zeros(stream, when=bias)
+        biases = "qkv" * (bias and qkv_bias) + "o" * bias
+        super().__init__(c, weights, biases=biases, norm=affine, shift=affine)
+        stream, inside = (c.layers, c.width), (c.layers, c.hidden)
         self.mlp_norm, self.mlp_norm_shift = ones(stream, when=affine), zeros(stream, when=affine)
-        self.up, self.up_bias = sample(up, (*stream, c.hidden), 1.0), zeros(inside, when=bias)
+        self.up, self.up_bias = sample(up, (*stream, c.hidden)), zeros(inside, when=bias)
         self.down = sample(down, (*inside, c.width), out_scale)
         self.down_bias = zeros(stream, when=bias)
 
@@ -104,30 +91,41 @@ def pre_norm_layers(
 
 
 class CrossLayers(StackedLayers):
-    """The parameters of all layers of the encoder or decoder, stacked along their first
-    dimension."""
+    """The parameters of all layers of an encoder or a decoder, stacked along their first dimension.
+    Those of a decoder may attend to a memory."""
 
     attention: Projections
     cross: Projections | None
+    mlp_norm: Float[Array, "layers width"]
+    mlp_norm_shift: Float[Array, "layers width"]
     up: Float[Array, "layers width hidden"]
     up_bias: Float[Array, "layers hidden"]
     down: Float[Array, "layers hidden width"]
     down_bias: Float[Array, "layers width"]
-    mlp_norm: Float[Array, "layers width"]
-    mlp_norm_shift: Float[Array, "layers width"]
 
     def __init__(
-        self, config: Any, layers: int, *, decoder: bool, key_bias: bool = True, key: PRNGKeyArray
+        self,
+        config: Any,
+        layers: int,
+        *,
+        cross: bool,
+        key_bias: bool = True,
+        out_scale: float = 1.0,
+        key: PRNGKeyArray,
     ):
-        attention, cross, up, down = jax.random.split(key, 4)
+        """`cross` is whether there is attention to a memory. The scale of the weights that add to
+        the residual stream is `out_scale`."""
+        attention, of_cross, up, down = jax.random.split(key, 4)
         stream, hidden = (layers, config.width), (layers, config.hidden)
-        create = eqx.Partial(Projections, config, layers, scales=(0.02,) * 4, key_bias=key_bias)
+        scales = (0.02, 0.02, 0.02, 0.02 * out_scale)  # of Q, K, V and outputs
+        create = eqx.Partial(Projections, config, layers, scales=scales, key_bias=key_bias)
         self.attention, self.cross = create(key=attention), None
-        if decoder:
-            self.cross = create(key=cross)
-        self.up, self.up_bias = small_normal(up, (*stream, config.hidden)), jnp.zeros(hidden)
-        self.down, self.down_bias = small_normal(down, (*hidden, config.width)), jnp.zeros(stream)
+        if cross:
+            self.cross = create(key=of_cross)
         self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
+        self.up, self.up_bias = small_normal(up, (*stream, config.hidden)), jnp.zeros(hidden)
+        self.down = small_normal(down, (*hidden, config.width), out_scale)
+        self.down_bias = jnp.zeros(stream)
 
 
 def mlp_output(layer: Any, x: HiddenStates, config: Any, key: Key) -> HiddenStates:

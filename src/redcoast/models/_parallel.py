@@ -10,6 +10,7 @@ from equinox import AbstractVar
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend
+from ._attention_layers import sample_attention
 from ._base_config import DecoderConfig, TokenSizes, check_config
 from ._basic import dropout, layer_norm, look_up, ones, output_scale, split_key, wide, zeros
 from ._by_layer import StackedLayers
@@ -77,14 +78,12 @@ class ParallelLayers(StackedLayers):
 
     def __init__(self, config: ParallelConfig, *, key: PRNGKeyArray):
         c = config
-        wq, wk, wv, wo, up, down = jax.random.split(key, 6)
+        *of_attention, up, down = jax.random.split(key, 6)
         scale = output_scale(c.layers)
-        stream = (c.layers, c.width)
-        into = (*stream, c.heads, c.head_dim)
-        of_heads = (c.layers, c.heads, c.head_dim)
+        stream, of_heads = (c.layers, c.width), (c.layers, c.heads, c.head_dim)
         self.norm, self.norm_shift = jnp.ones(stream), jnp.zeros(stream)
-        self.wq, self.wk, self.wv = (_normal(k, into) for k in (wq, wk, wv))
-        self.wo = _normal(wo, (*of_heads, c.width), scale)
+        weights = sample_attention(c, of_attention, _normal, scale)
+        self.wq, self.wk, self.wv, self.wo = weights
         self.bq, self.bk, self.bv = (zeros(of_heads, when=c.attention_bias) for _ in range(3))
         self.bo = zeros(stream, when=c.attention_bias)
         self.mlp_norm = ones(stream, when=c.mlp_norm)

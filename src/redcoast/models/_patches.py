@@ -2,7 +2,7 @@
 and DINOv3, and maps of their patches."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -13,8 +13,8 @@ from equinox import AbstractVar
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import AllReal, attend, full_view
+from ._attention_layers import AttentionLayers, sample_attention
 from ._basic import activate_gated, dropout, layer_norm, small_normal, split_key, wide, zeros
-from ._by_layer import StackedLayers
 from ._einsum import LowRank, feed_forward, keys_values, outputs, product, queries
 from ._inputs import Key, Pixels, Replaced
 from ._rotary import rotate
@@ -34,19 +34,9 @@ def embed_patches(
     return x.reshape(-1, rows * columns, size)
 
 
-class ScaledLayers(StackedLayers):
+class ScaledLayers(AttentionLayers):
     """The parameters of all layers of DINOv2 or DINOv3, stacked along their first dimension."""
 
-    attention_norm: Float[Array, "layers width"]
-    attention_norm_shift: Float[Array, "layers width"]
-    wq: Float[Array, "layers width heads head_dim"]
-    wk: Float[Array, "layers width heads head_dim"]
-    wv: Float[Array, "layers width heads head_dim"]
-    wo: Float[Array, "layers heads head_dim width"]
-    bq: Float[Array, "layers heads head_dim"] | None
-    bk: Float[Array, "layers heads head_dim"] | None
-    bv: Float[Array, "layers heads head_dim"] | None
-    bo: Float[Array, "layers width"] | None
     attention_scale: Float[Array, "layers width"]
     mlp_norm: Float[Array, "layers width"]
     mlp_norm_shift: Float[Array, "layers width"]
@@ -58,27 +48,21 @@ class ScaledLayers(StackedLayers):
     down_bias: Float[Array, "layers width"] | None
     mlp_scale: Float[Array, "layers width"]
 
-    def __init__(self, config: Any, *, biases: Sequence[bool], key: PRNGKeyArray):
-        """`biases` is whether Q, K, V, the output of attention and the feed-forward network have
-        biases."""
-        c, (*qkv, of_output, of_mlp) = config, biases
-        wq, wk, wv, wo, gate, up, down = jax.random.split(key, 7)
-        stream, heads = (c.layers, c.width), (c.heads, c.head_dim)
-        into, inside = (*stream, c.hidden), (c.layers, c.hidden)
-        self.attention_norm, self.attention_norm_shift = jnp.ones(stream), jnp.zeros(stream)
-        self.wq, self.wk, self.wv = (small_normal(k, (*stream, *heads)) for k in (wq, wk, wv))
-        self.wo = small_normal(wo, (c.layers, *heads, c.width))
-        self.bq, self.bk, self.bv = (zeros((c.layers, *heads), when=biased) for biased in qkv)
-        self.bo = zeros(stream, when=of_output)
+    def __init__(self, config: Any, *, biases: str, mlp_bias: bool, key: PRNGKeyArray):
+        c = config
+        *of_attention, gate, up, down = jax.random.split(key, 7)
+        super().__init__(c, sample_attention(c, of_attention), biases=biases, shift=True)
+        stream, inside = (c.layers, c.width), (c.layers, c.hidden)
+        into = (*stream, c.hidden)
         self.attention_scale = jnp.full(stream, c.layer_scale, float)
         self.mlp_scale = jnp.full(stream, c.layer_scale, float)
         self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
-        self.gate, self.gate_bias = None, zeros(inside, when=c.gated and of_mlp)
+        self.gate, self.gate_bias = None, zeros(inside, when=c.gated and mlp_bias)
         if c.gated:
             self.gate = small_normal(gate, into)
-        self.up, self.up_bias = small_normal(up, into), zeros(inside, when=of_mlp)
+        self.up, self.up_bias = small_normal(up, into), zeros(inside, when=mlp_bias)
         self.down = small_normal(down, (*inside, c.width))
-        self.down_bias = zeros(stream, when=of_mlp)
+        self.down_bias = zeros(stream, when=mlp_bias)
 
 
 Maps = tuple[Float[Array, "batch tokens width"], ...]
@@ -91,13 +75,35 @@ class PatchEncoder(eqx.Module):
     A family embeds images in `_run`.
     """
 
-    patch_embed: AbstractVar[Float[Array, "channels rows columns width"]]
-    patch_bias: AbstractVar[Float[Array, " width"]]
-    mask_token: AbstractVar[Any]  # None if there is none
-    layers: AbstractVar[ScaledLayers]
-    norm: AbstractVar[Float[Array, " width"]]
-    norm_shift: AbstractVar[Float[Array, " width"]]
+    patch_embed: Float[Array, "channels rows columns width"]
+    patch_bias: Float[Array, " width"]
+    cls_token: Float[Array, " width"]
+    mask_token: Float[Array, " width"] | None
+    register_tokens: Float[Array, "registers width"] | None
+    position_embed: Float[Array, "tokens width"] | None
+    layers: ScaledLayers
+    norm: Float[Array, " width"]
+    norm_shift: Float[Array, " width"]
     config: AbstractVar[Any]
+
+    def __init__(
+        self, config: Any, keys: Iterable[PRNGKeyArray], *, biases: str, mlp_bias: bool, mask: bool
+    ):
+        """`keys` are those of patches, the class token, registers and layers. `biases` has the
+        letters of the projections of attention that have biases, and `mask` is whether there is a
+        mask token."""
+        c = config
+        patches, first, registers, layers = keys
+        self.patch_embed = small_normal(patches, (c.channels, c.patch, c.patch, c.width))
+        self.patch_bias = jnp.zeros(c.width)
+        self.cls_token = small_normal(first, (c.width,))
+        self.mask_token = zeros((c.width,), when=mask)
+        self.register_tokens = self.position_embed = None
+        if c.registers:
+            self.register_tokens = small_normal(registers, (c.registers, c.width))
+        self.layers = ScaledLayers(c, biases=biases, mlp_bias=mlp_bias, key=layers)
+        self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
+        self.config = c
 
     @abstractmethod
     def _run(
@@ -186,6 +192,16 @@ class PatchEncoder(eqx.Module):
                 "`masked` needs a mask token, but the configuration has `mask_token=False`."
             )
         return jnp.where(masked.astype(bool)[:, :, None], self.mask_token[None, None], x)
+
+    def _with_first(
+        self, x: Float[Array, "batch patches width"], cls: Float[Array, " width"]
+    ) -> Float[Array, "batch tokens width"]:
+        """Returns all tokens: the class token, the registers and the patches."""
+        first = cls[None]  # (1, width)
+        if self.register_tokens is not None:
+            first = jnp.concatenate([first, self.register_tokens])  # (1 + registers, width)
+        first = jnp.broadcast_to(first[None], (x.shape[0], *first.shape))
+        return jnp.concatenate([first, x], axis=1)
 
     def _apply_layers(
         self,

@@ -15,10 +15,10 @@ from equinox import AbstractVar
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._attention import as_array, attend, attend_near, real_tokens
+from ._attention_layers import AttentionLayers, initial_attention
 from ._base_config import GroupedConfig, RotarySizes, check_config, check_rotary_dim
 from ._basic import (
     dropout,
-    initial_attention,
     initial_mlp,
     initial_tables,
     look_up,
@@ -27,9 +27,7 @@ from ._basic import (
     rms_norm,
     split_key,
     wide,
-    zeros,
 )
-from ._by_layer import StackedLayers
 from ._cache import Cache, extend
 from ._check_config import check_chosen, check_local
 from ._decoder import Decoder, tied_or_own_head
@@ -104,18 +102,10 @@ class TransformerConfig(GroupedConfig, RotarySizes):
             self.rope_scaling.check_pairs(self.rotated // 2)
 
 
-class TransformerLayers(StackedLayers):
+class TransformerLayers(AttentionLayers):
     """The parameters of all decoder layers, stacked along their first dimension. A feed-forward
     network without experts has no such dimension."""
 
-    attention_norm: Float[Array, "layers width"]
-    wq: Float[Array, "layers width heads head_dim"]
-    wk: Float[Array, "layers width kv_heads head_dim"]
-    wv: Float[Array, "layers width kv_heads head_dim"]
-    wo: Float[Array, "layers heads head_dim width"]
-    bq: Float[Array, "layers heads head_dim"] | None
-    bk: Float[Array, "layers kv_heads head_dim"] | None
-    bv: Float[Array, "layers kv_heads head_dim"] | None
     q_norm: Float[Array, "layers head_dim"] | Float[Array, "layers heads head_dim"] | None
     k_norm: Float[Array, "layers head_dim"] | Float[Array, "layers kv_heads head_dim"] | None
     mlp_norm: Float[Array, "layers width"]
@@ -128,14 +118,13 @@ class TransformerLayers(StackedLayers):
         c = config
         # A model without experts keeps its initial weights, whatever options there are for others.
         keys = jax.random.split(key, 7 + (c.experts is not None))
-        q, kv = (c.layers, c.heads, c.head_dim), (c.layers, c.kv_heads, c.head_dim)
-        self.attention_norm, self.mlp_norm = (jnp.ones((c.layers, c.width)) for _ in range(2))
-        self.wq, self.wk, self.wv, self.wo = initial_attention(c, *keys[:4])
-        self.bq, self.bk, self.bv = (zeros(s, when=c.qkv_bias) for s in (q, kv, kv))
-        norms = ((c.layers, c.head_dim),) * 2
+        super().__init__(c, initial_attention(c, keys[:4]), biases="qkv" * c.qkv_bias)
+        q, kv = (c.head_dim,), (c.head_dim,)
         if c.output_norms:
-            norms = q, kv  # over all heads
-        self.q_norm, self.k_norm = (ones(s, when=c.qk_norm) for s in norms)
+            q, kv = (c.heads, c.head_dim), (c.kv_heads, c.head_dim)  # over all heads
+        self.q_norm = ones((c.layers, *q), when=c.qk_norm)
+        self.k_norm = ones((c.layers, *kv), when=c.qk_norm)
+        self.mlp_norm = jnp.ones((c.layers, c.width))
         if c.experts is None:
             self.router = None
             self.gate, self.up, self.down = initial_mlp(c, *keys[4:])

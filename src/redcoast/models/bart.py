@@ -68,7 +68,7 @@ class BartStack(eqx.Module):
         table, key = jax.random.split(key)
         self.position_embed = small_normal(table, (_UNUSED + config.positions, config.width))
         self.embed_norm, self.embed_norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
-        self.layers = CrossLayers(config, layers, decoder=decoder, key=key)
+        self.layers = CrossLayers(config, layers, cross=decoder, key=key)
 
 
 class Bart(EncoderDecoder):

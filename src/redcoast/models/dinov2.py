@@ -2,18 +2,18 @@
 gated layers, and positions that are resampled for images of any size."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from ._base_config import HeadSizes, LayersConfig, check_config
-from ._basic import dropout, small_normal, split_key, zeros
+from ._basic import dropout, small_normal, split_key
 from ._check_config import check_patches
 from ._heads import Linear
-from ._patches import PatchEncoder, ScaledLayers, resample
+from ._patches import PatchEncoder, resample
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,6 @@ class Dinov2(PatchEncoder):
     ```
     """
 
-    patch_embed: Float[Array, "channels rows columns width"]
-    patch_bias: Float[Array, " width"]
-    cls_token: Float[Array, " width"]
-    mask_token: Float[Array, " width"] | None
-    register_tokens: Float[Array, "registers width"] | None
-    position_embed: Float[Array, "tokens width"]
-    layers: ScaledLayers
-    norm: Float[Array, " width"]
-    norm_shift: Float[Array, " width"]
     head: Linear | None
     config: Dinov2Config = eqx.field(static=True)
 
@@ -106,21 +97,13 @@ class Dinov2(PatchEncoder):
         """Initialises the parameters: weights normal with standard deviation 0.02, truncated at
         three standard deviations; biases and the mask token 0, and norm scales 1."""
         c = config
-        keys = jax.random.split(key, 6)
-        self.patch_embed = small_normal(keys[0], (c.channels, c.patch, c.patch, c.width))
-        self.patch_bias = jnp.zeros(c.width)
-        self.cls_token = small_normal(keys[1], (c.width,))
-        self.mask_token = zeros((c.width,), when=c.mask_token)
-        self.register_tokens = self.head = None
-        if c.registers:
-            self.register_tokens = small_normal(keys[2], (c.registers, c.width))
-        self.position_embed = small_normal(keys[3], (1 + (c.image // c.patch) ** 2, c.width))
-        biases = (c.qkv_bias, c.qkv_bias, c.qkv_bias, True, True)
-        self.layers = ScaledLayers(c, biases=biases, key=keys[4])
-        self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
+        *keys, positions, layers, head = jax.random.split(key, 6)
+        biases = "qkv" * c.qkv_bias + "o"
+        super().__init__(c, (*keys, layers), biases=biases, mlp_bias=True, mask=c.mask_token)
+        self.position_embed = small_normal(positions, (1 + (c.image // c.patch) ** 2, c.width))
+        self.head = None
         if c.head is not None:
-            self.head = Linear(2 * c.width, c.labels, key=keys[5])
-        self.config = config
+            self.head = Linear(2 * c.width, c.labels, key=head)
 
     def _outputs(self, hidden):
         if self.head is None:
@@ -134,13 +117,10 @@ class Dinov2(PatchEncoder):
         c = self.config
         x = self._embed(pixels, masked)  # (batch, patches, width)
         # The models with registers were trained with an antialiasing filter.
-        table, filtered = self.position_embed, c.registers > 0
+        table: Any = self.position_embed  # (tokens, width)
+        filtered = c.registers > 0
         grid = pixels.shape[2] // c.patch, pixels.shape[3] // c.patch
         positions = resample(table[1:], c.image // c.patch, grid, filtered=filtered)
-        first = [(self.cls_token + table[0])[None]]  # the registers have no positions
-        if self.register_tokens is not None:
-            first.append(self.register_tokens)
-        first = jnp.concatenate(first)  # (1 + registers, width)
-        first = jnp.broadcast_to(first[None], (x.shape[0], *first.shape))
-        x = jnp.concatenate([first, x + positions[None]], axis=1)  # (batch, tokens, width)
+        # The registers have no positions.
+        x = self._with_first(x + positions[None], self.cls_token + table[0])
         return self._apply_layers(dropout(x, c.dropout, embed_key), after, key, gate="silu")

@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._base_config import ImageSizes, LayersConfig, check_config
-from ._basic import small_normal, split_key
+from ._basic import split_key
 from ._check_config import check_patches
 from ._inputs import Key
-from ._patches import PatchEncoder, ScaledLayers
+from ._patches import PatchEncoder
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,11 @@ class Dinov3Config(ImageSizes, LayersConfig):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {value}.")
 
+    @property
+    def biases(self) -> str:
+        """The letters of the projections of attention that have biases."""
+        return "q" * self.q_bias + "k" * self.k_bias + "v" * self.v_bias + "o" * self.o_bias
+
 
 class Dinov3(PatchEncoder):
     """The DINOv3 encoder (Siméoni et al., 2025, <https://arxiv.org/abs/2508.10104>).
@@ -85,14 +90,6 @@ class Dinov3(PatchEncoder):
     ```
     """
 
-    patch_embed: Float[Array, "channels rows columns width"]
-    patch_bias: Float[Array, " width"]
-    cls_token: Float[Array, " width"]
-    mask_token: Float[Array, " width"]
-    register_tokens: Float[Array, "registers width"]
-    layers: ScaledLayers
-    norm: Float[Array, " width"]
-    norm_shift: Float[Array, " width"]
     config: Dinov3Config = eqx.field(static=True)
 
     def __init__(self, config: Dinov3Config, *, key: PRNGKeyArray):
@@ -100,23 +97,12 @@ class Dinov3(PatchEncoder):
         three standard deviations; biases and the mask token 0, and norm scales 1."""
         c = config
         keys = jax.random.split(key, 4)
-        self.patch_embed = small_normal(keys[0], (c.channels, c.patch, c.patch, c.width))
-        self.patch_bias = jnp.zeros(c.width)
-        self.cls_token = small_normal(keys[1], (c.width,))
-        self.mask_token = jnp.zeros(c.width)
-        self.register_tokens = small_normal(keys[2], (c.registers, c.width))
-        biases = (c.q_bias, c.k_bias, c.v_bias, c.o_bias, c.mlp_bias)
-        self.layers = ScaledLayers(c, biases=biases, key=keys[3])
-        self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
-        self.config = config
+        super().__init__(c, keys, biases=c.biases, mlp_bias=c.mlp_bias, mask=True)
 
     def _run(self, pixels, masked, after, key):
         c = self.config
         position_key, key = split_key(key, 2)
-        x = self._embed(pixels, masked)  # (batch, patches, width)
-        first = jnp.concatenate([self.cls_token[None], self.register_tokens])
-        first = jnp.broadcast_to(first[None], (x.shape[0], *first.shape))
-        x = jnp.concatenate([first, x], axis=1)  # (batch, tokens, width)
+        x = self._with_first(self._embed(pixels, masked), self.cls_token)  # (batch, tokens, width)
         grid = tuple(size // c.patch for size in pixels.shape[2:])
         angles = _angles(c, grid, x.dtype, position_key)
         return self._apply_layers(x, after, key, gate=c.activation, angles=angles)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend, attend_near
+from ._attention_layers import AttentionLayers, initial_attention
 from ._base_config import GroupedConfig, check_config
 from ._basic import (
-    initial_attention,
     initial_mlp,
     initial_tables,
     look_up,
@@ -25,7 +25,6 @@ from ._basic import (
     wide_rms_norm,
     zeros,
 )
-from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_even, check_local
 from ._decoder import Decoder, tied_or_own_head
@@ -74,14 +73,9 @@ class GemmaConfig(GroupedConfig):
         check_local(self)
 
 
-class GemmaLayers(StackedLayers):
+class GemmaLayers(AttentionLayers):
     """The parameters of all decoder layers, stacked along their first dimension."""
 
-    attention_norm: Float[Array, "layers width"]
-    wq: Float[Array, "layers width heads head_dim"]
-    wk: Float[Array, "layers width kv_heads head_dim"]
-    wv: Float[Array, "layers width kv_heads head_dim"]
-    wo: Float[Array, "layers heads head_dim width"]
     q_norm: Float[Array, "layers head_dim"] | None
     k_norm: Float[Array, "layers head_dim"] | None
     attention_post_norm: Float[Array, "layers width"] | None
@@ -94,9 +88,10 @@ class GemmaLayers(StackedLayers):
     def __init__(self, config: GemmaConfig, *, key: PRNGKeyArray):
         c = config
         keys = jax.random.split(key, 7)
+        super().__init__(c, initial_attention(c, keys[:4]), biases="")
         stream, head = (c.layers, c.width), (c.layers, c.head_dim)
+        # All scales are one more.
         self.attention_norm, self.mlp_norm = jnp.zeros(stream), jnp.zeros(stream)
-        self.wq, self.wk, self.wv, self.wo = initial_attention(c, *keys[:4])
         self.q_norm, self.k_norm = zeros(head, when=c.qk_norm), zeros(head, when=c.qk_norm)
         self.attention_post_norm = zeros(stream, when=c.post_norms)
         self.mlp_post_norm = zeros(stream, when=c.post_norms)

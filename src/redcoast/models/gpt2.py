@@ -10,12 +10,12 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ._attention import attend, causal_view, count_positions, full_view, real_tokens
 from ._base_config import DecoderConfig, TokenSizes, check_config
 from ._basic import dropout, layer_norm, look_up, output_scale, small_normal, split_key
-from ._by_layer import StackedLayers
 from ._cache import Cache, admit, cached_view, empty_cache, extend
 from ._check_config import check_length
 from ._cross_cache import CrossCache, Memory, MemoryMask, read_memory
 from ._decoder import TableHead
-from ._einsum import Projections, feed_forward, keys_values, outputs, queries
+from ._einsum import feed_forward, keys_values, outputs, queries
+from ._encoder import CrossLayers
 from ._inputs import HiddenStates, Key, Mask, Positions, Segments, Tokens
 from ._scan_layers import scan_layers
 
@@ -63,33 +63,6 @@ class GPT2Config(TokenSizes, DecoderConfig):
         check_config(self, "positions")
 
 
-class GPT2Layers(StackedLayers):
-    """The parameters of all layers, stacked along their first dimension."""
-
-    attention: Projections
-    cross: Projections | None
-    mlp_norm: Float[Array, "layers width"]
-    mlp_norm_shift: Float[Array, "layers width"]
-    up: Float[Array, "layers width hidden"]
-    up_bias: Float[Array, "layers hidden"]
-    down: Float[Array, "layers hidden width"]
-    down_bias: Float[Array, "layers width"]
-
-    def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
-        c = config
-        attention, cross, up, down = jax.random.split(key, 4)
-        scales = (0.02, 0.02, 0.02, 0.02 * output_scale(c.layers))  # of Q, K, V and outputs
-        create = eqx.Partial(Projections, c, c.layers, scales=scales)
-        self.attention, self.cross = create(key=attention), None
-        if c.cross_attention:
-            self.cross = create(key=cross)
-        stream, inside = (c.layers, c.width), (c.layers, c.hidden)
-        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
-        self.up = small_normal(up, (c.layers, c.width, c.hidden))
-        self.down = small_normal(down, (c.layers, c.hidden, c.width), output_scale(c.layers))
-        self.up_bias, self.down_bias = jnp.zeros(inside), jnp.zeros(stream)
-
-
 class GPT2(TableHead):
     """The GPT-2 decoder (Radford et al., 2019, "Language Models are Unsupervised Multitask
     Learners").
@@ -103,7 +76,7 @@ class GPT2(TableHead):
 
     embed: Float[Array, "vocab width"]
     position_embed: Float[Array, "positions width"]
-    layers: GPT2Layers
+    layers: CrossLayers
     norm: Float[Array, " width"]
     norm_shift: Float[Array, " width"]
     head: Float[Array, "width vocab"] | None
@@ -116,7 +89,9 @@ class GPT2(TableHead):
         embed, positions, layers, head = jax.random.split(key, 4)
         self.embed = small_normal(embed, (config.vocab, config.width))
         self.position_embed = small_normal(positions, (config.positions, config.width))
-        self.layers = GPT2Layers(config, key=layers)
+        scale = output_scale(config.layers)
+        create = eqx.Partial(CrossLayers, config, config.layers, out_scale=scale)
+        self.layers = create(cross=config.cross_attention, key=layers)
         self.norm, self.norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
         self.head = None
         if not config.tied:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import as_array, attend, attend_near, real_tokens
+from ._attention_layers import AttentionLayers, initial_attention
 from ._base_config import GroupedConfig, HeadSizes, check_config, check_even_heads
 from ._basic import (
-    initial_attention,
     initial_mlp,
     initial_tables,
     look_up,
@@ -21,7 +21,6 @@ from ._basic import (
     rms_norm,
     wide,
 )
-from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_chosen, check_local
 from ._decoder import RoutedDecoder, TableHead
@@ -71,18 +70,9 @@ class GptOssConfig(GroupedConfig, HeadSizes):
         check_local(self)
 
 
-class GptOssLayers(StackedLayers):
+class GptOssLayers(AttentionLayers):
     """The parameters of all decoder layers, stacked along their first dimension."""
 
-    attention_norm: Float[Array, "layers width"]
-    wq: Float[Array, "layers width heads head_dim"]
-    wk: Float[Array, "layers width kv_heads head_dim"]
-    wv: Float[Array, "layers width kv_heads head_dim"]
-    wo: Float[Array, "layers heads head_dim width"]
-    bq: Float[Array, "layers heads head_dim"]
-    bk: Float[Array, "layers kv_heads head_dim"]
-    bv: Float[Array, "layers kv_heads head_dim"]
-    bo: Float[Array, "layers width"]
     sinks: Float[Array, "layers heads"]
     mlp_norm: Float[Array, "layers width"]
     router: Float[Array, "layers width experts"]
@@ -97,13 +87,10 @@ class GptOssLayers(StackedLayers):
     def __init__(self, config: GptOssConfig, *, key: PRNGKeyArray):
         c = config
         keys = jax.random.split(key, 8)
-        stream, kv = (c.layers, c.width), (c.layers, c.kv_heads, c.head_dim)
-        self.attention_norm, self.mlp_norm = jnp.ones(stream), jnp.ones(stream)
-        self.wq, self.wk, self.wv, self.wo = initial_attention(c, *keys[:4])
-        self.bq = jnp.zeros((c.layers, c.heads, c.head_dim))
-        self.bk, self.bv, self.bo = jnp.zeros(kv), jnp.zeros(kv), jnp.zeros(stream)
+        super().__init__(c, initial_attention(c, keys[:4]), biases="qkvo")
         self.sinks = jnp.zeros((c.layers, c.heads))
-        self.router = normal(keys[4], (*stream, c.experts), fan_in=c.width)
+        self.mlp_norm = jnp.ones((c.layers, c.width))
+        self.router = normal(keys[4], (c.layers, c.width, c.experts), fan_in=c.width)
         self.router_bias = jnp.zeros((c.layers, c.experts))
         self.gate, self.up, self.down = initial_mlp(c, *keys[5:], c.experts)
         inside = (c.layers, c.experts, c.hidden)

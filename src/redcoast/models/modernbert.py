@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend_near, count_positions, full_view, real_tokens
+from ._attention_layers import AttentionLayers, sample_attention
 from ._base_config import TextConfig, TokenSizes, check_config, check_even_heads
 from ._basic import (
     ACTIVATIONS,
@@ -24,7 +25,6 @@ from ._basic import (
     wide,
     zeros,
 )
-from ._by_layer import StackedLayers
 from ._check_config import check_local
 from ._einsum import keys_values, outputs, product, queries
 from ._heads import Linear, first_token
@@ -105,17 +105,10 @@ def all_but_every(nth: int, layers: int) -> tuple[bool, ...]:
     return tuple(i % nth > 0 for i in range(layers))
 
 
-class ModernBertLayers(StackedLayers):
-    """The parameters of all layers, stacked along their first dimension."""
+class ModernBertLayers(AttentionLayers):
+    """The parameters of all layers, stacked along their first dimension. The norms of attention,
+    which the first layer does not have, are not among them."""
 
-    wq: Float[Array, "layers width heads head_dim"]
-    wk: Float[Array, "layers width heads head_dim"]
-    wv: Float[Array, "layers width heads head_dim"]
-    wo: Float[Array, "layers heads head_dim width"]
-    bq: Float[Array, "layers heads head_dim"] | None
-    bk: Float[Array, "layers heads head_dim"] | None
-    bv: Float[Array, "layers heads head_dim"] | None
-    bo: Float[Array, "layers width"] | None
     mlp_norm: Float[Array, "layers width"]
     mlp_norm_shift: Float[Array, "layers width"] | None
     gate: Float[Array, "layers width hidden"]
@@ -127,14 +120,11 @@ class ModernBertLayers(StackedLayers):
 
     def __init__(self, config: ModernBertConfig, *, key: PRNGKeyArray):
         c = config
-        wq, wk, wv, wo, gate, up, down = jax.random.split(key, 7)
-        stream, inside, scale = (c.layers, c.width), (c.layers, c.hidden), output_scale(c.layers)
-        of_heads = (c.layers, c.heads, c.head_dim)
-        into = (*stream, c.heads, c.head_dim)
-        self.wq, self.wk, self.wv = (small_normal(k, into) for k in (wq, wk, wv))
-        self.wo = small_normal(wo, (*of_heads, c.width), scale)
-        self.bq, self.bk, self.bv = (zeros(of_heads, when=c.attention_bias) for _ in range(3))
-        self.bo = zeros(stream, when=c.attention_bias)
+        *of_attention, gate, up, down = jax.random.split(key, 7)
+        scale = output_scale(c.layers)
+        weights = sample_attention(c, of_attention, out_scale=scale)
+        super().__init__(c, weights, biases="qkvo" * c.attention_bias, norm=False)
+        stream, inside = (c.layers, c.width), (c.layers, c.hidden)
         self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), zeros(stream, when=c.norm_bias)
         self.gate, self.up = (small_normal(k, (*stream, c.hidden)) for k in (gate, up))
         self.gate_bias, self.up_bias = (zeros(inside, when=c.mlp_bias) for _ in range(2))

@@ -89,7 +89,7 @@ class WhisperEncoder(eqx.Module):
         self.second = small_normal(second, (_TAPS, c.width, c.width))
         self.first_bias, self.second_bias = jnp.zeros(c.width), jnp.zeros(c.width)
         self.position_embed = jnp.asarray(sinusoids(c.frames // 2, c.width), self.first.dtype)
-        self.layers = CrossLayers(c, c.layers, decoder=False, key_bias=False, key=layers)
+        self.layers = CrossLayers(c, c.layers, cross=False, key_bias=False, key=layers)
         self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
 
 
@@ -105,7 +105,7 @@ class WhisperDecoder(eqx.Module):
         table, layers = jax.random.split(key)
         self.position_embed = small_normal(table, (config.positions, config.width))
         create = eqx.Partial(CrossLayers, config, config.decoder_layers, key_bias=False)
-        self.layers = create(decoder=True, key=layers)
+        self.layers = create(cross=True, key=layers)
         self.norm, self.norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
 
 

@@ -48,14 +48,13 @@ def write(config: Dinov3Config) -> Settings:
 def tensors(config: Dinov3Config) -> dict[str, Tensor]:
     c, layer = config, "layer.{layer}."
     embeddings, tokens = "embeddings.", "1 tokens width -> tokens width"
-    biases = "".join(letter for letter in "qkvo" if getattr(c, f"{letter}_bias"))
     table = {
         **patches("", embeddings + "patch_embeddings"),
         "cls_token": Tensor(embeddings + "cls_token", "1 1 width -> width"),
         "mask_token": Tensor(embeddings + "mask_token", "1 1 width -> width"),
         "register_tokens": Tensor(embeddings + "register_tokens", tokens),
         **norm("layers/attention_norm", layer + "norm1"),
-        **attention("layers/", layer + "attention.", PROJ, biases=biases, heads=c.heads),
+        **attention("layers/", layer + "attention.", PROJ, biases=c.biases, heads=c.heads),
         "layers/attention_scale": Tensor(layer + "layer_scale1.lambda1", VECTOR),
         **norm("layers/mlp_norm", layer + "norm2"),
         "layers/mlp_scale": Tensor(layer + "layer_scale2.lambda1", VECTOR),

@@ -176,7 +176,11 @@ def attend(
     if scale is None:
         scale = usual
     scale = float(scale)
-    view = _as_view(visible, q.shape[1], k.shape[1])
+    view = None  # if there is an array of all pairs
+    if isinstance(visible, View):
+        view = visible
+    elif has_many_pairs(q.shape[1], k.shape[1]) and visible.shape[1] == 1:
+        view = View(visible[:, 0])
     is_plain = sinks is None and (key is None or rate == 0)
     # Over a sequence that is split, a kernel would need all queries on one device.
     if is_plain and not _is_split(q):
@@ -227,23 +231,18 @@ def attend(
     if sinks is None:
         weights = jax.nn.softmax(scores)
     else:
-        weights = _softmax_with(sinks, scores)
+        # A softmax over the keys and one more, whose weight is omitted. The sink takes part in the
+        # maximum, so that no exponential overflows. It cancels out, so it has no gradient.
+        sinks = sinks.astype(scores.dtype).reshape(1, *scores.shape[1:-2], 1, 1)
+        top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
+        weights = jnp.exp(scores - top)
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - top))
     weights = dropout(weights.astype(q.dtype), rate, key)
     if not s:
         weights = weights[..., 0, :]  # (batch, kv_heads, keys)
     # A group's heads follow each other, so the heads are in the order of the queries'.
     out = jnp.einsum(f"bn{g}{s}t,btnk->b{s}n{g}k", weights, v)
     return out.reshape(*q.shape[:3], v.shape[-1])
-
-
-def _softmax_with(sinks: Array, scores: Array) -> Array:
-    """The softmax over the keys and one more, whose weight is omitted."""
-    sinks = sinks.astype(scores.dtype).reshape(1, *scores.shape[1:-2], 1, 1)
-    # The sink takes part in the maximum, so that no exponential overflows. It cancels out, so it
-    # has no gradient.
-    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
-    weights = jnp.exp(scores - top)
-    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - top))
 
 
 def attend_near(
@@ -271,15 +270,6 @@ def attend_near(
 def _is_split(q: Array) -> bool:
     """Whether the plan splits the sequence of the queries."""
     return sequence_parts() > 1 and q.shape[1] % sequence_parts() == 0
-
-
-def _as_view(visible: Visible, queries: int, keys: int) -> View | None:
-    """The view, unless it is already an array of all pairs."""
-    if isinstance(visible, View):
-        return visible
-    if has_many_pairs(queries, keys) and visible.shape[1] == 1:
-        return View(visible[:, 0])
-    return None
 
 
 def _takes_mask(view: View | None, bias: Bias, q: Array, k: Array) -> bool:
@@ -311,8 +301,18 @@ def _attend_in_kernel(
     q: Array, k: Array, v: Array, visible: Visible, bias: Any, scale: float
 ) -> Array:
     options: dict[str, Any] = {"scale": scale, "implementation": "cudnn"}
+    queries, keys = q.shape[1], k.shape[1]
     if not _is_even(q, k):
-        return _attend_with_even_lengths(q, k, v, visible, scale)
+        # With a query or a key more, as JAX refuses gradients of odd lengths. There is no bias:
+        # `_takes_mask` refuses one for odd lengths. The last key of causal attention is seen by the
+        # last query alone, which is left out.
+        more = lambda x: jnp.pad(x, [(0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)])
+        if not isinstance(visible, View) or not _is_option(visible, q, k):
+            if isinstance(visible, View):
+                visible = visible.visible(queries, keys)
+            visible = jnp.broadcast_to(visible, (visible.shape[0], queries, keys))
+            visible = jnp.pad(visible, [(0, 0), (0, queries % 2), (0, keys % 2)])
+        return _attend_in_kernel(more(q), more(k), more(v), visible, None, scale)[:, :queries]
     if isinstance(visible, View) and _is_option(visible, q, k):
         options["is_causal"] = visible.causal
         if visible.window is not None:
@@ -321,33 +321,14 @@ def _attend_in_kernel(
             options["bias"] = bias.astype(q.dtype)
         return jax.nn.dot_product_attention(q, k, v, **options)
     if isinstance(visible, View):
-        visible = visible.visible(q.shape[1], k.shape[1])
+        visible = visible.visible(queries, keys)
     # In a pipeline, which maps attention over stages, JAX reshapes a mask of rows to all heads.
     heads = 1
     if visible.shape[0] > 1 and size_of_axis("pipe") > 1:
         heads = q.shape[2]
-    shape = (visible.shape[0], heads, q.shape[1], k.shape[1])
-    mask = jnp.broadcast_to(visible[:, None], shape)  # (batch, heads, queries, keys)
+    # (batch, heads, queries, keys)
+    mask = jnp.broadcast_to(visible[:, None], (visible.shape[0], heads, queries, keys))
     return jax.nn.dot_product_attention(q, k, v, mask=mask, **options)
-
-
-def _attend_with_even_lengths(
-    q: Array, k: Array, v: Array, visible: Visible, scale: float
-) -> Array:
-    """Attention with a query or a key more, as JAX refuses gradients of odd lengths.
-
-    There is no bias: `_takes_mask` refuses one for odd lengths.
-    """
-    queries, keys = q.shape[1], k.shape[1]
-    more = lambda x: jnp.pad(x, [(0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)])
-    # The last key of causal attention is seen by the last query alone, which is left out.
-    if not isinstance(visible, View) or not _is_option(visible, q, k):
-        if isinstance(visible, View):
-            visible = visible.visible(queries, keys)
-        visible = jnp.broadcast_to(visible, (visible.shape[0], queries, keys))
-        visible = jnp.pad(visible, [(0, 0), (0, queries % 2), (0, keys % 2)])
-    out = _attend_in_kernel(more(q), more(k), more(v), visible, None, scale)
-    return out[:, :queries]
 
 
 def _has_kernel(q: Array, k: Array, v: Array) -> bool:

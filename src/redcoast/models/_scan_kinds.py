@@ -85,7 +85,12 @@ def scan_kinds(
     # One for each layer, in the order of the layers, whatever their kinds are.
     keys = jax.random.split(key, len(kinds)) if key is not None else None
     if any(map(is_by_layer, jax.tree.leaves(dict(stacks), is_leaf=is_by_layer))):
-        return _run_each(layer_fn, x, stacks, kinds, (inputs, keys), cache)
+        for position, kind in enumerate(kinds):
+            nth = kinds[:position].count(kind)
+            layer = layer_arrays(stacks[kind], nth)
+            of_all = jax.tree.map(lambda a, position=position: a[position], (inputs, keys))
+            x, cache = layer_fn(kind, x, cache, layer, of_all[0], np.int32(nth), of_all[1])
+        return x, cache
     unroll = unroll or default_unroll(dict(stacks), len(kinds), has_cache=has_cache(cache))
     for part in repeated_layers(kinds):
         # Where the layers of each kind begin in the stack of their kind.
@@ -118,14 +123,4 @@ def _run_period(layer_fn, part, remat, x, cache, layers, number, key):
         index = before[kind] + number * counts[kind] + nth  # among the layers of its kind
         run = with_remat(ft.partial(layer_fn, kind), remat, prevent_cse=prevent_cse)
         x, cache = run(x, cache, layer, inputs, index, key)
-    return x, cache
-
-
-def _run_each(layer_fn, x, stacks, kinds, of_all, cache):
-    """Runs layers whose arrays are apart, without a loop."""
-    for position, kind in enumerate(kinds):
-        nth = kinds[:position].count(kind)
-        layer = layer_arrays(stacks[kind], nth)
-        inputs, key = jax.tree.map(lambda a, position=position: a[position], of_all)
-        x, cache = layer_fn(kind, x, cache, layer, inputs, np.int32(nth), key)
     return x, cache

@@ -61,25 +61,21 @@ class SharedExpertsConfig(DecoderConfig):
                 f"`dense_layers` must be at least 0 and less than `layers`, but they are "
                 f"{self.dense_layers} and {self.layers}."
             )
-        _check_routing(self)
-
-
-def _check_routing(c: SharedExpertsConfig) -> None:
-    if c.experts % c.groups or c.experts // c.groups < 2:
-        raise ValueError(
-            f"`experts` must be a multiple of `groups` with at least two for each, but they are "
-            f"{c.experts} and {c.groups}."
-        )
-    if c.chosen_groups > c.groups:
-        raise ValueError(
-            f"`chosen_groups` must be at most `groups`, but they are {c.chosen_groups} and "
-            f"{c.groups}."
-        )
-    if c.chosen > (most := c.chosen_groups * (c.experts // c.groups)):
-        raise ValueError(
-            f"`chosen` must be at most {most}, the experts of `chosen_groups` groups, but is "
-            f"{c.chosen}."
-        )
+        if self.experts % self.groups or self.experts // self.groups < 2:
+            raise ValueError(
+                f"`experts` must be a multiple of `groups` with at least two for each, but they "
+                f"are {self.experts} and {self.groups}."
+            )
+        if self.chosen_groups > self.groups:
+            raise ValueError(
+                f"`chosen_groups` must be at most `groups`, but they are {self.chosen_groups} and "
+                f"{self.groups}."
+            )
+        if self.chosen > (most := self.chosen_groups * (self.experts // self.groups)):
+            raise ValueError(
+                f"`chosen` must be at most {most}, the experts of `chosen_groups` groups, but is "
+                f"{self.chosen}."
+            )
 
 
 Make = Callable[..., Float[Array, "..."]]

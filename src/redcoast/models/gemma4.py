@@ -108,8 +108,30 @@ class Gemma4Config(GroupedConfig):
         if self.local[-1]:
             raise ValueError("`local` gives the last layer a window, which it never has.")
         check_chosen(self)
-        _check_heads(self)
-        _check_shared(self)
+        check_even(self, "head_dim", "global_head_dim")
+        if self.rotated % 2 or self.rotated > self.global_head_dim:
+            raise ValueError(
+                f"`rotary_dim` must be even and at most `global_head_dim`, which is "
+                f"{self.global_head_dim}, but is {self.rotated}."
+            )
+        if self.rotary_dim == self.global_head_dim:
+            object.__setattr__(self, "rotary_dim", None)
+        if self.global_kv_heads == self.kv_heads:
+            object.__setattr__(self, "global_kv_heads", None)
+        if self.global_kv_heads is not None and not self.keys_are_values:
+            raise ValueError("`global_kv_heads` needs `keys_are_values`, or to be `kv_heads`.")
+        check_multiple(self, "heads", "global_kv_heads")
+        if not 0 <= self.shared_layers < self.layers:
+            raise ValueError(
+                f"`shared_layers` must be at least 0 and less than `layers`, but they are "
+                f"{self.shared_layers} and {self.layers}."
+            )
+        for side, which in (("near", "with"), ("far", "without")):
+            if f"{side}_shared" in self.kinds and side not in self.kinds:
+                raise ValueError(
+                    f"`shared_layers` has layers {which} a window, but no layer before them "
+                    f"{which} a window has keys and values for them."
+                )
 
     @property
     def far_kv_heads(self) -> int:
@@ -134,36 +156,6 @@ class Gemma4Config(GroupedConfig):
         if side == "near":
             return self.kv_heads, self.head_dim
         return self.far_kv_heads, self.global_head_dim
-
-
-def _check_heads(c: Gemma4Config) -> None:
-    check_even(c, "head_dim", "global_head_dim")
-    if c.rotated % 2 or c.rotated > c.global_head_dim:
-        raise ValueError(
-            f"`rotary_dim` must be even and at most `global_head_dim`, which is "
-            f"{c.global_head_dim}, but is {c.rotated}."
-        )
-    if c.rotary_dim == c.global_head_dim:
-        object.__setattr__(c, "rotary_dim", None)
-    if c.global_kv_heads == c.kv_heads:
-        object.__setattr__(c, "global_kv_heads", None)
-    if c.global_kv_heads is not None and not c.keys_are_values:
-        raise ValueError("`global_kv_heads` needs `keys_are_values`, or to be `kv_heads`.")
-    check_multiple(c, "heads", "global_kv_heads")
-
-
-def _check_shared(c: Gemma4Config) -> None:
-    if not 0 <= c.shared_layers < c.layers:
-        raise ValueError(
-            f"`shared_layers` must be at least 0 and less than `layers`, but they are "
-            f"{c.shared_layers} and {c.layers}."
-        )
-    for side, which in (("near", "with"), ("far", "without")):
-        if f"{side}_shared" in c.kinds and side not in c.kinds:
-            raise ValueError(
-                f"`shared_layers` has layers {which} a window, but no layer before them {which} a "
-                "window has keys and values for them."
-            )
 
 
 class Gemma4Cache(eqx.Module):
@@ -334,7 +326,11 @@ class Gemma4(RoutedDecoder):
             # (batch, seq, heads, head_dim)
             q = _norm(product("bsd,dhk->bshk", y, layer.wq), layer.q_norm, c)
             if kind == side:
-                k, v = _keys_values(layer, y, angles[side], c)
+                k = v = product("bsd,dhk->bshk", y, layer.wk)  # (batch, seq, kv_heads, head_dim)
+                if layer.wv is not None:
+                    v = product("bsd,dhk->bshk", y, layer.wv)
+                # Without a projection of their own, values are the keys before norm and rotation.
+                k, v = rotate(_norm(k, layer.k_norm, c), angles[side]), _norm(v, None, c)
                 if cache is not None:
                     part, k, v = extend(getattr(cache, side), index, k, v)
                     cache = replace(cache, **{side: part})
@@ -363,7 +359,12 @@ class Gemma4(RoutedDecoder):
         stacks = {kind: getattr(self, kind) for kind in _KINDS}
         use, shared = no_use(c.experts, wide(x.dtype)), None
         if cache is None and c.shared_layers:
-            shared = _nothing_shared(x, c)
+            # Keys and values that layers share, until a layer before them has some.
+            shared = {}
+            for side in ("near", "far"):
+                if side in c.kinds:
+                    nothing = jnp.zeros((*x.shape[:2], *c.heads_of(side)), x.dtype)
+                    shared[side] = nothing, nothing
         options = {"key": key, **c.loop_options}
         options |= {"inputs": self._layer_inputs(tokens, x), "cache": (cache, shared, use)}
         x, (cache, _, use) = scan_kinds(layer_fn, x, stacks, c.kinds, **options)
@@ -400,24 +401,6 @@ def _angles(positions, c, dtype):
     far = np.where(np.arange(len(far)) < c.rotated // 2, far, 0)  # the rest is not rotated
     near, far = rotary_angles(positions, near, dtype), rotary_angles(positions, far, dtype)
     return {"near": near, "far": far}
-
-
-def _keys_values(layer, x, angles, c):
-    k = v = product("bsd,dhk->bshk", x, layer.wk)  # (batch, seq, kv_heads, head_dim)
-    if layer.wv is not None:
-        v = product("bsd,dhk->bshk", x, layer.wv)
-    # Without a projection of their own, values are the keys before their norm and rotation.
-    return rotate(_norm(k, layer.k_norm, c), angles), _norm(v, None, c)
-
-
-def _nothing_shared(x, c):
-    """Keys and values that layers which share them find, until a layer before them has some."""
-    shared = {}
-    for side in ("near", "far"):
-        if side in c.kinds:
-            nothing = jnp.zeros((*x.shape[:2], *c.heads_of(side)), x.dtype)
-            shared[side] = nothing, nothing
-    return shared
 
 
 def _feed_forward(layer, x, real, use, c):

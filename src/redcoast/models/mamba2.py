@@ -230,17 +230,14 @@ def _mixer(layer, x, real, cache, config):
     rates = -jnp.exp(layer.log_decay.astype(kind))  # (heads,)
     y, state = scan_states(heads, steps, rates, writes, reads, state, chunk=c.chunk)
     y = y + layer.skip.astype(kind)[None, None, :, None] * heads  # (batch, seq, heads, head_size)
-    y = _gated_norm(y.reshape(*x.shape[:2], -1), gate, layer.inner_norm, c).astype(x.dtype)
+    # RMSNorm of each group's features, after the gate.
+    y = y.reshape(gate.shape) * jax.nn.silu(gate.astype(y.dtype))  # (batch, seq, inner)
+    of_groups = y.reshape(*x.shape[:2], c.groups, -1)  # (batch, seq, groups, size)
+    ones = jnp.ones(of_groups.shape[-1], y.dtype)
+    y = rms_norm(of_groups, ones, c.norm_eps).reshape(y.shape)
+    y = (y * layer.inner_norm.astype(y.dtype)[None, None]).astype(x.dtype)
     before = jnp.concatenate([past_x, past_b, past_c], axis=-1)  # (batch, past, channels)
     return product("bse,ed->bsd", y, layer.down), Mamba2Cache(state[None], before[None])
-
-
-def _gated_norm(y, gate, scale, c):
-    """RMSNorm of each group's features, after the gate."""
-    y = y * jax.nn.silu(gate.astype(y.dtype))
-    groups = y.reshape(*y.shape[:2], c.groups, -1)  # (batch, seq, groups, size)
-    ones = jnp.ones(groups.shape[-1], y.dtype)
-    return rms_norm(groups, ones, c.norm_eps).reshape(y.shape) * scale.astype(y.dtype)[None, None]
 
 
 def scan_states(

@@ -10,16 +10,16 @@ the attention is causal or has a window, are skipped.
 both modes would keep the scores.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from ..core._target import target
 from ._inputs import AnyArray, Attended, Key, Keys, Queries, Values
@@ -42,15 +42,6 @@ class _Options:
     rate: float
 
 
-class _ScoreInputs(eqx.Module):
-    """The inputs of the scores other than queries and keys, padded to whole blocks."""
-
-    view: View
-    columns: Int[Array, " keys"]
-    keys: Any  # PRNG keys for dropout, one for each query, or None
-    bias: Any
-
-
 class _Dense(eqx.Module):
     """A bias as an array."""
 
@@ -59,6 +50,19 @@ class _Dense(eqx.Module):
     def at(self, rows: Int[Array, " rows"], columns: Int[Array, " columns"]) -> Array:
         part = jnp.take(self.array, rows, axis=2, mode="clip")
         return jnp.take(part, columns, axis=3, mode="clip")
+
+
+class _ScoreInputs(eqx.Module):
+    """The inputs of the scores other than queries and keys, padded to whole blocks."""
+
+    view: View
+    columns: Int[Array, " keys"]
+    keys: Array | None  # PRNG keys for dropout, one for each query
+    bias: RelativeBias | _Dense | None
+
+
+# Queries, keys, values and other inputs; the output and the logarithm of the sums.
+_Residuals = tuple[Array, Array, Array, _ScoreInputs, _ScoreInputs, Array, Array]
 
 
 def attend_in_blocks(
@@ -129,7 +133,7 @@ def attend_with_sums(
         pad_to_blocks(k, columns, 1),
         pad_to_blocks(v, columns, 1),
     )
-    results: Any = _attention(options, *arrays, own, fixed)
+    results: PyTree = _attention(options, *arrays, own, fixed)
     out, log_sum = results
     out = out[:, :queries].reshape(*q.shape[:3], v.shape[-1])  # without padding
     return out, log_sum.reshape(q.shape[0], q.shape[2], -1)[..., :queries]
@@ -192,7 +196,7 @@ def _attention(
 
 def _forward(
     options: _Options, q: Array, k: Array, v: Array, own: _ScoreInputs, fixed: _ScoreInputs
-) -> tuple[tuple[Array, Array], Any]:
+) -> tuple[tuple[Array, Array], _Residuals]:
     k, fixed = _tied(k, fixed)
     dtype = np.promote_types(q.dtype, np.float32)
     shape = (q.shape[0], *q.shape[2:4], q.shape[1])  # (batch, kv_heads, groups, queries)
@@ -203,7 +207,7 @@ def _forward(
         jnp.zeros((*shape, v.shape[3]), dtype),
     )
 
-    def body(carry: Any, at: Any) -> tuple[Any, None]:
+    def body(carry: tuple[Array, ...], at: Array) -> tuple[tuple[Array, ...], None]:
         i, j = at[0], at[1]
         # What the blocks of keys before this one have added for these queries.
         largest, total, out = (_take(x, i, options.rows, 3) for x in carry)
@@ -226,7 +230,9 @@ def _forward(
     return (out, log_sum), (q, k, v, own, fixed, out, log_sum)
 
 
-def _backward(options: _Options, residuals: Any, grads: tuple[Array, Array]) -> tuple[Any, ...]:
+def _backward(
+    options: _Options, residuals: _Residuals, grads: tuple[Array, Array]
+) -> tuple[Array, Array, Array, _ScoreInputs, None]:
     out_grad, sum_grad = grads
     q, k, v, own, fixed, out, log_sum = residuals
     k, fixed = _tied(k, fixed)
@@ -240,7 +246,7 @@ def _backward(options: _Options, residuals: Any, grads: tuple[Array, Array]) -> 
     pairs = np.asarray(sorted(options.pairs, key=lambda pair: pair[::-1]), np.int32)
     first = np.diff(pairs[:, 1], prepend=-1) != 0  # whether a block of keys begins
 
-    def body(carry: Any, at: Any) -> tuple[Any, None]:
+    def body(carry: PyTree, at: PyTree) -> tuple[PyTree, None]:
         (i, j), is_first = at
         q_grad, k_grad, v_grad, own_grad, *sums = carry
         of_rows = lambda x, axis=1: _take(x, i, options.rows, axis)
@@ -294,13 +300,13 @@ def _block(
     fixed: _ScoreInputs,
     i: Int[Array, ""],
     j: Int[Array, ""],
-) -> tuple[Array, Array, Array | float, Any]:
+) -> tuple[Array, Array, Array | float, Callable[[Array], tuple[Array, _ScoreInputs]]]:
     """Returns the scores of a block, which of them are visible, the factors of dropout, and a
     function from the gradient of the scores to the gradient of the products of queries and keys,
     and of the bias."""
     of_rows = lambda x, axis=1: _take(x, i, options.rows, axis)
     of_columns = lambda x, axis=1: _take(x, j, options.columns, axis)
-    view, inputs = fixed.view, eqx.combine(own, fixed)
+    view = fixed.view
     slots, columns = of_rows(view.slots, 0), of_columns(fixed.columns, 0)
     real = None if view.real is None else of_columns(view.real)
     segments = view.segments
@@ -311,9 +317,10 @@ def _block(
 
     def finish(scores: Array, own: _ScoreInputs) -> Array:
         scores = scores * options.scale
-        if inputs.bias is not None:
-            bias = eqx.combine(own, fixed).bias.at(index, columns).astype(scores.dtype)
-            scores += bias.reshape(bias.shape[0], *scores.shape[1:3], *bias.shape[2:])
+        bias = eqx.combine(own, fixed).bias
+        if bias is not None:
+            part = bias.at(index, columns).astype(scores.dtype)
+            scores += part.reshape(part.shape[0], *scores.shape[1:3], *part.shape[2:])
         if options.softcap is not None:
             scores = options.softcap * jnp.tanh(scores / options.softcap)
         return scores
@@ -323,18 +330,14 @@ def _block(
     scores, pull = jax.vjp(finish, products, own)
     factors: Array | float = 1.0
     if fixed.keys is not None:
-        factors = _dropout_factors(of_rows(fixed.keys, 0), j, options, scores)
+        batch, heads, groups, _, width = scores.shape
+        # Each query and block of keys has numbers of its own, which both passes can draw.
+        draw = lambda key: jax.random.bernoulli(
+            jax.random.fold_in(key, j), 1 - options.rate, (batch, heads, groups, width)
+        )
+        drawn = jnp.moveaxis(jax.vmap(draw)(of_rows(fixed.keys, 0)), 0, 3)
+        factors = drawn.astype(scores.dtype) / (1 - options.rate)  # 0, or 1 / (1 - rate)
     return scores, seen[:, None, None], factors, pull
-
-
-def _dropout_factors(keys: Array, j: Int[Array, ""], options: _Options, scores: Array) -> Array:
-    """The factors of dropout: 0, or 1 / (1 - rate)."""
-    batch, heads, groups, _, columns = scores.shape
-    # Each query and block of keys has numbers of its own, which both passes can draw.
-    draw = lambda key: jax.random.bernoulli(
-        jax.random.fold_in(key, j), 1 - options.rate, (batch, heads, groups, columns)
-    )
-    return jnp.moveaxis(jax.vmap(draw)(keys), 0, 3).astype(scores.dtype) / (1 - options.rate)
 
 
 def _product(equation: str, x: Array, y: Array) -> Array:

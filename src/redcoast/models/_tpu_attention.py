@@ -11,7 +11,7 @@ primitives stand for attention in blocks. On a CPU, the kernel is interpreted.
 """
 
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from ._blockwise import KEPT, attend_with_sums, pad_to_blocks
 from ._inputs import Keys, Queries
@@ -39,6 +39,7 @@ FEWEST = 512
 _PADDING = np.iinfo(np.int32).min
 
 Segments = tuple[Array, Array] | None
+Run = Callable[..., Sequence[PyTree]]
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,14 @@ def attend_in_splash(
         window = (view.window - 1, 0)  # keys before and behind a query, without its own
     elif view.window is not None:
         window = (view.window - 1, view.window - 1)
-    segments: Any = _segments(view, q.shape[0], queries, keys, columns)
+    segments = _segments(view, q.shape[0], queries, keys, columns)
     options = SplashOptions(rows, columns, view.causal, window, softcap)
     q = pad_to_blocks(q * jnp.asarray(scale, q.dtype), rows)
     k, v = pad_to_blocks(k, columns), pad_to_blocks(v, columns)
     if segments is not None:
         of_queries = pad_to_blocks(segments[0], rows, value=_PADDING)
         segments = of_queries, pad_to_blocks(segments[1], columns, value=_PADDING)
-    out: Any = _attention(options, q, k, v, segments)  # (batch, padded queries, heads, head_dim)
+    out: PyTree = _attention(options, q, k, v, segments)  # (batch, padded queries, heads, head_dim)
     return out[:, :queries]
 
 
@@ -115,13 +116,13 @@ def _attention(options: SplashOptions, q: Array, k: Array, v: Array, segments: S
 
 def _forward(
     options: SplashOptions, q: Array, k: Array, v: Array, segments: Segments
-) -> tuple[Array, Any]:
+) -> tuple[Array, PyTree]:
     results = _forward_p.bind(q, k, v, *(segments or ()), options=options)
     out, log_sum = (checkpoint_name(x, KEPT) for x in results)
     return out, (q, k, v, segments, out, log_sum)
 
 
-def _backward(options: SplashOptions, residuals: Any, grad: Array) -> tuple[Any, ...]:
+def _backward(options: SplashOptions, residuals: PyTree, grad: Array) -> tuple[Array | None, ...]:
     q, k, v, segments, out, log_sum = residuals
     arrays = (q, k, v, out, grad, log_sum, *(segments or ()))
     return (*_backward_p.bind(*arrays, options=options), None)
@@ -131,7 +132,7 @@ _attention.defvjp(_forward, _backward)
 
 
 @ft.cache
-def _kernel(options: SplashOptions, queries: int, keys: int, interpret: bool) -> Any:
+def _kernel(options: SplashOptions, queries: int, keys: int, interpret: bool) -> PyTree:
     """Returns the kernel for the heads of one row, whose masks are alike."""
     shape = (queries, keys)
     if options.window is not None:
@@ -175,17 +176,9 @@ def _run_forward(
     return _swap(out), log_sum
 
 
-def _run_backward(
-    options: SplashOptions,
-    interpret: bool,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    grad: Array,
-    log_sum: Array,
-    *segments: Array,
-) -> tuple[Array, Array, Array]:
+def _run_backward(options: SplashOptions, interpret: bool, *arrays: Array) -> tuple[Array, ...]:
+    """Returns the gradients of queries, keys and values."""
+    q, k, v, out, grad, log_sum, *segments = arrays
     kernel = _kernel(options, q.shape[1], k.shape[1], interpret)
     blocks = kernel.dq_mask_info, kernel.dkv_mask_info
 
@@ -195,10 +188,9 @@ def _run_backward(
         grads = splash._splash_attention_bwd(**kernel.kwargs, res=residuals, do=grad)
         return grads[3:6]  # of the queries, keys and values
 
-    arrays = tuple(map(_swap, (q, k, v, out, grad)))
-    grads = jax.vmap(of_row)(*arrays, log_sum, _as_ids(segments))  # pyright: ignore[reportCallIssue]
-    of_queries, of_keys, of_values = map(_swap, grads)
-    return of_queries, of_keys, of_values
+    swapped = tuple(map(_swap, (q, k, v, out, grad)))
+    grads = jax.vmap(of_row)(*swapped, log_sum, _as_ids(segments))  # pyright: ignore[reportCallIssue]
+    return tuple(map(_swap, grads))
 
 
 def _as_ids(segments: Sequence[Array]) -> splash.SegmentIds | None:
@@ -217,21 +209,13 @@ def _forward_in_blocks(
     return attend_with_sums(q, k, v, view, scale=1.0, softcap=options.softcap)
 
 
-def _backward_in_blocks(
-    options: SplashOptions,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    grad: Array,
-    log_sum: Array,
-    *segments: Array,
-) -> tuple[Array, Array, Array]:
+def _backward_in_blocks(options: SplashOptions, *arrays: Array) -> tuple[Array, ...]:
+    q, k, v, _, grad, _, *segments = arrays
     run = lambda q, k, v: _forward_in_blocks(options, q, k, v, *segments)[0]
     return jax.vjp(run, q, k, v)[1](grad)
 
 
-def _primitive(name: str, run: Any, run_in_blocks: Any, results_of: Any) -> Primitive:
+def _primitive(name: str, run: Run, run_in_blocks: Run, results_of: Run) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(
@@ -240,7 +224,9 @@ def _primitive(name: str, run: Any, run_in_blocks: Any, results_of: Any) -> Prim
     primitive.def_abstract_eval(results_of)
     batching.primitive_batchers[primitive] = ft.partial(_map_rows, primitive)
 
-    def lower(interpret: bool, context: Any, *values: Any, options: SplashOptions) -> Any:
+    def lower(
+        interpret: bool, context: mlir.LoweringRuleContext, *values: Any, options: SplashOptions
+    ) -> Any:
         on_device = ft.partial(run, options, interpret)
         # XLA cannot partition a kernel.
         if not _is_on_one_device(context):
@@ -253,16 +239,19 @@ def _primitive(name: str, run: Any, run_in_blocks: Any, results_of: Any) -> Prim
     return primitive
 
 
-def _is_on_one_device(context: Any) -> bool:
+def _is_on_one_device(context: mlir.LoweringRuleContext) -> bool:
     """Whether a program is lowered for one device, or for each device in `jax.shard_map`."""
-    axes = context.module_context.axis_context
+    axes: PyTree = context.module_context.axis_context
     if hasattr(axes, "manual_axes"):
         return set(axes.manual_axes) == set(axes.mesh.axis_names)
     return getattr(axes, "num_devices", None) == 1
 
 
 def _map_rows(
-    primitive: Primitive, arrays: Sequence[Array], dims: Sequence[int | None], **params: Any
+    primitive: Primitive,
+    arrays: Sequence[Array],
+    dims: Sequence[int | None],
+    **params: SplashOptions,
 ) -> tuple[list[Array], list[int]]:
     """Runs the kernel under `jax.vmap`, with more rows."""
     pairs = list(zip(arrays, dims, strict=True))
@@ -275,13 +264,13 @@ def _map_rows(
     return [x.reshape(count, -1, *x.shape[1:]) for x in results], [0] * len(results)
 
 
-def _forward_results(q: Any, k: Any, v: Any, *segments: Any, options: SplashOptions) -> list[Any]:
+def _forward_results(q: PyTree, *rest: PyTree, options: SplashOptions) -> list[PyTree]:
     batch, queries, heads, _ = q.shape
     return [q, q.update(shape=(batch, heads, queries), dtype=np.dtype(np.float32))]
 
 
-def _backward_results(q: Any, k: Any, v: Any, *rest: Any, options: SplashOptions) -> list[Any]:
-    return [q, k, v]
+def _backward_results(*arrays: PyTree, options: SplashOptions) -> list[PyTree]:
+    return list(arrays[:3])  # as the queries, keys and values
 
 
 _forward_p = _primitive(

@@ -84,7 +84,14 @@ def read_decoding(settings: Settings, where: object, *, alone: bool = True) -> D
     file only has settings of decoding, and unknown settings cause a warning too.
     """
     settings = {name: value for name, value in settings.items() if value is not None}
-    ignored = _not_implemented(settings, alone=alone)
+    ignored = []
+    for name, off in _OFF.items():
+        if name in settings and settings[name] not in off:
+            ignored.append(f"`{name}`, which is {short_repr(settings[name])}")
+    known = {*_OFF, *_READ, *_OTHERS}
+    for name, value in settings.items():
+        if alone and name not in known and not is_neutral(name, value):
+            ignored.append(f"`{short_repr(name)[1:-1]}`, which is {short_repr(value)}")
     options = {field: (name, settings[name]) for field, name in _NAMES.items() if name in settings}
     prefix, problems = read_whisper_prompt(settings)
     options["prefix"] = ("forced_decoder_ids", prefix)
@@ -94,7 +101,12 @@ def read_decoding(settings: Settings, where: object, *, alone: bool = True) -> D
     if settings.get("num_beams", 1) == 1:
         for name in ("length_penalty", "early_stopping"):
             options.pop(name, None)  # has no effect
-        options |= _sampling(settings)
+        if settings.get("do_sample"):
+            for name, default in _DEFAULTS.items():
+                value = settings.get(name, default)
+                if name in ("top_k", "min_p") and value == 0:  # excludes nothing
+                    value = None
+                options[name] = name, value
     elif settings.get("do_sample"):
         ignored.append("beam search that samples (`do_sample`)")
     decoding, invalid = _valid(options)
@@ -109,20 +121,6 @@ def read_decoding(settings: Settings, where: object, *, alone: bool = True) -> D
             f"{'; '.join(invalid)}. Pass `decoding` to `load_pretrained`, or options to `generate`."
         )
     return decoding
-
-
-def _not_implemented(settings: Settings, *, alone: bool) -> list[str]:
-    """Describes the options that `generate` does not implement, and, with `alone`, those that are
-    unknown."""
-    options = []
-    for name, off in _OFF.items():
-        if name in settings and settings[name] not in off:
-            options.append(f"`{name}`, which is {short_repr(settings[name])}")
-    known = {*_OFF, *_READ, *_OTHERS}
-    for name, value in settings.items():
-        if alone and name not in known and not is_neutral(name, value):
-            options.append(f"`{short_repr(name)[1:-1]}`, which is {short_repr(value)}")
-    return options
 
 
 def _valid(options: Mapping[str, NamedOption]) -> tuple[Decoding, list[str]]:
@@ -156,17 +154,6 @@ def _number(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
-
-
-def _sampling(settings: Settings) -> dict[str, NamedOption]:
-    options = {}
-    if settings.get("do_sample"):
-        for name, default in _DEFAULTS.items():
-            options[name] = name, settings.get(name, default)
-        for name in ("top_k", "min_p"):
-            if options[name][1] == 0:  # excludes nothing
-                options[name] = name, None
-    return options
 
 
 def with_generation(

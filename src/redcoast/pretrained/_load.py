@@ -67,7 +67,12 @@ def load(
     computed = getattr(family.hf, "computed", lambda config: {})
     # Before the model is created in the abstract, which computes these arrays.
     check_computed(computed(config), source.stored, path)
-    abstract = _abstract(family.model, config, path)
+    try:
+        abstract = eqx.filter_eval_shape(family.model, config, key=abstract_key())
+    except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as error:
+        raise ValueError(
+            f"{path} cannot be loaded: its settings do not describe a valid model ({error})."
+        ) from error
     arrays = leaf_paths(abstract, jax.ShapeDtypeStruct)
     check_elements(arrays.values(), source.stored, path)
     if source.table is None:
@@ -77,9 +82,13 @@ def load(
     needed = needed_shapes(layout, arrays)
     in_file = split_experts(source.stored, needed)
     stored = match(layout, needed, in_file, path, source.settings)
-    # By the tensors that are used, so that buffers, for example, do not count.
     if dtype is None:
-        dtype = _common_dtype(stored)
+        # One dtype for all arrays, because models do not mix dtypes; by the tensors that are used,
+        # so that buffers, for example, do not count.
+        sizes = Counter()
+        for x in stored.values():
+            sizes[x.dtype] += x.nbytes
+        dtype = jax.dtypes.canonicalize_dtype(sizes.most_common(1)[0][0])
     leaves, static = split(abstract)
     abstract = join([jax.ShapeDtypeStruct(x.shape, dtype) for x in leaves], static)
     places = choose_shardings(abstract, family, config, mesh, shardings)
@@ -93,29 +102,21 @@ def load(
         fill = partial(fill_host, stored=stored, most=_piece_elements(stored, dtype, 2**22))
     filled: dict[str, Any] = {}
     if quantise is not None:
-        chosen = matrices_to_quantise(targets, path)
+        chosen = []
+        for name, target in targets.items():
+            if "layers" in name and matrix_of(target.tensor):
+                chosen.append(name)
+        if not chosen:
+            raise ValueError(
+                f"The model at {path} has no matrices of layers to quantise. Load it without "
+                "`quantise`, and choose its matrices by `redcoast.lora.quantise(model, "
+                "targets=...)`."
+            )
         # Before the other arrays, because their parts in `dtype` need memory for a while.
         filled = fill_quantised({name: targets.pop(name) for name in chosen}, quantise, fill)
     if targets:
         filled |= fill(targets)
     return join([filled[name] for name in arrays], static)
-
-
-def _abstract(model_class: Any, config: Any, path: Path) -> PyTree:
-    try:
-        return eqx.filter_eval_shape(model_class, config, key=abstract_key())
-    except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as error:
-        raise ValueError(
-            f"{path} cannot be loaded: its settings do not describe a valid model ({error})."
-        ) from error
-
-
-def _common_dtype(stored: Mapping[str, Stored]) -> np.dtype:
-    # One dtype for all arrays, because models do not mix dtypes.
-    sizes = Counter()
-    for x in stored.values():
-        sizes[x.dtype] += x.nbytes
-    return jax.dtypes.canonicalize_dtype(sizes.most_common(1)[0][0])
 
 
 def _floating(dtype: Any) -> np.dtype:
@@ -148,64 +149,41 @@ def choose_shardings(
     JAX's default device."""
     arrays = leaf_paths(abstract, jax.ShapeDtypeStruct)
     if shardings is not None:
-        return _check(leaf_paths(shardings, Sharding), arrays, mesh)
+        chosen = leaf_paths(shardings, Sharding)
+        if odd := chosen.keys() ^ arrays.keys():
+            raise ValueError(
+                "`shardings` must have one sharding for each array of the model, such as "
+                f"`rc.infer_shardings` returns; {', '.join(sorted(odd))} is in only one of the two."
+            )
+        meshes = {s.mesh for s in chosen.values() if isinstance(s, NamedSharding)}
+        if len({frozenset(s.device_set) for s in chosen.values()}) > 1:
+            raise ValueError(
+                "`shardings` use several sets of devices. All must use the same devices."
+            )
+        if mesh is not None and meshes != {mesh}:
+            raise ValueError("`shardings` use another mesh than `mesh`. Pass only one of the two.")
+        return chosen
     if mesh is None:
         # Where JAX puts a new array, which `jax.default_device` may have changed.
         device = next(iter(jnp.zeros(()).devices()))
         return dict.fromkeys(arrays, SingleDeviceSharding(device))
     if mesh.size == 1:
         return dict.fromkeys(arrays, NamedSharding(mesh, P()))
-    inputs = inputs_to_plan(family, config, mesh)
+    if own := getattr(family.hf, "example_inputs", None):
+        inputs = own(config, mesh.size)
+    else:
+        # A row for each device, so that the rows can be divided over any axes.
+        length = min(PLANNED_TOKENS, getattr(config, "positions", PLANNED_TOKENS))
+        inputs = (jax.ShapeDtypeStruct((mesh.size, length), jnp.int32),)
+        if hasattr(family.model, "encode"):
+            inputs *= 2  # for the encoder and the decoder
     planned = infer_shardings(abstract, mesh, fn=lambda model, *args: model(*args), args=inputs)
     return leaf_paths(planned, Sharding)
-
-
-def inputs_to_plan(family: Family, config: Any, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the abstract inputs for planning: from the family's `example_inputs`, if it has them;
-    otherwise tokens for a decoder or for both parts of an encoder-decoder, at most as many in a row
-    as the model has positions."""
-    if own := getattr(family.hf, "example_inputs", None):
-        return own(config, mesh.size)
-    length = min(PLANNED_TOKENS, getattr(config, "positions", PLANNED_TOKENS))
-    # A row for each device, so that the rows can be divided over any axes.
-    tokens = jax.ShapeDtypeStruct((mesh.size, length), jnp.int32)
-    return (tokens, tokens) if hasattr(family.model, "encode") else (tokens,)
-
-
-def _check(
-    shardings: dict[str, Sharding], arrays: Mapping[str, Any], mesh: Mesh | None
-) -> dict[str, Sharding]:
-    if odd := shardings.keys() ^ arrays.keys():
-        raise ValueError(
-            "`shardings` must have one sharding for each array of the model, such as "
-            f"`rc.infer_shardings` returns; {', '.join(sorted(odd))} is in only one of the two."
-        )
-    meshes = {s.mesh for s in shardings.values() if isinstance(s, NamedSharding)}
-    if len({frozenset(s.device_set) for s in shardings.values()}) > 1:
-        raise ValueError("`shardings` use several sets of devices. All must use the same devices.")
-    if mesh is not None and meshes != {mesh}:
-        raise ValueError("`shardings` use another mesh than `mesh`. Pass only one of the two.")
-    return shardings
 
 
 Fill = Callable[[Mapping[str, ArrayToRead]], dict[str, jax.Array]]
 
 _MOST = 2**28  # bytes of a device that a part of a matrix has before it is quantised
-
-
-def matrices_to_quantise(targets: Mapping[str, ArrayToRead], path: Path) -> list[str]:
-    """The matrices of the layers, by their paths in the model.
-
-    Raises `ValueError` if there are none.
-    """
-    matrices = [name for name, target in targets.items() if matrix_of(target.tensor)]
-    of_layers = [name for name in matrices if "layers" in name]
-    if not of_layers:
-        raise ValueError(
-            f"The model at {path} has no matrices of layers to quantise. Load it without "
-            "`quantise`, and choose its matrices by `redcoast.lora.quantise(model, targets=...)`."
-        )
-    return of_layers
 
 
 def fill_quantised(

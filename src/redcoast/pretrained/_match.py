@@ -95,8 +95,15 @@ def match(
     Raises one `ValueError` that lists all tensors that are missing, unexpected or misshapen, or
     that differ from the tensor that they should duplicate.
     """
-    known = {*needed, *layout.duplicates}
-    stored = _with_prefix(dict(stored), layout.base_prefix, known)
+    known, prefix = {*needed, *layout.duplicates}, layout.base_prefix
+    if prefix and not any(name.startswith(prefix) for name in stored):
+        # A file that only has the base model omits its prefix.
+        renamed = {}
+        for name, tensor in stored.items():
+            if name not in known and prefix + name in known:
+                name = prefix + name
+            renamed[name] = tensor
+        stored = renamed
     tensors = {name: stored[name] for name in needed if name in stored}
     # A copy replaces a tensor that the file omits, such as a tied embedding.
     for copy, name in layout.duplicates.items():
@@ -107,29 +114,7 @@ def match(
             # Of any other tensor, so that the zeros do not change the dtype of the model.
             dtype = next(iter(tensors.values())).dtype
             tensors[name] = Stored(needed[name], dtype, lambda box, out: out.fill(0))
-    problems = _problems_by_kind(layout, needed, stored, tensors)
-    if any(problems.values()):
-        sentences = []
-        for kind, names in problems.items():
-            if names:
-                sentences.append(f"{kind.capitalize()}: {', '.join(names)}.")
-        raise ValueError(
-            f"{where} does not hold the tensors of the model that its settings describe. "
-            + " ".join(sentences)
-            + _way_out(layout, needed, stored, problems, settings)
-        )
-    return tensors
-
-
-def _problems_by_kind(
-    layout: Layout,
-    needed: Mapping[str, tuple[int, ...]],
-    stored: Mapping[str, Stored],
-    tensors: Mapping[str, Stored],
-) -> dict[str, list[str]]:
-    """Returns the stored tensors that do not fit, and the needed ones that are not stored."""
     unexpected, misshapen, different = [], [], []
-    known = {*needed, *layout.duplicates}
     for name in stored:
         if name not in known and not any(re.search(buffer, name) for buffer in layout.buffers):
             unexpected.append(name)
@@ -139,17 +124,27 @@ def _problems_by_kind(
     for copy, name in layout.duplicates.items():
         if copy in stored and name in tensors and not _equal(stored[copy], tensors[name]):
             different.append(f"{copy} (of {name})")
-    return {
+    problems = {
         "missing": [name for name in needed if name not in tensors],
         "unexpected": unexpected,
         "misshapen": misshapen,
         _DIFFERENT: different,
     }
+    if any(problems.values()):
+        sentences = []
+        for kind, names in problems.items():
+            if names:
+                sentences.append(f"{kind.capitalize()}: {', '.join(names)}.")
+        raise ValueError(
+            f"{where} does not hold the tensors of the model that its settings describe. "
+            + " ".join(sentences)
+            + _way_out(layout, stored, problems, settings)
+        )
+    return tensors
 
 
 def _way_out(
     layout: Layout,
-    needed: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, Stored],
     problems: Mapping[str, list[str]],
     settings: Mapping[str, Any],
@@ -177,18 +172,6 @@ def _way_out(
                 f" The file is of a {name}, whose head is not implemented for this type of model."
             )
     return ""
-
-
-def _with_prefix(stored: dict[str, Stored], prefix: str, known: set[str]) -> dict[str, Stored]:
-    """Adds the prefix of the base model to the names in a file that only has the base model."""
-    if not prefix or any(name.startswith(prefix) for name in stored):
-        return stored
-    renamed = {}
-    for name, tensor in stored.items():
-        if name not in known and prefix + name in known:
-            name = prefix + name
-        renamed[name] = tensor
-    return renamed
 
 
 def _equal(a: Stored, b: Stored) -> bool:

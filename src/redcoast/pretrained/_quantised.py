@@ -60,7 +60,20 @@ def dequantised(source: Source, dtype: np.dtype | None, where: object) -> Source
         return source
     method = _method_of(quantisation)
     if method in _INTEGER_METHODS:
-        stored = _of_integers(source.stored, quantisation, dtype, where)
+        if method == "bitsandbytes":
+            read = of_bitsandbytes(source.stored, where)
+        else:
+            read = of_groups(source.stored, quantisation, where)
+        stored, packed = {}, {}
+        for name, x in read.items():
+            if isinstance(x, Stored):
+                stored[name] = x
+            else:
+                packed[name] = x
+        # They are made only now: by default, their dtype is that of the other tensors.
+        dtype = dtype or _dtype_of_others(stored)
+        for name, make_tensor in packed.items():
+            stored[name] = make_tensor(dtype)
         return dataclasses.replace(source, settings=settings, stored=stored)
     dtype = dtype or _dtype_of_others(source.stored)
     if method == "mxfp4":
@@ -79,18 +92,13 @@ def split_quantisation(settings: Settings, where: object) -> tuple[Settings, Set
     methods = [settings[name] for name in QUANTISATION if settings.get(name)]
     if not methods:
         return rest, None
-    _check_method(methods[0], where)
-    return rest, methods[0]
-
-
-def _check_method(quantisation: Any, where: object) -> None:
-    """Raises if the method of a quantisation is not implemented."""
-    if not isinstance(quantisation, dict):
-        quantisation = {}
+    quantisation = {}
+    if isinstance(methods[0], dict):
+        quantisation = methods[0]
     method = _method_of(quantisation)
     odd = _odd_settings(method, quantisation)
     if isinstance(method, str) and not odd and method in _METHODS:
-        return
+        return rest, quantisation
     name = str(method or "an unnamed method")
     if odd:
         name += f" ({', '.join(odd)})"
@@ -156,27 +164,6 @@ def _dtype_of_others(stored: Mapping[str, Stored]) -> np.dtype:
     return sizes.most_common(1)[0][0]
 
 
-def _of_integers(
-    stored: Mapping[str, Stored], quantisation: Settings, dtype: np.dtype | None, where: object
-) -> dict[str, Stored]:
-    """Replaces weights of bitsandbytes, GPTQ and AWQ."""
-    if _method_of(quantisation) == "bitsandbytes":
-        read = of_bitsandbytes(stored, where)
-    else:
-        read = of_groups(stored, quantisation, where)
-    tensors, packed = {}, {}
-    for name, x in read.items():
-        if isinstance(x, Stored):
-            tensors[name] = x
-        else:
-            packed[name] = x
-    # They are made only now: by default, their dtype is that of the other tensors.
-    dtype = dtype or _dtype_of_others(tensors)
-    for name, make_tensor in packed.items():
-        tensors[name] = make_tensor(dtype)
-    return tensors
-
-
 def _of_mxfp4(stored: Mapping[str, Stored], dtype: np.dtype, where: object) -> dict[str, Stored]:
     """Replaces `x_blocks` and `x_scales` by `x`, whose last two dimensions are swapped."""
     read, problems = dict(stored), []
@@ -206,7 +193,11 @@ def _of_fp8(
     for name, weight in stored.items():
         if weight.dtype not in FP8:
             continue
-        scale_name = _name_of_scale(name, stored)
+        names = [pattern.format(name) for pattern in _SCALES]
+        if name.endswith(".weight"):
+            module = name.removesuffix(".weight")
+            names += [pattern.format(module) for pattern in _SCALES_OF_MODULES]
+        scale_name = next((scale for scale in names if scale in stored), None)
         if scale_name is None:
             problems.append(f"{name} of {weight.dtype} has no scale")
             continue
@@ -221,13 +212,6 @@ def _of_fp8(
     if problems:
         raise ValueError(f"{where} has weights in FP8 that cannot be read: {several(problems)}.")
     return {name: x for name, x in read.items() if not name.endswith(_OF_ACTIVATIONS)}
-
-
-def _name_of_scale(name: str, stored: Mapping[str, Stored]) -> str | None:
-    names = [pattern.format(name) for pattern in _SCALES]
-    if name.endswith(".weight"):
-        names += [pattern.format(name.removesuffix(".weight")) for pattern in _SCALES_OF_MODULES]
-    return next((scale for scale in names if scale in stored), None)
 
 
 def _as_grid(scale: Stored, shape: tuple[int, ...]) -> Stored:

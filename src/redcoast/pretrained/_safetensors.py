@@ -49,26 +49,25 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
     open_regular(path).close()  # `safe_open` would wait for the writer of a pipe
     try:
         with safe_open(path, "numpy") as file:
-            stored = {name: _stored(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
-        return _with_8_bits(path, stored)
+            stored = {}
+            for name in file.keys():  # noqa: SIM118
+                header = file.get_slice(name)
+                shape, dtype = tuple(header.get_shape()), np.dtype(_DTYPES[header.get_dtype()])
+                stored[name] = Stored(shape, dtype, ft.partial(_read, path, name))
+        return stored | _of_8_bits(path, stored)
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(
             f"{path} is damaged, or not a safetensors file: {error}. Download or save it again."
         ) from error
 
 
-def _stored(path: Path, name: str, header) -> Stored:
-    shape = tuple(header.get_shape())
-    return Stored(shape, np.dtype(_DTYPES[header.get_dtype()]), ft.partial(_read, path, name))
-
-
-def _with_8_bits(path: Path, stored: dict[str, Stored]) -> dict[str, Stored]:
-    """Reads tensors of 8-bit floating-point numbers separately, which the package `safetensors`
-    cannot read to NumPy."""
+def _of_8_bits(path: Path, stored: dict[str, Stored]) -> dict[str, Stored]:
+    """Returns the tensors of 8-bit floating-point numbers, which the package `safetensors` cannot
+    read to NumPy."""
     # `np.memmap` cannot map a tensor without elements, which `safetensors` reads.
     small = {name: x for name, x in stored.items() if x.dtype in _8_BITS and 0 not in x.shape}
     if not small:
-        return stored
+        return {}
     # A file is the length of its header (8 bytes, little-endian), the header in JSON, and the data.
     # Offsets of tensors count from the end of the header.
     with open_regular(path) as file:
@@ -77,7 +76,7 @@ def _with_8_bits(path: Path, stored: dict[str, Stored]) -> dict[str, Stored]:
     for name, x in small.items():
         start = 8 + length + header[name]["data_offsets"][0]
         small[name] = Stored(x.shape, x.dtype, ft.partial(_read_8_bits, path, start, x.shape))
-    return stored | small
+    return small
 
 
 def _read(path: Path, name: str, box: Box, out: np.ndarray) -> None:

@@ -85,7 +85,14 @@ def save(
         for index, name in tensor_names(published, leaves[leaf].shape).items():
             parts.setdefault(name, []).append((leaf, index))
     needed = needed_shapes(layout, leaves)
-    _check_dtypes(parts, leaves)
+    for name, of_tensor in parts.items():
+        kinds = {path: leaves[path].dtype.name for path, _ in of_tensor}
+        if len({*kinds.values()}) > 1:
+            listed = ", ".join(f"{path} ({kind})" for path, kind in kinds.items())
+            raise ValueError(
+                f"The tensor {name} has one dtype, but its arrays have several: {listed}. Cast "
+                "them to one."
+            )
     shapes = {name: (needed[name], leaves[parts[name][0][0]].dtype) for name in parts}
     files = _files(shapes, max_file_bytes)
     sizes = Counter()
@@ -154,17 +161,6 @@ def _check_model(model: Any) -> dict[str, Any]:
             f"{'; '.join(odd) or 'they are abstract, without values'}."
         )
     return leaves
-
-
-def _check_dtypes(parts: Mapping[str, list[Part]], leaves: Mapping[str, Any]) -> None:
-    for name, of_tensor in parts.items():
-        kinds = {path: leaves[path].dtype.name for path, _ in of_tensor}
-        if len({*kinds.values()}) > 1:
-            listed = ", ".join(f"{path} ({kind})" for path, kind in kinds.items())
-            raise ValueError(
-                f"The tensor {name} has one dtype, but its arrays have several: {listed}. Cast "
-                "them to one."
-            )
 
 
 def _files(shapes: Shapes, most: int | float) -> dict[str, list[str]]:

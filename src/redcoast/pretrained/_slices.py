@@ -67,15 +67,17 @@ def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
         if isinstance(fixed, tuple):
             spans[factor] = (fixed[0], fixed[0] + 1)
     merged, trim = [len(names)], [(0, len(names))]
-    for group, bound in zip(tensor.right, bounds[lead:], strict=True):
-        of_group, size, inside = _spans_of_factors(group, bound, sizes)
-        spans |= of_group
-        merged.append(size)
-        trim.append(inside)
+    for (first, *others), (start, stop) in zip(tensor.right, bounds[lead:], strict=True):
+        inner = product_of(others, sizes)
+        # Whole indices of the slowest factor; the others are needed completely.
+        low, high = start // inner, -(-stop // inner)
+        spans |= {factor: (0, sizes[factor]) for factor in others} | {first: (low, high)}
+        merged.append((high - low) * inner)
+        trim.append((start - low * inner, stop - low * inner))
     # An array with a range of a factor begins within the tensor.
-    for factor, first in ranges(tensor).items():
+    for factor, shift in ranges(tensor).items():
         low, high = spans[factor]
-        spans[factor] = (first + low, first + high)
+        spans[factor] = (shift + low, shift + high)
     sizes = tensor_sizes(tensor, sizes)
     slices, split, cut = [], [len(names)], [(0, len(names))]
     for group in tensor.left:
@@ -96,20 +98,6 @@ def _factors(tensor: Tensor) -> tuple[list[str], list[str]]:
     """The factors of the tensors, and those of the array, without the placeholder 1."""
     moved = [factor for factor in it.chain(*tensor.right) if factor != "1"]
     return [*it.chain(*tensor.left)], moved
-
-
-def _spans_of_factors(
-    group: tuple[str, ...], bounds: Span, sizes: dict[str, int]
-) -> tuple[dict[str, Span], int, Span]:
-    """For a slice of one dimension of the array, returns the span of each factor that it needs, the
-    product of these spans, and the span of the slice in it."""
-    first, *others = group
-    inner = product_of(others, sizes)
-    start, stop = bounds
-    # Whole indices of the slowest factor; the others are needed completely.
-    low, high = start // inner, -(-stop // inner)
-    spans = {factor: (0, sizes[factor]) for factor in others} | {first: (low, high)}
-    return spans, (high - low) * inner, (start - low * inner, stop - low * inner)
 
 
 def _covering_slice(

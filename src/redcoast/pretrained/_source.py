@@ -57,7 +57,11 @@ def check_computed(
     largest = max((x.shape for x in stored.values()), key=prod, default=())
     for name, shape in shapes.items():
         # Names in files may have the prefix of the base model.
-        in_file = next((x.shape for key, x in stored.items() if key.endswith(name)), largest)
+        in_file = largest
+        for key, x in stored.items():
+            if key.endswith(name):
+                in_file = x.shape
+                break
         if prod(shape) > prod(in_file):
             raise ValueError(
                 f"{path} has settings and tensors of different models: according to the settings "
@@ -84,8 +88,7 @@ def open_source(path: Path) -> Source:
         return _open_directory(path)
     if path.suffix == ".gguf":
         return _open_gguf(path)
-    if path.suffix in PICKLES:
-        raise ValueError(_pickled([path]))
+    _refuse_pickles([path])
     if path.suffix == ".safetensors":
         raise ValueError(
             f"{path} contains tensors, but not the settings of their model. Pass the directory "
@@ -116,8 +119,7 @@ def _instead(path: Path) -> str:
     """Returns what a directory without a model contains, and what to do with it."""
     if any(path.glob("*.gguf")):
         return ", but several `.gguf` files: pass the path of one of them"
-    if pickles := [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]:
-        raise ValueError(_pickled(pickles))
+    _refuse_pickles(sorted(path.iterdir()))
     if (path / "adapter_config.json").is_file():
         return (
             ", but adapters. Load the model that they were trained for, and then the adapters: "
@@ -158,8 +160,7 @@ def tensor_files(path: Path) -> list[Path]:
     files = [file_inside(path, name) for name in sorted({*named.values()})]
     if missing := [file.name for file in files if not file.is_file()]:
         raise ValueError(f"{path} lacks files that its {INDEX} names: {several(missing)}.")
-    if pickles := [file for file in files if file.suffix in PICKLES]:
-        raise ValueError(_pickled(pickles))
+    _refuse_pickles(files)
     return files
 
 
@@ -187,10 +188,10 @@ def _open_gguf(path: Path) -> Source:
     return open_gguf(path)
 
 
-def _pickled(files: list[Path]) -> str:
-    names = several(list(map(str, files)))
-    return (
-        f"{names}: the weights are pickled, and unpickling runs any code in the file. If you trust "
-        "it, load it once with `transformers` and save it with "
-        "`model.save_pretrained(directory)`, which writes safetensors files."
-    )
+def _refuse_pickles(files: list[Path]) -> None:
+    if pickles := [str(file) for file in files if file.suffix in PICKLES]:
+        raise ValueError(
+            f"{several(pickles)}: the weights are pickled, and unpickling runs any code in the "
+            "file. If you trust it, load it once with `transformers` and save it with "
+            "`model.save_pretrained(directory)`, which writes safetensors files."
+        )

@@ -70,23 +70,19 @@ def _value(file: BinaryIO, kind: int, size: int, depth: int) -> None:
     if kind == _STRING:
         _skip(file, _long(file), size)
     elif kind == _ARRAY:
-        _elements(file, size, depth)
+        if depth == MOST_NESTED:
+            raise ValueError("its metadata is nested too deeply")
+        # An array is the type of its elements (uint32), their number (uint64), and the elements.
+        kind, count = _int(file), _long(file)
+        if kind in _SIZES:
+            _skip(file, _SIZES[kind] * count, size)
+        else:
+            for _ in range(count):  # each element takes some bytes, so this ends with the file
+                _value(file, kind, size, depth + 1)
     elif kind in _SIZES:
         _skip(file, _SIZES[kind], size)
     else:
         raise ValueError(f"it has metadata of the unknown type {kind}")
-
-
-def _elements(file: BinaryIO, size: int, depth: int) -> None:
-    if depth == MOST_NESTED:
-        raise ValueError("its metadata is nested too deeply")
-    # An array is the type of its elements (uint32), their number (uint64), and the elements.
-    kind, count = _int(file), _long(file)
-    if kind in _SIZES:
-        _skip(file, _SIZES[kind] * count, size)
-        return
-    for _ in range(count):  # each element takes some bytes, so this ends with the file
-        _value(file, kind, size, depth + 1)
 
 
 def _skip(file: BinaryIO, count: int, size: int) -> None:

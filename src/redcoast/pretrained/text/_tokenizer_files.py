@@ -71,7 +71,16 @@ def load_tokenizer(path: str | Path) -> Any:
             f"{weights} has no tokenizer.json. If it has a tokenizer of another form, install "
             "`transformers`, which converts it."
         )
-    return _plain(_converted(weights))
+    from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True).backend_tokenizer
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{weights} has no tokenizer that can be read: {error}") from error
+    # Without its files, `transformers` makes some tokenizers with hardly any tokens.
+    if tokenizer.get_vocab_size(with_added_tokens=False) < 10:
+        raise ValueError(f"{weights} has no tokenizer that can be read: it has no vocabulary.")
+    return _plain(tokenizer)
 
 
 def load_chat_template(path: str | Path) -> Callable[..., str] | None:
@@ -170,19 +179,6 @@ def _plain(tokenizer: Any) -> Any:
     """Disables truncation and padding, which a file may contain from its training."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer
-
-
-def _converted(weights: Path) -> Any:
-    from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True).backend_tokenizer
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{weights} has no tokenizer that can be read: {error}") from error
-    # Without its files, `transformers` makes some tokenizers with hardly any tokens.
-    if tokenizer.get_vocab_size(with_added_tokens=False) < 10:
-        raise ValueError(f"{weights} has no tokenizer that can be read: it has no vocabulary.")
     return tokenizer
 
 

@@ -61,7 +61,7 @@ def cross_entropy(
         ```
     """
     _check_targets("logits", logits, targets, mask)
-    return _mean(token_losses(logits, targets), mask)  # (*batch,), then a scalar
+    return mean_of_tokens(token_losses(logits, targets), mask)  # (*batch,), then a scalar
 
 
 def chunked_cross_entropy(
@@ -112,7 +112,7 @@ def chunked_cross_entropy(
         ```
     """
     _check_targets("hidden", hidden, targets, mask)
-    return _mean(_chunked_losses(hidden, unembed, targets, chunk), mask)
+    return mean_of_tokens(_chunked_losses(hidden, unembed, targets, chunk), mask)
 
 
 def token_log_probabilities(
@@ -339,7 +339,8 @@ def join_chunks(chunks: Array, seq: int) -> Array:
     return rows.reshape(rows.shape[0], -1, *rows.shape[3:])[:, :seq]
 
 
-def _mean(losses: Float[Array, "*batch"], mask: Weights | None) -> Float[Array, ""]:
+def mean_of_tokens(losses: Float[Array, "*batch"], mask: Weights | None) -> Float[Array, ""]:
+    """Returns the mean of losses, weighted by a mask if there is one."""
     if mask is None:
         return jnp.mean(losses)
     weights = mask.astype(losses.dtype)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
-from ._cross_entropy import at_least_float32
+from ._cross_entropy import at_least_float32, mean_of_tokens
 
 Mask = Bool[Array, "batch seq"] | Integer[Array, "batch seq"] | Float[Array, "batch seq"]
 Advantages = Float[Array, " batch"] | Float[Array, "batch seq"]
@@ -357,13 +357,7 @@ def reverse_kl(
     possible = student > -jnp.inf
     gaps = jnp.where(possible, student, 0) - jnp.where(possible, teacher, 0)
     divergences = jnp.sum(jnp.exp(student) * gaps, axis=-1)  # (*batch,)
-    if mask is None:
-        return jnp.mean(divergences)
-    weights = mask.astype(divergences.dtype)
-    total = jnp.sum(weights)
-    return jnp.sum(jnp.where(weights == 0, 0, divergences) * weights) / jnp.where(
-        total == 0, 1, total
-    )
+    return mean_of_tokens(divergences, mask)
 
 
 def _token_losses(
@@ -378,8 +372,27 @@ def _token_losses(
     unbiased_kl: bool,
 ) -> Float[Array, "batch seq"]:
     """The clipped objective of each token, with the estimate of its divergence; 0 where masked."""
-    _check_tokens(log_probs, old_log_probs, advantages, mask, reference_log_probs)
-    below, above = _clip_bounds(clip)
+    shape = log_probs.shape
+    if len(shape) != 2:
+        raise ValueError(f"`log_probs` must have the shape (batch, seq), but has {shape}.")
+    others = {"old_log_probs": old_log_probs, "mask": mask}
+    if reference_log_probs is not None:
+        others["reference_log_probs"] = reference_log_probs
+    for name, x in others.items():
+        if x.shape != shape:
+            raise ValueError(f"`{name}` has shape {x.shape}, but `log_probs` has shape {shape}.")
+    if advantages.shape not in (shape, shape[:1]):
+        raise ValueError(
+            f"`advantages` has shape {advantages.shape}, but must have one number for each answer, "
+            f"{shape[:1]}, or for each token, {shape}."
+        )
+    # DAPO clips less above, so that unlikely tokens can become likely.
+    below, above = clip if isinstance(clip, tuple) else (clip, clip)
+    if not (0 < below <= 1 and above > 0):
+        raise ValueError(
+            f"`clip` is {clip}, but must be positive, and at most 1 below: the ratio of two "
+            "probabilities is never negative."
+        )
     if not kl_weight >= 0:
         raise ValueError(f"`kl_weight` is {kl_weight}, but must be at least 0.")
     counts = mask.astype(bool)  # (batch, seq)
@@ -396,9 +409,8 @@ def _token_losses(
     limits = jnp.where(gains >= 0, 1.0 + above, 1.0 - below).astype(ratios.dtype)
     losses = -jnp.where(is_clipped, limits, ratios) * gains
     if reference_log_probs is not None:
-        reference = jax.lax.stop_gradient(
-            jnp.where(counts, at_least_float32(reference_log_probs), 0)
-        )
+        reference = jnp.where(counts, at_least_float32(reference_log_probs), 0)
+        reference = jax.lax.stop_gradient(reference)
         # Of sampled tokens, so that no logits of the whole vocabulary are needed.
         estimates = kl_estimate(new, reference)
         if unbiased_kl:
@@ -411,40 +423,6 @@ def _token_losses(
             estimates = jnp.where(gaps > 1, of_likely, ratios * estimates)
         losses = losses + kl_weight * estimates
     return jnp.where(counts, losses, 0)
-
-
-def _clip_bounds(clip: Clip) -> tuple[int | float, int | float]:
-    # DAPO clips less above, so that unlikely tokens can become likely.
-    below, above = clip if isinstance(clip, tuple) else (clip, clip)
-    if not (0 < below <= 1 and above > 0):
-        raise ValueError(
-            f"`clip` is {clip}, but must be positive, and at most 1 below: the ratio of two "
-            "probabilities is never negative."
-        )
-    return below, above
-
-
-def _check_tokens(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
-    mask: Array,
-    reference_log_probs: Array | None,
-) -> None:
-    shape = log_probs.shape
-    if len(shape) != 2:
-        raise ValueError(f"`log_probs` must have the shape (batch, seq), but has {shape}.")
-    others = {"old_log_probs": old_log_probs, "mask": mask}
-    if reference_log_probs is not None:
-        others["reference_log_probs"] = reference_log_probs
-    for name, x in others.items():
-        if x.shape != shape:
-            raise ValueError(f"`{name}` has shape {x.shape}, but `log_probs` has shape {shape}.")
-    if advantages.shape not in (shape, shape[:1]):
-        raise ValueError(
-            f"`advantages` has shape {advantages.shape}, but must have one number for each answer, "
-            f"{shape[:1]}, or for each token, {shape}."
-        )
 
 
 def _check_rewards(rewards: Rewards) -> Float[Array, "groups samples"]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,7 +128,28 @@ def read_adapter_config(path: Path) -> PeftConfig:
         )
     alphas = settings.get("alpha_pattern") or {}
     # 8 is PEFT's default.
-    _check_alphas(path, settings.get("lora_alpha", 8), alphas)
+    numbers = [None]
+    if isinstance(alphas, dict):
+        numbers = [settings.get("lora_alpha", 8), *alphas.values()]
+    if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
+        raise ValueError(
+            f"`lora_alpha` and the values of `alpha_pattern` in {path / CONFIG} must be finite "
+            "numbers."
+        )
+    for pattern in alphas:
+        # A repeated group, or many repetitions, can take exponential time to match.
+        if re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+?{]", pattern)) > MOST_REPEATED:
+            raise ValueError(
+                f"`alpha_pattern` in {path / CONFIG} has a regular expression that is too complex "
+                f"to be matched safely: {pattern!r}."
+            )
+        try:
+            re.compile(rf"(.*\.)?({pattern})$")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(
+                f"`alpha_pattern` in {path / CONFIG} has {pattern!r}, which is not a regular "
+                "expression."
+            ) from error
     saved = settings.get("modules_to_save") or []
     if not (isinstance(saved, list) and all(isinstance(name, str) for name in saved)):
         raise ValueError(
@@ -168,26 +189,3 @@ def _check_list(path: Path, name: str, value: object, kind: type, what: str) -> 
         return
     if not isinstance(value, list) or any(type(x) is not kind for x in value):
         raise ValueError(f"`{name}` in {path / CONFIG} is {value!r}. It must be a list of {what}.")
-
-
-def _check_alphas(path: Path, alpha: object, alphas: Mapping[str, object]) -> None:
-    numbers = [alpha, *alphas.values()] if isinstance(alphas, dict) else [None]
-    if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
-        raise ValueError(
-            f"`lora_alpha` and the values of `alpha_pattern` in {path / CONFIG} must be finite "
-            "numbers."
-        )
-    for pattern in alphas:
-        # A repeated group, or many repetitions, can take exponential time to match.
-        if re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+?{]", pattern)) > MOST_REPEATED:
-            raise ValueError(
-                f"`alpha_pattern` in {path / CONFIG} has a regular expression that is too complex "
-                f"to be matched safely: {pattern!r}."
-            )
-        try:
-            re.compile(rf"(.*\.)?({pattern})$")
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(
-                f"`alpha_pattern` in {path / CONFIG} has {pattern!r}, which is not a regular "
-                "expression."
-            ) from error

@@ -149,29 +149,57 @@ def load_adapters(model: PyTree, path: str | Path) -> PyTree:
     """
     path = Path(path).expanduser().absolute()
     config = read_adapter_config(path)
-    _check_model(model)
+    if family_of(model) is None:
+        raise ValueError(
+            "`load_adapters` loads adapters for models of `redcoast.models`, but got a "
+            f"{type(model).__name__}."
+        )
+    if adapted := leaf_paths(model, LowRank):
+        raise ValueError(
+            f"{', '.join(adapted)} has an adapter already. Merge it (`lora.merge`) before loading "
+            "another."
+        )
     stored = _stored(model, path)
     _check_vocabulary(model, stored, path)
     # Before anything is compared with the model, whose arrays this may change.
     model, stored = with_own_head(model, stored, config, path)
-    slots = _slots(model)
+    table, filed = live_table(model), hf_names(model.config).tensors(model.config)
+    slots = []
+    for name, leaf in _leaves(model).items():
+        tensor = table.get(name)
+        if tensor and (tensors := factors_of(tensor)) and (matrix := matrix_of(tensor)):
+            slots.append(Slot(name, leaf, tensors, filed[name], matrix.sides(leaf.shape)))
     # First the ranks alone, since one error lists everything that is wrong before arrays are read.
     ranks, new = {}, {}
     for slot in slots:
         ranks[slot.path] = slot.find(stored)
-    published = _whole_tensors(model)
     _check(slots, ranks, _shapes(model), stored, config, path)
     for slot in slots:
         new[slot.path] = slot.read(ranks[slot.path], stored, config)
-    replaced = _read_replaced(model, published, stored)
-    saved_with = _saved_with(model, replaced, published, stored, config)
+    published, leaves, replaced = _whole_tensors(model), _leaves(model), {}
+    modules: dict[str, None] = {}  # that differ from the model's, by names that PEFT knows
+    for name, tensor in published.items():
+        full_names = tensor_names(tensor, leaves[name].shape).values()
+        own = [full.removeprefix(PREFIX) for full in full_names if full in stored]
+        # Some of its layers are enough: the others stay as the model has them.
+        if not own:
+            continue
+        replaced[name] = read_whole(tensor, leaves[name], stored)
+        named = []
+        for module in config.saved:
+            if any(is_saved(short, [module]) for short in own):
+                named.append(module)
+        # The settings do not list it, but training has changed it.
+        if not named and not jnp.array_equal(replaced[name], leaves[name]):
+            named = map(module_of, own)
+        modules |= dict.fromkeys(named)
 
     def put(key_path, leaf):
         name = show_path(key_path)
         leaf, node = replaced.get(name, leaf), new.get(name)
         if node is None:
             return leaf
-        return replace(node, weight=leaf, saved_with=saved_with)
+        return replace(node, weight=leaf, saved_with=tuple(modules))
 
     return jax.tree_util.tree_map_with_path(put, model, is_leaf=is_quantised)
 
@@ -196,65 +224,6 @@ def _shapes(model: PyTree) -> dict[str, tuple[int, ...]]:
         names = tensor_names(tensor, leaves[path].shape).values()
         shapes |= dict.fromkeys(names, tensor_shape(tensor, leaves[path].shape))
     return shapes
-
-
-def _read_replaced(
-    model: PyTree, published: Mapping[str, Tensor], stored: Mapping[str, Stored]
-) -> dict[str, Leaf]:
-    """Reads the arrays for which the file contains entire tensors."""
-    leaves, arrays = _leaves(model), {}
-    for path, tensor in published.items():
-        names = tensor_names(tensor, leaves[path].shape).values()
-        # Some of its layers are enough: the others stay as the model has them.
-        if not stored.keys().isdisjoint(names):
-            arrays[path] = read_whole(tensor, leaves[path], stored)
-    return arrays
-
-
-def _saved_with(
-    model: PyTree,
-    replaced: Mapping[str, Leaf],
-    published: Mapping[str, Tensor],
-    stored: Mapping[str, Stored],
-    config: PeftConfig,
-) -> tuple[str, ...]:
-    """Returns the modules that differ from the model's, by names that PEFT knows."""
-    leaves, names = _leaves(model), {}
-    for path, array in replaced.items():
-        tensors = tensor_names(published[path], array.shape).values()
-        own = [name.removeprefix(PREFIX) for name in tensors if name in stored]
-        named = []
-        for module in config.saved:
-            if any(is_saved(tensor, [module]) for tensor in own):
-                named.append(module)
-        # The settings do not list it, but training has changed it.
-        if not named and not jnp.array_equal(array, leaves[path]):
-            named = map(module_of, own)
-        names |= dict.fromkeys(named)
-    return tuple(names)
-
-
-def _check_model(model: PyTree) -> None:
-    if family_of(model) is None:
-        raise ValueError(
-            "`load_adapters` loads adapters for models of `redcoast.models`, but got a "
-            f"{type(model).__name__}."
-        )
-    if adapted := leaf_paths(model, LowRank):
-        raise ValueError(
-            f"{', '.join(adapted)} has an adapter already. Merge it (`lora.merge`) before loading "
-            "another."
-        )
-
-
-def _slots(model: PyTree) -> list[Slot]:
-    table, filed = live_table(model), hf_names(model.config).tensors(model.config)
-    slots = []
-    for path, leaf in _leaves(model).items():
-        tensor = table.get(path)
-        if tensor and (tensors := factors_of(tensor)) and (matrix := matrix_of(tensor)):
-            slots.append(Slot(path, leaf, tensors, filed[path], matrix.sides(leaf.shape)))
-    return slots
 
 
 def _stored(model: PyTree, path: Path) -> dict[str, Stored]:

@@ -165,18 +165,21 @@ def _choose(
     everywhere: NamedSharding | None,
 ) -> RowProgress:
     """Chooses the next token of each row."""
-    scores = _biased(logits, options)
+    rows, vocab = jnp.arange(logits.shape[0]), logits.shape[1]
+    biased = jnp.asarray(options.bias_tokens)
+    place = jnp.where(biased < 0, vocab, biased)  # padding is outside, and dropped
+    add = lambda scores: scores.at[rows[:, None], place].add(options.bias, mode="drop")
+    scores = _where_any(biased >= 0, add, logits)
     scores = _penalised(scores, before, options)
     scores = process(scores, before.history, before.count, None, request)
     # Rows that are too short to end, (rows, 1).
     early = (before.count < jnp.asarray(options.least))[:, None]
-    ends = lambda: early & tokens_in(jnp.asarray(options.ends), scores.shape[1])
+    ends = lambda: early & tokens_in(jnp.asarray(options.ends), vocab)
     scores = _where_any(early, lambda s: jnp.where(ends(), -jnp.inf, s), scores)
     if allowed is not None:
-        scores = jnp.where(_as_bools(allowed, scores.shape[1]), scores, -jnp.inf)
+        scores = jnp.where(_as_bools(allowed, vocab), scores, -jnp.inf)
     scores = jnp.where(jnp.isnan(logits), logits, scores)  # is reported
     tokens = _drawn(scores, before.count, options)
-    rows = jnp.arange(tokens.shape[0])
     history = before.history
     if history is not None:
         # Behind the prompt, which takes all columns but `room`.
@@ -201,14 +204,6 @@ def _where_any(
     some: Bool[Array, "..."], change: Callable[[Logits], Logits], scores: Logits
 ) -> Logits:
     return jax.lax.cond(jnp.any(some), change, lambda scores: scores, scores)
-
-
-def _biased(scores: Logits, options: RowOptions) -> Logits:
-    tokens, vocab = jnp.asarray(options.bias_tokens), scores.shape[1]
-    rows = jnp.arange(scores.shape[0])[:, None]
-    place = jnp.where(tokens < 0, vocab, tokens)  # padding is outside, and dropped
-    add = lambda scores: scores.at[rows, place].add(options.bias, mode="drop")
-    return _where_any(tokens >= 0, add, scores)
 
 
 def _penalised(scores: Logits, before: RowProgress, options: RowOptions) -> Logits:
@@ -246,20 +241,17 @@ def _drawn(scores: Logits, count: Int[Array, ""], options: RowOptions) -> Int[Ar
             # Filters divide by no temperature again: `drawn` is divided already.
             kept = _where_any(wanted & sampled, keep, drawn)
             drawn = jnp.where(wanted, kept, drawn)
+
+        def noise(seed: Array, number: Array) -> Array:
+            # As in `redcoast.generate`, where the row index is the `number` in a request.
+            key = jax.random.fold_in(jax.random.key(seed), count)
+            return jax.random.gumbel(jax.random.fold_in(key, number), scores.shape[1:], jnp.float32)
+
         # The largest of logits and Gumbel noise is a sample of their softmax.
-        return jnp.where(sampled, drawn + _noise(count, options, scores.shape[1]), scores)
+        noises = jax.vmap(noise)(jnp.asarray(options.seeds), jnp.asarray(options.numbers))
+        return jnp.where(sampled, drawn + noises, scores)
 
     return first_greatest(_where_any(sampled, sample, scores))
-
-
-def _noise(count: Int[Array, ""], options: RowOptions, vocab: int) -> Logits:
-    """Gumbel noise as in `redcoast.generate`, where the row index is the `number` in a request."""
-
-    def of_row(seed: Array, number: Array) -> Array:
-        key = jax.random.fold_in(jax.random.key(seed), count)
-        return jax.random.gumbel(jax.random.fold_in(key, number), (vocab,), jnp.float32)
-
-    return jax.vmap(of_row)(jnp.asarray(options.seeds), jnp.asarray(options.numbers))
 
 
 def _as_bools(bits: Array | np.ndarray, vocab: int) -> Bool[Array, "rows vocab"]:

@@ -86,7 +86,13 @@ def read_request(
         text = f"{len(texts)} prompts with n={count} are more than {limits.rows} at once."
         raise Refused(400, text, "n" if chat else param)
     echo = not chat and boolean(request, "echo")
-    extras = read_extras(request, limits, chat=chat)
+    extras = Extras(
+        presence=number(request, "presence_penalty", -2, 2) or 0,
+        frequency=number(request, "frequency_penalty", -2, 2) or 0,
+        bias=read_bias(request.get("logit_bias"), limits),
+        logprobs=_read_logprobs(request, chat=chat),
+        grammar=read_format(request.get("response_format"), limits),
+    )
     # With `echo`, a client may want the scores of its prompt alone.
     least = 1 - echo
     length = integer(request, "max_tokens", least, None)
@@ -234,17 +240,6 @@ def read_ends(request: Body, limits: Limits) -> tuple[int, ...]:
         text = f"`stop_token_ids` and the model's end tokens are more than {MOST_ENDS}."
         raise Refused(400, text, "stop_token_ids", "invalid_value")
     return ends
-
-
-def read_extras(request: Body, limits: Limits, *, chat: bool) -> Extras:
-    """Reads the penalties, biases and options for log-probabilities."""
-    return Extras(
-        presence=number(request, "presence_penalty", -2, 2) or 0,
-        frequency=number(request, "frequency_penalty", -2, 2) or 0,
-        bias=read_bias(request.get("logit_bias"), limits),
-        logprobs=_read_logprobs(request, chat=chat),
-        grammar=read_format(request.get("response_format"), limits),
-    )
 
 
 def _read_logprobs(request: Body, *, chat: bool) -> int | None:

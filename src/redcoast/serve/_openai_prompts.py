@@ -31,7 +31,13 @@ def read_messages(request: Body, limits: Limits, render: Render | None) -> list[
         characters += len(checked["content"])
         chat.append(checked)
     check_characters(characters, limits, "messages")
-    options = read_template_options(request)
+    options = request.get("chat_template_kwargs") or {}
+    own = ("messages", "tools", "chat_template", "tokenize")
+    if not isinstance(options, dict) or any(name in own for name in options):
+        text = f"`chat_template_kwargs` must be an object without {', '.join(own)}."
+        raise Refused(400, text, "chat_template_kwargs")
+    # The prompt ends with the beginning of an answer, unless the client says otherwise.
+    options = {"add_generation_prompt": True} | options
     if request.get("tool_choice") != "none" and (tools := read_tools(request.get("tools"))):
         options["tools"] = tools
     try:
@@ -39,17 +45,6 @@ def read_messages(request: Body, limits: Limits, render: Render | None) -> list[
     except ValueError as error:  # a template may reject, or fail on, any order of roles
         text = f"The model's chat template rejects these messages: {error}."
         raise Refused(400, text, "messages") from error
-
-
-def read_template_options(request: Body) -> Body:
-    """Returns the variables that a client sets in the chat template."""
-    options = request.get("chat_template_kwargs") or {}
-    own = ("messages", "tools", "chat_template", "tokenize")
-    if not isinstance(options, dict) or any(name in own for name in options):
-        text = f"`chat_template_kwargs` must be an object without {', '.join(own)}."
-        raise Refused(400, text, "chat_template_kwargs")
-    # The prompt ends with the beginning of an answer, unless the client says otherwise.
-    return {"add_generation_prompt": True} | options
 
 
 def read_tools(tools: object) -> list[Body] | None:

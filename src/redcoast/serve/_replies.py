@@ -1,12 +1,12 @@
 """Responses of OpenAI's API, as a whole and in parts."""
 
 import functools as ft
+import itertools as it
 import re
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from ._batching import Piece, Scored
@@ -91,36 +91,30 @@ class Reply:
         if not self.scored:
             return None
         if self.chat:
-            return {"content": [self._of_chat(token) for token in scored], "refusal": None}
-        texts = [self.speller.text(token.token) for token in scored]
-        ends = accumulate(map(len, texts), initial=offset)
-        # Where each text begins: the last of the sums is the end of all.
-        offsets = [*ends][: len(texts)]
-        return {
-            "tokens": texts,
-            "token_logprobs": [token.logprob for token in scored],
-            "top_logprobs": [self._top(token) for token in scored],
-            "text_offset": offsets,
-        }
+            entries = []
+            for score in scored:
+                top = list(it.starmap(self._entry, score.top))
+                entries.append(self._entry(score.token, score.logprob) | {"top_logprobs": top})
+            return {"content": entries, "refusal": None}
+        lists: Body = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for score in scored:
+            text, top = self.speller.text(score.token), None
+            if score.logprob is not None:
+                # The most likely tokens and the token itself. The keys are texts, and tokens that
+                # are not text may share one: the first of them counts.
+                top = {}
+                for token, logprob in (*score.top, (score.token, score.logprob)):
+                    top.setdefault(self.speller.text(token), logprob)
+            lists["tokens"].append(text)
+            lists["token_logprobs"].append(score.logprob)
+            lists["top_logprobs"].append(top)
+            lists["text_offset"].append(offset)
+            offset += len(text)
+        return lists
 
-    def _top(self, scored: Scored) -> dict[str, float] | None:
-        """The most likely tokens and the token itself; the first of tokens with equal texts."""
-        if scored.logprob is None:
-            return None
-        top: dict[str, float] = {}
-        for token, logprob in (*scored.top, (scored.token, scored.logprob)):
-            # The keys are texts, and tokens that are not text may share one.
-            top.setdefault(self.speller.text(token), logprob)
-        return top
-
-    def _of_chat(self, scored: Scored) -> Body:
-        entry = lambda token, logprob: {
-            "token": self.speller.text(token),
-            "logprob": logprob,
-            "bytes": self.speller.encoded(token),
-        }
-        top = [entry(*pair) for pair in scored.top]
-        return entry(scored.token, scored.logprob) | {"top_logprobs": top}
+    def _entry(self, token: int, logprob: float | None) -> Body:
+        text, encoded = self.speller.text(token), self.speller.encoded(token)
+        return {"token": text, "logprob": logprob, "bytes": encoded}
 
     def _body(self, part: str, choices: list[Body]) -> Body:
         kind = "text_completion"
@@ -152,7 +146,7 @@ class Speller:
         if match := re.fullmatch("<0x([0-9A-F]{2})>", name):  # of SentencePiece
             return [int(match[1], 16)]
         table = _bytes_of_signs()
-        if not all(sign in table for sign in name):
+        if not table.keys() >= {*name}:
             return None
         return [table[sign] for sign in name]
 
@@ -176,8 +170,14 @@ def _bytes_of_signs() -> dict[str, int]:
     the others are, in order, characters from 256 on."""
     # Those that GPT-2's tokenizer shows as they are: `bytes_to_unicode` of its `encoder.py`.
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + i): b for i, b in enumerate(others)}
+    table, after = {}, 256
+    for byte in range(256):
+        if byte in seen:
+            table[chr(byte)] = byte
+        else:
+            table[chr(after)] = byte
+            after += 1
+    return table
 
 
 def usage_body(prompt: int, new: int) -> dict[str, int]:

@@ -21,7 +21,9 @@ import jax
 from ._private_jax import SERVICE_PROGRAM, forget_connections, key_value_store
 from ._rendezvous import split_address
 
-LINGER = 30  # seconds that the service outlives process 0
+# Seconds that the service outlives process 0: the others need 30 s to notice that it has died and
+# to end, and more on a busy machine.
+LINGER = 60
 LOST = 70  # the exit code if another process is lost: EX_SOFTWARE of sysexits.h
 INTERVAL = 1.0  # seconds between questions to the coordinator
 UNREACHABLE = 25.0  # seconds without an answer until this process ends

@@ -85,7 +85,12 @@ def hide_frames(fn: Fn) -> Fn:
             # on purpose.
             if error.code or _comes_from_signal(error):
                 raise
-            exit_error = RuntimeError(_EXITED.format(fn.__name__))
+            where = fn.__name__
+            for note in getattr(error, "__notes__", []):
+                # Of the user's function that called it.
+                if raised := re.match(r"Raised by `(\w+)`", note):
+                    where = raised[1]
+            exit_error = RuntimeError(_EXITED.format(where))
             tidy(error)
             raise exit_error from error
         except Exception as error:

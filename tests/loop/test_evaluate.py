@@ -44,6 +44,16 @@ def test_means_are_weighted_by_weight():
         rc.evaluate(MODEL, nothing, collate_fn=collate, loss_fn=loss, batch_size=8)
 
 
+@pytest.mark.parametrize("mesh", [MESH, rc.make_mesh(devices=jax.devices()[:1])])
+def test_counts_beyond_32_bits_keep_their_value(mesh):
+    """The traces of plans cast them to int32, so that 0 was reported."""
+    loss = lambda model, batch, key: (loss_fn(model, batch, key)[0], {"seen": np.int64(2**40)})
+    found = rc.evaluate(
+        MODEL, EXAMPLES[:8], collate_fn=collate_fn, loss_fn=loss, batch_size=8, mesh=mesh
+    )
+    assert found["seen"] == 2**40
+
+
 def test_one_process_gets_all_columns_of_its_predictions():
     """The predictions are sharded over `model`, and each device has some of the columns."""
     weight = {"w": np.random.default_rng(0).normal(size=(64, 512)).astype(np.float32)}

@@ -62,6 +62,22 @@ def to_jax_dtype(x: np.ndarray, what: str) -> np.ndarray:
     return narrow
 
 
+def keep_large_counts(results: list[PyTree]) -> list[PyTree]:
+    """Casts integers of NumPy that do not fit into JAX's to float32, in what a function returned.
+
+    A trace would cast them to int32, in which they are other numbers.
+    """
+    return [_keep_large_count(x) for x in results]
+
+
+def _keep_large_count(x: PyTree) -> PyTree:
+    if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind not in "iu":
+        return x
+    if np.array_equal(x.astype(jax.dtypes.canonicalize_dtype(x.dtype)), x):
+        return x
+    return x.astype(np.float32)
+
+
 def has_numbers(dtype: Any) -> bool:
     """Whether a dtype of NumPy holds numbers or booleans."""
     # JAX's own, such as bfloat16, float8 and int4, are void to NumPy.

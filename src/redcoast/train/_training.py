@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from ..core._control_flow import AnyJaxpr, open_jaxpr
+from ..core._dtypes import keep_large_counts
 from ..core._jaxpr import as_traced
 from ..core._pytree import Arrays, Static, abstract_array, join, split
 from ..core._target import sequence_parts, target
@@ -96,7 +97,7 @@ def _trace(loss_fn: Callable[..., PyTree], arrays: Arrays, static: Static) -> _P
         returns_model = type(result) is tuple and len(result) == 3 and result[2] is model
         flat_result, output = split(result)
         outputs.append((output, returns_model))
-        return flat_result
+        return keep_large_counts(flat_result)
 
     flat.__wrapped__ = loss_fn  # JAX's messages name this function  # type: ignore[attr-defined]
     jaxpr = jax.make_jaxpr(flat)(*map(abstract_array, arrays))

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from ...core._control_flow import AnyJaxpr
+from ...core._dtypes import keep_large_counts
 from ...core._mapped_callbacks import mark_mapped_callbacks
 from ...core._pytree import Static, join, split
 from ...core._tracing import trace_for
@@ -59,7 +60,7 @@ def trace(fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree]) -> tu
         if type(result) is tuple and len(result) == 3:  # `(loss, aux, model)`
             model_outputs, _ = split(result[2])
         outputs.append((output, len(model_outputs)))
-        return flat_result
+        return keep_large_counts(flat_result)
 
     flat.__wrapped__ = fn  # JAX's messages name this function  # type: ignore[attr-defined]
 

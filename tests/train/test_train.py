@@ -1,4 +1,5 @@
 import functools as ft
+import math
 from typing import Any
 
 import equinox as eqx
@@ -790,6 +791,18 @@ def test_large_counts_in_aux_do_not_wrap_around(count):
     loss = lambda model, batch, key: (loss_fn(model, batch, key)[0], {"seen": count})
     _, metrics = eqx.filter_jit(stepper(loss=loss))(start(), BATCH)
     assert float(metrics["seen"]) == 2**40
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan])
+def test_no_weight_but_zero_leaves_a_microbatch_out(weight):
+    """A loss was 0, and no gradient was applied, where the weight was negative or NaN."""
+    loss = lambda model, batch, key: (loss_fn(model, batch, key)[0], {"weight": weight})
+    _, metrics = eqx.filter_jit(stepper(loss=loss, accumulate=2))(start(), BATCH)
+    _, expected = eqx.filter_jit(stepper(accumulate=2))(start(), BATCH)
+    if math.isnan(weight):
+        assert math.isnan(metrics["loss"])
+    else:
+        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
 
 
 def test_names_of_metrics_are_strings():

@@ -474,7 +474,7 @@ def loss_and_grads(
         (loss, (aux, weight, rest)), grads = value_and_grad(params, rest, microbatch, microkey)
         check_scalars(aux)
         # The loss of a microbatch that contains only padding may be 0 / 0.
-        share = lambda x: jnp.where(weight > 0, x * weight.astype(x.dtype), jnp.zeros((), x.dtype))
+        share = lambda x: jnp.where(weight != 0, x * weight.astype(x.dtype), jnp.zeros((), x.dtype))
         # Weighted sums, which one division at the end makes the mean over all tokens of the batch.
         sums = jax.tree.map(lambda x: share(widen(x)), (loss, aux, grads))
         return eqx.filter(rest, eqx.is_array), (sums, weight)
@@ -490,7 +490,7 @@ def loss_and_grads(
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     (arrays, (sums, weight)), _ = jax.lax.scan(body, (arrays, zeros), inputs)
     # Of a batch that contains only padding, all sums are zero.
-    divisor = jnp.where(weight > 0, weight, jnp.ones_like(weight))
+    divisor = jnp.where(weight != 0, weight, jnp.ones_like(weight))
     loss, aux, grads = jax.tree.map(lambda x: x / divisor.astype(x.dtype), sums)
     if "weight" in aux:
         aux["weight"] = weight  # the sum over microbatches, not the mean

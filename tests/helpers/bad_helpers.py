@@ -29,6 +29,13 @@ TINY = {"vocab": 16, "width": 8, "layers": 1, "heads": 2, "kv_heads": 1, "hidden
 ABSTRACT = jax.eval_shape(lambda: {"w": jnp.zeros((8, 8))})
 
 
+def deleted():
+    """An array that was donated, of which nothing can be shown."""
+    x = jnp.ones(3)
+    x.delete()
+    return x
+
+
 def state():
     return rc.init_state(lambda key: make_model(), SGD, key=KEY)
 

@@ -7,6 +7,7 @@ import numpy as np
 from bad_helpers import (
     KEY,
     TINY,
+    deleted,
     generate,
     llama,
     saved,
@@ -26,9 +27,11 @@ ROWS = {
         (lambda d: rc.Checkpoints(d, every=0), ValueError, "every` is 0"),
         (lambda d: rc.Checkpoints(d, keep=0), ValueError, "keep` is 0"),
         (lambda d: rc.Checkpoints(d, every=2.5), TypeError, r"every` is 2\.5"),
-        (lambda d: rc.Checkpoints(d, mode="best"), ValueError, "mode='best'"),
+        (lambda d: rc.Checkpoints(d, mode="best"), ValueError, "mode` is 'best'"),
         (lambda d: rc.Checkpoints(3), TypeError, "directory"),
-        (lambda d: rc.Checkpoints(d, best=3), TypeError, "best=3"),
+        (lambda d: rc.Checkpoints(d, mode=np.ones(2)), TypeError, "mode` is of type ndarray"),
+        (lambda d: rc.Checkpoints(d, every=deleted()), TypeError, "every` is of type ArrayImpl"),
+        (lambda d: rc.Checkpoints(d, best=3), TypeError, "best` is 3"),
         (lambda d: rc.Checkpoints(d, resume="no"), TypeError, "resume` is 'no'"),
     ],
     "save_checkpoint": [
@@ -51,6 +54,9 @@ ROWS = {
         ),
     ],
     "load_checkpoint": [
+        (lambda d: rc.load_checkpoint(None), TypeError, "`path` is None. It must be a path"),
+        (lambda d: rc.load_checkpoint(saved(d), subtree=0), TypeError, "`subtree` is 0"),
+        (lambda d: rc.load_checkpoint(saved(d), shardings={}), ValueError, "pass `like` too"),
         (lambda d: rc.load_checkpoint(d / "none"), FileNotFoundError, "no checkpoint at.*none"),
         (
             lambda d: rc.load_checkpoint(saved(d), {"v": np.ones((2, 3), np.float32)}),
@@ -72,6 +78,11 @@ ROWS = {
             ),
             ValueError,
             "float `warmup` .* 1.5",
+        ),
+        (
+            lambda d: rc.learning_rate_schedule(1.0, examples=None, batch_size=3, epochs=3),
+            TypeError,
+            "`examples` is None",
         ),
         (
             lambda d: rc.learning_rate_schedule(True, examples=9, batch_size=3, steps=3),
@@ -130,9 +141,9 @@ ROWS = {
         (lambda d: rc.console_logger(every=-1), ValueError, "`every` must be .* -1"),
         (lambda d: rc.console_logger(every="1"), TypeError, "`every` is '1'"),
         (lambda d: rc.wandb_logger(project="p", config=3), TypeError, "`config` is of type int"),
-        (lambda d: rc.wandb_logger(project=3), TypeError, "`project` must be .* 3"),
+        (lambda d: rc.wandb_logger(project=3), TypeError, "`project` is 3"),
         (lambda d: rc.trackio_logger(project="p", config=3), TypeError, "`config` is of type int"),
-        (lambda d: rc.trackio_logger(project=3), TypeError, "`project` must be .* 3"),
+        (lambda d: rc.trackio_logger(project=3), TypeError, "`project` is 3"),
         (
             lambda d: rc.wandb_logger(project="p", close_timeout=-1),
             ValueError,
@@ -141,8 +152,13 @@ ROWS = {
         (
             lambda d: rc.wandb_logger(project="p", queue_size=0),
             ValueError,
-            "`queue_size` must be .* 0",
+            "`queue_size` is 0",
         ),
+        (lambda d: rc.wandb_logger("p", queue_size=2.5), TypeError, r"`queue_size` is 2\.5"),
+        (lambda d: rc.wandb_logger("p", close_timeout="1"), TypeError, "`close_timeout` is '1'"),
+        (lambda d: rc.progress_logger("yes"), TypeError, "`enabled` is 'yes'.*True or False"),
+        (lambda d: rc.jsonl_logger(None), TypeError, "`path` is None. It must be a path"),
+        (lambda d: rc.read_metrics(3), TypeError, "`path` is 3. It must be a path"),
         (lambda d: rc.read_metrics(d / "none.jsonl"), FileNotFoundError, "none.jsonl"),
     ],
     "Decoding": [

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from bad_helpers import (
     ABSTRACT,
     SGD,
+    deleted,
     other_mesh,
     plan_file,
     written,
@@ -27,14 +28,16 @@ ROWS = {
         (lambda d: rc.make_mesh(data=-1, model=-1), ValueError, "-1"),
         (lambda d: rc.make_mesh(data=2, fsdp=2), ValueError, "8"),
         (lambda d: rc.make_mesh(devices=[]), ValueError, "`devices` is empty"),
-        (lambda d: rc.make_mesh(model=2.0), TypeError, r"`model` .* but is 2\.0"),
-        (lambda d: rc.make_mesh(model="2"), TypeError, "`model` .* but is '2'"),
+        (lambda d: rc.make_mesh(model=2.0), TypeError, r"`model` is 2\.0.*an integer"),
+        (lambda d: rc.make_mesh(model="2"), TypeError, "`model` is '2'.*an integer"),
         (lambda d: rc.make_mesh(devices=4), TypeError, "`devices`"),
+        (lambda d: rc.make_mesh(devices="cpu"), TypeError, "`devices` .*a list of JAX devices"),
+        (lambda d: rc.make_mesh(devices=deleted()), TypeError, "`devices` .*a list of JAX dev"),
         (lambda d: rc.make_mesh(pipe=3), ValueError, "pipe=3.*multiple of 3 devices.*8"),
         (lambda d: rc.make_mesh(pipe=0), ValueError, "`pipe` .* but is 0"),
-        (lambda d: rc.make_mesh(pipe=1.0), TypeError, r"`pipe` .* but is 1\.0"),
-        (lambda d: rc.make_mesh(pipe=True), TypeError, "`pipe` .* but is True"),
-        (lambda d: rc.make_mesh(data=True), TypeError, "`data` .* but is True"),
+        (lambda d: rc.make_mesh(pipe=1.0), TypeError, r"`pipe` is 1\.0.*an integer"),
+        (lambda d: rc.make_mesh(pipe=True), TypeError, "`pipe` is True.*an integer"),
+        (lambda d: rc.make_mesh(data=True), TypeError, "`data` is True.*an integer"),
     ],
     "emulate_devices": [
         (lambda d: rc.emulate_devices(0), ValueError, "`count` is 0"),
@@ -42,16 +45,20 @@ ROWS = {
         (lambda d: rc.emulate_devices("8"), TypeError, "'8'"),
     ],
     "initialize": [
-        (lambda d: rc.initialize(processes=0), ValueError, "`processes` .* but is 0"),
-        (lambda d: rc.initialize(process_id=-1, processes=2), ValueError, "process -1"),
+        (lambda d: rc.initialize(processes=0), ValueError, "`processes` is 0"),
+        (lambda d: rc.initialize(process_id=-1, processes=2), ValueError, "`process_id` is -1"),
+        (lambda d: rc.initialize(processes="2"), TypeError, "`processes` is '2'.*an integer"),
+        (lambda d: rc.initialize(process_id=[1]), TypeError, "`process_id` is of type list"),
+        (lambda d: rc.initialize(coordinator=80), TypeError, "`coordinator` is 80.*host:port"),
+        (lambda d: rc.initialize(timeout=None), TypeError, "`timeout` is None.*a number"),
         (lambda d: rc.initialize(process_id=2, processes=2), ValueError, "process 2"),
         (
             lambda d: rc.initialize(coordinator="somewhere", processes=2, process_id=0),
             ValueError,
             "somewhere",
         ),
-        (lambda d: rc.initialize(timeout=0), ValueError, "`timeout` .* but is 0"),
-        (lambda d: rc.initialize(local_devices=0), ValueError, "`local_devices` .* but is 0"),
+        (lambda d: rc.initialize(timeout=0), ValueError, "`timeout` is 0"),
+        (lambda d: rc.initialize(local_devices=0), ValueError, "`local_devices` is 0"),
     ],
     "matrix_dimensions": [
         (lambda d: rc.matrix_dimensions(ABSTRACT, 3), TypeError, "`fn`"),
@@ -117,6 +124,13 @@ ROWS = {
             lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), sequence=True),
             ValueError,
             "`sequence` needs a function",
+        ),
+        (
+            lambda d: rc.plan_shardings(
+                ABSTRACT, rc.make_mesh(), fn=lambda m, x: x @ m["w"], args=(X,), hardware="h100"
+            ),
+            TypeError,
+            "`hardware` is 'h100'.*redcoast.Hardware",
         ),
         (
             lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), hardware=rc.Hardware()),

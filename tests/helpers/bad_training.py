@@ -11,6 +11,7 @@ from bad_helpers import (
     EXAMPLES,
     KEY,
     SGD,
+    deleted,
     evaluate,
     fit,
     other_mesh,
@@ -31,6 +32,7 @@ LOSSES = {
     "four": (lambda m, b, k: (1, 2, 3, 4), ValueError, "`loss_fn`.*tuple of length 4"),
     "aux": (lambda m, b, k: (jnp.sum(b["x"]), 3), TypeError, "second.*type int"),
     "reserved": (lambda m, b, k: (jnp.sum(b["x"]), {"loss": 1}), ValueError, "'loss'"),
+    "key": (lambda m, b, k: (jnp.sum(b["x"]), {"a": k}), TypeError, r"key in aux\['a'\]"),
     "text": (lambda m, b, k: (jnp.sum(b["x"]), {"a": "b"}), TypeError, r"aux\['a'\].*str"),
     "other model": (lambda m, b, k: (jnp.sum(b["x"]), {}, 3), ValueError, "different structure"),
 }
@@ -237,8 +239,14 @@ ROWS = {
             ValueError,
             "`steps_per_call` is 0",
         ),
+        (
+            lambda d: rc.prepare(make_model, SGD, None, batch_of(8), key=KEY),
+            TypeError,
+            "`loss_fn` is None",
+        ),
     ],
     "train_steps": [
+        (lambda d: rc.train_steps(None, batch_of(8)), TypeError, "`state` is None.*TrainState"),
         (
             lambda d: rc.train_steps(state(), {"a": jnp.ones(2), "b": jnp.ones((3, 1))}),
             ValueError,
@@ -265,12 +273,18 @@ ROWS = {
     ],
     "stop_on_signal": [
         (lambda d: rc.stop_on_signal(0).__enter__(), ValueError, "`max_seconds` is 0"),
+        (lambda d: rc.stop_on_signal(mesh=8).__enter__(), TypeError, "`mesh` is 8"),
         (lambda d: rc.stop_on_signal("1h").__enter__(), TypeError, "`max_seconds` is '1h'"),
     ],
     "metrics_reader": [
         (lambda d: reader(max_skipped=0), ValueError, "`max_skipped` is 0"),
         (lambda d: reader(max_skipped=1.5), TypeError, r"`max_skipped` is 1\.5"),
         (lambda d: reader(3), TypeError, "`log` is of type int"),
+        (lambda d: reader(run=[]), TypeError, "`run` is of type list.*redcoast.run_info"),
+    ],
+    "run_info": [
+        (lambda d: rc.run_info(None, None), TypeError, "`plan` is None.*redcoast.Plan"),
+        (lambda d: rc.run_info(other_plan(), []), TypeError, "`data` is of type list"),
     ],
     "EarlyStopping": [
         (lambda d: rc.EarlyStopping(0), ValueError, "`EarlyStopping.patience` is 0"),
@@ -338,6 +352,13 @@ ROWS = {
         (lambda d: fit(examples=Stream([])), ValueError, "no example"),
         (lambda d: fit(examples=Stream(EXAMPLES), steps=None, epochs=1), ValueError, "no epochs"),
         (lambda d: fit(accumulate=0), ValueError, "`accumulate` is 0"),
+        (lambda d: fit(accumulate="2"), TypeError, "`accumulate` is '2'"),
+        (lambda d: fit(overrides=None), TypeError, "`overrides` is None.*a list of pairs"),
+        (lambda d: fit(overrides={"w": None}), TypeError, "`overrides` is of type dict"),
+        (lambda d: fit(overrides=[7]), ValueError, "The override 7 is not a pair"),
+        (lambda d: fit(memory=np.ones(2)), TypeError, "`memory` is of type ndarray"),
+        (lambda d: fit(plan=np.ones(2)), TypeError, "`plan` is of type ndarray"),
+        (lambda d: fit(mesh=deleted()), TypeError, "`mesh` is of type ArrayImpl"),
         (
             lambda d: fit(evaluation=rc.Evaluation([])),
             ValueError,
@@ -417,7 +438,7 @@ ROWS = {
     ],
     "low_precision": [
         (lambda d: rc.low_precision(3, "int8"), TypeError, "`fn` is 3"),
-        (lambda d: rc.low_precision(len, "int4"), ValueError, "`numbers`.*'float8' or.*'int4'"),
+        (lambda d: rc.low_precision(len, "int4"), ValueError, "`numbers` is 'int4'.*'float8' or"),
         (lambda d: rc.low_precision(len, "int8", exclude="("), ValueError, r"'\('.*not a reg"),
         (lambda d: rc.low_precision(len, "int8", exclude=[3]), TypeError, "`exclude` is 3"),
         (lambda d: low_precision(exclude="head"), ValueError, "'head'.*matches none.*w"),
@@ -451,6 +472,9 @@ ROWS = {
         (lambda d: predict(output_fn=lambda p: [1]), ValueError, "`output_fn`.*8 examples.*1"),
         (lambda d: predict(output_fn=lambda p: 3), ValueError, "`output_fn`.*int"),
         (lambda d: predict(predict_fn=None), TypeError, "`predict_fn`"),
+        (lambda d: predict(output_fn=3), TypeError, "`output_fn` is 3"),
+        (lambda d: predict(gather=0), TypeError, "`gather` is 0.*'all' or 'first' or 'none'"),
+        (lambda d: predict(gather="one"), ValueError, "`gather` is 'one'"),
         (lambda d: predict(batch_size="8"), TypeError, "`batch_size` is '8'"),
     ],
 }

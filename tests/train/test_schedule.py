@@ -141,5 +141,5 @@ def test_bad_input(changes, message):
 
 def test_unknown_decay():
     unchecked: Any = getattr(learning_rate_schedule, "__wrapped__", learning_rate_schedule)
-    with pytest.raises(ValueError, match="one of cosine, linear, constant, but is 'exponential'"):
+    with pytest.raises(ValueError, match="'exponential'. It must be 'cosine' or 'linear'"):
         unchecked(0.1, examples=10, batch_size=2, steps=5, decay="exponential")

@@ -9,12 +9,13 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Literal
 
 import jax
 from jaxtyping import PyTree
 
-from ..core._errors import check_flag, check_integer, check_kind
+from ..core._errors import check_choice, check_flag, check_integer, check_kind
 from ..core._frames import hide_frames_of_init
 from ..distributed._kv_store import decide, exchange, is_main
 from ._orbax import CheckpointDamaged
@@ -83,10 +84,9 @@ class Checkpoints:
         if self.every is not None:
             check_integer("Checkpoints.every", self.every)
         check_flag("Checkpoints.resume", self.resume)
-        if not isinstance(self.best, str | None):
-            raise TypeError(f"`Checkpoints(best={self.best!r})` must be the name of a metric.")
-        if self.mode not in ("min", "max", None):
-            raise ValueError(f"`Checkpoints(mode={self.mode!r})` must be 'min' or 'max'.")
+        check_kind("Checkpoints.best", self.best, (str, NoneType), "the name of a metric")
+        if self.mode is not None:
+            check_choice("Checkpoints.mode", self.mode, ("min", "max"))
         if self.best is not None and self.mode is None:
             mode = default_mode(self.metric, f"Checkpoints(best={self.best!r})")
             # The dataclass is frozen.

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from ..core._dtypes import check_unmasked
 from ..core._durable_files import sync_name
-from ..core._errors import local_path, several
+from ..core._errors import check_kind, local_path, several
 from ..core._frames import hide_frames
 from ..core._read_json import read_json
 from ..core._versions import own_version
@@ -275,7 +275,13 @@ def load_checkpoint(
         model = rc.load_checkpoint("runs/lm/checkpoints/500", model, subtree="model")
         ```
     """
-    path = Path(path).expanduser().absolute()
+    path = local_path("path", path).absolute()
+    check_kind("subtree", subtree, (str, NoneType), "a path inside of the checkpoint")
+    if like is None and shardings is not None:
+        raise ValueError(
+            "`shardings` are those of the arrays of `like`, and without `like` arrays of NumPy are "
+            "returned: pass `like` too, or leave `shardings` out."
+        )
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint at {path}. {_WHICH}")
     # All files, because the other processes may not be loading this checkpoint.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from jaxtyping import Array, Float
 
-from ._errors import check_number
+from ._errors import check_kind, check_number, wrong_type
 from ._frames import hide_frames_of_init
 
 _SAMPLING = ("top_k", "top_p", "min_p")
@@ -102,10 +102,7 @@ class Decoding:
             if getattr(self, name) is not None:  # distinct tokens, in a form that can be hashed
                 tokens = dict.fromkeys(as_tuple(getattr(self, name), name))
                 object.__setattr__(self, name, tuple(tokens))
-        if not isinstance(self.bad_words, Sequence):
-            raise TypeError(
-                f"`bad_words` is {self.bad_words!r}. It must be a sequence of sequences of tokens."
-            )
+        check_kind("bad_words", self.bad_words, Sequence, "a sequence of sequences of tokens")
         words = tuple(as_tuple(word, "bad_words") for word in self.bad_words)
         object.__setattr__(self, "bad_words", words)
         _check_counts(self)
@@ -126,14 +123,14 @@ def as_tuple(tokens: int | Sequence[int], name: str = "eos") -> tuple[int, ...]:
 
 
 def as_integer(name: str, value: Any) -> int:
-    message = f"`{name}` is {value!r}. It must be a concrete integer."
+    wrong = wrong_type(name, value, "a concrete integer")
     # A bool is an int in Python.
     if isinstance(value, bool):
-        raise TypeError(message)
+        raise wrong
     try:
         return operator.index(value)
     except TypeError as error:
-        raise TypeError(message) from error
+        raise wrong from error
 
 
 def _check_counts(d: Decoding) -> None:

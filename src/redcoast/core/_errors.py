@@ -19,47 +19,58 @@ def check_functions(**functions: object) -> None:
     """Raises `TypeError` if a value is not callable."""
     for name, fn in functions.items():
         if not callable(fn):
-            raise _wrong_type(name, fn, "a function")
+            raise wrong_type(name, fn, "a function")
 
 
-def check_integer(name: str, value: Any, *, least: int = 1) -> None:
+def check_integer(name: str, value: Any, *, least: int = 1) -> int:
+    """Returns an integer of Python; raises `TypeError` or `ValueError` for other values."""
     try:
         # Also of NumPy's integers.
         number = operator.index(value)
     except TypeError:
-        raise _wrong_type(name, value, "an integer") from None
+        raise wrong_type(name, value, "an integer") from None
     # A bool is an int in Python.
     if isinstance(value, bool):
-        raise _wrong_type(name, value, "an integer")
+        raise wrong_type(name, value, "an integer")
     if number < least:
         raise ValueError(f"`{name}` is {value}. It must be at least {least}.")
+    return number
 
 
 def check_number(name: str, value: object, *, above: int | float | None = None) -> None:
     # NumPy's numbers are real numbers too, and so is a bool.
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise _wrong_type(name, value, "a number")
+        raise wrong_type(name, value, "a number")
     if above is not None and not value > above:
         raise ValueError(f"`{name}` is {value}. It must be more than {above}.")
 
 
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"`{name}` is {value!r}. It must be True or False.")
+        raise wrong_type(name, value, "True or False")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises `TypeError` or `ValueError` unless `value` is one of these texts."""
+    words = " or ".join(map(repr, choices))
+    if not isinstance(value, str):
+        raise wrong_type(name, value, words)
+    if value not in choices:
+        raise ValueError(f"`{name}` is {value!r}. It must be {words}.")
 
 
 def check_optimizer(optimizer: object, *, name: str = "optimizer") -> None:
     # By its methods, since optimizers of other libraries need not be of optax's class.
     if not all(callable(getattr(optimizer, method, None)) for method in ("init", "update")):
         words = "an optax optimizer, such as `optax.adamw(3e-4)`"
-        raise _wrong_type(name, optimizer, words)
+        raise wrong_type(name, optimizer, words)
 
 
 def check_key(key: Any) -> None:
     dtype = getattr(key, "dtype", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not typed and dtype != jnp.uint32:
-        raise _wrong_type("key", key, "a JAX key, such as `jax.random.key(0)`")
+        raise wrong_type("key", key, "a JAX key, such as `jax.random.key(0)`")
     # A key without a type, as `jax.random.PRNGKey` makes it, is an array of its numbers.
     dimensions = int(not typed)
     if jnp.ndim(key) != dimensions:
@@ -76,15 +87,16 @@ def check_mesh(mesh: object) -> None:
 def check_kind(name: str, value: object, kind: type | tuple[type, ...], words: str) -> None:
     """Raises `TypeError` unless `value` is an instance of `kind`, described by `words`."""
     if not isinstance(value, kind):
-        raise _wrong_type(name, value, words)
+        raise wrong_type(name, value, words)
 
 
 def local_path(name: str, path: str | os.PathLike[str]) -> Path:
     """The path of a file or a directory of this machine, with `~` expanded.
 
     Raises `ValueError` for an address such as `s3://bucket/run`, of which `Path` makes a local
-    directory.
+    directory, and `TypeError` for what is no path.
     """
+    check_kind(name, path, (str, os.PathLike), "a path")
     text = os.fspath(path)
     address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+:)/", text)
     # `Path("s3://bucket")` is "s3:/bucket", and a directory may have such a name.
@@ -96,12 +108,13 @@ def local_path(name: str, path: str | os.PathLike[str]) -> Path:
     return Path(path).expanduser()
 
 
-def _wrong_type(name: str, value: object, words: str) -> TypeError:
-    shown = repr(value)
-    plain = isinstance(value, int | float | str) or value is None
-    if not (plain and len(shown) < 50):
-        # The `repr` of an array or an object could be longer than the sentence.
-        shown = f"of type {type(value).__name__}"
+def wrong_type(name: str, value: object, words: str) -> TypeError:
+    # The `repr` of an array or an object could be longer than the sentence, or fail.
+    shown = f"of type {type(value).__name__}"
+    if value is None or isinstance(value, int | float | str):
+        text = repr(value)
+        if len(text) < 50:
+            shown = text
     return TypeError(f"`{name}` is {shown}. It must be {words}.")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from ..core._errors import check_integer, check_kind, check_number
 from ..core._frames import hide_frames
 from ._coordinator import CoordinatorWatch, Service, skip_barrier_on_error, wait_for_all
 from ._mesh import emulate_devices
@@ -105,8 +106,7 @@ def initialize(
         mesh = rc.make_mesh(fsdp=-1, data=1)
         ```
     """
-    if not timeout > 0:
-        raise ValueError(f"`timeout` must be positive, but is {timeout} s.")
+    check_number("timeout", timeout, above=0)
     arguments = _Job(coordinator, processes, process_id, local_devices)
     _check(arguments)
     if jax.distributed.is_initialized():
@@ -122,9 +122,13 @@ def initialize(
 
 def _check(job: _Job) -> None:
     if job.coordinator is not None:
+        check_kind("coordinator", job.coordinator, str, "`host:port`")
         split_address(job.coordinator)
-    if job.processes is not None and job.processes < 1:
-        raise ValueError(f"`processes` must be at least 1, but is {job.processes}.")
+    for name in ("processes", "local_devices"):
+        if getattr(job, name) is not None:
+            check_integer(name, getattr(job, name))
+    if job.process_id is not None:
+        check_integer("process_id", job.process_id, least=0)
     if job.process_id is not None and not 0 <= job.process_id < (job.processes or 1 << 31):
         of, last = "", ""
         if job.processes is not None:
@@ -132,8 +136,6 @@ def _check(job: _Job) -> None:
         raise ValueError(
             f"There is no process {job.process_id}{of}: `process_id` counts from 0{last}."
         )
-    if job.local_devices is not None and job.local_devices < 1:
-        raise ValueError(f"`local_devices` must be at least 1, but is {job.local_devices}.")
 
 
 def _check_same(arguments: _Job) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..core._errors import check_integer, check_mesh
+from ..core._errors import check_integer, check_mesh, wrong_type
 from ..core._frames import hide_frames
 from ._allocator import keep_freed_memory, watch_freed_memory
 from ._emulation import provide_threads, warn_of_few_threads
@@ -64,13 +64,17 @@ def make_mesh(
         mesh = rc.make_mesh(model=4)  # on 8 devices: data=2, fsdp=1, model=4
         ```
     """
-    if not isinstance(devices, Iterable | None):
-        raise TypeError(f"`devices` is {devices!r}. It must be a list of JAX devices.")
+    if isinstance(devices, jax.Array) or not isinstance(devices, Iterable | None):
+        raise wrong_type("devices", devices, "a list of JAX devices")
     provide_threads()
     keep_freed_memory()
     if devices is None:
         devices = jax.devices()
     devices = list(devices)
+    for device in devices:
+        # Compilers for absent devices have devices of classes of their own.
+        if not hasattr(device, "platform"):
+            raise wrong_type("devices", devices, "a list of JAX devices")
     warn_of_few_threads()
     watch_freed_memory()
     sizes = {"data": data, "fsdp": fsdp, "model": model}
@@ -87,7 +91,7 @@ def _resolve(sizes: dict[str, int], count: int) -> tuple[int, ...]:
         raise ValueError("A mesh needs at least one device, but `devices` is empty.")
     for axis, size in sizes.items():
         if not _is_integer(size):
-            raise TypeError(f"`{axis}` must be an integer, but is {size!r}.")
+            raise wrong_type(axis, size, "an integer")
         if size < 1 and size != -1:
             raise ValueError(
                 f"`{axis}` must be at least 1, but is {size}. Use a positive size, or -1 for the "
@@ -222,7 +226,7 @@ def emulate_devices(count: int) -> None:
         mesh = rc.make_mesh(model=4)
         ```
     """
-    check_integer("count", count)
+    count = check_integer("count", count)
     provide_threads(count)
     keep_freed_memory(on_cpu=True)
     try:

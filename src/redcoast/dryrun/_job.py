@@ -87,7 +87,7 @@ def make_job(
     """
     check_functions(init_fn=init_fn, loss_fn=loss_fn)
     check_optimizer(optimizer)
-    check_integer("accumulate", accumulate)
+    accumulate = check_integer("accumulate", accumulate)
     check_compiler_options(compiler_options)
     check_memory(memory)
     compute_dtype = as_compute_dtype(compute_dtype)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any, Literal
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import PyTree
 
 from ..checkpoint._policy import Checkpoints, best_metrics, default_mode
 from ..checkpoint._tree import load_checkpoint
-from ..core._errors import check_integer, check_kind
+from ..core._errors import check_choice, check_integer, check_kind
 from ..core._frames import hide_frames_of_init
 from ..core._pytree import join, split
 from ._evaluation import Evaluation
@@ -60,12 +61,10 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         check_integer("EarlyStopping.patience", self.patience)
-        if not isinstance(self.metric, str | None):
-            raise TypeError(
-                f"`EarlyStopping(metric={self.metric!r})` must be the name of a metric."
-            )
-        if self.mode not in ("min", "max", None):
-            raise ValueError(f"`EarlyStopping(mode={self.mode!r})` must be 'min' or 'max'.")
+        words = "the name of a metric"
+        check_kind("EarlyStopping.metric", self.metric, (str, NoneType), words)
+        if self.mode is not None:
+            check_choice("EarlyStopping.mode", self.mode, ("min", "max"))
 
 
 def complete_early_stopping(

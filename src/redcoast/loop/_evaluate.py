@@ -15,7 +15,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes, with_auto_axes
 from ..core._dtypes import tree_to_jax_dtypes
-from ..core._errors import check_functions, check_key, noting
+from ..core._errors import check_choice, check_functions, check_key, noting
 from ..core._frames import hide_frames
 from ..core._iterate import with_last
 from ..core._owned import copied, held_elsewhere
@@ -206,6 +206,9 @@ def predict_examples(
     refuse_after_signal("predict_examples", trains=False)
     refuse_state(model, "predict_examples")
     check_functions(predict_fn=predict_fn)
+    if output_fn is not None:
+        check_functions(output_fn=output_fn)
+    check_choice("gather", gather, ("all", "first", "none"))
     if key is not None:
         check_key(key)
     compute_dtype = as_compute_dtype(compute_dtype)

@@ -185,6 +185,7 @@ def fit(
     check_optimizer(optimizer)
     check_functions(loss_fn=loss_fn)
     collate_fn = check_batching(collate_fn, batch_size)
+    accumulate = check_integer("accumulate", accumulate)
     compute_dtype = as_compute_dtype(compute_dtype)
     check_compiler_options(compiler_options)
     training = Training(
@@ -232,7 +233,7 @@ def fit(
         printer.describe_run(
             abstract, data, evaluation, compute_dtype, plans=not isinstance(plan, Plan)
         )
-        if mesh == "auto":
+        if isinstance(mesh, str):
             # The search needs the shapes of a batch, so the data has the default mesh until here.
             data.mesh = best_mesh(training, abstract, data, overrides, memory, quiet=printer.quiet)
         # Of shapes alone, so that nothing takes memory on the devices yet.
@@ -264,7 +265,7 @@ def fit(
             evaluation, training, run_plan, state, data, threads
         )
         check_named_metrics(names, early_stopping, checkpoints)
-        if plan == "verify":
+        if isinstance(plan, str):
             verify_step(run_plan, training, state, data.peek())
 
         # The loop.

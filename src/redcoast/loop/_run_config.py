@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from ..core._errors import check_kind, local_path
 from ..core._tracing import abstract_key, trace_for
 from ..data._batches import Batches
 from ..sharding import Plan
@@ -80,6 +82,12 @@ def run_info(
         info = rc.run_info(plan, data, directory="runs/loop")
         ```
     """
+    check_kind("plan", plan, Plan, "a `redcoast.Plan`")
+    check_kind("data", data, Batches, "the batches, from `redcoast.batches`")
+    words = "a mapping of names to values"
+    check_kind("settings", settings, (Mapping, NoneType), words)
+    if directory is not None:
+        directory = local_path("directory", directory)
     config = {
         "batch_size": data.batch_size,
         "examples": None if data.is_endless else data.length,
@@ -91,7 +99,7 @@ def run_info(
         "versions": code_version(),
     }
     return RunInfo(
-        directory=None if directory is None else Path(directory),
+        directory=directory,
         resumed=resumed,
         plan=f"{plan}\n\n{plan.table()}",
         config=config,

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._policy import Checkpoints
-from ..core._errors import check_kind, noting, several
+from ..core._errors import check_kind, noting, several, wrong_type
 from ..core._frames import warn
 from ..core._pytree import ARRAYS, leaf_paths
 from ..core._trainable import partition_trainable
@@ -34,16 +34,16 @@ from ._printing import nothing_left
 logger = logging.getLogger("redcoast")
 
 
-def mesh_of_run(mesh: Mesh | str | None, plan: Plan | str | None) -> Mesh:
+def mesh_of_run(mesh: Mesh | Literal["auto"] | None, plan: Plan | str | None) -> Mesh:
     """Returns the mesh of `plan`, if it is a plan, or else `mesh`; by default and for `"auto"`, the
     ambient mesh or all devices."""
     if not isinstance(plan, Plan):
-        if plan not in (None, "verify"):
-            raise TypeError(
-                f"`plan` is of type {type(plan).__name__}. It must be a `redcoast.Plan`, from "
-                '`plan_step` or `load_plan`, or "verify".'
-            )
-        return ambient_or_default(None if mesh == "auto" else mesh)  # type: ignore[arg-type]
+        if not (plan is None or (isinstance(plan, str) and plan == "verify")):
+            words = 'a `redcoast.Plan`, from `plan_step` or `load_plan`, or "verify"'
+            raise wrong_type("plan", plan, words)
+        if isinstance(mesh, str) and mesh == "auto":
+            mesh = None
+        return ambient_or_default(mesh)
     if not isinstance(plan.mesh, Mesh):
         raise ValueError(
             "`plan` is for an abstract mesh. Load it over devices: `load_plan(path, state, mesh)`."

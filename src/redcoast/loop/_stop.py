@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..core._axis_types import with_auto_axes
-from ..core._errors import check_number
+from ..core._errors import check_mesh, check_number
 
 logger = logging.getLogger("redcoast")
 
@@ -193,6 +193,8 @@ def stop_on_signal(
     """
     if max_seconds is not None:
         check_number("max_seconds", max_seconds, above=0)
+    if mesh is not None:
+        check_mesh(mesh)
     with stop_request(max_seconds, mesh=mesh) as request:
         yield request
 

@@ -71,7 +71,7 @@ def load_pretrained(
     from ._load import load
 
     check_kind("path", path, (str, Path), "a path")
-    return load(Path(path).expanduser().absolute(), mesh, shardings, dtype, quantise, options)
+    return load(local_path("path", path).absolute(), mesh, shardings, dtype, quantise, options)
 
 
 @hide_frames

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, is_explicit, on_auto_axes, with_auto_axes
-from ..core._errors import check_flag, check_number
+from ..core._errors import check_flag, check_kind, check_number
 from ..core._frames import hide_frames
 from ..core._tracing import collection_paused, traced_over
 from ._plan_arguments import (
@@ -439,7 +439,10 @@ def plan_shardings(
 
     # The planned function gets constraints, which JAX takes on Auto axes alone.
     model, args = on_auto_axes((model_of(tree), tuple(args)))
-    hardware, auto_mesh = hardware or hardware_of(mesh), with_auto_axes(mesh)
+    auto_mesh = with_auto_axes(mesh)
+    if hardware is None:
+        hardware = hardware_of(mesh)
+    check_kind("hardware", hardware, Hardware, "a `redcoast.Hardware`")
     like_parameters = _arrays_of_state(tree, "opt_state", "average")
     places = {leaf.path: place for place, leaf in enumerate(flat_leaves(model))}
     parameters = elementwise_states(tree)

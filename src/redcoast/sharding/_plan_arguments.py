@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ..core._errors import check_functions, check_integer, check_mesh
+from ..core._errors import check_functions, check_integer, check_mesh, wrong_type
 from ..core._target import target
 from ..distributed._mesh import AXES, PIPE
 from .solver._hardware import Hardware
@@ -71,14 +71,15 @@ def check_microbatches(microbatches: int | None, mesh: Mesh | AbstractMesh) -> N
 
 def check_memory(memory: object) -> None:
     """Raises an error unless `memory` is a positive number of bytes, `"auto"` or `None`."""
-    if memory is None or memory == "auto":
+    if memory is None or (isinstance(memory, str) and memory == "auto"):
         return
     # For Python, `True` is an integer. NumPy's numbers are real numbers too.
     if isinstance(memory, bool) or not isinstance(memory, int | float | np.integer | np.floating):
-        raise TypeError(
-            f"`memory` is {memory!r}. It must be the bytes of each device that a step may take, "
-            'such as 16e9, or "auto", or None to recompute nothing.'
+        words = (
+            "the bytes of each device that a step may take, such as 16e9, or "
+            '"auto", or None to recompute nothing'
         )
+        raise wrong_type("memory", memory, words)
     if not 0 < memory < float("inf"):
         raise ValueError(
             f"`memory` is {memory}. It must be a positive number of bytes of each device, such as "

@@ -148,7 +148,7 @@ def load_plan(
         shardings = rc.load_plan("runs/lm/saved.json", model, mesh).shardings
         ```
     """
-    path = Path(path).expanduser()
+    path = local_path("path", path)
     saved = _read(path)
     mesh = mesh_or_ambient(mesh)
     if saved.mesh != dict(mesh.shape):

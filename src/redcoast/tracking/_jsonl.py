@@ -117,14 +117,15 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
         losses = [entry["loss"] for entry in rc.read_metrics("runs/lm/metrics.jsonl")]
         ```
     """
-    if Path(path).is_dir():
+    path = local_path("path", path)
+    if path.is_dir():
         raise IsADirectoryError(
             f"{path} is a directory. Pass the path of its file `metrics.jsonl`: "
-            f"{Path(path) / 'metrics.jsonl'}."
+            f"{path / 'metrics.jsonl'}."
         )
     steps: dict[int, dict[str, Any]] = {}
     # A line that was cut off within a letter is no JSON either way.
-    with io.TextIOWrapper(open_regular(Path(path)), "utf-8", "replace") as lines:
+    with io.TextIOWrapper(open_regular(path), "utf-8", "replace") as lines:
         for line in lines:
             try:
                 entry = json.loads(line)

@@ -6,6 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
-from ..core._errors import check_integer, noting, several
+from ..core._errors import check_integer, check_kind, noting, several
 from ..core._frames import hide_frames
 from ..core._user_functions import calling
 from ..distributed._kv_store import is_main
@@ -468,6 +469,7 @@ def metrics_reader(
         ```
     """
     check_integer("max_skipped", max_skipped)
+    check_kind("run", run, (RunInfo, NoneType), "what `redcoast.run_info` returns")
     loggers = all_loggers(log)
     with contextlib.ExitStack() as stack:
         # Other processes take part where the state is read, which may be sharded over all.

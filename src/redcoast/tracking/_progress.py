@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, NamedTuple, SupportsFloat
 
+from ..core._errors import check_flag
 from ..core._output import forgiving
 from ._notebook import NotebookBar, NotebookEvaluation, notebook_display
 from ._terminal import Stream, has_colours, is_logged, is_terminal
@@ -252,6 +253,8 @@ def progress_logger(enabled: bool | None = None, *, file: Stream | None = None) 
         log = [rc.progress_logger(True), rc.console_logger()]
         ```
     """
+    if enabled is not None:
+        check_flag("enabled", enabled)
     return ProgressLogger(enabled, file)
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
+from ..core._errors import check_kind
 from ..core._frames import hide_frames
 from ..core._packages import require_package
 from ._loggers import RunInfo, code_version, join_run, plain_config, plain_data
@@ -92,8 +93,7 @@ def trackio_logger(
         log.close()  # `fit` does so at the end of a run
         ```
     """
-    if not isinstance(project, str):
-        raise TypeError(f"`project` must be the name of a trackio project, but is {project!r}.")
+    check_kind("project", project, str, "the name of a trackio project")
     plain = plain_config(config)
     require_package("trackio", "`trackio_logger`", '"redcoast[trackio]"')
     options = {"project": project, "name": name, "config": plain, **init_options}

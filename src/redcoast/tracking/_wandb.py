@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from ..core._errors import check_integer, check_kind, check_number
 from ..core._output import say
 from ._loggers import Metrics, RunInfo, code_version, join_run, plain_config, plain_data
 from ._terminal import show_directory
@@ -246,15 +247,13 @@ def wandb_logger(
             raise ValueError(
                 f"{', '.join(names)} cannot be set for a run of W&B that has started: leave it out."
             )
-    elif not isinstance(project, str):
-        raise TypeError(
-            "`project` must be the name of a W&B project, or a run that `wandb.init` returned, but "
-            f"is {project!r}."
-        )
+    else:
+        words = "the name of a W&B project, or a run that `wandb.init` returned"
+        check_kind("project", project, str, words)
+    check_number("close_timeout", close_timeout)
     if not close_timeout >= 0:
         raise ValueError(f"`close_timeout` must be at least 0 seconds, but is {close_timeout}.")
-    if queue_size < 1:
-        raise ValueError(f"`queue_size` must be at least 1, but is {queue_size}.")
+    check_integer("queue_size", queue_size)
     plain = plain_config(config)
     options = {"project": project, "name": name, "config": plain, **init_options}
     return WandbLogger(options, close_timeout, queue_size, session=session)

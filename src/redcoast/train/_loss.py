@@ -188,6 +188,11 @@ def _check_aux(aux: object, model: PyTree) -> None:
                 "scalars: numbers, or arrays of shape (). A custom training loop may also use "
                 f"other arrays.{hint}"
             )
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"`loss_fn` returned a key in aux[{name!r}]. Metrics are real numbers: leave it "
+                "out; a custom training loop may use `jax.random.key_data` of it."
+            )
 
 
 def _stored_dtypes(new_model: PyTree, model: PyTree) -> PyTree:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from ..core._control_flow import (
     inner_jaxprs,
     open_jaxpr,
 )
-from ..core._errors import check_functions, check_kind, several
+from ..core._errors import check_choice, check_functions, check_kind, several
 from ..core._frames import hide_frames
 from ..core._jaxpr import as_traced, bind_again, evaluate_jaxpr, iter_equations, struct_of
 from ..core._pytree import join
@@ -105,8 +105,7 @@ def low_precision(
     and `rc.fit(..., loss_fn=low, compute_dtype="bfloat16")` trains with it.
     """
     check_functions(fn=fn)
-    if numbers != "float8" and numbers != "int8":
-        raise ValueError(f"`numbers` must be 'float8' or 'int8', but is {numbers!r}.")
+    check_choice("numbers", numbers, get_args(Numbers))
     return LowPrecision(fn, numbers, _patterns(exclude))
 
 

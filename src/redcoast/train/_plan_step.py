@@ -98,7 +98,7 @@ def plan_step(
     check_functions(loss_fn=loss_fn)
     if optimizer is not None:
         check_optimizer(optimizer)
-    check_integer("accumulate", accumulate)
+    accumulate = check_integer("accumulate", accumulate)
     compute_dtype = as_compute_dtype(compute_dtype)
     batch = tree_to_jax_dtypes(batch, "the batch", of="batch")
     if accumulate > 1:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes
-from ..core._errors import check_integer
+from ..core._errors import check_functions, check_integer
 from ..core._frames import hide_frames
 from ..core._pytree import show_place
 from ..distributed._mesh import ambient_or_default
@@ -98,7 +98,9 @@ def prepare(
         state, metrics = step(state, batch)
         ```
     """
-    check_integer("steps_per_call", steps_per_call)
+    check_functions(loss_fn=loss_fn)
+    steps_per_call = check_integer("steps_per_call", steps_per_call)
+    accumulate = check_integer("accumulate", accumulate)
     mesh, key = ambient_or_default(mesh), on_auto_axes(key)
     compute_dtype = as_compute_dtype(compute_dtype)
     check_compiler_options(compiler_options)

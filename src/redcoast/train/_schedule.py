@@ -10,7 +10,7 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from ..core._errors import check_integer, check_number
+from ..core._errors import check_choice, check_integer, check_number
 
 # An optax schedule with a narrower result type.
 Schedule = Callable[[ArrayLike], Array]
@@ -78,8 +78,7 @@ def learning_rate_schedule(
     warmup_steps = _warmup_steps(warmup, total)
     if not (math.isfinite(peak) and peak > 0):
         raise ValueError(f"`peak` must be positive and finite, but is {peak}.")
-    if decay not in get_args(Decay):
-        raise ValueError(f"`decay` must be one of {', '.join(get_args(Decay))}, but is {decay!r}.")
+    check_choice("decay", decay, get_args(Decay))
     if not 0 <= end <= 1:
         raise ValueError(f"`end` must be a fraction of `peak` between 0 and 1, but is {end}.")
     # The first step of a warmup has a rate above 0, and the last one the peak.
@@ -107,7 +106,7 @@ def _total_steps(examples: int, batch_size: int, epochs: int | None, steps: int 
         raise ValueError(f"Pass exactly one of `epochs` and `steps`; {passed} given.")
     sizes = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "steps": steps}
     for name, size in sizes.items():
-        if size is not None:
+        if size is not None or name in ("examples", "batch_size"):
             check_integer(name, size)
     if epochs is None:
         assert steps is not None

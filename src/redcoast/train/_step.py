@@ -313,7 +313,7 @@ def train_step(
     check_functions(loss_fn=loss_fn)
     check_optimizer(optimizer)
     accept_module_labels(optimizer)
-    check_integer("accumulate", accumulate)
+    accumulate = check_integer("accumulate", accumulate)
     compute_dtype = as_compute_dtype(compute_dtype)
     refuse_per_example(state.opt_state)
     scale = with_loss_scale(state, compute_dtype).loss_scale
@@ -401,7 +401,8 @@ def train_steps(
         state, metrics = rc.train_steps(state, parts, loss_fn=loss_fn, optimizer=optimizer)
         ```
     """
-    sizes = {x.shape[:1] for x in jax.tree.leaves(batches)}
+    check_kind("state", state, TrainState, "a `TrainState`, as `redcoast.init_state` returns")
+    sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(batches)}
     if len(sizes) != 1 or () in sizes:
         raise ValueError(
             f"The arrays of `batches` have the leading dimensions {sorted(sizes)}, but they must "

@@ -8,6 +8,7 @@ from math import prod
 
 from jax.sharding import PartitionSpec as P
 
+from ...core._errors import check_kind, short_repr
 from ._leaves import Leaf
 
 Override = tuple[str, P | tuple | None]
@@ -17,12 +18,13 @@ def apply_overrides(
     leaves: Sequence[Leaf], overrides: Iterable[Override], axes: Mapping[str, int]
 ) -> dict[int, P]:
     """Returns the spec of each leaf that a pattern matches, by index. The first match decides."""
+    words = "a list of pairs of a pattern of paths and a `PartitionSpec` or `None`"
+    check_kind("overrides", overrides, (list, tuple), words)
     specs: dict[int, P] = {}  # by the index of a leaf
     for override in overrides:
-        if isinstance(override, str) or len(override) != 2:
+        if not isinstance(override, list | tuple) or len(override) != 2:
             raise ValueError(
-                f"The override {override!r} is not a pair. `overrides` must be a list of pairs of "
-                "a pattern of paths and a `PartitionSpec` or `None`."
+                f"The override {short_repr(override)} is not a pair. `overrides` must be {words}."
             )
         pattern, entries = override
         spec = _spec(pattern, entries, axes)

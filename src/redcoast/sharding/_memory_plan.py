@@ -13,7 +13,7 @@ from .constrain._recompute import Recomputed
 from .memory._decide import Decider
 from .memory._search import RecomputeCandidate, bytes_kept, least_within
 from .program._shared_programs import of_another_function
-from .report._data import ProgramReport, Recomputation
+from .report._data import Recomputation
 from .report._text import scaled
 from .tree._leaf_plans import Compute
 
@@ -60,21 +60,16 @@ def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Pla
     # more. Then what is recomputed is decided again, for these.
     result = planned
     for _ in range(_TRIES):
-        fixed = _fixed_bytes(result.report)
+        # All but the activations, with the optimizer's state on the device.
+        estimate = result.report.memory
+        fixed = estimate.total - estimate.activations
+        if result.report.offloaded:
+            fixed += result.report.offloaded - estimate.optimizer_state
         result = _recompute_within(task, planned, compute, memory, fixed, must_fit=must_fit)
         if _divides_alike(result.compute, compute):
             break
         compute = replace(result.compute, recompute=None, offloaded=False)
     return result
-
-
-def _fixed_bytes(report: ProgramReport) -> int:
-    """All but the activations, with the optimizer's state on the device."""
-    memory = report.memory
-    fixed = memory.total - memory.activations
-    if report.offloaded:
-        fixed += report.offloaded - memory.optimizer_state
-    return fixed
 
 
 def _divides_alike(a: Compute, b: Compute) -> bool:

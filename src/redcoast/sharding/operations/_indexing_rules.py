@@ -1,6 +1,6 @@
 """Operations that read or write at indices."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from operator import index
 from typing import SupportsIndex
 
@@ -33,17 +33,10 @@ def gather_rule(equation: JaxprEqn) -> Rule:
         indices[i] = operand[d]
     before, after = shapes_before_and_after(equation)
     removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    of_window = _window_dims(len(before), removed, numbers.offset_dims)
-    of_indices = iter(indices[:-1])  # the last dimension of indices holds coordinates
-    result: list[Dimension] = []
+    result, window = _windows(operand, indices, removed, numbers.offset_dims)
     partial: list[Dimension] = []  # a part of these is read
-    for place, size in enumerate(after):
-        if place not in of_window:
-            result.append(next(of_indices))
-            continue
-        d = of_window[place]
-        result.append(operand[d])
-        if size != before[d]:
+    for place, d in window.items():
+        if after[place] != before[d]:
             partial.append(operand[d])
     collapsed = at_places(operand, numbers.collapsed_slice_dims)
     return factors.rule(
@@ -69,22 +62,14 @@ def scatter_rule(equation: JaxprEqn) -> Rule:
         indices[i] = operand[d]
     inserted = numbers.inserted_window_dims
     removed = (*inserted, *numbers.operand_batching_dims)
-    of_window = _window_dims(len(before), removed, numbers.update_window_dims)
-    of_indices = iter(indices[:-1])  # the last dimension of indices holds coordinates
-    updates: list[Dimension] = []
+    updates, window = _windows(operand, indices, removed, numbers.update_window_dims)
     partial: list[Dimension] = []  # a part of these is written
     parts: list[Dimension] = []  # the dimensions of the updates that are these parts
-    for place, size in enumerate(written):
-        if place not in of_window:
-            updates.append(next(of_indices))
-            continue
-        d = of_window[place]
-        if size == before[d]:
-            updates.append(operand[d])
-        else:
-            updates.append(factors.new(size))
+    for place, d in window.items():
+        if written[place] != before[d]:
+            updates[place] = factors.new(written[place])
             partial.append(operand[d])
-            parts.append(updates[-1])
+            parts.append(updates[place])
     counted = without(indices[:-1], index_batching)
     reduced, whole = counted, [indices[-1], *parts]
     name = equation.primitive.name
@@ -106,12 +91,19 @@ def scatter_rule(equation: JaxprEqn) -> Rule:
     )
 
 
-def _window_dims(
-    rank: int, removed: Collection[SupportsIndex], offsets: Collection[SupportsIndex]
-) -> dict[int, int]:
-    """The dimension of an operand for each window dimension, at one of `offsets`, of a result."""
-    window = without(range(rank), removed)
-    return dict(zip(sorted(map(index, offsets)), window, strict=True))
+def _windows(
+    operand: Sequence[Dimension],
+    indices: Sequence[Dimension],
+    removed: Collection[SupportsIndex],
+    offsets: Collection[SupportsIndex],
+) -> tuple[list[Dimension], dict[int, int]]:
+    """The dimensions of what is read or written, and that of the operand for those at `offsets`."""
+    of_operand = without(range(len(operand)), removed)
+    window = dict(zip(sorted(map(index, offsets)), of_operand, strict=True))
+    dimensions = list(indices[:-1])  # the last dimension of indices holds coordinates
+    for place, d in window.items():
+        dimensions.insert(place, operand[d])
+    return dimensions, window
 
 
 def dynamic_update_slice_rule(equation: JaxprEqn) -> Rule:

@@ -57,8 +57,8 @@ def shared_trace(
     sizes = dict(mesh.shape)
 
     def key() -> Hashable:
-        asked = tuple((axis, sizes.get(axis)) for axis in sorted(axes_asked_for()))
-        return "trace", structure, shapes, sequence_parts(), asked
+        axes = tuple((axis, sizes.get(axis)) for axis in sorted(axes_asked_for()))
+        return "trace", structure, shapes, sequence_parts(), axes
 
     if key() in shared:
         return shared[key()]

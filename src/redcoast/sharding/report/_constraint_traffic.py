@@ -136,14 +136,13 @@ def _operand_traffic(
     # Devices share the rows of the operands and the result, and those of scans around the product.
     row_parts = lambda dims: decision.batch.parts((*work.rows, *dims))
     other_bytes = atom_bytes(equation.invars[1 - place]) / row_parts(work.of[1 - place])
-    result_bytes = atom_bytes(equation.outvars[0])
     is_summed = False
     for d, dimension in enumerate(rule.operands[place]):
         is_in_parts = decision.is_chosen(value.dims[d]) and not is_split[d]
         is_summed = is_summed or (is_in_parts and dimension[0] in rule.reduced)
     # Where a device has all terms of a sum that the plan computes in parts, it takes its part of
     # them and sums the results over devices, or gathers the other operand.
-    of_sum = all_reduce(n, result_bytes / row_parts(result_dims))
+    of_sum = all_reduce(n, atom_bytes(equation.outvars[0]) / row_parts(result_dims))
     gathers_other = is_summed and all_gather(n, other_bytes) < of_sum
     if gathers_other:
         # A loop gathers it again for the derivative.

@@ -75,9 +75,9 @@ def find_coupling(program: Program) -> Coupling | None:
             groups = [_Origin(origin.model, origin.counts) for origin in origins[2:]]
             origins = [*origins[:2], *groups]
         use = _Use(examples, operation, rule, origins)
-        # The first in the order of the program is reported: later ones often follow from it.
-        if not couplings:
-            couplings.extend(filter(None, [use.coupling()]))
+        coupling = use.coupling()
+        if coupling is not None:
+            couplings.append(coupling)
         return use.origin()
 
     facts = Facts(
@@ -92,6 +92,7 @@ def find_coupling(program: Program) -> Coupling | None:
         needed = needed[:1]  # the loss
     inputs = program.of_inputs(model=_Origin(model=True), batch=_Origin(), other=_Origin())
     follow_facts(facts, program.scope, inputs, needed=needed)
+    # The first in the order of the program: later ones often follow from it.
     return next(iter(couplings), None)
 
 

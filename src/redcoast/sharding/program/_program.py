@@ -91,7 +91,7 @@ class Program:
         return max(map(self.graph.sizes.__getitem__, self.batch.of_inputs), default=0)
 
     def of_inputs(self, model: T, batch: T, other: T) -> list[T]:
-        """For each input what is said of the model's arrays, of the batch's, or of others'."""
+        """What holds for each input, as an array of the model, of the batch, or of what follows."""
         arrays, of_batch = self.traced.arrays, self.traced.batch
         others = len(self.scope.jaxpr.invars) - arrays - of_batch
         return [model] * arrays + [batch] * of_batch + [other] * others

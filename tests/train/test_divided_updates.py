@@ -23,6 +23,8 @@ OPTIMIZERS = {
     "momentum": optax.sgd(0.1, momentum=0.9),
     "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(1e-2)),
     "masked": optax.masked(ADAM, is_up),
+    "summed": optax.MultiSteps(ADAM, 2).gradient_transformation(),
+    "finite": optax.apply_if_finite(ADAM, 3),
     "two": optax.multi_transform({True: ADAM, False: optax.lion(1e-3)}, is_up),
 }
 
@@ -83,10 +85,23 @@ def test_a_plan_has_the_memory_and_the_bytes_of_an_update_in_parts():
     memory = plan.report.program.memory
     assert memory.optimizer_state == plan.report.totals.optimizer_state.bytes_per_device
     assert memory.optimizer_state < memory.arrays / 3  # a replicated one has twice as much
-    traffic = plan.report.program.traffic
-    sent = sent_bytes(collectives(compiled.as_text(), mesh))
-    assert sum(line.bytes for line in traffic) == pytest.approx(sent, rel=0.02)
+    check_sent_bytes(plan, compiled)
     assert "all-gathers of updated parameters" in plan.table()
+
+
+def check_sent_bytes(plan, compiled):
+    planned = sum(line.bytes for line in plan.report.program.traffic)
+    sent = sent_bytes(collectives(compiled.as_text(), plan.mesh))
+    assert planned == pytest.approx(sent, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["summed", "finite"])
+def test_a_wrapped_optimizer_sends_no_more(name):
+    """Sums of gradients are in parts too, and a branch that returns zeros gathers nothing."""
+    plan, state, step = planned(OPTIMIZERS[name], rc.make_mesh(data=8))
+    check_sent_bytes(plan, rc.compile_step(step, plan.shardings).lower(state, ROWS).compile())
+    alone, _, _ = planned(ADAM, rc.make_mesh(data=8))
+    assert plan.report.program.traffic == alone.report.program.traffic
 
 
 def test_arrays_of_overrides_and_small_ones_are_updated_whole():

@@ -192,14 +192,15 @@ class _Walk:
     def _cond(self, cond: Cond, operands: list[Spec]) -> list[Spec]:
         """The branch that sends the most counts."""
         branches: list[_Walk] = []
-        results: list[Spec] = []
+        of_branches: list[list[Spec]] = []
         for branch in cond.branches:
             inner = replace(self, sent=[])
-            of_branch = inner.follow(open_jaxpr(branch), operands)
-            if not branches:
-                results = of_branch
-            inner._reshard_all(open_jaxpr(branch).outvars, of_branch, results)
+            of_branches.append(inner.follow(open_jaxpr(branch), operands))
             branches.append(inner)
+        # The parts of an array that a branch has whole cost nothing, such as those of zeros.
+        results = [max(specs, key=_divided) for specs in zip(*of_branches, strict=True)]
+        for inner, branch, specs in zip(branches, cond.branches, of_branches, strict=True):
+            inner._reshard_all(open_jaxpr(branch).outvars, specs, results)
         size_of = attrgetter("bytes")
         self.sent += max(branches, key=lambda walk: sum(map(size_of, walk.sent))).sent
         return results
@@ -281,3 +282,8 @@ def _axes_along(along: Mapping[Factor, Axes], factors: Iterable[Factor]) -> Axes
 
 def _replicated(atom: Atom) -> Spec:
     return ((),) * len(shape_of(atom))
+
+
+def _divided(spec: Spec) -> int:
+    """The number of mesh axes that an array is divided over."""
+    return sum(map(len, spec))

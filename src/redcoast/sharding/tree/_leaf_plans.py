@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -187,24 +187,41 @@ def elementwise_states(tree: PyTree) -> dict[Path, Leaf]:
     with its parameter."""
     if model_of(tree) is tree:
         return {}
-    is_elementwise = lambda x: isinstance(x, _ELEMENTWISE)
-    nodes = jax.tree_util.tree_leaves_with_path(tree.opt_state, is_leaf=is_elementwise)
     parameters = {leaf.path: leaf for leaf in flat_leaves(tree.model)}
     updated: dict[Path, Leaf] = {}
-    for path, node in nodes:
-        if not is_elementwise(node):
-            continue
-        above = ("opt_state", *map(key_name, path))
-        for leaf in flat_leaves(node):
-            # The longest end of the path that is a parameter's.
-            starts = range(len(leaf.path) + 1)
-            start = next((i for i in starts if leaf.path[i:] in parameters), None)
-            if start is None:
-                continue
-            parameter = parameters[leaf.path[start:]]
-            if parameter.shape == leaf.shape:
-                updated[*above, *leaf.path] = parameter
+    for path, state in _nodes(tree.opt_state, _ELEMENTWISE):
+        updated |= _by_parameter(path, state, parameters)
+    # Sums of gradients over several steps, from which such states are updated.
+    for path, state in _nodes(tree.opt_state, optax.MultiStepsState):
+        sums = _by_parameter((*path, "acc_grads"), state.acc_grads, parameters)
+        of_updated = set(updated.values())
+        for place, parameter in sums.items():
+            if parameter in of_updated:
+                updated[place] = parameter
     return updated
+
+
+def _nodes(opt_state: PyTree, kinds: type | tuple[type, ...]) -> Iterator[tuple[Path, Any]]:
+    """The parts of an optimizer's state that are of some types, with their paths."""
+    is_one = lambda x: isinstance(x, kinds)
+    for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_one):
+        if is_one(node):
+            yield ("opt_state", *map(key_name, path)), node
+
+
+def _by_parameter(above: Path, state: PyTree, parameters: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
+    """The arrays of a part of the state that have the shape of their parameter, with it."""
+    found: dict[Path, Leaf] = {}
+    for leaf in flat_leaves(state):
+        # The longest end of the path that is a parameter's.
+        starts = range(len(leaf.path) + 1)
+        start = next((i for i in starts if leaf.path[i:] in parameters), None)
+        if start is None:
+            continue
+        parameter = parameters[leaf.path[start:]]
+        if parameter.shape == leaf.shape:
+            found[*above, *leaf.path] = parameter
+    return found
 
 
 def _in_parts(parameter: LeafPlan) -> tuple[P, Reason] | None:

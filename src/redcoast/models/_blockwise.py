@@ -118,8 +118,17 @@ def attend_with_sums(
     key = key if rate else None
     options = _Options(rows, columns, pairs, scale, softcap, rate)
     slots = pad_to_blocks(jnp.arange(queries) if view.slots is None else view.slots, rows, 0)
+    # The view of whole blocks, in which padded keys are not seen.
+    real, segments = view.real, view.segments
+    # In causal attention, no query sees the padding, which is behind all keys.
+    if real is None and keys % columns and not (view.causal and view.slots is None):
+        real = jnp.ones((1, keys), bool)
+    if real is not None:
+        real = pad_to_blocks(real, columns, 1)
+    if segments is not None:
+        segments = pad_to_blocks(segments[0], rows, 1), pad_to_blocks(segments[1], columns, 1)
     inputs = _ScoreInputs(
-        _padded(view, slots, rows, columns, keys),
+        View(real, slots, segments, view.causal, view.window),
         jnp.arange(-(-keys // columns) * columns),
         None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, slots),
         _Dense(bias) if isinstance(bias, jax.Array) else bias,
@@ -137,18 +146,6 @@ def attend_with_sums(
     out, log_sum = results
     out = out[:, :queries].reshape(*q.shape[:3], v.shape[-1])  # without padding
     return out, log_sum.reshape(q.shape[0], q.shape[2], -1)[..., :queries]
-
-
-def _padded(view: View, slots: Array, rows: int, columns: int, keys: int) -> View:
-    """The view of whole blocks, in which padded keys are not seen."""
-    real, segments = view.real, view.segments
-    # In causal attention, no query sees the padding, which is behind all keys.
-    if real is None and keys % columns and not (view.causal and view.slots is None):
-        real = jnp.ones((1, keys), bool)
-    if segments is not None:
-        segments = pad_to_blocks(segments[0], rows, 1), pad_to_blocks(segments[1], columns, 1)
-    real = None if real is None else pad_to_blocks(real, columns, 1)
-    return View(real, slots, segments, view.causal, view.window)
 
 
 def _block_size(size: int, block: int) -> int:

@@ -76,7 +76,14 @@ class QuantisedWeight(AbstractQuantised):
             along = jnp.array([4, 0], jnp.uint8).reshape(2, *[1] * len(behind))
             shifts = jnp.expand_dims(along, range(at + 2))
             codes = (jnp.expand_dims(codes, at + 2) >> shifts) & jnp.uint8(15)
-            values = _values_of(codes) * jnp.expand_dims(scales, at + 1)
+            # Codes are looked up by selections: TPUs have no fast gather.
+            table: list[Any] = [jnp.float32(x) for x in NF4]
+            for bit in range(4):
+                is_set = (codes >> jnp.uint8(bit)) & jnp.uint8(1) == 1
+                # One bit of the code halves the candidates; four select one of 16.
+                pairs = zip(table[::2], table[1::2], strict=True)
+                table = [jnp.where(is_set, odd, even) for even, odd in pairs]
+            values = table[0] * jnp.expand_dims(scales, at + 1)
         else:
             values = codes.astype(jnp.float32) * scales  # (*before, blocks, size, *behind)
         return values.reshape(self.shape).astype(dtype or self.dtype)
@@ -92,17 +99,6 @@ class QuantisedWeight(AbstractQuantised):
         pass."""
         run = lambda weight, x: fn(weight.dequantised(x.dtype), x)
         return jax.checkpoint(run)(self, x)
-
-
-def _values_of(codes: UInt[Array, "..."]) -> Float[Array, "..."]:
-    """Looks up 4-bit codes, by selections: TPUs have no fast gather."""
-    values: list[Any] = [jnp.float32(x) for x in NF4]
-    for bit in range(4):
-        is_set = (codes >> jnp.uint8(bit)) & jnp.uint8(1) == 1
-        # One bit of the code halves the candidates; four select one of 16.
-        pairs = zip(values[::2], values[1::2], strict=True)
-        values = [jnp.where(is_set, odd, even) for even, odd in pairs]
-    return values[0]
 
 
 def quantised_weight(weight: Float[Array, "..."], numbers: Numbers, axis: int) -> QuantisedWeight:
@@ -125,7 +121,11 @@ def quantised_weight(weight: Float[Array, "..."], numbers: Numbers, axis: int) -
     inverse = 1 / jnp.where(largest == 0, 1, largest)  # a block of zeros stays one
     parts = blocks * jnp.expand_dims(inverse, at + 1)
     if numbers == "nf4":
-        codes = _nearest(parts).reshape(*shape[: at + 1], block // 2, 2, *shape[at + 2 :])
+        # A code is the number of midpoints below the value, since the values are sorted.
+        codes = jnp.zeros(parts.shape, jnp.uint8)
+        for middle in (NF4[1:] + NF4[:-1]) / 2:
+            codes = codes + (parts > jnp.float32(middle)).astype(jnp.uint8)
+        codes = codes.reshape(*shape[: at + 1], block // 2, 2, *shape[at + 2 :])
         upper, lower = (jnp.take(codes, i, axis=at + 2) for i in (0, 1))
         codes, scales = (upper << jnp.uint8(4)) | lower, largest
     else:
@@ -134,16 +134,6 @@ def quantised_weight(weight: Float[Array, "..."], numbers: Numbers, axis: int) -
     codes = codes.reshape(*weight.shape[:at], -1, *weight.shape[at + 1 :])
     bits = jax.lax.bitcast_convert_type(scales, jnp.uint32)
     return QuantisedWeight(codes, bits, numbers, axis, np.dtype(weight.dtype))
-
-
-def _nearest(x: Float[Array, "..."]) -> UInt[Array, "..."]:
-    """The 4-bit code with the nearest value."""
-    # A code is the number of midpoints below the value, since the values are sorted.
-    between = (NF4[1:] + NF4[:-1]) / 2
-    codes = jnp.zeros(x.shape, jnp.uint8)
-    for middle in between:
-        codes = codes + (x > jnp.float32(middle)).astype(jnp.uint8)
-    return codes
 
 
 def is_quantised(x: object) -> bool:

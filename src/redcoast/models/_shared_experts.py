@@ -168,7 +168,8 @@ class SharedExpertsDecoder(TableHead, Decoder):
         c, visible = self.config, see()
         real = as_array(real_tokens(tokens.shape, mask))
         x = look_up(self.embed, tokens)  # (batch, seq, width)
-        angles = scaled_angles(positions, c.rotated, c.rope_base, c.rope_scaling, wide(x.dtype))
+        full = wide(x.dtype)
+        angles = scaled_angles(positions, c.rotated, c.rope_base, c.rope_scaling, full)
 
         def layer_fn(first, x, cache, layer, index, key):
             y = rms_norm(x, layer.attention_norm, c.norm_eps)  # (batch, seq, width)
@@ -177,7 +178,17 @@ class SharedExpertsDecoder(TableHead, Decoder):
             y = rms_norm(x, layer.mlp_norm, c.norm_eps)
             if layer.router is None:
                 return x + gated_feed_forward(layer, y, "silu"), cache
-            return x + _mix(layer, y, real, c), cache
+            # The router may have an adapter, whose arrays are cast too.
+            router = jax.tree.map(lambda w: w.astype(full), layer.router)
+            # (batch, seq, experts)
+            scores = jax.nn.sigmoid(product("bsd,de->bse", y.astype(full), router))
+            weights = route(scores, layer.correction.astype(full), c)
+            weights = jnp.where(real[..., None], weights, 0)  # padding is routed to no expert
+            weights = jnp.swapaxes(weights, 1, 2)  # (batch, experts, seq)
+            routed = dispatch(ft.partial(gated_experts, layer), y, weights, c.chosen)
+            gate = product("bsd,dh->bsh", y, layer.shared_gate)  # (batch, seq, shared_hidden)
+            up = activate_gated("silu", gate, product("bsd,dh->bsh", y, layer.shared_up))
+            return x + (routed + product("bsh,hd->bsd", up, layer.shared_down)), cache
 
         first, stacks = 0, [self.layers]
         if self.dense is not None:
@@ -187,21 +198,6 @@ class SharedExpertsDecoder(TableHead, Decoder):
             x, cache = scan_layers(run, x, stack, cache=cache, key=own, **c.loop_options)
             first = c.dense_layers  # the cache numbers the layers of both stacks
         return rms_norm(x, self.norm, c.norm_eps), cache, None
-
-
-def _mix(layer, x, real, c):
-    """The sum of the shared and of the routed experts."""
-    full = wide(x.dtype)
-    # The router may have an adapter, whose arrays are cast too.
-    router = jax.tree.map(lambda w: w.astype(full), layer.router)
-    scores = jax.nn.sigmoid(product("bsd,de->bse", x.astype(full), router))  # (batch, seq, experts)
-    weights = route(scores, layer.correction.astype(full), c)
-    weights = jnp.where(real[..., None], weights, 0)  # padding is routed to no expert
-    weights = jnp.swapaxes(weights, 1, 2)  # (batch, experts, seq)
-    routed = dispatch(ft.partial(gated_experts, layer), x, weights, c.chosen)
-    gate = product("bsd,dh->bsh", x, layer.shared_gate)  # (batch, seq, shared_hidden)
-    up = product("bsd,dh->bsh", x, layer.shared_up)
-    return routed + product("bsh,hd->bsd", activate_gated("silu", gate, up), layer.shared_down)
 
 
 def route(

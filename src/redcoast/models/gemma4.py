@@ -317,7 +317,14 @@ class Gemma4(RoutedDecoder):
         # The published weights were trained with this scale rounded to the dtype of `x`.
         x = x * jnp.asarray(math.sqrt(c.width), x.dtype)  # (batch, seq, width)
         visible = {"near": see(window=c.window), "far": see()}
-        angles = _angles(positions, c, wide(x.dtype))
+        of_near = rotary_frequencies(c.head_dim, c.local_rope_base)
+        of_far = rotary_frequencies(c.global_head_dim, c.rope_base)
+        # The features beyond the rotated ones keep their places.
+        of_far = np.where(np.arange(len(of_far)) < c.rotated // 2, of_far, 0)
+        angles = {
+            "near": rotary_angles(positions, of_near, wide(x.dtype)),
+            "far": rotary_angles(positions, of_far, wide(x.dtype)),
+        }
 
         def layer_fn(kind, x, carry, layer, inputs, index, key):
             cache, shared, use = carry
@@ -393,14 +400,6 @@ _KINDS = ("near", "far", "near_shared", "far_shared")
 
 def _norm(x, scale, config):
     return wide_rms_norm(x, scale, config.norm_eps)
-
-
-def _angles(positions, c, dtype):
-    near = rotary_frequencies(c.head_dim, c.local_rope_base)
-    far = rotary_frequencies(c.global_head_dim, c.rope_base)
-    far = np.where(np.arange(len(far)) < c.rotated // 2, far, 0)  # the rest is not rotated
-    near, far = rotary_angles(positions, near, dtype), rotary_angles(positions, far, dtype)
-    return {"near": near, "far": far}
 
 
 def _feed_forward(layer, x, real, use, c):

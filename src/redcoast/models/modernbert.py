@@ -266,14 +266,22 @@ class ModernBert(eqx.Module):
         def layer_fn(x, cache, inputs, index, key):
             layer, norm, shift, local = inputs
             attention_key, mlp_key = split_key(key, 2)
+            weights_key, out_key = split_key(attention_key, 2)
             y = layer_norm(x, norm, shift, c.norm_eps) if norm is not None else x
             # The embedding has a norm of its own, so the first layer has none.
             y = jnp.where(index == 0, x, y)
             # Layers with and without a window are scanned together, so each selects its angles.
             turns = jax.tree.map(lambda a, b: jnp.where(local, b, a), angles, near_angles)
-            x = x + _attention(layer, y, turns, views, local, attention_key, c)
+            q = rotate(queries(layer, y), turns)  # (batch, seq, heads, head_dim)
+            k, v = keys_values(layer, y)
+            options = {"rate": c.attention_dropout, "key": weights_key}
+            y = attend_near(q, rotate(k, turns), v, local=local, visible=views, **options)
+            x = x + dropout(outputs(layer, y), c.attention_dropout, out_key)
             y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
-            return x + _mlp(layer, y, mlp_key, c), cache
+            gate = product("bsd,dh->bsh", y, layer.gate, layer.gate_bias)  # (batch, seq, hidden)
+            up = product("bsd,dh->bsh", y, layer.up, layer.up_bias)
+            y = dropout(activate_gated(c.activation, gate, up), c.mlp_dropout, mlp_key)
+            return x + product("bsh,hd->bsd", y, layer.down, layer.down_bias), cache
 
         # With a row for the first layer, which does not use it.
         add_row = lambda norm: jnp.concatenate([jnp.ones_like(norm[:1]), norm])
@@ -308,20 +316,3 @@ class ModernBert(eqx.Module):
         x = product("bsd,de->bse", x, self.pooler.w, self.pooler.b)
         x = ACTIVATIONS[self.config.head_activation](x)
         return layer_norm(x, self.pooler.norm, self.pooler.norm_shift, self.config.norm_eps)
-
-
-def _attention(layer, x, angles, views, local, key, config):
-    weights_key, key = split_key(key, 2)
-    q = queries(layer, x)  # (batch, seq, heads, head_dim)
-    k, v = keys_values(layer, x)
-    q, k = rotate(q, angles), rotate(k, angles)
-    options = {"rate": config.attention_dropout, "key": weights_key}
-    out = attend_near(q, k, v, local=local, visible=views, **options)
-    return dropout(outputs(layer, out), config.attention_dropout, key)
-
-
-def _mlp(layer, x, key, config):
-    gate = product("bsd,dh->bsh", x, layer.gate, layer.gate_bias)  # (batch, seq, hidden)
-    up = product("bsd,dh->bsh", x, layer.up, layer.up_bias)
-    y = dropout(activate_gated(config.activation, gate, up), config.mlp_dropout, key)
-    return product("bsh,hd->bsd", y, layer.down, layer.down_bias)

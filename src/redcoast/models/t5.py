@@ -178,8 +178,15 @@ class T5(EncoderDecoder):
                 if kv is None:
                     kv = keys_values(layer.cross, memory)
                 x = x + _attention(layer.cross, y, kv, seen, None, keys[1], c)
+            hidden_key, out_key = split_key(keys[2], 2)
             y = rms_norm(x, layer.mlp_norm, c.norm_eps)
-            return x + _mlp(layer, y, keys[2], c), cache
+            up = product("bsd,dh->bsh", y, layer.up)  # (batch, seq, hidden)
+            if layer.gate is None:
+                y = ACTIVATIONS[c.activation](up)
+            else:
+                y = activate_gated(c.activation, product("bsd,dh->bsh", y, layer.gate), up)
+            y = product("bsh,hd->bsd", dropout(y, c.dropout, hidden_key), layer.down)
+            return x + dropout(y, c.dropout, out_key), cache
 
         layers = (stack.layers, stored)
         x, cache = scan_layers(layer_fn, x, layers, cache=cache, key=key, **c.loop_options)
@@ -192,14 +199,3 @@ def _attention(layer, x, kv, visible, bias, key, config):
     # Cross-attention has no bias: positions of two sequences have no distance.
     out = attend(q, *kv, visible=visible, bias=bias, scale=1.0, rate=rate, key=weights_key)
     return dropout(outputs(layer, out), rate, key)
-
-
-def _mlp(layer, x, key, config):
-    hidden_key, key = split_key(key, 2)
-    up = product("bsd,dh->bsh", x, layer.up)  # (batch, seq, hidden)
-    if layer.gate is None:
-        hidden = ACTIVATIONS[config.activation](up)
-    else:
-        hidden = activate_gated(config.activation, product("bsd,dh->bsh", x, layer.gate), up)
-    hidden = dropout(hidden, config.dropout, hidden_key)
-    return dropout(product("bsh,hd->bsd", hidden, layer.down), config.dropout, key)

@@ -40,35 +40,27 @@ def read_scaled(
     `scale` has the dimensions of the weight, counted in blocks.
     """
     table, raw = _FP8_VALUES[weight.dtype], weight.take(box).view(np.uint8)
-    grid, block_of_row, block_of_column = _scales(scale, block, box)
-    for rows in _ranges(raw.shape[-2], raw.size // raw.shape[-2]):
-        values = table[raw[..., rows, :]]  # (..., rows, columns)
-        of_rows = grid.take(block_of_row[rows], axis=-2)  # (..., rows, blocks of columns)
-        with np.errstate(**_QUIET):
-            values *= of_rows.take(block_of_column, axis=-1)
-        _bits(out)[..., rows, :] = _bits(values.astype(out.dtype))
-
-
-def _scales(
-    scale: Stored, block: tuple[int, int], box: Box
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the scales of the blocks in a part of a weight, and the block of each of its rows and
-    of its columns."""
+    # The scales of the blocks in the part, and the block of each of its rows and columns.
     blocks, indices = [], []
     for part, size in zip(box[-2:], block, strict=True):
         first = part.start // size
-        last = (part.stop - 1) // size
-        blocks.append(slice(first, last + 1))
+        blocks.append(slice(first, (part.stop - 1) // size + 1))
         indices.append(np.arange(part.start, part.stop) // size - first)
     # A dimension of size 1 has one scale for all of the weight.
     outer = list(box[:-2])
     for dim in range(len(outer)):
         if scale.shape[dim] == 1:
             outer[dim] = slice(0, 1)
-    values = scale.take((*outer, *blocks))
+    grid = scale.take((*outer, *blocks))
     if scale.dtype in EXPONENTS:
-        values = _POWERS[values.view(np.uint8)]
-    return values.astype(np.float32), *indices
+        grid = _POWERS[grid.view(np.uint8)]
+    grid, (block_of_row, block_of_column) = grid.astype(np.float32), indices
+    for rows in _ranges(raw.shape[-2], raw.size // raw.shape[-2]):
+        values = table[raw[..., rows, :]]  # (..., rows, columns)
+        of_rows = grid.take(block_of_row[rows], axis=-2)  # (..., rows, blocks of columns)
+        with np.errstate(**_QUIET):
+            values *= of_rows.take(block_of_column, axis=-1)
+        _bits(out)[..., rows, :] = _bits(values.astype(out.dtype))
 
 
 def read_mxfp4(blocks: Stored, scales: Stored, box: Box, out: np.ndarray) -> None:

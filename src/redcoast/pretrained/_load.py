@@ -44,7 +44,14 @@ def load(
 ) -> Any:
     """Loads the model at a path; see `load_pretrained`."""
     if dtype is not None:
-        dtype = _floating(dtype)
+        # Any text, or a type of another library, raises a TypeError.
+        with contextlib.suppress(TypeError):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        if not (isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, np.floating)):
+            raise ValueError(
+                f"`dtype` must be a floating type of JAX or NumPy or its name, such as 'bfloat16', "
+                f"but is {dtype}. By default, it is the dtype of the files."
+            )
     if quantise not in (None, "nf4", "int8"):
         raise ValueError(f"`quantise` must be 'nf4', 'int8' or None, but is {quantise!r}.")
     source = open_source(path)
@@ -117,18 +124,6 @@ def load(
     if targets:
         filled |= fill(targets)
     return join([filled[name] for name in arrays], static)
-
-
-def _floating(dtype: Any) -> np.dtype:
-    # Any text, or a type of another library, raises a TypeError.
-    with contextlib.suppress(TypeError):
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    if not (isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, np.floating)):
-        raise ValueError(
-            f"`dtype` must be a floating type of JAX or NumPy or its name, such as 'bfloat16', but "
-            f"is {dtype}. By default, it is the dtype of the files."
-        )
-    return dtype
 
 
 def _piece_elements(stored: Mapping[str, Stored], dtype: np.dtype, most: int) -> int:

@@ -1,7 +1,7 @@
 """Reads arrays to accelerators in pieces, so that the host never stores a large array."""
 
 import functools as ft
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 
 import jax
@@ -49,9 +49,13 @@ def fill_device(
         if step.path in small:
             arrays[step.path] = target.assemble(dict(zip(devices, pieces, strict=True)))
             continue
+        # The pieces of all devices as one array, concatenated along the first dimension.
+        rows, *rest = pieces[0].shape
+        shape, sharding = (mesh.size * rows, *rest), NamedSharding(mesh, P("device"))
+        joined = jax.make_array_from_single_device_arrays(shape, sharding, pieces)
         # An argument of the program, as the piece is: one compilation serves all pieces of a shape.
         start = np.array([part.start for part in step.part], np.int32)
-        buffer = _write(buffers[step.path], _join(pieces, mesh), start, place=place, mesh=mesh)
+        buffer = _write(buffers[step.path], joined, start, place=place, mesh=mesh)
         # Waits, so that pieces do not accumulate on their way to the devices.
         buffers[step.path] = buffer.block_until_ready()
         if step.last:
@@ -89,13 +93,6 @@ def _zeros(targets: Mapping[str, ArrayToRead], mesh: Mesh) -> dict[str, jax.Arra
     shapes = {path: jax.ShapeDtypeStruct(shape(t), t.dtype) for path, t in targets.items()}
     create = ft.partial(jax.tree.map, jnp.zeros_like, shapes)
     return jax.jit(create, out_shardings=NamedSharding(mesh, P("device")))()
-
-
-def _join(pieces: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
-    """Returns the pieces of all devices as one array, concatenated along the first dimension."""
-    rows, *rest = pieces[0].shape
-    sharding = NamedSharding(mesh, P("device"))
-    return jax.make_array_from_single_device_arrays((mesh.size * rows, *rest), sharding, pieces)
 
 
 # The buffer is donated, so it is changed in place.

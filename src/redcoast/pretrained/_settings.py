@@ -78,40 +78,33 @@ def read_settings(
         values[name] = value
         if isinstance(value, str):
             values[name] = _SAME.get(value, value)
-    if problems := _problems(values, defaults, only, {*ignored.split(), *_HARMLESS}):
+    problems = []
+    for name, implemented in only.items():
+        value = values.get(name)
+        if name in values and value not in implemented and not is_off(value, implemented):
+            listed = " or ".join(map(repr, implemented))
+            problems.append(f"`{name}` is {value!r}, but only {listed} is implemented")
+    known = {*defaults, *only, *ignored.split(), *_HARMLESS}
+    for name, value in values.items():
+        if name not in known and not is_neutral(name, value):
+            problems.append(
+                f"`{name}`, which is {value!r}, is unknown and might change the results (remove it "
+                "from the file if it does not)"
+            )
+    for name in defaults:
+        value = values.get(name)
+        if isinstance(value, float) and not math.isfinite(value):
+            problems.append(f"`{name}` is {value}, and must be a finite number")
+    for name, default in defaults.items():
+        if default is REQUIRED and name not in values:
+            problems.append(f"`{name}` is missing")
+    if problems:
         raise ValueError(
             f"The settings of this {settings.get('model_type', 'model')} are not supported: "
             f"{'; '.join(problems)}."
         )
     c = {name: _value(values, name, default) for name, default in defaults.items()}
     return c, read_fields(c, fields)
-
-
-def _problems(
-    settings: Settings, defaults: Mapping[str, object], only: Implemented, ignored: set[str]
-) -> list[str]:
-    """Returns what is wrong with each setting that cannot be read."""
-    problems = []
-    for name, values in only.items():
-        value = settings.get(name)
-        if name in settings and value not in values and not is_off(value, values):
-            listed = " or ".join(map(repr, values))
-            problems.append(f"`{name}` is {value!r}, but only {listed} is implemented")
-    for name, value in settings.items():
-        known = name in defaults or name in only or name in ignored
-        if not known and not is_neutral(name, value):
-            problems.append(
-                f"`{name}`, which is {value!r}, is unknown and might change the results (remove it "
-                "from the file if it does not)"
-            )
-    for name in defaults:
-        value = settings.get(name)
-        if isinstance(value, float) and not math.isfinite(value):
-            problems.append(f"`{name}` is {value}, and must be a finite number")
-    for name, default in defaults.items():
-        if default is REQUIRED and name not in settings:
-            problems.append(f"`{name}` is missing")
-    return problems
 
 
 def _value(settings: Settings, name: str, default: object) -> Any:

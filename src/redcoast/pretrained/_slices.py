@@ -81,10 +81,25 @@ def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
     sizes = tensor_sizes(tensor, sizes)
     slices, split, cut = [], [len(names)], [(0, len(names))]
     for group in tensor.left:
-        part, extents, cuts = _covering_slice(group, spans, sizes)
-        slices.append(part)
+        # A slice cuts only one factor. Factors that vary faster are complete in it; those that vary
+        # slower have a single index.
+        at = 0
+        while at < len(group) - 1 and spans[group[at]][1] - spans[group[at]][0] <= 1:
+            at += 1
+        faster, (low, high) = group[at + 1 :], spans[group[at]]
+        inner = product_of(faster, sizes)
+        start = 0
+        for factor in group[: at + 1]:
+            # The index in row-major order, of the factors until now.
+            start = start * sizes[factor] + spans[factor][0]
+        slices.append(slice(start * inner, (start + high - low) * inner))
+        # The extents of the factors in that slice, and the span of each in it.
+        extents = [*[1] * at, high - low]
         split += extents
-        cut += cuts
+        cut += [(0, extent) for extent in extents]
+        for factor in faster:
+            split.append(sizes[factor])
+            cut.append(spans[factor])
     factors, moved = _factors(tensor)
     # Factors of one index, which the array does not have, come first and are merged away.
     order = [1 + i for i, factor in enumerate(factors) if factor not in moved]
@@ -98,32 +113,6 @@ def _factors(tensor: Tensor) -> tuple[list[str], list[str]]:
     """The factors of the tensors, and those of the array, without the placeholder 1."""
     moved = [factor for factor in it.chain(*tensor.right) if factor != "1"]
     return [*it.chain(*tensor.left)], moved
-
-
-def _covering_slice(
-    group: tuple[str, ...], spans: dict[str, Span], sizes: dict[str, int]
-) -> tuple[slice, list[int], list[Span]]:
-    """For spans of the factors of one dimension of a tensor, returns a slice that covers them, the
-    extents of the factors in that slice, and the span of each factor in it."""
-    # A slice cuts only one factor. Factors that vary faster are complete in it; those that vary
-    # slower have a single index.
-    cut = 0
-    while cut < len(group) - 1 and spans[group[cut]][1] - spans[group[cut]][0] <= 1:
-        cut += 1
-    faster = group[cut + 1 :]
-    low, high = spans[group[cut]]
-    inner = product_of(faster, sizes)
-    start = 0
-    for factor in group[: cut + 1]:
-        # The index in row-major order, of the factors until now.
-        start = start * sizes[factor] + spans[factor][0]
-    start *= inner
-    extents = [*[1] * cut, high - low]
-    inside = [(0, extent) for extent in extents]
-    for factor in faster:
-        extents.append(sizes[factor])
-        inside.append(spans[factor])
-    return slice(start, start + (high - low) * inner), extents, inside
 
 
 def reading_order(tensor: Tensor) -> tuple[int, ...]:

@@ -387,7 +387,10 @@ def _token_losses(
             f"{shape[:1]}, or for each token, {shape}."
         )
     # DAPO clips less above, so that unlikely tokens can become likely.
-    below, above = clip if isinstance(clip, tuple) else (clip, clip)
+    if isinstance(clip, tuple):
+        below, above = clip
+    else:
+        below, above = clip, clip
     if not (0 < below <= 1 and above > 0):
         raise ValueError(
             f"`clip` is {clip}, but must be positive, and at most 1 below: the ratio of two "

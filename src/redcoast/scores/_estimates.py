@@ -6,7 +6,7 @@ from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Shaped
 
 from ..core._errors import check_integer, check_number
 from ..core._frames import hide_frames
@@ -61,14 +61,36 @@ def pass_at_k(right: Right, k: int, *, level: float = 0.95) -> Estimate:
         ```
     """
     check_integer("k", k)
-    answers = _check_right(right)
+    try:
+        answers = np.asarray(right)
+    except ValueError as error:
+        raise ValueError(
+            "`right` must have the same number of answers to each problem, of shape (problems, "
+            "samples)."
+        ) from error
+    if answers.ndim != 2 or not answers.size:
+        raise ValueError(
+            "`right` must have the shape (problems, samples), with at least one of each, but has "
+            f"{answers.shape}."
+        )
+    if not np.isin(answers, (0, 1)).all():
+        raise ValueError(
+            "`right` must have booleans, or 0 and 1, but has other values. Of rewards, pass "
+            "`rewards >= 1`."
+        )
     problems, samples = answers.shape
     if k > samples:
         raise ValueError(
             f"`k` is {k}, but `right` has {samples} answers to each problem. pass@k needs at least "
             "k answers."
         )
-    return _interval(float(np.mean(_each_pass_at_k(answers, k))), problems, level)
+    # The probability of a right one among k different answers. Python's integers are exact, however
+    # many choices of k answers there are.
+    choices = math.comb(samples, k)
+    each = []  # for each problem
+    for wrong in np.sum(answers == 0, axis=1).tolist():
+        each.append((choices - math.comb(wrong, k)) / choices)
+    return _interval(float(np.mean(each)), problems, level)
 
 
 @hide_frames
@@ -106,17 +128,6 @@ def win_rate(wins: int, losses: int, ties: int = 0, *, level: float = 0.95) -> E
     return _interval((wins + ties / 2) / games, games, level)
 
 
-def _each_pass_at_k(right: Bool[np.ndarray, "problems samples"], k: int) -> Float[np.ndarray, "*"]:
-    """Of each problem: the probability that k of its answers, all different, have a right one."""
-    samples = right.shape[1]
-    # Python's integers are exact, however many choices of k answers there are.
-    choices = math.comb(samples, k)
-    estimates = []
-    for wrong in np.sum(~right, axis=1).tolist():
-        estimates.append((choices - math.comb(wrong, k)) / choices)
-    return np.array(estimates)  # (problems,)
-
-
 def _interval(mean: float, count: int, level: float) -> Estimate:
     """Wilson's interval for the mean of `count` numbers between 0 and 1. Their variance is largest
     if all are 0 or 1, and it assumes this one."""
@@ -128,28 +139,10 @@ def _interval(mean: float, count: int, level: float) -> Estimate:
     shrink = 1 + z**2 / count
     centre = (mean + z**2 / (2 * count)) / shrink
     half = z / shrink * (mean * (1 - mean) / count + z**2 / (4 * count**2)) ** 0.5
+    low, high = max(centre - half, 0.0), min(centre + half, 1.0)
     # Rounding would end the interval of 0 a little above it, and that of 1 below.
-    low = 0.0 if mean == 0 else max(centre - half, 0.0)
-    high = 1.0 if mean == 1 else min(centre + half, 1.0)
+    if mean == 0:
+        low = 0.0
+    if mean == 1:
+        high = 1.0
     return Estimate(mean, low, high)
-
-
-def _check_right(right: Right) -> Bool[np.ndarray, "problems samples"]:
-    try:
-        answers = np.asarray(right)
-    except ValueError as error:
-        raise ValueError(
-            "`right` must have the same number of answers to each problem, of shape (problems, "
-            "samples)."
-        ) from error
-    if answers.ndim != 2 or not answers.size:
-        raise ValueError(
-            "`right` must have the shape (problems, samples), with at least one of each, but has "
-            f"{answers.shape}."
-        )
-    if not np.isin(answers, (0, 1)).all():
-        raise ValueError(
-            "`right` must have booleans, or 0 and 1, but has other values. Of rewards, pass "
-            "`rewards >= 1`."
-        )
-    return answers.astype(bool)

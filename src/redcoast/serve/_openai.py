@@ -78,10 +78,10 @@ def read_request(
     seed = integer(request, "seed", -(2**63), 2**63 - 1)
     stops = read_stops(request.get("stop"))
     count = integer(request, "n", 1, limits.rows) or 1
-    param = "prompt"
     if chat:
-        param = "messages"
-    texts = read_messages(request, limits, render) if chat else read_prompts(request, limits)
+        param, texts = "messages", read_messages(request, limits, render)
+    else:
+        param, texts = "prompt", read_prompts(request, limits)
     if len(texts) * count > limits.rows:
         text = f"{len(texts)} prompts with n={count} are more than {limits.rows} at once."
         raise Refused(400, text, "n" if chat else param)

@@ -9,7 +9,8 @@ import jax
 import pytest
 from processes import run_processes, start_processes
 
-from redcoast.distributed._heartbeat import _may_be_of_a_collective
+from redcoast.distributed._coordinator import LINGER
+from redcoast.distributed._heartbeat import DEAD, GRACE, _may_be_of_a_collective
 
 JOINED = """
 import sys, time
@@ -74,6 +75,11 @@ def test_an_error_may_come_from_another_process(error):
 )
 def test_an_error_of_this_process_is_reported_at_once(error):
     assert not _may_be_of_a_collective(error)
+
+
+def test_the_coordinator_is_there_until_all_have_noticed_that_process_0_has_died():
+    """And have ended, also on a machine that is busy for as long."""
+    assert LINGER >= 2 * (DEAD + GRACE)
 
 
 @pytest.mark.integration

@@ -391,6 +391,7 @@ ROWS = {
         (lambda d: fit(mesh="cpu"), TypeError, "`mesh`"),
         (lambda d: fit(mesh=other_mesh()), ValueError, "axes|axis"),
         (lambda d: fit(key=0), TypeError, "`key`"),
+        (lambda d: fit(key=jnp.zeros(4, jnp.uint32)), ValueError, "`key` has 4 numbers.*have 2"),
         (lambda d: fit(model_or_state=state(), key=KEY), ValueError, "leave `key` out"),
         (lambda d: fit(model_or_state={"w": 3}), ValueError, "no trainable leaves"),
         (lambda d: fit(collate_fn=lambda e: e), TypeError, "`collate_fn` returned"),

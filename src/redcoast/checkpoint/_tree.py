@@ -332,6 +332,7 @@ def load_arrays(
     if shardings is not None:
         sharding_of = flatten_arrays(shardings, Sharding)
     expected = {_full(prefix, names): x for names, x in arrays.items()}
+    _check_keys(path, expected, document["prng_keys"], "this run" if resuming else "`like`")
     _check_match(path, expected, saved, resuming=resuming)
     if others := sharding_of.keys() - arrays.keys():
         where = several(["/".join(names) or "its root" for names in sorted(others)], 5)
@@ -528,6 +529,23 @@ def _placed(x: ArrayLike, sharding: Sharding | None) -> Place:
     if sharding is None and not isinstance(x, (np.ndarray, np.generic)):
         sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
     return _stored(x), sharding
+
+
+def _check_keys(
+    path: Path, wanted: Mapping[Names, ArrayLike], saved: Mapping[str, str], other: str
+) -> None:
+    """Raises `CheckpointMismatch` if a key was saved with another implementation."""
+    for names, x in wanted.items():
+        impl = saved.get("/".join(names))
+        if impl is None or not _is_key(x):
+            continue
+        dtype = jax.eval_shape(ft.partial(jax.random.key, impl=impl), 0).dtype
+        if dtype != x.dtype:
+            raise CheckpointMismatch(
+                f"{path} has a key of the implementation {impl!r}, {dtype}, at {'/'.join(names)}, "
+                f"and {other} has {x.dtype}. Their random numbers differ: pass a key such as "
+                f"`jax.random.key(0, impl={impl!r})`."
+            )
 
 
 def _check_match(

@@ -78,6 +78,13 @@ def check_key(key: Any) -> None:
             f"`key` is an array of keys, of shape {jnp.shape(key)}, such as `jax.random.split` "
             "returns. Pass one of them."
         )
+    expected = jax.eval_shape(jax.random.PRNGKey, 0).shape
+    if not typed and jnp.shape(key) != expected:
+        raise ValueError(
+            f"`key` has {jnp.size(key)} numbers and no type, and keys without a type have "
+            f"{expected[0]}, as of JAX's default implementation. Pass a key with a type, such as "
+            '`jax.random.key(0, impl="rbg")`.'
+        )
 
 
 def check_mesh(mesh: object) -> None:

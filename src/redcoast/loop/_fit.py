@@ -49,6 +49,7 @@ from ._setup import (
     refuse_traced,
     refuse_unresumable,
     restore_or_create,
+    warn_of_key,
     warn_of_restored,
 )
 from ._stop import ASKED, GO_ON, end_after_signal, refuse_after_signal, stop_request
@@ -215,7 +216,7 @@ def fit(
         contextlib.ExitStack() as stack,
     ):
         # The shapes of the state, the data, and the plan.
-        abstract, key, create = starting_state(
+        abstract, run_key, create = starting_state(
             model_or_state, training, key, average=average, caller="fit"
         )
         data = batches(
@@ -224,7 +225,7 @@ def fit(
             batch_size=batch_size,
             epochs=epochs,
             steps=steps,
-            key=key,
+            key=run_key,
             mesh=with_auto_axes(given_mesh),
             workers=threads.workers,
             ahead=threads.ahead,
@@ -244,7 +245,7 @@ def fit(
         settings |= {**length, "average": average}
         step = ft.partial(compiled, accumulate)
         check_agreement(
-            run_plan, training, model_or_state, abstract, step, data, evaluation, key, settings
+            run_plan, training, model_or_state, abstract, step, data, evaluation, run_key, settings
         )
         # From here on, an error says what was saved, and what the plan expected.
         stack.enter_context(noted_checkpoint(checkpoints))
@@ -256,6 +257,7 @@ def fit(
         if saved is not None:
             quiet = printer.quiet
             warn_of_restored(model_or_state, abstract, state, data, training, quiet=quiet)
+            warn_of_key(key, state)
             if best is not None:
                 best.restore(saved.get(SAVED))
         is_over = best is not None and best.is_over

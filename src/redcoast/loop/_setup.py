@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._policy import Checkpoints
@@ -235,6 +236,19 @@ def warn_of_restored(
             "and pass the state to `fit` with another directory.",
             several([f"{name}={before[name]:g}" for name in changed]),
             several([f"{now[name]:g}" for name in changed]),
+        )
+
+
+def warn_of_key(key: PRNGKeyArray | None, restored: TrainState) -> None:
+    """Warns if a run that is resumed has another key than its call."""
+    if key is None:
+        return
+    same = np.array_equal(jax.random.key_data(key), jax.random.key_data(restored.key))
+    if not same and is_main():
+        logger.warning(
+            "The run goes on with the key of its checkpoint, and not with `key`, so the order of "
+            "the examples and the random numbers are those that it began with. Choose another "
+            "directory for a run with another key."
         )
 
 

@@ -252,9 +252,13 @@ def test_calls_that_a_rematerialised_block_need_not_compute_again(linear):
 
 def activations(fn, model, batch, **hardware):
     """Those planned for one device."""
-    mesh = AbstractMesh((1, 1, 1), ("data", "fsdp", "model"))
-    args, hardware = (batch, None), rc.Hardware(**hardware)
-    plan = rc.plan_shardings(model, mesh, fn=fn, args=args, hardware=hardware)
+    return activations_on((1, 1, 1), fn, model, batch, **hardware)
+
+
+def activations_on(sizes, fn, model, batch, **hardware):
+    """Those planned for each device of a mesh."""
+    mesh, args = AbstractMesh(sizes, ("data", "fsdp", "model")), (batch, None)
+    plan = rc.plan_shardings(model, mesh, fn=fn, args=args, hardware=rc.Hardware(**hardware))
     return plan.report.program.memory.activations
 
 
@@ -359,3 +363,48 @@ def test_a_loop_that_gathers_weights_again_computes_activations_again():
     # A further layer keeps its input and what `silu` is applied to.
     rows = 2048 // 8
     assert planned[8] - planned[4] == pytest.approx(4 * 4 * rows * (256 + 1024), rel=0.1)
+
+
+def test_a_tpu_casts_stacks_before_they_are_gathered():
+    """Each device copies its own part in bfloat16, and the gathered layers are half as large."""
+    model, batch = array(64, 256, 256), array(8, 256)
+    on_gpu, on_tpu = (
+        activations_on((1, 8, 1), looped, model, batch, compiler=compiler)
+        for compiler in ("gpu", "tpu")
+    )
+    layer = 256 * 256 * 4
+    copies = model.size * 2 / 8
+    assert on_tpu == pytest.approx(on_gpu - layer / 2 + copies, rel=0.1)
+
+
+def taking_turns(hands_on):
+    """The layers of a group run in each iteration, in regions that hand the group on or not."""
+
+    def run(x, group, place):
+        return jnp.tanh(x @ group[place]), group
+
+    def iterate(x, group):
+        for place in range(4):
+            run_again = jax.checkpoint(run, static_argnums=2)
+            x, passed = run_again(x, group, place)
+            if hands_on:
+                group = passed
+        return x, None
+
+    def loss(model, x, key):
+        x, _ = jax.lax.scan(iterate, x, model)
+        return jnp.sum(x)
+
+    return loss
+
+
+@pytest.mark.parametrize("compiler", ["gpu", "tpu"])
+def test_a_group_of_layers_that_is_handed_on_has_one_gradient(compiler):
+    """The gradients of its layers are those of the program, and not written once more."""
+    model, batch = array(8, 4, 256, 256), array(8, 256)
+    handed_on, read = (
+        activations_on((1, 8, 1), taking_turns(hands_on), model, batch, compiler=compiler)
+        for hands_on in (True, False)
+    )
+    group = 4 * 256 * 256 * 4
+    assert handed_on < read + group / 4

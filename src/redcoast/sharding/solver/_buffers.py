@@ -22,11 +22,13 @@ def bytes_of_parts(parts: Iterable[WrittenBytes]) -> int | float:
 class ModelArray:
     """An array of the model, by its bytes on each device.
 
-    `gathered` are those of the array that it is all-gathered into before it is used, or 0.
-    `gradient` are those of its gradient, and `local` those of the device's own part of the sum that
-    the gradient is, or 0 if it is no sum over devices. `first_use` is an operation that reads it.
+    `stored` are those that it has between steps, and `gathered` those of the array that it is
+    all-gathered into before it is used, or 0. `gradient` are those of its gradient, and `local`
+    those of the device's own part of the sum that the gradient is, or 0 if it is no sum over
+    devices. `first_use` is an operation that reads it.
     """
 
+    stored: int | float = 0.0
     gathered: int | float = 0.0
     gradient: int | float = 0.0
     local: int | float = 0.0
@@ -35,7 +37,10 @@ class ModelArray:
     def part(self, share: float) -> "ModelArray":
         """A slice of the array. Its gradient is written into that of the array."""
         return ModelArray(
-            gathered=share * self.gathered, local=share * self.local, first_use=self.first_use
+            stored=share * self.stored,
+            gathered=share * self.gathered,
+            local=share * self.local,
+            first_use=self.first_use,
         )
 
 
@@ -45,8 +50,10 @@ class Buffer:
 
     `parts` are the operations that write them. An argument has none: its bytes are counted
     elsewhere, and `given` has them. `parameter` is the array of the model that it is or is gathered
-    from, and `reread` whether it can be read from arguments again. `is_gradient` is whether it is a
-    result. `read_narrow` and `read_wide` are whether something reads it in bfloat16 and as it is.
+    from, and `reread` whether it can be read from arguments again. `whole` is the stored array that
+    it is gathered from or a slice of, and `is_layer` whether it is what an iteration of a loop gets
+    of such an array. `is_gradient` is whether it is a result. `read_narrow` and `read_wide` are
+    whether something reads it in bfloat16 and as it is.
     """
 
     parts: tuple[WrittenBytes, ...]
@@ -55,6 +62,8 @@ class Buffer:
     parameter: ModelArray | None = None
     reread: bool = False
     given: int | float = 0.0
+    whole: "Buffer | None" = None
+    is_layer: bool = False
     is_gradient: bool = False
     read_narrow: bool = False
     read_wide: bool = False
@@ -66,7 +75,9 @@ class Buffer:
     @property
     def kept(self) -> tuple[WrittenBytes, ...]:
         """The parts as they are in memory: what is read in bfloat16 alone takes half as much."""
-        if self.read_wide or not self.read_narrow or self.parameter is not None:
+        # An array of the model is only cast before it is gathered if that is done before a loop.
+        may_be_narrow = self.parameter is None or self.is_layer
+        if self.read_wide or not self.read_narrow or not may_be_narrow:
             return self.parts
         return tuple((size / 2, source) for size, source in self.parts)
 
@@ -149,8 +160,11 @@ class Timeline:
         """Reads buffers, as they are or in bfloat16."""
         for buffer in roots:
             buffer.last = self.now
-            buffer.read_narrow |= narrow
-            buffer.read_wide |= not narrow
+            read: Buffer | None = buffer
+            while read is not None:
+                read.read_narrow |= narrow
+                read.read_wide |= not narrow
+                read = read.whole
 
     def fuse(self, roots: Roots, value: Value, source: Source) -> Buffer:
         """Writes a value that is computed from some buffers, which may be written over."""
@@ -204,6 +218,7 @@ class Timeline:
             if root.given and is_gathered:
                 whole = self.write(size, source)
                 whole.parameter, whole.reread = root.parameter, True
+                whole.whole, whole.is_layer = root, root.is_layer
                 return (whole,)
         buffer = self.fuse(roots, value, source)
         # What is computed from arguments alone can be computed again.

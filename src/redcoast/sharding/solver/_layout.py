@@ -128,6 +128,7 @@ class StorageLayout:
                 local *= cast_share(program.graph, value)
             arrays.append(
                 ModelArray(
+                    stored=value.bytes / share,
                     gathered=in_use * (share > split),  # 0 if it is stored as it is used
                     gradient=gradient,
                     local=value.grad * local * (decision.batch.count > 1),  # before it is summed

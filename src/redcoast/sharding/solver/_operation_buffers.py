@@ -148,7 +148,9 @@ class OperationBuffers:
         size = self.time.size_of(step.value(step.equation.outvars[0]))
         if size >= whole.given or whole.parameter is None:
             return (whole,)
-        return argument(size, whole.parameter.part(size / whole.given))
+        (part,) = argument(size, whole.parameter.part(size / whole.given))
+        part.whole, part.is_layer = whole, whole.is_layer
+        return (part,)
 
     def differentiate(self, step: PeakStep, results: Sequence[Cotangent]) -> list[Cotangent]:
         """Runs the derivative of an operation; returns the cotangents of its operands."""

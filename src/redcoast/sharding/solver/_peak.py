@@ -204,7 +204,9 @@ class _Run:
     def _written(self, step: PeakStep, results: Sequence[Cotangent]) -> list[Cotangent]:
         written: list[Cotangent] = []
         for var, roots in zip(step.equation.outvars, results, strict=True):
-            if roots is not None:
+            # The gradient of an array that a region hands on is a result of the program.
+            is_gradient = any(root.parameter is not None for root in step.frame.of(var))
+            if roots is not None and not is_gradient:
                 roots = self.operations.one_buffer(step, var, roots)
             written.append(roots)
         return written
@@ -225,6 +227,8 @@ class _Run:
         consts, carry, xs = scan.split(step.equation.invars)
         operands = [self.operations.in_memory(step, atom) for atom in (*consts, *carry)]
         slices: list[Roots] = []  # of one iteration
+        # XLA for TPU casts stacked matrices that products alone read before a loop.
+        casts = self.time.compiler == "tpu" and scan.unroll < scan.length
         for atom, var in zip(xs, scan.split(scope.jaxpr.invars)[2], strict=True):
             roots, layer = frame.of(atom), None
             if len(roots) == 1 and roots[0].parameter is not None:
@@ -236,16 +240,20 @@ class _Run:
             else:
                 roots = self.operations.in_memory(step, atom)
             operands.append(roots)
-            slices.append(argument(size_of(scope.values[var]), layer))
+            (part,) = argument(size_of(scope.values[var]), layer)
+            part.is_layer = casts
+            slices.append((part,))
         self.time.read(union(operands))
         body = _run_body(PeakFrame(scope, step.source), scan, slices, self.time.empty())
-        if self.time.compiler == "tpu" and scan.unroll < scan.length:
-            # XLA for TPU copies stacked matrices before a loop, in bfloat16. Its derivative reads
-            # the same copies.
+        if casts:
+            # The derivative reads the same copies, in bfloat16.
             copies: list[Buffer] = []
-            for atom, roots in zip(xs, slices, strict=True):
-                if all(root.read_narrow and not root.read_wide for root in roots):
-                    copies.append(self.time.write(size_of(step.value(atom)) / 2, step.source))
+            for atom, (part,) in zip(xs, slices, strict=True):
+                if part.read_narrow and not part.read_wide:
+                    size = size_of(step.value(atom))
+                    if part.parameter is not None and part.parameter.gathered:
+                        size = scan.length * part.parameter.stored
+                    copies.append(self.time.write(size / 2, step.source))
             frame.copies[step.index] = tuple(copies)
         self.time.spike(body.forward)
         saved: list[WrittenBytes] = []

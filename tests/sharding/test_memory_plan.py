@@ -1,5 +1,6 @@
 """What a plan recomputes in the backward pass to stay within `memory`."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -301,6 +302,21 @@ def loops_of(loss, model, batch):
     return [eqn.params for eqn in program.eqns if eqn.primitive.name == "scan"]
 
 
+def test_activations_are_split_along_the_sequence_before_any_is_recomputed():
+    """Sequence parallelism takes less memory on `model`, and no arithmetic."""
+    config = LlamaConfig(vocab=64, width=64, layers=8, heads=4, kv_heads=4, hidden=256)
+    model = eqx.filter_eval_shape(lambda key: Llama(config, key=key), jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+    loss = lambda model, tokens, key: jnp.mean(model(tokens) ** 2)
+    options = {"fn": loss, "args": (tokens, None), "hardware": rc.Hardware(compiler="gpu")}
+    make = partial(rc.plan_shardings, model, rc.make_mesh(data=2, model=4), **options)
+    limit = make(sequence=True).report.program.memory.total
+    assert limit < make().report.program.memory.total
+    plan = make(memory=limit)
+    assert plan.compute.sequence_parallel
+    assert plan.report.program.recomputed is None
+
+
 def test_nothing_changes_where_it_fits():
     model, batch = make_model(), array((ROWS, WIDTH))
     mesh = rc.make_mesh(devices=jax.devices()[:1])
@@ -450,18 +466,18 @@ def test_values_are_kept_as_the_step_is_divided_in_the_end():
     mesh = rc.make_mesh(data=1, fsdp=4, model=2)
     seen = []
 
-    def plan(fn):
+    def plan(fn, sequence):
         overrides = []
         if isinstance(fn, Recomputed):
             overrides = [("up", P(None, "model", "fsdp")), ("down", P(None, "fsdp", "model"))]
             seen.append(fn.compute)
         return plan_flow(
             model, mesh, fn, (batch, None), overrides=overrides, trainable=eqx.is_inexact_array,
-            hardware=rc.Hardware(), budget=None, state_bytes=0, updated={}, sequence=False,
+            hardware=rc.Hardware(), budget=None, state_bytes=0, updated={}, sequence=sequence,
         )  # fmt: skip
 
-    memory = plan(in_a_scan)[2].memory
-    task = MemoryTask(in_a_scan, model, (batch, None), mesh, eqx.is_inexact_array, plan)
+    memory = plan(in_a_scan, False)[2].memory
+    task = MemoryTask(in_a_scan, model, (batch, None), mesh, eqx.is_inexact_array, plan, True)
     limit = memory.total - 0.3 * memory.activations
     _, compute, report = plan_within(task, limit, must_fit=True)
     assert seen[0].dims == (1, 2)

@@ -25,7 +25,9 @@ _TRIES, _USED = 4, 0.97
 class MemoryTask:
     """What is planned: `plan` plans the shardings for a function like `fn`.
 
-    With `offloads`, there is an optimizer's state, and devices with memory other than the host's.
+    The second argument of `plan` is whether activations between tensor-parallel parts are sharded
+    along the sequence, as `sequence` says. With `offloads`, there is an optimizer's state, and
+    devices with memory other than the host's.
     """
 
     fn: Callable[..., PyTree]
@@ -33,18 +35,20 @@ class MemoryTask:
     args: Sequence[PyTree]
     mesh: Mesh | AbstractMesh
     trainable: PyTree
-    plan: Callable[[Callable[..., PyTree]], PlannedProgram]
+    plan: Callable[[Callable[..., PyTree], bool], PlannedProgram]
+    sequence: bool = False
     offloads: bool = False
 
 
 def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> PlannedProgram:
     """The plan with which a step takes at most `memory` bytes of each device.
 
-    It recomputes the least in the backward pass. If that does not suffice, the optimizer's state is
-    kept in the memory of the host. If nothing suffices, it raises `ValueError` if it `must_fit`,
-    and otherwise recomputes what saves the most memory.
+    It shards activations along the sequence where that takes less memory, and recomputes the least
+    in the backward pass. If that does not suffice, the optimizer's state is kept in the memory of
+    the host. If nothing suffices, it raises `ValueError` if it `must_fit`, and otherwise recomputes
+    what saves the most memory.
     """
-    planned = task.plan(task.fn)
+    planned = task.plan(task.fn, task.sequence)
     compute, report = planned.compute, planned.report
     if report.memory.total <= memory:
         return planned
@@ -56,6 +60,14 @@ def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Pla
                 "stages already recompute their layers. Use more microbatches or a larger `pipe`."
             )
         return planned
+    if task.mesh.shape.get("model", 1) > 1 and not task.sequence:
+        # Sequence parallelism needs less memory for no arithmetic.
+        along_sequence = task.plan(task.fn, True)
+        if along_sequence.report.memory.total < report.memory.total:
+            planned, task = along_sequence, replace(task, sequence=True)
+            compute, report = planned.compute, planned.report
+            if report.memory.total <= memory:
+                return planned
     # The cheapest plan of the program that recomputes may have other shardings, with which it keeps
     # more. Then what is recomputed is decided again, for these.
     result = planned
@@ -170,17 +182,19 @@ class _Search:
         limit = room / self.scale
         for _ in range(_TRIES):
             attempt = self._attempt(limit)
-            used, share = attempt.activations, room / max(1, attempt.activations)
+            used = attempt.activations
             if used <= room:
                 if best is None or attempt.candidate.seconds <= best.candidate.seconds:
                     best = attempt
                 if used > _USED * room or not attempt.candidate.seconds:
                     break
                 enough = limit
-                limit = min(limit * share, (enough + too_much) / 2)
             else:
-                too_much = limit
-                limit = max(limit * share, (enough + too_much) / 2)
+                too_much = attempt.candidate.bytes
+            # What is not kept, such as a layer's weights, needs about as much in the next plan.
+            limit = attempt.candidate.bytes + room - used
+            if not enough < limit < too_much:
+                limit = (enough + min(too_much, room)) / 2
         if best is not None:
             return best
         self._attempt(0)
@@ -196,7 +210,7 @@ class _Search:
         task, before = self.task, self.before.report
         again = Recomputed(task.fn, task.mesh, replace(self.before.compute, recompute=recompute))
         with of_another_function():
-            arrays, compute, after = task.plan(again)
+            arrays, compute, after = task.plan(again, task.sequence)
         figures = Recomputation(
             saved=before.memory.activations - after.memory.activations,
             flops=candidate.flops,

@@ -451,7 +451,7 @@ def plan_shardings(
         if leaf.path in parameters:
             updated[places[parameters[leaf.path].path]] += leaf.bytes
     # A plan within memory is made several times: of the function, and with values recomputed.
-    plan = lambda planned: plan_flow(
+    plan = lambda planned, sequence: plan_flow(
         model,
         auto_mesh,
         planned,
@@ -470,12 +470,12 @@ def plan_shardings(
     # rules, which are traced where memory is estimated, refer to those of this mesh.
     with auto_ambient_mesh(), collection_paused(), traced_over(auto_mesh):
         if limit is None:
-            plans, compute, report = plan(fn)
+            plans, compute, report = plan(fn, sequence)
         else:
             # Counts of steps are scalars, which are not worth a transfer.
             has_state = any(leaf.shape for leaf in _arrays_of_state(tree, "opt_state"))
             offloads = has_own_memory(mesh) and has_state
-            task = MemoryTask(fn, model, args, auto_mesh, trainable, plan, offloads)
+            task = MemoryTask(fn, model, args, auto_mesh, trainable, plan, sequence, offloads)
             # What devices report is a guess at what they have left, and no demand of the user's.
             plans, compute, report = plan_within(task, limit, must_fit=memory != "auto")
     return make_plan(tree, mesh, plan_leaves(tree, plans, dict(mesh.shape)), compute, report)

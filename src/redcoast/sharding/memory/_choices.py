@@ -10,6 +10,7 @@ from ._min_cut import choose_kept
 _HALVINGS = 4  # of the interval between what costs least time and what keeps fewest bytes
 _DEAREST = 4  # steps of a block that are excepted from recomputation one by one
 _EXCEPTIONS = 32  # exceptions that are tried in a block
+_WORTH_TRYING = 0.01  # the part of a block's time that a step takes at least to be excepted
 _LARGE = 400  # steps of a block in which no exceptions are tried
 _CHEAP, _DEAR = 1e-3, 1e3  # the first and the last price, by the mean one
 _MOST_CHOICES = 48
@@ -137,13 +138,17 @@ class _Cutter:
     def with_exceptions(self, cuts: Sequence[_Cut]) -> list[_Cut]:
         """Choices between those of all prices: some steps are not computed again."""
         steps = self.block.steps
+        least = _WORTH_TRYING * sum(step.seconds for step in steps)
         waiting = list(cuts)
         known = {cut.again for cut in cuts}
         results: list[_Cut] = []
         tried = 0
         while waiting and tried < _EXCEPTIONS:
             cut = waiting.pop(0)
-            places = [place for place in cut.again if not steps[place].hides]
+            places: list[int] = []
+            for place in cut.again:
+                if steps[place].seconds > least and not steps[place].hides:
+                    places.append(place)
             places.sort(key=lambda place: (-steps[place].seconds, place))
             for place in places[:_DEAREST]:
                 tried += 1

@@ -20,7 +20,7 @@ from redcoast.sharding import _plan
 from redcoast.sharding._from_program import plan_flow
 from redcoast.sharding._memory_plan import MemoryTask, plan_within
 from redcoast.sharding.constrain._recompute import Recomputed
-from redcoast.sharding.memory._decide import footprint
+from redcoast.sharding.memory._recompute_solver import footprint
 from redcoast.sharding.memory._search import least_within
 
 LAYERS, WIDTH, ROWS = 4, 32, 128
@@ -232,10 +232,10 @@ def test_more_memory_costs_less_time():
     model, batch = make_model(), array((ROWS, WIDTH))
     mesh = rc.make_mesh(devices=jax.devices()[:1])
     compute = rc.plan_shardings(model, mesh, fn=in_a_loop, args=(batch, None)).compute
-    _, _, decider = Recomputed(in_a_loop, mesh, compute).read(model, (batch, None), (True,) * 8)
-    everything, _ = footprint(decider.flat, decider.keep_all())
+    _, _, solver = Recomputed(in_a_loop, mesh, compute).read(model, (batch, None), (True,) * 8)
+    everything, _ = footprint(solver.flat, solver.keep_all())
     limits = np.linspace(0.31, 0.7, 14) * everything
-    candidates = [least_within(decider, limit) for limit in limits]
+    candidates = [least_within(solver, limit) for limit in limits]
     assert all(one.bytes <= limit for one, limit in zip(candidates, limits, strict=True))
     seconds = [one.seconds for one in candidates]
     assert seconds == sorted(seconds, reverse=True)
@@ -461,7 +461,7 @@ def test_a_model_of_one_array_has_no_state_to_keep_on_the_host(monkeypatch):
 
 @pytest.mark.thorough
 def test_values_are_kept_as_the_step_is_divided_in_the_end():
-    """Where what recomputes is divided in another way, it is decided once more what it keeps."""
+    """Where what recomputes is divided in another way, it is chosen once more what it keeps."""
     model, batch = stacked(make_model()), array((ROWS, WIDTH))
     mesh = rc.make_mesh(data=1, fsdp=4, model=2)
     seen = []
@@ -483,9 +483,9 @@ def test_values_are_kept_as_the_step_is_divided_in_the_end():
     assert seen[0].dims == (1, 2)
     assert seen[-1].dims == compute.dims == (2, 1)
     assert report.memory.total <= limit
-    _, _, decider = Recomputed(in_a_scan, mesh, compute).read(model, (batch, None), (True, True))
+    _, _, solver = Recomputed(in_a_scan, mesh, compute).read(model, (batch, None), (True, True))
     recompute: Any = compute.recompute
-    most, _ = footprint(decider.flat, decider.decide(recompute))
+    most, _ = footprint(solver.flat, solver.solve(recompute))
     assert most <= 1.01 * report.memory.activations
 
 

@@ -10,7 +10,7 @@ from ..core._trainable import trainable_arrays
 from ..distributed._mesh import PIPE
 from ._from_program import PlannedProgram
 from .constrain._recompute import Recomputed
-from .memory._decide import Decider
+from .memory._recompute_solver import RecomputeSolver
 from .memory._search import RecomputeCandidate, bytes_kept, least_within
 from .program._shared_programs import of_another_function
 from .report._data import Recomputation
@@ -69,7 +69,7 @@ def plan_within(task: MemoryTask, memory: int | float, *, must_fit: bool) -> Pla
             if report.memory.total <= memory:
                 return planned
     # The cheapest plan of the program that recomputes may have other shardings, with which it keeps
-    # more. Then what is recomputed is decided again, for these.
+    # more. Then what is recomputed is chosen again, for these.
     result = planned
     for _ in range(_TRIES):
         # All but the activations, with the optimizer's state on the device.
@@ -98,7 +98,7 @@ def _recompute_within(
     *,
     must_fit: bool,
 ) -> PlannedProgram:
-    """The plan of a function that recomputes what is decided for the shardings of `compute`.
+    """The plan of a function that recomputes what is chosen for the shardings of `compute`.
 
     `planned` is the plan of a function that recomputes nothing. Of the `memory`, `fixed` bytes are
     not activations.
@@ -109,8 +109,8 @@ def _recompute_within(
     read = lambda compute: Recomputed(task.fn, task.mesh, compute).read(
         task.model, task.args, trained
     )
-    traced, _, decider = read(compute)
-    first = decider
+    traced, _, solver = read(compute)
+    first = solver
     if compute is not planned.compute:
         _, _, first = read(planned.compute)
     if not traced.trains:
@@ -124,7 +124,7 @@ def _recompute_within(
     now = bytes_kept(first)
     # The planner's peak of the program as it is, by the sum of what is kept.
     scale = max(1.0, activations / max(1.0, now))
-    search = _Search(decider, scale, task, planned._replace(compute=compute), trained)
+    search = _Search(solver, scale, task, planned._replace(compute=compute), trained)
     best = search.within(room)
     # The optimizer's state is only needed when the activations are not.
     is_offloaded = task.offloads and best.activations > room >= 0
@@ -165,7 +165,7 @@ class _Attempt:
 class _Search:
     """The plans of a function that recomputes. `before` is that of the function as it is."""
 
-    decider: Decider
+    solver: RecomputeSolver
     scale: float  # what the planner estimates, relative to the bytes that are kept
     task: MemoryTask
     before: PlannedProgram
@@ -202,7 +202,7 @@ class _Search:
 
     def _attempt(self, limit: int | float) -> _Attempt:
         """The plan of a function that recomputes values, with its estimates."""
-        candidate = least_within(self.decider, limit)
+        candidate = least_within(self.solver, limit)
         key = candidate.bytes, candidate.seconds
         if key in self.known:
             return self.known[key]

@@ -8,9 +8,9 @@ from jaxtyping import PyTree
 
 from ...core._frames import hide_frames
 from ...core._pytree import join
-from ..memory._decide import Decider
 from ..memory._flat import flatten
-from ..memory._rebuild import run_decided
+from ..memory._rebuild import run_chosen
+from ..memory._recompute_solver import RecomputeSolver
 from ..memory._summarise import recomputed_lines
 from ..program._graph import Value
 from ..program._program import follow_program
@@ -39,23 +39,23 @@ class Recomputed:
     def __call__(self, tree: PyTree, *args: PyTree) -> PyTree:
         recompute = self.compute.recompute
         assert recompute is not None
-        traced, arrays, decider = self.read(tree, args, recompute.trained)
+        traced, arrays, solver = self.read(tree, args, recompute.trained)
         if not traced.trains:
             return self.fn(tree, *args)
-        results = run_decided(decider.flat, decider.decide(recompute), arrays)
+        results = run_chosen(solver.flat, solver.solve(recompute), arrays)
         return join(results, traced.output)
 
     def describe(self, tree: PyTree, args: Sequence[PyTree]) -> tuple[str, ...]:
         """The lines of the user's code that are computed again, the costliest first."""
         recompute = self.compute.recompute
         assert recompute is not None
-        _, _, decider = self.read(tree, args, recompute.trained)
-        return recomputed_lines(decider.decide(recompute))
+        _, _, solver = self.read(tree, args, recompute.trained)
+        return recomputed_lines(solver.solve(recompute))
 
     def read(
         self, tree: PyTree, args: Sequence[PyTree], trained: Sequence[bool]
-    ) -> tuple[Traced, Arrays, Decider]:
-        """The traced program, the arrays that it is called with, and what decides about it."""
+    ) -> tuple[Traced, Arrays, RecomputeSolver]:
+        """The traced program, the arrays that it is called with, and its solver."""
         traced, arrays = trace_over(self.mesh, self.fn, tree, args)
         # With gradients, since these decide what the backward pass needs.
         program = follow_program(traced, trained)
@@ -66,4 +66,4 @@ class Recomputed:
             spec = shardings.spec(value, shardings.classes_over_model(value))
             return value.bytes / spec_parts(spec, self.mesh.shape)
 
-        return traced, arrays, Decider(flatten(program.scope, size_of))
+        return traced, arrays, RecomputeSolver(flatten(program.scope, size_of))

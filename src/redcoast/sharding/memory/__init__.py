@@ -1,11 +1,11 @@
 """Recomputation: which values a program keeps for its backward pass, and which it computes again.
 
 Memory is estimated in `solver`. If a step takes more than it may, `_memory_plan.py` plans again,
-with what is decided here.
+with what is chosen here.
 
 `_flat.py` reads a program as a list of steps, with what each needs for its derivative. `_blocks.py`
 divides the steps into blocks. `_choices.py` lists what a block can keep, by `_min_cut.py`, and
-`_decide.py` chooses for all blocks together. `_search.py` finds the division into blocks that costs
-least. `_rebuild.py` runs the program with each block in `jax.checkpoint`, and `_summarise.py` says
-what is computed again by the lines of the user's code.
+`_recompute_solver.py` chooses for all blocks together. `_search.py` finds the division into blocks
+that costs least. `_rebuild.py` runs the program with each block in `jax.checkpoint`, and
+`_summarise.py` says what is computed again by the lines of the user's code.
 """

@@ -99,7 +99,7 @@ class _Places:
         written = np.zeros(count + 1)
         for number in needed & self.made.keys():
             written[1 + self.made[number]] += flat.sizes[number]
-        self.needed = np.cumsum(written)
+        self.written = np.cumsum(written)
 
     def block(self, start: int, stop: int) -> StepBlock:
         steps = self.flat.steps[start:stop]
@@ -128,19 +128,19 @@ class _Places:
 
     def _between(self, start: int, stop: int, room: float) -> list[int]:
         """The cuts after `start`, up to `stop`, with the least bytes that cross them."""
-        if self.needed[stop] - self.needed[start] <= room or stop - start == 1:
+        if self.written[stop] - self.written[start] <= room or stop - start == 1:
             return [stop]
         places = self._candidates(start, stop)
         crossing = self._newly_crossing(places)
-        # What a block from one place to another needs: (from, to).
-        need = self.needed[places][None, :] - self.needed[places][:, None]
+        # The bytes for derivatives of a block from one place to another: (from, to).
+        of_block = self.written[places][None, :] - self.written[places][:, None]
         # The shortest path from the first to the last place, where a step is a block.
         least = np.full(len(places), np.inf)
         least[0] = 0.0
         before = np.zeros(len(places), int)
         for at in range(1, len(places)):
-            # What needs more than there is room for is only taken where nothing else can be.
-            excess = np.maximum(need[:at, at] - room, 0.0)
+            # What has more than there is room for is only taken where nothing else can be.
+            excess = np.maximum(of_block[:at, at] - room, 0.0)
             costs = least[:at] + crossing[:at, at] + _NO_ROOM * excess
             before[at] = np.argmin(costs)
             least[at] = costs[before[at]]

@@ -167,15 +167,21 @@ class _Cutter:
         for place in excepted:
             costs[place] = 2 * everything
         kept, again = choose_kept(self.flat, steps, price, costs, self.block.outputs)
-        needs = seconds = flops = 0.0
+        backward_bytes = seconds = flops = 0.0
         for place in sorted(again):
             step = steps[place]
             seconds += step.seconds
             flops += step.flops
             if not step.is_free:
-                needs += self.flat.bytes_of(step.outputs)
-        kept_bytes = self._kept_bytes(kept)
-        choice = BlockChoice(True, frozenset(kept), (), kept_bytes, needs, seconds, flops)
+                backward_bytes += self.flat.bytes_of(step.outputs)
+        choice = BlockChoice(
+            recomputes=True,
+            kept=frozenset(kept),
+            kept_bytes=self._kept_bytes(kept),
+            backward_bytes=backward_bytes,
+            seconds=seconds,
+            flops=flops,
+        )
         return _Cut(choice, price, frozenset(again), excepted)
 
     def _kept_bytes(self, kept: set[int]) -> float:

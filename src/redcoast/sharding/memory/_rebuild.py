@@ -1,4 +1,4 @@
-"""Runs a program again with blocks in `jax.checkpoint`, which keep what was decided."""
+"""Runs a program again with blocks in `jax.checkpoint`, which keep what was chosen."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,15 +43,15 @@ class _OfGroup:
         return jax.lax.index_in_dim(array, self.place, keepdims=False)
 
 
-def run_decided(
+def run_chosen(
     flat: Flat,
-    decided: BlockChoices,
+    chosen: BlockChoices,
     inputs: Sequence[object],
     *,
     prevent_cse: bool = True,
     policy: KeepAllBut | None = None,
 ) -> Arrays:
-    """The results of a program, computed as it was decided.
+    """The results of a program, computed as chosen.
 
     `prevent_cse` is that of `jax.checkpoint`. `policy` is that of blocks which recompute nothing;
     without one, they are not in `jax.checkpoint`.
@@ -59,7 +59,7 @@ def run_decided(
     values: _Values = dict(zip(flat.inputs, inputs, strict=True))
     values.update(flat.constants)
     run = _Run(flat, prevent_cse)
-    for block, choice in decided:
+    for block, choice in chosen:
         step = block.steps[0]
         if block.loop is not None and choice.inner:
             results = _run_loop(step, block.loop, choice.inner, values)
@@ -209,7 +209,7 @@ def _run_step(step: FlatStep, values: _Values) -> None:
 def _run_loop(
     step: FlatStep, loop: FlatLoop, turns: Sequence[BlockChoices], values: _Values
 ) -> Arrays:
-    """Runs a loop whose iterations keep in turn what was decided."""
+    """Runs a loop whose iterations keep in turn what was chosen."""
     scan, body, period = loop.scan, loop.body, len(turns)
     # An initial carry may be a number.
     operands = list(map(as_traced, _operands(step, values), step.equation.invars))
@@ -228,13 +228,13 @@ def _run_loop(
         for place in places:
             own = [_OfGroup(group, place) for group in groups]
             inputs = [*consts, *carry, *own]
-            results = run_decided(body, turns[place], inputs, policy=policy)
+            results = run_chosen(body, turns[place], inputs, policy=policy)
             carry, ys[place] = results[: scan.carry], results[scan.carry :]
         return [*carry, *map(jnp.stack, zip(*ys, strict=True))]
 
     if period == 1:
         options = {"prevent_cse": not is_one, "policy": policy}
-        iterate = lambda inputs: run_decided(body, turns[0], inputs, **options)
+        iterate = lambda inputs: run_chosen(body, turns[0], inputs, **options)
         with at_line_of(step.equation):
             return scan.run(iterate, consts, init, xs)
     fewer = replace(scan, length=scan.length // period, unroll=max(1, scan.unroll // period))

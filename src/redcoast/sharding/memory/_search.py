@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..tree._leaf_plans import Recompute
-from ._decide import Decider, footprint, seconds_of
+from ._recompute_solver import RecomputeSolver, footprint, seconds_of
 
 # A block needs at most a part of the memory; more parts are more and smaller blocks.
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
@@ -19,33 +19,33 @@ class RecomputeCandidate:
     flops: float
 
 
-def bytes_kept(decider: Decider) -> float:
+def bytes_kept(solver: RecomputeSolver) -> float:
     """The estimated bytes of a program that computes nothing again."""
-    most, _ = footprint(decider.flat, decider.keep_all())
+    most, _ = footprint(solver.flat, solver.keep_all())
     return most
 
 
-def least_within(decider: Decider, limit: int | float) -> RecomputeCandidate:
+def least_within(solver: RecomputeSolver, limit: int | float) -> RecomputeCandidate:
     """The choice of least time whose estimated memory is within a limit.
 
     If none is, the one that takes the least memory.
     """
-    share = limit / max(1.0, decider.total)
+    share = limit / max(1.0, solver.total)
     candidates: list[RecomputeCandidate] = []
     counts: set[int] = set()
     for parts in _PARTS:
         # Further parts that make as many blocks make the same ones.
-        count = len(decider.blocks(parts))
+        count = len(solver.blocks(parts))
         if count in counts:
             continue
         counts.add(count)
         recompute = Recompute(parts, share)
-        decided = decider.decide(recompute)
-        most, _ = footprint(decider.flat, decided)
+        chosen = solver.solve(recompute)
+        most, _ = footprint(solver.flat, chosen)
         flops = 0.0
-        for _, choice in decided:
+        for _, choice in chosen:
             flops += choice.flops
-        seconds = seconds_of(decided)
+        seconds = seconds_of(chosen)
         candidates.append(RecomputeCandidate(recompute, most, seconds, flops))
     within = [candidate for candidate in candidates if candidate.bytes <= limit]
     if within:

@@ -11,12 +11,12 @@ _SHOWN, _NAMED = 5, 4  # lines, and operations of each
 _LIBRARIES = "code of libraries"
 
 
-def recomputed_lines(decided: BlockChoices) -> tuple[str, ...]:
+def recomputed_lines(chosen: BlockChoices) -> tuple[str, ...]:
     """The lines whose results are computed again, the costliest first, such as
     `model.py:12: dot_general, exp`."""
     seconds: Counter[str] = Counter()
     names: dict[str, dict[str, None]] = {}
-    steps = _steps_again(decided)
+    steps = _steps_again(chosen)
     for step, times in sorted(steps, key=lambda item: -item[0].seconds):
         line = own_line(getattr(step.equation.source_info, "traceback", None)) or _LIBRARIES
         seconds[line] += times * step.seconds  # pyright: ignore[reportArgumentType]
@@ -30,14 +30,14 @@ def recomputed_lines(decided: BlockChoices) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _steps_again(decided: BlockChoices) -> list[tuple[FlatStep, int]]:
+def _steps_again(chosen: BlockChoices) -> list[tuple[FlatStep, int]]:
     """The steps that are computed again, and how often."""
     again: list[tuple[FlatStep, int]] = []
-    for block, choice in decided:
+    for block, choice in chosen:
         if block.loop is not None:
-            for decided_of_turn in choice.inner:
+            for chosen_of_turn in choice.inner:
                 times = block.loop.scan.length // len(choice.inner)
-                for step, many in _steps_again(decided_of_turn):
+                for step, many in _steps_again(chosen_of_turn):
                     again.append((step, many * times))
         elif choice.recomputes:
             # What is needed, and not kept, is computed, and what that is computed from.

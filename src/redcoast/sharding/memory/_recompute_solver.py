@@ -23,8 +23,8 @@ _Options = Sequence[tuple[StepBlock, list[BlockChoice]]]
 
 
 @dataclass(eq=False)
-class Decider:
-    """Decides the blocks of a program within a limit of memory. What was computed once is kept."""
+class RecomputeSolver:
+    """Chooses what each block of a program keeps. What was computed once is reused."""
 
     flat: Flat
     # By the number of parts.
@@ -48,7 +48,7 @@ class Decider:
         """What the compiler keeps by itself."""
         return [(block, choices[0]) for block, choices in self._options(1)]
 
-    def decide(self, recompute: Recompute) -> BlockChoices:
+    def solve(self, recompute: Recompute) -> BlockChoices:
         """The blocks of the program, and what each keeps: with the least time within the limit.
 
         If nothing is within the limit, it is what takes the least memory.
@@ -59,14 +59,14 @@ class Decider:
         # Bisection: what is within the limit may need more or less than its blocks by themselves.
         low, high, room = 0.5 * limit, 2 * limit, limit
         for _ in range(_LIMITS):
-            decided = _least_time(self.flat, options, room)
-            if decided and footprint(self.flat, decided)[0] > limit:
+            chosen = _least_time(self.flat, options, room)
+            if chosen and footprint(self.flat, chosen)[0] > limit:
                 high = room
             else:
                 low = room
-                if decided and (not best or seconds_of(decided) <= seconds_of(best)):
-                    best = decided
-                if decided and not seconds_of(decided):
+                if chosen and (not best or seconds_of(chosen) <= seconds_of(best)):
+                    best = chosen
+                if chosen and not seconds_of(chosen):
                     break
             room = (low + high) / 2
         if best:
@@ -134,11 +134,11 @@ class Decider:
         return [of_loop[0], *without_worse(of_loop[1:], _MOST_OF_LOOP)]
 
 
-def footprint(flat: Flat, decided: BlockChoices) -> tuple[float, float]:
+def footprint(flat: Flat, chosen: BlockChoices) -> tuple[float, float]:
     """The most bytes that are kept and needed at once, and the bytes that are kept in all."""
     known = {*flat.inputs, *flat.constants}
     most = total = 0.0
-    for block, choice in decided:
+    for block, choice in chosen:
         if block.loop is not None:
             total += choice.kept_bytes
         else:
@@ -153,9 +153,9 @@ def footprint(flat: Flat, decided: BlockChoices) -> tuple[float, float]:
     return most, total
 
 
-def seconds_of(decided: BlockChoices) -> float:
+def seconds_of(chosen: BlockChoices) -> float:
     """The time of all that is computed again."""
-    return sum((choice.seconds for _, choice in decided), 0.0)
+    return sum((choice.seconds for _, choice in chosen), 0.0)
 
 
 def _least_time(flat: Flat, options: _Options, limit: float) -> BlockChoices:
@@ -198,12 +198,12 @@ def _least_time(flat: Flat, options: _Options, limit: float) -> BlockChoices:
     if not np.isfinite(seconds[level]):
         return []
     # From the last block back to the first.
-    decided: list[tuple[StepBlock, BlockChoice]] = []
+    chosen: list[tuple[StepBlock, BlockChoice]] = []
     for (block, choices), pick, taken in reversed(list(zip(options, picks, moves, strict=True))):
         place = int(pick[level])
-        decided.append((block, choices[place]))
+        chosen.append((block, choices[place]))
         level -= taken[place]
-    return decided[::-1]
+    return chosen[::-1]
 
 
 def _merged(
@@ -225,10 +225,10 @@ def _merged(
     return without_worse(merged, 2 * _MOST_OF_BODY)
 
 
-def _of_iteration(loop: FlatLoop, decided: BlockChoices) -> BlockChoice:
+def _of_iteration(loop: FlatLoop, chosen: BlockChoices) -> BlockChoice:
     """The choice of an iteration, with what it keeps counted once."""
     body = loop.body
-    most, kept = footprint(body, decided)
+    most, kept = footprint(body, chosen)
     # What one iteration gets from the one before is always kept.
     _, carry, _ = loop.scan.split(body.inputs)
     read: set[int] = set()
@@ -237,37 +237,47 @@ def _of_iteration(loop: FlatLoop, decided: BlockChoices) -> BlockChoice:
             read.update(step.reads)
     kept_bytes = kept + body.bytes_of(read.intersection(carry))
     recomputes, flops = False, 0.0
-    for _, choice in decided:
+    for _, choice in chosen:
         recomputes |= choice.recomputes
         flops += choice.flops
-    seconds = seconds_of(decided)
-    return BlockChoice(recomputes, frozenset(), (decided,), kept_bytes, most - kept, seconds, flops)
+    return BlockChoice(
+        recomputes,
+        inner=(chosen,),
+        kept_bytes=kept_bytes,
+        backward_bytes=most - kept,
+        seconds=seconds_of(chosen),
+        flops=flops,
+    )
 
 
 def _in_turn(turns: Sequence[BlockChoice], length: int) -> BlockChoice:
     """What a loop keeps whose iterations choose in turn."""
     recomputes = False
-    kept = needs = seconds = flops = 0.0
+    kept_bytes = backward_bytes = seconds = flops = 0.0
     inner: list[BlockChoices] = []
     for choice in turns:
         recomputes |= choice.recomputes
         inner.append(choice.inner[0])
-        kept += choice.kept_bytes
-        needs = max(needs, choice.backward_bytes)
+        kept_bytes += choice.kept_bytes
+        backward_bytes = max(backward_bytes, choice.backward_bytes)
         seconds += choice.seconds
         flops += choice.flops
     if not recomputes:
         inner = []
     times = length / len(turns)
-    # What an iteration keeps is copied to where all of them keep it, and back.
-    needs += kept
     return BlockChoice(
-        recomputes, frozenset(), tuple(inner), times * kept, needs, times * seconds, times * flops
+        recomputes,
+        inner=tuple(inner),
+        kept_bytes=times * kept_bytes,
+        # What an iteration keeps is copied to where all of them keep it, and back.
+        backward_bytes=backward_bytes + kept_bytes,
+        seconds=times * seconds,
+        flops=times * flops,
     )
 
 
 def _outline(flat: Flat, block: StepBlock) -> object:
-    """What decides about a block, the same for layers that repeat."""
+    """What the choices of a block depend on, the same for layers that repeat."""
     places = {number: place for place, number in enumerate(block.written)}
     # Values from before are all alike.
     place_of = lambda number: places.get(number, -1)

@@ -272,10 +272,11 @@ class ModernBert(eqx.Module):
             y = jnp.where(index == 0, x, y)
             # Layers with and without a window are scanned together, so each selects its angles.
             turns = jax.tree.map(lambda a, b: jnp.where(local, b, a), angles, near_angles)
-            q = rotate(queries(layer, y), turns)  # (batch, seq, heads, head_dim)
+            q = queries(layer, y)  # (batch, seq, heads, head_dim)
             k, v = keys_values(layer, y)
+            q, k = rotate(q, turns), rotate(k, turns)
             options = {"rate": c.attention_dropout, "key": weights_key}
-            y = attend_near(q, rotate(k, turns), v, local=local, visible=views, **options)
+            y = attend_near(q, k, v, local=local, visible=views, **options)
             x = x + dropout(outputs(layer, y), c.attention_dropout, out_key)
             y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
             gate = product("bsd,dh->bsh", y, layer.gate, layer.gate_bias)  # (batch, seq, hidden)

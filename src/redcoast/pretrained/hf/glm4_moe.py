@@ -48,9 +48,8 @@ def write(config: Glm4MoeConfig) -> Settings:
 
 
 def tensors(config: Glm4MoeConfig) -> dict[str, Tensor]:
-    return mixture_tensors(config, lambda leaf, name: _attention(config, leaf, name))
+    def of_attention(leaf: str, name: str) -> dict[str, Tensor]:
+        table = attention(leaf, name, PROJ, biases="qkv" * config.qkv_bias)
+        return table | qk_norms(leaf, name, "qk" * config.qk_norm)
 
-
-def _attention(c: Glm4MoeConfig, leaf: str, name: str) -> dict[str, Tensor]:
-    table = attention(leaf, name, PROJ, biases="qkv" * c.qkv_bias)
-    return table | qk_norms(leaf, name, "qk" * c.qk_norm)
+    return mixture_tensors(config, of_attention)

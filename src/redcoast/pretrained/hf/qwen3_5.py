@@ -101,7 +101,12 @@ def tensors(config: Qwen3_5Config) -> dict[str, Tensor]:
         table |= under("linear/", _delta_net(config, layer) | _rest(config, layer))
     if "attention" in kinds:
         layer = layers_with("attention", kinds)
-        table |= under("attention/", _attention(layer) | _rest(config, layer))
+        name = layer + "self_attn."
+        of_layer = attention("", name, PROJ, letters="kvo") | qk_norms("", name)
+        both = "(heads part head_dim) width -> width heads head_dim"
+        for index, leaf in enumerate(("wq", "wz")):  # a head's queries, and the gate of its outputs
+            of_layer[leaf] = Tensor(name + "q_proj.weight", both, part=(index, 2))
+        table |= under("attention/", of_layer | _rest(config, layer))
     return table
 
 
@@ -115,15 +120,6 @@ def _rest(c: Qwen3_5Config, layer: str) -> dict[str, Tensor]:
     table["shared_router"] = Tensor(mlp + "shared_expert_gate.weight", "1 width -> width")
     table |= weights(mlp + "experts.{expert}.", GATED, TURNED)
     return table | under("shared_", weights(mlp + "shared_expert.", GATED, TURNED))
-
-
-def _attention(layer: str) -> dict[str, Tensor]:
-    name = layer + "self_attn."
-    table = attention("", name, PROJ, letters="kvo")
-    both = "(heads part head_dim) width -> width heads head_dim"
-    for index, leaf in enumerate(("wq", "wz")):  # a head's queries, and the gate of its outputs
-        table[leaf] = Tensor(name + "q_proj.weight", both, part=(index, 2))
-    return table | qk_norms("", name)
 
 
 def _delta_net(c: Qwen3_5Config, layer: str) -> dict[str, Tensor]:

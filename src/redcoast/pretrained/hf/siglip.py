@@ -64,20 +64,14 @@ def write(config: SiglipConfig) -> Settings:
 
 def tensors(config: SiglipConfig) -> dict[str, Tensor]:
     """Q, K and V of the pooler are in one tensor."""
-    return {
+    heads, leaf, name = config.image.heads, "image/pooler/", IMAGE + "head."
+    inside = name + "attention."
+    table = {
         **pair_tensors(config),
         **patches("image/", IMAGE + "embeddings.patch_embedding"),
-        **_pooler(config.image.heads),
         **linear("text/head", TEXT + "head"),
         "logit_scale": Tensor("logit_scale", "1 -> 1"),
         "logit_bias": Tensor("logit_bias", "1 -> 1"),
-    }
-
-
-def _pooler(heads: int) -> dict[str, Tensor]:
-    leaf, name = "image/pooler/", IMAGE + "head."
-    inside = name + "attention."
-    table = {
         leaf + "query": Tensor(name + "probe", "1 1 width -> width"),
         **attention(leaf + "attention/", inside, OUT_PROJ, letters="o", biases="o", heads=heads),
         **norm(leaf + "norm", name + "layernorm"),

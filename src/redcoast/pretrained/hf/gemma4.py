@@ -177,19 +177,16 @@ def tensors(config: Gemma4Config) -> dict[str, Tensor]:
         }
     for kind in dict.fromkeys(c.kinds):
         layer = layers_with(kind, c.kinds)
-        table |= under(f"{kind}/", _attention(c, kind, layer) | _rest(c, layer))
+        # Layers that share the keys and values of an earlier layer have neither.
+        letters, norms = "qo", "q"
+        if not kind.endswith("shared"):
+            letters, norms = "qko", "qk"
+        if kind == "near" or (kind == "far" and not c.keys_are_values):
+            letters += "v"
+        name = layer + "self_attn."
+        of_kind = attention("", name, PROJ, letters=letters) | qk_norms("", name, norms)
+        table |= under(f"{kind}/", of_kind | _rest(c, layer))
     return table
-
-
-def _attention(c: Gemma4Config, kind: str, layer: str) -> dict[str, Tensor]:
-    # Layers that share the keys and values of an earlier layer have neither.
-    letters, norms = "qo", "q"
-    if not kind.endswith("shared"):
-        letters, norms = "qko", "qk"
-    if kind == "near" or (kind == "far" and not c.keys_are_values):
-        letters += "v"
-    name = layer + "self_attn."
-    return attention("", name, PROJ, letters=letters) | qk_norms("", name, norms)
 
 
 def _rest(c: Gemma4Config, layer: str) -> dict[str, Tensor]:

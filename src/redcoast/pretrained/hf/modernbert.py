@@ -77,16 +77,12 @@ def read(settings: Settings) -> Fields:
     fields |= {"head": head, "local": local}
     if head in LABELLED:
         fields |= read_labels(settings)
-    return fields | _read_rope(c["rope_parameters"] or {})
-
-
-def _read_rope(rope: Settings) -> Fields:
-    """Reads the rotary embeddings of each type of layer, as `transformers` 5 writes them."""
-    bases = {}
+    # The rotary embeddings of each type of layer, as `transformers` 5 writes them.
+    rope = c["rope_parameters"] or {}
     for field, kind in _BASES.items():
         rope_of_kind = dict(rope.get(kind) or {})
         if "rope_theta" in rope_of_kind:
-            bases[field] = rope_of_kind.pop("rope_theta")
+            fields[field] = rope_of_kind.pop("rope_theta")
         if rope_of_kind.pop("rope_type", "default") != "default" or rope_of_kind:
             raise ValueError(
                 f"`rope_parameters` has {rope[kind]} for the layers with {kind!r}, but only "
@@ -94,7 +90,7 @@ def _read_rope(rope: Settings) -> Fields:
             )
     if odd := rope.keys() - {*_BASES.values()}:
         raise ValueError(f"`rope_parameters` has the unknown entries {sorted(odd)}.")
-    return bases
+    return fields
 
 
 def write(config: ModernBertConfig) -> Settings:

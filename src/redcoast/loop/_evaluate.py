@@ -117,7 +117,7 @@ def evaluate(
     model, key = on_auto_axes((tree_to_jax_dtypes(model, "the model"), key))
     evaluated = ft.partial(_evaluation, loss_fn=loss_fn, compute_dtype=compute_dtype)
 
-    def loss(*args: Any) -> tuple[Any, dict[str, Any]]:
+    def loss(*args: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
         means, _ = evaluated(*args)
         return means.pop("loss"), means
 
@@ -228,7 +228,7 @@ def predict_examples(
 
 
 def _plan(
-    program: Callable[..., Any],
+    program: Callable[..., PyTree],
     model: PyTree,
     loading: _Loading,
     mesh: Mesh,
@@ -369,7 +369,7 @@ def _prediction_to_read(
 
 def _evaluation(
     model: PyTree, batch: PyTree, key: PRNGKeyArray, *, loss_fn: LossFn, compute_dtype: ComputeDtype
-) -> tuple[dict[str, Any], Any]:
+) -> tuple[dict[str, PyTree], PyTree]:
     model = eqx.nn.inference_mode(model)
     loss, aux, weight, _ = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
     check_scalars(aux)
@@ -377,7 +377,7 @@ def _evaluation(
 
 
 def run_evaluation(
-    evaluation: Callable[..., Any],
+    evaluation: Callable[..., PyTree],
     model: PyTree,
     batches: Iterable[Loaded],
     key: PRNGKeyArray | None,
@@ -516,8 +516,8 @@ def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list
 
 
 def _one_behind(
-    call: Callable[..., Any], model: PyTree, batches: Iterable[Loaded], key: PRNGKeyArray | None
-) -> Generator[tuple[int, Any], None, None]:
+    call: Callable[..., PyTree], model: PyTree, batches: Iterable[Loaded], key: PRNGKeyArray | None
+) -> Generator[tuple[int, PyTree], None, None]:
     """Yields rows and results, each after the next one was dispatched."""
     key = _default(key)
     # A generator, which dispatches a batch when the one before is asked for.

@@ -50,7 +50,26 @@ def open_gguf(path: Path) -> Source:
             "implemented. Load the model from a directory in Hugging Face's layout."
         )
     settings = _settings(path, file)
-    return Source(settings, file.stored, _table(settings))
+    block = "blk.{layer}."
+    # Features that are rotated together are adjacent in GGUF files, and half a head apart in the
+    # model.
+    pairs = "(heads half 2) width -> width heads (2 half)"
+    table = {
+        "embed": Tensor("token_embd.weight", EMBED),
+        "layers/attention_norm": Tensor(block + "attn_norm.weight", VECTOR),
+        "layers/wq": Tensor(block + "attn_q.weight", pairs),
+        "layers/wk": Tensor(block + "attn_k.weight", pairs),
+        "layers/wv": Tensor(block + "attn_v.weight", INTO_HEADS),
+        "layers/wo": Tensor(block + "attn_output.weight", OUT_OF_HEADS),
+        "layers/mlp_norm": Tensor(block + "ffn_norm.weight", VECTOR),
+        "layers/gate": Tensor(block + "ffn_gate.weight", TURNED),
+        "layers/up": Tensor(block + "ffn_up.weight", TURNED),
+        "layers/down": Tensor(block + "ffn_down.weight", TURNED),
+        "norm": Tensor("output_norm.weight", VECTOR),
+    }
+    if not settings["tie_word_embeddings"]:
+        table["head"] = Tensor("output.weight", TURNED)
+    return Source(settings, file.stored, table)
 
 
 def _settings(path: Path, file: GGUF) -> Settings:
@@ -165,26 +184,3 @@ def fit_llama3(path: Path, factors: np.ndarray, base: float) -> Settings | None:
 def _shortest(value: Any) -> Any:
     # Values are stored in float32, in which 1e-5 is 9.999999747378752e-06.
     return float(str(np.float32(value))) if isinstance(value, float) else value
-
-
-def _table(settings: Settings) -> dict[str, Tensor]:
-    block = "blk.{layer}."
-    # Features that are rotated together are adjacent in GGUF files, and half a head apart in the
-    # model.
-    pairs = "(heads half 2) width -> width heads (2 half)"
-    table = {
-        "embed": Tensor("token_embd.weight", EMBED),
-        "layers/attention_norm": Tensor(block + "attn_norm.weight", VECTOR),
-        "layers/wq": Tensor(block + "attn_q.weight", pairs),
-        "layers/wk": Tensor(block + "attn_k.weight", pairs),
-        "layers/wv": Tensor(block + "attn_v.weight", INTO_HEADS),
-        "layers/wo": Tensor(block + "attn_output.weight", OUT_OF_HEADS),
-        "layers/mlp_norm": Tensor(block + "ffn_norm.weight", VECTOR),
-        "layers/gate": Tensor(block + "ffn_gate.weight", TURNED),
-        "layers/up": Tensor(block + "ffn_up.weight", TURNED),
-        "layers/down": Tensor(block + "ffn_down.weight", TURNED),
-        "norm": Tensor("output_norm.weight", VECTOR),
-    }
-    if not settings["tie_word_embeddings"]:
-        table["head"] = Tensor("output.weight", TURNED)
-    return table

@@ -65,10 +65,13 @@ def test_examples_that_cannot_be_stacked_are_refused(name):
         stack_examples(examples)
 
 
-def test_rows_of_a_tuple_of_arrays_are_examples():
+@pytest.mark.parametrize("of_function", [False, True])
+def test_rows_of_a_tuple_of_arrays_are_examples(of_function):
+    """Of a function that returned a tuple, each array was taken for an example."""
     x, y = np.arange(12.0).reshape(6, 2), jnp.arange(6)
-    examples, length = by_epoch((x, y))
+    examples, length = by_epoch((lambda epoch: (x, y)) if of_function else (x, y))
     assert length == 6
+    assert examples(1)[0][1] == 0
     rows = fetch(examples(0), [4, 1])
     assert [(row.tolist(), int(label)) for row, label in rows] == [([8, 9], 4), ([2, 3], 1)]
     assert isinstance(by_epoch((x,))[0](0), Columns)

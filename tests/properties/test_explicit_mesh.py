@@ -170,6 +170,17 @@ def test_generation_from_a_model_on_a_mesh_with_explicit_axes(how):
     np.testing.assert_array_equal(new, expected)
 
 
+def test_an_array_on_a_mesh_with_explicit_axes_may_be_the_examples():
+    """To take a row of it needed a sharding, and JAX raised an error."""
+    mesh = jax.make_mesh((8,), ("data",))
+    rows = np.arange(64, dtype=np.float32).reshape(16, 4)
+    on_mesh = jax.device_put(rows, NamedSharding(mesh, P("data")))
+    loss = lambda model, batch, key: jnp.mean(batch * model)
+    for examples in (on_mesh, jnp.asarray(rows)):
+        found = rc.evaluate(jnp.float32(2), examples, loss_fn=loss, batch_size=8)
+        assert found["loss"] == pytest.approx(2 * rows.mean())
+
+
 def test_the_batches_of_a_loop_are_on_the_mesh_that_was_given():
     explicit = mesh_of(AxisType.Explicit, (8, 1, 1))
     given = {"key": jax.random.key(0), "steps": 1, "mesh": explicit}

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeGuard, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -70,9 +72,11 @@ class _EpochsOfFunction(Epochs):
     def __init__(
         self, make: Callable[[int], Indexed], first: Indexed, name: str, epochs: int | None
     ):
-        # The examples of two epochs are kept, because a batch may span both.
-        super().__init__(first, _length(first, f"{name}(0)", epochs))
-        self._of_epoch: dict[int, Indexed] = {0: first}
+        # The examples of two epochs are kept, because a batch may span both, and what the function
+        # returned for each.
+        examples = _rows_of(first, f"{name}(0)")
+        super().__init__(examples, _length(examples, f"{name}(0)", epochs))
+        self._of_epoch: dict[int, tuple[PyTree, Indexed]] = {0: (first, examples)}
         self._make, self._name = make, name
         self._readers: collections.Counter[int] = collections.Counter()
         self._changed = threading.Condition()
@@ -85,7 +89,7 @@ class _EpochsOfFunction(Epochs):
                 self._changed.wait_for(lambda: not self._readers.total())
                 if epoch not in self._of_epoch:
                     self._load(epoch)
-            examples = self._of_epoch[epoch]
+            _, examples = self._of_epoch[epoch]
             self._readers[epoch] += 1
         try:
             yield examples
@@ -95,15 +99,16 @@ class _EpochsOfFunction(Epochs):
                 self._changed.notify_all()
 
     def _load(self, epoch: int) -> None:
-        examples = self._make(epoch)
+        returned = self._make(epoch)
+        examples = _rows_of(returned, f"{self._name}({epoch})")
         if len(examples) != self.length:
             raise ValueError(
                 f"`{self._name}({epoch})` has {len(examples)} examples, but `{self._name}(0)` has "
                 f"{self.length}. Every epoch must have the same number."
             )
         # An epoch for which the function returned the same object has been replaced by this one.
-        others = [(e, x) for e, x in self._of_epoch.items() if x is not examples]
-        self._of_epoch = dict([*others[-1:], (epoch, examples)])
+        others = [(e, x) for e, x in self._of_epoch.items() if x[0] is not returned]
+        self._of_epoch = dict([*others[-1:], (epoch, (returned, examples))])
 
 
 def read_source(
@@ -119,8 +124,7 @@ def read_source(
     """
     if isinstance(examples, Epochs | Stream):
         return examples
-    if isinstance(examples, tuple):
-        examples = as_columns(examples, name) or examples
+    examples = _rows_of(examples, name)
     _refuse_columns(examples, name)
     if not batched:
         makes_batches = getattr(examples, "batch_sampler", True) is not None
@@ -147,6 +151,18 @@ def read_source(
             "these, such as a generator function."
         )
     return _read_function(examples, epochs, name)
+
+
+def _rows_of(examples: PyTree, name: str) -> PyTree:
+    """A tuple of arrays as its rows, an array of JAX as one of NumPy, and others as they are."""
+    if isinstance(examples, tuple):
+        return as_columns(examples, name) or examples
+    if not isinstance(examples, jax.Array) or not examples.is_fully_addressable:
+        return examples
+    if jnp.issubdtype(examples.dtype, jax.dtypes.prng_key):  # NumPy has no keys
+        return examples
+    # Rows of an array of JAX would each be a computation.
+    return np.asarray(examples)
 
 
 def _read_function(make: Callable[..., PyTree], epochs: int | None, name: str) -> Epochs | Stream:

@@ -39,8 +39,8 @@ def loss_fn(model, batch, key):
     return jnp.mean((hidden @ model["down"] - batch) ** 2)
 
 
-def planned(optimizer, mesh, **options):
-    create = ft.partial(rc.init_state, make, optimizer, key=jax.random.key(0))
+def planned(optimizer, mesh, average=None, **options):
+    create = ft.partial(rc.init_state, make, optimizer, key=jax.random.key(0), average=average)
     batch = jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype)
     state = eqx.filter_eval_shape(create)
     plan = rc.plan_step(state, loss_fn, batch, mesh, optimizer=optimizer, **options)
@@ -102,6 +102,11 @@ def test_a_wrapped_optimizer_sends_no_more(name):
     check_sent_bytes(plan, rc.compile_step(step, plan.shardings).lower(state, ROWS).compile())
     alone, _, _ = planned(ADAM, rc.make_mesh(data=8))
     assert plan.report.program.traffic == alone.report.program.traffic
+
+
+def test_averages_of_updated_parameters_are_gathered_too():
+    plan, state, step = planned(ADAM, rc.make_mesh(data=8), average=0.9)
+    check_sent_bytes(plan, rc.compile_step(step, plan.shardings).lower(state, ROWS).compile())
 
 
 def test_arrays_of_overrides_and_small_ones_are_updated_whole():

@@ -254,7 +254,8 @@ def _loss(loss_fn: LossFn, compute_dtype: ComputeDtype) -> Callable[..., PyTree]
 def with_update_traffic(
     plan: Plan, optimizer: optax.GradientTransformation, state: TrainState, trainable: PyTree
 ) -> Plan:
-    """A plan of a state whose report has what the optimizer's update sends, too.
+    """A plan of a state whose report has what an update of the parameters sends, too, and of their
+    average.
 
     Evaluations of the loss by the optimizer itself, as in a line search, are not counted.
     """
@@ -269,10 +270,13 @@ def with_update_traffic(
     state = on_auto_axes(state)
     model, of_model = split(state.model)
     opt_state, of_opt_state = split(state.opt_state)
+    average, of_average = split(state.average)
     is_trained = trainable_arrays(state.model, trainable)
     trained = list(compress(model, is_trained))
 
-    def update(grads: Arrays, opt_state: Arrays, model: Arrays) -> tuple[Arrays, Arrays]:
+    def update(
+        grads: Arrays, opt_state: Arrays, model: Arrays, average: Arrays
+    ) -> tuple[Arrays, ...]:
         params, _ = partition_trainable(join(model, of_model), trainable)
         of_params = jax.tree.structure(params)
         gradients = of_params.unflatten(grads)
@@ -284,9 +288,13 @@ def with_update_traffic(
         arrays, of_after = split(after)
         if of_after.structure != of_opt_state.structure:
             raise ValueError("An update returns a state of another structure.")
-        return jax.tree.leaves(updates), arrays
+        if average:
+            params = optax.apply_updates(params, updates)
+            averaged = join(average, of_average).after(params, jnp.ones((), bool))
+            average, _ = split(averaged)
+        return jax.tree.leaves(updates), arrays, average
 
-    arrays = tuple(map(_abstract, (trained, opt_state, model)))
+    arrays = tuple(map(_abstract, (trained, opt_state, model, average)))
 
     def trace() -> _TracedUpdate:
         specs = stored_specs(plan.shardings, state)
@@ -307,14 +315,23 @@ def with_update_traffic(
     for path, parameter in elementwise_states(state).items():
         if specs["/".join(path)] != specs[parameter.name]:
             in_parts.add(parameter.name)
+    of_average_arrays = _specs(plan.shardings.average)
     updated: list[P | None] = []
-    for leaf, spec in zip(compress(flat_leaves(state.model), is_trained), of_trained, strict=True):
-        updated.append(None if leaf.name in in_parts else spec)
+    averaged: list[P | None] = [None] * len(of_average_arrays)  # the last counts steps
+    trained_leaves = compress(flat_leaves(state.model), is_trained)
+    for place, (leaf, spec) in enumerate(zip(trained_leaves, of_trained, strict=True)):
+        if leaf.name not in in_parts:
+            updated.append(spec)
+            continue
+        updated.append(None)
+        # The average of a parameter is gathered beside the parameter.
+        if averaged:
+            averaged[place] = of_average_arrays[place]
     sizes = dict(plan.mesh.shape)
     lines = update_traffic(
         traced.jaxpr,
-        [*of_trained, *of_state, *specs_of_model],
-        [*updated, *of_state],
+        [*of_trained, *of_state, *specs_of_model, *of_average_arrays],
+        [*updated, *of_state, *averaged],
         sizes,
         beside=sum(line.bytes for line in program.traffic),
     )

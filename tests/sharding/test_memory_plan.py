@@ -20,6 +20,7 @@ from redcoast.sharding import _plan
 from redcoast.sharding._from_program import plan_flow
 from redcoast.sharding._memory_plan import MemoryTask, plan_within
 from redcoast.sharding.constrain._recompute import Recomputed
+from redcoast.sharding.memory import _recompute_solver
 from redcoast.sharding.memory._recompute_solver import footprint
 from redcoast.sharding.memory._search import least_within
 
@@ -315,6 +316,38 @@ def test_activations_are_split_along_the_sequence_before_any_is_recomputed():
     plan = make(memory=limit)
     assert plan.compute.sequence_parallel
     assert plan.report.program.recomputed is None
+
+
+def test_a_layer_can_keep_any_of_its_products(monkeypatch):
+    """Not only those that are best at some price of a byte."""
+    monkeypatch.setattr(_recompute_solver, "_PERIODS", ())  # all layers keep the same
+
+    def centred(x):
+        x = x - jnp.mean(x, -1, keepdims=True)
+        return x * jax.lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)
+
+    def run(x, p):
+        q, k, v = (centred(x) @ p[name] for name in "qkv")
+        x = x + jnp.tanh(q * jnp.tanh(k) * jnp.tanh(v)) @ p["o"]
+        return x + jax.nn.gelu(centred(x) @ p["up"]) @ p["down"], None
+
+    def loss(model, x, key):
+        return jnp.mean(centred(jax.lax.scan(run, x, model)[0]) ** 2)
+
+    shapes = dict.fromkeys("qkvo", (8, WIDTH, WIDTH))
+    shapes |= {"up": (8, WIDTH, 4 * WIDTH), "down": (8, 4 * WIDTH, WIDTH)}
+    model = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    args = (jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), None)
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+    plan = rc.plan_shardings(model, mesh, fn=loss, args=args)
+    _, _, solver = Recomputed(loss, mesh, plan.compute).read(model, args, (True,) * len(shapes))
+    product = 2 * 8 * ROWS * WIDTH * WIDTH  # of a width
+    recomputed: set[int] = set()
+    for step in range(1, 60):
+        candidate = least_within(solver, step / 60 * solver.total)
+        recomputed.add(round(candidate.flops / product))
+    # `up` is four products.
+    assert recomputed >= {8, 7, 6, 4, 3, 0}
 
 
 def test_nothing_changes_where_it_fits():

@@ -2,6 +2,7 @@
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from bad_helpers import (
@@ -35,6 +36,12 @@ ROWS = {
         (lambda d: rc.Checkpoints(d, resume="no"), TypeError, "resume` is 'no'"),
     ],
     "save_checkpoint": [
+        (lambda d: rc.save_checkpoint(d / "c", {"w": deleted()}), ValueError, "array at w can no"),
+        (
+            lambda d: jax.jit(lambda w: rc.save_checkpoint(d / "c", {"w": w}))(jnp.ones(2)),
+            TypeError,
+            "`save_checkpoint` was called inside.*no values yet",
+        ),
         (lambda d: rc.save_checkpoint(d, {"w": np.ones(2)}), ValueError, "exists already"),
         (lambda d: rc.save_checkpoint(d / "c", {"w": 3}), ValueError, "no array"),
         (

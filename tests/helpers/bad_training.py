@@ -468,6 +468,11 @@ ROWS = {
         (lambda d: evaluate(collate_fn=3), TypeError, "`collate_fn`"),
         (lambda d: evaluate(examples=Stream(EXAMPLES)), TypeError, "`examples`.*Stream"),
         (lambda d: evaluate(mesh=3), TypeError, "`mesh`"),
+        (
+            lambda d: jax.jit(lambda key: evaluate(key=key))(KEY),
+            TypeError,
+            "`evaluate` was called inside.*`loss_fn` there",
+        ),
     ],
     "predict_examples": [
         (lambda d: predict(output_fn=lambda p: [1]), ValueError, "`output_fn`.*8 examples.*1"),

@@ -17,11 +17,13 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
+from ..core._donation import refuse_deleted
 from ..core._dtypes import check_unmasked
 from ..core._durable_files import sync_name
 from ..core._errors import check_kind, local_path, several
 from ..core._frames import hide_frames
 from ..core._read_json import read_json
+from ..core._tracing import refuse_traced
 from ..core._versions import own_version
 from ..distributed._kv_store import is_main
 from ..sharding.tree._leaves import ArrayLike
@@ -103,6 +105,8 @@ def save_checkpoint(
         rc.save_checkpoint("models/final", model, metadata={"perplexity": 12.5})
         ```
     """
+    refuse_traced(tree, "save_checkpoint", "Save the results of the compiled function.")
+    refuse_deleted(tree, "The tree", "Save the state that the step returned.")
     path = storable_path("path", path)
     check_shared(path.parent)
     with _one_writer(path.parent):

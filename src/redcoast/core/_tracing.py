@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax._src import mesh as _jax_mesh
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
+from jaxtyping import PyTree
 
 from ._axis_types import is_explicit, with_auto_axes
 from ._target import compiling_for, target_of
@@ -163,3 +165,12 @@ def collection_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def refuse_traced(tree: PyTree, caller: str, remedy: str) -> None:
+    """Raises `TypeError` if arrays of the arguments of a function are tracers."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            f"`{caller}` was called inside `jax.vmap`, `jax.jit` or `jax.grad`, where arrays have "
+            f"no values yet. {remedy}"
+        )

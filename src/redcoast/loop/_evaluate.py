@@ -21,6 +21,7 @@ from ..core._iterate import with_last
 from ..core._owned import copied, held_elsewhere
 from ..core._program_lines import describe_array
 from ..core._pytree import show_place
+from ..core._tracing import refuse_traced
 from ..core._train_state import refuse_state
 from ..core._user_functions import calling
 from ..data._collate import CollateFn, check_batching
@@ -108,6 +109,8 @@ def evaluate(
     """
     refuse_after_signal("evaluate", trains=False)
     refuse_state(model, "evaluate")
+    remedy = "It compiles its own program: call `loss_fn` there."
+    refuse_traced((model, key), "evaluate", remedy)
     check_functions(loss_fn=loss_fn)
     if key is not None:
         check_key(key)
@@ -205,6 +208,11 @@ def predict_examples(
     """
     refuse_after_signal("predict_examples", trains=False)
     refuse_state(model, "predict_examples")
+    refuse_traced(
+        (model, key),
+        "predict_examples",
+        "It compiles its own program: call `redcoast.predict` there.",
+    )
     check_functions(predict_fn=predict_fn)
     if output_fn is not None:
         check_functions(output_fn=output_fn)

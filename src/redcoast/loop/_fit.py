@@ -17,6 +17,7 @@ from ..core._axis_types import auto_ambient_mesh, on_auto_axes, on_mesh, with_au
 from ..core._errors import check_functions, check_integer, check_optimizer
 from ..core._frames import hide_frames
 from ..core._output import forgiving_output
+from ..core._tracing import refuse_traced
 from ..data._batches import batches
 from ..data._collate import CollateFn, check_batching
 from ..data._loading import checked_threads
@@ -46,7 +47,6 @@ from ._setup import (
     place_data,
     plan_run,
     prepare_evaluation,
-    refuse_traced,
     refuse_unresumable,
     restore_or_create,
     warn_of_key,
@@ -182,7 +182,11 @@ def fit(
     """
     # What the arguments mean.
     refuse_after_signal("fit", trains=True)
-    refuse_traced((model_or_state, key))
+    remedy = (
+        "It is a loop over compiled steps. To train several models at once, pass `fit` one model "
+        "with all of them, `eqx.filter_vmap(init_fn)(keys)`, and take the mean of their losses."
+    )
+    refuse_traced((model_or_state, key), "fit", remedy)
     check_optimizer(optimizer)
     check_functions(loss_fn=loss_fn)
     collate_fn = check_batching(collate_fn, batch_size)

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray, PyTree
 
@@ -151,16 +150,6 @@ def complete_evaluation(
         loss_fn=evaluation.loss_fn or loss_fn,
         batch_size=evaluation.batch_size or batch_size,
     )
-
-
-def refuse_traced(tree: PyTree) -> None:
-    """Raises `TypeError` if arrays that a run starts from are tracers."""
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
-        raise TypeError(
-            "`fit` was called inside `jax.vmap`, `jax.jit` or `jax.grad`, but it is a loop over "
-            "compiled steps. To train several models at once, pass `fit` one model with all "
-            "of them, `eqx.filter_vmap(init_fn)(keys)`, and take the mean of their losses."
-        )
 
 
 def refuse_unresumable(data: Batches, checkpoints: Checkpoints | None) -> None:

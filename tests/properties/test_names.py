@@ -1,11 +1,15 @@
 """A name of the library stands for one thing, so that a search for it finds that thing."""
 
 import ast
+import inspect
 import re
 from collections import defaultdict
 from pathlib import Path
 
+import equinox as eqx
 from paths import ROOT
+
+import redcoast as rc
 
 SOURCES = [x for x in sorted((ROOT / "src").rglob("*.py")) if x.name != "__init__.py"]
 # A table of Hugging Face's names is called like its family, and all of them have these functions.
@@ -26,7 +30,7 @@ OF_INTERNALS = {
     "memory_plan.py": "the arithmetic of a gradient, which the compiler counts without loops",
     "gpu_attention.py": "masks, and attention with and without a kernel, without a model",
     "attention.py": "the two implementations of attention, without a model around them",
-    "data_parallel.py": "weights as an array for each layer, which only programs on CPUs get",
+    "data_parallel.py": "weights as an array for each layer, which only programs on CPUs and GPUs get",
     "expert_parallel.py": "a mixture of experts whose tokens are sent to the devices of experts",
     "first_fit.py": "the parts of the first `fit` of a process, which are timed inside of it",
     "gpu.py": "attention without cuDNN's kernel, beside attention with it",
@@ -85,6 +89,13 @@ def test_no_two_functions_or_classes_have_the_same_public_looking_name():
     of_tables = {x for x in OF_EACH_TABLE if all(p.parent == TABLES for p in named[x])}
     found = {k: v for k, v in named.items() if k not in of_commands | of_tables}
     assert shared(found) == {}
+
+
+def test_every_model_defines_its_constructor():
+    """Type checkers would derive one from the fields, and refuse `config` and `key`."""
+    for name, model in vars(rc.models).items():
+        if isinstance(model, type) and issubclass(model, eqx.Module):
+            assert "def __init__(self, config" in inspect.getsource(model), name
 
 
 def test_experiments_use_public_names():

@@ -124,6 +124,11 @@ class DeepseekV3(SharedExpertsDecoder):
 
     config: DeepseekV3Config = eqx.field(static=True)
 
+    def __init__(self, config: DeepseekV3Config, *, key: PRNGKeyArray):
+        """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
+        deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
+        super().__init__(config, key=key)
+
     def init_cache(self, batch: int, length: int) -> Cache:
         c, dtype = self.config, self.embed.dtype
         slots = (c.layers, batch, length, 1)  # one head for all

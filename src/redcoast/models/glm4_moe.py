@@ -91,6 +91,11 @@ class Glm4Moe(SharedExpertsDecoder):
 
     config: Glm4MoeConfig = eqx.field(static=True)
 
+    def __init__(self, config: Glm4MoeConfig, *, key: PRNGKeyArray):
+        """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
+        deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
+        super().__init__(config, key=key)
+
     @staticmethod
     def _make_layers(config, layers, *, routed, key):
         return Glm4MoeLayers(config, layers, routed=routed, key=key)

@@ -5,6 +5,7 @@ arithmetic."""
 from dataclasses import dataclass
 
 import equinox as eqx
+from jaxtyping import PRNGKeyArray
 
 from ._parallel import ParallelConfig, ParallelDecoder
 
@@ -41,3 +42,8 @@ class GPTNeoX(ParallelDecoder):
     """
 
     config: GPTNeoXConfig = eqx.field(static=True)
+
+    def __init__(self, config: GPTNeoXConfig, *, key: PRNGKeyArray):
+        """Initialises the parameters: normal with standard deviation 0.02. The output projections
+        of the layers are divided by sqrt(2 * layers)."""
+        super().__init__(config, key=key)

@@ -4,6 +4,7 @@ rotary embeddings of some features of each head. `_parallel.py` has the arithmet
 from dataclasses import dataclass
 
 import equinox as eqx
+from jaxtyping import PRNGKeyArray
 
 from ._parallel import ParallelConfig, ParallelDecoder
 
@@ -38,3 +39,8 @@ class GPTJ(ParallelDecoder):
     """
 
     config: GPTJConfig = eqx.field(static=True)
+
+    def __init__(self, config: GPTJConfig, *, key: PRNGKeyArray):
+        """Initialises the parameters: normal with standard deviation 0.02. The output projections
+        of the layers are divided by sqrt(2 * layers)."""
+        super().__init__(config, key=key)

@@ -9,6 +9,7 @@ some layers), Granite (constant factors) or SmolLM3 (layers without rotary embed
 from dataclasses import dataclass
 
 import equinox as eqx
+from jaxtyping import PRNGKeyArray
 
 from ._transformer import Transformer, TransformerConfig
 
@@ -82,3 +83,8 @@ class Llama(Transformer):
     """
 
     config: LlamaConfig = eqx.field(static=True)
+
+    def __init__(self, config: LlamaConfig, *, key: PRNGKeyArray):
+        """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
+        deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
+        super().__init__(config, key=key)

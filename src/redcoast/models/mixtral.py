@@ -7,6 +7,7 @@ Options turn it into Qwen3-MoE (norms of Q and K in each head, unnormalised weig
 from dataclasses import KW_ONLY, dataclass
 
 import equinox as eqx
+from jaxtyping import PRNGKeyArray
 
 from ._decoder import RoutedDecoder
 from ._transformer import Transformer, TransformerConfig
@@ -44,3 +45,8 @@ class Mixtral(Transformer, RoutedDecoder):
     """
 
     config: MixtralConfig = eqx.field(static=True)
+
+    def __init__(self, config: MixtralConfig, *, key: PRNGKeyArray):
+        """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
+        deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
+        super().__init__(config, key=key)

@@ -5,6 +5,7 @@ arithmetic."""
 from dataclasses import dataclass
 
 import equinox as eqx
+from jaxtyping import PRNGKeyArray
 
 from ._transformer import Transformer, TransformerConfig
 
@@ -33,3 +34,8 @@ class Phi3(Transformer):
     """
 
     config: Phi3Config = eqx.field(static=True)
+
+    def __init__(self, config: Phi3Config, *, key: PRNGKeyArray):
+        """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
+        deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
+        super().__init__(config, key=key)

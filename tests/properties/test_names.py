@@ -30,7 +30,7 @@ OF_INTERNALS = {
     "memory_plan.py": "the arithmetic of a gradient, which the compiler counts without loops",
     "gpu_attention.py": "masks, and attention with and without a kernel, without a model",
     "attention.py": "the two implementations of attention, without a model around them",
-    "data_parallel.py": "weights as an array for each layer, which only some programs of decoding get",
+    "data_parallel.py": "weights as an array for each layer, which only programs of decoding have",
     "expert_parallel.py": "a mixture of experts whose tokens are sent to the devices of experts",
     "first_fit.py": "the parts of the first `fit` of a process, which are timed inside of it",
     "gpu.py": "attention without cuDNN's kernel, beside attention with it",

@@ -98,7 +98,7 @@ def test_an_optimizer_state_that_changes_its_structure():
 
 def test_an_optimizer_that_adds_to_its_state_is_refused_on_a_mesh():
     """As `optax.monitor` does; the plan of the update failed with an error of `zip`."""
-    adds = lambda grads, state, params=None: (grads, {"n": jnp.ones(())})
+    adds = lambda updates, state, params=None: (updates, {"n": jnp.ones(())})
     optimizer = optax.GradientTransformation(lambda params: {}, adds)
     loss_fn = lambda model, batch, key: jnp.mean((batch @ model["w"]) ** 2)
     batch, mesh = np.ones((8, 8), np.float32), rc.make_mesh(data=8)

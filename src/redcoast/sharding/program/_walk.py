@@ -183,10 +183,10 @@ def _note_divided(
     ):
         graph.singled.add(inputs[0].dims[0])
     if name == "reshape":
-        one, other = sorted((inputs[0], results[0]), key=lambda value: len(value.shape))
-        parts = 1 + len(other.shape) - len(one.shape)
-        if one.shape and parts > 1 and other.shape[parts:] == one.shape[1:]:
-            graph.divided.append((one.dims[0], other.dims[:parts]))
+        joined, split = sorted((inputs[0], results[0]), key=lambda value: len(value.shape))
+        parts = 1 + len(split.shape) - len(joined.shape)
+        if joined.shape and parts > 1 and split.shape[parts:] == joined.shape[1:]:
+            graph.divided.append((joined.dims[0], split.dims[:parts]))
 
 
 def _record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None:

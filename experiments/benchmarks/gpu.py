@@ -13,6 +13,7 @@ which the dry run says that the step fits is used.
 - Time of a step: the dry run's estimate from the schedule of the compiled program, for the whole
   step, by kind of kernel, and for the kernels that take longest. A profile of three steps has the
   measured times of the kernels.
+- Equal bits: the parameters of two layers after two runs of one program.
 - Limit of generation: the bytes of the weights and of the cache, which each new token reads,
   divided by the bandwidth of a copy on this card.
 
@@ -22,6 +23,7 @@ A part that fails is reported, and the others go on. `--size tiny` runs in secon
 import contextlib
 import functools as ft
 import json
+import math
 import os
 import subprocess
 import sys
@@ -59,6 +61,18 @@ from _cells import markdown
 WARM_UP = 3
 OPTIMIZER = optax.adamw(1e-4)
 REMATS = ("none", "dots", "full")
+PARTS = (
+    "dry run",
+    "training, cuDNN attention",
+    "training, attention without cuDNN",
+    "memory",
+    "a bare loop",
+    "the loop",
+    "kernels",
+    "generation",
+    "equal bits",
+    "training in float8",
+)
 Row = dict[str, Any]
 
 
@@ -105,7 +119,7 @@ class Config:
     steps: int = 20  # measured training steps
     target: str | None = None  # the card as a dry run calls it, such as h100:1; by default its name
     seconds: int = 400  # no part begins later than this
-    only: tuple[str, ...] = ()  # the names of the parts to measure; by default all
+    only: tuple[str, ...] = ()  # the parts to measure; by default all
     peaks: Path | None = None  # the output of --foretell, if the dry runs have been done already
     out: Path = Path("runs/gpu")
     foretell: bool = False  # only print the foretold memory as JSON; for the child process
@@ -113,6 +127,9 @@ class Config:
 
 def main(c: Config) -> list[Row]:
     """Measures all parts, prints a table and writes a JSON."""
+    unknown = [name for name in c.only if name not in PARTS]
+    if unknown:
+        raise SystemExit(f"No part is named {unknown[0]!r}. The parts are {', '.join(PARTS)}.")
     size = SIZES[c.size] if c.batch is None else replace(SIZES[c.size], batch=c.batch)
     device = jax.devices()[0]
     target = c.target or ("cpu:1" if device.platform == "cpu" else target_of(device.device_kind))
@@ -156,7 +173,7 @@ def main(c: Config) -> list[Row]:
             part("the loop", lambda: loop_rows(size))
             part("kernels", ft.partial(kernel_rows, size, chip, kernel, remat))
             part("generation", lambda: generation_rows(size))
-            part("the same bits", bits_rows)
+            part("equal bits", lambda: bits_rows(size))
             if kernel:
                 float8 = ft.partial(train_rows, size, c.steps, chip, kernel, remat, "float8")
                 part("training in float8", ft.partial(float8, low_precision="float8"))
@@ -465,29 +482,29 @@ def loop_rows(size: Size) -> list[Row]:
 DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 
-def bits_rows() -> list[Row]:
-    """The arrays with equal bits after two runs, by XLA's defaults, and without nondeterministic
-    operations."""
+def bits_rows(size: Size) -> list[Row]:
+    """The arrays with equal bits after two runs, by default, and with XLA's option to exclude
+    nondeterministic operations."""
+    config = replace(size.model, layers=2)
     rows = []
     for dtype in (jnp.float32, jnp.bfloat16):
-        for what, options in (
-            ("defaults", None),
-            ("without such operations", DETERMINISTIC),
-        ):
+        for what, options in (("by default", None), ("with the option", DETERMINISTIC)):
             name = f"equal arrays after two runs in {dtype.__name__}, {what}"
             try:
-                first, second = (trained_arrays(dtype, options) for _ in range(2))
+                first, second = (trained_arrays(config, dtype, options) for _ in range(2))
             except Exception as error:
-                rows.append(row(f"{name}: {type(error).__name__}", 0.0, "arrays"))
+                print(f"{name}: {error}", file=sys.stderr)
+                rows.append(row(f"{name}: {type(error).__name__}", math.nan, "arrays"))
                 continue
             equal = sum(np.array_equal(x, y) for x, y in zip(first, second, strict=True))
             rows.append(row(name, float(equal), "arrays", float(len(first)), "all"))
     return rows
 
 
-def trained_arrays(dtype: Any, options: dict[str, bool] | None) -> list[np.ndarray]:
+def trained_arrays(
+    config: LlamaConfig, dtype: Any, options: dict[str, bool] | None
+) -> list[np.ndarray]:
     """The parameters of a small LLaMA after four steps."""
-    config = LlamaConfig(vocab=1024, width=256, layers=2, heads=4, kv_heads=2, hidden=512)
     tokens = np.random.default_rng(0).integers(0, config.vocab, (32, 129), np.int32)
     state = rc.fit(
         init_fn(config, "none"),

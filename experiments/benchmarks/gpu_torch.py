@@ -1,7 +1,7 @@
 """Training and generation with the LLaMA of `gpu.py` in PyTorch, on the same GPU.
 
     pip install torch transformers && python experiments/benchmarks/gpu_torch.py
-    pip install torch transformers && python experiments/benchmarks/gpu_torch.py --generate
+    python experiments/benchmarks/gpu_torch.py --generate
 
 The model is that of `transformers` with random weights, compiled by `torch.compile`. Parameters are
 in float32, and products are computed in bfloat16 (autocast) with PyTorch's fused attention and
@@ -9,8 +9,9 @@ fused AdamW. The loss is the mean cross-entropy, as in `gpu.py`. It prints token
 median time of a step, and the peak of allocated memory.
 
 With `--generate`, `generate` of `transformers` continues prompts of 128 random tokens in bfloat16,
-greedily. The time of a token is that of 240 more tokens, divided by 240, the median of three. With
-`--static`, the cache has a fixed size, for which `transformers` compiles the model.
+greedily. The time of a token is the difference between the median times of three calls with 256 and
+with 16 new tokens, divided by 240. With `--static`, the cache has a fixed size, for which
+`transformers` compiles the model.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import time
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 from torch.nn.functional import cross_entropy  # pyright: ignore[reportMissingImports]
 from transformers import LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 
@@ -86,27 +88,28 @@ def generate(batch: int, static: bool) -> None:
     model = make_model(torch.bfloat16).eval()
     prompts = np.random.default_rng(0).integers(0, VOCAB, (batch, PROMPT), np.int64)
     tokens = torch.from_numpy(prompts).to("cuda")
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     if static:
-        options["cache_implementation"] = "static"
+        greedy["cache_implementation"] = "static"
 
     def seconds_of(new: int) -> float:
         times = []
-        for _ in range(1 + ROUNDS):  # the first compiles
+        for _ in range(1 + ROUNDS):  # the first warms up
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            model.generate(tokens, max_new_tokens=new, min_new_tokens=new, **options)
+            model.generate(tokens, max_new_tokens=new, min_new_tokens=new, **greedy)
             torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
         return statistics.median(times[1:])
 
-    seconds = (seconds_of(MANY) - seconds_of(FEW)) / (MANY - FEW)
+    seconds_per_token = (seconds_of(MANY) - seconds_of(FEW)) / (MANY - FEW)
     report = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "static": static,
         "batch": batch,
-        "tokens/s": batch / seconds,
+        "transformers": transformers.__version__,
+        "tokens/s": batch / seconds_per_token,
     }
     print(json.dumps(report), flush=True)
 

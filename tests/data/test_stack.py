@@ -67,7 +67,7 @@ def test_examples_that_cannot_be_stacked_are_refused(name):
 
 @pytest.mark.parametrize("of_function", [False, True])
 def test_rows_of_a_tuple_of_arrays_are_examples(of_function):
-    """Of a function that returned a tuple, each array was taken for an example."""
+    """A function may return a tuple of arrays, whose rows are the examples of its epoch."""
     x, y = np.arange(12.0).reshape(6, 2), jnp.arange(6)
     examples, length = by_epoch((lambda epoch: (x, y)) if of_function else (x, y))
     assert length == 6

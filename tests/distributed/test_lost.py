@@ -78,7 +78,7 @@ def test_an_error_of_this_process_is_reported_at_once(error):
 
 
 def test_the_coordinator_is_there_until_all_have_noticed_that_process_0_has_died():
-    """And have ended, also on a machine that is busy for as long."""
+    """It outlives process 0 by twice the time in which the others notice its death and exit."""
     assert LINGER >= 2 * (DEAD + GRACE)
 
 

@@ -45,8 +45,6 @@ ROWS = {
         (lambda d: rc.emulate_devices("8"), TypeError, "'8'"),
     ],
     "initialize": [
-        (lambda d: rc.initialize(processes=0), ValueError, "`processes` is 0"),
-        (lambda d: rc.initialize(process_id=-1, processes=2), ValueError, "`process_id` is -1"),
         (lambda d: rc.initialize(processes="2"), TypeError, "`processes` is '2'.*an integer"),
         (lambda d: rc.initialize(process_id=[1]), TypeError, "`process_id` is of type list"),
         (lambda d: rc.initialize(coordinator=80), TypeError, "`coordinator` is 80.*host:port"),
@@ -57,8 +55,6 @@ ROWS = {
             ValueError,
             "somewhere",
         ),
-        (lambda d: rc.initialize(timeout=0), ValueError, "`timeout` is 0"),
-        (lambda d: rc.initialize(local_devices=0), ValueError, "`local_devices` is 0"),
     ],
     "matrix_dimensions": [
         (lambda d: rc.matrix_dimensions(ABSTRACT, 3), TypeError, "`fn`"),

@@ -46,7 +46,7 @@ def test_means_are_weighted_by_weight():
 
 @pytest.mark.parametrize("mesh", [MESH, rc.make_mesh(devices=jax.devices()[:1])])
 def test_counts_beyond_32_bits_keep_their_value(mesh):
-    """The traces of plans cast them to int32, so that 0 was reported."""
+    """JAX would cast them to int32 in the trace of a plan, and report 0."""
     loss = lambda model, batch, key: (loss_fn(model, batch, key)[0], {"seen": np.int64(2**40)})
     found = rc.evaluate(
         MODEL, EXAMPLES[:8], collate_fn=collate_fn, loss_fn=loss, batch_size=8, mesh=mesh

@@ -546,7 +546,7 @@ def test_a_key_belongs_to_the_state():
 
 
 def test_a_resumed_run_says_that_it_has_another_key(tmp_path, caplog):
-    """It went on with the key of its checkpoint without a word, as if the seed were the new one."""
+    """A run is not continued with the key of its checkpoint as if it had the new seed."""
     fit(checkpoints=tmp_path, key=jax.random.key(3), steps=2)
     fit(checkpoints=tmp_path, key=jax.random.PRNGKey(3), steps=3)
     assert "with the key" not in caplog.text

@@ -171,7 +171,7 @@ def test_generation_from_a_model_on_a_mesh_with_explicit_axes(how):
 
 
 def test_an_array_on_a_mesh_with_explicit_axes_may_be_the_examples():
-    """To take a row of it needed a sharding, and JAX raised an error."""
+    """Indexing such an array needs a sharding; its rows are read as those of a NumPy array."""
     mesh = jax.make_mesh((8,), ("data",))
     rows = np.arange(64, dtype=np.float32).reshape(16, 4)
     on_mesh = jax.device_put(rows, NamedSharding(mesh, P("data")))

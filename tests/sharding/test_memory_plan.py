@@ -319,7 +319,7 @@ def test_activations_are_split_along_the_sequence_before_any_is_recomputed():
 
 
 def test_a_layer_can_keep_any_of_its_products(monkeypatch):
-    """Not only those that are best at some price of a byte."""
+    """The solver also finds choices that are best at no single price of a byte."""
     monkeypatch.setattr(_recompute_solver, "_PERIODS", ())  # all layers keep the same
 
     def centred(x):
@@ -494,7 +494,7 @@ def test_a_model_of_one_array_has_no_state_to_keep_on_the_host(monkeypatch):
 
 @pytest.mark.thorough
 def test_values_are_kept_as_the_step_is_divided_in_the_end():
-    """Where what recomputes is divided in another way, it is chosen once more what it keeps."""
+    """If the plan with recomputation has other shardings, its kept values are chosen for these."""
     model, batch = stacked(make_model()), array((ROWS, WIDTH))
     mesh = rc.make_mesh(data=1, fsdp=4, model=2)
     seen = []

@@ -795,14 +795,17 @@ def test_large_counts_in_aux_do_not_wrap_around(count):
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan])
 def test_no_weight_but_zero_leaves_a_microbatch_out(weight):
-    """A loss was 0, and no gradient was applied, where the weight was negative or NaN."""
+    """A negative weight counts as any other, and the step of a weight that is NaN is skipped."""
     loss = lambda model, batch, key: (loss_fn(model, batch, key)[0], {"weight": weight})
-    _, metrics = eqx.filter_jit(stepper(loss=loss, accumulate=2))(start(), BATCH)
-    _, expected = eqx.filter_jit(stepper(accumulate=2))(start(), BATCH)
+    state, metrics = eqx.filter_jit(stepper(loss=loss, accumulate=2))(start(), BATCH)
+    plain, expected = eqx.filter_jit(stepper(accumulate=2))(start(), BATCH)
     if math.isnan(weight):
         assert math.isnan(metrics["loss"])
+        assert metrics["skipped"] == 1
     else:
         np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
+        for a, b in zip(arrays(state.opt_state), arrays(plain.opt_state), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_names_of_metrics_are_strings():

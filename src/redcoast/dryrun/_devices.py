@@ -104,9 +104,9 @@ _BIAS = (
     "own compiler, and differ for this reason. In measurements in float32, memory was 0 to 18 % "
     "too high (14 to 27 % with `fsdp`, where it keeps a second copy of FSDP-sharded arrays), and "
     "communication was 1.2 to 2 times as much. It computes bfloat16 in float32: memory was 8 to "
-    "44 % too high, and communication was 2.5 to 4 times as much. It fuses less, so that the "
-    "estimated time of a step is too long. For two programs that were far too large, its memory "
-    "was at least 2 and 8 % too low."
+    "44 % too high, and communication was 2.5 to 4 times as much. The CPU compiler fuses less, so "
+    "the estimated time of a step is too long. For two programs that were far too large, its "
+    "memory was at least 2 and 8 % too low."
 )
 _OLD = (
     "The compiler still supports the 1080ti (compute capability 6.1), but not "

@@ -26,7 +26,7 @@ class ByLayer(eqx.Module):
     arrays: tuple[Array, ...]
 
 
-# The share of a GPU's memory that copies of the layers' weights may take.
+# The share of the memory that JAX may use of a GPU, which copies of the layers' weights may take.
 MOST_COPIED = 0.25
 
 

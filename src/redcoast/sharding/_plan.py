@@ -374,7 +374,7 @@ def plan_shardings(
         communication, and properties of the compiler. By default, the speeds of an A100, and the
         compiler of the mesh's devices.
     - `sequence`: Whether activations between tensor-parallel parts are sharded along the sequence
-        (arXiv:2205.05198): less memory for the same communication on GPU and TPU.
+        (arXiv:2205.05198), which takes less memory. `memory` uses it where needed.
     - `microbatches`: With `pipe` in the mesh, the number of microbatches that go through the
         pipeline in a step. By default, as many as keep the bubble under a tenth of the time, if the
         batch has enough rows.

@@ -545,15 +545,17 @@ def test_a_key_belongs_to_the_state():
         fit(model=fit(), steps=8, key=jax.random.key(0))
 
 
-def test_a_resumed_run_says_that_it_has_another_key(tmp_path, caplog):
+@pytest.mark.parametrize("model", [make_model(), lambda key: make_model()])
+def test_a_resumed_run_says_that_it_has_another_key(tmp_path, caplog, model):
     """A run is not continued with the key of its checkpoint as if it had the new seed."""
-    fit(checkpoints=tmp_path, key=jax.random.key(3), steps=2)
-    fit(checkpoints=tmp_path, key=jax.random.PRNGKey(3), steps=3)
+    run = ft.partial(fit, model=model, checkpoints=tmp_path)
+    run(key=jax.random.key(3), steps=2)
+    run(key=jax.random.PRNGKey(3), steps=3)
     assert "with the key" not in caplog.text
-    fit(checkpoints=tmp_path, key=jax.random.key(4), steps=4)
+    run(key=jax.random.key(4), steps=4)
     assert "with the key of its checkpoint, and not with `key`" in caplog.text
     with pytest.raises(rc.CheckpointMismatch, match="key<fry>, at key, and this run has key<rbg>"):
-        fit(checkpoints=tmp_path, key=jax.random.key(3, impl="rbg"), steps=5)
+        run(key=jax.random.key(3, impl="rbg"), steps=5)
 
 
 @pytest.mark.thorough

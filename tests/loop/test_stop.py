@@ -347,7 +347,7 @@ def test_processes_agree_on_the_level_one_call_later(level):
 
 
 def test_processes_agree_only_after_the_step():
-    """After a failed step, Gloo would pair an all-reduce with that of the step in other processes."""
+    """After a failed step, Gloo would pair an all-reduce with the step's in other processes."""
     mesh = rc.make_mesh()
     request = agreed(mesh, StopRequest(lambda _: GO_ON, []))
     of_step = jax.device_put(1.0, NamedSharding(mesh, P()))

@@ -64,17 +64,17 @@ def make_mesh(
         mesh = rc.make_mesh(model=4)  # on 8 devices: data=2, fsdp=1, model=4
         ```
     """
-    if isinstance(devices, jax.Array) or not isinstance(devices, Iterable | None):
+    if isinstance(devices, str | jax.Array) or not isinstance(devices, Iterable | None):
         raise wrong_type("devices", devices, "a list of JAX devices")
     provide_threads()
     keep_freed_memory()
     if devices is None:
         devices = jax.devices()
     devices = list(devices)
-    for device in devices:
+    for place, device in enumerate(devices):
         # Compilers for absent devices have devices of classes of their own.
         if not hasattr(device, "platform"):
-            raise wrong_type("devices", devices, "a list of JAX devices")
+            raise wrong_type(f"devices[{place}]", device, "a JAX device")
     warn_of_few_threads()
     watch_freed_memory()
     sizes = {"data": data, "fsdp": fsdp, "model": model}

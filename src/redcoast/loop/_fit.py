@@ -238,7 +238,7 @@ def fit(
         printer.describe_run(
             abstract, data, evaluation, compute_dtype, plans=not isinstance(plan, Plan)
         )
-        if isinstance(mesh, str):
+        if mesh == "auto":
             # The search needs the shapes of a batch, so the data has the default mesh until here.
             data.mesh = best_mesh(training, abstract, data, overrides, memory, quiet=printer.quiet)
         # Of shapes alone, so that nothing takes memory on the devices yet.
@@ -261,7 +261,7 @@ def fit(
         if saved is not None:
             quiet = printer.quiet
             warn_of_restored(model_or_state, abstract, state, data, training, quiet=quiet)
-            warn_of_key(key, state)
+            warn_of_key(model_or_state, key, state)
             if best is not None:
                 best.restore(saved.get(SAVED))
         is_over = best is not None and best.is_over
@@ -271,7 +271,7 @@ def fit(
             evaluation, training, run_plan, state, data, threads
         )
         check_named_metrics(names, early_stopping, checkpoints)
-        if isinstance(plan, str):
+        if plan == "verify":
             verify_step(run_plan, training, state, data.peek())
 
         # The loop.

@@ -25,7 +25,8 @@ from ..sharding import Plan, with_auto_plan
 from ..train._loss import LossFn
 from ..train._optimizer import constant_hyperparameters, initial_hyperparameters
 from ..train._plan_step import check_coupling, check_faults, plan_training
-from ..train._step import TrainState, refuse_per_batch
+from ..train._start import is_init_fn
+from ..train._step import TrainState, refuse_per_batch, split_key_of_run
 from ..train._training import Training
 from ._early_stopping import EarlyStopping
 from ._evaluation import KIND, CompiledEvaluation, Evaluation, check_mean, compile_evaluation
@@ -228,10 +229,12 @@ def warn_of_restored(
         )
 
 
-def warn_of_key(key: PRNGKeyArray | None, restored: TrainState) -> None:
+def warn_of_key(model_or_state: PyTree, key: PRNGKeyArray | None, restored: TrainState) -> None:
     """Warns if a run that is resumed has another key than its call."""
     if key is None:
         return
+    if is_init_fn(model_or_state):
+        _, key = split_key_of_run(key)
     same = np.array_equal(jax.random.key_data(key), jax.random.key_data(restored.key))
     if not same and is_main():
         logger.warning(

@@ -187,5 +187,5 @@ def _check_list(path: Path, name: str, value: object, kind: type, what: str) -> 
     """Raises if a setting is neither a list nor a regular expression."""
     if isinstance(value, str):
         return
-    if not isinstance(value, list) or {*map(type, value)} - {kind}:
+    if not isinstance(value, list) or any(type(entry) is not kind for entry in value):
         raise ValueError(f"`{name}` in {path / CONFIG} is {value!r}. It must be a list of {what}.")

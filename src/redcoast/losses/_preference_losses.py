@@ -326,7 +326,8 @@ def _log_complement(log_probs: Float[Array, " pairs"]) -> Float[Array, " pairs"]
 def _check_shapes(**arrays: Array) -> None:
     shapes = {name: x.shape for name, x in arrays.items()}
     first = next(iter(shapes.values()))
-    if len(first) != 1 or first == (0,) or {*shapes.values()} != {first}:
+    differ = any(shape != first for shape in shapes.values())
+    if len(first) != 1 or first == (0,) or differ:
         listed = ", ".join(f"`{name}` {shape}" for name, shape in shapes.items())
         raise ValueError(
             "There must be one number for each answer, in arrays of one dimension and of the same "

@@ -44,17 +44,20 @@ def by_layer(model: PyTree) -> PyTree:
         return model
     if platform == "cpu":
         return jax.tree.map(_split, model, is_leaf=_is_stack)
-    is_copied = jax.tree.map(_are_stacks, model, is_leaf=_is_stack)
+    is_copied = jax.tree.map(_whole_stacks, model, is_leaf=_is_stack)
     stacks, rest = eqx.partition(model, is_copied)
     arrays = jax.tree.leaves(stacks)
-    if not arrays or _bytes_on_device(arrays) > MOST_COPIED * _memory(arrays[0]):
+    # Several processes would have to agree, since each knows the memory of its own devices alone.
+    if not arrays or not all(x.is_fully_addressable for x in arrays):
+        return model
+    if _bytes_on_device(arrays) > MOST_COPIED * _memory(arrays[0]):
         return model
     layers = _copy_layers(stacks, tuple(_layer_sharding(x) for x in arrays))
     return eqx.combine(rest, layers)
 
 
-def _are_stacks(x: PyTree) -> PyTree:
-    """Which arrays of a model have whole layers on each device."""
+def _whole_stacks(x: PyTree) -> PyTree:
+    """Which arrays of a model are stacks with whole layers on each device."""
     if not _is_stack(x):
         return False
     return jax.tree.map(_has_whole_layers, x)

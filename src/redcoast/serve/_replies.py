@@ -146,7 +146,7 @@ class Speller:
         if match := re.fullmatch("<0x([0-9A-F]{2})>", name):  # of SentencePiece
             return [int(match[1], 16)]
         table = _bytes_of_signs()
-        if not table.keys() >= {*name}:
+        if any(sign not in table for sign in name):
             return None
         return [table[sign] for sign in name]
 

@@ -14,7 +14,7 @@ from ._choose_program import by_rows_or_within, cheapest_layout
 from .pipeline._stages import NoPipeline, Pipeline, pipeline_of
 from .program._program import Program, follow_program
 from .program._shared_programs import once
-from .program._trace import trace_over
+from .program._trace import Traced, trace_over
 from .report import _reasons
 from .report._coupling import find_coupling
 from .report._data import ProgramReport
@@ -72,9 +72,12 @@ def plan_flow(
         if leaf.index in overridden:
             specs[place] = overridden[leaf.index]
 
-    def trace_for(args: Sequence[PyTree]) -> Program:
+    def trace_for(args: Sequence[PyTree]) -> Traced:
         traced, _ = trace_over(mesh, fn, model, args)
-        return follow_program(traced, trainable_arrays(model, trainable))
+        return traced
+
+    def follow() -> Program:
+        return follow_program(trace_for(args), trainable_arrays(model, trainable))
 
     def find_pipeline(batch_axes: tuple[str, ...]) -> Pipeline:
         try:
@@ -85,7 +88,7 @@ def plan_flow(
                 f"{error} A mesh without `pipe` has no such requirement."
             ) from error.__cause__
 
-    program = trace_for(args)
+    program = follow()
     task = PlanTask(program, axes, specs, hardware, state_bytes, updated, sequence)
     if axes.get(PIPE, 1) > 1 and program.traced.trains:
         # A pipeline divides a batch by rows alone.
@@ -96,7 +99,7 @@ def plan_flow(
             pipeline = find_pipeline(layout.decision.batch_axes)
             layout = replace(layout, decision=replace(layout.decision, pipeline=pipeline))
     else:
-        best = by_rows_or_within(task, budget, lambda: trace_for(args))
+        best = by_rows_or_within(task, budget, follow)
         task, layout = best.task, best.layout
     decision = layout.decision
     compute = Compute(

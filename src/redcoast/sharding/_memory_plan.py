@@ -176,8 +176,8 @@ class _Search:
     def within(self, room: int | float) -> _Attempt:
         """The plan of least time whose activations fit, or the one that needs the least."""
         best: _Attempt | None = None
-        # Bisection between what was enough and what was too much, by the planner's own estimate:
-        # it follows the changed program.
+        # Steps by what was missing or left over, by the planner's own estimate, which follows the
+        # changed program, and otherwise bisection between what was enough and what was too much.
         enough, too_much = 0.0, float("inf")
         limit = room / self.scale
         for _ in range(_TRIES):
@@ -190,11 +190,11 @@ class _Search:
                     break
                 enough = limit
             else:
-                too_much = attempt.candidate.bytes
+                too_much = min(limit, attempt.candidate.bytes)
             # What is not kept, such as a layer's weights, needs about as much in the next plan.
             limit = attempt.candidate.bytes + room - used
             if not enough < limit < too_much:
-                limit = (enough + min(too_much, room)) / 2
+                limit = (enough + min(too_much, max(room, enough))) / 2
         if best is not None:
             return best
         self._attempt(0)

@@ -139,8 +139,7 @@ def init_state(
     """
 
     def create(key: PRNGKeyArray) -> TrainState:
-        # The parameters and the steps must not draw the same numbers.
-        model_key, key = jax.random.split(key)
+        model_key, key = split_key_of_run(key)
         with calling("init_fn", {}):
             model = init_fn(model_key)
         if shardings is None:  # otherwise it was given for the abstract state
@@ -159,6 +158,13 @@ def init_state(
     if shardings is None:
         return create(key)
     return create_split(create, key, shardings=shardings)
+
+
+def split_key_of_run(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+    """The key that `init_fn` gets, and that of the state: the parameters and the steps must not
+    draw the same numbers."""
+    of_model, of_state = jax.random.split(key)
+    return of_model, of_state
 
 
 def is_model(model_or_init_fn: PyTree) -> bool:
@@ -490,7 +496,7 @@ def loss_and_grads(
     _, shapes = jax.eval_shape(weighted, arrays, *jax.tree.map(lambda x: x[0], inputs))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     (arrays, (sums, weight)), _ = jax.lax.scan(body, (arrays, zeros), inputs)
-    # Of a batch that contains only padding, all sums are zero.
+    # Weights that add up to 0, such as those of padding alone, leave the sums undivided.
     divisor = jnp.where(weight != 0, weight, jnp.ones_like(weight))
     loss, aux, grads = jax.tree.map(lambda x: x / divisor.astype(x.dtype), sums)
     if "weight" in aux:

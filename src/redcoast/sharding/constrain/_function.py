@@ -187,8 +187,8 @@ class Constrained:
         # A prediction is computed by all devices, which gather one layer after the other.
         if self.mesh.shape.get(PIPE, 1) == 1 or not program.traced.trains:
             return shardings
-        frozen, why = [False] * len(program.parameters), ""
-        trace = lambda args: follow_program(trace_over(self.mesh, self.fn, tree, args)[0], frozen)
+        why = ""
+        trace = lambda args: trace_over(self.mesh, self.fn, tree, args)[0]
         called = (trace, args, self.mesh.shape, shardings.batch_axes)
         # Another batch, as in evaluation, may need another number of microbatches.
         for count in dict.fromkeys((self.compute.microbatches, None)):

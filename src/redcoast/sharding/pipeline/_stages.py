@@ -18,6 +18,7 @@ from ..operations import Atom, atom_bytes, shape_of
 from ..program._classes import Classes
 from ..program._graph import Value
 from ..program._program import Program, follow_program
+from ..program._trace import Traced
 from ..program._walk import Scope
 from ._draws import RandomBits
 from ._follow import Bits, follow_rows
@@ -158,21 +159,28 @@ def count_microbatches(rows: int, shards: int, stages: int, microbatches: int | 
 
 def pipeline_of(
     program: Program,
-    trace: Callable[[Sequence[PyTree]], Program],
+    trace: Callable[[Sequence[PyTree]], Traced],
     args: Sequence[PyTree],
     sizes: Mapping[str, int],
     batch_axes: tuple[str, ...],
     microbatches: int | None,
 ) -> Pipeline:
-    """The pipeline of a program, which `trace` gives for `args`. Raises `NoPipeline`."""
+    """The pipeline of a program of `args`. `trace` traces it again, with other rows of the batch.
+    Raises `NoPipeline`."""
     stages, shards = sizes[PIPE], parts(batch_axes, sizes)
 
+    trainable = [value.grad for value in program.parameters]
+
     def trace_rows(count: int) -> Program:
+        few = _with_rows(args, program, count)
         try:
-            return trace(_with_rows(args, program, count))
+            traced = trace(few)
         except Exception as error:
-            why = f"batch of {count} rows ({type(error).__name__})"
-            raise NoPipeline(f"The function cannot be traced with a {why}.") from error
+            raise NoPipeline(
+                f"The function cannot be traced with a batch of {count} rows "
+                f"({type(error).__name__})."
+            ) from error
+        return follow_program(traced, trainable)
 
     scans = _scans_in_stages(program, stages)
     rows = program.batch_size

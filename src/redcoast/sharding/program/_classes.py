@@ -37,9 +37,8 @@ class Classes:
             if self[a] not in alone and self[b] not in alone:
                 self._join(a, b)
         for rows, (batches, *of_batch) in graph.divided:
-            if batches in graph.mapped and not self._divides[batches]:
-                for node in of_batch[:1]:
-                    self._join(rows, node)
+            if of_batch and batches in graph.mapped and not self._divides[batches]:
+                self._join(rows, of_batch[0])
 
     def _join(self, a: int, b: int) -> None:
         if self._divides[a] and self._divides[b]:

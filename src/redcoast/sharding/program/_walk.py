@@ -308,8 +308,8 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
         if is_map:
             graph.mapped.add(layers)
             graph.link(xs[0].dims[0], layers)
-            for node in dims[:1]:
-                graph.add_move(value, node, slices[-1], node)
+            if dims:
+                graph.add_move(value, dims[0], slices[-1], dims[0])
         else:
             # A scan over rows, and not over layers, needs one row after the other.
             graph.add_move(value, layers, slices[-1], None)

@@ -9,7 +9,6 @@ collectives of `jax.shard_map` are those that the program has.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from operator import attrgetter
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec as P
@@ -84,7 +83,10 @@ def update_traffic(
     """
     walk = _Walk(sizes)
     jaxpr = open_jaxpr(program)
-    results = walk.follow(jaxpr, list(map(walk.spec_of, inputs, jaxpr.invars)))
+    operands: list[Spec] = []
+    for atom, stored in zip(jaxpr.invars, inputs, strict=True):
+        operands.append(walk.spec_of(stored, atom))
+    results = walk.follow(jaxpr, operands)
     for atom, spec, stored in zip(jaxpr.outvars, results, outputs, strict=True):
         if stored is not None:
             walk.reshard(atom, spec, walk.spec_of(stored, atom))
@@ -198,11 +200,10 @@ class _Walk:
             of_branches.append(inner.follow(open_jaxpr(branch), operands))
             branches.append(inner)
         # The parts of an array that a branch has whole cost nothing, such as those of zeros.
-        results = [max(specs, key=_divided) for specs in zip(*of_branches, strict=True)]
+        results = [max(specs, key=_axis_count) for specs in zip(*of_branches, strict=True)]
         for inner, branch, specs in zip(branches, cond.branches, of_branches, strict=True):
             inner._reshard_all(open_jaxpr(branch).outvars, specs, results)
-        size_of = attrgetter("bytes")
-        self.sent += max(branches, key=lambda walk: sum(map(size_of, walk.sent))).sent
+        self.sent += max(branches, key=_bytes_sent).sent
         return results
 
     def _manual(self, manual: Manual, equation: JaxprEqn, operands: list[Spec]) -> list[Spec]:
@@ -284,6 +285,10 @@ def _replicated(atom: Atom) -> Spec:
     return ((),) * len(shape_of(atom))
 
 
-def _divided(spec: Spec) -> int:
+def _axis_count(spec: Spec) -> int:
     """The number of mesh axes that an array is divided over."""
     return sum(map(len, spec))
+
+
+def _bytes_sent(walk: _Walk) -> int | float:
+    return sum(sent.bytes for sent in walk.sent)

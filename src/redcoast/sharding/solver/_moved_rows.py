@@ -137,4 +137,4 @@ def _sent_for_batches(move: Reshard, graph: Graph, batch: BatchDims) -> int | fl
         return 0
     devices, others = batch.around(of_batch, (*move.rows, *move.operand.dims))
     part = move.operand.bytes / devices / others
-    return (graph.sizes[batches] - 1) * part * move.times
+    return (graph.sizes[batches] - 1) * part * (move.times + move.backward)

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from math import prod
 
+import jax
 from jax.sharding import PartitionSpec as P
 
-from ...core._errors import check_kind, short_repr
+from ...core._errors import short_repr, wrong_type
 from ._leaves import Leaf
 
 Override = tuple[str, P | tuple | None]
@@ -19,7 +20,8 @@ def apply_overrides(
 ) -> dict[int, P]:
     """Returns the spec of each leaf that a pattern matches, by index. The first match decides."""
     words = "a list of pairs of a pattern of paths and a `PartitionSpec` or `None`"
-    check_kind("overrides", overrides, (list, tuple), words)
+    if isinstance(overrides, str | Mapping | jax.Array) or not isinstance(overrides, Iterable):
+        raise wrong_type("overrides", overrides, words)
     specs: dict[int, P] = {}  # by the index of a leaf
     for override in overrides:
         if not isinstance(override, list | tuple) or len(override) != 2:

@@ -70,6 +70,20 @@ class LastNote(str):
     """A note that comes after all others."""
 
 
+class RaisedBy(str):
+    """The note that names a function that the user passed, and that raised the error.
+
+    - `name`: that of the function.
+    """
+
+    name: str
+
+    def __new__(cls, name: str, rest: str) -> "RaisedBy":
+        note = super().__new__(cls, f"Raised by `{name}`{rest}.")
+        note.name = name
+        return note
+
+
 def hide_frames(fn: Fn) -> Fn:
     """Decorates a public function, so that its errors show only the frames of other code.
 
@@ -87,9 +101,8 @@ def hide_frames(fn: Fn) -> Fn:
                 raise
             where = fn.__name__
             for note in getattr(error, "__notes__", []):
-                # Of the user's function that called it.
-                if raised := re.match(r"Raised by `(\w+)`", note):
-                    where = raised[1]
+                if isinstance(note, RaisedBy):
+                    where = note.name
             exit_error = RuntimeError(_EXITED.format(where))
             tidy(error)
             raise exit_error from error

@@ -12,7 +12,7 @@ import jax
 from jaxtyping import PyTree
 
 from ._errors import noting, several
-from ._frames import LastNote, is_hidden
+from ._frames import LastNote, RaisedBy, is_hidden
 from ._pytree import show_path, show_place
 
 MOST = 1000  # examples that are compared
@@ -80,7 +80,7 @@ def calling(
                 sentences.append(_sentence(what, tree))
             sentences += _hints(error, name, given.get("batch"))
         rest = where if isinstance(where, str) else where()
-        notes = [f"Raised by `{name}`{rest}."]
+        notes: list[str] = [RaisedBy(name, rest)]
         if sentences:
             notes.append(LastNote("\n".join(sentences)))
         return notes

@@ -98,9 +98,9 @@ def _kinds(now: Settings, job: Job, others: Sequence[dict[str, int]]) -> dict[st
     if now.compute_dtype is None or jnp.dtype(now.compute_dtype).itemsize > 2:
         values["compute_dtype"] = [jnp.bfloat16]
     kinds: dict[str, list[Settings]] = {}
-    for name, several in values.items():
-        if several:
-            kinds[name] = [dataclasses.replace(now, **{name: value}) for value in several]
+    for name, options in values.items():
+        if options:
+            kinds[name] = [dataclasses.replace(now, **{name: value}) for value in options]
     return kinds
 
 

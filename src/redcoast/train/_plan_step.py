@@ -315,9 +315,10 @@ def with_update_traffic(
     for path, parameter in elementwise_states(state).items():
         if specs["/".join(path)] != specs[parameter.name]:
             in_parts.add(parameter.name)
-    of_average_arrays = _specs(plan.shardings.average)
+    averages_before = _specs(plan.shardings.average)
     updated: list[P | None] = []
-    averaged: list[P | None] = [None] * len(of_average_arrays)  # the last counts steps
+    # An average has the arrays of the trained leaves, in their order, and then a count of steps.
+    averages_after: list[P | None] = [None] * len(averages_before)
     trained_leaves = compress(flat_leaves(state.model), is_trained)
     for place, (leaf, spec) in enumerate(zip(trained_leaves, of_trained, strict=True)):
         if leaf.name not in in_parts:
@@ -325,13 +326,13 @@ def with_update_traffic(
             continue
         updated.append(None)
         # The average of a parameter is gathered beside the parameter.
-        if averaged:
-            averaged[place] = of_average_arrays[place]
+        if averages_before:
+            averages_after[place] = averages_before[place]
     sizes = dict(plan.mesh.shape)
     lines = update_traffic(
         traced.jaxpr,
-        [*of_trained, *of_state, *specs_of_model, *of_average_arrays],
-        [*updated, *of_state, *averaged],
+        [*of_trained, *of_state, *specs_of_model, *averages_before],
+        [*updated, *of_state, *averages_after],
         sizes,
         beside=sum(line.bytes for line in program.traffic),
     )

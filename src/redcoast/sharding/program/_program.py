@@ -90,7 +90,7 @@ class Program:
         not count."""
         return max(map(self.graph.sizes.__getitem__, self.batch.of_inputs), default=0)
 
-    def of_inputs(self, model: T, batch: T, other: T) -> list[T]:
+    def for_each_input(self, model: T, batch: T, other: T) -> list[T]:
         """What holds for each input, as an array of the model, of the batch, or of what follows."""
         arrays, of_batch = self.traced.arrays, self.traced.batch
         others = len(self.scope.jaxpr.invars) - arrays - of_batch

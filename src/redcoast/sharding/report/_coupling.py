@@ -90,7 +90,7 @@ def find_coupling(program: Program) -> Coupling | None:
     needed = program.scope.jaxpr.outvars
     if program.traced.trains:
         needed = needed[:1]  # the loss
-    inputs = program.of_inputs(model=_Origin(model=True), batch=_Origin(), other=_Origin())
+    inputs = program.for_each_input(model=_Origin(model=True), batch=_Origin(), other=_Origin())
     follow_facts(facts, program.scope, inputs, needed=needed)
     # The first in the order of the program: later ones often follow from it.
     return next(iter(couplings), None)

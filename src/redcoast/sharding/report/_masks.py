@@ -39,7 +39,7 @@ def find_shared_masks(program: Program) -> tuple[str, ...]:
         of_results=alike(partial(_origin, examples, lines)),
         join=max,
     )
-    inputs = program.of_inputs(model=_From.ARRAYS, batch=_From.ARRAYS, other=_From.NUMBERS)
+    inputs = program.for_each_input(model=_From.ARRAYS, batch=_From.ARRAYS, other=_From.NUMBERS)
     follow_facts(facts, program.scope, inputs)
     return tuple(lines)
 

@@ -45,7 +45,7 @@ def find_promotions(program: Program) -> tuple[str, ...]:
         of_results=alike(partial(_origin, examples, lines)),
         join=_merged,
     )
-    inputs = program.of_inputs(model=_Origin(model=True), batch=_Origin(), other=_Origin())
+    inputs = program.for_each_input(model=_Origin(model=True), batch=_Origin(), other=_Origin())
     follow_facts(facts, program.scope, inputs)
     return tuple(lines)
 

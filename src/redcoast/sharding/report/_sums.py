@@ -48,7 +48,7 @@ def find_sums(program: Program) -> dict[str, str]:
     if examples is None:
         return {}
     # An array of the batch without rows may be anything, such as the number of tokens.
-    inputs = program.of_inputs(model=_Growth(), batch=_UNKNOWN, other=_Growth())
+    inputs = program.for_each_input(model=_Growth(), batch=_UNKNOWN, other=_Growth())
     for place, var in enumerate(scope.jaxpr.invars):
         if any(map(examples.has, scope.values[var].dims)):
             inputs[place] = _Growth()

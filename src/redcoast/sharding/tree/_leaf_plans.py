@@ -203,15 +203,15 @@ def elementwise_states(tree: PyTree) -> dict[Path, Leaf]:
 
 def _nodes(opt_state: PyTree, kinds: type | tuple[type, ...]) -> Iterator[tuple[Path, Any]]:
     """The parts of an optimizer's state that are of some types, with their paths."""
-    is_one = lambda x: isinstance(x, kinds)
-    for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_one):
-        if is_one(node):
+    is_of_kind = lambda x: isinstance(x, kinds)
+    for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_of_kind):
+        if is_of_kind(node):
             yield ("opt_state", *map(key_name, path)), node
 
 
-def _by_parameter(above: Path, state: PyTree, parameters: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
+def _by_parameter(prefix: Path, state: PyTree, parameters: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
     """The arrays of a part of the state that have the shape of their parameter, with it."""
-    found: dict[Path, Leaf] = {}
+    by_path: dict[Path, Leaf] = {}
     for leaf in flat_leaves(state):
         # The longest end of the path that is a parameter's.
         starts = range(len(leaf.path) + 1)
@@ -220,8 +220,8 @@ def _by_parameter(above: Path, state: PyTree, parameters: Mapping[Path, Leaf]) -
             continue
         parameter = parameters[leaf.path[start:]]
         if parameter.shape == leaf.shape:
-            found[*above, *leaf.path] = parameter
-    return found
+            by_path[*prefix, *leaf.path] = parameter
+    return by_path
 
 
 def _in_parts(parameter: LeafPlan) -> tuple[P, Reason] | None:

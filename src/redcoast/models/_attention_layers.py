@@ -63,7 +63,8 @@ def sample_attention(
     sample: Callable[..., Array] = small_normal,
     out_scale: float = 1.0,
 ) -> Weights:
-    """Returns the same with as many heads of keys and values as of queries.
+    """Returns initial projections with as many heads of keys and values as of queries.
+
     `sample(key, shape, scale)` returns the weights; the scale of those of outputs is `out_scale`.
     """
     c = config

@@ -90,7 +90,7 @@ class GemmaLayers(AttentionLayers):
         keys = jax.random.split(key, 7)
         super().__init__(c, initial_attention(c, keys[:4]), biases="")
         stream, head = (c.layers, c.width), (c.layers, c.head_dim)
-        # All scales are one more.
+        # A norm multiplies by 1 more than its scale.
         self.attention_norm, self.mlp_norm = jnp.zeros(stream), jnp.zeros(stream)
         self.q_norm, self.k_norm = zeros(head, when=c.qk_norm), zeros(head, when=c.qk_norm)
         self.attention_post_norm = zeros(stream, when=c.post_norms)

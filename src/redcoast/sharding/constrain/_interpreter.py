@@ -423,7 +423,7 @@ def _scan(bound: BoundEquation, scan: Scan) -> Arrays:
     values = values_of(scope, carry_vars)
     consts, stored_consts = _gather(scope, shardings, consts, stored_consts)
     if sums_over_iterations(scan) is not None:
-        # Batches of rows, of which each device has some of each batch.
+        # A map in batches of rows: each device gets rows of every batch.
         for place, atom in enumerate(scan.split(equation.invars)[2]):
             value = bound.scope.value_of(atom)
             if value is not None and shardings.batch_dim(value) == 1:

@@ -97,7 +97,8 @@ def _windows(
     removed: Collection[SupportsIndex],
     offsets: Collection[SupportsIndex],
 ) -> tuple[list[Dimension], dict[int, int]]:
-    """The dimensions of what is read or written, and that of the operand for those at `offsets`."""
+    """The dimensions of what is read or written; and by the place of each of them that is a part of
+    the window, the dimension of the operand."""
     of_operand = without(range(len(operand)), removed)
     window = dict(zip(sorted(map(index, offsets)), of_operand, strict=True))
     dimensions = list(indices[:-1])  # the last dimension of indices holds coordinates

@@ -50,10 +50,10 @@ class Buffer:
 
     `parts` are the operations that write them. An argument has none: its bytes are counted
     elsewhere, and `given` has them. `parameter` is the array of the model that it is or is gathered
-    from, and `reread` whether it can be read from arguments again. `whole` is the stored array that
-    it is gathered from or a slice of, and `is_layer` whether it is what an iteration of a loop gets
-    of such an array. `is_gradient` is whether it is a result. `read_narrow` and `read_wide` are
-    whether something reads it in bfloat16 and as it is.
+    from, and `reread` whether it can be read from arguments again. `stored_in` is the stored array
+    that it is gathered from or a slice of, and `is_layer` whether it is what an iteration of a loop
+    gets of such an array. `is_gradient` is whether it is a result. `read_narrow` and `read_wide`
+    are whether something reads it in bfloat16 and as it is.
     """
 
     parts: tuple[WrittenBytes, ...]
@@ -62,7 +62,7 @@ class Buffer:
     parameter: ModelArray | None = None
     reread: bool = False
     given: int | float = 0.0
-    whole: "Buffer | None" = None
+    stored_in: "Buffer | None" = None
     is_layer: bool = False
     is_gradient: bool = False
     read_narrow: bool = False
@@ -160,11 +160,11 @@ class Timeline:
         """Reads buffers, as they are or in bfloat16."""
         for buffer in roots:
             buffer.last = self.now
-            read: Buffer | None = buffer
-            while read is not None:
-                read.read_narrow |= narrow
-                read.read_wide |= not narrow
-                read = read.whole
+            source: Buffer | None = buffer
+            while source is not None:
+                source.read_narrow |= narrow
+                source.read_wide |= not narrow
+                source = source.stored_in
 
     def fuse(self, roots: Roots, value: Value, source: Source) -> Buffer:
         """Writes a value that is computed from some buffers, which may be written over."""
@@ -216,10 +216,10 @@ class Timeline:
             if is_same and (root.bytes == size or (root.given == size and not is_gathered)):
                 return roots
             if root.given and is_gathered:
-                whole = self.write(size, source)
-                whole.parameter, whole.reread = root.parameter, True
-                whole.whole, whole.is_layer = root, root.is_layer
-                return (whole,)
+                gathered = self.write(size, source)
+                gathered.parameter, gathered.reread = root.parameter, True
+                gathered.stored_in, gathered.is_layer = root, root.is_layer
+                return (gathered,)
         buffer = self.fuse(roots, value, source)
         # What is computed from arguments alone can be computed again.
         buffer.reread = bool(roots) and all(root.reread for root in roots)

@@ -96,7 +96,7 @@ class StorageLayout:
         """Bytes per device of intermediate values at the peak, and the operation of each."""
         decision = self.decision
         if decision.pipeline is not None:
-            return self._of_pipeline(decision.pipeline)
+            return self._pipeline_activations(decision.pipeline)
         program, sizes, compiler = decision.program, decision.sizes, decision.hardware.compiler
         shares: dict[tuple[Dims, bool], int | float] = {}  # of an array, that each device has
 
@@ -147,8 +147,8 @@ class StorageLayout:
         scale = max(0.0, peak.bytes - gradients) / max(1.0, peak.temporaries)
         return tuple((size * scale, source) for size, source in peak.parts)
 
-    def _of_pipeline(self, pipeline: Pipeline) -> tuple[WrittenBytes, ...]:
-        """The same for a pipeline, whose microbatches are not followed one by one."""
+    def _pipeline_activations(self, pipeline: Pipeline) -> tuple[WrittenBytes, ...]:
+        """The activations of a pipeline, whose microbatches are not followed one by one."""
         decision = self.decision
         of_stage, saved, in_use = decision.of_stage, 0.0, 0.0
         for dims, size in of_stage.program.graph.saved.items():

@@ -149,7 +149,7 @@ class OperationBuffers:
         if size >= whole.given or whole.parameter is None:
             return (whole,)
         (part,) = argument(size, whole.parameter.part(size / whole.given))
-        part.whole, part.is_layer = whole, whole.is_layer
+        part.stored_in, part.is_layer = whole, whole.is_layer
         return (part,)
 
     def differentiate(self, step: PeakStep, results: Sequence[Cotangent]) -> list[Cotangent]:

@@ -49,11 +49,17 @@ from ._setup import (
     prepare_evaluation,
     refuse_unresumable,
     restore_or_create,
+    warn_if_nothing_left,
+    warn_of_hyperparameters,
     warn_of_key,
-    warn_of_restored,
 )
 from ._stop import ASKED, GO_ON, end_after_signal, refuse_after_signal, stop_request
 from ._training_loop import TrainingLoop
+
+_TRAIN_SEVERAL = (
+    "It is a loop over compiled steps. To train several models at once, pass `fit` one model with "
+    "all of them, `eqx.filter_vmap(init_fn)(keys)`, and take the mean of their losses."
+)
 
 
 @hide_frames
@@ -182,11 +188,7 @@ def fit(
     """
     # What the arguments mean.
     refuse_after_signal("fit", trains=True)
-    remedy = (
-        "It is a loop over compiled steps. To train several models at once, pass `fit` one model "
-        "with all of them, `eqx.filter_vmap(init_fn)(keys)`, and take the mean of their losses."
-    )
-    refuse_traced((model_or_state, key), "fit", remedy)
+    refuse_traced((model_or_state, key), "fit", _TRAIN_SEVERAL)
     check_optimizer(optimizer)
     check_functions(loss_fn=loss_fn)
     collate_fn = check_batching(collate_fn, batch_size)
@@ -244,9 +246,14 @@ def fit(
         # Of shapes alone, so that nothing takes memory on the devices yet.
         run_plan = plan_run(plan, training, abstract, data, overrides, memory)
         compiled = training.compiled_by(run_plan)
-        length = {"batch_size": batch_size, "epochs": epochs, "steps": steps}
-        settings = {"checkpoints": str(checkpoints), "early_stopping": str(early_stopping)}
-        settings |= {**length, "average": average}
+        settings = {
+            "checkpoints": str(checkpoints),
+            "early_stopping": str(early_stopping),
+            "batch_size": batch_size,
+            "epochs": epochs,
+            "steps": steps,
+            "average": average,
+        }
         step = ft.partial(compiled, accumulate)
         check_agreement(
             run_plan, training, model_or_state, abstract, step, data, evaluation, run_key, settings
@@ -259,8 +266,8 @@ def fit(
         state, saved = restore_or_create(checkpointer, run_plan, abstract, create)
         place_data(data, state, saved, checkpoints)
         if saved is not None:
-            quiet = printer.quiet
-            warn_of_restored(model_or_state, abstract, state, data, training, quiet=quiet)
+            warn_if_nothing_left(data, quiet=printer.quiet)
+            warn_of_hyperparameters(model_or_state, abstract, state, training)
             warn_of_key(model_or_state, key, state)
             if best is not None:
                 best.restore(saved.get(SAVED))

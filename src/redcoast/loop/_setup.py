@@ -192,22 +192,20 @@ def place_data(
         data.recognise_examples(saved or {})
 
 
-def warn_of_restored(
-    model_or_state: PyTree,
-    abstract: TrainState,
-    restored: TrainState,
-    data: Batches,
-    training: Training,
-    *,
-    quiet: bool,
-) -> None:
-    """Warns if a run that is resumed does nothing, or has other hyperparameters than its call.
-
-    `abstract` is the state that a new run would have begun with.
-    """
+def warn_if_nothing_left(data: Batches, *, quiet: bool) -> None:
+    """Warns if a run that is resumed has no steps left."""
     nothing = nothing_left(data, has_directory=True)
     if nothing and quiet and is_main():  # otherwise it is printed
         logger.warning("%s", nothing)
+
+
+def warn_of_hyperparameters(
+    model_or_state: PyTree, abstract: TrainState, restored: TrainState, training: Training
+) -> None:
+    """Warns if a run that is resumed has other hyperparameters than its call.
+
+    `abstract` is the state that a new run would have begun with.
+    """
     # They are a part of the optimizer's state, so a checkpoint brings its own.
     before = constant_hyperparameters(restored.opt_state)
     if not before:

@@ -2,7 +2,6 @@
 
 import functools as ft
 from math import prod
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -73,7 +72,7 @@ def _bytes_on_device(arrays: list[Array]) -> int:
 
 
 def _memory(x: Array) -> int:
-    """The bytes of memory of a device that has a part of the array; 0 if it does not say."""
+    """The bytes of a device with a part of the array that JAX may use; 0 if it reports none."""
     stats = x.addressable_shards[0].device.memory_stats() or {}
     return stats.get("bytes_limit", 0)
 
@@ -90,10 +89,10 @@ def _copy_layers(stacks: PyTree, shardings: tuple[NamedSharding | None, ...]) ->
     arrays, structure = jax.tree.flatten(stacks)
     copies: list[ByLayer] = []
     for stack, sharding in zip(arrays, shardings, strict=True):
-        layers = [stack[i] for i in range(stack.shape[0])]
+        layers = jnp.unstack(stack)
         if sharding is not None:
-            layers = [jax.lax.with_sharding_constraint(x, sharding) for x in layers]
-        copies.append(ByLayer(tuple(layers)))
+            layers = jax.lax.with_sharding_constraint(layers, sharding)
+        copies.append(ByLayer(layers))
     return structure.unflatten(copies)
 
 
@@ -102,21 +101,28 @@ def _is_stack(x: object) -> bool:
 
 
 def _split(x: PyTree) -> PyTree:
-    return jax.tree.map(_views, x) if _is_stack(x) else x
+    if not _is_stack(x):
+        return x
+    return jax.tree.map(_views, x)
 
 
 def _views(x: PyTree) -> PyTree:
+    """An array of whole layers as views of them; other leaves as they are."""
     if not isinstance(x, jax.Array) or not _has_whole_layers(x):
         return x
-    shards = [(s.device, np.asarray(s.data)) for s in x.addressable_shards]  # without a copy
-    return ByLayer(tuple(_view(x, shards, i) for i in range(x.shape[0])))
-
-
-def _view(x: Array, shards: list[tuple[Any, np.ndarray]], i: int) -> Array:
     sharding = _layer_sharding(x)
-    if sharding is not None:
-        parts = [jax.device_put(data[i], device, may_alias=True) for device, data in shards]
-        return jax.make_array_from_single_device_arrays(x.shape[1:], sharding, parts)
-    # An array that is not committed stays so, or it could not meet arrays of other devices.
-    device, data = shards[0]
-    return jax.device_put(data[i], device if x.committed else None, may_alias=True)
+    devices = [shard.device for shard in x.addressable_shards]
+    stacks = [np.asarray(shard.data) for shard in x.addressable_shards]  # without a copy
+    if sharding is None and not x.committed:
+        devices = [None]  # Committed to a device, it could not meet arrays of other devices.
+    layers: list[Array] = []
+    for i in range(x.shape[0]):
+        parts: list[Array] = []
+        for device, stack in zip(devices, stacks, strict=True):
+            parts.append(jax.device_put(stack[i], device, may_alias=True))
+        if sharding is None:
+            layers += parts
+        else:
+            shape = x.shape[1:]
+            layers.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
+    return ByLayer(tuple(layers))

@@ -26,7 +26,10 @@ def fill_device(
     mesh = Mesh(np.array(devices), ("device",))
     small, large = {}, {}
     for path, target in targets.items():
-        (small if prod(target.box_shape) <= most else large)[path] = target
+        if prod(target.box_shape) <= most:
+            small[path] = target
+        else:
+            large[path] = target
     buffers = _zeros(large, mesh)
     arrays: dict[str, jax.Array] = {}
 

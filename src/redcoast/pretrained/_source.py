@@ -130,8 +130,10 @@ def _instead(path: Path) -> str:
         listed = " or ".join(map(str, snapshots))
         return f", but snapshots of a model, as in the hub's cache. Pass {listed}"
     if shards := sorted(file.name for file in path.glob("*.safetensors")):
-        way = f"Rename it to {SINGLE}" if len(shards) == 1 else f"Download {INDEX}, too"
-        return f", but {', '.join(shards)}. {way}"
+        remedy = f"Download {INDEX}, too"
+        if len(shards) == 1:
+            remedy = f"Rename it to {SINGLE}"
+        return f", but {', '.join(shards)}. {remedy}"
     return ""
 
 

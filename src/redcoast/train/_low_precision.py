@@ -112,7 +112,9 @@ def low_precision(
 def _patterns(exclude: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if exclude is None:
         return None
-    patterns = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    if isinstance(exclude, str):
+        exclude = (exclude,)
+    patterns = tuple(exclude)
     for pattern in patterns:
         check_kind("exclude", pattern, str, "a regular expression, or several")
         try:
@@ -157,19 +159,25 @@ class LowPrecision:
     def _weights(self, traced: Traced, model: PyTree) -> frozenset[int]:
         """The arrays whose products are in 8 bits, by their places among the arrays."""
         leaves = flat_leaves(model)
+        excluded: set[int] = set()
         if self.exclude is None:
             last = uses_in(traced, model).last_matrices(model)
-            return frozenset(i for i, leaf in enumerate(leaves) if leaf.index not in last)
-        chosen = frozenset(range(len(leaves)))
-        for pattern in self.exclude:
-            matched = {i for i, leaf in enumerate(leaves) if re.search(pattern, leaf.name)}
+            excluded |= {place for place, leaf in enumerate(leaves) if leaf.index in last}
+        for pattern in self.exclude or ():
+            matched: set[int] = set()
+            for place, leaf in enumerate(leaves):
+                if re.search(pattern, leaf.name):
+                    matched.add(place)
             if not matched:
                 names = several([leaf.name for leaf in leaves])
                 raise ValueError(
                     f"`exclude` has {pattern!r}, which matches none of the model's arrays: {names}."
                 )
-            chosen -= matched
-        return chosen
+            excluded |= matched
+        return frozenset(range(len(leaves))) - excluded
+
+
+_Weights = frozenset[int] | None
 
 
 @dataclass(frozen=True)
@@ -178,7 +186,7 @@ class _Value:
     or None if anything else is."""
 
     x: Any
-    weights: frozenset[int] | None
+    weights: _Weights
 
 
 @dataclass
@@ -221,8 +229,9 @@ class _Evaluation:
         """The product in 8 bits in place of this one, or None if it keeps its precision."""
         x, y = map(struct_of, equation.invars)
         result = struct_of(equation.outvars[0])
-        is_float = [jnp.issubdtype(z.dtype, jnp.floating) and z.dtype.itemsize > 1 for z in (x, y)]
-        if not all(is_float) or equation.params.get("out_sharding") is not None:
+        if not (_is_wide_float(x.dtype) and _is_wide_float(y.dtype)):
+            return None
+        if equation.params.get("out_sharding") is not None:
             return None
         sides = [i for i, value in enumerate(operands) if self._is_weight(value)]
         has_data = any(value.weights is None for value in operands)
@@ -270,20 +279,20 @@ class _Evaluation:
             case _:  # it has a derivative of its own
                 return bind_again(equation, arrays)
 
-    def _function(self, jaxpr: AnyJaxpr, marks: Sequence[Any]) -> Callable[..., list[Any]]:
+    def _function(self, jaxpr: AnyJaxpr, marks: Sequence[_Weights]) -> Callable[..., list[Any]]:
         def function(*arrays: Any) -> list[Any]:
             return [value.x for value in self.run(jaxpr, list(map(_Value, arrays, marks)))]
 
         return function
 
-    def _scan(self, scan: Scan, arrays: list[Any], marks: list[Any]) -> list[Any]:
+    def _scan(self, scan: Scan, arrays: list[Any], marks: list[_Weights]) -> list[Any]:
         consts, init, xs = scan.split(arrays)
         of_consts, _, of_xs = scan.split(marks)
         # What is carried may be data from the second iteration on, whatever it was at first.
         body = self._function(scan.body, [*of_consts, *[None] * scan.carry, *of_xs])
         return scan.run(lambda inputs: body(*inputs), consts, init, xs)
 
-    def _while(self, loop: While, arrays: list[Any], marks: list[Any]) -> list[Any]:
+    def _while(self, loop: While, arrays: list[Any], marks: list[_Weights]) -> list[Any]:
         cond_consts, body_consts, init = loop.split(arrays)
         of_cond, of_body, carry = loop.split(marks)
         carried = [None] * len(carry)
@@ -296,6 +305,10 @@ class _Evaluation:
                 init,
             )
         )
+
+
+def _is_wide_float(dtype: jnp.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
 
 
 def _joined(operands: Sequence[_Value]) -> frozenset[int] | None:

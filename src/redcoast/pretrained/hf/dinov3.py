@@ -60,7 +60,10 @@ def tensors(config: Dinov3Config) -> dict[str, Tensor]:
         "layers/mlp_scale": Tensor(layer + "layer_scale2.lambda1", VECTOR),
         **norm("norm", "norm"),
     }
-    for leaf in ("gate", "up", "down") if c.gated else ("up", "down"):
+    matrices = ["up", "down"]
+    if c.gated:
+        matrices.insert(0, "gate")
+    for leaf in matrices:
         name = f"{layer}mlp.{leaf}_proj"
         table[f"layers/{leaf}"] = Tensor(name + ".weight", TURNED)
         if c.mlp_bias:
@@ -71,7 +74,9 @@ def tensors(config: Dinov3Config) -> dict[str, Tensor]:
 def module_name(name: str) -> str:
     before, table, after = name.rpartition("layer.")
     inside = before.removeprefix("base_model.model.")  # PEFT's own prefix
-    return f"{before}model.layer.{after}" if table and not inside.endswith("model.") else name
+    if not table or inside.endswith("model."):
+        return name
+    return f"{before}model.layer.{after}"
 
 
 def duplicates(config: Dinov3Config) -> dict[str, str]:

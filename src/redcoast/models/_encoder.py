@@ -46,7 +46,11 @@ class EncoderLayers(AttentionLayers):
         *of_attention, up, down = jax.random.split(key, 6)
         weights = sample_attention(c, of_attention, sample, out_scale)
         # ViT and its relatives may have biases in all but Q, K and V.
-        biases = "qkv" * (bias and qkv_bias) + "o" * bias
+        biases = ""
+        if bias:
+            biases = "o"
+            if qkv_bias:
+                biases = "qkvo"
         super().__init__(c, weights, biases=biases, norm=affine, shift=affine)
         stream, inside = (c.layers, c.width), (c.layers, c.hidden)
         self.mlp_norm, self.mlp_norm_shift = ones(stream, when=affine), zeros(stream, when=affine)

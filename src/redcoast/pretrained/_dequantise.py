@@ -54,7 +54,8 @@ def read_scaled(
     grid = scale.take((*outer, *blocks))
     if scale.dtype in EXPONENTS:
         grid = _POWERS[grid.view(np.uint8)]
-    grid, (block_of_row, block_of_column) = grid.astype(np.float32), indices
+    grid = grid.astype(np.float32)
+    block_of_row, block_of_column = indices
     for rows in _ranges(raw.shape[-2], raw.size // raw.shape[-2]):
         values = table[raw[..., rows, :]]  # (..., rows, columns)
         of_rows = grid.take(block_of_row[rows], axis=-2)  # (..., rows, blocks of columns)

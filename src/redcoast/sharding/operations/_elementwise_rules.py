@@ -3,9 +3,9 @@
 from jax.extend.core import JaxprEqn
 
 from ...core._jaxpr import is_inexact
-from ._rule import Dimension, Factors, Linear, Rule, each_alone, names, shape_of, together
+from ._rule import Dimension, Factors, Linear, Rule, each_alone, primitives, shape_of, together
 
-ELEMENTWISE = names("""
+ELEMENTWISE = primitives("""
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
     clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
     erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
@@ -17,7 +17,7 @@ ELEMENTWISE = names("""
     tanh threefry2x32 xor zeta
 """)
 # Each result is the operand at the same place. The operands are independent of each other.
-PAIRWISE = names("""
+PAIRWISE = primitives("""
     optimization_barrier device_put pvary pcast relayout reshard layout_constraint annotate
     nonbatchable nondifferentiable_backward nontraceable
 """)
@@ -25,10 +25,10 @@ PAIRWISE = names("""
 ROUNDING = frozenset(["convert_element_type", "div"])
 _COPIES = frozenset(["convert_element_type", "copy", "copy_p"])
 # The results of these are their operands.
-IDENTITIES = names(
+IDENTITIES = primitives(
     "copy copy_p nonbatchable nondifferentiable_backward nontraceable optimization_barrier"
 )
-_LINEAR_IN_FIRST = names("""
+_LINEAR_IN_FIRST = primitives("""
     conj convert_element_type copy copy_p div imag name neg real redcoast_mark reduce_precision
     stop_gradient
 """)

@@ -7,12 +7,12 @@ from jax.extend.core import JaxprEqn
 
 from ...core._mapped_callbacks import independent_levels
 from ...core._pallas import independent_dims
-from ._rule import Dimension, Factors, Rule, names, shape_of, without
+from ._rule import Dimension, Factors, Rule, primitives, shape_of, without
 
 # For each dimension of an array, the number of what it counts, or None.
 Numbers = list[int | None]
 
-DECOMPOSITIONS = names("""
+DECOMPOSITIONS = primitives("""
     cholesky cholesky_update eig eigh hessenberg householder_product lu
     lu_pivots_to_permutation qr geqrf geqp3 ormqr schur svd triangular_solve tridiagonal
     tridiagonal_solve
@@ -25,12 +25,12 @@ OF_VECTORS = frozenset(["lu_pivots_to_permutation", "tridiagonal_solve"])
 # and rows do not depend on the answer of other rows.
 OF_ANY_ROW = frozenset(["unvmap_all", "unvmap_any", "unvmap_max"])
 # These have no dimensions to shard, or no results.
-FRESH = names("""
+FRESH = primitives("""
     iota rng_uniform rng_bit_generator debug_callback debug_print axis_index empty empty2
     create_token partition_id platform_index inspect_sharding unvmap_all unvmap_any unvmap_max
 """)
 # Each key is independent: the results have the leading dimensions of the keys.
-KEYED = names("random_bits random_clone random_seed random_split random_unwrap random_wrap")
+KEYED = primitives("random_bits random_clone random_seed random_split random_unwrap random_wrap")
 
 
 def fresh_rule(equation: JaxprEqn) -> Rule:
@@ -148,8 +148,12 @@ def decomposition_rule(equation: JaxprEqn) -> Rule:
             numbers[:count] = range(count)
         dims.append(numbers)
     if equation.primitive.name in SOLVES:
-        place = -1 if equation.params.get("left_side", True) else -2
-        operands = len(equation.invars)
-        dims[operands - 1][place] = dims[operands][place] = count  # of the last operand and result
+        place = -2
+        if equation.params.get("left_side", True):
+            place = -1
+        # The columns of what is solved for, the last operand, are those of the result.
+        right_side, solution = dims[len(equation.invars) - 1], dims[len(equation.invars)]
+        right_side[place] = count
+        solution[place] = count
     rule = independent_rule(equation, dims)
     return replace(rule, blocked=rule.whole)

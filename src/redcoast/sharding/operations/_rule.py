@@ -140,7 +140,7 @@ class Factors:
         )
 
 
-def names(text: str) -> frozenset[str]:
+def primitives(text: str) -> frozenset[str]:
     """The names of primitives in a text."""
     return frozenset(text.split())
 

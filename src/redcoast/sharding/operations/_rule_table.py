@@ -47,40 +47,40 @@ from ._made_rules import (
     random_gamma_rule,
     vmapped_rule,
 )
-from ._rule import Factors, Rule, each_alone, names, together
+from ._rule import Factors, Rule, each_alone, primitives, together
 
-REDUCTIONS = names("""
+REDUCTIONS = primitives("""
     argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
     reduce_xor
 """)
 # The results of these are constrained, beside the batch, weights and what loops carry, and XLA
 # propagates shardings through other operations. The results are in memory, and kept for the
 # backward pass.
-LARGE_OPERATIONS = names("""
+LARGE_OPERATIONS = primitives("""
     conv_general_dilated dot_general gather ragged_dot ragged_dot_general scatter
     scatter-add scatter_add
 """)
 # Non-linear operations, which are assumed to keep their results for the backward pass. XLA
 # recomputes other elementwise results.
-KEPT = names("""
+KEPT = primitives("""
     cos div erf exp exp2 expm1 integer_pow log log1p log2 logistic max pow rsqrt sin sqrt square
     tanh
 """)
 # The same elements in the same order, which need no memory of their own.
-VIEWS = names("""
+VIEWS = primitives("""
     copy copy_p expand_dims name optimization_barrier reshape sharding_constraint squeeze
     stop_gradient
 """)
 # XLA computes these once, and keeps the result for all uses; it computes cheaper ones again.
-COSTLY = names("cos erf erf_inv exp exp2 expm1 log log1p log2 logistic pow sin sqrt tan tanh")
+COSTLY = primitives("cos erf erf_inv exp exp2 expm1 log log1p log2 logistic pow sin sqrt tan tanh")
 # Their derivatives are computed from their results alone.
-FROM_RESULT = names("cbrt exp exp2 expm1 logistic sqrt tanh")
+FROM_RESULT = primitives("cbrt exp exp2 expm1 logistic sqrt tanh")
 # Each element of the results depends on all earlier ones.
-CUMULATIVE = names("cumlogsumexp cummax cummin cumprod cumsum")
+CUMULATIVE = primitives("cumlogsumexp cummax cummin cumprod cumsum")
 # Scaled operands scale the results of these, though they are not linear.
-HOMOGENEOUS = names("abs clamp max min reduce_max reduce_min sort")
+HOMOGENEOUS = primitives("abs clamp max min reduce_max reduce_min sort")
 # The results of these are counts and conditions, which say nothing of the value of an example.
-UNCOUPLED = names("is_finite random_bits reduce_and reduce_or")
+UNCOUPLED = primitives("is_finite random_bits reduce_and reduce_or")
 _NAMED: dict[str, Callable[[JaxprEqn], Rule | None]] = {
     "approx_top_k": along(named("reduction_dimension"), "whole", "shuffled", "indexed"),
     "bitcast_convert_type": bitcast_rule,
@@ -134,8 +134,8 @@ _TABLE: dict[str, Callable[[JaxprEqn], Rule | None]] = {
     **dict.fromkeys(KEYED, keyed_rule),
     **dict.fromkeys(DECOMPOSITIONS, decomposition_rule),
 }
-for primitives, rule in _NAMED.items():
-    _TABLE.update(dict.fromkeys(names(primitives), rule))
+for text, rule in _NAMED.items():
+    _TABLE.update(dict.fromkeys(primitives(text), rule))
 
 
 def rule_of(equation: JaxprEqn) -> Rule | None:

@@ -36,7 +36,7 @@ class Classes:
         for a, b in graph.soft_links:
             if self[a] not in alone and self[b] not in alone:
                 self._join(a, b)
-        for rows, (batches, *of_batch) in graph.divided:
+        for rows, (batches, *of_batch) in graph.groupings:
             if of_batch and batches in graph.mapped and not self._divides[batches]:
                 self._join(rows, of_batch[0])
 

@@ -225,9 +225,9 @@ class Graph:
     stacks: set[int] = field(default_factory=set)  # blocked nodes that count a scan's layers
     unrolled: set[int] = field(default_factory=set)  # those of a scan that does not loop
     mapped: set[int] = field(default_factory=set)  # those of a scan of independent iterations
-    # First dimensions that are divided, as 12 layers into 6 groups of 2, or joined from parts: the
-    # one, and its parts.
-    divided: list[tuple[int, Dims]] = field(default_factory=list)
+    # First dimensions that are divided, as 12 layers into 6 groups of 2, or joined from parts: that
+    # of all, and its parts.
+    groupings: list[tuple[int, Dims]] = field(default_factory=list)
     singled: set[int] = field(default_factory=set)  # those of which single elements are taken
     created: set[int] = field(default_factory=set)  # created by the program: noise, zeros, copies
     of_constants: set[int] = field(default_factory=set)  # nodes of arrays that are closed over

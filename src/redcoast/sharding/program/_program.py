@@ -152,7 +152,7 @@ def _follow(
     parameters, rest = inputs[: traced.arrays], inputs[traced.arrays :]
     # Stacks of layers that are divided into groups before a scan over the groups.
     firsts = {value.dims[0] for value in parameters if value.dims}
-    for node, (groups, *of_group) in graph.divided:
+    for node, (groups, *of_group) in graph.groupings:
         single = graph.stacks | graph.singled
         if node in firsts and groups in graph.stacks and single.issuperset(of_group):
             for layers in (node, *of_group):

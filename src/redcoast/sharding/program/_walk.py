@@ -136,7 +136,7 @@ def _apply_rule(
         results = follow_rule(graph, equation, rule, inputs)
         if have_grad(results):
             graph.last_use.update(dict.fromkeys(inputs, graph.cursor.source))
-        _note_divided(graph, name, inputs, results)
+        _note_grouping(graph, name, inputs, results)
         if name == "sharding_constraint":
             _record_constraint(graph, equation, inputs[0])
         if name in LARGE_OPERATIONS or name in KEPT:
@@ -171,7 +171,7 @@ def _apply_rule(
     return follow_rule(graph, equation, opaque_rule(equation), inputs), []
 
 
-def _note_divided(
+def _note_grouping(
     graph: Graph, name: str, inputs: Sequence[Value], results: Sequence[Value]
 ) -> None:
     """Records that the first dimension alone is divided, as that of layers into groups, or joined
@@ -186,7 +186,7 @@ def _note_divided(
         joined, split = sorted((inputs[0], results[0]), key=lambda value: len(value.shape))
         parts = 1 + len(split.shape) - len(joined.shape)
         if joined.shape and parts > 1 and split.shape[parts:] == joined.shape[1:]:
-            graph.divided.append((joined.dims[0], split.dims[:parts]))
+            graph.groupings.append((joined.dims[0], split.dims[:parts]))
 
 
 def _record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None:

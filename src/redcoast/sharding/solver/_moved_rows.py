@@ -132,7 +132,7 @@ def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
 def _sent_for_batches(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
     """What devices send so that each has rows of each batch that a scan goes over."""
     batches, of_batch, *_ = move.operand.dims
-    rows = [node for node, parts in graph.divided if parts == (batches, of_batch)]
+    rows = [node for node, parts in graph.groupings if parts == (batches, of_batch)]
     if batch.has(batches) or not (batch.has(of_batch) and any(map(batch.has, rows))):
         return 0
     devices, others = batch.around(of_batch, (*move.rows, *move.operand.dims))

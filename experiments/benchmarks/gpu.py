@@ -129,7 +129,8 @@ def main(c: Config) -> list[Row]:
     """Measures all parts, prints a table and writes a JSON."""
     unknown = [name for name in c.only if name not in PARTS]
     if unknown:
-        raise SystemExit(f"No part is named {unknown[0]!r}. The parts are {', '.join(PARTS)}.")
+        parts = ", ".join(map(repr, PARTS))
+        raise SystemExit(f"No part is named {unknown[0]!r}. The parts are {parts}.")
     size = SIZES[c.size] if c.batch is None else replace(SIZES[c.size], batch=c.batch)
     device = jax.devices()[0]
     target = c.target or ("cpu:1" if device.platform == "cpu" else target_of(device.device_kind))

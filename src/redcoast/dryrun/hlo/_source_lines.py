@@ -6,7 +6,7 @@ from collections.abc import Callable
 Frame = tuple[str, int]  # a file and the number of a line
 
 # A table is a line with its name, and a line for each entry, which begins with its number:
-# `1 "/home/me/train.py"` of files, `1 {file_name_id=1 function_name_id=2 line=30 ...}` of
+# `1 "train.py"` of files, `1 {file_name_id=1 function_name_id=2 line=30 ...}` of
 # locations, and `2 {file_location_id=1 parent_frame_id=1}` of frames.
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _FILE = re.compile(r'^(\d+) "(.*)"$')

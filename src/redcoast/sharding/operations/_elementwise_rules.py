@@ -63,6 +63,11 @@ def elementwise_rule(equation: JaxprEqn) -> Rule:
     return factors.rule(operands, results, linear=linear, copies=name in _COPIES)
 
 
+def stops_gradient(equation: JaxprEqn) -> bool:
+    """Whether no gradient flows through an equation, although it is linear."""
+    return equation.primitive.name == "stop_gradient"
+
+
 def pairwise_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
     operands = factors.of_each(equation.invars)

@@ -89,6 +89,33 @@ class Rule:
         return False, [side for side in (0, 1) if operands[side] not in (None, of_result)]
 
     @property
+    def is_product(self) -> bool:
+        """Whether the result is a sum of products of two arrays, as that of `dot_general`.
+
+        A convolution is one of shifted arrays, and a ragged product one of groups.
+        """
+        is_sum = self.sums and len(self.operands) == 2 and len(self.results) == 1
+        return is_sum and not self.moved | self.whole
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether rows of a table are read, at places that are computed."""
+        return self.writes is None and not self.reduced.isdisjoint(self.indexed)
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether a part of a dimension is read, at places that the program says."""
+        return self.writes is None and not self.moved.isdisjoint(self.indexed)
+
+    @property
+    def is_concatenation(self) -> bool:
+        """Whether arrays are joined along a dimension."""
+        if len(self.operands) < 2 or len(self.results) != 1:
+            return False
+        common = all_factors(self.operands[0]) & all_factors(self.results[0])
+        return not common.isdisjoint(self.whole - self.shuffled - self.indexed)
+
+    @property
     def is_pairwise(self) -> bool:
         """Whether each result is the operand at the same place, whatever the other operands are."""
         return len(self.operands) > 1 and self.operands == self.results

@@ -81,6 +81,8 @@ CUMULATIVE = primitives("cumlogsumexp cummax cummin cumprod cumsum")
 HOMOGENEOUS = primitives("abs clamp max min reduce_max reduce_min sort")
 # The results of these are counts and conditions, which say nothing of the value of an example.
 UNCOUPLED = primitives("is_finite random_bits reduce_and reduce_or")
+# The parameters of these have a mesh, or axes of one.
+OVER_A_MESH = primitives("mesh_cast reshard shard_map sharding_constraint")
 _NAMED: dict[str, Callable[[JaxprEqn], Rule | None]] = {
     "approx_top_k": along(named("reduction_dimension"), "whole", "shuffled", "indexed"),
     "bitcast_convert_type": bitcast_rule,
@@ -144,6 +146,23 @@ def rule_of(equation: JaxprEqn) -> Rule | None:
     if make_rule is None:
         return None
     return make_rule(equation)
+
+
+def is_cumulative(equation: JaxprEqn) -> bool:
+    """Whether each element of the results depends on all earlier ones."""
+    return equation.primitive.name in CUMULATIVE
+
+
+def is_product(equation: JaxprEqn) -> bool:
+    """Whether an equation is a sum of products of two arrays; see `Rule.is_product`."""
+    rule = rule_of(equation)
+    return rule is not None and rule.is_product
+
+
+def is_lookup(equation: JaxprEqn) -> bool:
+    """Whether an equation reads rows of a table; see `Rule.is_lookup`."""
+    rule = rule_of(equation)
+    return rule is not None and rule.is_lookup
 
 
 def opaque_rule(equation: JaxprEqn, *, results: bool = True) -> Rule:

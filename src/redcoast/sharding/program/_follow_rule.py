@@ -23,7 +23,15 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn
 
 from ...core._jaxpr import multiply_adds
-from ..operations import Dimension, Dimensions, Factor, Rule, all_factors, shape_of
+from ..operations import (
+    Dimension,
+    Dimensions,
+    Factor,
+    Rule,
+    all_factors,
+    shape_of,
+    stops_gradient,
+)
 from ._graph import Dims, Graph, Value, have_grad
 
 
@@ -160,12 +168,11 @@ def _add_results(
                 nodes[dimension] = dims[-1]  # all results are sorted alike
         # Whether a gradient flows into it, and how often that gradient is summed.
         grad, reduced = have_grad(inputs), None
-        name = equation.primitive.name
-        if name == "stop_gradient":
+        if stops_gradient(equation):
             grad = False
-        elif name in ("broadcast_in_dim", "transpose"):
+        elif rule.copies:
             grad, reduced = inputs[0].grad, inputs[0].reduced
-        elif name == "dot_general" and () in (inputs[0].shape, inputs[1].shape):
+        elif rule.is_product and () in (inputs[0].shape, inputs[1].shape):
             reduced = inputs[0].reduced or inputs[1].reduced  # of a weight that is scaled
         elif rule.is_pairwise:
             grad = inputs[place].grad
@@ -317,9 +324,7 @@ def _count_work(step: _AppliedRule, equation: JaxprEqn) -> None:
             dims.append(dim.node)
     first, second, *_ = step.inputs
     passes = graph.cursor.forwards + first.grad + second.grad
-    if "dot_product_attention" in equation.primitive.name:
-        # The backward pass has five products and the forward pass two.
+    if not rule.linear:
+        # Of attention, the backward pass has five products and the forward pass two.
         passes = graph.cursor.forwards + 2.5 * first.grad
-        if "bwd" in equation.primitive.name:
-            passes = 1
     graph.add_work(tuple(dims), 2.0 * count, passes, *step.inputs)

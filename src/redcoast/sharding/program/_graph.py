@@ -9,7 +9,7 @@ from math import prod
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ...core._jaxpr import is_inexact
-from ..operations import RESHARDED
+from ..operations import RESHARDED, is_lookup, is_product
 from ._interpolation import Constants, Interpolation
 from ._remat import Region
 
@@ -68,9 +68,9 @@ class PartialSum:
     rows: Dims = ()
 
     @property
-    def operation(self) -> str:
-        """The name of the operation's primitive."""
-        return self.source[-1].primitive.name
+    def of_lookup(self) -> bool:
+        """Whether the operation, or the one whose derivative it is, looks rows up."""
+        return is_lookup(self.source[-1])
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,11 @@ class Work:
     times: int | float = 1
     forwards: int | float = 1
     rows: Dims = ()
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a product of two arrays, and no convolution."""
+        return is_product(self.source[-1])
 
     @property
     def own(self) -> Dims:

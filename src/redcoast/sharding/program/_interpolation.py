@@ -18,8 +18,6 @@ from ..operations import Atom, shape_of
 
 # Larger constants are not computed for a plan.
 _MOST_ELEMENTS = 2**24
-INTERPOLATING = ("dot_general", "gather")
-
 
 Extents = tuple[np.ndarray, np.ndarray]  # the first and the last elements, (results,)
 

@@ -22,7 +22,7 @@ from ...core._control_flow import (
     saves,
 )
 from ...core._jaxpr import is_inexact, iter_equations, variables
-from ..operations import fixed_operands, is_linear, rule_of
+from ..operations import fixed_operands, is_linear, rule_of, stops_gradient
 from ..operations._rule_table import LARGE_OPERATIONS
 
 # The name of a primitive, and the shapes of its operands.
@@ -110,7 +110,7 @@ def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
         with_grad.update(compress(jaxpr.invars, grads))
         for equation in jaxpr.eqns:
             inputs = variables(equation.invars)
-            if equation.primitive.name != "stop_gradient" and not with_grad.isdisjoint(inputs):
+            if not (stops_gradient(equation) or with_grad.isdisjoint(inputs)):
                 with_grad.update(var for var in equation.outvars if is_inexact(var.aval))
     needed = set(variables(compress(jaxpr.outvars, region.wanted)))
     equations: set[int] = set()
@@ -132,7 +132,7 @@ def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
         if any(outs):
             equations.add(index)
         # Its operand has a value, but no gradient.
-        if region.differentiated and equation.primitive.name == "stop_gradient":
+        if region.differentiated and stops_gradient(equation):
             continue
         needed.update(variables(compress(equation.invars, map(or_, operands, of_derivative))))
     return Needed(frozenset(equations), inner, tuple(var in needed for var in jaxpr.invars))

@@ -17,9 +17,9 @@ from jaxtyping import PyTree
 from ...core._jaxpr import iter_equations
 from ...core._target import sequence_parts
 from ...core._tracing import axes_asked_for
+from ..operations._rule_table import OVER_A_MESH
 
 T = TypeVar("T")
-_OVER_A_MESH = frozenset({"sharding_constraint", "shard_map", "reshard", "mesh_cast"})
 
 # What was computed, and the objects by whose `id` it is known, which must not be freed.
 _shared: ContextVar[dict[Hashable, Any] | None] = ContextVar("_shared", default=None)
@@ -72,7 +72,7 @@ def is_over_a_mesh(jaxpr: Any) -> bool:
     """Whether the trace that has just returned this jaxpr depends on its mesh."""
     if not jax.sharding.get_abstract_mesh().empty:
         return True
-    return any(equation.primitive.name in _OVER_A_MESH for equation in iter_equations(jaxpr))
+    return any(equation.primitive.name in OVER_A_MESH for equation in iter_equations(jaxpr))
 
 
 def once(fn: Callable[..., T], of: Any, *args: Hashable) -> T:

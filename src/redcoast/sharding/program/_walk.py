@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
@@ -33,7 +34,7 @@ from ..operations._scan_over_rows import sums_over_iterations
 from ..tree._overrides import spec_axes
 from ._follow_rule import follow_rule
 from ._graph import Cursor, Dims, Graph, ProgramConstraint, Value, have_grad
-from ._interpolation import INTERPOLATING, Constants
+from ._interpolation import Constants
 from ._loop_weights import can_hoist_gradient_sum
 from ._remat import Region, find_needed
 
@@ -85,8 +86,8 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
         # What the loss does not depend on has no cotangent, as metrics.
         if index not in differentiated.equations:
             values = _copies(values, grad=False)
-        scope.rules[index] = rule_of(equation)
-        if primitive_name(equation) in INTERPOLATING:
+        rule = scope.rules[index] = rule_of(equation)
+        if rule is not None and (rule.is_product or rule.is_lookup):
             graph.constants[id(equation)] = scope.constants
         graph.cursor = Cursor(
             cursor.regions,
@@ -98,7 +99,7 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
             needed=tuple(of_region.inner[index] for of_region in needed),
             rows=cursor.rows,
         )
-        results, inner = _apply_rule(graph, equation, scope.rules[index], values)
+        results, inner = _apply_rule(graph, equation, rule, values)
         if inner:
             scope.inner[index] = inner
         scope.values.update(zip(equation.outvars, results, strict=True))
@@ -136,7 +137,7 @@ def _apply_rule(
         results = follow_rule(graph, equation, rule, inputs)
         if have_grad(results):
             graph.last_use.update(dict.fromkeys(inputs, graph.cursor.source))
-        _note_grouping(graph, name, inputs, results)
+        _note_grouping(graph, rule, inputs, results)
         if name == "sharding_constraint":
             _record_constraint(graph, equation, inputs[0])
         if name in LARGE_OPERATIONS or name in KEPT:
@@ -172,21 +173,21 @@ def _apply_rule(
 
 
 def _note_grouping(
-    graph: Graph, name: str, inputs: Sequence[Value], results: Sequence[Value]
+    graph: Graph, rule: Rule, inputs: Sequence[Value], results: Sequence[Value]
 ) -> None:
     """Records that the first dimension alone is divided, as that of layers into groups, or joined
     again."""
-    if (
-        name == "slice"
-        and results[0].shape[:1] == (1,)
-        and inputs[0].shape[1:] == results[0].shape[1:]
-    ):
-        graph.singled.add(inputs[0].dims[0])
-    if name == "reshape":
-        joined, split = sorted((inputs[0], results[0]), key=lambda value: len(value.shape))
-        parts = 1 + len(split.shape) - len(joined.shape)
-        if joined.shape and parts > 1 and split.shape[parts:] == joined.shape[1:]:
-            graph.groupings.append((joined.dims[0], split.dims[:parts]))
+    if not inputs or not results:
+        return
+    before, after = inputs[0], results[0]
+    if rule.is_slice and after.shape[:1] == (1,) and before.shape[1:] == after.shape[1:]:
+        graph.singled.add(before.dims[0])
+    arrays = (before, rule.operands[0]), (after, rule.results[0])
+    (joined, whole), (split, divided) = sorted(arrays, key=lambda array: len(array[1]))
+    parts = 1 + len(divided) - len(whole)
+    together = tuple(chain(*divided[:parts])), *divided[parts:]
+    if parts > 1 and whole == together:
+        graph.groupings.append((joined.dims[0], split.dims[:parts]))
 
 
 def _record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None:

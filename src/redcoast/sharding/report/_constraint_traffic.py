@@ -82,7 +82,7 @@ def _follow_constraints(decision: Decision) -> _Constrained:
             # A loop is followed several times, and the last time counts.
             constrained.changes[path] = constraint, before, after
             return after
-        if operation.name == "dot_general" and any(specs):
+        if operation.rule is not None and operation.rule.is_product and any(specs):
             constrained.operands[path] = list(zip(operation.operands, specs, strict=True))
         for spec, value in zip(specs, operation.operands, strict=True):
             if spec is not None and value is not None and value.dims == operation.result.dims:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...core._jaxpr import is_inexact
-from ..operations import Factor, Rule
-from ..operations._rule_table import CUMULATIVE, UNCOUPLED
+from ..operations import Factor, Rule, is_cumulative
+from ..operations._rule import each_alone
+from ..operations._rule_table import UNCOUPLED
 from ..program._batch_dims import BatchDims, find_examples
 from ..program._facts import Facts, Operation, alike, follow_facts
 from ..program._program import Program
@@ -64,14 +65,14 @@ def find_coupling(program: Program) -> Coupling | None:
         rule = operation.rule
         if operation.name in UNCOUPLED:
             return _Origin()
-        if operation.name == "iota":
-            # The number of an example, by which each is written to its own place.
-            return _Origin(counts=True)
         if rule is None:
             return _merged(origins)
-        if "ragged_dot" in operation.name:
-            # The sizes of groups, which are sums over the rows of all examples, only say where the
-            # rows of each group are.
+        if rule.indexed and not rule.operands:
+            # The number of an example, by which each is written to its own place.
+            return _Origin(counts=True)
+        if rule.linear == each_alone(0, 1):
+            # The sizes of groups of a ragged product, which are sums over the rows of all examples,
+            # only say where the rows of each group are.
             groups = [_Origin(origin.model, origin.counts) for origin in origins[2:]]
             origins = [*origins[:2], *groups]
         use = _Use(examples, operation, rule, origins)
@@ -181,7 +182,7 @@ class _Use:
     def _is_along_batch(self) -> bool:
         """Whether it sorts the examples, or adds up all before each."""
         cumulative = frozenset[Factor]()
-        if self.operation.name in CUMULATIVE:
+        if is_cumulative(self.operation.equation):
             cumulative = self.rule.moved
         first = self.operation.equation.invars[0]
         return is_inexact(first.aval) and self.along(self.rule.shuffled | cumulative)
@@ -201,12 +202,11 @@ class _Use:
         is not.
         """
         # What chooses by platform has no operands.
-        if self.operation.name in CUMULATIVE or not self.operation.operands:
+        if is_cumulative(self.operation.equation) or not self.operation.operands:
             return False
         operand, result = self.operation.operands[0], self.operation.result
-        changed = self.rule.moved | (self.rule.whole & self.rule.indexed)
-        if self.operation.name == "fft":
-            changed = self.rule.whole
+        transformed = dict(self.rule.near).keys()
+        changed = self.rule.moved | (self.rule.whole & (self.rule.indexed | transformed))
         if operand is None or len(operand.shape) != len(result.shape):
             return False
         dimensions = self.rule.operands[0]

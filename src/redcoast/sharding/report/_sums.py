@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from ...core._pytree import join, show_path
+from ..operations import stops_gradient
 from ..operations._rule_table import HOMOGENEOUS
 from ..program._batch_dims import BatchDims, find_examples
 from ..program._facts import Facts, Operation, alike, follow_facts
@@ -106,7 +107,7 @@ def _growth(examples: BatchDims, operation: Operation, operands: Growths) -> _Gr
         x, other = operation.equation.invars
         stop = operation.producer(other)
         # `x - stop_gradient(x)` is zero, and carries a gradient of the user's own.
-        if stop is not None and stop.primitive.name == "stop_gradient" and stop.invars[0] is x:
+        if stop is not None and stops_gradient(stop) and stop.invars[0] is x:
             return _Growth(number=0.0)
     if name == "div":
         return _quotient(examples, *operands)

@@ -240,7 +240,7 @@ def gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
         return
     over, works = decision.used_model_axes, list[Work]()
     for work in decision.program.graph.works:
-        if work.forward and work.source[-1].primitive.name == "dot_general":
+        if work.forward and work.is_product:
             works.append(work)
     gathered: set[SourcePath] = set()
     for work in works:

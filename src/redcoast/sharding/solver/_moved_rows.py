@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
+from ...core._control_flow import Scan, control_flow
 from ...core._jaxpr import struct_of
-from ..operations import Atom
-from ..operations._rule_table import CUMULATIVE
+from ..operations import Atom, Rule, is_cumulative, opaque_rule, rule_of
 from ..program._batch_dims import BatchDims
 from ..program._graph import Dims, Graph, Reshard, SourcePath, path_of
 from ._hardware import all_gather, all_reduce
@@ -28,7 +28,7 @@ def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Reshard, int | 
     slices: _Slices = {}
     for move in graph.moves:
         equation = move.source[-1]
-        if equation.primitive.name == "slice":
+        if _rule(move).is_slice:
             slices[path_of((*move.source[:-1], equation.outvars[0]))] = move
     # A roll is two slices and a concatenation, of which XLA sends the smaller slice only.
     shifted: set[Reshard] = set()  # the parts of rolled arrays that go to another device
@@ -70,7 +70,7 @@ def is_spectrum(atom: Atom, dims: Dims, graph: Graph, batch: BatchDims) -> bool:
 def _rolled_parts(move: Reshard, slices: _Slices) -> list[Reshard]:
     """The slices of an array that a concatenation puts in another order, the smallest first."""
     equation = move.source[-1]
-    if equation.primitive.name != "concatenate":
+    if not _rule(move).is_concatenation:
         return []
     parts: list[Reshard] = []
     for atom in equation.invars:
@@ -85,11 +85,18 @@ def _rolled_parts(move: Reshard, slices: _Slices) -> list[Reshard]:
     return sorted(parts, key=lambda part: part.result.bytes)
 
 
+def _rule(move: Reshard) -> Rule:
+    """The rule of the operation that moves rows. A scan, which has none, needs them as a whole."""
+    equation = move.source[-1]
+    return rule_of(equation) or opaque_rule(equation)
+
+
 def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
-    name = move.source[-1].primitive.name
-    if name == "concatenate" and move.operand.bytes == move.result.bytes:
+    equation, rule = move.source[-1], _rule(move)
+    is_scan = isinstance(control_flow(equation), Scan)
+    if rule.is_concatenation and move.operand.bytes == move.result.bytes:
         return 0  # the other operands are empty, as in a roll by no element
-    if name == "scan" and move.after is not None:
+    if is_scan and move.after is not None:
         return _sent_for_batches(move, graph, batch)
     stays_split = batch.has(move.after)
     if not batch.has(move.before):
@@ -101,9 +108,9 @@ def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
     devices, others = batch.around(move.before, (*move.rows, *move.operand.dims))
     whole, result = move.operand.bytes / others, move.result.bytes / others
     part = whole / devices
-    if name in CUMULATIVE or name == "scan":
+    if is_scan or is_cumulative(equation):
         return all_gather(devices, whole) * (move.times + move.backward)
-    if name == "sort":
+    if rule.shuffled:
         # The operand and its indices are sorted by another split, and what is sorted is gathered.
         # The cotangents are added at their places.
         turned = 4 * all_gather(devices, part)
@@ -111,13 +118,13 @@ def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
         return forward * move.times + all_reduce(devices, whole) * move.backward
     if not stays_split:
         forward = all_gather(devices, whole)
-        if name == "slice":
+        if rule.is_slice:
             forward = min(forward, all_reduce(devices, result))
         return forward * move.times
-    if name == "concatenate":
+    if rule.is_concatenation:
         return part * (_CONCATENATED * move.times + _CONCATENATED_BACK * move.backward)
-    if name == "slice":
-        strides = move.source[-1].params["strides"]
+    if rule.is_slice:
+        strides = equation.params.get("strides")
         if strides is not None and move.before is not None and move.after is not None:
             # Every second or third row is taken, and as many from each part.
             rows, stride = graph.sizes[move.before], strides[move.operand.dims.index(move.before)]

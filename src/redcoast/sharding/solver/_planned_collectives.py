@@ -18,7 +18,6 @@ from ...core._control_flow import (
 )
 from ...core._jaxpr import iter_equations, struct_of
 from ..operations import Dimension, atom_bytes, rule_of
-from ..operations._indexing_rules import ADDING
 from ..program._batch import SplitNodes
 from ..program._batch_dims import BatchDims
 from ..program._classes import Classes
@@ -155,9 +154,11 @@ class _OverBatch:
 
     def _addition_to_rows(self, summed: PartialSum) -> Iterator[PlannedCollective]:
         """A sum that adds rows of the batch to others, as messages at the nodes of a graph."""
-        adds = summed.operation in ADDING and not summed.backward
         rows = self._rows(summed.preceding)
-        if not adds or not rows or self.graph.sizes[summed.node] in rows:
+        if summed.backward or not rows or self.graph.sizes[summed.node] in rows:
+            return
+        rule = rule_of(summed.source[-1])
+        if rule is None or rule.writes is None or not rule.sums:
             return
         # Each device adds its own rows to all others, and XLA all-reduces the result. The cotangent
         # of the result is all-gathered.
@@ -250,7 +251,7 @@ class _OverBatch:
         Rows that look up an element of as many rows, as of their label, look up in themselves.
         """
         rows = self._rows(summed.value.dims)
-        if not rows or summed.operation != "gather":
+        if not rows or not summed.of_lookup:
             return False
         table = summed.source[-1].invars[0]
         return self.graph.sizes[summed.node] not in rows or summed.value.bytes == atom_bytes(table)
@@ -281,10 +282,9 @@ class _OverBatch:
             return products
         for work in self.graph.works:
             equation = work.source[-1]
-            if equation.primitive.name != "dot_general" or not work.forward:
-                continue
             rule, interpolation = rule_of(equation), self.graph.interpolation(equation)
-            assert rule is not None
+            if rule is None or not rule.is_product or not work.forward:
+                continue
             for split in self.batch.sets:
                 first, second = (_first_in(split, dims) for dims in work.of)
                 if first is None or second is None:

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from math import prod
+from operator import attrgetter
 from typing import Literal
 
 import equinox as eqx
@@ -87,17 +88,15 @@ class Tree:
         self._read(root)
         # A framework stores all of its weights alike, so those whose sides are known decide of
         # those whose are not, such as square ones.
-        votes: Counter[bool] = Counter()  # for each kind of name, positive for outputs first
-        guessed: list[WeightMatrix] = []
-        for matrix in self.blocks[-1].below:
-            if matrix.is_flat and not matrix.is_oriented:
-                guessed.append(matrix)
+        flat = list(filter(attrgetter("is_flat"), self.blocks[-1].below))
+        votes: Counter[bool] = Counter()  # for outputs first, and for inputs first
+        for matrix in flat:
             # A square matrix looks the same both ways.
-            elif matrix.is_flat and not matrix.is_square:
-                votes[_has_own_name(matrix)] += 2 * (matrix.outs < matrix.ins) - 1
-        for matrix in guessed:
-            vote = votes[_has_own_name(matrix)]
-            if vote and (vote > 0) != (matrix.outs < matrix.ins):
+            if matrix.is_oriented and not matrix.is_square:
+                votes[matrix.outs < matrix.ins] += 1
+        for matrix in flat:
+            outputs_first = matrix.outs < matrix.ins
+            if not matrix.is_oriented and votes[not outputs_first] > votes[outputs_first]:
                 matrix.ins, matrix.outs = matrix.outs, matrix.ins
         for matrix in self.blocks[-1].below:
             if matrix.kind == "linear":
@@ -202,11 +201,6 @@ class Tree:
         if width > dims[-1]:
             return tuple(dims), (width,)
         return (width,), tuple(dims)
-
-
-def _has_own_name(matrix: WeightMatrix) -> bool:
-    """Whether a matrix has a name of its own, and is not the weight of a layer."""
-    return matrix.leaf.path[-1:] not in (("weight",), ("kernel",))
 
 
 def layer_of(leaf: Leaf) -> tuple[str, ...]:

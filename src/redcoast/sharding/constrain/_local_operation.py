@@ -19,7 +19,7 @@ from ...core._jaxpr import bind_local
 from ...core._pallas import independent_dims, of_fewer
 from .._mesh_axes import parts, used_axes
 from ..operations import Dimension, Factor, Rule, opaque_rule, rule_of
-from ..operations._made_rules import DECOMPOSITIONS
+from ..operations._batched_rules import DECOMPOSITIONS
 from ..program._graph import Value
 from ..program._trace import Arrays
 from ..tree._overrides import spec_axes

@@ -48,7 +48,7 @@ from ...core._pallas import independent_dims, of_fewer
 from ...core._tracing import traced_over
 from .._mesh_axes import parts, used_axes
 from ..operations import Atom
-from ..operations._made_rules import OF_ANY_ROW
+from ..operations._batched_rules import OF_ANY_ROW
 from ..operations._rule import OPERAND_SIZES, RESULT_SIZES, at_places, shape_of
 from ..program._local_scans import has_reverse_rule
 from ..program._local_states import (

@@ -8,8 +8,8 @@ iterations are independent. Comments such as `[i k], [k j] -> [i j]` write the f
 example. `tests/sharding/test_operations.py` compares the table with the rules of the installed XLA.
 """
 
-from ._contracting_rules import makes_kernel as makes_kernel
 from ._elementwise_rules import stops_gradient as stops_gradient
+from ._reduction_rules import makes_kernel as makes_kernel
 from ._rule import RESHARDED as RESHARDED
 from ._rule import Atom as Atom
 from ._rule import Dimension as Dimension
@@ -22,7 +22,5 @@ from ._rule import fixed_operands as fixed_operands
 from ._rule import is_linear as is_linear
 from ._rule import shape_of as shape_of
 from ._rule_table import is_cumulative as is_cumulative
-from ._rule_table import is_lookup as is_lookup
-from ._rule_table import is_product as is_product
 from ._rule_table import opaque_rule as opaque_rule
 from ._rule_table import rule_of as rule_of

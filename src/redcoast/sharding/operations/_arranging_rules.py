@@ -272,38 +272,6 @@ def bitcast_rule(equation: JaxprEqn) -> Rule:
     return factors.rule([operand], [result], moved=longer[common:])
 
 
-def reduction_rule(equation: JaxprEqn) -> Rule:
-    """Sums, maxima and similar over the dimensions that a parameter names."""
-    # [i k] -> [i], with `k` reduced
-    factors, params = Factors(), equation.params
-    axes = params.get("axes", params.get("dimensions", ()))
-    operand = factors.of(shape_of(equation.invars[0]))
-    operands = [operand] * len(equation.invars)
-    if equation.primitive.name == "reduce":
-        operands[len(operands) // 2 :] = [[]] * len(equation.outvars)  # the initial values
-    results = [without(operand, axes)] * len(equation.outvars)
-    sums = equation.primitive.name == "reduce_sum"
-    linear = each_alone(0) if sums else ()
-    return factors.rule(
-        operands, results, reduced=at_places(operand, axes), sums=sums, linear=linear
-    )
-
-
-def named_reduction_rule(equation: JaxprEqn) -> Rule:
-    """`psum` and similar: under `vmap`, the axis that they name is a dimension."""
-    factors = Factors()
-    axes = [axis for axis in equation.params.get("axes", ()) if isinstance(axis, int)]
-    operands = factors.of_each(equation.invars)
-    results: list[list[Dimension]] = []
-    reduced: list[Dimension] = []
-    for operand in operands:
-        results.append(without(operand, axes))
-        reduced += at_places(operand, axes)
-    sums = equation.primitive.name.startswith("psum")
-    linear = together(len(operands)) if sums else ()
-    return factors.rule(operands, results, reduced=reduced, sums=sums, linear=linear)
-
-
 def fourier_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
     before, after = shapes_before_and_after(equation)

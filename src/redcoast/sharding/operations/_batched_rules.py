@@ -1,4 +1,7 @@
-"""Operations that make arrays, and those on keys and matrices."""
+"""Operations on each element along some dimensions alone, and operations that create arrays.
+
+The former are those on keys and matrices, kernels, and functions on the host under `jax.vmap`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

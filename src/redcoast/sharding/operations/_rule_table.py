@@ -14,9 +14,7 @@ from ._arranging_rules import (
     expand_dims_rule,
     fourier_rule,
     named,
-    named_reduction_rule,
     padded,
-    reduction_rule,
     reshape_rule,
     resized,
     squeeze_rule,
@@ -27,15 +25,7 @@ from ._arranging_rules import (
     window_scatter_rule,
     windowed,
 )
-from ._contracting_rules import (
-    convolution_rule,
-    dot_general_rule,
-    fused_attention_rule,
-    ragged_dot_rule,
-)
-from ._elementwise_rules import ELEMENTWISE, PAIRWISE, elementwise_rule, pairwise_rule
-from ._indexing_rules import dynamic_update_slice_rule, gather_rule, scatter_rule
-from ._made_rules import (
+from ._batched_rules import (
     DECOMPOSITIONS,
     FRESH,
     KEYED,
@@ -46,6 +36,16 @@ from ._made_rules import (
     keyed_rule,
     random_gamma_rule,
     vmapped_rule,
+)
+from ._elementwise_rules import ELEMENTWISE, PAIRWISE, elementwise_rule, pairwise_rule
+from ._indexing_rules import dynamic_update_slice_rule, gather_rule, scatter_rule
+from ._reduction_rules import (
+    convolution_rule,
+    dot_general_rule,
+    fused_attention_rule,
+    named_reduction_rule,
+    ragged_dot_rule,
+    reduction_rule,
 )
 from ._rule import Factors, Rule, each_alone, primitives, together
 
@@ -151,18 +151,6 @@ def rule_of(equation: JaxprEqn) -> Rule | None:
 def is_cumulative(equation: JaxprEqn) -> bool:
     """Whether each element of the results depends on all earlier ones."""
     return equation.primitive.name in CUMULATIVE
-
-
-def is_product(equation: JaxprEqn) -> bool:
-    """Whether an equation is a sum of products of two arrays; see `Rule.is_product`."""
-    rule = rule_of(equation)
-    return rule is not None and rule.is_product
-
-
-def is_lookup(equation: JaxprEqn) -> bool:
-    """Whether an equation reads rows of a table; see `Rule.is_lookup`."""
-    rule = rule_of(equation)
-    return rule is not None and rule.is_lookup
 
 
 def opaque_rule(equation: JaxprEqn, *, results: bool = True) -> Rule:

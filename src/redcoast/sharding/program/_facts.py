@@ -1,4 +1,4 @@
-"""Follows facts about the arrays of a program, from its inputs to its outputs.
+"""Data-flow analyses: facts about the arrays of a program, from its inputs to its outputs.
 
 A fact is anything that is known of a result from its operands, such as whether an array depends on
 the model. This is the walk through loops, branches and calls for all of them.

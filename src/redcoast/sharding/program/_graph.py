@@ -9,7 +9,7 @@ from math import prod
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ...core._jaxpr import is_inexact
-from ..operations import RESHARDED, is_lookup, is_product
+from ..operations import RESHARDED, Rule, opaque_rule, rule_of
 from ._interpolation import Constants, Interpolation
 from ._remat import Region
 
@@ -66,11 +66,6 @@ class PartialSum:
     preceding: Dims = ()
     source: Source = ()
     rows: Dims = ()
-
-    @property
-    def of_lookup(self) -> bool:
-        """Whether the operation, or the one whose derivative it is, looks rows up."""
-        return is_lookup(self.source[-1])
 
 
 @dataclass(frozen=True)
@@ -183,11 +178,6 @@ class Work:
     rows: Dims = ()
 
     @property
-    def is_product(self) -> bool:
-        """Whether it is a product of two arrays, and no convolution."""
-        return is_product(self.source[-1])
-
-    @property
     def own(self) -> Dims:
         """The dimensions of one run of the operation."""
         return self.dims[len(self.rows) :]
@@ -260,6 +250,7 @@ class Graph:
     # What is known of the constants that an equation reads, by its `id`.
     constants: dict[int, Constants] = field(default_factory=dict)
     unknown: Counter[str] = field(default_factory=Counter)
+    rules: dict[int, Rule] = field(default_factory=dict)  # that were asked for, by the same
     # By the `id` of a scan, how often it runs in the forward pass, and what its body closes over.
     scans: dict[int, tuple[int | float, Sequence[Value]]] = field(default_factory=dict)
     # The part of a scan's iterations that one device runs, by the `id` of the equation.
@@ -344,6 +335,13 @@ class Graph:
             for value in filter(operator.attrgetter("grad"), consts):
                 partial = replace(removed[0], value=value, times=times, uses=1, preceding=())
                 self.partial_sums[value, partial.node, ()] = partial
+
+    def rule_at(self, source: Source) -> Rule:
+        """The rule of an operation. A loop, which has none, needs its arrays as a whole."""
+        equation = source[-1]
+        if id(equation) not in self.rules:
+            self.rules[id(equation)] = rule_of(equation) or opaque_rule(equation)
+        return self.rules[id(equation)]
 
     def interpolation(self, equation: JaxprEqn) -> Interpolation | None:
         """What an equation interpolates; None for others."""

@@ -30,8 +30,8 @@ from ...core._control_flow import (
 )
 from ...core._jaxpr import is_inexact, struct_of
 from ..operations import Dimension, Factor, Rule, rule_of
+from ..operations._batched_rules import OF_ANY_ROW
 from ..operations._elementwise_rules import IDENTITIES, PAIRWISE, ROUNDING
-from ..operations._made_rules import OF_ANY_ROW
 from ..operations._rule import at_places
 from ..operations._scan_over_rows import sums_over_iterations
 

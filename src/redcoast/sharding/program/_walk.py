@@ -27,7 +27,7 @@ from ...core._jaxpr import iter_equations
 from ...core._mapped_callbacks import independent_levels
 from ...core._markers import gathered_dimension
 from ..operations import Atom, Rule, opaque_rule, rule_of
-from ..operations._made_rules import OF_ANY_ROW
+from ..operations._batched_rules import OF_ANY_ROW
 from ..operations._rule import at_places
 from ..operations._rule_table import KEPT, LARGE_OPERATIONS, REDUCTIONS
 from ..operations._scan_over_rows import sums_over_iterations
@@ -180,13 +180,15 @@ def _note_grouping(
     if not inputs or not results:
         return
     before, after = inputs[0], results[0]
-    if rule.is_slice and after.shape[:1] == (1,) and before.shape[1:] == after.shape[1:]:
-        graph.singled.add(before.dims[0])
+    if len(before.dims) == len(after.dims):
+        is_single = after.shape[:1] == (1,) and before.shape[1:] == after.shape[1:]
+        if is_single and rule.is_slice:
+            graph.singled.add(before.dims[0])
+        return
     arrays = (before, rule.operands[0]), (after, rule.results[0])
     (joined, whole), (split, divided) = sorted(arrays, key=lambda array: len(array[1]))
     parts = 1 + len(divided) - len(whole)
-    together = tuple(chain(*divided[:parts])), *divided[parts:]
-    if parts > 1 and whole == together:
+    if whole == (tuple(chain(*divided[:parts])), *divided[parts:]):
         graph.groupings.append((joined.dims[0], split.dims[:parts]))
 
 

@@ -15,7 +15,7 @@ from math import prod
 
 from ...core._control_flow import Scan, While, control_flow
 from .._mesh_axes import parts, used_axes
-from ..operations import atom_bytes, rule_of, shape_of
+from ..operations import atom_bytes, shape_of
 from ..program._facts import Facts, Operation, alike, follow_facts
 from ..program._graph import ProgramConstraint, SourcePath, Value, Work, path_of
 from ..solver._hardware import all_gather, all_reduce
@@ -127,8 +127,7 @@ def _operand_traffic(
     decision: Decision, work: Work, place: int, value: Value, spec: Spec
 ) -> Iterator[ProductTraffic]:
     """What a product needs to read `value`, its operand at a place, in a sharding."""
-    equation, rule = work.source[-1], rule_of(work.source[-1])
-    assert rule is not None
+    equation, rule = work.source[-1], decision.program.graph.rule_at(work.source)
     n, times = decision.n, work.times
     model = decision.used_model_axes
     is_split = [not set(model).isdisjoint(axes) for axes in spec]  # by dimension of the operand

@@ -238,9 +238,10 @@ def gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
     """
     if not decision.splits_sequence:
         return
+    graph = decision.program.graph
     over, works = decision.used_model_axes, list[Work]()
-    for work in decision.program.graph.works:
-        if work.forward and work.is_product:
+    for work in graph.works:
+        if work.forward and graph.rule_at(work.source).is_product:
             works.append(work)
     gathered: set[SourcePath] = set()
     for work in works:
@@ -255,7 +256,7 @@ def gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
             cause = "all-gathers of the sequence, forward"
             yield Sent(over, "activations", cause, all_gather(decision.n, size), work.source)
     by_path = {path_of(work.source): work for work in works}
-    for summed in decision.program.graph.partial_sums.values():
+    for summed in graph.partial_sums.values():
         if summed.backward or not summed.value.grad or not decision.is_chosen(summed.node):
             continue
         times, dims = summed.times, summed.value.dims

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..operations import is_lookup
 from ..program._batch_dims import BatchDims
 from ..program._classes import Classes
 from ..program._graph import Dims, Graph, Value
@@ -116,7 +115,7 @@ def price(
         kind: TimeKind = "exposed"
         # Other layers need not wait for the gradients of one, but those of a table of lookups are
         # the last that a step computes.
-        if collective.cause == "gradients" and not is_lookup(collective.source[-1]):
+        if collective.cause == "gradients" and not graph.rule_at(collective.source).is_lookup:
             kind = "hideable"
         # An array that is tensor-parallel as well is reduced in parts.
         add_shared(kind, collective.dims, collective.bytes / batch_speed)
@@ -130,7 +129,7 @@ def price(
     linked = Classes(graph, 1)
     indexed: set[int] = set()
     for summed in graph.partial_sums.values():
-        if summed.of_lookup and not summed.backward:
+        if not summed.backward and graph.rule_at(summed.source).is_lookup:
             indexed.add(linked[summed.node])
     for work in graph.works:
         for dims in work.of:

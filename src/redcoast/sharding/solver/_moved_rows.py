@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ...core._control_flow import Scan, control_flow
 from ...core._jaxpr import struct_of
-from ..operations import Atom, Rule, is_cumulative, opaque_rule, rule_of
+from ..operations import Atom, is_cumulative
 from ..program._batch_dims import BatchDims
 from ..program._graph import Dims, Graph, Reshard, SourcePath, path_of
 from ._hardware import all_gather, all_reduce
@@ -28,13 +28,13 @@ def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Reshard, int | 
     slices: _Slices = {}
     for move in graph.moves:
         equation = move.source[-1]
-        if _rule(move).is_slice:
+        if graph.rule_at(move.source).is_slice:
             slices[path_of((*move.source[:-1], equation.outvars[0]))] = move
     # A roll is two slices and a concatenation, of which XLA sends the smaller slice only.
     shifted: set[Reshard] = set()  # the parts of rolled arrays that go to another device
     free: set[Reshard] = set()
     for move in graph.moves:
-        parts = _rolled_parts(move, slices)
+        parts = _rolled_parts(graph, move, slices)
         if parts:
             shifted.add(parts[0])
             free.update((*parts[1:], move))
@@ -67,10 +67,10 @@ def is_spectrum(atom: Atom, dims: Dims, graph: Graph, batch: BatchDims) -> bool:
     return False
 
 
-def _rolled_parts(move: Reshard, slices: _Slices) -> list[Reshard]:
+def _rolled_parts(graph: Graph, move: Reshard, slices: _Slices) -> list[Reshard]:
     """The slices of an array that a concatenation puts in another order, the smallest first."""
     equation = move.source[-1]
-    if not _rule(move).is_concatenation:
+    if not graph.rule_at(move.source).is_concatenation:
         return []
     parts: list[Reshard] = []
     for atom in equation.invars:
@@ -85,14 +85,8 @@ def _rolled_parts(move: Reshard, slices: _Slices) -> list[Reshard]:
     return sorted(parts, key=lambda part: part.result.bytes)
 
 
-def _rule(move: Reshard) -> Rule:
-    """The rule of the operation that moves rows. A scan, which has none, needs them as a whole."""
-    equation = move.source[-1]
-    return rule_of(equation) or opaque_rule(equation)
-
-
 def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
-    equation, rule = move.source[-1], _rule(move)
+    equation, rule = move.source[-1], graph.rule_at(move.source)
     is_scan = isinstance(control_flow(equation), Scan)
     if rule.is_concatenation and move.operand.bytes == move.result.bytes:
         return 0  # the other operands are empty, as in a roll by no element

@@ -17,7 +17,7 @@ from ...core._control_flow import (
     primitive_name,
 )
 from ...core._jaxpr import iter_equations, struct_of
-from ..operations import Dimension, atom_bytes, rule_of
+from ..operations import Dimension, atom_bytes
 from ..program._batch import SplitNodes
 from ..program._batch_dims import BatchDims
 from ..program._classes import Classes
@@ -157,8 +157,8 @@ class _OverBatch:
         rows = self._rows(summed.preceding)
         if summed.backward or not rows or self.graph.sizes[summed.node] in rows:
             return
-        rule = rule_of(summed.source[-1])
-        if rule is None or rule.writes is None or not rule.sums:
+        rule = self.graph.rule_at(summed.source)
+        if rule.writes is None or not rule.sums:
             return
         # Each device adds its own rows to all others, and XLA all-reduces the result. The cotangent
         # of the result is all-gathered.
@@ -251,7 +251,7 @@ class _OverBatch:
         Rows that look up an element of as many rows, as of their label, look up in themselves.
         """
         rows = self._rows(summed.value.dims)
-        if not rows or not summed.of_lookup:
+        if not rows or not self.graph.rule_at(summed.source).is_lookup:
             return False
         table = summed.source[-1].invars[0]
         return self.graph.sizes[summed.node] not in rows or summed.value.bytes == atom_bytes(table)
@@ -282,8 +282,9 @@ class _OverBatch:
             return products
         for work in self.graph.works:
             equation = work.source[-1]
-            rule, interpolation = rule_of(equation), self.graph.interpolation(equation)
-            if rule is None or not rule.is_product or not work.forward:
+            rule = self.graph.rule_at(work.source)
+            interpolation = self.graph.interpolation(equation)
+            if not rule.is_product or not work.forward:
                 continue
             for split in self.batch.sets:
                 first, second = (_first_in(split, dims) for dims in work.of)

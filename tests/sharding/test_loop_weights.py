@@ -97,6 +97,15 @@ def test_one_reduction_after_the_loop(name):
     np.testing.assert_allclose(priced, once, rtol=0.1)
 
 
+def test_a_weight_that_a_loop_casts_is_priced_once():
+    """Its gradient is summed after the loop, in the dtype of the cast; CPUs sum in float32."""
+    loss_fn = recurrent(CELLS["cast"])
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    once = 2 * 7 / 8 * WIDTH**2 * (2 + 4)
+    priced = sum(entry.bytes for entry in plan.report.program.traffic)
+    np.testing.assert_allclose(priced, once, rtol=0.01)
+
+
 def rematerialised(p, h, x):
     return jax.checkpoint(lambda h: jnp.tanh(h @ p["hidden"] + x @ p["into"] + p["bias"][None]))(h)
 

@@ -95,6 +95,25 @@ def test_rows_that_look_up_in_themselves_send_nothing(fn, sizes):
     assert abs(priced - sent) < 0.02 * sent, str(plan)
 
 
+def tied(model, batch, key):
+    """The table of the vocabulary is both ends of a language model."""
+    table, labels = model["table"], batch["tokens"]
+    logits = jnp.einsum("bsd,vd->bsv", table[labels], table)
+    return -jnp.mean(jax.nn.log_softmax(logits)[..., :1])
+
+
+def test_a_tied_table_is_summed_for_its_lookups_and_for_its_products():
+    """Compilers that add cotangents first do not add these to those. What is looked up is summed
+    over `model`, and its cotangent is summed again, along the same dimension."""
+    batch = {"tokens": jax.ShapeDtypeStruct((16, 128), jnp.int32)}
+    mesh, hardware = real_mesh(2, 1, 4), rc.Hardware(scatters=False)
+    priced, sent, plan = planned_and_sent(
+        tied, {"table": array(1024, 64)}, batch, mesh, hardware=hardware
+    )
+    assert plan.shardings["table"].spec == P("model")
+    assert priced == pytest.approx(sent, rel=0.01), str(plan)
+
+
 def kept(model, batch, key):
     """Writes over a row of a table for each example, as clients do that keep their own state."""
     new = jnp.tanh(batch["x"] @ model["out"])

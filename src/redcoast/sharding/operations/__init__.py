@@ -10,7 +10,7 @@ example. `tests/sharding/test_operations.py` compares the table with the rules o
 
 from ._elementwise_rules import stops_gradient as stops_gradient
 from ._reduction_rules import makes_kernel as makes_kernel
-from ._rule import RESHARDED as RESHARDED
+from ._rule import TURNED as TURNED
 from ._rule import Atom as Atom
 from ._rule import Dimension as Dimension
 from ._rule import Dimensions as Dimensions

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jax.extend.core import JaxprEqn
 
 from ._rule import (
-    RESHARDED,
+    TURNED,
     Dimension,
     Factors,
     Linear,
@@ -285,7 +285,7 @@ def fourier_rule(equation: JaxprEqn) -> Rule:
         whole=transformed,
         blocked=transformed,
         linear=each_alone(0),
-        near=[(dimension, RESHARDED) for dimension in transformed],
+        near=[(dimension, TURNED) for dimension in transformed],
     )
 
 

@@ -14,7 +14,9 @@ Factor = int
 Dimension = tuple[Factor, ...]  # slowest first
 Dimensions = tuple[Dimension, ...]  # of one array
 
-RESHARDED = -1  # in place of the number of elements that an operation needs of the next part
+# In place of the number of elements that an operation needs of the next part: it needs all of them,
+# so that the array is split along another dimension meanwhile.
+TURNED = -1
 
 # Parameters of equations that are the shape of the result, and sizes in the first operand.
 RESULT_SIZES = frozenset(["shape", "new_sizes"])
@@ -41,8 +43,7 @@ class Rule:
     - `shuffled`: the part of `whole` along which any element may come from any place, as in a sort.
     - `blocked`: dimensions of these are never tensor-parallel, such as the space of a convolution.
     - `near`: the part of `blocked` along which an example can be split, and how many elements of
-        the next part are needed, the halo. With `RESHARDED`, the array is split along another
-        dimension during the operation.
+        the next part are needed, the halo, or `TURNED`.
     - `indexed`: elements along these are addressed by their numbers, so that an element is not
         treated as every other one is.
     - `repeated`: all elements of a result along these are equal.

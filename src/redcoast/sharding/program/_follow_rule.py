@@ -197,7 +197,10 @@ def _gather_whole(step: _AppliedRule) -> None:
 def _reshard_moved(step: _AppliedRule) -> None:
     """Records dimensions that are cut, joined or regrouped, such as (8, 6) to (48,).
 
-    Dimensions of operands and results that begin with the same factor are linked softly.
+    A dimension of an operand goes on in its targets, the dimensions of results that begin with the
+    same factor. The two are linked softly, and if that factor keeps its elements, as 8 does here,
+    also linked if the devices divide it. Otherwise, the operand is gathered before the operation,
+    and the cotangent of the result after its derivative.
     """
     graph, rule, resharded = step.graph, step.rule, step.resharded
     before = {dim.dimension for dim in step.before}
@@ -210,25 +213,25 @@ def _reshard_moved(step: _AppliedRule) -> None:
         is_common = not common.isdisjoint(dim.dimension)
         return is_common and dim.dimension not in unchanged and dim.slowest not in skipped
 
-    # The cotangent of a result is gathered once for all operands.
+    # The cotangent of a result is gathered once for all operands: with the first that has one.
     with_cotangent = step.inputs
     if len(step.inputs) > 1:
         with_cotangent = [value for value in step.inputs if value.grad]
-    reached: set[int] = set()
+    continued: set[int] = set()  # dimensions of results that are targets
     for dim in filter(is_changed, step.before):
         targets = [target for target in step.after if target.slowest == dim.slowest]
         # One gather of the operand serves all results.
         source: int | None = dim.node
         for target in targets:
-            gathered = None
+            of_cotangent: int | None = None
             if dim.value in with_cotangent[:1]:
-                gathered = target.node
-            graph.add_reshard(dim.value, source, target.value, gathered)
+                of_cotangent = target.node
+            graph.add_reshard(dim.value, source, target.value, of_cotangent)
             if dim.slowest in resharded:
                 graph.add_move(dim.value, dim.node, target.value, target.node)
-            if source is None or gathered is None:  # otherwise the cut has linked the two
+            if source is None or of_cotangent is None:  # otherwise the reshard has linked the two
                 graph.link_softly(dim.node, target.node)
-            reached.add(target.node)
+            continued.add(target.node)
             source = None
             if dim.slowest not in resharded:
                 # The two begin with the same factor, which is what is sharded.
@@ -241,7 +244,7 @@ def _reshard_moved(step: _AppliedRule) -> None:
             graph.add_reshard(dim.value, dim.node, step.results[0], None)
             graph.add_move(dim.value, dim.node, step.results[0], None)
     for dim in filter(is_changed, step.after):
-        if dim.node not in reached:
+        if dim.node not in continued:
             graph.add_reshard(step.inputs[0], None, dim.value, dim.node)
 
 

@@ -9,7 +9,7 @@ from math import prod
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ...core._jaxpr import is_inexact
-from ..operations import RESHARDED, Rule, opaque_rule, rule_of
+from ..operations import TURNED, Rule, opaque_rule, rule_of
 from ._interpolation import Constants, Interpolation
 from ._remat import Region
 
@@ -414,7 +414,7 @@ class Graph:
         """
         self.link_softly(node, target)
         elements = max(1, self.sizes[node])
-        whole = count == RESHARDED
+        whole = count == TURNED
         width = elements if whole else min(count, elements)
         at_edge = operand.bytes / elements * width
         of_cotangent = at_edge

@@ -186,10 +186,10 @@ def _follow(
 def _regions(traced: Traced, trainable: Sequence[bool]) -> tuple[Region, Region]:
     """What a step uses of a program, and what its gradient is of."""
     count = len(traced.jaxpr.out_avals)
-    # Of a loss, only the first result is differentiated.
-    differentiated = [not traced.trains] * count
-    if differentiated:
-        differentiated[0] = True
+    differentiated = [True] * count
+    if traced.trains:
+        # The first result is the loss, and no gradient flows from the others.
+        differentiated[1:] = [False] * (count - 1)
     used = [True] * count
     if traced.trains and traced.model_outputs == traced.arrays:
         # The trained arrays of a returned model are not used.

@@ -243,8 +243,10 @@ class Reasons:
         elif parts(STORAGE_AXES, self.decision.sizes) == 1:
             text = "fsdp and model have one device each"
         elif not is_large(self.decision.program, value):
-            text = self.indivisible(place, self.decision.n)
-            text = text or f"small, fewer than {LARGE:,} elements"
+            text = f"small, fewer than {LARGE:,} elements"
+            # A size is of interest where arrays are tensor-parallel.
+            if "model" not in self.decision.batch_axes:
+                text = self.indivisible(place, self.decision.n) or text
         elif not layout.stored_in_parts[place]:
             text = "the budget leaves room for it"
         else:

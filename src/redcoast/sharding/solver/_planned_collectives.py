@@ -38,17 +38,19 @@ from ._hardware import Hardware, all_gather, all_reduce
 from ._moved_rows import is_spectrum, moved_rows
 
 Cause = Literal[
-    "partial sums",
-    "gathered",
-    "gradients",
-    "sums over the batch",
-    "written",
-    "compared",
-    "by index",
-    "halos",
-    "turned",
-    "uneven",
-    "moved",
+    # A class is sharded over `model`:
+    "partial sums",  # of a product, or of a cotangent: an all-reduce
+    "gathered",  # an array in which the class does not stay sharded: an all-gather
+    # The batch is split:
+    "gradients",  # of arrays without rows, from all rows
+    "sums over the batch",  # of other values, such as the mean in a loss
+    "written",  # all rows are gathered: an operation needs them as a whole, as a write at indices
+    "compared",  # all rows are gathered, to be combined with the rows of each device
+    "by index",  # rows are looked up among all rows, or added to them, as at the nodes of a graph
+    "halos",  # elements at the edges of parts of an example, which a window needs
+    "turned",  # an example is split along another dimension for a while: an all-to-all
+    "uneven",  # an array is gathered, as the size of a result does not divide
+    "moved",  # rows go to other devices, as in a slice or a sort
 ]
 
 

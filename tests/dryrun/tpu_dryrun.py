@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from odd_vocabulary import check_sent
+from odd_vocabulary import check_sent, check_tied
 
 import redcoast as rc
 from redcoast import CHIPS
@@ -119,3 +119,7 @@ def test_two_processes_at_once():
 
 def test_a_vocabulary_that_does_not_divide_costs_nothing():
     check_sent("v4:2x2x1", 4)
+
+
+def test_the_gradient_of_a_tied_table_is_summed_once():
+    check_tied("v4:2x2x1", 4)

@@ -95,23 +95,44 @@ def test_rows_that_look_up_in_themselves_send_nothing(fn, sizes):
     assert abs(priced - sent) < 0.02 * sent, str(plan)
 
 
+def gated(model, batch, key):
+    """What is summed forward over the hidden dimension is multiplied into it again."""
+    hidden = jnp.tanh(batch["x"] @ model["up"])
+    output = hidden @ model["down"]
+    return jnp.mean((hidden * jnp.tanh(output @ model["gate"])) @ model["last"])
+
+
+def test_a_value_that_is_summed_both_ways_along_a_dimension_has_two_sums():
+    """Also where the compiler adds the cotangents of several uses first."""
+    model = {"up": array(32, 512), "down": array(512, 32), "gate": array(32, 512)}
+    model["last"] = array(512, 32)
+    mesh, hardware = real_mesh(2, 1, 4), rc.Hardware(scatters=False)
+    priced, sent, plan = planned_and_sent(
+        gated, model, {"x": array(64, 32)}, mesh, hardware=hardware
+    )
+    assert plan.shardings["gate"].spec == P(None, "model")
+    assert priced == pytest.approx(sent, rel=0.01), str(plan)
+
+
 def tied(model, batch, key):
     """The table of the vocabulary is both ends of a language model."""
-    table, labels = model["table"], batch["tokens"]
-    logits = jnp.einsum("bsd,vd->bsv", table[labels], table)
+    logits = jnp.tanh(model["table"][batch["x"]]) @ model["table"].T
     return -jnp.mean(jax.nn.log_softmax(logits)[..., :1])
 
 
-def test_a_tied_table_is_summed_for_its_lookups_and_for_its_products():
-    """Compilers that add cotangents first do not add these to those. What is looked up is summed
-    over `model`, and its cotangent is summed again, along the same dimension."""
-    batch = {"tokens": jax.ShapeDtypeStruct((16, 128), jnp.int32)}
-    mesh, hardware = real_mesh(2, 1, 4), rc.Hardware(scatters=False)
-    priced, sent, plan = planned_and_sent(
-        tied, {"table": array(1024, 64)}, batch, mesh, hardware=hardware
-    )
-    assert plan.shardings["table"].spec == P("model")
-    assert priced == pytest.approx(sent, rel=0.01), str(plan)
+def test_lookups_in_a_tied_table_have_a_constraint_of_their_own():
+    """Compilers for accelerators would sum the cotangents of products and of lookups one after the
+    other; see `odd_vocabulary.check_tied`."""
+    model = {"table": array(1024, 64)}
+    batch = {"x": jax.ShapeDtypeStruct((16, 128), jnp.int32)}
+    plan = rc.plan_shardings(model, real_mesh(1, 8, 1), fn=tied, args=(batch, None))
+    jaxpr = jax.make_jaxpr(plan.constrain(tied))(model, batch, None)
+    whole = []
+    for equation in iter_equations(jaxpr):
+        is_constraint = equation.primitive.name == "sharding_constraint"
+        if is_constraint and equation.outvars[0].aval.shape == (1024, 64):
+            whole.append(equation.params["sharding"].spec == P(None, None))
+    assert whole == [False, True, True]
 
 
 def kept(model, batch, key):

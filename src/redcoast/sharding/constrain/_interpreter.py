@@ -91,6 +91,8 @@ def run_constrained(
     # With those of casts and of layers.
     spec_of: dict[Atom, P | None] = dict(zip(jaxpr.invars, specs, strict=False))
     tables: Tables = {}
+    gathered: set[Atom] = set()  # those that no longer wait
+    looked_up: dict[Atom, jax.Array] = {}
 
     def gather(atom: Atom, x: Any) -> Any:
         if isinstance(atom, Literal):
@@ -98,7 +100,21 @@ def run_constrained(
         if atom in waiting:
             env[atom] = shardings.constrain(env[atom], scope.values[atom])
             waiting.discard(atom)
+            gathered.add(atom)
         return env[atom]
+
+    def gather_for_lookups(atom: Atom, x: Any) -> Any:
+        """An array of the model with a constraint of its own for lookups.
+
+        XLA joins the cotangents of the lookups and of the products of a tied embedding to one
+        scatter, for which it sums those of the products first. With the constraint between them, it
+        adds them, and sums once.
+        """
+        if atom not in waiting | gathered:
+            return x
+        if atom not in looked_up:
+            looked_up[atom] = shardings.constrain(env[atom], scope.values[atom])
+        return looked_up[atom]
 
     def handle(index: int, equation: JaxprEqn, operands: Arrays) -> Arrays:
         name = equation.primitive.name
@@ -122,6 +138,12 @@ def run_constrained(
                 spec_of[equation.outvars[0]] = spec
                 return [shardings.with_spec(bind_again(equation, operands)[0], spec)]
             operands = list(map(gather, equation.invars, operands))
+        elif name == "gather":
+            table, *indices = equation.invars
+            operands = [
+                gather_for_lookups(table, operands[0]),
+                *map(gather, indices, operands[1:]),
+            ]
         elif not inner:
             operands = list(map(gather, equation.invars, operands))
         if name in ("dot_general", "conv_general_dilated"):

@@ -180,10 +180,6 @@ class _OverBatch:
                 split.append(summed)
         gathered: set[int] = set()  # the tables of lookups, by the `id` of the variable
         apart = _summed_apart(self.graph, hardware)
-        looked_up: set[Value] = set()
-        for summed in split:
-            if summed.backward and summed.operation == "gather":
-                looked_up.add(summed.value)
         # Gradients of all rows are summed together, whether the rows are linked or not.
         all_rows = -1
         for summed in _once(split, apart, lambda node: all_rows):
@@ -208,10 +204,7 @@ class _OverBatch:
                     devices = batch.count
                 sent = all_reduce(devices, size / others)
                 # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
-                # The rows of lookups are added to the whole gradient of the other uses.
-                is_whole = summed.value in looked_up and summed.operation != "gather"
-                is_for_all = self.gradient_shards == batch.count
-                if hardware.scatters and is_for_all and not is_whole:
+                if hardware.scatters and self.gradient_shards == batch.count:
                     sent = all_gather(batch.count, size / others)
                 yield PlannedCollective("gradients", sent, dims, source, backward=True)
             elif not summed.backward and self._is_lookup(summed):
@@ -478,15 +471,13 @@ def _once(
 ) -> Iterator[PartialSum]:
     """Partial sums, one for all uses of a value if the compiler adds their cotangents first.
 
-    It adds those of lookups, and those of other uses, but not the ones to the others: a tied
-    embedding has two sums. `class_of` gives the class of a node; sums along different classes
-    remain apart.
+    `class_of` gives the class of a node; sums along different classes remain apart.
     """
-    seen: set[tuple[Value, int, bool]] = set()
+    seen: set[tuple[Value, int]] = set()
     for summed in sums:
         # A sum that makes the value is another one than that of its cotangent.
         if summed.backward and summed.value not in apart:
-            key = summed.value, class_of(summed.node), summed.operation == "gather"
+            key = summed.value, class_of(summed.node)
             if key in seen:
                 continue
             seen.add(key)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zlib
 
 import equinox as eqx
 import jax
@@ -82,6 +83,36 @@ def test_each_file_in_turn(copy, harm):
         assert_damaged(copy, file)
         file.write_bytes(before)
     np.testing.assert_array_equal(rc.load_checkpoint(copy, TREE)["weight"], TREE["weight"])
+
+
+def test_bytes_of_the_list_of_checksums(copy):
+    """The list has a checksum of itself, and the JSON document names its algorithm."""
+    file = copy / "checksums.json"
+    before = file.read_bytes()
+    for at in range(0, len(before), 5):
+        flip(file, at)
+        with pytest.raises(ValueError, match="is damaged: "):
+            _tree.check_whole(copy, part=999, parts=1000)  # reads no other file
+            _tree.read_metadata(copy)
+        file.write_bytes(before)
+    _tree.check_whole(copy)
+
+
+def test_checksums_of_earlier_versions_are_compared(copy):
+    file = copy / "checksums.json"
+    document = json.loads(file.read_text())
+    edit(copy, checksums="crc32")
+    for name in document["files"]:
+        data = (copy / name).read_bytes()
+        document["files"][name] = [len(data), f"{zlib.crc32(data):08x}"]
+    text = json.dumps(document["files"], sort_keys=True)
+    document |= {"algorithm": "crc32", "of_this": f"{zlib.crc32(text.encode()):08x}"}
+    file.write_text(json.dumps(document))
+    np.testing.assert_array_equal(rc.load_checkpoint(copy, TREE)["weight"], TREE["weight"])
+    largest = array_file(copy)
+    flip(largest, 40)
+    with pytest.raises(ValueError, match=f"is damaged: {largest} has changed"):
+        rc.load_checkpoint(copy, TREE)
 
 
 def test_each_directory_missing(copy):
@@ -233,7 +264,7 @@ def test_a_missing_permission_is_not_damage(tmp_path, monkeypatch):
     checkpoints = save_run(tmp_path)
     like = {"x": jnp.zeros(9)}
 
-    def refuse(path):
+    def refuse(path, extend):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("redcoast.checkpoint._checksums._measure", refuse)

@@ -30,7 +30,7 @@ def make(directory: Path) -> dict[str, Path]:
     shutil.copytree(found["checkpoint"], found["unsummed"])
     (found["unsummed"] / "checksums.json").unlink()
     metadata = found["unsummed"] / "metadata" / "metadata"
-    metadata.write_text(metadata.read_text().replace('"checksums": "crc32", ', ""))
+    metadata.write_text(metadata.read_text().replace('"checksums": "crc32c", ', ""))
     rc.save_pretrained(model(), found["model"])
     rc.save_pretrained(model(), found["sharded"], max_file_bytes=4000)
     adapted = lora.add_adapters(model(), 2, targets=".", key=jax.random.key(2))

@@ -373,7 +373,7 @@ def test_names_in_checksums_that_are_paths(files, tmp_path):
 
     (tmp_path / "outside").write_text("x")
     listed = {"../../outside": [1, "8cdc1683"], "/etc/hostname": [1, "0"]}
-    document = {"algorithm": "crc32", "files": listed, "of_this": _seal(listed)}
+    document = {"algorithm": "crc32c", "files": listed, "of_this": _seal(listed)}
     (files["checkpoint"] / "checksums.json").write_text(json.dumps(document))
     refused(files, "checkpoint", "outside is missing")
 
@@ -393,7 +393,7 @@ def test_a_checkpoint_that_claims_a_terabyte(tmp_path):
     rc.save_checkpoint(tmp_path / "a", {"x": np.ones(4, np.float32)})
     (tmp_path / "a" / "checksums.json").unlink()
     metadata = tmp_path / "a" / "metadata" / "metadata"
-    metadata.write_text(metadata.read_text().replace('"checksums": "crc32", ', ""))
+    metadata.write_text(metadata.read_text().replace('"checksums": "crc32c", ', ""))
     store = ts.KvStore.open(f"file://{tmp_path}/a/state/|ocdbt:").result()
     spec = json.loads(store.read("x/.zarray").result().value)
     store.write("x/.zarray", json.dumps(spec | {"shape": [2**38]})).result()

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 HEAVY = ("wandb", "orbax", "grain", "safetensors", "gguf", "tyro", "tqdm", "matplotlib")
-HEAVY += ("starlette", "uvicorn", "tokenizers", "jinja2", "llguidance")
+HEAVY += ("google_crc32c", "starlette", "uvicorn", "tokenizers", "jinja2", "llguidance")
 OURS = (
     "sharding.heuristic",
     "sharding.report._table",

@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from importlib import metadata
 from typing import Annotated, Any, Union
 
 import tyro
@@ -17,6 +18,7 @@ Examples:
     redcoast dry-run --model opt-66b --target v4:4x4x4 --seq 512
     redcoast serve --weights path/to/model
     redcoast doctor
+    redcoast --version
 """
 COMMANDS = {
     DryRunCommand: "dry-run",
@@ -33,6 +35,10 @@ def main(args: list[str] | None = None) -> None:
     """Runs a command; by default, `args` are the arguments of the process."""
     if args is None:
         args = sys.argv[1:]
+    if args == ["--version"]:
+        with quiet_pipe():
+            print(f"redcoast {installed_version()}")
+        return
     if len(args) > 1 and args[0] in FIRST_OPTION and not args[1].startswith("-"):
         name, value, *_ = args
         option = FIRST_OPTION[name]
@@ -46,6 +52,14 @@ def main(args: list[str] | None = None) -> None:
     # Imported here, because they import JAX.
     name = COMMANDS[type(command)].replace("-", "_")
     importlib.import_module(f"._{name}_command", __package__).main(command)
+
+
+def installed_version() -> str:
+    # `redcoast.core` has this too, but its import takes seconds.
+    try:
+        return metadata.version("redcoast")
+    except metadata.PackageNotFoundError:  # run from its source, without an installation
+        return "(not installed)"
 
 
 def commands(*, complete: bool) -> Any:

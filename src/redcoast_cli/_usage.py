@@ -64,5 +64,6 @@ def mesh_sizes(text: str) -> dict[str, Any]:
     if len(mesh) < len(pairs):
         refuse(f"--mesh must name each axis once, but is {text}.")
     if not mesh or not mesh.keys() <= {*orders[3], "pipe"}:
-        refuse(f"--mesh must have the form data=1,fsdp=4,model=2, or 8, or 2x4, but is {text}.")
+        shown = text.strip() or "empty"
+        refuse(f"--mesh must have the form data=1,fsdp=4,model=2, or 8, or 2x4, but is {shown}.")
     return mesh

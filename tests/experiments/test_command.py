@@ -24,11 +24,12 @@ def run(*args):
     redcoast_cli.main([*args])
 
 
-def test_help_imports_neither_jax_nor_the_library():
+def test_help_and_version_import_neither_jax_nor_the_library():
     """They take seconds."""
     program = """
 import contextlib, sys
 from redcoast_cli import main
+main(["--version"])
 for command in ([], ["plan"], ["dry-run"], ["serve"], ["doctor"]):
     with contextlib.suppress(SystemExit):
         main([*command, "--help"])
@@ -39,6 +40,7 @@ print([name for name in ("jax", "numpy", "redcoast") if name in sys.modules])
         [sys.executable, "-c", program], capture_output=True, text=True, env=columns
     )
     assert ran.stdout.splitlines()[-1] == "[]", ran.stderr
+    assert ran.stdout.splitlines()[0] == f"redcoast {metadata.version('redcoast')}"
     assert max(map(len, ran.stdout.splitlines())) <= 80
     assert "redcoast dry-run --model opt-66b" in ran.stdout
     assert "--target" in ran.stdout
@@ -109,6 +111,7 @@ def test_plan_as_json(model, capsys):
         (["--model", "gpt5"], "There is no model 'gpt5'"),
         (["--mesh", "data=-1"], "--mesh needs the number of devices of each axis"),
         (["--mesh", "stage=2"], "--mesh must have the form"),
+        (["--mesh", ""], "or 2x4, but is empty."),
         (["--batch", "0"], "--batch must be at least 1"),
         (["--batch", "99999999999999999999"], "--batch must be at most 2,147,483,647"),
         (["--seq", "99999999"], "--seq must be at most 1,048,576"),

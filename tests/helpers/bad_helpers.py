@@ -36,6 +36,12 @@ def deleted():
     return x
 
 
+def deleted_key():
+    key = jax.random.key(1)
+    key.delete()
+    return key
+
+
 def state():
     return rc.init_state(lambda key: make_model(), SGD, key=KEY)
 

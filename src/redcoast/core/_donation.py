@@ -54,6 +54,15 @@ def refuse_deleted(tree: PyTree, what: str, advice: str) -> None:
             )
 
 
+def refuse_deleted_argument(name: str, *arrays: object) -> None:
+    """Raises if the memory of an array in an argument was donated or freed."""
+    if any(map(is_deleted, filter(is_concrete, arrays))):  # tracers have no memory
+        raise ValueError(
+            f"`{name}` has an array of JAX that was deleted, as a compiled function does with an "
+            "argument that is donated to it. Pass a copy to that function, such as `jnp.copy(x)`."
+        )
+
+
 def is_concrete(x: object) -> bool:
     """Whether this is an array with memory, and not a tracer."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)

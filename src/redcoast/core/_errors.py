@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from ._donation import refuse_deleted_argument
+
 _LONGEST = 200  # letters of a name or a value in a message
 
 
@@ -22,7 +24,7 @@ def check_functions(**functions: object) -> None:
             raise wrong_type(name, fn, "a function")
 
 
-def check_integer(name: str, value: Any, *, least: int = 1) -> int:
+def check_integer(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
     """Returns an integer of Python; raises `TypeError` or `ValueError` for other values."""
     try:
         # Also of NumPy's integers.
@@ -34,6 +36,8 @@ def check_integer(name: str, value: Any, *, least: int = 1) -> int:
         raise wrong_type(name, value, "an integer")
     if number < least:
         raise ValueError(f"`{name}` is {value}. It must be at least {least}.")
+    if most is not None and number > most:
+        raise ValueError(f"`{name}` is {number:,}. It must be at most {most:,}.")
     return number
 
 
@@ -71,6 +75,7 @@ def check_key(key: Any) -> None:
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not typed and dtype != jnp.uint32:
         raise wrong_type("key", key, "a JAX key, such as `jax.random.key(0)`")
+    refuse_deleted_argument("key", key)
     # A key without a type, as `jax.random.PRNGKey` makes it, is an array of its numbers.
     dimensions = int(not typed)
     if jnp.ndim(key) != dimensions:

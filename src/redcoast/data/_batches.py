@@ -40,6 +40,8 @@ from ._streams import is_iterator
 
 logger = logging.getLogger("redcoast")
 
+MOST_STEPS = 2**31 - 1  # a state counts its steps in int32
+
 
 class Batch(NamedTuple):
     """A batch on the devices, and its position in the run.
@@ -508,7 +510,7 @@ def batches(
     threads = checked_threads(workers, ahead)
     for name, value in (("epochs", epochs), ("steps", steps)):
         if value is not None:
-            check_integer(name, value)
+            check_integer(name, value, most=MOST_STEPS)
     if epochs is not None and steps is not None:
         raise ValueError(f"Both `epochs={epochs}` and `steps={steps}` are given; pass one of them.")
     if epochs is None and steps is None and not is_iterator(examples):

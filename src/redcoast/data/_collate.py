@@ -1,6 +1,7 @@
 """Calls the user's `collate_fn` and checks its batches."""
 
 import inspect
+import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
@@ -227,7 +228,7 @@ def check_batching(collate_fn: CollateFn | None, batch_size: int | None) -> Coll
         if collate_fn is None:
             collate_fn = stack_examples
         check_functions(collate_fn=collate_fn)
-        check_integer("batch_size", batch_size)
+        check_integer("batch_size", batch_size, most=sys.maxsize)
         return collate_fn
     if collate_fn is None:
         return None

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ..core._donation import refuse_deleted_argument
 from ..core._errors import listed, noting, short_repr
 from ..core._owned import copied, have_places, held_elsewhere, memory_of
 from ..distributed._heartbeat import doing
@@ -156,9 +157,11 @@ def read_source(
 def _rows_of(examples: PyTree, name: str) -> PyTree:
     """A tuple of arrays as its rows, an array of JAX as one of NumPy, and others as they are."""
     if isinstance(examples, tuple):
+        refuse_deleted_argument(name, *examples)
         return as_columns(examples, name) or examples
     if not isinstance(examples, jax.Array) or not examples.is_fully_addressable:
         return examples
+    refuse_deleted_argument(name, examples)
     if jnp.issubdtype(examples.dtype, jax.dtypes.prng_key):  # NumPy has no keys
         return examples
     # Rows of an array of JAX would each be a computation.

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Integer, PyTree
 from numpy.lib.stride_tricks import sliding_window_view
 
+from ..core._donation import refuse_deleted_argument
 from ..core._errors import check_integer
 
 _Tokens = Integer[np.ndarray, " _"]  # of any length
@@ -98,6 +99,7 @@ def token_windows(
     parts: list[PyTree] = [tokens]
     if isinstance(tokens, list | tuple):
         parts = list(tokens)
+    refuse_deleted_argument("tokens", *parts)
     for part in parts:
         shape, dtype = getattr(part, "shape", None), getattr(part, "dtype", None)
         if shape is None or len(shape) != 1 or not np.issubdtype(np.dtype(dtype), np.integer):

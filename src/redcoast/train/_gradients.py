@@ -25,6 +25,10 @@ def with_gradient(loss: Float[Array, ""], model: PyTree, gradient: PyTree) -> Fl
 
     A scalar of the dtype of `loss`. If an element of `gradient` is NaN or infinite, it is NaN.
 
+    `gradient` is not compared with the gradient of `loss`, from which it may differ on purpose. If
+    both should be equal, compare them in a test, such as with `jax.grad` or, by finite differences,
+    with `jax.test_util.check_grads`.
+
     **Raises:**
 
     `ValueError` if the gradient has another structure or shape than the model.

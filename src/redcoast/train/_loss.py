@@ -12,7 +12,7 @@ from jax._src.interpreters import ad
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from ..core._dtypes import tree_to_jax_dtypes
+from ..core._dtypes import dtype_advice, has_numbers, tree_to_jax_dtypes
 from ..core._pytree import layer_states, show_path
 from ..core._user_functions import calling
 from ..data._per_batch import without_marks
@@ -96,6 +96,12 @@ def evaluate_loss(
     examples = next((shape[0] for shape in shapes if shape), 1)
     weight = aux.get("weight", jnp.asarray(examples, jnp.float32))
     return LossResult(widen(loss), aux, weight, new_model)
+
+
+def check_metrics(out: PyTree, model: PyTree) -> None:
+    """Raises the errors of metrics that JAX could not return from a trace of the loss."""
+    _, aux, _ = _unpack(out, model)
+    _check_aux(aux, model)
 
 
 def _unpack(out: PyTree, model: PyTree) -> tuple[PyTree, PyTree, PyTree]:
@@ -187,6 +193,11 @@ def _check_aux(aux: object, model: PyTree) -> None:
                 f"`loss_fn` returned aux[{name!r}] of type {type(value).__name__}. Metrics must be "
                 "scalars: numbers, or arrays of shape (). A custom training loop may also use "
                 f"other arrays.{hint}"
+            )
+        if isinstance(value, np.ndarray | np.generic) and not has_numbers(value.dtype):
+            raise TypeError(
+                f"`loss_fn` returned aux[{name!r}] of the dtype {value.dtype}. Metrics are numbers."
+                f"{dtype_advice(value.dtype)}"
             )
         if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             raise TypeError(

@@ -12,7 +12,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._donation import refuse_deleted
 from ..core._dtypes import tree_to_jax_dtypes
-from ..core._errors import several
+from ..core._errors import check_key, several
 from ..core._frames import warn
 from ..core._jaxpr import is_inexact
 from ..core._low_rank import AbstractLowRank
@@ -74,6 +74,7 @@ def starting_state(
     }
     if key is None:
         key = jax.random.key(0)
+    check_key(key)
     if is_init_fn(model_or_state):
         create = ft.partial(init_state, model_or_state, optimizer, key=key, **options)
         # A function that makes a model is called only on the devices, so that no host needs room

@@ -30,7 +30,7 @@ from ..tracking._metrics import PackedMetrics, pack_metrics
 from ._compile import CompiledStep, compile_reusable_step
 from ._compiler_options import Option, Options, compiler_options_for
 from ._flat_function import is_jit_disabled
-from ._loss import LossFn, evaluate_loss
+from ._loss import LossFn, check_metrics, evaluate_loss
 from ._one_thread import in_one_thread
 from ._precision import ComputeDtype
 from ._step import train_step
@@ -94,6 +94,7 @@ def _trace(loss_fn: Callable[..., PyTree], arrays: Arrays, static: Static) -> _P
     def flat(*arrays: jax.Array) -> Arrays:
         model, *args = join(list(arrays), static)
         result = loss_fn(model, *args)
+        check_metrics(result, model)  # before JAX, whose error would name no metric
         returns_model = type(result) is tuple and len(result) == 3 and result[2] is model
         flat_result, output = split(result)
         outputs.append((output, returns_model))

@@ -4,8 +4,9 @@
 
 `save_checkpoint` and `load_checkpoint` take turns with `orbax.checkpoint.StandardCheckpointer`,
 which writes the same arrays without checksums and without syncing its files. A ratio above 1 means
-that redcoast takes longer. With `REDCOAST_MALLOPT=0`, freed memory is returned to the system, so
-that the memory of each save is measured; without, a save reuses what earlier ones have freed.
+that redcoast takes longer. The third row is the part of a load that compares the checksums. With
+`REDCOAST_MALLOPT=0`, freed memory is returned to the system, so that the memory of each save is
+measured; without, a save reuses what earlier ones have freed.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ import orbax.checkpoint as ocp
 import tyro
 
 import redcoast as rc
+from redcoast.checkpoint._checksums import find_damage
 from redcoast.checkpoint._saver import Saver
 
 
@@ -56,15 +58,21 @@ def main(arrays: int = 150, megabytes: float = 1.0, turns: int = 7, sequences: i
         "orbax": lambda path: orbax.restore(path, tree),
     }
     seconds: dict[tuple[str, str], list[float]] = {}
+
+    def measure(task: str, name: str, do: Callable[[Path], Any], path: Path) -> None:
+        seconds.setdefault((task, name), []).append(processor_time(do, path))
+
     with tempfile.TemporaryDirectory() as directory:
         for turn in range(turns + 1):
             for name in save:
                 path = Path(directory) / f"{name}{turn}"
-                for task, do in (("save", save[name]), ("load", load[name])):
-                    seconds.setdefault((task, name), []).append(processor_time(do, path))
+                measure("save", name, save[name], path)
+                measure("load", name, load[name], path)
+            measure("compare checksums", "ours", find_damage, Path(directory) / f"ours{turn}")
+    seconds["compare checksums", "orbax"] = seconds["load", "orbax"]
     print("| task | redcoast, s | Orbax, s | ratio | least and most |")
     print("| --- | ---: | ---: | ---: | ---: |")
-    for task in ("save", "load"):
+    for task in ("save", "load", "compare checksums"):
         ours, theirs = (seconds[task, name][1:] for name in save)
         ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
         middle = [f"{statistics.median(x):.2f}" for x in (ours, theirs, ratios)]

@@ -72,14 +72,14 @@ class Scan:
 
     def run(
         self,
-        body: Callable[[list[Any]], Sequence[Any]],
-        consts: Sequence[Any],
-        init: Sequence[Any],
-        xs: Sequence[Any],
-    ) -> list[Any]:
+        body: Callable[[list[PyTree]], Sequence[PyTree]],
+        consts: Sequence[PyTree],
+        init: Sequence[PyTree],
+        xs: Sequence[PyTree],
+    ) -> list[PyTree]:
         """Runs another body on the same operands; both take and return one list of arrays."""
 
-        def iterate(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        def iterate(carry: list[PyTree], xs: list[PyTree]) -> tuple[list[PyTree], list[PyTree]]:
             results = list(body([*consts, *carry, *xs]))
             return results[: self.carry], results[self.carry :]
 
@@ -422,7 +422,7 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
     return []
 
 
-def replace_parameters(equation: JaxprEqn, replace: Callable[[Any], Any]) -> JaxprEqn:
+def replace_parameters(equation: JaxprEqn, replace: Callable[[PyTree], PyTree]) -> JaxprEqn:
     """Returns the equation with each of its parameters, jaxprs included, replaced.
 
     The jaxpr of an operation with a custom derivative is not changed.

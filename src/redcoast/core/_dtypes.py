@@ -1,6 +1,5 @@
 """Converts NumPy arrays to the dtypes of JAX, if that changes no value."""
 
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,20 +77,20 @@ def _keep_large_count(x: PyTree) -> PyTree:
     return x.astype(np.float32)
 
 
-def has_numbers(dtype: Any) -> bool:
+def has_numbers(dtype: np.dtype) -> bool:
     """Whether a dtype of NumPy holds numbers or booleans."""
     # JAX's own, such as bfloat16, float8 and int4, are void to NumPy.
     return dtype.kind in _KINDS or (dtype.kind == "V" and hasattr(jnp, dtype.name))
 
 
-def is_jax_dtype(dtype: Any) -> bool:
+def is_jax_dtype(dtype: np.dtype) -> bool:
     """Whether JAX computes with a dtype of NumPy as it is."""
     if not (has_numbers(dtype) and dtype.isnative) or dtype in _DOUBLE:
         return False
     return jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
-def dtype_advice(dtype: Any) -> str:
+def dtype_advice(dtype: np.dtype) -> str:
     """A sentence on how to convert an array of a dtype that JAX does not have."""
     if dtype.kind in "mM":
         return " Convert it to numbers, such as `(x - start) / np.timedelta64(1, 's')`."
@@ -128,7 +127,7 @@ def tree_to_jax_dtypes(tree: PyTree, root: str, *, of: str = "") -> PyTree:
     return jax.tree_util.tree_map_with_path(convert, tree)
 
 
-def check_unmasked(x: Any, what: str) -> None:
+def check_unmasked(x: PyTree, what: str) -> None:
     """Raises a `ValueError` for an array with masked elements, whose mask JAX would not see."""
     if np.ma.is_masked(x):
         raise ValueError(

@@ -49,7 +49,7 @@ def struct_of(atom: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 
-def as_traced(x: Any, atom: Any) -> Any:
+def as_traced(x: PyTree, atom: Any) -> PyTree:
     """A value of a variable or a literal as an array of the traced dtype, if it is a number."""
     if isinstance(x, bool | int | float | complex | np.generic | np.ndarray):
         return jnp.asarray(x, struct_of(atom).dtype)

@@ -4,7 +4,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 # Ten times the size of an index of a hundred thousand tensors.
 MOST_BYTES = 2**27
@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def open_regular(path: Path, *, buffering: int = -1) -> Any:
+def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
     """Opens a file for reading, but neither a pipe, which would wait for a writer, nor a device.
 
     Raises `ValueError` that names the file if it is not a regular file; `OSError` if it cannot be
@@ -47,7 +47,7 @@ def open_regular(path: Path, *, buffering: int = -1) -> Any:
     """
     # With this flag, the opening of a pipe does not wait. Windows has neither.
     at_once = lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
-    file = open(path, "rb", buffering=buffering, opener=at_once)  # noqa: SIM115  # the caller closes it
+    file: BinaryIO = open(path, "rb", buffering=buffering, opener=at_once)  # noqa: SIM115  # the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise ValueError(f"{path} is a pipe or a device, and only regular files are read.")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..core._dtypes import tree_to_jax_dtypes
-from ..core._errors import check_functions, check_integer, check_optimizer
+from ..core._errors import check_functions
 from ..core._pytree import abstract_array, show_place
 from ..core._tracing import abstract_key, trace_for
 from ..data._per_batch import is_per_batch
@@ -24,12 +24,11 @@ from ..sharding._plan_arguments import check_memory
 from ..sharding.tree._overrides import Override
 from ..tracking._metrics import pack_metrics
 from ..train._compile import compile_step
-from ..train._compiler_options import Option, check_compiler_options
+from ..train._compiler_options import Option
 from ..train._loss import LossFn
 from ..train._plan_step import plan_training
-from ..train._precision import as_compute_dtype
 from ..train._step import TrainState, init_state, is_model
-from ..train._training import Training
+from ..train._training import Training, make_training
 from ._phases import enter_phase
 
 # The mesh for the loss's own constraints before there is a mesh. Any dimension is divisible by it.
@@ -85,22 +84,20 @@ def make_job(
 
     Raises `TypeError` or `ValueError` if an argument is invalid; any error that `loss_fn` raises.
     """
-    check_functions(init_fn=init_fn, loss_fn=loss_fn)
-    check_optimizer(optimizer)
-    accumulate = check_integer("accumulate", accumulate)
-    check_compiler_options(compiler_options)
+    check_functions(init_fn=init_fn)
+    training = make_training(
+        loss_fn, optimizer, accumulate, compute_dtype, trainable, compiler_options
+    )
     check_memory(memory)
-    compute_dtype = as_compute_dtype(compute_dtype)
     make = ft.partial(
         init_state,
         init_fn,
         optimizer,
-        compute_dtype=compute_dtype,
+        compute_dtype=training.compute_dtype,
         trainable=trainable,
         average=average,
     )
     batch = batch_shapes(batch)
-    training = Training(loss_fn, optimizer, accumulate, compute_dtype, trainable, compiler_options)
 
     def evaluate() -> TrainState:
         state = eqx.filter_eval_shape(lambda key: make(key=key), abstract_key())

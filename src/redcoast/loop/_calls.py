@@ -13,10 +13,10 @@ model. So `fit` takes several short steps in one call (`train/_training.py`):
 
 import functools as ft
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from ..data._batches import Batch, Batches
 from ..distributed._arrays import copy_tree, forbids_implicit_transfers, place_batch
 from ..sharding import Plan
 from ..tracking._loggers import all_loggers, takes_state
-from ..tracking._metrics import PackedMetrics, StackedMetrics
+from ..tracking._metrics import Log, PackedMetrics, StackedMetrics
 from ..train._compile import CompiledStep
 from ..train._last_state import FlatState, as_tree
 from ..train._step import TrainState
@@ -169,7 +169,7 @@ class Calls:
             raise errors[0]
 
     @ft.cached_property
-    def _types(self) -> list[Any]:
+    def _types(self) -> list[Hashable]:
         """The shapes and dtypes of a batch of the program."""
         return _types(self._data.spec)
 
@@ -211,7 +211,7 @@ def take_together(
 def stack(batches: Sequence[PyTree], rows: int) -> PyTree:
     """Stacks batches in arrays with room for `rows` of them, on the host."""
 
-    def stack_leaf(*parts: Any) -> np.ndarray:
+    def stack_leaf(*parts: PyTree) -> np.ndarray:
         # Rows behind the last batch are not read, whatever they hold.
         stacked = np.empty((rows, *parts[0].shape), parts[0].dtype)
         np.stack(parts, out=stacked[: len(parts)])
@@ -220,7 +220,7 @@ def stack(batches: Sequence[PyTree], rows: int) -> PyTree:
     return jax.tree.map(stack_leaf, *batches)
 
 
-def _types(batch: PyTree) -> list[Any]:
+def _types(batch: PyTree) -> list[Hashable]:
     return [(x.shape, x.dtype) for x in jax.tree.leaves(batch)]
 
 
@@ -276,7 +276,7 @@ def plan_calls(
     state: TrainState,
     data: Batches,
     alone: Callable[[PyTree, PyTree], tuple[FlatState, PackedMetrics]],
-    log: Any,
+    log: Log | Sequence[Log] | Literal[False] | None,
 ) -> Calls:
     """The calls of a run, with the arguments of `fit`, a compiled step, and a state that may be
     abstract.
@@ -321,7 +321,7 @@ def _bytes(tree: PyTree) -> int:
     return sum(x.size * getattr(x.dtype, "itemsize", 0) for x in arrays)
 
 
-def _obstacle(data: Batches, log: Any) -> str:
+def _obstacle(data: Batches, log: Log | Sequence[Log] | Literal[False] | None) -> str:
     """Why steps cannot be taken together, as the end of a sentence; empty if they can."""
     if jax.process_count() > 1:
         return "the run has several processes"

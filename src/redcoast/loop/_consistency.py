@@ -1,9 +1,9 @@
 """Checks that all processes run the same program on the same data."""
 
 import functools as ft
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import Any
+from types import CodeType
 
 import jax
 from jaxtyping import PRNGKeyArray, PyTree
@@ -18,9 +18,8 @@ from ..tracking._loggers import code_version
 from ..train._compile import CompiledStep
 from ..train._start import is_init_fn
 from ..train._step import TrainState
-from ..train._training import Training
-from ._evaluation import Evaluation
 from ._first_examples import first_examples, first_training_examples
+from ._run_settings import RunSettings
 
 # JAX's settings that change a program, or how it runs.
 _SETTINGS = (
@@ -35,15 +34,13 @@ _SETTINGS = (
 
 
 def check_agreement(
+    settings: RunSettings,
     plan: Plan,
-    training: Training,
     model: PyTree,
     state: TrainState,
-    step: Callable[[], CompiledStep],
+    step: Callable[[int], CompiledStep],
     data: Batches,
-    evaluation: Evaluation | None,
     key: PRNGKeyArray,
-    settings: Mapping[str, Any],
 ) -> None:
     """Raises `ValueError` on all processes if they are about to run different programs or data.
 
@@ -51,12 +48,21 @@ def check_agreement(
 
     The plan, the initial model and key, the code of all functions and the program of the step are
     compared; of the data, the number of examples, the shapes of a batch and some collated examples.
-    `settings` are other arguments by name, of types that JSON supports.
+    `step` is a function that returns the compiled step for a number of microbatches.
     """
     if jax.process_count() == 1:
         return
+    training, evaluation = settings.training, settings.evaluation
     functions = {"collate_fn": data.collate_fn, "loss_fn": training.loss_fn}
-    values = {"accumulate": training.accumulate, **settings}
+    values: dict[str, object] = {  # of types that JSON supports
+        "accumulate": training.accumulate,
+        "checkpoints": str(settings.checkpoints),
+        "early_stopping": str(settings.early_stopping),
+        "batch_size": settings.batch_size,
+        "epochs": settings.epochs,
+        "steps": settings.steps,
+        "average": settings.average,
+    }
     # Processes that create other models would train their average.
     if is_init_fn(model):
         functions["init_fn"] = model
@@ -84,11 +90,11 @@ def check_agreement(
     # The program of a short first batch is another one, which the step itself compares.
     is_first_full = data.rows_left is None or data.rows_left >= data.batch_size
     if is_first_full:
-        traced = step().trace(state, data.spec)
+        traced = step(training.accumulate).trace(state, data.spec)
         listings["the program of the step"] = program_listing(traced.jaxpr)
     # The order of the devices is a part of a mesh, and its text does not show it.
     devices = str([device.id for device in data.mesh.devices.flat])
-    compared: dict[str, Any] = {}
+    compared: dict[str, PyTree] = {}
     for name, text in code_version().items():
         compared[f"the version of {name}"] = text
     for name in _SETTINGS:
@@ -107,7 +113,7 @@ def check_agreement(
     agree(compared, listings)
 
 
-def _code(fn: Any) -> str | None:
+def _code(fn: object) -> str | None:
     """A checksum of a function's code, not including the functions that it calls."""
     # Without its arguments, whose text may have addresses, which differ.
     while isinstance(fn, ft.partial):
@@ -118,11 +124,11 @@ def _code(fn: Any) -> str | None:
     return checksum(b"".join(_instructions(code)))
 
 
-def _instructions(code: Any) -> Iterator[bytes]:
+def _instructions(code: CodeType) -> Iterator[bytes]:
     yield code.co_code
     yield " ".join(code.co_names).encode()
     for constant in code.co_consts:
-        if hasattr(constant, "co_code"):
+        if isinstance(constant, CodeType):
             yield from _instructions(constant)
         # Others, such as sets, have no fixed order.
         elif isinstance(constant, int | float | complex | str | bytes | None):

@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import NoneType
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -106,6 +106,21 @@ def complete_early_stopping(
     return dataclasses.replace(early_stopping, metric=metric, mode=mode), checkpoints
 
 
+def best_so_far(
+    early_stopping: EarlyStopping | None,
+    checkpoints: Checkpoints | None,
+    saved: Mapping[str, PyTree] | None,
+) -> "BestSoFar | None":
+    """The best evaluation so far, with what a checkpoint has of it; `None` without early
+    stopping."""
+    if early_stopping is None:
+        return None
+    best = BestSoFar(early_stopping, checkpoints)
+    if saved is not None:
+        best.restore(saved.get(SAVED))
+    return best
+
+
 def reason_of_end(
     stopping: StopRequest, best: "BestSoFar | None", step: int, *, ended: bool
 ) -> str:
@@ -137,14 +152,14 @@ class BestSoFar:
         return self.since >= self.rule.patience
 
     @property
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> dict[str, PyTree]:
         """The counters, as values that JSON supports."""
         value = self.value
         if self.step is None:
             value = None
         return {"step": self.step, "value": value, "since": self.since}
 
-    def restore(self, saved: Mapping[str, Any] | None) -> None:
+    def restore(self, saved: Mapping[str, PyTree] | None) -> None:
         """Restores the counters of a checkpoint.
 
         If it has none, because the run did not use early stopping before, the best checkpoint
@@ -226,7 +241,7 @@ def _copy_to_host(x: jax.Array) -> Callable[[], jax.Array]:
     shape, sharding = data.shape, data.sharding
     # Devices that hold the same shard share one copy of it.
     parts: dict[str, np.ndarray] = {}
-    devices: dict[Any, str] = {}
+    devices: dict[Hashable, str] = {}
     for shard in data.addressable_shards:
         at = devices[shard.device] = str(shard.index)
         if at not in parts:

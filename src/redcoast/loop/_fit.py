@@ -1,7 +1,6 @@
 """The training loop, to be read, copied and changed."""
 
 import contextlib
-import functools as ft
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
@@ -13,45 +12,39 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._policy import Checkpoints, as_checkpoints, newest_checkpoint
-from ..core._axis_types import auto_ambient_mesh, on_auto_axes, on_mesh, with_auto_axes
-from ..core._errors import check_functions, check_integer, check_optimizer
+from ..core._axis_types import auto_ambient_mesh, on_auto_axes, on_mesh
+from ..core._errors import check_integer
 from ..core._frames import hide_frames
 from ..core._output import forgiving_output
 from ..core._tracing import refuse_traced
-from ..data._batches import batches
 from ..data._collate import CollateFn, check_batching
 from ..data._loading import checked_threads
 from ..distributed._heartbeat import watching
 from ..sharding import Plan
 from ..tracking._metrics import Log, metrics_reader
-from ..train._compiler_options import check_compiler_options
 from ..train._loss import LossFn
 from ..train._microbatches import by_microbatches
 from ..train._plan_step import verify_step
-from ..train._precision import as_compute_dtype
 from ..train._start import starting_state
 from ..train._step import TrainState
-from ..train._training import Training
+from ..train._training import make_training
 from ._calls import plan_calls
 from ._consistency import check_agreement
-from ._early_stopping import SAVED, BestSoFar, EarlyStopping, complete_early_stopping, reason_of_end
+from ._early_stopping import EarlyStopping, best_so_far, complete_early_stopping, reason_of_end
 from ._error_notes import explained_memory, noted_checkpoint
 from ._evaluation import Evaluation
 from ._printing import Printer
 from ._run_config import run_of_fit
+from ._run_settings import RunSettings
 from ._setup import (
-    best_mesh,
-    check_named_metrics,
+    batches_of_run,
     complete_evaluation,
     mesh_of_run,
     place_data,
     plan_run,
     prepare_evaluation,
-    refuse_unresumable,
     restore_or_create,
-    warn_if_nothing_left,
-    warn_of_hyperparameters,
-    warn_of_key,
+    warn_of_resumption,
 )
 from ._stop import ASKED, GO_ON, end_after_signal, refuse_after_signal, stop_request
 from ._training_loop import TrainingLoop
@@ -189,28 +182,34 @@ def fit(
     # What the arguments mean.
     refuse_after_signal("fit", trains=True)
     refuse_traced((model_or_state, key), "fit", _TRAIN_SEVERAL)
-    check_optimizer(optimizer)
-    check_functions(loss_fn=loss_fn)
-    collate_fn = check_batching(collate_fn, batch_size)
-    accumulate = check_integer("accumulate", accumulate)
-    compute_dtype = as_compute_dtype(compute_dtype)
-    check_compiler_options(compiler_options)
-    training = Training(
-        loss_fn, optimizer, accumulate, compute_dtype, trainable, compiler_options=compiler_options
+    training = make_training(
+        loss_fn, optimizer, accumulate, compute_dtype, trainable, compiler_options
     )
-    threads = checked_threads(workers, ahead)
+    collate_fn = check_batching(collate_fn, batch_size)
     if steps_per_call is not None:
         check_integer("steps_per_call", steps_per_call)
     evaluation = complete_evaluation(evaluation, collate_fn, loss_fn, batch_size)
     early_stopping, checkpoints = complete_early_stopping(
         early_stopping, evaluation, as_checkpoints(checkpoints)
     )
-    best = None
-    if early_stopping:
-        best = BestSoFar(early_stopping, checkpoints)
+    settings = RunSettings(
+        training=training,
+        average=average,
+        collate_fn=collate_fn,
+        batch_size=batch_size,
+        epochs=epochs,
+        steps=steps,
+        threads=checked_threads(workers, ahead),
+        mesh=mesh_of_run(mesh, plan),
+        chooses_mesh=mesh == "auto",
+        plan=plan,
+        overrides=overrides,
+        memory=memory,
+        evaluation=evaluation,
+        early_stopping=early_stopping,
+        checkpoints=checkpoints,
+    )
     checkpointer = Checkpointer(checkpoints)
-    # A plan brings its mesh.
-    given_mesh = mesh_of_run(mesh, plan)
     printer = Printer(log, checkpointer.directory)
     printer.introduce()
     model_or_state, key = on_auto_axes((model_or_state, key))
@@ -221,80 +220,45 @@ def fit(
         checkpointer.locked(),
         contextlib.ExitStack() as stack,
     ):
-        # The shapes of the state, the data, and the plan.
+        # The shapes of the state, the data, and the plan; nothing is on the devices yet.
         abstract, run_key, create = starting_state(
             model_or_state, training, key, average=average, caller="fit"
         )
-        data = batches(
-            examples,
-            collate_fn,
-            batch_size=batch_size,
-            epochs=epochs,
-            steps=steps,
-            key=run_key,
-            mesh=with_auto_axes(given_mesh),
-            workers=threads.workers,
-            ahead=threads.ahead,
-        )
-        refuse_unresumable(data, checkpoints)
-        printer.describe_run(
-            abstract, data, evaluation, compute_dtype, plans=not isinstance(plan, Plan)
-        )
-        if mesh == "auto":
-            # The search needs the shapes of a batch, so the data has the default mesh until here.
-            data.mesh = best_mesh(training, abstract, data, overrides, memory, quiet=printer.quiet)
-        # Of shapes alone, so that nothing takes memory on the devices yet.
-        run_plan = plan_run(plan, training, abstract, data, overrides, memory)
+        data = batches_of_run(settings, examples, run_key)
+        run_plan = plan_run(settings, abstract, data, printer)
         compiled = training.compiled_by(run_plan)
-        settings = {
-            "checkpoints": str(checkpoints),
-            "early_stopping": str(early_stopping),
-            "batch_size": batch_size,
-            "epochs": epochs,
-            "steps": steps,
-            "average": average,
-        }
-        step = ft.partial(compiled, accumulate)
-        check_agreement(
-            run_plan, training, model_or_state, abstract, step, data, evaluation, run_key, settings
-        )
+        check_agreement(settings, run_plan, model_or_state, abstract, compiled, data, run_key)
         # From here on, an error says what was saved, and what the plan expected.
         stack.enter_context(noted_checkpoint(checkpoints))
         stack.enter_context(explained_memory(run_plan))
 
-        # The state, created or restored, and the programs.
+        # The state, created or restored, and the evaluation.
         state, saved = restore_or_create(checkpointer, run_plan, abstract, create)
         place_data(data, state, saved, checkpoints)
+        best = best_so_far(early_stopping, checkpoints, saved)
         if saved is not None:
-            warn_if_nothing_left(data, quiet=printer.quiet)
-            warn_of_hyperparameters(model_or_state, abstract, state, training)
-            warn_of_key(model_or_state, key, state)
-            if best is not None:
-                best.restore(saved.get(SAVED))
+            quiet = printer.quiet
+            warn_of_resumption(settings, model_or_state, key, abstract, state, data, quiet=quiet)
         is_over = best is not None and best.is_over
         run = run_of_fit(training, run_plan, data, abstract, checkpointer.directory, saved, is_over)
         printer.announce(run_plan, training, abstract, data, resumed=run.resumed, over=is_over)
-        compiled_evaluation, names = prepare_evaluation(
-            evaluation, training, run_plan, state, data, threads
-        )
-        check_named_metrics(names, early_stopping, checkpoints)
+        compiled_evaluation = prepare_evaluation(settings, run_plan, state, data)
         if plan == "verify":
             verify_step(run_plan, training, state, data.peek())
 
         # The loop.
-        alone = by_microbatches(compiled, data.batch_size, accumulate)
+        alone = by_microbatches(compiled, data.batch_size, training.accumulate)
         calls = plan_calls(steps_per_call, training, run_plan, state, data, alone, log)
         stopping = stack.enter_context(stop_request(mesh=data.mesh))
         reader = stack.enter_context(metrics_reader(log, run))
         stack.enter_context(checkpointer)
         loop = TrainingLoop(
-            training,
+            settings,
             run_plan,
             data,
             calls,
             compiled_evaluation,
             best,
-            checkpoints,
             checkpointer,
             reader,
             stopping,
@@ -305,8 +269,7 @@ def fit(
             state = loop.run(state)
 
     # How it ended.
-    # Waits for the devices.
-    last = int(state.step)
+    last = int(state.step)  # waits for the devices
     # A stop that arrives with the last step changes nothing.
     is_complete = last == data.steps or (best is not None and best.is_over)
     ended = stopping.level == GO_ON or (stopping.level == ASKED and is_complete)
@@ -316,4 +279,4 @@ def fit(
     if best is not None and ended:
         state = best.state(state, last, run_plan.shardings)
     # With the axis types of the user's mesh, which training replaced by automatic ones.
-    return on_mesh(state, given_mesh)
+    return on_mesh(state, settings.mesh)

@@ -95,7 +95,7 @@ class Nonfinite(NamedTuple):
 
     state: dict[str, int]  # the number of such values in an array
     grads: dict[str, bool]  # whether the norm of a gradient is
-    batch: dict[str, Any]  # which rows of an array have such values
+    batch: dict[str, PyTree]  # which rows of an array have such values
 
 
 def find_nonfinite(
@@ -112,7 +112,7 @@ def find_nonfinite(
         part=part,
     )
 
-    def find(state: TrainState, batch: PyTree) -> Any:
+    def find(state: TrainState, batch: PyTree) -> PyTree:
         params, rest = part(state.model)
         _, grads = loss_and_grads(loss, params, rest, batch, _key(state), count)
         flags = (
@@ -130,7 +130,7 @@ def find_nonfinite(
     return Nonfinite(*map(_raised, inspected, flags))
 
 
-def _raised(arrays: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+def _raised(arrays: dict[str, PyTree], flags: dict[str, PyTree]) -> dict[str, PyTree]:
     """The flags that are set, in the order of the arrays."""
     return {path: flags[path] for path in arrays if np.any(flags[path])}
 
@@ -151,7 +151,7 @@ def _nonfinite_rows(x: jax.Array) -> jax.Array:
     return jnp.any(~jnp.isfinite(x), axis=tuple(range(1, x.ndim)))  # (rows,)
 
 
-def _floating(tree: PyTree, *, of: str = "") -> dict[str, Any]:
+def _floating(tree: PyTree, *, of: str = "") -> dict[str, PyTree]:
     """The floating arrays of a tree, by path; `of` is its name if it is data."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     show = show_path
@@ -160,13 +160,13 @@ def _floating(tree: PyTree, *, of: str = "") -> dict[str, Any]:
     return {show(path): x for path, x in leaves if eqx.is_inexact_array(x)}
 
 
-def arrays_of_batch(batch: Batch | Loaded) -> dict[str, Any]:
+def arrays_of_batch(batch: Batch | Loaded) -> dict[str, PyTree]:
     """The arrays of a batch, by their places in it."""
     leaves = jax.tree_util.tree_leaves_with_path(batch.arrays)
     return {show_place(path, "batch"): x for path, x in leaves if isinstance(x, ARRAYS)}
 
 
-def _integers(batch: Batch | Loaded) -> dict[str, Any]:
+def _integers(batch: Batch | Loaded) -> dict[str, PyTree]:
     """The integer arrays of a batch that have elements, by their places in it."""
     is_integer = lambda x: jnp.issubdtype(x.dtype, jnp.integer) and x.size > 0
     return {path: x for path, x in arrays_of_batch(batch).items() if is_integer(x)}
@@ -196,7 +196,7 @@ def sentences(nonfinite: Nonfinite, indices: list[int], first: str | None, *, tr
     return " ".join(parts)
 
 
-def _inputs(rows_of: dict[str, Any], indices: list[int]) -> list[str]:
+def _inputs(rows_of: dict[str, PyTree], indices: list[int]) -> list[str]:
     """Sentences about the arrays of the batch with rows that are NaN or infinite."""
     described: list[str] = []
     for path, rows in rows_of.items():
@@ -205,7 +205,7 @@ def _inputs(rows_of: dict[str, Any], indices: list[int]) -> list[str]:
     return described
 
 
-def _in_rows(what: str, path: str, rows: Any, indices: list[int]) -> str:
+def _in_rows(what: str, path: str, rows: PyTree, indices: list[int]) -> str:
     """A sentence about values in some rows of an array of the batch."""
     where = "The batch"
     if path:
@@ -253,7 +253,7 @@ def _beyond(
     mesh: Mesh | AbstractMesh,
     index: int,
     size: int,
-    shape: Any,
+    shape: object,
     at: str,
     indices: list[int],
     paths: tuple[str, ...] | None = None,

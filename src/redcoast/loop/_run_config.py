@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from types import NoneType
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -29,7 +28,7 @@ def run_of_fit(
     data: Batches,
     state: TrainState,
     directory: Path | None,
-    saved: Mapping[str, Any] | None,
+    saved: Mapping[str, PyTree] | None,
     is_over: bool,
 ) -> RunInfo:
     """The run of a call of `fit`, with all of its settings.
@@ -60,7 +59,7 @@ def run_info(
     *,
     directory: str | PathLike[str] | None = None,
     resumed: bool = False,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, PyTree] | None = None,
 ) -> RunInfo:
     """Describes a training run, for its loggers.
 

@@ -1,9 +1,9 @@
 """The set-up of a run before its first step."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -12,13 +12,14 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._policy import Checkpoints
+from ..core._axis_types import with_auto_axes
 from ..core._errors import check_kind, noting, several, wrong_type
 from ..core._frames import warn
 from ..core._pytree import ARRAYS, leaf_paths
 from ..core._trainable import partition_trainable
-from ..data._batches import Batches
+from ..data._batches import Batches, batches
 from ..data._collate import CollateFn
-from ..data._loading import OwnBatches, Threads
+from ..data._loading import OwnBatches
 from ..distributed._kv_store import is_main
 from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan, with_auto_plan
@@ -28,9 +29,9 @@ from ..train._plan_step import check_coupling, check_faults, plan_training
 from ..train._start import is_init_fn
 from ..train._step import TrainState, refuse_per_batch, split_key_of_run
 from ..train._training import Training
-from ._early_stopping import EarlyStopping
 from ._evaluation import KIND, CompiledEvaluation, Evaluation, check_mean, compile_evaluation
-from ._printing import nothing_left
+from ._printing import Printer, nothing_left
+from ._run_settings import RunSettings
 
 logger = logging.getLogger("redcoast")
 
@@ -54,43 +55,52 @@ def mesh_of_run(mesh: Mesh | Literal["auto"] | None, plan: Plan | str | None) ->
     return plan.mesh
 
 
-def best_mesh(
-    training: Training,
-    state: TrainState,
-    data: Batches,
-    overrides: Sequence[tuple[str, Any]],
-    memory: int | float | Literal["auto"] | None,
-    *,
-    quiet: bool,
-) -> Mesh:
-    """The best mesh of all devices for the step."""
-    # Imported where it is used, so that importing redcoast stays fast.
-    from ..dryrun._job import Job
-    from ..dryrun._mesh_search import auto_mesh
+def batches_of_run(settings: RunSettings, examples: object, key: PRNGKeyArray) -> Batches:
+    """The batches of a run.
 
-    if data.is_split:
-        raise ValueError(
-            "With `split_by_host`, the mesh decides what each process reads. Pass a mesh instead "
-            'of "auto".'
+    Raises `TypeError` if the run has checkpoints, and its data cannot be resumed.
+    """
+    data = batches(
+        examples,
+        settings.collate_fn,
+        batch_size=settings.batch_size,
+        epochs=settings.epochs,
+        steps=settings.steps,
+        key=key,
+        mesh=with_auto_axes(settings.mesh),
+        workers=settings.threads.workers,
+        ahead=settings.threads.ahead,
+    )
+    checkpoints = settings.checkpoints
+    if checkpoints is not None and checkpoints.resume and not data.resumes:
+        raise TypeError(
+            "`examples` is an iterator without a state, which a run cannot resume from a "
+            "checkpoint. Pass a function that returns a new iterator, such as a generator function "
+            "itself; an iterable; or a source with `state_dict` and `load_state_dict`. "
+            "`Checkpoints(..., resume=False)` saves without ever resuming."
         )
-    return auto_mesh(Job(state, data.spec, training, overrides, memory), quiet=quiet)
+    return data
 
 
-def plan_run(
-    plan: Plan | str | None,
-    training: Training,
-    state: TrainState,
-    data: Batches,
-    overrides: Sequence[tuple[str, Any]],
-    memory: int | float | Literal["auto"] | None,
-) -> Plan:
-    """Returns the given plan, after a check that it fits the state, or else plans the step."""
+def plan_run(settings: RunSettings, state: TrainState, data: Batches, printer: Printer) -> Plan:
+    """Returns the given plan, after a check that it fits the state, or else plans the step.
+
+    The data moves to the mesh of the plan.
+    """
+    training, plan = settings.training, settings.plan
+    is_given = isinstance(plan, Plan)
+    printer.describe_run(
+        state, data, settings.evaluation, training.compute_dtype, plans=not is_given
+    )
+    if settings.chooses_mesh:
+        # The search needs the shapes of a batch, so the data has the default mesh until here.
+        data.mesh = best_mesh(settings, state, data, quiet=printer.quiet)
     if training.accumulate > 1 and data.per_batch:
         refuse_per_batch(training.accumulate)
-    if isinstance(plan, Plan):
-        if overrides:
+    if is_given:
+        if settings.overrides:
             raise ValueError("`plan` already contains its overrides; leave `overrides` out.")
-        if memory not in (None, "auto"):
+        if settings.memory not in (None, "auto"):
             raise ValueError(
                 "`plan` already says what is recomputed; leave `memory` out, or pass it to "
                 "`plan_step`."
@@ -108,11 +118,32 @@ def plan_run(
             "`redcoast.token_windows(tokens, length)`."
         )
     with noting(note):
-        options = {"overrides": overrides, "memory": memory}
-        planned = plan_training(training, state, data.spec, data.mesh, **options)
+        planned = plan_training(
+            training,
+            state,
+            data.spec,
+            data.mesh,
+            overrides=settings.overrides,
+            memory=settings.memory,
+        )
         check_coupling(planned, training, state, data.spec)
         check_faults(planned, training, state, data.spec)
     return planned
+
+
+def best_mesh(settings: RunSettings, state: TrainState, data: Batches, *, quiet: bool) -> Mesh:
+    """The best mesh of all devices for the step."""
+    # Imported where it is used, so that importing redcoast stays fast.
+    from ..dryrun._job import Job
+    from ..dryrun._mesh_search import auto_mesh
+
+    if data.is_split:
+        raise ValueError(
+            "With `split_by_host`, the mesh decides what each process reads. Pass a mesh instead "
+            'of "auto".'
+        )
+    job = Job(state, data.spec, settings.training, settings.overrides, settings.memory)
+    return auto_mesh(job, quiet=quiet)
 
 
 def check_plan_fits(plan: Plan, state: TrainState) -> None:
@@ -153,23 +184,12 @@ def complete_evaluation(
     )
 
 
-def refuse_unresumable(data: Batches, checkpoints: Checkpoints | None) -> None:
-    """Raises `TypeError` if a run with checkpoints has data that cannot be resumed."""
-    if checkpoints is not None and checkpoints.resume and not data.resumes:
-        raise TypeError(
-            "`examples` is an iterator without a state, which a run cannot resume from a "
-            "checkpoint. Pass a function that returns a new iterator, such as a generator function "
-            "itself; an iterable; or a source with `state_dict` and `load_state_dict`. "
-            "`Checkpoints(..., resume=False)` saves without ever resuming."
-        )
-
-
 def restore_or_create(
     checkpointer: Checkpointer,
     plan: Plan,
     abstract: TrainState,
     create: Callable[[PyTree], TrainState],
-) -> tuple[TrainState, dict[str, Any] | None]:
+) -> tuple[TrainState, dict[str, PyTree] | None]:
     """The state of the newest checkpoint, and what was saved with it; or a new one, and `None`."""
     restored = checkpointer.restore(abstract, plan.shardings)
     if restored is None:
@@ -180,7 +200,7 @@ def restore_or_create(
 def place_data(
     data: Batches,
     state: TrainState,
-    saved: Mapping[str, Any] | None,
+    saved: Mapping[str, PyTree] | None,
     checkpoints: Checkpoints | None,
 ) -> None:
     """Continues the data where the state does; `saved` is what a checkpoint has of it."""
@@ -192,11 +212,23 @@ def place_data(
         data.recognise_examples(saved or {})
 
 
-def warn_if_nothing_left(data: Batches, *, quiet: bool) -> None:
-    """Warns if a run that is resumed has no steps left."""
+def warn_of_resumption(
+    settings: RunSettings,
+    model_or_state: PyTree,
+    key: PRNGKeyArray | None,
+    abstract: TrainState,
+    restored: TrainState,
+    data: Batches,
+    *,
+    quiet: bool,
+) -> None:
+    """Warns if a run that is resumed has no steps left, or if its call has other hyperparameters or
+    another key than its checkpoint."""
     nothing = nothing_left(data, has_directory=True)
     if nothing and quiet and is_main():  # otherwise it is printed
         logger.warning("%s", nothing)
+    warn_of_hyperparameters(model_or_state, abstract, restored, settings.training)
+    warn_of_key(model_or_state, key, restored)
 
 
 def warn_of_hyperparameters(
@@ -243,33 +275,31 @@ def warn_of_key(model_or_state: PyTree, key: PRNGKeyArray | None, restored: Trai
 
 
 def prepare_evaluation(
-    evaluation: Evaluation | None,
-    training: Training,
-    plan: Plan,
-    state: TrainState,
-    data: Batches,
-    threads: Threads,
-) -> tuple[CompiledEvaluation | None, list[str]]:
-    """The compiled evaluation of a run, after one batch was evaluated, and its metrics.
+    settings: RunSettings, plan: Plan, state: TrainState, data: Batches
+) -> CompiledEvaluation | None:
+    """The compiled evaluation of a run, after one batch was evaluated.
 
-    So a mistake in it shows before an epoch is spent.
+    So a mistake in it shows before an epoch is spent. Raises `ValueError` if a metric that decides
+    something is none of the evaluation's.
     """
+    evaluation, training = settings.evaluation, settings.training
     if evaluation is None:
-        return None, []
+        check_named_metrics(settings, [])
+        return None
     compiled = compile_evaluation(evaluation, plan, compute_dtype=training.compute_dtype)
     # With the threads of the run, whose own loading pauses while it is evaluated.
-    compiled = replace(compiled, threads=threads)
+    compiled = replace(compiled, threads=settings.threads)
     with noting("Raised in the evaluation of one batch before the first step."):
         check_mean(evaluation, training, plan, state.model, data)
         # Mistakes in `metric_fn` show now, and not after the first epoch.
         names = compiled.rehearse(state.model, state.key)
-    return compiled, names
+    check_named_metrics(settings, names)
+    return compiled
 
 
-def check_named_metrics(
-    names: list[str], early_stopping: EarlyStopping | None, checkpoints: Checkpoints | None
-) -> None:
+def check_named_metrics(settings: RunSettings, names: list[str]) -> None:
     """Raises `ValueError` if a metric that decides something is none of the evaluation's."""
+    early_stopping, checkpoints = settings.early_stopping, settings.checkpoints
     needed: dict[str, str | None] = {}
     if early_stopping is not None:
         needed["EarlyStopping(metric=...)"] = early_stopping.metric

@@ -11,19 +11,18 @@ from dataclasses import dataclass
 import jax
 
 from ..checkpoint._checkpointer import Checkpointer
-from ..checkpoint._policy import Checkpoints
 from ..core._errors import noting
 from ..data._batches import Batch, Batches
 from ..sharding import Plan
 from ..tracking._metrics import MetricsReader, StackedMetrics
 from ..train._step import TrainState
-from ..train._training import Training
 from ..train._weight_average import evaluated_model
 from ._calls import Calls, StepCall, StepTaken
 from ._early_stopping import SAVED, BestSoFar
 from ._error_notes import DOUBTFUL, rescued
 from ._evaluation import CompiledEvaluation
 from ._nonfinite import explain_batch, explain_step, warn_of_clamped_indices
+from ._run_settings import RunSettings
 from ._stop import ASKED, StopRequest
 
 logger = logging.getLogger("redcoast")
@@ -39,13 +38,12 @@ class TrainingLoop:
         signal stops does not wait for it.
     """
 
-    training: Training
+    settings: RunSettings
     plan: Plan
     data: Batches
     calls: Calls
     evaluation: CompiledEvaluation | None
     best: BestSoFar | None  # the best evaluation so far, with early stopping
-    checkpoints: Checkpoints | None
     checkpointer: Checkpointer
     reader: MetricsReader
     stopping: StopRequest  # whether a signal or a logger asks the run to stop
@@ -79,7 +77,8 @@ class TrainingLoop:
                 before = call if call.recompute is not None else None
                 is_first = done.number == first
                 if is_first:  # while the devices take the step
-                    warn_of_clamped_indices(self.training, self.data, done.batch, done.state)
+                    training = self.settings.training
+                    warn_of_clamped_indices(training, self.data, done.batch, done.state)
                 if self._finish_step(done, is_first=is_first):
                     break
             # Waits for the last metrics, whose errors belong to the run.
@@ -174,7 +173,8 @@ class TrainingLoop:
 
     @ft.cached_property
     def _explain(self) -> Callable[[StepTaken, bool], str]:
-        return ft.partial(explain_step, self.training, self.plan, self.data, self.checkpoints)
+        training, checkpoints = self.settings.training, self.settings.checkpoints
+        return ft.partial(explain_step, training, self.plan, self.data, checkpoints)
 
     def _step_to_stop_after(self, call: StepCall, before: StepCall | None) -> StepTaken | None:
         """The step after which a logger stops the run, if more steps were dispatched since.

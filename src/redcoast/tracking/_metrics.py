@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from ._loggers import STOP, RunInfo, all_loggers, is_silent, may_stop, start_log
 from ._rates import Rates
 
 logger = logging.getLogger("redcoast")
-Log = Callable[..., Any]
+Log = Callable[..., object]
 MAX_SKIPPED = 20  # steps in a row
 MOST_LATE, LATE_SECONDS = 16, 20e-3  # how many steps, and seconds, after a step it is read
 LEAST_LOSS_SCALE = 1.0
@@ -59,7 +59,7 @@ class PackedMetrics:
 DeviceMetrics = PackedMetrics | Mapping[str, ArrayLike]
 
 
-def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
+def pack_metrics(step: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Wraps `step(state, *args) -> (state, metrics)`, whose metrics are a dict of scalars, so that
     they are packed into one array, a `PackedMetrics`, which is read faster."""
 

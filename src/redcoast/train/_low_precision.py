@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -185,7 +185,7 @@ class _Value:
     """An array of the program. `weights` are the arrays of the model that it is computed from,
     or None if anything else is."""
 
-    x: Any
+    x: PyTree
     weights: _Weights
 
 
@@ -259,7 +259,7 @@ class _Evaluation:
 
     def _run_inside(
         self, flow: Scan | While | Cond | Call, equation: JaxprEqn, operands: Sequence[_Value]
-    ) -> list[Any]:
+    ) -> list[PyTree]:
         pairs = zip(operands, equation.invars, strict=True)
         arrays = [as_traced(value.x, atom) for value, atom in pairs]
         marks = [value.weights for value in operands]
@@ -279,20 +279,20 @@ class _Evaluation:
             case _:  # it has a derivative of its own
                 return bind_again(equation, arrays)
 
-    def _function(self, jaxpr: AnyJaxpr, marks: Sequence[_Weights]) -> Callable[..., list[Any]]:
-        def function(*arrays: Any) -> list[Any]:
+    def _function(self, jaxpr: AnyJaxpr, marks: Sequence[_Weights]) -> Callable[..., list[PyTree]]:
+        def function(*arrays: PyTree) -> list[PyTree]:
             return [value.x for value in self.run(jaxpr, list(map(_Value, arrays, marks)))]
 
         return function
 
-    def _scan(self, scan: Scan, arrays: list[Any], marks: list[_Weights]) -> list[Any]:
+    def _scan(self, scan: Scan, arrays: list[PyTree], marks: list[_Weights]) -> list[PyTree]:
         consts, init, xs = scan.split(arrays)
         of_consts, _, of_xs = scan.split(marks)
         # What is carried may be data from the second iteration on, whatever it was at first.
         body = self._function(scan.body, [*of_consts, *[None] * scan.carry, *of_xs])
         return scan.run(lambda inputs: body(*inputs), consts, init, xs)
 
-    def _while(self, loop: While, arrays: list[Any], marks: list[_Weights]) -> list[Any]:
+    def _while(self, loop: While, arrays: list[PyTree], marks: list[_Weights]) -> list[PyTree]:
         cond_consts, body_consts, init = loop.split(arrays)
         of_cond, of_body, carry = loop.split(marks)
         carried = [None] * len(carry)

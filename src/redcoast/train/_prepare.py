@@ -10,19 +10,18 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes
-from ..core._errors import check_functions, check_integer
+from ..core._errors import check_integer
 from ..core._frames import hide_frames
 from ..core._pytree import show_place
 from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan
 from ._compile import CompiledStep, compile_reusable_step, compile_step
-from ._compiler_options import Option, check_compiler_options
+from ._compiler_options import Option
 from ._loss import LossFn
 from ._plan_step import check_own_step, plan_training
-from ._precision import as_compute_dtype
 from ._start import starting_state
 from ._step import TrainState, train_steps
-from ._training import Training
+from ._training import make_training
 
 
 class Prepared(NamedTuple):
@@ -98,15 +97,11 @@ def prepare(
         state, metrics = step(state, batch)
         ```
     """
-    check_functions(loss_fn=loss_fn)
     steps_per_call = check_integer("steps_per_call", steps_per_call)
-    accumulate = check_integer("accumulate", accumulate)
-    mesh, key = ambient_or_default(mesh), on_auto_axes(key)
-    compute_dtype = as_compute_dtype(compute_dtype)
-    check_compiler_options(compiler_options)
-    training = Training(
-        loss_fn, optimizer, accumulate, compute_dtype, trainable, compiler_options=compiler_options
+    training = make_training(
+        loss_fn, optimizer, accumulate, compute_dtype, trainable, compiler_options
     )
+    mesh, key = ambient_or_default(mesh), on_auto_axes(key)
     with auto_ambient_mesh():
         abstract, _, create = starting_state(
             on_auto_axes(init_fn), training, key, average=average, caller="prepare"
@@ -115,10 +110,10 @@ def prepare(
     # Before the state is created, which takes minutes if it is large.
     check_own_step(plan, training, abstract, batch)
     if steps_per_call == 1:
-        one_step = training.step(plan, accumulate)
+        one_step = training.step(plan, training.accumulate)
         step = compile_step(one_step, plan.shardings, compiler_options=compiler_options)
     else:
-        steps = counted(training.step(plan, accumulate, train_steps), steps_per_call)
+        steps = counted(training.step(plan, training.accumulate, train_steps), steps_per_call)
         options = training.options_for(mesh)
         step = compile_reusable_step(steps, plan.shardings, loss_fn, rows_axis=1, options=options)
     # Each device creates its own shards, so that the state never exists whole.

@@ -77,7 +77,7 @@ class TrainState(AbstractTrainState):
             )
         return model_with(self.average, self.model)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> PyTree:
         """Called for what the state does not have, such as the `params` of a state of Flax."""
         names = ", ".join(type(self).__annotations__)
         raise AttributeError(

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from ..core._control_flow import AnyJaxpr, open_jaxpr
 from ..core._dtypes import keep_large_counts
+from ..core._errors import check_functions, check_integer, check_optimizer
 from ..core._jaxpr import as_traced
 from ..core._pytree import Arrays, Static, abstract_array, join, split
 from ..core._target import sequence_parts, target
@@ -28,11 +30,16 @@ from ..distributed._mesh import batch_sharding
 from ..sharding import Plan
 from ..tracking._metrics import PackedMetrics, pack_metrics
 from ._compile import CompiledStep, compile_reusable_step
-from ._compiler_options import Option, Options, compiler_options_for
+from ._compiler_options import (
+    Option,
+    Options,
+    check_compiler_options,
+    compiler_options_for,
+)
 from ._flat_function import is_jit_disabled
 from ._loss import LossFn, check_metrics, evaluate_loss
 from ._one_thread import in_one_thread
-from ._precision import ComputeDtype
+from ._precision import ComputeDtype, as_compute_dtype
 from ._step import train_step
 
 
@@ -190,6 +197,26 @@ class Training:
         return compile_reusable_step(
             step, plan.shardings, self.loss_fn, rows_axis=1, options=self.options_for(mesh)
         )
+
+
+def make_training(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    accumulate: int,
+    compute_dtype: DTypeLike | None,
+    trainable: PyTree,
+    compiler_options: Mapping[str, Option] | None,
+) -> Training:
+    """The record of the arguments of a training, which are checked.
+
+    Raises `TypeError` or `ValueError` if one of them is invalid.
+    """
+    check_functions(loss_fn=loss_fn)
+    check_optimizer(optimizer)
+    accumulate = check_integer("accumulate", accumulate)
+    compute_dtype = as_compute_dtype(compute_dtype)
+    check_compiler_options(compiler_options)
+    return Training(loss_fn, optimizer, accumulate, compute_dtype, trainable, compiler_options)
 
 
 PackedStep = Callable[..., tuple[PyTree, PackedMetrics]]

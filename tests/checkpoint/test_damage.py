@@ -15,7 +15,7 @@ from random_models import to_device
 
 import redcoast as rc
 from redcoast.checkpoint import _tree
-from redcoast.checkpoint._checksums import find_damage, write_checksums
+from redcoast.checkpoint._checksums import _measured, find_damage, write_checksums
 from redcoast.checkpoint._policy import restore_newest, saved_steps
 from redcoast.checkpoint._saver import Saver
 
@@ -100,6 +100,14 @@ def test_bytes_of_the_list_of_checksums(copy):
             check()
         file.write_bytes(before)
     _tree.check_whole(copy)
+
+
+@pytest.mark.parametrize(("algorithm", "check"), [("crc32c", "e3069283"), ("crc32", "cbf43926")])
+def test_checksums_have_the_published_check_values(tmp_path, algorithm, check):
+    """Those that the catalogue of CRC algorithms lists for the digits from 1 to 9."""
+    file = tmp_path / "digits"
+    file.write_bytes(b"123456789")
+    assert list(_measured(tmp_path, ["digits"], algorithm)) == [("digits", [9, check])]
 
 
 def test_checksums_of_earlier_versions_are_compared(copy):

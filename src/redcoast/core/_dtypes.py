@@ -1,6 +1,5 @@
 """Converts NumPy arrays to the dtypes of JAX, if that changes no value."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -57,11 +57,34 @@ def test_layers_are_copied_for_a_gpu_if_they_take_at_most_a_quarter_of_its_memor
 @pytest.mark.parametrize(
     ("config", "beams"), [(LLAMA, 1), pytest.param(BART, 2, marks=pytest.mark.thorough)]
 )
-def test_tokens_are_those_of_the_stack(config, beams):
-    """Traced calls keep the stack."""
+def test_tokens_are_those_of_the_stack(config, beams, monkeypatch):
     model, tokens = make(config), np.arange(2 * 16).reshape(2, 16)
     call = lambda model: rc.generate(model, tokens, max_new_tokens=8, beams=beams, eos=())
-    np.testing.assert_array_equal(call(model), jax.jit(call)(model))
+    separate, traced = call(model), jax.jit(call)(model)
+    monkeypatch.setattr("redcoast.models._by_layer._memory", lambda _: 0)
+    stacked = jax.jit(lambda model: call(model))(model)
+    np.testing.assert_array_equal(separate, stacked)
+    np.testing.assert_array_equal(traced, stacked)
+
+
+def test_a_traced_call_takes_layers_apart_before_its_loop_if_there_is_memory(monkeypatch):
+    """Otherwise each token copies the weights of all layers out of their stacks."""
+    model = make()
+    size = sum(x.nbytes for x in jax.tree.leaves(model.layers))
+
+    def reads_stack(memory: int) -> bool:
+        """Whether the loop over tokens has the stack of a weight as an input."""
+        monkeypatch.setattr("redcoast.models._by_layer._memory", lambda _: memory)
+        call = lambda model: rc.generate(model, np.ones((1, 4), int), max_new_tokens=8, eos=())
+        inputs = []
+        for equation in jax.make_jaxpr(call)(model).eqns:
+            if equation.primitive.name == "while":
+                inputs += [x.aval.shape for x in equation.invars]
+        assert (16, 32) in inputs or model.layers.up.shape in inputs
+        return model.layers.up.shape in inputs
+
+    assert reads_stack(4 * size - 1)
+    assert not reads_stack(4 * size)
 
 
 @pytest.mark.thorough
@@ -77,7 +100,6 @@ def test_layers_stay_sharded():
         for i, layer in enumerate(layers.arrays):
             assert layer.sharding.is_equivalent_to(stack[i].sharding, layer.ndim)
             np.testing.assert_array_equal(layer, stack[i])
-    assert jax.jit(lambda: jnp.int32(by_layer(model) is model))()
     split_by_layer = jax.NamedSharding(mesh, jax.P("model"))
     stack = jax.device_put(jnp.zeros((4, 8)), split_by_layer)
     assert by_layer(stack) is stack

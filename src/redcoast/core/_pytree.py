@@ -1,6 +1,7 @@
 """Partitions of a PyTree into arrays and everything else, and leaves by path."""
 
 import sys
+from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any
 
@@ -43,6 +44,22 @@ class Static:
 
     def __repr__(self) -> str:
         return str(self.structure)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SplitTree:
+    """A tree as one argument of `jax.jit`, which traces its arrays and compiles for the rest."""
+
+    arrays: Arrays
+    static: Static = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, tree: PyTree) -> "SplitTree":
+        return cls(*split(tree))
+
+    def join(self) -> PyTree:
+        return join(self.arrays, self.static)
 
 
 def split(tree: PyTree, *, numbers: bool = False) -> tuple[Arrays, Static]:

@@ -10,13 +10,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
-from ..core._pytree import Static, join, split
+from ..core._pytree import SplitTree
 from ..distributed._arrays import put, whole
 from ..models._inputs import AnyArray, Mask
 from ._beam_search import search_beams
 from ._generated import Generated
 from ._logits import ALL_EXCLUDED, INVALID
-from ._prefill import Arrays, by_layer_with, read_compiled
+from ._prefill import by_layer_with, read_compiled
 from ._prompt import ReadPrompt, read_prompt
 from ._request import LastHidden, Prompt, Request
 from ._sampling import Last, begin, sample
@@ -30,7 +30,8 @@ def decode(model: PyTree, tokens: AnyArray, mask: Mask | None, request: Request)
     if mask is not None:
         mask = jnp.asarray(mask)
     read = read_prompt(model, jnp.asarray(tokens), mask, request)
-    new, _ = _decode(model, read, request)
+    model, cache = by_layer_with(model, read.cache)
+    new, _ = _decode(model, ReadPrompt(read.hidden, cache, read.prompt), request)
     return new
 
 
@@ -39,51 +40,40 @@ def decode_compiled(model: PyTree, tokens: AnyArray, mask: Mask | None, request:
     read, compile_all = read_compiled(model, tokens, mask, request)
     limit = int(request.limit)
     if limit == 1 and request.beams == 1:  # without the program for the tokens after the first
-        arrays, static = split(model)
-        _, last = begin_after(read.cache, arrays, static, read.hidden, read.prompt, request)
+        _, last = begin_after(read.cache, SplitTree.of(model), read.hidden, read.prompt, request)
         new = last.tokens[:, None]
         if last.scores is not None:
             new = Generated(new, last.scores[:, None], (last.lengths > 0)[:, None])
     else:
-        arrays, static, cache = by_layer_with(model, read.cache)
+        model, cache = by_layer_with(model, read.cache)
         run = _run
         if request.copies == request.beams == 1:  # no row of the cache is repeated
             run = _run_in_place
-        new, _ = run(cache, arrays, static, read.hidden, read.prompt, request)
+        new, _ = run(cache, SplitTree.of(model), read.hidden, read.prompt, request)
     compile_all()
     return trim(new, limit)
 
 
 def _decode_after(
-    cache: PyTree,
-    arrays: Arrays,
-    static: Static,
-    hidden: LastHidden,
-    prompt: Prompt,
-    request: Request,
+    cache: PyTree, model: SplitTree, hidden: LastHidden, prompt: Prompt, request: Request
 ) -> tuple[Padded, PyTree]:
-    return _decode(join(arrays, static), ReadPrompt(hidden, cache, prompt), request)
+    return _decode(model.join(), ReadPrompt(hidden, cache, prompt), request)
 
 
 def _begin_after(
-    cache: PyTree,
-    arrays: Arrays,
-    static: Static,
-    hidden: LastHidden,
-    prompt: Prompt,
-    request: Request,
+    cache: PyTree, model: SplitTree, hidden: LastHidden, prompt: Prompt, request: Request
 ) -> tuple[PyTree, Last]:
     """The cache after the prompt, with its rows repeated, and the first new token."""
-    return begin(join(arrays, static), ReadPrompt(hidden, cache, prompt), request)
+    return begin(model.join(), ReadPrompt(hidden, cache, prompt), request)
 
 
-begin_after = jax.jit(_begin_after, static_argnums=2)
-begin_in_place = jax.jit(_begin_after, static_argnums=2, donate_argnums=0)
+begin_after = jax.jit(_begin_after)
+begin_in_place = jax.jit(_begin_after, donate_argnums=0)
 
 
 # The cache is not copied, unless its rows are repeated.
-_run_in_place = jax.jit(_decode_after, static_argnums=2, donate_argnums=0)
-_run = jax.jit(_decode_after, static_argnums=2)
+_run_in_place = jax.jit(_decode_after, donate_argnums=0)
+_run = jax.jit(_decode_after)
 
 
 def _decode(model: PyTree, read: ReadPrompt, request: Request) -> tuple[Padded, PyTree]:

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
-from ..core._pytree import Static, join, split
+from ..core._pytree import SplitTree
 from ..core._target import divided_into, target
 from ..core._tracing import on_one_device, traced_mesh
 from ..models._inputs import AnyArray, Mask
@@ -59,13 +59,13 @@ def decode_exactly(
     """Generates tokens, of which the log-probabilities are those of `score_exactly`."""
     # The size of the cache is a part of the arithmetic: sums over slots are ordered by it.
     slots = slots_of(tokens.shape[1] + int(request.limit))
-    arrays, static = split(model)
-    if is_traced((arrays, tokens, mask, request.key)):
-        return _decode(arrays, static, tokens, mask, request, slots, traced_mesh())
+    apart = SplitTree.of(model)
+    if is_traced((apart, tokens, mask, request.key)):
+        return _decode(apart, tokens, mask, request, slots, traced_mesh())
     length = bucket(tokens.shape[1])  # so that few lengths are compiled
     real = pad_columns(as_real(tokens, mask), length, left=False)
     tokens = pad_columns(np.asarray(tokens), length, left=False).astype(np.int32)
-    new = _decode_compiled(arrays, static, tokens, real, request, slots, mesh_of(arrays))
+    new = _decode_compiled(apart, tokens, real, request, slots, mesh_of(model))
     return trim(new, int(request.limit))
 
 
@@ -73,10 +73,10 @@ def score_exactly(
     model: PyTree, tokens: Integer[AnyArray, "batch seq"], mask: Mask | None
 ) -> Float[Array, "batch seq-1"]:
     """Returns the log-probability of each token but the first, and 0 at padding."""
-    arrays, static = split(model)
-    if is_traced((arrays, tokens, mask)):
-        return _score(jax.lax.stop_gradient(arrays), static, tokens, mask, traced_mesh())
-    return _score_compiled(arrays, static, tokens, mask, mesh_of(arrays))
+    apart = SplitTree.of(model)
+    if is_traced((apart, tokens, mask)):
+        return _score(jax.lax.stop_gradient(apart), tokens, mask, traced_mesh())
+    return _score_compiled(apart, tokens, mask, mesh_of(model))
 
 
 def is_traced(inputs: PyTree) -> bool:
@@ -90,8 +90,7 @@ def slots_of(length: int) -> int:
 
 
 def _decode(
-    arrays: list[Array],
-    static: Static,
+    model: SplitTree,
     tokens: AnyArray,
     mask: Mask | None,
     request: Request,
@@ -102,35 +101,35 @@ def _decode(
     tokens, lengths = (jnp.repeat(x, request.copies, axis=0) for x in (tokens, lengths))  # results
     numbers = jnp.arange(tokens.shape[0], dtype=jnp.int32)  # random numbers are those of a result
 
-    def run(shared: tuple[list[Array], Request], rows: tuple[Array, ...]) -> tuple[Array, ...]:
-        arrays, request = shared
-        return _decode_block(join(arrays, static), request, slots, *rows)
+    def run(shared: tuple[SplitTree, Request], rows: tuple[Array, ...]) -> tuple[Array, ...]:
+        model, request = shared
+        return _decode_block(model.join(), request, slots, *rows)
 
-    new, scores, counts = _in_blocks(run, (arrays, request), (tokens, lengths, numbers), mesh)
+    new, scores, counts = _in_blocks(run, (model, request), (tokens, lengths, numbers), mesh)
     if not request.scored:
         return new
     return Generated(new, scores, jnp.arange(new.shape[1])[None] < counts[:, None])
 
 
-_decode_compiled = jax.jit(_decode, static_argnums=(1, 5, 6))
+_decode_compiled = jax.jit(_decode, static_argnums=(4, 5))
 
 
 def _score(
-    arrays: list[Array], static: Static, tokens: AnyArray, mask: Mask | None, mesh: AnyMesh
+    model: SplitTree, tokens: AnyArray, mask: Mask | None, mesh: AnyMesh
 ) -> Float[Array, "batch seq"]:
     aligned, lengths = align_left(tokens, mask)
     slots = slots_of(tokens.shape[1])
 
-    def run(arrays: list[Array], rows: tuple[Array, Array]) -> Array:
-        return _score_block(join(arrays, static), slots, *rows)
+    def run(model: SplitTree, rows: tuple[Array, Array]) -> Array:
+        return _score_block(model.join(), slots, *rows)
 
-    scores = _in_blocks(run, arrays, (aligned, lengths), mesh)
+    scores = _in_blocks(run, model, (aligned, lengths), mesh)
     if mask is None:
         return scores[:, :-1]  # nothing follows the last token
     return at_own_columns(scores, mask)
 
 
-_score_compiled = jax.jit(_score, static_argnums=(1, 4))
+_score_compiled = jax.jit(_score, static_argnums=3)
 
 
 def _in_blocks(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, PyTree
 
-from ..core._pytree import Static, abstract_array, join, split
+from ..core._pytree import SplitTree, abstract_array
 from ..core._target import target
 from ..distributed._arrays import place_batch, put
 from ..distributed._mesh import BATCH_AXES
@@ -29,7 +29,6 @@ from ._check_arguments import are_known, is_known
 from ._prompt import ReadPrompt, bucket, is_encoder_decoder, new_cache, pad_columns, read_prompt
 from ._request import Request, Rows
 
-Arrays = list[Any]  # the leaves of a model: arrays of JAX or of NumPy
 Places = tuple[NamedSharding | None, ...]
 Read = tuple[Array, Array, PyTree]  # the hidden states, that of the last token, and the cache
 
@@ -98,9 +97,8 @@ def read_compiled(
     prompts of other lengths need.
     """
     if not reads_in_chunks(model, tokens, mask):
-        arrays, static = split(model)
-        tokens, mask = prepare_prompt(model, arrays, tokens, mask)
-        return _read_whole(arrays, static, tokens, mask, request), lambda: None
+        tokens, mask = prepare_prompt(model, tokens, mask)
+        return _read_whole(SplitTree.of(model), tokens, mask, request), lambda: None
     chunks = PromptChunks(model, tokens, mask, request)
     ((_, last, cache),) = deque(chunks, maxlen=1)  # the last chunk
     return ReadPrompt(last, cache, chunks.prompt), chunks.compile_all
@@ -125,8 +123,8 @@ class PromptChunks:
         *,
         start: int = 0,
     ):
-        self._arrays, self._static = split(model)
-        self._mesh, self._request = mesh_of(self._arrays), request
+        self._model = SplitTree.of(model)
+        self._mesh, self._request = mesh_of(model), request
         self._slot = np.asarray(start, np.int32)  # an array, so that each start is not compiled
         self._place = ft.partial(_place, like=tokens, mesh=self._mesh)
         most = request.room - int(np.max(request.limit))
@@ -138,45 +136,43 @@ class PromptChunks:
         self.prompt = self._place(np.pad(prompt, ((0, 0), (room, 0)), constant_values=-1))
 
     def __iter__(self) -> Iterator[tuple[Array, Array, PyTree]]:
-        static, request = self._static, self._request
+        model, request = self._model, self._request
         count = self._place(self._real.sum(axis=1, dtype=np.int32))  # real tokens of each row
         start, cache, places = 0, None, ()
         if self._mesh is None:
-            cache = _empty(self._arrays, static, count, self._slot, request)
+            cache = _empty(model, count, self._slot, request)
         for size in self._sizes:
             part = slice(start, start + size)
             tokens, real = self._place(self._tokens[:, part]), self._place(self._real[:, part])
             if cache is None:
-                hidden, last, cache = _open(
-                    self._arrays, static, tokens, real, count, self._slot, request
-                )
+                hidden, last, cache = _open(model, tokens, real, count, self._slot, request)
                 places = places_of(cache)
             else:
-                hidden, last, cache = _append(cache, self._arrays, static, tokens, real, places)
+                hidden, last, cache = _append(cache, model, tokens, real, places)
             # Without the arrays themselves, whose memory is donated to the next chunk.
-            self._compiled_for = types_and_places((cache, self._arrays, tokens, real)), places
+            self._compiled_for = types_and_places((cache, model, tokens, real)), places
             start += size
             yield hidden, last, cache
 
     def compile_all(self) -> None:
         """Compiles the programs for chunks of all sizes that fit into the cache, so that a prompt
         of another length compiles nothing. It is called when the first new token is on its way."""
-        (cache, arrays, tokens, real), places = self._compiled_for
+        (cache, model, tokens, real), places = self._compiled_for
         for size in chunk_sizes():
             if size < self._request.room:
                 shape = (tokens.shape[0], size)
                 chunk, chunk_real = tokens.update(shape=shape), real.update(shape=shape)
-                leaves, structure = jax.tree.flatten((cache, arrays, chunk, chunk_real))
-                _compile_append(self._static, places, structure, tuple(leaves))
+                leaves, structure = jax.tree.flatten((cache, model, chunk, chunk_real))
+                _compile_append(places, structure, tuple(leaves))
 
 
-def by_layer_with(model: PyTree, cache: PyTree) -> tuple[Arrays, Static, PyTree]:
+def by_layer_with(model: PyTree, cache: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the model and the cache for the steps after the prompt: on CPUs and GPUs, with arrays
     for each layer."""
     apart = by_layer(model)
     if any(map(is_by_layer, jax.tree.leaves(apart, is_leaf=is_by_layer))):
         cache = split_layers(cache)
-    return *split(apart), cache
+    return apart, cache
 
 
 def types_and_places(tree: PyTree) -> PyTree:
@@ -191,10 +187,9 @@ def types_and_places(tree: PyTree) -> PyTree:
 
 
 @ft.lru_cache(maxsize=1024)
-def _compile_append(static: Static, places: Places, structure: Any, leaves: tuple[Any, ...]):
+def _compile_append(places: Places, structure: Any, leaves: tuple[Any, ...]):
     """Compiles a program once. A call with such arguments does not compile it again."""
-    cache, arrays, tokens, real = structure.unflatten(leaves)
-    _append.lower(cache, arrays, static, tokens, real, places).compile()
+    _append.lower(*structure.unflatten(leaves), places).compile()
 
 
 def aligned(
@@ -210,18 +205,14 @@ def aligned(
     return pad_columns(tokens, columns, left=True), pad_columns(real, columns, left=True)
 
 
-@ft.partial(jax.jit, static_argnums=1)
-def _empty(
-    arrays: Arrays, static: Static, count: Rows, slot: Int[Array, ""], request: Request
-) -> PyTree:
-    cache = new_cache(join(arrays, static), count, request.room, request)
-    return at_slot(cache, slot)
+@jax.jit
+def _empty(model: SplitTree, count: Rows, slot: Int[Array, ""], request: Request) -> PyTree:
+    return at_slot(new_cache(model.join(), count, request.room, request), slot)
 
 
-@ft.partial(jax.jit, static_argnums=1)
+@jax.jit
 def _open(
-    arrays: Arrays,
-    static: Static,
+    model: SplitTree,
     tokens: Int[Array, "rows chunk"],
     real: Bool[Array, "rows chunk"],
     count: Rows,
@@ -229,31 +220,30 @@ def _open(
     request: Request,
 ) -> Read:
     """Reads the first chunk. The compiler chooses the shardings of the cache."""
-    model = join(arrays, static)
-    cache = at_slot(new_cache(model, count, request.room, request), slot)
-    hidden, cache = model.decode(tokens, cache, mask=real)
+    decoder = model.join()
+    cache = at_slot(new_cache(decoder, count, request.room, request), slot)
+    hidden, cache = decoder.decode(tokens, cache, mask=real)
     return hidden, hidden[:, -1:], cache
 
 
-@ft.partial(jax.jit, static_argnums=(2, 5), donate_argnums=0)
+@ft.partial(jax.jit, static_argnums=4, donate_argnums=0)
 def _append(
     cache: PyTree,
-    arrays: Arrays,
-    static: Static,
+    model: SplitTree,
     tokens: Int[Array, "rows chunk"],
     real: Bool[Array, "rows chunk"],
     places: Places,
 ) -> Read:
     """Reads a chunk. The cache keeps its shardings, or each chunk would be compiled again."""
-    hidden, cache = join(arrays, static).decode(tokens, cache, mask=real)
+    hidden, cache = model.join().decode(tokens, cache, mask=real)
     return hidden, hidden[:, -1:], keep_places(cache, places)
 
 
-@ft.partial(jax.jit, static_argnums=1)
+@jax.jit
 def _read_whole(
-    arrays: Arrays, static: Static, tokens: Array, mask: Array | None, request: Request
+    model: SplitTree, tokens: Array, mask: Array | None, request: Request
 ) -> ReadPrompt:
-    return read_prompt(join(arrays, static), tokens, mask, request)
+    return read_prompt(model.join(), tokens, mask, request)
 
 
 def places_of(tree: PyTree) -> Places:
@@ -294,9 +284,9 @@ def place_all(tree: PyTree, sharding: NamedSharding | None) -> PyTree:
     return jax.lax.with_sharding_constraint(tree, sharding)
 
 
-def mesh_of(arrays: Arrays) -> Mesh | None:
+def mesh_of(model: PyTree) -> Mesh | None:
     """Returns the mesh that a model is on."""
-    for sharding in filter(None, map(_named_sharding, arrays)):
+    for sharding in filter(None, places_of(model)):
         mesh = sharding.mesh
         if isinstance(mesh, Mesh) and set(BATCH_AXES) <= set(mesh.axis_names):
             return mesh
@@ -304,10 +294,10 @@ def mesh_of(arrays: Arrays) -> Mesh | None:
 
 
 def prepare_prompt(
-    model: PyTree, arrays: Arrays, tokens: AnyArray, mask: AnyArray | None
+    model: PyTree, tokens: AnyArray, mask: AnyArray | None
 ) -> tuple[AnyArray, AnyArray | None]:
     """Pads tokens and mask to the length of a bucket, and puts them on the model's devices."""
-    place = ft.partial(_place, mesh=mesh_of(arrays))
+    place = ft.partial(_place, mesh=mesh_of(model))
     if tokens.ndim != 2:
         return place(_on_host(tokens), tokens), None
     # A decoder appends new tokens on the right, so its prompts are padded on the left.

@@ -13,10 +13,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ..core._pytree import Static, join
+from ..core._pytree import SplitTree
 from ..distributed._arrays import whole
 from ..models._cache import move_slots, split_layers
 from ..models._inputs import AnyArray
@@ -25,7 +24,6 @@ from ._compiled import Result, check_generated
 from ._generated import Generated
 from ._logits import NO_TOKENS, choose_tokens
 from ._prefill import (
-    Arrays,
     Places,
     PromptChunks,
     as_real,
@@ -100,16 +98,8 @@ class _Decoding:
                 cache = self._move(cache, turns)
             # Both are arguments of one compiled program, whatever their values are.
             most = np.asarray([self.slots - self.filled, len(self.waiting)], np.int32)
-            cache, turns, steps = _advance_rows(
-                cache,
-                turns,
-                self.arrays,
-                self.static,
-                most,
-                self.request,
-                self.places,
-                self.everywhere,
-            )
+            rest = self.apart, most, self.request, self.places
+            cache, turns, steps = _advance_rows(cache, turns, *rest)
             self.filled += int(steps)
         check_generated(self.new)
         if not self.request.scored:
@@ -122,15 +112,13 @@ class _Decoding:
         first = np.arange(self.rows) // self.request.copies  # the prompt of each row
         chunks = PromptChunks(self.model, self.tokens[first], self.real[first], self.reading)
         ((_, last, cache),) = deque(chunks, maxlen=1)
-        self.arrays, self.static, cache = by_layer_with(self.model, cache)
+        apart, cache = by_layer_with(self.model, cache)
+        self.apart = SplitTree.of(apart)
         self.dims = cache_batch_dims(cache, self.rows)
         self.places = places_of(cache)
-        self.everywhere = replicated(self.places)
         numbers = np.arange(self.rows, dtype=np.int32)
-        turns = _first_turns(
-            self.arrays, self.static, last, chunks.prompt, numbers, self.request, self.everywhere
-        )
-        return cache, turns
+        rest = chunks.prompt, numbers, self.request, self.places
+        return cache, _first_turns(self.apart, last, *rest)
 
     def _take_turns(self, cache: PyTree, turns: Turns) -> tuple[PyTree, Turns]:
         """Keeps the results that have ended, and starts others in their rows."""
@@ -160,20 +148,8 @@ class _Decoding:
         chunks = PromptChunks(self.model, prompt, None, self.reading, start=start)
         ((_, last, own),) = deque(chunks, maxlen=1)
         place = np.asarray([row, result], np.int32)
-        return _replace_row(
-            cache,
-            turns,
-            self.arrays,
-            self.static,
-            own,
-            last,
-            chunks.prompt,
-            place,
-            self.request,
-            self.dims,
-            self.places,
-            self.everywhere,
-        )
+        rest = chunks.prompt, place, self.request, self.dims, self.places
+        return _replace_row(cache, turns, self.apart, own, last, *rest)
 
     def _move(self, cache: PyTree, turns: Turns) -> PyTree:
         """Moves all rows to the first slots, as far as the longest one."""
@@ -185,26 +161,24 @@ class _Decoding:
         return cache
 
 
-@ft.partial(jax.jit, static_argnums=(1, 6))
+@ft.partial(jax.jit, static_argnums=5)
 def _first_turns(
-    arrays: Arrays,
-    static: Static,
+    model: SplitTree,
     last: LastHidden,
     prompt: Prompt,
     numbers: Rows,
     request: Request,
-    everywhere: NamedSharding | None,
+    places: Places,
 ) -> Turns:
-    turns = _choose_first(join(arrays, static), last, prompt, numbers, request)
-    return place_all(turns, everywhere)
+    turns = _choose_first(model.join(), last, prompt, numbers, request)
+    return place_all(turns, replicated(places))
 
 
-@ft.partial(jax.jit, static_argnums=(3, 9, 10, 11), donate_argnums=(0, 1))
+@ft.partial(jax.jit, static_argnums=(8, 9), donate_argnums=(0, 1))
 def _replace_row(
     cache: PyTree,
     turns: Turns,
-    arrays: Arrays,
-    static: Static,
+    model: SplitTree,
     own: PyTree,
     last: LastHidden,
     prompt: Prompt,
@@ -212,11 +186,11 @@ def _replace_row(
     request: Request,
     dims: Dims,
     places: Places,
-    everywhere: NamedSharding | None,
 ) -> tuple[PyTree, Turns]:
     """Puts the cache of one prompt and its first token into a row."""
     row, number = place
-    first = _choose_first(join(arrays, static), last, prompt, number[None], request)
+    everywhere = replicated(places)
+    first = _choose_first(model.join(), last, prompt, number[None], request)
     turns = jax.tree.map(lambda x, y: x.at[row].set(y[0]), turns, first)  # all that a row has
     if jax.tree.structure(own) != jax.tree.structure(cache):
         own = split_layers(own)  # the rows' cache has arrays for each layer
@@ -232,20 +206,18 @@ def _replace_row(
     return keep_places(structure.unflatten(leaves), places), place_all(turns, everywhere)
 
 
-@ft.partial(jax.jit, static_argnums=(3, 6, 7), donate_argnums=(0, 1))
+@ft.partial(jax.jit, static_argnums=5, donate_argnums=(0, 1))
 def _advance_rows(
     cache: PyTree,
     turns: Turns,
-    arrays: Arrays,
-    static: Static,
+    model: SplitTree,
     most: Int[Array, "2"],
     request: Request,
     places: Places,
-    everywhere: NamedSharding | None,
 ) -> tuple[PyTree, Turns, Int[Array, ""]]:
     """Generates tokens until a row ends, if a prompt waits for it, or until all have ended; at most
     as many as there are slots. Returns also the number of steps."""
-    model = join(arrays, static)
+    decoder = model.join()
     slots, waiting = most
     before = turns.ended  # rows without a result
 
@@ -256,12 +228,12 @@ def _advance_rows(
 
     def step(carry):
         cache, turns, steps = carry
-        logits, cache = append_tokens(model, turns.tokens, cache)
+        logits, cache = append_tokens(decoder, turns.tokens, cache)
         return cache, choose_next(logits, turns, request), steps + 1
 
     steps = jnp.zeros((), jnp.int32)
     cache, turns, steps = jax.lax.while_loop(keep_going, step, (cache, turns, steps))
-    return keep_places(cache, places), place_all(turns, everywhere), steps
+    return keep_places(cache, places), place_all(turns, replicated(places)), steps
 
 
 @ft.partial(jax.jit, static_argnums=2, donate_argnums=0)

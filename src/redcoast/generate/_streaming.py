@@ -9,13 +9,12 @@ import numpy as np
 from jaxtyping import Int, PyTree
 
 from ..core._iterate import with_last
-from ..core._pytree import Static, join, split
+from ..core._pytree import SplitTree
 from ..distributed._arrays import whole
 from ..models._inputs import AnyArray, Mask
 from ._compiled import Result, begin_after, begin_in_place, check_generated
 from ._generated import Generated
 from ._prefill import (
-    Arrays,
     Places,
     by_layer_with,
     keep_places,
@@ -71,23 +70,23 @@ def _steps(
     model: PyTree, tokens: AnyArray, mask: Mask | None, request: Request, count: int
 ) -> Iterator[Last]:
     read, compile_all = read_compiled(model, tokens, mask, request)
-    arrays, static = split(model)
+    stacked = SplitTree.of(model)
     known = jax.tree.leaves(types_and_places((read.cache, request)))
-    program = static, places_of(arrays), tuple(map(str, known))
+    program = stacked.static, places_of(stacked), tuple(map(str, known))
     start = begin_after
     if request.copies == 1:  # no row of the cache is repeated
         start = begin_in_place
-    cache, last = start(read.cache, arrays, static, read.hidden, read.prompt, request)
+    cache, last = start(read.cache, stacked, read.hidden, read.prompt, request)
     is_new = program not in _COMPILED
     if is_new:  # the first token does not wait for the program of the others
         yield last
-    arrays, static, cache = by_layer_with(model, cache)
-    places = places_of((cache, last))
+    model, cache = by_layer_with(model, cache)
+    apart, places = SplitTree.of(model), places_of((cache, last))
 
     def advance_all(cache: PyTree, last: Last) -> Iterator[Last]:
         yield last
         for _ in range(count - 1):
-            cache, last = _advance(cache, arrays, static, last, request, places)
+            cache, last = _advance(cache, apart, last, request, places)
             yield last
 
     steps = advance_all(cache, last)
@@ -100,9 +99,9 @@ def _steps(
         yield step
 
 
-@ft.partial(jax.jit, static_argnums=(2, 5), donate_argnums=0)
+@ft.partial(jax.jit, static_argnums=4, donate_argnums=0)
 def _advance(
-    cache: PyTree, arrays: Arrays, static: Static, last: Last, request: Request, places: Places
+    cache: PyTree, model: SplitTree, last: Last, request: Request, places: Places
 ) -> tuple[PyTree, Last]:
     # Keeps the shardings of the first step: if they changed, each step would be recompiled.
-    return keep_places(advance(join(arrays, static), cache, last, request), places)
+    return keep_places(advance(model.join(), cache, last, request), places)

@@ -1,7 +1,9 @@
 """Models with separate layers, for programs that read all weights many times."""
 
 import functools as ft
+import os
 from math import prod
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -25,7 +27,7 @@ class ByLayer(eqx.Module):
     arrays: tuple[Array, ...]
 
 
-# The share of the memory that JAX may use of a GPU, which copies of the layers' weights may take.
+# The share of a device's memory that copies of the layers' weights may take.
 MOST_COPIED = 0.25
 
 
@@ -34,22 +36,19 @@ def by_layer(model: PyTree) -> PyTree:
 
     A program on stacked arrays would copy the weights of each layer each time that it reads them.
     On CPUs, the arrays are views, which share the memory of the stacked arrays. Only layers that
-    are not aligned as XLA requires are copied. On GPUs, all layers are copied once, unless the
-    copies take too much memory. On other devices, and in a trace, the model is returned unchanged.
+    are not aligned as XLA requires are copied. On GPUs, and in a trace, all layers are copied once,
+    unless the copies take too much memory. On other devices, the model is returned unchanged.
     """
-    tracing = isinstance(jnp.zeros(()), Tracer)  # then there is no memory to view
     platform = target().platform
-    if tracing or platform not in ("cpu", "gpu"):
+    if platform not in ("cpu", "gpu"):
         return model
-    if platform == "cpu":
+    tracing = isinstance(jnp.zeros(()), Tracer)  # then there is no memory to view
+    if platform == "cpu" and not tracing:
         return jax.tree.map(_split, model, is_leaf=_is_stack)
     is_copied = jax.tree.map(_whole_stacks, model, is_leaf=_is_stack)
     stacks, rest = eqx.partition(model, is_copied)
     arrays = jax.tree.leaves(stacks)
-    # Several processes would have to agree, since each knows the memory of its own devices alone.
-    if not arrays or not all(x.is_fully_addressable for x in arrays):
-        return model
-    if _bytes_on_device(arrays) > MOST_COPIED * _memory(arrays[0]):
+    if not arrays or not _have_room(arrays, platform):
         return model
     layers = _copy_layers(stacks, tuple(_layer_sharding(x) for x in arrays))
     return eqx.combine(rest, layers)
@@ -63,22 +62,44 @@ def _whole_stacks(x: PyTree) -> PyTree:
 
 
 def _has_whole_layers(x: object) -> bool:
+    if isinstance(x, Tracer):
+        return True
     # Layers that are themselves split over devices cannot be taken apart.
     return isinstance(x, jax.Array) and x.sharding.shard_shape(x.shape)[0] == x.shape[0]
 
 
-def _bytes_on_device(arrays: list[Array]) -> int:
-    return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
+def _have_room(arrays: list[Array], platform: str) -> bool:
+    """Whether a device of the platform has room for copies of these arrays."""
+    # Several processes would have to agree, since each knows the memory of its own devices alone.
+    if any(isinstance(x, Tracer) for x in arrays):
+        device = jax.local_devices()[0]
+        if device.platform != platform or jax.process_count() > 1:
+            return False  # the first: the program is for a device that is not here
+        # Shardings are not known in a trace. Each device may have all of an array.
+        size = sum(x.size * x.dtype.itemsize for x in arrays)
+    else:
+        if not all(x.is_fully_addressable for x in arrays):
+            return False
+        device = arrays[0].addressable_shards[0].device
+        size = sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
+    return size <= MOST_COPIED * _memory(device)
 
 
-def _memory(x: Array) -> int:
-    """The bytes of a device with a part of the array that JAX may use; 0 if it reports none."""
-    stats = x.addressable_shards[0].device.memory_stats() or {}
-    return stats.get("bytes_limit", 0)
+def _memory(device: Any) -> int:
+    """The bytes that JAX may use of a device; 0 if they are not known."""
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit", 0)
+    try:
+        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # as on Windows
+        return 0
+    return installed // jax.local_device_count()  # which share the memory of the host
 
 
 def _layer_sharding(x: Array) -> NamedSharding | None:
     """The sharding of a layer: each device has the same part of it as of the stack."""
+    if isinstance(x, Tracer):
+        return None
     if isinstance(x.sharding, NamedSharding):
         return NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:]))
     return None

@@ -36,7 +36,7 @@ def score_pairs(
             collate_fn=lambda examples, size=size: _collate(examples, size + 1),
             predict_fn=_scores,
             batch_size=batch_size,
-            mesh=mesh_of(jax.tree.leaves(model)),
+            mesh=mesh_of(model),
         )
         for i, score in zip(indices, scores, strict=True):
             results[i] = float(score["log_prob"]), bool(score["greedy"])

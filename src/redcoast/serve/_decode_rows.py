@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ..core._pytree import Arrays, Static, join, split
+from ..core._pytree import SplitTree
 from ..generate._logits import filter_logits, first_greatest
 from ..generate._prefill import (
     PromptChunks,
@@ -70,8 +70,8 @@ def decode_rows(
     each row, as bits (see `_as_bools`). Without it, the next step can start before the tokens of
     this one are known.
     """
-    arrays, static = split(model)
-    everywhere = replicated(places_of(arrays))
+    stacked = SplitTree.of(model)
+    everywhere = replicated(places_of(stacked))
     chunks = PromptChunks(model, tokens, mask, request)
     real = chunks.prompt
     # The token after each one; behind the last, any.
@@ -83,15 +83,15 @@ def decode_rows(
         if score_prompt:
             # Padding, -1, gets the score of some token, which is not shown.
             tokens_after = np.maximum(following[:, start : start + size], 0)
-            parts.append(_score_chunk(arrays, static, hidden, tokens_after, everywhere))
+            parts.append(_score_chunk(stacked, hidden, tokens_after, everywhere))
         start += size
     scores = None
     if score_prompt:
         together = lambda *x: np.concatenate(x, axis=1)
         scores = jax.tree.map(together, *map(jax.device_get, parts))
-    logits = _begin(arrays, static, last, everywhere)
-    arrays, static, cache = by_layer_with(model, cache)
-    places = places_of(cache)
+    logits = _begin(stacked, last, everywhere)
+    model, cache = by_layer_with(model, cache)
+    apart, places = SplitTree.of(model), places_of(cache)
     # The choice depends on the room only if it depends on earlier tokens.
     room = None
     if request.needs_history:
@@ -100,8 +100,7 @@ def decode_rows(
     request = dataclasses.replace(request, room=room or 0)
     for step in range(steps):
         if step:
-            rest = arrays, static, progress.tokens, places, everywhere
-            logits, cache = _advance(cache, *rest)
+            logits, cache = _advance(cache, apart, progress.tokens, places, everywhere)
         allowed = None
         if allow is not None:
             allowed = allow()
@@ -109,25 +108,24 @@ def decode_rows(
         yield progress, None if step else scores
 
 
-@ft.partial(jax.jit, static_argnums=(1, 3))
-def _begin(arrays: Arrays, static: Static, last: Array, everywhere: NamedSharding | None) -> Logits:
+@ft.partial(jax.jit, static_argnums=2)
+def _begin(model: SplitTree, last: Array, everywhere: NamedSharding | None) -> Logits:
     """Returns the logits of the first new token."""
-    logits = join(arrays, static).unembed(last)[:, 0].astype(jnp.float32)
+    logits = model.join().unembed(last)[:, 0].astype(jnp.float32)
     return place_all(logits, everywhere)
 
 
-@ft.partial(jax.jit, static_argnums=(2, 4, 5), donate_argnums=0)
+@ft.partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
 def _advance(
     cache: PyTree,
-    arrays: Arrays,
-    static: Static,
+    model: SplitTree,
     tokens: Int[Array, " rows"],
     places: tuple[NamedSharding | None, ...],
     everywhere: NamedSharding | None,
 ) -> tuple[Logits, PyTree]:
     """Returns the logits after one more token of each row, and the cache."""
     # A row whose logits were NaN continues with any token, which is never returned.
-    logits, cache = append_tokens(join(arrays, static), jnp.maximum(tokens, 0), cache)
+    logits, cache = append_tokens(model.join(), jnp.maximum(tokens, 0), cache)
     # Keeps the shardings of the first step: if they changed, each step would be recompiled.
     return place_all(logits.astype(jnp.float32), everywhere), keep_places(cache, places)
 
@@ -273,21 +271,20 @@ def _scores(logits: Logits, tokens: Int[Array, " rows"]) -> Scores:
     return Scores(chosen, *jax.lax.top_k(logprobs, min(MOST_TOP, logits.shape[1])))
 
 
-@ft.partial(jax.jit, static_argnums=(1, 4))
+@ft.partial(jax.jit, static_argnums=3)
 def _score_chunk(
-    arrays: Arrays,
-    static: Static,
+    model: SplitTree,
     hidden: Float[Array, "rows chunk width"],
     following: Int[Array | np.ndarray, "rows chunk"],
     everywhere: NamedSharding | None,
 ) -> Scores:
     """The scores of the tokens that follow those of a chunk of the prompt."""
-    model = join(arrays, static)
+    unembed = model.join().unembed
     rows, length = following.shape
 
     def score(part: tuple[Array, Array]) -> Scores:
         hidden, tokens = part
-        logits = model.unembed(hidden)  # (rows, CHUNK, vocab)
+        logits = unembed(hidden)  # (rows, CHUNK, vocab)
         scores = _scores(logits.reshape(rows * CHUNK, -1), tokens.reshape(-1))
         return jax.tree.map(lambda x: x.reshape(rows, CHUNK, *x.shape[1:]), scores)
 

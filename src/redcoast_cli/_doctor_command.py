@@ -5,7 +5,7 @@ import importlib.util
 import os
 import platform
 import sys
-from typing import Any
+from collections import Counter
 
 import jax
 
@@ -76,13 +76,13 @@ def devices() -> list[str]:
         local = jax.local_devices()
     except RuntimeError as error:
         return [f"none: {error}"]
-    kinds: dict[str, list[Any]] = {}
-    for device in local:
-        kinds.setdefault(device.device_kind, []).append(device)
+    counts = Counter(device.device_kind for device in local)
+    by_kind = {device.device_kind: device for device in local}
     lines = []
-    for kind, (first, *others) in kinds.items():
-        text = f"{1 + len(others)} x {kind} ({first.platform})"
-        limit = (first.memory_stats() or {}).get("bytes_limit")
+    for kind, count in counts.items():
+        device = by_kind[kind]
+        text = f"{count} x {kind} ({device.platform})"
+        limit = (device.memory_stats() or {}).get("bytes_limit")
         if limit is not None:
             text += f", {limit / 2**30:.1f} GiB each"
         lines.append(text)

@@ -23,7 +23,10 @@ from ._options import DryRunCommand
 from ._phase_display import show_phases
 from ._reach import dry_run_to_fit, longest_sequence, sizes_of
 from ._usage import mesh_sizes, refuse, refuse_impossible_size
-from ._workload import Workload, make_workload, state_bytes
+from .workload import Workload, make_workload, state_bytes
+
+# The figures of a dry run, or its options, by name: numbers, texts, and dicts of them.
+Figures = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Attempt:
     """A dry run, its settings (model, batch and options), and what a training run costs."""
 
     run: rc.DryRun
-    settings: dict[str, Any]
+    settings: Figures
     cost: TrainingCost | None = None
 
     @property
@@ -39,8 +42,8 @@ class Attempt:
         return self.run.fits
 
     @property
-    def report(self) -> dict[str, Any]:
-        report = self.settings | self.run.report
+    def report(self) -> Figures:
+        report = {**self.settings, **self.run.report}
         if self.cost is not None:
             report["cost"] = asdict(self.cost)
         return report
@@ -199,7 +202,7 @@ def prices_of(c: DryRunCommand) -> float | dict[str, float] | None:
         refuse(f"--price is {c.price!r}. It must be a number, or numbers such as h100=2.5,v5e=1.2.")
 
 
-def show_cost(cost: TrainingCost, settings: Mapping[str, Any]) -> str:
+def show_cost(cost: TrainingCost, settings: Figures) -> str:
     """A sentence about a training run."""
     tokens = settings["batch"] * settings["seq"]
     text = (
@@ -279,8 +282,8 @@ def attempt(
     return Attempt(run, settings)
 
 
-def _step_options(c: DryRunCommand) -> dict[str, Any]:
-    options: dict[str, Any] = {"accumulate": c.accumulate, "compute_dtype": None}
+def _step_options(c: DryRunCommand) -> Figures:
+    options: dict[str, object] = {"accumulate": c.accumulate, "compute_dtype": None}
     # The library never suggests lowering a dtype that was given, as "float32" would be.
     if c.dtype != "float32":
         options["compute_dtype"] = jnp.dtype(c.dtype)
@@ -299,7 +302,7 @@ def rows_of(c: DryRunCommand, target: TargetDevices) -> int:
     return c.batch
 
 
-def _line(run: rc.DryRun, settings: dict[str, Any]) -> str:
+def _line(run: rc.DryRun, settings: Figures) -> str:
     mesh = _written({axis: size for axis, size in run.mesh.items() if size > 1}) or "one device"
     text = f"{settings['model']} on {run.target} ({mesh})"
     if settings["seq"] is not None:
@@ -315,13 +318,13 @@ def in_gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
 
 
-def refused(report: Any) -> bool:
+def refused(report: Figures) -> bool:
     """Whether the compiler rejected the program because it needs too much memory."""
     # In older files without the key, only rejected programs have no temporaries.
     return report.get("refused", "temporaries" not in report["memory"])
 
 
-def peak_gib(report: Any) -> str:
+def peak_gib(report: Figures) -> str:
     """The peak memory; for a rejected program, the lower bound."""
     peak = in_gib(report["memory"]["peak"])
     return f"at least {peak}" if refused(report) else peak

@@ -65,7 +65,7 @@ def installed_version() -> str:
 def commands(*, complete: bool) -> Any:
     """The commands, described by their whole docstrings, or by the first sentence of each."""
 
-    def named(name: str, kind: type) -> Any:
+    def named(name: str, kind: type) -> object:
         first, _, rest = (kind.__doc__ or "").partition("\n\n")
         # tyro wraps the texts in the list of commands, but not in a command's own help.
         text = " ".join(first.split())

@@ -4,13 +4,12 @@ import contextlib
 from collections.abc import Callable
 from itertools import combinations_with_replacement
 from math import prod
-from typing import Any
 
 import redcoast as rc
 from redcoast.dryrun._chips import Chip
 from redcoast.dryrun._target_name import TargetDevices, parse_target
 
-from ._workload import MOST_TOKENS, Workload, state_bytes
+from .workload import MOST_TOKENS, Workload, state_bytes
 
 STEP = 128  # tokens; lengths are multiples of it
 SIDES = (1, 2, 4, 8, 16)  # the sides of slices
@@ -59,7 +58,7 @@ def sizes_of(chip: Chip) -> list[TargetDevices]:
 
 
 def dry_run_to_fit(
-    workload: Workload, rows: int, target: str, *, usable: int | None = None, **options: Any
+    workload: Workload, rows: int, target: str, *, usable: int | None = None, **options: object
 ) -> rc.DryRun:
     """A dry run on the mesh with the lowest estimated cost; if it does not fit, on another mesh.
 

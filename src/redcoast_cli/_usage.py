@@ -6,7 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def wrap_help(text: str) -> str:
     return "\n".join([*lines, f"\n{title}{examples}"]).rstrip()
 
 
-def mesh_sizes(text: str) -> dict[str, Any]:
+def mesh_sizes(text: str) -> dict[str, int]:
     """Reads sizes of axes: `pipe=2,fsdp=4`, or `8` (data), `2x4` (data x model), `2x2x2`."""
     orders = {1: ("data",), 2: ("data", "model"), 3: ("data", "fsdp", "model")}
     try:
@@ -58,7 +58,7 @@ def mesh_sizes(text: str) -> dict[str, Any]:
         else:
             sizes = text.split("x")
             pairs = [*zip(orders[len(sizes)], sizes, strict=True)]
-        mesh: dict[str, Any] = {axis.strip(): int(size) for axis, size in pairs}
+        mesh: dict[str, int] = {axis.strip(): int(size) for axis, size in pairs}
     except (ValueError, KeyError):
         mesh, pairs = {}, []
     if len(mesh) < len(pairs):

@@ -5,12 +5,12 @@ import difflib
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from redcoast import models
 from redcoast.core._read_json import read_json
@@ -25,18 +25,21 @@ LONGEST = 1024  # the default sequence length, in tokens
 # Attention over longer sequences has more pairs of blocks than the memory of a host may hold.
 MOST_TOKENS = 2**20
 
+# The inputs of the model and the targets of the loss: arrays, or their shapes and dtypes.
+Batch = dict[str, PyTree]
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """A training step: functions that make the model, its loss and an abstract batch."""
 
-    init_fn: Callable[[Any], Any]
-    loss_fn: Callable[[Any, Any, Any], Any]
-    make_batch: Callable[[int], Any]  # takes the number of rows
+    init_fn: Callable[[PRNGKeyArray], PyTree]
+    loss_fn: Callable[[PyTree, Batch, PRNGKeyArray], Float[Array, ""]]
+    make_batch: Callable[[int], Batch]  # takes the number of rows
     seq: int | None  # tokens in a row; None for images
     notes: tuple[str, ...]
 
-    def arguments(self, rows: int) -> tuple[Any, ...]:
+    def arguments(self, rows: int) -> tuple[PyTree, ...]:
         """The positional arguments of `redcoast.dry_run`, for a batch of `rows` rows."""
         return self.init_fn, self.loss_fn, self.make_batch(rows), optax.adamw(1e-4)
 
@@ -44,12 +47,27 @@ class Workload:
 def make_workload(
     model: str, seq: int | None = None, *, remat: str = "full", chunk: int | None = None
 ) -> Workload:
-    """The training step of a model on sequences of `seq` tokens (of the decoder, for encoders of
-    images or sounds).
+    """Returns the training step of a model, with which `redcoast dry-run` plans and compiles.
 
-    `chunk` is the number of positions whose logits are in memory at a time; by default, all of them
-    unless they are large. If the sequence is longer than the model's learned positions, positions
-    are added, with a note.
+    ```python
+    workload = make_workload("gpt2-small", seq=512)
+    run = rc.dry_run(*workload.arguments(rows=8), target="l4:4")
+    ```
+
+    **Arguments:**
+
+    - `model`: the name of a model, such as `"llama-7b"`, or the path of a `config.json` or of its
+        directory.
+    - `seq`: the tokens of a row (of the decoder, for encoders of images or sounds); by default
+        1,024, or the model's maximum if that is less. If they are more than the model's learned
+        positions, positions are added, with a note.
+    - `remat`: what is rematerialised, as in `LlamaConfig`.
+    - `chunk`: the number of positions whose logits are in memory at a time; by default, all of them
+        unless they are large.
+
+    **Raises:**
+
+    `SystemExit`, after a sentence on stderr, if there is no such model or a number is out of range.
     """
     if chunk is not None and chunk < 1:
         refuse(f"--chunk must be at least 1, but is {chunk}.")
@@ -79,7 +97,7 @@ def state_bytes(workload: Workload) -> int:
     return 3 * sum(x.size * x.dtype.itemsize for x in arrays)
 
 
-def find_model(model: str) -> tuple[Any, Any]:
+def find_model(model: str) -> tuple[type, PyTree]:
     """The class and the configuration of a named model, or of the model in a `config.json`."""
     path = Path(model).expanduser()
     if path.is_dir():
@@ -102,12 +120,13 @@ def find_model(model: str) -> tuple[Any, Any]:
     return type(abstract), abstract.config
 
 
-def _is_model(name: str, make: Any) -> bool:
-    public = inspect.isfunction(make) and not name.startswith("_")
-    return public and make.__module__ == sizes.__name__
+def _is_model(name: str, make: object) -> bool:
+    if name.startswith("_") or not inspect.isfunction(make):
+        return False
+    return make.__module__ == sizes.__name__
 
 
-def _length(model: str, model_class: Any, config: Any, seq: int | None) -> int | None:
+def _length(model: str, model_class: type, config: PyTree, seq: int | None) -> int | None:
     if model_class is models.ViT and seq is not None:
         refuse(f"{model} reads images of {config.image} pixels: leave out --seq.")
     refuse_impossible_size("seq", seq, MOST_TOKENS)
@@ -118,7 +137,7 @@ def _length(model: str, model_class: Any, config: Any, seq: int | None) -> int |
     return min(LONGEST, most)
 
 
-def _changed(config: Any, **changes: Any) -> Any:
+def _changed(config: PyTree, **changes: object) -> PyTree:
     """Replaces fields of a configuration, and of nested ones, where they have such fields."""
     changed = {}
     for field in dataclasses.fields(config):
@@ -131,8 +150,8 @@ def _changed(config: Any, **changes: Any) -> Any:
 
 
 def _task(
-    model_class: Any, config: Any, seq: int | None, chunk: int | None
-) -> tuple[Callable[..., Any], Callable[[int], Any]]:
+    model_class: type, config: PyTree, seq: int | None, chunk: int | None
+) -> tuple[Callable[[PyTree, Batch, PRNGKeyArray], Float[Array, ""]], Callable[[int], Batch]]:
     """The loss, and a function from the number of rows to an abstract batch."""
     classifies = model_class is models.ViT or getattr(config, "head", None) == "classification"
     decodes = model_class in (models.Bart, models.T5, models.Captioner, models.Whisper)
@@ -143,13 +162,14 @@ def _task(
     elif model_class is models.Whisper:
         row, dtype = (config.mels, config.frames), jnp.float32
 
-    target = () if classifies else (seq,)
-
-    def make_batch(rows: int) -> Any:
-        targets = jax.ShapeDtypeStruct((rows, *target), jnp.int32)
+    def make_batch(rows: int) -> Batch:
+        shape = (rows, seq)
+        if classifies:
+            shape = (rows,)
+        targets = jax.ShapeDtypeStruct(shape, jnp.int32)
         return {"inputs": jax.ShapeDtypeStruct((rows, *row), dtype), "targets": targets}
 
-    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+    def loss_fn(model: PyTree, batch: Batch, key: PRNGKeyArray) -> Float[Array, ""]:
         targets = batch["targets"]
         if classifies:
             return cross_entropy(model(batch["inputs"], key=key), targets)
